@@ -68,14 +68,15 @@ def _parser() -> Parser:
     verb("verify", verify, "read everything: SHA-256 of files, each element of a tensor once")
     files = "FOLDER|FILE.safetensors"
     text = (
-        "write the parameters as a GPT-2, Llama or Qwen2 that transformers loads: a folder with "
-        "config.json and model.safetensors, or such a file alone; the tokenizer is not among them"
+        "write the parameters as a GPT-2, BERT, Llama, Qwen2 or Mixtral that transformers loads: "
+        "a folder with config.json and model.safetensors, or such a file alone; the tokenizer is "
+        "not among them"
     )
     out = verb("export", export, text, output=files)
     out.add_argument("--force", action="store_true", help="replace the files that are there")
     text = (
-        "make a run of a GPT-2, Llama, Qwen2, or Mistral without a sliding window, of "
-        "transformers; `train --resume RUN_DIR` goes on with it on any layout.  "
+        "make a run of a GPT-2, BERT, Llama, Qwen2, or Mistral or Mixtral without a sliding "
+        "window, of transformers; `train --resume RUN_DIR` goes on with it on any layout.  "
         "Settings of the run, such as --data.path, are given as to train."
     )
     usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--json]"
@@ -172,6 +173,8 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     shapes = hf_export.export(opened, options.output)
     count = sum(map(prod, shapes.values()))
     print(plain(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
+    for line in hf_export.notes(opened):
+        print(plain(line))
     print(plain(f"written to {options.output}"))
     return {
         "output": str(options.output),

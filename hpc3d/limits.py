@@ -6,7 +6,7 @@ Only the standard library: every command reads this before it starts anything.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ MEMORY_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
 # Key of the input file -> its least and its largest value.
 SIZES = {
     "mesh.p": (1, 1024),
-    **{f"mesh.{axis}": (1, MOST_RANKS) for axis in "dcxyz"},
+    **{f"mesh.{axis}": (1, MOST_RANKS) for axis in "dcexyz"},
     "parallel.ulysses": (1, MOST_RANKS),
     "parallel.microbatches": (1, MOST_PASSES),
     "parallel.chunks": (1, MOST_LAYERS),
@@ -35,6 +35,10 @@ SIZES = {
     "model.sequence": (1, 2**27),
     "model.vocabulary": (1, 2**27),
     "model.padding": (0, 2**27),
+    "model.experts": (0, 2**20),
+    "model.top_k": (1, 2**10),
+    "model.moe_every": (1, MOST_LAYERS),
+    "model.shared_experts": (0, 2**10),
     "train.steps": (1, INT32),
     "train.batch": (1, 2**20),
     "train.warmup": (0, INT32),
@@ -57,19 +61,18 @@ def out_of_bounds(config: Any) -> Iterator[str]:
             yield _out_of_range(key, value, least, most)
 
 
-def too_large(config: Any, products: Iterable[Any]) -> Iterator[str]:
+def too_large(config: Any, products: Sequence[tuple[int, Any]]) -> Iterator[str]:
     """Products of sizes that no array can have, and meshes of more ranks than are worked with;
-    `products` are those of a block."""
+    `products` are those of all blocks, each after the number of blocks that have it."""
     model, ranks = config.model, config.mesh.grid().size
     if ranks > MOST_RANKS:
         yield f"mesh: {ranks} ranks; at most {MOST_RANKS}"
     rows = config.train.batch * model.sequence
-    widest = max(*(product.outputs for product in products), model.vocabulary or 0)
+    widest = max(*(each.experts * each.outputs for _, each in products), model.vocabulary or 0)
     if scores := not config.chunked():
         widest = max(widest, model.heads * model.sequence)
     arrays = {
-        "model.layers x weights of a block": model.layers
-        * sum(product.weights for product in products),
+        "model.layers x weights of a block": sum(count * each.weights for count, each in products),
         "model.hidden x (vocabulary + sequence)": model.hidden
         * ((model.vocabulary or 0) + model.sequence),
         "train.batch x model.sequence x the widest of its products, vocabulary"

@@ -151,7 +151,7 @@ def drop_piece(manifest):
 
 
 def twice(manifest):
-    """The rectangles of another rank's piece of the same size."""
+    """The boxes of another rank's piece of the same size."""
     first, other = (manifest["files"][rank]["pieces"][0] for rank in (0, 4))
     assert first[0] == other[0] and first[4] != other[4]
     first[4] = other[4]

@@ -1,25 +1,38 @@
-"""Rectangles of a tensor: the parts of it that ranks hold and files have."""
+"""Boxes of a tensor: the parts of it that ranks hold and files have."""
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
 
 class BlockSlices(NamedTuple):
-    """Rows and columns of a tensor; a vector is one row."""
+    """Rows, columns and experts of a tensor [rows, experts, columns]; a matrix is that of one
+    expert, and a vector is one row of it."""
 
     top: int
     bottom: int
     left: int
     right: int
+    front: int = 0
+    back: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of an array of its elements: [rows, experts, columns]."""
+        rows, experts = self.bottom - self.top, self.back - self.front
+        return max(0, rows), max(0, experts), max(0, self.right - self.left)
 
     @property
     def size(self) -> int:
-        return max(0, self.bottom - self.top) * max(0, self.right - self.left)
+        return prod(self.shape)
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """As a manifest has them: those of a matrix are four."""
+        return self if self[4:] != (0, 1) else self[:4]
 
     def intersection(self, other: BlockSlices) -> BlockSlices:
         """The part that both have."""
@@ -28,12 +41,23 @@ class BlockSlices(NamedTuple):
             min(self.bottom, other.bottom),
             max(self.left, other.left),
             min(self.right, other.right),
+            max(self.front, other.front),
+            min(self.back, other.back),
         )
 
-    def index_in(self, outer: BlockSlices) -> tuple[slice, slice]:
-        """The index of this part in an array that has the rectangle `outer`."""
+    def index_in(self, outer: BlockSlices) -> tuple[slice, slice, slice]:
+        """The index of this part in an array [rows, experts, columns] of the box `outer`."""
         rows = slice(self.top - outer.top, self.bottom - outer.top)
-        return rows, slice(self.left - outer.left, self.right - outer.left)
+        experts = slice(self.front - outer.front, self.back - outer.front)
+        return rows, experts, slice(self.left - outer.left, self.right - outer.left)
+
+    def rectangles(self, columns: int) -> Iterator[BlockSlices]:
+        """The same of the matrix [rows, experts columns], of experts with so many `columns`."""
+        whole = self.right - self.left == columns
+        step = self.back - self.front if whole else 1
+        for first in range(self.front, self.back, step):
+            left, right = first * columns + self.left, (first + step - 1) * columns + self.right
+            yield BlockSlices(self.top, self.bottom, left, right)
 
 
 def stored_shape(dims: Sequence[int]) -> tuple[int, ...]:
@@ -43,48 +67,77 @@ def stored_shape(dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def whole_of(shape: Sequence[int]) -> BlockSlices:
-    """The rectangle of all of a tensor."""
-    *rows, columns = shape
-    return BlockSlices(0, *(rows or [1]), 0, columns)
+    """The box of all of a tensor [columns], [rows, columns] or [rows, experts, columns]."""
+    return box_of([slice(0, size) for size in shape])
 
 
-def rectangles(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
-    """Elements `start` to `stop` of a block, counted row by row, as at most three rectangles:
-    the end of a row, whole rows, the beginning of a row."""
-    width = block.right - block.left
-    stop = min(stop, block.size)
-    if not width or start >= stop:
-        return []
-    first, last = -(-start // width), stop // width
-    if first > last:  # within one row
-        edges = [(start, stop)]
-    else:
-        ends = [start, first * width, last * width, stop]
-        edges = [pair for pair in pairwise(ends) if pair[0] < pair[1]]
-    return [_rectangle(block, width, *edge) for edge in edges]
-
-
-def _rectangle(block, width, start, stop):
-    top, left = divmod(start, width)
-    rows = max(1, (stop - start) // width)
-    right = width if left + stop - start >= width else left + stop - start
+def box_of(slices: Sequence[slice]) -> BlockSlices:
+    """The box of the same of its dims."""
+    *others, columns = slices
+    rows = others[0] if others else slice(0, 1)
+    experts = others[1] if len(others) > 1 else slice(0, 1)
     return BlockSlices(
-        block.top + top, block.top + top + rows, block.left + left, block.left + right
+        rows.start, rows.stop, columns.start, columns.stop, experts.start, experts.stop
+    )
+
+
+def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
+    """Elements `start` to `stop` of a block, counted row by row and in a row expert by expert, as
+    few boxes: the end of a row, whole rows, the beginning of a row; and an end of one that begins
+    or ends amid an expert as the same of experts."""
+    _, experts, columns = block.shape
+    stop = min(stop, block.size)
+    widths = [experts * columns, columns] if experts > 1 else [columns]
+    return [_box(block, *edge) for edge in _stretches(start, stop, widths)]
+
+
+def _stretches(start: int, stop: int, widths: Sequence[int]) -> list[tuple[int, int]]:
+    """`start` to `stop`, cut so that a stretch lies within a multiple of the last width, or goes
+    from one to another within a multiple of the width before, and so on."""
+    if start >= stop:
+        return []
+    if not widths:
+        return [(start, stop)]
+    width, *finer = widths
+    first, last = -(-start // width) * width, stop // width * width
+    if first > last:
+        return _stretches(start, stop, finer)
+    middle = [(first, last)] if first < last else []
+    return [*_stretches(start, first, finer), *middle, *_stretches(last, stop, finer)]
+
+
+def _box(block, start, stop):
+    _, experts, columns = block.shape
+    row, rest = divmod(start, experts * columns)
+    expert, column = divmod(rest, columns)
+    count = stop - start
+    rows = max(1, count // (experts * columns))
+    deep = min(experts, max(1, count // columns))
+    return BlockSlices(
+        block.top + row,
+        block.top + row + rows,
+        block.left + column,
+        block.left + column + min(columns, count),
+        block.front + expert,
+        block.front + expert + deep,
     )
 
 
 def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | None:
-    """Why rectangles are not the parts of a whole, each element once; None if they are."""
+    """Why boxes are not the parts of a whole, each element once; None if they are."""
     if any(part.intersection(whole) != part for part in parts):
-        return f"a part lies outside of {whole.bottom} x {whole.right}"
-    if twice := overlap(parts):
+        rows, experts, columns = whole.shape
+        sizes = [rows, experts, columns] if experts > 1 else [rows, columns]
+        return f"a part lies outside of {' x '.join(map(str, sizes))}"
+    flat = [rectangle for part in parts for rectangle in part.rectangles(whole.right)]
+    if twice := overlap(flat):
         return f"rows {twice.top} to {twice.bottom} lie in two files"
     missing = whole.size - sum(part.size for part in parts)
     return f"{missing} of {whole.size} elements are nowhere" if missing else None
 
 
 def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:
-    """What two of the rectangles share; None if they are disjoint.
+    """What two rectangles of a matrix share; None if they are disjoint.
 
     A line sweeps down the rows; `across` are the rectangles that it crosses, from left to right.
     """

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpc3d.checkpoints import safetensors
 from hpc3d.checkpoints.block_slices import whole_of
-from hpc3d.checkpoints.hf_families import PUBLISHED, PublishedFamily
+from hpc3d.checkpoints.hf_families import PublishedFamily, published
 from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import config_of, shapes_in
 from hpc3d.model.families import with_epsilon
@@ -49,12 +49,13 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     module there is the file with its own names.
     """
     weights, *settings = _written_by(target)
-    weights.parent.mkdir(parents=True, exist_ok=True)
     if config_of(opened).torch.factory:
+        weights.parent.mkdir(parents=True, exist_ok=True)
         return _export_module(opened, weights)
     shapes, model = shapes_in(opened), with_epsilon(config_of(opened).model)
-    family, arrays = PUBLISHED[model.kind], {}
-    dtype = opened.sources["embedding.token", opened.exact][0][0].dtype
+    family, arrays = published(model), {}
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    dtype = opened.sources["embedding.token", opened.exact("embedding.token")][0][0].dtype
     for name, shape in shapes.items():
         given = family.given(name, _value_of(opened, name, shape, dtype), model)
         arrays |= {family.full_name_of(theirs): array for theirs, array in given.items()}
@@ -68,6 +69,14 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in arrays.items()}
 
 
+def notes(opened: Checkpoint) -> list[str]:
+    """A line for each thing that a model does not do any more once it is exported."""
+    model = config_of(opened).model
+    if not (model.experts and model.capacity):
+        return []
+    return [f"model.capacity = {model.capacity}: a Mixtral has room for all, and drops no token"]
+
+
 def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ...]]:
     """The state_dict of a torch module, as its `load_state_dict` takes it: tensors that it has by
     several names are there by all of them."""
@@ -75,7 +84,7 @@ def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ..
     for name, stored in shapes_in(opened).items():
         whole, dims = whole_of(stored), module["shapes"][name]
         dtype = opened.sources[name, "value"][0][0].dtype
-        arrays[name] = np.empty((whole.bottom, whole.right), dtype)
+        arrays[name] = np.empty(whole.shape, dtype)
         opened.fill(arrays[name], name, "value", whole)
         arrays[name] = arrays[name].reshape(dims)
     arrays |= {other: arrays[name].copy() for other, name in module["aliases"].items()}
@@ -86,7 +95,7 @@ def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ..
 def _value_of(opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """The whole of a parameter."""
     value, whole = np.empty(shape, dtype), whole_of(shape)
-    opened.fill(value.reshape(whole.bottom, whole.right), name, opened.exact, whole)
+    opened.fill(value.reshape(whole.shape), name, opened.exact(name), whole)
     return value
 
 

@@ -15,6 +15,11 @@
 
 Qwen2 has Llama's names, with biases of q_proj, k_proj and v_proj.
 
+    ours                       MixtralForCausalLM, model.*; all else as of a Llama
+    layers.N.router            layers.N.block_sparse_moe.gate
+    layers.N.experts.up        layers.N.block_sparse_moe.experts.E.w1 (gate), w3 (up)
+    layers.N.experts.down      layers.N.block_sparse_moe.experts.E.w2
+
     ours                       BertForMaskedLM, bert.*
     embedding.token, .position, .segment
                                embeddings.word_embeddings, position_, token_type_ .weight
@@ -29,7 +34,8 @@ Qwen2 has Llama's names, with biases of q_proj, k_proj and v_proj.
 Our columns of qkv are [q | k | v] for each head, and where several queries share a key q, k and v
 have an array each; those of a gated up are [gate | up] for each unit.  GPT-2 has all of q, all of
 k and all of v side by side, and a weight is [in, out], as ours; Llama has an array for each of
-them, and a weight is [out, in].
+them, and a weight is [out, in].  Weights of all experts of a layer are one array of ours, [in,
+experts, out]; Mixtral has those of each expert.
 """
 
 from __future__ import annotations
@@ -57,7 +63,8 @@ class PublishedFamily(NamedTuple):
     prefix        that of all names but those that begin with `bare`
     block         what stands before the number of a layer
     ends          {parameter of ours: its name}
-    layers        {layer of ours: the names of the arrays that have its columns}
+    layers        {layer of ours: the names of the arrays that have its columns}, with {} for the
+                  number of an expert
     transposed    whether the weights of layers are [out, in]
     measured      {key of [model]: (name, dimension)}, the arrays that tell a size
     copies        {name: name of which it is a copy where head and table are two}
@@ -79,13 +86,15 @@ class PublishedFamily(NamedTuple):
     tied: bool
     settings: hf_settings.Settings
 
-    def names_of(self, ours: str) -> tuple[str, ...]:
-        """The names of the arrays that a parameter of ours is parted into, without the prefix."""
+    def names_of(self, ours: str, expert: int = 0) -> tuple[str, ...]:
+        """The names of the arrays that a parameter of ours is parted into, or what an expert has
+        of it, without the prefix."""
         if ours in self.ends:
             return (self.ends[ours],)
-        _, number, layer, part = ours.split(".")
+        _, number, *layer, part = ours.split(".")
+        names = self.layers[".".join(layer)]
         part = _PARTS.get(part, part)
-        return tuple(f"{self.block}.{number}.{name}.{part}" for name in self.layers[layer])
+        return tuple(f"{self.block}.{number}.{name.format(expert)}.{part}" for name in names)
 
     def full_name_of(self, name: str) -> str:
         """The same with the prefix."""
@@ -95,7 +104,20 @@ class PublishedFamily(NamedTuple):
         self, ours: str, shape: Sequence[int], model: ModelConfig
     ) -> dict[str, tuple[int, ...]]:
         """{name: shape} of the arrays of a parameter of ours of a `shape`."""
-        names, widths = self.names_of(ours), self._widths(ours, shape[-1], model)
+        if len(shape) < 3:
+            return self._shapes_of(self.names_of(ours), ours, shape, model)
+        return {
+            name: each
+            for expert in range(shape[1])
+            for name, each in self._shapes_of(
+                self.names_of(ours, expert), ours, shape[::2], model
+            ).items()
+        }
+
+    def _shapes_of(
+        self, names: Sequence[str], ours: str, shape: Sequence[int], model: ModelConfig
+    ) -> dict[str, tuple[int, ...]]:
+        widths = self._widths(ours, shape[-1], model)
         columns = [shape[-1] // sum(widths) * width for width in widths]
         columns = columns if len(names) > 1 else [sum(columns)]
         turn = self._turns(ours, len(shape))
@@ -106,7 +128,20 @@ class PublishedFamily(NamedTuple):
 
     def given(self, ours: str, value: np.ndarray, model: ModelConfig) -> dict[str, np.ndarray]:
         """{name: array} of a parameter of ours."""
-        names, widths = self.names_of(ours), self._widths(ours, value.shape[-1], model)
+        if value.ndim < 3:
+            return self._given(self.names_of(ours), ours, value, model)
+        return {
+            name: array
+            for expert in range(value.shape[1])
+            for name, array in self._given(
+                self.names_of(ours, expert), ours, value[:, expert], model
+            ).items()
+        }
+
+    def _given(
+        self, names: Sequence[str], ours: str, value: np.ndarray, model: ModelConfig
+    ) -> dict[str, np.ndarray]:
+        widths = self._widths(ours, value.shape[-1], model)
         units = value.reshape(*value.shape[:-1], -1, sum(widths))
         parts = np.split(units, np.cumsum(widths)[:-1], -1)
         parts = [part.reshape(*value.shape[:-1], -1) for part in parts]
@@ -121,7 +156,16 @@ class PublishedFamily(NamedTuple):
         self, ours: str, read: Callable[[str], np.ndarray], model: ModelConfig
     ) -> np.ndarray:
         """A parameter of ours from the arrays that `read` gives by name."""
-        arrays = [read(name) for name in self.names_of(ours)]
+
+        def matrix(expert=0):
+            arrays = [read(name) for name in self.names_of(ours, expert)]
+            return self._taken(ours, arrays, model)
+
+        if ".experts." not in ours:
+            return matrix()
+        return np.stack([matrix(expert) for expert in range(model.experts)], 1)
+
+    def _taken(self, ours: str, arrays: Sequence[np.ndarray], model: ModelConfig) -> np.ndarray:
         whole = np.concatenate([a.T if self._turns(ours, a.ndim) else a for a in arrays], -1)
         widths = self._widths(ours, whole.shape[-1], model)
         units = whole.shape[-1] // sum(widths)
@@ -216,6 +260,27 @@ _TRANSFORMERS_QWEN2 = _TRANSFORMERS_LLAMA._replace(
     settings=hf_settings.QWEN2,
 )
 
+_TRANSFORMERS_MIXTRAL = _TRANSFORMERS_LLAMA._replace(
+    types=("mixtral",),
+    architecture="MixtralForCausalLM",
+    layers={
+        **{
+            ours: names
+            for ours, names in _TRANSFORMERS_LLAMA.layers.items()
+            if ours not in ("up", "down")
+        },
+        "router": ("block_sparse_moe.gate",),
+        "experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        "experts.down": ("block_sparse_moe.experts.{}.w2",),
+    },
+    measured={
+        **_TRANSFORMERS_LLAMA.measured,
+        "ffn": ("layers.0.block_sparse_moe.experts.0.w1.weight", 0),
+        "experts": ("layers.0.block_sparse_moe.gate.weight", 0),
+    },
+    settings=hf_settings.MIXTRAL,
+)
+
 _TRANSFORMERS_BERT = PublishedFamily(
     family=BERT,
     types=("bert",),
@@ -257,6 +322,28 @@ _TRANSFORMERS_BERT = PublishedFamily(
 )
 
 PUBLISHED = {
-    each.family.kind: each
-    for each in (_TRANSFORMERS_GPT2, _TRANSFORMERS_LLAMA, _TRANSFORMERS_QWEN2, _TRANSFORMERS_BERT)
+    each.types[0]: each
+    for each in (
+        _TRANSFORMERS_GPT2,
+        _TRANSFORMERS_LLAMA,
+        _TRANSFORMERS_QWEN2,
+        _TRANSFORMERS_MIXTRAL,
+        _TRANSFORMERS_BERT,
+    )
 }
+
+
+def published(model: ModelConfig) -> PublishedFamily:
+    """What a section [model] is in `transformers`; ValueError for a mixture that is none there."""
+    if not model.experts:
+        return PUBLISHED[model.kind]
+    if model.kind != LLAMA.kind:
+        raise ValueError(
+            f"model.kind = {model.kind} with experts: no model of transformers; a mixture of kind "
+            f"{LLAMA.kind} is a Mixtral there"
+        )
+    if problem := hf_settings.no_mixtral(model):
+        raise ValueError(
+            f"{problem}, so there is nothing to export it to; train one that has it so"
+        )
+    return _TRANSFORMERS_MIXTRAL

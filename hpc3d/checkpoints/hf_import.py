@@ -35,6 +35,7 @@ _IGNORED = re.compile(
     r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
 )
+_OF_TRAINING = "dropout", "capacity", "balance_loss", "z_loss"  # keys of [model]
 # How TensorFlow called a norm, in BERT's first files.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -212,7 +213,8 @@ def _listed(names: Sequence[str]) -> str:
 def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     """The configuration of a run with this model; `words` are options `--section.key value`.
 
-    The model is as it is: given may be what is undecided, the dropout, and a shorter sequence.
+    The model is as it is: given may be what is undecided, what training alone does, and a shorter
+    sequence.
     """
     tree = {"model": {**pretrained.model}, "train": {"dtype": pretrained.dtype}}
     renamed.warn(override(tree, words))
@@ -223,7 +225,7 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     for key, known in pretrained.model.items():
         asked = getattr(config.model, key)
         shorter = key == "sequence" and asked < known
-        if asked != known and key != "dropout" and not shorter:
+        if asked != known and key not in _OF_TRAINING and not shorter:
             raise ValueError(f"--model.{key} {asked}: it is {known} in {pretrained.path}")
     resolve(config, config.mesh.grid().size)
     refuse([*untrainable(config)])

@@ -27,6 +27,8 @@ _LLAMA3 = {  # a key of rope_scaling: ours
     "high_freq_factor": "high",
     "original_max_position_embeddings": "original",
 }
+_BALANCE = "router_aux_loss_coef"
+_LARGEST = 1e6  # of such a factor
 # Keys of every model that say how its text, its files and its training are dealt with.
 _HARMLESS = """
     _name_or_path architectures bos_token_id dtype eos_token_id gradient_checkpointing id2label
@@ -166,6 +168,50 @@ def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
     return {"norm_epsilon": epsilon, **_rope(settings)}
 
 
+def no_mixtral(model: ModelConfig) -> str | None:
+    """What of a mixture a Mixtral cannot have, and what it has instead; None if it is one."""
+    other = {
+        "shared_experts": (0, "no experts that see all tokens"),
+        "moe_every": (1, "experts in every block"),
+        "balance_bias": (0.0, "no bias of a router"),
+    }
+    for key, (only, what) in other.items():
+        if (value := getattr(model, key)) != only:
+            return f"model.{key} = {value}: a Mixtral has {what} ({only})"
+    if model.top_k == 1:
+        return "model.top_k = 1: a Mixtral weighs a single choice by 1, not by its probability (2)"
+    return None
+
+
+def _mixtral_written(model: ModelConfig) -> dict[str, Any]:
+    coefficient = model.balance_loss * model.layers / model.top_k
+    return {**_llama_written(model), _BALANCE: float(f"{coefficient:.15g}")}
+
+
+def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Their loss is that of the shares of all layers' choices together, which add up to top_k;
+    ours is the sum of the layers' losses, of shares that add up to 1."""
+    top_k, coefficient = model.get("top_k", 2), settings.get(_BALANCE, 0.001)
+    if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
+        raise ValueError(
+            f"{CONFIG}: num_experts_per_tok = {top_k!r}: here it can be from 2 to the "
+            f"{model['experts']} experts: of one the weight is its probability, and there it is 1"
+        )
+    if type(coefficient) not in (int, float) or not 0 <= coefficient <= _LARGEST:
+        raise ValueError(
+            f"{CONFIG}: {_BALANCE} = {coefficient!r}: it should be a factor from 0 on"
+        )
+    usual = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}  # theirs, where none is told
+    balance = coefficient * top_k / model["layers"]
+    return {
+        **_llama_told({**usual, **settings}, model),
+        "top_k": top_k,
+        "capacity": 0.0,
+        "balance_loss": float(f"{balance:.12g}"),
+        "z_loss": 0.0,
+    }
+
+
 def _qwen2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     kinds = settings.get("layer_types", [])
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
@@ -256,4 +302,12 @@ QWEN2 = LLAMA._replace(
     fixed={"hidden_act": "silu", "use_sliding_window": False},
     others=LLAMA.others | {"layer_types", "max_window_layers", "sliding_window"},
     told=_qwen2_told,
+)
+
+MIXTRAL = LLAMA._replace(
+    sizes={**LLAMA.sizes, "num_local_experts": "experts", "num_experts_per_tok": "top_k"},
+    fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
+    others=LLAMA.others | {_BALANCE, "output_router_logits"},
+    written=_mixtral_written,
+    told=_mixtral_told,
 )

@@ -87,13 +87,24 @@ def config_of(opened: Checkpoint) -> Config:
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """{name: global shape} of the parameters of a model, in the order of the forward pass."""
+    return {item.name: item.shape for item in _parameters_of(model)}
+
+
+def stateless_of(model: ModelConfig) -> frozenset[str]:
+    """The names of those of which the optimiser keeps nothing."""
+    return frozenset(item.name for item in _parameters_of(model) if item.sign_rate)
+
+
+def _parameters_of(model: ModelConfig) -> Parameters:
+    """The parameters of a model, without arrays."""
     mesh = Mesh({}, {}, {}, Self())
     parameters = Parameters(mesh, "float32")
     whole = LayerRange(range(model.layers), True, True)
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
-    build(mesh, parameters, ModelSpec(family, sizes, {"dense": Split()}), [whole])
-    return {item.name: item.shape for item in parameters}
+    splits = {"dense": Split(), "experts": Split()}
+    build(mesh, parameters, ModelSpec(family, sizes, splits), [whole])
+    return parameters
 
 
 def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -110,16 +121,18 @@ def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     return shapes_of(model)
 
 
-def _frozen_in(opened: Checkpoint) -> Collection[str]:
-    """The names of those that have a value alone: of a torch module."""
-    return opened.header.get("module", {}).get("frozen", ())
+def _stateless_in(opened: Checkpoint) -> Collection[str]:
+    """The names of those that have a value alone."""
+    if module := opened.header.get("module"):
+        return module["frozen"]
+    return stateless_of(config_of(opened).model)
 
 
 def tensors(opened: Checkpoint) -> Iterator[Tensor]:
     """The `Tensor`s of a checkpoint."""
-    all_kinds, frozen = kinds_of(opened), _frozen_in(opened)
+    all_kinds, stateless = kinds_of(opened), _stateless_in(opened)
     for name, shape in shapes_in(opened).items():
-        kinds = ("value",) if name in frozen else all_kinds
+        kinds = ("value",) if name in stateless else all_kinds
         sources = [opened.sources[name, kind] for kind in kinds if (name, kind) in opened.sources]
         dtypes = [parts[0][0].dtype for parts in sources]
         nbytes = prod(shape) * sum(dtype.itemsize for dtype in dtypes)
@@ -165,9 +178,8 @@ def problems(folder: Path) -> list[str]:
         return [str(error)]
     count = len(opened.files)
     damaged = [line for number in range(count) if (line := opened.damage(number, count))]
-    return damaged + [
-        f"{folder}: {line}" for line in inconsistencies(opened, shapes, _frozen_in(opened))
-    ]
+    found = inconsistencies(opened, shapes, _stateless_in(opened))
+    return damaged + [f"{folder}: {line}" for line in found]
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
@@ -185,16 +197,18 @@ def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
 
 
 def inconsistencies(
-    opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]], frozen: Collection[str] = ()
+    opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]], stateless: Collection[str] = ()
 ) -> Iterator[str]:
     """What cannot be in a manifest: another step than the folder's, tensors that no model of these
-    `shapes` has, and those of which there is not every element once.  Of `frozen` ones there is
-    the value alone."""
+    `shapes` has, and those of which there is not every element once.  Of
+    `stateless` ones there is the value alone."""
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != named(step):
         yield f"its manifest is of step {step}"
     kinds = kinds_of(opened)
-    keys = [(name, kind) for name in shapes for kind in (("value",) if name in frozen else kinds)]
+    keys = [
+        (name, kind) for name in shapes for kind in (("value",) if name in stateless else kinds)
+    ]
     for name, kind in opened.sources.keys() - {*keys}:
         yield f"its model has no {name}, {kind}"
     for name, kind in keys:

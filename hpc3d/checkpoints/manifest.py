@@ -1,7 +1,7 @@
 """What a checkpoint's manifest must be before any of it is used: it may be of anyone's making.
 
 {format, version, step, updates, config, ...,
- files: [{file, bytes, sha256, pieces: [[name, kind, dtype, offset, rectangles]]}]}
+ files: [{file, bytes, sha256, pieces: [[name, kind, dtype, offset, boxes]]}]}
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ _FLOATS = {"<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # types of elements, and
 _SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LARGEST = 1 << 30  # bytes of a manifest: some ten million rectangles
+_LARGEST = 1 << 30  # bytes of a manifest: some ten million boxes
 _MOST = 1 << 62  # of any number of a file
 _MOST_DIMS = 64  # of a tensor
 
@@ -132,8 +133,8 @@ def _check_file(file: Any) -> None:
     for piece in pieces:
         sound = isinstance(piece, list) and len(piece) == 5 and _sound_piece(*piece, kinds)
         _require(sound, f"{name} has an invalid piece")
-        *_, dtype, offset, rectangles = piece
-        end = offset + _FLOATS[dtype] * sum(map(_area, rectangles))
+        *_, dtype, offset, boxes = piece
+        end = offset + _FLOATS[dtype] * sum(map(_elements, boxes))
         _require(end <= file["bytes"], f"{name} has a piece beyond its end")
 
 
@@ -142,7 +143,7 @@ def _sound_piece(
     kind: object,
     dtype: object,
     offset: object,
-    rectangles: Any,
+    boxes: Any,
     kinds: Collection[str],
 ) -> bool:
     return (
@@ -153,18 +154,17 @@ def _sound_piece(
         and isinstance(dtype, str)
         and dtype in _FLOATS
         and _number(offset)
-        and isinstance(rectangles, list)
-        and all(map(_sound_rectangle, rectangles))
+        and isinstance(boxes, list)
+        and all(map(_sound_box, boxes))
     )
 
 
-def _sound_rectangle(edges: Any) -> bool:
-    """Whether it is [top, bottom, left, right]."""
-    if not (isinstance(edges, list) and len(edges) == 4 and all(map(_number, edges))):
+def _sound_box(edges: Any) -> bool:
+    """Whether it is [top, bottom, left, right], of experts with [front, back] behind."""
+    if not (isinstance(edges, list) and len(edges) in (4, 6) and all(map(_number, edges))):
         return False
-    return edges[0] <= edges[1] and edges[2] <= edges[3]
+    return all(first <= last for first, last in zip(edges[::2], edges[1::2], strict=True))
 
 
-def _area(edges: Sequence[int]) -> int:
-    top, bottom, left, right = edges
-    return (bottom - top) * (right - left)
+def _elements(edges: Sequence[int]) -> int:
+    return prod(last - first for first, last in zip(edges[::2], edges[1::2], strict=True))

@@ -39,7 +39,7 @@ def initial_state(
     pieces, offset = [], 0
     for name, shape in shapes.items():
         for kind, each in {"value": dtype, **states}.items():
-            pieces.append(StoredPiece(name, kind, name_of(each), offset, [whole_of(shape)]))
+            pieces.append(StoredPiece(name, kind, name_of(each), offset, [whole_of(shape).edges]))
             offset += prod(shape) * each.itemsize
 
     def arrays():

@@ -56,7 +56,7 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
     mesh = config.mesh
     if mesh.grid().size == ranks or None in (mesh.x, mesh.y, mesh.z):
         return config
-    wanted = {"p": mesh.p, "d": mesh.d, "c": mesh.c}
+    wanted = {"p": mesh.p, "d": mesh.d, "c": mesh.c, "e": mesh.e}
     kept = wanted if ranks % prod(wanted.values()) == 0 else {}
     mesh = MeshConfig(**kept, order=mesh.order, transport=mesh.transport)
     usual = "schedule", "chunks", "layers_per_stage", "zero", "context", "ulysses"
@@ -227,7 +227,13 @@ def _problems_of_all(job: Job, problem: str | None) -> list[str]:
 
 def mismatch(config: Config, opened: Checkpoint) -> str | None:
     """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
-    from hpc3d.checkpoints.inspect import config_of, inconsistencies, kinds_of, shapes_of
+    from hpc3d.checkpoints.inspect import (
+        config_of,
+        inconsistencies,
+        kinds_of,
+        shapes_of,
+        stateless_of,
+    )
 
     models = (with_epsilon(each.model) for each in (config_of(opened), config))
     stored, asked = map(asdict, models)
@@ -240,5 +246,6 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     needed = {spec.name for spec in optimizer_of(config).STATES}
     if lacking := needed - {*kinds_of(opened)}:
         return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {_OF_ANOTHER}"
-    found = inconsistencies(opened, shapes_of(config.model))
+    model = config.model
+    found = inconsistencies(opened, shapes_of(model), stateless_of(model))
     return next((f"{opened.folder}: {problem}" for problem in found), None)

@@ -3,8 +3,8 @@
     checkpoints/step-00000123/  manifest.json, rank-00000.bin, ...      checkpoints/latest
 
 A rank writes the parameters and optimiser states whose copy on it counts, each once: what it holds
-of a tensor is a few rectangles of it.  The manifest, written last, has the rectangles of all files
-and their SHA-256, so a reader takes what its own blocks need, wherever it lies.  A folder gets its
+of a tensor is a few boxes of it.  The manifest, written last, has the boxes of all files and
+their SHA-256, so a reader takes what its own blocks need, wherever it lies.  A folder gets its
 name when all of it is on disk: a checkpoint is whole or not there.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import from_host, on_host, to_host
-from hpc3d.checkpoints.block_slices import BlockSlices, rectangles
+from hpc3d.checkpoints.block_slices import BlockSlices, box_of, boxes
 from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, read_manifest, type_of
 from hpc3d.plain import why
 from hpc3d.trace.segment import naming, replacing, sync
@@ -31,18 +31,17 @@ from hpc3d.training.optimizer import MASTER
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.parameters import FlatSlices, Parameter, Parameters
+    from hpc3d.model.parameters import Parameter, Parameters
     from hpc3d.training.optimizer import Optimizer
 
 
 def _block_of(item: Parameter, mesh: Mesh) -> BlockSlices:
-    """The rectangle of this rank's block of a parameter; without the padding of a table, or of a
+    """The box of this rank's block of a parameter; without the padding of a table, or of a
     vector with an element for each of its rows."""
     first, *others = item.layout.slices(item.shape, mesh)
     if item.rows:
         first = slice(first.start, max(first.start, min(first.stop, item.rows)))
-    rows, columns = (first, *others) if others else (slice(0, 1), first)
-    return BlockSlices(rows.start, rows.stop, columns.start, columns.stop)
+    return box_of([first, *others])
 
 
 class StoredPiece(NamedTuple):
@@ -52,7 +51,7 @@ class StoredPiece(NamedTuple):
     kind: str
     dtype: str
     offset: int
-    rectangles: list
+    boxes: list
 
 
 class Snapshot:
@@ -61,7 +60,8 @@ class Snapshot:
     def __init__(self, parameters: Parameters, optimizer: Optimizer) -> None:
         self.pieces, self.arrays, offset = [], [], 0
         for name, kind, parts, elements in shares(parameters, optimizer):
-            self.pieces.append(StoredPiece(name, kind, name_of(elements.dtype), offset, parts))
+            edges = [part.edges for part in parts]
+            self.pieces.append(StoredPiece(name, kind, name_of(elements.dtype), offset, edges))
             self.arrays.append(to_host(elements).view(np.uint8))
             offset += elements.nbytes
 
@@ -73,23 +73,29 @@ class Snapshot:
 def shares(
     parameters: Parameters, optimizer: Optimizer
 ) -> Iterator[tuple[str, str, list[BlockSlices], Array]]:
-    """(name, kind, rectangles, their elements) of all arrays whose copy on this rank counts."""
+    """(name, kind, boxes, their elements) of all arrays whose copy on this rank counts."""
     for item, place in parameters.places.items():
         if parameters.counts(item):
             block, first = _block_of(item, parameters.mesh), place.own_value.start
-            for kind, array in arrays(place, parameters, optimizer):
+            for kind, array in arrays(item, parameters, optimizer):
                 start = first - place.value.start
-                parts = rectangles(block, start, start + len(array))
+                parts = boxes(block, start, start + len(array))
                 yield item.name, kind, parts, array[: sum(part.size for part in parts)]
 
 
 def arrays(
-    place: FlatSlices, parameters: Parameters, optimizer: Optimizer
+    item: Parameter, parameters: Parameters, optimizer: Optimizer
 ) -> Iterator[tuple[str, Array]]:
-    """(kind, this rank's own elements) of a parameter that lies at `place`."""
+    """(kind, this rank's own elements) of a parameter."""
+    place = parameters.places[item]
     yield "value", parameters.value[place.own_value]
-    for kind, state in optimizer.states.items():
+    for kind, state in _states_of(item, optimizer).items():
         yield kind, state[place.state]
+
+
+def _states_of(item: Parameter, optimizer: Optimizer | None) -> Mapping[str, Array]:
+    """Name -> flat array of what an optimiser keeps of a parameter."""
+    return optimizer.states if optimizer and not item.sign_rate else {}
 
 
 # Writing
@@ -212,7 +218,7 @@ class Checkpoint:
                 raise ValueError(f"{path.name} has {size} bytes, not {file['bytes']}")
 
     def _sources(self):
-        """(name, kind) -> [(array of elements, rectangle)]."""
+        """(name, kind) -> [(array of elements, box)]."""
         sources = {}
         for file in self.files:
             data = np.memmap(self.folder / file["file"], "u1", "r") if file["bytes"] else None
@@ -221,17 +227,15 @@ class Checkpoint:
                 for part in itertools.starmap(BlockSlices, parts):
                     nbytes = part.size * dtype.itemsize
                     elements = data[offset : offset + nbytes].view(dtype)
-                    shape = part.bottom - part.top, part.right - part.left
-                    found = elements.reshape(shape), part
+                    found = elements.reshape(part.shape), part
                     sources.setdefault((name, kind), []).append(found)
                     offset += nbytes
         return sources
 
-    @property
-    def exact(self) -> str:
-        """The kind that has the values in full: their master copies, where there are any."""
-        held = {kind for _, kind in self.sources}
-        return MASTER.name if MASTER.name in held else "value"
+    def exact(self, name: str) -> str:
+        """The kind that has the values of a tensor in full: their master copies, where there are
+        any."""
+        return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
     def damage(self, number: int = 0, of: int = 1) -> str | None:
         """What is wrong with the first bad file of every `of`-th from `number` on; None if none
@@ -243,17 +247,17 @@ class Checkpoint:
                 return f"{self.folder}: {file['file']} was changed or damaged on disk"
         return None
 
-    def fill(self, array: np.ndarray, name: str, kind: str, rectangle: BlockSlices) -> None:
-        """Copy a rectangle of a tensor into an array of its shape; ValueError for a gap."""
+    def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:
+        """Copy a box of a tensor into an array of its shape; ValueError for a gap."""
         absent = np.ones(array.shape, bool)
         for elements, part in self.sources.get((name, kind), ()):
-            both = part.intersection(rectangle)
+            both = part.intersection(box)
             if both.size:
-                array[both.index_in(rectangle)] = elements[both.index_in(part)]
-                absent[both.index_in(rectangle)] = False
+                array[both.index_in(box)] = elements[both.index_in(part)]
+                absent[both.index_in(box)] = False
         if missing := np.count_nonzero(absent):
             raise ValueError(
-                f"{self.folder} lacks {missing} of {rectangle.size} elements of {name}, {kind}: "
+                f"{self.folder} lacks {missing} of {box.size} elements of {name}, {kind}: "
                 "it is of another model or optimiser"
             )
 
@@ -262,12 +266,11 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
     """Fill the parameters and the optimiser of a rank, if it has one, whatever layout wrote the
     checkpoint and in whatever type: values and their master copies come from those that are there
     in full."""
-    exact = checkpoint.exact
     for item, place in parameters.places.items():
-        block = _block_of(item, parameters.mesh)
+        block, exact = _block_of(item, parameters.mesh), checkpoint.exact(item.name)
         _fill_flat(checkpoint, parameters.value[place.value], item.name, exact, block, 0)
         first = place.own_value.start - place.value.start
-        for kind, state in optimizer.states.items() if optimizer else ():
+        for kind, state in _states_of(item, optimizer).items():
             stored = exact if kind == MASTER.name else kind
             _fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
 
@@ -277,9 +280,8 @@ def _fill_flat(
 ) -> None:
     """Fill consecutive elements of a block, from its element `first` on; padding stays."""
     host, done = on_host(flat), 0
-    for part in rectangles(block, first, first + len(flat)):
-        shape = part.bottom - part.top, part.right - part.left
-        checkpoint.fill(host[done : done + part.size].reshape(shape), name, kind, part)
+    for part in boxes(block, first, first + len(flat)):
+        checkpoint.fill(host[done : done + part.size].reshape(part.shape), name, kind, part)
         done += part.size
     if host is not flat:
         from_host(flat, host)

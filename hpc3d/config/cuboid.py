@@ -44,18 +44,22 @@ def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
 
 
 def received_elements(config: Config) -> float:
-    """Elements that a rank receives forward in a block: [MK (n-1) + KN (m-1) + MN (k-1)] / P."""
+    """Elements that a rank receives forward in a block, the mean of all: [MK (n-1) + KN (m-1) +
+    MN (k-1)] / P.  Those that an exchange of tokens moves along e are none of them."""
     split, sizes = config.splits()["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
     m, n, k = (
         prod(sizes[axis] for axis in letter.split()) for letter in (split.m, split.n, split.k)
     )
     total = 0
-    for each in block_products(config.model):
+    for count, each in block_products(config.model):
         across, along = (k, n) if each.turned else (n, k)
+        others = m // config.mesh.e if each.experts > 1 else m
+        if each.by_rows:
+            across, others = 1, m * n
         received = each.inputs * (across - 1) + each.outputs * (along - 1)
-        total += rows * each.rows * received + each.weights * (m - 1)
-    return total / (m * n * k)
+        total += count * (rows * each.rows * received + each.weights * (others - 1))
+    return total / (config.model.layers * m * n * k)
 
 
 def enlarged_default(config: Config, ranks: int) -> Config:

@@ -154,18 +154,18 @@ class ModelConfig:
     experts: int = 0
     """gpt2, llama: experts of a mixture in the place of an MLP (0: none)"""
     top_k: int = 1
-    """experts that see a token"""
+    """experts that see a token, the likeliest by a router: 1 in Switch, 2 in GShard and Mixtral"""
     capacity: float = 1.25
     """slots that an expert has for a sequence, over its even share, top_k x sequence / experts: a
     token that finds none is dropped (0: room for all)"""
     moe_every: int = 1
-    """the last of every so many blocks has a mixture"""
+    """the last of every so many blocks has a mixture, the others an MLP"""
     shared_experts: int = 0
-    """experts beside those that see all tokens"""
+    """experts that see all tokens, beside the others: one MLP so many times as wide"""
     balance_loss: float = 0.01
-    """the factor of the loss that evens out the load of experts"""
+    """the factor of the loss that evens out the load of experts (0: none)"""
     z_loss: float = 0.001
-    """the factor of the squared logarithm of the router's sum of exponentials"""
+    """the factor of the squared logarithm of the router's sum of exponentials (0: none)"""
     balance_bias: float = 0.0
     """by how much a step changes the bias by which experts are chosen, up where one had less than
     its share of tokens, else down; it balances without a loss (0: no bias)"""

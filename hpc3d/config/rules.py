@@ -1,5 +1,5 @@
 """An input file made whole, or refused: what values may be.  The other rules are in size_rules,
-pipeline_rules, context_rules, evaluation_rules and backend_rules."""
+pipeline_rules, context_rules, expert_rules, evaluation_rules and backend_rules."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.context_rules import wrong_context
 from hpc3d.config.cuboid import enlarged_default, with_cuboid
 from hpc3d.config.evaluation_rules import wrong_evaluation
+from hpc3d.config.expert_rules import wrong_experts
 from hpc3d.config.input_file import AXES, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
 from hpc3d.config.pipeline_rules import wrong_pipeline
@@ -34,7 +35,14 @@ def resolve(config: Config, ranks: int, default: bool = False) -> Config:
     """
     refuse([*unknown_values(config), *not_there_yet(config)])
     config = _with_schedule(config)
-    refuse([*wrong_context(config), *wrong_parts(config), *wrong_pipeline(config)])
+    refuse(
+        [
+            *wrong_context(config),
+            *wrong_experts(config),
+            *wrong_parts(config),
+            *wrong_pipeline(config),
+        ]
+    )
     if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
         config = enlarged_default(config, ranks)
     config = with_cuboid(config, ranks)
@@ -87,6 +95,10 @@ def _out_of_range(config: Config) -> Iterator[str]:
         "model.dropout": (model.dropout, 0, 1),
         "model.norm_epsilon": (with_epsilon(model).norm_epsilon, 0, 1),
         "model.rope_theta": (model.rope_theta, 1, inf),
+        "model.capacity": (model.capacity, 0, inf),
+        "model.balance_loss": (model.balance_loss, 0, inf),
+        "model.z_loss": (model.z_loss, 0, inf),
+        "model.balance_bias": (model.balance_bias, 0, inf),
         "train.learning_rate": (train.learning_rate, 0, inf),
         "train.weight_decay": (train.weight_decay, 0, inf),
         "train.clip": (train.clip, 0, inf),

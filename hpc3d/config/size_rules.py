@@ -15,6 +15,8 @@ from hpc3d.model.spec import ModelSizes
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
 
+Axes = tuple[str, ...]
+
 _SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
 
@@ -97,44 +99,61 @@ def _wrong_head(config: Config) -> Iterator[str]:
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
     """Sizes of the model that do not divide over the axes that split them."""
+    model, sizes = config.model, config.mesh.grid().sizes
+    split = config.splits()["dense"]
+
+    def used(places):
+        return sorted({tuple([axis for axis in axes if sizes[axis] > 1]) for axes in places})
+
+    for (key, value), places in _needs(config).items():
+        for axes in used(places):
+            yield from _indivisible(key, value, axes, sizes)
+    for axes in used([split.y[1], split.next().x[1]]):
+        yield from _unshared_keys(model, axes, sizes)
+        if config.mesh.c > 1:
+            yield from unexchanged_heads(config, prod(sizes[axis] for axis in axes))
+
+
+def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
+    """The axes that each size divides over, by its key and value."""
     model, split = config.model, config.splits()["dense"]
     turned, outer = split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
-    sizes = config.mesh.grid().sizes
-
-    def used(*places):
-        return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in places}
-
-    def without_context(places):
-        return {tuple([axis for axis in axes if axis != CONTEXT]) for axes in places}
-
-    whole = used(split.y[0], outer.y[0])  # sequences, of attention and of the loss
-    rows = sequences // micros * model.sequence
-    inputs, outputs = (
-        (split.of_gradient.w[0], turned.of_gradient.w[0]),
-        (turned.w[1], outer.next().w[1]),
-    )
-    if _alike(model):
-        alike = split.alike()
-        inputs = *inputs, alike.w[0], alike.of_gradient.w[0]
-    across = used(split.y[1], turned.x[1])
+    rows, inputs = _single_product(config)
+    whole = {split.y[0], outer.y[0]}  # sequences, of attention and of the loss
+    if model.experts:
+        whole.add(split.x[0])  # and of a mixture, which fills slots sequence by sequence
+    across = {split.y[1], turned.x[1]}
+    inputs |= {split.x[1], split.of_gradient.w[0], turned.of_gradient.w[0]}
     needs = {
-        (batch, sequences // micros): without_context(whole),
-        (f"{batch} x model.sequence", rows): used(split.x[0], turned.y[0]) - whole,
+        (batch, sequences // micros): {
+            tuple([axis for axis in axes if axis != CONTEXT]) for axes in whole
+        },
+        (f"{batch} x model.sequence", sequences // micros * model.sequence): (
+            {split.x[0], turned.y[0], *rows} - whole
+        ),
         ("model.heads", model.heads): across,
-        ("model.hidden", model.hidden): used(split.x[1], *inputs, *outputs),
+        ("model.hidden", model.hidden): inputs | {turned.w[1], outer.next().w[1]},
     }
     if model.ffn is not None:
-        ffn = used(split.of_gradient.w[1], split.w[1], turned.of_gradient.w[0], turned.w[0])
+        ffn = {split.of_gradient.w[1], split.w[1], turned.of_gradient.w[0], turned.w[0]}
         needs["model.ffn", model.ffn] = across | ffn
-    for (key, value), places in needs.items():
-        for axes in sorted(places):
-            yield from _indivisible(key, value, axes, sizes)
-    for axes in sorted(across):
-        yield from _unshared_keys(model, axes, sizes)
-        if config.mesh.c > 1:
-            yield from unexchanged_heads(config, prod(sizes[axis] for axis in axes))
+    return needs
+
+
+def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
+    """The axes of rows and of inputs of a product with few columns: a router's, or of a head whose
+    Y lies as X does."""
+    split = config.splits()["dense"]
+    rows, inputs = set(), set()
+    if config.model.experts:
+        apart = split.by_rows()
+        rows, inputs = {apart.y[0]}, {apart.w[0], apart.of_gradient.w[0]}
+    if _alike(config.model):
+        alike = split.alike()
+        inputs |= {alike.w[0], alike.of_gradient.w[0]}
+    return rows, inputs
 
 
 def _unshared_keys(

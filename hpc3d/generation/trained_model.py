@@ -86,19 +86,21 @@ class TrainedModel(NamedTuple):
 class PublishedValues:
     """The parameters in files of `transformers`, to be read like a checkpoint."""
 
-    exact = "value"
-
     def __init__(self, pretrained: Pretrained, model: ModelConfig) -> None:
         self.pretrained, self.model = pretrained, model
         self._last = "", np.empty((0, 0))
 
-    def fill(self, array: np.ndarray, name: str, kind: str, rectangle: BlockSlices) -> None:
-        """Copy a rectangle of a parameter into an array of its shape."""
+    def exact(self, name: str) -> str:
+        """The kind that has the values of a tensor in full."""
+        return "value"
+
+    def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:
+        """Copy a box of a parameter into an array of its shape."""
         if self._last[0] != name:
-            value = self.pretrained.parameter(name, self.model)
-            self._last = name, value.reshape(-1, value.shape[-1])
-        whole = self._last[1]
-        array[...] = whole[rectangle.index_in(whole_of(whole.shape))]
+            self._last = name, self.pretrained.parameter(name, self.model)
+        value = self._last[1]
+        whole = whole_of(value.shape)
+        array[...] = value.reshape(whole.shape)[box.index_in(whole)]
 
 
 def find_model(path: Path, words: Sequence[str]) -> TrainedModel:

@@ -8,7 +8,7 @@ so that published weights come and go whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.model.gpt2 import Embeddings, Head
 from hpc3d.model.layers import Linear, row_axes
@@ -45,8 +45,8 @@ class SegmentedEmbeddings(Embeddings):
     ) -> None:
         super().__init__(mesh, parameters, spec, table)
         sizes, layout = spec.sizes, spec.splits["dense"].x
-        columns, how = Layout("", " ".join(layout[1])), {"std": sizes.std, "decay": True}
-        shape = SEGMENTS, sizes.hidden
+        shape, columns = (SEGMENTS, sizes.hidden), Layout("", " ".join(layout[1]))
+        how: dict[str, Any] = {"std": sizes.std, "decay": True}
         self.segments = parameters.add(
             "embedding.segment", shape, columns, partial=row_axes(layout), **how
         )

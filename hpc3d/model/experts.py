@@ -316,8 +316,9 @@ class ExpertMixture:
         rank along k has of its columns."""
         matmul = self.router.matmul
         own = matmul.reduce(dweights, matmul.split.y, matmul.axes["k"]).wait()
+        dlogits = self.mesh.empty(saved.routes.probs.shape, saved.y.dtype)
         with self.mesh.trace.span("routing"):
-            dlogits = route_grad(own, saved.routes, saved.loss, micro.factor())
+            route_grad(own, saved.routes, saved.loss, micro.factor(), dlogits)
         if self.bias:
             defer(self._bias_grad, saved.routes.experts)
         return self.router.backward(dlogits, saved.router, defer)

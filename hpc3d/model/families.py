@@ -8,30 +8,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from hpc3d.model.bert import MaskedHead, SegmentedEmbeddings
+from hpc3d.model.bert import SEGMENTS, MaskedHead, SegmentedEmbeddings
 from hpc3d.model.gpt2 import Embeddings, Head
 from hpc3d.model.layers import LayerNorm, RMSNorm
 from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
 _BERT_EPSILON = 1e-12
+_QWEN2_KEYS = "kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"
+EXPERT_KEYS = {  # -> the field of Experts
+    "experts": "count",
+    "moe_every": "every",
+    "shared_experts": "shared",
+    **{key: key for key in ("top_k", "capacity", "balance_loss", "z_loss", "balance_bias")},
+}
+
+
+def _experts(model):
+    values = {field: getattr(model, key) for key, field in EXPERT_KEYS.items()}
+    return Experts(**values) if model.experts else None
 
 
 def _gpt2_sizes(model, vocabulary):
     named = "layers", "hidden", "heads", "sequence", "tied", "gelu", "dropout"
-    values = {name: getattr(model, name) for name in named}
-    return ModelSizes(vocabulary=vocabulary, experts=_experts(model), **values)
-
-
-def _experts(model):
-    """Experts of a section [model], None of a dense one."""
-    if not model.experts:
-        return None
-    named = "top_k", "capacity", "balance_loss", "z_loss", "balance_bias"
-    values = {name: getattr(model, name) for name in named}
-    return Experts(model.experts, every=model.moe_every, shared=model.shared_experts, **values)
+    return ModelSizes(
+        vocabulary=vocabulary,
+        experts=_experts(model),
+        **{name: getattr(model, name) for name in named},
+    )
 
 
 def _bert_sizes(model, vocabulary):
@@ -62,13 +68,32 @@ def _llama_sizes(model, vocabulary):
     )
 
 
-def _block_products(sizes, gated):
-    hidden = sizes.hidden
+def _block_products(sizes, mixes, gated):
+    hidden, mlp = sizes.hidden, _mixture_products if mixes else _mlp_products
     return (
         WeightProduct("qkv", hidden, sizes.qkv),
         WeightProduct("proj", hidden, hidden, turned=True),
-        WeightProduct("up", hidden, (1 + gated) * sizes.ffn),
-        WeightProduct("down", sizes.ffn, hidden, turned=True),
+        *mlp(sizes, gated),
+    )
+
+
+def _mlp_products(sizes, gated, name="", wide=1, **experts):
+    """Of an MLP so many times as `wide` as that of a dense block."""
+    ffn = wide * sizes.ffn
+    return (
+        WeightProduct(f"{name}up", sizes.hidden, (1 + gated) * ffn, **experts),
+        WeightProduct(f"{name}down", ffn, sizes.hidden, turned=True, **experts),
+    )
+
+
+def _mixture_products(sizes, gated):
+    form = sizes.experts
+    experts = {"rows": form.top_k, "experts": form.count}
+    shared = _mlp_products(sizes, gated, "shared.", form.shared) if form.shared else ()
+    return (
+        WeightProduct("router", sizes.hidden, form.count, by_rows=True),
+        *_mlp_products(sizes, gated, "experts.", **experts),
+        *shared,
     )
 
 
@@ -81,21 +106,41 @@ def _dense_and_table_product(sizes):
     return dense, *_table_product(sizes)
 
 
+def _final_norm(sizes, centred):
+    return (1 + centred) * sizes.hidden
+
+
+def _bert_vectors(sizes):
+    """The segments, the norms of the embeddings and of the head, the bias of its dense product and
+    that of the logits."""
+    return (SEGMENTS + 2 * 2 + 1) * sizes.hidden + sizes.vocabulary
+
+
 def _full_attention(sizes):
     """Of q k' and p v, with the masked half: 2 T D for every head, each."""
     return 4 * sizes.sequence * sizes.hidden
 
 
-def _block_kept(sizes, recompute, chunked, gated):
+def _block_kept(sizes, recompute, chunked, mixes, gated):
     """Korthikanti et al. 2022, section 4, without dropout's masks: the inputs of norms, of qkv, of
     proj and of up, q, k and v, and what activation and down work with.  Attention keeps its
     probabilities, or chunk by chunk a sum of every row and head."""
-    rest = 5 * sizes.hidden + sizes.qkv + (2 + gated) * sizes.ffn
+    features = (2 + gated) * sizes.ffn
+    rest = 5 * sizes.hidden + sizes.qkv
+    rest += _mixture_kept(sizes, features) if mixes else features
     if recompute == "full":
         return sizes.hidden
     if chunked:
         return rest + sizes.heads
     return rest + (sizes.heads * sizes.sequence if recompute == "none" else 0)
+
+
+def _mixture_kept(sizes, features):
+    """Of every slot, also of an empty one, the inputs of up, what activation and down work with,
+    and the outputs; of shared experts as of an MLP.  What a router keeps is little."""
+    form, tokens = sizes.experts, sizes.sequence
+    slots = form.count * form.slots(tokens) / tokens
+    return form.shared * features + slots * (2 * sizes.hidden + features)
 
 
 GPT2 = Family(
@@ -108,11 +153,12 @@ GPT2 = Family(
     causal=True,
     rotary=False,
     biased=frozenset({"qkv", "proj", "up", "down"}),
-    keys=("gelu",),
+    keys=("gelu", *EXPERT_KEYS),
     first=Embeddings,
     last=Head,
     products=partial(_block_products, gated=False),
     head=_table_product,
+    vectors=partial(_final_norm, centred=LayerNorm.centred),
     attention=_full_attention,
     kept=partial(_block_kept, gated=False),
 )
@@ -127,16 +173,17 @@ LLAMA = Family(
     causal=True,
     rotary=True,
     biased=frozenset(),
-    keys=("kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"),
+    keys=(*_QWEN2_KEYS, *EXPERT_KEYS),
     first=Embeddings,
     last=Head,
     products=partial(_block_products, gated=True),
     head=_table_product,
+    vectors=partial(_final_norm, centred=RMSNorm.centred),
     attention=_full_attention,
     kept=partial(_block_kept, gated=True),
 )
 
-QWEN2 = replace(LLAMA, kind="qwen2", biased=frozenset({"qkv"}))
+QWEN2 = replace(LLAMA, kind="qwen2", biased=frozenset({"qkv"}), keys=_QWEN2_KEYS)
 
 BERT = replace(
     GPT2,
@@ -149,6 +196,7 @@ BERT = replace(
     first=SegmentedEmbeddings,
     last=MaskedHead,
     head=_dense_and_table_product,
+    vectors=_bert_vectors,
 )
 
 FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, BERT)}
@@ -170,12 +218,53 @@ def least_vocabulary(model: Any, tokens: int) -> int:
     return tokens if family_of(model).causal else tokens + 1
 
 
-def block_products(model: Any) -> tuple[WeightProduct, ...]:
-    """The WeightProducts of a block of the model of a section [model]."""
+def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
+    """The WeightProducts of all blocks of the model of a section [model], each after the number of
+    blocks that have it."""
     family = family_of(model)
-    return family.products(family.sizes(model, model.vocabulary))
+    return family.block_products(family.sizes(model, model.vocabulary))
 
 
-def block_weights(model: Any) -> int:
-    """Elements of the matrices of such a block."""
-    return sum(product.weights for product in block_products(model))
+class Total(NamedTuple):
+    """Elements of a model, and those that a token meets: of experts the ones that it goes to."""
+
+    total: float
+    active: float
+
+
+def block_weights(model: Any) -> Total:
+    """Elements of the matrices of all blocks."""
+    products = block_products(model)
+    total = sum(count * each.weights for count, each in products)
+    return Total(total, sum(count * each.active for count, each in products))
+
+
+def parameters(model: Any) -> Total:
+    """Parameters of the model of a section [model] that has its vocabulary."""
+    family = family_of(model)
+    sizes = family.sizes(model, model.vocabulary)
+    tables = 0 if sizes.tied else sizes.vocabulary
+    tables += 0 if family.rotary else sizes.sequence
+    ends = sum(each.weights for each in family.head(sizes)) + family.vectors(sizes)
+    norms = 2 * (1 + family.norm.centred) * sizes.hidden
+    rest = ends + tables * sizes.hidden + sizes.layers * norms + _balancing(sizes)
+    weights = block_weights(model)
+    biases = [
+        (count * each.outputs, each)
+        for count, each in block_products(model)
+        if each.name.rpartition(".")[2] in family.biased
+    ]
+    total = sum(outputs * each.experts for outputs, each in biases)
+    active = sum(outputs * each.rows for outputs, each in biases)
+    return Total(rest + weights.total + total, rest + weights.active + active)
+
+
+def _balancing(sizes):
+    """Elements of the biases that balance experts."""
+    balanced = sizes.experts and sizes.experts.balance_bias
+    return sizes.blocks()[True] * sizes.experts.count if balanced else 0
+
+
+def expert_parameters(model: Any) -> float:
+    """Elements of the matrices of experts, of which each rank along e has some."""
+    return sum(count * each.weights for count, each in block_products(model) if each.experts > 1)

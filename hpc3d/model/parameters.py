@@ -51,7 +51,7 @@ class Parameter:
     Where it is one of experts, its middle dim is theirs: [inputs, experts, outputs].  `replicas`
     are the data axes along which ranks have the same of it.  One with a `sign_rate` is no weight
     of the loss: a step takes this off where its gradient is positive, and adds it where it is
-    negative.
+    negative; its state of the optimiser stays 0.
 
     `tied_peer` is the pipeline stage that holds the other copy of a tied table; the gradient of a
     `completed_last` one, such as that, is complete only when the step ends.  `unit` is the part of
@@ -307,7 +307,8 @@ class Parameters:
 
     def sum_of_squares(self) -> Any:
         """The sum of this rank's share of the gradient's squares, each parameter counted once."""
-        places = [place for item, place in self.places.items() if self.counts(item)]
+        weights = [item for item in self.places if self.counts(item) and not item.sign_rate]
+        places = [self.places[item] for item in weights]
         return sum_of_squares(self.grad, [place.own_grad for place in places])
 
     def counts(self, item: Parameter) -> bool:
@@ -316,7 +317,7 @@ class Parameters:
         sharded = {axis for dim in layout for axis in dim} | set(layout.owned) | {"p"}
         sharded |= {*item.replicas} if self.parts(item) > 1 and not item.frozen else set()
         first = item.tied_peer is None or self.mesh.coord("p") < item.tied_peer
-        first &= item.counted and not item.sign_rate
+        first &= item.counted
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
 
 

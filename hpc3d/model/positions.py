@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,8 @@ class Positions:
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec) -> None:
         sizes, self.layout = spec.sizes, spec.splits["dense"].x
         self.mesh, self.context = mesh, spec.context
-        shape, how = (sizes.sequence, sizes.hidden), {"std": sizes.std, "decay": True}
+        shape = sizes.sequence, sizes.hidden
+        how: dict[str, Any] = {"std": sizes.std, "decay": True}
         columns = Layout("", " ".join(self.layout[1]))
         self.table = parameters.add(
             "embedding.position", shape, columns, partial=row_axes(self.layout), **how

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.model.context import WHOLE, Context
 from hpc3d.ops.attention import HeadForm
 from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
+
+if TYPE_CHECKING:
+    from hpc3d.model.layers import LayerNorm
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class ModelSizes:
     within products, where it has whole matrices.
 
     `kv_heads`, those of keys and values, are as many as `heads` where they are 0, and `ffn`, the
-    features of the hidden layer of the MLP, are 4 hidden.
+    features of the hidden layer of the MLP, or of an expert, are 4 hidden.
     """
 
     layers: int
@@ -75,6 +78,11 @@ class ModelSizes:
         """Whether a block has a mixture of experts: the last of every `experts.every`."""
         return self.experts is not None and (layer + 1) % self.experts.every == 0
 
+    def blocks(self) -> dict[bool, int]:
+        """Whether a block has a mixture of experts -> the number of such blocks."""
+        mixtures = self.layers // self.experts.every if self.experts else 0
+        return {False: self.layers - mixtures, True: mixtures}
+
     @property
     def form(self) -> HeadForm:
         """Of a head of keys, with its queries."""
@@ -95,7 +103,8 @@ class ModelSizes:
 class WeightProduct(NamedTuple):
     """Y[m, outputs] = X[m, inputs] W, with `rows` rows for every token; `turned` where its split
     is the next one, that of a second product in a row (Bian et al. 2021, section 3.1.2), `alike`
-    where it is the one of which Y lies as X does."""
+    where it is the one of which Y lies as X does, `by_rows` where it is the one of which Y has
+    whole rows.  Of `experts`, each has a W of its own, and a token goes to `rows` of them."""
 
     name: str
     inputs: int
@@ -103,16 +112,23 @@ class WeightProduct(NamedTuple):
     turned: bool = False
     rows: float = 1
     alike: bool = False
+    by_rows: bool = False
+    experts: int = 1
 
     @property
     def weights(self) -> int:
-        """Elements of W."""
-        return self.inputs * self.outputs
+        """Elements of W, of all experts."""
+        return self.experts * self.inputs * self.outputs
+
+    @property
+    def active(self) -> float:
+        """Elements of W, as often as a token meets them."""
+        return self.rows * self.inputs * self.outputs
 
     @property
     def flops(self) -> float:
         """Floating-point operations of a token, forward."""
-        return 2 * self.rows * self.weights
+        return 2 * self.active
 
 
 @dataclass(frozen=True)
@@ -131,16 +147,18 @@ class Family:
     keys      those of the section [model] that not every family has
     first     the end with the token table: (mesh, parameters, spec, table)
     last      the end with the loss: the same
-    products  of a block: (sizes) -> WeightProducts, in the order of the forward pass
-    head      of the last end: the same
+    products  of a block: (sizes, whether it has a mixture of experts) -> WeightProducts, in the
+              order of the forward pass
+    head      of the last end: (sizes) -> the same
+    vectors   elements of the two ends beside tables of tokens and positions, and products: (sizes)
     attention operations of the core of attention, of a token in a block, forward: (sizes)
     kept      elements that a block keeps of a token for its backward pass: (sizes, recompute,
-              whether attention is chunked)
+              whether attention is chunked, whether it has a mixture)
     """
 
     kind: str
     sizes: Callable
-    norm: type
+    norm: type[LayerNorm]
     first_norm: bool
     epsilon: float
     gated: bool
@@ -152,14 +170,34 @@ class Family:
     last: type
     products: Callable
     head: Callable
+    vectors: Callable
     attention: Callable
     kept: Callable
 
     def flops(self, sizes: ModelSizes) -> float:
         """Floating-point operations of a token, forward, of products and attention: one third of
-        those of a step without recomputation."""
-        block = sum(product.flops for product in self.products(sizes)) + self.attention(sizes)
-        return sizes.layers * block + sum(product.flops for product in self.head(sizes))
+        those of a step without recomputation.  Of experts those that a token goes to count, and
+        none of a slot that is empty."""
+        blocks = sum(count * product.flops for count, product in self.block_products(sizes))
+        head = sum(product.flops for product in self.head(sizes))
+        return blocks + sizes.layers * self.attention(sizes) + head
+
+    def block_products(self, sizes: ModelSizes) -> list[tuple[int, WeightProduct]]:
+        """The WeightProducts of all blocks, each after the number of blocks that have it."""
+        return [
+            (count, product)
+            for mixes, count in sizes.blocks().items()
+            if count
+            for product in self.products(sizes, mixes)
+        ]
+
+    def blocks_kept(self, sizes: ModelSizes, recompute: str, chunked: bool) -> float:
+        """What all blocks keep, as `kept`."""
+        return sum(
+            count * self.kept(sizes, recompute, chunked, mixes)
+            for mixes, count in sizes.blocks().items()
+            if count
+        )
 
 
 @dataclass(frozen=True)

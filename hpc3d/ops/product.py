@@ -19,17 +19,16 @@ def product(a: Array, b: Array, out: Array) -> Array:
 
     Of stacks one product an expert e: out[m, e, n] = a[m, e, k] b[k, e, n].
     """
-    if a.ndim == 3:
-        a, b, stack = (block.swapaxes(0, 1) for block in (a, b, out))
-        np.matmul(a, b, out=stack)
-    else:
-        np.matmul(a, b, out=out)
+    a, b, total = _matrices(a, b, out)
+    np.matmul(a, b, out=total)
     return out
 
 
 @product.cuda
 def _(gpu, a, b, out, bias=None, residual=None, **gelu):
-    if gelu:
+    if a.ndim == 3:
+        gpu.multiply(*_matrices(a, b, out))
+    elif gelu:
         gpu.multiply_gelu(a, b, out, bias=bias, **gelu)
     elif bias is None:
         gpu.multiply(a, b, out, add=residual)
@@ -37,6 +36,11 @@ def _(gpu, a, b, out, bias=None, residual=None, **gelu):
         gpu.multiply(a, b, out, add=residual)
         add_bias(out, bias, out)
     return out
+
+
+def _matrices(*blocks: Array) -> list[Array]:
+    """Blocks as `np.matmul` has them: stacks [m, e, k] as [e, m, k]."""
+    return [block.swapaxes(0, 1) if block.ndim == 3 else block for block in blocks]
 
 
 @primitive
@@ -65,7 +69,8 @@ def accumulate_product(grad: Array, a: Array, b: Array, sums: Array | None = Non
 def _(gpu, grad, a, b, sums=None):
     """The sums come with the product where cuBLASLt has that, else in two passes over b."""
     if sums is None:
-        gpu.multiply(a, b, grad, add=grad)
+        a, b, total = _matrices(a, b, grad)
+        gpu.multiply(a, b, total, add=total)
         return
     part = gpu.empty(sums.shape, np.float32)
     if gpu.multiply_with(a, b, grad, grad, bias_grad=part):

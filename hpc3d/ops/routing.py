@@ -14,11 +14,13 @@ import numpy as np
 
 from hpc3d.arrays.primitive import primitive
 from hpc3d.ops.rows import row_blocks
+from hpc3d.ops.update import sum_parts
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from hpc3d.arrays.array import Array
+    from hpc3d.cuda.gpu import Gpu
 
 
 class Routes(NamedTuple):
@@ -78,6 +80,17 @@ def _(logits, top_k, bias=None):
     return Routes(like(chosen, np.int64), like(chosen), like((rows, count)), like((rows,)))
 
 
+@route.cuda
+def _(gpu, logits, top_k, bias=None):
+    (rows, count), real = logits.shape, np.float32
+    experts = gpu.empty((rows, top_k), np.int64)
+    weights, probs = (gpu.empty((rows, columns), real) for columns in (top_k, count))
+    routes = Routes(experts, weights, probs, gpu.empty((rows,), real))
+    given = {"logits": logits, "bias": bias, "count": count, "top_k": top_k}
+    gpu.launch("route", rows, count, **given, **routes._asdict())
+    return routes
+
+
 @primitive
 def counts_of(choices: Array, tokens: int, pieces: int, count: int) -> Array:
     """int64[S, k, pieces, E]: how many of the first, second, ... choices of the tokens in each
@@ -96,6 +109,15 @@ def _(choices, tokens, pieces, count):
     return choices.like((len(choices) // tokens, choices.shape[1], pieces, count), np.int64)
 
 
+@counts_of.cuda
+def _(gpu, choices, tokens, pieces, count):
+    rows, top_k = choices.shape
+    counts, length = gpu.empty((rows // tokens, top_k, pieces, count), np.int64), tokens // pieces
+    sizes = {"length": length, "pieces": pieces, "count": count, "top_k": top_k}
+    gpu.launch("counts_of", counts.size, length, choices=choices, counts=counts, **sizes)
+    return counts
+
+
 @primitive
 def before_of(counts: Array, precedes: Array) -> Array:
     """int64[S, k, pieces, E]: how many choices of other ranks, whose `counts` [c, S, k, pieces, E]
@@ -107,6 +129,25 @@ def before_of(counts: Array, precedes: Array) -> Array:
 @before_of.abstract
 def _(counts, precedes):
     return counts.like(counts.shape[1:])
+
+
+@before_of.cuda
+def _(gpu, counts, precedes):
+    before = gpu.empty(counts.shape[1:], np.int64)
+    given = {"counts": counts, "precedes": precedes, "before": before}
+    gpu.launch("before_of", before.size, 1, **given, **_sizes(counts))
+    return before
+
+
+def _sizes(counts: Array) -> dict[str, int]:
+    """Of the counts of all ranks [c, S, k, pieces, E]; a group is a choice and a piece."""
+    ranks, sequences, top_k, pieces, count = counts.shape
+    return {
+        "ranks": ranks,
+        "sequences": sequences,
+        "groups": top_k * pieces,
+        "count": count,
+    }
 
 
 @primitive
@@ -146,6 +187,18 @@ def _(choices, form, before=None):
     return choices.like(choices.shape)
 
 
+@slots_of.cuda
+def _(gpu, choices, form, before=None):
+    (rows, top_k), (tokens, count, capacity, parts, held) = choices.shape, form
+    slots = gpu.empty(choices.shape, np.int64)
+    pieces = 1 if before is None else before.shape[2]
+    sizes = {"tokens": tokens, "top_k": top_k, "pieces": pieces, "count": count}
+    sizes |= {"local": count // parts, "capacity": capacity, "held": held}
+    given = {"choices": choices, "before": before, "slots": slots}
+    gpu.launch("slots_of", rows // tokens * count, tokens * top_k, **given, **sizes)
+    return slots
+
+
 @primitive
 def shares_of(counts: Array, tokens: int, dtype: DTypeLike) -> Array:
     """[S, E]: the share of the choices of a sequence of so many tokens that are this expert, from
@@ -156,6 +209,14 @@ def shares_of(counts: Array, tokens: int, dtype: DTypeLike) -> Array:
 @shares_of.abstract
 def _(counts, tokens, dtype):
     return counts.like((counts.shape[1], counts.shape[4]), dtype)
+
+
+@shares_of.cuda
+def _(gpu, counts, tokens, dtype):
+    shares = gpu.empty((counts.shape[1], counts.shape[4]), dtype)
+    given = {"counts": counts, "shares": shares, "choices": tokens * counts.shape[2]}
+    gpu.launch("shares_of", shares.size, 1, **given, **_sizes(counts))
+    return shares
 
 
 @primitive
@@ -170,6 +231,14 @@ def _(choices, slots, count):
     return choices.like((count,)), choices.like((count,))
 
 
+@load_of.cuda
+def _(gpu, choices, slots, count):
+    chosen, kept = (gpu.empty((count,), np.int64) for _ in range(2))
+    given = {"choices": choices, "slots": slots, "chosen": chosen, "kept": kept}
+    gpu.launch("load_of", count, choices.size, size=choices.size, **given)
+    return chosen, kept
+
+
 @primitive
 def add_excess(grad: Array, choices: Array) -> None:
     """Add E times the excess of each expert's choices over the mean, which are whole numbers."""
@@ -180,6 +249,12 @@ def add_excess(grad: Array, choices: Array) -> None:
 @add_excess.abstract
 def _(grad, choices):
     return None
+
+
+@add_excess.cuda
+def _(gpu, grad, choices):
+    size = choices.size
+    gpu.launch("add_excess", grad.size, size, grad=grad, choices=choices, size=size)
 
 
 @primitive
@@ -204,6 +279,21 @@ def _(x, slots, out):
     return out
 
 
+@dispatch.cuda
+def _(gpu, x, slots, out):
+    given = {"x": x, "takers": _takers(gpu, slots, len(out)), "out": out}
+    gpu.launch("dispatch", *out.shape, top_k=slots.shape[1], columns=out.shape[1], **given)
+    return out
+
+
+def _takers(gpu: Gpu, slots: Array, rows: int) -> Array:
+    """int64[rows]: the number of the choice that has a slot, -1 of none."""
+    takers = gpu.empty((rows,), np.int64)
+    takers.fill(-1)
+    gpu.launch("takers_of", 1, slots.size, slots=slots, takers=takers, size=slots.size)
+    return takers
+
+
 @primitive
 def dispatch_grad(dslots: Array, slots: Array, out: Array) -> Array:
     """The gradient of X: the sum of those of its slots."""
@@ -219,6 +309,11 @@ def _(dslots, slots, out):
     return out
 
 
+@dispatch_grad.cuda
+def _(gpu, dslots, slots, out):
+    return combine.cuda_rule(gpu, dslots, slots, None, out)
+
+
 @primitive
 def combine(y: Array, slots: Array, weights: Array, out: Array) -> Array:
     """The sum over a token's choices of the weight times the row of the slot."""
@@ -231,6 +326,13 @@ def combine(y: Array, slots: Array, weights: Array, out: Array) -> Array:
 
 @combine.abstract
 def _(y, slots, weights, out):
+    return out
+
+
+@combine.cuda
+def _(gpu, y, slots, weights, out):
+    sizes = {"top_k": slots.shape[1], "columns": out.shape[1]}
+    gpu.launch("combine", *out.shape, y=y, slots=slots, weights=weights, out=out, **sizes)
     return out
 
 
@@ -254,6 +356,16 @@ def _(dout, y, slots, weights, out):
     return out, weights.like(weights.shape)
 
 
+@combine_grad.cuda
+def _(gpu, dout, y, slots, weights, out):
+    dweights = gpu.empty(weights.shape, np.float32)
+    dweights.fill(0)
+    given = {"dout": dout, "y": y, "takers": _takers(gpu, slots, len(out)), "weights": weights}
+    sizes = {"top_k": slots.shape[1], "columns": out.shape[1]}
+    gpu.launch("combine_grad", *out.shape, out=out, dweights=dweights, **given, **sizes)
+    return out, dweights
+
+
 @primitive
 def router_loss(probs: Array, lse: Array, loss: RouterLoss) -> tuple[Any, Any]:
     """The sums over the rows of `Routes` of alpha E f P of their sequence, and of z lse^2."""
@@ -266,26 +378,45 @@ def _(probs, lse, loss):
     return 0.0, 0.0
 
 
+@router_loss.cuda
+def _(gpu, probs, lse, loss):
+    losses = gpu.empty((2, len(probs)), np.float32)
+    given = {"probs": probs, "lse": lse, "losses": losses, "count": probs.shape[1]}
+    gpu.launch("router_loss", *probs.shape, **given, **loss._asdict())
+    return sum_parts(gpu, losses[0]), sum_parts(gpu, losses[1])
+
+
 def _shares(loss: RouterLoss, rows: int) -> Array:
     """[n, E]: the shares of the sequence of every row."""
     return loss.shares[(loss.first + np.arange(rows)) // loss.tokens]
 
 
 @primitive
-def route_grad(dweights: Array, routes: Routes, loss: RouterLoss, scale: float) -> Array:
+def route_grad(
+    dweights: Array, routes: Routes, loss: RouterLoss, scale: float, out: Array
+) -> Array:
     """The gradient of the logits: of what the weights do, and of the losses times `scale`."""
     experts, weights, probs, lse = routes
     dprobs = _shares(loss, len(lse)) * (loss.balance * scale)
     chosen = np.arange(len(experts))[:, None], experts
     if experts.shape[1] == 1:
         dprobs[chosen] += dweights
-    dlogits = probs * (dprobs - np.einsum("ij,ij->i", dprobs, probs)[:, None])
-    dlogits += probs * (2 * loss.z * scale * lse)[:, None]
+    dprobs -= np.einsum("ij,ij->i", dprobs, probs)[:, None]
+    dprobs += (2 * loss.z * scale * lse)[:, None]
+    np.multiply(probs, dprobs, out=out)
     if experts.shape[1] > 1:  # weights are the softmax of the chosen logits
-        dlogits[chosen] += weights * (dweights - np.einsum("ij,ij->i", weights, dweights)[:, None])
-    return dlogits
+        out[chosen] += weights * (dweights - np.einsum("ij,ij->i", weights, dweights)[:, None])
+    return out
 
 
 @route_grad.abstract
-def _(dweights, routes, loss, scale):
-    return routes.probs.like(routes.probs.shape)
+def _(dweights, routes, loss, scale, out):
+    return out
+
+
+@route_grad.cuda
+def _(gpu, dweights, routes, loss, scale, out):
+    given = {"dweights": dweights, "scale": scale, "dlogits": out}
+    given |= {"count": out.shape[1], "top_k": dweights.shape[1]}
+    gpu.launch("route_grad", *out.shape, **given, **routes._asdict(), **loss._asdict())
+    return out

@@ -1,12 +1,13 @@
 """What a rank of a run holds at least: a run that cannot fit is refused before it starts.
 
-With Psi parameters of e bytes on p t ranks (t = x y z) and r = c d ranks with other tokens,
+With Psi parameters of e bytes on p t ranks (t = x y z) and r = c d e ranks with other tokens,
 n = b s h elements of a microbatch's block on t r ranks, L layers and a heads:
 
     parameters      (1 + 1 + states) e Psi / (p t), what parallel.zero shares out over r; states
-                    of another type have bytes of their own
+                    of another type have bytes of their own.  Experts are cut over the axis e, and
+                    parallel.zero shares them out over c d
     activations     one microbatch: k n e L / (p t r), k = 16 + a s / h, 16 + a / h (chunked), 16
-                    or 1 (recompute)
+                    or 1 (recompute); of a mixture of experts also its slots
     logits          b s V e / (p t r), on the last stage
     batch           inputs and targets of the whole batch in int32, 8 b s, on every rank
 
@@ -18,7 +19,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpc3d import limits
-from hpc3d.model.families import block_weights, family_of
+from hpc3d.model import families
+from hpc3d.model.families import expert_parameters, family_of
 from hpc3d.training.optimizer import optimizer_of
 
 if TYPE_CHECKING:
@@ -48,17 +50,19 @@ def least(config: Config) -> float:
 
 def parameters(config: Config) -> float:
     """Bytes of values, gradients and the optimiser's states."""
-    model, zero, copies = config.model, config.parallel.zero, config.mesh.d * config.mesh.c
-    family = family_of(model)
-    tables = 0 if model.tied else model.vocabulary
-    tables += 0 if family.rotary else model.sequence
-    head = sum(each.weights for each in family.head(family.sizes(model, model.vocabulary)))
-    psi = model.layers * block_weights(model) + head + tables * model.hidden
-    e, specs = _itemsize(config), optimizer_of(config).STATES
+    mesh, experts = config.mesh, expert_parameters(config.model)
+    dense = families.parameters(config.model).total - experts
+    held = dense * _bytes_held(config, mesh.replicas())
+    held += experts / mesh.e * _bytes_held(config, mesh.d * mesh.c)
+    return held / (mesh.p * _tensor(config))
+
+
+def _bytes_held(config: Config, copies: int) -> float:
+    """Bytes of a parameter on each of so many ranks that share it out as parallel.zero says."""
+    e, specs, zero = _itemsize(config), optimizer_of(config).STATES, config.parallel.zero
     states = sum(_ITEMSIZE[spec.dtype] if spec.dtype else e for spec in specs)
     shares = [(e, 3), (e, 2), (states, 1)]  # values, gradients, states, and what shares them out
-    held = sum(size / (copies if zero >= stage else 1) for size, stage in shares)
-    return held * psi / (config.mesh.p * _tensor(config))
+    return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
 
 
 def _activations(config: Config) -> float:
@@ -67,9 +71,9 @@ def _activations(config: Config) -> float:
     rows = config.train.batch * model.sequence / config.parallel.microbatches
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
-    kept = family.kept(sizes, config.parallel.recompute, config.chunked())
-    elements = rows * (kept * model.layers + model.vocabulary)
-    return elements * _itemsize(config) / (mesh.p * mesh.d * mesh.c * _tensor(config))
+    kept = family.blocks_kept(sizes, config.parallel.recompute, config.chunked())
+    elements = rows * (kept + model.vocabulary)
+    return elements * _itemsize(config) / (mesh.p * mesh.replicas() * _tensor(config))
 
 
 def _itemsize(config: Config) -> int:

@@ -80,7 +80,7 @@ def tokens_of(vocabulary, sequence, sequences=3):
 
 
 def stored(folder):
-    """{(name, kind): array} of a checkpoint, as rectangles lie in its files."""
+    """{(name, kind): array} of a checkpoint, as boxes lie in its files."""
     return {
         key: np.concatenate([array.ravel() for array, _ in parts])
         for key, parts in Checkpoint(folder).sources.items()

@@ -1,64 +1,80 @@
 """Slices of a block that are saved make up the whole."""
 
 import numpy as np
-from hypothesis import example, given
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.checkpoints.block_slices import (
     BlockSlices,
+    boxes,
     coverage_error,
     overlap,
-    rectangles,
     whole_of,
 )
 
 WHOLE = BlockSlices(0, 5, 0, 6)
 HALF = BlockSlices(0, 3, 0, 6)
+EXPERTS = BlockSlices(0, 3, 0, 4, 0, 5)
+FIELD = BlockSlices(0, 8, 0, 8, 0, 8)  # wider than any whole
 
 
 @st.composite
-def cut(draw, block=WHOLE):
+def cut(draw, block):
     """A block, cut in two again and again."""
-    rows, columns = block.bottom - block.top, block.right - block.left
-    if (rows == 1 and columns == 1) or not draw(st.booleans()):
+    pairs = ("top", "bottom"), ("left", "right"), ("front", "back")
+    able = [pair for pair in pairs if getattr(block, pair[1]) - getattr(block, pair[0]) > 1]
+    if not able or not draw(st.booleans()):
         return [block]
-    if columns == 1 or (rows > 1 and draw(st.booleans())):
-        place = draw(st.integers(block.top + 1, block.bottom - 1))
-        parts = block._replace(bottom=place), block._replace(top=place)
-    else:
-        place = draw(st.integers(block.left + 1, block.right - 1))
-        parts = block._replace(right=place), block._replace(left=place)
+    first, last = draw(st.sampled_from(able))
+    place = draw(st.integers(getattr(block, first) + 1, getattr(block, last) - 1))
+    parts = block._replace(**{last: place}), block._replace(**{first: place})
     return [one for part in parts for one in draw(cut(part))]
 
 
 @st.composite
-def rectangle(draw):
+def box(draw, whole):
     """One that may reach beyond the whole."""
-    top, left = draw(st.integers(0, 5)), draw(st.integers(0, 6))
-    return BlockSlices(top, draw(st.integers(top + 1, 6)), left, draw(st.integers(left + 1, 7)))
+    edges = []
+    for last in (whole.bottom, whole.right, whole.back):
+        edges.append(draw(st.integers(0, last if last > 1 else 0)))
+        edges.append(draw(st.integers(edges[-1] + 1, last + (last > 1))))
+    return BlockSlices(*edges)
 
 
 def times(parts):
-    """How often each element is there, in a field that is wider than the whole."""
-    count = np.zeros((8, 8), int)
+    """How often each element is there."""
+    count = np.zeros(FIELD.shape, int)
     for part in parts:
-        count[part.top : part.bottom, part.left : part.right] += 1
+        count[part.index_in(FIELD)] += 1
     return count
 
 
-@given(cut().flatmap(st.permutations))
+@given(st.sampled_from([WHOLE, EXPERTS]).flatmap(cut).flatmap(st.permutations))
 def test_what_was_cut_is_covered(parts):
-    assert coverage_error(parts, WHOLE) is None
+    whole = EXPERTS if any(part.back > 1 for part in parts) else WHOLE
+    assert coverage_error(parts, whole) is None
 
 
-@given(cut(), st.lists(rectangle(), max_size=3), st.data())
-@example([HALF, HALF], [], None)  # as many elements as the whole has
-def test_parts_cover_if_every_element_is_there_once(parts, more, data):
-    kept = parts[: data.draw(st.integers(0, len(parts)))] if data else parts
-    parts = kept + more
-    whole = times([WHOLE])
-    assert (coverage_error(parts, WHOLE) is None) == (times(parts) == whole).all()
-    assert (overlap(parts) is None) == (times(parts) <= 1).all()
+@given(st.sampled_from([WHOLE, EXPERTS]), st.data())
+def test_parts_cover_if_every_element_is_there_once(whole, data):
+    parts = data.draw(cut(whole))
+    kept = parts[: data.draw(st.integers(0, len(parts)))]
+    covers(kept + data.draw(st.lists(box(whole), max_size=3)), whole)
+
+
+def covers(parts, whole):
+    field = times(parts)
+    assert (coverage_error(parts, whole) is None) == (times([whole]) == field).all()
+    flat = [each for part in parts for each in part.rectangles(columns=8)]
+    assert (overlap(flat) is None) == (field <= 1).all()
+
+
+@pytest.mark.parametrize("whole", [WHOLE, EXPERTS])
+def test_as_many_elements_as_the_whole_has_do_not_cover_it(whole):
+    half = whole._replace(right=whole.right // 2)
+    assert coverage_error([half, half], whole).startswith("rows 0 to ")
+    covers([half, half], whole)
 
 
 def test_it_says_what_is_missing():
@@ -67,19 +83,26 @@ def test_it_says_what_is_missing():
     twice = [WHOLE, BlockSlices(1, 3, 2, 4)]
     assert coverage_error(twice, WHOLE).startswith("rows 1 to 3 ")
     assert " 5 x 6" in coverage_error([BlockSlices(0, 5, 0, 7)], WHOLE)
+    assert " 3 x 5 x 4" in coverage_error([EXPERTS._replace(back=6)], EXPERTS)
 
 
-def test_a_vector_is_one_row():
+def test_a_vector_is_one_row_and_a_matrix_is_of_one_expert():
     assert whole_of((7,)) == BlockSlices(0, 1, 0, 7)
     assert whole_of((5, 6)) == WHOLE
+    assert whole_of((3, 5, 4)) == EXPERTS
+    assert (WHOLE.edges, EXPERTS.edges) == ((0, 5, 0, 6), EXPERTS)
 
 
-@given(st.integers(0, 5), st.integers(1, 7), st.integers(0, 40), st.integers(0, 40))
-def test_rectangles_have_the_elements_of_a_stretch_in_order(rows, width, start, length):
-    block = BlockSlices(2, 2 + rows, 3, 3 + width)
-    whole = np.arange(rows * width).reshape(rows, width)
-    parts = rectangles(block, start, start + length)
+sizes = st.integers(1, 5)
+
+
+@given(st.integers(0, 4), sizes, sizes, st.integers(0, 60), st.integers(0, 60))
+def test_boxes_have_the_elements_of_a_stretch_in_order(rows, experts, columns, start, length):
+    block = BlockSlices(2, 2 + rows, 3, 3 + columns, 4, 4 + experts)
+    whole = np.arange(rows * experts * columns).reshape(rows, experts, columns)
+    parts = boxes(block, start, start + length)
     found = [whole[part.index_in(block)].ravel() for part in parts]
     expected = whole.ravel()[start : start + length]
-    assert len(parts) <= 3
+    assert len(parts) <= (3 if experts == 1 else 5)
+    assert [part.size for part in parts] == [len(each) for each in found]
     np.testing.assert_array_equal(np.concatenate([[], *found]), expected)

@@ -1,7 +1,16 @@
 """What makes up a checkpoint: its tensors, and the rectangles of each, every element once."""
 
-from hpc3d.checkpoints.inspect import config_of, inconsistencies, shapes_of
+from hpc3d.checkpoints.inspect import (
+    config_of,
+    inconsistencies,
+    problems,
+    shapes_of,
+    stateless_of,
+    tensors,
+)
+from hpc3d.checkpoints.resume import mismatch
 from hpc3d.checkpoints.sharded import Checkpoint
+from tests.checkpoints import drawn_models
 from tests.checkpoints.lives import live
 
 
@@ -17,3 +26,26 @@ def test_tensors_that_are_too_many_or_too_few_are_named(tmp_path):
     del opened.sources["layers.7.odd", "value"], opened.sources["head.norm.beta", "value"]
     (line,) = inconsistencies(opened, shapes)
     assert line.startswith("head.norm.beta, value: 24 of 24 ")
+
+
+def test_a_mixture_is_whole_with_the_value_alone_of_what_no_optimiser_updates(tmp_path):
+    line = "d=2 e=2 x=2 zero=1 microbatches=2 experts=4 shared_experts=1 balance_bias=0.01 steps=3"
+    folder = drawn_models.saved(tmp_path / "run", line)
+    assert problems(folder) == []
+    opened = Checkpoint(folder)
+    config = config_of(opened)
+    assert mismatch(config, opened) is None
+    held = {tensor.name: tensor for tensor in tensors(opened)}
+    assert held["layers.1.experts.up.weight"].shape == (24, 4, 96)
+    assert len(held["layers.1.experts.up.weight"].kinds) == 3
+    bias = held["layers.1.router.bias"]
+    assert (bias.shape, bias.kinds, bias.bytes) == ((4,), ("value",), 32)
+    shapes, stateless = shapes_of(config.model), stateless_of(config.model)
+    opened.sources["layers.1.router.bias", "first"] = opened.sources.pop(
+        ("layers.1.router.bias", "value")
+    )
+    opened.sources["layers.3.experts.up.weight", "second"].pop()
+    unknown, nowhere, missing = inconsistencies(opened, shapes, stateless)
+    assert unknown.endswith(" no layers.1.router.bias, first")
+    assert nowhere.startswith("layers.1.router.bias, value: 4 of 4 ")
+    assert missing.startswith("layers.3.experts.up.weight, second: 1152 of 9216 ")

@@ -36,6 +36,11 @@ def test_else_the_ranks_are_one_cuboid(ranks):
     assert (parallel.schedule, parallel.zero, parallel.layers_per_stage) == ("none", 0, None)
 
 
+def test_experts_stay_where_they_divide_the_ranks():
+    config = config_of("e=2 x=2 y=2 microbatches=2 experts=4")
+    assert [with_free_mesh(config, ranks).mesh.e for ranks in (2, 3, 4, 8)] == [2, 1, 2, 2]
+
+
 def test_on_as_many_ranks_nothing_gives_way():
     config = config_of(PIPED)
     assert with_free_mesh(config, 8) is config

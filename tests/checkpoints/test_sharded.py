@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 
 from hpc3d.checkpoints import sharded
+from hpc3d.checkpoints.block_slices import coverage_error, whole_of
+from hpc3d.checkpoints.inspect import shapes_of
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
 from tests.elided import elided
@@ -144,6 +146,76 @@ c=2 y=2 zero=2 microbatches=2 context=all-to-all sequence=8
 )
 def test_another_context_goes_on(checkpoints, before, after):
     test_any_layout_goes_on_from_any_other(checkpoints, before, after)
+
+
+MODEL = "experts=4 top_k=2 capacity=1 shared_experts=1 balance_bias=0.01 steps=3"
+MIXTURES = [
+    f"{line} {MODEL}"
+    for line in """
+schedule=none microbatches=2
+e=4 zero=1 microbatches=2
+d=2 e=2 x=2 zero=2 microbatches=2
+p=2 e=2 x=2 z=2 schedule=1f1b microbatches=3
+d=2 e=4 zero=3 microbatches=2
+d=2 x=2 y=2 zero=1 scheme=2d-summa microbatches=2
+""".strip().splitlines()
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [*zip(MIXTURES, MIXTURES[1:] + MIXTURES[:1], strict=True)],
+)
+def test_experts_go_on_elsewhere(checkpoints, before, after):
+    test_any_layout_goes_on_from_any_other(checkpoints, before, after)
+
+
+@pytest.mark.parametrize("line", [MIXTURES[1], MIXTURES[4]])
+def test_experts_go_away_and_come_back_to_the_last_bit(checkpoints, tmp_path, line):
+    """From e = 1 to e = 4 and back: weights, states, and the bias of the router."""
+    first = checkpoints(MIXTURES[0])
+    there = moved(first, line, tmp_path / "a")
+    back = moved(there, MIXTURES[0], tmp_path / "b")
+    expected = whole_arrays(first)
+    assert {("layers.0.experts.up.weight", "first"), ("layers.3.router.bias", "value")} < {
+        *expected
+    }
+    for opened in (there, back):
+        found = whole_arrays(opened)
+        assert found.keys() == expected.keys()
+        for key, array in expected.items():
+            assert array.any(), key
+            assert found[key].tobytes() == array.tobytes(), key
+
+
+def moved(opened, line, folder):
+    """The same checkpoint, written by another layout."""
+    config, header = config_of(line), {**opened.header}
+    begun = folder / "step-00000002.tmp"
+    begun.mkdir(parents=True)
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        restore(opened, trainer.parameters, trainer.optimizer)
+        snapshot = Snapshot(trainer.parameters, trainer.optimizer)
+        sharded.write_shard(begun, mesh.rank, snapshot)
+        if mesh.rank == 0:
+            sharded.complete(begun, mesh.ranks, header, keep=2)
+
+    run(config.mesh.sizes(), rank)
+    return Checkpoint(begun.with_suffix(""))
+
+
+def whole_arrays(opened):
+    """{(name, kind): array} of all that has elements; each of them is there once."""
+    shapes, found = shapes_of(config_of(MIXTURES[0]).model), {}
+    for (name, kind), parts in opened.sources.items():
+        whole = whole_of(shapes[name])
+        if sizes := [part for _, part in parts if part.size]:
+            assert coverage_error(sizes, whole) is None
+            found[name, kind] = np.empty(whole.shape)
+            opened.fill(found[name, kind], name, kind, whole)
+    return found
 
 
 @pytest.mark.parametrize(

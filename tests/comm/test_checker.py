@@ -171,6 +171,16 @@ def test_a_flip_in_a_product_is_found(dtype, least):
     assert not finds(a, b, c)
 
 
+def test_a_flip_in_a_stack_of_products_is_found_at_its_expert():
+    pairs = [product(seed=seed)[:2] for seed in range(3)]
+    a, b = (np.stack(each, 1) for each in zip(*pairs, strict=True))
+    c = np.einsum("mek,ken->men", a, b)
+    assert not finds(a, b, c)
+    assert not finds(c, b.T, np.einsum("men,ken->mek", c, b))
+    (line,) = finds(a, b, flip(c, 30, np.ravel_multi_index((17, 2, 5), c.shape)))
+    assert "product [96, 48] [48, 64], expert 2: row 17, column 5 is " in line
+
+
 @pytest.mark.parametrize("dtype", TOP)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_an_element_that_is_no_number_is_found(value, dtype):
@@ -241,14 +251,31 @@ def test_the_rounding_of_a_sum_is_no_find(kind):
         assert sums(products) == [[]] * 4
 
 
-def test_a_block_that_was_multiplied_is_not_summed_again():
+@pytest.mark.parametrize("experts", [0, 2])
+def test_a_block_that_was_multiplied_is_not_summed_again(experts):
     a, b, c = product(m=6)
+    if experts:
+        a, b, c = (np.stack([block] * experts, 1) for block in (a, b, c))
     ledger = AbftChecker(0)
     ledger.begin(0, NullRecorder())
     ledger.product(a, b, c)
-    np.testing.assert_array_equal(ledger.rows(c, 2), ledger.signs.rows(c, 2))
+    np.testing.assert_allclose(ledger.rows(c, 2), ledger.signs.rows(c, 2), rtol=1e-5)
     assert ledger.rows(c, 2).base is ledger.latest[1]
     assert not np.array_equal(ledger.rows(c + 1, 2), ledger.rows(c, 2))
+
+
+def test_a_product_with_long_rows_may_be_summed_over_the_members():
+    def rank(mesh):
+        ledger = AbftChecker(mesh.rank)
+        comm = ledger.wrap(mesh.comm("x"), "x")
+        ledger.begin(0, NullRecorder())
+        a, b, c = product(m=4, k=8, n=5000, seed=mesh.rank)
+        ledger.product(a, b, c)
+        comm.reduce_scatter(c).wait()
+        ledger.compare()
+        return ledger.found
+
+    assert run({"x": 2}, rank) == [[], []]
 
 
 @pytest.mark.parametrize("readers", [1, 2, 4])

@@ -40,8 +40,8 @@ def test_all_errors_are_said_at_once(tmp_path):
         "train.batch",
         "train.steps",
     ]
-    said = problems("--seed", "-1", "--train.steps", "0", "--mesh.e", "2")
-    assert [line.split(" = ")[0] for line in said] == ["train.steps", "seed", "mesh.e"]
+    said = problems("--seed", "-1", "--train.steps", "0", "--torch.factory", "m:f")
+    assert [line.split(" = ")[0] for line in said] == ["train.steps", "seed", "torch.factory"]
 
 
 @pytest.mark.parametrize(

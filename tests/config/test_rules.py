@@ -15,7 +15,7 @@ RULES = {
     "mesh.x": ("0", "mesh.x = 0: ... 1"),
     "mesh.d": ("-2", "mesh.d = -2: ... 1"),
     "mesh.p": ("0", "mesh.p = 0: ... 1"),
-    "mesh.e": ("2", "mesh.e = 2: ... 1"),
+    "mesh.e": ("2", "mesh.e = 2: ... use 1, or set model.experts"),
     "mesh.order": ("x y z", "mesh.order = 'x y z': ... p d c e x y z once"),
     "mesh.transport": ("tcp", "mesh.transport: ... 'auto', 'mpi', 'nccl' or 'host-staged'"),
     "parallel.scheme": ("4d", "parallel.scheme: ... '1d', '1d-sequence',"),

@@ -9,7 +9,9 @@ import pytest
 
 from hpc3d.cuda.cublaslt import Lt
 from hpc3d.cuda.cublaslt_library import Unsupported
+from hpc3d.cuda.gpu import Gpu
 from hpc3d.ops.gelu import gelu_tanh
+from hpc3d.ops.product import accumulate_product, product
 from tests.fakes.fake_cublaslt import FakeLt
 from tests.fakes.fake_device import DeviceArray
 
@@ -357,3 +359,43 @@ def test_nothing_to_write(lt, fake):
     with pytest.raises(Unsupported, match="without rows"):
         lt.product(a, b, out, bias_grad=vector(BF16, 1))
     assert fake.calls["cublasLtMatmul"] == 0
+
+
+def in_the_middle(x):
+    """Matrices [e, m, k] as the stack [m, e, k] of them."""
+    stack = placed((x.shape[1], x.shape[0], x.shape[2]), x.dtype)
+    stack[...] = x.swapaxes(0, 1)
+    return stack
+
+
+@pytest.mark.parametrize(("factors", "dtype"), TYPES)
+@pytest.mark.parametrize("size", [(3, M, N, K), (1, M, N, K), (4, 1, N, K), (4, M, 1, 1)])
+def test_stacks_of_products(lt, factors, dtype, size):
+    """The experts are the middle dim of all, which is not copied; `.T` transposes each matrix."""
+    count, m, n, k = size
+    gpu = Gpu(None, lt.product, None, None, None)
+    a, b = numbers((count, m, k), factors, 1), numbers((count, k, n), factors, 2)
+    expected, out = exact(a) @ exact(b), in_the_middle(numbers((count, m, n), dtype, 3))
+    before = exact(out)
+    lefts = in_the_middle(a), in_the_middle(a.swapaxes(1, 2)).T
+    rights = in_the_middle(b), in_the_middle(b.swapaxes(1, 2)).T
+    for left, right in itertools.product(lefts, rights):
+        out[...] = before.astype(dtype).view(DeviceArray)
+        accumulate_product.cuda_rule(gpu, out, left, right)
+        np.testing.assert_array_equal(exact(out), before + expected.swapaxes(0, 1))
+        out.fill(np.nan)
+        assert product.cuda_rule(gpu, left, right, out) is out
+        np.testing.assert_array_equal(exact(out), expected.swapaxes(0, 1))
+        wide = np.empty(out.shape)
+        product.numpy(exact(left), exact(right), wide)
+        np.testing.assert_array_equal(wide, expected.swapaxes(0, 1))
+
+
+def test_a_stack_without_rows(lt):
+    gpu = Gpu(None, lt.product, None, None, None)
+    a, b = placed((0, 3, K), np.float32), placed((K, 3, N), np.float32)
+    product.cuda_rule(gpu, a, b, placed((0, 3, N), np.float32))
+    grad = placed((K, 3, N), np.float32)
+    grad.fill(2)
+    accumulate_product.cuda_rule(gpu, grad, a.T, placed((0, 3, N), np.float32))
+    assert (exact(grad) == 2).all()

@@ -1,4 +1,5 @@
-"""Mixtures of experts in plain torch: token by token, slot by slot, gradients by autograd."""
+"""Mixtures of experts in plain torch: slots are given out token by token, all experts see all
+tokens, and gradients are autograd's."""
 
 from math import ceil
 
@@ -12,7 +13,7 @@ from hpc3d.ops.cross_entropy import IGNORE
 def mixture(weights, name, x, shape, dropped=None):
     """(y, the losses of the router) of x [B, T, h]; `dropped` gets (sequence, token, choice)."""
     form = shape.experts
-    sequences, tokens, _ = x.shape
+    tokens = x.shape[1]
     logits = x @ weights[f"{name}.router.weight"]
     probs = logits.softmax(-1)
     bias = weights.get(f"{name}.router.bias", torch.zeros(form.count)).detach()
@@ -22,21 +23,13 @@ def mixture(weights, name, x, shape, dropped=None):
         gates = gates / gates.sum(-1, keepdim=True)
     room = ceil(round(form.top_k * tokens * form.capacity / form.count, 9))
     room = min(room, tokens) if form.capacity else tokens
-    y = torch.zeros_like(x)
-    for sequence in range(sequences):
-        filled = [0] * form.count
-        for choice in range(form.top_k):
-            for token in range(tokens):
-                expert = int(choices[sequence, token, choice])
-                if filled[expert] == room:
-                    if dropped is not None:
-                        dropped.append((sequence, token, choice))
-                    continue
-                filled[expert] += 1
-                out = _expert(weights, f"{name}.experts", x[sequence, token], expert, shape)
-                part = torch.zeros_like(y)
-                part[sequence, token] = gates[sequence, token, choice] * out
-                y = y + part
+    kept = torch.tensor(_kept(choices.tolist(), form, room))  # [B, T, k]
+    if dropped is not None:
+        dropped += [tuple(place) for place in (~kept).nonzero().tolist()]
+    gate = torch.zeros_like(probs).scatter(-1, choices, gates * kept)  # [B, T, E]
+    experts = range(form.count)
+    out = [_expert(weights, f"{name}.experts", x, number, shape) for number in experts]
+    y = (gate[..., None] * torch.stack(out, 2)).sum(2)
     if form.shared:
         y = y + torch_reference.linear(
             weights, f"{name}.shared.down", _hidden(weights, f"{name}.shared.up", x, shape)
@@ -45,6 +38,18 @@ def mixture(weights, name, x, shape, dropped=None):
     balance = form.count * (share * probs.mean(1)).sum(-1)  # [B]
     z = logits.logsumexp(-1).square()  # [B, T]
     return y, form.balance_loss * tokens * balance.sum() + form.z_loss * z.sum()
+
+
+def _kept(choices, form, room):
+    """Whether each choice [B][T][k] finds a slot."""
+    kept = [[[False] * form.top_k for _ in sequence] for sequence in choices]
+    for here, sequence in zip(kept, choices, strict=True):
+        left = [room] * form.count
+        for number in range(form.top_k):
+            for token, chosen in enumerate(sequence):
+                here[token][number] = left[chosen[number]] > 0
+                left[chosen[number]] -= 1
+    return kept
 
 
 def _expert(weights, name, x, number, shape):

@@ -1,6 +1,5 @@
 """Mixtures of experts: serial against torch, on meshes against serial, in float64."""
 
-
 import pytest
 
 from hpc3d.model.families import LLAMA

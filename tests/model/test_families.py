@@ -67,8 +67,10 @@ def test_the_products_are_the_matrices_of_a_block(factor):
         item.name.split(".")[2]: item.shape for item in parameters if "weight" in item.name
     }
     products = block_products(config.model)
-    assert {each.name: (each.inputs, each.outputs) for each in products} == matrices
-    assert block_weights(config.model) == (4 + 2 * factor) * HIDDEN**2
+    assert {each.name: (each.inputs, each.outputs) for _, each in products} == matrices
+    assert {count for count, _ in products} == {config.model.layers}
+    weights = config.model.layers * (4 + 2 * factor) * HIDDEN**2
+    assert block_weights(config.model) == (weights, weights)
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
@@ -83,7 +85,7 @@ def test_what_a_block_keeps_of_a_token(factor, recompute, chunked):
     assert kept
     family = families.family_of(config.model)
     elements = (mesh.pool.live.total() - before) / 8 / tokens.size
-    assert elements == family.kept(family.sizes(config.model, 48), recompute, chunked)
+    assert elements == family.kept(family.sizes(config.model, 48), recompute, chunked, False)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"mesh__x": 2, "mesh__y": 2, "mesh__d": 2}])
@@ -109,4 +111,7 @@ def test_words_volumes_and_memory_ask_the_products(factor, dense):
     assert volumes(replicas)["d"] == weights * config.model.layers
     alone = replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
     tables = (48 + SEQUENCE + dense * HIDDEN) * HIDDEN
-    assert footprint.parameters(alone) == 4 * 4 * (config.model.layers * weights + tables)
+    vectors = config.model.layers * (3 + 1 + factor + 1 + 4) * HIDDEN  # biases, and norms
+    vectors += (2 + 2 + 1 + 2) * HIDDEN + 48 if dense else 2 * HIDDEN
+    elements = config.model.layers * weights + tables + vectors
+    assert footprint.parameters(alone) == 4 * 4 * elements

@@ -1,6 +1,8 @@
 """Sizes, products and names."""
 
-from hpc3d.model.spec import ModelSizes, WeightProduct
+import pytest
+
+from hpc3d.model.spec import Experts, ModelSizes, WeightProduct
 
 
 def test_widths_of_gpt_2():
@@ -17,3 +19,36 @@ def test_a_product_counts_its_rows():
     """Two operations an element of W and row; experts have more or fewer rows than tokens."""
     assert WeightProduct("up", 3, 5).flops == 30 and WeightProduct("up", 3, 5).weights == 15
     assert WeightProduct("expert", 3, 5, rows=2).flops == 60
+
+
+def test_a_token_meets_the_weights_of_experts_that_it_goes_to():
+    product = WeightProduct("experts.up", 3, 5, rows=2, experts=8)
+    assert (product.weights, product.active, product.flops) == (120, 30, 60)
+
+
+@pytest.mark.parametrize(
+    ("experts", "slots"),
+    [
+        (Experts(8, capacity=1.0), 8),
+        (Experts(8, top_k=2, capacity=1.25), 20),
+        (Experts(6, capacity=1.0), 11),  # 10.7
+        (Experts(64, capacity=1.1), 2),  # 1.1
+        (Experts(32, top_k=5, capacity=1.1), 11),  # 11 exactly, but 11.000000000000002 in float64
+        (Experts(2, top_k=2, capacity=4.0), 64),  # no more than tokens
+        (Experts(8, capacity=1e-9), 1),
+        (Experts(8, capacity=0), 64),  # room for all
+    ],
+)
+def test_slots_of_an_expert_for_64_tokens(experts, slots):
+    assert experts.slots(64) == slots
+
+
+def test_the_last_of_every_so_many_blocks_has_a_mixture():
+    def sizes(experts):
+        return ModelSizes(7, 24, 4, 6, 10, experts=experts)
+
+    for every, mixtures in ((1, [*range(7)]), (2, [1, 3, 5]), (3, [2, 5]), (7, [6])):
+        model = sizes(Experts(4, every=every))
+        assert [layer for layer in range(7) if model.mixes(layer)] == mixtures
+        assert model.blocks() == {False: 7 - len(mixtures), True: len(mixtures)}
+    assert not sizes(None).mixes(6) and sizes(None).blocks() == {False: 7, True: 0}

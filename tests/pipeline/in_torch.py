@@ -15,6 +15,7 @@ from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.rules import resolve
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.optimizer import AdamW, learning_rate
+from tests.model import mixture_reference
 from tests.pipeline.mixes import Tokens, Trained, trainer_of
 
 
@@ -39,9 +40,8 @@ class Model:
         valid = int((targets != IGNORE).sum())
         if not valid:
             return 0.0, {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        loss = torch_reference.loss(
-            weights, self.shape, torch.tensor(tokens), torch.tensor(targets)
-        )
+        reference = mixture_reference if self.shape.experts else torch_reference
+        loss = reference.loss(weights, self.shape, torch.tensor(tokens), torch.tensor(targets))
         return loss.item() * valid, dict(zip(weights, torch.autograd.grad(loss, weights.values())))
 
     def update(self, step, gradients):

@@ -75,7 +75,7 @@ def stored(opened):
     found = {}
     for (name, kind), parts in opened.sources.items():
         whole = whole_of(shapes[name])
-        found[name, kind] = np.empty((whole.bottom, whole.right), parts[0][0].dtype)
+        found[name, kind] = np.empty(whole.shape, parts[0][0].dtype)
         opened.fill(found[name, kind], name, kind, whole)
     return found
 

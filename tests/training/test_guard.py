@@ -49,6 +49,8 @@ LAYOUTS = [
     "p=2 schedule=zb-v chunks=2 microbatches=4 layers=4",
     "p=2 d=2 schedule=interleaved chunks=2 microbatches=2 layers=4 zero=3",
     "p=2 schedule=pipedream microbatches=4 tied=false clip=0",
+    "d=2 e=2 x=2 zero=1 experts=4 shared_experts=1 balance_bias=0.1",
+    "e=2 x=2 y=2 zero=3 experts=4 kind=llama ffn=48",
 ]
 MATRIX = [*QUICK, *(pytest.param(line, marks=slow) for line in LAYOUTS)]
 STEPS = 2
@@ -265,6 +267,25 @@ def hurt_replica(kind, name, bit=3):
             "value",
             "k.weight",
             "rank 1: .*k.weight: .* ranks 0 1 2 along y ",
+        ),
+        (
+            "d=3 e=2 zero=1 experts=6",
+            "value",
+            "experts.up.weight",
+            "rank 1: .* ranks 1 3 5 along d ",
+        ),
+        (
+            "d=3 e=2 zero=0 experts=6",
+            "second",
+            "down.weight",
+            "rank 1: .*second.* ranks 1 3 5 along d ",
+        ),
+        ("e=3 zero=1 experts=6", "value", "router.weight", "rank 1: .* ranks 0 1 2 along e "),
+        (
+            "e=3 balance_bias=0.1 experts=6",
+            "value",
+            "router.bias",
+            "rank 1: .* ranks 0 1 2 along e ",
         ),
     ],
 )

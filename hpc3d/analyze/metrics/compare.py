@@ -158,7 +158,9 @@ def _sizes(config):
     if config.torch.factory:
         return dict.fromkeys((*keys, "block_weights")) | {"batch": config.train.batch}
     parts = vars(config.train) | vars(config.model) | vars(config.parallel)
-    return {key: parts[key] for key in keys} | {"block_weights": block_weights(config.model)}
+    return {key: parts[key] for key in keys} | {
+        "block_weights": block_weights(config.model).active
+    }
 
 
 def scaling_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -199,9 +201,9 @@ def _kind_of_scaling(run, first):
 
 
 def _work(run):
-    """What a rank does in a step: weights of the blocks times tokens."""
+    """What a rank does in a step: weights of all blocks that a token meets, times tokens."""
     tokens = run["batch"] * run["sequence"]
-    return run["layers"] * run["block_weights"] * tokens / run["ranks"]
+    return run["block_weights"] * tokens / run["ranks"]
 
 
 def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def model_flops(model: ModelConfig, batch: int, vocabulary: int) -> float:
 
     `model` is a section [model] with the layers L, hidden h and sequence s.  What counts are the
     products of its family, 2 m n k for [m, k] times [k, n], and attention with its masked half,
-    forward and twice that backward.
+    forward and twice that backward; of experts those alone that a token goes to.
     """
     family = family_of(model)
     return 3 * batch * model.sequence * family.flops(family.sizes(model, vocabulary))
@@ -47,6 +47,7 @@ def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
     * the vocabulary, which is padded to a multiple of the ranks that share it;
     * the dense product of BERT's head, which under scheme 1d all ranks of x do;
     * recomputation, which only recorded_flop has;
+    * slots of experts, of which it has the empty ones, and none of what is dropped;
     * attention chunk by chunk, which leaves out chunks that a causal mask hides: forward it does
       (n + 1) / 2n of 4 s h with n chunks on one rank, (2 r + 1) / 4r on a ring of r ranks, and
       backward 5/2 of that, as it makes the scores again.

@@ -64,12 +64,14 @@ over replicas and the optimiser. `tokens/s` is the tokens of a step over the med
     "efficiency": """\
 `model [FLOP]` are the floating-point operations that a step of this model needs, by equation
 7 of arXiv:2205.05198: 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)) for B sequences of s
-tokens, L layers of width h and a vocabulary of V. `recorded [FLOP]` are those of the products
-and the attention that the ranks recorded: more where something is computed again, or the
-vocabulary padded; fewer where attention goes chunk by chunk, for `model [FLOP]` has the masked
-half of its square, and chunks that a mask hides are left out. Over the median step they give
-`model [FLOP/s]` and `recorded [FLOP/s]`, and over the peak rate of all ranks (--peak) `MFU` and
-`HFU`, the utilisation of the hardware by the model and by all that was done.""",
+tokens, L layers of width h and a vocabulary of V, or their like in another family; of experts
+those count that a token goes to. `recorded [FLOP]` are those of the products and the attention
+that the ranks recorded: more where something is computed again, the vocabulary padded, or a slot
+of an expert empty; fewer where a token is dropped, or attention goes chunk by chunk, for
+`model [FLOP]` has the masked half of its square, and chunks that a mask hides are left out. Over
+the median step they give `model [FLOP/s]` and `recorded [FLOP/s]`, and over the peak rate of all
+ranks (--peak) `MFU` and `HFU`, the utilisation of the hardware by the model and by all that was
+done.""",
     "prediction": """\
 What python -m hpc3d.simulate predicted of this run, and what was measured. `predicted /
 measured` below 1 means that the run took more than predicted. step_s is the median step of

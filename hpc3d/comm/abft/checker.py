@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.comm.abft.checked_communicator import CheckedCommunicator, place
-from hpc3d.comm.abft.checksum import Signs, quiet, wrong_row
+from hpc3d.comm.abft.checksum import WIDE, Signs, quiet, wrong_row
 from hpc3d.comm.mesh import NullRecorder
 
 if TYPE_CHECKING:
@@ -60,23 +60,36 @@ class AbftChecker:
 
     @quiet
     def product(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
-        """Check that C = A B."""
+        """Check that C = A B; of stacks [rows, experts, columns] the product of every expert."""
         if not self.active or not c.size:
             return
+        if c.ndim == 2:
+            sums = self._sums(a, b, c)
+        else:
+            stacks = zip(*(block.swapaxes(0, 1) for block in (a, b, c)), strict=True)
+            each = [self._sums(a, b, c, f", expert {n}") for n, (a, b, c) in enumerate(stacks)]
+            sums = np.stack(each, 1)
+        if c.shape[-1] <= WIDE:  # else `signs.rows` has shorter rows
+            self.latest = weakref.ref(c), sums
+
+    def _sums(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, which: str = "") -> np.ndarray:
+        """The signed sums of the rows of C, once they are checked to be those of A B."""
         signs = self.signs(c.shape[1], c.dtype)
         sums, difference = c @ signs, a @ (b @ signs)
         difference -= sums
         row = wrong_row(a, b, sums, np.abs(difference, out=difference))
         if row is not None:
-            self.found.append(self._product_line(a, b, c, row))
-        self.latest = weakref.ref(c), sums
+            self.found.append(self._product_line(a, b, c, row, which))
+        return sums
 
-    def _product_line(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, row: int) -> str:
+    def _product_line(
+        self, a: np.ndarray, b: np.ndarray, c: np.ndarray, row: int, which: str
+    ) -> str:
         """What to say of a product with a wrong row: the column is that which is farthest off."""
         again = a[row] @ b
         off = np.nan_to_num(np.abs(again - c[row]), nan=np.inf)
         column = int(off.argmax())
-        shape = f"[{a.shape[0]}, {a.shape[1]}] [{b.shape[0]}, {b.shape[1]}]"
+        shape = f"[{a.shape[0]}, {a.shape[1]}] [{b.shape[0]}, {b.shape[1]}]{which}"
         return (
             f"rank {self.rank}: {place(self.trace)}: product {shape}: row {row}, column {column} "
             f"is {c[row, column]:.6g}, not {again[column]:.6g}"

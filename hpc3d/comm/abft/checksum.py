@@ -57,10 +57,10 @@ class Signs:
     def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:
         """The rows of `block` summed with signs, [parts, rows of a part].
 
-        A row is one of a matrix, or WIDE elements of a part.
+        A row is one of a matrix or of a stack of them, or WIDE elements of a part.
         """
-        if block.ndim == 2 and block.shape[1] <= WIDE:
-            return (block @ self(block.shape[1], block.dtype)).reshape(parts, -1)
+        if block.ndim > 1 and block.shape[-1] <= WIDE:
+            return (block @ self(block.shape[-1], block.dtype)).reshape(parts, -1)
         flat = block.reshape(parts, -1)
         whole = flat.shape[1] - flat.shape[1] % WIDE
         body = flat[:, :whole].reshape(parts, -1, WIDE) @ self(WIDE, block.dtype)
@@ -94,7 +94,7 @@ def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
 
 def terms(block: np.ndarray) -> int:
     """How many elements are summed in the type of the block."""
-    return min(WIDE, block.shape[-1] if block.ndim == 2 else block.size)
+    return min(WIDE, block.shape[-1] if block.ndim > 1 else block.size)
 
 
 @quiet

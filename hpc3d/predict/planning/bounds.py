@@ -76,7 +76,8 @@ class Bounds:
     def __init__(self, config: Config, ranks: int, vocabulary: int, machine: Machine) -> None:
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
-        columns = block_weights(model) // model.hidden  # of all products of a block, as one
+        active = block_weights(model).active
+        columns = int(active) // (model.layers * model.hidden)  # of a block's products, as one
         whole = machine.product(rows, columns, model.hidden, config.train.dtype)
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
@@ -185,7 +186,7 @@ def volumes(config: Config) -> dict[str, float]:
         alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
         found[axis] = 2 * mesh.p * layers * received_elements(alone) * size / tensor
     if copies > 1:
-        weights = block_weights(model) * layers / tensor
+        weights = block_weights(model).total / mesh.p / tensor
         found[data_group(mesh.sizes())] = 2 * (1 - 1 / copies) * weights
     if mesh.c > 1:
         found[CONTEXT] = ring_words(config) + exchange_words(config)

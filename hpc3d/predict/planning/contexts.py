@@ -57,8 +57,8 @@ def _kept(config: Config) -> float:
     """Bytes that a rank keeps of a sequence for its backward pass."""
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     sizes = family.sizes(model, model.vocabulary)
-    layer = family.kept(sizes, "none", True) * model.layers / mesh.p
-    elements = model.sequence * layer / (mesh.x * mesh.y * mesh.z)
+    stage = family.blocks_kept(sizes, "none", True) / mesh.p
+    elements = model.sequence * stage / (mesh.x * mesh.y * mesh.z)
     return elements * np.dtype(config.train.dtype).itemsize
 
 

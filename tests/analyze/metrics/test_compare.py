@@ -173,7 +173,10 @@ SETTING = (
     "model.kind = gpt2, model.vocabulary = None, model.tied = True, model.kv_heads = None, "
     "model.ffn = None, model.norm_epsilon = 1e-05, model.rope_theta = 10000.0, "
     "model.rope_scaling = None, model.gelu = tanh, model.padding = None, "
-    "model.dropout = 0.0, train.optimizer = adamw, train.dtype = float32"
+    "model.dropout = 0.0, model.experts = 0, model.top_k = 1, model.capacity = 1.25, "
+    "model.moe_every = 1, model.shared_experts = 0, model.balance_loss = 0.01, "
+    "model.z_loss = 0.001, model.balance_bias = 0.0, train.optimizer = adamw, "
+    "train.dtype = float32"
 )
 
 
@@ -192,7 +195,7 @@ def test_a_row_of_a_run(tmp_path):
         "heads": 8,
         "sequence": 4,
         "recompute": "none",
-        "block_weights": 768,
+        "block_weights": 8 * 768,
         "setting": SETTING,
         "forward_s": 0.03,
         "backward_s": 0.05,

@@ -57,6 +57,13 @@ inline float __int_as_float(int bits)
     return value;
 }
 
+inline unsigned __float_as_uint(float value)
+{
+    unsigned bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 {
     return static_cast<unsigned __int128>(a) * b >> 64;

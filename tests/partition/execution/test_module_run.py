@@ -53,7 +53,7 @@ def tensors(run, step):
     opened, found = Checkpoint(folder), {}
     for name, kind in opened.sources:
         whole = whole_of(shapes_in(opened)[name])
-        found[name, kind] = np.empty((whole.bottom, whole.right))
+        found[name, kind] = np.empty(whole.shape)
         opened.fill(found[name, kind], name, kind, whole)
     return found
 
