@@ -99,16 +99,11 @@ def _wrong_head(config: Config) -> Iterator[str]:
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
     """Sizes of the model that do not divide over the axes that split them."""
-    model, sizes = config.model, config.mesh.grid().sizes
-    split = config.splits()["dense"]
-
-    def used(places):
-        return sorted({tuple([axis for axis in axes if sizes[axis] > 1]) for axes in places})
-
-    for (key, value), places in _needs(config).items():
-        for axes in used(places):
+    model, sizes, needs = config.model, config.mesh.grid().sizes, _needs(config)
+    for (key, value), places in needs.items():
+        for axes in sorted(places):
             yield from _indivisible(key, value, axes, sizes)
-    for axes in used([split.y[1], split.next().x[1]]):
+    for axes in sorted(needs["model.heads", model.heads]):
         yield from _unshared_keys(model, axes, sizes)
         if config.mesh.c > 1:
             yield from unexchanged_heads(config, prod(sizes[axis] for axis in axes))
@@ -117,29 +112,35 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
 def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
     """The axes that each size divides over, by its key and value."""
     model, split = config.model, config.splits()["dense"]
-    turned, outer = split.next(), split.without_panels()
+    sizes, turned, outer = config.mesh.grid().sizes, split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
     rows, inputs = _single_product(config)
     whole = {split.y[0], outer.y[0]}  # sequences, of attention and of the loss
     if model.experts:
         whole.add(split.x[0])  # and of a mixture, which fills slots sequence by sequence
-    across = {split.y[1], turned.x[1]}
+    whole = _used(whole, sizes)
+    across = _used({split.y[1], turned.x[1]}, sizes)
     inputs |= {split.x[1], split.of_gradient.w[0], turned.of_gradient.w[0]}
     needs = {
         (batch, sequences // micros): {
             tuple([axis for axis in axes if axis != CONTEXT]) for axes in whole
         },
         (f"{batch} x model.sequence", sequences // micros * model.sequence): (
-            {split.x[0], turned.y[0], *rows} - whole
+            _used({split.x[0], turned.y[0], *rows}, sizes) - whole
         ),
         ("model.heads", model.heads): across,
-        ("model.hidden", model.hidden): inputs | {turned.w[1], outer.next().w[1]},
+        ("model.hidden", model.hidden): _used(inputs | {turned.w[1], outer.next().w[1]}, sizes),
     }
     if model.ffn is not None:
         ffn = {split.of_gradient.w[1], split.w[1], turned.of_gradient.w[0], turned.w[0]}
-        needs["model.ffn", model.ffn] = across | ffn
+        needs["model.ffn", model.ffn] = across | _used(ffn, sizes)
     return needs
+
+
+def _used(places: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
+    """Without the axes of one rank."""
+    return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in places}
 
 
 def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:

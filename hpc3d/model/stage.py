@@ -84,11 +84,15 @@ class Stage:
         if part.first:
             self.embeddings = spec.family.first(mesh, parameters, spec, table)
         self.blocks: list[Any] = [Block(mesh, parameters, spec, number) for number in part.layers]
-        self.auxiliary_loss: Any = 0.0
         if part.last:
             if not spec.sizes.tied:
                 table = add_table(mesh, parameters, spec, "head.table")
             self.head = spec.family.last(mesh, parameters, spec, table)
+
+    @property
+    def auxiliary_loss(self) -> Any:
+        """This rank's share of the losses of the routers in the last forward pass."""
+        return sum(block.mlp.auxiliary_loss for block in self.blocks if block.mixes)
 
     def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, list[Any]]:
         """Y, or of the last part what its head returns; and what backward needs, which is nothing
@@ -97,14 +101,11 @@ class Stage:
         Parts with the embeddings take no x.
         """
         saved: list[Any] = []
-        self.auxiliary_loss = 0.0
         if self.embeddings:
             x = _collect(saved, micro, self.embeddings.forward(micro))
         for block in self.blocks:
             with self.mesh.trace.scope(layer=block.number):
                 x = _collect(saved, micro, block.forward(x, micro))
-            if block.mixes:
-                self.auxiliary_loss += block.mlp.auxiliary_loss
         if self.head:
             x = _collect(saved, micro, self.head.forward(x, micro))
         return x, saved

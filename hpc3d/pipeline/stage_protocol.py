@@ -13,19 +13,20 @@ class PipelineStage(Protocol):
 
     A block between stages is this rank's part of what crosses: the arrays that `incoming` names,
     in a tuple where they are not exactly one.
-    A stage keeps nothing of a pass in itself: what backward needs is in `saved`, so any number of
-    microbatches may be in flight, and their backward passes may come in any order.  All ranks of
-    the stage make the same calls in the same order.
+    A stage keeps nothing of a pass in itself but its `auxiliary_loss`: what backward needs is in
+    `saved`, so any number of microbatches may be in flight, and their backward passes may come in
+    any order.  All ranks of the stage make the same calls in the same order.
     """
-
-    auxiliary_loss: Any
-    """What the last forward pass adds to the summed loss beside the last part's: this rank's share
-    of the losses that routers have."""
 
     @property
     def units(self) -> list[str]:
         """The names of its parts that `finished` is called with, those of their parameters'
         `unit`: the gradient of each is summed over replicas when it is whole."""
+
+    @property
+    def auxiliary_loss(self) -> Any:
+        """What the last forward pass adds to the summed loss beside the last part's: this rank's
+        share of the losses of routers."""
 
     def incoming(self, kind: str, micro: Any) -> Sequence[tuple[tuple[int, ...], Any]]:
         """Shape and type of each array of the block that comes in for a microbatch: F from the

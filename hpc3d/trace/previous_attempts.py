@@ -33,7 +33,18 @@ _TIMES = ("t_start", "t_end", "posted", "t_local")
 # Keys that input files did not have at first, with the value that says what was done without.
 ADDED = {
     "parallel": {"context": "ring", "ulysses": 1},
-    "model": {"norm_epsilon": 1e-5, "rope_theta": 10000.0},
+    "model": {
+        "norm_epsilon": 1e-5,
+        "rope_theta": 10000.0,
+        "experts": 0,
+        "top_k": 1,
+        "capacity": 1.25,
+        "moe_every": 1,
+        "shared_experts": 0,
+        "balance_loss": 0.01,
+        "z_loss": 0.001,
+        "balance_bias": 0.0,
+    },
 }
 _NEVER = np.iinfo(np.int64).max  # later than any time
 _SMALL = {

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from hpc3d.comm.mesh import plane
 from hpc3d.comm.threads import run
 
 
@@ -15,12 +16,32 @@ def test_every_line_of_a_mesh_is_its_own_group():
     assert lines[4] == {"x": [1, 4], "y": [4], "z": [3, 4, 5]}
 
 
-def test_ranks_with_other_tokens_and_the_same_weights_are_a_group():
-    def rank(mesh):
-        members = mesh.comm(mesh.data).all_gather(np.array([[mesh.rank]])).wait()
-        return mesh.data, members.ravel().tolist(), mesh.index(mesh.data_axes)
+def replicas(sizes):
+    """Of every rank: the name of the group of ranks with other tokens and the same dense weights,
+    its members, this rank's place among them; and the same of experts' weights."""
 
-    found = run({"d": 2, "x": 2, "c": 2}, rank)
-    assert found[0] == ("c d", [0, 4, 1, 5], 0)
-    assert found[7] == ("c d", [2, 6, 3, 7], 3)
-    assert run({"d": 2, "x": 1}, rank)[1] == ("d", [0, 1], 1)
+    def rank(mesh):
+        def group(axes):
+            members = mesh.comm(plane(axes)).all_gather(np.array([[mesh.rank]])).wait()
+            return plane(axes), members.ravel().tolist(), mesh.index(axes)
+
+        return group(mesh.data_axes), group(mesh.expert_data_axes)
+
+    return run(sizes, rank)
+
+
+def test_ranks_with_other_tokens_and_the_same_weights_are_a_group():
+    found = replicas({"d": 2, "x": 2, "c": 2})
+    assert found[0] == (("c d", [0, 4, 1, 5], 0),) * 2
+    assert found[7] == (("c d", [2, 6, 3, 7], 3),) * 2
+    assert replicas({"d": 2, "x": 1})[1] == (("d", [0, 1], 1),) * 2
+
+
+def test_ranks_along_e_have_other_experts_and_the_same_dense_weights():
+    dense, experts = replicas({"d": 2, "e": 2, "x": 2})[5]
+    assert dense == ("d e", [1, 3, 5, 7], 2)
+    assert experts == ("d", [1, 5], 1)
+    dense, experts = replicas({"d": 2, "e": 2, "c": 2})[3]
+    assert dense == ("c d e", [0, 2, 4, 6, 1, 3, 5, 7], 5)
+    assert experts == ("c d", [2, 6, 3, 7], 2)
+    assert replicas({"e": 2})[1] == (("d e", [0, 1], 1), ("d", [1], 0))

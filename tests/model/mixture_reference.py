@@ -10,8 +10,8 @@ from hpc3d.benchmarks import torch_reference
 from hpc3d.ops.cross_entropy import IGNORE
 
 
-def mixture(weights, name, x, shape, dropped=None):
-    """(y, the losses of the router) of x [B, T, h]; `dropped` gets (sequence, token, choice)."""
+def mixture(weights, name, x, shape):
+    """(y, the losses of the router) of x [B, T, h]."""
     form = shape.experts
     tokens = x.shape[1]
     logits = x @ weights[f"{name}.router.weight"]
@@ -23,9 +23,7 @@ def mixture(weights, name, x, shape, dropped=None):
         gates = gates / gates.sum(-1, keepdim=True)
     room = ceil(round(form.top_k * tokens * form.capacity / form.count, 9))
     room = min(room, tokens) if form.capacity else tokens
-    kept = torch.tensor(_kept(choices.tolist(), form, room))  # [B, T, k]
-    if dropped is not None:
-        dropped += [tuple(place) for place in (~kept).nonzero().tolist()]
+    kept = torch.tensor(with_a_slot(choices.tolist(), form.count, room))  # [B, T, k]
     gate = torch.zeros_like(probs).scatter(-1, choices, gates * kept)  # [B, T, E]
     experts = range(form.count)
     out = [_expert(weights, f"{name}.experts", x, number, shape) for number in experts]
@@ -40,12 +38,12 @@ def mixture(weights, name, x, shape, dropped=None):
     return y, form.balance_loss * tokens * balance.sum() + form.z_loss * z.sum()
 
 
-def _kept(choices, form, room):
-    """Whether each choice [B][T][k] finds a slot."""
-    kept = [[[False] * form.top_k for _ in sequence] for sequence in choices]
+def with_a_slot(choices, count, room):
+    """Whether each choice [B][T][k] finds one of the `room` slots of its expert."""
+    kept = [[[False] * len(sequence[0]) for _ in sequence] for sequence in choices]
     for here, sequence in zip(kept, choices, strict=True):
-        left = [room] * form.count
-        for number in range(form.top_k):
+        left = [room] * count
+        for number in range(len(sequence[0])):
             for token, chosen in enumerate(sequence):
                 here[token][number] = left[chosen[number]] > 0
                 left[chosen[number]] -= 1

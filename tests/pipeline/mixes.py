@@ -156,7 +156,7 @@ c=4 x=2 y=2 z=4 schedule=none microbatches=2 sequence=8 context=both ulysses=2 d
 p=4 d=2 x=2 y=2 z=2 schedule=1f1b microbatches=6 zero=1 kind=bert padding=4
 p=4 d=2 x=2 y=2 z=2 schedule=zb-v chunks=2 microbatches=6 zero=1 layers=8 dropout=0.25
 p=4 d=2 x=2 y=2 z=2 schedule=zb-h2 microbatches=6 zero=3 tied=false gelu=exact
-p=2 e=4 x=2 y=2 z=2 schedule=1f1b microbatches=3 zero=1 experts=4 top_k=2 capacity=1 moe_every=2
+p=2 e=4 x=2 y=2 z=2 schedule=1f1b microbatches=3 sequence=4 experts=4 top_k=2 moe_every=2
 p=2 c=2 e=2 x=2 y=2 z=2 schedule=zb-h1 microbatches=3 sequence=4 experts=4 kind=llama ffn=48
 """.strip().splitlines()
 

@@ -310,3 +310,61 @@ def test_rms_norm_sums_one_number_a_row(ranks):
     expected = [2 * rows * ITEM * (ranks - 1) // ranks] * 2 * (2 * layers + 1) * micros
     for rank in counted(line):
         assert rank.calls["z", "all_reduce"] == expected
+
+
+EXPERT_MESHES = {  # and the ranks that sequences and X's columns are cut over
+    "e=4": (4, 1),
+    "d=2 e=2": (4, 1),
+    "e=2 x=2 y=2 z=2": (8, 2),
+    "e=2 x=4 scheme=1d-sequence": (8, 1),
+    "e=2 x=2 y=2 scheme=2d-summa": (4, 2),
+    "c=2 d=2 e=2": (4, 1),  # a rank has C slots of each sequence of which it has tokens
+    "p=2 d=2 e=2 schedule=zb-h1": (4, 1),
+}
+
+
+@pytest.mark.parametrize(("line", "ranks"), strided(EXPERT_MESHES.items(), 2))
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_slots_are_dispatched_and_combined(line, ranks, top_k):
+    """4 (1 - 1/e) E C S h' e in a mixture, forward and backward, of S sequences of its own."""
+    experts, micros, tokens, layers = 4, 2, 4, 4
+    model = f"sequence={tokens} experts={experts} top_k={top_k} capacity=1 layers={layers}"
+    schedule = "" if "schedule" in line else "schedule=none"
+    rows, columns = ranks
+    slots = experts * (tokens * top_k // experts)
+    e, stages = (int(words_of(line).get(axis, 1)) for axis in "ep")
+    for rank in counted(f"{line} {schedule} microbatches={micros} {model}"):
+        calls = rank.calls["e", "all_to_all"]
+        assert len(calls) == 4 * layers // stages * micros
+        block = slots * BATCH * HIDDEN * ITEM // (micros * rows * columns)
+        assert set(calls) == {block * (e - 1) // e}
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("line", ["c=2 d=2 e=2", "d=2 e=4", "e=4"])
+def test_sums_over_e_are_those_of_dense_weights_alone(line, zero):
+    """2 (1 - 1/(c d e)) psi e of dense weights, 2 (1 - 1/(c d)) psi e of a rank's experts."""
+    layers, experts, batch = 2, 4, 32
+    c, d, e = (int(words_of(line).get(axis, 1)) for axis in "cde")
+    model = f"sequence=4 experts={experts} layers={layers} tied=false batch={batch}"
+    dense = {
+        "matrices": layers * (4 * HIDDEN**2 + HIDDEN * experts),
+        "vectors": layers * 8 * HIDDEN + 4 * HIDDEN + 2 * HIDDEN,
+        "embedding.token": TABLE,
+        "head.table": TABLE,
+    }
+    here = experts // e
+    own = {"matrices": layers * here * 8 * HIDDEN**2, "vectors": layers * here * 5 * HIDDEN}
+    # int64 numbers of choices, of each expert in both pieces of the sequences of all ranks of c
+    choices = (c - 1) * layers * batch // (d * e) * 2 * experts * 8
+    for rank in counted(f"{line} schedule=none microbatches={MICROS} zero={zero} {model}"):
+        totals = Counter()
+        for (axes, op), moved in rank.calls.items():
+            if op in ("all_reduce", "reduce_scatter", "all_gather") and axes != "world":
+                totals[op] += sum(moved)
+        if c > 1:
+            totals["all_gather"] -= choices
+        expected = Counter(on_data(zero, c * d * e, dense))
+        if c * d > 1:
+            expected += Counter(on_data(zero, c * d, defaultdict(int, own)))
+        assert totals == expected

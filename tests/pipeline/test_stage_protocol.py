@@ -36,7 +36,7 @@ def other_parameters(wanted, found):
 
 
 def test_the_members_of_the_protocol():
-    assert set(MEMBERS) == {"units", "incoming", "forward", "backward"}
+    assert set(MEMBERS) == {"units", "auxiliary_loss", "incoming", "forward", "backward"}
 
 
 @pytest.mark.parametrize("kind", [Stage, ReplayedStage])
@@ -48,6 +48,10 @@ class Sound:
     @property
     def units(self):
         return []
+
+    @property
+    def auxiliary_loss(self):
+        return 0.0
 
     def incoming(self, kind, micro):
         return [((micro.sequences, 1), "float64")]
@@ -75,6 +79,7 @@ PLANTED = {
     "backward": lambda self, dy, saved, micro, defer: dy,
     "incoming": lambda self, kind, sequences: [((sequences, 1), kind)],
     "units": lambda self: [],
+    "auxiliary_loss": lambda self: 0.0,
 }
 
 
@@ -88,8 +93,11 @@ class Bare:
     """A stage with the members of the protocol and no other."""
 
     def __init__(self, stage):
-        for name in MEMBERS:
-            setattr(self, name, getattr(stage, name))
+        self._stage = stage
+
+    def __getattr__(self, name):
+        assert name in MEMBERS
+        return getattr(self._stage, name)
 
 
 @pytest.mark.parametrize(

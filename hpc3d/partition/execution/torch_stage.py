@@ -38,8 +38,6 @@ class TorchStage:
     With `recompute` it keeps of a microbatch what it received only.
     """
 
-    auxiliary_loss = 0.0
-
     def __init__(
         self,
         program: StageProgram,
@@ -55,6 +53,10 @@ class TorchStage:
         self.graded_in = [node in graded for node in program.received]
         self.graded_out = [node in graded for node in program.sent]
         self.loss = None if loss is None else program.outputs.index(loss)
+
+    @property
+    def auxiliary_loss(self) -> float:
+        return 0.0
 
     @property
     def units(self) -> list[str]:

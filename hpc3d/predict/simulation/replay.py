@@ -158,13 +158,15 @@ class KeptArrays:
 class ReplayedStage:
     """A `PipelineStage` whose passes are replayed, but for those of the microbatches in `run`."""
 
-    auxiliary_loss = 0.0
-
     def __init__(
         self, stage: PipelineStage, recorder: PassRecorder, chunk: int, run: Collection[int]
     ) -> None:
         self.stage, self.recorder, self.chunk, self.run = stage, recorder, chunk, run
         self.results = {}
+
+    @property
+    def auxiliary_loss(self) -> float:
+        return 0.0
 
     @property
     def units(self) -> list[str]:

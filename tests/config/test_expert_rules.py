@@ -1,0 +1,71 @@
+"""Mixtures of experts that cannot be, by the line that each prints, and what just can be."""
+
+import re
+
+import pytest
+
+from hpc3d.config.load import load
+from hpc3d.config.rules import resolve
+from tests.config.refused import problems
+from tests.config.test_context_rules import ranks_of
+from tests.elided import elided
+
+FOUR = "--model.experts 4"
+FAMILIES = "model.experts = 4: of model.kind = gpt2 or llama ..."
+# Options, and the line.
+WRONG = {
+    "--mesh.e 2": "mesh.e = 2: ... use 1, or set model.experts",
+    "--model.top_k 2": "model.top_k = 2: of mixtures; ... set model.experts",
+    "--model.capacity 0": "model.capacity = 0.0: of mixtures; ... set model.experts",
+    "--model.moe_every 2": "model.moe_every = 2: of mixtures; ... set model.experts",
+    "--model.shared_experts 1": "model.shared_experts = 1: of mixtures; ... set model.experts",
+    "--model.balance_loss 0": "model.balance_loss = 0.0: of mixtures; ... set model.experts",
+    "--model.z_loss 0": "model.z_loss = 0.0: of mixtures; ... set model.experts",
+    "--model.balance_bias 0.1": "model.balance_bias = 0.1: of mixtures; ... set model.experts",
+    f"{FOUR} --model.top_k 5": "model.top_k = 5: ... model.experts = 4 ... use at most 4",
+    f"{FOUR} --model.layers 2 --model.moe_every 3": (
+        "model.moe_every = 3: none of model.layers = 2 blocks ... use at most 2"
+    ),
+    f"{FOUR} --mesh.e 8": "model.experts = 4 ... mesh.e = 8: use a multiple of 8",
+    f"{FOUR} --mesh.x 2 --parallel.scheme 3d-broadcast": (
+        "model.experts = 4: not where one rank ... use scheme 3d"
+    ),
+    f"{FOUR} --model.balance_bias 0.001 --train.dtype bfloat16": (
+        "model.balance_bias = 0.001: bfloat16 rounds ... train.dtype = float32"
+    ),
+    f"{FOUR} --model.kind bert": FAMILIES,
+    f"{FOUR} --model.kind qwen2 --model.kv_heads 4": FAMILIES,
+    f"{FOUR} --model.capacity -1": "model.capacity = -1.0: ...",
+    f"{FOUR} --model.z_loss inf": "model.z_loss = inf: ...",
+    f"{FOUR} --mesh.e 2 --train.batch 9": (
+        "train.batch = 9 does not divide over mesh axes e 2 = 2: use a multiple of 2..."
+    ),
+    f"{FOUR} --mesh.x 2 --mesh.y 4 --mesh.z 2 --train.batch 8 --model.sequence 3": (
+        "train.batch x model.sequence = 24 ... y 4 x x 2 x z 2 = 16: use a multiple of 16..."
+    ),
+}
+ALLOWED = [
+    f"{FOUR} --model.top_k 4",
+    f"{FOUR} --model.layers 2 --model.moe_every 2",
+    f"{FOUR} --mesh.e 4",
+    f"{FOUR} --mesh.c 2 --mesh.e 2",
+    f"{FOUR} --mesh.x 2 --parallel.scheme 3d",
+    f"{FOUR} --model.balance_bias 0.001",
+    f"{FOUR} --model.capacity 0 --model.z_loss 0 --model.balance_loss 0",
+    f"{FOUR} --model.kind llama --model.kv_heads 4",
+    f"{FOUR} --mesh.e 2 --guard.abft_every 1",
+    f"{FOUR} --mesh.x 2 --mesh.y 4 --mesh.z 2 --train.batch 8 --model.sequence 4",
+]
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_cannot_be_is_refused(words):
+    options = words.split()
+    (line,) = problems(*options, ranks=ranks_of(options))
+    assert re.match(elided(WRONG[words]), line)
+
+
+@pytest.mark.parametrize("words", ALLOWED)
+def test_what_just_can_be_is_not(words):
+    options = words.split()
+    assert resolve(load(None, options), ranks_of(options)).model.experts == 4

@@ -1,0 +1,117 @@
+"""Who goes to which expert, and who is dropped, depends on no mesh and on no microbatch."""
+
+from collections import defaultdict
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+
+from hpc3d.comm.threads import run
+from hpc3d.tensor.layout import Layout
+from tests.model.mixture_reference import with_a_slot
+from tests.pipeline.mixes import config_of, trainer_of
+from tests.strided import strided
+
+RATE = 0.05
+MODEL = f"experts=4 top_k=2 capacity=0.75 sequence=8 layers=2 steps=2 batch=64 balance_bias={RATE}"
+BATCH, TOKENS, EXPERTS, SLOTS = 64, 8, 4, 3
+MESHES = """
+d=2 zero=1
+e=2
+e=4 zero=2
+e=2 x=2 y=2 z=2
+e=2 x=4 scheme=1d-sequence
+e=2 x=2 y=2 scheme=2d-summa
+e=2 d=2 x=2 z=2 zero=3 scheme=2.5d
+p=2 e=2 y=2 schedule=zb-h1
+c=2 e=2 d=2
+c=4 e=2 context=both ulysses=2
+""".strip().splitlines()
+MICROBATCHES = 1, 2, 4
+
+
+def note(mixture, layer, rows, found):
+    """Let a mixture on X's `rows` note under (step, layer): the numbers of its own tokens in the
+    batch, their routes, whether these have slots, its bias."""
+    decide = mixture._decide
+
+    def noting(routes, choices, micro):
+        slots, loss = decide(routes, choices, micro)
+        if mixture.counts:
+            sequences = micro.sequences // mixture.context.parts
+            numbers = (micro.first + np.arange(sequences))[:, None] * TOKENS + np.arange(TOKENS)
+            numbers = mixture.context.cut(numbers).reshape(-1, 1)
+            mine = slice(loss.first, loss.first + len(routes.lse))
+            own = numbers[rows.slices(numbers.shape, mixture.mesh)[0], 0][mine]
+            kept = slots[mine] >= 0
+            found[micro.step, layer].append((own, routes, kept, mixture.bias.value.copy()))
+        return slots, loss
+
+    mixture._decide = noting
+
+
+@cache
+def noted(line):
+    """(step, layer) -> what the mixtures of all ranks noted in a training of two steps."""
+    config, found = config_of(f"{line} {MODEL}"), defaultdict(list)
+    rows = Layout(" ".join(config.splits()["dense"].x[0]), "")
+
+    def train(mesh):
+        trainer = trainer_of(mesh, config)
+        for stage in trainer.engine.stages:
+            for block in stage.blocks:
+                note(block.mlp, block.name, rows, found)
+        for step in range(config.train.steps):
+            trainer.step(step)
+
+    run(config.mesh.sizes(), train)
+    return found
+
+
+@cache
+def decided(line):
+    """(step, layer) -> the choices [B T, k] and whether they have slots."""
+    decisions = {}
+    for key, notes in noted(line).items():
+        numbers = np.concatenate([own for own, *_ in notes])
+        assert sorted(numbers) == [*range(BATCH * TOKENS)]
+        choices, kept = np.empty((2, BATCH * TOKENS, 2), int)
+        choices[numbers] = np.concatenate([routes.experts for _, routes, *_ in notes])
+        kept[numbers] = np.concatenate([kept for *_, kept, _ in notes])
+        decisions[key] = choices, kept
+    return decisions
+
+
+def test_slots_are_taken_in_order_and_some_are_dropped():
+    for choices, kept in decided("schedule=none").values():
+        shape = BATCH, TOKENS, 2
+        expected = with_a_slot(choices.reshape(shape).tolist(), EXPERTS, SLOTS)
+        assert kept.reshape(shape).tolist() == expected
+        assert BATCH < (kept == 0).sum() < BATCH * TOKENS
+
+
+@pytest.mark.parametrize(("line", "micros"), strided([*product(MESHES, MICROBATCHES)], 4))
+def test_no_mesh_and_no_microbatch_changes_who_goes_where(line, micros):
+    expected = decided("schedule=none")
+    schedule = "" if "schedule" in line else "schedule=none "
+    found = decided(f"{schedule}{line} microbatches={micros}")
+    assert found.keys() == expected.keys()
+    for key, decision in expected.items():
+        np.testing.assert_array_equal(found[key], decision, err_msg=str(key))
+
+
+def test_a_balancing_bias_steps_to_the_experts_with_few_choices():
+    """Equation 3 of arXiv:2408.15664: choices are those of the largest p + b, weights are of p,
+    and b_i += u sign(mean - c_i) after a step."""
+    notes, layer = noted("schedule=none"), "layers.1"
+    ((_, routes, _, bias),) = notes[1, layer]
+    ((_, first, _, zeros),) = notes[0, layer]
+    counts = np.bincount(first.experts.ravel(), minlength=EXPERTS)
+    assert not zeros.any()
+    np.testing.assert_array_equal(bias, RATE * np.sign(counts.mean() - counts))
+    largest = np.argsort(-(routes.probs + bias), axis=1, kind="stable")[:, :2]
+    np.testing.assert_array_equal(routes.experts, largest)
+    assert (largest != np.argsort(-routes.probs, axis=1, kind="stable")[:, :2]).any()
+    chosen = np.take_along_axis(routes.probs, routes.experts, 1)
+    np.testing.assert_allclose(routes.weights, chosen / chosen.sum(1, keepdims=True), rtol=1e-14)
