@@ -88,7 +88,8 @@ def _mlp_products(sizes, gated, name="", wide=1, **experts):
 
 def _mixture_products(sizes, gated):
     form = sizes.experts
-    experts = {"rows": form.top_k, "experts": form.count}
+    slots = form.slots_of_token(sizes.sequence)
+    experts = {"rows": form.top_k, "experts": form.count, "slots": slots}
     shared = _mlp_products(sizes, gated, "shared.", form.shared) if form.shared else ()
     return (
         WeightProduct("router", sizes.hidden, form.count, by_rows=True),
@@ -138,8 +139,8 @@ def _block_kept(sizes, recompute, chunked, mixes, gated):
 def _mixture_kept(sizes, features):
     """Of every slot, also of an empty one, the inputs of up, what activation and down work with,
     and the outputs; of shared experts as of an MLP.  What a router keeps is little."""
-    form, tokens = sizes.experts, sizes.sequence
-    slots = form.count * form.slots(tokens) / tokens
+    form = sizes.experts
+    slots = form.slots_of_token(sizes.sequence)
     return form.shared * features + slots * (2 * sizes.hidden + features)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from hpc3d.comm.mesh import CONTEXT, EXPERTS, data_axes, expert_data_axes, plane
 from hpc3d.config.cuboid import received_elements
 from hpc3d.config.input_file import MeshConfig
-from hpc3d.model.families import block_weights, expert_weights, family_of
+from hpc3d.model.families import block_products, family_of
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.contexts import attention_flops, exchange_words, ring_words
 from hpc3d.predict.planning.pass_costs import LayerSample
@@ -75,8 +75,8 @@ class Bounds:
     def __init__(self, config: Config, ranks: int, vocabulary: int, machine: Machine) -> None:
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
-        active = block_weights(model).active
-        columns = int(active) // (model.layers * model.hidden)  # of a block's products, as one
+        computed = sum(count * each.computed for count, each in block_products(model))
+        columns = int(computed) // (model.layers * model.hidden)  # of a block's products, as one
         whole = machine.product(rows, columns, model.hidden, config.train.dtype)
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
@@ -180,13 +180,12 @@ def volumes(config: Config) -> Counter[str]:
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
     copies = mesh.replicas()
-    here = replace(model, experts=model.experts // mesh.e)
-    one = replace(config, model=here, train=replace(train, batch=train.batch / (copies * mesh.p)))
+    one = replace(config, train=replace(train, batch=train.batch / (copies * mesh.p)))
     found: Counter[str] = Counter()
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
         size = getattr(mesh, axis)
         alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
-        found[axis] = 2 * mesh.p * layers * received_elements(alone) * size / tensor
+        found[axis] = 2 * mesh.p * layers * received_elements(alone, mesh.e) * size / tensor
     for axes, elements in _summed(config):
         ranks = prod(getattr(mesh, axis) for axis in axes)
         found[plane(axes)] += 2 * (1 - 1 / ranks) * elements / (mesh.p * tensor)
@@ -201,10 +200,13 @@ def volumes(config: Config) -> Counter[str]:
 
 def _summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
     """Elements of the blocks' matrices with the axes along which their gradients are summed."""
-    sizes, model = config.mesh.sizes(), config.model
-    experts = expert_weights(model)
-    dense = block_weights(model).total - experts
-    return [(data_axes(sizes), dense), (expert_data_axes(sizes), experts / config.mesh.e)]
+    sizes, dense, experts = config.mesh.sizes(), 0, 0.0
+    for count, each in block_products(config.model):
+        if each.experts > 1:
+            experts += count * each.weights / config.mesh.e
+        else:
+            dense += count * each.weights
+    return [(data_axes(sizes), dense), (expert_data_axes(sizes), experts)]
 
 
 def _slot_words(config: Config) -> float:

@@ -47,6 +47,25 @@ LAYOUTS = [
         "model__sequence": 128,
         "parallel__microbatches": 4,
     },
+    {
+        "mesh__p": 2,
+        "mesh__e": 2,
+        "mesh__x": 2,
+        "model__layers": 4,
+        "model__experts": 4,
+        "model__top_k": 2,
+        "model__moe_every": 2,
+        "parallel__microbatches": 2,
+    },
+    {
+        "mesh__d": 2,
+        "mesh__e": 4,
+        "mesh__x": 1,
+        "model__experts": 8,
+        "model__shared_experts": 1,
+        "model__capacity": 0,
+        "parallel__zero": 1,
+    },
 ]
 
 
