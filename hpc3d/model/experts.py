@@ -267,9 +267,9 @@ class ExpertMixture:
         """Note the losses of own rows, and let the trace have them and the load of each expert."""
         with self.mesh.trace.span("routing"):
             losses = router_loss(routes.probs, routes.lse, loss)
-            load = load_of(routes.experts, slots, self.form.count)
+            chosen, kept = load_of(routes.experts, slots, self.form.count)
         self.auxiliary_loss = losses[0] + losses[1]
-        self.mesh.trace.routed(*load, losses)
+        self.mesh.trace.routed(chosen, kept, losses)
 
     def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
         """How the slots of a rank's rows of X lie."""

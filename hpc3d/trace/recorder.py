@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
+from hpc3d.arrays.pool import has_values
 from hpc3d.comm.mesh import Scope
+from hpc3d.trace.router_sums import RouterSums
 from hpc3d.trace.schema import (
     CATEGORY,
     CLOCK_SAMPLES,
@@ -29,7 +31,6 @@ from hpc3d.trace.schema import (
     STEPS,
     record_type,
 )
-from hpc3d.trace.router_sums import RouterSums
 from hpc3d.trace.segment import segment_path, write_segment
 from hpc3d.trace.traced_communicator import OP_NUMBER, Traced
 
@@ -131,8 +132,9 @@ class Recorder:
 
     def routed(self, chosen: Array, kept: Array, losses: tuple[Any, Any]) -> None:
         """What the router of this layer decided of tokens that are for training and are counted
-        here alone (`RouterSums.add`); a pass that runs again decides the same."""
-        if self.phase != "recompute":
+        here alone (`RouterSums.add`); a pass that runs again decides the same, and arrays without
+        values nothing."""
+        if self.phase != "recompute" and has_values(chosen):
             self.router_sums.add(self.layer, chosen, kept, *losses)
 
     def put(

@@ -31,8 +31,5 @@ class MemoryRecorder(Recorder):
         self.table[self.count * ROW.size : end * ROW.size] = rows.tobytes()
         self.count, self.latest = end, now
 
-    def routed(self, *decided: object) -> None:
-        """Nothing: arrays without values decide nothing."""
-
     def flush(self) -> None:
         """Nothing: the rows stay."""
