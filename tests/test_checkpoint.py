@@ -262,6 +262,14 @@ def test_export_writes_a_file_alone(original, tmp_path, capsys):
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
+def test_export_says_that_a_mixtral_drops_no_token(tmp_path, capsys):
+    mixture = "kind=llama ffn=48 e=2 microbatches=2 experts=4 top_k=2"
+    folder = drawn_models.saved(tmp_path / "run", mixture)
+    code, lines, errors = call(capsys, "export", folder, "-o", tmp_path / "out")
+    assert (code, errors) == (0, [])
+    assert "model.capacity = 1.25: a Mixtral has room for all, and drops no token" in lines
+
+
 def test_nothing_is_replaced_without_force(original, tmp_path, capsys):
     target = tmp_path / "out"
     target.mkdir()

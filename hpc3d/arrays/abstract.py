@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from hpc3d.arrays.pool import Pool, contiguous
+from hpc3d.arrays.pool import Pool, contiguous, has_values
 from hpc3d.arrays.primitive import add_backend
 
 if TYPE_CHECKING:
@@ -272,6 +272,7 @@ def counted(primitive: Primitive) -> Callable[..., Any]:
 
 add_backend(AbstractArray, counted)
 contiguous.register(AbstractArray, lambda block: block)
+has_values.register(AbstractArray, lambda array: False)
 
 
 class AbstractPool(Pool):

@@ -37,6 +37,12 @@ def on_host(array: Array) -> np.ndarray:
 
 
 @composite
+def has_values(array: Array) -> bool:
+    """Whether an array is more than a shape and a type."""
+    return True
+
+
+@composite
 def writeable(array: Array) -> bool:
     """Whether an array is not shared with other ranks."""
     return array.flags.writeable

@@ -166,8 +166,7 @@ class ExpertMixture:
     are gathered along k.  `auxiliary_loss` is this rank's share of the losses of the router in the
     last forward pass: of every token z lse^2 (Zoph et al. 2022, arXiv:2202.08906) and
     alpha E sum_i f_i P_i of its sequence (Fedus et al. 2021, equation 4), f_i the share of choices
-    that are i.  `load` is this rank's part of the choices that fell on each expert, and of those
-    that found a slot.
+    that are i.  Each token counts on one of the ranks that decide on it.
     """
 
     adds_residual = False
@@ -195,7 +194,6 @@ class ExpertMixture:
         )
         self.precedes = self._precedes() if self.context.parts > 1 else None
         self.auxiliary_loss: Any = 0.0
-        self.load: Any = None
 
     def _precedes(self) -> Array:
         """1 where a choice of another rank along c precedes one of this rank, int64 [k, pieces, c,
@@ -247,7 +245,7 @@ class ExpertMixture:
     def _decide(
         self, routes: Routes, choices: Array, micro: Microbatch
     ) -> tuple[Array, RouterLoss]:
-        """The slots of the choices, and what the losses are made of; notes losses and load."""
+        """The slots of the choices, and what the losses are made of, which are noted."""
         form, tokens, own = self.form, micro.tokens.shape[1], len(routes.lse)
         with self.mesh.trace.span("routing"):
             counts = counts_of(choices, tokens, self.context.pieces, form.count)[None]
@@ -260,12 +258,18 @@ class ExpertMixture:
             axes = self.router.matmul.axes["k"]
             first = own * self.mesh.index(self.router.matmul.split.k.split()) if axes else 0
             loss = RouterLoss(shares, first, tokens, form.balance_loss * form.count, form.z_loss)
-            self.losses = (
-                router_loss(routes.probs, routes.lse, loss) if self.counts else (0.0, 0.0)
-            )
-            self.load = load_of(routes.experts, slots[first : first + own], form.count)
-        self.auxiliary_loss = self.losses[0] + self.losses[1]
+        self.auxiliary_loss = 0.0
+        if self.counts and micro.training:
+            self._note(routes, slots[first : first + own], loss)
         return slots, loss
+
+    def _note(self, routes: Routes, slots: Array, loss: RouterLoss) -> None:
+        """Note the losses of own rows, and let the trace have them and the load of each expert."""
+        with self.mesh.trace.span("routing"):
+            losses = router_loss(routes.probs, routes.lse, loss)
+            chosen, kept = load_of(routes.experts, slots, self.form.count)
+        self.auxiliary_loss = losses[0] + losses[1]
+        self.mesh.trace.routed(chosen, kept, losses)
 
     def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
         """How the slots of a rank's rows of X lie."""

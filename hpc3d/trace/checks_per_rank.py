@@ -26,6 +26,8 @@ _TABLES = {
     "steps": "steps",
     "memory": "memory",
     "evaluation": "evaluation",
+    "experts": "experts",
+    "routers": "routers",
     "clock_samples": "clock/samples",
     "clock_model": "clock/model",
     "prediction": "prediction",
@@ -41,6 +43,7 @@ def violations(trace: Trace) -> list[str]:
     """
     checks = (
         *(order, overlap, _nesting, inside, _steps, memory, _together, _evaluations),
+        _loads,
         *(collectives, messages),
     )
     return [*_damages(trace)] or [
@@ -188,6 +191,12 @@ def _evaluations(trace: Trace) -> Iterator[Violation]:
     yield "evaluation", "not after the one before", 1 + np.flatnonzero(np.diff(steps) <= 0)
     inside = labelled(trace.events, "phase", "evaluation") & (trace.events["step"] >= 0)
     yield "events", "an evaluation inside of a step", np.flatnonzero(inside)
+
+
+def _loads(trace: Trace) -> Iterator[Violation]:
+    """No expert has more tokens in its slots than chose it."""
+    table = trace.experts
+    yield "experts", "kept more than were chosen", np.flatnonzero(table["kept"] > table["chosen"])
 
 
 def _together(trace: Trace) -> Iterator[Violation]:

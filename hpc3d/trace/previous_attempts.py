@@ -52,6 +52,8 @@ _SMALL = {
     "memory": schema.MEMORY,
     "clock_samples": schema.CLOCK_SAMPLES,
     "evaluation": schema.EVALUATION,
+    "experts": schema.EXPERTS,
+    "routers": schema.ROUTERS,
     "clock_model": schema.CLOCK_MODEL,
 }
 
@@ -219,11 +221,11 @@ class Earlier:
         for column in schema.EVENTS:
             events[column.name] = self.column(rank, column.name)
         events["parent"] -= np.where(events["parent"] < 0, 0, self.trace.rows(rank).start)
-        steps, memory = (self.of(rank, name) for name in ("steps", "memory"))
-        steps, memory = (rows[rows["step"] < self.first] for rows in (steps, memory))
+        by_step = (self.of(rank, name) for name in ("steps", "memory", "experts", "routers"))
+        steps, memory, *of_experts = (rows[rows["step"] < self.first] for rows in by_step)
         evaluation = self.tables["evaluation"] if rank == 0 else self.tables["evaluation"][:0]
         evaluation = evaluation[evaluation["step"] < self.first]
-        others = steps, memory, self.of(rank, "clock_samples"), evaluation
+        others = steps, memory, self.of(rank, "clock_samples"), evaluation, *of_experts
         return [Segment(self.header(rank), events, *others)] if count else []
 
     def header(self, rank: int) -> dict[str, Any]:

@@ -112,6 +112,16 @@ class Trace:
         return self._table("evaluation", schema.EVALUATION)
 
     @cached_property
+    def experts(self) -> Table:
+        """How many choices fell on each expert: columns EXPERTS."""
+        return self._table("experts", schema.EXPERTS)
+
+    @cached_property
+    def routers(self) -> Table:
+        """The losses of the routers of experts: columns ROUTERS."""
+        return self._table("routers", schema.ROUTERS)
+
+    @cached_property
     def clock_model(self) -> Table:
         """Pieces of the clocks' offsets from rank 0's: columns CLOCK_MODEL."""
         return self._table("clock/model", schema.CLOCK_MODEL)

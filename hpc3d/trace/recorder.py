@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
+from hpc3d.arrays.pool import has_values
 from hpc3d.comm.mesh import Scope
+from hpc3d.trace.router_sums import RouterSums
 from hpc3d.trace.schema import (
     CATEGORY,
     CLOCK_SAMPLES,
     EVALUATION,
     EVENTS,
+    EXPERTS,
     MEMORY,
     MEMORY_KIND,
     PHASE,
+    ROUTERS,
     STEPS,
     record_type,
 )
@@ -31,9 +35,11 @@ from hpc3d.trace.segment import segment_path, write_segment
 from hpc3d.trace.traced_communicator import OP_NUMBER, Traced
 
 if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
     from hpc3d.arrays.pool import Pool
     from hpc3d.comm.communicator import Communicator
     from hpc3d.trace.clock import Clocks, Sample
+    from hpc3d.trace.router_sums import ExpertRow, RouterRow
 
 _CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
 ROW = struct.Struct("<" + "".join(_CODES[column.type] for column in EVENTS))
@@ -46,7 +52,7 @@ Context = tuple[int, int, int, int, int]  # phase, microbatch, stage, chunk, lay
 
 
 class Recorder:
-    """Events, steps and memory of a rank.
+    """Events, steps, memory and loads of experts of a rank.
 
     `header` is that of the segments (hpc3d.trace.segment) without groups and strings; `clocks`
     compares the hosts' clocks (hpc3d.trace.clock), unless there is but one time; `step`,
@@ -76,6 +82,9 @@ class Recorder:
         self.memory: list[tuple[int, ...]] = []
         self.samples: list[Sample] = []
         self.evaluations: list[tuple[float, ...]] = []
+        self.experts: list[ExpertRow] = []
+        self.routers: list[RouterRow] = []
+        self.router_sums = RouterSums()
         self.step, self.layer, self.phase = -1, -1, "other"
         self.at(0, 0, -1)
         self.blocked = 0  # nanoseconds in calls since the step began
@@ -120,6 +129,13 @@ class Recorder:
     def mark(self, name: str) -> None:
         """A moment worth a row: it takes no time."""
         self.put(self.clock(), 0, self.name(name), _MARKER, OP_NUMBER["none"], self.context)
+
+    def routed(self, chosen: Array, kept: Array, losses: tuple[Any, Any]) -> None:
+        """What the router of this layer decided of tokens that are for training and are counted
+        here alone (`RouterSums.add`); a pass that runs again decides the same, and arrays without
+        values nothing."""
+        if self.phase != "recompute" and has_values(chosen):
+            self.router_sums.add(self.layer, chosen, kept, *losses)
 
     def put(
         self,
@@ -190,7 +206,8 @@ class Recorder:
         backward_s: float,
         skipped: bool = False,
     ) -> None:
-        """Close a step: its row, the memory by kind, and a segment if one is due."""
+        """Close a step: its row, the memory by kind, the loads of experts, and a segment if one is
+        due."""
         now = self.clock()
         # fmt: off
         self.steps.append((
@@ -202,6 +219,9 @@ class Recorder:
         for number, kind in enumerate(MEMORY_KIND):
             row = (self.rank, self.step, number, live.get(kind, 0), pool.peak[kind])
             self.memory.append(row)
+        experts, routers = self.router_sums.take(self.rank, self.step)
+        self.experts += experts
+        self.routers += routers
         self.step = -1
         self._flush_if_due(now)
 
@@ -227,10 +247,12 @@ class Recorder:
         evaluation = np.array(self.evaluations, record_type(EVALUATION))
         path = segment_path(self.run_dir, self.rank, self.segments)
         header = {**self.header, "dropped": self.dropped}
-        tables = steps, memory, samples, evaluation
+        experts = np.array(self.experts, record_type(EXPERTS))
+        routers = np.array(self.routers, record_type(ROUTERS))
+        tables = steps, memory, samples, evaluation, experts, routers
         write_segment(path, header, list(self.strings), events, *tables)
         self.steps, self.memory, self.samples, self.count = [], [], [], 0
-        self.evaluations = []
+        self.evaluations, self.experts, self.routers = [], [], []
         self.segments, self.flushed = self.segments + 1, self.clock()
 
 

@@ -145,6 +145,23 @@ EVALUATION = (
     Column("seconds", "f8", "s", "what it took, on rank 0", 0),
 )
 
+EXPERTS = (
+    Column("rank", "i4", "1", "rank in the mesh where the tokens are", 0, "ranks"),
+    Column("step", "i4", "1", "training step", 0),
+    Column("layer", "i4", "1", "Transformer layer", 0),
+    Column("expert", "i4", "1", "expert of the layer", 0),
+    Column("chosen", "i8", "1", "choices of tokens that fell on it", 0),
+    Column("kept", "i8", "1", "those of them that found a slot; the others are dropped", 0),
+)
+
+ROUTERS = (
+    Column("rank", "i4", "1", "rank in the mesh where the tokens are", 0, "ranks"),
+    Column("step", "i4", "1", "training step", 0),
+    Column("layer", "i4", "1", "Transformer layer", 0),
+    Column("balance_loss", "f8", "nat", "sum over its tokens, times model.balance_loss"),
+    Column("z_loss", "f8", "nat", "sum over its tokens, times model.z_loss", 0),
+)
+
 RANKS = (
     Column("rank", "i4", "1", "rank in the mesh: the number of the row", 0, "ranks"),
     Column("host_id", "i4", "index", "name of the rank's host, -1 if unknown", -1, "strings"),
@@ -244,6 +261,16 @@ LAYOUT = {
         "One row per evaluation on text that is not trained on, for all ranks together; its events"
         " are of no step and of phase evaluation.",
         EVALUATION,
+    ),
+    "experts": TableSchema(
+        "One row per completed step, layer with a mixture of experts, expert, and rank that"
+        " routes: each token is routed on one rank, so rows add up to those of all tokens.",
+        EXPERTS,
+    ),
+    "routers": TableSchema(
+        "One row per completed step, layer with a mixture of experts, and rank that routes: its"
+        " part of what the router adds to the summed loss.",
+        ROUTERS,
     ),
     "calibration": TableSchema(
         "What calls cost by themselves, one group per operation and mesh axis."

@@ -1,7 +1,8 @@
 """A segment: what one rank recorded between two flushes, closed and safe on disk.
 
     RUN/trace/rank-00003-0000.npz    of rank 3: header and strings (JSON), events, steps, memory,
-                                     samples of its host's clock, evaluations
+                                     samples of its host's clock, evaluations,
+                                     loads of experts, losses of their routers
 
 A killed run loses at most the segment that was not yet closed.  `hpc3d.trace.file.merge` makes
 one file of all of them.
@@ -23,7 +24,9 @@ from hpc3d.trace.schema import (
     CLOCK_SAMPLES,
     EVALUATION,
     EVENTS,
+    EXPERTS,
     MEMORY,
+    ROUTERS,
     STEPS,
     VERSION,
     record_type,
@@ -35,6 +38,8 @@ TABLES = {
     "memory": MEMORY,
     "samples": CLOCK_SAMPLES,
     "evaluation": EVALUATION,
+    "experts": EXPERTS,
+    "routers": ROUTERS,
 }
 _NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
 
@@ -47,7 +52,10 @@ class Segment(NamedTuple):
     steps: np.ndarray
     memory: np.ndarray
     samples: np.ndarray
-    evaluation: np.ndarray = np.zeros(0, record_type(EVALUATION))  # older segments have none
+    # Older segments have none of these.
+    evaluation: np.ndarray = np.zeros(0, record_type(EVALUATION))
+    experts: np.ndarray = np.zeros(0, record_type(EXPERTS))
+    routers: np.ndarray = np.zeros(0, record_type(ROUTERS))
 
 
 @contextmanager

@@ -74,6 +74,19 @@ def rows(trace, *names):
     return found
 
 
+def test_the_loads_of_experts_that_were_not_undone_are_kept(tmp_path):
+    layout = {"mesh__e": 2, "model__layers": 1, "model__experts": 4, "model__capacity": 1.0}
+    attempt(tmp_path, 0, 3, layout=layout)
+    attempt(tmp_path, 2, 4, layout=layout)
+    with opened(tmp_path) as trace:
+        assert violations(trace) == []
+        for table, rows in ((trace.experts, 4), (trace.routers, 1)):
+            for rank in range(RANKS):
+                assert table["step"][table["rank"] == rank].tolist() == [
+                    step for step in range(4) for _ in range(rows)
+                ]
+
+
 SAME = ("op", "category", "bytes", "count", "peer", "microbatch", "stage", "layer", "dur")
 
 

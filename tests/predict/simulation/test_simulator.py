@@ -64,7 +64,7 @@ def test_the_time_of_a_product_and_of_a_call_are_the_machines():
 
 
 def test_experts_take_what_their_products_and_exchanges_do():
-    """Of 16 experts, on 4 ranks, S C e rows each: C = ceil(3/2 1.25) of 2 sequences of 3 tokens."""
+    """Of 16 experts, on 4 ranks, S C e rows each: C = ceil(3/2 1.25) for 2 sequences of 3."""
     _, (run,) = simulated("e=4 experts=16 top_k=8 hidden=240 heads=12 batch=8 layers=1")
     gemm = run.rows[run.rows["op"] == OP.index("gemm")]
     rows = 2 * 2 * 4

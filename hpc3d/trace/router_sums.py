@@ -1,0 +1,54 @@
+"""What the routers of a rank decide in a training step, summed over its microbatches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpc3d.arrays.pool import on_host
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+
+ExpertRow = tuple[int, int, int, int, int, int]
+RouterRow = tuple[int, int, int, float, float]
+
+
+class RouterSums:
+    """Sums by layer, where the arrays are.
+
+    They keep their place for a whole run: a CUDA graph that is replayed adds to them without the
+    host, which reads them at the end of a step.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, list[Any]] = {}
+
+    def add(self, layer: int, *parts: Array | float) -> None:
+        """Add the choices of each expert and those that found a slot, int64[E] each, and the
+        losses of balance and of z."""
+        if layer not in self.layers:
+            self.layers[layer] = [_own(part) for part in parts]
+            return
+        for total, part in zip(self.layers[layer], parts, strict=True):
+            total += part
+
+    def take(self, rank: int, step: int) -> tuple[list[ExpertRow], list[RouterRow]]:
+        """The rows of /experts and of /routers for a step; the sums begin again at 0."""
+        experts: list[ExpertRow] = []
+        routers: list[RouterRow] = []
+        for layer, totals in sorted(self.layers.items()):
+            chosen, kept, balance, z = (on_host(total).ravel().tolist() for total in totals)
+            experts += [
+                (rank, step, layer, number, *each) for number, each in enumerate(zip(chosen, kept))
+            ]
+            routers.append((rank, step, layer, *balance, *z))
+            for total in totals:
+                total.fill(0)
+        return experts, routers
+
+
+def _own(part: Array | float) -> Any:
+    """A copy of an array where it is; of a number an array of the host."""
+    return np.array(part) if isinstance(part, float) else part.copy()
