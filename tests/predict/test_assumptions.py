@@ -32,10 +32,9 @@ def test_those_of_a_small_mixture():
         "capacity": 1.25,
     }
     parameters, experts, assumed, _ = lines(config)
-    assert parameters.split()[1:] == (
-        f"{total}, of which a token meets {active}: these count for FLOP and MFU".split()
-    )
-    assert experts.split() == "experts 4 in 2 of 5 blocks, top_k 2".split()
+    met = f"{total}, of which a token meets {active}: these count for FLOP and MFU"
+    assert parameters == f"parameters      {met}"
+    assert experts == "experts         4 in 2 of 5 blocks, top_k 2"
     assert assumed.startswith("assumed         capacity 1.25: 4 slots of each expert ")
 
 
