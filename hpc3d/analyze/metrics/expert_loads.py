@@ -190,27 +190,34 @@ def cost_row(
 ) -> dict[str, Any]:
     """What the imbalance of experts cost in the mean step of `loads`.
 
-    `dropped` is a share of the choices, `empty` one of the slots, and `empty_flop` what the
-    products of empty slots are forward and backward, without what runs again.  `wait_s` is what a
+    `dropped` is a share of the choices, `empty` one of the slots, and `dropped_even` and
+    `empty_even` what they were if all experts had the same; `empty_flop` is what the products of
+    empty slots are forward and backward, without what runs again.  `wait_s` is what a
     mean rank waits in exchanges along e, and `rank` whom ranks wait for longest there, with its
     `experts` and their `load`, the tokens in their slots over those of the mean expert; these are
     None without `calls`, and where nothing is exchanged.
     """
     chosen, kept = int(loads.chosen.sum()), int(loads.kept.sum())
-    config, found = configuration(trace), {"empty": None, "empty_flop": None}
-    if loads.slots and config:
-        layers, count = loads.chosen.shape[1:]
-        slots = loads.slots * count * layers
-        empty = slots - kept / len(loads.steps)
-        matrices = expert_parameters(config.model) / (count * layers)
-        found = {"empty": empty / slots, "empty_flop": 6 * empty * matrices}
-    highest = loads.load.max(2)
     return {
         "slots": loads.slots,
-        "highest": float(highest.mean()),
+        "highest": float(loads.load.max(2).mean()),
         "dropped": (chosen - kept) / max(1, chosen),
-        **found,
+        **_of_slots(trace, loads, chosen, kept),
         **_waits(trace, loads, calls),
+    }
+
+
+def _of_slots(trace, loads, chosen, kept):
+    """What the number of slots tells, None where it is not known."""
+    if not loads.slots:
+        return dict.fromkeys(("dropped_even", "empty", "empty_even", "empty_flop"))
+    slots, model = loads.slots * loads.chosen.size, configuration(trace).model
+    matrices = expert_parameters(model) / np.prod(loads.chosen.shape[1:])  # of one expert
+    return {
+        "dropped_even": max(0.0, 1 - slots / chosen),
+        "empty": 1 - kept / slots,
+        "empty_even": max(0.0, 1 - chosen / slots),
+        "empty_flop": float(6 * (slots - kept) / len(loads.steps) * matrices),
     }
 
 

@@ -237,9 +237,8 @@ def expert_loads(loads: ExpertLoads) -> LoadMaps:
     first = np.arange(0, len(loads.steps), width)
     counts = np.diff([*first, len(loads.steps)])
     means = np.add.reduceat(loads.load, first) / counts[:, None, None]
-    shown = (
-        np.linspace(0, len(loads.layers) - 1, min(_MAPS, len(loads.layers))).round().astype(int)
-    )
+    layers = len(loads.layers)
+    shown = np.linspace(0, layers - 1, min(_MAPS, layers)).round().astype(int)
     maps = {int(loads.layers[place]): means[:, place].T for place in shown}
     return LoadMaps(np.append(loads.steps[first], loads.steps[-1] + 1), maps)
 

@@ -14,22 +14,23 @@ def in_words(cost: Mapping[str, Any]) -> str:
 
 
 def _lost(cost):
-    lost = f"Imbalance cost {percent(cost['dropped'])} of the choices, which found no slot"
+    lost = f"{percent(cost['dropped'])} of the choices found no slot and were dropped"
     if cost["empty"] is None:
         return f"{lost}."
     return (
-        f"{lost}, and {percent(cost['empty'])} of the slots stayed empty:"
-        f" {prefixed(cost['empty_flop'])}FLOP a step, forward and backward, for nothing."
+        f"{lost} (at an even load: {percent(cost['dropped_even'])}), and {percent(cost['empty'])}"
+        f" of the slots stayed empty (at an even load: {percent(cost['empty_even'])}), which took"
+        f" {prefixed(cost['empty_flop'])}FLOP of a step, forward and backward."
     )
 
 
 def _waited(cost):
     if cost["wait_s"] is None:
         return
-    share = "" if cost["wait_share"] is None else f", {percent(cost['wait_share'])} of its step,"
+    share = "" if cost["wait_share"] is None else f" ({percent(cost['wait_share'])} of its step)"
     several = "s" * (" " in cost["experts"])
     yield (
-        f"In dispatch and combine a mean rank waited {milliseconds(cost['wait_s'])} ms{share}"
-        f" and most of it for rank {cost['rank']}, whose expert{several} {cost['experts']} had"
+        f"In dispatch and combine a mean rank waited {milliseconds(cost['wait_s'])} ms{share},"
+        f" longest for rank {cost['rank']}, whose expert{several} {cost['experts']} had"
         f" {cost['load']:.2f} times the mean load."
     )

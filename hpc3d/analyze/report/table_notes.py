@@ -160,12 +160,14 @@ from the first to the last pass of all stages.""",
     "expert_cost": """\
 Every expert has as many `slots` in a step, for all sequences together, and computes all of them:
 so no product takes longer because the fullest expert has `fullest / mean` times the choices of
-the mean one (the mean over steps and layers). What that costs are the choices that are `dropped`,
-for their expert has no slot left, and the `empty slots`: `empty [FLOP]` is what the products of
-these are in a step, forward and backward. `wait along e [ms]` is the time that a mean rank waits
-in dispatch and combine, and `of the step` its share; most of it `for rank`, which is the one `with
-experts` of these numbers in every layer. `their load` is the tokens in the slots of these over
-those of as many mean ones: near 1, they are not what is waited for.""",
+the mean one (the mean over steps and layers). What that costs are the choices that are
+`dropped`, for their expert has no slot left, and the `empty slots`, as far as they are more than
+if all experts had the same: `dropped, even` and `empty slots, even`. `empty [FLOP]` is what the
+products of empty slots are in a step, forward and backward. `wait along e [ms]` is the time that
+a mean rank waits in dispatch and combine, and `of the step` its share; it waits longest `for
+rank`, which is the one `with experts` of these numbers in every layer. `their load` is the
+tokens in the slots of these over those of as many mean ones: near 1, they are not what is waited
+for.""",
     "experts": """\
 Over the steps that are averaged: the `share of choices` that fell on an expert, its `load`, which
 is that share times the number of experts, so 1 where all have the same, the choices of it that
