@@ -23,10 +23,9 @@ from tests.analyze.synthetic import by_hand, call, columns, store
 MODEL = {"mesh__e": 2, "model__experts": 4, "model__capacity": 1.0, "model__layers": 2}
 MODEL |= {"model__moe_every": 2}
 EVEN = [12, 12, 12, 12], [12, 12, 12, 12]
-CHOSEN = {
-    0: (EVEN, EVEN),
-    1: (([20, 10, 10, 8], [28, 10, 10, 0]), ([10, 10, 10, 8], [14, 10, 10, 0])),
-}
+UNEVEN = [20, 10, 10, 8], [28, 10, 10, 0]
+KEPT = [10, 10, 10, 8], [14, 10, 10, 0]
+CHOSEN = {0: (EVEN, EVEN), 1: (UNEVEN, KEPT)}
 LOSSES = {0: (0.5, 0.5), 1: (0.5, 0.7)}  # of balance, on both ranks
 
 

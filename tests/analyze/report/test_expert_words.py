@@ -13,8 +13,8 @@ LOST = (
 
 def test_what_was_lost_and_who_was_waited_for():
     assert in_words(COST) == (
-        f"{LOST} In dispatch and combine a mean rank waited 4.00 ms (4.0% of its step), longest for"
-        " rank 3, whose experts 4 to 7 had 1.25 times the mean load."
+        f"{LOST} In dispatch and combine a mean rank waited 4.00 ms (4.0% of its step), longest"
+        " for rank 3, whose experts 4 to 7 had 1.25 times the mean load."
     )
     assert "whose expert 4 had" in in_words(COST | {"experts": "4"})
 
