@@ -139,13 +139,14 @@ def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> Layer
 
 def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float]:
     """Seconds of the sums of a stage with so many layers, as long for a byte as on the first."""
-    chunks = contents(config)
+    chunks, every = contents(config), config.model.moe_every
     first = stage_content(chunks[0])
     shown = estimator.shown_sums(config, estimator.parts(config), first)
     rate = shown / estimator.held(config, first)["gradient"]
 
     def seconds(stage, layers):
-        content = stage_content(chunks[stage])._replace(layers=layers)
+        mixtures = layers / every if every > 1 else 0
+        content = stage_content(chunks[stage])._replace(layers=layers, mixtures=mixtures)
         return rate * estimator.held(config, content)["gradient"] if rate else 0.0
 
     return seconds
@@ -154,13 +155,14 @@ def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float
 def _held_of(estimator: Estimator, config: Config) -> Callable[[int, tuple[int, ...]], float]:
     """Bytes of a stage whose chunks have so many layers."""
     parallel, parts = config.parallel, estimator.parts(config)
+    every = config.model.moe_every
     place = Placement(config.mesh.p, parallel.chunks, find(parallel.schedule).v_shaped)
     sums, rest = estimator.update(config, stage_content(contents(config)[0]))
 
     def held(stage, layers):
         numbers = [place.part(stage, chunk) for chunk in range(place.chunks)]
         content = tuple(
-            StageContent(count, part == 0, part == place.parts - 1)
+            StageContent(count, part == 0, part == place.parts - 1, count / every * (every > 1))
             for part, count in zip(numbers, layers, strict=True)
         )
         peaks = sums.peak, rest.peak

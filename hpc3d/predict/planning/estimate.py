@@ -31,6 +31,7 @@ from hpc3d.predict.planning.peak import (
     buckets,
     contents,
     contents_in_order,
+    even,
     stage_content,
     work_of,
     working_bytes,
@@ -165,7 +166,7 @@ class Estimator:
         """Seconds of the passes of a step, with uneven layers those of the stage `late`, where
         cores take so many times as long."""
         parallel = config.parallel
-        if parallel.layers_per_stage:
+        if not even(config):
             return self.ends(config, parts, slowdown)[late]
         seconds = [[_slowed(each, slowdown) for each in work] for work in works]
         times = StageTimes(*zip(*seconds), self.message(config, parts.block))
@@ -196,7 +197,7 @@ class Estimator:
     def latest(self, config: Config, parts: PartCosts, stages: Sequence[StageContent]) -> int:
         """The stage whose sums are the last to end: the first one, which goes backward last, but
         where layers are uneven."""
-        if not config.parallel.layers_per_stage:
+        if even(config):
             return 0
         ends = self.ends(config, parts)
         shown = {each: self.shown_sums(config, parts, each) for each in {*stages}}
@@ -210,7 +211,7 @@ class Estimator:
     def longest_update(self, config: Config, stages: Sequence[StageContent]) -> Pass:
         """The Pass of the update of the stage that has most to update, or of the first one, where
         layers are even."""
-        if not config.parallel.layers_per_stage:
+        if even(config):
             return self.update(config, stages[0])[1]
         most = max({*stages}, key=lambda stage: self.held(config, stage)["gradient"])
         return self.update(config, most)[1]
@@ -300,7 +301,8 @@ class Estimator:
             block = rows * columns * np.dtype(config.train.dtype).itemsize
             layer = sample.layer_passes(sequences, halves)
             first, last = self._once(key._replace(cost="ends", recompute=None), ends)
-            return PartCosts(layer, first, last, block)
+            kinds = tuple(sample.passes(kind, sequences, halves) for kind in sample.kinds)
+            return PartCosts(layer, first, last, block, kinds)
 
         key = _key_of(
             "parts",
@@ -420,8 +422,8 @@ class Estimator:
     ) -> tuple[int, dict[str, int]]:
         """The stage whose rank holds most, and what it holds, by kind; `sums` and `rest` are the
         bytes of the sums and of the update of a layer."""
-        last, even = len(chunks) - 1, not config.parallel.layers_per_stage
-        numbers = {0, min(1, last), max(0, last - 1), last} if even else range(last + 1)
+        last = len(chunks) - 1
+        numbers = {0, min(1, last), max(0, last - 1), last} if even(config) else range(last + 1)
         found = {
             number: self.stage_bytes(config, parts, chunks[number], number, sums, rest)
             for number in numbers
@@ -459,9 +461,13 @@ class Estimator:
 
 def _held_on(sample: LayerSample, stage: StageContent) -> Counter:
     held, ends = sample.held, _ends_of(stage)
-    times = stage.layers / len(sample.layers.layers)
-    layers = Counter({kind: int(times * size) for kind, size in held[(sample.layers,)].items()})
-    return layers + held[()] + (held[ends] if ends else Counter())
+    parts, counts = (sample.layers,), (stage.layers,)
+    if sample.kinds:
+        parts, counts = sample.kinds, (stage.layers - stage.mixtures, stage.mixtures)
+    total = held[()] + (held[ends] if ends else Counter())
+    for part, count in zip(parts, counts):
+        total += Counter({kind: int(count * size) for kind, size in held[(part,)].items()})
+    return total
 
 
 def _messages_of(config: Config, number: int) -> int:

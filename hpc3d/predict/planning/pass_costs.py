@@ -202,7 +202,8 @@ def _seconds(nanoseconds: Mapping[str, int]) -> Counter:
 
 class LayerSample:
     """One layer and both ends of a model, on the first rank of a mesh without data; of a model
-    with mixtures of experts in some blocks as many layers as there are from one to the next.
+    with mixtures of experts in some blocks as many layers as there are from one to the next, and
+    one of both `kinds`, without a mixture and with one.
 
     Each has parameters of its own, as on stages of a pipeline, and ends that are on one stage
     have theirs together: `ends` are groups of FIRST and LAST.
@@ -222,8 +223,14 @@ class LayerSample:
         self.mesh = representative(grid, pool, SingleStage(), self.context)
         self.pool = self.mesh.pool
         self.stages, self.held = {}, {(): Counter(self.pool.live)}
-        self.layers = LAYER._replace(layers=range(config.model.moe_every))
+        every = config.model.moe_every
+        self.layers = LAYER._replace(layers=range(every))
         self.layer = self.add(self.layers)
+        self.kinds = ()
+        if every > 1:
+            self.kinds = LAYER, LAYER._replace(layers=range(every - 1, every))
+            for part in self.kinds:
+                self.add(part)
         for parts in ends:
             self.add(*parts)
 
@@ -326,9 +333,12 @@ class LayerSample:
 
 @dataclass(frozen=True, eq=False)
 class PartCosts:
-    """The PassSeconds of the parts of a model, and the bytes of a block between them."""
+    """The PassSeconds of the parts of a model, and the bytes of a block between them; where some
+    layers have mixtures of experts `layer` is their mean, and `kinds` are one without and one with
+    a mixture."""
 
     layer: PassSeconds
     first: PassSeconds
     last: PassSeconds
     block: int
+    kinds: tuple[PassSeconds, ...] = ()

@@ -20,7 +20,7 @@ from hpc3d.predict.planning.pass_costs import NOTHING, Pass
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
-    from hpc3d.predict.planning.pass_costs import PartCosts
+    from hpc3d.predict.planning.pass_costs import PartCosts, PassSeconds
 
 _PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 
@@ -34,11 +34,13 @@ class StageWork(NamedTuple):
 
 
 class StageContent(NamedTuple):
-    """What a part of the model holds: so many layers, and which of the ends."""
+    """What a part of the model holds: so many layers, and which of the ends; where some layers
+    have mixtures of experts, how many of these do."""
 
     layers: int
     first: bool
     last: bool
+    mixtures: float = 0
 
 
 def contents(config: Config) -> list[tuple[StageContent, ...]]:
@@ -51,9 +53,24 @@ def contents(config: Config) -> list[tuple[StageContent, ...]]:
 
 def contents_in_order(config: Config) -> list[StageContent]:
     """The Content of every part, in the order of the model."""
-    counts = [*map(len, config.layers())]
-    last = len(counts) - 1
-    return [StageContent(count, n == 0, n == last) for n, count in enumerate(counts)]
+    parts, every = config.layers(), config.model.moe_every
+    last = len(parts) - 1
+    return [
+        StageContent(len(part), n == 0, n == last, _mixtures(part, every) if every > 1 else 0)
+        for n, part in enumerate(parts)
+    ]
+
+
+def _mixtures(part: range, every: int) -> int:
+    return part.stop // every - part.start // every
+
+
+def even(config: Config) -> bool:
+    """Whether the parts of a pipeline are alike but for its ends."""
+    if config.parallel.layers_per_stage:
+        return False
+    every = config.model.moe_every
+    return every == 1 or len({_mixtures(part, every) for part in config.layers()}) == 1
 
 
 @cache
@@ -71,8 +88,8 @@ def buckets(gradient: float, megabytes: float) -> int:
 
 def stage_content(chunks: Sequence[StageContent]) -> StageContent:
     """The Content of a stage."""
-    layers, first, last = zip(*chunks)
-    return StageContent(sum(layers), any(first), any(last))
+    layers, first, last, mixtures = zip(*chunks)
+    return StageContent(sum(layers), any(first), any(last), sum(mixtures))
 
 
 @cache
@@ -80,9 +97,17 @@ def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
     """The StageWork of a Content on a microbatch, its backward pass in halves where it is
     `split`."""
     ends = [parts.first] * content.first, [parts.last] * content.last
-    order, nothing = [*ends[0], parts.layer * content.layers, *ends[1]], parts.layer * 0
+    order, nothing = [*ends[0], *_layers_of(parts, content), *ends[1]], parts.layer * 0
     forward, back = sum(order, nothing).forward, sum(reversed(order), nothing)
     return StageWork(forward, *((back.backward, back.weight) if split else (back.whole, NOTHING)))
+
+
+def _layers_of(parts: PartCosts, content: StageContent) -> list[PassSeconds]:
+    """The layers of a Content, those with a mixture last."""
+    if not parts.kinds:
+        return [parts.layer * content.layers]
+    dense, mixture = parts.kinds
+    return [dense * (content.layers - content.mixtures), mixture * content.mixtures]
 
 
 def working_bytes(

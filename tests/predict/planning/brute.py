@@ -17,14 +17,21 @@ def every_layout(config, ranks, orders=False, cut=False):
     of the axes and every context if asked for; those left out are others' equals, step by
     step."""
     base = layouts.bare(config)
-    for c in layouts.divisors(ranks) if cut else [1]:
-        for mesh in layouts.meshes(ranks // c, base.model.layers, base.train.batch):
-            whole = layouts.with_mesh(base, *mesh)
+    for c, e in product(layouts.divisors(ranks) if cut else [1], parts_of_experts(base, ranks)):
+        if ranks % (c * e):
+            continue
+        for mesh in layouts.meshes(ranks // (c * e), base.model.layers, base.train.batch):
+            whole = layouts.with_mesh(base, *mesh, e)
             for placed in (
                 [with_context(whole, c, *how) for how in contexts(c)] if c > 1 else [whole]
             ):
                 for each in ordered(placed) if orders else [placed]:
                     yield from filter(lambda one: not layouts.problems(one, ranks), variants(each))
+
+
+def parts_of_experts(config, ranks):
+    """The sizes of e that divide both experts and ranks."""
+    return [e for e in layouts.divisors(ranks) if (config.model.experts or 1) % e == 0]
 
 
 def ordered(config):
@@ -41,8 +48,8 @@ def variants(config):
     mesh, train = config.mesh, config.train
     gathers = mesh.x * mesh.y * mesh.z > 1
     ways = [(keep, again) for keep, again in WAYS if keep or gathers]
-    zeros = range(4) if mesh.d * mesh.c > 1 else (0,)
-    counts = layouts.divisors(train.batch // mesh.d)
+    zeros = range(4) if mesh.replicas() > 1 else (0,)
+    counts = layouts.divisors(train.batch // (mesh.d * mesh.e))
     for (name, chunks), micros in product(schedules(mesh.p, config.model.layers), counts):
         for zero, (keep, again) in product(zeros, ways):
             changes = {"schedule": name, "chunks": chunks, "microbatches": micros, "zero": zero}

@@ -21,6 +21,7 @@ KEYS = [
 ]
 HOSTS = hosts(2, wake=2e-5)  # of one core each
 PAIRS = replace(CLUSTER, ranks_per_node=2, links=(Link(2, 2e-6, 100e9), *CLUSTER.links[1:]))
+EIGHT, OTHER = "model.experts=8 model.top_k=4", "model.moe_every=2 model.shared_experts=1"
 
 
 class Space(NamedTuple):
@@ -32,10 +33,11 @@ class Space(NamedTuple):
     memories: tuple
     orders: bool = False
     cut: bool = False
+    experts: str = ""
 
     def line(self):
         values = zip(KEYS, self.model.split(), strict=True)
-        return " ".join(f"{key}={value}" for key, value in values)
+        return " ".join([*(f"{key}={value}" for key, value in values), self.experts])
 
     def config(self):
         config = config_of(self.line())
@@ -91,6 +93,12 @@ SPACES = {
     ),
     "one long sequence on hosts": Space(
         "2 128 2 2048 256 1 float32", 4, hosts(2, wake=2e-5), (16e9, 30e6), cut=True
+    ),
+    "4 of 8 experts see a token": Space(
+        "2 256 4 64 256 4 float32", 4, CLUSTER, (16e9, 50e6, 36e6), experts=EIGHT
+    ),
+    "2 nodes of 2 with experts in every other block": Space(
+        "2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 30e6), True, experts=f"{EIGHT} {OTHER}"
     ),
     "4 short sequences": Space("2 256 4 64 256 4 float32", 4, CLUSTER, (16e9, 16e6), cut=True),
 }
