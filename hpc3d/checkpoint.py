@@ -122,7 +122,8 @@ def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
     mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items()) or "serial"
     schedule = how["schedule"] or "none"
     layout = f"{mesh}, {how['split'] or how['scheme']}, {schedule}, ZeRO {how['zero']}"
-    size = f"{found['parameters']:,} parameters, {found['bytes'] / 1e6:,.1f} MB"
+    active = f" ({found['active']:,} active)" if found["active"] else ""
+    size = f"{found['parameters']:,} parameters{active}, {found['bytes'] / 1e6:,.1f} MB"
     mark = "  latest" * (name == newest)
     if name == best:
         mark += f"  best, validation loss {found['best']['loss']:.4f}"

@@ -5,10 +5,10 @@
     python -m hpc3d.plan INPUT.toml --ranks 64 --memory 40GB --apply planned.toml
 
 Looks for the shortest step among all layouts that the rules allow and that fit the memory of a
-rank: stages p, replicas d, ranks c that share sequences where that may help, tensor axes x y z
-with any scheme but 3d-broadcast, the order of the axes on nodes, schedule and chunks,
-microbatches, ZeRO, recomputation, what is gathered again; the best few also with uneven layers of
-their stages, and with buckets of other sizes.
+rank: stages p, replicas d, ranks c that share sequences where that may help, ranks e that share
+experts, tensor axes x y z with any scheme but 3d-broadcast, the order of the axes on nodes,
+schedule and chunks, microbatches, ZeRO, recomputation, what is gathered again; the best few also
+with uneven layers of their stages, and with buckets of other sizes.
 Bounds cut what cannot be among the best, the program itself times one layer and the ends of what
 is left, and whole steps of the best are simulated; "~" marks what is only estimated.
 """
@@ -39,8 +39,8 @@ _TOP = 10  # layouts that are shown
 _FEW = 16  # ranks whose layouts are looked into one and all
 _JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
-searched, applied; a layout has layout (tables of the input file), step_time_s, simulated, bubble,
-communication, axis, waits_s, peak_bytes, stage, memory"""
+searched, applied, and mixture as simulate has it; a layout has layout (tables of the input file),
+step_time_s, simulated, bubble, communication, axis, waits_s, peak_bytes, stage, memory"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +71,7 @@ def plan(options: Namespace, overrides: Sequence[str]) -> None:
     """Search, print, write the input file."""
     from hpc3d.config.load import load
     from hpc3d.config.rules import not_there_yet, refuse, unknown_values
+    from hpc3d.predict.assumptions import lines, of_mixture
     from hpc3d.predict.machine import machine_file
 
     config, ranks = load(options.input, overrides), options.ranks
@@ -82,14 +83,20 @@ def plan(options: Namespace, overrides: Sequence[str]) -> None:
     best = ranking.best(top)[: options.top]
     if not best:
         raise ValueError(_nothing_fits(found, ranking, memory))
-    named = {"any p and d": ranking.named(), _here(config.mesh): ranking.named(config.mesh)}
+    any_mesh = "any p, d and e" if config.model.experts else "any p and d"
+    named = {any_mesh: ranking.named(), _here(config.mesh): ranking.named(config.mesh)}
     losers = ranking.losers(best[0])
+    vocabulary = ranking.search.estimator.vocabulary
+    settled = replace(config, model=replace(config.model, vocabulary=vocabulary))
     if options.apply:
         _apply(options.apply, config, best[0].config, ranks)
-    print(f"{ranks} ranks of {machine.name}, {_gigabytes(memory)} each\n")
+    print(f"{ranks} ranks of {machine.name}, {_gigabytes(memory)} each")
+    print(*lines(settled), "", sep="\n")
     show(best, named, losers, memory)
     _show_search(found, ranking, options.apply)
     about = {"machine": machine.name, "ranks": ranks, "memory_bytes": memory}
+    if mixture := of_mixture(settled):
+        about["mixture"] = mixture
     rest = {"searched": searched(found, ranking), "applied": options.apply}
     if options.json:
         print(json.dumps(about | _told(best, named, losers) | rest))
@@ -143,8 +150,8 @@ def _told(
 
 
 def _here(mesh: MeshConfig) -> str:
-    cut = f" c={mesh.c}" if mesh.c > 1 else ""
-    return f"p={mesh.p} d={mesh.d}{cut} as in the input"
+    others = "".join(f" {axis}={getattr(mesh, axis)}" for axis in "ce" if getattr(mesh, axis) > 1)
+    return f"p={mesh.p} d={mesh.d}{others} as in the input"
 
 
 def searched(found: Found, ranking: Ranking) -> dict[str, int]:

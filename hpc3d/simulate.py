@@ -55,8 +55,9 @@ makespan [s], bubble, in_flight and weight_inputs of each stage"""
 _STEP_JSON = """\
 print one JSON object on the last line: machine, ranks, step_time_s, tokens_per_s, bubble,
 communication (share of the step), flop, mfu, hfu, memory (stages, worst, total, fits) [B],
-bytes (axis, operation: calls and bytes that a rank of stage 0 receives), and with
-train.eval_every evaluation_batch_s, the seconds of a batch of an evaluation"""
+bytes (axis, operation: calls and bytes that a rank of stage 0 receives), with train.eval_every
+evaluation_batch_s, the seconds of a batch of an evaluation, and of a mixture of experts mixture
+(parameters, active, blocks, slots, capacity)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +83,7 @@ def _step_parser():
 
 
 def _step(options, overrides):
+    from hpc3d.predict.assumptions import of_mixture
     from hpc3d.predict.machine.machine_file import load
     from hpc3d.predict.simulation.simulator import load_resolved, simulate
     from hpc3d.predict.simulation.summary import summary
@@ -99,6 +101,8 @@ def _step(options, overrides):
     machine = load(options.machine)
     runs = simulate(config, config.model.vocabulary, machine)
     found = summary(runs, config, machine) | _evaluation(config, machine)
+    if mixture := of_mixture(config):
+        found["mixture"] = mixture
     kept = []
     if folder:
         kept.append(_keep_beside(folder, runs, found))
@@ -144,10 +148,14 @@ def _keep_beside(folder, runs, found):
 
 
 def _print_step(config, found):
+    from hpc3d.predict.assumptions import lines
+
     sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
     print(f"{found['ranks']} ranks of {found['machine']}: {sizes or 'serial'}, ", end="")
     print(plain(f"scheme {config.parallel.scheme}, schedule {config.parallel.schedule}"))
     print()
+    for line in lines(config):
+        print(line)
     print(f"step            {found['step_time_s']:.6g} s, {found['tokens_per_s']:.4g} tokens/s")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     print(f"bubble          {found['bubble']:.4f}")

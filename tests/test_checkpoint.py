@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,8 @@ def test_show_has_a_line_for_each_checkpoint(original, capsys):
     assert found["latest"] == STEPS[0]
     first = found["checkpoints"][0]
     about = {"step": 2, "updates": 2, "files": 8, "mesh": {"x": 2, "y": 2, "z": 2}}
-    assert first.items() >= (about | {"parameters": 29712, "bytes": 29712 * 3 * 8}).items()
+    about |= {"parameters": 29712, "active": None, "bytes": 29712 * 3 * 8}
+    assert first.items() >= about.items()
     assert first["parallel"]["scheme"] == "3d" and first["written_utc"].startswith("20")
 
 
@@ -71,6 +73,20 @@ def test_show_says_which_is_the_best(run, capsys):
     assert json.loads(lines[-1])["best"] == STEPS[1]
     _, lines, _ = call(capsys, "show", checkpoint(run, 1))
     assert "  best, validation loss 2.5000" in lines[0]
+
+
+def test_show_tells_the_active_parameters_of_a_mixture(tmp_path, capsys):
+    """A token meets 2 of 4 experts in every other block, each of 2 x 24 x 96 weights and the
+    biases; no other parameter is less than all."""
+    line = "e=2 microbatches=2 experts=4 top_k=2 shared_experts=1 moe_every=2"
+    folder = drawn_models.saved(tmp_path / "run", line)
+    code, lines, _ = call(capsys, "show", folder, "--json")
+    (found,) = json.loads(lines[-1])["checkpoints"]
+    shapes = {tensor["name"]: tensor["shape"] for tensor in found["tensors"]}
+    assert found["parameters"] == sum(prod(shape) for shape in shapes.values())
+    assert found["parameters"] - found["active"] == 2 * 2 * (2 * 24 * 96 + 96 + 24)
+    sizes = f"{found['parameters']:,} parameters ({found['active']:,} active), "
+    assert code == 0 and sizes in lines[0]
 
 
 def test_show_has_the_tensors_of_a_checkpoint(original, capsys):
@@ -244,6 +260,14 @@ def test_export_writes_a_file_alone(original, tmp_path, capsys):
     target = tmp_path / "new" / "weights.safetensors"
     assert call(capsys, "export", original, "-o", target)[0] == 0
     assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+def test_export_says_that_a_mixtral_drops_no_token(tmp_path, capsys):
+    mixture = "kind=llama ffn=48 e=2 microbatches=2 experts=4 top_k=2"
+    folder = drawn_models.saved(tmp_path / "run", mixture)
+    code, lines, errors = call(capsys, "export", folder, "-o", tmp_path / "out")
+    assert (code, errors) == (0, [])
+    assert "model.capacity = 1.25: a Mixtral has room for all, and drops no token" in lines
 
 
 def test_nothing_is_replaced_without_force(original, tmp_path, capsys):

@@ -154,6 +154,18 @@ def test_every_layout_of_real_ranks_prints_the_same(layout, run, expected):
 
 
 @pytest.mark.slow
+def test_experts_continue_a_text_wherever_they_were_trained(tmp_path):
+    """Of a run whose experts dropped tokens, and as files of transformers."""
+    mixture = "e=2 x=2 microbatches=2 experts=4 top_k=2 capacity=0.5"
+    folder = drawn_models.saved(tmp_path / "run", f"{mixture} {MODEL}")
+    export(Checkpoint(folder), theirs := tmp_path / "theirs")
+    expected = alone(*words(folder)).stdout
+    assert len(expected) > 20 and alone(*words(theirs)).stdout == expected
+    done = mpirun(4, *words(folder, "--parallel.scheme", "2d-summa", "--mesh.x", 2, "--mesh.y", 2))
+    assert done.stdout == expected, done.stderr
+
+
+@pytest.mark.slow
 def test_ranks_without_a_layout_take_the_best_and_refuse_together(run, expected, tmp_path):
     done = mpirun(4, *words(run))
     assert (done.returncode, done.stdout) == (0, expected), done.stderr

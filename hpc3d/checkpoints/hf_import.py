@@ -36,6 +36,7 @@ _IGNORED = re.compile(
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
 )
 _OF_TRAINING = "dropout", "capacity", "balance_loss", "z_loss"  # keys of [model]
+_FUSED = ".experts.gate_up_proj"
 # How TensorFlow called a norm, in BERT's first files.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -57,7 +58,7 @@ class Pretrained:
             self.family = _family_of(settings, files)
             self.places = _places(files, self.family.prefix)
             measured = _measured(self.entries, self.family)
-            self.model = self.family.settings.model(settings, measured)
+            self.model = {"experts": 0, **self.family.settings.model(settings, measured)}
             self.model |= {"kind": self.family.family.kind, "tied": self.tied(settings)}
             self.undecided = self._undecided(settings)
         except ValueError as error:
@@ -170,6 +171,11 @@ def _places(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, s
     for file in files:
         for stored in file.entries:
             name = stored.removeprefix(prefix)
+            if name.endswith(_FUSED):
+                raise ValueError(
+                    f"{stored} has all experts in one array: write those of each with "
+                    "model.save_pretrained(FOLDER, save_original_format=True) of transformers"
+                )
             for old, new in _OLD_NAMES.items():
                 name = name.replace(old, new)
             if name in found:

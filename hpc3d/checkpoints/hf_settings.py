@@ -27,6 +27,11 @@ _LLAMA3 = {  # a key of rope_scaling: ours
     "high_freq_factor": "high",
     "original_max_position_embeddings": "original",
 }
+_OF_MIXTRAL = {  # a key of [model]: the only value, and what that means
+    "shared_experts": (0, "no experts that see all tokens"),
+    "moe_every": (1, "experts in every block"),
+    "balance_bias": (0.0, "no bias of a router"),
+}
 _BALANCE = "router_aux_loss_coef"
 _LARGEST = 1e6  # of such a factor
 # Keys of every model that say how its text, its files and its training are dealt with.
@@ -170,12 +175,7 @@ def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
 
 def no_mixtral(model: ModelConfig) -> str | None:
     """What of a mixture a Mixtral cannot have, and what it has instead; None if it is one."""
-    other = {
-        "shared_experts": (0, "no experts that see all tokens"),
-        "moe_every": (1, "experts in every block"),
-        "balance_bias": (0.0, "no bias of a router"),
-    }
-    for key, (only, what) in other.items():
+    for key, (only, what) in _OF_MIXTRAL.items():
         if (value := getattr(model, key)) != only:
             return f"model.{key} = {value}: a Mixtral has {what} ({only})"
     if model.top_k == 1:
@@ -205,6 +205,7 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     balance = coefficient * top_k / model["layers"]
     return {
         **_llama_told({**usual, **settings}, model),
+        **{key: only for key, (only, _) in _OF_MIXTRAL.items()},
         "top_k": top_k,
         "capacity": 0.0,
         "balance_loss": float(f"{balance:.12g}"),

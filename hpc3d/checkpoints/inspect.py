@@ -16,7 +16,7 @@ from hpc3d.comm.mesh import Mesh
 from hpc3d.config.load import stored
 from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.config.size_rules import wrong_parts
-from hpc3d.model.families import family_of
+from hpc3d.model.families import family_of, parameters
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
@@ -98,13 +98,13 @@ def stateless_of(model: ModelConfig) -> frozenset[str]:
 def _parameters_of(model: ModelConfig) -> Parameters:
     """The parameters of a model, without arrays."""
     mesh = Mesh({}, {}, {}, Self())
-    parameters = Parameters(mesh, "float32")
+    found = Parameters(mesh, "float32")
     whole = LayerRange(range(model.layers), True, True)
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
     splits = {"dense": Split(), "experts": Split()}
-    build(mesh, parameters, ModelSpec(family, sizes, splits), [whole])
-    return parameters
+    build(mesh, found, ModelSpec(family, sizes, splits), [whole])
+    return found
 
 
 def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -146,7 +146,8 @@ def kinds_of(opened: Checkpoint) -> tuple[str, ...]:
 
 
 def about(opened: Checkpoint) -> dict[str, Any]:
-    """What `show` tells of a checkpoint, as plain values."""
+    """What `show` tells of a checkpoint, as plain values; `active` are the parameters of a mixture
+    that a token meets."""
     config, held = config_of(opened), [*tensors(opened)]
     parallel, written = config.parallel, (opened.folder / "manifest.json").stat().st_mtime
     return {
@@ -165,6 +166,7 @@ def about(opened: Checkpoint) -> dict[str, Any]:
         },
         "tensors": [tensor._asdict() for tensor in held],
         "parameters": sum(prod(tensor.shape) for tensor in held),
+        "active": int(parameters(config.model).active) if config.model.experts else None,
         "bytes": sum(file["bytes"] for file in opened.files),
     }
 

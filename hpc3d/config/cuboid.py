@@ -43,9 +43,10 @@ def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
                 yield found
 
 
-def received_elements(config: Config) -> float:
+def received_elements(config: Config, parts: int = 1) -> float:
     """Elements that a rank receives forward in a block, the mean of all: [MK (n-1) + KN (m-1) +
-    MN (k-1)] / P.  Those that an exchange of tokens moves along e are none of them."""
+    MN (k-1)] / P.  Those that an exchange of tokens moves along e are none of them.  With `parts`
+    these ranks have one of so many parts of the experts."""
     split, sizes = config.splits()["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
     m, n, k = (
@@ -54,11 +55,13 @@ def received_elements(config: Config) -> float:
     total = 0
     for count, each in block_products(config.model):
         across, along = (k, n) if each.turned else (n, k)
-        others = m // config.mesh.e if each.experts > 1 else m
+        weights, others = each.weights, m
+        if each.experts > 1:
+            weights, others = weights / parts, m // config.mesh.e
         if each.by_rows:
             across, others = 1, m * n
         received = each.inputs * (across - 1) + each.outputs * (along - 1)
-        total += count * (rows * each.rows * received + each.weights * (others - 1))
+        total += count * (rows * each.slots * received + weights * (others - 1))
     return total / (config.model.layers * m * n * k)
 
 

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 from hpc3d import files, renamed
 from hpc3d.config.backend_rules import untrainable
-from hpc3d.config.input_file import AXES, Config, MeshConfig, ParallelConfig, TrainConfig
+from hpc3d.config.input_file import (
+    AXES,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from hpc3d.config.load import options, override, to_toml, validate
 from hpc3d.config.rules import refuse, resolve, unknown_values
 from hpc3d.model.decoder import sequences_for
@@ -35,7 +42,8 @@ def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) ->
     train = replace(config.train, batch=batch)
     config = resolve(replace(config, model=one_token, train=train), ranks)
     refuse([*untrainable(config)])
-    sequences = sequences_for(config.mesh.sizes(), config.splits()["dense"], samples)
+    split, mixes = config.splits()["dense"], config.model.experts > 0
+    sequences = sequences_for(config.mesh.sizes(), split, samples, mixes)
     return replace(
         config,
         model=replace(config.model, sequence=trained.model.sequence),
@@ -54,9 +62,16 @@ def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:
         name=trained.name,
         mesh=trained.mesh if own else MeshConfig(order=trained.mesh.order),
         parallel=ParallelConfig(scheme=scheme, split=split),
-        model=replace(trained.model, dropout=0.0),
+        model=_undisturbed(trained.model),
         train=TrainConfig(dtype="float64"),
     )
+
+
+def _undisturbed(model: ModelConfig) -> ModelConfig:
+    """A model that drops nothing: no feature, and no token of an expert that has many; for who
+    finds a slot depends on tokens that do not follow yet."""
+    roomy = replace(model, capacity=0.0) if model.experts else model
+    return replace(roomy, dropout=0.0)
 
 
 def _other_axes(mesh: MeshConfig) -> Iterator[str]:

@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from hpc3d.tensor.split import Split
 
 
-def sequences_for(sizes: Mapping[str, int], split: Split, samples: int) -> int:
+def sequences_for(
+    sizes: Mapping[str, int], split: Split, samples: int, mixes: bool = False
+) -> int:
     """The fewest sequences, `samples` or more, that divide over the axes that cut rows anywhere,
-    of axes of these `sizes`: with one new token a sequence is one row."""
+    those of routers too where a model `mixes` experts, of axes of these `sizes`: with one new
+    token a sequence is one row."""
     ends = split.without_panels()
-    splits = split, split.next(), ends, ends.next()
+    splits = split, split.next(), ends, ends.next(), *([split.by_rows()] if mixes else [])
     layouts = [layout for each in splits for layout in (each.x, each.y)]
     rows = lcm(*(prod(sizes.get(axis, 1) for axis in layout[0]) for layout in layouts))
     return -(-samples // rows) * rows

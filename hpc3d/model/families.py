@@ -88,7 +88,8 @@ def _mlp_products(sizes, gated, name="", wide=1, **experts):
 
 def _mixture_products(sizes, gated):
     form = sizes.experts
-    experts = {"rows": form.top_k, "experts": form.count}
+    slots = form.slots_of_token(sizes.sequence)
+    experts = {"rows": form.top_k, "experts": form.count, "slots": slots}
     shared = _mlp_products(sizes, gated, "shared.", form.shared) if form.shared else ()
     return (
         WeightProduct("router", sizes.hidden, form.count, by_rows=True),
@@ -138,8 +139,8 @@ def _block_kept(sizes, recompute, chunked, mixes, gated):
 def _mixture_kept(sizes, features):
     """Of every slot, also of an empty one, the inputs of up, what activation and down work with,
     and the outputs; of shared experts as of an MLP.  What a router keeps is little."""
-    form, tokens = sizes.experts, sizes.sequence
-    slots = form.count * form.slots(tokens) / tokens
+    form = sizes.experts
+    slots = form.slots_of_token(sizes.sequence)
     return form.shared * features + slots * (2 * sizes.hidden + features)
 
 
@@ -249,14 +250,19 @@ def parameters(model: Any) -> Total:
     norms = 2 * (1 + family.norm.centred) * sizes.hidden
     rest = ends + tables * sizes.hidden + sizes.layers * norms + _balancing(sizes)
     weights = block_weights(model)
-    biases = [
-        (count * each.outputs, each)
+    total = sum(count * each.experts * each.outputs for count, each in _biased(model))
+    active = sum(count * each.rows * each.outputs for count, each in _biased(model))
+    return Total(rest + weights.total + total, rest + weights.active + active)
+
+
+def _biased(model):
+    """Those of `block_products` that have a bias."""
+    family = family_of(model)
+    return [
+        (count, each)
         for count, each in block_products(model)
         if each.name.rpartition(".")[2] in family.biased
     ]
-    total = sum(outputs * each.experts for outputs, each in biases)
-    active = sum(outputs * each.rows for outputs, each in biases)
-    return Total(rest + weights.total + total, rest + weights.active + active)
 
 
 def _balancing(sizes):
@@ -265,6 +271,14 @@ def _balancing(sizes):
     return sizes.blocks()[True] * sizes.experts.count if balanced else 0
 
 
-def expert_parameters(model: Any) -> float:
+def expert_weights(model: Any) -> float:
     """Elements of the matrices of experts, of which each rank along e has some."""
     return sum(count * each.weights for count, each in block_products(model) if each.experts > 1)
+
+
+def expert_parameters(model: Any) -> float:
+    """The same with those of their biases."""
+    biases = [
+        count * each.experts * each.outputs for count, each in _biased(model) if each.experts > 1
+    ]
+    return expert_weights(model) + sum(biases)

@@ -42,6 +42,10 @@ class Experts:
         wanted = self.top_k * tokens * Fraction(str(self.capacity)) / self.count
         return min(tokens, ceil(wanted))
 
+    def slots_of_token(self, tokens: int) -> float:
+        """The slots of all experts for a token of such a sequence, E C / T."""
+        return self.count * self.slots(tokens) / tokens
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -104,7 +108,8 @@ class WeightProduct(NamedTuple):
     """Y[m, outputs] = X[m, inputs] W, with `rows` rows for every token; `turned` where its split
     is the next one, that of a second product in a row (Bian et al. 2021, section 3.1.2), `alike`
     where it is the one of which Y lies as X does, `by_rows` where it is the one of which Y has
-    whole rows.  Of `experts`, each has a W of its own, and a token goes to `rows` of them."""
+    whole rows.  Of `experts`, each has a W of its own, and a token goes to `rows` of them; it has
+    `slots` rows there, which are computed and moved, full or empty."""
 
     name: str
     inputs: int
@@ -114,6 +119,7 @@ class WeightProduct(NamedTuple):
     alike: bool = False
     by_rows: bool = False
     experts: int = 1
+    slots: float = 1
 
     @property
     def weights(self) -> int:
@@ -124,6 +130,11 @@ class WeightProduct(NamedTuple):
     def active(self) -> float:
         """Elements of W, as often as a token meets them."""
         return self.rows * self.inputs * self.outputs
+
+    @property
+    def computed(self) -> float:
+        """Elements of W, as often as rows of a token meet them, empty ones among them."""
+        return self.slots * self.inputs * self.outputs
 
     @property
     def flops(self) -> float:

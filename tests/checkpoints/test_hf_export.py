@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.checkpoints.hf_export import export
+from hpc3d.checkpoints.hf_export import export, notes
 from hpc3d.checkpoints.hf_import import Pretrained, configured
 from hpc3d.checkpoints.inspect import config_of, problems
 from hpc3d.checkpoints.new_run import begin
@@ -18,7 +18,8 @@ x=2 y=2 z=2 scheme=3d-broadcast microbatches=2
 p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=2 zero=1
 d=2 x=2 z=3 zero=3 microbatches=2
 """.strip().splitlines()
-MODELS = """
+MIXTRAL = "kind=llama ffn=48 experts=4 top_k=2 capacity=0 z_loss=0"
+MODELS = f"""
 dtype=float64
 tied=false gelu=exact dropout=0.25
 dtype=float32
@@ -26,6 +27,8 @@ kind=llama kv_heads=4 ffn=60
 kind=llama kv_heads=12 ffn=96 tied=false norm_epsilon=1e-6 rope_theta=5e5 dropout=0.25
 kind=bert ffn=60
 kind=bert ffn=96 tied=false gelu=exact norm_epsilon=0.01 dropout=0.25
+{MIXTRAL} kv_heads=12 balance_loss=0.02
+{MIXTRAL} tied=false kv_heads=4 experts=6 top_k=3 rope_theta=50.0 norm_epsilon=1e-6 dtype=float32
 """.strip().splitlines()
 SERIAL = "schedule=none microbatches=2"
 
@@ -50,6 +53,51 @@ def test_every_layout_exports_the_same_bytes(tmp_path, line):
     found = exported(tmp_path / "parallel", line)
     for name in ("model.safetensors", "config.json"):
         assert (found / name).read_bytes() == (expected / name).read_bytes()
+
+
+EXPERTS = """
+e=2 d=2 x=2 zero=1 microbatches=2
+p=2 e=4 y=2 schedule=1f1b microbatches=3
+e=2 x=2 y=2 z=2 microbatches=3
+e=4 d=2 microbatches=2 zero=3
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", EXPERTS)
+def test_experts_of_every_layout_are_exported_one_by_one(tmp_path, line):
+    expected = exported(tmp_path / "serial", f"{SERIAL} {MIXTRAL}")
+    found = exported(tmp_path / "parallel", f"{line} {MIXTRAL}")
+    for name in ("model.safetensors", "config.json"):
+        assert (found / name).read_bytes() == (expected / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("kind=gpt2 experts=4 top_k=2", "kind = gpt2 with experts: no model of transformers"),
+        (f"{MIXTRAL} shared_experts=1", "shared_experts = 1: a Mixtral has no experts that"),
+        (f"{MIXTRAL} moe_every=2", "moe_every = 2: a Mixtral has experts in every block"),
+        (f"{MIXTRAL} balance_bias=0.01", "balance_bias = 0.01: a Mixtral has no bias"),
+        (f"{MIXTRAL} top_k=1", "top_k = 1: a Mixtral weighs a single choice by 1"),
+    ],
+)
+def test_mixtures_that_transformers_has_not_are_refused(tmp_path, line, said):
+    with pytest.raises(ValueError, match=rf"^model\.{said}"):
+        exported(tmp_path, f"{SERIAL} {line}")
+    assert not (tmp_path / "exported").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"{MIXTRAL} capacity=1.5", ["model.capacity = 1.5: a Mixtral has room for all"]),
+        (MIXTRAL, []),
+        ("kind=llama", []),
+    ],
+)
+def test_that_no_token_is_dropped_any_more_is_said(tmp_path, line, said):
+    found = notes(Checkpoint(drawn_models.saved(tmp_path / "run", f"{SERIAL} {line}")))
+    assert [text.partition(",")[0] for text in found] == said
 
 
 def test_a_padded_vector_of_the_vocabulary_is_as_long_as_the_vocabulary(tmp_path):

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hpc3d.checkpoints.hf_families import PUBLISHED
 from tests.checkpoints import drawn_models
-from tests.checkpoints.test_hf_export import SERIAL, exported
+from tests.checkpoints.test_hf_export import MIXTRAL, SERIAL, exported
 
 
 def their_gpt2(weights, told, tokens):
@@ -64,11 +64,22 @@ def their_gpt2(weights, told, tokens):
             ["bert.encoder.layer.0.attention.output.LayerNorm.weight"],
         ),
         ("bert", "head.bias", ["cls.predictions.bias"]),
+        ("mixtral", "layers.2.router.weight", ["model.layers.2.block_sparse_moe.gate.weight"]),
+        (
+            "mixtral",
+            "layers.11.experts.up.weight",
+            [f"model.layers.11.block_sparse_moe.experts.5.w{part}.weight" for part in "13"],
+        ),
+        (
+            "mixtral",
+            "layers.0.experts.down.weight",
+            ["model.layers.0.block_sparse_moe.experts.5.w2.weight"],
+        ),
     ],
 )
 def test_names(kind, ours, theirs):
     family = PUBLISHED[kind]
-    assert [family.full_name_of(name) for name in family.names_of(ours)] == theirs
+    assert [family.full_name_of(name) for name in family.names_of(ours, expert=5)] == theirs
 
 
 @pytest.mark.parametrize("model", ["", "tied=false gelu=exact heads=3"])
@@ -100,7 +111,7 @@ def turned(x, told):
 
 
 def their_llama(weights, told, tokens):
-    """Llama in torch, by the names and the layout that Hugging Face gave it."""
+    """Llama, or a Mixtral, in torch, by the names and the layout that Hugging Face gave it."""
     heads, shared = told["num_attention_heads"], told["num_key_value_heads"]
     head = "embed_tokens.weight" if told["tie_word_embeddings"] else "lm_head.weight"
     w = {name.removeprefix("model."): torch.tensor(a) for name, a in weights.items()}
@@ -111,6 +122,19 @@ def their_llama(weights, told, tokens):
     def norm(name, x):
         mean = x.square().mean(-1, keepdim=True)
         return x / (mean + told["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
+
+    def swiglu(y, gate, up, down):
+        return linear(down, functional.silu(linear(gate, y)) * linear(up, y))
+
+    def mixture(at, y):
+        chances, out = linear(f"{at}.gate", y).softmax(-1), torch.zeros_like(y)
+        best, chosen = chances.topk(told["num_experts_per_tok"])
+        best = best / best.sum(-1, keepdim=True)
+        for expert in range(told["num_local_experts"]):
+            weight = (best * (chosen == expert)).sum(-1, keepdim=True)
+            parts = (f"{at}.experts.{expert}.w{part}" for part in (1, 3, 2))
+            out += weight * swiglu(y, *parts)
+        return out
 
     x = w["embed_tokens.weight"][tokens]
     for n in range(told["num_hidden_layers"]):
@@ -123,8 +147,10 @@ def their_llama(weights, told, tokens):
         a = functional.scaled_dot_product_attention(turned(q, told), k, v, is_causal=True)
         x = x + linear(f"{at}.o_proj", a.transpose(1, 2).flatten(2))
         y, at = norm(f"layers.{n}.post_attention_layernorm", x), f"layers.{n}.mlp"
-        gate = functional.silu(linear(f"{at}.gate_proj", y))
-        x = x + linear(f"{at}.down_proj", gate * linear(f"{at}.up_proj", y))
+        if "num_local_experts" in told:
+            x = x + mixture(f"layers.{n}.block_sparse_moe", y)
+        else:
+            x = x + swiglu(y, *(f"{at}.{part}_proj" for part in ("gate", "up", "down")))
     return norm("norm", x) @ w[head].T
 
 
@@ -136,6 +162,8 @@ SCALED = "rope_theta=300.0 rope_scaling='{factor = 8, low = 1, high = 4, origina
     [
         "kind=llama kv_heads=4 ffn=60",
         "kind=qwen2 kv_heads=4",
+        f"{MIXTRAL} kv_heads=4 sequence=23",
+        f"{MIXTRAL} experts=5 top_k=3 tied=false {SCALED}",
         f"kind=llama heads=3 hidden=36 sequence=23 tied=false norm_epsilon=0.01 {SCALED}",
     ],
 )

@@ -15,7 +15,7 @@ from hpc3d.checkpoints.hf_settings import GPT2
 from hpc3d.checkpoints.inspect import config_of
 from hpc3d.checkpoints.sharded import Checkpoint
 from tests.checkpoints import drawn_models
-from tests.checkpoints.test_hf_export import SERIAL, exported, imported
+from tests.checkpoints.test_hf_export import MIXTRAL, SERIAL, exported, imported
 
 
 @pytest.fixture
@@ -267,3 +267,55 @@ def test_what_bert_has_for_other_tasks_is_left_and_old_names_are_known(tmp_path)
         np.testing.assert_array_equal(
             array, expected[name, "value"] + (name == "head.bias"), err_msg=name
         )
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """The folder of a Mixtral."""
+    return exported(tmp_path_factory.mktemp("mixtral"), f"{SERIAL} {MIXTRAL}")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("moe_every 2", "--model.moe_every 2: it is 1 "),
+        ("shared_experts 1", "--model.shared_experts 1: it is 0 "),
+        ("balance_bias 0.1", "--model.balance_bias 0.1: it is 0.0 "),
+        ("top_k 1", "--model.top_k 1: it is 2 "),
+        ("experts 8", "--model.experts 8: it is 4 "),
+    ],
+)
+def test_a_mixtral_stays_what_it_is(mixtral, word, said):
+    with pytest.raises(ValueError, match=said):
+        configured(Pretrained(mixtral), f"--model.{word}".split())
+
+
+def test_what_training_alone_does_may_be_asked_of_a_mixtral(mixtral):
+    words = ["--model.capacity", "1.5", "--model.balance_loss", "0.5", "--model.z_loss", "0.25"]
+    model = configured(Pretrained(mixtral), words).model
+    assert (model.capacity, model.balance_loss, model.z_loss) == (1.5, 0.5, 0.25)
+
+
+def test_a_llama_gets_no_experts(llama):
+    with pytest.raises(ValueError, match=r"--model\.experts 4: it is 0 "):
+        configured(Pretrained(llama.parent), ["--model.experts", "4"])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"block_sparse_moe.gate.weight": None}, "no matrix .*gate.weight: it is no Mixtral"),
+        ({"block_sparse_moe.experts.3.w2.weight": None}, "lacks 'layers.0.*experts.3.w2.weight'"),
+        ({"block_sparse_moe.experts.4.w2.weight": SQUARE}, "experts.4.w2.weight': no part of a"),
+        ({"block_sparse_moe.experts.2.w3.weight": SQUARE}, r"2.w3.weight is \[24, 24\]: .*48, 24"),
+        ({"mlp.experts.gate_up_proj": SQUARE}, "all experts in one array: .*save_original_format"),
+    ],
+)
+def test_other_experts_are_refused(mixtral, tmp_path, arrays, said):
+    shutil.copytree(mixtral, source := tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights |= {f"model.layers.0.{name}": array for name, array in arrays.items()}
+    weights = {name: array for name, array in weights.items() if array is not None}
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        imported(source, tmp_path / "back")

@@ -1,8 +1,11 @@
 """What config.json of transformers tells, and what of it is refused."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
-from hpc3d.checkpoints.hf_settings import BERT, GPT2, LLAMA, QWEN2
+from hpc3d.checkpoints.hf_settings import BERT, GPT2, LLAMA, MIXTRAL, QWEN2, no_mixtral
 from hpc3d.config.input_file import ModelConfig
 from hpc3d.model.families import with_epsilon
 
@@ -54,6 +57,55 @@ def test_windows_of_qwen2_are_refused():
         QWEN2.model(settings | {"use_sliding_window": True}, {"hidden": 24})
     with pytest.raises(ValueError, match=r"layer_types: .* 'full_attention' only"):
         QWEN2.model(settings | {"layer_types": ["sliding_attention"]}, {"hidden": 24})
+
+
+MIXTURE = ModelConfig("llama", **SIZES, experts=6, top_k=3, capacity=0.0, balance_loss=0.015)
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({}, {"top_k": 3, "capacity": 0.0, "balance_loss": 0.015, "z_loss": 0.0}),
+        ({"router_aux_loss_coef": 0.4, "num_experts_per_tok": 2}, {"balance_loss": 0.2}),
+        ({"router_aux_loss_coef": None}, {"balance_loss": 0.00075}),
+        ({"num_experts_per_tok": None}, {"top_k": 2}),
+        ({"rms_norm_eps": None, "rope_theta": None}, {"norm_epsilon": 1e-5, "rope_theta": 1e6}),
+        ({"sliding_window": None, "output_router_logits": True}, {"moe_every": 1}),
+        ({"sliding_window": 4096}, "sliding_window = 4096: not known here"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1: .* from 2 to the 6 experts"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7: .* from 2 to the 6 experts"),
+        ({"num_experts_per_tok": 2.0}, "num_experts_per_tok = 2.0: .* from 2 to the 6 experts"),
+        ({"num_local_experts": 8}, "num_local_experts = 8, but it is 6"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: here it can be 0.0 only"),
+        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef = -1: .* a factor from 0 on"),
+        ({"router_aux_loss_coef": True}, "router_aux_loss_coef = True: .* a factor from 0 on"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': .* 'silu'"),
+    ],
+)
+def test_what_the_configuration_of_a_mixtral_tells(told, found):
+    settings = MIXTRAL.of(MIXTURE) | told
+    measured = {"layers": 4, "hidden": 24, "ffn": 96, "vocabulary": 29, "experts": 6}
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            MIXTRAL.model(settings, measured)
+        return
+    model = MIXTRAL.model(settings, measured)
+    assert {key: model.get(key) for key in found} == found
+    assert no_mixtral(MIXTURE) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("shared_experts", 2, r"no experts that see all tokens \(0\)"),
+        ("moe_every", 2, r"experts in every block \(1\)"),
+        ("balance_bias", 0.01, r"no bias of a router \(0.0\)"),
+        ("top_k", 1, r"weighs a single choice by 1, not by its probability \(2\)"),
+    ],
+)
+def test_mixtures_that_are_no_mixtral(key, value, said):
+    problem = no_mixtral(replace(MIXTURE, **{key: value}))
+    assert re.match(rf"model.{key} = {value}: a Mixtral .*{said}$", problem)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ e=4 zero=1 microbatches=2
 d=2 e=2 x=2 zero=2 microbatches=2
 p=2 e=2 x=2 z=2 schedule=1f1b microbatches=3
 d=2 e=4 zero=3 microbatches=2
+e=2 x=2 y=2 z=2 microbatches=3
 d=2 x=2 y=2 zero=1 scheme=2d-summa microbatches=2
 """.strip().splitlines()
 ]
@@ -170,22 +171,33 @@ def test_experts_go_on_elsewhere(checkpoints, before, after):
     test_any_layout_goes_on_from_any_other(checkpoints, before, after)
 
 
-@pytest.mark.parametrize("line", [MIXTURES[1], MIXTURES[4]])
+@pytest.mark.parametrize("line", MIXTURES[1:])
 def test_experts_go_away_and_come_back_to_the_last_bit(checkpoints, tmp_path, line):
-    """From e = 1 to e = 4 and back: weights, states, and the bias of the router."""
-    first = checkpoints(MIXTURES[0])
-    there = moved(first, line, tmp_path / "a")
-    back = moved(there, MIXTURES[0], tmp_path / "b")
+    """From e = 1 to e = 2 or 4 and back: weights, states, and the bias of the router."""
+    moves_there_and_back(
+        checkpoints, tmp_path, MIXTURES[0], line, ("layers.3.router.bias", "value")
+    )
+
+
+def test_so_do_master_copies_of_experts(checkpoints, tmp_path):
+    model = "experts=4 top_k=2 dtype=float16 steps=3"
+    lines = f"schedule=none microbatches=2 {model}", f"d=2 e=4 zero=3 microbatches=2 {model}"
+    moves_there_and_back(checkpoints, tmp_path, *lines, ("layers.3.experts.down.weight", "master"))
+
+
+def moves_there_and_back(checkpoints, folder, home, away, key):
+    """A checkpoint of `home`, which has `key`, has the same bits after being at another layout."""
+    first = checkpoints(home)
+    there = moved(first, away, folder / "a")
+    back = moved(there, home, folder / "b")
     expected = whole_arrays(first)
-    assert {("layers.0.experts.up.weight", "first"), ("layers.3.router.bias", "value")} < {
-        *expected
-    }
+    assert {("layers.0.experts.up.weight", "first"), key} < {*expected}
     for opened in (there, back):
         found = whole_arrays(opened)
         assert found.keys() == expected.keys()
-        for key, array in expected.items():
-            assert array.any(), key
-            assert found[key].tobytes() == array.tobytes(), key
+        for each, array in expected.items():
+            assert array.any(), each
+            assert found[each].tobytes() == array.tobytes(), each
 
 
 def moved(opened, line, folder):

@@ -1,6 +1,7 @@
 """The mesh that a file leaves open: the best cuboid."""
 
 import re
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -72,3 +73,18 @@ def test_the_best_cuboid_moves_the_fewest_words():
     assert [received_elements(config) for config in cuboids] == pytest.approx(
         list(map(by_hand, cuboids))
     )
+
+
+def test_of_experts_the_rows_of_slots_move_not_those_of_choices():
+    """Along y, X of qkv and of up and Y of proj and of down; a router's weights.  Two experts have
+    9 slots each for 12 tokens, so 3/2 rows a token; choices would be 2."""
+    words = "--model.experts 2 --model.top_k 2 --model.capacity 0.75 --model.sequence 12"
+    sizes = sized({"--mesh.x": 1, "--mesh.y": 2, "--mesh.z": 1})
+    config = resolve(load(None, [*sizes, *words.split()]), 2)
+    hidden, rows = config.model.hidden, config.train.batch * 12
+    words = 2 * rows * hidden + 2 * 1.5 * rows * hidden + 2 * hidden
+    assert received_elements(config) == words / 2
+    turned = replace(config, mesh=replace(config.mesh, x=2, y=1))  # here the weights move
+    weights = (4 + 2 * 8) * hidden**2 + 2 * hidden
+    assert received_elements(turned) == weights / 2
+    assert received_elements(turned, 2) == (weights - 8 * hidden**2) / 2

@@ -9,7 +9,15 @@ from hpc3d.comm.threads import run
 from hpc3d.generation.continuation import TextRequest, continue_text
 from hpc3d.generation.sampling import Sampling
 from hpc3d.model.decoder import sequences_for
-from tests.model.test_decoder import COMMON, KINDS, MESHES, SEQUENCE, decoder_of, forward_of
+from tests.model.test_decoder import (
+    COMMON,
+    KINDS,
+    MESHES,
+    MIXTURES,
+    SEQUENCE,
+    decoder_of,
+    forward_of,
+)
 from tests.pipeline.mixes import config_of
 from tests.strided import strided
 
@@ -38,7 +46,8 @@ def continued(line, prompt, samples, tokens, how=HOW):
     config = config_of(line)
 
     def rank(mesh):
-        sequences = sequences_for(mesh.sizes, config.splits()["dense"], samples)
+        split, mixes = config.splits()["dense"], config.model.experts > 0
+        sequences = sequences_for(mesh.sizes, split, samples, mixes)
         wanted = TextRequest(prompt, samples, sequences, tokens)
         decoder, found = decoder_of(mesh, config, wanted.capacity(SEQUENCE)), []
 
@@ -55,7 +64,7 @@ def continued(line, prompt, samples, tokens, how=HOW):
     return [[*column] for column in zip(*first, strict=True)]
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *KINDS[2:]])
+@pytest.mark.parametrize("kind", [KINDS[0], *KINDS[2:], *MIXTURES])
 def test_one_rank_draws_what_whole_passes_draw(kind):
     line = f"{COMMON} {kind}"
     assert continued(line, PROMPT, 2, TOKENS) == by_whole_passes(line, PROMPT, 2, TOKENS)
@@ -76,6 +85,11 @@ def test_every_layout_gives_the_same_text(mesh, kind, samples):
     expected = continued(line, PROMPT, samples, TOKENS)
     assert len({*map(tuple, expected)}) == samples
     assert continued(f"{line} {mesh}", PROMPT, samples, TOKENS) == expected
+
+
+@pytest.mark.parametrize("mesh", ["x=4 scheme=1d", "x=2 y=2 scheme=2d-summa", "x=2 y=2 z=2"])
+def test_so_does_every_layout_of_experts(mesh):
+    test_every_layout_gives_the_same_text(mesh, MIXTURES[1], 3)
 
 
 def test_greedy_tokens_are_the_largest_logits():

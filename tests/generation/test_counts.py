@@ -9,7 +9,7 @@ from hpc3d.model.decoder import Decoder
 from hpc3d.predict.simulation.count import CAPACITY, InMemory
 from hpc3d.trace.schema import EVENTS, record_type
 from hpc3d.training.trainer import spec_of
-from tests.model.test_decoder import COMMON, KINDS, SEQUENCE
+from tests.model.test_decoder import COMMON, KINDS, MIXTURES, SEQUENCE
 from tests.pipeline.mixes import config_of
 
 COUNTED = ["op", "bytes", "flops", "group"]
@@ -26,7 +26,7 @@ def counted(mesh, config):
     return np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)[COUNTED].copy()
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", [*KINDS[:3], *MIXTURES])
 @pytest.mark.parametrize(
     "mesh", ["x=2 y=2 z=2 scheme=3d", "x=2 y=2 scheme=2d-summa", "x=4 scheme=1d"]
 )

@@ -38,6 +38,15 @@ def test_stages_and_replicas_give_their_ranks_to_tensor_axes():
     assert (parallel.scheme, parallel.zero, parallel.microbatches) == ("1d", 0, 1)
 
 
+def test_experts_of_all_ranks_have_room_for_all_tokens():
+    mixture = "p=2 e=2 x=2 schedule=1f1b microbatches=2 experts=4 top_k=2 capacity=1.5"
+    words = [word for axis in "xyz" for word in (f"--mesh.{axis}", "2")]
+    config = laid_out(config_of(mixture), words, 8, 1)
+    assert config.mesh.e == config.mesh.p == 1 and config.train.batch == 8
+    assert (config.model.capacity, config.model.experts) == (0.0, 4)
+    assert laid_out(config_of(RUN), [], 8, 1).model.capacity == 1.25  # of no meaning
+
+
 def test_options_choose_another_scheme_and_mesh():
     words = ["--parallel.scheme", "2d-summa", "--mesh.x", "2", "--mesh.y", "4"]
     config = laid_out(config_of(RUN), words, 8, 3)

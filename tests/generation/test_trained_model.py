@@ -21,6 +21,9 @@ from tests.elided import elided
 
 BYTES = "schedule=none microbatches=2 vocabulary=256 layers=2 batch=12 sequence=5"
 TRAINED = "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=3 vocabulary=256 batch=16"
+MIXTRAL = (
+    "e=2 d=2 zero=1 microbatches=2 vocabulary=256 batch=16 kind=llama ffn=48 experts=4 top_k=2"
+)
 LLAMA = f"{BYTES} kind=llama kv_heads=4 ffn=48 tied=false"
 
 
@@ -50,7 +53,7 @@ def values(model, words, sizes):
     return on_threads(config.mesh.sizes(), rank)
 
 
-@pytest.mark.parametrize("line", [BYTES, LLAMA, TRAINED])
+@pytest.mark.parametrize("line", [BYTES, LLAMA, TRAINED, MIXTRAL])
 def test_every_rank_takes_its_blocks_from_either_source(tmp_path, line):
     stored = drawn_models.saved(tmp_path / "run", line)
     export(Checkpoint(stored), tmp_path / "theirs")

@@ -11,13 +11,16 @@ from hpc3d.ops.cross_entropy import IGNORE
 
 
 def mixture(weights, name, x, shape):
-    """(y, the losses of the router) of x [B, T, h]."""
+    """(y, the losses of the router) of x [B, T, h].  The bias that balances experts has the excess
+    of their choices as its gradient, and adds nothing to the losses."""
     form = shape.experts
     tokens = x.shape[1]
     logits = x @ weights[f"{name}.router.weight"]
     probs = logits.softmax(-1)
-    bias = weights.get(f"{name}.router.bias", torch.zeros(form.count)).detach()
-    choices = (probs + bias).argsort(dim=-1, descending=True, stable=True)[..., : form.top_k]
+    bias = weights.get(f"{name}.router.bias", torch.zeros(form.count))
+    choices = (
+        (probs + bias).detach().argsort(dim=-1, descending=True, stable=True)[..., : form.top_k]
+    )
     gates = probs.gather(-1, choices)
     if form.top_k > 1:
         gates = gates / gates.sum(-1, keepdim=True)
@@ -32,10 +35,13 @@ def mixture(weights, name, x, shape):
         y = y + torch_reference.linear(
             weights, f"{name}.shared.down", _hidden(weights, f"{name}.shared.up", x, shape)
         )
-    share = functional.one_hot(choices, form.count).sum(2).double().mean(1) / form.top_k
+    chosen = functional.one_hot(choices, form.count).double()  # [B, T, k, E]
+    share = chosen.sum(2).mean(1) / form.top_k
     balance = form.count * (share * probs.mean(1)).sum(-1)  # [B]
     z = logits.logsumexp(-1).square()  # [B, T]
-    return y, form.balance_loss * tokens * balance.sum() + form.z_loss * z.sum()
+    excess = chosen.sum((0, 1, 2)) - choices.numel() / form.count
+    balancing = ((bias - bias.detach()) * excess).sum()
+    return y, form.balance_loss * tokens * balance.sum() + form.z_loss * z.sum() + balancing
 
 
 def with_a_slot(choices, count, room):
@@ -92,7 +98,7 @@ def loss(weights, shape, tokens, targets):
     head = table if shape.tied else weights["head.table"]
     logits = torch_reference.norm(weights, "head.norm", x, shape.epsilon)
     logits = logits @ head[: shape.vocabulary].T
-    valid = (targets != IGNORE).sum()
+    valid = (targets != IGNORE).sum().clamp(min=1)
     entropy = functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORE, reduction="sum"
     )

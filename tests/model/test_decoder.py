@@ -25,6 +25,10 @@ KINDS = [
     "kind=llama kv_heads=1 ffn=48",  # which every rank has
     "kind=qwen2 kv_heads=4 ffn=24 tied=false",
 ]
+MIXTURES = [
+    "experts=4 top_k=2 capacity=0 moe_every=2 shared_experts=1 balance_bias=0.1",
+    "kind=llama ffn=48 experts=6 top_k=3 capacity=0",
+]
 MESHES = """
 x=2 scheme=1d
 x=4 scheme=1d
@@ -80,7 +84,8 @@ def step_by_step(line, tokens, parts):
     config = config_of(line)
 
     def rank(mesh):
-        assert sequences_for(mesh.sizes, config.splits()["dense"], len(tokens)) == len(tokens)
+        split, mixes = config.splits()["dense"], config.model.experts > 0
+        assert sequences_for(mesh.sizes, split, len(tokens), mixes) == len(tokens)
         decoder, start, found = decoder_of(mesh, config), 0, []
         for count in parts:
             found.append(decoder.forward(tokens[:, start : start + count]).copy())
@@ -101,6 +106,14 @@ def test_logits_are_those_of_the_forward_pass(mesh, kind):
     for found in step_by_step(line, tokens, parts):
         for number, logits in enumerate(found):
             np.testing.assert_allclose(logits, expected[:, number], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["", *strided([mesh for mesh in MESHES if "broadcast" not in mesh], 5)]
+)
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_those_of_experts_are_too(mesh, kind):
+    test_logits_are_those_of_the_forward_pass(mesh, kind)
 
 
 def test_a_decoder_begins_anew():
@@ -142,3 +155,13 @@ def test_a_decoder_has_neither_gradients_nor_a_state():
 )
 def test_sequences_divide_over_the_axes_that_cut_rows(scheme, sizes, samples, expected):
     assert sequences_for(sizes, SCHEMES[scheme], samples) == expected
+
+
+@pytest.mark.parametrize(
+    ("scheme", "plain", "mixed"),
+    [("1d", 1, 1), ("1d-sequence", 2, 2), ("2d-summa", 4, 4), ("2.5d", 8, 8), ("3d", 4, 8)],
+)
+def test_those_of_experts_divide_over_all_ranks_that_decide_on_rows(scheme, plain, mixed):
+    sizes = {"x": 2, "y": 2, "z": 2}
+    assert sequences_for(sizes, SCHEMES[scheme], 1) == plain
+    assert sequences_for(sizes, SCHEMES[scheme], 1, mixes=True) == mixed

@@ -2,6 +2,7 @@
 its place."""
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hpc3d.model.families import BERT, GPT2, block_products, block_weights
 from hpc3d.model.microbatch import microbatches
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
-from hpc3d.model.stage import LAYER, build
+from hpc3d.model.stage import LAYER, LayerRange, build
 from hpc3d.predict.planning.bounds import volumes
 from hpc3d.tensor.split import Split
 from hpc3d.training import footprint
@@ -115,3 +116,129 @@ def test_words_volumes_and_memory_ask_the_products(factor, dense):
     vectors += (2 + 2 + 1 + 2) * HIDDEN + 48 if dense else 2 * HIDDEN
     elements = config.model.layers * weights + tables + vectors
     assert footprint.parameters(alone) == 4 * 4 * elements
+
+
+# Mixtures of experts
+
+MIXTURES = {
+    "gpt2": {"experts": 6, "top_k": 2, "moe_every": 2, "shared_experts": 2, "capacity": 1.0},
+    "switch": {"experts": 4, "capacity": 0.5, "balance_bias": 0.1, "tied": False},
+    "llama": {"kind": "llama", "experts": 4, "top_k": 2, "capacity": 0.0, "ffn": 20},
+}
+
+
+@pytest.fixture(params=MIXTURES)
+def mixture(request):
+    """A configuration with experts in all of its 5 blocks, or in 2."""
+    return replace(
+        Config(), model=replace(model_of(Config()), layers=5, **MIXTURES[request.param])
+    )
+
+
+def parameters_of(config, part, mesh=None, **how):
+    """The Parameters of a part of the model on one rank, and its stage."""
+    family = families.family_of(config.model)
+    sizes = family.sizes(config.model, config.model.vocabulary)
+    mesh = mesh or abstract_mesh({}, {})
+    parameters = Parameters(mesh, "float64", config.parallel.zero)
+    (stage,) = build(mesh, parameters, ModelSpec(family, sizes, config.splits(), **how), [part])
+    parameters.allocate(1)
+    return parameters, stage
+
+
+def size_of(items, words=""):
+    return sum(prod(item.shape) for item in items if words in item.name)
+
+
+def test_parameters_are_those_that_are_built_and_active_those_a_token_meets(mixture):
+    model = mixture.model
+    built, _ = parameters_of(mixture, LayerRange(range(5), first=True, last=True))
+    matrices = [item for item in built if item.name.startswith("layers.") and item.decay]
+    idle = (model.experts - model.top_k) / model.experts  # experts that a token does not go to
+    for found, items in ((families.parameters(model), built), (block_weights(model), matrices)):
+        assert found == (size_of(items), size_of(items) - idle * size_of(items, ".experts."))
+    assert families.expert_parameters(model) == size_of(built, ".experts.")
+    assert families.expert_weights(model) == size_of(matrices, ".experts.")
+
+
+def test_the_products_of_a_mixture_are_its_matrices(mixture):
+    built, _ = parameters_of(mixture, LayerRange(range(1, 2), first=False, last=False))
+    matrices = {
+        item.name.removeprefix("layers.1.").removesuffix(".weight"): item.shape
+        for item in built
+        if item.name.endswith("weight")
+    }
+    products = {each.name: each for _, each in block_products(mixture.model)}
+    assert matrices.keys() <= products.keys()
+    for name, shape in matrices.items():
+        each = products[name]
+        assert shape == (
+            (each.inputs, each.experts, each.outputs)
+            if name.startswith("experts.")
+            else (each.inputs, each.outputs)
+        )
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_a_mixture_keeps_of_a_token(mixture, recompute, chunked):
+    part = LayerRange(range(1, 2), first=False, last=False)
+    how = {"recompute": recompute, "chunked": chunked}
+    parameters, stage = parameters_of(mixture, part, **how)
+    tokens = np.zeros((2, SEQUENCE), np.int32)
+    (micro,) = microbatches(0, tokens, tokens, 1)
+    pool = parameters.mesh.pool
+    before = pool.live.total()
+    kept = stage.forward(parameters.mesh.zeros((2 * SEQUENCE, HIDDEN), "float64"), micro)[1]
+    assert kept
+    elements = (pool.live.total() - before) / 8 / tokens.size
+    family = families.family_of(mixture.model)
+    sizes = family.sizes(mixture.model, 48)
+    assert elements == pytest.approx(family.kept(sizes, recompute, chunked, True), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "mesh", [{}, {"mesh__e": 2, "mesh__x": 2, "mesh__z": 2}, {"mesh__e": 4, "mesh__d": 2}]
+)
+@pytest.mark.parametrize(("capacity", "slots"), [(1, 2), (1.5, 3), (0, 4)])
+def test_the_operations_of_a_mixture_are_those_recorded_but_for_empty_slots(
+    mesh, capacity, slots, tmp_path
+):
+    """Of 4 tokens each goes to 2 of 4 experts; every other of 8 blocks has them."""
+    how = {"model__experts": 4, "model__top_k": 2, "model__capacity": capacity}
+    how |= {"model__moe_every": 2, "model__shared_experts": 1}
+    trace = trained(tmp_path / "run", 8 if mesh else 1, train__steps=1, **how, **mesh)
+    found = efficiency_row(trace)
+    tokens, h = 24 * 4, 8
+    expert = 2 * (4 + 4) * h**2  # operations of a token in one
+    block, mlp = 2 * 4 * h**2 + 4 * 4 * h, expert
+    router = 2 * h * 4
+    model = 8 * block + 4 * mlp + 4 * (2 * expert + mlp + router) + 2 * h * 24
+    assert found["model_flop"] == 3 * tokens * model
+    empty = 4 * (4 * slots - 2 * 4) / 4 * expert
+    assert found["recorded_flop"] == pytest.approx(3 * tokens * (model + empty), rel=1e-12)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("axes", ["", "e", "d e", "c e"])
+def test_a_rank_has_its_share_of_parameters(axes, zero):
+    """Values, gradients and states of float32, but for the padding of equal parts; with ZeRO 2 and
+    3 values and gradients of vectors and positions are whole, too."""
+    mesh = dict.fromkeys(axes.split(), 2)
+    model = replace(Config().model, hidden=64, heads=4, vocabulary=256, experts=4, layers=2)
+    config = replace(
+        Config(),
+        model=model,
+        mesh=replace(Config().mesh, x=1, y=1, z=1, **mesh),
+        parallel=replace(Config().parallel, zero=zero),
+    )
+    built, _ = parameters_of(
+        config, LayerRange(range(2), first=True, last=True), abstract_mesh(mesh, {})
+    )
+    held = 4 * (built.value.size + built.grad.size + 2 * built.states)
+    others = size_of(built) - size_of(built, "weight") - size_of(built, "embedding.token")
+    least = footprint.parameters(config)
+    if zero == 0:
+        assert held == least
+    else:
+        assert least <= held <= 1.001 * least + (8 * others if zero > 1 else 0)

@@ -61,7 +61,9 @@ def of_torch(weights, family, gelu):
 
 
 @pytest.mark.parametrize(
-    ("family", "gelu"), [(GPT2, "tanh"), (GPT2, "exact"), (LLAMA, "tanh")], ids=str
+    ("family", "gelu"),
+    [(GPT2, "tanh"), (GPT2, "exact"), (LLAMA, "tanh")],
+    ids=["tanh", "exact", "swiglu"],
 )
 @pytest.mark.parametrize("axes", [{}, {"x": 2, "y": 2, "z": 2}], ids=["1", "8"])
 def test_its_passes_are_those_of_torch(axes, family, gelu):

@@ -24,6 +24,13 @@ def test_a_product_counts_its_rows():
 def test_a_token_meets_the_weights_of_experts_that_it_goes_to():
     product = WeightProduct("experts.up", 3, 5, rows=2, experts=8)
     assert (product.weights, product.active, product.flops) == (120, 30, 60)
+    assert product._replace(slots=3).computed == 45
+
+
+def test_slots_of_all_experts_for_a_token():
+    assert Experts(8, top_k=2).slots_of_token(64) == 8 * 20 / 64
+    assert Experts(128).slots_of_token(64) == 2  # one slot each
+    assert Experts(4, capacity=0).slots_of_token(64) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Weights that Hugging Face transformers and we give each other: the same logits in float32."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.data.batches import Batches
 from hpc3d.data.token_file import open_tokens
 from hpc3d.generation.sampling import Sampling
+from hpc3d.model.microbatch import Microbatch
 from tests.checkpoints import drawn_models
 from tests.mpi import ROOT, checked
 from tests.runs import losses
@@ -21,7 +23,8 @@ transformers = pytest.importorskip("transformers", reason="make test-peers insta
 
 pytestmark = pytest.mark.slow
 
-OURS = """
+MIXTRAL = "kind=llama ffn=48 experts=4 top_k=2 capacity=0 z_loss=0"
+OURS = f"""
 x=2 y=2 z=2 microbatches=2
 p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1 tied=false gelu=exact heads=4
 x=2 y=2 z=2 microbatches=2 kind=llama kv_heads=4 ffn=64
@@ -32,6 +35,8 @@ p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1 kind=bert tied=false gelu=exact 
 p=2 d=2 microbatches=2 zero=1 schedule=1f1b kind=llama tied=false norm_epsilon=0.01 rope_theta=50.0
 schedule=none microbatches=2 heads=1 sequence=11 layers=1 vocabulary=50 dropout=0.25
 y=3 microbatches=2 heads=3 hidden=48 sequence=64 batch=6
+d=2 e=2 x=2 zero=1 microbatches=2 {MIXTRAL} kv_heads=4
+p=2 e=4 y=2 schedule=1f1b microbatches=3 {MIXTRAL} top_k=3 tied=false norm_epsilon=0.01
 """.strip().splitlines()
 
 LLAMA3 = {
@@ -51,6 +56,8 @@ THEIRS = [
     {"kind": "llama", "rope_parameters": LLAMA3},
     {"kind": "mistral", "num_attention_heads": 4},
     {"kind": "qwen2"},
+    {"kind": "mixtral"},
+    {"kind": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 3, "rope_theta": 50.0},
     {"kind": "bert"},
     {"kind": "bert", "tie_word_embeddings": False, "hidden_act": "gelu_new", "vocab_size": 50},
     {"vocab_size": 50, "n_positions": 64, "n_embd": 48, "n_head": 3, "n_inner": 192},
@@ -86,6 +93,7 @@ OF_KIND = {
     "gpt2": SMALL,
     "llama": SMALL_LLAMA,
     "mistral": {**SMALL_LLAMA, "sliding_window": None},
+    "mixtral": {**SMALL_LLAMA, "num_local_experts": 4, "sliding_window": None},
     "qwen2": SMALL_LLAMA,
 }
 
@@ -131,7 +139,7 @@ def test_they_load_what_we_export(tmp_path, line):
     model, report = auto(config.kind).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values()), report
     told = model.config
-    assert told.model_type == config.kind
+    assert told.model_type == ("mixtral" if config.experts else config.kind)
     if config.kind == "gpt2":
         assert told.attn_pdrop == told.embd_pdrop == told.resid_pdrop == config.dropout
     assert told.tie_word_embeddings == config.tied
@@ -169,7 +177,12 @@ def test_several_short_files_become_what_they_say(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"kind": "llama", "rope_parameters": LLAMA3}, {"kind": "bert", "hidden_act": "gelu_new"}],
+    [
+        {},
+        {"kind": "llama", "rope_parameters": LLAMA3},
+        {"kind": "mixtral", "router_aux_loss_coef": 0.03},
+        {"kind": "bert", "hidden_act": "gelu_new"},
+    ],
 )
 def test_there_and_back_is_the_same_to_the_last_bit(tmp_path, settings):
     before = theirs(**settings)
@@ -183,17 +196,33 @@ def test_there_and_back_is_the_same_to_the_last_bit(tmp_path, settings):
     assert model.config.num_attention_heads == before.config.num_attention_heads
 
 
-def test_a_run_goes_on_with_their_loss(tmp_path):
+LIKE_GPT2 = {"vocab_size": 300, "n_positions": 16, "n_embd": 48, "n_head": 8}
+LIKE_GPT2 |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+LIKE_MIXTRAL = {"kind": "mixtral", "vocab_size": 300, "max_position_embeddings": 16}
+LIKE_MIXTRAL |= {"num_hidden_layers": 2, "router_aux_loss_coef": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [
+        (LIKE_GPT2, "p 2 d 2 zero 1"),
+        (LIKE_MIXTRAL, "p 2 e 2 zero 0"),
+        (LIKE_MIXTRAL, "d 2 e 4 zero 3"),
+    ],
+)
+def test_a_run_goes_on_with_their_loss(tmp_path, settings, layout):
     """The first step of 8 ranks has the loss that they compute for its batch."""
-    settings = {"vocab_size": 300, "n_positions": 16, "n_embd": 48, "n_head": 8}
-    model = theirs(**settings, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    model = theirs(**settings)
     model.save_pretrained(tmp_path / "out")
-    command("import", tmp_path / "out", "-o", tmp_path / "run", "--train.batch", 24)
-    layout = ["--mesh.p", 2, "--mesh.d", 2, "--parallel.zero", 1, "--parallel.microbatches", 2]
+    command("import", tmp_path / "out", "-o", tmp_path / "run", "--train.batch", 48)
+    axes, zero = layout.split(" zero ")
+    sizes = re.findall(r"(\w) (\d)", axes)
+    mesh = [word for axis, size in sizes for word in (f"--mesh.{axis}", size)]
+    parallel = ["--parallel.zero", zero, "--parallel.microbatches", 2]
     resume = ["-m", "hpc3d.train", "--resume", tmp_path / "run", "--train.steps", 1]
-    checked(8, *resume, *layout)
+    checked(8, *resume, *mesh, *parallel)
     with open_tokens(ROOT / "inputs" / "corpus", "byte") as tokens:
-        batch, targets = Batches(tokens, 16, 24, seed=1234).batch(0)
+        batch, targets = Batches(tokens, 16, 48, seed=1234).batch(0)
     found = torch.from_numpy(logits(model, batch.astype(np.int64))).flatten(0, 1)
     expected = functional.cross_entropy(found, torch.from_numpy(targets).flatten().long())
     assert losses(tmp_path / "run")[0] == pytest.approx(expected.item(), rel=1e-5)
@@ -210,7 +239,9 @@ def test_their_generator_runs_on_what_we_export(tmp_path):
     assert made.shape == (1, 11) and made[:, :3].equal(start)
 
 
-@pytest.mark.parametrize("settings", [{"n_positions": 40}, {"kind": "llama"}, {"kind": "qwen2"}])
+@pytest.mark.parametrize(
+    "settings", [{"n_positions": 40}, {"kind": "llama"}, {"kind": "qwen2"}, {"kind": "mixtral"}]
+)
 def test_the_same_tokens_are_the_likeliest(tmp_path, settings):
     """Of a folder of theirs whose vocabulary of 256 is bytes; three queries share a key."""
     model = theirs(**settings, vocab_size=256).eval()
@@ -228,6 +259,20 @@ def test_the_same_tokens_are_the_likeliest(tmp_path, settings):
         printed = checked(ranks, "-m", "hpc3d.generate", *words, "--json", *how)
         (sample,) = json.loads(printed.splitlines()[-1])["samples"]
         assert sample["tokens"] == expected
+
+
+def test_the_balance_loss_of_a_sequence_in_one_layer_is_theirs(tmp_path):
+    """Of several they multiply means over all of them; here each has a product of its own."""
+    model = theirs(kind="mixtral", num_hidden_layers=1, router_aux_loss_coef=0.3)
+    model.save_pretrained(tmp_path / "out")
+    command("import", tmp_path / "out", "-o", tmp_path / "run")
+    ours = drawn_models.model_of(tmp_path / "run" / "checkpoints" / "step-00000000")
+    tokens = drawn_models.tokens_of(29, 19, sequences=1)
+    ours.stage.forward(None, Microbatch(0, 0, tokens, tokens, 1.0))
+    with torch.no_grad():
+        found = model.eval()(torch.from_numpy(tokens), output_router_logits=True).aux_loss
+    expected = 0.3 * found.item()
+    assert ours.stage.auxiliary_loss / tokens.size == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

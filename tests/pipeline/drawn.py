@@ -18,6 +18,15 @@ MODELS = (
     "steps=3 layers=4 hidden=24 heads=12 batch=48 sequence=1 vocabulary=23",
     f"{SGD} layers=2 hidden=24 heads=12 batch=24 sequence=4 clip=0 kind=bert padding=4",
 )
+MIXTURES = tuple(
+    f"{SGD} layers=2 hidden=24 heads=12 batch=48 sequence=4 clip=0 {experts}"
+    for experts in (
+        "experts=4 top_k=2 capacity=1",
+        "experts=6 moe_every=2 shared_experts=1 gelu=exact",
+        "experts=3 capacity=0.5 balance_bias=0.1 z_loss=0 dropout=0.25",
+        "experts=4 top_k=3 capacity=0 kind=llama kv_heads=2 ffn=12",
+    )
+)
 MOST = st.integers(0, 9).map(bool)  # and at last its contrary
 
 
@@ -72,11 +81,11 @@ def contexts(draw, ranks):
 
 
 @st.composite
-def layouts(draw):
+def layouts(draw, experts=False):
     """The words of a mix that a serial model has not."""
     letters = draw(splits())
     axes = sorted({*" ".join(letters.get(loop, "") for loop in "mnk").split()} & {*"xyz"})
-    mesh = draw(sizes([*axes, "d", "p", "c"]))
+    mesh = draw(sizes([*axes, "d", "p", "c", *"e" * experts]))
     split = ",".join(f'{key}="{names}"' for key, names in letters.items())
     words = {
         **mesh,
@@ -96,3 +105,8 @@ def layouts(draw):
 def mixes():
     """A line of words."""
     return st.builds("{} {}".format, st.sampled_from(MODELS), layouts())
+
+
+def mixtures():
+    """A line of words of a model with experts."""
+    return st.builds("{} {}".format, st.sampled_from(MIXTURES), layouts(experts=True))

@@ -28,6 +28,7 @@ class Model:
         (trainer,) = run({}, lambda mesh: trainer_of(mesh, alone))
         self.train, self.shape, self.batches = config.train, trainer.shape, Tokens(config)
         self.newest = torch_reference.weights_of(trainer.parameters)
+        self.by_sign = {each.name: each.sign_rate for each in trainer.parameters if each.sign_rate}
         self.optimizer = optimizer_of(trainer.parameters, self.newest, config.train)
         self.versions = [self.snapshot()]
 
@@ -38,22 +39,28 @@ class Model:
         """The summed loss, and the gradients of the mean over the targets that count."""
         weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         valid = int((targets != IGNORE).sum())
-        if not valid:
+        if not valid and not self.shape.experts:
             return 0.0, {name: torch.zeros_like(weight) for name, weight in weights.items()}
         reference = mixture_reference if self.shape.experts else torch_reference
         loss = reference.loss(weights, self.shape, torch.tensor(tokens), torch.tensor(targets))
-        return loss.item() * valid, dict(zip(weights, torch.autograd.grad(loss, weights.values())))
+        return loss.item() * max(1, valid), dict(
+            zip(weights, torch.autograd.grad(loss, weights.values()))
+        )
 
     def update(self, step, gradients):
         """Make the next version; the norm of the gradient before it is clipped."""
+        signs = {name: gradients.pop(name).sign() for name in self.by_sign}
         norm = torch.nn.utils.get_total_norm(gradients.values()).item()
         limit = self.train.clip
         scale = min(1.0, limit / norm) if limit else 1.0  # torch would add 1e-6 to the norm
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.train, step)
-        for name, weight in self.newest.items():
-            weight.grad = gradients[name] * scale
+        for name, gradient in gradients.items():
+            self.newest[name].grad = gradient * scale
         self.optimizer.step()
+        with torch.no_grad():
+            for name, sign in signs.items():
+                self.newest[name] -= self.by_sign[name] * sign
         self.versions.append(self.snapshot())
         return norm
 

@@ -8,7 +8,7 @@ from hypothesis import event, given, settings
 from hpc3d.comm.threads import run
 from tests.fakes.read_only import read_only
 from tests.mpi import checked
-from tests.pipeline.drawn import MODELS, mixes
+from tests.pipeline.drawn import MODELS, mixes, mixtures
 from tests.pipeline.in_torch import RULES
 from tests.pipeline.mixes import alone, config_of, cover, ranks, same, serial, train
 from tests.strided import strided
@@ -85,7 +85,19 @@ def test_a_drawn_mix_is_right_or_refused(line):
     event("right" if right_or_refused(line) else "refused")
 
 
+@settings(max_examples=settings.default.max_examples // 10)
+@given(line=mixtures())
+def test_a_drawn_mixture_is_right_or_refused(line):
+    event("right" if right_or_refused(line) else "refused")
+
+
 @pytest.mark.slow
 @given(line=mixes())
 def test_many_drawn_mixes_are_right_or_refused(line):
+    event("right" if right_or_refused(line) else "refused")
+
+
+@pytest.mark.slow
+@given(line=mixtures())
+def test_many_drawn_mixtures_are_right_or_refused(line):
     event("right" if right_or_refused(line) else "refused")

@@ -187,6 +187,29 @@ def test_dropout_is_off_and_the_microbatches_do_not_matter():
     np.testing.assert_allclose(numbers(found), expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["schedule=none microbatches=2", "p=2 e=2 x=2 schedule=1f1b microbatches=2"],
+)
+def test_the_losses_of_routers_do_not_count(line):
+    """In training they do."""
+
+    def rank(mesh, config):
+        trainer = trainer_of(mesh, config)
+        return evaluator_of(trainer).evaluate(0).loss, trainer.step(0).loss
+
+    mixture = f"{line} experts=4 top_k=2"
+    factors = "balance_loss=0 z_loss=0", "balance_loss=2 z_loss=1"
+    configs = [config_for(f"{mixture} {each}") for each in factors]
+    plain, heavy = (
+        run(config.mesh.sizes(), lambda mesh, config=config: rank(mesh, config))
+        for config in configs
+    )
+    for (without, trained_without), (found, trained_with) in zip(plain, heavy, strict=True):
+        assert found == without
+        assert trained_with > trained_without + 2
+
+
 def planted(monkeypatch, fault):
     if fault == "dropout":
         mask = layers.Dropout.mask

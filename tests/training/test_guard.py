@@ -36,6 +36,7 @@ QUICK = [
     "x=2 y=2 z=2 scheme=3d",
     "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1",
 ]
+MIXTURE = "d=2 e=2 x=2 zero=1 experts=4 shared_experts=1 balance_bias=0.1"
 LAYOUTS = [
     "x=3 scheme=1d-sequence",
     "x=2 y=2 scheme=2d",
@@ -49,10 +50,9 @@ LAYOUTS = [
     "p=2 schedule=zb-v chunks=2 microbatches=4 layers=4",
     "p=2 d=2 schedule=interleaved chunks=2 microbatches=2 layers=4 zero=3",
     "p=2 schedule=pipedream microbatches=4 tied=false clip=0",
-    "d=2 e=2 x=2 zero=1 experts=4 shared_experts=1 balance_bias=0.1",
     "e=2 x=2 y=2 zero=3 experts=4 kind=llama ffn=48",
 ]
-MATRIX = [*QUICK, *(pytest.param(line, marks=slow) for line in LAYOUTS)]
+MATRIX = [*QUICK, MIXTURE, *(pytest.param(line, marks=slow) for line in LAYOUTS)]
 STEPS = 2
 
 

@@ -13,7 +13,6 @@ from math import ceil, inf, log10
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.model.stage import LAYER
 from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.timeline import Cost
@@ -182,7 +181,8 @@ def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]
 def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
     """Megabytes of buckets of 1, 2, 4, ... layers, up to those of a stage; not the configured
     size."""
-    layer = estimator.sample(config, config.parallel.zero).held[(LAYER,)]["gradient"]
+    sample = estimator.sample(config, config.parallel.zero)
+    layer = sample.held[(sample.layers,)]["gradient"] / len(sample.layers.layers)
     whole = max(
         estimator.held(config, stage_content(each))["gradient"] for each in contents(config)
     )

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import lcm
+from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.mesh import CONTEXT, data_group
+from hpc3d.comm.mesh import CONTEXT, EXPERTS, data_axes, expert_data_axes, plane
 from hpc3d.config.cuboid import received_elements
 from hpc3d.config.input_file import MeshConfig
-from hpc3d.model.families import block_weights
-from hpc3d.model.stage import LAYER
+from hpc3d.model.families import block_products, family_of
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.contexts import attention_flops, exchange_words, ring_words
 from hpc3d.predict.planning.pass_costs import LayerSample
@@ -59,12 +58,12 @@ def kind(config: Config) -> str:
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Of the candidates with the same p, d and c those with the shortest words, shortest first:
+    """Of the candidates with the same p, d, c and e those with the shortest words, shortest first:
     some in all, and one of every kind.  (lists, other candidates)."""
     groups, others = {}, []
     for candidate in sorted(candidates, key=lambda candidate: sum(candidate.moves.values())):
         mesh = candidate.config.mesh
-        group = groups.setdefault((mesh.p, mesh.d, mesh.c), [])
+        group = groups.setdefault((mesh.p, mesh.d, mesh.c, mesh.e), [])
         known = candidate.kind in (each.kind for each in group)
         (others if known and len(group) >= _SHORT else group).append(candidate)
     return [*groups.values()], others
@@ -76,8 +75,8 @@ class Bounds:
     def __init__(self, config: Config, ranks: int, vocabulary: int, machine: Machine) -> None:
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
-        active = block_weights(model).active
-        columns = int(active) // (model.layers * model.hidden)  # of a block's products, as one
+        computed = sum(count * each.computed for count, each in block_products(model))
+        columns = int(computed) // (model.layers * model.hidden)  # of a block's products, as one
         whole = machine.product(rows, columns, model.hidden, config.train.dtype)
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
@@ -153,6 +152,8 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
         if rings == 1:
             return "all_to_all", 4 * layers, members
         return "send", layers * (3 * (rings - 1) + 4 * (heads > 1)), (members[0], members[heads])
+    if axis == EXPERTS:
+        return "all_to_all", 4 * layers / config.model.moe_every, members
     if axis not in "xyz":
         return "all_gather", 1, members
     summa = config.parallel.scheme == "2d-summa"
@@ -162,7 +163,7 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
 
 def _seconds(sample: LayerSample, sequences: int) -> float:
     """Of a forward and a backward pass of a layer."""
-    passes = sample.passes(LAYER, sequences, halves=False)
+    passes = sample.layer_passes(sequences, halves=False)
     return passes.forward.seconds + passes.whole.seconds
 
 
@@ -173,26 +174,51 @@ def _smallest(config: Config) -> Config:
     return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
 
 
-def volumes(config: Config) -> dict[str, float]:
+def volumes(config: Config) -> Counter[str]:
     """Words that a rank receives in a step along each axis that has ranks, all layers together;
     with as many microbatches as stages, each of which gathers the weights."""
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
-    copies = mesh.d * mesh.c
+    copies = mesh.replicas()
     one = replace(config, train=replace(train, batch=train.batch / (copies * mesh.p)))
-    found = {}
+    found: Counter[str] = Counter()
     for axis in (axis for axis in "xyz" if getattr(mesh, axis) > 1):
         size = getattr(mesh, axis)
         alone = replace(one, mesh=replace(MeshConfig(x=1, y=1, z=1), **{axis: size}))
-        found[axis] = 2 * mesh.p * layers * received_elements(alone) * size / tensor
-    if copies > 1:
-        weights = block_weights(model).total / mesh.p / tensor
-        found[data_group(mesh.sizes())] = 2 * (1 - 1 / copies) * weights
+        found[axis] = 2 * mesh.p * layers * received_elements(alone, mesh.e) * size / tensor
+    for axes, elements in _summed(config):
+        ranks = prod(getattr(mesh, axis) for axis in axes)
+        found[plane(axes)] += 2 * (1 - 1 / ranks) * elements / (mesh.p * tensor)
     if mesh.c > 1:
         found[CONTEXT] = ring_words(config) + exchange_words(config)
+    if mesh.e > 1:
+        found[EXPERTS] = _slot_words(config)
     if mesh.p > 1:
         found["p"] = 2 * train.batch * model.sequence * model.hidden / (copies * tensor)
-    return found
+    return +found
+
+
+def _summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
+    """Elements of the blocks' matrices with the axes along which their gradients are summed."""
+    sizes, dense, experts = config.mesh.sizes(), 0, 0.0
+    for count, each in block_products(config.model):
+        if each.experts > 1:
+            experts += count * each.weights / config.mesh.e
+        else:
+            dense += count * each.weights
+    return [(data_axes(sizes), dense), (expert_data_axes(sizes), experts)]
+
+
+def _slot_words(config: Config) -> float:
+    """4 (1 - 1/e) E C S h: words that a rank receives in a step along e, of all mixtures; along c
+    a rank has slots for its own tokens at most."""
+    model, mesh = config.model, config.mesh
+    experts = family_of(model).sizes(model, model.vocabulary).experts
+    assert experts
+    slots = experts.count * min(experts.slots(model.sequence), model.sequence // mesh.c)
+    sequences = config.train.batch / (mesh.d * mesh.e)
+    words = slots * sequences * model.hidden / (mesh.p * mesh.x * mesh.y * mesh.z)
+    return 4 * (1 - 1 / mesh.e) * words * (model.layers // experts.every)
 
 
 def _heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:

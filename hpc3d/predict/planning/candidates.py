@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.mesh import data_group
 from hpc3d.cuda.cudnn_attention import takes
 from hpc3d.pipeline.schedule import find
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.layouts import MemoryOption
+from hpc3d.predict.planning.pass_costs import replicas_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -181,8 +181,8 @@ def seconds_of(estimate: Estimate) -> float:
 
 def _floor(estimate: Estimate) -> float:
     """Seconds that no other schedule nor ZeRO saves."""
-    sums = estimate.waits[data_group(estimate.config.mesh.sizes())]
-    return estimate.seconds - estimate.bubble - sums
+    sums = replicas_of(estimate.config, estimate.waits)
+    return estimate.seconds - estimate.bubble - sums.total()
 
 
 def _keeps_more(way: MemoryOption, other: MemoryOption) -> bool:

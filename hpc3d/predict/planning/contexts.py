@@ -41,7 +41,8 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
     whole sequences keep, as many as a pipeline has in flight, leaves little of `memory`; nor are
     many more ranks than these need that share sequences.
     """
-    batch, copies, stages = config.train.batch, config.mesh.d * c, config.mesh.p
+    mesh = config.mesh
+    batch, copies, stages = config.train.batch, mesh.d * mesh.e * c, mesh.p
     if config.model.sequence % c:
         return False
     if batch % copies:
@@ -83,7 +84,7 @@ def attention_flops(config: Config) -> float:
     the scores again, and half of them are hidden by a causal mask."""
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     square = family.attention(family.sizes(model, model.vocabulary))
-    rows = config.train.batch * model.sequence / (mesh.d * mesh.c)
+    rows = config.train.batch * model.sequence / mesh.replicas()
     share = model.layers / (mesh.p * mesh.x * mesh.y * mesh.z)
     return _FORWARD_AND_BACKWARD * square * rows * share * (0.5 if family.causal else 1.0)
 
@@ -92,5 +93,5 @@ def _elements(config: Config, keys: bool) -> float:
     """Elements of the keys, or of the queries, of a rank in all layers and microbatches."""
     model, mesh = config.model, config.mesh
     width = model.hidden * (model.kv_heads or model.heads) / model.heads if keys else model.hidden
-    rows = config.train.batch * model.sequence / (mesh.d * mesh.c)
+    rows = config.train.batch * model.sequence / mesh.replicas()
     return rows * width * model.layers / (mesh.p * mesh.x * mesh.y * mesh.z)

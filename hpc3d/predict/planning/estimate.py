@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.mesh import CONTEXT, DATA, data_group
+from hpc3d.comm.mesh import CONTEXT, DATA
 from hpc3d.config.input_file import Config
-from hpc3d.model.stage import FIRST, LAST, LAYER
+from hpc3d.model.stage import FIRST, LAST
 from hpc3d.pipeline.closed_forms import StageTimes
 from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.schedule_clock import steady_ends
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.between_hosts import legs
-from hpc3d.predict.planning.pass_costs import NOTHING, LayerSample, PartCosts
+from hpc3d.predict.planning.pass_costs import NOTHING, LayerSample, PartCosts, replicas_of
 from hpc3d.predict.planning.peak import (
     StageWork,
     buckets,
@@ -75,8 +75,8 @@ class Estimate(NamedTuple):
 
 class CostKey(NamedTuple):
     """What a `cost` depends on, so that it is found once: always on backend, type and scheme, on
-    the places of the tensor axes and of c, and on how attention is done; on the others where they
-    are given.
+    the places of the tensor axes, of e and of c, and on how attention is done; on the others where
+    they are given.
 
     `context` are the place of c and the keys of [parallel] about sequences and attention, `keep`
     is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content` whether
@@ -112,7 +112,7 @@ def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
         train.dtype,
         train.fused_gelu,
         parallel.scheme,
-        tensor=tuple([place for axis, place in places.items() if axis in "xyz"]),
+        tensor=tuple([place for axis, place in places.items() if axis in "exyz"]),
         context=(places[CONTEXT], parallel.context, parallel.ulysses, parallel.attention),
         **values,
     )
@@ -134,8 +134,7 @@ class Estimator:
         totals = _totals_of(works, micros)
         late = self.latest(config, parts, stages)
         sums, rest = self.update(config, stages[late])[0], self.longest_update(config, stages)
-        axis = data_group(config.mesh.sizes())
-        hidden = Counter({axis: self.hidden(config, parts, stages[late], sums)})
+        hidden = self.hidden(config, parts, stages[late], sums)
         after = (
             _without_hidden(sums, hidden)
             + rest
@@ -206,7 +205,7 @@ class Estimator:
     def shown_sums(self, config: Config, parts: PartCosts, stage: StageContent) -> float:
         """Seconds of the sums of a stage that no backward pass hides."""
         sums, _ = self.update(config, stage)
-        return sums.seconds - self.hidden(config, parts, stage, sums)
+        return sums.seconds - self.hidden(config, parts, stage, sums).total()
 
     def longest_update(self, config: Config, stages: Sequence[StageContent]) -> Pass:
         """The Pass of the update of the stage that has most to update, or of the first one, where
@@ -287,7 +286,7 @@ class Estimator:
         halves = find(parallel.schedule).splits_backward
 
         # ZeRO 2 and 3 have a part in the passes, 0 and 1 have none.
-        zero = parallel.zero if parallel.zero > 1 and mesh.d * mesh.c > 1 else 0
+        zero = parallel.zero if parallel.zero > 1 and mesh.replicas() > 1 else 0
         keep, recompute = parallel.keep_gathered, parallel.recompute
 
         def ends():
@@ -296,9 +295,10 @@ class Estimator:
 
         def measure():
             sample = self.sample(config, zero, keep, recompute)
-            rows, columns = sample.stages[LAYER].block_of(sequences * config.model.sequence)
+            stage = sample.stages[sample.layers]
+            rows, columns = stage.block_of(sequences * config.model.sequence)
             block = rows * columns * np.dtype(config.train.dtype).itemsize
-            layer = sample.passes(LAYER, sequences, halves)
+            layer = sample.layer_passes(sequences, halves)
             first, last = self._once(key._replace(cost="ends", recompute=None), ends)
             return PartCosts(layer, first, last, block)
 
@@ -322,7 +322,7 @@ class Estimator:
         """The Pass of the sums and that of the update, of as many layers as hold what a stage
         does."""
         sample = self.sample(config, config.parallel.zero)
-        layer = sample.held[(LAYER,)]["gradient"]
+        layer = sample.held[(sample.layers,)]["gradient"]
         times = self.held(config, stage)["gradient"] / layer
 
         most = max(1.0, 1e6 * config.parallel.bucket_mb)
@@ -334,20 +334,22 @@ class Estimator:
         key = _key_of("update", config, times=times, nbytes=most, **values)
         return self._once(key, measure)
 
-    def hidden(self, config: Config, parts: PartCosts, stage: Any, sums: Pass) -> float:
-        """Seconds of the sums over replicas that the last backward pass of a stage hides.
+    def hidden(self, config: Config, parts: PartCosts, stage: Any, sums: Pass) -> Counter:
+        """Seconds of the sums over replicas, by axis, that the last backward pass of a stage
+        hides.
 
         A bucket is posted when a layer is through; the last bucket is full, and the last layer
         through, only when the pass is over.
         """
         parallel = config.parallel
         if not parallel.overlap:
-            return 0.0
+            return Counter()
         posts = buckets(self.held(config, stage)["gradient"], parallel.bucket_mb)
-        early = sums.idle[data_group(config.mesh.sizes())] * (
-            1 - 1 / max(1, min(posts, stage.layers))
-        )
-        return min(early, stage.layers * parts.layer.whole.seconds)
+        share, idle = 1 - 1 / max(1, min(posts, stage.layers)), replicas_of(config, sums.idle)
+        room = stage.layers * parts.layer.whole.seconds
+        if (early := share * idle.total()) > room:
+            share *= room / early
+        return Counter({axis: share * seconds for axis, seconds in idle.items()})
 
     def message(self, config: Config, nbytes: float) -> float:
         """Seconds of a message in flight to the next stage, in the mean of the stages."""
@@ -438,7 +440,8 @@ class Estimator:
     ) -> Counter:
         """What the rank of stage `number`, of these `chunks`, holds at most, by kind; `sums` and
         `rest` as for all stages."""
-        layer = self.sample(config, config.parallel.zero).held[(LAYER,)]["gradient"]
+        sample = self.sample(config, config.parallel.zero)
+        layer = sample.held[(sample.layers,)]["gradient"]
         ahead = max(1.0, 2e6 * config.parallel.bucket_mb / layer)  # two buckets of values
         held = self.held(config, stage_content(chunks))
         times = held["gradient"] / layer
@@ -456,7 +459,8 @@ class Estimator:
 
 def _held_on(sample: LayerSample, stage: StageContent) -> Counter:
     held, ends = sample.held, _ends_of(stage)
-    layers = Counter({kind: stage.layers * size for kind, size in held[(LAYER,)].items()})
+    times = stage.layers / len(sample.layers.layers)
+    layers = Counter({kind: int(times * size) for kind, size in held[(sample.layers,)].items()})
     return layers + held[()] + (held[ends] if ends else Counter())
 
 

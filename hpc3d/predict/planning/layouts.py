@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from math import factorial
+from math import factorial, gcd
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.config.context_rules import wrong_context
@@ -44,7 +44,7 @@ WITH_CHUNKS = {
 _ZEROS = ((0, 1), (2,), (3,))  # what gathers and sums in every pass comes last
 
 
-def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple]:
+def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple[int, int, str, int, int, int]]:
     """(p, d, scheme, x, y, z) of so many ranks; what is the same twice is there once.
 
     3-D on x and y only is 2-D, on y only it is 1-D with sequence parallelism; 2.5-D needs a depth.
@@ -98,11 +98,14 @@ def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: in
 
 
 def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]]:
-
+    """The layouts that the rules allow, those together that differ in how they cut sequences."""
     layers, batch = base.model.layers, base.train.batch
-    for c in divisors(ranks):
-        for mesh in meshes(ranks // c, layers, batch):
-            config = with_mesh(base, *mesh)
+    for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
+        if ranks % (c * e):
+            continue
+        shared = replace(base, mesh=replace(base.mesh, e=e))
+        for mesh in meshes(ranks // (c * e), layers, batch):
+            config = with_mesh(shared, *mesh)
             if c == 1:
                 yield [] if problems(config, ranks) else [config]
             elif may_cut(config, c, memory):
@@ -147,7 +150,7 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
     """The values of ZeRO that make a difference and divide the model, those together that have
     the same passes."""
-    if config.mesh.d * config.mesh.c == 1:
+    if config.mesh.replicas() == 1:
         return ((0,),)
     return tuple(group for group in _ZEROS if not violations(_with_zero(config, group[0]), ranks))
 
@@ -167,7 +170,7 @@ def microbatches(config: Config, ranks: int) -> list[int]:
     The sequences of a microbatch must divide over the axes that split them, so that the largest
     number is a multiple of all others.
     """
-    allowed = divisors(config.train.batch // config.mesh.d)
+    allowed = divisors(config.train.batch // (config.mesh.d * config.mesh.e))
     for most in reversed([size for size in allowed if size * config.mesh.p <= MOST_PASSES]):
         parallel = replace(config.parallel, microbatches=most)
         if not violations(replace(config, parallel=parallel), ranks):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.comm.communicator import Pending
-from hpc3d.comm.mesh import queue_of
+from hpc3d.comm.mesh import data_axes, expert_data_axes, plane, queue_of
 from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import Microbatch
@@ -83,6 +83,13 @@ def _multiplied(counts: Mapping[str, float], times: float) -> Counter:
 
 _NONE = Counter()
 NOTHING = Pass(0.0, _NONE, 0, 0, 0.0, _NONE)
+
+
+def replicas_of(config: Config, waits: Mapping[str, float]) -> Counter:
+    """Of waits by axis those for sums over replicas."""
+    sizes = config.mesh.sizes()
+    planes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
+    return Counter({axis: waits[axis] for axis in planes if axis in waits})
 
 
 class PassSeconds(NamedTuple):
@@ -194,7 +201,8 @@ def _seconds(nanoseconds: Mapping[str, int]) -> Counter:
 
 
 class LayerSample:
-    """One layer and both ends of a model, on the first rank of a mesh without data.
+    """One layer and both ends of a model, on the first rank of a mesh without data; of a model
+    with mixtures of experts in some blocks as many layers as there are from one to the next.
 
     Each has parameters of its own, as on stages of a pipeline, and ends that are on one stage
     have theirs together: `ends` are groups of FIRST and LAST.
@@ -214,7 +222,8 @@ class LayerSample:
         self.mesh = representative(grid, pool, SingleStage(), self.context)
         self.pool = self.mesh.pool
         self.stages, self.held = {}, {(): Counter(self.pool.live)}
-        self.layer = self.add(LAYER)
+        self.layers = LAYER._replace(layers=range(config.model.moe_every))
+        self.layer = self.add(self.layers)
         for parts in ends:
             self.add(*parts)
 
@@ -246,6 +255,11 @@ class LayerSample:
         backward = self.backward(stage, micro, part, saved, defer)
         _, weight = self.measured(defer.run)
         return PassSeconds(forward, whole, backward, weight)
+
+    def layer_passes(self, sequences: int, halves: bool) -> PassSeconds:
+        """The same of a layer, the mean of those that are there."""
+        passes, count = self.passes(self.layers, sequences, halves), len(self.layers.layers)
+        return passes if count == 1 else passes * (1 / count)
 
     def forward(
         self, stage: PipelineStage, micro: Microbatch, part: LayerRange
@@ -293,8 +307,8 @@ class LayerSample:
         return result, Pass(seconds, waits, left, peak, busy, idle)
 
     def update(self, times: float, most: float) -> tuple[Pass, Pass]:
-        """The Pass of the sums of gradients over ranks, and that of the update, of so many layers,
-        in buckets of at most `most` bytes."""
+        """The Pass of the sums of gradients over ranks, and that of the update, so many times of
+        what is in `layers`, in buckets of at most `most` bytes."""
         parameters, optimizer = self.layer
         buckets = Buckets(parameters, most)
 

@@ -150,7 +150,7 @@ class Ranking:
     def _resized(self) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
         """(likely seconds, estimate, candidate) of the best layouts with other buckets."""
         fitting = (
-            each for each in self.found.timed if each.fits and _copies(each.best.config.mesh) > 1
+            each for each in self.found.timed if each.fits and each.best.config.mesh.replicas() > 1
         )
         for each in islice(fitting, _RESIZED):
             if row := self.row(each):
@@ -243,15 +243,15 @@ class Ranking:
     def _named_candidates(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> Iterator[Candidate]:
-        """The candidates that have a name, with the p, d and c of a mesh if one is given."""
+        """The candidates that have a name, with the p, d, c and e of a mesh if one is given."""
         found = self.found
         for candidate in [*(each.candidate for each in found.timed), *found.left, *found.cut]:
             if is_it(candidate.config) and (mesh is None or _alike(candidate.config.mesh, mesh)):
                 yield candidate
 
     def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
-        """Name -> the RankedLayout of the best layout of that name, with the p, d and c of a mesh
-        if one is given; or None."""
+        """Name -> the RankedLayout of the best layout of that name, with the p, d, c and e of a
+        mesh if one is given; or None."""
         return {name: self._called(is_it, mesh) for name, is_it in _NAMED.items()}
 
     def _called(
@@ -307,12 +307,7 @@ def _family(config: Config) -> tuple[MeshConfig, str, str, bool]:
 
 
 def _alike(mesh: MeshConfig, other: MeshConfig) -> bool:
-    return (mesh.p, mesh.d, mesh.c) == (other.p, other.d, other.c)
-
-
-def _copies(mesh: MeshConfig) -> int:
-    """Ranks that have the same weights."""
-    return mesh.d * mesh.c
+    return (mesh.p, mesh.d, mesh.c, mesh.e) == (other.p, other.d, other.c, other.e)
 
 
 def layout(config: Config) -> dict[str, dict[str, Any]]:

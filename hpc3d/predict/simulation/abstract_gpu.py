@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.arrays.abstract import AbstractArray, AbstractPool, counted, of_shapes
-from hpc3d.arrays.pool import contiguous, value_of
+from hpc3d.arrays.pool import contiguous, has_values, value_of
 from hpc3d.arrays.primitive import add_backend
 from hpc3d.cuda import launch_table
 from hpc3d.cuda.cudnn_attention import Case, takes
@@ -146,6 +146,7 @@ def _on_pool(primitive: Primitive) -> Callable[..., Any]:
 
 add_backend(_DeviceShape, _on_pool)
 contiguous.register(_DeviceShape, lambda block: block)
+has_values.register(_DeviceShape, lambda array: False)
 value_of.register(_DeviceShape, lambda array: 0.0)
 
 

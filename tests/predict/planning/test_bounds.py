@@ -12,3 +12,12 @@ def test_the_heaviest_axis_lies_inside_a_node():
     turned = Bounds(config, 32, 256, CLUSTER).candidate(config).config
     assert turned.mesh.order == "p d x c e y z"
     assert step(turned)[0] < 0.8 * step(config)[0]
+
+
+def test_a_bound_of_a_mixture_counts_slots_not_choices():
+    """An expert has slots for a quarter of its even share: a fourth of what choices would take."""
+    line = "model.hidden=1024 model.heads=8 model.layers=4 model.sequence=512 train.batch=32"
+    config = settled(f"{line} model.experts=4 model.capacity=0.25 e=4 x=2")
+    bounds = Bounds(config, 8, 256, CLUSTER)
+    least, (seconds, _) = bounds.least(bounds.candidate(config)), step(config)
+    assert 0.6 * seconds < least < seconds

@@ -12,9 +12,11 @@ from hpc3d.config.rules import resolve
 from hpc3d.predict.machine.machine import Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.planning import layouts
+from hpc3d.predict.planning.bounds import kind, volumes
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search
+from hpc3d.predict.simulation import summary
 from hpc3d.predict.simulation.simulator import simulate
 from tests.strided import strided
 
@@ -39,7 +41,7 @@ def config_of(line):
     options = []
     for word in line.split():
         key, value = word.split("=")
-        section = "mesh." if key in "pdcxyz" else "parallel."
+        section = "mesh." if key in "pdcexyz" else "parallel."
         options += ["--" + ("" if "." in key else section) + key, value]
     return load(None, options)
 
@@ -123,7 +125,22 @@ c=8 model.sequence=2048 train.batch=4 train.backend=cupy train.dtype=bfloat16
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("line", strided([*LAYOUTS, *OF_LLAMA, *OF_BERT, *CUT], 3))
+MIXTURES = [
+    f"model.experts=8 {line}"
+    for line in """
+e=8
+d=2 e=2 x=2 model.top_k=2 model.capacity=1 model.shared_experts=1
+e=2 x=2 y=2 microbatches=2 scheme=2d recompute=full
+p=2 e=2 y=2 schedule=1f1b microbatches=4 zero=1 model.moe_every=2
+p=2 d=2 e=2 schedule=zb-h1 microbatches=4 model.capacity=0 model.top_k=2
+d=2 e=4 zero=3 model.kind=llama model.kv_heads=4 model.ffn=640
+c=2 e=2 x=2 zero=2
+e=8 model.moe_every=2 train.backend=cupy train.dtype=bfloat16
+""".strip().splitlines()
+]
+
+
+@pytest.mark.parametrize("line", strided([*LAYOUTS, *OF_LLAMA, *OF_BERT, *CUT, *MIXTURES], 3))
 def test_an_estimate_is_near_the_simulation(line):
     config = settled(f"{SMALL} {line}")
     found = Estimator(256, CLUSTER).estimate(config)
@@ -283,3 +300,45 @@ def test_where_memory_is_short_fewer_microbatches_may_do_more_again():
     seconds, peak = step(other, machine, VOCABULARY)
     assert peak < 10.5 * GB
     assert first < 1.02 * seconds
+
+
+# Mixtures of experts
+
+BIG = (
+    "model.kind=llama model.kv_heads=8 model.layers=1 model.hidden=1024 model.heads=8 "
+    "model.ffn=4096 model.sequence=128 train.batch=8 model.experts=4"
+)
+
+
+def test_experts_that_fit_no_rank_are_cut_along_e_and_by_the_cube():
+    """An expert has 3 x 1024 x 4096 weights with 16 bytes of each: 0.2 GB."""
+    searched, found = search(BIG, 16, memory=0.15 * GB)
+    fitting = [each.best for each in found.timed if each.fits]
+    best = min(fitting, key=lambda each: each.seconds).config
+    assert step(best)[1] <= 1.1 * searched.memory
+    assert best.mesh.e > 1 and best.mesh.x * best.mesh.y * best.mesh.z > 1
+    assert any(each.config.mesh.e > 1 and kind(each.config) == "3-D" for each in fitting)
+
+
+def test_where_there_is_room_every_rank_has_all_experts():
+    """Nothing is sent along e then; the sums of gradients are as long as with fewer experts."""
+    _, found = search(f"{SMALL} model.experts=2 model.top_k=2", 2)
+    fastest = min((each.best for each in found.timed if each.fits), key=lambda each: each.seconds)
+    exchanged = [each.best for each in found.timed if each.best.config.mesh.e > 1]
+    assert fastest.config.mesh.e == 1 and exchanged
+    assert all(each.waits["e"] > 0 for each in exchanged)
+
+
+def test_what_a_mixture_moves_is_what_is_counted():
+    """The bounds' words along e and of the sums, of a whole step, as a simulation counts them."""
+    line = "model.experts=8 model.top_k=2 model.layers=4 model.capacity=1 train.dtype=float32"
+    config = settled(f"{SMALL} {line} d=2 e=4 p=1".replace("model.layers=4", "", 1))
+    words = volumes(config)
+    runs = simulate(config, 256, CLUSTER)
+    moved = {
+        axis: sum(each["bytes"] for each in ops.values())
+        for axis, ops in summary.moved(runs[0]).items()
+    }
+    assert words["e"] * 4 == moved["e"]
+    assert words["d"] * 4 == pytest.approx(moved["d"], rel=0.01)  # biases are left out
+    assert words["d e"] * 4 == pytest.approx(moved["d e"], rel=0.15)  # and tables

@@ -48,8 +48,24 @@ def counted(config):
     return run(config.mesh.sizes(), rank)
 
 
+# Mixtures of experts in all layers and in some, on e with every other axis.
+MIXTURES = """
+e=2 microbatches=2 experts=4 top_k=2 capacity=1 shared_experts=1
+d=2 e=2 microbatches=2 zero=1 experts=4 top_k=2 balance_bias=0.01
+e=2 x=2 y=2 z=2 microbatches=3 experts=4 top_k=2
+p=2 e=2 x=2 z=2 schedule=1f1b kind=llama kv_heads=4 ffn=48 moe_every=2 experts=4 microbatches=3
+d=2 e=2 y=2 microbatches=2 zero=3 experts=4 shared_experts=1
+p=2 d=2 e=2 schedule=zb-h1 microbatches=4 zero=2 experts=4 bucket_mb=0.01 capacity=0
+d=2 c=2 e=2 microbatches=2 zero=1 experts=4 sequence=4
+e=2 x=2 y=2 microbatches=2 scheme=2d-summa experts=4 top_k=2 recompute=full dropout=0.25
+""".strip().splitlines()
+
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
-LINES = [*strided([*MIXES, *SMALL], 11, 6), *(pytest.param(line, marks=slow) for line in MANY)]
+LINES = [
+    *strided([*MIXES, *SMALL], 11, 6),
+    *strided(MIXTURES, 3),
+    *(pytest.param(line, marks=slow) for line in MANY),
+]
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -65,6 +81,7 @@ EVALUATED = [
     "p=2 d=2 x=2 schedule=1f1b microbatches=3 zero=3",
     "p=2 schedule=zb-v chunks=2 microbatches=3",
     "x=2 y=2 schedule=none scheme=2d microbatches=2 kind=llama kv_heads=4 ffn=48",
+    "d=2 e=2 x=2 microbatches=2 experts=4 moe_every=2",
 ]
 
 

@@ -13,6 +13,7 @@ from hpc3d.predict.simulation.summary import summary
 from hpc3d.trace.schema import CATEGORY, OP
 from tests.pipeline.mixes import MIXES, config_of
 from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
+from tests.predict.simulation.test_count import MIXTURES
 from tests.strided import strided
 
 TIMES = {"t_start", "t_global", "dur", "posted", "name"}
@@ -39,7 +40,7 @@ def simulated(line):
     return config, simulate(config, config.model.vocabulary, MACHINE)
 
 
-@pytest.mark.parametrize("line", [*strided(PIPELINES, 7), *PLAYED])
+@pytest.mark.parametrize("line", [*strided(PIPELINES, 7), *PLAYED, *strided(MIXTURES, 2, 1)])
 def test_played_passes_are_like_those_that_are_run(line):
     """Every value of every row but times, and the peak of every kind of memory."""
     config, runs = simulated(line)
@@ -60,6 +61,20 @@ def test_the_time_of_a_product_and_of_a_call_are_the_machines():
     large = calls[calls["bytes"] == calls["bytes"].max()]
     seconds = MACHINE.call("all_reduce", int(large["bytes"][0]), (0, 1, 2, 3))
     assert large["dur"][0] == pytest.approx(seconds * 1e9, abs=1)
+
+
+def test_experts_take_what_their_products_and_exchanges_do():
+    """Of 16 experts, on 4 ranks, S C e rows each: C = ceil(3/2 1.25) for 2 sequences of 3."""
+    _, (run,) = simulated("e=4 experts=16 top_k=8 hidden=240 heads=12 batch=8 layers=1")
+    gemm = run.rows[run.rows["op"] == OP.index("gemm")]
+    rows = 2 * 2 * 4
+    up = np.isclose(gemm["flops"], 2 * rows * 240 * 960 * 16 / 4)
+    assert up.sum() == 2 * 3  # up and down, forward, and backward by X and W
+    np.testing.assert_allclose(gemm["dur"][up], gemm["flops"][up] / FLOPS * 1e9, atol=1)
+    calls = run.rows[run.rows["op"] == OP.index("all_to_all")]
+    assert calls["bytes"].tolist() == [3 / 4 * rows * 4 * 240 * 8] * 4
+    seconds = MACHINE.call("all_to_all", int(calls["bytes"][0]), (0, 1, 2, 3))
+    assert calls["dur"][0] == pytest.approx(seconds * 1e9, abs=1)
 
 
 GPU = "p=1 schedule=none microbatches=2 hidden=32 heads=4 backend=cupy dtype=float32"
