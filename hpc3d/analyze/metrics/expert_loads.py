@@ -15,7 +15,7 @@ from hpc3d.analyze.metrics.columns import combinations, event_values, labelled, 
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import step_seconds
 from hpc3d.comm.mesh import EXPERTS
-from hpc3d.model.families import expert_parameters, family_of
+from hpc3d.model.families import expert_weights, family_of
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
@@ -212,7 +212,7 @@ def _of_slots(trace, loads, chosen, kept):
     if not loads.slots:
         return dict.fromkeys(("dropped_even", "empty", "empty_even", "empty_flop"))
     slots, model = loads.slots * loads.chosen.size, configuration(trace).model
-    matrices = expert_parameters(model) / np.prod(loads.chosen.shape[1:])  # of one expert
+    matrices = expert_weights(model) / np.prod(loads.chosen.shape[1:])  # of one expert
     return {
         "dropped_even": max(0.0, 1 - slots / chosen),
         "empty": 1 - kept / slots,
