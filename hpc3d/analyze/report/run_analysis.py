@@ -132,12 +132,10 @@ def analyze_run(
     tables = {
         **_of_time(steady, calls, peak),
         **_of_all_steps(trace),
-        "traffic": _pairs(matrices),
-        "crossing": crossing_rows(calls),
-        "crossing_pairs": crossing_pair_rows(calls),
+        **_of_traffic(calls, matrices),
+        **_of_experts(steady, loads, calls),
         "pipeline": stages,
         "bubble": _bubble(trace, step) if stages else [],
-        **_of_experts(steady, loads, calls),
         **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
     }
     attrs, drawn = trace.attrs, None
@@ -198,6 +196,15 @@ def _of_all_steps(trace):
         "between": between_rows(trace),
         "memory": peak_rows(trace),
         "memory_ranks": memory_rows(trace),
+    }
+
+
+def _of_traffic(calls, matrices):
+    """The tables of who receives what, which need no times."""
+    return {
+        "traffic": _pairs(matrices),
+        "crossing": crossing_rows(calls),
+        "crossing_pairs": crossing_pair_rows(calls),
     }
 
 

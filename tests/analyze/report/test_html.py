@@ -58,6 +58,12 @@ class Reader(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
+OF_EXPERTS = {
+    "expert_cost": ("What imbalance of experts costs", "1 row"),
+    "experts": ("Load of experts", "8 rows"),
+    "routers": ("Load of experts by step", "6 rows"),
+    "exchanges": ("Dispatch and combine", "4 rows"),
+}
 EVALUATION = {"step": 1, "loss": 2.5, "tokens": 96, "accuracy": 0.25, "seconds": 0.5}
 
 
@@ -98,8 +104,8 @@ def test_a_run_of_experts_has_a_section_and_another_has_none(page, tmp_path):
     assert '<a href="#experts-1">Experts</a>' in text and '<h2 id="experts-1">Experts</h2>' in text
     words, cost = Reader(text).text, in_words(run.tables["expert_cost"][0])
     assert cost in words and "In dispatch and combine a mean rank waited" in cost
-    for title, rows in (("Load of experts", 8), ("Load of experts by step", 6)):
-        assert f"{title} {rows} rows" in words
+    for title, rows in OF_EXPERTS.values():
+        assert f"{title} {rows} what it means" in words
     assert '<img class="both" alt="Load of experts"' in text
     assert in_markdown(cost) in (tmp_path / "report.md").read_text()
     assert (tmp_path / "tables" / "exchanges.csv").exists()
@@ -136,7 +142,7 @@ def test_every_link_has_its_target(page):
 def test_the_page_has_every_table_and_what_it_means(page):
     text = Reader(page).text
     for spec in OF_A_RUN:
-        if spec.rows_shown >= 0:
+        if spec.rows_shown >= 0 and spec.name not in OF_EXPERTS:
             assert re.search(rf"{re.escape(spec.title)} \d+ rows? what it means", text), spec.name
         assert " ".join(html.prose(MEANING[spec.name]).split()) in " ".join(page.split())
     for word in ("12.5%", "F [ms]", "MFU", "algbw", "arrives last", "3d along m, 1f1b, p=2 x=2"):
