@@ -31,6 +31,9 @@ TINY = {
     "train.decay": "constant",
     "parallel.bucket_mb": 0.02,  # several
 }
+SWITCH = {"model__experts": 4, "model__capacity": 0.75, "model__balance_bias": 0.05}
+MIXTRAL = {"model__kind": "llama", "model__experts": 4, "model__top_k": 2, "model__capacity": 0}
+MIXTRAL |= {"model__shared_experts": 1, "parallel__microbatches": 2}
 CLOSE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 
 
@@ -97,6 +100,9 @@ def on_numpy(tmp_path_factory):
                 "model__layers": 4,
             },
         ),
+        (2, "float32", {"mesh__e": 2, **SWITCH}),
+        (2, "bfloat16", {"mesh__e": 2, **MIXTRAL}),
+        (4, "float32", {"mesh__e": 2, "mesh__x": 2, "mesh__transport": "host-staged", **MIXTRAL}),
         (2, "float32", {"mesh__c": 2, "model__dropout": 0.1}),
         (2, "bfloat16", {"mesh__c": 2, "parallel__context": "all-to-all"}),
         (2, "float16", {"mesh__c": 2, "model__kind": "llama", "model__kv_heads": 2}),
@@ -151,8 +157,10 @@ def test_it_needs_no_trace(values, on_numpy, tmp_path):
         (1, {"parallel__attention": "chunked"}),
         (2, {"mesh__d": 2, "parallel__zero": 1}),
         (2, {"mesh__c": 2, "parallel__context": "all-to-all"}),
+        (1, MIXTRAL),
+        (2, {"mesh__e": 2, **SWITCH}),
     ],
-    ids=["one", "chunked", "ZeRO", "all-to-all"],
+    ids=["one", "chunked", "ZeRO", "all-to-all", "Mixtral", "Switch"],
 )
 def test_a_graph_is_the_same_step(ranks, values, tmp_path):
     plain, graph = tmp_path / "plain", tmp_path / "graph"
