@@ -51,7 +51,7 @@ def on(device):
     return Mesh({}, {}, {}, Self(Pool()), pool=device.pool())
 
 
-def trainer_of(device, kind=Trainer, batches=None, **values):
+def trainer_of(device, kind=Trainer, /, batches=None, **values):
     """A trainer on the device, or on NumPy where that is None."""
     config = config_of("numpy" if device is None else "cupy", **values)
     mesh = on_numpy() if device is None else on(device)
