@@ -9,7 +9,7 @@ from hpc3d.ops.routing import RouterLoss, SlotForm
 
 SEQUENCES = 3
 # Experts, choices, ranks along e: of one warp, of two, more than the threads of a block.
-FORMS = ((1, 1, 1), (8, 2, 2), (40, 8, 8), (300, 5, 3))
+FORMS = ((1, 1, 1), (8, 2, 2), (40, 8, 8), (300, 3, 3))
 
 
 def ruled(bench):
