@@ -61,6 +61,12 @@ def told(folder):
         return np.stack([trace.steps[name][mine] for name in ("loss", "grad_norm")], 1), moved
 
 
+def routed(folder):
+    """The tables of what routers decided, and of their losses."""
+    with hpc3d.trace.open(folder) as trace:
+        return np.array(trace.experts), np.array(trace.routers)
+
+
 @pytest.fixture(scope="module")
 def on_numpy(tmp_path_factory):
     """What a run on NumPy in float32 tells, computed once."""
@@ -165,9 +171,11 @@ def test_it_needs_no_trace(values, on_numpy, tmp_path):
 def test_a_graph_is_the_same_step(ranks, values, tmp_path):
     plain, graph = tmp_path / "plain", tmp_path / "graph"
     values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}
-    expected, _ = told(run(ranks, plain, **values))
-    got, _ = told(run(ranks, graph, tmp_path / "posted", train__cuda_graph="true", **values))
-    np.testing.assert_array_equal(got, expected)
+    right = run(ranks, plain, **values)
+    replayed = run(ranks, graph, tmp_path / "posted", train__cuda_graph="true", **values)
+    np.testing.assert_array_equal(told(replayed)[0], told(right)[0])
+    for got, expected in zip(routed(replayed), routed(right), strict=True):
+        np.testing.assert_array_equal(got, expected)
     assert json.loads((tmp_path / "posted").read_text())["graph"] > 2
 
 
