@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.gpu.trainers import MIXTRAL, SWITCH, trainer_of, values_of
+from tests.gpu.trainers import BIAS, MIXTRAL, SWITCH, trainer_of, values_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"layers": 2, "hidden": 96, "heads": 4, "sequence": 48, "batch": 8, "vocabulary": 256}
@@ -17,7 +17,7 @@ WAYS = {
     " with everything recomputed": {"recompute": "full", "dropout": 0.1},
     " with SGD": {"optimizer": "sgd", "learning_rate": 0.1},
     " without clipping": {"clip": 0.0},
-    " with a mixture, top 1": SWITCH,
+    " with a mixture, top 1": {**SWITCH, **BIAS},
     " with a mixture, top 2": MIXTRAL,
 }
 STEPS = 10

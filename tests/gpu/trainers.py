@@ -14,7 +14,8 @@ from hpc3d.training.trainer import Trainer
 
 SECTIONS = "mesh", "parallel", "model", "train"
 # Mixtures of experts: one for each token, of which some are dropped; two, room for all.
-SWITCH = {"experts": 4, "top_k": 1, "capacity": 1.0, "balance_bias": 0.01}
+SWITCH = {"experts": 4, "top_k": 1, "capacity": 1.0}
+BIAS = {"balance_bias": 0.01}  # in float32
 MIXTRAL = {"kind": "llama", "experts": 4, "top_k": 2, "capacity": 0.0, "shared_experts": 1}
 
 

@@ -31,7 +31,8 @@ TINY = {
     "train.decay": "constant",
     "parallel.bucket_mb": 0.02,  # several
 }
-SWITCH = {"model__experts": 4, "model__capacity": 0.75, "model__balance_bias": 0.05}
+SWITCH = {"model__experts": 4, "model__capacity": 0.75}
+BALANCED = {**SWITCH, "model__balance_bias": 0.05}
 MIXTRAL = {"model__kind": "llama", "model__experts": 4, "model__top_k": 2, "model__capacity": 0}
 MIXTRAL |= {"model__shared_experts": 1, "parallel__microbatches": 2}
 CLOSE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
@@ -106,7 +107,7 @@ def on_numpy(tmp_path_factory):
                 "model__layers": 4,
             },
         ),
-        (2, "float32", {"mesh__e": 2, **SWITCH}),
+        (2, "float32", {"mesh__e": 2, **BALANCED}),
         (2, "bfloat16", {"mesh__e": 2, **SWITCH}),
         (1, "float16", MIXTRAL),
         (4, "float32", {"mesh__e": 2, "mesh__x": 2, "mesh__transport": "host-staged", **MIXTRAL}),
@@ -165,7 +166,7 @@ def test_it_needs_no_trace(values, on_numpy, tmp_path):
         (2, {"mesh__d": 2, "parallel__zero": 1}),
         (2, {"mesh__c": 2, "parallel__context": "all-to-all"}),
         (1, MIXTRAL),
-        (2, {"mesh__e": 2, **SWITCH}),
+        (2, {"mesh__e": 2, **BALANCED}),
     ],
     ids=["one", "chunked", "ZeRO", "all-to-all", "Mixtral", "Switch"],
 )
