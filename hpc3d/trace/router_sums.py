@@ -28,9 +28,8 @@ class RouterSums:
     def add(self, layer: int, *parts: Array | float) -> None:
         """Add the choices of each expert and those that found a slot, int64[E] each, and the
         losses of balance and of z."""
-        if layer not in self.layers:
-            self.layers[layer] = [_own(part) for part in parts]
-            return
+        if layer not in self.layers:  # the first ones are added, too: no graph compiles
+            self.layers[layer] = [np.zeros_like(part) for part in parts]
         for total, part in zip(self.layers[layer], parts, strict=True):
             total += part
 
@@ -47,8 +46,3 @@ class RouterSums:
             for total in totals:
                 total.fill(0)
         return experts, routers
-
-
-def _own(part: Array | float) -> Any:
-    """A copy of an array where it is; of a number an array of the host."""
-    return np.array(part) if isinstance(part, float) else part.copy()

@@ -66,9 +66,11 @@ def reduce(comm, dtype):
 
 
 def all_to_all(comm, dtype):
-    sent = blocks(comm, (2 * comm.size, 3), dtype)
-    parts = [np.split(block, comm.size)[comm.rank] for block in sent]
-    same(comm.all_to_all(sent[comm.rank]).wait(), np.concatenate(parts))
+    """Of rows, and of the slots of experts, [e R, E/e, h]."""
+    for shape in ((2 * comm.size, 3), (3 * comm.size, 2, 5)):
+        sent = blocks(comm, shape, dtype)
+        parts = [np.split(block, comm.size)[comm.rank] for block in sent]
+        same(comm.all_to_all(sent[comm.rank]).wait(), np.concatenate(parts))
 
 
 def send_and_recv(comm, dtype):

@@ -21,12 +21,16 @@ pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("counts_from_zero
 ONE = "p=1 schedule=none microbatches=2 layers=1 batch=4 steps=4 dtype=float32"
 LLAMA = "kind=llama kv_heads=4 ffn=20"  # of 12 heads: three queries a key
 BERT = "kind=bert padding=4"
+SWITCH = "experts=4 top_k=1 capacity=0.75 balance_bias=0.05"
+MIXTRAL = f"{LLAMA} experts=4 top_k=2 capacity=0 shared_experts=1"
 LINES = [
     ONE,
     f"{ONE} tied=false gelu=exact dropout=0.25 recompute=selective",
     f"{ONE} optimizer=sgd learning_rate=0.1 recompute=full dropout=0.25",
     f"{ONE} {LLAMA} recompute=selective dropout=0.25",
     f"{ONE} {BERT} recompute=selective dropout=0.25",
+    f"{ONE} {SWITCH}",
+    f"{ONE} {MIXTRAL} recompute=selective dropout=0.25",
 ]
 SEVERAL = [
     "x=2 y=2 z=2 schedule=none batch=4 microbatches=1 layers=1 steps=2 scheme=3d",
@@ -46,6 +50,12 @@ CONTEXT = [
     "c=2 p=2 schedule=1f1b microbatches=2 layers=2 sequence=8 kind=bert padding=4 dropout=0.25",
     "attention=chunked recompute=selective kind=llama kv_heads=4 ffn=24",
 ]
+EXPERTS = [
+    f"e=2 x=2 {SWITCH} batch=8 microbatches=2",
+    f"e=2 d=2 zero=1 {MIXTRAL} dropout=0.25",
+    f"e=2 c=2 sequence=8 {LLAMA} experts=4 top_k=2 capacity=1 recompute=full",
+]
+CONTEXT += EXPERTS
 SEVERAL += [f"schedule=none batch=4 microbatches=1 layers=1 steps=2 {line}" for line in CONTEXT]
 
 
@@ -103,7 +113,8 @@ def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
     (totals,) = on_devices(line, recorded)
     np.testing.assert_allclose(totals, expected, rtol=2e-5)
     update = "descend" if "sgd" in line else "adamw"
-    assert launched[2] == launched[3] == {update: 2}
+    stretches = 2 + ("balance_bias" in line)  # it lies between others, and is not AdamW's
+    assert launched[2] == launched[3] == {update: stretches}
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])

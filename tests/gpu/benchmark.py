@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hpc3d.ops import routing
+from hpc3d.ops.routing import SlotForm
 from tests.gpu.layers import torch_or_skip
 from tests.gpu.notes import Skip
 from tests.gpu.trainers import Noise, trainer_of
@@ -25,15 +27,21 @@ FITS = {"GPT-2 124 M": 90e9, "1.3 B": 120e9}  # bytes of memory for ours and tor
 WARM, ROUNDS = 4, 5
 SIDE = 8192  # of square matrices
 COPIED = 4 << 30  # bytes
+# Tokens, sequences of them, columns, experts, choices: of a layer as Mixtral's, and of a fine one.
+MIXTURES = ((1024, 32, 4096, 8, 2), (1024, 32, 2048, 64, 6))
+TINY_MIXTURES = ((16, 2, 32, 4, 2),)
 
 
 def cases(device, quick):
     measured = {}  # the rate of products, once it is known
     if quick or device.fake:
         models = {"tiny": ({**TINY, "batch": 2}, 1)}
+        mixtures = TINY_MIXTURES
     else:
-        models = MODELS
+        models, mixtures = MODELS, MIXTURES
         yield "rates", partial(rates, device, measured)
+    for form in mixtures:
+        yield f"routing, {form[4]} of {form[3]} experts", partial(routed, device, form)
     for name, (sizes, block) in models.items():
         given = device, measured, name, {**TRAIN, **sizes}, block
         yield f"{name}, ours", partial(ours, *given)
@@ -79,6 +87,46 @@ def rates(device, measured, notes):
         torch.cuda.synchronize()
         times.append(events[0].elapsed_time(events[1]) * 1e-3)
     notes.fact(f"TFLOP/s, torch, {real.name}", flops / float(np.median(times[2:])) / 1e12)
+
+
+def routed(device, form, notes):
+    """Rows to their slots and back, capacity 1.25: bytes that are read and written once, over the
+    time; and the choices and their slots, which move little."""
+    tokens, sequences, columns, count, top_k = form
+    pool, random, real = device.pool(), np.random.default_rng(1), np.dtype(real_of(device))
+    rows, capacity = tokens * sequences, -(-5 * tokens * top_k // (4 * count))
+
+    def array(*shape):
+        return pool.bring(random.standard_normal(shape, np.float32).astype(real))
+
+    slots = SlotForm(tokens, count, capacity, 1, sequences * capacity)
+    held = count * slots.rows
+    x, y, logits = array(rows, columns), array(held, columns), array(rows, count)
+    to, back = (pool.empty((n, columns), real) for n in (held, rows))
+    routes = routing.route(logits, top_k)
+    where = routing.slots_of(routes.experts, slots)
+    kept = int((device.download(where) >= 0).sum())
+    choices = rows * top_k
+    row, numbers = columns * real.itemsize, 8 * choices
+    ways = {
+        "route": (
+            lambda: routing.route(logits, top_k),
+            logits.nbytes + 4 * logits.size + 12 * choices,
+        ),
+        "slots_of": (lambda: routing.slots_of(routes.experts, slots), 2 * numbers),
+        "dispatch": (lambda: routing.dispatch(x, where, to), (rows + held) * row),
+        "dispatch_grad": (lambda: routing.dispatch_grad(y, where, back), (rows + kept) * row),
+        "combine": (lambda: routing.combine(y, where, routes.weights, back), (rows + kept) * row),
+        "combine_grad": (
+            lambda: routing.combine_grad(x, y, where, routes.weights, to),
+            (rows + kept + held) * row,
+        ),
+    }
+    for name, (function, moved) in ways.items():
+        function()
+        seconds = device.seconds(function, 10)
+        notes.fact(name, f"{1e6 * seconds:.1f} us, {moved / seconds / 1e9:.1f} GB/s")
+    notes.fact("choices that have a slot", kept / choices)
 
 
 def per_second(device, function, amount):

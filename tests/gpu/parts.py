@@ -28,6 +28,6 @@ PARTS = (
     Part("steps", 70, 60),
     Part("nccl", 40, 30),
     Part("graph", 40, 40),
-    Part("ranks", 100, 90),
+    Part("ranks", 120, 90),
     Part("benchmark", 260, 120, reserved=200),
 )

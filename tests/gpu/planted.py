@@ -6,8 +6,12 @@ import sys
 import time
 from pathlib import Path
 
+from tests.gpu import routed
 from tests.gpu.child import made
+from tests.gpu.fake import Fake
+from tests.gpu.guards import guarded
 from tests.gpu.notes import Notes, Skip
+from tests.gpu.sizes import SMALL, Bench
 
 
 def right(notes):
@@ -41,6 +45,19 @@ def skips(notes):
     raise Skip("nothing to do here")
 
 
+def misroutes(notes):
+    """The first token and the last one have each other's slots."""
+    device = Fake()
+    right = guarded(device, device.launch())
+
+    def wrong(name, rows, columns, /, **given):
+        right(name, rows, columns, **given)
+        if name == "slots_of":
+            given["slots"][[0, -1]] = given["slots"][[-1, 0]]
+
+    routed.slots(Bench(wrong, "float32", SMALL), notes)
+
+
 def naps(notes):
     time.sleep(1)
 
@@ -58,6 +75,7 @@ class Lost:
 
 PARTS = {
     "trouble": (None, (right, wrong, raises, dies, crashes, hangs, skips)),
+    "misrouted": (None, (misroutes,)),
     "slow": (None, (right, naps, naps, naps)),
     "lost": (Lost, (right, raises, right)),
     "broken": (None, None),

@@ -6,6 +6,8 @@ from itertools import product as pairs
 
 import numpy as np
 
+from hpc3d.cuda.gpu import Gpu
+from hpc3d.ops.product import accumulate_product, product
 from tests.gpu.fake import gelu
 from tests.gpu.notes import Skip
 from tests.gpu.sizes import UNITS
@@ -14,6 +16,7 @@ LAYOUTS = ("nn", "nt", "tn", "tt")  # of a and b, t: a transposed view
 SHAPES = ((1, 64, 64), (64, 48, 80), (33, 17, 29), (1024, 768, 3072), (512, 1000, 50257 // 7))
 QUICK = SHAPES[:3]
 ATTENTION = (5, 128, 64, 128)  # g, m, k, n
+STACKS = ((64, 4, 48, 80), (33, 3, 17, 29), (80, 1, 64, 48), (2560, 8, 768, 3072))  # m, e, k, n
 FUSED = (
     "bias",
     "add",
@@ -40,6 +43,9 @@ def cases(device, quick):
         for what, out in pairs(FUSED, outs):
             run = partial(fused, device, lt, real, out, what, shapes)
             yield f"{real} -> {out} with {what}", run
+        for out in outs:
+            run = partial(stacked, device, lt, real, out, STACKS[:2] if quick else STACKS)
+            yield f"{real} -> {out}, stacks of experts", run
         yield f"{real}, nothing to sum", partial(empty, device, lt, real)
     yield "float32 by TF32", partial(by_tf32, device, shapes)
 
@@ -98,6 +104,36 @@ def batched(device, lt, real, layout, out, notes):
     told(lambda: lt.product(a, b, c))
     got, bound = device.download(c), bounds(out, k, real)
     notes.same(f"{g} of {m} x {k} x {n}", got, wide_a @ wide_b, *bound)
+
+
+def stacked(device, lt, real, out, shapes, notes):
+    """The products of a layer of experts, which are the middle dim of all blocks, that are not
+    copied: Y = X W, dX = dY W', and dW = X' dY, new and added to what is there."""
+    factors, gpu = Factors(device, real), Gpu(None, lt.product, None, None, None)
+    multiply, add = partial(product.cuda_rule, gpu), partial(accumulate_product.cuda_rule, gpu)
+    for m, e, k, n in shapes:
+        (x, wide_x), (w, wide_w) = factors.draw(m, e, k), factors.draw(k, e, n)
+        (dy, wide_dy), (dw, wide_dw) = factors.draw(m, e, n), factors.draw(k, e, n, dtype=out)
+        y, dx, new = (factors.nothing(*shape, dtype=out) for shape in (dy.shape, x.shape, w.shape))
+        told(partial(multiply, x, w, y))
+        told(partial(multiply, dy, w.T, dx))
+        told(partial(multiply, x.T, dy, new))
+        told(partial(add, dw, x.T, dy))
+        wide_new = by_expert(wide_x.T, wide_dy)
+        for name, array, expected, terms in (
+            ("Y", y, by_expert(wide_x, wide_w), k),
+            ("dX", dx, by_expert(wide_dy, wide_w.T), n),
+            ("dW", new, wide_new, m),
+            ("dW added", dw, wide_dw + wide_new, m),
+        ):
+            got, bound = device.download(array), bounds(out, terms, real)
+            notes.same(f"{name}, {e} of {m} x {k} x {n}", got, expected, *bound)
+
+
+def by_expert(a, b):
+    """[m, e, k] times [k, e, n], one by one."""
+    products = [a[:, expert] @ b[:, expert] for expert in range(a.shape[1])]
+    return np.stack(products, 1)
 
 
 def fused(device, lt, real, out, what, shapes, notes):

@@ -5,6 +5,7 @@
 With TRANSPORT serial it is the only one, and there is no MPI.  Rank 0 prints losses and norms.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -33,7 +34,10 @@ def main(backend, transport, *words):
 
 
 def typed(text):
-    return int(text) if text.isdecimal() else text
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def alone(backend):

@@ -16,6 +16,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from hpc3d.config.input_file import ModelConfig
+from tests.gpu import trainers
 from tests.gpu.notes import Skip
 from tests.mpi import NOT_STARTED, surroundings
 
@@ -24,9 +26,19 @@ SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_EN
 SHARED |= {"NCCL_DEBUG": "WARN"}
 SINCE = 23000  # NCCL 2.30
 CLOSE = {"float32": 1e-5, "bfloat16": 5e-3}
+SWITCH, MIXTRAL = (
+    " ".join(f"{key}={value}" for key, value in mixture.items())
+    for mixture in (trainers.SWITCH, trainers.MIXTRAL)
+)
 LAYOUTS = {
-    2: ("x=2", "y=2", "z=2", "d=2 zero=1", "p=2 microbatches=2", "c=2"),
-    4: ("x=2 z=2", "x=2 y=2 scheme=2d-summa", "d=2 x=2 zero=3", "c=4 context=both ulysses=2"),
+    2: ("x=2", "y=2", "z=2", "d=2 zero=1", "p=2 microbatches=2", "c=2", f"e=2 {SWITCH}"),
+    4: (
+        "x=2 z=2",
+        "x=2 y=2 scheme=2d-summa",
+        "d=2 x=2 zero=3",
+        "c=4 context=both ulysses=2",
+        f"e=2 x=2 {MIXTRAL}",
+    ),
 }
 
 
@@ -36,9 +48,10 @@ def cases(device, quick):
     yield "MPI", partial(started, runs)
     reals = [real for real in device.reals if real in CLOSE]
     for real in reals[: 1 if quick else None]:
-        some = 1 if quick or real != "float32" else None
         for count, layouts in LAYOUTS.items():
-            for layout in layouts[:some]:
+            for layout in (
+                layouts if not quick and real == "float32" else (layouts[0], layouts[-1])
+            ):
                 case = f"{count} ranks, host-staged, {layout} [{real}]"
                 yield case, partial(as_one, runs, count, "host-staged", layout, real)
         if real == "float32":
@@ -77,16 +90,20 @@ def settings():
     return given
 
 
+MODEL = trainers.keys_of(ModelConfig)  # words of a layout that are no layout
+
+
 class Runs:
-    """Runs of tests.gpu.rank; the losses of one rank are computed once a type."""
+    """Runs of tests.gpu.rank; the losses of one rank are computed once a type and model."""
 
     def __init__(self, backend):
         self.backend, self.alone = backend, {}
 
-    def serial(self, real, notes):
-        if real not in self.alone:
-            self.alone[real] = self.result([], "serial", "", real, {}, notes)
-        return self.alone[real]
+    def serial(self, layout, real, notes):
+        model = " ".join(word for word in layout.split() if word.split("=")[0] in MODEL)
+        if (model, real) not in self.alone:
+            self.alone[model, real] = self.result([], "serial", model, real, {}, notes)
+        return self.alone[model, real]
 
     def parallel(self, count, transport, layout, real, notes, **more):
         mpirun = launcher()
@@ -154,7 +171,7 @@ def started(runs, notes):
 
 
 def as_one(runs, count, transport, layout, real, notes, **more):
-    alone = runs.serial(real, notes)
+    alone = runs.serial(layout, real, notes)
     together = runs.parallel(count, transport, layout, real, notes, **more)
     notes.same("losses", together["losses"], alone["losses"], CLOSE[real])
     notes.same("norms", together["norms"], alone["norms"], 20 * CLOSE[real])
@@ -202,5 +219,5 @@ def by_nccl(runs, real, notes):
     version = nccl.get_version() if getattr(nccl, "available", False) else 0
     if version < SINCE:
         raise Skip(f"NCCL {version}: ranks share a device from {SINCE} on")
-    for layout in ("x=2", "d=2 zero=1", "p=2 microbatches=2"):
+    for layout in ("x=2", "d=2 zero=1", "p=2 microbatches=2", f"e=2 {SWITCH}"):
         as_one(runs, 2, "nccl", layout, real, notes, **SHARED)

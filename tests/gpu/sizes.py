@@ -11,6 +11,7 @@ from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.rotary import Rotation, rotary_table, rotate
 from hpc3d.ops.swiglu import swiglu
 from hpc3d.training.optimizer import AdamW, adamw
+from tests.gpu import routed
 from tests.gpu.guards import guarded
 from tests.gpu.loader import launcher
 from tests.reference import fused_ops as fused
@@ -58,7 +59,7 @@ def cases(device, quick):
     sizes = {"small": SMALL} if quick else {"GPT-2": LARGE, "odd": ODD}
     for real in device.reals:
         for name, these in sizes.items():
-            for kernel in KERNELS:
+            for kernel in (*KERNELS, *(WHOLE_NUMBERS if real == "float32" else ())):
                 case = f"{kernel.__name__} [{real}, {name}]"
                 yield case, partial(kernel, Bench(launch, real, these))
 
@@ -300,4 +301,6 @@ KERNELS = (
     chunked_attention,
     rotary,
     update,
+    *routed.KERNELS,
 )
+WHOLE_NUMBERS = (routed.slots,)  # they have one type

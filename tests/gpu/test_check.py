@@ -64,6 +64,14 @@ def test_trouble_is_reported_and_costs_no_other_case(tmp_path, capfd):
 
 
 @pytest.mark.slow
+def test_slots_that_are_exchanged_are_found(tmp_path):
+    result = planted(tmp_path, "misrouted", seconds=100.0, case_limit=60.0)
+    case = result["cases"]["0 misroutes"]
+    wrong = {check["what"].split()[0] for check in case["checks"] if not check["right"]}
+    assert (case["outcome"], wrong) == ("failed", {"slots_of"})
+
+
+@pytest.mark.slow
 def test_what_has_no_time_left_is_skipped(tmp_path):
     result = planted(tmp_path, "slow", seconds=1.8, case_limit=10.0)
     cases = result["cases"]
@@ -166,7 +174,7 @@ def run_on_a_fake(folder, *parts):
 @pytest.mark.slow
 def test_products_on_a_fake_device(tmp_path):
     found = run_on_a_fake(tmp_path, "products", "nccl")
-    assert [*outcomes(found["products"]).values()].count("passed") == 91
+    assert [*outcomes(found["products"]).values()].count("passed") == 96
     assert outcomes(found["nccl"]) == {"NCCL": "skipped"}
 
 

@@ -13,6 +13,10 @@ from hpc3d.config.rules import resolve
 from hpc3d.training.trainer import Trainer
 
 SECTIONS = "mesh", "parallel", "model", "train"
+# Mixtures of experts: one for each token, of which some are dropped; two, room for all.
+SWITCH = {"experts": 4, "top_k": 1, "capacity": 1.0}
+BIAS = {"balance_bias": 0.01}  # in float32
+MIXTRAL = {"kind": "llama", "experts": 4, "top_k": 2, "capacity": 0.0, "shared_experts": 1}
 
 
 def config_of(backend, **values):
@@ -51,7 +55,7 @@ def on(device):
     return Mesh({}, {}, {}, Self(Pool()), pool=device.pool())
 
 
-def trainer_of(device, kind=Trainer, batches=None, **values):
+def trainer_of(device, kind=Trainer, /, batches=None, **values):
     """A trainer on the device, or on NumPy where that is None."""
     config = config_of("numpy" if device is None else "cupy", **values)
     mesh = on_numpy() if device is None else on(device)

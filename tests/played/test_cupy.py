@@ -31,6 +31,10 @@ TINY = {
     "train.decay": "constant",
     "parallel.bucket_mb": 0.02,  # several
 }
+SWITCH = {"model__experts": 4, "model__capacity": 0.75}
+BALANCED = {**SWITCH, "model__balance_bias": 0.05}
+MIXTRAL = {"model__kind": "llama", "model__experts": 4, "model__top_k": 2, "model__capacity": 0}
+MIXTRAL |= {"model__shared_experts": 1, "parallel__microbatches": 2}
 CLOSE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 
 
@@ -56,6 +60,12 @@ def told(folder):
         for op, size in zip(trace.events["op"].tolist(), trace.events["bytes"].tolist()):
             moved[op] += size
         return np.stack([trace.steps[name][mine] for name in ("loss", "grad_norm")], 1), moved
+
+
+def routed(folder):
+    """The tables of what routers decided, and of their losses."""
+    with hpc3d.trace.open(folder) as trace:
+        return np.array(trace.experts), np.array(trace.routers)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +107,10 @@ def on_numpy(tmp_path_factory):
                 "model__layers": 4,
             },
         ),
+        (2, "float32", {"mesh__e": 2, **BALANCED}),
+        (2, "bfloat16", {"mesh__e": 2, **SWITCH}),
+        (1, "float16", MIXTRAL),
+        (4, "float32", {"mesh__e": 2, "mesh__x": 2, "mesh__transport": "host-staged", **MIXTRAL}),
         (2, "float32", {"mesh__c": 2, "model__dropout": 0.1}),
         (2, "bfloat16", {"mesh__c": 2, "parallel__context": "all-to-all"}),
         (2, "float16", {"mesh__c": 2, "model__kind": "llama", "model__kv_heads": 2}),
@@ -151,15 +165,19 @@ def test_it_needs_no_trace(values, on_numpy, tmp_path):
         (1, {"parallel__attention": "chunked"}),
         (2, {"mesh__d": 2, "parallel__zero": 1}),
         (2, {"mesh__c": 2, "parallel__context": "all-to-all"}),
+        (1, MIXTRAL),
+        (2, {"mesh__e": 2, **BALANCED}),
     ],
-    ids=["one", "chunked", "ZeRO", "all-to-all"],
+    ids=["one", "chunked", "ZeRO", "all-to-all", "Mixtral", "Switch"],
 )
 def test_a_graph_is_the_same_step(ranks, values, tmp_path):
     plain, graph = tmp_path / "plain", tmp_path / "graph"
     values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}
-    expected, _ = told(run(ranks, plain, **values))
-    got, _ = told(run(ranks, graph, tmp_path / "posted", train__cuda_graph="true", **values))
-    np.testing.assert_array_equal(got, expected)
+    right = run(ranks, plain, **values)
+    replayed = run(ranks, graph, tmp_path / "posted", train__cuda_graph="true", **values)
+    np.testing.assert_array_equal(told(replayed)[0], told(right)[0])
+    for got, expected in zip(routed(replayed), routed(right), strict=True):
+        np.testing.assert_array_equal(got, expected)
     assert json.loads((tmp_path / "posted").read_text())["graph"] > 2
 
 
