@@ -9,8 +9,9 @@ from tests.fakes.fake_device import on_device, plain
 from tests.pipeline.mixes import MIXES, alone, config_of, same, serial, train, trainer_of
 from tests.training.test_evaluator import Held
 
+EXPERTS = "c=2 e=2 schedule=none microbatches=2 sequence=8 experts=4 top_k=2 capacity=1"
 # Every stage of ZeRO, most schedules and schemes; all of them would take a quarter of an hour.
-QUICK = [("nccl", line) for line in MIXES[7:48:40]]
+QUICK = [("nccl", line) for line in (*MIXES[7:48:40], EXPERTS)]
 SLOW = [("nccl", line) for line in MIXES[3::6]] + [("host-staged", line) for line in MIXES[::10]]
 
 

@@ -70,6 +70,34 @@ def test_products_are_bounded():
     assert re.fullmatch("mesh: 2097152 .* 1048576", line)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "larger", "line"),
+    [
+        (  # 2^13 rows of 2^20 experts with 2^23 outputs, 2^10 hidden
+            {"hidden": 2**10, "experts": 2**20, "sequence": 2**13},
+            {"sequence": 2**14},
+            "train.batch x model.sequence x the widest of its products",
+        ),
+        (  # 2 layers of 2^15 experts with 3 matrices of 2^38
+            {"hidden": 2**16, "experts": 2**15, "sequence": 1},
+            {"experts": 2**16},
+            "model.layers x weights of a block",
+        ),
+    ],
+)
+def test_products_of_experts_are_bounded(sizes, larger, line):
+    def lines(**sizes):
+        model = replace(Config().model, kind="llama", heads=1, ffn=2**22, **sizes)
+        parallel = replace(Config().parallel, attention="chunked")
+        train = replace(Config().train, batch=1)
+        config = replace(Config(), model=model, parallel=parallel, train=train)
+        return [*limits.too_large(config, block_products(model))]
+
+    assert not lines(**sizes)
+    (found,) = lines(**{**sizes, **larger})
+    assert found.startswith(line)
+
+
 def test_passes_of_a_schedule_are_bounded():
     def lines(micros):
         parallel = replace(Config().parallel, microbatches=micros, chunks=1, schedule="1f1b")

@@ -40,11 +40,6 @@ def plane(axes: Sequence[str]) -> str:
     return " ".join(axes)
 
 
-def data_group(sizes: Mapping[str, int]) -> str:
-    """The name of the group over which gradients are summed."""
-    return plane(data_axes(sizes))
-
-
 def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]:
     """Name -> ranks of every group of the rank at `coords`: along each axis with more than one
     rank, and over the planes of several data axes."""

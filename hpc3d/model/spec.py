@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from hpc3d.model.context import WHOLE, Context
 from hpc3d.ops.attention import HeadForm
 from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
-
-if TYPE_CHECKING:
-    from hpc3d.model.layers import LayerNorm
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ class Family:
 
     kind: str
     sizes: Callable
-    norm: type[LayerNorm]
+    norm: type[Any]
     first_norm: bool
     epsilon: float
     gated: bool

@@ -107,6 +107,13 @@ fitted to the exchanges in `/clock/samples`; ranks of one host share a clock and
 compare `posted` between ranks, add `t_global - t_start`. Steps have raw times only. The residual
 of the model and the round trips of the samples say how far hosts can be compared.
 
+**Experts.** A token counts on one of the ranks that decide where it goes, so the rows of
+`/experts` of a step and a layer add up to all choices of its tokens, over ranks, microbatches and
+experts; those of `/routers` add up to what the routers add to the summed loss of the step. Passes
+that run again, and those of an evaluation, are not counted, nor is a simulated run. Dispatch and
+combine are the calls all_to_all of groups along e: in a forward pass of a layer first the
+dispatch, in a backward pass first the combine.
+
 **Memory** is that of arrays, by what they are for: what is live at the end of a step, and the
 highest of the step. The peaks of different kinds need not fall together: the peak of the kind
 `all`, what a rank held at one time, is at most their sum, and decides whether a run fits. Older

@@ -35,8 +35,26 @@ WRONG = {
     ),
     f"{FOUR} --model.kind bert": FAMILIES,
     f"{FOUR} --model.kind qwen2 --model.kv_heads 4": FAMILIES,
-    f"{FOUR} --model.capacity -1": "model.capacity = -1.0: ...",
+    "--model.kind bert --model.top_k 2": "model.top_k = 2: of model.kind = gpt2 or llama ...",
+    "--model.kind bert --mesh.e 2": "mesh.e = 2: ... use 1...",
+    f"{FOUR} --model.capacity -1": "model.capacity = -1.0: must be at least 0 ...",
+    f"{FOUR} --model.capacity inf": "model.capacity = inf: ...",
+    f"{FOUR} --model.capacity nan": "model.capacity = nan: ...",
+    f"{FOUR} --model.balance_loss -1e-9": "model.balance_loss = -1e-09: ...",
     f"{FOUR} --model.z_loss inf": "model.z_loss = inf: ...",
+    f"{FOUR} --model.balance_bias -0.1": "model.balance_bias = -0.1: ...",
+    f"{FOUR} --model.top_k 0": "model.top_k = 0: must be at least 1...",
+    "--model.experts -1": "model.experts = -1: must be at least 0...",
+    f"{FOUR} --model.moe_every 0": "model.moe_every = 0: must be at least 1...",
+    f"{FOUR} --mesh.e 2 --parallel.microbatches 64": (
+        "train.batch / parallel.microbatches = 3 ... mesh axes e 2 = 2: ..."
+    ),
+    f"{FOUR} --mesh.x 2 --mesh.y 2 --parallel.split {{m='x',n='y',own='y'}}": (
+        "model.experts = 4: not where one rank on the diagonal of y ... (parallel.split); ..."
+    ),
+    f"{FOUR} --model.balance_bias 0.001 --train.dtype float16": (
+        "model.balance_bias = 0.001: float16 rounds ..."
+    ),
     f"{FOUR} --mesh.e 2 --train.batch 9": (
         "train.batch = 9 does not divide over mesh axes e 2 = 2: use a multiple of 2..."
     ),
@@ -50,7 +68,14 @@ ALLOWED = [
     f"{FOUR} --mesh.e 4",
     f"{FOUR} --mesh.c 2 --mesh.e 2",
     f"{FOUR} --mesh.x 2 --parallel.scheme 3d",
+    f"{FOUR} --mesh.x 2 --mesh.y 2 --parallel.split {{m='x',n='y',replicate='y'}}",
     f"{FOUR} --model.balance_bias 0.001",
+    f"{FOUR} --model.capacity 1e308 --model.balance_loss 1e308 --model.z_loss 1e-320",
+    f"{FOUR} --model.balance_loss 0 --train.dtype bfloat16",
+    f"{FOUR} --mesh.e 2 --mesh.c 2 --train.backend cupy",
+    f"{FOUR} --mesh.e 2 --mesh.c 2 --parallel.context all-to-all",
+    f"{FOUR} --mesh.e 2 --mesh.c 4 --parallel.context both --parallel.ulysses 2",
+    f"{FOUR} --mesh.e 2 --parallel.microbatches 96",
     f"{FOUR} --model.capacity 0 --model.z_loss 0 --model.balance_loss 0",
     f"{FOUR} --model.kind llama --model.kv_heads 4",
     f"{FOUR} --mesh.e 2 --guard.abft_every 1",

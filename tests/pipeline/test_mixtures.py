@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
+from hpc3d.predict.simulation.count import InMemory
 from hpc3d.tensor.layout import Layout
+from hpc3d.trace.schema import EVENTS, OP, record_type
 from tests.model.mixture_reference import with_a_slot
 from tests.pipeline.mixes import config_of, trainer_of
 from tests.strided import strided
@@ -115,3 +117,25 @@ def test_a_balancing_bias_steps_to_the_experts_with_few_choices():
     assert (largest != np.argsort(-routes.probs, axis=1, kind="stable")[:, :2]).any()
     chosen = np.take_along_axis(routes.probs, routes.experts, 1)
     np.testing.assert_allclose(routes.weights, chosen / chosen.sum(1, keepdims=True), rtol=1e-14)
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_shared_experts_work_while_tokens_are_on_their_way(shared):
+    """Forward two products lie between the post and the wait of the first exchange, backward their
+    four; the router's backward passes are there in any case."""
+    line = f"e=2 schedule=none microbatches=1 experts=4 layers=1 shared_experts={shared} steps=1"
+    config = config_of(line)
+
+    def rank(mesh):
+        recorder = InMemory(None, {"rank": mesh.rank}, 1 << 10)
+        trainer_of(mesh.traced(recorder), config).step(0)
+        return np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
+
+    for events in run(config.mesh.sizes(), rank):
+        products = events[events["op"] == OP.index("gemm")]["t_start"]
+        calls = events[events["op"] == OP.index("all_to_all")]
+        between = []
+        for posted in np.unique(calls["posted"]):
+            waited = calls["t_start"][calls["posted"] == posted].max()
+            between.append(((products > posted) & (products < waited)).sum())
+        assert between == [2 * shared, 0, 2 + 4 * shared, 0]

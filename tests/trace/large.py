@@ -43,9 +43,18 @@ def generate(folder, sizes, steps, events):
                 "memory": memory_of(rank, chosen),
                 "samples": samples_of(rank, number),
                 "evaluation": evaluations_of(rank, number),
+                "experts": experts_of(rank, chosen),
             }
             path, names = segment_path(folder, rank, number), [op for op, _ in ROUTINE]
             write_segment(path, header(rank, sizes), names, *tables.values())
+
+
+def experts_of(rank, steps):
+    """What fell on two experts of a layer, all of it kept."""
+    table = np.zeros(2 * len(steps), schema.record_type(schema.EXPERTS))
+    table["rank"], table["step"] = rank, np.repeat(steps, 2)
+    table["expert"], table["chosen"], table["kept"] = np.arange(2 * len(steps)) % 2, 8, 8
+    return table
 
 
 def header(rank, sizes):

@@ -23,6 +23,15 @@ LAYOUTS = {
     "sgd": {"train": {"optimizer": "sgd"}, "model": {"layers": 4}},
     "zero 3": {"mesh": {"p": 2, "d": 2, "z": 1}, "parallel": {"microbatches": 4, "zero": 3}},
     "long": {"model": {"sequence": 256}},
+    "experts": {
+        "mesh": {"e": 4, "z": 1},
+        "model": {"experts": 8, "top_k": 2, "capacity": 1, "moe_every": 2, "shared_experts": 1},
+    },
+    "experts, zero 3": {
+        "mesh": {"d": 2, "e": 2, "z": 1},
+        "parallel": {"zero": 3, "recompute": "selective"},
+        "model": {"experts": 8, "capacity": 0},
+    },
     "vocabulary": {"parallel": {"microbatches": 12}, "model": {"vocabulary": 32000}},
 }
 

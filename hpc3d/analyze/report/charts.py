@@ -30,6 +30,7 @@ from hpc3d.comm.mesh import AXES, PLANES, WORLD, along
 from hpc3d.trace.schema import CATEGORY
 
 if TYPE_CHECKING:
+    from hpc3d.analyze.metrics.expert_loads import ExpertLoads
     from hpc3d.analyze.report.run_analysis import RunAnalysis
 
 # Of calls by where they go, and of other time by category: no two have one colour.
@@ -66,6 +67,7 @@ _LATE = 16  # ranks in the chart of stragglers, hosts in that of their bytes
 _LETTERS = 32  # of a host's name
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 _CELLS = 256  # rows and columns of a matrix at most
+_MAPS = 12  # layers whose experts are drawn at most
 
 
 class Lines(NamedTuple):
@@ -98,6 +100,14 @@ class Heat(NamedTuple):
     unit: str
     values: np.ndarray
     ranks: int
+
+
+class LoadMaps(NamedTuple):
+    """The load of every expert by step, {layer: [experts, steps]}, 1 where it is even; a column
+    stands for several steps where they are many, and begins at one of `edges`."""
+
+    edges: np.ndarray
+    maps: dict
 
 
 # Charts of several runs
@@ -219,6 +229,18 @@ def stragglers(run: RunAnalysis) -> Bars:
     rows = run.tables["stragglers"][:_LATE]
     parts = {"others wait for it": (RED, [row["imposed_s"] * 1e3 for row in rows])}
     return Bars("rank", "time of a step [ms]", [str(row["rank"]) for row in rows], parts)
+
+
+def expert_loads(loads: ExpertLoads) -> LoadMaps:
+    """The loads of experts by step; of many steps means, of many layers some at even distances."""
+    width = -(-len(loads.steps) // _CELLS)
+    first = np.arange(0, len(loads.steps), width)
+    counts = np.diff([*first, len(loads.steps)])
+    means = np.add.reduceat(loads.load, first) / counts[:, None, None]
+    layers = len(loads.layers)
+    shown = np.linspace(0, layers - 1, min(_MAPS, layers)).round().astype(int)
+    maps = {int(loads.layers[place]): means[:, place].T for place in shown}
+    return LoadMaps(np.append(loads.steps[first], loads.steps[-1] + 1), maps)
 
 
 def memory(run: RunAnalysis) -> Bars:

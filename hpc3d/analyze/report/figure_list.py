@@ -69,6 +69,11 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
     if run.panels:
         caption = "The first rank of each stage, above the schedule on an ideal clock."
         yield Picture("pipeline", f"Pipeline of {run.label}", caption, Panels(run.panels))
+    if run.loads:
+        caption = (
+            "The choices of each expert over those of the mean one: white where the load is even."
+        )
+        yield Picture("experts", "Load of experts", caption, charts.expert_loads(run.loads))
     memory = charts.memory(run)
     if memory.parts:
         caption = "Peaks of the kinds, which need not be at one time."

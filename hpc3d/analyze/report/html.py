@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpc3d import __version__
 from hpc3d.analyze.report import plot_bokeh
 from hpc3d.analyze.report.comparison_tables import OVER_RUNS
+from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.figure_list import Picture
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import milliseconds, percent, prefixed
@@ -60,6 +61,7 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         definitions=[(spec, prose(MEANING[spec.name])) for spec in (*OVER_RUNS, *OF_A_RUN)],
         cards=cards,
         counted=_counted,
+        in_words=in_words,
         version=__version__,
         open_rows=_OPEN,
         example=_example,

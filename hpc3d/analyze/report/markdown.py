@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpc3d.analyze.report.comparison_tables import OVER_RUNS
+from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import in_markdown, markdown
 
@@ -62,6 +63,8 @@ def _section(level, spec, rows, step=None):
         return []
     shown = rows[: spec.rows_shown or None]
     note = [_NOTES[spec.name].format(step=step)] if spec.name in _NOTES else []
+    if spec.name == "expert_cost":
+        note = [in_words(rows[0])]
     more = len(rows) - len(shown)
     rest = [f"{more} more rows are in tables/{spec.name}.csv."] if more else []
     return [f"{level} {spec.title}", *note, markdown(spec.known(shown), shown), *rest]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.analyze.report.charts import Bars, Heat, Lines
+from hpc3d.analyze.report.charts import Bars, Heat, Lines, LoadMaps
 from hpc3d.analyze.report.gantt import Panels, gantt
 from hpc3d.analyze.report.palette import COLOURS
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes
@@ -144,6 +144,36 @@ def _heat(chart: Heat):
     for axis in (panel.xaxis, panel.yaxis):
         axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     figure.colorbar(image, label=chart.unit, shrink=0.8)
+    return figure
+
+
+@draw.register
+def _load_maps(chart: LoadMaps):
+    """One map a layer, two in a row; white is an even load, red more and blue less."""
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+
+    columns = min(2, len(chart.maps))
+    rows = -(-len(chart.maps) // columns)
+    figure = Figure(figsize=(WIDTH, 0.7 + 1.8 * rows), layout="constrained")
+    how = {"sharex": True, "sharey": True, "squeeze": False}
+    panels = figure.subplots(rows, columns, **how)
+    highest = max(values.max() for values in chart.maps.values())
+    how = {"cmap": "RdBu_r", "norm": TwoSlopeNorm(1, 0, max(2.0, highest)), "rasterized": True}
+    for panel, (layer, values) in zip(panels.ravel(), chart.maps.items()):
+        borders = np.arange(len(values) + 1) - 0.5
+        image = panel.pcolormesh(chart.edges - 0.5, borders, values, **how)
+        panel.set_title(f"layer {layer}", fontsize=9)
+        panel.invert_yaxis() if panel is panels[0, 0] else None
+    for panel in panels.ravel()[len(chart.maps) :]:
+        panel.set_visible(False)
+    for panel in panels[:, 0]:
+        panel.set_ylabel("expert")
+    for panel in panels[-1]:
+        panel.set_xlabel("training step")
+    for axis in (panels[0, 0].xaxis, panels[0, 0].yaxis):
+        axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    figure.colorbar(image, ax=panels, label="load over the mean", shrink=0.8)
     return figure
 
 

@@ -14,6 +14,14 @@ from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matr
 from hpc3d.analyze.metrics.compare import difference_rows, gain_rows, run_row, scaling_rows
 from hpc3d.analyze.metrics.critical_path import critical_path, path_rows
 from hpc3d.analyze.metrics.crossing import crossing_pair_rows, crossing_rows
+from hpc3d.analyze.metrics.expert_loads import (
+    ExpertLoads,
+    cost_row,
+    exchange_rows,
+    expert_rows,
+    loads_of,
+    router_rows,
+)
 from hpc3d.analyze.metrics.loads import notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
@@ -61,7 +69,8 @@ class RunAnalysis:
     trace is plain.
 
     Drawn are the timeline and the panels of the pipeline in `step`, and the bytes of a step from
-    rank to rank, matrices by mesh axis, "" for all of them.
+    rank to rank, matrices by mesh axis, "" for all of them; and where there are experts their
+    loads.
     """
 
     label: str
@@ -75,6 +84,7 @@ class RunAnalysis:
     timeline: Timeline
     panels: list
     matrices: dict
+    loads: ExpertLoads | None
 
 
 class Report(NamedTuple):
@@ -117,14 +127,13 @@ def analyze_run(
     steady = Steady(trace)
     step = median_step(steady) if step is None else step
     calls = calls_of(steady)
-    matrices = _matrices(trace, calls)
+    matrices, loads = _matrices(trace, calls), loads_of(trace)
     stages, panels = pipeline_of_step(trace, step)
     tables = {
         **_of_time(steady, calls, peak),
         **_of_all_steps(trace),
-        "traffic": _pairs(matrices),
-        "crossing": crossing_rows(calls),
-        "crossing_pairs": crossing_pair_rows(calls),
+        **_of_traffic(calls, matrices),
+        **_of_experts(steady, loads, calls),
         "pipeline": stages,
         "bubble": _bubble(trace, step) if stages else [],
         **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
@@ -142,7 +151,7 @@ def analyze_run(
         missing.append(_DROPPED.format(ranks=_ranks(dropped)))
     what = layout_of(trace).label, attrs["run_id"], about(steady)
     found = missing, wrong, tables
-    drawn_of = step, drawn, panels, plain_in(matrices)
+    drawn_of = step, drawn, panels, plain_in(matrices), loads
     return RunAnalysis(*plain_in(what), plain_lines(attrs["config"]), *plain_in(found), *drawn_of)
 
 
@@ -187,6 +196,28 @@ def _of_all_steps(trace):
         "between": between_rows(trace),
         "memory": peak_rows(trace),
         "memory_ranks": memory_rows(trace),
+    }
+
+
+def _of_traffic(calls, matrices):
+    """The tables of who receives what, which need no times."""
+    return {
+        "traffic": _pairs(matrices),
+        "crossing": crossing_rows(calls),
+        "crossing_pairs": crossing_pair_rows(calls),
+    }
+
+
+def _of_experts(steady, loads, calls):
+    """The tables of mixtures of experts."""
+    if loads is None:
+        return {name: [] for name in ("expert_cost", "experts", "routers", "exchanges")}
+    timed, averaged = one_time(steady), loads.of(steady.steps["step"])
+    return {
+        "expert_cost": [cost_row(steady, averaged, calls if timed else None)],
+        "experts": expert_rows(averaged),
+        "routers": router_rows(loads),
+        "exchanges": exchange_rows(calls, timed),
     }
 
 

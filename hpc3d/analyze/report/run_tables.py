@@ -25,6 +25,8 @@ OP = ColumnSpec("op", "operation")
 CATEGORY = ColumnSpec("category", "category")
 _SECONDS = ColumnSpec("seconds", "time [ms]", milliseconds)
 _SHARE = ColumnSpec("share", "share", percent)
+_DROPPED = ColumnSpec("dropped", "dropped", percent)
+_EMPTY = ColumnSpec("empty", "empty slots", percent)
 
 _STEP = TableSpec(
     "step",
@@ -288,11 +290,74 @@ _EVALUATION = TableSpec(
     rows_shown=10,
 )
 
+_EXPERT_COST = TableSpec(
+    "expert_cost",
+    "What imbalance of experts costs",
+    (
+        ColumnSpec("slots", "slots", integer),
+        ColumnSpec("highest", "fullest / mean", ratio),
+        _DROPPED,
+        ColumnSpec("dropped_even", "dropped, even", percent),
+        _EMPTY,
+        ColumnSpec("empty_even", "empty slots, even", percent),
+        ColumnSpec("empty_flop", "empty [FLOP]", prefixed),
+        ColumnSpec("wait_s", "wait along e [ms]", milliseconds),
+        ColumnSpec("wait_share", "of the step", percent),
+        ColumnSpec("rank", "for rank", number),
+        ColumnSpec("experts", "with experts"),
+        ColumnSpec("load", "their load", ratio),
+    ),
+)
+_EXPERTS = TableSpec(
+    "experts",
+    "Load of experts",
+    (
+        ColumnSpec("layer", "layer", layer),
+        ColumnSpec("expert", "expert", number),
+        _SHARE._replace(heading="share of choices"),
+        ColumnSpec("load", "load", ratio),
+        _DROPPED,
+        _EMPTY,
+    ),
+    rows_shown=16,
+)
+_ROUTERS = TableSpec(
+    "routers",
+    "Load of experts by step",
+    (
+        ColumnSpec("step", "step", integer),
+        ColumnSpec("layer", "layer", layer),
+        ColumnSpec("highest", "fullest / mean", ratio),
+        ColumnSpec("fullest", "fullest expert", number),
+        ColumnSpec("lowest", "emptiest / mean", ratio),
+        _DROPPED,
+        _EMPTY,
+        ColumnSpec("balance_loss", "balance loss [nat]", "{:.6f}".format),
+        ColumnSpec("z_loss", "z loss [nat]", "{:.6f}".format),
+    ),
+    rows_shown=-1,
+)
+_EXCHANGES = TableSpec(
+    "exchanges",
+    "Dispatch and combine",
+    (
+        AXIS,
+        PHASE,
+        ColumnSpec("what", "exchange"),
+        ColumnSpec("calls", "calls", count),
+        ColumnSpec("bytes", "received [B]", prefixed),
+        ColumnSpec("blocked_s", "blocked [ms]", milliseconds),
+        ColumnSpec("wait_s", "wait [ms]", milliseconds),
+        ColumnSpec("transfer_s", "transfer [ms]", milliseconds),
+    ),
+)
+
 OF_A_RUN = (
     *(_STEP, _EFFICIENCY, _PREDICTION, _LOSS, _EVALUATION),
     *(_TIME, _BETWEEN, _LAYERS, _RANKS, _IMBALANCE),
     *(_WAITS, _STRAGGLERS, _PATH),
     *(_COLLECTIVES, _TRAFFIC, _CROSSING, _CROSSING_PAIRS),
     *(_PIPELINE, _BUBBLE),
+    *(_EXPERT_COST, _EXPERTS, _ROUTERS, _EXCHANGES),
     *(_MEMORY, _MEMORY_RANKS),
 )

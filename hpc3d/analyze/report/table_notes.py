@@ -157,6 +157,32 @@ most.""",
 The idle time of a stage in three parts: `warm-up [ms]` before its first backward pass, `drain
 [ms]` after its last forward pass, and `steady [ms]` between. `all passes [ms]` is the time
 from the first to the last pass of all stages.""",
+    "expert_cost": """\
+Every expert has as many `slots` in a step, for all sequences together, and computes all of them:
+so no product takes longer because the fullest expert has `fullest / mean` times the choices of
+the mean one (the mean over steps and layers). What that costs are the choices that are
+`dropped`, for their expert has no slot left, and the `empty slots`, as far as they are more than
+if all experts had the same: `dropped, even` and `empty slots, even`. `empty [FLOP]` is what the
+products of empty slots are in a step, forward and backward. `wait along e [ms]` is the time that
+a mean rank waits in dispatch and combine, and `of the step` its share; it waits longest `for
+rank`, which is the one `with experts` of these numbers in every layer. `their load` is the
+tokens in the slots of these over those of as many mean ones: near 1, they are not what is waited
+for.""",
+    "experts": """\
+Over the steps that are averaged: the `share of choices` that fell on an expert, its `load`, which
+is that share times the number of experts, so 1 where all have the same, the choices of it that
+were `dropped`, and its `empty slots`.""",
+    "routers": """\
+The load of the experts of a layer in every step: that of the `fullest expert`, `fullest / mean`,
+and that of the emptiest one, `emptiest / mean`; of all choices those that were `dropped`, and of
+all slots the `empty slots`. `balance loss [nat]` and `z loss [nat]` are what the router adds to
+the loss of a token, times their factors: over model.balance_loss, the first is 1 where the load is
+even.""",
+    "exchanges": """\
+What goes to the experts of other ranks, the dispatch, and what comes back, the combine; in a
+backward pass gradients go the other way, those of the combine first. `received [B]` is the same
+whatever the load, for empty slots are sent, too. `blocked [ms]` is `wait [ms]` and `transfer
+[ms]`, as of all calls.""",
     "memory": """\
 The highest peak of each kind of arrays in any step, the first one too, and a rank that has
 it. The kind all is what a rank held at one time, which decides whether a run fits. The peaks

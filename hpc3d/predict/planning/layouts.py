@@ -91,10 +91,8 @@ def bare(config: Config) -> Config:
     return replace(config, mesh=MeshConfig(order=order, transport=transport), parallel=parallel)
 
 
-def with_mesh(
-    config: Config, p: int, d: int, scheme: str, x: int, y: int, z: int, e: int = 1
-) -> Config:
-    mesh = replace(config.mesh, p=p, d=d, e=e, x=x, y=y, z=z)
+def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: int) -> Config:
+    mesh = replace(config.mesh, p=p, d=d, x=x, y=y, z=z)
     parallel = replace(config.parallel, scheme=scheme, schedule=usual(p))
     return replace(config, mesh=mesh, parallel=parallel)
 
@@ -105,8 +103,9 @@ def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]
     for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
         if ranks % (c * e):
             continue
+        shared = replace(base, mesh=replace(base.mesh, e=e))
         for mesh in meshes(ranks // (c * e), layers, batch):
-            config = with_mesh(base, *mesh, e)
+            config = with_mesh(shared, *mesh)
             if c == 1:
                 yield [] if problems(config, ranks) else [config]
             elif may_cut(config, c, memory):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
+from hpc3d.analyze.metrics.expert_loads import ExpertLoads
 from hpc3d.analyze.report import charts
 from hpc3d.comm.mesh import AXES, WORLD
 from hpc3d.trace.schema import CATEGORY
@@ -47,6 +48,27 @@ def test_every_series_begins_at_a_first_run_on_one_rank():
 
 def test_runs_that_are_no_series_have_no_speedup_figure():
     assert charts.speedup([scaled("3d", 8, 1.0), scaled("1d", 4, 0.5)]) is None
+
+
+def loads(steps, layers):
+    """Loads of 4 experts, of which the first has all in odd steps."""
+    chosen = np.full((steps, layers, 4), 6)
+    chosen[1::2] = [24, 0, 0, 0]
+    losses = np.zeros((steps, layers))
+    return ExpertLoads(np.arange(steps), np.arange(layers), chosen, chosen, losses, losses, None)
+
+
+def test_the_load_of_experts_is_drawn_by_step():
+    chart = charts.expert_loads(loads(3, 2))
+    assert chart.edges.tolist() == [0, 1, 2, 3] and [*chart.maps] == [0, 1]
+    assert chart.maps[1].tolist() == [[1, 4, 1], [1, 0, 1], [1, 0, 1], [1, 0, 1]]
+
+
+def test_many_steps_are_means_and_many_layers_some_of_them():
+    chart = charts.expert_loads(loads(601, 40))
+    assert chart.edges.tolist() == [*range(0, 601, 3), 601]
+    assert chart.maps[0][0, :2].tolist() == [2, 3] and chart.maps[0][0, -1] == 1
+    assert len(chart.maps) == 12 and {0, 39} <= {*chart.maps}
 
 
 def scaled(layout, ranks, speedup, scaling="strong"):

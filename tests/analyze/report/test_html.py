@@ -12,8 +12,10 @@ import pytest
 
 from hpc3d import trace
 from hpc3d.analyze.report import charts, figure_list, html
+from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.run_tables import OF_A_RUN
+from hpc3d.analyze.report.table_format import in_markdown
 from hpc3d.analyze.report.table_notes import MEANING
 from hpc3d.analyze.report.write import write
 from hpc3d.trace.annotations import write_prediction
@@ -56,6 +58,12 @@ class Reader(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
+OF_EXPERTS = {
+    "expert_cost": ("What imbalance of experts costs", "1 row"),
+    "experts": ("Load of experts", "8 rows"),
+    "routers": ("Load of experts by step", "6 rows"),
+    "exchanges": ("Dispatch and combine", "4 rows"),
+}
 EVALUATION = {"step": 1, "loss": 2.5, "tokens": 96, "accuracy": 0.25, "seconds": 0.5}
 
 
@@ -85,6 +93,22 @@ def test_an_evaluation_is_a_card_and_a_row(page):
     text = Reader(page).text
     assert "validation 2.5000 nat a token after step 1" in text
     assert "2.500000 12.1825 25.0% 96 500.00" in text
+
+
+def test_a_run_of_experts_has_a_section_and_another_has_none(page, tmp_path):
+    assert "experts-1" not in page and "stayed empty" not in Reader(page).text
+    layout = {"mesh__e": 2, "model__layers": 2, "model__experts": 4, "model__capacity": 1.0}
+    with trained(tmp_path / "run", 2, **layout) as opened:
+        run = analyze_run(opened)
+        text = reported(opened, tmp_path)
+    assert '<a href="#experts-1">Experts</a>' in text and '<h2 id="experts-1">Experts</h2>' in text
+    words, cost = Reader(text).text, in_words(run.tables["expert_cost"][0])
+    assert cost in words and "In dispatch and combine a mean rank waited" in cost
+    for title, rows in OF_EXPERTS.values():
+        assert f"{title} {rows} what it means" in words
+    assert '<img class="both" alt="Load of experts"' in text
+    assert in_markdown(cost) in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "tables" / "exchanges.csv").exists()
 
 
 def reported(opened, out):
@@ -118,7 +142,7 @@ def test_every_link_has_its_target(page):
 def test_the_page_has_every_table_and_what_it_means(page):
     text = Reader(page).text
     for spec in OF_A_RUN:
-        if spec.rows_shown >= 0:
+        if spec.rows_shown >= 0 and spec.name not in OF_EXPERTS:
             assert re.search(rf"{re.escape(spec.title)} \d+ rows? what it means", text), spec.name
         assert " ".join(html.prose(MEANING[spec.name]).split()) in " ".join(page.split())
     for word in ("12.5%", "F [ms]", "MFU", "algbw", "arrives last", "3d along m, 1f1b, p=2 x=2"):

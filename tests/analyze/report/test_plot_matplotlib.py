@@ -6,7 +6,7 @@ import pytest
 from hpc3d.analyze.metrics.critical_path import critical_path
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.analyze.report import charts
-from hpc3d.analyze.report.charts import Bars, Heat
+from hpc3d.analyze.report.charts import Bars, Heat, LoadMaps
 from hpc3d.analyze.report.plot_matplotlib import draw, save
 from hpc3d.analyze.report.step_timeline import timeline
 from tests.analyze.small import small
@@ -51,6 +51,22 @@ def test_evaluations_are_a_curve_beside_the_loss_of_training():
     assert [line.get_label() for line in loss.lines] == ["3d", "1d", "3d, validation"]
     np.testing.assert_array_equal(loss.lines[2].get_xydata(), [(0, 3.75), (2, 3.5)])
     assert len(difference.lines) == 1
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_experts_have_a_map_a_layer(layers, tmp_path):
+    values = np.array([[1.0, 3.0], [1.0, 0.0]])
+    chart = LoadMaps(np.array([4, 6, 8]), {2 * layer: values for layer in range(layers)})
+    figure = draw(chart)
+    panels = [panel for panel in figure.axes[:-1] if panel.get_visible()]
+    assert [panel.get_title() for panel in panels] == ["layer 0", "layer 2", "layer 4"][:layers]
+    for panel in panels:
+        (image,) = panel.collections
+        np.testing.assert_array_equal(image.get_array(), values)
+        assert image.norm(1) == 0.5 and image.norm(3) == 1  # white, and the darkest red
+        assert panel.get_ylim() == (1.5, -0.5) and panel.get_xlim() == (3.5, 7.5)
+    save(figure, tmp_path / "experts")
+    assert (tmp_path / "experts.svg").stat().st_size > 0
 
 
 def stack(count):
