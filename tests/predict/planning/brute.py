@@ -21,7 +21,8 @@ def every_layout(config, ranks, orders=False, cut=False):
         if ranks % (c * e):
             continue
         for mesh in layouts.meshes(ranks // (c * e), base.model.layers, base.train.batch):
-            whole = layouts.with_mesh(base, *mesh, e)
+            shared = replace(base, mesh=replace(base.mesh, e=e))
+            whole = layouts.with_mesh(shared, *mesh)
             for placed in (
                 [with_context(whole, c, *how) for how in contexts(c)] if c > 1 else [whole]
             ):
