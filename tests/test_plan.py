@@ -173,6 +173,26 @@ def test_16384_ranks_are_planned(capsys, tmp_path):
     assert best["simulated"] and best["peak_bytes"] <= 80e9
 
 
+@pytest.mark.slow
+def test_a_mixture_that_fits_no_gpu_is_cut_along_e_and_by_a_cube(capsys):
+    """600 billion parameters on 512 H100 of 80 GB."""
+    words = ["gshard-600b", "--ranks", "512", "--machine", "h100", "--json"]
+    code, out, _ = plan(capsys, *words)
+    found = json.loads(out.splitlines()[-1])
+    assert code == 0 and 2 * found["mixture"]["parameters"] > 10 * found["memory_bytes"]
+    assert "so no step depends on the balance" in out and "any p, d and e" in out
+    best, cube = found["layouts"][0], found["named"]["any p, d and e"]["cube"]
+    for row in (best, cube):
+        assert row["layout"]["mesh"]["e"] > 1 and row["peak_bytes"] <= 80e9
+    assert best["simulated"] and min(cube["layout"]["mesh"][axis] for axis in "xyz") > 1
+
+
+def test_what_is_assumed_of_a_mixture_is_printed(capsys):
+    words = ["--model.experts", "4", "--model.top_k", "2", "--model.layers", "2"]
+    code, out, _ = plan(capsys, SMALL[0], "--ranks", "2", *words, "--train.batch", "2")
+    assert code == 0 and "of which a token meets" in out and "4 in 2 of 2 blocks, top_k 2" in out
+
+
 REFUSED = {
     "no layout of 7 ranks divides this model; the first one: ": ["--ranks", "7"],
     "no layout fits 1.00 MB: ": ["--ranks", "2", "--memory", "1MB"],

@@ -86,7 +86,8 @@ def buckets(gradient: float, megabytes: float) -> int:
     return ceil(gradient / max(1.0, 1e6 * megabytes))
 
 
-def stage_content(chunks: Sequence[StageContent]) -> StageContent:
+@cache
+def stage_content(chunks: tuple[StageContent, ...]) -> StageContent:
     """The Content of a stage."""
     layers, first, last, mixtures = zip(*chunks)
     return StageContent(sum(layers), any(first), any(last), sum(mixtures))

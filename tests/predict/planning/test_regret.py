@@ -95,10 +95,10 @@ SPACES = {
         "2 128 2 2048 256 1 float32", 4, hosts(2, wake=2e-5), (16e9, 30e6), cut=True
     ),
     "4 of 8 experts see a token": Space(
-        "2 256 4 64 256 4 float32", 4, CLUSTER, (16e9, 50e6, 36e6), experts=EIGHT
+        "2 256 4 64 256 4 float32", 4, CLUSTER, (16e9, 55e6, 46e6), experts=EIGHT
     ),
     "2 nodes of 2 with experts in every other block": Space(
-        "2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 30e6), True, experts=f"{EIGHT} {OTHER}"
+        "2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 56e6, 34e6), True, experts=f"{EIGHT} {OTHER}"
     ),
     "4 short sequences": Space("2 256 4 64 256 4 float32", 4, CLUSTER, (16e9, 16e6), cut=True),
 }
