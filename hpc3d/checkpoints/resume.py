@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _Differs = Callable[[Checkpoint], str | None]
 
+_MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # no parameter depends on them
 _OF_ANOTHER = "it is of another model or optimiser"
 _NOTHING = "{}: no checkpoint to resume from; train anew"
 
@@ -238,7 +239,7 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     models = (with_epsilon(each.model) for each in (config_of(opened), config))
     stored, asked = map(asdict, models)
     for key in stored:
-        if stored[key] != asked[key] and key != "dropout":
+        if stored[key] != asked[key] and key not in _MAY_CHANGE:
             return (
                 f"{opened.folder} has model.{key} = {stored[key]}, and {asked[key]} is asked for: "
                 f"{_OF_ANOTHER}"

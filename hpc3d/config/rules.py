@@ -98,7 +98,7 @@ def _out_of_range(config: Config) -> Iterator[str]:
         "model.capacity": (model.capacity, 0, inf),
         "model.balance_loss": (model.balance_loss, 0, inf),
         "model.z_loss": (model.z_loss, 0, inf),
-        "model.balance_bias": (model.balance_bias, 0, inf),
+        "model.balance_bias": (model.balance_bias, 0, 1),
         "train.learning_rate": (train.learning_rate, 0, inf),
         "train.weight_decay": (train.weight_decay, 0, inf),
         "train.clip": (train.clip, 0, inf),

@@ -83,6 +83,8 @@ def test_what_is_damaged_is_named_and_the_one_before_is_taken(damaged, tmp_path)
     [
         ("", True, None),
         ("dropout=0.5", True, None),
+        ("capacity=2 balance_loss=0 z_loss=0.1", True, None),
+        ("experts=2", True, "has model.experts = 0, and 2 is asked"),
         ("optimizer=sgd", True, None),  # which needs none
         ("optimizer=sgd", False, None),
         ("", False, " first and second moments"),

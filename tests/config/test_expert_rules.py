@@ -43,6 +43,7 @@ WRONG = {
     f"{FOUR} --model.balance_loss -1e-9": "model.balance_loss = -1e-09: ...",
     f"{FOUR} --model.z_loss inf": "model.z_loss = inf: ...",
     f"{FOUR} --model.balance_bias -0.1": "model.balance_bias = -0.1: ...",
+    f"{FOUR} --model.balance_bias 1": "model.balance_bias = 1.0: ... at least 0 and below 1",
     f"{FOUR} --model.top_k 0": "model.top_k = 0: must be at least 1...",
     "--model.experts -1": "model.experts = -1: must be at least 0...",
     f"{FOUR} --model.moe_every 0": "model.moe_every = 0: must be at least 1...",
