@@ -20,6 +20,8 @@ LAYOUTS = {
     "x=2": "x=2 scheme=1d batch=8 layers=1 microbatches=1 decay=constant steps=1000000",
     "uneven": "p=2 layers_per_stage=[2,0] batch=8 layers=2 microbatches=1 decay=constant "
     "steps=1000000",
+    "mixture": "experts=2 batch=8 layers=1 schedule=none microbatches=1 decay=constant "
+    "steps=1000000",
 }
 WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events; and open, to write
 

@@ -83,7 +83,6 @@ def test_what_is_damaged_is_named_and_the_one_before_is_taken(damaged, tmp_path)
     [
         ("", True, None),
         ("dropout=0.5", True, None),
-        ("capacity=2 balance_loss=0 z_loss=0.1", True, None),
         ("experts=2", True, "has model.experts = 0, and 2 is asked"),
         ("optimizer=sgd", True, None),  # which needs none
         ("optimizer=sgd", False, None),
@@ -99,6 +98,13 @@ def test_a_checkpoint_is_of_this_model_and_optimiser(change, moments, line, tmp_
         opened.sources = {key: parts for key, parts in opened.sources.items() if key[1] == "value"}
     found = mismatch(config_of(f"{LAYOUTS['serial']} {change}"), opened)
     assert found is None if line is None else line in found
+
+
+def test_capacity_and_losses_of_routers_may_change(tmp_path):
+    live(tmp_path, "mixture", 1)
+    opened, line = Checkpoint(tmp_path / "checkpoints" / "step-00000001"), LAYOUTS["mixture"]
+    assert mismatch(config_of(f"{line} capacity=2 balance_loss=0 z_loss=0.1"), opened) is None
+    assert "has model.top_k = 1" in mismatch(config_of(f"{line} top_k=2"), opened)
 
 
 def test_a_checkpoint_from_before_a_key_was_added_is_of_this_model(tmp_path):
