@@ -69,13 +69,16 @@ def _parser() -> Parser:
 
 def plan(options: Namespace, overrides: Sequence[str]) -> None:
     """Search, print, write the input file."""
+    from hpc3d.config.expert_rules import wrong_experts
     from hpc3d.config.load import load
     from hpc3d.config.rules import not_there_yet, refuse, unknown_values
     from hpc3d.predict.assumptions import lines, of_mixture
     from hpc3d.predict.machine import machine_file
+    from hpc3d.predict.planning.layouts import bare
 
     config, ranks = load(options.input, overrides), options.ranks
-    refuse([*unknown_values(config), *not_there_yet(config)])
+    alone = bare(config) if config.model.experts else config  # a plan finds a mesh of its own
+    refuse([*unknown_values(config), *not_there_yet(config), *wrong_experts(alone)])
     machine = machine_file.load(options.machine or shipped(_MACHINE))
     memory = options.memory or machine.memory_gb * 1e9
     top = max(options.top, _TOP)  # what is found first does not depend on how much is shown

@@ -208,6 +208,8 @@ REFUSED = {
         "/no/folder/planned.toml",
     ],
     "64: not understood": ["64"],
+    "model.top_k = 9: ": ["--model.experts", "8", "--model.top_k", "9"],
+    "model.top_k = 2: of mixtures; ": ["--model.top_k", "2"],
 }
 
 

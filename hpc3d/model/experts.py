@@ -186,8 +186,8 @@ class ExpertMixture:
         if self.form.shared:
             ffn = self.form.shared * sizes.ffn
             self.shared = Mlp(mesh, parameters, spec, f"{name}.shared", ffn, last)
-        self.parts, self.step = mesh.size(EXPERTS), _least_rows(mesh, spec.splits["experts"])
-        self.counts = all(
+        self.parts, self.multiple = mesh.size(EXPERTS), _least_rows(mesh, spec.splits["experts"])
+        self.notes = all(
             mesh.coord(axis) == 0
             for axis in mesh.sizes
             if axis not in (*row_axes(matmul.split.y), "p")
@@ -259,7 +259,7 @@ class ExpertMixture:
             first = own * self.mesh.index(self.router.matmul.split.k.split()) if axes else 0
             loss = RouterLoss(shares, first, tokens, form.balance_loss * form.count, form.z_loss)
         self.auxiliary_loss = 0.0
-        if self.counts and micro.training:
+        if self.notes and micro.training:
             self._note(routes, slots[first : first + own], loss)
         return slots, loss
 
@@ -275,7 +275,7 @@ class ExpertMixture:
         """How the slots of a rank's rows of X lie."""
         tokens, count = micro.tokens.shape[1], self.form.count
         capacity = self.form.slots(tokens * self.context.parts)
-        held = -(-(rows // tokens * min(tokens, capacity)) // self.step) * self.step
+        held = -(-(rows // tokens * min(tokens, capacity)) // self.multiple) * self.multiple
         return SlotForm(tokens, count, capacity, self.parts, held)
 
     def _dispatched(self, x: Array, slots: Array, micro: Microbatch) -> Array:

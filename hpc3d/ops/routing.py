@@ -59,15 +59,18 @@ class RouterLoss(NamedTuple):
 def route(logits: Array, top_k: int, bias: Array | None = None) -> Routes:
     """The experts with the largest p (+ bias), p the softmax of a token's logits; of equal ones
     the lower.  With one choice its weight is p (Switch), else p over the sum of the chosen
-    (GShard)."""
+    (GShard), which is the softmax of their logits."""
     top = logits.max(1, initial=-np.inf)
     probs = np.exp(logits - top[:, None])
     sums = probs.sum(1)
     probs /= sums[:, None]
     scores = probs if bias is None else probs + bias
     experts = np.argsort(-scores, axis=1, kind="stable")[:, :top_k].copy()
-    weights = np.take_along_axis(probs, experts, 1)
-    if top_k > 1:
+    if top_k == 1:
+        weights = np.take_along_axis(probs, experts, 1)
+    else:
+        weights = np.take_along_axis(logits, experts, 1)
+        weights = np.exp(weights - weights.max(1, keepdims=True))
         weights /= weights.sum(1, keepdims=True)
     return Routes(experts, weights, probs, top + np.log(sums))
 

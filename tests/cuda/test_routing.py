@@ -63,6 +63,14 @@ def test_logits_that_are_ruled_out_or_large(real, by_cuda):
     same_routes(by_cuda(routing.route, logits, 4), routing.route(real.back(logits), 4))
 
 
+def test_weights_of_experts_that_a_bias_brings_in_are_there(real, by_cuda):
+    logits, bias = np.float32([[0, 0, -200, -208]]), np.float32([-1, -1, 1, 1])
+    same_routes(
+        by_cuda(routing.route, real.cast(logits), 2, real.cast(bias)),
+        routing.route(logits, 2, bias),
+    )
+
+
 def test_experts_of_rows_that_are_not_finite_are_there(real, by_cuda):
     """What is not finite is seen in the weights, and no other memory is touched."""
     for odd in (np.nan, np.inf):

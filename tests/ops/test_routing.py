@@ -307,3 +307,11 @@ def test_arrays_without_data_have_the_same_shapes_and_types(dtype, rows):
 def test_what_is_gathered_lies_in_one_piece():
     routes, slots, _ = drawn(2)
     assert all(each.flags.c_contiguous for each in (*routes, slots))
+
+
+def test_weights_of_experts_that_a_bias_brings_in_are_there():
+    """Their probabilities are 0 in float32, and the softmax of their logits is not."""
+    logits, bias = np.float32([[0, 0, -200, -201]]), np.float32([-1, -1, 1, 1])
+    found = routing.route(logits, 2, bias)
+    assert found.experts.tolist() == [[2, 3]]
+    np.testing.assert_allclose(found.weights, [[1 / (1 + np.exp(-1)), 1 / (1 + np.e)]], rtol=1e-6)

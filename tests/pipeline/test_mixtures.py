@@ -40,7 +40,7 @@ def note(mixture, layer, rows, found):
 
     def noting(routes, choices, micro):
         slots, loss = decide(routes, choices, micro)
-        if mixture.counts:
+        if mixture.notes:
             sequences = micro.sequences // mixture.context.parts
             numbers = (micro.first + np.arange(sequences))[:, None] * TOKENS + np.arange(TOKENS)
             numbers = mixture.context.cut(numbers).reshape(-1, 1)

@@ -24,8 +24,21 @@ __device__ inline unsigned long long rank_of(float score, int expert)
     return static_cast<unsigned long long>(ordered) << 32 | (LAST - expert);
 }
 
+// The softmax of a few numbers, in their place.
+__device__ inline void softmax_of(float* numbers, int size)
+{
+    float most = minus_infinity(), sum = 0;
+    for (int i = 0; i < size; i++)
+        most = Max::of(most, numbers[i]);
+    for (int i = 0; i < size; i++)
+        sum += numbers[i] = expf(numbers[i] - most);
+    for (int i = 0; i < size; i++)
+        numbers[i] /= sum;
+}
+
 // probs = softmax(logits) of a row of `count` experts, lse = log sum exp(logits); the top_k experts
-// of the largest probs (+ bias), in falling order; their weights: probs, of several over their sum.
+// of the largest probs (+ bias), in falling order; their weights: probs, of several the softmax of
+// their logits.
 // A block has a row, and a thread every blockDim-th expert.
 // Launch: block_per_row
 template <typename T>
@@ -35,7 +48,7 @@ route(const T* logits, const T* bias, long long* experts, float* weights, float*
 {
     const long long row = blockIdx.x;
     logits += row * count, probs += row * count, experts += row * top_k, weights += row * top_k;
-    float most = minus_infinity(), sum = 0, total = 0;
+    float most = minus_infinity(), sum = 0;
     for (int c = threadIdx.x; c < count; c += blockDim.x)
         most = Max::of(most, to_float(logits[c]));
     most = block_all<Max>(most);
@@ -54,16 +67,15 @@ route(const T* logits, const T* bias, long long* experts, float* weights, float*
         }
         last = block_all<Largest>(best);
         const unsigned expert = LAST - static_cast<unsigned>(last);
-        total += probs[expert];
         if (threadIdx.x == 0) {
             experts[choice] = expert;
-            weights[choice] = probs[expert];
+            weights[choice] = top_k == 1 ? probs[expert] : to_float(logits[expert]);
         }
     }
     if (threadIdx.x > 0)
         return;
-    for (int choice = 0; choice < top_k && top_k > 1; choice++)
-        weights[choice] /= total;
+    if (top_k > 1)
+        softmax_of(weights, top_k);
     lse[row] = most + logf(sum);
 }
 
