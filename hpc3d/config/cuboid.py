@@ -26,9 +26,11 @@ def with_cuboid(config: Config, ranks: int) -> Config:
         return replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
     best = min(_cuboids(config, ranks // others), key=received_elements, default=None)
     if best is None:
+        experts = ", and mesh.e for its experts" if config.model.experts else ""
         raise ValueError(
             f"mesh: no cuboid of {ranks // others} ranks divides this model under "
-            f"{config.parallel.way}: set mesh.x, mesh.y and mesh.z, or change [model] or batch"
+            f"{config.parallel.way}: set mesh.x, mesh.y and mesh.z{experts}, or change [model] or "
+            "batch"
         )
     return best
 

@@ -49,7 +49,7 @@ def lines(config: Config) -> list[str]:
 
 def _short(count: float) -> str:
     """A count with four digits, as 1.571 T."""
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.4g} {unit}"
     return str(count)
