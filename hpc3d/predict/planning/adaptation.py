@@ -139,14 +139,14 @@ def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> Layer
 
 def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float]:
     """Seconds of the sums of a stage with so many layers, as long for a byte as on the first."""
-    chunks, every = contents(config), config.model.moe_every
+    chunks = contents(config)
     first = stage_content(chunks[0])
     shown = estimator.shown_sums(config, estimator.parts(config), first)
     rate = shown / estimator.held(config, first)["gradient"]
 
     def seconds(stage, layers):
-        mixtures = layers / every if every > 1 else 0
-        content = stage_content(chunks[stage])._replace(layers=layers, mixtures=mixtures)
+        content = stage_content(chunks[stage])
+        content = content._replace(layers=layers, mixtures=_mixtures(config, layers))
         return rate * estimator.held(config, content)["gradient"] if rate else 0.0
 
     return seconds
@@ -155,20 +155,25 @@ def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float
 def _held_of(estimator: Estimator, config: Config) -> Callable[[int, tuple[int, ...]], float]:
     """Bytes of a stage whose chunks have so many layers."""
     parallel, parts = config.parallel, estimator.parts(config)
-    every = config.model.moe_every
     place = Placement(config.mesh.p, parallel.chunks, find(parallel.schedule).v_shaped)
     sums, rest = estimator.update(config, stage_content(contents(config)[0]))
 
     def held(stage, layers):
         numbers = [place.part(stage, chunk) for chunk in range(place.chunks)]
         content = tuple(
-            StageContent(count, part == 0, part == place.parts - 1, count / every * (every > 1))
+            StageContent(count, part == 0, part == place.parts - 1, _mixtures(config, count))
             for part, count in zip(numbers, layers, strict=True)
         )
         peaks = sums.peak, rest.peak
         return estimator.stage_bytes(config, parts, content, stage, *peaks).total()
 
     return held
+
+
+def _mixtures(config: Config, layers: int) -> float:
+    """Of so many layers those with mixtures of experts, in the mean; 0 where all are alike."""
+    every = config.model.moe_every
+    return layers / every if every > 1 else 0
 
 
 def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]:
