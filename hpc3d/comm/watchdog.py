@@ -24,7 +24,7 @@ from hpc3d.comm.mesh import WORLD, along
 from hpc3d.runtime.exit_codes import STALLED
 from hpc3d.runtime.host_map import spans
 from hpc3d.runtime.launch import leave, save_in_child
-from hpc3d.runtime.launcher import end_later
+from hpc3d.runtime.launcher import end_later, launcher
 
 if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
@@ -122,7 +122,7 @@ class Watchdog:
             if self.reports.sum_up(self.seconds):
                 self.job.abort(STALLED)
             if self.leads:
-                end_later(self.job.launcher)
+                end_later(launcher())
             time.sleep(3)
             os._exit(STALLED)
 

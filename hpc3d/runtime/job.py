@@ -33,7 +33,6 @@ class Job:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.exit_hooks, self.ending = [], threading.Lock()
         self.signals, self.stops, self.started = [], False, time.monotonic()
-        self.launcher = launcher()
         self.kernels = self.gather((socket.gethostname(), kernel()))
         self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
 
@@ -126,17 +125,21 @@ class Job:
         return True
 
     def abort(self, code: int) -> None:
-        """End all ranks now; at least this one, if the launcher does not listen.  Exit handlers do
-        not run."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if self.size == 1:  # there is nobody that MPI would have to end
-            os._exit(code)
-        end_later(self.launcher)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        # Not a thread of Python's, for MPI waits for the launcher without letting others run.
-        faulthandler.dump_traceback_later(_UNHEARD, exit=True, file=nowhere)
-        self.comm.Abort(code)
+        end_job(code)
+
+
+def end_job(code: int) -> None:
+    """End all ranks now; at least this one, if the launcher does not listen.  Exit handlers do not
+    run.  Needs no `Job`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if MPI.COMM_WORLD.size == 1:  # there is nobody that MPI would have to end
+        os._exit(code)
+    end_later(launcher())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    # Not a thread of Python's, for MPI waits for the launcher without letting others run.
+    faulthandler.dump_traceback_later(_UNHEARD, exit=True, file=nowhere)
+    MPI.COMM_WORLD.Abort(code)
 
 
 def _linger(descriptor: int) -> None:

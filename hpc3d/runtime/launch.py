@@ -86,7 +86,9 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
 
 def _met(make: Callable[[], Job], name: str) -> Job:
     """The job that `make()` makes with its first call among all ranks; where that does not end,
-    as between hosts that do not reach each other, this process ends with a line."""
+    as between hosts that do not reach each other, this process says so and ends all of them.  It
+    must not just leave: the ranks that it did reach would end with Open MPI's own error."""
+    from hpc3d.runtime.job import end_job
 
     def end():
         if not number_in(LOCAL_RANK, default=0):
@@ -94,7 +96,7 @@ def _met(make: Callable[[], Job], name: str) -> Job:
             line += "mpirun ... python -m hpc3d.doctor says which do not reach each other"
             print(f"hpc3d.{name}: {line}", file=sys.stderr, flush=True)
         time.sleep(_SPOKEN)
-        os._exit(STALLED)
+        end_job(STALLED)
 
     alarm = threading.Timer(_MEETING, end)
     alarm.daemon = True
