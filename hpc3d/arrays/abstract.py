@@ -161,25 +161,29 @@ class AbstractArray(NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, axis=0, **options):
         shapes = [np.shape(x) for x in inputs]
-        if ufunc is np.matmul:
-            return self.multiplied(*shapes, out)
-        if out is not None:
+        if out is not None and ufunc is not np.matmul:
             return out[0].made_by(ufunc.__name__, *of_shapes(inputs))
         dtype = np.result_type(*(getattr(x, "dtype", x) for x in inputs))
+        if ufunc is np.matmul:
+            return self.multiplied(*shapes, out, dtype)
         dtype = bool if _compares(ufunc) else dtype
         shape = _reduced(shapes[0], axis) if method == "reduce" else np.broadcast_shapes(*shapes)
         return self.like(shape, dtype).made_by(ufunc.__name__, *of_shapes(inputs))
 
     def multiplied(
-        self, a: tuple[int, ...], b: tuple[int, ...], out: tuple[AbstractArray, ...] | None
+        self,
+        a: tuple[int, ...],
+        b: tuple[int, ...],
+        out: tuple[AbstractArray, ...] | None,
+        dtype: np.dtype,
     ) -> AbstractArray:
-        """The product of arrays of the shapes a and b."""
+        """The product of arrays of the shapes a and b, in `dtype`."""
         shape = _product(a, b)
         rows = a[-2] if len(a) > 1 else 1
         columns = b[-1] if len(b) > 1 else 1
         batch = prod(shape) // (rows * columns or 1)
         self.meter.product(rows, columns, a[-1], self.dtype, batch)
-        return self.like(shape) if out is None else out[0]
+        return self.like(shape, dtype) if out is None else out[0]
 
     def __array_function__(self, function, types, arguments, options):
         return _FUNCTIONS[function](*arguments, **options)

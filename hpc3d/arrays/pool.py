@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpc3d.arrays.narrow import of_type
 from hpc3d.arrays.primitive import composite
 
 if TYPE_CHECKING:
@@ -77,12 +78,17 @@ class Lease:
         self.__array_interface__ = {
             "version": 3,
             "shape": shape,
-            "typestr": dtype.str,
+            "typestr": _nameable(dtype).str,
             "data": (memory.ctypes.data, False),
         }
 
     def __del__(self) -> None:
         self.give_back(self.memory)
+
+
+def lent(lease: Lease, dtype: np.dtype) -> np.ndarray:
+    """The array on a lease; one of 16-bit floats is Narrow."""
+    return of_type(np.asarray(lease).view(dtype))
 
 
 class Pool:
@@ -112,8 +118,7 @@ class Pool:
             self.count(kind, -nbytes)
             self.free[size].append(memory)
 
-        lease = Lease(memory, tuple(shape), _nameable(dtype), give_back)
-        return np.asarray(lease).view(dtype)
+        return lent(Lease(memory, tuple(shape), dtype, give_back), dtype)
 
     def memory(self, size: int) -> np.ndarray:
         """Fresh memory, as an array of bytes."""
@@ -166,3 +171,8 @@ def lease_of(array: object) -> Lease | None:
 def contiguous(block: Array) -> Array:
     """The block in one piece of memory, row by row."""
     return np.ascontiguousarray(block)
+
+
+@contiguous.narrow
+def _(block):
+    return np.asanyarray(block, order="C")

@@ -6,8 +6,10 @@
     def _(h, out): ...                      what comes out, for arrays without data
     @gelu_tanh.cuda
     def _(gpu, h, out): ...                 the CUDA kernels and products that it is
+    @gelu_tanh.narrow
+    def _(h, out): ...                      NumPy on 16-bit floats (hpc3d.arrays.narrow)
 
-The type of the first argument chooses the rule.  The three stand side by side, as in JAX, where a
+The type of the first argument chooses the rule.  They stand side by side, as in JAX, where a
 primitive is an implementation, an abstract evaluation and a lowering.
 """
 
@@ -26,12 +28,13 @@ PRIMITIVES: list[Primitive] = []
 class Primitive:
     """A function with a rule per kind of array; called with anything else it is `numpy` itself.
 
-    `abstract_rule` and `cuda_rule` are None where there is none.
+    `abstract_rule`, `cuda_rule` and `narrow_rule` are None where there is none.
     """
 
     def __init__(self, numpy: _Rule, abstract_rule: _Rule | None = None) -> None:
         self.numpy, self.abstract_rule = numpy, abstract_rule
         self.cuda_rule: _Rule | None = None
+        self.narrow_rule: _Rule | None = None
         self.registered: dict[type, _Rule] = {}
         self.chosen: dict[type, _Rule] = {}
         update_wrapper(self, numpy)
@@ -53,6 +56,10 @@ class Primitive:
 
     def cuda(self, rule: _Rule) -> _Rule:
         self.cuda_rule = rule
+        return rule
+
+    def narrow(self, rule: _Rule) -> _Rule:
+        self.narrow_rule = rule
         return rule
 
     def register(self, kind: type, rule: _Rule) -> None:

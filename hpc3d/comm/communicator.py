@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpc3d.arrays.narrow import WIDE, Narrow, of_type
 from hpc3d.arrays.pool import Pool, contiguous
 
 if TYPE_CHECKING:
@@ -202,7 +203,13 @@ REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 
 def fold(operation: Callable[..., object], blocks: Any, out: Array) -> None:
-    """blocks[0] o blocks[1] o ..., in the order of the members; `out` may be one of these two."""
+    """blocks[0] o blocks[1] o ..., in the order of the members; `out` may be one of these two.
+    Narrow ones are summed in float32, and rounded once."""
+    if isinstance(out, Narrow):
+        total = np.empty(out.shape, WIDE)
+        fold(operation, [of_type(each) for each in blocks], total)
+        out[...] = total
+        return
     operation(blocks[0], blocks[1], out=out)
     for block in blocks[2:]:
         operation(out, block, out=out)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpc3d.arrays.narrow import integers
 from hpc3d.comm.communicator import ready
-from hpc3d.comm.host_staged import HostStaged, integers, narrowed, widened
+from hpc3d.comm.host_staged import HostStaged, narrowed, widened
 from hpc3d.comm.mpi import OPERATIONS, MpiCommunicator
 
 if TYPE_CHECKING:

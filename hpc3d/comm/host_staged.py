@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpc3d.arrays.narrow import WIDE, integers, is_narrow
 from hpc3d.arrays.pool import contiguous
 from hpc3d.comm.communicator import Communicator, Pending
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from hpc3d.cuda.device import DevicePool, Pinned
 
 CHUNK = 4 << 20  # bytes of what a block has of each member
-_INTEGERS = np.dtype(np.uint16)
 
 
 class HostStaged(Communicator):
@@ -157,14 +157,9 @@ def _chunks_of(flat: Array) -> list[slice]:
     return [slice(start, start + step) for start in range(0, flat.shape[1], step)]
 
 
-def integers(block: Array) -> Array:
-    """A block of 16 bits as integers, any other as it is."""
-    return block.view(_INTEGERS) if block.dtype.itemsize == _INTEGERS.itemsize else block
-
-
 def widened(block: Array) -> Array:
     """What sums of a block are made of: float32 for 16 bits."""
-    return block.astype(np.float32) if block.dtype.itemsize == _INTEGERS.itemsize else block
+    return block.astype(WIDE) if is_narrow(block.dtype) else block
 
 
 def narrowed(total: Array, result: Array) -> Array:

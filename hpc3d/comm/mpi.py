@@ -8,6 +8,9 @@ messages that are sent first; each member sends a peer no more than the field's 
     reduce_scatter        each sends part j to member j, and sums what comes
     all_gather            each sends its block to all (up to 8 members)
     all_reduce            2 members send all and sum; 3: by slices, reduce_scatter + all_gather
+
+MPI has no floats of 16 bits: they move as integers, and all their sums are made here, in float32
+(`fold`), as are those of short messages.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, fold
+from hpc3d.arrays.narrow import integers, is_narrow
+from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Communicator, Pending, fold
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -76,14 +80,15 @@ class MpiCommunicator(Communicator):
     def _all_gather(self, block):
         whole = self.empty((self.size * block.shape[0], *block.shape[1:]), block.dtype)
         if block.nbytes < self.long or self.size > _MOST["all_gather"]:
-            return arriving(self.comm.Iallgather(block, whole).Test, whole, block)
+            request = self.comm.Iallgather(integers(block), integers(whole))
+            return arriving(request.Test, whole, block)
         places = whole.reshape(self.size, *block.shape)
         places[self.rank] = block
         return self.swapped([block] * self.size, places, self.tag()).then(lambda _: whole)
 
     def _reduce_scatter(self, block):
         part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
-        if part.nbytes < self.long:
+        if part.nbytes < self.long and not is_narrow(block.dtype):
             return arriving(self.comm.Ireduce_scatter_block(block, part).Test, part, block)
         parts, flat = block.reshape(self.size, -1), part.reshape(-1)
         return self.summed(np.add, parts, flat, self.tag()).then(lambda _: part)
@@ -94,12 +99,12 @@ class MpiCommunicator(Communicator):
 
     def sum_into(self, block: Array, total: Array, op: str) -> Pending:
         """The pending sum (or maximum) of all blocks, in the memory of `total`."""
-        few = self.size <= _MOST["all_reduce"]
-        if not few or block.nbytes // self.size < self.long:
+        narrow, few = is_narrow(block.dtype), self.size <= _MOST["all_reduce"]
+        if not (narrow or (few and block.nbytes // self.size >= self.long)):
             return arriving(self.comm.Iallreduce(block, total, OPERATIONS[op]).Test, total, block)
         flat, into, tag = block.reshape(-1), total.reshape(-1), self.tag()
-        if self.size == 2:
-            return self.summed(REDUCTIONS[op], [flat, flat], into, tag)
+        if self.size == 2 or block.nbytes <= SMALL_SUM:
+            return self.summed(REDUCTIONS[op], [flat] * self.size, into, tag)
         slices = slices_of(flat.size, self.size)
         totals = [into[each] for each in slices]
         mine = totals[self.rank]
@@ -132,8 +137,10 @@ class MpiCommunicator(Communicator):
     def swapped(self, sent: Sequence[Any], received: Sequence[Any], tag: int) -> Pending:
         """The pending blocks received[j] of all peers j, which get sent[j]: see the module."""
         peers = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
-        requests = [self.comm.Isend(sent[peer], peer, tag) for peer in peers]
-        requests += [self.comm.Irecv(received[peer], peer, tag) for peer in reversed(peers)]
+        requests = [self.comm.Isend(integers(sent[peer]), peer, tag) for peer in peers]
+        requests += [
+            self.comm.Irecv(integers(received[peer]), peer, tag) for peer in reversed(peers)
+        ]
         return arriving(lambda: MPI.Request.Testall(requests), received, sent)
 
     def tag(self) -> int:
@@ -151,24 +158,46 @@ class MpiCommunicator(Communicator):
         """The pending block of the root, which has so many rows."""
         mine = self.rank == root
         whole = block if mine else self.empty((rows, *block.shape[1:]), block.dtype)
-        return arriving(self.comm.Ibcast(whole, root).Test, whole)
+        return arriving(self.comm.Ibcast(integers(whole), root).Test, whole)
 
     def _reduce(self, block, root):
+        if is_narrow(block.dtype):
+            return self._summed_at(block, root)
         mine = self.rank == root
         total = self.empty(block.shape, block.dtype) if mine else None
         request = self.comm.Ireduce(block, total, MPI.SUM, root)
         return arriving(request.Test, total if mine else block[:0].copy(), block)
 
+    def _summed_at(self, block: Array, root: int) -> Pending:
+        """The pending sum at the root of blocks that MPI does not add."""
+        tag = self.tag()
+        if self.rank != root:
+            request = self.comm.Isend(integers(block), root, tag)
+            return arriving(request.Test, block[:0].copy(), block)
+        blocks = self.empty((self.size, *block.shape), block.dtype)
+        blocks[root], requests = block, []
+        for peer in range(self.size):
+            if peer != root:
+                requests.append(self.comm.Irecv(integers(blocks[peer]), peer, tag))
+
+        def add(blocks):
+            total = self.empty(block.shape, block.dtype)
+            fold(np.add, blocks, total)
+            return total
+
+        return arriving(lambda: MPI.Request.Testall(requests), blocks).then(add)
+
     def _all_to_all(self, block):
         mixed = self.empty(block.shape, block.dtype)
-        return arriving(self.comm.Ialltoall(block, mixed).Test, mixed, block)
+        request = self.comm.Ialltoall(integers(block), integers(mixed))
+        return arriving(request.Test, mixed, block)
 
     def _send(self, block, peer):
-        return arriving(self.comm.Isend(block, peer, _MESSAGE).Test, block)
+        return arriving(self.comm.Isend(integers(block), peer, _MESSAGE).Test, block)
 
     def _recv(self, shape, dtype, peer):
         block = self.empty(shape, dtype)
-        return arriving(self.comm.Irecv(block, peer, _MESSAGE).Test, block)
+        return arriving(self.comm.Irecv(integers(block), peer, _MESSAGE).Test, block)
 
 
 def arriving(done: Callable[[], bool], result: Any, source: object = None) -> Pending:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.arrays.pool import Lease, lease_of, size_class
+from hpc3d.arrays.narrow import of_type
+from hpc3d.arrays.pool import Lease, lease_of, lent, size_class
 from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Pending, fold
 from hpc3d.comm.mpi import MpiCommunicator, wait_until
 
@@ -62,7 +63,7 @@ class Region:
 
     def blocks(self, count: int, dtype: DTypeLike) -> np.ndarray:
         """The first `count` elements of every slot, [size, count]."""
-        whole = self.memory.view(dtype)
+        whole = of_type(self.memory.view(dtype))
         return whole.reshape(-1, self.slot // whole.itemsize)[:, :count]
 
 
@@ -131,7 +132,7 @@ class SharedMemory(MpiCommunicator):
             self.pool.count("communication", -booked)
             self.release(region)
 
-        return np.asarray(SharedLease(region, memory, shape, dtype, give_back))
+        return lent(SharedLease(region, memory, shape, dtype, give_back), np.dtype(dtype))
 
     def release(self, region: Region) -> None:
         region.freed_at = self.posted
@@ -168,8 +169,9 @@ class SharedMemory(MpiCommunicator):
     def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
         region = self.region(prod(shape) * np.dtype(dtype).itemsize)
         memory = region.memory[self.rank * region.slot : (self.rank + 1) * region.slot]
-        array: Any = self.lend(region, memory, shape, dtype)
-        array.base.slot_of = self
+        array = self.lend(region, memory, shape, dtype)
+        lease: Any = lease_of(array)
+        lease.slot_of = self
         return array
 
     def placed(self, block: np.ndarray) -> tuple[np.ndarray, Region]:
@@ -178,15 +180,15 @@ class SharedMemory(MpiCommunicator):
         ours = isinstance(lease, SharedLease) and lease.slot_of is self
         if ours and block.ctypes.data == lease.memory.ctypes.data:
             return block, lease.region
-        copy: Any = self.buffer(block.shape, block.dtype)
-        copy[...] = block
-        return copy, copy.base.region
+        copy = self.buffer(block.shape, block.dtype)
+        copy[...], lease = block, lease_of(copy)
+        return copy, lease.region
 
     def _all_gather(self, block):
         region = self.region(block.nbytes) if block.nbytes else None
         shape = (self.size * block.shape[0], *block.shape[1:])
         if region is None:
-            return self.after(self.publish(), lambda: np.empty(shape, block.dtype))
+            return self.after(self.publish(), lambda: of_type(np.empty(shape, block.dtype)))
         packed = region.memory[: self.size * block.nbytes]
         whole = self.lend(region, packed, shape, block.dtype)
         rows = block.shape[0]

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from hpc3d.arrays.narrow import of_type
 from hpc3d.arrays.pool import Pool
-from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, Self, ready
+from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, Self, fold, ready
 from hpc3d.comm.grid import Grid
 from hpc3d.comm.mesh import Mesh, groups_of
 from hpc3d.comm.stage_mesh import Line, stage_mesh
@@ -92,9 +93,8 @@ class Threads(Communicator):
 
 def _sum_of(blocks: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
     """The blocks summed (or maximised) in the order of the members."""
-    total = blocks[0].copy()
-    for block in blocks[1:]:
-        REDUCTIONS[op](total, block, out=total)
+    total = of_type(np.empty_like(blocks[0]))
+    fold(REDUCTIONS[op], blocks, total)
     return total
 
 

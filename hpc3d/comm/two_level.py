@@ -10,7 +10,8 @@ brings its share; all members of a host read the result in the memory that they 
     broadcast       the root's block is shared     ->  broadcast of this lane's slice
     reduce          sum this lane's slice          ->  reduce of it, to the root's host
 
-Short blocks, messages and all_to_all go as MPI has them.
+Short blocks, messages and all_to_all go as MPI has them.  Sums of 16-bit floats are rounded once
+in a host and once between hosts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.arrays.narrow import integers
 from hpc3d.comm.communicator import REDUCTIONS, fold
 from hpc3d.comm.mpi import MpiCommunicator, arriving, slices_of
 from hpc3d.comm.shared_memory import SharedMemory
@@ -127,7 +129,8 @@ class TwoLevel(MpiCommunicator):
 
         def finish(whole=whole):
             mine = whole.reshape(-1)[self._slice_of(whole.size)]
-            arriving(self.wire.comm.Ibcast(mine, self._host_of(root)).Test, mine).wait()
+            request = self.wire.comm.Ibcast(integers(mine), self._host_of(root))
+            arriving(request.Test, mine).wait()
             return self.seen(whole, region)
 
         return self.node.after(self.node.publish(region), finish)

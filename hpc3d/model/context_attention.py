@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.arrays.narrow import wide
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import CONTEXT
 from hpc3d.model.core_attention import CoreAttention, HeadBlock
@@ -19,7 +20,6 @@ from hpc3d.ops.chunked_attention import (
     keys_and_values,
     merge_chunks,
     row_dots,
-    wide,
 )
 from hpc3d.ops.random import Mask
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.narrow import WIDE, widened
 from hpc3d.arrays.primitive import primitive
 from hpc3d.ops.random import cuda_mask
 from hpc3d.ops.rows import dropped
@@ -187,6 +188,16 @@ def attend(
     return out, probabilities
 
 
+@attend.narrow
+def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
+    probabilities = _empty_probabilities(qkv, sequence, form, empty)
+    out = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
+    for rows, chunks, how in _samples(qkv, probabilities, sequence, drop, mask):
+        given = widened(qkv[rows]), sequence, form, np.empty
+        out[rows], probabilities[chunks] = attend(*given, *how)
+    return out, probabilities
+
+
 @attend.abstract
 def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
     heads, probabilities = _scored(qkv, sequence, form, empty)
@@ -226,6 +237,14 @@ def attend_again(
     probabilities = empty(shape, qkv.dtype)
     for _ in _softmaxes(q, k, probabilities, mask):
         pass
+    return probabilities
+
+
+@attend_again.narrow
+def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
+    probabilities = _empty_probabilities(qkv, sequence, form, empty)
+    for rows, chunks, how in _samples(qkv, probabilities, sequence, drop, mask):
+        probabilities[chunks] = attend_again(widened(qkv[rows]), sequence, form, np.empty, *how)
     return probabilities
 
 
@@ -278,6 +297,15 @@ def attend_grad(
     return dqkv
 
 
+@attend_grad.narrow
+def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
+    dqkv = empty(qkv.shape, qkv.dtype)
+    for rows, chunks, how in _samples(qkv, probabilities, sequence, drop, mask):
+        given = widened((dout[rows], qkv[rows], probabilities[chunks]))
+        dqkv[rows] = attend_grad(*given, sequence, form, np.empty, *how)
+    return dqkv
+
+
 @attend_grad.abstract
 def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
     heads = dout.size // (form.width * sequence)
@@ -304,6 +332,27 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
     gpu.multiply(ds, q, grads[1])
     return _gradient_of(qkv, grads, sequence, form, empty)
+
+
+def _empty_probabilities(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
+    """Narrow ones, in the chunks that those in float32 have."""
+    batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
+    return empty(_chunks_of(batch, heads, form, sequence, WIDE.itemsize), qkv.dtype)
+
+
+def _samples(
+    qkv: Array, probabilities: Array, sequence: int, drop: Mask | None, mask: AttentionMask
+) -> Iterator[tuple[slice, slice, tuple[Mask | None, AttentionMask]]]:
+    """Of every sample its rows, its chunks of probabilities, and what is dropped and masked."""
+    batch = qkv.shape[0] // sequence
+    each = len(probabilities) // max(1, batch)
+    for sample in range(batch):
+        one = slice(sample, sample + 1)
+        of_drop = None if drop is None else drop._replace(rows=drop.rows[one])
+        padding = None if mask.padding is None else mask.padding[one]
+        rows = slice(sample * sequence, (sample + 1) * sequence)
+        chunks = slice(sample * each, (sample + 1) * each)
+        yield rows, chunks, (of_drop, mask._replace(padding=padding))
 
 
 def _scored(

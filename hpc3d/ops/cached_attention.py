@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.arrays.narrow import wide
 from hpc3d.arrays.primitive import primitive
 from hpc3d.ops.attention import HeadForm, heads_of
 
@@ -31,9 +32,10 @@ def attend_cached(
     keys, values = _extended(cache, k, v, first)
     out = empty((batch * sequence, heads * g * width), qkv.dtype)
     by_query = out.reshape(batch, sequence, heads, g, width).transpose(0, 2, 3, 1, 4)
-    future = np.triu(np.full((sequence, first + sequence), -np.inf, qkv.dtype), first + 1)
+    real = wide(qkv.dtype)
+    future = np.triu(np.full((sequence, first + sequence), -np.inf, real), first + 1)
     fit = max(1, SCORES // (g * future.nbytes))
-    scale = qkv.dtype.type(1 / sqrt(width))
+    scale = real.type(1 / sqrt(width))
     for sample in range(batch):
         for start in range(0, heads, fit):
             here = sample, slice(start, start + fit)
@@ -44,6 +46,9 @@ def attend_cached(
             scores /= scores.sum(-1, keepdims=True)
             np.matmul(scores, values[here][:, None], out=by_query[here])
     return out
+
+
+attend_cached.narrow(attend_cached.numpy)
 
 
 @attend_cached.abstract

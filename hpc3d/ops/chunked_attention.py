@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.narrow import wide
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.ops.attention import (
     HeadForm,
@@ -54,11 +55,6 @@ class ChunkGrad(NamedTuple):
     dout: Array
     sums: Array
     dots: Array
-
-
-def wide(dtype: np.dtype) -> np.dtype:
-    """The type that sums over chunks have."""
-    return np.promote_types(dtype, np.float32)
 
 
 @primitive
@@ -259,8 +255,9 @@ def _(qkv, dq, dkv, form, empty):
 
 
 def _as_numpy(op: Primitive) -> None:
-    """Let an op do on devices what it does in NumPy: fills and copies."""
+    """Let an op do on devices and in 16 bits what it does in NumPy: fills and copies."""
     op.cuda(lambda gpu, *given: op.numpy(*given))
+    op.narrow(op.numpy)
 
 
 for _op in (keys_and_values, begin_merging, end_merging, join_grads):

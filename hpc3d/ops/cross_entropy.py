@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.narrow import WIDE, wide
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.data.batches import IGNORE
+from hpc3d.ops.rows import rounded, row_blocks
 from hpc3d.ops.update import sum_parts
 
 if TYPE_CHECKING:
@@ -51,9 +53,17 @@ def row_max(logits: Array, columns: int) -> Array:
     return logits.max(1, initial=-np.inf)
 
 
+@row_max.narrow
+def _(logits, columns):
+    logits[:, columns:], top = -np.inf, np.empty(len(logits), WIDE)
+    for rows in row_blocks(logits):
+        top[rows] = logits[rows].max(1, initial=-np.inf)
+    return top
+
+
 @row_max.abstract
 def _(logits, columns):
-    return logits.like(logits.shape[:1])
+    return logits.like(logits.shape[:1], wide(logits.dtype))
 
 
 @row_max.cuda
@@ -67,18 +77,32 @@ def _(gpu, logits, columns):
 @primitive
 def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
     """Sum of exponentials and target logit a row, [2, rows]; logits become exponentials."""
-    rows = np.flatnonzero((index >= 0) & (index < logits.shape[1]))
+    rows, columns = _targets(logits, index)
     logits -= top[:, None]
     sums = np.zeros((2, logits.shape[0]), logits.dtype)
-    sums[1, rows] = logits[rows, index[rows]]
+    sums[1, rows] = logits[rows, columns]
     np.exp(logits, out=logits)
     sums[0] = logits @ np.ones(logits.shape[1], logits.dtype)
-    return sums, (rows, index[rows])
+    return sums, (rows, columns)
+
+
+def _targets(logits: Array, index: Array) -> tuple[Array, Array]:
+    """The rows whose index is a column of these logits, and the columns."""
+    rows = np.flatnonzero((index >= 0) & (index < logits.shape[1]))
+    return rows, index[rows]
+
+
+@local_sums.narrow
+def _(logits, top, index):
+    sums = np.empty((2, len(logits)), WIDE)
+    for rows, (block,) in rounded(logits):
+        sums[:, rows], _ = local_sums(block, top[rows], index[rows])
+    return sums, _targets(logits, index)
 
 
 @local_sums.abstract
 def _(logits, top, index):
-    return logits.like((2, logits.shape[0])), None
+    return logits.like((2, logits.shape[0]), wide(logits.dtype)), None
 
 
 @local_sums.cuda
@@ -132,10 +156,13 @@ def _(gpu, sums, valid):
 def softmax_grad(exponentials: Array, rest: LossRows | None, scale: float) -> Array:
     """scale (softmax - onehot) for valid rows, 0 for the others, in the exponentials' memory."""
     total, valid, at = rest
-    factor = np.where(valid, scale / total, 0).astype(exponentials.dtype)
-    exponentials *= factor[:, None]
-    exponentials[at] -= np.asarray(scale, exponentials.dtype)
+    real = wide(exponentials.dtype)
+    exponentials *= np.where(valid, scale / total, 0).astype(real)[:, None]
+    exponentials[at] -= np.asarray(scale, real)
     return exponentials
+
+
+softmax_grad.narrow(softmax_grad.numpy)
 
 
 @softmax_grad.abstract

@@ -22,6 +22,9 @@ def gather_rows(table: Array, index: Array) -> Array:
     return rows
 
 
+gather_rows.narrow(gather_rows.numpy)
+
+
 @gather_rows.abstract
 def _(table, index):
     return table.like((index.size, table.shape[1]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.arrays.primitive import composite, primitive
-from hpc3d.ops.rows import row_blocks
+from hpc3d.ops.rows import rounded, row_blocks
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -43,6 +43,13 @@ def gelu_tanh(h: Array, out: Array) -> Array:
     return out
 
 
+@gelu_tanh.narrow
+def _(h, out):
+    for _, blocks in rounded(h, out):
+        gelu_tanh(*blocks)
+    return out
+
+
 @gelu_tanh.abstract
 def _(h, out):
     return out
@@ -73,6 +80,13 @@ def gelu_exact(h: Array, out: Array) -> Array:
         slope += s
         s *= x
         x[...] = slope
+    return out
+
+
+@gelu_exact.narrow
+def _(h, out):
+    for _, blocks in rounded(h, out):
+        gelu_exact(*blocks)
     return out
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpc3d.arrays.narrow import wide, widened
 from hpc3d.arrays.primitive import composite, primitive
-from hpc3d.ops.rows import add_strips, row_blocks
+from hpc3d.ops.rows import add_strips, rounded, row_blocks
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
@@ -79,8 +80,8 @@ def _(gpu, dy, saved, residual, dgamma, dbeta, empty):
 @primitive
 def moments(x: Array) -> Array:
     """Mean and sum of squared deviations of every row, [2, rows]: two passes, never E[x^2]."""
-    result = np.empty((2, x.shape[0]), x.dtype)
-    average = np.full(x.shape[1], 1 / x.shape[1], x.dtype)
+    result = np.empty((2, x.shape[0]), wide(x.dtype))
+    average = np.full(x.shape[1], 1 / x.shape[1], result.dtype)
     for rows in row_blocks(x):
         mean = np.matmul(x[rows], average, out=result[0, rows])
         centred = x[rows] - mean[:, None]
@@ -88,9 +89,12 @@ def moments(x: Array) -> Array:
     return result
 
 
+moments.narrow(moments.numpy)
+
+
 @moments.abstract
 def _(x):
-    return x.like((2, x.shape[0]))
+    return x.like((2, x.shape[0]), wide(x.dtype))
 
 
 @moments.cuda
@@ -103,15 +107,18 @@ def _(gpu, x):
 @primitive
 def row_squares(x: Array) -> Array:
     """The sum of squares of every row, [rows]."""
-    result = np.empty(x.shape[0], x.dtype)
+    result = np.empty(x.shape[0], wide(x.dtype))
     for rows in row_blocks(x):
         np.einsum("ij,ij->i", x[rows], x[rows], out=result[rows])
     return result
 
 
+row_squares.narrow(row_squares.numpy)
+
+
 @row_squares.abstract
 def _(x):
-    return x.like(x.shape[:1])
+    return x.like(x.shape[:1], wide(x.dtype))
 
 
 @row_squares.cuda
@@ -167,6 +174,15 @@ def normalise(
     return n, y
 
 
+@normalise.narrow
+def _(x, mean, rstd, gamma, beta, n, y):
+    gamma, beta = widened((gamma, beta))
+    for rows, blocks in rounded(n, y):
+        centre = None if mean is None else mean[rows]
+        normalise(widened(x[rows]), centre, rstd[rows], gamma, beta, *blocks)
+    return n, y
+
+
 @normalise.abstract
 def _(x, mean, rstd, gamma, beta, n, y):
     return (n, y)
@@ -185,9 +201,10 @@ def normalise_sums(
 ) -> tuple[Array, Array, Array | None]:
     """What the backward of a norm sums: dn n and, where it is `centred`, before that dn over
     features [1 or 2, rows]; and dgamma, dbeta over rows."""
-    sums = np.empty((1 + centred, n.shape[0]), n.dtype)
-    dgamma, dbeta = np.zeros_like(gamma), np.zeros_like(gamma) if centred else None
-    ones = np.ones(n.shape[0], n.dtype)
+    real = wide(n.dtype)
+    sums, ones = np.empty((1 + centred, n.shape[0]), real), np.ones(n.shape[0], real)
+    dgamma = np.zeros(gamma.shape, real)
+    dbeta = np.zeros(gamma.shape, real) if centred else None
     for rows in row_blocks(n):
         d, one = dy[rows], ones[rows]
         product = d * n[rows]
@@ -199,10 +216,14 @@ def normalise_sums(
     return sums, dgamma, dbeta
 
 
+normalise_sums.narrow(normalise_sums.numpy)
+
+
 @normalise_sums.abstract
 def _(n, dy, gamma, centred=True):
-    sums = n.like((1 + centred, n.shape[0]))
-    return sums, n.like(gamma.shape), n.like(gamma.shape) if centred else None
+    real = wide(n.dtype)
+    sums, dgamma = n.like((1 + centred, n.shape[0]), real), n.like(gamma.shape, real)
+    return sums, dgamma, n.like(gamma.shape, real) if centred else None
 
 
 @normalise_sums.cuda
@@ -245,6 +266,16 @@ def normalise_grad(
         d *= rstd[rows, None]
         if residual is not None:
             d += residual[rows]
+    return dx
+
+
+@normalise_grad.narrow
+def _(n, rstd, dy, gamma, means, residual, dx):
+    gamma = widened(gamma)
+    for rows, (block,) in rounded(dx):
+        added = None if residual is None else widened(residual[rows])
+        given = widened(dy[rows]), gamma, means[:, rows], added
+        normalise_grad(widened(n[rows]), rstd[rows], *given, block)
     return dx
 
 

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.arrays.narrow import widened
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.ops.rows import add_bias, add_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hpc3d.arrays.array import Array
+
+_PANEL, _BLOCK = 1 << 23, 1 << 21  # bytes of the float32 copies of columns of b and of rows of a
 
 
 @composite
@@ -36,6 +41,24 @@ def _(gpu, a, b, out, bias=None, residual=None, **gelu):
         gpu.multiply(a, b, out, add=residual)
         add_bias(out, bias, out)
     return out
+
+
+@product.narrow
+def _(a, b, out):
+    """Panels of columns of b times blocks of rows of a: so much is in float32 at a time."""
+    a, b, total = _matrices(a, b, out)
+    inner = a[..., :1, :].size
+    for columns in _pieces(b.shape[-1], inner, _PANEL):
+        panel = widened(b[..., columns])
+        for rows in _pieces(a.shape[-2], inner, _BLOCK):
+            total[..., rows, columns] = widened(a[..., rows, :]) @ panel
+    return out
+
+
+def _pieces(count: int, size: int, nbytes: int) -> Iterator[slice]:
+    """Slices of `count` vectors of `size` elements, so many bytes of float32 each."""
+    step = max(16, nbytes // (4 * max(1, size)))
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _matrices(*blocks: Array) -> list[Array]:

@@ -143,6 +143,9 @@ def initialise(value: Array, item: Any, seed: int, block: tuple[slice, slice]) -
         value[drawn.stop - drawn.start :] = 0
 
 
+initialise.narrow(initialise.numpy)
+
+
 @initialise.abstract
 def _(value, item, seed, block):
     return None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.narrow import widened
 from hpc3d.arrays.primitive import primitive
 
 if TYPE_CHECKING:
@@ -68,6 +69,14 @@ def rotate(x: Array, table: Array, form: HeadForm, sign: int = 1) -> Array:
         b *= cosine
         b += a * sine if sign > 0 else a * -sine
         a[...] = first
+    return x
+
+
+@rotate.narrow
+def _(x, table, form, sign=1):
+    """A sample at a time."""
+    for sample in x.reshape(-1, table.shape[1], x.shape[1]):
+        sample[...] = rotate(widened(sample), table, form, sign)
     return x
 
 

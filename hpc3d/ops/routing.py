@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.narrow import wide
 from hpc3d.arrays.primitive import primitive
-from hpc3d.ops.rows import row_blocks
+from hpc3d.ops.rows import rounded, row_blocks
 from hpc3d.ops.update import sum_parts
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ def route(logits: Array, top_k: int, bias: Array | None = None) -> Routes:
 def _(logits, top_k, bias=None):
     rows, count = logits.shape
     chosen = rows, top_k
-    like = logits.like
-    return Routes(like(chosen, np.int64), like(chosen), like((rows, count)), like((rows,)))
+    like, real = logits.like, wide(logits.dtype)
+    shapes = chosen, (rows, count), (rows,)
+    return Routes(like(chosen, np.int64), *(like(shape, real) for shape in shapes))
 
 
 @route.cuda
@@ -277,6 +279,9 @@ def _kept(slots: Array) -> Iterator[tuple[int, Array, Array]]:
         yield choice, kept, column[kept]
 
 
+dispatch.narrow(dispatch.numpy)
+
+
 @dispatch.abstract
 def _(x, slots, out):
     return out
@@ -307,6 +312,13 @@ def dispatch_grad(dslots: Array, slots: Array, out: Array) -> Array:
     return out
 
 
+@dispatch_grad.narrow
+def _(dslots, slots, out):
+    for rows, (block,) in rounded(out):
+        dispatch_grad.numpy(dslots, slots[rows], block)
+    return out
+
+
 @dispatch_grad.abstract
 def _(dslots, slots, out):
     return out
@@ -324,6 +336,13 @@ def combine(y: Array, slots: Array, weights: Array, out: Array) -> Array:
     for rows in row_blocks(out):
         for choice, kept, at in _kept(slots[rows]):
             out[rows][kept] += weights[rows][kept, choice, None] * y[at]
+    return out
+
+
+@combine.narrow
+def _(y, slots, weights, out):
+    for rows, (block,) in rounded(out):
+        combine.numpy(y, slots[rows], weights[rows], block)
     return out
 
 
@@ -352,6 +371,9 @@ def combine_grad(
             dweights[rows][kept, choice] = np.einsum("ij,ij->i", y[at], grad)
             out[at] = np.multiply(grad, weights[rows][kept, choice, None], out=grad)
     return out, dweights
+
+
+combine_grad.narrow(combine_grad.numpy)
 
 
 @combine_grad.abstract

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.arrays.narrow import WIDE, wide, widened
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.ops.random import cuda_mask
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hpc3d.arrays.array import Array
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
@@ -26,6 +29,16 @@ def row_blocks(x: Array) -> list[slice]:
     """Slices of the rows of `x` that fit the cache."""
     rows = max(1, CACHE // max(1, x[:1].nbytes))
     return [slice(start, start + rows) for start in range(0, x.shape[0], rows)]
+
+
+def rounded(*arrays: Array) -> Iterator[tuple[slice, list[Array]]]:
+    """Of Narrow arrays the rows that fit the cache, in float32, and which ones they are; what is
+    written there is rounded into the arrays before the next ones."""
+    for rows in row_blocks(arrays[0]):
+        copies = [widened(each[rows]) for each in arrays]
+        yield rows, copies
+        for each, copy in zip(arrays, copies, strict=True):
+            each[rows] = copy
 
 
 @composite
@@ -46,7 +59,15 @@ def _(gpu, y, bias, out):
 @composite
 def sum_rows(y: Array) -> Array:
     """The sum over rows, the gradient of a bias; one product with a vector of ones."""
-    return np.ones(y.shape[0], y.dtype) @ y
+    return np.ones(y.shape[0], wide(y.dtype)) @ y
+
+
+@sum_rows.narrow
+def _(y):
+    total = np.zeros(y.shape[1:], WIDE)
+    for rows in row_blocks(y):
+        total += sum_rows(widened(y[rows]))
+    return total
 
 
 @sum_rows.cuda
@@ -79,8 +100,11 @@ def add_strips(
 def dropped(x: Array, mask: Mask, out: Array) -> Array:
     """x times the factors of a `Mask`; the same for a gradient."""
     for rows in row_blocks(x):
-        np.multiply(x[rows], mask.factors(rows, slice(None), x.dtype), out=out[rows])
+        np.multiply(x[rows], mask.factors(rows, slice(None), wide(x.dtype)), out=out[rows])
     return out
+
+
+dropped.narrow(dropped.numpy)
 
 
 @dropped.abstract
@@ -99,6 +123,9 @@ def _(gpu, x, mask, out):
 def add_repeated(x: Array, table: Array, first: int, out: Array) -> Array:
     """x plus the rows of a table again and again, from its row `first` on."""
     return np.add(x, table[(first + np.arange(len(x))) % len(table)], out=out)
+
+
+add_repeated.narrow(add_repeated.numpy)
 
 
 @add_repeated.abstract
@@ -125,7 +152,7 @@ def sum_repeated(dx: Array, first: int, period: int) -> Array:
 
 @sum_repeated.abstract
 def _(dx, first, period):
-    return dx.like((period, dx.shape[1]))
+    return dx.like((period, dx.shape[1]), wide(dx.dtype))
 
 
 @sum_repeated.cuda

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.arrays.primitive import primitive
-from hpc3d.ops.rows import row_blocks
+from hpc3d.ops.rows import rounded, row_blocks
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -35,6 +35,13 @@ def swiglu(h: Array, out: Array) -> Array:
     return out
 
 
+@swiglu.narrow
+def _(h, out):
+    for _, blocks in rounded(h, out):
+        swiglu(*blocks)
+    return out
+
+
 @swiglu.abstract
 def _(h, out):
     return out
@@ -53,6 +60,9 @@ def swiglu_grad(slopes: Array, dg: Array) -> Array:
     for rows in row_blocks(dg):
         pairs[rows] *= dg[rows, :, None]
     return slopes
+
+
+swiglu_grad.narrow(swiglu_grad.numpy)
 
 
 @swiglu_grad.abstract

@@ -105,6 +105,9 @@ def adamw(
             value[part] = w
 
 
+adamw.narrow(adamw.numpy)
+
+
 @adamw.abstract
 def _(value, *rest):
     return None
@@ -128,6 +131,9 @@ def descend(value: Array, master: Array | None, grad: Array, factors: Sequence[f
         w -= grad[part] * rate
         if master is not None:
             value[part] = w
+
+
+descend.narrow(descend.numpy)
 
 
 @descend.abstract

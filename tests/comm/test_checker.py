@@ -239,7 +239,7 @@ def sums(blocks):
 
 
 @pytest.mark.parametrize("kind", HARD)
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:hpc3d.comm.threads")
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:hpc3d.comm.communicator")
 def test_the_rounding_of_a_sum_is_no_find(kind):
     """Of what is not finite the sum itself is invalid; what is made of it must be quiet."""
     for seed in range(5):

@@ -1,0 +1,119 @@
+"""Arrays of 16-bit floats on processors: kept and moved in 16 bits, computed in float32.
+
+A sum in 16 bits goes wrong: 1,000 ones are 256 in bfloat16.  NumPy multiplies matrices of float16
+hundreds of times slower than those of float32, and MPI has neither type.  So what is computed from
+a `Narrow` array is of float32, and rounded once where it is written into another:
+
+    primitive                     rule for Narrow arrays
+    a composite                   what NumPy does, which asks the ufuncs below
+    with a rule of its own        that: in blocks, whose float32 copies stay in the cache
+    any other                     NumPy's, on float32 copies of all operands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpc3d.arrays.primitive import add_backend
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.arrays.array import Array
+    from hpc3d.arrays.primitive import Primitive
+
+WIDE, _INTEGERS = np.dtype(np.float32), np.dtype(np.uint16)
+CACHE = 1 << 17  # bytes of the float32 copy of a block
+_PRODUCTS = {np.dot, np.einsum, np.inner, np.tensordot, np.vdot}
+
+
+def wide(dtype: DTypeLike) -> np.dtype:
+    """The type in which sums of a type are made: float32, or wider."""
+    return np.promote_types(dtype, WIDE)
+
+
+def is_narrow(dtype: np.dtype) -> bool:
+    """Whether a type is a float of 16 bits; bfloat16 is of the kind V."""
+    return dtype.itemsize == 2 and dtype.kind in "fV"
+
+
+class Narrow(np.ndarray):
+    """An array of 16-bit floats; results of NumPy's functions are in float32, and plain."""
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
+        if out is None:
+            return getattr(ufunc, method)(*map(widened, inputs), **options)
+        if method == "__call__" and not (ufunc.signature or options) and len(out) == 1:
+            for part, operands in _blocks(out[0], inputs):
+                part[...] = ufunc(*map(widened, operands))
+            return out[0]
+        totals = [np.empty(each.shape, WIDE) for each in out]
+        getattr(ufunc, method)(*map(widened, inputs), out=tuple(totals), **options)
+        for each, total in zip(out, totals, strict=True):
+            each[...] = total
+        return out[0] if len(out) == 1 else out
+
+    def __array_function__(self, function, types, arguments, options):
+        if function in _PRODUCTS:
+            return function(*map(widened, arguments), **options)
+        return super().__array_function__(function, types, arguments, options)
+
+    def astype(self, dtype, *rest, **options):
+        return of_type(np.asarray(self).astype(dtype, *rest, **options))
+
+    def view(self, *how, **options):
+        shown = np.asarray(self).view(*how, **options)
+        kinds = [each for each in how if isinstance(each, type) and issubclass(each, np.ndarray)]
+        return shown if kinds else of_type(shown)
+
+
+def of_type(array: np.ndarray) -> np.ndarray:
+    """The same array, a Narrow one where it has 16-bit floats."""
+    plain = type(array) is np.ndarray
+    return np.ndarray.view(array, Narrow) if plain and is_narrow(array.dtype) else array
+
+
+def widened(operand: Any) -> Any:
+    """Float32 copies of Narrow arrays, also of those in a tuple; any other operand itself."""
+    if isinstance(operand, Narrow):
+        return np.asarray(operand).astype(WIDE)
+    if isinstance(operand, tuple) and any(isinstance(each, Narrow) for each in operand):
+        each = map(widened, operand)
+        return type(operand)(*each) if hasattr(operand, "_fields") else tuple(each)
+    return operand
+
+
+def integers(block: Array) -> Array:
+    """A block of 16 bits as integers, which every MPI knows; any other as it is."""
+    return block.view(_INTEGERS) if block.dtype.itemsize == _INTEGERS.itemsize else block
+
+
+def _blocks(out: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
+    """Blocks of rows of `out`, which fit the cache, and what of elementwise `inputs` belongs to
+    each."""
+    if out.ndim == 0:
+        yield out, inputs
+        return
+    rows = max(1, CACHE // max(1, WIDE.itemsize * out[:1].size))
+    for start in range(0, len(out), rows):
+        part = slice(start, start + rows)
+        yield (
+            out[part],
+            [
+                each[part] if np.ndim(each) == out.ndim and len(each) > 1 else each
+                for each in inputs
+            ],
+        )
+
+
+def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
+    """The rule of a primitive for Narrow arrays; None for that of NumPy."""
+    if primitive.narrow_rule or primitive.abstract_rule is primitive.numpy:
+        return primitive.narrow_rule
+    return lambda *given, **named: primitive.numpy(*map(widened, given), **named)
+
+
+add_backend(Narrow, narrow_rule)
