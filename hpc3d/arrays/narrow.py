@@ -59,12 +59,13 @@ class Narrow(np.ndarray):
     def __array_function__(self, function, types, arguments, options):
         if function in _PRODUCTS:
             return function(*map(widened, arguments), **options)
-        return super().__array_function__(function, types, arguments, options)
+        result = super().__array_function__(function, types, arguments, options)
+        return of_type(result) if isinstance(result, np.ndarray) else result
 
-    def astype(self, dtype, *rest, **options):
+    def astype(self, dtype: DTypeLike, *rest: Any, **options: Any) -> np.ndarray:  # type: ignore[override]
         return of_type(np.asarray(self).astype(dtype, *rest, **options))
 
-    def view(self, *how, **options):
+    def view(self, *how: Any, **options: Any) -> np.ndarray:  # type: ignore[override]
         shown = np.asarray(self).view(*how, **options)
         kinds = [each for each in how if isinstance(each, type) and issubclass(each, np.ndarray)]
         return shown if kinds else of_type(shown)

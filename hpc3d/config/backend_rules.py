@@ -13,6 +13,8 @@ from hpc3d.pipeline.schedule import find
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
+NARROW = "float16", "bfloat16"
+
 
 def wrong_backend(config: Config) -> Iterator[str]:
     """What one backend has and the other has not."""
@@ -30,10 +32,15 @@ def wrong_backend(config: Config) -> Iterator[str]:
         )
     if train.backend == "cupy" and train.dtype == "float64":
         yield "train.dtype = float64: train.backend = cupy has no kernels for it; use float32"
-    if train.backend == "cupy" and config.guard.abft_every:
+    if train.backend == "cupy" and config.guard.abft_every and train.dtype not in NARROW:
         yield (
             f"guard.abft_every = {config.guard.abft_every}: not there yet for "
             "train.backend = cupy; use 0, and guard.replicas_every"
+        )
+    if train.dtype in NARROW and config.guard.abft_every:
+        yield (
+            f"guard.abft_every = {config.guard.abft_every}: not there yet for train.dtype = "
+            f"{train.dtype}; use 0, and guard.replicas_every"
         )
     if train.backend == "cupy" and config.trace.clock == "cpu":
         yield "trace.clock = cpu: a GPU has no CPU time; use wall"
@@ -86,11 +93,6 @@ def known(package: str) -> bool:
 
 
 def untrainable(config: Config) -> Iterator[str]:
-    """What can be simulated, but takes too long to be trained, or needs a package to be."""
+    """What can be simulated, but needs a package to be trained."""
     if (config.train.backend, config.model.gelu) == ("numpy", "exact"):
         yield from lacking("model.gelu = exact", "scipy")
-    if config.train.backend == "numpy" and config.train.dtype in ("float16", "bfloat16"):
-        yield (
-            f"train.dtype = {config.train.dtype}: CPUs are slow at it; use float32, or "
-            "simulate it, or train.backend = cupy"
-        )

@@ -227,7 +227,7 @@ class TrainConfig:
     clip: float = 1.0
     """the largest norm of the whole gradient, to which it is scaled down (0: none)"""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
-    """of parameters and activations; those of 16 bits are for GPUs"""
+    """of parameters and activations; those of 16 bits are summed in float32"""
     backend: Literal["numpy", "cupy"] = "numpy"
     """numpy computes on CPUs, cupy on GPUs"""
     eval_every: int = 0

@@ -189,12 +189,12 @@ def attend(
 
 
 @attend.narrow
-def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
+def _(qkv, sequence, form, empty, **how):
     probabilities = _empty_probabilities(qkv, sequence, form, empty)
     out = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
-    for rows, chunks, how in _samples(qkv, probabilities, sequence, drop, mask):
+    for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, **how):
         given = widened(qkv[rows]), sequence, form, np.empty
-        out[rows], probabilities[chunks] = attend(*given, *how)
+        out[rows], probabilities[chunks] = attend(*given, **of_sample)
     return out, probabilities
 
 
@@ -241,10 +241,11 @@ def attend_again(
 
 
 @attend_again.narrow
-def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
+def _(qkv, sequence, form, empty, **how):
     probabilities = _empty_probabilities(qkv, sequence, form, empty)
-    for rows, chunks, how in _samples(qkv, probabilities, sequence, drop, mask):
-        probabilities[chunks] = attend_again(widened(qkv[rows]), sequence, form, np.empty, *how)
+    for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, **how):
+        given = widened(qkv[rows]), sequence, form, np.empty
+        probabilities[chunks] = attend_again(*given, **of_sample)
     return probabilities
 
 
@@ -298,11 +299,11 @@ def attend_grad(
 
 
 @attend_grad.narrow
-def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
+def _(dout, qkv, probabilities, sequence, form, empty, **how):
     dqkv = empty(qkv.shape, qkv.dtype)
-    for rows, chunks, how in _samples(qkv, probabilities, sequence, drop, mask):
+    for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, **how):
         given = widened((dout[rows], qkv[rows], probabilities[chunks]))
-        dqkv[rows] = attend_grad(*given, sequence, form, np.empty, *how)
+        dqkv[rows] = attend_grad(*given, sequence, form, np.empty, **of_sample)
     return dqkv
 
 
@@ -341,8 +342,12 @@ def _empty_probabilities(qkv: Array, sequence: int, form: HeadForm, empty: Empty
 
 
 def _samples(
-    qkv: Array, probabilities: Array, sequence: int, drop: Mask | None, mask: AttentionMask
-) -> Iterator[tuple[slice, slice, tuple[Mask | None, AttentionMask]]]:
+    qkv: Array,
+    probabilities: Array,
+    sequence: int,
+    drop: Mask | None = None,
+    mask: AttentionMask = CAUSAL,
+) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """Of every sample its rows, its chunks of probabilities, and what is dropped and masked."""
     batch = qkv.shape[0] // sequence
     each = len(probabilities) // max(1, batch)
@@ -352,7 +357,7 @@ def _samples(
         padding = None if mask.padding is None else mask.padding[one]
         rows = slice(sample * sequence, (sample + 1) * sequence)
         chunks = slice(sample * each, (sample + 1) * each)
-        yield rows, chunks, (of_drop, mask._replace(padding=padding))
+        yield rows, chunks, {"drop": of_drop, "mask": mask._replace(padding=padding)}
 
 
 def _scored(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from tests.comm.cases import CASES, DTYPES, blocks
+from tests.comm.cases import CASES, DTYPES, NARROW, blocks, rounded_once
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -12,6 +12,12 @@ from tests.comm.cases import CASES, DTYPES, blocks
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_threads(size, case, dtype):
     run({"x": size}, lambda mesh: case(mesh.comm("x"), dtype))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_sums_of_16_bits_are_rounded_once(size, dtype):
+    run({"x": size}, lambda mesh: rounded_once(mesh.comm("x"), dtype))
 
 
 CALLS = {

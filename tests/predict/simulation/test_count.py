@@ -60,10 +60,21 @@ d=2 c=2 e=2 microbatches=2 zero=1 experts=4 sequence=4
 e=2 x=2 y=2 microbatches=2 scheme=2d-summa experts=4 top_k=2 recompute=full dropout=0.25
 """.strip().splitlines()
 
+# In 16 bits: what is summed, and so the moments of norms and of logits, are in float32.
+NARROW = """
+dtype=float16 microbatches=2
+dtype=bfloat16 p=2 d=2 schedule=1f1b microbatches=4 zero=1
+dtype=bfloat16 x=2 y=2 z=2 schedule=none microbatches=1 scheme=3d batch=4
+dtype=bfloat16 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 scheme=2d kind=llama ffn=48
+dtype=bfloat16 d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full
+dtype=bfloat16 e=2 x=2 y=2 z=2 microbatches=3 experts=4 top_k=2
+""".strip().splitlines()
+
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
 LINES = [
     *strided([*MIXES, *SMALL], 11, 6),
     *strided(MIXTURES, 3),
+    *NARROW,
     *(pytest.param(line, marks=slow) for line in MANY),
 ]
 
