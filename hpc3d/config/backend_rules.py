@@ -32,22 +32,40 @@ def wrong_backend(config: Config) -> Iterator[str]:
         )
     if train.backend == "cupy" and train.dtype == "float64":
         yield "train.dtype = float64: train.backend = cupy has no kernels for it; use float32"
-    if train.backend == "cupy" and config.guard.abft_every and train.dtype not in NARROW:
+    if train.backend == "cupy" and config.guard.abft_every:
         yield (
             f"guard.abft_every = {config.guard.abft_every}: not there yet for "
             "train.backend = cupy; use 0, and guard.replicas_every"
         )
-    if train.dtype in NARROW and config.guard.abft_every:
-        yield (
-            f"guard.abft_every = {config.guard.abft_every}: not there yet for train.dtype = "
-            f"{train.dtype}; use 0, and guard.replicas_every"
-        )
+    yield from _wrong_types(config)
     if train.backend == "cupy" and config.trace.clock == "cpu":
         yield "trace.clock = cpu: a GPU has no CPU time; use wall"
     if train.backend == "numpy" and config.trace.nvtx:
         yield "trace.nvtx = true: for train.backend = cupy; use false"
-    if train.dtype == "bfloat16" and not known("ml_dtypes"):
-        yield "train.dtype = bfloat16: needs ml_dtypes: python -m pip install ml_dtypes"
+
+
+def _wrong_types(config: Config) -> Iterator[str]:
+    """What floats of 16 bits do not do."""
+    dtype, parallel, guard = config.train.dtype, config.parallel, config.guard
+    types = {"train.dtype": dtype, "parallel.reduce_dtype": parallel.reduce_dtype}
+    for key, each in types.items():
+        if each in NARROW and guard.abft_every and config.train.backend == "numpy":
+            yield (
+                f"guard.abft_every = {guard.abft_every}: not there yet for {key} = {each}; use 0, "
+                "and guard.replicas_every"
+            )
+        if each == "bfloat16" and not known("ml_dtypes"):
+            yield f"{key} = bfloat16: needs ml_dtypes: python -m pip install ml_dtypes"
+    if parallel.reduce_dtype == "float16" and dtype != "float16":
+        yield (
+            f"parallel.reduce_dtype = float16: small gradients are 0 in it, where train.dtype = "
+            f"{dtype} scales no loss; use bfloat16, or train.dtype = float16"
+        )
+    if parallel.reduce_dtype and parallel.zero > 1:
+        yield (
+            f"parallel.reduce_dtype = {parallel.reduce_dtype}: with parallel.zero = "
+            f"{parallel.zero} gradients cross d as train.dtype has them; use parallel.zero = 1"
+        )
 
 
 def _wrong_graph(config: Config) -> Iterator[str]:

@@ -82,6 +82,8 @@ class ParallelConfig:
     """what the d replicas share out: 1 the optimiser's state, 2 gradients too, 3 weights too"""
     bucket_mb: float = 25.0
     """megabytes of gradients per reduction along d"""
+    reduce_dtype: Literal["float16", "bfloat16", "float32"] | None = None
+    """the type in which gradients cross d, c and e; they are summed in float32 (absent: theirs)"""
     overlap: bool = True
     """reduce gradients along d while backward still runs"""
     microbatches: int = 1

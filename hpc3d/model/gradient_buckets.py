@@ -152,10 +152,19 @@ class GradientBucket(Bucket):
         comm = self.mesh.comm(axis)
         if self._scatters(axis):
             return comm.reduce_scatter(self._as_parts(comm))
-        return comm.all_reduce(self.parameters.grad[self.span])
+        return comm.all_reduce(self._carried(axis))
+
+    def _carried(self, axis: str) -> Array:
+        """The gradient, in the type in which it crosses the axis."""
+        grad, dtype = self.parameters.grad[self.span], self.parameters.reduced
+        if dtype == grad.dtype or axis not in {self.replicas, *self.items[0].replicas}:
+            return grad
+        block = self.mesh.comm(axis).buffer(grad.shape, dtype)
+        block[...] = grad
+        return block
 
     def _as_parts(self, comm: Communicator) -> Array:
-        rows = comm.buffer((self.parts, self.width), self.parameters.wide)
+        rows = comm.buffer((self.parts, self.width), self.parameters.reduced)
         for place, columns in zip(self.places, self.columns, strict=True):
             rows[:, columns] = self.parameters.grad[place.grad].reshape(len(rows), -1)
         return rows
@@ -193,7 +202,7 @@ class _OwnerSum(GradientBucket):
     def _sum_over(self, axis: str) -> Pending:
         if axis != self.replicas:
             return super()._sum_over(axis)
-        return self.mesh.comm(axis).reduce(self.parameters.grad[self.span], self.owner)
+        return self.mesh.comm(axis).reduce(self._carried(axis), self.owner)
 
     def store(self, axis: str, total: Array) -> None:
         if axis != self.replicas or self.mesh.comm(axis).rank == self.owner:

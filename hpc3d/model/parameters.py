@@ -138,14 +138,21 @@ class Parameters:
 
     Of what this rank updates, `pieces` are stretches, and with `whole_matrices` those of vectors
     alone; then `matrices` are the others.  `owners` are the replicas that such a matrix is dealt
-    to.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3).
+    to.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3), and cross
+    the data axes in the type `reduced`.
     """
 
     def __init__(
-        self, mesh: Mesh, dtype: DTypeLike, zero: int = 0, whole_matrices: bool = False
+        self,
+        mesh: Mesh,
+        dtype: DTypeLike,
+        zero: int = 0,
+        whole_matrices: bool = False,
+        reduced: DTypeLike | None = None,
     ) -> None:
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
         self.wide = np.promote_types(dtype, np.float32)  # of gradients and the optimiser's state
+        self.reduced = np.dtype(reduced or self.wide)
         self.whole_matrices = whole_matrices
         self.items: list[Parameter] = []
         self.places: dict[Parameter, FlatSlices] = {}

@@ -68,8 +68,9 @@ class Trainer:
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         program = program or program_of(config)
         optimizer = optimizer_of(config)
+        parallel = config.parallel
         self.parameters = Parameters(
-            mesh, train.dtype, config.parallel.zero, optimizer.WHOLE_MATRICES
+            mesh, train.dtype, parallel.zero, optimizer.WHOLE_MATRICES, parallel.reduce_dtype
         )
         self.vocabulary, self.tokens = vocabulary, train.batch * config.model.sequence
         stages = self.stages(program.placement)

@@ -46,13 +46,32 @@ def test_numbers_of_16_bits_have_no_checksums(dtype, backend):
     assert not [*untrainable(config)]
     assert np.dtype(dtype).itemsize == 2  # which NumPy knows by ml_dtypes
     (said,) = problems(*words, "--guard.abft_every", "5")
-    assert re.match(elided(f"guard.abft_every = 5: ... train.dtype = {dtype}; use 0"), said)
+    why = f"train.dtype = {dtype}" if backend == "numpy" else "train.backend = cupy"
+    assert re.match(elided(f"guard.abft_every = 5: ... {why}; use 0"), said)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("float16", "parallel.reduce_dtype = float16: ... float32 ... use bfloat16"),
+        ("float16 --train.dtype bfloat16", "parallel.reduce_dtype = float16: ... bfloat16 ..."),
+        (
+            "bfloat16 --parallel.zero 2",
+            "parallel.reduce_dtype = bfloat16: ... parallel.zero = 2",
+        ),
+        ("bfloat16 --guard.abft_every 5", "guard.abft_every = 5: ... parallel.reduce_dtype = bf"),
+    ],
+)
+def test_gradients_cross_in_types_that_hold_them(words, line):
+    (said,) = problems("--parallel.reduce_dtype", *words.split())
+    assert re.match(elided(line), said)
 
 
 def test_bfloat16_needs_a_package(monkeypatch):
     monkeypatch.setattr(backend_rules, "known", lambda package: False)
-    (said,) = problems("--train.dtype", "bfloat16")
-    assert re.match("train.dtype = bfloat16: .* python -m pip install ml_dtypes$", said)
+    for key in ("train.dtype", "parallel.reduce_dtype"):
+        (said,) = problems(f"--{key}", "bfloat16")
+        assert re.match(f"{key} = bfloat16: .* python -m pip install ml_dtypes$", said)
 
 
 TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"

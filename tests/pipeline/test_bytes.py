@@ -368,3 +368,28 @@ def test_sums_over_e_are_those_of_dense_weights_alone(line, zero):
         if c * d > 1:
             expected += Counter(on_data(zero, c * d, defaultdict(int, own)))
         assert totals == expected
+
+
+SHARED = "p=2 d=2 x=2 schedule=1f1b microbatches=4 scheme=1d zero=1"
+
+
+@pytest.mark.parametrize(
+    ("types", "of_values", "of_gradients"),
+    [
+        ("dtype=bfloat16", 4, 2),
+        ("dtype=float16 reduce_dtype=float16", 4, 4),
+        ("dtype=float32 reduce_dtype=bfloat16", 2, 4),
+        ("dtype=bfloat16 reduce_dtype=bfloat16", 4, 4),
+    ],
+)
+def test_bytes_go_by_the_types_of_values_and_of_what_is_reduced(types, of_values, of_gradients):
+    """In float64 they are so many times as many; sums of the loss, along x, are in float32."""
+    of_data = {"reduce_scatter": of_gradients, "all_gather": of_values}
+    for rank, wide in zip(counted(f"{SHARED} {types}"), counted(SHARED), strict=True):
+        for axis, op in wide.calls:
+            if axis != "world":
+                times = of_data[op] if axis == "d" else of_values
+                pairs = zip(rank.calls[axis, op], wide.calls[axis, op], strict=True)
+                found = {more / less for less, more in pairs}
+                of_loss = {2} if axis == "x" and rank.stage else set()
+                assert found == {times} | of_loss

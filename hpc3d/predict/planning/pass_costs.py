@@ -238,8 +238,9 @@ class LayerSample:
         """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
         those that are there without any."""
         config, before = self.config, Counter(self.pool.live)
-        kind, zero = optimizer_of(config), config.parallel.zero
-        parameters = Parameters(self.mesh, config.train.dtype, zero, kind.WHOLE_MATRICES)
+        kind, parallel = optimizer_of(config), config.parallel
+        how = parallel.zero, kind.WHOLE_MATRICES, parallel.reduce_dtype
+        parameters = Parameters(self.mesh, config.train.dtype, *how)
         stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
         optimizer = kind(parameters, 0.0)

@@ -68,6 +68,7 @@ dtype=bfloat16 x=2 y=2 z=2 schedule=none microbatches=1 scheme=3d batch=4
 dtype=bfloat16 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 scheme=2d kind=llama ffn=48
 dtype=bfloat16 d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full
 dtype=bfloat16 e=2 x=2 y=2 z=2 microbatches=3 experts=4 top_k=2
+dtype=float32 reduce_dtype=bfloat16 p=2 d=2 schedule=1f1b microbatches=2 bucket_mb=0.01
 """.strip().splitlines()
 
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
