@@ -13,6 +13,7 @@ a `Narrow` array is of float32, and rounded once where it is written into anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
     from hpc3d.arrays.primitive import Primitive
+
+with suppress(ImportError):  # an input file that asks for bfloat16 without it is refused
+    import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 
 WIDE, _INTEGERS = np.dtype(np.float32), np.dtype(np.uint16)
 CACHE = 1 << 17  # bytes of the float32 copy of a block

@@ -212,3 +212,33 @@ def test_the_copies_of_a_table_get_the_sum_of_both(zero):
         for replica in range(2):
             (gradient,) = found[2 * stage + replica]
             np.testing.assert_array_equal(gradient, whole[own[replica]])
+
+
+@pytest.mark.parametrize("size", [0, 1e6])
+@pytest.mark.parametrize(("zero", "whole"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("reduced", ["bfloat16", "float16"])
+def test_gradients_cross_in_16_bits_and_are_summed_in_float32(reduced, zero, whole, size):
+    """Of three replicas: rounded when posted, and once more when summed."""
+
+    def add(parameters):
+        parameters.add("layers.0.w", (6, 5), Layout("", ""), partial=("d",), std=0.1)
+        parameters.add("layers.0.b", (12,), Layout(""), partial=("d",))
+
+    def gradient(rank, count):
+        return np.random.default_rng(rank).normal(size=count).astype(np.float32)
+
+    def rank(mesh):
+        parameters = Parameters(mesh, "float32", zero, whole, reduced)
+        add(parameters)
+        parameters.allocate(1)
+        buckets, count = Buckets(parameters, size), parameters.grad.size
+        parameters.grad[...] = gradient(mesh.rank, count)
+        buckets.wait()
+        parts = [gradient(each, count).astype(reduced).astype(np.float32) for each in range(3)]
+        total = (parts[0] + parts[1] + parts[2]).astype(reduced).astype(np.float32)
+        for item in parameters:
+            own = parameters.places[item].own_grad
+            np.testing.assert_array_equal(parameters.grad[own], total[own])
+        return parameters.grad.dtype
+
+    assert run({"d": 3}, rank) == [np.dtype(np.float32)] * 3
