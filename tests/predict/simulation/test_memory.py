@@ -1,5 +1,7 @@
 """Predicted peaks of array memory against those that real ranks measure, by rank and kind."""
 
+from dataclasses import replace
+
 import pytest
 
 from hpc3d import trace
@@ -21,6 +23,15 @@ LAYOUTS = [
         "parallel__recompute": "selective",
     },
     {"mesh__d": 2, "mesh__x": 2, "mesh__y": 2, "parallel__zero": 3},
+    {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2, "train__dtype": "bfloat16"},
+    {
+        "mesh__d": 4,
+        "mesh__x": 2,
+        "parallel__zero": 1,
+        "parallel__reduce_dtype": "bfloat16",
+        "train__dtype": "float32",
+        "parallel__scheme": "1d",
+    },
     {"mesh__c": 4, "mesh__x": 2, "parallel__microbatches": 2, "model__sequence": 256},
     {
         "mesh__d": 2,
@@ -134,5 +145,6 @@ def test_peaks_are_measured_ones(ranks, layout, tmp_path):
             found = predicted[rank].peak
             room = 0.02 * max(peak, 0.01 * found["all"])
             assert abs(found.get(names[kind], 0) - peak) <= room, (rank, names[kind])
-    runs = simulate(config, config.model.vocabulary, MACHINE)
+    gemm = MACHINE.gemm | {"bfloat16": MACHINE.gemm["float32"]}
+    runs = simulate(config, config.model.vocabulary, replace(MACHINE, gemm=gemm))
     assert [run.peak["all"] for run in runs] == [predicted[run.rank].peak["all"] for run in runs]
