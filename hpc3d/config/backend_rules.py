@@ -45,26 +45,40 @@ def wrong_backend(config: Config) -> Iterator[str]:
 
 
 def _wrong_types(config: Config) -> Iterator[str]:
-    """What floats of 16 bits do not do."""
-    dtype, parallel, guard = config.train.dtype, config.parallel, config.guard
-    types = {"train.dtype": dtype, "parallel.reduce_dtype": parallel.reduce_dtype}
-    for key, each in types.items():
-        if each in NARROW and guard.abft_every and config.train.backend == "numpy":
-            yield (
-                f"guard.abft_every = {guard.abft_every}: not there yet for {key} = {each}; use 0, "
-                "and guard.replicas_every"
-            )
-        if each == "bfloat16" and not known("ml_dtypes"):
+    """Types of numbers that are not known here, that do not fit, or that save nothing."""
+    dtype, keep_dtype = config.train.dtype, config.parallel.keep_dtype
+    types = {"train.dtype": dtype, "parallel.keep_dtype": keep_dtype}
+    types |= {"parallel.reduce_dtype": config.parallel.reduce_dtype}
+    for key, value in types.items():
+        if value == "bfloat16" and not known("ml_dtypes"):
             yield f"{key} = bfloat16: needs ml_dtypes: python -m pip install ml_dtypes"
-    if parallel.reduce_dtype == "float16" and dtype != "float16":
+    if keep_dtype == "bfloat16" and dtype in NARROW:
+        yield (
+            f"parallel.keep_dtype = bfloat16: train.dtype = {dtype} has as few bits; use int8, or "
+            "leave it out"
+        )
+    yield from _wrong_sums(config)
+
+
+def _wrong_sums(config: Config) -> Iterator[str]:
+    """Sums over ranks of floats of 16 bits that are not there, or lose what they sum."""
+    dtype, parallel, guard = config.train.dtype, config.parallel, config.guard
+    reduced = parallel.reduce_dtype
+    for key, value in {"train.dtype": dtype, "parallel.reduce_dtype": reduced}.items():
+        if value in NARROW and guard.abft_every and config.train.backend == "numpy":
+            yield (
+                f"guard.abft_every = {guard.abft_every}: not there yet for {key} = {value}; use "
+                "0, and guard.replicas_every"
+            )
+    if reduced == "float16" and dtype != "float16":
         yield (
             f"parallel.reduce_dtype = float16: small gradients are 0 in it, where train.dtype = "
             f"{dtype} scales no loss; use bfloat16, or train.dtype = float16"
         )
-    if parallel.reduce_dtype and parallel.zero > 1:
+    if reduced and parallel.zero > 1:
         yield (
-            f"parallel.reduce_dtype = {parallel.reduce_dtype}: with parallel.zero = "
-            f"{parallel.zero} gradients cross d as train.dtype has them; use parallel.zero = 1"
+            f"parallel.reduce_dtype = {reduced}: with parallel.zero = {parallel.zero} gradients "
+            "cross d as train.dtype has them; use parallel.zero = 1"
         )
 
 

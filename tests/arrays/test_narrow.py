@@ -31,6 +31,7 @@ from hpc3d.ops.product import accumulate, product
 from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rotary import Rotation, rotary_table, rotate
 from hpc3d.ops.routing import combine, combine_grad, dispatch, dispatch_grad, route
+from hpc3d.ops.row_codes import decode_rows, encode_rows
 from hpc3d.ops.rows import add_bias, add_repeated, dropped, sum_repeated, sum_rows
 from hpc3d.ops.swiglu import swiglu, swiglu_grad
 
@@ -195,6 +196,12 @@ def chunked(b, empty):
     return out, merged.sums, dots, dq, dkv, join_grads(qkv, dq, dkv, FORM, empty)
 
 
+def coded(b, empty):
+    codes, scales = empty((ROWS, WIDE), np.int8), empty((ROWS,), np.float32)
+    encode_rows(b["x"], codes, scales)
+    return decode_rows(codes, scales, b["out"]), scales
+
+
 def loss(b):
     top = row_max(b["x"], WIDE - 3)
     sums, at = local_sums(b["x"], top, INDEX)
@@ -234,6 +241,7 @@ OPS = {
     "attention with padding": lambda b, empty: attention(b, empty, {"mask": PADDING}),
     "chunked": chunked,
     "cached": cached,
+    "coded": coded,
     "loss": lambda b, empty: loss(b),
     "route": lambda b, empty: route(b["x"], 2)[1:],
     "dispatch": lambda b, empty: [dispatch(b["x"], SLOTS, b["slots"])],

@@ -21,6 +21,7 @@ LAYOUTS = [
         "parallel__schedule": "zb-h1",
         "parallel__microbatches": 4,
         "parallel__recompute": "selective",
+        "parallel__keep_dtype": "int8",
     },
     {"mesh__d": 2, "mesh__x": 2, "mesh__y": 2, "parallel__zero": 3},
     {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2, "train__dtype": "bfloat16"},
