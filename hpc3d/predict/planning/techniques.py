@@ -25,6 +25,7 @@ TECHNIQUES = (
     ("parallel.recompute", "full"),
     ("parallel.keep_dtype", "bfloat16"),
     ("parallel.keep_dtype", "int8"),
+    ("parallel.reduce_dtype", "bfloat16"),
     ("parallel.keep_gathered", "false"),
     ("parallel.attention", "chunked"),
     ("parallel.zero", "1"),
