@@ -211,8 +211,9 @@ class TrainConfig:
     """save and stop after the step in which they have passed (0: no limit)"""
     batch: int = 192
     """sequences of a step, over all replicas and microbatches"""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """both with decoupled weight decay"""
+    optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
+    """adafactor keeps row and column means of a matrix's second moment, and no first one; all with
+    decoupled weight decay"""
     learning_rate: float = 3e-3
     """the highest, at the end of the warm-up"""
     warmup: int = 2

@@ -1,6 +1,6 @@
 """Updates of the flat parameter array, and the learning rate over the steps.
 
-All that others ask of an optimiser is declared by its class, and `optimizer_of` finds the class.
+All that others ask of an optimiser is declared by its class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
-    from hpc3d.config.input_file import Config, TrainConfig
+    from hpc3d.config.input_file import TrainConfig
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
 _LARGE = 1 << 20  # rows or columns of a matrix
@@ -203,20 +203,6 @@ class SGD(Optimizer):
         self.steps += 1
         for arrays, _, keep in self.pieces(learning_rate * self.weight_decay):
             descend(*arrays, (learning_rate * scale, keep))
-
-
-OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
-
-
-def optimizer_of(config: Config) -> type[Optimizer]:
-    """The class of a configuration's optimiser."""
-    return OPTIMIZERS[config.train.optimizer]
-
-
-def state_kinds() -> tuple[str, ...]:
-    """The names of all states that a checkpoint may hold, of whatever optimiser."""
-    specs = [spec for each in OPTIMIZERS.values() for spec in each.STATES]
-    return (*dict.fromkeys(spec.name for spec in [MASTER, *specs]),)
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:

@@ -27,7 +27,7 @@ from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.microbatch_loader import DeviceCache
-from hpc3d.training.optimizer import optimizer_of
+from hpc3d.training.optimizers import optimizer_of
 from hpc3d.training.trainer import spec_of
 
 if TYPE_CHECKING:
