@@ -99,9 +99,9 @@ class ParallelConfig:
     """full keeps all T x T probabilities, chunked a sum per row: memory linear in T (absent: full,
     but in float32 or float64 on CPUs from 1024 tokens on chunked, which is faster there; a ring is
     chunked)"""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] | tuple[int, ...] = "none"
     """what backward computes again instead of keeping it: selective the scores and softmax of
-    attention, full whole blocks"""
+    attention, full whole blocks, a list such as [0, 1] the blocks of these numbers"""
     schedule: str | None = None
     """the order of microbatches: {schedules} or csv:FILE (absent: none on one stage, else 1f1b)"""
 

@@ -5,6 +5,7 @@ Only the rank that reads a file imports pydantic.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
@@ -17,7 +18,8 @@ from hpc3d.config.input_file import Config
 from hpc3d.plain import Problems, plain
 from hpc3d.shipped import INPUT, find
 
-_KINDS = ("float", "str")  # of a value that may be either: pydantic says which it tried
+# Of a value that may be of several types: pydantic says which it tried.
+_KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
 
 def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False) -> Config:
@@ -122,7 +124,8 @@ def validate(tree: dict[str, Any]) -> Config:
     except ValidationError as errors:
         by_key: dict[str, list[Any]] = {}
         for error in errors.errors():
-            key = ".".join(str(part) for part in error["loc"] if part not in _KINDS)
+            where = map(str, error["loc"])
+            key = ".".join(part for part in where if not _KINDS.fullmatch(part))
             by_key.setdefault(key, []).append(error)
         raise Problems(starmap(_explain, by_key.items())) from None
 

@@ -28,6 +28,8 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
         )
     elif parallel.layers_per_stage is not None:
         yield from _wrong_stages(parallel.layers_per_stage, parts, layers)
+    if not isinstance(parallel.recompute, str):
+        yield from _wrong_layers(parallel.recompute, layers)
     schedule = find(parallel.schedule)
     problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
     yield from [problem] if problem else _wrong_updates(config, schedule)
@@ -43,6 +45,17 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
             f"parallel.zero = 2: not where a weight is on the diagonal only ({parallel.way}); use "
             "parallel.zero = 1 or 3, or scheme 3d"
         )
+
+
+def _wrong_layers(listed: Sequence[int], layers: int) -> Iterator[str]:
+    """Blocks to compute again that there are not, or that are named twice."""
+    if wrong := sorted({layer for layer in listed if not 0 <= layer < layers}):
+        yield (
+            f"parallel.recompute = {list(listed)}: no layer {wrong[0]}; model.layers = {layers} "
+            f"are those from 0 to {layers - 1}"
+        )
+    elif len({*listed}) < len(listed):
+        yield f"parallel.recompute = {list(listed)}: names a layer twice; name each once"
 
 
 def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:

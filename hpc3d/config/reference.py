@@ -64,10 +64,8 @@ def _rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
         if item.name not in skip:
             default = "absent" if item.default is None else f"`{literal(item.default)}`"
             meaning, kind = texts[item.name], types[item.name]
-            if get_origin(kind) is Literal:
-                meaning = (
-                    f"{', '.join(f'`{literal(each)}`' for each in get_args(kind))}: {meaning}"
-                )
+            if choices := _choices(kind):
+                meaning = f"{', '.join(f'`{choice}`' for choice in choices)}: {meaning}"
             yield f"| `{item.name}` | {default} | {meaning} |"
 
 
@@ -75,10 +73,17 @@ def _entry(key: str, value: Any, kind: Any, meaning: str) -> list[str]:
     """The lines of a key: with its default, and beside it the choices and what it means."""
     if value is None:
         return _with_comment(f"# {key} =", meaning)
-    choices = " | ".join(map(literal, get_args(kind)))
+    choices = " | ".join(_choices(kind))
     return _with_comment(
         f"{key} = {literal(value)}", f"{choices}; {meaning}" if choices else meaning
     )
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of a type that has but a few, or of the part of a union that does."""
+    if get_origin(kind) is Literal:
+        return [literal(each) for each in get_args(kind)]
+    return [choice for part in get_args(kind) for choice in _choices(part)]
 
 
 def _with_comment(words: Sequence[str], text: str) -> list[str]:

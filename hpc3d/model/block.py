@@ -14,6 +14,7 @@ from hpc3d.model.experts import ExpertMixture
 from hpc3d.model.grouped_qkv import GroupedQkv, GroupedSaved
 from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormSaved
 from hpc3d.model.mlp import Mlp
+from hpc3d.model.spec import recompute_of
 from hpc3d.ops.rows import add_bias
 from hpc3d.tensor.matmul import Matmul, Saved
 
@@ -56,7 +57,7 @@ class Block:
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
         model, split, family = spec.sizes, spec.splits["dense"], spec.family
         self.mesh, self.model, self.number = mesh, model, number
-        self.parameters, self.recompute = parameters, spec.recompute
+        self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
         hidden = model.hidden
         self.first_norm = family.first_norm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -139,6 +139,18 @@ class WeightProduct(NamedTuple):
         return 2 * self.active
 
 
+_Recompute = (
+    str | Sequence[int]
+)  # what backward computes again, or the blocks all of which it does
+
+
+def recompute_of(recompute: _Recompute, layer: int) -> str:
+    """What backward computes again of a block: "none", "selective" or "full"."""
+    if isinstance(recompute, str):
+        return recompute
+    return "full" if layer in recompute else "none"
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models by its `kind`.
@@ -199,12 +211,11 @@ class Family:
             for product in self.products(sizes, mixes)
         ]
 
-    def blocks_kept(self, sizes: ModelSizes, recompute: str, chunked: bool) -> float:
+    def blocks_kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool) -> float:
         """What all blocks keep, as `kept`."""
         return sum(
-            count * self.kept(sizes, recompute, chunked, mixes)
-            for mixes, count in sizes.blocks().items()
-            if count
+            self.kept(sizes, recompute_of(recompute, layer), chunked, sizes.mixes(layer))
+            for layer in range(sizes.layers)
         )
 
 
@@ -212,15 +223,15 @@ class Family:
 class ModelSpec:
     """What all parts of a model are built from: its `family` and `sizes`, the `splits` of the
     products of each kind of layer, the operands that these `keep` for backward, the `seed` of
-    dropout, what backward does again, `recompute` ("none", "selective" or "full"), how sequences
-    are cut, `context` (whole ones unless it is given), and whether attention is `chunked`."""
+    dropout, what backward does again, `recompute`, how sequences are cut, `context` (whole ones
+    unless it is given), and whether attention is `chunked`."""
 
     family: Family
     sizes: ModelSizes
     splits: Mapping[str, Split]
     keep: str = "xw"
     seed: int = 0
-    recompute: str = "none"
+    recompute: _Recompute = "none"
     context: Context = WHOLE
     chunked: bool = False
 

@@ -20,6 +20,14 @@ PIPELINES = [
         "parallel.layers_per_stage ... 3 ... 2",
     ),
     (
+        {"parallel.recompute": "[0, 3]"},
+        "parallel.recompute = [0, 3]: no layer 3; model.layers = 3 are those from 0 to 2",
+    ),
+    (
+        {"parallel.recompute": "[1, 0, 1]"},
+        "parallel.recompute = [1, 0, 1]: names a layer twice; name each once",
+    ),
+    (
         {"mesh.p": 2, "parallel.layers_per_stage": "[1, 1]"},
         "parallel.layers_per_stage = [1, 1]: 2 ... model.layers = 3:",
     ),

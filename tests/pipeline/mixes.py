@@ -25,7 +25,7 @@ p=2 schedule=gpipe microbatches=4 overlap=false
 p=4 schedule=gpipe microbatches=6 dropout=0.25
 p=2 schedule=1f1b microbatches=1
 p=4 schedule=1f1b microbatches=2 tied=false gelu=exact
-p=4 schedule=1f1b microbatches=12 layers_per_stage=[0,3,0,1]
+p=4 schedule=1f1b microbatches=12 layers_per_stage=[0,3,0,1] recompute=[1,3]
 p=2 schedule=interleaved chunks=2 microbatches=4 clip=0
 p=2 schedule=interleaved chunks=4 microbatches=4 layers=8 overlap=false
 p=4 schedule=interleaved chunks=2 microbatches=6 layers=8 dropout=0.25

@@ -17,6 +17,7 @@ LAYOUTS = {
     "one rank": {"mesh": {"x": 1, "y": 1, "z": 1}},
     "1d": {"mesh": LINE, "parallel": {"scheme": "1d"}},
     "full": {"parallel": {"recompute": "full"}, "model": {"layers": 8}},
+    "some layers": {"parallel": {"recompute": "[0, 5]"}, "model": {"layers": 8}},
     "selective": {"parallel": {"recompute": "selective"}},
     "summa": {"mesh": {"z": 1}, "parallel": {"scheme": "2d-summa"}},
     "zero 1": {"mesh": {"p": 2, "d": 2}, "parallel": {"zero": 1}},

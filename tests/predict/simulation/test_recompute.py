@@ -51,6 +51,14 @@ def test_predicted_is_counted_and_the_forward_pass_is_repeated_once(line, recomp
             assert again
 
 
+def test_of_a_list_its_blocks_are_repeated():
+    listed = {0, 2, 3}
+    config = config_of("p=2 d=2 schedule=1f1b microbatches=2 batch=8 recompute=[3,0,2]")
+    for rank in every_rank(config, 29):
+        forward, again = repeated(rank, FORWARD), repeated(rank, RECOMPUTE)
+        assert again and again == {row: n for row, n in forward.items() if row[0] in listed}
+
+
 def of_scores(work):
     """Of attention the product q k', half of its operations."""
     attention = {row: count for row, count in work.items() if row[4] == OP.index("attention")}
