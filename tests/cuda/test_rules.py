@@ -132,7 +132,7 @@ def test_16_bits_train_as_32(kind, line, launcher):
     def steps(mesh, config):
         batches = Tokens(config) if mesh.rank == 0 else None
         trainer = Trainer(mesh, config, config.model.vocabulary, batches)
-        assert trainer.optimizer.master.dtype == np.float32
+        assert trainer.optimizer.states["master"].dtype == np.float32
         return [trainer.step(number)[1:4:2] for number in range(config.train.steps)]
 
     def wide(mesh):
