@@ -22,7 +22,7 @@ from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.plain import Problems, lines_of
 from hpc3d.tensor.split import Split
-from hpc3d.training.optimizer import state_kinds
+from hpc3d.training.optimizers import state_kinds
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpc3d.limits import MOST_COUNT
-from hpc3d.training.optimizer import state_kinds
+from hpc3d.training.optimizers import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
 _BFLOAT16 = "bfloat16"  # NumPy has no letter for it

@@ -20,7 +20,7 @@ from hpc3d.checkpoints.manifest import name_of
 from hpc3d.checkpoints.sharded import InitialState, StoredPiece, complete, write_shard
 from hpc3d.config.load import to_toml
 from hpc3d.trace.segment import replacing, sync
-from hpc3d.training.optimizer import optimizer_of
+from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config

@@ -16,7 +16,8 @@ from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.model.families import with_epsilon
 from hpc3d.plain import Problems, lines_of
 from hpc3d.training.evaluator import restored
-from hpc3d.training.optimizer import FLOOR, learning_rate, optimizer_of
+from hpc3d.training.optimizer import FLOOR, learning_rate
+from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, TrainConfig

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from hpc3d import limits
 from hpc3d.model import families
 from hpc3d.model.families import expert_parameters, family_of
-from hpc3d.training.optimizer import optimizer_of
+from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config

@@ -1,11 +1,11 @@
 """Updates of the flat parameter array, and the learning rate over the steps.
 
-All that others ask of an optimiser is declared by its class, and `optimizer_of` finds the class.
+All that others ask of an optimiser is declared by its class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import cos, pi, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +13,7 @@ from hpc3d.ops.update import adamw, descend
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
-    from hpc3d.config.input_file import Config, TrainConfig
+    from hpc3d.config.input_file import TrainConfig
     from hpc3d.model.parameters import Parameters
 
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
@@ -35,15 +35,17 @@ class Optimizer:
     have a `master` copy in float32, which is updated and then rounded (Micikevicius et al.,
     arXiv:1710.03740, section 3.1).
 
-    A subclass declares the `states` that it keeps, name -> array, and whether it wants whole
-    matrices: then `matrices` has them as blocks, and `pieces` has the vectors alone.
+    `constants` are those of `TrainConfig.constants`.  A subclass declares the `states` that it
+    keeps, name -> array, and whether it wants whole matrices: then `matrices` has them as blocks,
+    and `pieces` has the vectors alone.
     """
 
     STATES: tuple[StateSpec, ...] = ()
     WHOLE_MATRICES = False
 
-    def __init__(self, parameters: Parameters, weight_decay: float) -> None:
+    def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
         self.parameters, self.weight_decay, self.steps = parameters, weight_decay, 0
+        self.constants: Mapping[str, float] = constants
         narrow = parameters.wide != parameters.dtype
         specs = (MASTER, *self.STATES) if narrow else self.STATES
         self.states = {spec.name: self._zeros(spec) for spec in specs}
@@ -86,7 +88,6 @@ class Optimizer:
 class AdamW(Optimizer):
     """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), on this rank's blocks."""
 
-    BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
     STATES = (StateSpec("first"), StateSpec("second"))
 
     def update(self, learning_rate: float, scale: float) -> None:
@@ -96,11 +97,11 @@ class AdamW(Optimizer):
         w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
         """
         self.steps += 1
-        rate = learning_rate / (1 - self.BETA1**self.steps)
-        root = 1 / sqrt(1 - self.BETA2**self.steps)
+        rate = learning_rate / (1 - self.constants["beta1"] ** self.steps)
+        root = 1 / sqrt(1 - self.constants["beta2"] ** self.steps)
         for arrays, state, keep in self.pieces(learning_rate * self.weight_decay):
             moments = self.states["first"][state], self.states["second"][state]
-            adamw(*arrays, *moments, self, (scale, rate, root, keep))
+            adamw(*arrays, *moments, self.constants, (scale, rate, root, keep))
 
 
 class SGD(Optimizer):
@@ -110,20 +111,6 @@ class SGD(Optimizer):
         self.steps += 1
         for arrays, _, keep in self.pieces(learning_rate * self.weight_decay):
             descend(*arrays, (learning_rate * scale, keep))
-
-
-OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
-
-
-def optimizer_of(config: Config) -> type[Optimizer]:
-    """The class of a configuration's optimiser."""
-    return OPTIMIZERS[config.train.optimizer]
-
-
-def state_kinds() -> tuple[str, ...]:
-    """The names of all states that a checkpoint may hold, of whatever optimiser."""
-    specs = [spec for each in OPTIMIZERS.values() for spec in each.STATES]
-    return (*dict.fromkeys(spec.name for spec in [MASTER, *specs]),)
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
