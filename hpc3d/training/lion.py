@@ -18,6 +18,5 @@ class Lion(Optimizer):
         w = (1 - lr decay) w - lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
         """
         self.steps += 1
-        for arrays, state, keep in self.pieces(learning_rate * self.weight_decay):
-            factors = scale, learning_rate, keep
-            lion(*arrays, self.states["momentum"][state], self.constants, factors)
+        for arrays, states, keep in self.pieces(learning_rate * self.weight_decay):
+            lion(*arrays, states["momentum"], self.constants, (scale, learning_rate, keep))

@@ -31,8 +31,8 @@ class RowNorm(Optimizer):
     def update(self, learning_rate, scale):
         self.steps += 1
         decay = learning_rate * self.weight_decay
-        for (value, _, grad), state, keep in self.pieces(decay):
-            velocity = self.states["velocity"][state]
+        for (value, _, grad), states, keep in self.pieces(decay):
+            velocity = states["velocity"]
             velocity *= 0.9
             velocity += scale * grad
             value *= keep

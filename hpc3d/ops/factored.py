@@ -1,0 +1,105 @@
+"""Second moments by rows and columns, and the update that they give.
+
+A block is one of a matrix [inputs, outputs] or of a stack of them, [inputs, experts, outputs].
+What there is for each row has one column, what there is for each column has one row; a sum over
+all of a matrix lacks its first dim and has one column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING
+
+from hpc3d.arrays.primitive import primitive
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+
+_CHUNK = 1 << 14  # elements that stay in a core's cache
+_DEVICE_CHUNK = 1 << 24  # that a device takes at once
+
+
+def _bands(block: Array, chunk: int) -> Iterator[slice]:
+    """Rows of a block, so many that they have about `chunk` elements."""
+    step = max(1, chunk // max(1, prod(block.shape[1:])))
+    for start in range(0, len(block), step):
+        yield slice(start, start + step)
+
+
+@primitive
+def sum_squares_of_lines(
+    grad: Array, scale: float, rows: Array, columns: Array, chunk: int = _CHUNK
+) -> None:
+    """rows and columns = the sums of (scale grad)^2 over the other dim."""
+    columns.fill(0)
+    for band in _bands(grad, chunk):
+        squares = grad[band] * scale
+        squares *= squares
+        rows[band] = squares.sum(-1, keepdims=True)
+        columns += squares.sum(0, keepdims=True)
+
+
+@sum_squares_of_lines.abstract
+def _(grad, *rest):
+    return None
+
+
+@sum_squares_of_lines.cuda
+def _(gpu, grad, scale, rows, columns):
+    sum_squares_of_lines.numpy(grad, scale, rows, columns, _DEVICE_CHUNK)
+
+
+@primitive
+def sum_squares_scaled(
+    grad: Array, rows: Array, columns: Array, sums: Array, chunk: int = _CHUNK
+) -> None:
+    """sums = the sum of (rows grad columns)^2 over all of a matrix."""
+    sums.fill(0)
+    for band in _bands(grad, chunk):
+        update = grad[band] * rows[band]
+        update *= columns
+        update *= update
+        sums += update.sum(0).sum(-1, keepdims=True)
+
+
+@sum_squares_scaled.abstract
+def _(grad, *rest):
+    return None
+
+
+@sum_squares_scaled.cuda
+def _(gpu, grad, rows, columns, sums):
+    sum_squares_scaled.numpy(grad, rows, columns, sums, _DEVICE_CHUNK)
+
+
+@primitive
+def descend_scaled(
+    value: Array,
+    master: Array | None,
+    grad: Array,
+    rows: Array,
+    columns: Array,
+    keep: float,
+    chunk: int = _CHUNK,
+) -> None:
+    """w = keep w - rows grad columns."""
+    exact = value if master is None else master
+    for band in _bands(grad, chunk):
+        update = grad[band] * rows[band]
+        update *= columns
+        w = exact[band]
+        w *= keep
+        w -= update
+        if master is not None:
+            value[band] = w
+
+
+@descend_scaled.abstract
+def _(value, *rest):
+    return None
+
+
+@descend_scaled.cuda
+def _(gpu, value, master, grad, rows, columns, keep):
+    descend_scaled.numpy(value, master, grad, rows, columns, keep, _DEVICE_CHUNK)
