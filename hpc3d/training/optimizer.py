@@ -92,16 +92,18 @@ class Optimizer:
     have a `master` copy in float32, which is updated and then rounded (Micikevicius et al.,
     arXiv:1710.03740, section 3.1).
 
-    A subclass declares the STATES that it keeps, and whether it wants whole matrices: then
-    `matrices` has them as blocks, and `pieces` has the vectors alone.  `states` are flat arrays by
-    name, and `places` where the state of a parameter lies in them.
+    `constants` are those of `TrainConfig.constants`.  A subclass declares the STATES that it
+    keeps, and whether it wants whole matrices: then `matrices` has them as blocks, and `pieces`
+    has the vectors alone.  `states` are flat arrays by name, and `places` where the state of a
+    parameter lies in them.
     """
 
     STATES: tuple[StateSpec, ...] = ()
     WHOLE_MATRICES = False
 
-    def __init__(self, parameters: Parameters, weight_decay: float) -> None:
+    def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
         self.parameters, self.weight_decay, self.steps = parameters, weight_decay, 0
+        self.constants: Mapping[str, float] = constants
         narrow = parameters.wide != parameters.dtype
         self.specs = (MASTER, *self.STATES) if narrow else self.STATES
         self.places: dict[str, Mapping[Parameter, slice]] = {}
@@ -180,7 +182,6 @@ class Optimizer:
 class AdamW(Optimizer):
     """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), on this rank's blocks."""
 
-    BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
     STATES = (StateSpec("first"), StateSpec("second"))
 
     def update(self, learning_rate: float, scale: float) -> None:
@@ -190,10 +191,11 @@ class AdamW(Optimizer):
         w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
         """
         self.steps += 1
-        rate = learning_rate / (1 - self.BETA1**self.steps)
-        root = 1 / sqrt(1 - self.BETA2**self.steps)
+        rate = learning_rate / (1 - self.constants["beta1"] ** self.steps)
+        root = 1 / sqrt(1 - self.constants["beta2"] ** self.steps)
         for arrays, states, keep in self.pieces(learning_rate * self.weight_decay):
-            adamw(*arrays, states["first"], states["second"], self, (scale, rate, root, keep))
+            factors = scale, rate, root, keep
+            adamw(*arrays, states["first"], states["second"], self.constants, factors)
 
 
 class SGD(Optimizer):

@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpc3d.training.adafactor import Adafactor
+from hpc3d.training.lion import Lion
 from hpc3d.training.optimizer import MASTER, SGD, AdamW
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.training.optimizer import Optimizer
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor, "sgd": SGD}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    "adafactor": Adafactor,
+    "lion": Lion,
+    "sgd": SGD,
+}
 
 
 def optimizer_of(config: Config) -> type[Optimizer]:

@@ -76,7 +76,7 @@ class Trainer:
         stages = self.stages(program.placement)
         self.parameters.allocate(config.seed)
         self.buckets = self.sums(config.parallel.bucket_mb * 1e6)
-        self.optimizer = optimizer(self.parameters, train.weight_decay)
+        self.optimizer = optimizer(self.parameters, train.weight_decay, **train.constants())
         self.weights, self.alone = program.weights(self.parameters), program.alone
         self.engine = Engine(
             mesh, stages, program.placement, self.buckets, self.weights, self.update, clock

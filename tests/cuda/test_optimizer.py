@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from hpc3d.config.input_file import CONSTANTS
 from hpc3d.cuda import launch_table
-from hpc3d.training.optimizer import AdamW, adamw, descend
+from hpc3d.ops.update import adamw, descend, lion
 from tests.cuda.conftest import FLOAT
 
 SIZES = [1, 7, 16, 5003]
@@ -27,12 +28,25 @@ def test_adamw(arrays, real, emulate):
     value, master, grad, first, second = arrays
     factors = np.float32([0.7, 1e-2, 1.3, 0.999])
     w, m, v = master.copy(), first.copy(), second.copy()
-    adamw(w, None, grad, m, v, AdamW, [float(factor) for factor in factors])
+    adamw(w, None, grad, m, v, CONSTANTS["adamw"], [float(factor) for factor in factors])
     given = {"grad": grad, "first": first, "second": second, "factors": factors}
-    given |= {"beta1": AdamW.BETA1, "beta2": AdamW.BETA2, "epsilon": AdamW.EPSILON}
+    given |= CONSTANTS["adamw"]
     emulate("adamw", 1, grad.size, size=grad.size, **stored(real, value, master), **given)
     FLOAT.same(first, m, atol=3e-7)
     FLOAT.same(second, v, atol=3e-7)
+    FLOAT.same(master, w, atol=3e-7)
+    np.testing.assert_array_equal(value, real.cast(master))
+
+
+def test_lion(arrays, real, emulate):
+    value, master, grad, momentum, _ = arrays
+    grad[0], momentum[0] = 0, 0  # no sign: it decays and does not move
+    factors = np.float32([0.7, 1e-2, 0.999])
+    w, m = master.copy(), momentum.copy()
+    lion(w, None, grad, m, CONSTANTS["lion"], [float(factor) for factor in factors])
+    given = {"grad": grad, "momentum": momentum, "factors": factors, **CONSTANTS["lion"]}
+    emulate("lion", 1, grad.size, size=grad.size, **stored(real, value, master), **given)
+    FLOAT.same(momentum, m, atol=3e-7)
     FLOAT.same(master, w, atol=3e-7)
     np.testing.assert_array_equal(value, real.cast(master))
 

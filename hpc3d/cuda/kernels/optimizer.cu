@@ -37,6 +37,35 @@ adamw(T* value, float* master, const float* grad, float* first, float* second,
     });
 }
 
+// Sign of an interpolation (Chen et al., arXiv:2302.06675); factors = [scale, rate, keep]:
+// g = scale grad;  w = keep w - rate sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
+// Launch: strided; reads and writes master, momentum
+template <typename T>
+__global__ void __launch_bounds__(256)
+lion(T* value, float* master, const float* grad, float* momentum, const float* factors,
+     double beta1, double beta2, long long size)
+{
+    constexpr int N = WIDTH<T>;
+    const float scale = factors[0], rate = factors[1], keep = factors[2];
+    const float b1 = beta1, b2 = beta2, rest1 = 1 - beta1, rest2 = 1 - beta2;
+    packs_of_grid<N>(size, aligned(value, master, grad, momentum), [&](long long c, auto pack) {
+        const auto grads = pack.load(grad + c);
+        auto m = pack.load(momentum + c);
+        auto w = master ? pack.load(master + c) : pack.load(value + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++) {
+            const float g = scale * grads[i], mixed = b1 * m[i] + rest1 * g;
+            const float sign = mixed > 0 ? 1 : mixed < 0 ? -1 : mixed;  // 0 or NaN stays
+            w[i] = keep * w[i] - rate * sign;
+            m[i] = b2 * m[i] + rest2 * g;
+        }
+        pack.store(momentum + c, m);
+        pack.store(value + c, w);
+        if (master)
+            pack.store(master + c, w);
+    });
+}
+
 // w = keep w - rate grad, factors = [rate, keep].
 // Launch: strided; reads and writes master
 template <typename T>

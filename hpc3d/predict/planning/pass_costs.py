@@ -242,7 +242,7 @@ class LayerSample:
         parameters = Parameters(self.mesh, config.train.dtype, zero, kind.WHOLE_MATRICES)
         stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
-        optimizer = kind(parameters, 0.0)
+        optimizer = kind(parameters, 0.0, **config.train.constants())
         self.held[parts] = Counter(self.pool.live) - before
         self.stages |= dict(zip(parts, stages))
         return parameters, optimizer
