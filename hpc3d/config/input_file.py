@@ -23,6 +23,7 @@ STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
 CONSTANTS: dict[str, dict[str, float]] = {  # those of each optimiser, where they are absent
     "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
+    "adamw-8bit": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "adafactor": {},
     "lion": {"beta1": 0.9, "beta2": 0.99},
     "sgd": {},
@@ -218,9 +219,9 @@ class TrainConfig:
     """save and stop after the step in which they have passed (0: no limit)"""
     batch: int = 192
     """sequences of a step, over all replicas and microbatches"""
-    optimizer: Literal["adamw", "adafactor", "lion", "sgd"] = "adamw"
-    """adafactor keeps row and column means of a matrix's second moment, and no first one; lion one
-    array; all with decoupled weight decay"""
+    optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion", "sgd"] = "adamw"
+    """adamw-8bit keeps both moments of matrices in 8 bits; adafactor row and column means of a
+    matrix's second moment, and no first one; lion one array; all with decoupled weight decay"""
     beta1: float | None = None
     """the part of the mean of gradients that a step keeps (absent: 0.9); lion steps by the sign of
     that mean"""
