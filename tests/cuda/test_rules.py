@@ -83,6 +83,18 @@ def test_a_rank_trains_as_with_numpy(line, launcher):
     same(found, serial(alone(line)))
 
 
+@pytest.mark.slow
+def test_8_bit_moments_are_numpys_but_for_the_codes_that_rounding_turns(launcher):
+    line = f"{ONE} optimizer=adamw-8bit hidden=256 heads=4 kind=llama ffn=8 steps=2"
+    (found,), expected = on_devices(line, train), serial(alone(line))
+    np.testing.assert_allclose(found.totals, expected.totals, rtol=2e-5)
+    for name, (where, block) in found.weights.items():
+        if "qkv.bias" not in name:
+            part = expected.weights[name][1][where]
+            far = ~np.isclose(plain(block)[: len(part)], part, rtol=1e-4, atol=2e-5)
+            assert far.mean() < 1e-3, name
+
+
 @pytest.mark.parametrize("line", some([ONE, f"d=2 zero=1 batch=8 dropout=0.25 {ONE[4:]}"], 0))
 def test_products_may_do_gelu(line, launcher):
     line = f"{line} backend=cupy fused_gelu=true"
