@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 
 from hpc3d.checkpoints.inspect import problems, tensors
+from hpc3d.checkpoints.new_run import initial_state
 from hpc3d.checkpoints.resume import mismatch
 from hpc3d.checkpoints.sharded import restore
 from hpc3d.comm.threads import run
 from hpc3d.ops.quantize import BLOCK, in_blocks
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.training import footprint
+from hpc3d.training.adamw_8bit import AdamW8bit
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import alone, config_of, cover, same, train, trained_of, trainer_of
 from tests.training.test_optimizer import checkpoint
 
-slow = pytest.mark.slow
+slow, STATES = pytest.mark.slow, AdamW8bit.STATES
 TEXT = Path(__file__).parents[2] / "inputs" / "corpus" / "python.txt"
 LEARNING = (
     "layers=1 hidden=256 heads=4 kind=llama ffn=256 vocabulary=256 dtype=float32 clip=1 "
@@ -137,3 +139,19 @@ def test_it_learns_as_adamw_does():
     full = loss("adamw")
     assert full < 3.5
     assert loss("adamw-8bit") == pytest.approx(full, rel=0.01)
+
+
+def test_a_new_run_begins_with_moments_of_0():
+    shapes = {"w": (3, 2 * BLOCK), "v": (5,)}
+    begun = initial_state(shapes, np.dtype("float32"), lambda name: np.ones(shapes[name]), STATES)
+    found = [(piece.name, piece.kind, piece.dtype, piece.boxes) for piece in begun.pieces]
+    whole, scales = [(0, 3, 0, 512)], [(0, 3, 0, 2)]
+    assert found[1:5] == [
+        ("w", "first_codes", "|u1", whole),
+        ("w", "second_codes", "|u1", whole),
+        ("w", "first_scales", "<f4", scales),
+        ("w", "second_scales", "<f4", scales),
+    ]
+    assert [kind for _, kind, _, _ in found[5:]] == ["value", "first", "second"]
+    sizes = [array.nbytes for array in begun.arrays]
+    assert sizes == [6144, 1536, 1536, 24, 24, 20, 20, 20] and sum(sizes) == begun.nbytes
