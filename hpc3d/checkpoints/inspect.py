@@ -22,10 +22,12 @@ from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.plain import Problems, lines_of
 from hpc3d.tensor.split import Split
-from hpc3d.training.optimizer import state_kinds
+from hpc3d.training.optimizer import MASTER
+from hpc3d.training.optimizers import optimizer_of, state_kinds
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
+    from hpc3d.training.optimizer import StateSpec
 
 
 class Tensor(NamedTuple):
@@ -130,13 +132,29 @@ def _stateless_in(opened: Checkpoint) -> Collection[str]:
 
 def tensors(opened: Checkpoint) -> Iterator[Tensor]:
     """The `Tensor`s of a checkpoint."""
-    all_kinds, stateless = kinds_of(opened), _stateless_in(opened)
+    stateless, specs = _stateless_in(opened), _specs_in(opened)
     for name, shape in shapes_in(opened).items():
-        kinds = ("value",) if name in stateless else all_kinds
-        sources = [opened.sources[name, kind] for kind in kinds if (name, kind) in opened.sources]
-        dtypes = [parts[0][0].dtype for parts in sources]
-        nbytes = prod(shape) * sum(dtype.itemsize for dtype in dtypes)
-        yield Tensor(name, shape, dtypes[0].name if dtypes else "", kinds, nbytes)
+        held = _arrays_of(shape, () if name in stateless else specs)
+        dtypes = {
+            kind: opened.sources[name, kind][0][0].dtype
+            for kind in held
+            if (name, kind) in opened.sources
+        }
+        nbytes = sum(prod(held[kind]) * dtype.itemsize for kind, dtype in dtypes.items())
+        first = next((dtype.name for dtype in dtypes.values()), "")
+        yield Tensor(name, shape, first, (*held,), nbytes)
+
+
+def _specs_in(opened: Checkpoint) -> list[StateSpec]:
+    """Those of the states that a checkpoint has of its optimiser."""
+    kinds = kinds_of(opened)
+    specs = MASTER, *optimizer_of(config_of(opened)).STATES
+    return [spec for spec in specs if spec.name in kinds]
+
+
+def _arrays_of(shape: tuple[int, ...], specs: Sequence[StateSpec]) -> dict[str, tuple[int, ...]]:
+    """Kind -> shape of the value and the states of a parameter of a `shape`."""
+    return {"value": shape} | {spec.name: spec.shape(shape) for spec in specs if spec.of(shape)}
 
 
 def kinds_of(opened: Checkpoint) -> tuple[str, ...]:
@@ -175,7 +193,7 @@ def problems(folder: Path) -> list[str]:
     """A line for everything that is wrong with a checkpoint; reads all of it."""
     try:
         opened = Checkpoint(folder)
-        shapes = shapes_in(opened)
+        shapes, _ = shapes_in(opened), config_of(opened)
     except ValueError as error:
         return [str(error)]
     count = len(opened.files)
@@ -207,13 +225,15 @@ def inconsistencies(
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != named(step):
         yield f"its manifest is of step {step}"
-    kinds = kinds_of(opened)
-    keys = [
-        (name, kind) for name in shapes for kind in (("value",) if name in stateless else kinds)
-    ]
-    for name, kind in opened.sources.keys() - {*keys}:
+    specs = _specs_in(opened)
+    held = {
+        (name, kind): each
+        for name, shape in shapes.items()
+        for kind, each in _arrays_of(shape, () if name in stateless else specs).items()
+    }
+    for name, kind in opened.sources.keys() - held.keys():
         yield f"its model has no {name}, {kind}"
-    for name, kind in keys:
+    for (name, kind), shape in held.items():
         parts = [part for _, part in opened.sources.get((name, kind), ()) if part.size]
-        if fault := coverage_error(parts, whole_of(shapes[name])):
+        if fault := coverage_error(parts, whole_of(shape)):
             yield f"{name}, {kind}: {fault}"

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from hpc3d.limits import MOST_COUNT
-from hpc3d.training.optimizer import state_kinds
+from hpc3d.training.optimizers import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
 _BFLOAT16 = "bfloat16"  # NumPy has no letter for it
-_FLOATS = {"<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # types of elements, and their bytes
+_TYPES = {"|u1": 1, "<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # of elements, and their bytes
 _SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -134,7 +134,7 @@ def _check_file(file: Any) -> None:
         sound = isinstance(piece, list) and len(piece) == 5 and _sound_piece(*piece, kinds)
         _require(sound, f"{name} has an invalid piece")
         *_, dtype, offset, boxes = piece
-        end = offset + _FLOATS[dtype] * sum(map(_elements, boxes))
+        end = offset + _TYPES[dtype] * sum(map(_elements, boxes))
         _require(end <= file["bytes"], f"{name} has a piece beyond its end")
 
 
@@ -152,7 +152,7 @@ def _sound_piece(
         and isinstance(kind, str)
         and kind in kinds
         and isinstance(dtype, str)
-        and dtype in _FLOATS
+        and dtype in _TYPES
         and _number(offset)
         and isinstance(boxes, list)
         and all(map(_sound_box, boxes))

@@ -20,7 +20,7 @@ from hpc3d.checkpoints.manifest import name_of
 from hpc3d.checkpoints.sharded import InitialState, StoredPiece, complete, write_shard
 from hpc3d.config.load import to_toml
 from hpc3d.trace.segment import replacing, sync
-from hpc3d.training.optimizer import optimizer_of
+from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -35,18 +35,24 @@ def initial_state(
 ) -> InitialState:
     """The `InitialState` with values `read(name)` and an optimiser with the states `specs` that
     has seen nothing."""
-    states = {spec.name: np.dtype(spec.dtype or dtype) for spec in specs}
+
+    def states_of(shape):
+        """(kind, shape, type) of each state of a parameter."""
+        for spec in specs:
+            if spec.of(shape):
+                yield spec.name, spec.shape(shape), np.dtype(spec.dtype or dtype)
+
     pieces, offset = [], 0
     for name, shape in shapes.items():
-        for kind, each in {"value": dtype, **states}.items():
-            pieces.append(StoredPiece(name, kind, name_of(each), offset, [whole_of(shape).edges]))
-            offset += prod(shape) * each.itemsize
+        for kind, held, each in [("value", shape, dtype), *states_of(shape)]:
+            pieces.append(StoredPiece(name, kind, name_of(each), offset, [whole_of(held).edges]))
+            offset += prod(held) * each.itemsize
 
     def arrays():
         for name, shape in shapes.items():
             yield read(name).astype(dtype).ravel()
-            for each in states.values():
-                yield np.zeros(prod(shape), each)
+            for _, held, each in states_of(shape):
+                yield np.zeros(prod(held), each)
 
     return InitialState(pieces, arrays(), offset)
 

@@ -16,7 +16,8 @@ from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.model.families import with_epsilon
 from hpc3d.plain import Problems, lines_of
 from hpc3d.training.evaluator import restored
-from hpc3d.training.optimizer import FLOOR, learning_rate, optimizer_of
+from hpc3d.training.optimizer import FLOOR, learning_rate
+from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, TrainConfig
@@ -236,7 +237,8 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
         stateless_of,
     )
 
-    models = (with_epsilon(each.model) for each in (config_of(opened), config))
+    before = config_of(opened)
+    models = (with_epsilon(each.model) for each in (before, config))
     stored, asked = map(asdict, models)
     for key in stored:
         if stored[key] != asked[key] and key not in _MAY_CHANGE:
@@ -244,8 +246,8 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
                 f"{opened.folder} has model.{key} = {stored[key]}, and {asked[key]} is asked for: "
                 f"{_OF_ANOTHER}"
             )
-    needed = {spec.name for spec in optimizer_of(config).STATES}
-    if lacking := needed - {*kinds_of(opened)}:
+    kept = [spec for spec in optimizer_of(before).STATES if spec.name in kinds_of(opened)]
+    if lacking := {spec.name for spec in optimizer_of(config).STATES if spec not in kept}:
         return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {_OF_ANOTHER}"
     model = config.model
     found = inconsistencies(opened, shapes_of(model), stateless_of(model))

@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,13 +32,29 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import Parameter, Parameters
+    from hpc3d.tensor.layout import Layout
     from hpc3d.training.optimizer import Optimizer
 
 
-def _block_of(item: Parameter, mesh: Mesh) -> BlockSlices:
-    """The box of this rank's block of a parameter; without the padding of a table, or of a
-    vector with an element for each of its rows."""
-    first, *others = item.layout.slices(item.shape, mesh)
+class OwnElements(NamedTuple):
+    """This rank's own elements of an array of a parameter, flat: those of the box `block` from its
+    element `first` on; and whether they are the copy that `counts`."""
+
+    kind: str
+    elements: Array
+    block: BlockSlices
+    first: int
+    counts: bool
+
+    @property
+    def boxes(self) -> list[BlockSlices]:
+        return boxes(self.block, self.first, self.first + len(self.elements))
+
+
+def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh) -> BlockSlices:
+    """The box of this rank's block of what has a `layout` and a `shape`; without the padding of a
+    table, or of a vector with an element for each of its rows."""
+    first, *others = layout.slices(shape, mesh)
     if item.rows:
         first = slice(first.start, max(first.start, min(first.stop, item.rows)))
     return box_of([first, *others])
@@ -74,28 +90,30 @@ def shares(
     parameters: Parameters, optimizer: Optimizer
 ) -> Iterator[tuple[str, str, list[BlockSlices], Array]]:
     """(name, kind, boxes, their elements) of all arrays whose copy on this rank counts."""
-    for item, place in parameters.places.items():
-        if parameters.counts(item):
-            block, first = _block_of(item, parameters.mesh), place.own_value.start
-            for kind, array in arrays(item, parameters, optimizer):
-                start = first - place.value.start
-                parts = boxes(block, start, start + len(array))
-                yield item.name, kind, parts, array[: sum(part.size for part in parts)]
+    for item in parameters:
+        for own in _own_elements(item, parameters, optimizer):
+            if own.counts:
+                parts = own.boxes
+                size = sum(part.size for part in parts)
+                yield item.name, own.kind, parts, own.elements[:size]
 
 
-def arrays(
-    item: Parameter, parameters: Parameters, optimizer: Optimizer
-) -> Iterator[tuple[str, Array]]:
-    """(kind, this rank's own elements) of a parameter."""
-    place = parameters.places[item]
-    yield "value", parameters.value[place.own_value]
-    for kind, state in _states_of(item, optimizer).items():
-        yield kind, state[place.state]
-
-
-def _states_of(item: Parameter, optimizer: Optimizer | None) -> Mapping[str, Array]:
-    """Name -> flat array of what an optimiser keeps of a parameter."""
-    return optimizer.states if optimizer and not item.sign_rate else {}
+def _own_elements(
+    item: Parameter, parameters: Parameters, optimizer: Optimizer | None
+) -> Iterator[OwnElements]:
+    """Those of the value of a parameter, and of all that an optimiser keeps of it."""
+    place, mesh = parameters.places[item], parameters.mesh
+    block = _block_of(item, item.layout, item.shape, mesh)
+    where = block, place.own_value.start - place.value.start, parameters.counts(item)
+    yield OwnElements("value", parameters.value[place.own_value], *where)
+    for spec, state in optimizer.states_of(item) if optimizer else ():
+        if spec.elementwise:
+            yield OwnElements(spec.name, state, *where)
+        else:
+            layout = spec.layout(item.updated_layout)
+            block = _block_of(item, layout, spec.shape(item.shape), mesh)
+            counts = parameters.counts_state(item, layout)
+            yield OwnElements(spec.name, state, block, 0, counts)
 
 
 # Writing
@@ -267,20 +285,19 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
     checkpoint and in whatever type: values and their master copies come from those that are there
     in full."""
     for item, place in parameters.places.items():
-        block, exact = _block_of(item, parameters.mesh), checkpoint.exact(item.name)
-        _fill_flat(checkpoint, parameters.value[place.value], item.name, exact, block, 0)
-        first = place.own_value.start - place.value.start
-        for kind, state in _states_of(item, optimizer).items():
-            stored = exact if kind == MASTER.name else kind
-            _fill_flat(checkpoint, state[place.state], item.name, stored, block, first)
+        exact = checkpoint.exact(item.name)
+        value, *states = _own_elements(item, parameters, optimizer)
+        whole = value._replace(elements=parameters.value[place.value], first=0)
+        _fill_flat(checkpoint, item.name, exact, whole)
+        for own in states:
+            _fill_flat(checkpoint, item.name, exact if own.kind == MASTER.name else own.kind, own)
 
 
-def _fill_flat(
-    checkpoint: Checkpoint, flat: Array, name: str, kind: str, block: BlockSlices, first: int
-) -> None:
-    """Fill consecutive elements of a block, from its element `first` on; padding stays."""
+def _fill_flat(checkpoint: Checkpoint, name: str, kind: str, own: OwnElements) -> None:
+    """Fill elements with those of a stored `kind`; padding stays."""
+    flat = own.elements
     host, done = on_host(flat), 0
-    for part in boxes(block, first, first + len(flat)):
+    for part in own.boxes:
         checkpoint.fill(host[done : done + part.size].reshape(part.shape), name, kind, part)
         done += part.size
     if host is not flat:

@@ -20,6 +20,14 @@ from hpc3d.tensor.split import SCHEMES, Split
 AXES = ("p", "d", "c", "e", "x", "y", "z")
 _LONG = 1024  # tokens from which on attention is no slower chunk by chunk, in NumPy
 STRICT = {"extra": "forbid"}
+OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
+CONSTANTS: dict[str, dict[str, float]] = {  # those of each optimiser, where they are absent
+    "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
+    "adamw-8bit": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
+    "adafactor": {},
+    "lion": {"beta1": 0.9, "beta2": 0.99},
+    "sgd": {},
+}
 
 
 @dataclass(frozen=True)
@@ -216,8 +224,17 @@ class TrainConfig:
     """save and stop after the step in which they have passed (0: no limit)"""
     batch: int = 192
     """sequences of a step, over all replicas and microbatches"""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """both with decoupled weight decay"""
+    optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion", "sgd"] = "adamw"
+    """adamw-8bit keeps both moments of matrices in 8 bits; adafactor row and column means of a
+    matrix's second moment, and no first one; lion one array; all with decoupled weight decay"""
+    beta1: float | None = None
+    """the part of the mean of gradients that a step keeps (absent: 0.9); lion steps by the sign of
+    that mean"""
+    beta2: float | None = None
+    """adamw: the same of their squares (absent: 0.95); lion: of the mean that the next step begins
+    with (absent: 0.99)"""
+    epsilon: float | None = None
+    """added to the root of the mean of squares by adamw (absent: 1e-8)"""
     learning_rate: float = 3e-3
     """the highest, at the end of the warm-up"""
     warmup: int = 2
@@ -246,6 +263,12 @@ class TrainConfig:
     """GPUs run a step as one launch, a CUDA graph"""
     fused_gelu: bool = False
     """GPUs do GELU within products, by cuBLASLt"""
+
+    def constants(self) -> dict[str, float]:
+        """The keys that the optimiser has a use for, and their values."""
+        given = {key: getattr(self, key) for key in OPTIMIZER_KEYS}
+        usual = CONSTANTS[self.optimizer]
+        return {key: usual[key] if given[key] is None else given[key] for key in usual}
 
     def decaying(self) -> int:
         """The steps, warm-up and all, after which the learning rate has decayed."""

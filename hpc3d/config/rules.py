@@ -15,7 +15,13 @@ from hpc3d.config.context_rules import wrong_context
 from hpc3d.config.cuboid import enlarged_default, with_cuboid
 from hpc3d.config.evaluation_rules import wrong_evaluation
 from hpc3d.config.expert_rules import wrong_experts
-from hpc3d.config.input_file import AXES, ModelConfig, TrainConfig
+from hpc3d.config.input_file import (
+    AXES,
+    CONSTANTS,
+    OPTIMIZER_KEYS,
+    ModelConfig,
+    TrainConfig,
+)
 from hpc3d.config.load import flat
 from hpc3d.config.pipeline_rules import wrong_pipeline
 from hpc3d.config.size_rules import violations, wrong_parts
@@ -70,6 +76,7 @@ def unknown_values(config: Config) -> Iterator[str]:
     yield from _wrong_family(config.model)
     yield from wrong_backend(config)
     yield from _wrong_decay(config.train)
+    yield from _wrong_constants(config.train)
     yield from wrong_evaluation(config)
     if not re.fullmatch(r"[\w .+-]+", config.name):
         yield f"name = {config.name!r}: names a folder; use letters, digits and . _ + - only"
@@ -143,6 +150,22 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
             f"train.decay_steps = {train.decay_steps}: they begin with the warm-up; use at least "
             f"train.warmup = {train.warmup}"
         )
+
+
+def _wrong_constants(train: TrainConfig) -> Iterator[str]:
+    """Keys that the optimiser has no use for, or whose value it cannot have."""
+    for key in OPTIMIZER_KEYS:
+        value = getattr(train, key)
+        name = f"train.{key} = {value}"
+        if value is None:
+            continue
+        if key not in CONSTANTS[train.optimizer]:
+            users = " or ".join(each for each, keys in CONSTANTS.items() if key in keys)
+            yield f"{name}: of train.optimizer = {users} alone; leave it out"
+        elif key == "epsilon" and not 0 < value < inf:
+            yield f"{name}: must be above 0 and finite"
+        elif key != "epsilon" and not 0 <= value < 1:
+            yield f"{name}: must be at least 0 and below 1"
 
 
 def _unknown_letters(letters: Mapping[str, str]) -> Iterator[str]:

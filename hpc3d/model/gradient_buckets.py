@@ -110,7 +110,7 @@ class Bucket:
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
         self.parameters, self.mesh, self.items = parameters, parameters.mesh, items
         self.places = [parameters.places[item] for item in items]
-        sizes = [place.state.stop - place.state.start for place in self.places]
+        sizes = [place.own for place in self.places]
         self.columns = [
             slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))
         ]

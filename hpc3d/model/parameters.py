@@ -51,7 +51,7 @@ class Parameter:
     Where it is one of experts, its middle dim is theirs: [inputs, experts, outputs].  `replicas`
     are the data axes along which ranks have the same of it.  One with a `sign_rate` is no weight
     of the loss: a step takes this off where its gradient is positive, and adds it where it is
-    negative; its state of the optimiser stays 0.
+    negative; the optimiser keeps nothing of it.
 
     `tied_peer` is the pipeline stage that holds the other copy of a tied table; the gradient of a
     `completed_last` one, such as that, is complete only when the step ends.  `unit` is the part of
@@ -83,6 +83,11 @@ class Parameter:
         words = self.name.split(".")
         self.unit = self.unit or ".".join(words[:2] if words[0] == "layers" else words[:1])
 
+    @property
+    def updated_layout(self) -> Layout:
+        """How the gradient lies, and of a whole matrix what one rank updates."""
+        return self.grad_layout or self.layout
+
     def start(self, seed: int, mesh: Mesh) -> None:
         """Set `value` to this rank's block of the initial tensor; each expert's is a tensor of its
         own."""
@@ -103,31 +108,39 @@ class Parameter:
 
 class FlatSlices(NamedTuple):
     """Where a parameter lies in the flat arrays: blocks, padded to `parts` equal parts, and this
-    rank's own part of each; `state` in the arrays of the optimiser."""
+    rank's own part of each."""
 
     value: slice
     grad: slice
     own_value: slice
     own_grad: slice
-    state: slice
+
+    @property
+    def own(self) -> int:
+        """The elements that this rank updates."""
+        return self.own_grad.stop - self.own_grad.start
 
 
-class _UpdateSlice(NamedTuple):
-    """A stretch that the optimiser updates: slices of value, gradient and state."""
+class UpdateSlice(NamedTuple):
+    """A stretch that the optimiser updates: slices of value and gradient, and its parameters,
+    whose own parts follow each other."""
 
     value: slice
     grad: slice
-    state: slice
-    decay: bool
+    items: tuple[Parameter, ...]
+
+    @property
+    def decay(self) -> bool:
+        return self.items[0].decay
 
 
 class WholeMatrix(NamedTuple):
-    """A block of a matrix that the optimiser updates: its slices of value, gradient and state, its
-    `shape` and its `layout` on the mesh."""
+    """A block of a matrix that the optimiser updates: its slices of value and gradient, its
+    `shape` and its `layout` on the mesh.  Experts have a stack of matrices, [inputs, experts,
+    outputs]."""
 
     value: slice
     grad: slice
-    state: slice
     item: Parameter
     layout: Layout
     shape: tuple[int, ...]
@@ -156,7 +169,7 @@ class Parameters:
         self.whole_matrices = whole_matrices
         self.items: list[Parameter] = []
         self.places: dict[Parameter, FlatSlices] = {}
-        self.pieces: list[_UpdateSlice] = []
+        self.pieces: list[UpdateSlice] = []
         self.matrices: list[Any] = []
         self.by_sign: list[tuple[FlatSlices, float]] = []
         self.owners: dict[Parameter, int] = {}
@@ -205,16 +218,15 @@ class Parameters:
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
         trained = [item for item in self.items if not item.frozen and not item.sign_rate]
-        matrices = [item for item in trained if self.whole_matrices and len(item.shape) == 2]
+        matrices = [item for item in trained if self.whole_matrices and len(item.shape) > 1]
         self.owners = self._deal([item for item in matrices if self._stored_whole(item)])
-        values = grads = states = 0
+        values = grads = 0
         for item in self.items:
-            place = self._slices_of(item, values, grads, states)
-            values, grads, states = place.value.stop, place.grad.stop, place.state.stop
+            place = self._slices_of(item, values, grads)
+            values, grads = place.value.stop, place.grad.stop
             self.places[item] = place
         self.value = self.mesh.zeros((values,), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
-        self.states = states
         self.bind()
         for item in self.items:
             item.start(seed, self.mesh)
@@ -231,32 +243,34 @@ class Parameters:
         The same on all ranks of a stage, since it goes by global shapes.  A tied table comes first
         of all, so that its copies on two stages go to the same replica.
         """
-        parts = self.mesh.count(self.mesh.data_axes) if self.zero else 1
-        owners, load = {}, [0] * parts
-        ordered = sorted(matrices, key=lambda item: (item.tied_peer is None, -prod(item.shape)))
-        for item in ordered if parts > 1 else ():
-            owners[item] = load.index(min(load))
-            load[owners[item]] += prod(item.shape)
+        owners = {}
+        load = {item.replicas: [0] * self.parts(item) for item in matrices}
+        shared = [item for item in matrices if self.parts(item) > 1]
+        for item in sorted(shared, key=lambda item: (item.tied_peer is None, -prod(item.shape))):
+            held = load[item.replicas]
+            owners[item] = held.index(min(held))
+            held[owners[item]] += prod(item.shape)
         return owners
 
     def updates(self, item: Parameter) -> bool:
         """Whether this rank updates a matrix, or its own block of one."""
-        here = self.mesh.index(self.mesh.data_axes)
+        here = self.mesh.index(item.replicas)
         return self.owners.get(item, here) == here
 
     def matrix(self, item: Parameter) -> WholeMatrix:
         """The `WholeMatrix` of a matrix."""
-        place, layout = self.places[item], item.grad_layout or item.layout
+        place, layout = self.places[item], item.updated_layout
         shape = layout.block(item.shape, self.mesh)
-        return WholeMatrix(place.own_value, place.own_grad, place.state, item, layout, shape)
+        return WholeMatrix(place.own_value, place.own_grad, item, layout, shape)
 
-    def _slices_of(self, item: Parameter, values: int, grads: int, states: int) -> FlatSlices:
-        """The place of a parameter behind those that take up the first `values`, ... elements."""
+    def _slices_of(self, item: Parameter, values: int, grads: int) -> FlatSlices:
+        """The place of a parameter behind those that take up the first `values` and `grads`
+        elements."""
         value = prod(item.layout.block(item.shape, self.mesh))
         if item.frozen:
             place, none = slice(values, values + value), slice(grads, grads)
-            return FlatSlices(place, none, place, none, slice(states, states))
-        grad = prod((item.grad_layout or item.layout).block(item.shape, self.mesh))
+            return FlatSlices(place, none, place, none)
+        grad = prod((item.updated_layout).block(item.shape, self.mesh))
         own = min(value, grad)
         if item in self.owners:
             own *= self.updates(item)
@@ -268,12 +282,11 @@ class Parameters:
             slice(grads, grads + grad),
             self._shard(item, values, value, own),
             self._shard(item, grads, grad, own),
-            slice(states, states + own),
         )
 
     def _stored_whole(self, item: Parameter) -> bool:
         """Whether every replica stores all of value and gradient."""
-        layouts = (item.layout, item.grad_layout or item.layout)
+        layouts = (item.layout, item.updated_layout)
         sharded = {axis for layout in layouts for dim in layout for axis in dim}
         return sharded.isdisjoint(item.replicas)
 
@@ -292,7 +305,7 @@ class Parameters:
         for item, place in self.places.items():
             item.value = _view(self.value, place.value, item.layout.block(item.shape, self.mesh))
             if not item.frozen:
-                layout = item.grad_layout or item.layout
+                layout = item.updated_layout
                 item.grad = _view(self.grad, place.grad, layout.block(item.shape, self.mesh))
 
     def update_by_sign(self) -> None:
@@ -320,9 +333,17 @@ class Parameters:
 
     def counts(self, item: Parameter) -> bool:
         """Whether this rank's own part of a parameter is the copy that counts."""
-        layout = item.grad_layout or item.layout
+        parted = self.parts(item) > 1 and not item.frozen
+        return self._counts(item, item.updated_layout, parted)
+
+    def counts_state(self, item: Parameter, layout: Layout) -> bool:
+        """The same of a state that the optimiser keeps of a block of a matrix, of its own
+        layout."""
+        return self._counts(item, layout, item in self.owners)
+
+    def _counts(self, item: Parameter, layout: Layout, parted: bool) -> bool:
         sharded = {axis for dim in layout for axis in dim} | set(layout.owned) | {"p"}
-        sharded |= {*item.replicas} if self.parts(item) > 1 and not item.frozen else set()
+        sharded |= {*item.replicas} if parted else set()
         first = item.tied_peer is None or self.mesh.coord("p") < item.tied_peer
         first &= item.counted
         return first and all(self.mesh.coord(axis) == 0 for axis in {*self.mesh.sizes} - sharded)
@@ -335,22 +356,22 @@ def _view(flat: Array, part: slice, shape: Sequence[int]) -> Array:
 
 def _merged(
     items: Sequence[Parameter], places: Mapping[Parameter, FlatSlices]
-) -> list[_UpdateSlice]:
+) -> list[UpdateSlice]:
     """The pieces to update: neighbours in all arrays that decay alike are one."""
-    pieces: list[_UpdateSlice] = []
+    pieces: list[UpdateSlice] = []
     for item in items:
         place = places[item]
-        piece = _UpdateSlice(place.own_value, place.own_grad, place.state, item.decay)
+        piece = UpdateSlice(place.own_value, place.own_grad, (item,))
         if pieces and _follows(pieces[-1], piece):
             last = pieces.pop()
-            both = zip(last[:3], piece[:3], strict=True)
-            value, grad, state = (slice(a.start, b.stop) for a, b in both)
-            piece = _UpdateSlice(value, grad, state, item.decay)
+            both = zip(last[:2], piece[:2], strict=True)
+            value, grad = (slice(a.start, b.stop) for a, b in both)
+            piece = UpdateSlice(value, grad, (*last.items, item))
         pieces.append(piece)
     return pieces
 
 
-def _follows(last: _UpdateSlice, piece: _UpdateSlice) -> bool:
+def _follows(last: UpdateSlice, piece: UpdateSlice) -> bool:
     """Whether `piece` begins where `last` ends."""
-    touch = all(a.stop == b.start for a, b in zip(last[:3], piece[:3], strict=True))
+    touch = all(a.stop == b.start for a, b in zip(last[:2], piece[:2], strict=True))
     return touch and last.decay == piece.decay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -80,23 +80,24 @@ def adamw(
     grad: Array,
     first: Array,
     second: Array,
-    constants: Any,
+    constants: Mapping[str, float],
     factors: Sequence[float],
 ) -> None:
     """Update a stretch of values and its state, in pieces that fit the cache."""
     scale, rate, root, keep = factors
+    beta1, beta2, epsilon = (constants[key] for key in ("beta1", "beta2", "epsilon"))
     exact = value if master is None else master
     for part in _stretches(value.size):
         w, g, m, v = exact[part], grad[part] * scale, first[part], second[part]
-        m *= constants.BETA1
-        m += g * (1 - constants.BETA1)
-        v *= constants.BETA2
+        m *= beta1
+        m += g * (1 - beta1)
+        v *= beta2
         g *= g
-        g *= 1 - constants.BETA2
+        g *= 1 - beta2
         v += g
         np.sqrt(v, out=g)
         g *= root
-        g += constants.EPSILON
+        g += epsilon
         np.divide(m, g, out=g)
         g *= rate
         w *= keep
@@ -116,9 +117,48 @@ def _(value, *rest):
 @adamw.cuda
 def _(gpu, value, master, grad, first, second, constants, factors):
     given = {"first": first, "second": second, "factors": gpu.bring(np.float32(factors))}
-    given |= {"beta1": constants.BETA1, "beta2": constants.BETA2}
-    given |= {"epsilon": constants.EPSILON, "size": grad.size}
+    given |= {"size": grad.size, **constants}
     gpu.launch("adamw", 1, grad.size, value=value, master=master, grad=grad, **given)
+
+
+@primitive
+def lion(
+    value: Array,
+    master: Array | None,
+    grad: Array,
+    momentum: Array,
+    constants: Mapping[str, float],
+    factors: Sequence[float],
+) -> None:
+    """Update a stretch of values and its momentum, in pieces that fit the cache."""
+    scale, rate, keep = factors
+    beta1, beta2 = constants["beta1"], constants["beta2"]
+    exact = value if master is None else master
+    for part in _stretches(value.size):
+        w, g, m = exact[part], grad[part] * scale, momentum[part]
+        step = m * beta1
+        step += g * (1 - beta1)
+        np.sign(step, out=step)
+        step *= rate
+        w *= keep
+        w -= step
+        m *= beta2
+        g *= 1 - beta2
+        m += g
+        if master is not None:
+            value[part] = w
+
+
+@lion.abstract
+def _(value, *rest):
+    return None
+
+
+@lion.cuda
+def _(gpu, value, master, grad, momentum, constants, factors):
+    given = {"momentum": momentum, "factors": gpu.bring(np.float32(factors))}
+    given |= {"size": grad.size, **constants}
+    gpu.launch("lion", 1, grad.size, value=value, master=master, grad=grad, **given)
 
 
 @primitive

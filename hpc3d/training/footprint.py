@@ -4,8 +4,9 @@ With Psi parameters of e bytes on p t ranks (t = x y z) and r = c d e ranks with
 n = b s h elements of a microbatch's block on t r ranks, L layers and a heads:
 
     parameters      (1 + 1 + states) e Psi / (p t), what parallel.zero shares out over r; states
-                    of another type have bytes of their own.  Experts are cut over the axis e, and
-                    parallel.zero shares them out over c d
+                    of another type have bytes of their own, and those of whole rows and columns
+                    next to none.  Experts are cut over the axis e, and parallel.zero shares them
+                    out over c d
     activations     one microbatch: k n e L / (p t r), e that of parallel.keep_dtype, k = 16 +
                     a s / h, 16 + a / h (chunked), 16 or 1 (recompute); of a mixture of experts
                     also its slots
@@ -22,12 +23,12 @@ from typing import TYPE_CHECKING
 from hpc3d import limits
 from hpc3d.model import families
 from hpc3d.model.families import expert_parameters, family_of
-from hpc3d.training.optimizer import optimizer_of
+from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-_ITEMSIZE = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_ITEMSIZE = {"uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
@@ -61,7 +62,7 @@ def parameters(config: Config) -> float:
 def _bytes_held(config: Config, copies: int) -> float:
     """Bytes of a parameter on each of so many ranks that share it out as parallel.zero says."""
     e, specs, zero = _itemsize(config), optimizer_of(config).STATES, config.parallel.zero
-    states = sum(_ITEMSIZE[spec.dtype] if spec.dtype else e for spec in specs)
+    states = sum((_ITEMSIZE[spec.dtype] if spec.dtype else e) * spec.density() for spec in specs)
     shares = [(e, 3), (e, 2), (states, 1)]  # values, gradients, states, and what shares them out
     return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import GuardConfig
     from hpc3d.model.parameters import Parameter
+    from hpc3d.tensor.layout import Layout
+    from hpc3d.training.optimizer import StateSpec
 
 SHOWN = 10  # lines about what is wrong
 
@@ -170,16 +172,20 @@ class ReplicaCheck:
     def blocks(self) -> Iterator[tuple[Parameter, str, set[str], Array]]:
         """(parameter, kind, the axes along which it has copies, block) of all this rank holds."""
         parameters, optimizer = self.trainer.parameters, self.trainer.optimizer
-        for item, place in parameters.places.items():
-            axes = self._replicated(item)
+        for item in parameters:
+            axes = self._replicated(item.layout)
             yield item, "value", axes, item.value
             own = axes.difference(item.replicas) if parameters.shared_out(item) else axes
-            for kind, state in optimizer.states.items():
-                yield item, kind, own, state[place.state]
+            for spec, state in optimizer.states_of(item):
+                yield item, spec.name, own | self._reduced(item, spec), state
 
-    def _replicated(self, item: Parameter) -> set[str]:
+    def _reduced(self, item: Parameter, spec: StateSpec) -> set[str]:
+        """The axes that cut a matrix and not what an optimiser keeps of it."""
+        layout = item.updated_layout
+        return self._replicated(spec.layout(layout)) - self._replicated(layout)
+
+    def _replicated(self, layout: Layout) -> set[str]:
         """The axes along which the ranks have the same block of a parameter."""
-        layout = item.layout
         return {*self.axes} - {axis for dim in layout for axis in dim} - {*layout.owned, "p"}
 
     def along(

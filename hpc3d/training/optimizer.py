@@ -1,30 +1,87 @@
 """Updates of the flat parameter array, and the learning rate over the steps.
 
-All that others ask of an optimiser is declared by its class, and `optimizer_of` finds the class.
+All that others ask of an optimiser is declared by its class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import cos, pi, sqrt
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import cos, pi, prod, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.ops.update import adamw, descend
+from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
-    from hpc3d.config.input_file import Config, TrainConfig
-    from hpc3d.model.parameters import Parameters
+    from hpc3d.config.input_file import TrainConfig
+    from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
+_LARGE = 1 << 20  # rows or columns of a matrix
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
 
 
+def every(shape: Sequence[int]) -> bool:
+    """Any parameter."""
+    return True
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """A parameter [inputs, outputs], or a stack of them, [inputs, experts, outputs]."""
+    return len(shape) > 1
+
+
+def is_vector(shape: Sequence[int]) -> bool:
+    return not is_matrix(shape)
+
+
 class StateSpec(NamedTuple):
-    """An array that an optimiser keeps, zero at first: one element per element that it updates,
-    of the type of gradients or of `dtype`.  `name` is its kind in checkpoints."""
+    """An array that an optimiser keeps, zero at first, of the type of gradients or of `dtype`.
+    `name` is its kind in checkpoints.
+
+    `of(shape)` says which parameters have it.  There is one element `per` so many rows and columns
+    of a matrix, None being all of them: (1, 1) is elementwise, (1, None) has one element a row.
+    What is not elementwise is of whole matrices alone.
+    """
 
     name: str
     dtype: str | None = None
+    per: tuple[int | None, int | None] = (1, 1)
+    of: Callable[[Sequence[int]], bool] = every
+
+    @property
+    def elementwise(self) -> bool:
+        return self.per == (1, 1)
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The global shape of the state of a parameter of a global `shape`."""
+        if self.elementwise:
+            return (*shape,)
+        ends = [
+            -(-size // per) if per else 1
+            for size, per in zip((shape[0], shape[-1]), self.per, strict=True)
+        ]
+        return (ends[0], *shape[1:-1], ends[1])
+
+    def density(self) -> float:
+        """The elements that there are for each one of a large matrix."""
+        rows, columns = self.per
+        return 1 / (rows * columns) if rows and columns and self.of((_LARGE, _LARGE)) else 0.0
+
+    def layout(self, layout: Layout) -> Layout:
+        """How that lies where the parameter has `layout`: along the axes that cut what is one
+        element the ranks have the same."""
+        rows, columns = self.per
+        dims = [" ".join(dim) for dim in layout]
+        dims[0] = dims[0] if rows else ""
+        dims[-1] = dims[-1] if columns else ""
+        return Layout(*dims, owned=" ".join(layout.owned) if rows else "")
+
+
+def _keeps(spec: StateSpec, item: Parameter) -> bool:
+    """Whether there is such a state of a parameter."""
+    return spec.of(item.shape) and not item.frozen and not item.sign_rate
 
 
 MASTER = StateSpec("master")  # of every optimiser, where parameters have 16 bits
@@ -35,39 +92,77 @@ class Optimizer:
     have a `master` copy in float32, which is updated and then rounded (Micikevicius et al.,
     arXiv:1710.03740, section 3.1).
 
-    A subclass declares the `states` that it keeps, name -> array, and whether it wants whole
-    matrices: then `matrices` has them as blocks, and `pieces` has the vectors alone.
+    `constants` are those of `TrainConfig.constants`.  A subclass declares the STATES that it
+    keeps, and whether it wants whole matrices: then `matrices` has them as blocks, and `pieces`
+    has the vectors alone.  `states` are flat arrays by name, and `places` where the state of a
+    parameter lies in them.
     """
 
     STATES: tuple[StateSpec, ...] = ()
     WHOLE_MATRICES = False
 
-    def __init__(self, parameters: Parameters, weight_decay: float) -> None:
+    def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
         self.parameters, self.weight_decay, self.steps = parameters, weight_decay, 0
+        self.constants: Mapping[str, float] = constants
         narrow = parameters.wide != parameters.dtype
-        specs = (MASTER, *self.STATES) if narrow else self.STATES
-        self.states = {spec.name: self._zeros(spec) for spec in specs}
-        self.master = self.states.get(MASTER.name)
+        self.specs = (MASTER, *self.STATES) if narrow else self.STATES
+        self.places: dict[str, Mapping[Parameter, slice]] = {}
+        self.states = {spec.name: self._zeros(spec) for spec in self.specs}
         if narrow:
-            for part in [*parameters.pieces, *parameters.matrices]:
-                self.master[part.state] = parameters.value[part.value]
+            for piece in parameters.pieces:
+                self.piece_states(piece)[MASTER.name][...] = parameters.value[piece.value]
+            for part in parameters.matrices:
+                place = self.places[MASTER.name][part.item]
+                self.states[MASTER.name][place] = parameters.value[part.value]
 
     def _zeros(self, spec):
-        shape, dtype = (self.parameters.states,), spec.dtype or self.parameters.wide
-        return self.parameters.mesh.zeros(shape, dtype, "optimizer")
+        """The array of a state, once its `places` are known."""
+        items = [*self.parameters]
+        edges = [*accumulate((self._size(spec, item) for item in items), initial=0)]
+        self.places[spec.name] = dict(zip(items, map(slice, edges, edges[1:]), strict=False))
+        dtype = spec.dtype or self.parameters.wide
+        return self.parameters.mesh.zeros((edges[-1],), dtype, "optimizer")
+
+    def _size(self, spec: StateSpec, item: Parameter) -> int:
+        """The elements that this rank has of a state of a parameter."""
+        if not _keeps(spec, item):
+            return 0
+        if spec.elementwise:
+            return self.parameters.places[item].own
+        return prod(self.block(spec, item)) if self.parameters.updates(item) else 0
+
+    def block(self, spec: StateSpec, item: Parameter) -> tuple[int, ...]:
+        """The shape of what a rank has of a state of a matrix that it updates."""
+        return spec.layout(item.updated_layout).block(spec.shape(item.shape), self.parameters.mesh)
+
+    def states_of(self, item: Parameter) -> Iterator[tuple[StateSpec, Array]]:
+        """The states that there are of a parameter, and this rank's elements of each."""
+        for spec in self.specs:
+            if _keeps(spec, item):
+                yield spec, self.states[spec.name][self.places[spec.name][item]]
+
+    def piece_states(self, piece: UpdateSlice) -> dict[str, Array]:
+        """Name -> the stretch of each state that goes with a piece."""
+        first, last = piece.items[0], piece.items[-1]
+        found = {}
+        for spec in self.specs:
+            if spec.of(first.shape):
+                places = self.places[spec.name]
+                found[spec.name] = self.states[spec.name][places[first].start : places[last].stop]
+        return found
 
     def pieces(
         self, decay: float
-    ) -> Iterator[tuple[tuple[Array, Array | None, Array], slice, float]]:
-        """Values to update, their masters or None, gradients and the slice of their state; and
-        the part of a value that stays."""
+    ) -> Iterator[tuple[tuple[Array, Array | None, Array], dict[str, Array], float]]:
+        """Values to update, their masters or None, and gradients; name -> the same stretch of a
+        state; and the part of a value that stays."""
         for piece in self.parameters.pieces:
             keep = 1 - decay if piece.decay else 1.0
             value, grad = self.parameters.value[piece.value], self.parameters.grad[piece.grad]
-            master = None if self.master is None else self.master[piece.state]
-            yield (value, master, grad), piece.state, keep
+            states = self.piece_states(piece)
+            yield (value, states.get(MASTER.name), grad), states, keep
 
-    def matrices(self, decay: float) -> Iterator[tuple]:
+    def matrices(self, decay: float) -> Iterator[tuple[WholeMatrix, tuple, dict, float]]:
         """The `WholeMatrix` of each; value, master or None and gradient as blocks of its shape;
         name -> the block of a state; and the part of a value that stays.
 
@@ -77,7 +172,8 @@ class Optimizer:
         for part in self.parameters.matrices:
             value, grad = self.parameters.value[part.value], self.parameters.grad[part.grad]
             states = {
-                name: state[part.state].reshape(part.shape) for name, state in self.states.items()
+                spec.name: state.reshape(self.block(spec, part.item))
+                for spec, state in self.states_of(part.item)
             }
             arrays = value.reshape(part.shape), states.get(MASTER.name), grad.reshape(part.shape)
             yield part, arrays, states, 1 - decay if part.item.decay else 1.0
@@ -86,7 +182,6 @@ class Optimizer:
 class AdamW(Optimizer):
     """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), on this rank's blocks."""
 
-    BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
     STATES = (StateSpec("first"), StateSpec("second"))
 
     def update(self, learning_rate: float, scale: float) -> None:
@@ -96,11 +191,15 @@ class AdamW(Optimizer):
         w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
         """
         self.steps += 1
-        rate = learning_rate / (1 - self.BETA1**self.steps)
-        root = 1 / sqrt(1 - self.BETA2**self.steps)
-        for arrays, state, keep in self.pieces(learning_rate * self.weight_decay):
-            moments = self.states["first"][state], self.states["second"][state]
-            adamw(*arrays, *moments, self, (scale, rate, root, keep))
+        factors = self.factors(learning_rate, scale)
+        for arrays, states, keep in self.pieces(learning_rate * self.weight_decay):
+            moments = states["first"], states["second"]
+            adamw(*arrays, *moments, self.constants, (*factors, keep))
+
+    def factors(self, learning_rate: float, scale: float) -> tuple[float, float, float]:
+        """Of gradients, of the step, and of the root of the second moment."""
+        rate = learning_rate / (1 - self.constants["beta1"] ** self.steps)
+        return scale, rate, 1 / sqrt(1 - self.constants["beta2"] ** self.steps)
 
 
 class SGD(Optimizer):
@@ -110,20 +209,6 @@ class SGD(Optimizer):
         self.steps += 1
         for arrays, _, keep in self.pieces(learning_rate * self.weight_decay):
             descend(*arrays, (learning_rate * scale, keep))
-
-
-OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
-
-
-def optimizer_of(config: Config) -> type[Optimizer]:
-    """The class of a configuration's optimiser."""
-    return OPTIMIZERS[config.train.optimizer]
-
-
-def state_kinds() -> tuple[str, ...]:
-    """The names of all states that a checkpoint may hold, of whatever optimiser."""
-    specs = [spec for each in OPTIMIZERS.values() for spec in each.STATES]
-    return (*dict.fromkeys(spec.name for spec in [MASTER, *specs]),)
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:

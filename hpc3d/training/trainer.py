@@ -20,7 +20,8 @@ from hpc3d.pipeline.program import program_of
 from hpc3d.training import guard
 from hpc3d.training.loss_scale import scale_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
-from hpc3d.training.optimizer import learning_rate, optimizer_of
+from hpc3d.training.optimizer import learning_rate
+from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
@@ -76,7 +77,7 @@ class Trainer:
         stages = self.stages(program.placement)
         self.parameters.allocate(config.seed)
         self.buckets = self.sums(config.parallel.bucket_mb * 1e6)
-        self.optimizer = optimizer(self.parameters, train.weight_decay)
+        self.optimizer = optimizer(self.parameters, train.weight_decay, **train.constants())
         self.weights, self.alone = program.weights(self.parameters), program.alone
         self.engine = Engine(
             mesh, stages, program.placement, self.buckets, self.weights, self.update, clock

@@ -59,6 +59,9 @@ EDGES = {
     "train.warmup": [("0", "-1")],
     "train.learning_rate": [("0", "-1e-9"), ("1e9", "inf")],
     "train.weight_decay": [("0", "-1e-9"), ("1e9", "inf")],
+    "train.beta1": [("0", "-1e-9"), ("0.999", "1")],
+    "train.beta2": [("0", "-1e-9"), ("0.999", "1")],
+    "train.epsilon": [("1e-30", "0"), ("1e9", "inf")],
     "train.clip": [("0", "-1e-9"), ("1e9", "inf")],
     "train.max_minutes": [("0", "-0.1"), ("1e9", "inf")],
     "guard.loss_spike_sigma": [("0", "-0.1"), ("1e9", "inf")],
@@ -145,6 +148,19 @@ def test_a_form_of_rotary_positions_that_is_not_known_is_refused(scaling):
 def test_what_a_family_does_not_have_is_refused(words, line):
     said, *_ = problems(*words)
     assert said.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key", "users"),
+    [
+        ("sgd", "beta1", "adamw or adamw-8bit or lion"),
+        ("adafactor", "epsilon", "adamw or adamw-8bit"),
+        ("lion", "epsilon", "adamw or adamw-8bit"),
+    ],
+)
+def test_a_key_of_another_optimiser_is_refused(optimizer, key, users):
+    (said,) = problems("--train.optimizer", optimizer, f"--train.{key}", "0.5")
+    assert said == f"train.{key} = 0.5: of train.optimizer = {users} alone; leave it out"
 
 
 def test_a_decay_that_ends_within_the_warm_up_is_refused():

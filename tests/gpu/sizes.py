@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.config.input_file import CONSTANTS
 from hpc3d.cuda import launch_table
 from hpc3d.ops.attention import HeadForm, heads_of
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.rotary import Rotation, rotary_table, rotate
 from hpc3d.ops.swiglu import swiglu
-from hpc3d.training.optimizer import AdamW, adamw
+from hpc3d.ops.update import adamw
 from tests.gpu import routed
 from tests.gpu.guards import guarded
 from tests.gpu.loader import launcher
@@ -273,11 +274,10 @@ def update(bench, notes):
     value = master if bench.real == np.float32 else bench.empty(size)
     factors = np.float32([0.7, 1e-2, 1.3, 0.999])
     w, g, m, v = (each.astype(np.float64) for each in (master, grad, first, second))
-    adamw(w, None, g, m, v, AdamW, [float(factor) for factor in factors])
+    adamw(w, None, g, m, v, CONSTANTS["adamw"], [float(factor) for factor in factors])
     given = {"value": value, "master": None if value is master else master, "grad": grad}
     given |= {"first": first, "second": second, "factors": factors, "size": size}
-    how = {"beta1": AdamW.BETA1, "beta2": AdamW.BETA2, "epsilon": AdamW.EPSILON}
-    bench.launch("adamw", 1, size, **given, **how)
+    bench.launch("adamw", 1, size, **given, **CONSTANTS["adamw"])
     for what, got, expected in (("value", master, w), ("first", first, m), ("second", second, v)):
         bench.same(notes, f"adamw {what}", got, expected, 5e-6)
     notes.same("rounded", value, master.astype(bench.real), 0)

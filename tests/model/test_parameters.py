@@ -26,6 +26,11 @@ def replicas(data, zero, add):
     return [replica(data, rank, zero, add) for rank in range(data)]
 
 
+def updated(parameters):
+    """The elements that a rank updates."""
+    return sum(place.own for place in parameters.places.values())
+
+
 def two_vectors(parameters):
     parameters.add("a", (6,), Layout(""), **SUMMED)
     parameters.add("b", (5,), Layout(""), mean=1.0, **SUMMED)
@@ -38,8 +43,8 @@ def spans(part):
 def test_without_zero_every_replica_owns_everything():
     for parameters in replicas(2, 0, two_vectors):
         b, a = (parameters.places[item] for item in parameters)
-        assert spans(b) == [(0, 5)] * 5
-        assert spans(a) == [(5, 11)] * 5
+        assert spans(b) == [(0, 5)] * 4
+        assert spans(a) == [(5, 11)] * 4
 
 
 def test_with_zero_a_replica_owns_one_equal_part_of_each_parameter():
@@ -47,9 +52,9 @@ def test_with_zero_a_replica_owns_one_equal_part_of_each_parameter():
     own = [[(0, 3), (6, 9)], [(3, 6), (9, 12)]]
     for parameters, (of_b, of_a) in zip(replicas(2, 1, two_vectors), own):
         b, a = (parameters.places[item] for item in parameters)
-        assert spans(b) == [(0, 6), (0, 6), of_b, of_b, (0, 3)]
-        assert spans(a) == [(6, 12), (6, 12), of_a, of_a, (3, 6)]
-        assert (parameters.value.size, parameters.grad.size, parameters.states) == (12, 12, 6)
+        assert spans(b) == [(0, 6), (0, 6), of_b, of_b]
+        assert spans(a) == [(6, 12), (6, 12), of_a, of_a]
+        assert (parameters.value.size, parameters.grad.size, updated(parameters)) == (12, 12, 6)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -66,9 +71,9 @@ def test_a_frozen_parameter_has_a_value_and_nothing_else(zero):
         assert (frozen.value == 2).all() and frozen.grad is None
         assert parameters.counts(frozen) == (rank == 0)
         assert (parameters.value.size, parameters.grad.size) == (15, 10)
-        assert parameters.states == (10 if zero == 0 else 5)
-        updated = sum(piece.value.stop - piece.value.start for piece in parameters.pieces)
-        assert updated == parameters.states
+        assert updated(parameters) == (10 if zero == 0 else 5)
+        pieces = sum(piece.value.stop - piece.value.start for piece in parameters.pieces)
+        assert pieces == updated(parameters)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -83,7 +88,7 @@ def test_the_own_part_of_a_matrix_is_the_block_of_its_gradient(zero, rank):
     parameters = replica(2, rank, zero, add)
     (item,) = parameters
     value, own = ((0, 12), (6 * rank, 6 * rank + 6)) if zero == 2 else ((0, 6), (0, 6))
-    assert spans(parameters.places[item]) == [value, (0, 6), own, (0, 6), (0, 6)]
+    assert spans(parameters.places[item]) == [value, (0, 6), own, (0, 6)]
     assert item.value.shape == ((4, 3) if zero == 2 else (2, 3))
     assert item.grad.shape == (2, 3)
 
@@ -98,11 +103,9 @@ def test_own_parts_are_all_of_a_parameter_once(data, zero):
     count = 0
     for parameters in replicas(data, zero, add):
         owned = np.zeros(parameters.value.size, int)
-        states = np.zeros(parameters.states, int)
         for place in parameters.places.values():
             owned[place.own_value] += 1
-            states[place.state] += 1
-        assert (states == 1).all()
+            assert place.own == place.own_value.stop - place.own_value.start
         count = count + owned
     assert (count == (1 if zero else data)).all()
 
@@ -154,17 +157,17 @@ def pieces(zero):
         for name, decay in (("a", True), ("b", False), ("c", True), ("d", False)):
             parameters.add(name, (4,), Layout(""), decay=decay, **SUMMED)
 
-    return [(*spans(piece[:3]), piece.decay) for piece in replica(2, 1, zero, add).pieces]
+    return [(*spans(piece[:2]), piece.decay) for piece in replica(2, 1, zero, add).pieces]
 
 
 def test_what_decays_alike_is_updated_in_one_piece():
-    assert pieces(0) == [((0, 8),) * 3 + (True,), ((8, 16),) * 3 + (False,)]
+    assert pieces(0) == [((0, 8),) * 2 + (True,), ((8, 16),) * 2 + (False,)]
     # A replica's own parts do not touch each other.
     assert pieces(1) == [
-        ((2, 4), (2, 4), (0, 2), True),
-        ((6, 8), (6, 8), (2, 4), True),
-        ((10, 12), (10, 12), (4, 6), False),
-        ((14, 16), (14, 16), (6, 8), False),
+        ((2, 4), (2, 4), True),
+        ((6, 8), (6, 8), True),
+        ((10, 12), (10, 12), False),
+        ((14, 16), (14, 16), False),
     ]
 
 
@@ -174,7 +177,7 @@ def test_matrices_of_zero_3_are_updated_in_one_piece():
             parameters.add(name, (4, 3), Layout("d", ""), decay=True)
 
     (piece,) = replica(2, 1, 3, add).pieces
-    assert piece == (slice(0, 12), slice(0, 12), slice(0, 12), True)
+    assert (*spans(piece[:2]), piece.decay) == ((0, 12), (0, 12), True)
 
 
 def matrices_and_a_vector(parameters):
@@ -192,9 +195,9 @@ def test_whole_matrices_are_dealt_to_replicas_and_vectors_cut():
         assert owners == {"table": 0, "a": 1, "b": 0, "c": 1}
     names = [{part.item.name for part in parameters.matrices} for parameters in found]
     assert names == [{"table", "b"}, {"a", "c"}]
-    assert [parameters.states for parameters in found] == [6 + 8 + 2, 10 + 6 + 2]
+    assert [updated(parameters) for parameters in found] == [6 + 8 + 2, 10 + 6 + 2]
     assert [len(parameters.pieces) for parameters in found] == [1, 1]
-    assert [part.stop - part.start for part in found[1].pieces[0][:3]] == [2, 2, 2]
+    assert [part.stop - part.start for part in found[1].pieces[0][:2]] == [2, 2]
 
 
 def test_without_zero_every_replica_updates_all_matrices_whole():
@@ -216,7 +219,7 @@ def test_a_matrix_that_zero_cuts_into_blocks_of_rows_is_such_a_block(zero):
     (part,) = parameters.matrices
     assert (part.shape, part.layout) == ((2, 3), Layout("d", ""))
     assert part.value == (slice(6, 12) if zero == 2 else slice(0, 6))
-    assert part.state == slice(0, 6) and not parameters.pieces
+    assert part.grad == slice(0, 6) and not parameters.pieces
 
 
 @pytest.mark.parametrize("zero", range(4))

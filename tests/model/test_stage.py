@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
+from hpc3d.config.input_file import TrainConfig
 from hpc3d.model.families import BERT, GPT2, LLAMA, QWEN2
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
@@ -180,7 +181,7 @@ def test_five_adamw_steps_are_those_of_torch():
     others = [weights[item.name] for item in model.parameters if not item.decay]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    ours = AdamW(model.parameters, 0.1)
+    ours = AdamW(model.parameters, 0.1, **TrainConfig().constants())
     for step in range(5):
         tokens, targets = batch(shape, seed=step)
         model.gradients(tokens, targets)

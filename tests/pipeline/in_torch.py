@@ -14,7 +14,7 @@ from hpc3d.comm.threads import run
 from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.rules import resolve
 from hpc3d.ops.cross_entropy import IGNORE
-from hpc3d.training.optimizer import AdamW, learning_rate
+from hpc3d.training.optimizer import learning_rate
 from tests.model import mixture_reference
 from tests.pipeline.mixes import Tokens, Trained, trainer_of
 
@@ -76,8 +76,9 @@ def optimizer_of(parameters, weights, train):
     ]
     if train.optimizer == "sgd":
         return torch.optim.SGD(groups, weight_decay=0.0)
-    betas = AdamW.BETA1, AdamW.BETA2
-    return torch.optim.AdamW(groups, betas=betas, eps=AdamW.EPSILON, weight_decay=0.0)
+    how = train.constants()
+    betas = how["beta1"], how["beta2"]
+    return torch.optim.AdamW(groups, betas=betas, eps=how["epsilon"], weight_decay=0.0)
 
 
 def by_batches(config, late):

@@ -232,8 +232,9 @@ def hurt_replica(kind, name, bit=3):
 
         def step(number):
             done = after(number)
-            place = trainer.parameters.places[item].state
-            block = item.value if kind == "value" else trainer.optimizer.states[kind][place]
+            states = trainer.optimizer.states_of(item)
+            held = {"value": item.value} | {spec.name: state for spec, state in states}
+            block = held[kind]
             block[...] = flip(block, bit, 7)
             return done
 

@@ -210,8 +210,9 @@ def test_replicas_that_are_alike_pass(transport):
 def test_a_flipped_bit_in_a_replica_is_found_and_named(line, kind, name, who):
     def fault(trainer, number):
         item = named(trainer, name)
-        place = trainer.parameters.places[item].state
-        block = item.value if kind == "value" else trainer.optimizer.states[kind][place]
+        states = trainer.optimizer.states_of(item)
+        held = {"value": item.value} | {spec.name: state for spec, state in states}
+        block = held[kind]
 
         def then():
             plain(block)[...] = flip(plain(block), 3, 7)

@@ -102,14 +102,17 @@ def reference(config):
 
 
 def optimizer_of(weights, settings):
-    """Adam's constants are GPT-3's; only matrices decay.  SGD adds the decay to the gradient after
+    """Only matrices decay.  SGD adds the decay to the gradient after
     it is clipped: w - lr (g + decay w) is (1 - lr decay) w - lr g."""
     groups = [
         {"params": [w for w in weights.values() if (w.ndim > 1) == many], "weight_decay": decay}
         for many, decay in ((True, settings.weight_decay), (False, 0.0))
     ]
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), eps=1e-8)
+        given = settings.beta1, settings.beta2, settings.epsilon
+        usual = 0.9, 0.95, 1e-8  # GPT-3's
+        *betas, eps = (b if a is None else a for a, b in zip(given, usual, strict=True))
+        return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=eps)
     return torch.optim.SGD(groups, lr=settings.learning_rate)
 
 
@@ -123,6 +126,7 @@ CLIPPED = {
     f"{SGD} clip=0 decay=constant warmup=0": 5,
     "clip=2.5 learning_rate=0.01 weight_decay=0.3": 2,
     "clip=0.05 decay=linear weight_decay=0": 5,
+    "clip=0.05 beta1=0.5 beta2=0.8 epsilon=0.01 d=2 zero=1": 5,
 }
 
 

@@ -27,7 +27,7 @@ from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.microbatch_loader import DeviceCache
-from hpc3d.training.optimizer import optimizer_of
+from hpc3d.training.optimizers import optimizer_of
 from hpc3d.training.trainer import spec_of
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class LayerSample:
         parameters = Parameters(self.mesh, config.train.dtype, *how)
         stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
-        optimizer = kind(parameters, 0.0)
+        optimizer = kind(parameters, 0.0, **config.train.constants())
         self.held[parts] = Counter(self.pool.live) - before
         self.stages |= dict(zip(parts, stages))
         return parameters, optimizer

@@ -31,6 +31,8 @@ TECHNIQUES = (
     ("parallel.zero", "1"),
     ("parallel.zero", "2"),
     ("parallel.zero", "3"),
+    ("train.optimizer", "adamw-8bit"),
+    ("train.optimizer", "adafactor"),
     ("train.optimizer", "sgd"),
 )
 

@@ -19,7 +19,6 @@ from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.partition.execution.torch_weights import values_in
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
-from hpc3d.training.optimizer import AdamW
 
 HERE = "tests.partition.execution.modules"
 STEPS, RATE, DECAY, CLIP = 3, 1e-2, 0.1, 0.5
@@ -137,8 +136,7 @@ def trained_by_torch(name, micros, replicas=1):
     wide = [each for each in module.parameters() if each.dim() > 1]
     narrow = [each for each in module.parameters() if each.dim() < 2]
     groups = [{"params": wide, "weight_decay": DECAY}, {"params": narrow, "weight_decay": 0.0}]
-    betas = AdamW.BETA1, AdamW.BETA2
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=betas, eps=AdamW.EPSILON)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()

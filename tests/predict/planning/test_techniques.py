@@ -42,6 +42,8 @@ def test_what_they_save_and_cost(found):
     assert found["parallel.zero=3"].memory["parameter"] < 0.7 * base.memory["parameter"]
     assert found["parallel.zero=3"].received > 1.4 * base.received
     assert found["train.optimizer=sgd"].memory["optimizer"] == 0
+    adafactor = found["train.optimizer=adafactor"].memory["optimizer"]
+    assert adafactor < 0.05 * base.memory["optimizer"]
 
     kept = ["parallel.keep_dtype=int8", "parallel.keep_dtype=bfloat16", "as it is"]
     peaks = [found[change].memory["all"] for change in kept]

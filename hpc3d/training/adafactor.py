@@ -1,0 +1,174 @@
+"""Adafactor: of the second moment of a matrix its rows and its columns alone are kept.
+
+    R_i = b R_i + (1 - b) (mean_j g_ij^2 + eps);  C_j likewise over i;  b = 1 - t^-0.8
+    V_ij = R_i C_j / mean(R);  U = g / sqrt(V);  w = (1 - lr decay) w - lr U / max(1, rms(U))
+
+Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with the learning rate as it is given and
+without momentum.  A vector has all of its V.
+
+The means are those of the whole matrix.  Where it is cut, the sums of its rows go over the axes
+that cut its columns, those of its columns and that of R over the axes that cut its rows, and that
+of U^2 over both: along each axis all matrices in one call.  Of a block A x B a rank among g that
+cut the columns receives 2 (1 - 1/g) (A + 1) elements, among g that cut the rows
+2 (1 - 1/g) (B + 2); of a stack of experts each counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hpc3d.ops.factored import descend_scaled, sum_squares_of_lines, sum_squares_scaled
+from hpc3d.training.optimizer import Optimizer, StateSpec, is_matrix, is_vector
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.parameters import Parameter
+
+_Sum = tuple["Array", Iterable[str]]  # a share of a sum, and the axes that it goes over
+
+
+class _Step(NamedTuple):
+    """A matrix amid its update: what `Optimizer.matrices` has, and U = rows grad columns."""
+
+    item: Parameter
+    arrays: tuple[Array, Array | None, Array]
+    keep: float
+    rows: Array
+    columns: Array
+    axes: tuple[str, ...]
+
+    def squares(self) -> Array:
+        """This rank's share of the sum of U^2."""
+        sums = np.empty_like(self.rows.sum(0))
+        sum_squares_scaled(self.arrays[2], self.rows, self.columns, sums)
+        return sums
+
+    def descend(self, factor: Array) -> None:
+        value, master, grad = self.arrays
+        descend_scaled(value, master, grad, self.rows * factor, self.columns, self.keep)
+
+
+class _VectorStep(NamedTuple):
+    """The same of a vector, or of this rank's part of one: its U is there."""
+
+    item: Parameter
+    arrays: tuple[Array, Array | None, Array]
+    keep: float
+    update: Array
+    axes: tuple[str, ...]
+
+    def squares(self) -> Array:
+        return (self.update * self.update)[None].sum(1)
+
+    def descend(self, factor: Array) -> None:
+        value, master, _ = self.arrays
+        exact = value if master is None else master
+        exact *= self.keep
+        exact -= self.update * factor
+        if master is not None:
+            value[...] = exact
+
+
+class Adafactor(Optimizer):
+    EPSILON, LARGEST, EXPONENT = 1e-30, 1.0, -0.8  # eps, that of rms(U), and that of t
+    STATES = (
+        StateSpec("row_means", per=(1, None), of=is_matrix),
+        StateSpec("column_means", per=(None, 1), of=is_matrix),
+        StateSpec("second", of=is_vector),
+    )
+    WHOLE_MATRICES = True
+
+    def update(self, learning_rate: float, scale: float) -> None:
+        """One step with the gradients times `scale`."""
+        self.steps += 1
+        decay, mesh = learning_rate * self.weight_decay, self.parameters.mesh
+        steps = [*self._matrix_steps(decay, scale), *self._vector_steps(decay, scale)]
+        sums = _summed(mesh, [(step.squares(), step.axes) for step in steps])
+        for step, squares in zip(steps, sums, strict=True):
+            rms = np.sqrt(squares / _elements(step.item))
+            step.descend(learning_rate / np.maximum(1.0, rms / self.LARGEST))
+
+    def _move(self, state: Array, mean: Array) -> None:
+        """Let a state come nearer to a mean of squares."""
+        rest = self.steps**self.EXPONENT
+        state *= 1 - rest
+        state += rest * (mean + self.EPSILON)
+
+    def _matrix_steps(self, decay: float, scale: float) -> list[_Step]:
+        """Those of all matrices, their states being up to date."""
+        mesh, found = self.parameters.mesh, [*self.matrices(decay)]
+        rows, columns = [], []
+        for part, (_, _, grad), states, _ in found:
+            of_rows = np.empty_like(states["row_means"])
+            of_columns = np.empty_like(states["column_means"])
+            sum_squares_of_lines(grad, scale, of_rows, of_columns)
+            rows.append((of_rows, part.layout[-1]))
+            columns.append((of_columns, (*part.layout[0], *part.layout.owned)))
+        for (part, _, states, _), squares in zip(found, _summed(mesh, rows), strict=True):
+            self._move(states["row_means"], squares / part.item.shape[-1])
+        totals = [
+            (states["row_means"].sum(0), axes)
+            for (_, _, states, _), (_, axes) in zip(found, columns, strict=True)
+        ]
+        sums = _summed(mesh, [*columns, *totals])
+        steps = []
+        for (part, arrays, states, keep), squares, total in zip(
+            found, sums[: len(found)], sums[len(found) :], strict=True
+        ):
+            count = _rows(part.item)
+            self._move(states["column_means"], squares / count)
+            scales = np.sqrt(total / count / states["row_means"]) * scale
+            axes = (*part.layout[0], *part.layout[-1], *part.layout.owned)
+            inverse = 1 / np.sqrt(states["column_means"])
+            steps.append(_Step(part.item, arrays, keep, scales, inverse, axes))
+        return steps
+
+    def _vector_steps(self, decay: float, scale: float) -> Iterator[_VectorStep]:
+        """Those of all vectors, each by itself."""
+        pieces = zip(self.parameters.pieces, self.pieces(decay), strict=True)
+        for piece, ((value, master, grad), states, keep) in pieces:
+            scaled, second = grad * scale, states["second"]
+            self._move(second, scaled * scaled)
+            update = scaled / np.sqrt(second)
+            sizes = [self.parameters.places[item].own for item in piece.items]
+            for item, edges in zip(piece.items, pairwise(accumulate(sizes, initial=0))):
+                part = slice(*edges)
+                exact = None if master is None else master[part]
+                arrays = value[part], exact, grad[part]
+                yield _VectorStep(item, arrays, keep, update[part], self._axes_of(item))
+
+    def _axes_of(self, item: Parameter) -> tuple[str, ...]:
+        """The axes that cut what is updated of a vector."""
+        replicas = item.replicas if self.parameters.shared_out(item) else ()
+        layout = item.updated_layout
+        return (*(axis for dim in layout for axis in dim), *layout.owned, *replicas)
+
+
+def _rows(item: Parameter) -> int:
+    """Those of a matrix, without padding."""
+    return item.rows or item.shape[0]
+
+
+def _elements(item: Parameter) -> int:
+    """Those of a vector or a matrix; of a stack those of one."""
+    return _rows(item) * (item.shape[-1] if is_matrix(item.shape) else 1)
+
+
+def _summed(mesh: Mesh, shares: Sequence[_Sum]) -> list[Array]:
+    """The sums of arrays over the axes with each: along an axis all of them in one call."""
+    sums = [array for array, _ in shares]
+    for axis in mesh.sizes:
+        along = [place for place, (_, axes) in enumerate(shares) if axis in axes]
+        if mesh.size(axis) == 1 or not along:
+            continue
+        flat = np.concatenate([sums[place].ravel() for place in along])
+        total = mesh.comm(axis).all_reduce(flat).wait()
+        edges = pairwise(accumulate((sums[place].size for place in along), initial=0))
+        for place, (start, stop) in zip(along, edges, strict=True):
+            sums[place] = total[start:stop].reshape(sums[place].shape)
+    return sums

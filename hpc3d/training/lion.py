@@ -1,0 +1,22 @@
+"""Lion: the sign of an interpolated momentum (Chen et al., arXiv:2302.06675)."""
+
+from __future__ import annotations
+
+from hpc3d.ops.update import lion
+from hpc3d.training.optimizer import Optimizer, StateSpec
+
+
+class Lion(Optimizer):
+    """Keeps half of AdamW's state.  Every element moves by the learning rate: it wants a tenth to
+    a third of AdamW's, and a decay that is as much larger (section 5 of the paper)."""
+
+    STATES = (StateSpec("momentum"),)
+
+    def update(self, learning_rate: float, scale: float) -> None:
+        """One step with the gradients times `scale`.
+
+        w = (1 - lr decay) w - lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
+        """
+        self.steps += 1
+        for arrays, states, keep in self.pieces(learning_rate * self.weight_decay):
+            lion(*arrays, states["momentum"], self.constants, (scale, learning_rate, keep))

@@ -1,0 +1,33 @@
+"""Which optimisers there are: `optimizer_of` finds the class of a configuration's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpc3d.training.adafactor import Adafactor
+from hpc3d.training.adamw_8bit import AdamW8bit
+from hpc3d.training.lion import Lion
+from hpc3d.training.optimizer import MASTER, SGD, AdamW
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.training.optimizer import Optimizer
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    "adamw-8bit": AdamW8bit,
+    "adafactor": Adafactor,
+    "lion": Lion,
+    "sgd": SGD,
+}
+
+
+def optimizer_of(config: Config) -> type[Optimizer]:
+    """The class of a configuration's optimiser."""
+    return OPTIMIZERS[config.train.optimizer]
+
+
+def state_kinds() -> tuple[str, ...]:
+    """The names of all states that a checkpoint may hold, of whatever optimiser."""
+    specs = [spec for each in OPTIMIZERS.values() for spec in each.STATES]
+    return (*dict.fromkeys(spec.name for spec in [MASTER, *specs]),)

@@ -1,0 +1,28 @@
+"""Which optimisers there are, and the keys of each."""
+
+from typing import get_args, get_type_hints
+
+import pytest
+
+from hpc3d.comm.threads import run
+from hpc3d.config.input_file import CONSTANTS, OPTIMIZER_KEYS, TrainConfig
+from hpc3d.training.optimizers import OPTIMIZERS
+from tests.pipeline.mixes import config_of, trainer_of
+
+
+def test_an_input_file_can_name_every_optimiser():
+    assert {*get_args(get_type_hints(TrainConfig)["optimizer"])} == {*OPTIMIZERS}
+    assert {*CONSTANTS} == {*OPTIMIZERS}
+    assert {key for keys in CONSTANTS.values() for key in keys} == {*OPTIMIZER_KEYS}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimiser_gets_the_keys_that_it_has_a_use_for(name):
+    given = {key: 0.5 for key in CONSTANTS[name]}
+    words = " ".join(f"{key}={value}" for key, value in given.items())
+
+    def constants(mesh, line):
+        return trainer_of(mesh, config_of(f"optimizer={name} {line}")).optimizer.constants
+
+    assert run({}, lambda mesh: constants(mesh, words)) == [given]
+    assert run({}, lambda mesh: constants(mesh, "")) == [CONSTANTS[name]]
