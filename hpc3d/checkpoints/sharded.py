@@ -91,14 +91,14 @@ def shares(
 ) -> Iterator[tuple[str, str, list[BlockSlices], Array]]:
     """(name, kind, boxes, their elements) of all arrays whose copy on this rank counts."""
     for item in parameters:
-        for own in own_elements(item, parameters, optimizer):
+        for own in _own_elements(item, parameters, optimizer):
             if own.counts:
                 parts = own.boxes
                 size = sum(part.size for part in parts)
                 yield item.name, own.kind, parts, own.elements[:size]
 
 
-def own_elements(
+def _own_elements(
     item: Parameter, parameters: Parameters, optimizer: Optimizer | None
 ) -> Iterator[OwnElements]:
     """Those of the value of a parameter, and of all that an optimiser keeps of it."""
@@ -286,7 +286,7 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
     in full."""
     for item, place in parameters.places.items():
         exact = checkpoint.exact(item.name)
-        value, *states = own_elements(item, parameters, optimizer)
+        value, *states = _own_elements(item, parameters, optimizer)
         whole = value._replace(elements=parameters.value[place.value], first=0)
         _fill_flat(checkpoint, item.name, exact, whole)
         for own in states:

@@ -25,7 +25,7 @@ of its gradient's layout with 2 and 3; else the stored block, which is dealt to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +42,13 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
+
+
+Which = Callable[[str, Sequence[int]], bool]  # of parameters, by name and global shape
+
+
+def no_matrix(name: str, shape: Sequence[int]) -> bool:
+    return False
 
 
 @dataclass(eq=False)
@@ -149,13 +156,17 @@ class WholeMatrix(NamedTuple):
 class Parameters:
     """All parameters of this rank on flat arrays `value` and `grad`.
 
-    Of what this rank updates, `pieces` are stretches, and with `whole_matrices` those of vectors
-    alone; then `matrices` are the others.  `owners` are the replicas that such a matrix is dealt
-    to.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3).
+    Of what this rank updates, `matrices` are blocks of those that `whole_matrices(name, shape)`
+    says, and `pieces` stretches of the others.  `owners` are the replicas that such a matrix is
+    dealt to.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3).
     """
 
     def __init__(
-        self, mesh: Mesh, dtype: DTypeLike, zero: int = 0, whole_matrices: bool = False
+        self,
+        mesh: Mesh,
+        dtype: DTypeLike,
+        zero: int = 0,
+        whole_matrices: Which = no_matrix,
     ) -> None:
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
         self.wide = np.promote_types(dtype, np.float32)  # of gradients and the optimiser's state
@@ -211,7 +222,7 @@ class Parameters:
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
         trained = [item for item in self.items if not item.frozen and not item.sign_rate]
-        matrices = [item for item in trained if self.whole_matrices and len(item.shape) > 1]
+        matrices = [item for item in trained if self.whole_matrices(item.name, item.shape)]
         self.owners = self._deal([item for item in matrices if self._stored_whole(item)])
         values = grads = 0
         for item in self.items:

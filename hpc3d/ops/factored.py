@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hpc3d.arrays.primitive import primitive
 
 if TYPE_CHECKING:
@@ -20,20 +22,19 @@ _CHUNK = 1 << 14  # elements that stay in a core's cache
 _DEVICE_CHUNK = 1 << 24  # that a device takes at once
 
 
-def _bands(block: Array, chunk: int) -> Iterator[slice]:
-    """Rows of a block, so many that they have about `chunk` elements."""
+def _bands(block: Array) -> Iterator[slice]:
+    """Rows of a block, so many as are done at once."""
+    chunk = _CHUNK if isinstance(block, np.ndarray) else _DEVICE_CHUNK
     step = max(1, chunk // max(1, prod(block.shape[1:])))
     for start in range(0, len(block), step):
         yield slice(start, start + step)
 
 
 @primitive
-def sum_squares_of_lines(
-    grad: Array, scale: float, rows: Array, columns: Array, chunk: int = _CHUNK
-) -> None:
+def sum_squares_of_lines(grad: Array, scale: float, rows: Array, columns: Array) -> None:
     """rows and columns = the sums of (scale grad)^2 over the other dim."""
     columns.fill(0)
-    for band in _bands(grad, chunk):
+    for band in _bands(grad):
         squares = grad[band] * scale
         squares *= squares
         rows[band] = squares.sum(-1, keepdims=True)
@@ -47,16 +48,14 @@ def _(grad, *rest):
 
 @sum_squares_of_lines.cuda
 def _(gpu, grad, scale, rows, columns):
-    sum_squares_of_lines.numpy(grad, scale, rows, columns, _DEVICE_CHUNK)
+    sum_squares_of_lines.numpy(grad, scale, rows, columns)
 
 
 @primitive
-def sum_squares_scaled(
-    grad: Array, rows: Array, columns: Array, sums: Array, chunk: int = _CHUNK
-) -> None:
+def sum_squares_scaled(grad: Array, rows: Array, columns: Array, sums: Array) -> None:
     """sums = the sum of (rows grad columns)^2 over all of a matrix."""
     sums.fill(0)
-    for band in _bands(grad, chunk):
+    for band in _bands(grad):
         update = grad[band] * rows[band]
         update *= columns
         update *= update
@@ -70,7 +69,7 @@ def _(grad, *rest):
 
 @sum_squares_scaled.cuda
 def _(gpu, grad, rows, columns, sums):
-    sum_squares_scaled.numpy(grad, rows, columns, sums, _DEVICE_CHUNK)
+    sum_squares_scaled.numpy(grad, rows, columns, sums)
 
 
 @primitive
@@ -81,11 +80,10 @@ def descend_scaled(
     rows: Array,
     columns: Array,
     keep: float,
-    chunk: int = _CHUNK,
 ) -> None:
     """w = keep w - rows grad columns."""
     exact = value if master is None else master
-    for band in _bands(grad, chunk):
+    for band in _bands(grad):
         update = grad[band] * rows[band]
         update *= columns
         w = exact[band]
@@ -102,4 +100,4 @@ def _(value, *rest):
 
 @descend_scaled.cuda
 def _(gpu, value, master, grad, rows, columns, keep):
-    descend_scaled.numpy(value, master, grad, rows, columns, keep, _DEVICE_CHUNK)
+    descend_scaled.numpy(value, master, grad, rows, columns, keep)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import Parameter
 
-Sum = tuple["Array", Iterable[str]]  # a share of a sum, and the axes that it goes over
+_Sum = tuple["Array", Iterable[str]]  # a share of a sum, and the axes that it goes over
 
 
 class _Step(NamedTuple):
@@ -81,14 +81,14 @@ class Adafactor(Optimizer):
         StateSpec("column_means", per=(None, 1), of=is_matrix),
         StateSpec("second", of=is_vector),
     )
-    WHOLE_MATRICES = True
+    WHOLE_MATRICES = is_matrix
 
     def update(self, learning_rate: float, scale: float) -> None:
         """One step with the gradients times `scale`."""
         self.steps += 1
         decay, mesh = learning_rate * self.weight_decay, self.parameters.mesh
         steps = [*self._matrix_steps(decay, scale), *self._vector_steps(decay, scale)]
-        sums = summed(mesh, [(step.squares(), step.axes) for step in steps])
+        sums = _summed(mesh, [(step.squares(), step.axes) for step in steps])
         for step, squares in zip(steps, sums, strict=True):
             rms = np.sqrt(squares / _elements(step.item))
             step.descend(learning_rate / np.maximum(1.0, rms / self.LARGEST))
@@ -109,13 +109,13 @@ class Adafactor(Optimizer):
             sum_squares_of_lines(grad, scale, of_rows, of_columns)
             rows.append((of_rows, part.layout[-1]))
             columns.append((of_columns, (*part.layout[0], *part.layout.owned)))
-        for (part, _, states, _), squares in zip(found, summed(mesh, rows), strict=True):
+        for (part, _, states, _), squares in zip(found, _summed(mesh, rows), strict=True):
             self._move(states["row_means"], squares / part.item.shape[-1])
         totals = [
             (states["row_means"].sum(0), axes)
             for (_, _, states, _), (_, axes) in zip(found, columns, strict=True)
         ]
-        sums = summed(mesh, [*columns, *totals])
+        sums = _summed(mesh, [*columns, *totals])
         steps = []
         for (part, arrays, states, keep), squares, total in zip(
             found, sums[: len(found)], sums[len(found) :], strict=True
@@ -156,10 +156,10 @@ def _rows(item: Parameter) -> int:
 
 def _elements(item: Parameter) -> int:
     """Those of a vector or a matrix; of a stack those of one."""
-    return _rows(item) * (item.shape[-1] if is_matrix(item.shape) else 1)
+    return _rows(item) * (item.shape[-1] if is_matrix(item.name, item.shape) else 1)
 
 
-def summed(mesh: Mesh, shares: Sequence[Sum]) -> list[Array]:
+def _summed(mesh: Mesh, shares: Sequence[_Sum]) -> list[Array]:
     """The sums of arrays over the axes with each: along an axis all of them in one call."""
     sums = [array for array, _ in shares]
     for axis in mesh.sizes:

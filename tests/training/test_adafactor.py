@@ -1,13 +1,28 @@
 """Adafactor on any layout is Adafactor on one rank, and that is torch's."""
 
+from collections import Counter
+from dataclasses import replace
+from math import prod
+
 import numpy as np
 import pytest
 import torch
 
+from hpc3d.checkpoints.inspect import problems, tensors
+from hpc3d.checkpoints.resume import mismatch
+from hpc3d.checkpoints.sharded import restore
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.mesh import Mesh
 from hpc3d.comm.threads import run
+from hpc3d.model.parameters import Parameters
 from hpc3d.predict.simulation.count import every_rank
+from hpc3d.tensor.layout import Layout
+from hpc3d.training.adafactor import Adafactor
+from hpc3d.training.guard import Corrupt, ReplicaCheck
 from hpc3d.training.optimizer import is_matrix
-from tests.pipeline.mixes import alone, config_of, cover, same, train, trainer_of
+from tests.pipeline.mixes import alone, config_of, cover, same, train, trained_of, trainer_of
+from tests.predict.simulation.test_count import counted
+from tests.training.test_optimizer import checkpoint
 
 slow = pytest.mark.slow
 
@@ -55,3 +70,160 @@ def test_ranks_train_as_one(layout):
     for each in found:
         same(each, expected)
     cover(found, expected)
+
+
+SHAPES = {"w": (6, 4), "stack": (5, 3, 4), "v": (7,), "u": (2,)}
+
+
+def allocated(mesh):
+    """Parameters on one rank, wide enough that some updates are clipped."""
+    parameters = Parameters(mesh, "float64", whole_matrices=is_matrix)
+    for name, shape in SHAPES.items():
+        parameters.add(
+            name, shape, Layout(*[""] * len(shape)), decay=name == "w", std=len(shape) - 1
+        )
+    parameters.allocate(seed=4)
+    return parameters
+
+
+def matrices_of(name, array):
+    """Those of a stack, or the array itself."""
+    return [*array.swapaxes(0, 1)] if name == "stack" else [array]
+
+
+def test_a_step_is_torchs():
+    """torch scales the learning rate by max(eps2, rms(w)): eps2 = 10 is a constant.  Each matrix
+    of a stack is one of its own."""
+    rate, decay = 0.02, 0.1
+    mesh = Mesh({}, {}, {}, Self())
+    parameters = allocated(mesh)
+    optimizer = Adafactor(parameters, decay)
+    theirs = {
+        item.name: [torch.tensor(each.copy()) for each in matrices_of(item.name, item.value)]
+        for item in parameters
+    }
+    groups = [
+        {"params": tensors, "weight_decay": 10 * decay * (name == "w")}
+        for name, tensors in theirs.items()
+    ]
+    reference = torch.optim.Adafactor(groups, lr=rate / 10, eps=(1e-30, 10.0))
+    draw = np.random.default_rng(5)
+    for _ in range(6):
+        for item in parameters:
+            item.grad[...] = draw.normal(0, draw.choice([0.1, 3.0]), item.shape)
+            for tensor, grad in zip(theirs[item.name], matrices_of(item.name, item.grad)):
+                tensor.grad = torch.tensor(0.5 * grad)
+        optimizer.update(rate, 0.5)
+        reference.step()
+        for item in parameters:
+            for tensor, value in zip(theirs[item.name], matrices_of(item.name, item.value)):
+                np.testing.assert_allclose(value, tensor, rtol=1e-12, err_msg=item.name)
+
+
+def elements_of(trainer):
+    """Elements of the states of this rank, by the shapes of its blocks."""
+    total = 0
+    for item in trainer.parameters:
+        if not is_matrix(item.name, item.shape):
+            total += trainer.parameters.places[item].own
+        elif trainer.parameters.updates(item):
+            rows, *experts, columns = item.updated_layout.block(item.shape, trainer.mesh)
+            total += (rows + columns) * prod(experts)
+    return total
+
+
+COUNTED = [*LAYOUTS[:3], "d=2 z=2 zero=2", "p=2 d=2 y=2 schedule=zb-h1 microbatches=4 zero=0"]
+
+
+@pytest.mark.parametrize("layout", COUNTED)
+def test_what_is_held_and_sent_is_predicted(layout):
+    """States are rows and columns of matrices, and whole vectors."""
+    config = config_of(f"{LINE} {layout}")
+    predicted = every_rank(config, config.model.vocabulary)
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        trainer.step(0)
+        return mesh.pool.peak["optimizer"], 8 * elements_of(trainer)
+
+    for ours, (held, formula) in zip(predicted, run(config.mesh.sizes(), rank), strict=True):
+        assert ours.peak["optimizer"] == held == formula
+    for ours, theirs in zip(predicted, counted(config), strict=True):
+        assert ours.moved() == theirs.moved()
+
+
+@pytest.mark.parametrize("layout", ["x=4 scheme=1d", "x=2 y=2 scheme=2d", "e=2 z=2 experts=4"])
+def test_sums_of_rows_and_columns_are_all_that_is_sent(layout):
+    """Of a block A x B: A + 1 elements along an axis that cuts columns, B + 2 along one that cuts
+    rows, 1 of a vector, and 2 (1 - 1/g) times as many are received; SGD sends none of them."""
+    line = f"{LINE} {layout}"
+    config, plain = config_of(line), config_of(line.replace("adafactor", "sgd"))
+
+    def sent(mesh):
+        found = Counter()
+        for item in trainer_of(mesh, config).parameters:
+            layout = item.updated_layout
+            if not is_matrix(item.name, item.shape):
+                found.update(layout[0])
+                continue
+            rows, *experts, columns = layout.block(item.shape, mesh)
+            for _ in range(prod(experts)):
+                found.update(dict.fromkeys(layout[-1], rows + 1))
+                found.update(dict.fromkeys(layout[0], columns + 2))
+        return found
+
+    shares = run(config.mesh.sizes(), sent)
+    ranks = zip(*(every_rank(each, 29) for each in (config, plain)), shares, strict=True)
+    for ours, theirs, elements in ranks:
+        more = Counter()
+        for (axis, op, _), (_, received) in ours.moved().items():
+            more[axis] += received * (op == "all_reduce")
+        for (axis, op, _), (_, received) in theirs.moved().items():
+            more[axis] -= received * (op == "all_reduce")
+        for axis, size in config.mesh.sizes().items():
+            assert more[axis] == 2 * (size - 1) * 8 * elements[axis] / size
+
+
+def test_states_go_from_one_layout_to_another(tmp_path):
+    """Three steps on one, two more on another."""
+    line = LINE.replace("steps=4", "steps=5")
+    opened = checkpoint(f"{line} d=2 x=2 zero=1 scheme=1d", tmp_path)
+    assert problems(opened.folder) == []
+    kinds = {tensor.name: tensor.kinds for tensor in tensors(opened)}
+    assert kinds["layers.0.up.weight"] == ("value", "row_means", "column_means")
+    assert kinds["layers.0.up.bias"] == ("value", "second")
+    config = config_of(f"{line} d=2 y=2 zero=3")
+    assert mismatch(config, opened) is None
+    adamw = replace(config, train=replace(config.train, optimizer="adamw"))
+    assert "has no first and second moments" in mismatch(adamw, opened)
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        restore(opened, trainer.parameters, trainer.optimizer)
+        trainer.optimizer.steps = 3
+        return without_noise(trained_of(trainer, [trainer.step(number) for number in (3, 4)]))
+
+    (expected,) = run({}, lambda mesh: without_noise(train(mesh, config_of(line))))
+    expected = expected._replace(totals=expected.totals[3:])
+    for each in run(config.mesh.sizes(), rank):
+        same(each, expected)
+
+
+def test_a_row_mean_that_differs_between_replicas_is_named():
+    """Ranks along x have other columns of the same rows."""
+    config = config_of(f"{LINE} x=2 scheme=1d")
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        replicas = ReplicaCheck(trainer, 1)
+        trainer.step(0)
+        if mesh.rank:
+            item = next(each for each in trainer.parameters if each.name == "layers.0.up.weight")
+            ((_, means), _) = trainer.optimizer.states_of(item)
+            means[3] += 1
+        try:
+            replicas.after(0)
+        except Corrupt as wrong:
+            return [find.line for find in wrong.found]
+
+    assert " state row_means of layers.0.up.weight" in str(run({"x": 2}, rank))
