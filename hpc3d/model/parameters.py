@@ -64,7 +64,8 @@ class Parameter:
     `completed_last` one, such as that, is complete only when the step ends.  `unit` is the part of
     the model whose backward pass completes the gradient: layer, norm, ...  One that is `frozen`
     has a value and nothing else: no gradient, and no state of the optimiser.  One that is not
-    `counted` is a copy of what another pipeline stage has.
+    `counted` is a copy of what another pipeline stage has.  The columns of one that is
+    `interleaved` are those of so many matrices in turn, so many columns of each.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Parameter:
     completed_last: bool = False
     frozen: bool = False
     counted: bool = True
+    interleaved: tuple[int, int] = (1, 1)
     unit: str = ""
     replicas: tuple[str, ...] = (DATA,)
     sign_rate: float = 0.0

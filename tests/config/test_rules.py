@@ -152,7 +152,11 @@ def test_what_a_family_does_not_have_is_refused(words, line):
 
 @pytest.mark.parametrize(
     ("optimizer", "key", "users"),
-    [("sgd", "beta1", "adamw or lion"), ("sgd", "epsilon", "adamw"), ("lion", "epsilon", "adamw")],
+    [
+        ("sgd", "beta1", "adamw or lion or muon"),
+        ("sgd", "epsilon", "adamw or muon"),
+        ("lion", "epsilon", "adamw or muon"),
+    ],
 )
 def test_a_key_of_another_optimiser_is_refused(optimizer, key, users):
     (said,) = problems("--train.optimizer", optimizer, f"--train.{key}", "0.5")
