@@ -37,8 +37,8 @@ def sum_squares_of_lines(grad: Array, scale: float, rows: Array, columns: Array)
     for band in _bands(grad):
         squares = grad[band] * scale
         squares *= squares
-        rows[band] = squares.sum(-1, keepdims=True)
-        columns += squares.sum(0, keepdims=True)
+        rows[band] = squares.sum(-1)[..., None]
+        columns += squares.sum(0)[None]
 
 
 @sum_squares_of_lines.abstract
@@ -59,7 +59,7 @@ def sum_squares_scaled(grad: Array, rows: Array, columns: Array, sums: Array) ->
         update = grad[band] * rows[band]
         update *= columns
         update *= update
-        sums += update.sum(0).sum(-1, keepdims=True)
+        sums += update.sum(-1)[..., None].sum(0)
 
 
 @sum_squares_scaled.abstract

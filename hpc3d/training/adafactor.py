@@ -63,7 +63,7 @@ class _VectorStep(NamedTuple):
     axes: tuple[str, ...]
 
     def squares(self) -> Array:
-        return (self.update * self.update).sum().reshape(1)
+        return (self.update * self.update)[None].sum(1)
 
     def descend(self, factor: Array) -> None:
         value, master, _ = self.arrays

@@ -40,6 +40,7 @@ LINES = [
     f"c=4 sequence=8 context=both ulysses=2 {ONE[4:]} layers=1 kind=bert padding=4",
     f"c=2 x=2 sequence=8 {ONE[4:]} layers=1 dtype=bfloat16 recompute=full",
     f"{ONE} attention=chunked sequence=8 dropout=0.25",
+    f"d=2 e=2 x=2 zero=1 {ONE[4:]} layers=1 batch=16 optimizer=adafactor experts=4",
 ]
 
 

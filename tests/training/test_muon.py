@@ -1,14 +1,33 @@
 """Muon against its published form in torch, and on every axis against one rank."""
 
-from math import sqrt
+from collections import Counter
+from dataclasses import replace
+from math import ceil, prod, sqrt
 
 import numpy as np
 import pytest
 import torch
 
+from hpc3d.checkpoints.inspect import problems, tensors
+from hpc3d.checkpoints.resume import mismatch
+from hpc3d.checkpoints.sharded import restore
 from hpc3d.comm.threads import run
+from hpc3d.predict.simulation.count import every_rank
+from hpc3d.training import footprint
 from hpc3d.training.muon import is_hidden
-from tests.pipeline.mixes import Trained, alone, config_of, cover, same, serial, train, trainer_of
+from tests.pipeline.mixes import (
+    Trained,
+    alone,
+    config_of,
+    cover,
+    same,
+    serial,
+    train,
+    trained_of,
+    trainer_of,
+)
+from tests.predict.simulation.test_count import counted
+from tests.training.test_optimizer import checkpoint
 
 slow = pytest.mark.slow
 LINE = "optimizer=muon learning_rate=0.02"
@@ -138,3 +157,96 @@ def without_keys_bias(trained):
     noise = ("qkv.bias", "qkv.k.bias")
     kept = {name: part for name, part in trained.weights.items() if not name.endswith(noise)}
     return Trained(trained.totals, kept)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:6])
+def test_what_is_held_moved_and_computed_is_predicted(layout):
+    config = config_of(f"{LINE} {layout}")
+    predicted = every_rank(config, config.model.vocabulary)
+
+    def rank(mesh):
+        trainer_of(mesh, config).step(0)
+        return mesh.pool.peak["optimizer"]
+
+    held = run(config.mesh.sizes(), rank)
+    assert [each.peak["optimizer"] for each in predicted] == held
+    for ours, theirs in zip(predicted, counted(config), strict=True):
+        assert ours.moved() == theirs.moved()
+        assert ours.flops() == theirs.flops()
+
+
+@pytest.mark.parametrize("layout", ["x=4 scheme=1d", "x=2 y=2 scheme=2d", "e=2 z=2 experts=4"])
+def test_ranks_have_whole_matrices_in_turn(layout):
+    """Of n matrices of A x B that g ranks have cut, a rank has ceil(n / g) whole or fewer; along
+    an axis of s ranks it receives 2 (1 - 1/s) of ceil(n / g) of them."""
+    config = config_of(f"{LINE} {layout} layers=3")
+    plain = replace(config, train=replace(config.train, optimizer="adamw", beta1=None))
+    sizes = config.mesh.sizes()
+
+    def matrices(mesh):
+        """(axes, rows, columns, those that are cut into a matrix) -> how many a rank has a part
+        of."""
+        found = Counter()
+        for item in trainer_of(mesh, config).parameters:
+            if is_hidden(item.name, item.shape):
+                rows, *experts, columns = item.shape
+                axes = [axis for axis in "xyz" if any(axis in dim for dim in item.updated_layout)]
+                kinds = 3 if "qkv" in item.name else 1
+                found[(*axes,), rows, columns, kinds] += prod(experts) // (
+                    config.mesh.e if experts else 1
+                )
+        return found
+
+    whole = run(sizes, matrices)
+    first, second = (every_rank(each, 29) for each in (config, plain))
+    flops = 0.0
+    for ours, theirs, held in zip(first, second, whole, strict=True):
+        more, expected = Counter(), Counter()
+        for sign, each in ((1, ours), (-1, theirs)):
+            for (axis, op, _), (_, received) in each.moved().items():
+                more[axis] += sign * received * (op == "all_to_all")
+        for (axes, rows, columns, _), count in held.items():
+            turns = ceil(count / prod(sizes[axis] for axis in axes))
+            for axis in axes:
+                expected[axis] += 2 * turns * 8 * rows * columns * (1 - 1 / sizes[axis])
+        assert {axis: more[axis] for axis in "xyz"} == {axis: expected[axis] for axis in "xyz"}
+        flops += ours.flops()["gemm"] - theirs.flops()["gemm"]
+    once = 0.0
+    for held in whole:
+        for (axes, rows, columns, kinds), count in held.items():
+            shared = prod(size for axis, size in sizes.items() if axis in axes)
+            short, long = sorted((rows, columns // kinds))
+            once += count * kinds * 5 * (4 * short * short * long + 2 * short**3) / shared
+    assert flops == pytest.approx(once)
+
+
+def test_states_go_from_one_layout_to_another(tmp_path):
+    """Three steps on one, two more on another."""
+    line = f"{LINE} steps=5 layers=2"
+    opened = checkpoint(f"{line} d=2 x=2 zero=1 scheme=1d", tmp_path)
+    assert problems(opened.folder) == []
+    kinds = {tensor.name: tensor.kinds for tensor in tensors(opened)}
+    assert kinds["layers.0.up.weight"] == ("value", "momentum")
+    assert kinds["layers.0.up.bias"] == kinds["embedding.token"] == ("value", "first", "second")
+    config = config_of(f"{line} d=2 y=2 zero=3")
+    assert mismatch(config, opened) is None
+    lion = replace(config, train=replace(config.train, optimizer="lion"))
+    assert "has no momentum moments" in mismatch(lion, opened)
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        restore(opened, trainer.parameters, trainer.optimizer)
+        trainer.optimizer.steps = 3
+        steps = [trainer.step(number) for number in (3, 4)]
+        return without_keys_bias(trained_of(trainer, steps))
+
+    expected = without_keys_bias(serial(alone(line)))
+    expected = expected._replace(totals=expected.totals[3:])
+    for each in run(config.mesh.sizes(), rank):
+        same(each, expected)
+
+
+def test_a_matrix_has_4_bytes_of_state():
+    config = config_of(f"{LINE} dtype=float32")
+    adamw = replace(config, train=replace(config.train, optimizer="adamw"))
+    assert footprint.parameters(config) / footprint.parameters(adamw) == (4 + 4 + 4) / 16
