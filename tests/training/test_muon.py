@@ -175,49 +175,47 @@ def test_what_is_held_moved_and_computed_is_predicted(layout):
         assert ours.flops() == theirs.flops()
 
 
+def matrices_of(trainer):
+    """(axes that cut it, rows, columns, matrices in them) -> how many a rank has blocks of."""
+    found = Counter()
+    for item in trainer.parameters:
+        if is_hidden(item.name, item.shape):
+            rows, *experts, columns = item.shape
+            axes = "".join(axis for dim in (0, -1) for axis in item.updated_layout[dim])
+            count = prod(experts) // trainer.mesh.size("e") if experts else 1
+            found[axes, rows, columns, 3 if "qkv" in item.name else 1] += count
+    return found
+
+
+def moved_by_all_to_all(rank):
+    """Axis of tensors -> bytes."""
+    found = Counter()
+    for (axis, op, _), (_, received) in rank.moved().items():
+        found[axis] += received * (op == "all_to_all" and axis in "xyz")
+    return found
+
+
 @pytest.mark.parametrize("layout", ["x=4 scheme=1d", "x=2 y=2 scheme=2d", "e=2 z=2 experts=4"])
 def test_ranks_have_whole_matrices_in_turn(layout):
     """Of n matrices of A x B that g ranks have cut, a rank has ceil(n / g) whole or fewer; along
     an axis of s ranks it receives 2 (1 - 1/s) of ceil(n / g) of them."""
     config = config_of(f"{LINE} {layout} layers=3")
-    plain = replace(config, train=replace(config.train, optimizer="adamw", beta1=None))
-    sizes = config.mesh.sizes()
-
-    def matrices(mesh):
-        """(axes, rows, columns, those that are cut into a matrix) -> how many a rank has a part
-        of."""
-        found = Counter()
-        for item in trainer_of(mesh, config).parameters:
-            if is_hidden(item.name, item.shape):
-                rows, *experts, columns = item.shape
-                axes = [axis for axis in "xyz" if any(axis in dim for dim in item.updated_layout)]
-                kinds = 3 if "qkv" in item.name else 1
-                found[(*axes,), rows, columns, kinds] += prod(experts) // (
-                    config.mesh.e if experts else 1
-                )
-        return found
-
-    whole = run(sizes, matrices)
-    first, second = (every_rank(each, 29) for each in (config, plain))
-    flops = 0.0
-    for ours, theirs, held in zip(first, second, whole, strict=True):
-        more, expected = Counter(), Counter()
-        for sign, each in ((1, ours), (-1, theirs)):
-            for (axis, op, _), (_, received) in each.moved().items():
-                more[axis] += sign * received * (op == "all_to_all")
-        for (axes, rows, columns, _), count in held.items():
-            turns = ceil(count / prod(sizes[axis] for axis in axes))
+    adamw = replace(config, train=replace(config.train, optimizer="adamw"))
+    sizes, flops, expected = config.mesh.sizes(), 0.0, 0.0
+    ranks = every_rank(config, 29), every_rank(adamw, 29)
+    held = run(sizes, lambda mesh: matrices_of(trainer_of(mesh, config)))
+    for ours, theirs, matrices in zip(*ranks, held, strict=True):
+        received = Counter()
+        for (axes, rows, columns, kinds), count in matrices.items():
+            sharing = prod(sizes[axis] for axis in axes)
             for axis in axes:
-                expected[axis] += 2 * turns * 8 * rows * columns * (1 - 1 / sizes[axis])
-        assert {axis: more[axis] for axis in "xyz"} == {axis: expected[axis] for axis in "xyz"}
-        flops += ours.flops()["gemm"] - theirs.flops()["gemm"]
-    once = 0.0
-    for held in whole:
-        for (axes, rows, columns, kinds), count in held.items():
-            shared = prod(size for axis, size in sizes.items() if axis in axes)
+                whole = ceil(count / sharing) * 8 * rows * columns
+                received[axis] += 2 * whole * (1 - 1 / sizes[axis])
             short, long = sorted((rows, columns // kinds))
-            once += count * kinds * 5 * (4 * short * short * long + 2 * short**3) / shared
-    assert flops == pytest.approx(once)
+            expected += count * kinds * 5 * (4 * short * short * long + 2 * short**3) / sharing
+        assert moved_by_all_to_all(ours) - moved_by_all_to_all(theirs) == received
+        flops += ours.flops()["gemm"] - theirs.flops()["gemm"]
+    assert flops == pytest.approx(expected)
 
 
 def test_states_go_from_one_layout_to_another(tmp_path):
