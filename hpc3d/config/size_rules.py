@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hpc3d import limits
 from hpc3d.comm.mesh import CONTEXT
 from hpc3d.config.context_rules import unexchanged_heads
+from hpc3d.config.optimizer_rules import wrong_blocks
 from hpc3d.model.families import block_products, family_of
 from hpc3d.model.spec import ModelSizes
 
@@ -21,7 +22,7 @@ _SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
 
 def violations(config: Config, ranks: int) -> list[str]:
-    return [*_wrong_ranks(config, ranks), *_wrong_sizes(config)]
+    return [*_wrong_ranks(config, ranks), *_wrong_sizes(config)] or [*wrong_blocks(config)]
 
 
 def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:

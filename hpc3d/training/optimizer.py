@@ -193,11 +193,15 @@ class AdamW(Optimizer):
         w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
         """
         self.steps += 1
-        rate = learning_rate / (1 - self.constants["beta1"] ** self.steps)
-        root = 1 / sqrt(1 - self.constants["beta2"] ** self.steps)
+        factors = self.factors(learning_rate, scale)
         for arrays, states, keep in self.pieces(learning_rate * self.weight_decay):
-            factors = scale, rate, root, keep
-            adamw(*arrays, states["first"], states["second"], self.constants, factors)
+            moments = states["first"], states["second"]
+            adamw(*arrays, *moments, self.constants, (*factors, keep))
+
+    def factors(self, learning_rate: float, scale: float) -> tuple[float, float, float]:
+        """Of gradients, of the step, and of the root of the second moment."""
+        rate = learning_rate / (1 - self.constants["beta1"] ** self.steps)
+        return scale, rate, 1 / sqrt(1 - self.constants["beta2"] ** self.steps)
 
 
 class SGD(Optimizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpc3d.training.adafactor import Adafactor
+from hpc3d.training.adamw_8bit import AdamW8bit
 from hpc3d.training.lion import Lion
 from hpc3d.training.muon import Muon
 from hpc3d.training.optimizer import MASTER, SGD, AdamW
@@ -16,6 +17,7 @@ from hpc3d.training.optimizer import Optimizer
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
+    "adamw-8bit": AdamW8bit,
     "adafactor": Adafactor,
     "lion": Lion,
     "muon": Muon,

@@ -5,6 +5,7 @@ import pytest
 
 from hpc3d.config.input_file import CONSTANTS
 from hpc3d.cuda import launch_table
+from hpc3d.ops.quantize import BLOCK, LEVELS, adamw_8bit
 from hpc3d.ops.update import adamw, descend, lion
 from tests.cuda.conftest import FLOAT
 
@@ -49,6 +50,33 @@ def test_lion(arrays, real, emulate):
     FLOAT.same(momentum, m, atol=3e-7)
     FLOAT.same(master, w, atol=3e-7)
     np.testing.assert_array_equal(value, real.cast(master))
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_adamw_with_moments_in_8_bits(blocks, real, emulate, draw):
+    """Codes are the same but where a number lies between two levels to rounding."""
+    size = blocks * BLOCK
+    grad, master = (draw(FLOAT, size)[0] for _ in range(2))
+    grad[:BLOCK] = 0
+    value = master if real.name == "float32" else real.empty(size, offset=1)
+    states = np.random.default_rng(3)
+    codes = states.integers(0, 256, (2, size), np.uint8)
+    scales = states.random((2, blocks), np.float32)
+    scales[:, :1] = 0
+    factors = np.float32([0.7, 1e-2, 1.3, 0.999])
+    w, (m, v), (m_scales, v_scales) = master.copy(), codes.copy(), scales.copy()
+    how = CONSTANTS["adamw-8bit"], [float(factor) for factor in factors]
+    adamw_8bit(w, None, grad, m, v, (m_scales, v_scales), how)
+    given = {"grad": grad, "first": codes[0], "second": codes[1], "levels": LEVELS}
+    given |= {"first_scales": scales[0], "second_scales": scales[1], "factors": factors}
+    given |= {**stored(real, value, master), **CONSTANTS["adamw-8bit"]}
+    emulate("adamw_8bit", blocks, BLOCK, **given)
+    FLOAT.same(master, w, atol=3e-7)
+    np.testing.assert_array_equal(value, real.cast(master))
+    for found, expected in zip([*codes, *scales], [m, v, m_scales, v_scales]):
+        assert np.abs(found.astype(float) - expected).max() <= 1
+    assert (codes != [m, v]).mean() < 0.01
+    np.testing.assert_allclose(scales, [m_scales, v_scales], rtol=1e-6)
 
 
 def test_gradient_descent(arrays, real, emulate):

@@ -66,6 +66,64 @@ lion(T* value, float* master, const float* grad, float* momentum, const float* f
     });
 }
 
+// The place of the level that is nearest to x, of two the lower; `levels` are 256, ascending.
+__device__ inline unsigned nearest(const float* levels, float x)
+{
+    unsigned low = 0;
+    for (int step = 128; step > 0; step /= 2)
+        low += (levels[low + step - 1] + levels[low + step]) / 2 < x ? step : 0;
+    return low;
+}
+
+// The same with moments in 8 bits, a block of 256 elements per block of threads (Dettmers et al.,
+// arXiv:2110.02861): scale times level [first, second][code]; a second moment above 0 has no code
+// of 0.  A thread has four elements, whose codes are one word.
+// Launch: row_of 4; reads and writes master, first, first_scales, second, second_scales
+template <typename T>
+__global__ void __launch_bounds__(64)
+adamw_8bit(T* value, float* master, const float* grad, unsigned char* first, float* first_scales,
+           unsigned char* second, float* second_scales, const float* levels, const float* factors,
+           double beta1, double beta2, float epsilon)
+{
+    const float scale = factors[0], rate = factors[1], root = factors[2], keep = factors[3];
+    const float b1 = beta1, b2 = beta2, rest1 = 1 - beta1, rest2 = 1 - beta2;
+    const float* unsigned_levels = levels + 256;
+    const long long block = blockIdx.x, word = 64 * block + threadIdx.x;
+    unsigned* codes1 = reinterpret_cast<unsigned*>(first) + word;
+    unsigned* codes2 = reinterpret_cast<unsigned*>(second) + word;
+    const float scale1 = first_scales[block], scale2 = second_scales[block];
+    float m[4], v[4], most1 = 0, most2 = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const long long i = 4 * word + k;
+        const float g = scale * grad[i];
+        m[k] = b1 * (levels[*codes1 >> 8 * k & 255] * scale1) + rest1 * g;
+        v[k] = b2 * (unsigned_levels[*codes2 >> 8 * k & 255] * scale2) + rest2 * g * g;
+        const float w = keep * (master ? master[i] : to_float(value[i]))
+            - rate * (m[k] / (root * sqrtf(v[k]) + epsilon));
+        put(value[i], w);
+        if (master)
+            master[i] = w;
+        most1 = Max::of(most1, fabsf(m[k]));
+        most2 = Max::of(most2, v[k]);
+    }
+    most1 = block_all<Max>(most1);
+    most2 = block_all<Max>(most2);
+    unsigned found1 = 0, found2 = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const unsigned code = nearest(unsigned_levels, most2 > 0 ? v[k] / most2 : 0);
+        found1 |= nearest(levels, most1 > 0 ? m[k] / most1 : 0) << 8 * k;
+        found2 |= (code == 0 && v[k] > 0 ? 1 : code) << 8 * k;
+    }
+    *codes1 = found1;
+    *codes2 = found2;
+    if (threadIdx.x == 0) {
+        first_scales[block] = most1;
+        second_scales[block] = most2;
+    }
+}
+
 // w = keep w - rate grad, factors = [rate, keep].
 // Launch: strided; reads and writes master
 template <typename T>

@@ -1,0 +1,104 @@
+"""Moments in 8 bits, by blocks: Dettmers et al., arXiv:2110.02861.
+
+A number is its block's scale, the largest absolute value in it, times one of 256 levels, the
+nearest, by dynamic quantisation (section 1.3): a level is a power of ten and a linear fraction,
+the fewer bits of which are left the smaller the power is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpc3d.arrays.primitive import primitive
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+
+BLOCK = 256  # numbers with a scale
+_BLOCKS_AT_ONCE = 64  # that stay in a core's cache
+_DECADES = 7
+
+
+def _levels(signed: bool) -> np.ndarray:
+    """The 256 levels, ascending, float32; of moments that are never negative with one more bit of
+    fraction, since they want none for the sign."""
+    found = [0.0, 1.0]
+    for decade in range(_DECADES):
+        edges = np.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
+        means = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - _DECADES + 1)
+        found += [*means, *(-means if signed else ())]
+    return np.array(sorted(found), np.float32)
+
+
+LEVELS = np.stack([_levels(signed=True), _levels(signed=False)])  # of first and second moments
+
+
+def dequantized(codes: np.ndarray, scales: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """The numbers [n, BLOCK] of codes and of the scales [n] of their blocks."""
+    return levels[codes] * scales[:, None]
+
+
+def quantize(x: np.ndarray, levels: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
+    """The codes and scales of numbers [n, BLOCK]; of two levels as near the lower."""
+    scales[...] = np.abs(x).max(1)
+    shares = x / np.where(scales > 0, scales, 1)[:, None].astype(x.dtype)
+    codes[...] = np.searchsorted((levels[:-1] + levels[1:]) / 2, shares)
+
+
+@primitive
+def adamw_8bit(
+    value: Array,
+    master: Array | None,
+    grad: Array,
+    first: Array,
+    second: Array,
+    scales: tuple[Array, Array],
+    how: tuple[Mapping[str, float], Sequence[float]],
+) -> None:
+    """What `adamw` does to whole blocks; first and second are codes, `how` is its constants and
+    factors.
+
+    A second moment above 0 has no code of 0: the first would be divided by epsilon.
+    """
+    constants, (scale, rate, root, keep) = how
+    beta1, beta2 = constants["beta1"], constants["beta2"]
+    exact = value if master is None else master
+    wide = np.result_type(exact.dtype, np.float32)
+    signed, unsigned = LEVELS.astype(wide)
+    for start in range(0, len(scales[0]), _BLOCKS_AT_ONCE):
+        blocks = slice(start, start + _BLOCKS_AT_ONCE)
+        part = slice(start * BLOCK, (start + _BLOCKS_AT_ONCE) * BLOCK)
+        w, g = exact[part].reshape(-1, BLOCK), grad[part].reshape(-1, BLOCK) * scale
+        codes = [each[part].reshape(-1, BLOCK) for each in (first, second)]
+        m, v = (
+            dequantized(code, each[blocks].astype(wide), levels)
+            for code, each, levels in zip(codes, scales, (signed, unsigned))
+        )
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        w *= keep
+        w -= rate * (m / (root * np.sqrt(v) + constants["epsilon"]))
+        quantize(m, signed, codes[0], scales[0][blocks])
+        quantize(v, unsigned, codes[1], scales[1][blocks])
+        np.maximum(codes[1], v > 0, out=codes[1])
+        if master is not None:
+            value[part] = exact[part]
+
+
+@adamw_8bit.abstract
+def _(value, *rest):
+    return None
+
+
+@adamw_8bit.cuda
+def _(gpu, value, master, grad, first, second, scales, how):
+    constants, factors = how
+    first_scales, second_scales = scales
+    given = {"first": first, "first_scales": first_scales, "second": second}
+    given |= {"second_scales": second_scales, "levels": gpu.bring(LEVELS)}
+    given |= {"factors": gpu.bring(np.float32(factors)), **constants}
+    rows = first_scales.size
+    gpu.launch("adamw_8bit", rows, BLOCK, value=value, master=master, grad=grad, **given)

@@ -1,0 +1,87 @@
+"""Moments in 8 bits: levels, nearest codes, and the step of the paper, one number at a time."""
+
+from math import sqrt
+
+import numpy as np
+import pytest
+
+from hpc3d.config.input_file import CONSTANTS
+from hpc3d.ops.quantize import BLOCK, LEVELS, adamw_8bit, dequantized, quantize
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_levels_are_256_from_a_millionth_on_to_1(levels):
+    assert len({*levels.tolist()}) == 256 and (np.diff(levels) > 0).all()
+    assert levels[-1] == 1 and 0 in levels
+    assert 1e-7 < levels[levels > 0][0] < 1e-6
+
+
+def test_levels_of_a_decade_are_means_of_equal_parts():
+    """The last has 64 of each sign, or 128."""
+    signed, unsigned = LEVELS
+    for levels, count in ((signed, 64), (unsigned, 128)):
+        last = levels[(levels > 0.1) & (levels < 1)]
+        step = 0.9 / count
+        np.testing.assert_allclose(last, 0.1 + step * (np.arange(count) + 0.5), rtol=1e-6)
+    np.testing.assert_array_equal(signed[:127], -signed[254:127:-1])
+    assert unsigned[0] == 0
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_a_number_becomes_the_nearest_level_of_its_block(levels):
+    x = np.random.default_rng(2).normal(size=(5, BLOCK)) * np.logspace(-30, 3, 5)[:, None]
+    x = np.abs(x) if levels[0] == 0 else x
+    x[3] = 0
+    codes, scales = np.full(x.shape, 9, np.uint8), np.empty(5, np.float32)
+    quantize(x, levels.astype(float), codes, scales)
+    np.testing.assert_array_equal(scales, np.abs(x).max(1).astype(np.float32))
+    found = dequantized(codes, scales.astype(float), levels.astype(float))
+    for row, scale, got in zip(x, scales.astype(float), found):
+        nearest = np.abs(row[:, None] - levels.astype(float) * scale).min(1)
+        np.testing.assert_allclose(np.abs(row - got), nearest, rtol=1e-9, atol=1e-15 * scale)
+    assert not found[3].any()
+
+
+def drawn(blocks, steps):
+    """Gradients of some steps: of many sizes, with zeros."""
+    draw = np.random.default_rng(7)
+    size = blocks * BLOCK
+    for _ in range(steps):
+        yield draw.normal(size=size) * 10 ** draw.uniform(-4, 0, size) * (draw.random(size) < 0.8)
+
+
+def by_hand(w, grads, factors):
+    """The step, a block after the other and a number after the other: moments are kept as the
+    levels that are nearest by looking at all."""
+    beta1, beta2, epsilon = CONSTANTS["adamw"].values()
+    signed, unsigned = LEVELS.astype(float)
+    kept = [([0.0] * BLOCK, [0.0] * BLOCK) for _ in range(len(w) // BLOCK)]
+    for g, (scale, rate, root, keep) in zip(grads, factors):
+        for block, (first, second) in enumerate(kept):
+            for i in range(BLOCK):
+                j = block * BLOCK + i
+                first[i] = beta1 * first[i] + (1 - beta1) * scale * g[j]
+                second[i] = beta2 * second[i] + (1 - beta2) * (scale * g[j]) ** 2
+                w[j] = keep * w[j] - rate * first[i] / (root * sqrt(second[i]) + epsilon)
+            for moment, levels in ((first, signed), (second, unsigned)):
+                most = float(np.float32(max(map(abs, moment))))
+                above = levels[levels > 0] if moment is second else levels
+                for i, each in enumerate(moment):
+                    choice = above if each else levels
+                    moment[i] = choice[np.abs(choice - each / most).argmin()] * most
+    return w
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_steps_are_those_of_the_paper(narrow):
+    blocks, steps = 2, 4
+    factors = [(0.5, 0.02 / (1 - 0.9**t), 1 / sqrt(1 - 0.95**t), 0.999) for t in range(1, 5)]
+    begun = np.random.default_rng(1).normal(size=blocks * BLOCK)
+    exact = begun.copy()
+    value, master = (exact.astype(np.float16), exact) if narrow else (exact, None)
+    codes = [np.zeros(len(begun), np.uint8) for _ in range(2)]
+    scales = np.zeros(blocks, np.float32), np.zeros(blocks, np.float32)
+    for grad, each in zip(drawn(blocks, steps), factors):
+        adamw_8bit(value, master, grad, *codes, scales, (CONSTANTS["adamw"], each))
+    np.testing.assert_allclose(exact, by_hand(begun, drawn(blocks, steps), factors), rtol=1e-10)
+    np.testing.assert_array_equal(value, exact.astype(value.dtype))

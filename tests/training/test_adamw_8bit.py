@@ -1,0 +1,120 @@
+"""AdamW with moments in 8 bits: on any layout as on one rank, and nearly as in full."""
+
+from math import prod
+
+import numpy as np
+import pytest
+
+from hpc3d.checkpoints.inspect import problems, tensors
+from hpc3d.checkpoints.resume import mismatch
+from hpc3d.checkpoints.sharded import restore
+from hpc3d.comm.threads import run
+from hpc3d.ops.quantize import BLOCK
+from hpc3d.predict.simulation.count import every_rank
+from hpc3d.training import footprint
+from hpc3d.training.adamw_8bit import in_blocks
+from tests.pipeline.mixes import alone, config_of, cover, same, train, trained_of, trainer_of
+from tests.training.test_optimizer import checkpoint
+
+slow = pytest.mark.slow
+
+LINE = "optimizer=adamw-8bit steps=3 layers=2 hidden=256 heads=4 batch=8"
+LAYOUTS = [
+    "p=2 d=2 zero=1 schedule=1f1b microbatches=2 bucket_mb=0",
+    "d=2 x=2 zero=3 layers=1",
+    "d=2 x=2 zero=2 scheme=1d-sequence hidden=512 layers=1 sequence=4",
+    *(
+        pytest.param(line, marks=slow)
+        for line in [
+            "d=3 zero=0 batch=12",
+            "d=2 x=2 zero=1 scheme=1d hidden=512",
+            "x=2 y=2 z=2 scheme=3d hidden=512",
+            "e=2 d=2 zero=1 experts=4 top_k=2",
+            "e=2 x=2 zero=3 experts=4 kind=llama ffn=512",
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_train_as_one(layout):
+    line = f"{LINE} {layout}"
+    config = config_of(line)
+    (expected,) = run({}, lambda mesh: train(mesh, config_of(alone(line))))
+    found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
+    for each in found:
+        same(each, expected)
+    cover(found, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_two_bytes_and_a_part_of_a_scale_a_parameter_are_held_and_predicted(layout):
+    config = config_of(f"{LINE} {layout}")
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        trainer.step(0)
+        formula = 0.0
+        for item in trainer.parameters:
+            own = trainer.parameters.places[item].own
+            formula += own * (2 + 8 / BLOCK if in_blocks(item.name, item.shape) else 2 * 8)
+        return mesh.pool.peak["optimizer"], formula
+
+    predicted = every_rank(config, config.model.vocabulary)
+    for ours, (held, formula) in zip(predicted, run(config.mesh.sizes(), rank), strict=True):
+        assert ours.peak["optimizer"] == held == formula
+
+
+def test_a_run_holds_a_quarter_of_the_states_at_least():
+    full, short = (config_of(LINE.replace("adamw-8bit", name)) for name in ("adamw", "adamw-8bit"))
+    less = footprint.parameters(full) - footprint.parameters(short)
+    count = footprint.parameters(full) / (4 * 8)
+    assert less == pytest.approx(count * (2 * 8 - 2 - 8 / BLOCK), rel=1e-12)
+
+
+def test_states_go_from_one_layout_to_another(tmp_path):
+    """Three steps on one, one more on another."""
+    line = LINE.replace("steps=3", "steps=4")
+    opened = checkpoint(f"{line} d=2 x=2 zero=1", tmp_path)
+    assert problems(opened.folder) == []
+    held = {tensor.name: tensor for tensor in tensors(opened)}
+    codes = "first_codes", "first_scales", "second_codes", "second_scales"
+    up = held["layers.0.up.weight"]
+    assert up.kinds == ("value", *codes) and up.bytes == prod(up.shape) * (8 + 2 + 8 / BLOCK)
+    assert held["layers.0.up.bias"].kinds == ("value", "first", "second")
+    config = config_of(f"{line} d=2 zero=3")
+    assert mismatch(config, opened) is None
+    adamw = config_of(line.replace("adamw-8bit", "adamw"))
+    assert "has no first and second moments" in mismatch(adamw, opened)
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        restore(opened, trainer.parameters, trainer.optimizer)
+        trainer.optimizer.steps = 3
+        return trained_of(trainer, [trainer.step(3)])
+
+    (expected,) = run({}, lambda mesh: train(mesh, config_of(line)))
+    expected = expected._replace(totals=expected.totals[3:])
+    for each in run(config.mesh.sizes(), rank):
+        same(each, expected)
+
+
+@slow
+def test_it_learns_as_adamw_does():
+    """The loss after 100 steps on the same batch, within 1 %."""
+    line = f"{LINE} steps=100 layers=1 batch=4 sequence=8 learning_rate=3e-4 dtype=float32"
+
+    def losses(name):
+        config = config_of(line.replace("adamw-8bit", name))
+
+        def rank(mesh):
+            trainer = trainer_of(mesh, config)
+            batch = trainer.feed.batches.batch(0)
+            trainer.feed.batches.batch = lambda step: batch
+            return [trainer.step(number).loss for number in range(100)]
+
+        return np.array(run({}, rank)[0])
+
+    full, short = losses("adamw"), losses("adamw-8bit")
+    assert full[-1] < 0.5 * full[0]
+    assert short[-1] == pytest.approx(full[-1], rel=0.01)
