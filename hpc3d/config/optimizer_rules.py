@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
-from hpc3d.ops.quantize import BLOCK
+from hpc3d.model.families import family_of
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.spec import ModelSpec
+from hpc3d.model.stage import LayerRange, build
+from hpc3d.ops.quantize import BLOCK, in_blocks
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
-    from hpc3d.model.parameters import Parameters
 
 
 def wrong_blocks(config: Config) -> Iterator[str]:
@@ -19,12 +22,10 @@ def wrong_blocks(config: Config) -> Iterator[str]:
     over the mesh."""
     if config.train.optimizer != "adamw-8bit":
         return
-    from hpc3d.training.adamw_8bit import in_blocks
-
     parameters = _parameters_of(config)
     for item in parameters:
         columns = item.updated_layout.block(item.shape, parameters.mesh)[-1]
-        if in_blocks(item.name, item.shape) and columns % BLOCK:
+        if in_blocks(item.shape) and columns % BLOCK:
             yield (
                 f"train.optimizer = adamw-8bit: a rank has {columns} columns of {item.name}, no "
                 f"multiple of {BLOCK}; use other sizes in [model] or [mesh], or train.optimizer = "
@@ -35,12 +36,10 @@ def wrong_blocks(config: Config) -> Iterator[str]:
 
 def _parameters_of(config: Config) -> Parameters:
     """The parameters of both ends and of as many layers as differ, without arrays."""
-    from hpc3d.model.parameters import Parameters
-    from hpc3d.model.stage import LayerRange, build
-    from hpc3d.training.trainer import spec_of
-
+    model, family = config.model, family_of(config.model)
     found = Parameters(Mesh(config.mesh.sizes(), {}, {}, Self()), "float32", config.parallel.zero)
-    layers = range(min(config.model.moe_every, config.model.layers))
-    spec = spec_of(config, config.model.vocabulary or BLOCK)
+    sizes = family.sizes(model, model.vocabulary or BLOCK)
+    spec = ModelSpec(family, sizes, config.splits(), context=config.context())
+    layers = range(min(model.moe_every, model.layers))
     build(found.mesh, found, spec, [LayerRange(layers, True, True)])
     return found

@@ -22,6 +22,11 @@ _BLOCKS_AT_ONCE = 64  # that stay in a core's cache
 _DECADES = 7
 
 
+def in_blocks(shape: Sequence[int]) -> bool:
+    """Whether a parameter's moments have 8 bits: a matrix with a block in a row at least."""
+    return len(shape) > 1 and shape[0] > 1 and shape[-1] >= BLOCK
+
+
 def _levels(signed: bool) -> np.ndarray:
     """The 256 levels, ascending, float32; of moments that are never negative with one more bit of
     fraction, since they want none for the sign."""
@@ -53,17 +58,17 @@ def adamw_8bit(
     value: Array,
     master: Array | None,
     grad: Array,
-    first: Array,
-    second: Array,
-    scales: tuple[Array, Array],
-    how: tuple[Mapping[str, float], Sequence[float]],
+    moments: tuple[Array, Array, Array, Array],
+    constants: Mapping[str, float],
+    factors: Sequence[float],
 ) -> None:
-    """What `adamw` does to whole blocks; first and second are codes, `how` is its constants and
-    factors.
+    """What `adamw` does to whole blocks; `moments` are the codes of the first and the second, and
+    the scales of both.
 
     A second moment above 0 has no code of 0: the first would be divided by epsilon.
     """
-    constants, (scale, rate, root, keep) = how
+    first, second, *scales = moments
+    scale, rate, root, keep = factors
     beta1, beta2 = constants["beta1"], constants["beta2"]
     exact = value if master is None else master
     wide = np.result_type(exact.dtype, np.float32)
@@ -89,14 +94,13 @@ def adamw_8bit(
 
 
 @adamw_8bit.abstract
-def _(value, *rest):
-    return None
+def _(value, master, grad, moments, constants, factors):
+    return moments
 
 
 @adamw_8bit.cuda
-def _(gpu, value, master, grad, first, second, scales, how):
-    constants, factors = how
-    first_scales, second_scales = scales
+def _(gpu, value, master, grad, moments, constants, factors):
+    first, second, first_scales, second_scales = moments
     given = {"first": first, "first_scales": first_scales, "second": second}
     given |= {"second_scales": second_scales, "levels": gpu.bring(LEVELS)}
     given |= {"factors": gpu.bring(np.float32(factors)), **constants}

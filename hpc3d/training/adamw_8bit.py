@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpc3d.ops.quantize import BLOCK, adamw_8bit
+from hpc3d.ops.quantize import BLOCK, adamw_8bit, in_blocks
 from hpc3d.ops.update import adamw
 from hpc3d.training.optimizer import AdamW, StateSpec, is_matrix
 
 
-def in_blocks(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter's moments have 8 bits: a matrix with rows of a block at least."""
-    return is_matrix(name, shape) and shape[0] > 1 and shape[-1] >= BLOCK
+def _in_blocks(name: str, shape: Sequence[int]) -> bool:
+    return in_blocks(shape)
 
 
 def _in_full(name: str, shape: Sequence[int]) -> bool:
-    return not in_blocks(name, shape)
+    return not in_blocks(shape)
+
+
+_STORED = (
+    StateSpec("first_codes", "uint8", of=_in_blocks),
+    StateSpec("second_codes", "uint8", of=_in_blocks),
+    StateSpec("first_scales", "float32", (1, BLOCK), _in_blocks),
+    StateSpec("second_scales", "float32", (1, BLOCK), _in_blocks),
+)
 
 
 class AdamW8bit(AdamW):
     """Keeps 2 + 8 / 256 bytes a parameter of a matrix: codes, and a scale for every 256 columns of
     a row.  Vectors, and matrices that are narrower than that, have moments in full."""
 
-    STATES = (
-        *(spec._replace(of=_in_full) for spec in AdamW.STATES),
-        StateSpec("first_codes", "uint8", of=in_blocks),
-        StateSpec("first_scales", "float32", (1, BLOCK), in_blocks),
-        StateSpec("second_codes", "uint8", of=in_blocks),
-        StateSpec("second_scales", "float32", (1, BLOCK), in_blocks),
-    )
+    STATES = (*(spec._replace(of=_in_full) for spec in AdamW.STATES), *_STORED)
     WHOLE_MATRICES = is_matrix
 
     def update(self, learning_rate: float, scale: float) -> None:
@@ -36,11 +37,11 @@ class AdamW8bit(AdamW):
         super().update(learning_rate, scale)
         factors = self.factors(learning_rate, scale)
         for part, arrays, states, keep in self.matrices(learning_rate * self.weight_decay):
-            how = self.constants, (*factors, keep)
             flat = [None if each is None else each.reshape(-1) for each in arrays]
             kept = {name: state.reshape(-1) for name, state in states.items()}
-            if in_blocks(part.item.name, part.item.shape):
-                scales = kept["first_scales"], kept["second_scales"]
-                adamw_8bit(*flat, kept["first_codes"], kept["second_codes"], scales, how)
+            if in_blocks(part.item.shape):
+                moments = tuple(kept[spec.name] for spec in _STORED)
+                adamw_8bit(*flat, moments, self.constants, (*factors, keep))
             else:
-                adamw(*flat, kept["first"], kept["second"], *how)
+                moments = kept["first"], kept["second"]
+                adamw(*flat, *moments, self.constants, (*factors, keep))

@@ -154,7 +154,7 @@ def test_what_a_family_does_not_have_is_refused(words, line):
     ("optimizer", "key", "users"),
     [
         ("sgd", "beta1", "adamw or adamw-8bit or lion or muon"),
-        ("sgd", "epsilon", "adamw or adamw-8bit or muon"),
+        ("adafactor", "epsilon", "adamw or adamw-8bit or muon"),
         ("lion", "epsilon", "adamw or adamw-8bit or muon"),
     ],
 )

@@ -66,7 +66,7 @@ def test_adamw_with_moments_in_8_bits(blocks, real, emulate, draw):
     factors = np.float32([0.7, 1e-2, 1.3, 0.999])
     w, (m, v), (m_scales, v_scales) = master.copy(), codes.copy(), scales.copy()
     how = CONSTANTS["adamw-8bit"], [float(factor) for factor in factors]
-    adamw_8bit(w, None, grad, m, v, (m_scales, v_scales), how)
+    adamw_8bit(w, None, grad, (m, v, m_scales, v_scales), *how)
     given = {"grad": grad, "first": codes[0], "second": codes[1], "levels": LEVELS}
     given |= {"first_scales": scales[0], "second_scales": scales[1], "factors": factors}
     given |= {**stored(real, value, master), **CONSTANTS["adamw-8bit"]}

@@ -82,6 +82,6 @@ def test_steps_are_those_of_the_paper(narrow):
     codes = [np.zeros(len(begun), np.uint8) for _ in range(2)]
     scales = np.zeros(blocks, np.float32), np.zeros(blocks, np.float32)
     for grad, each in zip(drawn(blocks, steps), factors):
-        adamw_8bit(value, master, grad, *codes, scales, (CONSTANTS["adamw"], each))
+        adamw_8bit(value, master, grad, (*codes, *scales), CONSTANTS["adamw"], each)
     np.testing.assert_allclose(exact, by_hand(begun, drawn(blocks, steps), factors), rtol=1e-10)
     np.testing.assert_array_equal(value, exact.astype(value.dtype))

@@ -9,10 +9,9 @@ from hpc3d.checkpoints.inspect import problems, tensors
 from hpc3d.checkpoints.resume import mismatch
 from hpc3d.checkpoints.sharded import restore
 from hpc3d.comm.threads import run
-from hpc3d.ops.quantize import BLOCK
+from hpc3d.ops.quantize import BLOCK, in_blocks
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.training import footprint
-from hpc3d.training.adamw_8bit import in_blocks
 from tests.pipeline.mixes import alone, config_of, cover, same, train, trained_of, trainer_of
 from tests.training.test_optimizer import checkpoint
 
@@ -57,7 +56,7 @@ def test_two_bytes_and_a_part_of_a_scale_a_parameter_are_held_and_predicted(layo
         formula = 0.0
         for item in trainer.parameters:
             own = trainer.parameters.places[item].own
-            formula += own * (2 + 8 / BLOCK if in_blocks(item.name, item.shape) else 2 * 8)
+            formula += own * (2 + 8 / BLOCK if in_blocks(item.shape) else 2 * 8)
         return mesh.pool.peak["optimizer"], formula
 
     predicted = every_rank(config, config.model.vocabulary)
@@ -78,7 +77,7 @@ def test_states_go_from_one_layout_to_another(tmp_path):
     opened = checkpoint(f"{line} d=2 x=2 zero=1", tmp_path)
     assert problems(opened.folder) == []
     held = {tensor.name: tensor for tensor in tensors(opened)}
-    codes = "first_codes", "first_scales", "second_codes", "second_scales"
+    codes = "first_codes", "second_codes", "first_scales", "second_scales"
     up = held["layers.0.up.weight"]
     assert up.kinds == ("value", *codes) and up.bytes == prod(up.shape) * (8 + 2 + 8 / BLOCK)
     assert held["layers.0.up.bias"].kinds == ("value", "first", "second")

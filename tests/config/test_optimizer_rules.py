@@ -1,0 +1,43 @@
+"""8-bit moments take whole blocks of 256 columns."""
+
+import pytest
+
+from hpc3d.config.load import load
+from hpc3d.config.rules import resolve
+
+
+def resolved(words):
+    config = load(None, ["--train.optimizer", "adamw-8bit", "--model.heads", "4", *words.split()])
+    return resolve(config, config.mesh.grid().size)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model.hidden 256",
+        "--model.hidden 512 --mesh.x 2 --parallel.scheme 1d",
+        "--model.hidden 512 --mesh.x 2 --mesh.y 2 --mesh.z 2 --parallel.scheme 3d",
+        "--model.hidden 256 --mesh.d 4 --parallel.zero 3",
+        "--model.hidden 256 --mesh.e 2 --model.experts 4 --model.moe_every 2",
+    ],
+)
+def test_whole_blocks_pass(words):
+    assert resolved(words).train.optimizer == "adamw-8bit"
+
+
+@pytest.mark.parametrize(
+    "words", ["--model.hidden 256 --mesh.x 2 --parallel.scheme 1d", "--model.hidden 128"]
+)
+def test_columns_amid_a_block_are_refused_with_a_remedy(words):
+    """Narrow matrices are in full: of hidden = 128 the first that is not is qkv."""
+    with pytest.raises(ValueError) as refused:
+        resolved(words)
+    assert str(refused.value) == (
+        "train.optimizer = adamw-8bit: a rank has 384 columns of layers.0.qkv.weight, no multiple "
+        "of 256; use other sizes in [model] or [mesh], or train.optimizer = adamw"
+    )
+
+
+def test_other_optimisers_take_any_columns():
+    config = load(None, ["--model.hidden", "24", "--model.heads", "4"])
+    assert resolve(config, 1).train.optimizer == "adamw"
