@@ -131,6 +131,11 @@ class Muon(AdamW):
         self.momentum = constants["beta1"]
         super().__init__(parameters, weight_decay, **constants | {"beta1": self.BETA1})
 
+    @classmethod
+    def at_once(cls, mesh: Mesh) -> int:
+        """As many as have the matrices of a layer in turn."""
+        return mesh.count(axis for axis in mesh.sizes if axis != "p")
+
     def update(self, learning_rate: float, scale: float) -> None:
         """One step with the gradients times `scale`."""
         super().update(learning_rate, scale)

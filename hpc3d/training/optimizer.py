@@ -16,6 +16,7 @@ from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import TrainConfig
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
@@ -116,6 +117,11 @@ class Optimizer:
             for part in parameters.matrices:
                 place = self.places[MASTER.name][part.item]
                 self.states[MASTER.name][place] = parameters.value[part.value]
+
+    @classmethod
+    def at_once(cls, mesh: Mesh) -> int:
+        """How many layers alike are updated together, so that each costs less than one alone."""
+        return 1
 
     def _zeros(self, spec):
         """The array of a state, once its `places` are known."""
