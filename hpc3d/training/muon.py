@@ -22,8 +22,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.ops.orthogonalize import nesterov, orthogonalize, orthogonalize_flops
-from hpc3d.ops.update import descend
+from hpc3d.ops.update import descend, nesterov, orthogonalize, orthogonalize_flops
 from hpc3d.training.optimizer import AdamW, StateSpec
 
 if TYPE_CHECKING:

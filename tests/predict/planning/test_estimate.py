@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc3d.ops.orthogonalize import orthogonalize_flops
+from hpc3d.ops.update import orthogonalize_flops
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.peak import contents, stage_content
 from tests.pipeline.mixes import config_of

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpc3d.arrays.abstract import AbstractPool, CostMeter
-from hpc3d.ops.orthogonalize import nesterov, orthogonalize, orthogonalize_flops
+from hpc3d.ops.update import nesterov, orthogonalize, orthogonalize_flops
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5), (1, 6)])
