@@ -38,6 +38,7 @@ _POINTEES = {
     "Word": "uint64",
     "bool": "bool",
     "unsigned char": "uint8",
+    "signed char": "int8",
 }
 
 

@@ -216,6 +216,7 @@ def spec_of(config: Config, vocabulary: int) -> ModelSpec:
         config.keep(),
         config.seed,
         config.parallel.recompute,
+        config.parallel.keep_dtype,
         config.context(),
         config.chunked(),
     )

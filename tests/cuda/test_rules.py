@@ -88,6 +88,29 @@ def test_a_rank_trains_as_with_numpy(line, launcher):
     same(found, serial(alone(line)))
 
 
+@pytest.mark.slow
+def test_8_bit_moments_are_numpys_but_for_the_codes_that_rounding_turns(launcher):
+    line = f"{ONE} optimizer=adamw-8bit hidden=256 heads=4 kind=llama ffn=8 steps=2"
+    (found,), expected = on_devices(line, train), serial(alone(line))
+    np.testing.assert_allclose(found.totals, expected.totals, rtol=2e-5)
+    for name, (where, block) in found.weights.items():
+        if "qkv.bias" not in name:
+            part = expected.weights[name][1][where]
+            far = ~np.isclose(plain(block)[: len(part)], part, rtol=1e-4, atol=2e-5)
+            assert far.mean() < 1e-3, name
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_wait_in_8_bits(recompute, launcher):
+    """A device keeps X of a norm, NumPy its rows, and so they round other numbers."""
+    line = f"{ONE} recompute={recompute} keep_dtype=int8"
+    (found,) = on_devices(line, train)
+    expected = serial(alone(line)).totals
+    np.testing.assert_allclose(found.totals[0][0], expected[0][0], rtol=2e-5)
+    np.testing.assert_allclose(found.totals, expected, rtol=0.01)
+    assert launcher.count["encode_rows"] == launcher.count["decode_rows"] > 0
+
+
 @pytest.mark.parametrize("line", some([ONE, f"d=2 zero=1 batch=8 dropout=0.25 {ONE[4:]}"], 0))
 def test_products_may_do_gelu(line, launcher):
     line = f"{line} backend=cupy fused_gelu=true"

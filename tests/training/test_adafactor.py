@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -184,15 +185,19 @@ def test_sums_of_rows_and_columns_are_all_that_is_sent(layout):
             assert more[axis] == 2 * (size - 1) * 8 * elements[axis] / size
 
 
-def test_states_go_from_one_layout_to_another(tmp_path):
+WAYS = ["d=2 x=2 zero=1 scheme=1d", "d=2 y=2 zero=3", "p=2 x=2 y=2 scheme=2d zero=0"]
+
+
+@pytest.mark.parametrize(("before", "after"), [*pairwise([*WAYS, WAYS[0]])])
+def test_states_go_from_one_layout_to_another(before, after, tmp_path):
     """Three steps on one, two more on another."""
     line = LINE.replace("steps=4", "steps=5")
-    opened = checkpoint(f"{line} d=2 x=2 zero=1 scheme=1d", tmp_path)
+    opened = checkpoint(f"{line} {before}", tmp_path)
     assert problems(opened.folder) == []
     kinds = {tensor.name: tensor.kinds for tensor in tensors(opened)}
     assert kinds["layers.0.up.weight"] == ("value", "row_means", "column_means")
     assert kinds["layers.0.up.bias"] == ("value", "second")
-    config = config_of(f"{line} d=2 y=2 zero=3")
+    config = config_of(f"{line} {after}")
     assert mismatch(config, opened) is None
     adamw = replace(config, train=replace(config.train, optimizer="adamw"))
     assert "has no first and second moments" in mismatch(adamw, opened)
