@@ -134,7 +134,7 @@ def tensors(opened: Checkpoint) -> Iterator[Tensor]:
     """The `Tensor`s of a checkpoint."""
     stateless, specs = _stateless_in(opened), _specs_in(opened)
     for name, shape in shapes_in(opened).items():
-        held = _arrays_of(shape, () if name in stateless else specs)
+        held = _arrays_of(name, shape, () if name in stateless else specs)
         dtypes = {
             kind: opened.sources[name, kind][0][0].dtype
             for kind in held
@@ -152,9 +152,12 @@ def _specs_in(opened: Checkpoint) -> list[StateSpec]:
     return [spec for spec in specs if spec.name in kinds]
 
 
-def _arrays_of(shape: tuple[int, ...], specs: Sequence[StateSpec]) -> dict[str, tuple[int, ...]]:
+def _arrays_of(
+    name: str, shape: tuple[int, ...], specs: Sequence[StateSpec]
+) -> dict[str, tuple[int, ...]]:
     """Kind -> shape of the value and the states of a parameter of a `shape`."""
-    return {"value": shape} | {spec.name: spec.shape(shape) for spec in specs if spec.of(shape)}
+    states = {spec.name: spec.shape(shape) for spec in specs if spec.of(name, shape)}
+    return {"value": shape} | states
 
 
 def kinds_of(opened: Checkpoint) -> tuple[str, ...]:
@@ -229,7 +232,7 @@ def inconsistencies(
     held = {
         (name, kind): each
         for name, shape in shapes.items()
-        for kind, each in _arrays_of(shape, () if name in stateless else specs).items()
+        for kind, each in _arrays_of(name, shape, () if name in stateless else specs).items()
     }
     for name, kind in opened.sources.keys() - held.keys():
         yield f"its model has no {name}, {kind}"

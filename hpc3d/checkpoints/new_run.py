@@ -36,22 +36,22 @@ def initial_state(
     """The `InitialState` with values `read(name)` and an optimiser with the states `specs` that
     has seen nothing."""
 
-    def states_of(shape):
+    def states_of(name, shape):
         """(kind, shape, type) of each state of a parameter."""
         for spec in specs:
-            if spec.of(shape):
+            if spec.of(name, shape):
                 yield spec.name, spec.shape(shape), np.dtype(spec.dtype or dtype)
 
     pieces, offset = [], 0
     for name, shape in shapes.items():
-        for kind, held, each in [("value", shape, dtype), *states_of(shape)]:
+        for kind, held, each in [("value", shape, dtype), *states_of(name, shape)]:
             pieces.append(StoredPiece(name, kind, name_of(each), offset, [whole_of(held).edges]))
             offset += prod(held) * each.itemsize
 
     def arrays():
         for name, shape in shapes.items():
             yield read(name).astype(dtype).ravel()
-            for _, held, each in states_of(shape):
+            for _, held, each in states_of(name, shape):
                 yield np.zeros(prod(held), each)
 
     return InitialState(pieces, arrays(), offset)

@@ -66,8 +66,9 @@ class Threads(Communicator):
         return self.leave(_sum_of(blocks) if self.rank == root else block[:0].copy())
 
     def _all_to_all(self, block):
-        parts = [np.split(peer, self.size)[self.rank] for peer in self.share(block)]
-        return self.leave(np.concatenate(parts))
+        rows = block.shape[0] // self.size
+        part = slice(self.rank * rows, (self.rank + 1) * rows)
+        return self.leave(np.concatenate([peer[part] for peer in self.share(block)]))
 
     def _send(self, block, peer):
         letter = (self.rank, peer, self.sent[peer])

@@ -26,6 +26,7 @@ CONSTANTS: dict[str, dict[str, float]] = {  # those of each optimiser, where the
     "adamw-8bit": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "adafactor": {},
     "lion": {"beta1": 0.9, "beta2": 0.99},
+    "muon": {"beta1": 0.95, "beta2": 0.95, "epsilon": 1e-8},
     "sgd": {},
 }
 
@@ -224,17 +225,19 @@ class TrainConfig:
     """save and stop after the step in which they have passed (0: no limit)"""
     batch: int = 192
     """sequences of a step, over all replicas and microbatches"""
-    optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion", "muon", "sgd"] = "adamw"
     """adamw-8bit keeps both moments of matrices in 8 bits; adafactor row and column means of a
-    matrix's second moment, and no first one; lion one array; all with decoupled weight decay"""
+    matrix's second moment, and no first one; lion steps by the sign of a mean of gradients; muon
+    orthogonalises that of a matrix in a block, and does all else as adamw; all with decoupled
+    weight decay"""
     beta1: float | None = None
-    """the part of the mean of gradients that a step keeps (absent: 0.9); lion steps by the sign of
-    that mean"""
+    """the part of the mean of gradients that a step keeps (absent: 0.9; muon: 0.95, of its
+    matrices)"""
     beta2: float | None = None
-    """adamw: the same of their squares (absent: 0.95); lion: of the mean that the next step begins
-    with (absent: 0.99)"""
+    """the same of their squares (absent: 0.95); lion: of the mean that the next step begins with
+    (absent: 0.99)"""
     epsilon: float | None = None
-    """added to the root of the mean of squares by adamw (absent: 1e-8)"""
+    """added to the root of the mean of squares (absent: 1e-8)"""
     learning_rate: float = 3e-3
     """the highest, at the end of the warm-up"""
     warmup: int = 2

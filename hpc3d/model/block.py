@@ -65,13 +65,13 @@ class Block:
         if self.first_norm:  # the sum of all halves is never normalised (Radford et al. 2019)
             last = std / sqrt(2 * model.layers)
 
-        def linear(part, shape, split, std):
-            matmul = Matmul(mesh, split, spec.keep)
-            return Linear(parameters, f"{name}.{part}", shape, matmul, std, part in family.biased)
+        def linear(part, shape, split, std, interleaved=(1, 1)):
+            matmul, biased = Matmul(mesh, split, spec.keep), part in family.biased
+            return Linear(parameters, f"{name}.{part}", shape, matmul, std, biased, interleaved)
 
         def qkv():
             if model.form.queries == 1:
-                return linear("qkv", (hidden, model.qkv), split, std)
+                return linear("qkv", (hidden, model.qkv), split, std, (3, model.form.width))
             matmul = Matmul(mesh, split, spec.keep)
             return GroupedQkv(parameters, name, model, matmul, std, "qkv" in family.biased)
 

@@ -72,6 +72,7 @@ class StackedLinear(Linear):
         matmul: Matmul,
         std: float,
         biased: bool,
+        interleaved: tuple[int, int] = (1, 1),
     ) -> None:
         self.mesh, self.matmul, split = matmul.mesh, matmul, matmul.split
         how: dict[str, Any] = {"replicas": self.mesh.expert_data_axes}
@@ -81,6 +82,7 @@ class StackedLinear(Linear):
             split.w.of_experts(EXPERTS),
             std=std,
             decay=True,
+            interleaved=interleaved,
             grad_layout=matmul.dw_layout.of_experts(EXPERTS),
             partial=tuple(split.defer.split()),
             **how,
@@ -124,13 +126,16 @@ class ExpertMlps:
         sizes, split, family = spec.sizes, spec.splits["experts"], spec.family
         count = sizes.experts.count  # type: ignore[union-attr]  # it has some
 
-        def linear(part, inputs, outputs, split, std):
-            matmul = Matmul(mesh, split, spec.keep, stacked=True)
-            shape, biased = (inputs, count, outputs), part in family.biased
-            return StackedLinear(parameters, f"{name}.{part}", shape, matmul, std, biased)
+        def linear(part, inputs, outputs, split, std, interleaved=(1, 1)):
+            matmul, how = (
+                Matmul(mesh, split, spec.keep, stacked=True),
+                (std, part in family.biased),
+            )
+            shape = inputs, count, outputs
+            return StackedLinear(parameters, f"{name}.{part}", shape, matmul, *how, interleaved)
 
-        up = (1 + family.gated) * sizes.ffn
-        self.up = linear("up", sizes.hidden, up, split, sizes.std)
+        kinds = 1 + family.gated
+        self.up = linear("up", sizes.hidden, kinds * sizes.ffn, split, sizes.std, (kinds, 1))
         self.down = linear("down", sizes.ffn, sizes.hidden, split.next(), last)
         self.activation = Activation(mesh, spec)
 

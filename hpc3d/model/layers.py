@@ -70,11 +70,11 @@ class Linear:
         matmul: Matmul,
         std: float,
         biased: bool = True,
+        interleaved: tuple[int, int] = (1, 1),
     ) -> None:
         self.mesh, self.matmul, split = matmul.mesh, matmul, matmul.split
-        self.weight = parameters.add(
-            f"{name}.weight", shape, split.w, std=std, decay=True, **gradient(self.matmul)
-        )
+        how = {"std": std, "decay": True, "interleaved": interleaved, **gradient(self.matmul)}
+        self.weight = parameters.add(f"{name}.weight", shape, split.w, **how)
         columns = Layout(" ".join(split.y[1]))
         self.bias = (
             parameters.add(f"{name}.bias", shape[1:], columns, partial=row_axes(split.y))

@@ -67,11 +67,12 @@ class Mlp:
     ) -> None:
         split, hidden, family = spec.splits["dense"], spec.sizes.hidden, spec.family
 
-        def linear(part, shape, split, std):
-            matmul = Matmul(mesh, split, spec.keep)
-            return Linear(parameters, f"{name}.{part}", shape, matmul, std, part in family.biased)
+        def linear(part, shape, split, std, interleaved=(1, 1)):
+            matmul, biased = Matmul(mesh, split, spec.keep), part in family.biased
+            return Linear(parameters, f"{name}.{part}", shape, matmul, std, biased, interleaved)
 
-        self.up = linear("up", (hidden, (1 + family.gated) * ffn), split, spec.sizes.std)
+        kinds = 1 + family.gated
+        self.up = linear("up", (hidden, kinds * ffn), split, spec.sizes.std, (kinds, 1))
         self.down = linear("down", (ffn, hidden), split.next(), last)
         self.activation = Activation(mesh, spec)
         alone = self.up.matmul.is_local and self.down.matmul.is_local

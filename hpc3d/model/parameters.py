@@ -25,7 +25,7 @@ of its gradient's layout with 2 and 3; else the stored block, which is dealt to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +44,13 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
 
 
+Which = Callable[[str, Sequence[int]], bool]  # of parameters, by name and global shape
+
+
+def no_matrix(name: str, shape: Sequence[int]) -> bool:
+    return False
+
+
 @dataclass(eq=False)
 class Parameter:
     """One tensor; `value` and `grad` are this rank's blocks, views of the flat arrays.
@@ -57,7 +64,8 @@ class Parameter:
     `completed_last` one, such as that, is complete only when the step ends.  `unit` is the part of
     the model whose backward pass completes the gradient: layer, norm, ...  One that is `frozen`
     has a value and nothing else: no gradient, and no state of the optimiser.  One that is not
-    `counted` is a copy of what another pipeline stage has.
+    `counted` is a copy of what another pipeline stage has.  The columns of one that is
+    `interleaved` are those of so many matrices in turn, so many columns of each.
     """
 
     name: str
@@ -73,6 +81,7 @@ class Parameter:
     completed_last: bool = False
     frozen: bool = False
     counted: bool = True
+    interleaved: tuple[int, int] = (1, 1)
     unit: str = ""
     replicas: tuple[str, ...] = (DATA,)
     sign_rate: float = 0.0
@@ -149,10 +158,10 @@ class WholeMatrix(NamedTuple):
 class Parameters:
     """All parameters of this rank on flat arrays `value` and `grad`.
 
-    Of what this rank updates, `pieces` are stretches, and with `whole_matrices` those of vectors
-    alone; then `matrices` are the others.  `owners` are the replicas that such a matrix is dealt
-    to.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3), and cross
-    the data axes in the type `reduced`.
+    Of what this rank updates, `matrices` are blocks of those that `whole_matrices(name, shape)`
+    says, and `pieces` stretches of the others.  `owners` are the replicas that such a matrix is
+    dealt to.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3), and
+    cross the data axes in the type `reduced`.
     """
 
     def __init__(
@@ -160,7 +169,7 @@ class Parameters:
         mesh: Mesh,
         dtype: DTypeLike,
         zero: int = 0,
-        whole_matrices: bool = False,
+        whole_matrices: Which = no_matrix,
         reduced: DTypeLike | None = None,
     ) -> None:
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
@@ -218,7 +227,7 @@ class Parameters:
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
         trained = [item for item in self.items if not item.frozen and not item.sign_rate]
-        matrices = [item for item in trained if self.whole_matrices and len(item.shape) > 1]
+        matrices = [item for item in trained if self.whole_matrices(item.name, item.shape)]
         self.owners = self._deal([item for item in matrices if self._stored_whole(item)])
         values = grads = 0
         for item in self.items:

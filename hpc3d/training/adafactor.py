@@ -81,7 +81,7 @@ class Adafactor(Optimizer):
         StateSpec("column_means", per=(None, 1), of=is_matrix),
         StateSpec("second", of=is_vector),
     )
-    WHOLE_MATRICES = True
+    WHOLE_MATRICES = is_matrix
 
     def update(self, learning_rate: float, scale: float) -> None:
         """One step with the gradients times `scale`."""
@@ -156,7 +156,7 @@ def _rows(item: Parameter) -> int:
 
 def _elements(item: Parameter) -> int:
     """Those of a vector or a matrix; of a stack those of one."""
-    return _rows(item) * (item.shape[-1] if is_matrix(item.shape) else 1)
+    return _rows(item) * (item.shape[-1] if is_matrix(item.name, item.shape) else 1)
 
 
 def _summed(mesh: Mesh, shares: Sequence[_Sum]) -> list[Array]:

@@ -6,18 +6,22 @@ from collections.abc import Sequence
 
 from hpc3d.ops.quantize import BLOCK, adamw_8bit, in_blocks
 from hpc3d.ops.update import adamw
-from hpc3d.training.optimizer import AdamW, StateSpec
+from hpc3d.training.optimizer import AdamW, StateSpec, is_matrix
 
 
-def _in_full(shape: Sequence[int]) -> bool:
+def _in_blocks(name: str, shape: Sequence[int]) -> bool:
+    return in_blocks(shape)
+
+
+def _in_full(name: str, shape: Sequence[int]) -> bool:
     return not in_blocks(shape)
 
 
 _STORED = (
-    StateSpec("first_codes", "uint8", of=in_blocks),
-    StateSpec("second_codes", "uint8", of=in_blocks),
-    StateSpec("first_scales", "float32", (1, BLOCK), in_blocks),
-    StateSpec("second_scales", "float32", (1, BLOCK), in_blocks),
+    StateSpec("first_codes", "uint8", of=_in_blocks),
+    StateSpec("second_codes", "uint8", of=_in_blocks),
+    StateSpec("first_scales", "float32", (1, BLOCK), _in_blocks),
+    StateSpec("second_scales", "float32", (1, BLOCK), _in_blocks),
 )
 
 
@@ -26,7 +30,7 @@ class AdamW8bit(AdamW):
     a row.  Vectors, and matrices that are narrower than that, have moments in full."""
 
     STATES = (*(spec._replace(of=_in_full) for spec in AdamW.STATES), *_STORED)
-    WHOLE_MATRICES = True
+    WHOLE_MATRICES = is_matrix
 
     def update(self, learning_rate: float, scale: float) -> None:
         """The step of AdamW; moments are in full until they are stored."""

@@ -5,50 +5,52 @@ All that others ask of an optimiser is declared by its class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import cos, pi, prod, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpc3d.model.parameters import Which, no_matrix
 from hpc3d.ops.update import adamw, descend
 from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import TrainConfig
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
-_LARGE = 1 << 20  # rows or columns of a matrix
+_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # a matrix
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
 
 
-def every(shape: Sequence[int]) -> bool:
+def every(name: str, shape: Sequence[int]) -> bool:
     """Any parameter."""
     return True
 
 
-def is_matrix(shape: Sequence[int]) -> bool:
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """A parameter [inputs, outputs], or a stack of them, [inputs, experts, outputs]."""
     return len(shape) > 1
 
 
-def is_vector(shape: Sequence[int]) -> bool:
-    return not is_matrix(shape)
+def is_vector(name: str, shape: Sequence[int]) -> bool:
+    return not is_matrix(name, shape)
 
 
 class StateSpec(NamedTuple):
     """An array that an optimiser keeps, zero at first, of the type of gradients or of `dtype`.
     `name` is its kind in checkpoints.
 
-    `of(shape)` says which parameters have it.  There is one element `per` so many rows and columns
-    of a matrix, None being all of them: (1, 1) is elementwise, (1, None) has one element a row.
-    What is not elementwise is of whole matrices alone.
+    `of(name, shape)` says which parameters have it.  There is one element `per` so many rows and
+    columns of a matrix, None being all of them: (1, 1) is elementwise, (1, None) has one element a
+    row.  What is not elementwise is of whole matrices alone.
     """
 
     name: str
     dtype: str | None = None
     per: tuple[int | None, int | None] = (1, 1)
-    of: Callable[[Sequence[int]], bool] = every
+    of: Which = every
 
     @property
     def elementwise(self) -> bool:
@@ -65,9 +67,10 @@ class StateSpec(NamedTuple):
         return (ends[0], *shape[1:-1], ends[1])
 
     def density(self) -> float:
-        """The elements that there are for each one of a large matrix."""
+        """The elements that there are for each one of a large matrix of a block."""
         rows, columns = self.per
-        return 1 / (rows * columns) if rows and columns and self.of((_LARGE, _LARGE)) else 0.0
+        held = rows and columns and self.of(_LARGE, (_ROWS, _ROWS))
+        return 1 / (rows * columns) if held else 0.0
 
     def layout(self, layout: Layout) -> Layout:
         """How that lies where the parameter has `layout`: along the axes that cut what is one
@@ -81,7 +84,7 @@ class StateSpec(NamedTuple):
 
 def _keeps(spec: StateSpec, item: Parameter) -> bool:
     """Whether there is such a state of a parameter."""
-    return spec.of(item.shape) and not item.frozen and not item.sign_rate
+    return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
 
 
 MASTER = StateSpec("master")  # of every optimiser, where parameters have 16 bits
@@ -93,13 +96,13 @@ class Optimizer:
     arXiv:1710.03740, section 3.1).
 
     `constants` are those of `TrainConfig.constants`.  A subclass declares the STATES that it
-    keeps, and whether it wants whole matrices: then `matrices` has them as blocks, and `pieces`
-    has the vectors alone.  `states` are flat arrays by name, and `places` where the state of a
+    keeps, and which matrices it wants whole: then `matrices` has them as blocks, and `pieces`
+    has the others.  `states` are flat arrays by name, and `places` where the state of a
     parameter lies in them.
     """
 
     STATES: tuple[StateSpec, ...] = ()
-    WHOLE_MATRICES = False
+    WHOLE_MATRICES: Which = no_matrix
 
     def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
         self.parameters, self.weight_decay, self.steps = parameters, weight_decay, 0
@@ -114,6 +117,11 @@ class Optimizer:
             for part in parameters.matrices:
                 place = self.places[MASTER.name][part.item]
                 self.states[MASTER.name][place] = parameters.value[part.value]
+
+    @classmethod
+    def at_once(cls, mesh: Mesh) -> int:
+        """How many layers alike are updated together, so that each costs less than one alone."""
+        return 1
 
     def _zeros(self, spec):
         """The array of a state, once its `places` are known."""
@@ -146,7 +154,7 @@ class Optimizer:
         first, last = piece.items[0], piece.items[-1]
         found = {}
         for spec in self.specs:
-            if spec.of(first.shape):
+            if spec.of(first.name, first.shape):
                 places = self.places[spec.name]
                 found[spec.name] = self.states[spec.name][places[first].start : places[last].stop]
         return found

@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING
 from hpc3d.training.adafactor import Adafactor
 from hpc3d.training.adamw_8bit import AdamW8bit
 from hpc3d.training.lion import Lion
+from hpc3d.training.muon import Muon
 from hpc3d.training.optimizer import MASTER, SGD, AdamW
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
-    from hpc3d.training.optimizer import Optimizer
+    from hpc3d.training.muon import Muon
+from hpc3d.training.optimizer import Optimizer
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
     "adamw-8bit": AdamW8bit,
     "adafactor": Adafactor,
     "lion": Lion,
+    "muon": Muon,
     "sgd": SGD,
 }
 

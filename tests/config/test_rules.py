@@ -153,9 +153,9 @@ def test_what_a_family_does_not_have_is_refused(words, line):
 @pytest.mark.parametrize(
     ("optimizer", "key", "users"),
     [
-        ("sgd", "beta1", "adamw or adamw-8bit or lion"),
-        ("adafactor", "epsilon", "adamw or adamw-8bit"),
-        ("lion", "epsilon", "adamw or adamw-8bit"),
+        ("sgd", "beta1", "adamw or adamw-8bit or lion or muon"),
+        ("adafactor", "epsilon", "adamw or adamw-8bit or muon"),
+        ("lion", "epsilon", "adamw or adamw-8bit or muon"),
     ],
 )
 def test_a_key_of_another_optimiser_is_refused(optimizer, key, users):

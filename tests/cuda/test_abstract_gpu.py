@@ -41,6 +41,8 @@ LINES = [
     f"c=2 x=2 sequence=8 {ONE[4:]} layers=1 dtype=bfloat16 recompute=full",
     f"{ONE} attention=chunked sequence=8 dropout=0.25",
     f"d=2 e=2 x=2 zero=1 {ONE[4:]} layers=1 batch=16 optimizer=adafactor experts=4",
+    f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=lion",
+    f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=muon kind=llama kv_heads=4 ffn=24",
     f"{ONE} layers=1 hidden=256 heads=4 kind=llama ffn=8 optimizer=adamw-8bit",
 ]
 

@@ -61,6 +61,11 @@ SEVERAL += [f"schedule=none batch=4 microbatches=1 layers=1 steps=2 {line}" for 
 SEVERAL.append(
     "d=2 x=2 schedule=none microbatches=2 batch=8 layers=1 steps=2 zero=1 optimizer=adafactor"
 )
+MUON = [
+    f"{ONE} optimizer=muon learning_rate=0.001",
+    "d=2 x=2 schedule=none microbatches=2 batch=8 layers=2 steps=2 zero=1 optimizer=muon",
+    "e=2 x=2 schedule=none microbatches=2 batch=8 layers=1 steps=2 experts=4 optimizer=muon",
+]
 
 
 def same(found, expected):
@@ -116,6 +121,13 @@ def test_products_may_do_gelu(line, launcher):
 
 @pytest.mark.parametrize("line", some(SEVERAL, 3, 8))
 def test_ranks_train_as_one_with_numpy(line, launcher):
+    line = f"{line} dtype=float32"
+    for found in on_devices(line, train):
+        same(found, serial(alone(line)))
+
+
+@pytest.mark.parametrize("line", some(MUON, 0, 1))
+def test_matrices_are_orthogonalised_as_with_numpy(line, launcher):
     line = f"{line} dtype=float32"
     for found in on_devices(line, train):
         same(found, serial(alone(line)))

@@ -6,14 +6,18 @@ import pytest
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.comm.threads import run
-from hpc3d.model.parameters import Parameters
+from hpc3d.model.parameters import Parameters, no_matrix
 from hpc3d.tensor.layout import Layout
 
 SUMMED = {"partial": ("d",)}
 WHOLE = Layout("", "")
 
 
-def replica(data, rank, zero, add, whole_matrices=False, **sizes):
+def is_matrix(name, shape):
+    return len(shape) > 1
+
+
+def replica(data, rank, zero, add, whole_matrices=no_matrix, **sizes):
     """The parameters that `add(parameters)` adds, on one of `data` replicas; nothing is sent."""
     mesh = Mesh({"d": data, **sizes}, {"d": rank}, {}, Self())
     parameters = Parameters(mesh, "float64", zero, whole_matrices)
@@ -189,7 +193,7 @@ def matrices_and_a_vector(parameters):
 
 def test_whole_matrices_are_dealt_to_replicas_and_vectors_cut():
     """The tied table first, then the largest to whoever has the least."""
-    found = [replica(2, rank, 1, matrices_and_a_vector, True) for rank in range(2)]
+    found = [replica(2, rank, 1, matrices_and_a_vector, is_matrix) for rank in range(2)]
     for parameters in found:
         owners = {item.name: owner for item, owner in parameters.owners.items()}
         assert owners == {"table": 0, "a": 1, "b": 0, "c": 1}
@@ -201,7 +205,7 @@ def test_whole_matrices_are_dealt_to_replicas_and_vectors_cut():
 
 
 def test_without_zero_every_replica_updates_all_matrices_whole():
-    parameters = replica(2, 1, 0, matrices_and_a_vector, True)
+    parameters = replica(2, 1, 0, matrices_and_a_vector, is_matrix)
     shapes = {part.item.name: part.shape for part in parameters.matrices}
     assert shapes == {"table": (2, 3), "a": (5, 2), "b": (4, 2), "c": (3, 2)}
     assert not parameters.owners
@@ -215,7 +219,7 @@ def test_a_matrix_that_zero_cuts_into_blocks_of_rows_is_such_a_block(zero):
         blocks = Layout("d", "")
         parameters.add("w", (4, 3), WHOLE if zero == 2 else blocks, grad_layout=blocks)
 
-    parameters = replica(2, 1, zero, add, True)
+    parameters = replica(2, 1, zero, add, is_matrix)
     (part,) = parameters.matrices
     assert (part.shape, part.layout) == ((2, 3), Layout("d", ""))
     assert part.value == (slice(6, 12) if zero == 2 else slice(0, 6))

@@ -78,7 +78,7 @@ SHAPES = {"w": (6, 4), "stack": (5, 3, 4), "v": (7,), "u": (2,)}
 
 def allocated(mesh):
     """Parameters on one rank, wide enough that some updates are clipped."""
-    parameters = Parameters(mesh, "float64", whole_matrices=True)
+    parameters = Parameters(mesh, "float64", whole_matrices=is_matrix)
     for name, shape in SHAPES.items():
         parameters.add(
             name, shape, Layout(*[""] * len(shape)), decay=name == "w", std=len(shape) - 1
@@ -125,7 +125,7 @@ def elements_of(trainer):
     """Elements of the states of this rank, by the shapes of its blocks."""
     total = 0
     for item in trainer.parameters:
-        if not is_matrix(item.shape):
+        if not is_matrix(item.name, item.shape):
             total += trainer.parameters.places[item].own
         elif trainer.parameters.updates(item):
             rows, *experts, columns = item.updated_layout.block(item.shape, trainer.mesh)
@@ -164,7 +164,7 @@ def test_sums_of_rows_and_columns_are_all_that_is_sent(layout):
         found = Counter()
         for item in trainer_of(mesh, config).parameters:
             layout = item.updated_layout
-            if not is_matrix(item.shape):
+            if not is_matrix(item.name, item.shape):
                 found.update(layout[0])
                 continue
             rows, *experts, columns = layout.block(item.shape, mesh)

@@ -14,7 +14,7 @@ from hpc3d.config.load import to_toml
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.training import footprint
 from hpc3d.training.guard import Corrupt, ReplicaCheck
-from hpc3d.training.optimizer import Optimizer, StateSpec
+from hpc3d.training.optimizer import Optimizer, StateSpec, is_matrix
 from hpc3d.training.optimizers import OPTIMIZERS
 from tests.pipeline.mixes import alone, config_of, cover, same, train, trainer_of
 
@@ -26,7 +26,7 @@ class RowNorm(Optimizer):
     matrices, and w - lr v for vectors."""
 
     STATES = (StateSpec("velocity"), StateSpec("longest", "float32"))
-    WHOLE_MATRICES = True
+    WHOLE_MATRICES = is_matrix
 
     def update(self, learning_rate, scale):
         self.steps += 1

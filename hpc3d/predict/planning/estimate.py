@@ -330,7 +330,7 @@ class Estimator:
         most = max(1.0, 1e6 * config.parallel.bucket_mb)
 
         def measure():
-            return sample.update(times, most)
+            return sample.update(times, most, stage.layers)
 
         values = {"zero": config.parallel.zero, "data": _place_of(DATA, config)}
         key = _key_of("update", config, times=times, nbytes=most, **values)

@@ -111,30 +111,40 @@ class _WaitClock(Clock):
     """A clock that adds up along which axes it waits.
 
     `times` as many kernels run on it, and calls have `times` as many bytes, cut where they have
-    more than `most`.  `idle` are the waits without what the rank does for them itself.
+    more than `most`; products are made `products` times.  `idle` are the waits without what the
+    rank does for them itself.
     """
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.waited, self.latest = Counter(), None
         self.idle = Counter() if machine.cores else self.waited
-        self.times, self.most = 1, inf
+        self.times, self.most, self.products = 1.0, inf, 1.0
 
     @contextmanager
-    def repeated(self, times: float, most: float) -> Iterator[None]:
+    def repeated(self, times: float, most: float, products: float = 1) -> Iterator[None]:
         """Here all is done so many times as often, in calls of no more than `most` bytes."""
-        self.times, self.most = times, most
+        self.times, self.most, self.products = times, most, products
         try:
             yield
         finally:
-            self.times, self.most = 1, inf
+            self.times, self.most, self.products = 1, inf, 1
+
+    def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
+        begin, busy = self.now, self.busy
+        super().product(m, n, k, dtype, batch)
+        self._again(self.products, begin, busy)
+
+    def _again(self, times: float, begin: int, busy: int) -> None:
+        """Let what was done since `begin` be done so many times in all."""
+        if times != 1:
+            self.now += round((times - 1) * (self.now - begin))
+            self.busy += round((times - 1) * (self.busy - busy))
 
     def kernel(self, name: str, nbytes: int) -> None:
         begin, busy = self.now, self.busy
         super().kernel(name, nbytes)
-        if self.times != 1:
-            self.now += round((self.times - 1) * (self.now - begin))
-            self.busy += round((self.times - 1) * (self.busy - busy))
+        self._again(self.times, begin, busy)
 
     def cut(self, nbytes: int) -> tuple[int, float]:
         """How many calls there are, and the bytes of each."""
@@ -237,16 +247,21 @@ class LayerSample:
     def add(self, *parts: LayerRange) -> tuple[Parameters, Any]:
         """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
         those that are there without any."""
-        config, before = self.config, Counter(self.pool.live)
+        before = Counter(self.pool.live)
+        parameters, optimizer, stages = self.built(parts)
+        self.held[parts] = Counter(self.pool.live) - before
+        self.stages |= dict(zip(parts, stages))
+        return parameters, optimizer
+
+    def built(self, parts: Sequence[LayerRange]) -> tuple[Parameters, Any, list[PipelineStage]]:
+        """The parameters, the optimiser and the stages of `parts`."""
+        config = self.config
         kind, parallel = optimizer_of(config), config.parallel
         how = parallel.zero, kind.WHOLE_MATRICES, parallel.reduce_dtype
         parameters = Parameters(self.mesh, config.train.dtype, *how)
         stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
-        optimizer = kind(parameters, 0.0, **config.train.constants())
-        self.held[parts] = Counter(self.pool.live) - before
-        self.stages |= dict(zip(parts, stages))
-        return parameters, optimizer
+        return parameters, kind(parameters, 0.0, **config.train.constants()), stages
 
     def passes(self, part: LayerRange, sequences: int, halves: bool) -> PassSeconds:
         """The PassSeconds of a part on a microbatch of so many sequences; its halves if asked
@@ -314,10 +329,16 @@ class LayerSample:
         seconds, busy = (clock.now - start) / 1e9, (clock.busy - busy) / 1e9
         return result, Pass(seconds, waits, left, peak, busy, idle)
 
-    def update(self, times: float, most: float) -> tuple[Pass, Pass]:
+    def update(self, times: float, most: float, layers: int) -> tuple[Pass, Pass]:
         """The Pass of the sums of gradients over ranks, and that of the update, so many times of
-        what is in `layers`, in buckets of at most `most` bytes."""
-        parameters, optimizer = self.layer
+        what is in `layers`, in buckets of at most `most` bytes, and of products of so many
+        layers."""
+        with self.clock.repeated(times, most):
+            _, sums = self.measured(Buckets(self.layer[0], most).wait)
+        every, at_once = len(self.layers.layers), optimizer_of(self.config).at_once(self.mesh)
+        together = max(1, min(at_once, layers // every))
+        several = self.layers._replace(layers=range(together * every))
+        parameters, optimizer, *_ = self.built([several]) if together > 1 else self.layer
         buckets = Buckets(parameters, most)
 
         def update():
@@ -326,8 +347,7 @@ class LayerSample:
             buckets.gather()
             buckets.begin()
 
-        with self.clock.repeated(times, most):
-            _, sums = self.measured(buckets.wait)
+        with self.clock.repeated(times / together, most, layers / (together * every)):
             _, rest = self.measured(update)
         return sums, rest
 

@@ -33,6 +33,8 @@ TECHNIQUES = (
     ("parallel.zero", "3"),
     ("train.optimizer", "adamw-8bit"),
     ("train.optimizer", "adafactor"),
+    ("train.optimizer", "lion"),
+    ("train.optimizer", "muon"),
     ("train.optimizer", "sgd"),
 )
 

@@ -1,11 +1,14 @@
 """Parts of an estimate by hand; the whole is compared with simulations in test_search."""
 
+from dataclasses import replace
+
 import pytest
 
+from hpc3d.ops.update import orthogonalize_flops
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.peak import contents, stage_content
 from tests.pipeline.mixes import config_of
-from tests.predict.fixed import ALPHA, LAUNCH, LINE, MACHINE
+from tests.predict.fixed import ALPHA, FLOPS, LAUNCH, LINE, MACHINE
 
 TABLE, POSITIONS = 29 * 24 * 4, 3 * 24 * 4  # bytes of a gradient in float32
 
@@ -29,3 +32,24 @@ def test_two_copies_of_a_tied_table_exchange_their_gradients(line, messages):
     )
     assert messages * (LAUNCH + ALPHA + TABLE / LINE) <= seconds
     assert seconds <= messages * (LAUNCH + ALPHA + (TABLE + POSITIONS) / LINE)
+
+
+@pytest.mark.parametrize(
+    ("line", "sharing"),
+    [
+        ("schedule=none", 1),
+        ("d=2 x=4 schedule=none zero=1", 8),
+        ("p=2 x=2 y=2 schedule=1f1b scheme=2d", 4),
+    ],
+)
+def test_ranks_share_the_products_of_an_update(line, sharing):
+    """Those of q, k, v, proj, up and down in all layers of a stage; with them go kernels, which
+    take no longer."""
+    config = config_of(f"{line} layers=16 dtype=float32 optimizer=muon hidden=192")
+    adamw = replace(config, train=replace(config.train, optimizer="adamw"))
+    stage, estimator = stage_content(contents(config)[0]), Estimator(29, MACHINE)
+    more = estimator.update(config, stage)[1].busy
+    more -= Estimator(29, MACHINE).update(adamw, stage)[1].busy
+    sizes = [(192, 192)] * 4 + [(192, 4 * 192)] * 2
+    products = sum(map(orthogonalize_flops, sizes)) * stage.layers / FLOPS / sharing
+    assert products < more < 2 * products

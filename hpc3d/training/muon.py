@@ -1,0 +1,233 @@
+"""Muon: the momentum of a matrix, orthogonalised (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon).
+
+    m = b m + (1 - b) g;  O = orthogonalised b m + (1 - b) g;
+    w = (1 - lr decay) w - 0.2 sqrt(max(A, B)) lr O
+
+of matrices A x B in the blocks; the factor gives O the size of AdamW's updates, so that its
+learning rates and decays hold (Liu et al., arXiv:2502.16982, section 2.2).  All else is updated as
+by AdamW.  The queries, the keys and the values of a head are columns of three matrices, gate and
+up of SwiGLU of two, and each expert has its own.
+
+A matrix that is cut is whole on one rank at a time.  Of those that are cut alike the g ranks that
+have their blocks take g at a time, and each gets one of them whole: an all-to-all along each axis
+brings the blocks, and another one what has become of them.  In each a rank receives (1 - 1/s) of
+a whole matrix along an axis of s ranks.  Along an axis on whose diagonal a rank *owns* a block the
+others send zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil, sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpc3d.ops.update import descend, nesterov, orthogonalize, orthogonalize_flops
+from hpc3d.training.optimizer import AdamW, StateSpec
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.parameters import Parameter, Parameters, WholeMatrix
+    from hpc3d.tensor.layout import Layout
+
+_SIZE = 0.2  # root mean square of AdamW's updates
+
+
+def is_hidden(name: str, shape: Sequence[int]) -> bool:
+    """A matrix of a block, or a stack of them; no table, and no stack of vectors."""
+    return name.startswith("layers.") and len(shape) > 1 and shape[0] > 1
+
+
+def _is_other(name: str, shape: Sequence[int]) -> bool:
+    return not is_hidden(name, shape)
+
+
+class _Cut(NamedTuple):
+    """An axis that cuts the rows (dim 1) or the columns (dim 2) of a stack of blocks; or, with an
+    `owner`, along which that coordinate alone has them."""
+
+    axis: str
+    dim: int
+    owner: int | None = None
+
+
+class Exchange:
+    """Turns stacks of blocks that lie by a `layout` into whole matrices, and back."""
+
+    def __init__(self, mesh: Mesh, layout: Layout) -> None:
+        self.mesh = mesh
+        cuts = [_Cut(axis, 0, layout.owner(axis, mesh)) for axis in layout.owned]
+        cuts += [_Cut(axis, 1) for axis in reversed(layout[0])]
+        cuts += [_Cut(axis, 2) for axis in reversed(layout[-1])]
+        self.cuts = [cut for cut in cuts if mesh.size(cut.axis) > 1]
+        axes = [cut.axis for cut in self.cuts]
+        self.members, self.member = mesh.count(axes), mesh.index(axes)
+
+    def gathered(self, blocks: Array) -> Array:
+        """[g n, a, b] -> [n, A, B]: the n matrices that are this rank's turn."""
+        for cut in self.cuts:
+            size = self.mesh.size(cut.axis)
+            parts = self.mesh.comm(cut.axis).all_to_all(blocks).wait()
+            parts = parts.reshape(size, len(blocks) // size, *blocks.shape[1:])
+            blocks = parts[cut.owner] if cut.owner is not None else self._joined(parts, cut.dim)
+        return blocks
+
+    def _joined(self, parts: Array, dim: int) -> Array:
+        """[s, n, a, b] -> [n, s a, b] or [n, a, s b]."""
+        order = [1, 2, 3]
+        order.insert(dim, 0)
+        moved = self._moved(parts, order)
+        shape = [*parts.shape[1:]]
+        shape[dim] *= len(parts)
+        return moved.reshape(*shape)
+
+    def scattered(self, whole: Array) -> Array:
+        """The reverse: of all g n matrices the blocks of this rank, if it has any."""
+        for cut in reversed(self.cuts):
+            size = self.mesh.size(cut.axis)
+            parts = (
+                self._spread(whole, cut.owner, size)
+                if cut.owner is not None
+                else (self._divided(whole, cut.dim, size))
+            )
+            flat = parts.reshape(size * parts.shape[1], *parts.shape[2:])
+            whole = self.mesh.comm(cut.axis).all_to_all(flat).wait()
+        return whole
+
+    def _divided(self, whole: Array, dim: int, size: int) -> Array:
+        """[n, s a, b] or [n, a, s b] -> [s, n, a, b]."""
+        shape = [*whole.shape]
+        shape[dim : dim + 1] = [size, shape[dim] // size]
+        order = [0, 1, 2, 3]
+        order.remove(dim)
+        return self._moved(whole.reshape(*shape), [dim, *order])
+
+    def _spread(self, blocks: Array, owner: int, size: int) -> Array:
+        """[n, a, b] -> [s, n, a, b], zeros for all but the owner."""
+        parts = self.mesh.zeros((size, *blocks.shape), blocks.dtype, "workspace")
+        parts[owner] = blocks
+        return parts
+
+    def _moved(self, array: Array, order: Sequence[int]) -> Array:
+        """A copy with its dims in another order."""
+        turned = array.transpose(*order)
+        out = self.mesh.empty(turned.shape, array.dtype, "workspace")
+        out[...] = turned
+        return out
+
+
+class Muon(AdamW):
+    STATES = (
+        StateSpec("momentum", of=is_hidden),
+        StateSpec("first", of=_is_other),
+        StateSpec("second", of=_is_other),
+    )
+    WHOLE_MATRICES = is_hidden
+    BETA1 = 0.9  # of what is updated as by AdamW
+
+    def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
+        self.momentum = constants["beta1"]
+        super().__init__(parameters, weight_decay, **constants | {"beta1": self.BETA1})
+
+    @classmethod
+    def at_once(cls, mesh: Mesh) -> int:
+        """As many as have the matrices of a layer in turn."""
+        return mesh.count(axis for axis in mesh.sizes if axis != "p")
+
+    def update(self, learning_rate: float, scale: float) -> None:
+        """One step with the gradients times `scale`."""
+        super().update(learning_rate, scale)
+        for exchange, alike in self._groups(learning_rate * self.weight_decay):
+            at_once = ceil(exchange.members / _experts(alike[0].part))
+            for start in range(0, len(alike), at_once):
+                self._update(exchange, alike[start : start + at_once], learning_rate, scale)
+
+    def _groups(self, decay: float) -> Iterator[tuple[Exchange, list[_Matrix]]]:
+        """The matrices that are cut alike into blocks of one shape, and how they are exchanged."""
+        groups: dict[Any, list[_Matrix]] = {}
+        for part, arrays, states, keep in self.matrices(decay):
+            key = part.layout, part.item.shape, part.item.interleaved
+            groups.setdefault(key, []).append(_Matrix(part, arrays, states["momentum"], keep))
+        for (layout, *_), alike in groups.items():
+            yield Exchange(self.parameters.mesh, layout), alike
+
+    def _update(
+        self, exchange: Exchange, alike: Sequence[_Matrix], learning_rate: float, scale: float
+    ) -> None:
+        """That of as many matrices as there are members, and so many that a member's turn comes
+        once; or of one stack of experts."""
+        trace, item = self.parameters.mesh.trace, alike[0].part.item
+        with trace.span("momentum"):
+            blocks = self._directions(exchange, alike, scale)
+        whole = exchange.gathered(blocks)
+        mine = len(alike) * _experts(alike[0].part) - exchange.member * len(whole)
+        whole = self._orthogonalized(whole, max(0, min(mine, len(whole))), item)
+        blocks = exchange.scattered(whole)
+        columns = item.shape[-1] // item.interleaved[0]
+        rate = learning_rate * _SIZE * sqrt(max(item.shape[0], columns))
+        with trace.span("descend"):
+            for number, matrix in enumerate(alike):
+                matrix.descend(blocks, number, rate)
+
+    def _directions(self, exchange: Exchange, alike: Sequence[_Matrix], scale: float) -> Array:
+        """The blocks [g n, a, b] of what is orthogonalised, zeros where there are no more."""
+        mesh, (part, *_) = self.parameters.mesh, alike[0]
+        experts, (first, *_, last) = _experts(part), part.item.shape
+        turns = ceil(len(alike) * experts / exchange.members)
+        rows, columns = first // mesh.count(part.layout[0]), last // mesh.count(part.layout[-1])
+        shape = exchange.members * turns, rows, columns
+        blocks = mesh.zeros(shape, self.parameters.wide, "workspace")
+        for number, matrix in enumerate(alike):
+            if matrix.part.shape[0]:
+                out = blocks[number * experts : (number + 1) * experts]
+                grad, momentum = _by_expert(matrix.arrays[2]), _by_expert(matrix.momentum)
+                nesterov(grad, momentum, out, scale, self.momentum)
+        return blocks
+
+    def _orthogonalized(self, whole: Array, count: int, item: Parameter) -> Array:
+        """The first so many of matrices [n, A, B], those whose columns they have in turn each by
+        itself."""
+        mesh, (among, width) = self.parameters.mesh, item.interleaved
+        out = mesh.empty(whole.shape, whole.dtype, "workspace")
+        rows, columns = whole.shape[1], whole.shape[2] // among
+        for place in range(count):
+            for number in range(among):
+                one = mesh.empty((rows, columns), whole.dtype, "workspace")
+                apart = one.reshape(rows, columns // width, width)
+                turns = rows, columns // width, among, width
+                apart[...] = whole[place].reshape(*turns)[:, :, number]
+                with mesh.trace.span("gemm", "gemm", orthogonalize_flops(one.shape)):
+                    orthogonalize(one, mesh.empty)
+                out[place].reshape(*turns)[:, :, number] = apart
+        return out
+
+
+class _Matrix(NamedTuple):
+    """What `Optimizer.matrices` has of a matrix."""
+
+    part: WholeMatrix
+    arrays: tuple[Array, Array | None, Array]
+    momentum: Array
+    keep: float
+
+    def descend(self, blocks: Array, number: int, rate: float) -> None:
+        """w = keep w - rate O with the blocks of this `number` of O."""
+        (value, master, _), experts = self.arrays, _experts(self.part)
+        if not value.size:
+            return
+        step = blocks[number * experts : (number + 1) * experts]
+        if experts > 1:
+            step = step.swapaxes(0, 1).copy()
+        flat = None if master is None else master.reshape(-1)
+        descend(value.reshape(-1), flat, step.reshape(-1), (rate, self.keep))
+
+
+def _experts(part: WholeMatrix) -> int:
+    """The matrices that a block has parts of."""
+    return part.shape[1] if len(part.shape) > 2 else 1
+
+
+def _by_expert(block: Array) -> Array:
+    """[a, b] or [a, experts, b] as [experts, a, b]."""
+    return block.swapaxes(0, 1) if block.ndim > 2 else block.reshape(1, *block.shape)
