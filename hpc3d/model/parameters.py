@@ -138,7 +138,9 @@ class Parameters:
 
     Of what this rank updates, `pieces` are stretches, and with `whole_matrices` those of vectors
     alone; then `matrices` are the others.  `owners` are the replicas that such a matrix is dealt
-    to.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3).
+    to.  `own_states` are flat arrays that this rank alone keeps from step to step, such as what it
+    left out of gradients.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740,
+    section 3).
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Parameters:
         self.matrices: list[Any] = []
         self.by_sign: list[tuple[FlatSlices, float]] = []
         self.owners: dict[Parameter, int] = {}
+        self.own_states: dict[str, Array] = {}
 
     def add(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 from hpc3d.arrays.pool import value_of
 from hpc3d.model.families import family_of
 from hpc3d.model.gradient_buckets import Buckets
+from hpc3d.model.gradient_compression import compression_of
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
@@ -105,7 +106,7 @@ class Trainer:
 
     def sums(self, size: float) -> Buckets:
         """What sums the gradients of `parameters`, in buckets of `size` bytes."""
-        return Buckets(self.parameters, size)
+        return Buckets(self.parameters, size, compression_of(self.config, self.parameters))
 
     def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
         """The parts of the model on this rank, one per chunk, and the pipeline stage of the other

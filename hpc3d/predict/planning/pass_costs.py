@@ -19,6 +19,7 @@ import numpy as np
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import data_axes, expert_data_axes, plane, queue_of
 from hpc3d.model.gradient_buckets import Buckets
+from hpc3d.model.gradient_compression import GradientCompression, compression_of
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.parameters import Parameters
@@ -136,6 +137,9 @@ class _WaitClock(Clock):
             self.now += round((self.times - 1) * (self.now - begin))
             self.busy += round((self.times - 1) * (self.busy - busy))
 
+    def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
+        super().product(m, n, k, dtype, self.times * batch)
+
     def cut(self, nbytes: int) -> tuple[int, float]:
         """How many calls there are, and the bytes of each."""
         calls = ceil(self.times * nbytes / self.most) or 1
@@ -234,7 +238,7 @@ class LayerSample:
         for parts in ends:
             self.add(*parts)
 
-    def add(self, *parts: LayerRange) -> tuple[Parameters, Any]:
+    def add(self, *parts: LayerRange) -> tuple[Parameters, Any, GradientCompression | None]:
         """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
         those that are there without any."""
         config, before = self.config, Counter(self.pool.live)
@@ -242,10 +246,10 @@ class LayerSample:
         parameters = Parameters(self.mesh, config.train.dtype, zero, kind.WHOLE_MATRICES)
         stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
-        optimizer = kind(parameters, 0.0)
+        optimizer, compression = kind(parameters, 0.0), compression_of(config, parameters)
         self.held[parts] = Counter(self.pool.live) - before
         self.stages |= dict(zip(parts, stages))
-        return parameters, optimizer
+        return parameters, optimizer, compression
 
     def passes(self, part: LayerRange, sequences: int, halves: bool) -> PassSeconds:
         """The PassSeconds of a part on a microbatch of so many sequences; its halves if asked
@@ -316,8 +320,8 @@ class LayerSample:
     def update(self, times: float, most: float) -> tuple[Pass, Pass]:
         """The Pass of the sums of gradients over ranks, and that of the update, so many times of
         what is in `layers`, in buckets of at most `most` bytes."""
-        parameters, optimizer = self.layer
-        buckets = Buckets(parameters, most)
+        parameters, optimizer, compression = self.layer
+        buckets = Buckets(parameters, most, compression)
 
         def update():
             parameters.sum_of_squares()
