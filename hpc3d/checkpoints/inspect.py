@@ -17,6 +17,7 @@ from hpc3d.config.load import stored
 from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.config.size_rules import wrong_parts
 from hpc3d.model.families import family_of, parameters
+from hpc3d.model.gradient_compression import OWN_STATES
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
@@ -202,8 +203,8 @@ def inconsistencies(
     opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]], stateless: Collection[str] = ()
 ) -> Iterator[str]:
     """What cannot be in a manifest: another step than the folder's, tensors that no model of these
-    `shapes` has, and those of which there is not every element once.  Of
-    `stateless` ones there is the value alone."""
+    `shapes` has, and those of which there is not every element once.  What
+    ranks keep for themselves is of no tensor.  Of `stateless` ones there is the value alone."""
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != named(step):
         yield f"its manifest is of step {step}"
@@ -212,7 +213,8 @@ def inconsistencies(
         (name, kind) for name in shapes for kind in (("value",) if name in stateless else kinds)
     ]
     for name, kind in opened.sources.keys() - {*keys}:
-        yield f"its model has no {name}, {kind}"
+        if kind not in OWN_STATES:
+            yield f"its model has no {name}, {kind}"
     for name, kind in keys:
         parts = [part for _, part in opened.sources.get((name, kind), ()) if part.size]
         if fault := coverage_error(parts, whole_of(shapes[name])):

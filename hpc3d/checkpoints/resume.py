@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.checkpoints.sharded import Checkpoint, restore, steps_of
+from hpc3d.checkpoints.sharded import Checkpoint, restore, restore_own, steps_of
 from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.load import flat, load
 from hpc3d.config.rules import refuse, unknown_values
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _Differs = Callable[[Checkpoint], str | None]
 
 _MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # no parameter depends on them
+# Keys of [parallel] that say which blocks a rank has, and what it keeps for its gradients.
+_OF_LAYOUT = "scheme", "split", "schedule", "chunks", "layers_per_stage", "compression"
+_OF_LAYOUT += ("compression_rank", "compression_share")
 _OF_ANOTHER = "it is of another model or optimiser"
 _NOTHING = "{}: no checkpoint to resume from; train anew"
 
@@ -166,7 +169,14 @@ def resume(
     `continued`.  An `evaluator` learns which evaluation was the best.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
-    problem = _attempt(lambda: restore(opened, trainer.parameters, trainer.optimizer))
+    owned = trainer.parameters.own_states and _same_layout(opened, trainer.config)
+
+    def take():
+        restore(opened, trainer.parameters, trainer.optimizer)
+        if owned:
+            restore_own(opened, trainer.parameters)
+
+    problem = _attempt(take)
     if problems := _problems_of_all(job, problem):
         job.refuse(*problems)
     trainer.optimizer.steps = opened.header["updates"]
@@ -174,6 +184,11 @@ def resume(
     for line in wrong:
         say(f"resume: {line}")
     say(f"resume: step {opened.header['step']} follows {opened.folder}")
+    if trainer.config.parallel.compression != "none" and not owned:
+        say(
+            "resume: what parallel.compression has left out of gradients is not taken over: the "
+            "checkpoint is of another layout or compression"
+        )
     if evaluator:
         from hpc3d.checkpoints.inspect import config_of
 
@@ -182,6 +197,17 @@ def resume(
         )
     _go_on(trainer.feed.batches, opened.header)
     return opened.header["step"]
+
+
+def _same_layout(opened: Checkpoint, config: Config) -> bool:
+    """Whether each rank of a run has the blocks that it had when the checkpoint was written, and
+    keeps the same for them."""
+    from hpc3d.checkpoints.inspect import config_of
+
+    before = config_of(opened)
+    return [*before.mesh.sizes().items()] == [*config.mesh.sizes().items()] and all(
+        getattr(before.parallel, key) == getattr(config.parallel, key) for key in _OF_LAYOUT
+    )
 
 
 def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:

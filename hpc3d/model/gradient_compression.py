@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.model.parameters import Parameters
 
-RESIDUAL, FACTOR = "residual", "factor"  # of what a rank keeps, in checkpoints, too
+OWN_STATES = RESIDUAL, FACTOR = "residual", "factor"  # the names of what a rank keeps
 _PLACE = "int32"
 
 
