@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpc3d.limits import MOST_COUNT
-from hpc3d.model.gradient_compression import OWN_STATES
+from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizer import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1

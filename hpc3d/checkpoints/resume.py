@@ -32,6 +32,10 @@ _MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # no parameter de
 _OF_LAYOUT = "scheme", "split", "schedule", "chunks", "layers_per_stage", "compression"
 _OF_LAYOUT += ("compression_rank", "compression_share")
 _OF_ANOTHER = "it is of another model or optimiser"
+_ANEW = (
+    "resume: what parallel.compression left out of gradients begins at 0: the checkpoint is of "
+    "another layout or compression"
+)
 _NOTHING = "{}: no checkpoint to resume from; train anew"
 
 
@@ -169,14 +173,8 @@ def resume(
     `continued`.  An `evaluator` learns which evaluation was the best.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
-    owned = trainer.parameters.own_states and _same_layout(opened, trainer.config)
-
-    def take():
-        restore(opened, trainer.parameters, trainer.optimizer)
-        if owned:
-            restore_own(opened, trainer.parameters)
-
-    problem = _attempt(take)
+    owned = _same_layout(opened, trainer.config)
+    problem = _attempt(lambda: _take(opened, trainer, owned))
     if problems := _problems_of_all(job, problem):
         job.refuse(*problems)
     trainer.optimizer.steps = opened.header["updates"]
@@ -184,11 +182,8 @@ def resume(
     for line in wrong:
         say(f"resume: {line}")
     say(f"resume: step {opened.header['step']} follows {opened.folder}")
-    if trainer.config.parallel.compression != "none" and not owned:
-        say(
-            "resume: what parallel.compression has left out of gradients is not taken over: the "
-            "checkpoint is of another layout or compression"
-        )
+    if trainer.parameters.own_states and not owned:
+        say(_ANEW)
     if evaluator:
         from hpc3d.checkpoints.inspect import config_of
 
@@ -197,6 +192,14 @@ def resume(
         )
     _go_on(trainer.feed.batches, opened.header)
     return opened.header["step"]
+
+
+def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
+    """Fill a trainer from a checkpoint, also with what the rank keeps for itself if that is
+    `owned` by the rank in it, too."""
+    restore(opened, trainer.parameters, trainer.optimizer)
+    if owned:
+        restore_own(opened, trainer.parameters)
 
 
 def _same_layout(opened: Checkpoint, config: Config) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,8 +19,14 @@ from hpc3d.comm.mesh import plane
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.communicator import Communicator, Pending
-    from hpc3d.model.gradient_compression import GradientCompression
     from hpc3d.model.parameters import Parameter, Parameters
+
+
+class Compression(Protocol):
+    """What sums some gradients in its own way, such as hpc3d.training.gradient_compression."""
+
+    def takes(self, item: Parameter) -> bool: ...
+    def bucket(self, parameters: Parameters, items: Sequence[Parameter]) -> GradientBucket: ...
 
 
 class Buckets:
@@ -32,7 +38,7 @@ class Buckets:
     """
 
     def __init__(
-        self, parameters: Parameters, size: int, compression: GradientCompression | None = None
+        self, parameters: Parameters, size: int, compression: Compression | None = None
     ) -> None:
         self.parameters, self.mesh, self.compression = parameters, parameters.mesh, compression
         summed = [item for item in parameters if item.partial]

@@ -64,11 +64,11 @@ class CompressionSpec(NamedTuple):
         if self.kind == "top-k":
             return (members - 1) * self.kept(prod(shape)) * (itemsize + 4)
         sent = self.columns(shape) * (shape[0] + shape[-1]) * prod(shape[1:-1])
-        return whole_sum(sent, members, itemsize)
+        return _whole_sum(sent, members, itemsize)
 
     def saves(self, shape: Sequence[int], members: int, itemsize: int) -> bool:
         """Whether these are fewer than without compression."""
-        return self.received(shape, members, itemsize) < whole_sum(prod(shape), members, itemsize)
+        return self.received(shape, members, itemsize) < _whole_sum(prod(shape), members, itemsize)
 
     def columns(self, shape: Sequence[int]) -> int:
         """The columns of P and Q."""
@@ -79,7 +79,7 @@ class CompressionSpec(NamedTuple):
         return max(1, round(self.share * size))
 
 
-def whole_sum(size: int, members: int, itemsize: int) -> float:
+def _whole_sum(size: int, members: int, itemsize: int) -> float:
     """Bytes that a member receives in an all-reduce."""
     return 2 * (1 - 1 / members) * size * itemsize
 
