@@ -22,6 +22,8 @@ from hpc3d.predict.simulation.count import every_rank
 from hpc3d.tensor.layout import Layout
 from hpc3d.training.gradient_compression import CompressionSpec, GradientCompression
 from hpc3d.training.guard import ReplicaCheck
+from tests.checkpoints.lives import LAYOUTS, live
+from tests.checkpoints.lives import losses as losses_of
 from tests.pipeline.mixes import alone, config_of, cover, same, serial, train, trainer_of
 from tests.predict.simulation.test_count import counted
 from tests.strided import strided
@@ -292,3 +294,19 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(line, tmp_path):
     assert problems(opened.folder) == []
     assert run(config.mesh.sizes(), resumed) == wanted
     assert run(config.mesh.sizes(), lambda mesh: resumed(mesh, own=False)) != wanted
+
+
+def test_on_other_data_axes_it_starts_anew_and_says_so(tmp_path, monkeypatch):
+    run = "batch=8 layers=1 schedule=none decay=constant steps=1000000 compression=powersgd"
+    monkeypatch.setitem(LAYOUTS, "d=2", f"{run} d=2 compression_rank=2")
+    monkeypatch.setitem(LAYOUTS, "alone", f"{run} compression_rank=2")
+    line = "resume: what parallel.compression left out of gradients begins at 0"
+    begun, whole = tmp_path / "begun", tmp_path / "whole"
+    for folder, stops in ((whole, [4]), (begun, [2, 4])):
+        folder.mkdir()
+        for steps in stops:
+            live(folder, "d=2", steps)
+    assert losses_of(begun) == losses_of(whole)
+    assert line not in (begun / "said").read_text()
+    live(begun, "alone", 5)
+    assert line in (begun / "said").read_text()
