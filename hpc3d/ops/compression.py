@@ -1,4 +1,7 @@
-"""What compression of gradients does on one rank: bases of subspaces, and largest elements."""
+"""What compression of gradients does on one rank: bases of subspaces, and largest elements.
+
+Devices do it by the operations of their arrays, as NumPy does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpc3d.arrays.primitive import primitive
+from hpc3d.arrays.primitive import composite, primitive
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 _PASSES = 3  # of Gram-Schmidt; where the last halves a column, only rounding was left of it
 
 
-@primitive
+@composite
 def orthonormalise(p: Array) -> None:
     """Make the columns of p[m, r], or of each p[:, e] of p[m, e, r], orthonormal and let them span
     what they did, column by column in one order; one that depends on those before becomes 0."""
@@ -34,25 +37,16 @@ def _lengths(v: Array) -> Array:
     return np.sqrt((v * v).sum(1))[:, None]
 
 
-@orthonormalise.abstract
-def _(p):
-    return None
-
-
 @orthonormalise.cuda
 def _(gpu, p):
     orthonormalise.numpy(p)
 
 
-@primitive
+@composite
 def replace_columns(q: Array, total: Array) -> None:
     """Let the columns of q be those of `total` that are not 0."""
-    q[...] = np.where((total != 0).any(0), total, q)
-
-
-@replace_columns.abstract
-def _(q, total):
-    return None
+    q *= np.abs(total).max(0) == 0
+    q += total
 
 
 @replace_columns.cuda
@@ -82,7 +76,7 @@ def _(flat, values, places):
 
 @take_largest.cuda
 def _(gpu, flat, values, places):
-    take_largest.numpy(flat, values, places)
+    gpu.by_arrays(take_largest, flat, values, places)
 
 
 @primitive
@@ -98,4 +92,4 @@ def _(flat, values, places):
 
 @add_at.cuda
 def _(gpu, flat, values, places):
-    add_at.numpy(flat, values, places)
+    gpu.by_arrays(add_at, flat, values, places)
