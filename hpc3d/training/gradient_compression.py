@@ -32,6 +32,8 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from hpc3d.comm.communicator import all_of
 from hpc3d.comm.mesh import plane
 from hpc3d.model.gradient_buckets import GradientBucket
@@ -197,7 +199,7 @@ class _LowRankSum(_CompressedSum):
         self.pending = self.comm.all_reduce(sent)
 
     def wait(self) -> None:
-        bases = [self._basis(p) for p in _views(self.pending.wait(), self.short)]
+        bases = self._bases([*_views(self.pending.wait(), self.short)])
         self.pending = None
         total = self.comm.all_reduce(self._coefficients(bases)).wait()
         for number, summed in enumerate(_views(total, self._long())):
@@ -215,13 +217,23 @@ class _LowRankSum(_CompressedSum):
     def _buffer(self, shapes: Sequence[Sequence[int]]) -> Array:
         return self.comm.buffer((sum(map(prod, shapes)),), self.parameters.wide)
 
-    def _basis(self, p: Array) -> Array:
-        """An orthonormal basis of what the columns of P span."""
-        basis = self.mesh.empty(p.shape, p.dtype)
-        basis[...] = p
-        with self.mesh.trace.span("orthonormal basis"):
-            orthonormalise(basis)
-        return basis
+    def _bases(self, blocks: Sequence[Array]) -> list[Array]:
+        """Orthonormal bases of what the columns of each P span; those of one size are made
+        together, as if they were experts."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, p in enumerate(blocks):
+            alike.setdefault((p.shape[0], p.shape[-1]), []).append(number)
+        found: dict[int, Array] = {}
+        for (rows, columns), numbers in alike.items():
+            stacks = [blocks[number].reshape(rows, -1, columns) for number in numbers]
+            bases = np.concatenate(stacks, axis=1)
+            with self.mesh.trace.span("orthonormal bases"):
+                orthonormalise(bases)
+            ends = [*accumulate([stack.shape[1] for stack in stacks], initial=0)]
+            for number, (first, stop) in zip(numbers, pairwise(ends), strict=True):
+                stacked = blocks[number].ndim == 3
+                found[number] = bases[:, first:stop] if stacked else bases[:, first]
+        return [found[number] for number in range(len(blocks))]
 
     def _coefficients(self, bases: Sequence[Array]) -> Array:
         """This rank's Q_i of all, of which it has taken its P Q_i' off the residuals."""
