@@ -173,7 +173,7 @@ def resume(
     `continued`.  An `evaluator` learns which evaluation was the best.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
-    owned = _same_layout(opened, trainer.config)
+    owned = bool(trainer.parameters.own_states) and _same_layout(opened, trainer.config)
     problem = _attempt(lambda: _take(opened, trainer, owned))
     if problems := _problems_of_all(job, problem):
         job.refuse(*problems)

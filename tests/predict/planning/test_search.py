@@ -167,7 +167,7 @@ def test_an_estimate_is_near_the_simulation(line):
 
 def test_what_was_measured_for_one_layout_is_not_taken_for_another():
     shared = Estimator(256, CLUSTER)
-    configs = [settled(f"{SMALL} {line}") for line in (*LAYOUTS, *CUT)]
+    configs = [settled(f"{SMALL} {line}") for line in (*LAYOUTS, *CUT, *COMPRESSED)]
     together = [shared.estimate(config) for config in configs]
     assert together == [Estimator(256, CLUSTER).estimate(config) for config in configs]
 
