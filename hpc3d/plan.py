@@ -3,6 +3,7 @@
     python -m hpc3d.plan gpt-3d-64 --ranks 64
     python -m hpc3d.plan INPUT.toml --ranks 1024 --machine a100-selene
     python -m hpc3d.plan INPUT.toml --ranks 64 --memory 40GB --apply planned.toml
+    python -m hpc3d.plan INPUT.toml --ranks 64 --techniques
 
 Looks for the shortest step among all layouts that the rules allow and that fit the memory of a
 rank: stages p, replicas d, ranks c that share sequences where that may help, ranks e that share
@@ -11,6 +12,8 @@ schedule and chunks, microbatches, ZeRO, recomputation, what is gathered again; 
 with uneven layers of their stages, and with buckets of other sizes.
 Bounds cut what cannot be among the best, the program itself times one layer and the ends of what
 is left, and whole steps of the best are simulated; "~" marks what is only estimated.
+With --techniques nothing is searched: on the layout of the input file it says what each technique
+saves and costs, one at a time.
 """
 
 from __future__ import annotations
@@ -36,6 +39,12 @@ if TYPE_CHECKING:
 
 _MACHINE = "machines/h100.toml"
 _TOP = 10  # layouts that are shown
+# Of a technique's effect: the value that has a share, its unit and that unit's name.
+_SHARES = {
+    "of_peak": ("peak_bytes", 1e6, "MB"),
+    "of_received": ("received_bytes", 1e6, "MB"),
+    "of_step_time": ("step_time_s", 1e-3, "ms"),
+}
 _FEW = 16  # ranks whose layouts are looked into one and all
 _JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
@@ -63,12 +72,51 @@ def _parser() -> Parser:
     add("--memory", type=size, metavar="80GB", help="memory of a rank (default: the machine's)")
     add("--top", type=positive, default=_TOP, metavar="K", help="layouts that are shown (10)")
     add("--apply", metavar="FILE", help="write the input file with the best layout")
+    add("--techniques", action="store_true", help="what each saves and costs on this layout")
     add("--json", action="store_true", help=_JSON)
     return parser
 
 
 def plan(options: Namespace, overrides: Sequence[str]) -> None:
-    """Search, print, write the input file."""
+    """Search, print, write the input file; or compare techniques."""
+    if options.techniques:
+        _techniques(options, overrides)
+    else:
+        _search(options, overrides)
+
+
+def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
+    """Print what each technique saves and costs on the layout of the input file."""
+    from hpc3d.predict.machine import machine_file
+    from hpc3d.predict.planning.techniques import effects
+
+    if options.apply or options.memory:
+        raise ValueError("--techniques searches no layout: leave --apply and --memory out")
+    machine = machine_file.load(options.machine or shipped(_MACHINE))
+    found = [*effects(options.input, overrides, options.ranks, machine)]
+    rows = [each.plain(found[0]) for each in found]
+    print(f"{options.ranks} ranks of {machine.name}, one change of {options.input} each\n")
+    print(f"{'change':<32}{'memory':>12}{'received':>20}{'step':>20}")
+    for number, row in enumerate(rows):
+        print(one_line(_effect_line(row, number == 0)))
+    if options.json:
+        print(json.dumps({"machine": machine.name, "ranks": options.ranks, "techniques": rows}))
+
+
+def _effect_line(row: Mapping[str, Any], first: bool) -> str:
+    """A row of the table: bytes and seconds, each with its change from the first row."""
+    if "refused" in row:
+        return f"{row['change']:<32}  not here: {row['refused']}"
+    line = f"{row['change']:<32}"
+    if not first and all(row[share] in (None, 1) for share in _SHARES):
+        return f"{line}  changes nothing here"
+    for share, (value, unit, name) in _SHARES.items():
+        change = "" if row[share] in (None, 1) else f"{row[share] - 1:+.1%}"
+        line += f"{row[value] / unit:>9.1f} {name}{change:>8}"
+    return line.rstrip()
+
+
+def _search(options: Namespace, overrides: Sequence[str]) -> None:
     from hpc3d.config.expert_rules import wrong_experts
     from hpc3d.config.load import load
     from hpc3d.config.rules import not_there_yet, refuse, unknown_values

@@ -254,3 +254,19 @@ def test_1024_ranks_are_planned_in_twenty_seconds(tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)
     assert function_calls(str(path), "--ranks", "1024") < 30
+
+
+def test_techniques_on_the_layout_of_the_input(capsys):
+    found = planned(capsys, *SMALL, "--techniques", "--parallel.recompute", "full")
+    first, *rest = found["techniques"]
+    assert first["change"] == "as it is" and first["of_peak"] == 1
+    changes = {row["change"]: row for row in rest}
+    assert "parallel.recompute=full" not in changes
+    assert changes["parallel.recompute=selective"]["of_peak"] > 1
+    _, out, _ = plan(capsys, *SMALL, "--techniques", "--train.dtype", "float16")
+    lines = out.splitlines()
+    assert lines[0].startswith("8 ranks of h100, one change of") and "MB" in lines[3]
+    assert any("keep_dtype=bfloat16" in line and "not here: " in line for line in lines)
+    assert any(line.endswith("changes nothing here") for line in lines)
+    code, _, err = plan(capsys, *SMALL, "--techniques", "--memory", "1GB")
+    assert code == 2 and "--techniques searches no layout" in err

@@ -47,8 +47,14 @@ class AbstractCommunicator(Communicator):
             return self.pool.empty(shape, block.dtype, kind)
         return np.resize(block, shape)
 
+    def shared(self, block: Any) -> Any:
+        """A block that all ranks of a node read in one memory."""
+        if self._of_node and isinstance(block, AbstractArray):
+            block.lease.shared = True  # type: ignore[union-attr]  # it is one of a pool
+        return block
+
     def _all_gather(self, block):
-        return ready(self.like(block, (self.size * block.shape[0], *block.shape[1:])))
+        return ready(self.shared(self.like(block, (self.size * len(block), *block.shape[1:]))))
 
     def _reduce_scatter(self, block):
         copy, rows = self.placed(block), block.shape[0] // self.size
@@ -62,14 +68,12 @@ class AbstractCommunicator(Communicator):
             and block.nbytes > SMALL_SUM
             and block.size >= self.size
         )
-        if large and self._of_node:
-            total.lease.shared = True  # all members read one total
-        return Pending(lambda copy=copy: total)
+        return Pending(lambda copy=copy: self.shared(total) if large else total)
 
     def _broadcast(self, block, root):
         if not block.shape[0]:
             raise ValueError("a block whose owner is elsewhere has no shape here")
-        return ready(self.like(block, block.shape))
+        return ready(self.shared(self.like(block, block.shape)))
 
     def _reduce(self, block, root):
         copy, rows = self.placed(block), block.shape[0] * (self.rank == root)

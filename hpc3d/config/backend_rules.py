@@ -39,8 +39,20 @@ def wrong_backend(config: Config) -> Iterator[str]:
         yield "trace.clock = cpu: a GPU has no CPU time; use wall"
     if train.backend == "numpy" and config.trace.nvtx:
         yield "trace.nvtx = true: for train.backend = cupy; use false"
-    if train.dtype == "bfloat16" and not known("ml_dtypes"):
-        yield "train.dtype = bfloat16: needs ml_dtypes: python -m pip install ml_dtypes"
+    yield from _wrong_types(config)
+
+
+def _wrong_types(config: Config) -> Iterator[str]:
+    """Types of numbers that are not known here, or that save nothing."""
+    dtype, keep_dtype = config.train.dtype, config.parallel.keep_dtype
+    for key, value in (("train.dtype", dtype), ("parallel.keep_dtype", keep_dtype)):
+        if value == "bfloat16" and not known("ml_dtypes"):
+            yield f"{key} = bfloat16: needs ml_dtypes: python -m pip install ml_dtypes"
+    if keep_dtype == "bfloat16" and dtype in ("float16", "bfloat16"):
+        yield (
+            f"parallel.keep_dtype = bfloat16: train.dtype = {dtype} has as few bits; use int8, or "
+            "leave it out"
+        )
 
 
 def _wrong_graph(config: Config) -> Iterator[str]:

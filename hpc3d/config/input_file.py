@@ -109,6 +109,9 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] | tuple[int, ...] = "none"
     """what backward computes again instead of keeping it: selective the scores and softmax of
     attention, full whole blocks, a list such as [0, 1] the blocks of these numbers"""
+    keep_dtype: Literal["bfloat16", "int8"] | None = None
+    """of the activations that wait for backward, which works with rounded copies: int8 has a scale
+    per row (absent: train.dtype)"""
     schedule: str | None = None
     """the order of microbatches: {schedules} or csv:FILE (absent: none on one stage, else 1f1b)"""
 

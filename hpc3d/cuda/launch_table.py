@@ -37,6 +37,7 @@ _POINTEES = {
     "long long": "int64",
     "Word": "uint64",
     "bool": "bool",
+    "signed char": "int8",
 }
 
 

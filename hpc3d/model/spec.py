@@ -232,6 +232,7 @@ class ModelSpec:
     keep: str = "xw"
     seed: int = 0
     recompute: _Recompute = "none"
+    keep_dtype: str | None = None
     context: Context = WHOLE
     chunked: bool = False
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.model.block import Block
 from hpc3d.model.gpt2 import add_table
+from hpc3d.model.kept import KeptForm
 from hpc3d.model.layers import immediately
 
 if TYPE_CHECKING:
@@ -24,11 +25,21 @@ def _ignore(unit: str) -> None:
     """The `finished` of a backward pass that nobody waits for."""
 
 
-def _collect(saved: list[Any], micro: Microbatch, result: tuple[Any, Any]) -> Any:
-    """Y of a layer's result; what it keeps is added to `saved` if there is a backward pass."""
+def _as_it_is(kept: Any) -> Any:
+    return kept
+
+
+def _collect(
+    saved: list[Any],
+    micro: Microbatch,
+    result: tuple[Any, Any],
+    form: Callable[[Any], Any] = _as_it_is,
+) -> Any:
+    """Y of a layer's result; what it keeps is added to `saved`, in a form for the time until its
+    backward pass, if there is one."""
     y, kept = result
     if micro.training:
-        saved.append(kept)
+        saved.append(form(kept))
     return y
 
 
@@ -80,6 +91,7 @@ class Stage:
     ) -> None:
         self.mesh, self.shape, self.layout = mesh, spec.sizes, spec.splits["dense"].x
         self.dtype = parameters.dtype
+        self.kept = KeptForm(mesh, self.dtype, spec.keep_dtype)
         self.embeddings = self.head = None
         if part.first:
             self.embeddings = spec.family.first(mesh, parameters, spec, table)
@@ -105,7 +117,7 @@ class Stage:
             x = _collect(saved, micro, self.embeddings.forward(micro))
         for block in self.blocks:
             with self.mesh.trace.scope(layer=block.number):
-                x = _collect(saved, micro, block.forward(x, micro))
+                x = _collect(saved, micro, block.forward(x, micro), self.kept.rounded)
         if self.head:
             x = _collect(saved, micro, self.head.forward(x, micro))
         return x, saved
@@ -128,7 +140,7 @@ class Stage:
             defer(finished, self.head.name)
         for block in reversed(self.blocks):
             with self.mesh.trace.scope(layer=block.number):
-                dy = block.backward(dy, saved.pop(), micro, defer)
+                dy = block.backward(dy, self.kept.restored(saved.pop()), micro, defer)
             defer(finished, block.name)
         if self.embeddings:
             dy = self.embeddings.backward(dy, saved.pop(), micro, defer)

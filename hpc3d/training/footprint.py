@@ -6,8 +6,9 @@ n = b s h elements of a microbatch's block on t r ranks, L layers and a heads:
     parameters      (1 + 1 + states) e Psi / (p t), what parallel.zero shares out over r; states
                     of another type have bytes of their own.  Experts are cut over the axis e, and
                     parallel.zero shares them out over c d
-    activations     one microbatch: k n e L / (p t r), k = 16 + a s / h, 16 + a / h (chunked), 16
-                    or 1 (recompute); of a mixture of experts also its slots
+    activations     one microbatch: k n e L / (p t r), e that of parallel.keep_dtype, k = 16 +
+                    a s / h, 16 + a / h (chunked), 16 or 1 (recompute); of a mixture of experts
+                    also its slots
     logits          b s V e / (p t r), on the last stage
     batch           inputs and targets of the whole batch in int32, 8 b s, on every rank
 
@@ -26,7 +27,7 @@ from hpc3d.training.optimizer import optimizer_of
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_ITEMSIZE = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
@@ -72,8 +73,9 @@ def _activations(config: Config) -> float:
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
     kept = family.blocks_kept(sizes, config.parallel.recompute, config.chunked())
-    elements = rows * (kept + model.vocabulary)
-    return elements * _itemsize(config) / (mesh.p * mesh.replicas() * _tensor(config))
+    waiting = _ITEMSIZE[config.parallel.keep_dtype or config.train.dtype]
+    size = rows * (kept * waiting + model.vocabulary * _itemsize(config))
+    return size / (mesh.p * mesh.replicas() * _tensor(config))
 
 
 def _itemsize(config: Config) -> int:

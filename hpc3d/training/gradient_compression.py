@@ -36,12 +36,12 @@ import numpy as np
 
 from hpc3d.comm.communicator import all_of
 from hpc3d.comm.mesh import plane
-from hpc3d.model.gradient_buckets import GradientBucket
 from hpc3d.model.parameters import Parameter
 from hpc3d.ops.compression import add_at, orthonormalise, replace_columns, take_largest
 from hpc3d.ops.product import accumulate as add_to
 from hpc3d.ops.product import product
 from hpc3d.ops.random import initialise
+from hpc3d.pipeline.gradient_buckets import GradientBucket
 from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:

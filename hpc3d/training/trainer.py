@@ -11,11 +11,11 @@ import numpy as np
 
 from hpc3d.arrays.pool import value_of
 from hpc3d.model.families import family_of
-from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.pipeline.engine import Engine
+from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.pipeline.program import program_of
 from hpc3d.training import guard
 from hpc3d.training.gradient_compression import compression_of
@@ -216,6 +216,7 @@ def spec_of(config: Config, vocabulary: int) -> ModelSpec:
         config.keep(),
         config.seed,
         config.parallel.recompute,
+        config.parallel.keep_dtype,
         config.context(),
         config.chunked(),
     )

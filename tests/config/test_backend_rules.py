@@ -30,6 +30,10 @@ from tests.elided import elided
             "guard.abft_every = 5: ... train.back",
         ),
         (["--train.tf32", "true", "--train.dtype", "float16"], "train.tf32 = true: ... float32"),
+        (
+            ["--parallel.keep_dtype", "bfloat16", "--train.dtype", "float16"],
+            "parallel.keep_dtype = bfloat16: train.dtype = float16 ... int8, or leave it out",
+        ),
     ],
 )
 def test_what_a_backend_has_not_is_refused(words, line):

@@ -79,6 +79,17 @@ def test_a_rank_trains_as_with_numpy(line, launcher):
     same(found, serial(alone(line)))
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_wait_in_8_bits(recompute, launcher):
+    """A device keeps X of a norm, NumPy its rows, and so they round other numbers."""
+    line = f"{ONE} recompute={recompute} keep_dtype=int8"
+    (found,) = on_devices(line, train)
+    expected = serial(alone(line)).totals
+    np.testing.assert_allclose(found.totals[0][0], expected[0][0], rtol=2e-5)
+    np.testing.assert_allclose(found.totals, expected, rtol=0.01)
+    assert launcher.count["encode_rows"] == launcher.count["decode_rows"] > 0
+
+
 @pytest.mark.parametrize("line", some([ONE, f"d=2 zero=1 batch=8 dropout=0.25 {ONE[4:]}"], 0))
 def test_products_may_do_gelu(line, launcher):
     line = f"{line} backend=cupy fused_gelu=true"

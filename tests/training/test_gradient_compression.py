@@ -16,8 +16,8 @@ from hpc3d.checkpoints.sharded import (
 )
 from hpc3d.comm.threads import run
 from hpc3d.config.load import to_toml
-from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
+from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.tensor.layout import Layout
 from hpc3d.training.gradient_compression import CompressionSpec, GradientCompression

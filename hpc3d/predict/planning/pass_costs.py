@@ -18,12 +18,12 @@ import numpy as np
 
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import data_axes, expert_data_axes, plane, queue_of
-from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import LAYER, build
 from hpc3d.pipeline.engine import DeferredWeightGrads
+from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.gradient_compression import GradientCompression, compression_of

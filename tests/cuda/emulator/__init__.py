@@ -91,6 +91,7 @@ class Emulator:
             (ctypes.c_char_p * len(arrays))(*(name.encode() for name in arrays)),
             (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays.values())),
             (ctypes.c_size_t * len(arrays))(*(a.nbytes for a in arrays.values())),
+            (ctypes.c_size_t * len(arrays))(*(a.itemsize for a in arrays.values())),
         )
         if error:
             raise Fault(f"{expression}: {error.decode()}")

@@ -27,7 +27,6 @@ KEPT Here here = {};
 namespace {
 
 constexpr size_t STACK = 1 << 16;
-constexpr int GRANULE = 2;  // bytes whose accesses are remembered together
 constexpr int MANY = -2, NONE = -1;
 
 struct Access {
@@ -41,6 +40,7 @@ struct Cell {
 struct Array {
     const char* name;
     uintptr_t start, stop;
+    size_t element;  // bytes whose accesses are remembered together
     std::vector<Cell> cells;
 };
 
@@ -133,8 +133,8 @@ void touch(void* pointer, unsigned size, bool write, bool any_alignment = false)
     for (Array& array : m.arrays) {
         if (address < array.start || address + size > array.stop)
             continue;
-        const size_t first = (address - array.start) / GRANULE;
-        for (size_t i = first; i <= (address + size - 1 - array.start) / GRANULE; i++)
+        const size_t first = (address - array.start) / array.element;
+        for (size_t i = first; i <= (address + size - 1 - array.start) / array.element; i++)
             remember(array.cells[i], write, array.name);
         return;
     }
@@ -259,21 +259,23 @@ unsigned long long exchange(unsigned mask, unsigned long long bits, int distance
     return fiber.received;
 }
 
-// Runs the kernel on `count` named arrays of so many bytes.  The error, or null.
+// Runs the kernel on `count` named arrays of so many bytes, and elements of so many.  The error, or
+// null.
 extern "C" const char* emulate(const char* name, const unsigned* grid, const unsigned* block,
                                void** arguments, int count, const char** names, char** starts,
-                               const size_t* sizes)
+                               const size_t* sizes, const size_t* elements)
 {
     Machine& m = machine();
     m.error.clear();
     m.arrays.clear();
-    const auto add = [&](const char* called, char* start, size_t size) {
+    const auto add = [&](const char* called, char* start, size_t size, size_t element) {
         const uintptr_t from = reinterpret_cast<uintptr_t>(start);
-        m.arrays.push_back({called, from, from + size, std::vector<Cell>(size / GRANULE + 1)});
+        const size_t count = size / element + 1;
+        m.arrays.push_back({called, from, from + size, element, std::vector<Cell>(count)});
     };
     for (int i = 0; i < count; i++)
-        add(names[i], starts[i], sizes[i]);
-    add("the shared memory", &__bss_start, &_end - &__bss_start);
+        add(names[i], starts[i], sizes[i], elements[i]);
+    add("the shared memory", &__bss_start, &_end - &__bss_start, 2);
     if (!m.kernels.count(name))
         return "no such kernel";
     m.run = m.kernels[name], m.arguments = arguments;

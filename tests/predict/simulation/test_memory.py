@@ -19,6 +19,7 @@ LAYOUTS = [
         "parallel__schedule": "zb-h1",
         "parallel__microbatches": 4,
         "parallel__recompute": "selective",
+        "parallel__keep_dtype": "int8",
     },
     {"mesh__d": 2, "mesh__x": 2, "mesh__y": 2, "parallel__zero": 3},
     {"mesh__c": 4, "mesh__x": 2, "parallel__microbatches": 2, "model__sequence": 256},

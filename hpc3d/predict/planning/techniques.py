@@ -1,0 +1,86 @@
+"""What each technique that saves memory or messages saves and costs on a given layout: steps that
+are simulated with it and without."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpc3d.plain import lines_of
+from hpc3d.predict.simulation.simulator import load_resolved, simulate
+from hpc3d.predict.simulation.summary import summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.machine.machine import Machine
+
+log = logging.getLogger(__name__)
+
+# One change of an input file each.
+TECHNIQUES = (
+    ("parallel.recompute", "selective"),
+    ("parallel.recompute", "full"),
+    ("parallel.keep_dtype", "bfloat16"),
+    ("parallel.keep_dtype", "int8"),
+    ("parallel.keep_gathered", "false"),
+    ("parallel.attention", "chunked"),
+    ("parallel.zero", "1"),
+    ("parallel.zero", "2"),
+    ("parallel.zero", "3"),
+    ("train.optimizer", "sgd"),
+)
+
+
+class Effect(NamedTuple):
+    """A step with a change of the input: the peak bytes of the fullest rank, by kind as
+    `summary` has them, the bytes that a rank of stage 0 receives, and seconds; or why it is
+    `refused`."""
+
+    change: str
+    memory: dict[str, int]
+    received: int
+    seconds: float
+    refused: str = ""
+
+    def plain(self, first: Effect) -> dict[str, Any]:
+        """Plain values for `--json`, with the shares of those of the `first`."""
+        if self.refused:
+            return {"change": self.change, "refused": self.refused}
+        return {
+            "change": self.change,
+            "peak_bytes": self.memory["all"],
+            "memory": self.memory,
+            "received_bytes": self.received,
+            "step_time_s": self.seconds,
+            "of_peak": self.memory["all"] / first.memory["all"],
+            "of_received": self.received / first.received if first.received else None,
+            "of_step_time": self.seconds / first.seconds,
+        }
+
+
+def effects(
+    source: Path | str, overrides: Sequence[str], ranks: int, machine: Machine
+) -> Iterator[Effect]:
+    """That of an input as it is, and those of each technique that it does not have yet."""
+    config = load_resolved(source, overrides, ranks)
+    yield _effect("as it is", config, machine)
+    for number, (key, value) in enumerate(TECHNIQUES):
+        change = f"{key}={value}"
+        log.info("%s, %d of %d", change, number + 1, len(TECHNIQUES))
+        try:
+            changed = load_resolved(source, [*overrides, f"--{key}", value], ranks)
+            if changed != config:
+                yield _effect(change, changed, machine)
+        except ValueError as error:
+            yield Effect(change, {}, 0, 0.0, lines_of(error)[0])
+
+
+def _effect(change: str, config: Config, machine: Machine) -> Effect:
+    assert config.model.vocabulary
+    runs = simulate(config, config.model.vocabulary, machine)
+    found = summary(runs, config, machine)
+    received = sum(op["bytes"] for axis in found["bytes"].values() for op in axis.values())
+    return Effect(change, found["memory"]["worst"], received, found["step_time_s"])
