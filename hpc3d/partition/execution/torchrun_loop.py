@@ -262,6 +262,7 @@ def main(cut: CutModel) -> None:
         torch.cuda.set_device(device)
     try:
         _train(cut, options)
+        dist.barrier()  # nobody leaves while another one still sends
     finally:
         dist.destroy_process_group()
 
