@@ -30,6 +30,8 @@ TECHNIQUES = (
     ("parallel.zero", "1"),
     ("parallel.zero", "2"),
     ("parallel.zero", "3"),
+    ("parallel.compression", "powersgd"),
+    ("parallel.compression", "top-k"),
     ("train.optimizer", "sgd"),
 )
 

@@ -42,6 +42,9 @@ def test_what_they_save_and_cost(found):
     assert found["parallel.zero=3"].memory["parameter"] < 0.7 * base.memory["parameter"]
     assert found["parallel.zero=3"].received > 1.4 * base.received
     assert found["train.optimizer=sgd"].memory["optimizer"] == 0
+    for change in ("parallel.compression=powersgd", "parallel.compression=top-k"):
+        assert found[change].received < 0.5 * base.received
+        assert found[change].memory["optimizer"] > base.memory["optimizer"]
 
     kept = ["parallel.keep_dtype=int8", "parallel.keep_dtype=bfloat16", "as it is"]
     peaks = [found[change].memory["all"] for change in kept]
