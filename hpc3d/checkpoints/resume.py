@@ -208,6 +208,8 @@ def _same_layout(opened: Checkpoint, config: Config) -> bool:
     from hpc3d.checkpoints.inspect import config_of
 
     before = config_of(opened)
+    if before.train.dtype != config.train.dtype:
+        return False
     return [*before.mesh.sizes().items()] == [*config.mesh.sizes().items()] and all(
         getattr(before.parallel, key) == getattr(config.parallel, key) for key in _OF_LAYOUT
     )

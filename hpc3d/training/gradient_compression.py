@@ -150,11 +150,11 @@ def compression_of(config: Config, parameters: Parameters) -> GradientCompressio
 
 def _views(flat: Array, shapes: Iterable[Sequence[int]]) -> Iterator[Array]:
     """Blocks of these shapes, one after the other."""
-    shapes = [*shapes]
-    for (start, stop), shape in zip(
-        pairwise(accumulate(map(prod, shapes), initial=0)), shapes, strict=True
-    ):
+    start = 0
+    for shape in shapes:
+        stop = start + prod(shape)
         yield flat[start:stop].reshape(*shape)
+        start = stop
 
 
 def _turned(x: Array) -> Array:
