@@ -27,6 +27,7 @@ SIZES = {
     "parallel.ulysses": (1, MOST_RANKS),
     "parallel.microbatches": (1, MOST_PASSES),
     "parallel.chunks": (1, MOST_LAYERS),
+    "parallel.compression_rank": (1, 2**20),
     "model.layers": (1, MOST_LAYERS),
     "model.hidden": (1, 2**20),
     "model.heads": (1, 2**20),

@@ -22,6 +22,7 @@ from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.plain import Problems, lines_of
 from hpc3d.tensor.split import Split
+from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizer import MASTER
 from hpc3d.training.optimizers import optimizer_of, state_kinds
 
@@ -223,8 +224,8 @@ def inconsistencies(
     opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]], stateless: Collection[str] = ()
 ) -> Iterator[str]:
     """What cannot be in a manifest: another step than the folder's, tensors that no model of these
-    `shapes` has, and those of which there is not every element once.  Of
-    `stateless` ones there is the value alone."""
+    `shapes` has, and those of which there is not every element once.  What
+    ranks keep for themselves is of no tensor.  Of `stateless` ones there is the value alone."""
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != named(step):
         yield f"its manifest is of step {step}"
@@ -235,7 +236,8 @@ def inconsistencies(
         for kind, each in _arrays_of(name, shape, () if name in stateless else specs).items()
     }
     for name, kind in opened.sources.keys() - held.keys():
-        yield f"its model has no {name}, {kind}"
+        if kind not in OWN_STATES:
+            yield f"its model has no {name}, {kind}"
     for (name, kind), shape in held.items():
         parts = [part for _, part in opened.sources.get((name, kind), ()) if part.size]
         if fault := coverage_error(parts, whole_of(shape)):

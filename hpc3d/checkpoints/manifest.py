@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpc3d.limits import MOST_COUNT
+from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizers import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
@@ -129,7 +130,7 @@ def _check_file(file: Any) -> None:
     _require(_number(file.get("bytes")), f"{name} has no size")
     _require(isinstance(digest, str) and _DIGEST.fullmatch(digest), f"{name} has no SHA-256")
     _require(isinstance(pieces, list), f"{name} has no pieces")
-    kinds = {"value", *state_kinds()}
+    kinds = {"value", *state_kinds(), *OWN_STATES}
     for piece in pieces:
         sound = isinstance(piece, list) and len(piece) == 5 and _sound_piece(*piece, kinds)
         _require(sound, f"{name} has an invalid piece")

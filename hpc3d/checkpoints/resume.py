@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.checkpoints.sharded import Checkpoint, restore, steps_of
+from hpc3d.checkpoints.sharded import Checkpoint, restore, restore_own, steps_of
 from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.load import flat, load
 from hpc3d.config.rules import refuse, unknown_values
@@ -29,7 +29,14 @@ if TYPE_CHECKING:
 _Differs = Callable[[Checkpoint], str | None]
 
 _MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # no parameter depends on them
+# Keys of [parallel] that say which blocks a rank has, and what it keeps for its gradients.
+_OF_LAYOUT = "scheme", "split", "schedule", "chunks", "layers_per_stage", "compression"
+_OF_LAYOUT += ("compression_rank", "compression_share")
 _OF_ANOTHER = "it is of another model or optimiser"
+_ANEW = (
+    "resume: what parallel.compression left out of gradients begins at 0: the checkpoint is of "
+    "another layout or compression"
+)
 _NOTHING = "{}: no checkpoint to resume from; train anew"
 
 
@@ -167,7 +174,8 @@ def resume(
     `continued`.  An `evaluator` learns which evaluation was the best.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
-    problem = _attempt(lambda: restore(opened, trainer.parameters, trainer.optimizer))
+    owned = bool(trainer.parameters.own_states) and _same_layout(opened, trainer.config)
+    problem = _attempt(lambda: _take(opened, trainer, owned))
     if problems := _problems_of_all(job, problem):
         job.refuse(*problems)
     trainer.optimizer.steps = opened.header["updates"]
@@ -175,6 +183,8 @@ def resume(
     for line in wrong:
         say(f"resume: {line}")
     say(f"resume: step {opened.header['step']} follows {opened.folder}")
+    if trainer.parameters.own_states and not owned:
+        say(_ANEW)
     if evaluator:
         from hpc3d.checkpoints.inspect import config_of
 
@@ -183,6 +193,27 @@ def resume(
         )
     _go_on(trainer.feed.batches, opened.header)
     return opened.header["step"]
+
+
+def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
+    """Fill a trainer from a checkpoint, also with what the rank keeps for itself if that is
+    `owned` by the rank in it, too."""
+    restore(opened, trainer.parameters, trainer.optimizer)
+    if owned:
+        restore_own(opened, trainer.parameters)
+
+
+def _same_layout(opened: Checkpoint, config: Config) -> bool:
+    """Whether each rank of a run has the blocks that it had when the checkpoint was written, and
+    keeps the same for them."""
+    from hpc3d.checkpoints.inspect import config_of
+
+    before = config_of(opened)
+    if before.train.dtype != config.train.dtype:
+        return False
+    return [*before.mesh.sizes().items()] == [*config.mesh.sizes().items()] and all(
+        getattr(before.parallel, key) == getattr(config.parallel, key) for key in _OF_LAYOUT
+    )
 
 
 def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:

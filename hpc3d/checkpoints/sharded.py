@@ -3,9 +3,10 @@
     checkpoints/step-00000123/  manifest.json, rank-00000.bin, ...      checkpoints/latest
 
 A rank writes the parameters and optimiser states whose copy on it counts, each once: what it holds
-of a tensor is a few boxes of it.  The manifest, written last, has the boxes of all files and
-their SHA-256, so a reader takes what its own blocks need, wherever it lies.  A folder gets its
-name when all of it is on disk: a checkpoint is whole or not there.
+of a tensor is a few boxes of it.  What a rank alone keeps (Parameters.own_states) is a vector by
+the rank's name, for runs on the same layout.  The manifest, written last, has the boxes of all
+files and their SHA-256, so a reader takes what its own blocks need, wherever it lies.  A folder
+gets its name when all of it is on disk: a checkpoint is whole or not there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import from_host, on_host, to_host
-from hpc3d.checkpoints.block_slices import BlockSlices, box_of, boxes
+from hpc3d.checkpoints.block_slices import BlockSlices, box_of, boxes, whole_of
 from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, read_manifest, type_of
 from hpc3d.plain import why
 from hpc3d.trace.segment import naming, replacing, sync
@@ -96,6 +97,13 @@ def shares(
                 parts = own.boxes
                 size = sum(part.size for part in parts)
                 yield item.name, own.kind, parts, own.elements[:size]
+    for kind, state in parameters.own_states.items():
+        yield _rank_name(parameters), kind, [whole_of(state.shape)], state
+
+
+def _rank_name(parameters: Parameters) -> str:
+    """What stands for a tensor's name where an array is of a rank."""
+    return f"rank-{parameters.mesh.rank:05d}"
 
 
 def _own_elements(
@@ -291,6 +299,13 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
         _fill_flat(checkpoint, item.name, exact, whole)
         for own in states:
             _fill_flat(checkpoint, item.name, exact if own.kind == MASTER.name else own.kind, own)
+
+
+def restore_own(checkpoint: Checkpoint, parameters: Parameters) -> None:
+    """Fill what this rank alone keeps from a checkpoint of the same layout."""
+    for kind, state in parameters.own_states.items():
+        own = OwnElements(kind, state, whole_of(state.shape), 0, True)
+        _fill_flat(checkpoint, _rank_name(parameters), kind, own)
 
 
 def _fill_flat(checkpoint: Checkpoint, name: str, kind: str, own: OwnElements) -> None:

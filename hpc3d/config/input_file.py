@@ -95,6 +95,13 @@ class ParallelConfig:
     """the type in which gradients cross d, c and e; they are summed in float32 (absent: theirs)"""
     overlap: bool = True
     """reduce gradients along d while backward still runs"""
+    compression: Literal["none", "powersgd", "top-k"] = "none"
+    """of the gradients of matrices along d, c and e: powersgd sums factors of low rank, top-k the
+    largest elements; what is left out is added to the gradient of the next step"""
+    compression_rank: int = 4
+    """powersgd: the columns of the factors"""
+    compression_share: float = 0.01
+    """top-k: the share of a matrix that is sent"""
     microbatches: int = 1
     """parts of a batch that run one after the other; their gradients accumulate"""
     chunks: int | None = None

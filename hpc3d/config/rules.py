@@ -1,5 +1,6 @@
 """An input file made whole, or refused: what values may be.  The other rules are in size_rules,
-pipeline_rules, context_rules, expert_rules, evaluation_rules and backend_rules."""
+pipeline_rules, context_rules, expert_rules, compression_rules, evaluation_rules and
+backend_rules."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d import limits
 from hpc3d.config.backend_rules import wrong_backend
+from hpc3d.config.compression_rules import wrong_compression
 from hpc3d.config.context_rules import wrong_context
 from hpc3d.config.cuboid import enlarged_default, with_cuboid
 from hpc3d.config.evaluation_rules import wrong_evaluation
@@ -47,6 +49,7 @@ def resolve(config: Config, ranks: int, default: bool = False) -> Config:
             *wrong_experts(config),
             *wrong_parts(config),
             *wrong_pipeline(config),
+            *wrong_compression(config),
         ]
     )
     if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):

@@ -19,6 +19,7 @@ from hpc3d.cuda.cublaslt_library import Unsupported
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
+    from hpc3d.arrays.primitive import Primitive
     from hpc3d.cuda.cudnn_attention import Flash
     from hpc3d.cuda.device import DevicePool
 
@@ -53,6 +54,10 @@ class Gpu:
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
         """The pieces of a rule's work; those of one `kind` launch the same."""
         yield from pieces
+
+    def by_arrays(self, primitive: Primitive, *arrays: Array) -> None:
+        """What has no kernel, by the operations that arrays of a device have themselves."""
+        primitive.numpy(*arrays)
 
     def contiguous(self, x: Array) -> Array:
         return contiguous(x)

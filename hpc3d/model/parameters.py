@@ -160,8 +160,9 @@ class Parameters:
 
     Of what this rank updates, `matrices` are blocks of those that `whole_matrices(name, shape)`
     says, and `pieces` stretches of the others.  `owners` are the replicas that such a matrix is
-    dealt to.  Gradients of 16-bit values are summed in float32 (arXiv:1710.03740, section 3), and
-    cross the data axes in the type `reduced`.
+    dealt to.  `own_states` are flat arrays that this rank alone keeps from step to step, such as
+    what it left out of gradients.  Gradients of 16-bit values are summed in float32
+    (arXiv:1710.03740, section 3), and cross the data axes in the type `reduced`.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class Parameters:
         self.matrices: list[Any] = []
         self.by_sign: list[tuple[FlatSlices, float]] = []
         self.owners: dict[Parameter, int] = {}
+        self.own_states: dict[str, Array] = {}
 
     def add(
         self,

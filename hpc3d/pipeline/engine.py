@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import Mesh, MeshRecorder
-    from hpc3d.model.gradient_buckets import Buckets
     from hpc3d.model.microbatch import Microbatch
+    from hpc3d.pipeline.gradient_buckets import Buckets
     from hpc3d.pipeline.instruction import Instruction, Placement
     from hpc3d.pipeline.passes import Group
     from hpc3d.pipeline.stage_protocol import PipelineStage

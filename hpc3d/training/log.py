@@ -88,9 +88,10 @@ def layout_lines(config: Config) -> Iterator[str]:
     parallel, split = config.parallel, config.splits()["dense"]
     yield f"scheme {parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}"
     layers = " ".join(str(len(part)) for part in config.layers())
+    how = parallel.compression
     yield (
         f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
-        f"{layers} layers; ZeRO {parallel.zero}"
+        f"{layers} layers; ZeRO {parallel.zero}" + f"; gradients by {how}" * (how != "none")
     )
     if config.mesh.c > 1:
         yield f"context: {_context_line(config)}"

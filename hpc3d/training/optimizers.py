@@ -8,12 +8,10 @@ from hpc3d.training.adafactor import Adafactor
 from hpc3d.training.adamw_8bit import AdamW8bit
 from hpc3d.training.lion import Lion
 from hpc3d.training.muon import Muon
-from hpc3d.training.optimizer import MASTER, SGD, AdamW
+from hpc3d.training.optimizer import MASTER, SGD, AdamW, Optimizer
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
-    from hpc3d.training.muon import Muon
-from hpc3d.training.optimizer import Optimizer
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,

@@ -11,13 +11,14 @@ import numpy as np
 
 from hpc3d.arrays.pool import value_of
 from hpc3d.model.families import family_of
-from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.pipeline.engine import Engine
+from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.pipeline.program import program_of
 from hpc3d.training import guard
+from hpc3d.training.gradient_compression import compression_of
 from hpc3d.training.loss_scale import scale_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.optimizer import learning_rate
@@ -107,7 +108,7 @@ class Trainer:
 
     def sums(self, size: float) -> Buckets:
         """What sums the gradients of `parameters`, in buckets of `size` bytes."""
-        return Buckets(self.parameters, size)
+        return Buckets(self.parameters, size, compression_of(self.config, self.parameters))
 
     def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
         """The parts of the model on this rank, one per chunk, and the pipeline stage of the other

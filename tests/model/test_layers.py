@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import LayerNorm, Linear
 from hpc3d.model.parameters import Parameters
+from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.tensor.matmul import Matmul
 from hpc3d.tensor.split import Split
 from tests.model.test_parallel import ON

@@ -3,11 +3,11 @@
 import numpy as np
 
 from hpc3d.model.families import GPT2
-from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.microbatch import microbatches
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
+from hpc3d.pipeline.gradient_buckets import Buckets
 
 
 class Model:

@@ -20,7 +20,7 @@ from hpc3d.training.trainer import Trainer
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
-    from hpc3d.model.gradient_buckets import Buckets
+    from hpc3d.pipeline.gradient_buckets import Buckets
     from hpc3d.pipeline.instruction import Placement
     from hpc3d.pipeline.program import Program
 

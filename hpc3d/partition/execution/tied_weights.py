@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.comm.stage_mesh import Line, ranks_of
-from hpc3d.model.gradient_buckets import Buckets
+from hpc3d.pipeline.gradient_buckets import Buckets
 
 if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator

@@ -76,8 +76,8 @@ class Estimate(NamedTuple):
 
 class CostKey(NamedTuple):
     """What a `cost` depends on, so that it is found once: always on backend, type and scheme, on
-    the places of the tensor axes, of e and of c, and on how attention is done; on the others where
-    they are given.
+    the places of the tensor axes, of e and of c, on how attention is done and how gradients are
+    compressed; on the others where they are given.
 
     `context` are the place of c and the keys of [parallel] about sequences and attention, `keep`
     is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content` whether
@@ -92,6 +92,7 @@ class CostKey(NamedTuple):
     scheme: str
     tensor: tuple
     context: tuple
+    compression: tuple
     zero: int | None = None
     keep: bool | None = None
     recompute: str | None = None
@@ -115,6 +116,11 @@ def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
         parallel.scheme,
         tensor=tuple([place for axis, place in places.items() if axis in "exyz"]),
         context=(places[CONTEXT], parallel.context, parallel.ulysses, parallel.attention),
+        compression=(
+            parallel.compression,
+            parallel.compression_rank,
+            parallel.compression_share,
+        ),
         **values,
     )
 

@@ -9,6 +9,7 @@ from itertools import product
 from math import factorial, gcd
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpc3d.config.compression_rules import wrong_compression
 from hpc3d.config.context_rules import wrong_context
 from hpc3d.config.input_file import MeshConfig
 from hpc3d.config.pipeline_rules import wrong_pipeline
@@ -152,7 +153,8 @@ def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
     the same passes."""
     if config.mesh.replicas() == 1:
         return ((0,),)
-    return tuple(group for group in _ZEROS if not violations(_with_zero(config, group[0]), ranks))
+    allowed = [group for group in _ZEROS if not [*wrong_compression(_with_zero(config, group[0]))]]
+    return tuple(group for group in allowed if not violations(_with_zero(config, group[0]), ranks))
 
 
 def _with_zero(config: Config, zero: int) -> Config:

@@ -18,14 +18,15 @@ import numpy as np
 
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import data_axes, expert_data_axes, plane, queue_of
-from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import LAYER, build
 from hpc3d.pipeline.engine import DeferredWeightGrads
+from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
+from hpc3d.training.gradient_compression import GradientCompression, compression_of
 from hpc3d.training.microbatch_loader import DeviceCache
 from hpc3d.training.optimizers import optimizer_of
 from hpc3d.training.trainer import spec_of
@@ -244,14 +245,15 @@ class LayerSample:
         for parts in ends:
             self.add(*parts)
 
-    def add(self, *parts: LayerRange) -> tuple[Parameters, Any]:
+    def add(self, *parts: LayerRange) -> tuple[Parameters, Any, GradientCompression | None]:
         """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
         those that are there without any."""
         before = Counter(self.pool.live)
         parameters, optimizer, stages = self.built(parts)
+        compression = compression_of(self.config, parameters)
         self.held[parts] = Counter(self.pool.live) - before
         self.stages |= dict(zip(parts, stages))
-        return parameters, optimizer
+        return parameters, optimizer, compression
 
     def built(self, parts: Sequence[LayerRange]) -> tuple[Parameters, Any, list[PipelineStage]]:
         """The parameters, the optimiser and the stages of `parts`."""
@@ -333,8 +335,9 @@ class LayerSample:
         """The Pass of the sums of gradients over ranks, and that of the update, so many times of
         what is in `layers`, in buckets of at most `most` bytes, and of products of so many
         layers."""
-        with self.clock.repeated(times, most):
-            _, sums = self.measured(Buckets(self.layer[0], most).wait)
+        first, _, compression = self.layer
+        with self.clock.repeated(times, most, times):
+            _, sums = self.measured(Buckets(first, most, compression).wait)
         every, at_once = len(self.layers.layers), optimizer_of(self.config).at_once(self.mesh)
         together = max(1, min(at_once, layers // every))
         several = self.layers._replace(layers=range(together * every))

@@ -35,6 +35,8 @@ TECHNIQUES = (
     ("train.optimizer", "adafactor"),
     ("train.optimizer", "lion"),
     ("train.optimizer", "muon"),
+    ("parallel.compression", "powersgd"),
+    ("parallel.compression", "top-k"),
     ("train.optimizer", "sgd"),
 )
 

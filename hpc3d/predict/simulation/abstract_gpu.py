@@ -80,6 +80,9 @@ class AbstractGpu(Gpu):
         *batch, rows, inner = a.shape
         self.pool.meter.product(rows, b.shape[-1], inner, a.dtype, prod(batch))
 
+    def by_arrays(self, primitive: Primitive, *arrays: Any) -> None:
+        self.pool.meter.kernel(primitive.__name__, sum(array.nbytes for array in arrays))
+
     def contiguous(self, x: AbstractArray) -> AbstractArray:
         return x.made_by("copy", x)
 

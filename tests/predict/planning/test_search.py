@@ -143,7 +143,17 @@ p=4 e=2 schedule=zb-h1 zero=2 microbatches=8 model.moe_every=3 model.layers=8
 ]
 
 
-@pytest.mark.parametrize("line", strided([*LAYOUTS, *OF_LLAMA, *OF_BERT, *CUT, *MIXTURES], 3))
+COMPRESSED = """
+d=8 compression=powersgd
+d=4 x=2 scheme=1d zero=1 compression=top-k compression_share=0.1
+p=2 d=4 schedule=1f1b microbatches=4 compression=powersgd
+d=8 compression=top-k train.backend=cupy
+""".strip().splitlines()
+
+EVERY = [*LAYOUTS, *OF_LLAMA, *OF_BERT, *CUT, *MIXTURES, *COMPRESSED]
+
+
+@pytest.mark.parametrize("line", strided(EVERY, 3))
 def test_an_estimate_is_near_the_simulation(line):
     config = settled(f"{SMALL} {line}")
     found = Estimator(256, CLUSTER).estimate(config)
@@ -157,7 +167,7 @@ def test_an_estimate_is_near_the_simulation(line):
 
 def test_what_was_measured_for_one_layout_is_not_taken_for_another():
     shared = Estimator(256, CLUSTER)
-    configs = [settled(f"{SMALL} {line}") for line in (*LAYOUTS, *CUT)]
+    configs = [settled(f"{SMALL} {line}") for line in (*LAYOUTS, *CUT, *COMPRESSED)]
     together = [shared.estimate(config) for config in configs]
     assert together == [Estimator(256, CLUSTER).estimate(config) for config in configs]
 

@@ -44,6 +44,9 @@ def test_what_they_save_and_cost(found):
     assert found["train.optimizer=sgd"].memory["optimizer"] == 0
     adafactor = found["train.optimizer=adafactor"].memory["optimizer"]
     assert adafactor < 0.05 * base.memory["optimizer"]
+    for change in ("parallel.compression=powersgd", "parallel.compression=top-k"):
+        assert found[change].received < 0.5 * base.received
+        assert found[change].memory["optimizer"] > base.memory["optimizer"]
 
     kept = ["parallel.keep_dtype=int8", "parallel.keep_dtype=bfloat16", "as it is"]
     peaks = [found[change].memory["all"] for change in kept]

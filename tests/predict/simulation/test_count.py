@@ -71,11 +71,21 @@ dtype=bfloat16 e=2 x=2 y=2 z=2 microbatches=3 experts=4 top_k=2
 dtype=float32 reduce_dtype=bfloat16 p=2 d=2 schedule=1f1b microbatches=2 bucket_mb=0.01
 """.strip().splitlines()
 
+# Gradients of which replicas sum factors, or the largest elements.
+COMPRESSED = """
+d=2 microbatches=2 compression=powersgd compression_rank=3
+d=2 x=2 microbatches=2 zero=1 compression=top-k compression_share=0.1
+p=2 d=2 e=2 experts=4 schedule=1f1b microbatches=2 compression=powersgd bucket_mb=0.01
+d=2 x=2 y=2 scheme=3d-broadcast compression=powersgd compression_rank=2
+c=2 d=2 z=2 sequence=4 overlap=false compression=top-k compression_share=0.05
+""".strip().splitlines()
+
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
 LINES = [
     *strided([*MIXES, *SMALL], 11, 6),
     *strided(MIXTURES, 3),
     *NARROW,
+    *strided(COMPRESSED, 3),
     *(pytest.param(line, marks=slow) for line in MANY),
 ]
 

@@ -130,6 +130,8 @@ FOUR = {"mesh__p": 2, "mesh__d": 2, "parallel__zero": 1, "parallel__microbatches
         pytest.param(ranks, layout, id=" ".join(map(str, layout.values())))
         for ranks, layout in [
             (4, FOUR),
+            (4, FOUR | {"parallel__compression": "powersgd", "parallel__bucket_mb": 0.5}),
+            (4, FOUR | {"parallel__compression": "top-k", "parallel__compression_share": 0.1}),
             *((8, layout) for layout in LAYOUTS),
         ]
     ],

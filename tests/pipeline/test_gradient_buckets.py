@@ -6,8 +6,8 @@ import pytest
 from hpc3d.comm.communicator import Communicator, Pending, Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.comm.threads import run
-from hpc3d.model.gradient_buckets import Buckets
 from hpc3d.model.parameters import Parameters
+from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.tensor.layout import Layout
 
 

@@ -7,9 +7,9 @@ reached is alpha / beta).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,20 +22,29 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameter, Parameters
 
 
+class Compression(Protocol):
+    """What sums some gradients in its own way, such as hpc3d.training.gradient_compression."""
+
+    def takes(self, item: Parameter) -> bool: ...
+    def bucket(self, parameters: Parameters, items: Sequence[Parameter]) -> GradientBucket: ...
+
+
 class Buckets:
     """Reduces gradients over the axes where they are partial, and gathers values for ZeRO.
 
     `finished(unit)` says that a part of the model has its whole gradient; a bucket whose parts are
-    all finished is in flight from then on.
+    all finished is in flight from then on.  Gradients that `compression` takes have buckets of
+    its own.
     """
 
-    def __init__(self, parameters: Parameters, size: int) -> None:
-        self.parameters, self.mesh = parameters, parameters.mesh
+    def __init__(
+        self, parameters: Parameters, size: int, compression: Compression | None = None
+    ) -> None:
+        self.parameters, self.mesh, self.compression = parameters, parameters.mesh, compression
         summed = [item for item in parameters if item.partial]
         parted = [item for item in parameters if parameters.shared_out(item)]
         self.sums = [
-            self.bucket(GradientBucket, _OwnerSum, each)
-            for each in _make_buckets(parameters, summed, size)
+            self.sum_of(each) for each in _make_buckets(parameters, summed, size, self.compresses)
         ]
         self.gathers = [
             self.bucket(_ValueBucket, _OwnerGather, each)
@@ -47,6 +56,15 @@ class Buckets:
     def bucket(self, shared: type[Bucket], owned: type[Bucket], items: Sequence[Parameter]) -> Any:
         """A bucket of items that the replicas share out, or that one of them updates."""
         return (owned if items[0] in self.parameters.owners else shared)(self.parameters, items)
+
+    def compresses(self, item: Parameter) -> bool:
+        return self.compression is not None and self.compression.takes(item)
+
+    def sum_of(self, items: Sequence[Parameter]) -> GradientBucket:
+        """The bucket that sums the gradients of items."""
+        if self.compression and self.compresses(items[0]):
+            return self.compression.bucket(self.parameters, items)
+        return self.bucket(GradientBucket, _OwnerSum, items)
 
     def begin(self) -> None:
         """Start a new step with gradients of zero."""
@@ -228,15 +246,24 @@ class _OwnerGather(Bucket):
 
 
 def _make_buckets(
-    parameters: Parameters, items: Sequence[Parameter], size: int
+    parameters: Parameters,
+    items: Sequence[Parameter],
+    size: int,
+    apart: Callable[[Parameter], bool] = bool,
 ) -> Iterator[list[Parameter]]:
     """Lists of neighbours that are summed alike, and updated by the same replicas, each as long as
-    it stays within `size` bytes."""
+    it stays within `size` bytes; those that are `apart` are in others."""
     places, itemsize = parameters.places, parameters.wide.itemsize
     owners = parameters.owners
     for _, alike in groupby(
         items,
-        lambda item: (item.completed_last, item.partial, item.replicas, owners.get(item)),
+        lambda item: (
+            item.completed_last,
+            item.partial,
+            item.replicas,
+            owners.get(item),
+            apart(item),
+        ),
     ):
         bucket: list[Parameter] = []
         held = 0

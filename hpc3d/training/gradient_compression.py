@@ -1,0 +1,287 @@
+"""Sums of gradients over replicas in fewer bytes: of low rank, or of the largest elements.
+
+Of each matrix of a bucket member i of the d replicas has its gradient G_i[m, n].  It adds what
+was left out before, its residual: M_i = G_i + R_i.  All members get the same approximation of the
+sum of M_i, and each keeps the rest of its own as R_i, so that nothing is lost: the sum of what
+is added up over the steps and of the residuals is that of the gradients (error feedback; Stich et
+al., arXiv:1809.07599).
+
+    powersgd    P = orth(sum of M_i Q),  Q_i = M_i' P,  Q = sum of Q_i,  the sum is P Q'
+                R_i = M_i - P Q_i'                            (Vogels et al., arXiv:1905.13727)
+    top-k       each sends its k largest elements, R_i are the others
+                                                              (Lin et al., arXiv:1712.01887)
+
+P[m, r] and Q[n, r] have few columns.  Q is there from the step before, at first random numbers of
+the seed and the name.  Of a matrix with more rows than columns M is the transpose: P is then the
+shorter one, and square where r is the full rank, so that nothing is left out.
+
+Received by a member, of elements of b bytes, with k = share m n:
+
+    none        2 (1 - 1/d) m n b
+    powersgd    2 (1 - 1/d) r (m + n) b
+    top-k       (d - 1) k (b + 4)
+
+Matrices of which that is not less than without compression are summed as they are, and so are
+vectors.  Blocks of experts [m, experts, n] are as many matrices to powersgd, and one to top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpc3d.comm.communicator import all_of
+from hpc3d.comm.mesh import plane
+from hpc3d.model.parameters import Parameter
+from hpc3d.ops.compression import add_at, orthonormalise, replace_columns, take_largest
+from hpc3d.ops.product import accumulate as add_to
+from hpc3d.ops.product import product
+from hpc3d.ops.random import initialise
+from hpc3d.pipeline.gradient_buckets import GradientBucket
+from hpc3d.tensor.layout import Layout
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.config.input_file import Config
+    from hpc3d.model.parameters import Parameters
+
+OWN_STATES = RESIDUAL, FACTOR = "residual", "factor"  # the names of what a rank keeps
+_PLACE = "int32"
+
+
+class CompressionSpec(NamedTuple):
+    """How gradients are compressed: powersgd of a `rank`, or top-k of a `share` of elements."""
+
+    kind: str
+    rank: int
+    share: float
+    seed: int
+
+    def received(self, shape: Sequence[int], members: int, itemsize: int) -> float:
+        """Bytes that each of so many members receives for the sum of a matrix, or of a stack."""
+        if self.kind == "top-k":
+            return (members - 1) * self.kept(prod(shape)) * (itemsize + 4)
+        sent = self.columns(shape) * (shape[0] + shape[-1]) * prod(shape[1:-1])
+        return _whole_sum(sent, members, itemsize)
+
+    def saves(self, shape: Sequence[int], members: int, itemsize: int) -> bool:
+        """Whether these are fewer than without compression."""
+        return self.received(shape, members, itemsize) < _whole_sum(prod(shape), members, itemsize)
+
+    def columns(self, shape: Sequence[int]) -> int:
+        """The columns of P and Q."""
+        return min(self.rank, shape[0], shape[-1])
+
+    def kept(self, size: int) -> int:
+        """How many elements of a block are sent."""
+        return max(1, round(self.share * size))
+
+
+def _whole_sum(size: int, members: int, itemsize: int) -> float:
+    """Bytes that a member receives in an all-reduce."""
+    return 2 * (1 - 1 / members) * size * itemsize
+
+
+class GradientCompression:
+    """Which gradients of `parameters` are compressed, and what this rank keeps for them from step
+    to step: as `parameters.own_states`, since it is no other rank's."""
+
+    def __init__(self, parameters: Parameters, spec: CompressionSpec) -> None:
+        self.parameters, self.mesh, self.spec = parameters, parameters.mesh, spec
+        items = [item for item in parameters if self._saves(item)]
+        self.residuals = self._kept(RESIDUAL, {item: item.grad.shape for item in items})
+        if spec.kind == "powersgd":
+            self.factors = self._kept(FACTOR, {item: self._long(item.grad) for item in items})
+            for item, factor in self.factors.items():
+                self._start(item, factor)
+
+    def takes(self, item: Parameter) -> bool:
+        """Whether the gradient of a parameter is compressed."""
+        return item in self.residuals
+
+    def _saves(self, item: Parameter) -> bool:
+        """Whether it is a matrix that replicas alone sum, of which compression saves bytes."""
+        if len(item.shape) < 2 or item.partial != (plane(item.replicas),) or item.sign_rate:
+            return False
+        members, itemsize = self.mesh.count(item.replicas), self.parameters.wide.itemsize
+        return bool(item.grad.size) and self.spec.saves(item.grad.shape, members, itemsize)
+
+    def bucket(self, parameters: Parameters, items: Sequence[Parameter]) -> GradientBucket:
+        kinds = {"powersgd": _LowRankSum, "top-k": _LargestSum}
+        return kinds[self.spec.kind](parameters, items, self)
+
+    def _long(self, grad: Array) -> tuple[int, ...]:
+        return (
+            max(grad.shape[0], grad.shape[-1]),
+            *grad.shape[1:-1],
+            self.spec.columns(grad.shape),
+        )
+
+    def _kept(self, name: str, shapes: dict[Parameter, tuple[int, ...]]) -> dict[Parameter, Array]:
+        """A block of each of the `shapes`, 0 at first, in one flat array."""
+        flat = self.mesh.zeros(
+            (sum(map(prod, shapes.values())),), self.parameters.wide, "optimizer"
+        )
+        self.parameters.own_states[name] = flat
+        return dict(zip(shapes, _views(flat, shapes.values()), strict=True))
+
+    def _start(self, item: Parameter, factor: Array) -> None:
+        """Q of standard normal numbers, the same on all members."""
+        rows, columns = prod(factor.shape[:-1]), factor.shape[-1]
+        drawn = Parameter(f"{item.name}.{FACTOR}", (rows, columns), Layout("", ""), std=1.0)
+        block = slice(0, rows), slice(0, columns)
+        initialise(factor.reshape(rows, columns), drawn, self.spec.seed, block)
+
+
+def compression_of(config: Config, parameters: Parameters) -> GradientCompression | None:
+    """That of a configuration for these parameters, None where it has none."""
+    parallel = config.parallel
+    if parallel.compression == "none":
+        return None
+    how = parallel.compression_rank, parallel.compression_share
+    return GradientCompression(
+        parameters, CompressionSpec(parallel.compression, *how, config.seed)
+    )
+
+
+def _views(flat: Array, shapes: Iterable[Sequence[int]]) -> Iterator[Array]:
+    """Blocks of these shapes, one after the other."""
+    start = 0
+    for shape in shapes:
+        stop = start + prod(shape)
+        yield flat[start:stop].reshape(*shape)
+        start = stop
+
+
+def _turned(x: Array) -> Array:
+    """The transpose; of experts that of each."""
+    return x.swapaxes(0, x.ndim - 1)
+
+
+class _CompressedSum(GradientBucket):
+    """A bucket of matrices with their residuals."""
+
+    def __init__(
+        self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression
+    ) -> None:
+        super().__init__(parameters, items)
+        self.spec, self.comm = kept.spec, self.mesh.comm(self.axes[0])
+        self.residuals = [kept.residuals[item] for item in items]
+        self.kept = kept
+
+    def _add_gradients(self) -> None:
+        """Let the residuals be M."""
+        for item, residual in zip(self.items, self.residuals, strict=True):
+            add_to(residual, item.grad)
+
+
+class _LowRankSum(_CompressedSum):
+    """PowerSGD: the sum of all P of a bucket is in flight from `post` on, that of Q in `wait`."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.factors = [self.kept.factors[item] for item in self.items]
+        self.high = [each.shape[0] > each.shape[-1] for each in self.residuals]
+        self.short = [
+            (min(m.shape[0], m.shape[-1]), *q.shape[1:])
+            for m, q in zip(self.residuals, self.factors, strict=True)
+        ]
+
+    def post(self) -> None:
+        self._add_gradients()
+        sent = self._buffer(self.short)
+        for m, q, p in zip(self._matrices(), self.factors, _views(sent, self.short), strict=True):
+            self._multiply(m, q, p)
+        self.pending = self.comm.all_reduce(sent)
+
+    def wait(self) -> None:
+        bases = self._bases([*_views(self.pending.wait(), self.short)])
+        self.pending = None
+        total = self.comm.all_reduce(self._coefficients(bases)).wait()
+        for number, summed in enumerate(_views(total, self._long())):
+            self._expand(number, bases[number], summed)
+            replace_columns(self.factors[number], summed)
+
+    def _matrices(self) -> list[Array]:
+        """M of each, with no more rows than columns."""
+        both = zip(self.residuals, self.high, strict=True)
+        return [_turned(each) if high else each for each, high in both]
+
+    def _long(self) -> list[tuple[int, ...]]:
+        return [factor.shape for factor in self.factors]
+
+    def _buffer(self, shapes: Sequence[Sequence[int]]) -> Array:
+        return self.comm.buffer((sum(map(prod, shapes)),), self.parameters.wide)
+
+    def _bases(self, blocks: Sequence[Array]) -> list[Array]:
+        """Orthonormal bases of what the columns of each P span; those of one size are made
+        together, as if they were experts."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, p in enumerate(blocks):
+            alike.setdefault((p.shape[0], p.shape[-1]), []).append(number)
+        found: dict[int, Array] = {}
+        for (rows, columns), numbers in alike.items():
+            stacks = [blocks[number].reshape(rows, -1, columns) for number in numbers]
+            bases = np.concatenate(stacks, axis=1)
+            with self.mesh.trace.span("orthonormal bases"):
+                orthonormalise(bases)
+            ends = [*accumulate([stack.shape[1] for stack in stacks], initial=0)]
+            for number, (first, stop) in zip(numbers, pairwise(ends), strict=True):
+                stacked = blocks[number].ndim == 3
+                found[number] = bases[:, first:stop] if stacked else bases[:, first]
+        return [found[number] for number in range(len(blocks))]
+
+    def _coefficients(self, bases: Sequence[Array]) -> Array:
+        """This rank's Q_i of all, of which it has taken its P Q_i' off the residuals."""
+        sent = self._buffer(self._long())
+        views = _views(sent, self._long())
+        for number, (m, basis, q) in enumerate(zip(self._matrices(), bases, views, strict=True)):
+            self._multiply(_turned(m), basis, q)
+            self._expand(number, basis, q)
+            self.residuals[number] -= self.items[number].grad
+        return sent
+
+    def _expand(self, number: int, basis: Array, q: Array) -> None:
+        """Let the gradient of a matrix be P Q'."""
+        left, right = (q, basis) if self.high[number] else (basis, q)
+        self._multiply(left, _turned(right), self.items[number].grad)
+
+    def _multiply(self, a: Array, b: Array, out: Array) -> None:
+        """out = a b, of experts that of each."""
+        flops = 2 * a.size * b.shape[-1]
+        with self.mesh.trace.span("compression", "gemm", flops):
+            product(a, b, out)
+
+
+class _LargestSum(_CompressedSum):
+    """Top-k: the values and places that all members send are in flight from `post` on."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.counts = [(self.spec.kept(each.size),) for each in self.residuals]
+
+    def post(self) -> None:
+        self._add_gradients()
+        count = sum(map(prod, self.counts))
+        values = self.mesh.empty((1, count), self.parameters.wide, "communication")
+        places = self.mesh.empty((1, count), _PLACE, "communication")
+        parts = _views(values[0], self.counts), _views(places[0], self.counts)
+        with self.mesh.trace.span("largest elements"):
+            for residual, *part in zip(self.residuals, *parts, strict=True):
+                take_largest(residual.reshape(-1), *part)
+        self.pending = all_of([self.comm.all_gather(values), self.comm.all_gather(places)])
+
+    def wait(self) -> None:
+        values, places = self.pending.wait()
+        self.pending = None
+        with self.mesh.trace.span("largest elements"):
+            for item in self.items:
+                item.grad.fill(0)
+            for member in range(self.comm.size):
+                parts = _views(values[member], self.counts), _views(places[member], self.counts)
+                for item, *part in zip(self.items, *parts, strict=True):
+                    add_at(item.grad.reshape(-1), *part)
