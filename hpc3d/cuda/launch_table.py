@@ -119,7 +119,8 @@ SHAPES = {
 # The arrays that it reads before it writes them follow; of others all are one or the other.
 _DECLARATION = re.compile(
     r"// Launch: (\w+)(?: (\d+))?(?:; reads and writes ([\w, ]+))?\n"
-    r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)\)\s+(\w+)\(([^)]*)\)"
+    r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)(?:, \d+)?\)\s+"
+    r"(\w+)\(([^)]*)\)"
 )
 
 

@@ -32,7 +32,13 @@ _ASIDE = re.compile(r"trace-(\d+)\.h5")
 _TIMES = ("t_start", "t_end", "posted", "t_local")
 # Keys that input files did not have at first, with the value that says what was done without.
 ADDED = {
-    "parallel": {"context": "ring", "ulysses": 1},
+    "parallel": {
+        "context": "ring",
+        "ulysses": 1,
+        "compression": "none",
+        "compression_rank": 4,
+        "compression_share": 0.01,
+    },
     "model": {
         "norm_epsilon": 1e-5,
         "rope_theta": 10000.0,

@@ -6,9 +6,10 @@ import pytest
 from hpc3d.comm.communicator import Communicator, Pending, Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.comm.threads import run
-from hpc3d.model.parameters import Parameters
+from hpc3d.model.parameters import Parameters, no_matrix
 from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.tensor.layout import Layout
+from hpc3d.training.optimizer import is_matrix
 
 
 class Diary(Communicator):
@@ -215,7 +216,7 @@ def test_the_copies_of_a_table_get_the_sum_of_both(zero):
 
 
 @pytest.mark.parametrize("size", [0, 1e6])
-@pytest.mark.parametrize(("zero", "whole"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(("zero", "whole"), [(0, no_matrix), (1, no_matrix), (1, is_matrix)])
 @pytest.mark.parametrize("reduced", ["bfloat16", "float16"])
 def test_gradients_cross_in_16_bits_and_are_summed_in_float32(reduced, zero, whole, size):
     """Of three replicas: rounded when posted, and once more when summed."""

@@ -77,10 +77,11 @@ __device__ inline unsigned nearest(const float* levels, float x)
 
 // The same with moments in 8 bits, a block of 256 elements per block of threads (Dettmers et al.,
 // arXiv:2110.02861): scale times level [first, second][code]; a second moment above 0 has no code
-// of 0.  A thread has four elements, whose codes are one word.
+// of 0.  A thread has four elements, whose codes are one word.  Eight blocks at a time leave it 128
+// registers: with more the compiler keeps some in memory across divisions.
 // Launch: row_of 4; reads and writes master, first, first_scales, second, second_scales
 template <typename T>
-__global__ void __launch_bounds__(64)
+__global__ void __launch_bounds__(64, 8)
 adamw_8bit(T* value, float* master, const float* grad, unsigned char* first, float* first_scales,
            unsigned char* second, float* second_scales, const float* levels, const float* factors,
            double beta1, double beta2, float epsilon)
