@@ -100,7 +100,7 @@ def test_8_bit_moments_are_numpys_but_for_the_codes_that_rounding_turns(launcher
             assert far.mean() < 1e-3, name
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", some(["none", "full"], 0))
 def test_activations_wait_in_8_bits(recompute, launcher):
     """A device keeps X of a norm, NumPy its rows, and so they round other numbers."""
     line = f"{ONE} recompute={recompute} keep_dtype=int8"

@@ -148,6 +148,7 @@ def test_a_wrong_option_is_a_line(words, said, capsys):
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_check_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path):
     found = tmp_path / "found.json"
     words = ["-m", "tests.gpu", "--fake", "--quick", "--only", "sizes", "products", "--json"]

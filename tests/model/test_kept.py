@@ -18,6 +18,7 @@ from hpc3d.tensor.matmul import Saved
 from hpc3d.tensor.split import Split
 from tests.pipeline.mixes import config_of, trainer_of
 from tests.predict.simulation.test_count import counted
+from tests.strided import strided
 
 B, T, H, HEADS = 3, 4, 24, 12
 ROWS = B * T
@@ -198,7 +199,7 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", strided(LINES, 3))
 def test_predicted_is_counted(line):
     config = config_of(line)
     for ours, theirs in zip(every_rank(config, 29), counted(config), strict=True):
@@ -206,7 +207,7 @@ def test_predicted_is_counted(line):
         assert ours.flops() == theirs.flops()
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", strided(LINES, 3, 1))
 def test_forward_is_exact_and_the_loss_near(line):
     def losses(line):
         config = config_of(f"{line} steps=5 dtype=float32")

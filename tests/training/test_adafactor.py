@@ -23,6 +23,7 @@ from hpc3d.training.guard import Corrupt, ReplicaCheck
 from hpc3d.training.optimizer import is_matrix
 from tests.pipeline.mixes import alone, config_of, cover, same, train, trained_of, trainer_of
 from tests.predict.simulation.test_count import counted
+from tests.strided import strided
 from tests.training.test_optimizer import checkpoint
 
 slow = pytest.mark.slow
@@ -136,7 +137,7 @@ def elements_of(trainer):
 COUNTED = [*LAYOUTS[:3], "d=2 z=2 zero=2", "p=2 d=2 y=2 schedule=zb-h1 microbatches=4 zero=0"]
 
 
-@pytest.mark.parametrize("layout", COUNTED)
+@pytest.mark.parametrize("layout", strided(COUNTED, 3))
 def test_what_is_held_and_sent_is_predicted(layout):
     """States are rows and columns of matrices, and whole vectors."""
     config = config_of(f"{LINE} {layout}")
@@ -188,7 +189,7 @@ def test_sums_of_rows_and_columns_are_all_that_is_sent(layout):
 WAYS = ["d=2 x=2 zero=1 scheme=1d", "d=2 y=2 zero=3", "p=2 x=2 y=2 scheme=2d zero=0"]
 
 
-@pytest.mark.parametrize(("before", "after"), [*pairwise([*WAYS, WAYS[0]])])
+@pytest.mark.parametrize(("before", "after"), strided([*pairwise([*WAYS, WAYS[0]])], 3))
 def test_states_go_from_one_layout_to_another(before, after, tmp_path):
     """Three steps on one, two more on another."""
     line = LINE.replace("steps=4", "steps=5")

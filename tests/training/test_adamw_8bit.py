@@ -29,10 +29,10 @@ LEARNING = (
 LINE = "optimizer=adamw-8bit steps=2 layers=2 hidden=256 heads=4 batch=8"
 LAYOUTS = [
     "p=2 d=2 zero=1 schedule=1f1b microbatches=2 bucket_mb=0",
-    "d=2 x=2 zero=3 layers=1",
     *(
         pytest.param(line, marks=slow)
         for line in [
+            "d=2 x=2 zero=3 layers=1",
             "d=2 x=2 zero=2 scheme=1d-sequence hidden=512 layers=1 sequence=4",
             "d=3 zero=0 batch=12",
             "d=2 x=2 zero=1 scheme=1d hidden=512",
@@ -80,6 +80,7 @@ def test_a_run_holds_a_quarter_of_the_states_at_least():
     assert less == pytest.approx(count * (2 * 8 - 2 - 8 / BLOCK), rel=1e-12)
 
 
+@slow
 def test_states_go_from_one_layout_to_another(tmp_path):
     """Three steps on one, one more on another."""
     line = LINE.replace("steps=2", "steps=4")

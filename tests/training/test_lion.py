@@ -6,6 +6,7 @@ import torch
 
 from hpc3d.comm.threads import run
 from tests.pipeline.mixes import Trained, alone, config_of, cover, same, serial, train, trainer_of
+from tests.strided import strided
 
 LINE = "optimizer=lion learning_rate=0.002"
 
@@ -69,7 +70,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 3, 1))
 def test_ranks_train_as_one(layout):
     line = f"{LINE} {layout}"
     config, expected = config_of(line), without_keys_bias(serial(alone(line)))

@@ -27,6 +27,7 @@ from tests.pipeline.mixes import (
     trainer_of,
 )
 from tests.predict.simulation.test_count import counted
+from tests.strided import strided
 from tests.training.test_optimizer import checkpoint
 
 slow = pytest.mark.slow
@@ -159,7 +160,7 @@ def without_keys_bias(trained):
     return Trained(trained.totals, kept)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:6])
+@pytest.mark.parametrize("layout", strided(LAYOUTS[:6], 3, 2))
 def test_what_is_held_moved_and_computed_is_predicted(layout):
     config = config_of(f"{LINE} {layout}")
     predicted = every_rank(config, config.model.vocabulary)

@@ -84,7 +84,7 @@ SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
 LINES = [
     *strided([*MIXES, *SMALL], 11, 6),
     *strided(MIXTURES, 3),
-    *NARROW,
+    *strided(NARROW, 3, 1),
     *strided(COMPRESSED, 3),
     *(pytest.param(line, marks=slow) for line in MANY),
 ]
