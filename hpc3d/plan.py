@@ -96,7 +96,7 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     found = [*effects(options.input, overrides, options.ranks, machine)]
     rows = [each.plain(found[0]) for each in found]
     print(f"{options.ranks} ranks of {machine.name}, one change of {options.input} each\n")
-    print(f"{'change':<32}{'memory':>12}{'received':>20}{'step':>20}")
+    print(f"{'change':<32}{'memory':>14}{'received':>22}{'step':>22}")
     for number, row in enumerate(rows):
         print(one_line(_effect_line(row, number == 0)))
     if options.json:
@@ -112,7 +112,7 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
         return f"{line}  changes nothing here"
     for share, (value, unit, name) in _SHARES.items():
         change = "" if row[share] in (None, 1) else f"{row[share] - 1:+.1%}"
-        line += f"{row[value] / unit:>9.1f} {name}{change:>8}"
+        line += f"{row[value] / unit:>11,.1f} {name}{change:>8}"
     return line.rstrip()
 
 
