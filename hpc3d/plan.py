@@ -45,11 +45,14 @@ _SHARES = {
     "of_received": ("received_bytes", 1e6, "MB"),
     "of_step_time": ("step_time_s", 1e-3, "ms"),
 }
+_LEAST_CHANGE = 5e-4  # that is shown
 _FEW = 16  # ranks whose layouts are looked into one and all
 _JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
 searched, applied, and mixture as simulate has it; a layout has layout (tables of the input file),
-step_time_s, simulated, bubble, communication, axis, waits_s, peak_bytes, stage, memory"""
+step_time_s, simulated, bubble, communication, axis, waits_s, peak_bytes, stage, memory; of
+--techniques machine, ranks and techniques: change, peak_bytes, memory, received_bytes,
+step_time_s and their shares of those of the first, of_..., or refused"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,14 +91,18 @@ def plan(options: Namespace, overrides: Sequence[str]) -> None:
 def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     """Print what each technique saves and costs on the layout of the input file."""
     from hpc3d.predict.machine import machine_file
+    from hpc3d.predict.planning.ranking import shown_layout
     from hpc3d.predict.planning.techniques import effects
+    from hpc3d.predict.simulation.simulator import load_resolved
 
     if options.apply or options.memory:
         raise ValueError("--techniques searches no layout: leave --apply and --memory out")
     machine = machine_file.load(options.machine or shipped(_MACHINE))
     found = [*effects(options.input, overrides, options.ranks, machine)]
     rows = [each.plain(found[0]) for each in found]
-    print(f"{options.ranks} ranks of {machine.name}, one change of {options.input} each\n")
+    config = load_resolved(options.input, overrides, options.ranks)
+    print(f"{options.ranks} ranks of {machine.name}, one change of {options.input} each:")
+    print(one_line(shown_layout(config)), end="\n\n")
     print(f"{'change':<32}{'memory':>14}{'received':>22}{'step':>22}")
     for number, row in enumerate(rows):
         print(one_line(_effect_line(row, number == 0)))
@@ -108,10 +115,11 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
     if "refused" in row:
         return f"{row['change']:<32}  not here: {row['refused']}"
     line = f"{row['change']:<32}"
-    if not first and all(row[share] in (None, 1) for share in _SHARES):
+    changes = {share: (row[share] or 1) - 1 for share in _SHARES}
+    if not first and all(abs(change) < _LEAST_CHANGE for change in changes.values()):
         return f"{line}  changes nothing here"
     for share, (value, unit, name) in _SHARES.items():
-        change = "" if row[share] in (None, 1) else f"{row[share] - 1:+.1%}"
+        change = f"{changes[share]:+.1%}" if abs(changes[share]) >= _LEAST_CHANGE else ""
         line += f"{row[value] / unit:>11,.1f} {name}{change:>8}"
     return line.rstrip()
 

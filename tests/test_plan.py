@@ -265,7 +265,8 @@ def test_techniques_on_the_layout_of_the_input(capsys):
     assert changes["parallel.recompute=selective"]["of_peak"] > 1
     _, out, _ = plan(capsys, *SMALL, "--techniques", "--train.dtype", "float16")
     lines = out.splitlines()
-    assert lines[0].startswith("8 ranks of h100, one change of") and "MB" in lines[3]
+    assert lines[0].startswith("8 ranks of h100, one change of") and "scheme=" in lines[1]
+    assert "as it is" in lines[4] and "MB" in lines[4]
     assert any("keep_dtype=bfloat16" in line and "not here: " in line for line in lines)
     assert any(line.endswith("changes nothing here") for line in lines)
     code, _, err = plan(capsys, *SMALL, "--techniques", "--memory", "1GB")

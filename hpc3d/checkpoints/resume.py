@@ -16,6 +16,7 @@ from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.model.families import with_epsilon
 from hpc3d.plain import Problems, lines_of
 from hpc3d.training.evaluator import restored
+from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizer import FLOOR, learning_rate
 from hpc3d.training.optimizers import optimizer_of
 
@@ -35,8 +36,9 @@ _OF_LAYOUT += ("compression_rank", "compression_share")
 _OF_ANOTHER = "it is of another model or optimiser"
 _ANEW = (
     "resume: what parallel.compression left out of gradients begins at 0: the checkpoint is of "
-    "another layout or compression"
+    "another layout, type or compression"
 )
+_DROPPED = "resume: what parallel.compression left out of gradients is dropped"
 _NOTHING = "{}: no checkpoint to resume from; train anew"
 
 
@@ -94,10 +96,15 @@ def changes(run: Path, config: Config) -> list[str]:
     """A line for each setting that is not what it was in the run; what was open is no such."""
     before, now = flat(load(run / "config.toml", [], of_run=True)), flat(config)
     return [
-        f"{key} was {before[key]}, is {now[key]}"
+        f"{key} was {_written(before[key])}, is {_written(now[key])}"
         for key in now
         if before[key] not in (None, now[key])
     ]
+
+
+def _written(value: Any) -> Any:
+    """A value as an input file has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _other_share(before: float | str | None, now: float | str | None) -> Iterator[str]:
@@ -185,6 +192,8 @@ def resume(
     say(f"resume: step {opened.header['step']} follows {opened.folder}")
     if trainer.parameters.own_states and not owned:
         say(_ANEW)
+    elif not owned and any(kind in OWN_STATES for _, kind in opened.sources):
+        say(_DROPPED)
     if evaluator:
         from hpc3d.checkpoints.inspect import config_of
 

@@ -126,7 +126,7 @@ def validate(tree: dict[str, Any]) -> Config:
         for error in errors.errors():
             where = map(str, error["loc"])
             key = ".".join(part for part in where if not _KINDS.fullmatch(part))
-            by_key.setdefault(key, []).append(error)
+            by_key.setdefault(re.sub(r"\.\d+$", "", key), []).append(error)
         raise Problems(starmap(_explain, by_key.items())) from None
 
 
@@ -138,7 +138,8 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> str:
         return f"{key}: unknown key; {_hint(sections, name)}"
     found = repr(first["input"])
     found = found if len(found) < 100 else f"{found[:100]} ..."
-    reasons = [error["msg"][0].lower() + error["msg"][1:] for error in errors]
+    said = [error["msg"].replace("valid array", "list") for error in errors]
+    reasons = [each[0].lower() + each[1:] for each in said]
     also = [reason.removeprefix("input should be ") for reason in reasons[1:]]
     return f"{key}: {' or '.join([reasons[0], *also])}, not {found}; correct the value"
 

@@ -122,6 +122,7 @@ def _out_of_range(config: Config) -> Iterator[str]:
             yield f"{key} = {found}: must be at least {lowest} and below {limit}"
 
 
+_LEAST_EPSILON = 1e-30  # which is not 0 in float32
 _SCALING = "factor", "low", "high", "original"
 
 
@@ -165,8 +166,8 @@ def _wrong_constants(train: TrainConfig) -> Iterator[str]:
         if key not in CONSTANTS[train.optimizer]:
             users = " or ".join(each for each, keys in CONSTANTS.items() if key in keys)
             yield f"{name}: of train.optimizer = {users} alone; leave it out"
-        elif key == "epsilon" and not 0 < value < inf:
-            yield f"{name}: must be above 0 and finite"
+        elif key == "epsilon" and not _LEAST_EPSILON <= value < 1:
+            yield f"{name}: must be at least {_LEAST_EPSILON} and below 1"
         elif key != "epsilon" and not 0 <= value < 1:
             yield f"{name}: must be at least 0 and below 1"
 

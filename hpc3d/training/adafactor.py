@@ -8,7 +8,7 @@ without momentum.  A vector has all of its V.
 
 The means are those of the whole matrix.  Where it is cut, the sums of its rows go over the axes
 that cut its columns, those of its columns and that of R over the axes that cut its rows, and that
-of U^2 over both: along each axis all matrices in one call.  Of a block A x B a rank among g that
+of U^2 over both: along each axis two calls of all matrices.  Of a block A x B a rank among g that
 cut the columns receives 2 (1 - 1/g) (A + 1) elements, among g that cut the rows
 2 (1 - 1/g) (B + 2); of a stack of experts each counts.
 """

@@ -61,7 +61,7 @@ EDGES = {
     "train.weight_decay": [("0", "-1e-9"), ("1e9", "inf")],
     "train.beta1": [("0", "-1e-9"), ("0.999", "1")],
     "train.beta2": [("0", "-1e-9"), ("0.999", "1")],
-    "train.epsilon": [("1e-30", "0"), ("1e9", "inf")],
+    "train.epsilon": [("1e-30", "1e-31"), ("0.9", "1")],
     "train.clip": [("0", "-1e-9"), ("1e9", "inf")],
     "train.max_minutes": [("0", "-0.1"), ("1e9", "inf")],
     "guard.loss_spike_sigma": [("0", "-0.1"), ("1e9", "inf")],

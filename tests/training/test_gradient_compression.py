@@ -310,3 +310,7 @@ def test_on_other_data_axes_it_starts_anew_and_says_so(tmp_path, monkeypatch):
     assert line not in (begun / "said").read_text()
     live(begun, "alone", 5)
     assert line in (begun / "said").read_text()
+    monkeypatch.setitem(LAYOUTS, "d=2", f"{run} d=2 compression=none")
+    live(whole, "d=2", 5)
+    line = "resume: what parallel.compression left out of gradients is dropped"
+    assert line in (whole / "said").read_text()
