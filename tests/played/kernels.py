@@ -122,7 +122,9 @@ def ours(name, grid, block, held):
 
 
 def emulate(name, grid, block, held, blocks):
-    return library(kernels()[name].source).emulate(
+    kernel = kernels()[name]
+    least = 1 if any("char" in kind for kind in kernel.parameters.values()) else 2
+    return library(kernel.source).emulate(
         name.encode(),
         (ctypes.c_uint * 2)(*grid[:2]),
         (ctypes.c_uint * 2)(*block[:2]),
@@ -131,6 +133,7 @@ def emulate(name, grid, block, held, blocks):
         (ctypes.c_char_p * len(blocks))(*(b"memory of the device" for _ in blocks)),
         (ctypes.c_void_p * len(blocks))(*(start for start, _ in blocks)),
         (ctypes.c_size_t * len(blocks))(*(size for _, size in blocks)),
+        (ctypes.c_size_t * len(blocks))(*(least for _ in blocks)),
     )
 
 
