@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -213,9 +214,15 @@ class Family:
 
     def blocks_kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool) -> float:
         """What all blocks keep, as `kept`."""
+        if isinstance(recompute, str):
+            counts = {(recompute, mixes): count for mixes, count in sizes.blocks().items()}
+        else:
+            layers = range(sizes.layers)
+            counts = Counter((recompute_of(recompute, i), sizes.mixes(i)) for i in layers)
         return sum(
-            self.kept(sizes, recompute_of(recompute, layer), chunked, sizes.mixes(layer))
-            for layer in range(sizes.layers)
+            count * self.kept(sizes, how, chunked, mixes)
+            for (how, mixes), count in counts.items()
+            if count
         )
 
 
