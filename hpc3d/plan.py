@@ -181,7 +181,7 @@ def ranked(
 
 def _most_costs(ranks: int) -> int:
     """How many costs are measured, some 3 ms each."""
-    return 2500 if ranks <= _FEW else min(1300, 200 + 2 * ranks)
+    return 2500 if ranks <= _FEW else min(1250, 200 + 2 * ranks)
 
 
 def _most_effort(ranks: int) -> int:

@@ -134,18 +134,19 @@ class _WaitClock(Clock):
     def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
         begin, busy = self.now, self.busy
         super().product(m, n, k, dtype, batch)
-        self._again(self.products, begin, busy)
+        if self.products != 1:
+            self._again(self.products, begin, busy)
 
     def _again(self, times: float, begin: int, busy: int) -> None:
         """Let what was done since `begin` be done so many times in all."""
-        if times != 1:
-            self.now += round((times - 1) * (self.now - begin))
-            self.busy += round((times - 1) * (self.busy - busy))
+        self.now += round((times - 1) * (self.now - begin))
+        self.busy += round((times - 1) * (self.busy - busy))
 
     def kernel(self, name: str, nbytes: int) -> None:
         begin, busy = self.now, self.busy
         super().kernel(name, nbytes)
-        self._again(self.times, begin, busy)
+        if self.times != 1:
+            self._again(self.times, begin, busy)
 
     def cut(self, nbytes: int) -> tuple[int, float]:
         """How many calls there are, and the bytes of each."""
