@@ -197,7 +197,8 @@ def problems(folder: Path) -> list[str]:
     """A line for everything that is wrong with a checkpoint; reads all of it."""
     try:
         opened = Checkpoint(folder)
-        shapes, _ = shapes_in(opened), config_of(opened)
+        shapes = shapes_in(opened)
+        config_of(opened)  # which can be damaged, too
     except ValueError as error:
         return [str(error)]
     count = len(opened.files)

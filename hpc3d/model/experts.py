@@ -127,12 +127,10 @@ class ExpertMlps:
         count = sizes.experts.count  # type: ignore[union-attr]  # it has some
 
         def linear(part, inputs, outputs, split, std, interleaved=(1, 1)):
-            matmul, how = (
-                Matmul(mesh, split, spec.keep, stacked=True),
-                (std, part in family.biased),
-            )
-            shape = inputs, count, outputs
-            return StackedLinear(parameters, f"{name}.{part}", shape, matmul, *how, interleaved)
+            matmul = Matmul(mesh, split, spec.keep, stacked=True)
+            shape, biased = (inputs, count, outputs), part in family.biased
+            part = f"{name}.{part}"
+            return StackedLinear(parameters, part, shape, matmul, std, biased, interleaved)
 
         kinds = 1 + family.gated
         self.up = linear("up", sizes.hidden, kinds * sizes.ffn, split, sizes.std, (kinds, 1))

@@ -140,9 +140,8 @@ class WeightProduct(NamedTuple):
         return 2 * self.active
 
 
-_Recompute = (
-    str | Sequence[int]
-)  # what backward computes again, or the blocks all of which it does
+# What backward computes again of every block, or the numbers of the blocks that it computes whole.
+_Recompute = str | Sequence[int]
 
 
 def recompute_of(recompute: _Recompute, layer: int) -> str:

@@ -13,7 +13,7 @@ from hpc3d.ops.rows import row_blocks
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-MOST = 127
+_MOST = 127
 
 
 @primitive
@@ -24,7 +24,7 @@ def encode_rows(x: Array, codes: Array, scales: Array) -> None:
     """
     for rows in row_blocks(x):
         part = x[rows]
-        scales[rows] = np.maximum(part.max(1, initial=0), -part.min(1, initial=0)) / MOST
+        scales[rows] = np.maximum(part.max(1, initial=0), -part.min(1, initial=0)) / _MOST
         divisors = np.where(scales[rows] > 0, scales[rows], 1)
         with np.errstate(invalid="ignore"):
             codes[rows] = np.rint(part / divisors[:, None])

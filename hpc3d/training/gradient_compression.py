@@ -142,10 +142,10 @@ def compression_of(config: Config, parameters: Parameters) -> GradientCompressio
     parallel = config.parallel
     if parallel.compression == "none":
         return None
-    how = parallel.compression_rank, parallel.compression_share
-    return GradientCompression(
-        parameters, CompressionSpec(parallel.compression, *how, config.seed)
+    spec = CompressionSpec(
+        parallel.compression, parallel.compression_rank, parallel.compression_share, config.seed
     )
+    return GradientCompression(parameters, spec)
 
 
 def _views(flat: Array, shapes: Iterable[Sequence[int]]) -> Iterator[Array]:

@@ -260,8 +260,13 @@ class LayerSample:
         """The parameters, the optimiser and the stages of `parts`."""
         config = self.config
         kind, parallel = optimizer_of(config), config.parallel
-        how = parallel.zero, kind.WHOLE_MATRICES, parallel.reduce_dtype
-        parameters = Parameters(self.mesh, config.train.dtype, *how)
+        parameters = Parameters(
+            self.mesh,
+            config.train.dtype,
+            parallel.zero,
+            kind.WHOLE_MATRICES,
+            parallel.reduce_dtype,
+        )
         stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
         return parameters, kind(parameters, 0.0, **config.train.constants()), stages
