@@ -5,6 +5,7 @@ waited for it (Gist's delayed precision reduction, Jain et al. 2018):
 
     bfloat16   2 bytes an element
     int8       1 byte an element, and a scale of 4 bytes a row: its largest magnitude / 127
+    float8     1 byte an element, e4m3, and a scale of 4 bytes a row: its largest magnitude / 448
 
 All else that is kept, such as weights, moments and choices, stays as it is.  So does what lies in
 memory that several ranks read: it is there once for all of them, and a copy would be there once
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 # The fields of what layers save, tuples of arrays and of such tuples, that are activations.
 _ACTIVATIONS = ("x", "rows", "qkv", "probabilities", "out", "slopes", "y")
+_CODES = {"float8": "uint8"}  # the type of the array, where it is not that of its numbers
 
 
 class RoundedArray(NamedTuple):
@@ -43,7 +45,7 @@ class KeptForm:
 
     def __init__(self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None) -> None:
         self.mesh, self.dtype = mesh, np.dtype(dtype)
-        self.keep_dtype = np.dtype(keep_dtype or dtype)
+        self.keep_dtype = np.dtype(_CODES.get(keep_dtype, keep_dtype or dtype))
 
     def rounded(self, saved: Any) -> Any:
         """What was saved with its activations rounded, each once although it has two names."""
@@ -81,7 +83,7 @@ class KeptForm:
         if array is None or array.dtype != self.dtype or not writeable(array):
             return array
         codes = self.mesh.empty(array.shape, self.keep_dtype)
-        if self.keep_dtype != np.int8:
+        if self.keep_dtype.itemsize > 1:
             codes[...] = array
             return RoundedArray(codes, None)
         matrix = _matrix(contiguous(array))

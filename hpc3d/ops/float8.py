@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+_FORM = {E4M3: (3, -6), E5M2: (2, -14)}  # bits of mantissa, least exponent of normal numbers
 
 
 class Tiles(NamedTuple):
@@ -91,6 +92,29 @@ def _(x, tiles, maxima):
     return None
 
 
+@tile_maxima.cuda
+def _(gpu, x, tiles, maxima):
+    """Of rows first, then over the rows of a tile."""
+    rows, experts, columns = x.shape
+    down, _, across = maxima.shape
+    partial = maxima if tiles.height == 1 else gpu.empty((rows, experts, across), np.float32)
+    given = {"width": tiles.width, "left": tiles.left, "across": across}
+    gpu.launch(
+        "tile_row_maxima", rows * experts, columns, x=x, maxima=partial, columns=columns, **given
+    )
+    if partial is not maxima:
+        given = {"rows": rows, "columns": experts * across, "height": tiles.height}
+        gpu.launch(
+            "tile_column_maxima",
+            down * experts * across,
+            min(rows, tiles.height),
+            partial=partial,
+            maxima=maxima,
+            top=tiles.top,
+            **given,
+        )
+
+
 @primitive
 def round_tiles(x: Array, maxima: Array, tiles: Tiles, dtype: str, out: Array) -> Array:
     """out = s round(x / s), s = maxima / the largest number of a float8 `dtype`, tile by tile."""
@@ -110,4 +134,26 @@ round_tiles.narrow(round_tiles.numpy)
 
 @round_tiles.abstract
 def _(x, maxima, tiles, dtype, out):
+    return out
+
+
+@round_tiles.cuda
+def _(gpu, x, maxima, tiles, dtype, out):
+    rows, experts, columns = x.shape
+    digits, lowest = _FORM[dtype]
+    gpu.launch(
+        "round_tiles",
+        rows * experts,
+        columns,
+        x=x,
+        maxima=maxima,
+        out=out,
+        columns=columns,
+        experts=experts,
+        across=maxima.shape[2],
+        most=LARGEST[dtype],
+        digits=digits,
+        lowest=lowest,
+        **tiles._asdict(),
+    )
     return out
