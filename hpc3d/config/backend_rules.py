@@ -81,8 +81,8 @@ def _wrong_products(config: Config) -> Iterator[str]:
     if train.product_scale == "block" and keys < model.heads and ranks > 1 and uneven:
         yield (
             f"train.product_scale = block: a rank has {columns[0]} columns of queries and "
-            f"{columns[1]} of keys, not a multiple of {TILE} of each, so that blocks of [q | k | v]"
-            " would depend on the ranks; use train.product_scale = tensor"
+            f"{columns[1]} of keys, not a multiple of {TILE} of each: blocks of [q | k | v] would "
+            "depend on the ranks; use train.product_scale = tensor"
         )
 
 
