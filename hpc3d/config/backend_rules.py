@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from math import prod
 from typing import TYPE_CHECKING
 
 from hpc3d.extras import lacking
 from hpc3d.model.families import family_of
 from hpc3d.pipeline.schedule import find
-from hpc3d.tensor.rounding import TILE
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -32,6 +30,11 @@ def wrong_backend(config: Config) -> Iterator[str]:
             "train.fused_gelu = true: for train.backend = cupy, model.kind = gpt2 or bert and "
             "model.gelu = tanh; use false"
         )
+    if train.fused_gelu and train.product_dtype:
+        yield (
+            f"train.fused_gelu = true: nothing is fused to products of {train.product_dtype}; use "
+            "false"
+        )
     if train.backend == "cupy" and train.dtype == "float64":
         yield "train.dtype = float64: train.backend = cupy has no kernels for it; use float32"
     if train.backend == "cupy" and config.guard.abft_every:
@@ -51,7 +54,6 @@ def _wrong_types(config: Config) -> Iterator[str]:
     dtype, keep_dtype = config.train.dtype, config.parallel.keep_dtype
     types = {"train.dtype": dtype, "parallel.keep_dtype": keep_dtype}
     types |= {"parallel.reduce_dtype": config.parallel.reduce_dtype}
-    types |= {"train.product_dtype": config.train.product_dtype}
     for key, value in types.items():
         if value in ("bfloat16", "float8") and not known("ml_dtypes"):
             yield f"{key} = {value}: needs ml_dtypes: python -m pip install ml_dtypes"
@@ -60,30 +62,7 @@ def _wrong_types(config: Config) -> Iterator[str]:
             f"parallel.keep_dtype = bfloat16: train.dtype = {dtype} has as few bits; use int8, or "
             "leave it out"
         )
-    yield from _wrong_products(config)
     yield from _wrong_sums(config)
-
-
-def _wrong_products(config: Config) -> Iterator[str]:
-    """What products of float8 do not go with."""
-    train, model, split = config.train, config.model, config.splits()["dense"]
-    if train.product_dtype is None:
-        return
-    if train.fused_gelu:
-        yield (
-            f"train.product_dtype = {train.product_dtype}: nothing is fused to its products; use "
-            "train.fused_gelu = false"
-        )
-    ranks = prod(getattr(config.mesh, axis) for axis in split.n.split())
-    keys, width = model.kv_heads or model.heads, model.hidden // model.heads
-    columns = model.heads // ranks * width, max(1, keys // ranks) * width
-    uneven = any(count % TILE for count in columns)
-    if train.product_scale == "block" and keys < model.heads and ranks > 1 and uneven:
-        yield (
-            f"train.product_scale = block: a rank has {columns[0]} columns of queries and "
-            f"{columns[1]} of keys, not a multiple of {TILE} of each: blocks of [q | k | v] would "
-            "depend on the ranks; use train.product_scale = tensor"
-        )
 
 
 def _wrong_sums(config: Config) -> Iterator[str]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 _FORM = {E4M3: (3, -6), E5M2: (2, -14)}  # bits of mantissa, least exponent of normal numbers
+_EXPONENT = {"float32": 0xFF << 23, "float64": 0x7FF << 52}  # where its bits are
 
 
 class Tiles(NamedTuple):
@@ -51,6 +52,23 @@ def encode(x: np.ndarray, dtype: str) -> np.ndarray:
     most = LARGEST[dtype]
     with np.errstate(invalid="ignore"):  # NaN stays NaN
         return np.clip(x, -most, most).astype(dtype)
+
+
+def nearest(x: np.ndarray, dtype: str) -> np.ndarray:
+    """x, which is overwritten, as the numbers that `encode` has.
+
+    With p the power of two below |x|, numbers of d bits of mantissa have steps of p 2^-d.  Of
+    1.5 p 2^(m - d) and its neighbours a float of m bits has no others: adding that and taking it
+    away rounds to a step, ties to even.
+    """
+    (digits, lowest), most = _FORM[dtype], LARGEST[dtype]
+    np.clip(x, -most, most, out=x)
+    power = (x.view(f"i{x.itemsize}") & _EXPONENT[x.dtype.name]).view(x.dtype)
+    np.maximum(power, 2.0**lowest, out=power)
+    power *= 1.5 * 2.0 ** (np.finfo(x.dtype).nmant - digits)
+    x += power
+    x -= power
+    return x
 
 
 def divisors(maxima: np.ndarray, most: float) -> np.ndarray:
@@ -122,10 +140,12 @@ def round_tiles(x: Array, maxima: Array, tiles: Tiles, dtype: str, out: Array) -
         return out
     scales, across = divisors(maxima, LARGEST[dtype]), tiles.columns_of(x.shape[2])
     for rows in _row_blocks(x):
-        scale = scales[tiles.rows_of(rows)][:, :, across]
+        scale = scales[tiles.rows_of(rows)]
+        if scale.shape[2] > 1:
+            scale = scale.take(across, 2)
         with np.errstate(invalid="ignore"):
-            codes = encode(x[rows] / scale, dtype)
-            out[rows] = np.multiply(codes.astype(scale.dtype), scale, out=scale)
+            quotients = nearest(np.divide(x[rows], scale), dtype)
+            out[rows] = np.multiply(quotients, scale, out=quotients)
     return out
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpc3d.ops.float8 import E4M3, E5M2, LARGEST, Tiles, encode, round_tiles, tile_maxima
+from hpc3d.ops.float8 import E4M3, E5M2, LARGEST, Tiles, encode, nearest, round_tiles, tile_maxima
 
 KINDS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
@@ -18,6 +18,10 @@ def test_numbers_are_those_of_torch(dtype):
     most = LARGEST[dtype]
     wanted = torch.tensor(x).clamp(-most, most).to(KINDS[dtype]).view(torch.uint8).numpy()
     np.testing.assert_array_equal(encode(x, dtype).view(np.uint8), wanted)
+    for wide in (x, x.astype(np.float64)):
+        np.testing.assert_array_equal(
+            nearest(wide.copy(), dtype), encode(wide, dtype).astype(wide.dtype)
+        )
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -25,6 +29,8 @@ def test_beyond_the_largest_is_the_largest_and_nan_is_nan(dtype):
     most = LARGEST[dtype]
     found = encode(np.array([2 * most, -np.inf, np.nan], np.float32), dtype).astype(float)
     np.testing.assert_array_equal(found, [most, -most, np.nan])
+    beyond = np.array([2 * most, -np.inf, np.nan])
+    np.testing.assert_array_equal(nearest(beyond, dtype), [most, -most, np.nan])
 
 
 def rounded(x, tiles, dtype=E4M3):
