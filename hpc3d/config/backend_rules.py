@@ -35,6 +35,8 @@ def wrong_backend(config: Config) -> Iterator[str]:
             f"train.fused_gelu = true: nothing is fused to products of {train.product_dtype}; use "
             "false"
         )
+    if config.torch.factory and train.product_dtype:
+        yield f"train.product_dtype = {train.product_dtype}: not for torch modules; leave it out"
     if train.backend == "cupy" and train.dtype == "float64":
         yield "train.dtype = float64: train.backend = cupy has no kernels for it; use float32"
     if train.backend == "cupy" and config.guard.abft_every:

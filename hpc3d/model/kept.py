@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 # The fields of what layers save, tuples of arrays and of such tuples, that are activations.
 _ACTIVATIONS = ("x", "rows", "qkv", "probabilities", "out", "slopes", "y")
-_CODES = {"float8": "uint8"}  # the type of the array, where it is not that of its numbers
 
 
 class RoundedArray(NamedTuple):
@@ -45,7 +44,7 @@ class KeptForm:
 
     def __init__(self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None) -> None:
         self.mesh, self.dtype = mesh, np.dtype(dtype)
-        self.keep_dtype = np.dtype(_CODES.get(keep_dtype, keep_dtype or dtype))
+        self.keep_dtype = np.dtype(np.uint8 if keep_dtype == "float8" else keep_dtype or dtype)
 
     def rounded(self, saved: Any) -> Any:
         """What was saved with its activations rounded, each once although it has two names."""

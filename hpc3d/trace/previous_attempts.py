@@ -151,7 +151,8 @@ def work(config: str) -> Any:
         parts = [
             ADDED.get(name, {}) | tree.get(name, {}) for name in ("mesh", "parallel", "model")
         ]
-        return [*parts, train.get("batch"), train.get("dtype"), clock]
+        products = train.get("product_dtype"), train.get("product_scale", "block")
+        return [*parts, train.get("batch"), train.get("dtype"), *products, clock]
     except (ValueError, TypeError, AttributeError):
         return config
 

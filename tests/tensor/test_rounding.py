@@ -91,7 +91,7 @@ BLOCKS = [
         "p=2 d=2 x=2 schedule=zb-h1 microbatches=4 zero=3 scheme=1d-sequence",
         "c=2 x=2 z=2 schedule=none microbatches=2 sequence=4 kind=bert recompute=full",
         "e=2 d=2 y=2 schedule=none microbatches=1 experts=4 top_k=2 shared_experts=1 zero=1",
-        "d=2 z=2 schedule=none microbatches=2 zero=2 scheme=3d x=1 y=1 kind=llama kv_heads=4 ffn=240",
+        "d=2 z=2 microbatches=2 zero=2 scheme=3d x=1 y=1 kind=llama kv_heads=4 ffn=240",
         "x=2 y=2 schedule=none microbatches=2 scheme=2d recompute=selective dropout=0.25",
     )
 ]
