@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 class CostMeter:
     """Who is notified of what is computed: nobody.  Times of a machine are in simulated_clock.py.
 
-    `widest` is the widest head that the machine's fused attention takes.
+    `widest` is the widest head that the machine's fused attention takes, and `float8` says whether
+    its rates of products have one of float8.
     """
 
     widest = 128
+    float8 = False
 
     def product(self, m: int, n: int, k: int, dtype: DTypeLike, batch: int = 1) -> None:
         """`batch` products [m, k] [k, n]."""

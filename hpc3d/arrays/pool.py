@@ -94,10 +94,11 @@ def lent(lease: Lease, dtype: np.dtype) -> np.ndarray:
 class Pool:
     """The arrays of one rank, with the bytes that are live and their peak, by kind.
 
-    Where they are `on_device`, one call of a product also adds biases, residuals and gradients.
+    Where they are `on_device`, one call of a product also adds biases, residuals and gradients; a
+    device with `float8` multiplies numbers of 8 bits with one scale for each matrix.
     """
 
-    on_device = False
+    on_device = float8 = False
     device: Any = "cpu"  # where they are
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from hpc3d.cuda.cublaslt_library import (
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
 if TYPE_CHECKING:
-    pass
+    from hpc3d.ops.float8 import Coded
 
 # How cuBLASLt may add the parts of a sum that it splits: in any way, or not in the type of out.
 _ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2
@@ -86,6 +86,25 @@ class Lt:
             plan = self.plans[key] = self.planned(key, vector, matrix)
         plan.point(vector, matrix)
         self.run(plan, a, b, out, add, scale)
+
+    def coded_product(self, a: Coded, b: Coded, out: Any) -> None:
+        """out[m, n] = a[m, k] b[k, n] of matrices in float8 (hpc3d.ops.float8.Coded), summed in
+        float32: a lies as [m, k] and b as [n, k], the only way that cuBLASLt takes them, with m, k
+        and n multiples of 16.  Out is float32, float16 or bfloat16.
+
+        Raises Unsupported, before anything is written, where there is no kernel.
+        """
+        if not (a.size and b.size):
+            return _without_terms(b, out, None, None, None, None)
+        left, right = a.codes, b.codes.T
+        factors = operand_of(left, a.kind), operand_of(right, b.kind)
+        key = (*factors, operand_of(out), *[None] * 5)
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.plans[key] = self.planned(key, None, None)
+        plan.set("A_SCALE_POINTER", b.scale.data.ptr)
+        plan.set("B_SCALE_POINTER", a.scale.data.ptr)
+        self.run(plan, left, right, out, None, 1.0)
 
     def planned(self, key: tuple[tuple | None, ...], vector: Any, matrix: Any) -> ProductPlan:
         """A new plan with its algorithm, for which the alignment of every address matters."""

@@ -60,6 +60,8 @@ _ATTRIBUTES = {
         "EPILOGUE_AUX_POINTER": (11, c_uint64),
         "EPILOGUE_AUX_LD": (12, c_int64),
         "EPILOGUE_AUX_BATCH_STRIDE": (13, c_int64),
+        "A_SCALE_POINTER": (17, c_uint64),
+        "B_SCALE_POINTER": (18, c_uint64),
         "BIAS_DATA_TYPE": (26, c_int32),
     },
     "MatrixLayout": {"BATCH_COUNT": (5, c_int32), "STRIDED_BATCH_OFFSET": (6, c_int64)},

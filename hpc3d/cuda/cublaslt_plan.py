@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hpc3d.cuda.cublaslt_library import Library
 
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
+_FLOAT8 = {"float8_e4m3fn": 28, "float8_e5m2": 29}
+_MULTIPLE = 16  # of the sizes of matrices of float8
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32 = 68, 77  # cublasComputeType_t
 
 _ROLES = ("a", "b", "out", "add", "bias", "bias_grad", "gelu_input", "gelu_at")
@@ -42,7 +44,7 @@ class Operand(NamedTuple):
 
     @property
     def type(self) -> int:
-        return _TYPES[self.dtype.name]
+        return (_TYPES | _FLOAT8)[self.dtype.name]
 
     @property
     def steps(self) -> list[int]:
@@ -68,12 +70,13 @@ class Operand(NamedTuple):
         )
 
 
-def operand_of(array: Any) -> tuple | None:
-    """An Operand as a tuple, None of None."""
+def operand_of(array: Any, dtype: str | None = None) -> tuple | None:
+    """An Operand as a tuple, None of None; bits of 8 may be those of another `dtype`."""
     if array is None:
         return None
     address = array.data.ptr | 256
-    return array.shape, array.strides, array.dtype, address & -address
+    kind = np.dtype(dtype) if dtype else array.dtype
+    return array.shape, array.strides, kind, address & -address
 
 
 class ProductPlan:
@@ -149,9 +152,24 @@ def _check_shapes(given: Mapping[str, Operand]) -> None:
 
 def _check_types(given: Mapping[str, Operand]) -> None:
     a, b, out = (given[role].dtype.name for role in ("a", "b", "out"))
+    if a in _FLOAT8:
+        return _check_float8(given["a"], given["b"])
     if a != b or a not in _TYPES or out not in (a, "float32"):
         raise ValueError(
             f"{out} = {a} x {b}: both factors are {' or '.join(_TYPES)}, out is so or float32"
+        )
+
+
+def _check_float8(a: Operand, b: Operand) -> None:
+    """Where k is not along the rows of both, cuBLASLt has nothing: here that is a mistake."""
+    assert b.dtype.name in _FLOAT8 and not a.columns()[0] and b.columns()[0], (a, b)
+    if a.dtype.name == b.dtype.name == "float8_e5m2":
+        raise Unsupported("cuBLASLt has no product of two matrices of e5m2")
+    sizes = *a.shape, b.shape[1]
+    if any(size % _MULTIPLE for size in sizes):
+        raise Unsupported(
+            f"cuBLASLt multiplies [{sizes[0]}, {sizes[1]}] and [{sizes[1]}, {sizes[2]}] in float8 "
+            f"only where all sizes are multiples of {_MULTIPLE}"
         )
 
 

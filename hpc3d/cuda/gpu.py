@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from hpc3d.arrays.primitive import Primitive
     from hpc3d.cuda.cudnn_attention import Flash
     from hpc3d.cuda.device import DevicePool
+    from hpc3d.ops.float8 import Coded
 
 WORKSPACE = 32 << 20  # bytes that cuBLASLt may take for a product, as NVIDIA advises for Hopper
 
 
 class Gpu:
     """`launch(name, rows, columns, **arguments)` starts a kernel (kernel_loader.Kernels),
-    `multiply` is Lt.product, `flash` a Flash or None, `empty(shape, dtype)` an array of the
-    device, `bring(array)` one with a host's values."""
+    `multiply` is Lt.product and `coded` Lt.coded_product, `flash` a Flash or None, `empty(shape,
+    dtype)` an array of the device, `bring(array)` one with a host's values."""
 
     def __init__(
         self,
@@ -38,9 +39,10 @@ class Gpu:
         flash: Flash | None,
         empty: Callable[..., Any],
         bring: Callable[[np.ndarray | float], Any],
+        coded: Callable[..., None] | None = None,
     ) -> None:
         self.launch, self.multiply, self.flash = launch, multiply, flash
-        self.empty, self.bring = empty, bring
+        self.empty, self.bring, self.coded = empty, bring, coded
         self.unsupported = set()
 
     def strips(self, rows: int) -> int:
@@ -67,6 +69,13 @@ class Gpu:
             self.multiply(a, b, out, **epilogue)
         except Unsupported as error:
             raise ValueError(f"train.fused_gelu = true: {error}; use false") from None
+
+    def multiply_coded(self, a: Coded, b: Coded, out: Array) -> None:
+        assert self.coded
+        try:
+            self.coded(a, b, out)
+        except Unsupported as error:
+            raise ValueError(f"train.product_scale = tensor: {error}; use block") from None
 
     def multiply_with(
         self, a: Array, b: Array, out: Array, add: Array | None, **epilogue: Any
@@ -102,7 +111,7 @@ def use(pool: DevicePool, tf32: bool = False) -> str:
     if not missing:
         flash = Flash(pool.empty, device.compute.ptr, device.capability)
     empty = partial(pool.empty, kind="workspace")
-    gpu = Gpu(Kernels(), lt.product, flash, empty, pool.bring)
+    gpu = Gpu(Kernels(), lt.product, flash, empty, pool.bring, lt.coded_product)
     gpu.workspace = workspace  # lt has its address alone
     add_gpu(device.array_type, gpu)
     return f"attention by products: no {missing}" if missing else "attention by cuDNN"

@@ -10,11 +10,12 @@ that is not finite is not finite as a whole, or has NaN where that was.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.primitive import primitive
+from hpc3d.ops.product import product
 from hpc3d.ops.rows import row_blocks
 
 if TYPE_CHECKING:
@@ -177,3 +178,72 @@ def _(gpu, x, maxima, tiles, dtype, out):
         **tiles._asdict(),
     )
     return out
+
+
+class Coded(NamedTuple):
+    """A matrix for the product of a GPU that has float8: the bits of numbers of a float8 `kind`,
+    `codes` uint8 row by row, times a `scale` [1], or its transpose where it is `turned`.  What is
+    made of it has the type `dtype`."""
+
+    codes: Array
+    scale: Array
+    kind: str
+    dtype: np.dtype
+    turned: bool = False
+
+    @property
+    def T(self) -> Coded:
+        return self._replace(turned=not self.turned)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape[::-1] if self.turned else self.codes.shape
+
+    @property
+    def size(self) -> int:
+        return self.codes.size
+
+
+@primitive
+def encode_tensor(x: Array, largest: Array, kind: str, codes: Array, scale: Array) -> None:
+    """codes = round(x / scale) of a matrix, scale[1] = `largest`, max |x|, over that of `kind`."""
+    scale[...] = divisors(largest.reshape(1), LARGEST[kind])
+    with np.errstate(invalid="ignore"):
+        codes[...] = encode(x / scale, kind).view(np.uint8)
+
+
+@encode_tensor.abstract
+def _(x, largest, kind, codes, scale):
+    return None
+
+
+@encode_tensor.cuda
+def _(gpu, x, largest, kind, codes, scale):
+    digits, lowest = _FORM[kind]
+    form = {"most": LARGEST[kind], "digits": digits, "lowest": lowest}
+    given = {"x": x, "largest": largest, "codes": codes, "scale": scale, "size": x.size}
+    gpu.launch("encode_tensor", 1, x.size, **given, **form)
+
+
+@primitive
+def multiply_coded(out: Array, a: Coded, b: Coded) -> Array:
+    """out[m, n] = a[m, k] b[k, n]: on devices alone."""
+    raise NotImplementedError
+
+
+@multiply_coded.cuda
+def _(gpu, out, a, b):
+    """Tensor cores want the sum along the rows of both factors as they lie: a as [m, k], b as
+    [n, k]."""
+    gpu.multiply_coded(_lying(gpu, a, False), _lying(gpu, b, True), out)
+    return out
+
+
+def _lying(gpu: Any, matrix: Coded, turned: bool) -> Coded:
+    """The same matrix with codes that are turned, or not."""
+    if matrix.turned == turned:
+        return matrix
+    return matrix._replace(codes=gpu.contiguous(matrix.codes.T), turned=turned)
+
+
+product.register(Coded, lambda a, b, out: multiply_coded(out, a, b))

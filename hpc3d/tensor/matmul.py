@@ -103,11 +103,14 @@ class Matmul:
         self.dw_is_complete = fused and self.complete("m")
         self.is_local = self.y_is_complete and self.dw_is_complete and self.complete("n")
         self.scales = scales
+        self.coded = scales == "tensor" and mesh.pool.float8 and not (split.panels or stacked)
 
     @cached_property
     def rounded(self) -> Operands:
         """How X, W and dY are rounded."""
-        return rounded_operands(self.mesh, self.scales, **self.cuts()) if self.scales else EXACT
+        if self.scales is None:
+            return EXACT
+        return rounded_operands(self.mesh, self.scales, self.coded, **self.cuts())
 
     def cuts(self) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
         """The axes that cut the rows and those that cut the columns of what is rounded."""

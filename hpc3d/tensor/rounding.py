@@ -15,10 +15,20 @@ tiles of 128 tokens, as DeepSeek-V3 has them there, would depend on how a batch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from hpc3d.arrays.narrow import wide
-from hpc3d.ops.float8 import E4M3, E5M2, Tiles, round_tiles, tile_maxima
+from hpc3d.ops.float8 import (
+    E4M3,
+    E5M2,
+    Coded,
+    Tiles,
+    encode_tensor,
+    round_tiles,
+    tile_maxima,
+)
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -48,12 +58,15 @@ def _as_it_is(block: Array) -> Array:
 EXACT = Operands(_as_it_is, _as_it_is, _as_it_is)
 
 
-def rounded_operands(mesh: Mesh, scales: str, **cuts: tuple[Sequence[str], Sequence[str]]):
+def rounded_operands(
+    mesh: Mesh, scales: str, coded: bool, **cuts: tuple[Sequence[str], Sequence[str]]
+) -> Operands:
     """Operands of float8 by `scales`, block or tensor; `cuts` are the axes that cut the rows and
-    those that cut the columns of each."""
+    those that cut the columns of each.  `coded` ones are multiplied as float8, too."""
+    kind = Coding if coded else Rounding
     return Operands(
         **{
-            name: Rounding(mesh, _TYPES[name], _TILES[scales][name], axes)
+            name: kind(mesh, _TYPES[name], _TILES[scales][name], axes)
             for name, axes in cuts.items()
         }
     )
@@ -95,12 +108,16 @@ class Rounding:
         stack = block if block.ndim == 3 else block.reshape(len(block), 1, -1)
         rows, columns = map(self._dim, (len(stack), stack.shape[2]), self.tiles, self.cuts)
         tiles = Tiles(rows.extent, columns.extent, rows.offset, columns.offset)
-        out = self.mesh.empty(stack.shape, stack.dtype, "workspace")
         with self.mesh.trace.span("round"):
             maxima = self._maxima(stack, tiles)
         maxima = self._of_all_ranks(maxima, rows, columns)
         with self.mesh.trace.span("round"):
-            return round_tiles(stack, maxima, tiles, self.dtype, out).reshape(block.shape)
+            return self.rounded(stack, maxima, tiles, block.shape)
+
+    def rounded(self, stack: Array, maxima: Array, tiles: Tiles, shape: Sequence[int]) -> Any:
+        """The copy, of `shape`."""
+        out = self.mesh.empty(stack.shape, stack.dtype, "workspace")
+        return round_tiles(stack, maxima, tiles, self.dtype, out).reshape(shape)
 
     def _dim(self, size: int, extent: int, axes: list[str]) -> _Dim:
         count = self.mesh.count(axes)
@@ -130,3 +147,13 @@ class Rounding:
         for axis in shared:
             message = self.mesh.comm(axis).all_reduce(message, "max").wait()
         return message[rows.tiles, :, columns.tiles]
+
+
+class Coding(Rounding):
+    """Rounds a matrix with one scale to what a GPU multiplies as float8."""
+
+    def rounded(self, stack: Array, maxima: Array, tiles: Tiles, shape: Sequence[int]) -> Coded:
+        codes = self.mesh.empty(shape, np.uint8, "workspace")
+        scale = self.mesh.empty((1,), np.float32, "workspace")
+        encode_tensor(stack.reshape(*shape), maxima, self.dtype, codes, scale)
+        return Coded(codes, scale, self.dtype, stack.dtype)

@@ -156,6 +156,18 @@ class Launcher:
         self.products[rows, b.shape[-1], inner, a.dtype.name, prod(batch)] += 1
         do(lambda: multiply(a, b, out, (bias, add), **fused))
 
+    def multiply_coded(self, a, b, out):
+        """What Lt.coded_product does."""
+        assert not a.turned and b.turned and not any(size % 16 for size in (*a.shape, *b.shape))
+        self.count["coded product"] += 1
+        do(lambda: multiply(decoded(a), decoded(b), out, ()))
+
+
+def decoded(matrix):
+    """A matrix in float8 as it is."""
+    codes = plain(matrix.codes).view(matrix.kind).astype(np.float32) * plain(matrix.scale)
+    return codes.T if matrix.turned else codes
+
 
 def multiply(a, b, out, terms, bias_grad=None, gelu_input=None, gelu_at=None):
     """out = a b + terms, summed in float32; the sums of b's rows; GELU of out or its gradient."""
@@ -204,7 +216,8 @@ def kept(array, dtype):
 
 def register(launcher, flash=None):
     """Let CudaArray take the rules."""
-    add_gpu(CudaArray, Gpu(launcher, launcher.multiply, flash, empty, CudaPool().bring))
+    bring, coded = CudaPool().bring, launcher.multiply_coded
+    add_gpu(CudaArray, Gpu(launcher, launcher.multiply, flash, empty, bring, coded))
     writeable.register(CudaArray, lambda array: True)
     for function in (to_host, on_host):
         function.register(CudaArray, copied)

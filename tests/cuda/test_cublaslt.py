@@ -10,6 +10,7 @@ import pytest
 from hpc3d.cuda.cublaslt import Lt
 from hpc3d.cuda.cublaslt_library import Unsupported
 from hpc3d.cuda.gpu import Gpu
+from hpc3d.ops.float8 import E4M3, E5M2, Coded, multiply_coded
 from hpc3d.ops.gelu import gelu_tanh
 from hpc3d.ops.product import accumulate_product, product
 from tests.fakes.fake_cublaslt import FakeLt
@@ -399,3 +400,62 @@ def test_a_stack_without_rows(lt):
     grad.fill(2)
     accumulate_product.cuda_rule(gpu, grad, a.T, placed((0, 3, N), np.float32))
     assert (exact(grad) == 2).all()
+
+
+class Turning(Gpu):
+    """A device that copies what is to lie otherwise."""
+
+    def __init__(self, lt):
+        super().__init__(None, lt.product, None, None, None, lt.coded_product)
+
+    def contiguous(self, x):
+        copy = placed(x.shape, x.dtype)
+        copy[...] = x
+        return copy
+
+
+def coded(shape, kind, dtype, scale=1.0, turned=False):
+    """A matrix in float8, and its numbers."""
+    codes, scales = placed(shape[::-1] if turned else shape, np.uint8), placed((1, 1), np.float32)
+    draw = np.random.default_rng(len(kind)).standard_normal(codes.shape).astype(kind)
+    codes[...], scales[...] = draw.view(np.uint8).view(DeviceArray), scale
+    wide = draw.astype(np.float64) * scale
+    return Coded(codes, scales.reshape(1), kind, dtype, turned), wide.T if turned else wide
+
+
+@pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize("dtype", [np.dtype("f4"), np.dtype("f2"), BF16])
+def test_matrices_in_float8(lt, kinds, dtype):
+    """However the factors lie: those that lie otherwise are turned first."""
+    gpu, out = Turning(lt), placed((32, 48), dtype)
+    for turned in itertools.product((False, True), repeat=2):
+        a, left = coded((32, 64), kinds[0], dtype, 0.5, turned[0])
+        b, right = coded((64, 48), kinds[1], dtype, 0.25, turned[1])
+        assert (a.shape, b.shape) == ((32, 64), (64, 48))
+        multiply_coded.cuda_rule(gpu, out, a, b)
+        wanted, unit = left @ right, ROUNDING[dtype.name]
+        np.testing.assert_allclose(exact(out), wanted, rtol=unit, atol=8 * unit)
+    assert len(lt.plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "why"),
+    [
+        ((32, 64, 24), (E4M3, E4M3), "multiples of 16"),
+        ((8, 64, 16), (E4M3, E5M2), "multiples of 16"),
+        ((16, 16, 16), (E5M2, E5M2), "no product of two matrices of e5m2"),
+    ],
+)
+def test_what_has_no_kernel_in_float8_names_the_key(lt, sizes, kinds, why):
+    m, k, n = sizes
+    (a, _), (b, _) = coded((m, k), kinds[0], BF16), coded((k, n), kinds[1], BF16)
+    with pytest.raises(ValueError, match=f"train.product_scale = tensor: .*{why}.*; use block"):
+        multiply_coded.cuda_rule(Turning(lt), placed((m, n), BF16), a, b)
+
+
+def test_sums_of_no_terms_in_float8(lt):
+    (a, _), (b, _) = coded((16, 0), E4M3, BF16), coded((0, 16), E4M3, BF16)
+    out = placed((16, 16), BF16)
+    out.fill(np.nan)
+    multiply_coded.cuda_rule(Turning(lt), out, a, b)
+    assert not exact(out).any()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.ops.float8 import E4M3, E5M2, Tiles, round_tiles, tile_maxima
+from hpc3d.ops.float8 import E4M3, E5M2, Tiles, encode_tensor, round_tiles, tile_maxima
 from hpc3d.ops.row_codes import decode_rows, encode_rows
 
 CASES = [
@@ -41,6 +41,21 @@ def test_tiles(shape, tiles, dtype, odd, real, emulate):
     np.testing.assert_array_equal(maxima, expected)
     back = round_tiles(wide, expected, tiles, dtype, np.empty_like(wide))
     np.testing.assert_array_equal(real.back(out), real.back(real.cast(back)))
+
+
+@pytest.mark.parametrize("odd", [0, np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_codes_of_a_tensor(dtype, odd, real, emulate):
+    rng = np.random.default_rng(4)
+    x = real.cast((rng.standard_normal(999) * 10.0 ** rng.integers(-5, 3, 999)).astype(np.float32))
+    x[7] = real.cast(np.full(1, odd, np.float32))[0]
+    wide, most = real.back(x), np.full((1, 1, 1), np.abs(real.back(x)).max(), np.float32)
+    found, expected = ((np.empty(999, np.uint8), np.empty(1, np.float32)) for _ in range(2))
+    encode_tensor.cuda_rule(OnHost(emulate), x, most, dtype, *found)
+    encode_tensor(wide, most, dtype, *expected)
+    np.testing.assert_array_equal(found[1], expected[1])
+    numbers = [codes.view(dtype).astype(np.float32) for codes, _ in (found, expected)]
+    np.testing.assert_array_equal(*numbers)
 
 
 @pytest.mark.parametrize("size", [(0, 5), (1, 1), (3, 7), (2, 64), (3, 1100)])

@@ -21,13 +21,20 @@ STATUSES = {
     INTERNAL_ERROR: b"CUBLAS_STATUS_INTERNAL_ERROR",
     NOT_SUPPORTED: b"CUBLAS_STATUS_NOT_SUPPORTED",
 }
-R_32F, R_16F, R_16BF = 0, 2, 14
-DTYPES = {R_32F: np.float32, R_16F: np.float16, R_16BF: ml_dtypes.bfloat16}
+R_32F, R_16F, R_16BF, E4M3, E5M2 = 0, 2, 14, 28, 29
+DTYPES = {
+    R_32F: np.float32,
+    R_16F: np.float16,
+    R_16BF: ml_dtypes.bfloat16,
+    E4M3: ml_dtypes.float8_e4m3fn,
+    E5M2: ml_dtypes.float8_e5m2,
+}
 # A, B, C and D of computations in float32 (cublasLtMatmul, table of types).
 TAKEN = {(R_32F, R_32F), (R_16F, R_16F), (R_16F, R_32F), (R_16BF, R_16BF), (R_16BF, R_32F)}
 
 COMPUTE_TYPE, SCALE_TYPE, TRANSA, TRANSB, EPILOGUE, BIAS, BIAS_STRIDE = 0, 1, 3, 4, 7, 8, 10
 AUX, AUX_LD, AUX_STRIDE, AUX_TYPE, BIAS_TYPE = 11, 12, 13, 22, 26
+A_SCALE, B_SCALE = 17, 18
 TYPE, ORDER, ROWS, COLS, LD, COUNT, STRIDE = 0, 1, 2, 3, 4, 5, 6
 MAX_WORKSPACE, REDUCTIONS, ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 
@@ -44,6 +51,8 @@ OPERATION = {
     AUX_LD: ("i8", 0),
     AUX_STRIDE: ("i8", 0),
     AUX_TYPE: ("i4", -1),
+    A_SCALE: ("u8", 0),
+    B_SCALE: ("u8", 0),
     BIAS_TYPE: ("i4", -1),
 }
 LAYOUT = {
@@ -233,7 +242,8 @@ def alignment(address):
 
 def problem(operation, layouts):
     """What an algorithm is for: all but addresses."""
-    described = {number: value for number, value in operation.items() if number not in (BIAS, AUX)}
+    addresses = BIAS, AUX, A_SCALE, B_SCALE
+    described = {number: value for number, value in operation.items() if number not in addresses}
     return described, layouts
 
 
@@ -245,12 +255,24 @@ def check(operation, layouts):
     for layout in layouts:
         want(layout[ORDER] == 0 and layout[ROWS] > 0 and layout[COLS] > 0)
         want(layout[LD] >= layout[ROWS] and layout[COUNT] == a[COUNT] > 0)
-    want(a[TYPE] == b[TYPE] and c[TYPE] == d[TYPE], NOT_SUPPORTED)
-    want((a[TYPE], d[TYPE]) in TAKEN, NOT_SUPPORTED)
+    want(c[TYPE] == d[TYPE], NOT_SUPPORTED)
+    if a[TYPE] in (E4M3, E5M2):
+        check_float8(operation, layouts)
+    else:
+        want(a[TYPE] == b[TYPE] and (a[TYPE], d[TYPE]) in TAKEN, NOT_SUPPORTED)
     m, k = sizes(a, operation[TRANSA])
     again, n = sizes(b, operation[TRANSB])
     want(k == again and sizes(c, 0) == sizes(d, 0) == (m, n))
     check_epilogue(operation, k, d)
+
+
+def check_float8(operation, layouts):
+    """Only op(A) = A' and op(B) = B, sizes and steps of a multiple of 16, and not twice e5m2."""
+    a, b, _, d = layouts
+    want({a[TYPE], b[TYPE]} <= {E4M3, E5M2} and E4M3 in (a[TYPE], b[TYPE]), NOT_SUPPORTED)
+    want(operation[TRANSA] and not operation[TRANSB] and d[TYPE] in (R_32F, R_16F, R_16BF))
+    for layout in (a, b):
+        want(not any(layout[key] % 16 for key in (ROWS, COLS, LD)), NOT_SUPPORTED)
 
 
 def check_epilogue(operation, k, d):
@@ -278,12 +300,17 @@ def wide(matrix):
     return matrix.astype(np.float32)
 
 
+def factor(pointer):
+    """The number at an address; 1 where there is none."""
+    return np.float32(c_float.from_address(pointer).value if pointer else 1)
+
+
 def compute(operation, layouts, pointers, alpha, beta):
     """D = epilogue(alpha op(A) op(B) + beta C)."""
     a, b, c, d = (view(*each) for each in zip(layouts, pointers, strict=True))
     left = wide(a.transpose(0, 2, 1) if operation[TRANSA] else a)
     right = wide(b.transpose(0, 2, 1) if operation[TRANSB] else b)
-    x = np.float32(alpha) * (left @ right)
+    x = np.float32(alpha) * factor(operation[A_SCALE]) * factor(operation[B_SCALE]) * left @ right
     if beta:
         x = x + np.float32(beta) * wide(c)
     count, rows, columns = d.shape

@@ -92,18 +92,40 @@ round_tiles(
     });
 }
 
-// The bits of a number of e4m3fn.
-__device__ inline unsigned char bits_of(float number)
+// The bits of such a number; those of NaN are the same in e4m3fn and e5m2.
+__device__ inline unsigned char bits_of(float number, int digits, int lowest)
 {
     if (isnan(number))
         return 0x7f;
     const int sign = signbit(number) ? 0x80 : 0;
+    if (number == 0)  // of which frexp says no exponent
+        return sign;
     number = fabsf(number);
-    if (number < 0.015625f)  // 2^-6: below it steps of 2^-9
-        return sign | static_cast<int>(number * 512);
     int exponent;
-    const float part = frexpf(number, &exponent);  // from 1/2 on
-    return sign | (exponent + 6) << 3 | (static_cast<int>(part * 16) - 8);
+    frexpf(number, &exponent);
+    exponent = max(exponent - 1, lowest);
+    const int steps = static_cast<int>(ldexpf(number, digits - exponent));
+    return sign | (((exponent - lowest) << digits) + steps);
+}
+
+// codes = round(x / scale) of a flat array, scale [1] = largest [1] / most.
+// Launch: strided
+template <typename T>
+__global__ void __launch_bounds__(256)
+encode_tensor(
+    const T* x, const float* largest, unsigned char* codes, float* scale, long long size,
+    float most, int digits, int lowest)
+{
+    constexpr int N = WIDTH<T>;
+    const float by = divisor(*largest, most);
+    packs_of_grid<N>(size, aligned(x), [&](long long c, auto pack) {
+        const auto a = pack.load(x + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            codes[c + i] = bits_of(nearest(a[i] / by, most, digits, lowest), digits, lowest);
+    });
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        *scale = by;
 }
 
 __device__ inline float number_of(unsigned char bits)
@@ -138,7 +160,7 @@ encode_float8_rows(const T* x, unsigned char* codes, float* scales, int columns)
         const auto a = pack.load(x + c);
 #pragma unroll
         for (int i = 0; i < pack.size; i++)
-            codes[c + i] = bits_of(nearest(a[i] / by, 448, 3, -6));
+            codes[c + i] = bits_of(nearest(a[i] / by, 448, 3, -6), 3, -6);
     });
     if (threadIdx.x == 0)
         scales[row] = scale;

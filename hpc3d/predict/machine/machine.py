@@ -22,7 +22,7 @@ from hpc3d.predict.machine.collective_costs import Level, best, hierarchical_all
 if TYPE_CHECKING:
     from hpc3d.predict.machine.between_hosts import Crossing
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class Curve:

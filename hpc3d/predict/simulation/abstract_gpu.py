@@ -22,6 +22,7 @@ from hpc3d.arrays.primitive import add_backend
 from hpc3d.cuda import launch_table
 from hpc3d.cuda.cudnn_attention import Case, takes
 from hpc3d.cuda.gpu import WORKSPACE, Gpu
+from hpc3d.ops.float8 import E4M3
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.abstract import CostMeter
     from hpc3d.arrays.primitive import Primitive
     from hpc3d.config.input_file import Config
+    from hpc3d.ops.float8 import Coded
 
 
 class _DeviceShape(AbstractArray):
@@ -44,6 +46,7 @@ class DeviceShapes(AbstractPool):
 
     def __init__(self, meter: CostMeter | None = None) -> None:
         super().__init__(meter)
+        self.float8 = self.meter.float8
         self.gpu = AbstractGpu(self)
 
     def bring(self, array: Any) -> AbstractArray:
@@ -79,6 +82,9 @@ class AbstractGpu(Gpu):
     ) -> None:
         *batch, rows, inner = a.shape
         self.pool.meter.product(rows, b.shape[-1], inner, a.dtype, prod(batch))
+
+    def multiply_coded(self, a: Coded, b: Coded, out: AbstractArray) -> None:
+        self.pool.meter.product(*out.shape, a.shape[1], np.dtype(E4M3))
 
     def by_arrays(self, primitive: Primitive, *arrays: Any) -> None:
         self.pool.meter.kernel(primitive.__name__, sum(array.nbytes for array in arrays))

@@ -20,6 +20,7 @@ from hpc3d.arrays.abstract import CostMeter
 from hpc3d.comm.abstract_communicator import AbstractCommunicator
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import CONTEXT, WORLD, Mesh, groups_of, queue_of
+from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class Clock(CostMeter):
     @property
     def widest(self) -> int:
         return self.machine.max_fused_head_dim
+
+    @property
+    def float8(self) -> bool:  # type: ignore[override]
+        return E4M3 in self.machine.gemm
 
     def advance(self, length: int, busy: int, wired: int) -> None:
         """Let so many ns of a pass go by that is not run, of which the rank is busy, and waits for
