@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _DONE, _NOT_READY = 0, 600  # CUDA's answers about an event: cudaSuccess, cudaErrorNotReady
 GRACE = 1.0  # seconds that calls have to end by themselves, when the job ends
 QUEUES = ("blocks", "replicas")
-FLOAT8 = 89  # the compute capability from which products are of float8, too
+_FLOAT8 = 89  # the compute capability from which products are of float8, too
 
 
 def imported() -> ModuleType:
@@ -188,7 +188,7 @@ class DevicePool(Pool):
     def __init__(self, device: Cuda) -> None:
         super().__init__()
         self.device, self.cuda = device, device.cupy.cuda
-        self.float8 = device.capability >= FLOAT8
+        self.float8 = device.capability >= _FLOAT8
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation") -> Any:
         dtype = np.dtype(dtype)

@@ -65,16 +65,18 @@ class Block:
         if self.first_norm:  # the sum of all halves is never normalised (Radford et al. 2019)
             last = std / sqrt(2 * model.layers)
 
+        def matmul(split):
+            return Matmul(mesh, split, spec.keep, scales=spec.scales)
+
         def linear(part, shape, split, std, interleaved=(1, 1)):
-            matmul = Matmul(mesh, split, spec.keep, scales=spec.scales)
-            biased = part in family.biased
-            return Linear(parameters, f"{name}.{part}", shape, matmul, std, biased, interleaved)
+            how = matmul(split), std, part in family.biased, interleaved
+            return Linear(parameters, f"{name}.{part}", shape, *how)
 
         def qkv():
             if model.form.queries == 1:
                 return linear("qkv", (hidden, model.qkv), split, std, (3, model.form.width))
-            matmul = Matmul(mesh, split, spec.keep, scales=spec.scales)
-            return GroupedQkv(parameters, name, model, matmul, std, "qkv" in family.biased)
+            how = matmul(split), std, "qkv" in family.biased
+            return GroupedQkv(parameters, name, model, *how)
 
         def norm(part):
             how = split.x, model.epsilon

@@ -114,9 +114,9 @@ def matrices(pointer, dtype, rows, columns, step, count, stride):
     size = np.dtype(dtype).itemsize
     extent = rows + (columns - 1) * step + (count - 1) * stride
     memory = (ctypes.c_byte * (extent * size)).from_address(pointer)
-    flat = np.frombuffer(memory, dtype)
+    flat = np.frombuffer(memory, f"u{size}")
     strides = stride * size, size, step * size
-    return np.lib.stride_tricks.as_strided(flat, (count, rows, columns), strides)
+    return np.lib.stride_tricks.as_strided(flat, (count, rows, columns), strides).view(dtype)
 
 
 def gelu(x):
