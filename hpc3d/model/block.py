@@ -56,26 +56,23 @@ class Block:
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
         model, split, family = spec.sizes, spec.splits["dense"], spec.family
+        hidden, operands = model.hidden, {"keep": spec.keep, "scales": spec.scales}
         self.mesh, self.model, self.number = mesh, model, number
         self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
-        hidden = model.hidden
         self.first_norm = family.first_norm
         std = last = model.std
         if self.first_norm:  # the sum of all halves is never normalised (Radford et al. 2019)
             last = std / sqrt(2 * model.layers)
 
-        def matmul(split):
-            return Matmul(mesh, split, spec.keep, scales=spec.scales)
-
         def linear(part, shape, split, std, interleaved=(1, 1)):
-            how = matmul(split), std, part in family.biased, interleaved
+            how = Matmul(mesh, split, **operands), std, part in family.biased, interleaved
             return Linear(parameters, f"{name}.{part}", shape, *how)
 
         def qkv():
             if model.form.queries == 1:
                 return linear("qkv", (hidden, model.qkv), split, std, (3, model.form.width))
-            how = matmul(split), std, "qkv" in family.biased
+            how = Matmul(mesh, split, **operands), std, "qkv" in family.biased
             return GroupedQkv(parameters, name, model, *how)
 
         def norm(part):
