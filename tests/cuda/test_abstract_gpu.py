@@ -44,7 +44,9 @@ LINES = [
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=lion",
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=muon kind=llama kv_heads=4 ffn=24",
     f"{ONE} layers=1 hidden=256 heads=4 kind=llama ffn=8 optimizer=adamw-8bit",
+    f"x=2 z=2 {ONE[4:]} batch=8 layers=1 product_dtype=float8 keep_dtype=float8",
 ]
+FLOAT8 = "product_dtype=float8 product_scale=tensor layers=1 batch=8 sequence=8 hidden=64"
 
 
 def observed(mesh, config):
@@ -62,7 +64,7 @@ class Counts(CostMeter):
 
     def __init__(self):
         self.count, self.bytes, self.products = Counter(), Counter(), Counter()
-        self.times = 1
+        self.times, self.float8 = 1, rules.CudaPool.float8
 
     @contextmanager
     def counting(self, times):
@@ -102,6 +104,13 @@ def test_what_is_launched_and_held_is_predicted(line, launcher):
     assert launched(told.count) == launched(launcher.count)
     assert launched(told.bytes) == launched(launcher.bytes)
     assert told.products == launcher.products
+
+
+@pytest.mark.parametrize("line", rules.some(["", "x=2 z=2", "d=2 zero=3 recompute=full"], 1))
+def test_products_of_float8_are_predicted(line, launcher, monkeypatch):
+    monkeypatch.setattr(rules.CudaPool, "float8", True)
+    test_what_is_launched_and_held_is_predicted(f"{line} {ONE[4:]} heads=4 {FLOAT8}", launcher)
+    assert {"float8_e4m3fn", "float32"} == {key[3] for key in launcher.products}
 
 
 def test_heads_by_themselves_are_copies():

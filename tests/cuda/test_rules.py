@@ -112,12 +112,12 @@ def test_products_take_operands_of_float8(scales, launcher):
 
 
 @pytest.mark.parametrize(
-    "line", some(["", "x=2 z=2", "d=2 zero=3 kind=llama kv_heads=4 ffn=192"], 1)
+    "line", some(["", "x=2 z=2", "d=2 zero=3 kind=llama kv_heads=2 ffn=96"], 1)
 )
 def test_products_of_a_gpu_that_has_float8(line, launcher, monkeypatch):
     monkeypatch.setattr(rules.CudaPool, "float8", True)
-    line += " schedule=none microbatches=1 layers=1 batch=64 sequence=4 hidden=192 steps=2"
-    line += " dtype=float32 product_dtype=float8 product_scale=tensor"
+    line += " schedule=none microbatches=1 layers=1 batch=8 sequence=8 hidden=64 steps=2"
+    line += " heads=4 dtype=float32 product_dtype=float8 product_scale=tensor"
     expected = serial(alone(line)).totals
     for found in on_devices(line, train):
         np.testing.assert_allclose(found.totals[0], expected[0], rtol=1e-4)

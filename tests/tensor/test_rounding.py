@@ -1,5 +1,8 @@
 """Products in float8: those of whole matrices that torch rounded, on every layout."""
 
+import re
+import subprocess
+import sys
 from functools import cache, partial
 
 import numpy as np
@@ -143,3 +146,19 @@ def test_losses_are_near_those_of_exact_products(dtype):
         rounded = losses(f"product_dtype=float8 product_scale={scales}")
         assert rounded != exact
         np.testing.assert_allclose(rounded, exact, rtol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hundred_steps_by_block_end_within_one_percent_of_float32(tmp_path):
+    """The default input with an eighth of its batch: the mean loss of the last ten steps."""
+
+    def loss(*words):
+        command = [sys.executable, "-m", "hpc3d.train", "gpt-serial", "--train.steps", "100"]
+        command += ["--train.batch", "24", "--run.out", str(tmp_path), *words]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return np.mean([float(each) for each in re.findall(r"^ *9\d +([\d.]+) ", out, re.M)])
+
+    exact = loss()
+    assert exact < 3.1  # it has learned something
+    assert abs(loss("--train.product_dtype", "float8") / exact - 1) < 0.01
