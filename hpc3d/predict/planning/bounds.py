@@ -14,6 +14,7 @@ from hpc3d.comm.mesh import CONTEXT, EXPERTS, data_axes, expert_data_axes, plane
 from hpc3d.config.cuboid import received_elements
 from hpc3d.config.input_file import MeshConfig
 from hpc3d.model.families import block_products, family_of
+from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.contexts import attention_flops, exchange_words, ring_words
 from hpc3d.predict.planning.pass_costs import LayerSample
@@ -69,6 +70,14 @@ def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], 
     return [*groups.values()], others
 
 
+def _product_type(config: Config, machine: Machine) -> str:
+    """The fastest type in which the products of layers are made."""
+    train = config.train
+    asked = (train.backend, train.product_dtype, train.product_scale)
+    coded = asked == ("cupy", "float8", "tensor") and E4M3 in machine.gemm
+    return E4M3 if coded else train.dtype
+
+
 class Bounds:
     """What layouts take at least on a machine: an ideal step, its pipeline's bubble, its words."""
 
@@ -77,7 +86,7 @@ class Bounds:
         model, rows = config.model, config.train.batch * config.model.sequence
         computed = sum(count * each.computed for count, each in block_products(model))
         columns = int(computed) // (model.layers * model.hidden)  # of a block's products, as one
-        whole = machine.product(rows, columns, model.hidden, config.train.dtype)
+        whole = machine.product(rows, columns, model.hidden, _product_type(config, machine))
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
         self.launches = _seconds(LayerSample(_smallest(config), vocabulary, machine, ()), 1)
