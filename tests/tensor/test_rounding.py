@@ -55,7 +55,7 @@ def compare(mesh, split, keep, scales):
 
 
 @pytest.mark.parametrize("scales", ["block", "tensor"])
-@pytest.mark.parametrize(("cuboid", "data"), strided([(c, d) for c in CUBOIDS for d in (1, 2)], 5))
+@pytest.mark.parametrize(("cuboid", "data"), strided([(c, d) for c in CUBOIDS for d in (1, 2)], 8))
 @pytest.mark.parametrize("name", SPLITS)
 def test_products_are_those_of_rounded_matrices(name, cuboid, data, scales):
     def rank(mesh):
