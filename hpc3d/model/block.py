@@ -56,7 +56,7 @@ class Block:
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
         model, split, family = spec.sizes, spec.splits["dense"], spec.family
-        hidden, operands = model.hidden, {"keep": spec.keep, "scales": spec.scales}
+        hidden, product = model.hidden, partial(Matmul, mesh, keep=spec.keep, scales=spec.scales)
         self.mesh, self.model, self.number = mesh, model, number
         self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
@@ -66,13 +66,13 @@ class Block:
             last = std / sqrt(2 * model.layers)
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
-            how = Matmul(mesh, split, **operands), std, part in family.biased, interleaved
+            how = product(split), std, part in family.biased, interleaved
             return Linear(parameters, f"{name}.{part}", shape, *how)
 
         def qkv():
             if model.form.queries == 1:
                 return linear("qkv", (hidden, model.qkv), split, std, (3, model.form.width))
-            how = Matmul(mesh, split, **operands), std, "qkv" in family.biased
+            how = product(split), std, "qkv" in family.biased
             return GroupedQkv(parameters, name, model, *how)
 
         def norm(part):
