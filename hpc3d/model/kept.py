@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import contiguous, writeable
-from hpc3d.ops.row_codes import decode_rows, encode_rows
+from hpc3d.ops.quantize import decode_rows, encode_rows
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike

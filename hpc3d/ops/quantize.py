@@ -1,8 +1,12 @@
-"""Moments in 8 bits, by blocks: Dettmers et al., arXiv:2110.02861.
+"""Numbers in 8 bits and scales: moments by blocks, and rows of any matrix.
 
-A number is its block's scale, the largest absolute value in it, times one of 256 levels, the
-nearest, by dynamic quantisation (section 1.3): a level is a power of ten and a linear fraction,
-the fewer bits of which are left the smaller the power is.
+Moments are those of Dettmers et al., arXiv:2110.02861: a number is its block's scale, the largest
+absolute value in it, times one of 256 levels, the nearest, by dynamic quantisation (section 1.3): a
+level is a power of ten and a linear fraction, the fewer bits of which are left the smaller the
+power is.  An element of a row is the row's scale times its code:
+
+    codes int8     integers from -127 to 127
+    codes uint8    the bits of float8_e4m3fn, which reaches to 448
 """
 
 from __future__ import annotations
@@ -12,7 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.arrays.narrow import WIDE, wide
 from hpc3d.arrays.primitive import primitive
+from hpc3d.ops.float8 import E4M3, LARGEST, encode
+from hpc3d.ops.rows import row_blocks
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
 BLOCK = 256  # numbers with a scale
 _BLOCKS_AT_ONCE = 64  # that stay in a core's cache
 _DECADES = 7
+_LARGEST_CODE = {"int8": 127, "uint8": LARGEST[E4M3]}
 
 
 def in_blocks(shape: Sequence[int]) -> bool:
@@ -106,3 +114,65 @@ def _(gpu, value, master, grad, moments, constants, factors):
     given |= {"factors": gpu.bring(np.float32(factors)), **constants}
     rows = first_scales.size
     gpu.launch("adamw_8bit", rows, BLOCK, value=value, master=master, grad=grad, **given)
+
+
+@primitive
+def encode_rows(x: Array, codes: Array, scales: Array) -> None:
+    """codes[m, n] = round(x[m, n] / scales[m]), scales[m] = max |x[m]| / the largest code.
+
+    The scale of a row that is not finite is not finite, and so are its rows decoded.
+    """
+    for rows in row_blocks(x):
+        part = x[rows]
+        largest = np.maximum(part.max(1, initial=0), -part.min(1, initial=0))
+        scales[rows] = largest / _LARGEST_CODE[codes.dtype.name]
+        divisors = np.where(scales[rows] > 0, scales[rows], 1)
+        with np.errstate(invalid="ignore"):
+            codes[rows] = _rounded(part / divisors[:, None], codes.dtype)
+
+
+def _rounded(quotients: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The codes of numbers."""
+    return np.rint(quotients) if dtype == np.int8 else encode(quotients, E4M3).view(dtype)
+
+
+encode_rows.narrow(encode_rows.numpy)
+
+
+@encode_rows.abstract
+def _(x, codes, scales):
+    return None
+
+
+@encode_rows.cuda
+def _(gpu, x, codes, scales):
+    given = {"x": x, "codes": codes, "scales": scales, "columns": x.shape[1]}
+    if codes.dtype == np.int8:
+        gpu.launch("encode_rows", *x.shape, **given)
+    else:
+        gpu.launch("encode_float8_rows", *x.shape, **given)
+
+
+@primitive
+def decode_rows(codes: Array, scales: Array, out: Array) -> Array:
+    """codes[m, n] scales[m]."""
+    for rows in row_blocks(out):
+        part = codes[rows] if codes.dtype == np.int8 else codes[rows].view(E4M3).astype(WIDE)
+        with np.errstate(invalid="ignore"):
+            np.multiply(part, scales[rows, None], out=out[rows], dtype=wide(out.dtype))
+    return out
+
+
+@decode_rows.abstract
+def _(codes, scales, out):
+    return out
+
+
+@decode_rows.cuda
+def _(gpu, codes, scales, out):
+    given = {"codes": codes, "scales": scales, "out": out, "columns": out.shape[1]}
+    if codes.dtype == np.int8:
+        gpu.launch("decode_rows", *out.shape, **given)
+    else:
+        gpu.launch("decode_float8_rows", *out.shape, **given)
+    return out

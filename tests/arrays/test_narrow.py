@@ -28,10 +28,10 @@ from hpc3d.ops.embedding import gather_rows, scatter_rows
 from hpc3d.ops.gelu import gelu_exact, gelu_grad, gelu_tanh
 from hpc3d.ops.norm import moments, normalise, normalise_grad, normalise_sums, row_squares
 from hpc3d.ops.product import accumulate, product
+from hpc3d.ops.quantize import decode_rows, encode_rows
 from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rotary import Rotation, rotary_table, rotate
 from hpc3d.ops.routing import combine, combine_grad, dispatch, dispatch_grad, route
-from hpc3d.ops.row_codes import decode_rows, encode_rows
 from hpc3d.ops.rows import add_bias, add_repeated, dropped, sum_repeated, sum_rows
 from hpc3d.ops.swiglu import swiglu, swiglu_grad
 

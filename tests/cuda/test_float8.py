@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpc3d.ops.float8 import E4M3, E5M2, Tiles, encode_tensor, round_tiles, tile_maxima
-from hpc3d.ops.row_codes import decode_rows, encode_rows
+from hpc3d.ops.quantize import decode_rows, encode_rows
 
 CASES = [
     ((1, 1, 1), Tiles(1, 128)),

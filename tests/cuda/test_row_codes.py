@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.ops.row_codes import decode_rows, encode_rows
+from hpc3d.ops.quantize import decode_rows, encode_rows
 
 SIZES = [(0, 5), (1, 1), (3, 7), (2, 64), (3, 1100)]
 

@@ -16,7 +16,7 @@ for module in pkgutil.iter_modules(hpc3d.ops.__path__, "hpc3d.ops."):
 OPS = [each for each in primitive.PRIMITIVES if each.__module__.startswith("hpc3d.ops.")]
 
 # What only GPUs do is asked of no other array.
-ON_DEVICES_ONLY = {"accumulate_product"}
+ON_DEVICES_ONLY = {"accumulate_product", "multiply_coded"}
 
 
 def lacks(ops):

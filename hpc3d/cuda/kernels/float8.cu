@@ -1,4 +1,4 @@
-// Float8 by tiles and by rows (hpc3d/ops/float8.py and row_codes.py).
+// Float8 by tiles and by rows (hpc3d/ops/float8.py and quantize.py).
 #include "common.cuh"
 
 // The nearest number with so many binary `digits` behind the first one, ties to even; the steps
