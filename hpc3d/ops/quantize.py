@@ -1,8 +1,8 @@
 """Numbers in 8 bits and scales: moments by blocks, and rows of any matrix.
 
 Moments are those of Dettmers et al., arXiv:2110.02861: a number is its block's scale, the largest
-absolute value in it, times one of 256 levels, the nearest, by dynamic quantisation (section 1.3): a
-level is a power of ten and a linear fraction, the fewer bits of which are left the smaller the
+absolute value in it, times one of 256 levels, the nearest, by dynamic quantisation (section 1.3):
+a level is a power of ten and a linear fraction, the fewer bits of which are left the smaller the
 power is.  An element of a row is the row's scale times its code:
 
     codes int8     integers from -127 to 127

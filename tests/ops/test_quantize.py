@@ -1,4 +1,5 @@
-"""Moments in 8 bits: levels, nearest codes, and the step of the paper, one number at a time; rows with a scale."""
+"""Moments in 8 bits: levels, nearest codes, and the step of the paper, one number at a time; rows
+in 8 bits: at most half of a step of the scale away, and never finite where X is not."""
 
 from math import sqrt
 
