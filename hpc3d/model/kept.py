@@ -9,6 +9,9 @@ waited for it (Gist's delayed precision reduction, Jain et al. 2018):
 All else that is kept, such as weights, moments and choices, stays as it is.  So does what lies in
 memory that several ranks read: it is there once for all of them, and a copy would be there once
 for each.
+
+What waits may also lie outside of the memory of the rank (hpc3d.arrays.host_store), each byte of
+it once out and once back: that of the next block comes back while one is worked on.
 """
 
 from __future__ import annotations
@@ -38,34 +41,55 @@ class RoundedArray(NamedTuple):
     scales: Array | None
 
 
-class KeptForm:
-    """How activations of the type `dtype` wait for backward: as they are, or rounded."""
+class OffloadedArray(NamedTuple):
+    """An array that lies elsewhere."""
 
-    def __init__(self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None) -> None:
-        self.mesh, self.dtype = mesh, np.dtype(dtype)
+    kept: Array
+
+
+class KeptForm:
+    """How activations of the type `dtype` wait for backward: as they are or rounded, in the memory
+    of the rank or offloaded."""
+
+    def __init__(
+        self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None, offload: bool = False
+    ) -> None:
+        self.mesh, self.dtype, self.offload = mesh, np.dtype(dtype), offload
         self.keep_dtype = np.dtype(keep_dtype or dtype)
 
-    def rounded(self, saved: Any) -> Any:
-        """What was saved with its activations rounded, each once although it has two names."""
-        if self.keep_dtype == self.dtype:
-            return saved
-        with self.mesh.trace.span("round"):
-            return self._replaced(saved, self._round, {})
+    def put_away(self, saved: Any) -> Any:
+        """What was saved as it waits, each array once although it has two names."""
+        if self.keep_dtype != self.dtype:
+            with self.mesh.trace.span("round"):
+                saved = self._replaced(saved, self._round, {})
+        return self._replaced(saved, self._save, {}) if self.offload else saved
 
-    def restored(self, saved: Any) -> Any:
-        """The same, with arrays to work with."""
-        if self.keep_dtype == self.dtype:
-            return saved
-        with self.mesh.trace.span("round"):
-            return self._replaced(saved, self._restore, {})
+    def ask(self, saved: list[Any]) -> None:
+        """Let what is offloaded of the last of `saved`, if there is one, be on its way."""
+        if self.offload and saved:
+            saved[-1] = self._replaced(saved[-1], self._load, {})
+
+    def take(self, saved: list[Any]) -> Any:
+        """The last of `saved`, taken from it, with arrays to work with; that before it is on its
+        way from then on."""
+        last = saved.pop()
+        if self.offload:
+            last = self._replaced(last, self._arrived, {})
+            self.ask(saved)
+        if self.keep_dtype != self.dtype:
+            with self.mesh.trace.span("round"):
+                last = self._replaced(last, self._restore, {})
+        return last
 
     def _replaced(self, saved, function, done):
         """A tuple of tuples with `function` applied to activations, once each."""
+        if not hasattr(saved, "_asdict"):
+            return saved
         changed = {}
         for name, value in saved._asdict().items():
             if name in _ACTIVATIONS:
                 changed[name] = self._once(value, function, done)
-            elif hasattr(value, "_asdict"):
+            else:
                 changed[name] = self._replaced(value, function, done)
         return saved._replace(**changed)
 
@@ -77,8 +101,39 @@ class KeptForm:
             done[id(value)] = value, function(value)
         return done[id(value)][1]
 
+    def _save(self, value):
+        """An array, or one in fewer bits, elsewhere."""
+        if isinstance(value, RoundedArray):
+            return RoundedArray(*map(self._saved, value))
+        return self._saved(value) if self._may_change(value) else value
+
+    def _saved(self, array):
+        if array is None:
+            return None
+        kept = self.mesh.pool.store.empty(array.shape, array.dtype)
+        self.mesh.pool.store.save(array, kept, self.mesh.trace)
+        return OffloadedArray(kept)
+
+    def _load(self, value):
+        """The same on its way back: what is offloaded is a function that gives it."""
+        if isinstance(value, RoundedArray):
+            return RoundedArray(*map(self._load, value))
+        if not isinstance(value, OffloadedArray):
+            return value
+        return self.mesh.pool.store.load(value.kept, "activation", self.mesh.trace)
+
+    def _arrived(self, value):
+        if isinstance(value, RoundedArray):
+            return RoundedArray(*map(self._arrived, value))
+        value = self._load(value)
+        return value() if callable(value) else value
+
+    def _may_change(self, array):
+        """Whether it is an activation that this rank has for itself."""
+        return array is not None and array.dtype == self.dtype and writeable(array)
+
     def _round(self, array):
-        if array is None or array.dtype != self.dtype or not writeable(array):
+        if not self._may_change(array):
             return array
         codes = self.mesh.empty(array.shape, self.keep_dtype)
         if self.keep_dtype != np.int8:

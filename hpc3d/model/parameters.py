@@ -25,7 +25,7 @@ of its gradient's layout with 2 and 3; else the stored block, which is dealt to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -162,7 +162,8 @@ class Parameters:
     says, and `pieces` stretches of the others.  `owners` are the replicas that such a matrix is
     dealt to.  `own_states` are flat arrays that this rank alone keeps from step to step, such as
     what it left out of gradients.  Gradients of 16-bit values are summed in float32
-    (arXiv:1710.03740, section 3), and cross the data axes in the type `reduced`.
+    (arXiv:1710.03740, section 3), and cross the data axes in the type `reduced`.  `offload` says
+    what of a model waits outside of the memory of its ranks.
     """
 
     def __init__(
@@ -172,11 +173,12 @@ class Parameters:
         zero: int = 0,
         whole_matrices: Which = no_matrix,
         reduced: DTypeLike | None = None,
+        offload: Collection[str] = (),
     ) -> None:
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
         self.wide = np.promote_types(dtype, np.float32)  # of gradients and the optimiser's state
         self.reduced = np.dtype(reduced or self.wide)
-        self.whole_matrices = whole_matrices
+        self.whole_matrices, self.offload = whole_matrices, offload
         self.items: list[Parameter] = []
         self.places: dict[Parameter, FlatSlices] = {}
         self.pieces: list[UpdateSlice] = []

@@ -91,7 +91,8 @@ class Stage:
     ) -> None:
         self.mesh, self.shape, self.layout = mesh, spec.sizes, spec.splits["dense"].x
         self.dtype = parameters.dtype
-        self.kept = KeptForm(mesh, self.dtype, spec.keep_dtype)
+        offload = "activations" in parameters.offload
+        self.kept = KeptForm(mesh, self.dtype, spec.keep_dtype, offload)
         self.embeddings = self.head = None
         if part.first:
             self.embeddings = spec.family.first(mesh, parameters, spec, table)
@@ -117,7 +118,7 @@ class Stage:
             x = _collect(saved, micro, self.embeddings.forward(micro))
         for block in self.blocks:
             with self.mesh.trace.scope(layer=block.number):
-                x = _collect(saved, micro, block.forward(x, micro), self.kept.rounded)
+                x = _collect(saved, micro, block.forward(x, micro), self.kept.put_away)
         if self.head:
             x = _collect(saved, micro, self.head.forward(x, micro))
         return x, saved
@@ -136,11 +137,13 @@ class Stage:
         Parts with the head take no dy.
         """
         if self.head:
-            dy = self.head.backward(micro, saved.pop(), defer)
+            kept = saved.pop()
+            self.kept.ask(saved)
+            dy = self.head.backward(micro, kept, defer)
             defer(finished, self.head.name)
         for block in reversed(self.blocks):
             with self.mesh.trace.scope(layer=block.number):
-                dy = block.backward(dy, self.kept.restored(saved.pop()), micro, defer)
+                dy = block.backward(dy, self.kept.take(saved), micro, defer)
             defer(finished, block.name)
         if self.embeddings:
             dy = self.embeddings.backward(dy, saved.pop(), micro, defer)

@@ -38,6 +38,7 @@ ADDED = {
         "compression": "none",
         "compression_rank": 4,
         "compression_share": 0.01,
+        "offload": [],
     },
     "model": {
         "norm_epsilon": 1e-5,

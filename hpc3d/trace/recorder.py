@@ -32,7 +32,7 @@ from hpc3d.trace.schema import (
     record_type,
 )
 from hpc3d.trace.segment import segment_path, write_segment
-from hpc3d.trace.traced_communicator import OP_NUMBER, Traced
+from hpc3d.trace.traced_communicator import COPY, OP_NUMBER, Traced
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -126,6 +126,10 @@ class Recorder:
         """A context whose time is one event of computation, or of reading (op "none")."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
 
+    def copying(self, name: str, nbytes: int) -> AbstractContextManager[Any]:
+        """A context whose time is a copy of `nbytes` to or from where arrays are offloaded."""
+        return CopySpan(self, self.name(name), nbytes)
+
     def mark(self, name: str) -> None:
         """A moment worth a row: it takes no time."""
         self.put(self.clock(), 0, self.name(name), _MARKER, OP_NUMBER["none"], self.context)
@@ -215,7 +219,7 @@ class Recorder:
             forward_s, backward_s, skipped,
         ))
         # fmt: on
-        live = {**pool.live, "all": pool.live.total()}
+        live = {**pool.live, "all": pool.held}
         for number, kind in enumerate(MEMORY_KIND):
             row = (self.rank, self.step, number, live.get(kind, 0), pool.peak[kind])
             self.memory.append(row)
@@ -275,3 +279,20 @@ class Span:
         context, flops = recorder.context, self.flops
         recorder.put(self.start, duration, self.name, category, self.op, context, flops=flops)
         return False
+
+
+class CopySpan:
+    """The context of one copy."""
+
+    __slots__ = ("name", "nbytes", "recorder", "start")
+
+    def __init__(self, recorder: Recorder, name: int, nbytes: int) -> None:
+        self.recorder, self.name, self.nbytes = recorder, name, nbytes
+
+    def __enter__(self) -> None:
+        self.start = self.recorder.clock()
+
+    def __exit__(self, *exception: object) -> None:
+        recorder = self.recorder
+        duration, context = recorder.clock() - self.start, recorder.context
+        recorder.put(self.start, duration, self.name, COPY, 0, context, received=self.nbytes)

@@ -138,17 +138,23 @@ class Muon(AdamW):
     def update(self, learning_rate: float, scale: float) -> None:
         """One step with the gradients times `scale`."""
         super().update(learning_rate, scale)
-        for exchange, alike in self._groups(learning_rate * self.weight_decay):
-            at_once = ceil(exchange.members / _experts(alike[0].part))
-            for start in range(0, len(alike), at_once):
-                self._update(exchange, alike[start : start + at_once], learning_rate, scale)
+        decay = learning_rate * self.weight_decay
+        for exchange, alike in self._groups():
+            at_once = ceil(exchange.members / _experts(alike[0]))
+            starts = range(0, len(alike), at_once)
+            for batch in self.batches([alike[start : start + at_once] for start in starts], decay):
+                matrices = [
+                    _Matrix(part, arrays, states["momentum"], keep)
+                    for part, arrays, states, keep in batch
+                ]
+                self._update(exchange, matrices, learning_rate, scale)
 
-    def _groups(self, decay: float) -> Iterator[tuple[Exchange, list[_Matrix]]]:
+    def _groups(self) -> Iterator[tuple[Exchange, list[WholeMatrix]]]:
         """The matrices that are cut alike into blocks of one shape, and how they are exchanged."""
-        groups: dict[Any, list[_Matrix]] = {}
-        for part, arrays, states, keep in self.matrices(decay):
+        groups: dict[Any, list[WholeMatrix]] = {}
+        for part in self.parameters.matrices:
             key = part.layout, part.item.shape, part.item.interleaved
-            groups.setdefault(key, []).append(_Matrix(part, arrays, states["momentum"], keep))
+            groups.setdefault(key, []).append(part)
         for (layout, *_), alike in groups.items():
             yield Exchange(self.parameters.mesh, layout), alike
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import cos, pi, prod, sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.arrays.host_store import walk
 from hpc3d.model.parameters import Which, no_matrix
 from hpc3d.ops.update import adamw, descend
 from hpc3d.tensor.layout import Layout
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import TrainConfig
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
+_STRETCH = 1 << 20  # elements of a state that are in memory at once, where it is offloaded
 _LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # a matrix
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
 
@@ -87,6 +89,15 @@ def _keeps(spec: StateSpec, item: Parameter) -> bool:
     return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
 
 
+class _Stretch(NamedTuple):
+    """A stretch of values, of gradients and of each state, and whether these values decay."""
+
+    value: Array
+    grad: Array
+    states: dict[str, Array]
+    decays: bool
+
+
 MASTER = StateSpec("master")  # of every optimiser, where parameters have 16 bits
 
 
@@ -98,7 +109,8 @@ class Optimizer:
     `constants` are those of `TrainConfig.constants`.  A subclass declares the STATES that it
     keeps, and which matrices it wants whole: then `matrices` has them as blocks, and `pieces`
     has the others.  `states` are flat arrays by name, and `places` where the state of a
-    parameter lies in them.
+    parameter lies in them.  Where they are offloaded, what `pieces` and `matrices` give are copies
+    of a part of them, until the next one is asked for.
     """
 
     STATES: tuple[StateSpec, ...] = ()
@@ -110,13 +122,13 @@ class Optimizer:
         narrow = parameters.wide != parameters.dtype
         self.specs = (MASTER, *self.STATES) if narrow else self.STATES
         self.places: dict[str, Mapping[Parameter, slice]] = {}
+        self.offloads = "optimizer" in parameters.offload
         self.states = {spec.name: self._zeros(spec) for spec in self.specs}
         if narrow:
-            for piece in parameters.pieces:
-                self.piece_states(piece)[MASTER.name][...] = parameters.value[piece.value]
-            for part in parameters.matrices:
-                place = self.places[MASTER.name][part.item]
-                self.states[MASTER.name][place] = parameters.value[part.value]
+            for (value, master, _), _, _ in self.pieces(0.0):
+                master[...] = value
+            for _, (value, master, _), _, _ in self.matrices(0.0):
+                master[...] = value
 
     @classmethod
     def at_once(cls, mesh: Mesh) -> int:
@@ -128,8 +140,12 @@ class Optimizer:
         items = [*self.parameters]
         edges = [*accumulate((self._size(spec, item) for item in items), initial=0)]
         self.places[spec.name] = dict(zip(items, map(slice, edges, edges[1:]), strict=False))
-        dtype = spec.dtype or self.parameters.wide
-        return self.parameters.mesh.zeros((edges[-1],), dtype, "optimizer")
+        dtype, mesh = spec.dtype or self.parameters.wide, self.parameters.mesh
+        if not self.offloads:
+            return mesh.zeros((edges[-1],), dtype, "optimizer")
+        state = mesh.pool.store.empty((edges[-1],), dtype)
+        state.fill(0)
+        return state
 
     def _size(self, spec: StateSpec, item: Parameter) -> int:
         """The elements that this rank has of a state of a parameter."""
@@ -149,7 +165,7 @@ class Optimizer:
             if _keeps(spec, item):
                 yield spec, self.states[spec.name][self.places[spec.name][item]]
 
-    def piece_states(self, piece: UpdateSlice) -> dict[str, Array]:
+    def _piece_states(self, piece: UpdateSlice) -> dict[str, Array]:
         """Name -> the stretch of each state that goes with a piece."""
         first, last = piece.items[0], piece.items[-1]
         found = {}
@@ -159,16 +175,37 @@ class Optimizer:
                 found[spec.name] = self.states[spec.name][places[first].start : places[last].stop]
         return found
 
+    def _at_hand(self, units: Sequence[Mapping[Any, Array]]) -> Iterator[dict[Any, Array]]:
+        """States by name, unit after unit, to work with."""
+        if not self.offloads:
+            yield from map(dict, units)
+            return
+        mesh, names = self.parameters.mesh, [[*unit] for unit in units]
+        copies = walk(mesh.pool.store, [[*unit.values()] for unit in units], mesh.trace)
+        for unit, arrays in zip(names, copies, strict=True):
+            yield dict(zip(unit, arrays, strict=True))
+
     def pieces(
         self, decay: float
     ) -> Iterator[tuple[tuple[Array, Array | None, Array], dict[str, Array], float]]:
         """Values to update, their masters or None, and gradients; name -> the same stretch of a
         state; and the part of a value that stays."""
-        for piece in self.parameters.pieces:
-            keep = 1 - decay if piece.decay else 1.0
-            value, grad = self.parameters.value[piece.value], self.parameters.grad[piece.grad]
-            states = self.piece_states(piece)
+        stretches = [*self._stretches()]
+        at_hand = self._at_hand([stretch.states for stretch in stretches])
+        for (value, grad, _, decays), states in zip(stretches, at_hand, strict=True):
+            keep = 1 - decay if decays else 1.0
             yield (value, states.get(MASTER.name), grad), states, keep
+
+    def _stretches(self) -> Iterator[_Stretch]:
+        """The pieces; where states are offloaded, cut into stretches of which few are a small
+        part of a large model."""
+        for piece in self.parameters.pieces:
+            value, grad = self.parameters.value[piece.value], self.parameters.grad[piece.grad]
+            states, size = self._piece_states(piece), _STRETCH if self.offloads else value.size
+            for start in range(0, value.size, size):
+                part = slice(start, start + size)
+                here = {name: state[part] for name, state in states.items()}
+                yield _Stretch(value[part], grad[part], here, piece.decay)
 
     def matrices(self, decay: float) -> Iterator[tuple[WholeMatrix, tuple, dict, float]]:
         """The `WholeMatrix` of each; value, master or None and gradient as blocks of its shape;
@@ -177,14 +214,39 @@ class Optimizer:
         Ranks that have the other blocks of a matrix walk through the same ones: an update may
         reduce over the axes of its layout.
         """
-        for part in self.parameters.matrices:
-            value, grad = self.parameters.value[part.value], self.parameters.grad[part.grad]
-            states = {
-                spec.name: state.reshape(self.block(spec, part.item))
+        for batch in self.batches([[part] for part in self.parameters.matrices], decay):
+            yield from batch
+
+    def batches(
+        self, batches: Sequence[Sequence[WholeMatrix]], decay: float
+    ) -> Iterator[list[tuple[WholeMatrix, tuple, dict, float]]]:
+        """What `matrices` gives of each matrix of a batch, of all of them at once."""
+        units = [
+            {
+                (place, spec.name): state
+                for place, part in enumerate(batch)
                 for spec, state in self.states_of(part.item)
             }
-            arrays = value.reshape(part.shape), states.get(MASTER.name), grad.reshape(part.shape)
-            yield part, arrays, states, 1 - decay if part.item.decay else 1.0
+            for batch in batches
+        ]
+        for batch, at_hand in zip(batches, self._at_hand(units), strict=True):
+            found: list[dict[str, Array]] = [{} for _ in batch]
+            for (place, name), state in at_hand.items():
+                found[place][name] = state
+            yield [
+                self._matrix(part, states, decay)
+                for part, states in zip(batch, found, strict=True)
+            ]
+
+    def _matrix(self, part: WholeMatrix, flat: Mapping[str, Array], decay: float) -> tuple:
+        value, grad = self.parameters.value[part.value], self.parameters.grad[part.grad]
+        states = {
+            spec.name: flat[spec.name].reshape(self.block(spec, part.item))
+            for spec in self.specs
+            if spec.name in flat
+        }
+        arrays = value.reshape(part.shape), states.get(MASTER.name), grad.reshape(part.shape)
+        return part, arrays, states, 1 - decay if part.item.decay else 1.0
 
 
 class AdamW(Optimizer):

@@ -72,7 +72,12 @@ class Trainer:
         optimizer = optimizer_of(config)
         parallel = config.parallel
         self.parameters = Parameters(
-            mesh, train.dtype, parallel.zero, optimizer.WHOLE_MATRICES, parallel.reduce_dtype
+            mesh,
+            train.dtype,
+            parallel.zero,
+            optimizer.WHOLE_MATRICES,
+            parallel.reduce_dtype,
+            parallel.offload,
         )
         self.vocabulary, self.tokens = vocabulary, train.batch * config.model.sequence
         stages = self.stages(program.placement)
