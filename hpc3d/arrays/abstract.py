@@ -330,22 +330,30 @@ class AbstractStore:
 
     def save(self, array: Any, kept: Any, trace: MeshRecorder) -> None:
         self.settle()
-        with trace.copying("offload", array.nbytes):
-            end = self.meter.copied(array.nbytes)
+        end = self._copied("offload", array, trace)
         self.leaving = (array if self.pool.on_device else None), end
 
     def load(self, kept: Any, kind: str, trace: MeshRecorder) -> Callable[[], AbstractArray]:
-        device = self.pool.on_device
-        array = self.pool.empty(kept.shape, kept.dtype, kind) if device else None
-        end = self.meter.copied(kept.nbytes) if device else 0
+        def copied():
+            array = self.pool.empty(kept.shape, kept.dtype, kind)
+            return array, self._copied("fetch", kept, trace)
+
+        if not self.pool.on_device:
+            return lambda: copied()[0]
+        array, end = copied()
 
         def finish():
-            with trace.copying("fetch", kept.nbytes):
-                self.meter.reach(end if device else self.meter.copied(kept.nbytes))
-            return array or self.pool.empty(kept.shape, kept.dtype, kind)
+            with trace.waiting("fetch"):
+                self.meter.reach(end)
+            return array
 
         return finish
 
     def settle(self) -> None:
         (_, end), self.leaving = self.leaving, (None, 0)
         self.meter.reach(end)
+
+    def _copied(self, name: str, array: Any, trace: MeshRecorder) -> int:
+        self.copied += array.nbytes
+        with trace.copying(name, array.nbytes):
+            return self.meter.copied(array.nbytes)

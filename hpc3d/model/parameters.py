@@ -324,7 +324,8 @@ class Parameters:
     def update_by_sign(self) -> None:
         """A step of this rank's parts of what is no weight of the loss."""
         for place, rate in self.by_sign:
-            step_by_sign(self.value[place.own_value], self.grad[place.own_grad], rate)
+            with self.mesh.trace.span("update"):
+                step_by_sign(self.value[place.own_value], self.grad[place.own_grad], rate)
 
     def copy_on_write(self) -> None:
         """Make the values a copy of themselves: what was saved for backward keeps the old ones."""

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 _CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
 ROW = struct.Struct("<" + "".join(_CODES[column.type] for column in EVENTS))
-COMPUTE, OPTIMIZER, _IO, _MARKER = map(CATEGORY.index, ("compute", "optimizer", "io", "marker"))
+COMPUTE, OPTIMIZER, WAIT, _IO, _MARKER = map(
+    CATEGORY.index, ("compute", "optimizer", "wait", "io", "marker")
+)
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
 MOST = (1 << 30) // ROW.size  # rows of a table: 1 GiB a rank
 _NANOSECONDS = 1_000_000_000
@@ -128,7 +130,11 @@ class Recorder:
 
     def copying(self, name: str, nbytes: int) -> AbstractContextManager[Any]:
         """A context whose time is a copy of `nbytes` to or from where arrays are offloaded."""
-        return CopySpan(self, self.name(name), nbytes)
+        return CopySpan(self, self.name(name), COPY, nbytes)
+
+    def waiting(self, name: str) -> AbstractContextManager[Any]:
+        """A context whose time is a wait for such a copy."""
+        return CopySpan(self, self.name(name), WAIT, 0)
 
     def mark(self, name: str) -> None:
         """A moment worth a row: it takes no time."""
@@ -282,12 +288,13 @@ class Span:
 
 
 class CopySpan:
-    """The context of one copy."""
+    """The context of one copy, or of a wait for one."""
 
-    __slots__ = ("name", "nbytes", "recorder", "start")
+    __slots__ = ("category", "name", "nbytes", "recorder", "start")
 
-    def __init__(self, recorder: Recorder, name: int, nbytes: int) -> None:
-        self.recorder, self.name, self.nbytes = recorder, name, nbytes
+    def __init__(self, recorder: Recorder, name: int, category: int, nbytes: int) -> None:
+        self.recorder, self.name, self.category = recorder, name, category
+        self.nbytes = nbytes
 
     def __enter__(self) -> None:
         self.start = self.recorder.clock()
@@ -295,4 +302,5 @@ class CopySpan:
     def __exit__(self, *exception: object) -> None:
         recorder = self.recorder
         duration, context = recorder.clock() - self.start, recorder.context
-        recorder.put(self.start, duration, self.name, COPY, 0, context, received=self.nbytes)
+        what = self.name, self.category, 0, context
+        recorder.put(self.start, duration, *what, received=self.nbytes)

@@ -125,9 +125,9 @@ class Optimizer:
         self.offloads = "optimizer" in parameters.offload
         self.states = {spec.name: self._zeros(spec) for spec in self.specs}
         if narrow:
-            for (value, master, _), _, _ in self.pieces(0.0):
+            for (value, master, _), *_ in self._pieces(0.0):
                 master[...] = value
-            for _, (value, master, _), _, _ in self.matrices(0.0):
+            for [(_, (value, master, _), *_)] in self.batches(self._each_matrix(), 0.0):
                 master[...] = value
 
     @classmethod
@@ -189,7 +189,13 @@ class Optimizer:
         self, decay: float
     ) -> Iterator[tuple[tuple[Array, Array | None, Array], dict[str, Array], float]]:
         """Values to update, their masters or None, and gradients; name -> the same stretch of a
-        state; and the part of a value that stays."""
+        state; and the part of a value that stays.  The time until the next one is that of an
+        update in the trace."""
+        for piece in self._pieces(decay):
+            with self.parameters.mesh.trace.span("update"):
+                yield piece
+
+    def _pieces(self, decay: float) -> Iterator[tuple]:
         stretches = [*self._stretches()]
         at_hand = self._at_hand([stretch.states for stretch in stretches])
         for (value, grad, _, decays), states in zip(stretches, at_hand, strict=True):
@@ -202,7 +208,7 @@ class Optimizer:
         for piece in self.parameters.pieces:
             value, grad = self.parameters.value[piece.value], self.parameters.grad[piece.grad]
             states, size = self._piece_states(piece), _STRETCH if self.offloads else value.size
-            for start in range(0, value.size, size):
+            for start in range(0, max(1, value.size), max(1, size)):
                 part = slice(start, start + size)
                 here = {name: state[part] for name, state in states.items()}
                 yield _Stretch(value[part], grad[part], here, piece.decay)
@@ -211,16 +217,23 @@ class Optimizer:
         """The `WholeMatrix` of each; value, master or None and gradient as blocks of its shape;
         name -> the block of a state; and the part of a value that stays.
 
-        Ranks that have the other blocks of a matrix walk through the same ones: an update may
-        reduce over the axes of its layout.
+        The time until the next one is that of an update in the trace.
         """
-        for batch in self.batches([[part] for part in self.parameters.matrices], decay):
-            yield from batch
+        for [matrix] in self.batches(self._each_matrix(), decay):
+            with self.parameters.mesh.trace.span("update"):
+                yield matrix
+
+    def _each_matrix(self) -> list[list[WholeMatrix]]:
+        return [[part] for part in self.parameters.matrices]
 
     def batches(
         self, batches: Sequence[Sequence[WholeMatrix]], decay: float
     ) -> Iterator[list[tuple[WholeMatrix, tuple, dict, float]]]:
-        """What `matrices` gives of each matrix of a batch, of all of them at once."""
+        """What `matrices` gives of each matrix of a batch, of all of them at once.
+
+        Ranks that have the other blocks of a matrix walk through the same ones: an update may
+        reduce over the axes of its layout.
+        """
         units = [
             {
                 (place, spec.name): state

@@ -176,9 +176,8 @@ class Trainer:
             scale *= min(1.0, clip / self.norm) if clip and self.norm else 1.0
         if not self.skipped:
             self.weights.before_update()
-            with self.mesh.trace.span("update"):
-                self.optimizer.update(learning_rate(self.config.train, self.number), scale)
-                self.parameters.update_by_sign()
+            self.optimizer.update(learning_rate(self.config.train, self.number), scale)
+            self.parameters.update_by_sign()
             self.buckets.gather()
         self.buckets.begin()
 
