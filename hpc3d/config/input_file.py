@@ -123,9 +123,10 @@ class ParallelConfig:
     keep_dtype: Literal["bfloat16", "int8"] | None = None
     """of the activations that wait for backward, which works with rounded copies: int8 has a scale
     per row (absent: train.dtype)"""
-    offload: tuple[Literal["optimizer", "activations"], ...] = ()
-    """what waits outside of a rank's memory until it is needed, as ["optimizer"]: its states, and
-    activations until their backward pass; on CPUs in files in TMPDIR, of GPUs on the host"""
+    offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()
+    """what waits outside of a rank's memory until it is needed, as ["optimizer"]: its states,
+    activations until their backward pass, and matrices of blocks between their uses; on CPUs in
+    files in TMPDIR, of GPUs on the host"""
     schedule: str | None = None
     """the order of microbatches: {schedules} or csv:FILE (absent: none on one stage, else 1f1b)"""
 

@@ -16,11 +16,14 @@ it once out and once back: that of the next block comes back while one is worked
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.pool import contiguous, writeable
+from hpc3d.model.parameters import Parameter
 from hpc3d.ops.row_codes import decode_rows, encode_rows
 
 if TYPE_CHECKING:
@@ -28,10 +31,13 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.parameters import Parameters
 
 
 # The fields of what layers save, tuples of arrays and of such tuples, that are activations.
 _ACTIVATIONS = ("x", "rows", "qkv", "probabilities", "out", "slopes", "y")
+
+_WEIGHTS = ("w", "weights")  # those that may be weights
 
 
 class RoundedArray(NamedTuple):
@@ -61,45 +67,25 @@ class KeptForm:
         """What was saved as it waits, each array once although it has two names."""
         if self.keep_dtype != self.dtype:
             with self.mesh.trace.span("round"):
-                saved = self._replaced(saved, self._round, {})
-        return self._replaced(saved, self._save, {}) if self.offload else saved
+                saved = _replaced(saved, self._round, {})
+        return _replaced(saved, self._save, {}) if self.offload else saved
 
     def ask(self, saved: list[Any]) -> None:
         """Let what is offloaded of the last of `saved`, if there is one, be on its way."""
         if self.offload and saved:
-            saved[-1] = self._replaced(saved[-1], self._load, {})
+            saved[-1] = _replaced(saved[-1], self._load, {})
 
     def take(self, saved: list[Any]) -> Any:
         """The last of `saved`, taken from it, with arrays to work with; that before it is on its
         way from then on."""
         last = saved.pop()
         if self.offload:
-            last = self._replaced(last, self._arrived, {})
+            last = _replaced(last, self._arrived, {})
             self.ask(saved)
         if self.keep_dtype != self.dtype:
             with self.mesh.trace.span("round"):
-                last = self._replaced(last, self._restore, {})
+                last = _replaced(last, self._restore, {})
         return last
-
-    def _replaced(self, saved, function, done):
-        """A tuple of tuples with `function` applied to activations, once each."""
-        if not hasattr(saved, "_asdict"):
-            return saved
-        changed = {}
-        for name, value in saved._asdict().items():
-            if name in _ACTIVATIONS:
-                changed[name] = self._once(value, function, done)
-            else:
-                changed[name] = self._replaced(value, function, done)
-        return saved._replace(**changed)
-
-    def _once(self, value, function, done):
-        """`function` of an array, or of each that fused attention keeps."""
-        if type(value) is tuple:
-            return tuple(self._once(each, function, done) for each in value)
-        if id(value) not in done:
-            done[id(value)] = value, function(value)
-        return done[id(value)][1]
 
     def _save(self, value):
         """An array, or one in fewer bits, elsewhere."""
@@ -158,3 +144,76 @@ class KeptForm:
 def _matrix(array: Array) -> Array:
     """All rows of an array of any number of dims."""
     return array.reshape(-1, array.shape[-1])
+
+
+def _replaced(
+    saved: Any, function: Callable[[Any], Any], done: dict, names: Sequence[str] = _ACTIVATIONS
+) -> Any:
+    """A tuple of tuples with `function` applied to the arrays of these names, once each."""
+    if not hasattr(saved, "_asdict"):
+        return saved
+    changed = {
+        name: _once(value, function, done)
+        if name in names
+        else _replaced(value, function, done, names)
+        for name, value in saved._asdict().items()
+    }
+    return saved._replace(**changed)
+
+
+def _once(value: Any, function: Callable[[Any], Any], done: dict) -> Any:
+    """`function` of an array, or of each of a list or of those that fused attention keeps."""
+    if type(value) in (tuple, list):
+        return type(value)(_once(each, function, done) for each in value)
+    if id(value) not in done:
+        done[id(value)] = value, function(value)
+    return done[id(value)][1]
+
+
+class FetchedWeights:
+    """The matrices of a stage's blocks, which lie elsewhere between their uses: while a block is
+    worked on, copies of those of the next one are on their way.
+
+    What a block saves for its backward pass names its own matrices; copies of these would be held
+    until then.  `blocks` are their names.
+    """
+
+    def __init__(self, parameters: Parameters, blocks: Sequence[str]) -> None:
+        self.parameters = parameters
+        self.items = [
+            [item for item in parameters if item.unit == name and parameters.lies_elsewhere(item)]
+            for name in blocks
+        ]
+        self.asked: dict[int, list[Callable[[], Array]]] = {}
+
+    @contextmanager
+    def of(self, block: int, then: int) -> Iterator[None]:
+        """A context in which those of a block are at hand, and of the one after it on their
+        way."""
+        arrived = self.asked.pop(block, None) or self._ask(block)
+        for item, arrive in zip(self.items[block], arrived, strict=True):
+            item.value = arrive()
+        if 0 <= then < len(self.items):
+            self.asked[then] = self._ask(then)
+        yield
+        for item in self.items[block]:
+            self.parameters.show(item)
+
+    def _ask(self, block: int) -> list[Callable[[], Array]]:
+        mesh = self.parameters.mesh
+        return [
+            mesh.pool.store.load(item.value, "parameter", mesh.trace) for item in self.items[block]
+        ]
+
+    def without(self, saved: Any, block: int) -> Any:
+        """What a block saved, with parameters in place of their values."""
+        names = {id(item.value): item for item in self.items[block]}
+        return _replaced(saved, lambda value: names.get(id(value), value), {}, _WEIGHTS)
+
+    def within(self, saved: Any) -> Any:
+        """The same with the values that are at hand now."""
+        return _replaced(saved, _value_of, {}, _WEIGHTS)
+
+
+def _value_of(each: Any) -> Any:
+    return each.value if isinstance(each, Parameter) else each

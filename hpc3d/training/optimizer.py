@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import cos, pi, prod, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.arrays.host_store import walk
 from hpc3d.model.parameters import Which, no_matrix
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import TrainConfig
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
-_STRETCH = 1 << 20  # elements of a state that are in memory at once, where it is offloaded
+_STRETCH = 1 << 20  # elements of what is offloaded that are in memory at once
 _LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # a matrix
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
 
@@ -89,13 +89,26 @@ def _keeps(spec: StateSpec, item: Parameter) -> bool:
     return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
 
 
-class _Stretch(NamedTuple):
-    """A stretch of values, of gradients and of each state, and whether these values decay."""
+VALUE = "value"
 
-    value: Array
+
+class _Update(NamedTuple):
+    """The arrays of an update beside the gradient: the value and the states, by name.  `item` is
+    the first parameter of those that they are of."""
+
+    item: Parameter
+    parameters: Parameters
     grad: Array
-    states: dict[str, Array]
-    decays: bool
+    arrays: dict[str, Array]
+
+    def lies_elsewhere(self, name: str) -> bool:
+        """Whether an array is offloaded."""
+        if name == VALUE:
+            return self.parameters.lies_elsewhere(self.item)
+        return "optimizer" in self.parameters.offload
+
+    def keep(self, decay: float) -> float:
+        return 1 - decay if self.item.decay else 1.0
 
 
 MASTER = StateSpec("master")  # of every optimiser, where parameters have 16 bits
@@ -122,7 +135,6 @@ class Optimizer:
         narrow = parameters.wide != parameters.dtype
         self.specs = (MASTER, *self.STATES) if narrow else self.STATES
         self.places: dict[str, Mapping[Parameter, slice]] = {}
-        self.offloads = "optimizer" in parameters.offload
         self.states = {spec.name: self._zeros(spec) for spec in self.specs}
         if narrow:
             for (value, master, _), *_ in self._pieces(0.0):
@@ -141,7 +153,7 @@ class Optimizer:
         edges = [*accumulate((self._size(spec, item) for item in items), initial=0)]
         self.places[spec.name] = dict(zip(items, map(slice, edges, edges[1:]), strict=False))
         dtype, mesh = spec.dtype or self.parameters.wide, self.parameters.mesh
-        if not self.offloads:
+        if "optimizer" not in self.parameters.offload:
             return mesh.zeros((edges[-1],), dtype, "optimizer")
         state = mesh.pool.store.empty((edges[-1],), dtype)
         state.fill(0)
@@ -165,26 +177,6 @@ class Optimizer:
             if _keeps(spec, item):
                 yield spec, self.states[spec.name][self.places[spec.name][item]]
 
-    def _piece_states(self, piece: UpdateSlice) -> dict[str, Array]:
-        """Name -> the stretch of each state that goes with a piece."""
-        first, last = piece.items[0], piece.items[-1]
-        found = {}
-        for spec in self.specs:
-            if spec.of(first.name, first.shape):
-                places = self.places[spec.name]
-                found[spec.name] = self.states[spec.name][places[first].start : places[last].stop]
-        return found
-
-    def _at_hand(self, units: Sequence[Mapping[Any, Array]]) -> Iterator[dict[Any, Array]]:
-        """States by name, unit after unit, to work with."""
-        if not self.offloads:
-            yield from map(dict, units)
-            return
-        mesh, names = self.parameters.mesh, [[*unit] for unit in units]
-        copies = walk(mesh.pool.store, [[*unit.values()] for unit in units], mesh.trace)
-        for unit, arrays in zip(names, copies, strict=True):
-            yield dict(zip(unit, arrays, strict=True))
-
     def pieces(
         self, decay: float
     ) -> Iterator[tuple[tuple[Array, Array | None, Array], dict[str, Array], float]]:
@@ -196,22 +188,32 @@ class Optimizer:
                 yield piece
 
     def _pieces(self, decay: float) -> Iterator[tuple]:
-        stretches = [*self._stretches()]
-        at_hand = self._at_hand([stretch.states for stretch in stretches])
-        for (value, grad, _, decays), states in zip(stretches, at_hand, strict=True):
-            keep = 1 - decay if decays else 1.0
-            yield (value, states.get(MASTER.name), grad), states, keep
+        units = [[update] for update in self._stretches()]
+        for [update], [states] in zip(units, self._at_hand(units), strict=True):
+            value = states.pop(VALUE)
+            yield (value, states.get(MASTER.name), update.grad), states, update.keep(decay)
 
-    def _stretches(self) -> Iterator[_Stretch]:
-        """The pieces; where states are offloaded, cut into stretches of which few are a small
-        part of a large model."""
+    def _stretches(self) -> Iterator[_Update]:
+        """The pieces; where something of them lies elsewhere, cut into stretches of which few are
+        a small part of a large model."""
         for piece in self.parameters.pieces:
-            value, grad = self.parameters.value[piece.value], self.parameters.grad[piece.grad]
-            states, size = self._piece_states(piece), _STRETCH if self.offloads else value.size
-            for start in range(0, max(1, value.size), max(1, size)):
-                part = slice(start, start + size)
-                here = {name: state[part] for name, state in states.items()}
-                yield _Stretch(value[part], grad[part], here, piece.decay)
+            update = self._update_of(piece)
+            size = update.grad.size
+            step = _STRETCH if any(map(update.lies_elsewhere, update.arrays)) else size
+            for start in range(0, max(1, size), max(1, step)):
+                part = slice(start, start + step)
+                here = {name: array[part] for name, array in update.arrays.items()}
+                yield update._replace(grad=update.grad[part], arrays=here)
+
+    def _update_of(self, piece: UpdateSlice) -> _Update:
+        first, last, parameters = piece.items[0], piece.items[-1], self.parameters
+        arrays = {VALUE: parameters.flat(first)[piece.value]}
+        for spec in self.specs:
+            if spec.of(first.name, first.shape):
+                places = self.places[spec.name]
+                stretch = slice(places[first].start, places[last].stop)
+                arrays[spec.name] = self.states[spec.name][stretch]
+        return _Update(first, parameters, parameters.grad[piece.grad], arrays)
 
     def matrices(self, decay: float) -> Iterator[tuple[WholeMatrix, tuple, dict, float]]:
         """The `WholeMatrix` of each; value, master or None and gradient as blocks of its shape;
@@ -234,32 +236,52 @@ class Optimizer:
         Ranks that have the other blocks of a matrix walk through the same ones: an update may
         reduce over the axes of its layout.
         """
-        units = [
-            {
-                (place, spec.name): state
-                for place, part in enumerate(batch)
-                for spec, state in self.states_of(part.item)
-            }
-            for batch in batches
-        ]
-        for batch, at_hand in zip(batches, self._at_hand(units), strict=True):
-            found: list[dict[str, Array]] = [{} for _ in batch]
-            for (place, name), state in at_hand.items():
-                found[place][name] = state
+        units = [[*map(self._update_of_matrix, batch)] for batch in batches]
+        for batch, unit, at_hand in zip(batches, units, self._at_hand(units), strict=True):
             yield [
-                self._matrix(part, states, decay)
-                for part, states in zip(batch, found, strict=True)
+                self._as_blocks(*matrix, decay)
+                for matrix in zip(batch, unit, at_hand, strict=True)
             ]
 
-    def _matrix(self, part: WholeMatrix, flat: Mapping[str, Array], decay: float) -> tuple:
-        value, grad = self.parameters.value[part.value], self.parameters.grad[part.grad]
+    def _update_of_matrix(self, part: WholeMatrix) -> _Update:
+        parameters, item = self.parameters, part.item
+        arrays = {VALUE: parameters.flat(item)[part.value]}
+        arrays |= {spec.name: state for spec, state in self.states_of(item)}
+        return _Update(item, parameters, parameters.grad[part.grad], arrays)
+
+    def _as_blocks(
+        self, part: WholeMatrix, update: _Update, flat: dict[str, Array], decay: float
+    ) -> tuple:
+        value = flat.pop(VALUE).reshape(part.shape)
         states = {
             spec.name: flat[spec.name].reshape(self.block(spec, part.item))
             for spec in self.specs
             if spec.name in flat
         }
-        arrays = value.reshape(part.shape), states.get(MASTER.name), grad.reshape(part.shape)
-        return part, arrays, states, 1 - decay if part.item.decay else 1.0
+        arrays = value, states.get(MASTER.name), update.grad.reshape(part.shape)
+        return part, arrays, states, update.keep(decay)
+
+    def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
+        """The arrays of each update of a unit, unit after unit: copies of what lies elsewhere."""
+        mesh = self.parameters.mesh
+        moved = [
+            [
+                (number, name)
+                for number, update in enumerate(unit)
+                for name in filter(update.lies_elsewhere, update.arrays)
+            ]
+            for unit in units
+        ]
+        kept = [
+            [unit[number].arrays[name] for number, name in keys]
+            for unit, keys in zip(units, moved, strict=True)
+        ]
+        copies = walk(mesh.pool.store, kept, mesh.trace) if any(kept) else kept
+        for unit, keys, arrays in zip(units, moved, copies, strict=True):
+            found = [dict(update.arrays) for update in unit]
+            for (number, name), array in zip(keys, arrays, strict=True):
+                found[number][name] = array
+            yield found
 
 
 class AdamW(Optimizer):

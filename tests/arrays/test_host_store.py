@@ -23,7 +23,7 @@ from tests.strided import strided
 
 COPY = CATEGORY.index("copy")
 TRACE = NullRecorder()
-BOTH = """'offload=["optimizer","activations"]'"""
+BOTH = """'offload=["optimizer","activations","parameters"]'"""
 LINES = """
 microbatches=2
 p=2 d=2 schedule=1f1b microbatches=4 zero=1
