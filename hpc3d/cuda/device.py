@@ -216,6 +216,8 @@ class DevicePool(Pool):
         self.device.fill(array, np.asarray(values, array.dtype))
 
     def synchronize(self) -> None:
+        if "store" in vars(self):
+            self.store.settle()
         self.device.synchronize()
 
     def reserved(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ it once out and once back: that of the next block comes back while one is worked
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -74,6 +74,13 @@ class KeptForm:
         """Let what is offloaded of the last of `saved`, if there is one, be on its way."""
         if self.offload and saved:
             saved[-1] = _replaced(saved[-1], self._load, {})
+
+    def pop(self, saved: list[Any]) -> Any:
+        """The last of `saved`, taken from it, which is as it was; that before it is on its way
+        from then on."""
+        last = saved.pop()
+        self.ask(saved)
+        return last
 
     def take(self, saved: list[Any]) -> Any:
         """The last of `saved`, taken from it, with arrays to work with; that before it is on its
@@ -186,10 +193,13 @@ class FetchedWeights:
         ]
         self.asked: dict[int, list[Callable[[], Array]]] = {}
 
-    @contextmanager
-    def of(self, block: int, then: int) -> Iterator[None]:
+    def of(self, block: int, then: int) -> AbstractContextManager[None]:
         """A context in which those of a block are at hand, and of the one after it on their
         way."""
+        return self._at_hand(block, then) if self.items[block] else nullcontext()
+
+    @contextmanager
+    def _at_hand(self, block: int, then: int) -> Iterator[None]:
         arrived = self.asked.pop(block, None) or self._ask(block)
         for item, arrive in zip(self.items[block], arrived, strict=True):
             item.value = arrive()
@@ -207,12 +217,14 @@ class FetchedWeights:
 
     def without(self, saved: Any, block: int) -> Any:
         """What a block saved, with parameters in place of their values."""
+        if not self.items[block]:
+            return saved
         names = {id(item.value): item for item in self.items[block]}
         return _replaced(saved, lambda value: names.get(id(value), value), {}, _WEIGHTS)
 
-    def within(self, saved: Any) -> Any:
+    def within(self, saved: Any, block: int) -> Any:
         """The same with the values that are at hand now."""
-        return _replaced(saved, _value_of, {}, _WEIGHTS)
+        return _replaced(saved, _value_of, {}, _WEIGHTS) if self.items[block] else saved
 
 
 def _value_of(each: Any) -> Any:

@@ -140,13 +140,11 @@ class Stage:
         Parts with the head take no dy.
         """
         if self.head:
-            kept = saved.pop()
-            self.kept.ask(saved)
-            dy = self.head.backward(micro, kept, defer)
+            dy = self.head.backward(micro, self.kept.pop(saved), defer)
             defer(finished, self.head.name)
         for number, block in reversed([*enumerate(self.blocks)]):
             with self.mesh.trace.scope(layer=block.number), self.weights.of(number, number - 1):
-                dy = block.backward(dy, self._taken(saved), micro, defer)
+                dy = block.backward(dy, self._taken(number, saved), micro, defer)
             defer(finished, block.name)
         if self.embeddings:
             dy = self.embeddings.backward(dy, saved.pop(), micro, defer)
@@ -157,9 +155,9 @@ class Stage:
         """What a block saved, as it waits for the backward pass."""
         return self.kept.put_away(self.weights.without(saved, number))
 
-    def _taken(self, saved: list[Any]) -> Any:
+    def _taken(self, number: int, saved: list[Any]) -> Any:
         """The last of `saved`, taken from it, as a block works with it."""
-        return self.weights.within(self.kept.take(saved))
+        return self.weights.within(self.kept.take(saved), number)
 
     @property
     def units(self) -> list[str]:

@@ -200,7 +200,7 @@ class _ValueBucket(Bucket):
 
     def post(self) -> None:
         here = zip(self.items, self.places, strict=True)
-        own = [self.parameters.read(item, place.own_value) for item, place in here]
+        own: Any = [self.parameters.read(item, place.own_value) for item, place in here]
         mine = np.concatenate(own)
         self.pending = self.mesh.comm(self.replicas).all_gather(mine[None])
 
@@ -233,7 +233,8 @@ class _OwnerGather(Bucket):
 
     def post(self) -> None:
         here = zip(self.items, self.places, strict=True)
-        block = np.concatenate([self.parameters.read(item, place.value) for item, place in here])
+        whole: Any = [self.parameters.read(item, place.value) for item, place in here]
+        block = np.concatenate(whole)
         owner = self.parameters.owners[self.items[0]]
         self.pending = self.mesh.comm(self.replicas).broadcast(block, owner)
 

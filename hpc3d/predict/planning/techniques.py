@@ -38,6 +38,9 @@ TECHNIQUES = (
     ("parallel.compression", "powersgd"),
     ("parallel.compression", "top-k"),
     ("train.optimizer", "sgd"),
+    ("parallel.offload", '["optimizer"]'),
+    ("parallel.offload", '["activations"]'),
+    ("parallel.offload", '["parameters"]'),
 )
 
 
