@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -11,14 +10,16 @@ from collections import Counter
 import numpy as np
 import pytest
 
+import hpc3d.trace
 from hpc3d.arrays.host_store import FileStore, walk
 from hpc3d.arrays.pool import OFFLOADED, Pool
 from hpc3d.comm.mesh import NullRecorder
 from hpc3d.comm.threads import run
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.trace.schema import CATEGORY
-from tests.pipeline.mixes import config_of, train
+from tests.pipeline.mixes import config_of, train, trainer_of
 from tests.predict.simulation.test_count import counted
+from tests.runs import newest
 from tests.strided import strided
 
 COPY = CATEGORY.index("copy")
@@ -131,3 +132,63 @@ def test_every_byte_of_state_goes_in_once_and_out_once():
     (plain,) = every_rank(config_of("microbatches=2"), config.model.vocabulary)
     sizes = copies(found)
     assert sum(size * count for (_, size), count in sizes.items()) == 2 * plain.peak["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("microbatches=2", "optimizer"),
+        ("microbatches=3 keep_dtype=int8 attention=chunked", "activations"),
+        ("microbatches=2 dtype=bfloat16 recompute=[0] optimizer=muon", "parameters"),
+    ],
+)
+def test_predicted_peaks_are_counted(line, what):
+    config = config_of(f"{line} 'offload=[\"{what}\"]'")
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        trainer.step(0)
+        trainer.step(1)
+        return dict(mesh.pool.peak)
+
+    found = run(config.mesh.sizes(), rank)
+    predicted = every_rank(config, config.model.vocabulary)
+    assert found[0][OFFLOADED] > 0
+    for ours, theirs in zip(predicted, found, strict=True):
+        assert ours.peak == {kind: size for kind, size in theirs.items() if size}
+
+
+LARGE = "--model.hidden 512 --model.heads 8 --model.layers 4 --model.sequence 32 --train.batch 2"
+LIMIT = 330 << 20  # bytes: less than parameters, gradients and states of AdamW beside Python
+
+
+def limited(out, *words, limit=None):
+    """A run of one rank that the system lets have no more than so many bytes of its own."""
+
+    def bound():
+        if limit:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    command = [sys.executable, "-m", "hpc3d.train", "gpt-serial", "--train.steps", "3", *words]
+    command += ["--run.out", str(out), *LARGE.split()]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    how = {"capture_output": True, "text": True, "env": environment, "timeout": 120}
+    return subprocess.run(command, check=False, preexec_fn=bound, **how)
+
+
+def losses(out):
+    with hpc3d.trace.open(newest(out)) as trace:
+        return trace.steps["loss"].tolist()
+
+
+@pytest.mark.slow
+def test_a_model_trains_in_memory_that_its_states_do_not_fit(tmp_path):
+    plain = limited(tmp_path / "plain")
+    assert plain.returncode == 0, plain.stderr
+    short = limited(tmp_path / "short", limit=LIMIT)
+    assert short.returncode and "emory" in short.stderr
+    for what in ('["optimizer"]', '["optimizer", "activations", "parameters"]'):
+        moved = limited(tmp_path / what, "--parallel.offload", what, limit=LIMIT)
+        assert moved.returncode == 0, moved.stderr
+        assert losses(tmp_path / what) == losses(tmp_path / "plain")
+        assert " MB copied per step, " in moved.stdout and " s of it exposed" in moved.stdout
