@@ -89,7 +89,7 @@ def _keeps(spec: StateSpec, item: Parameter) -> bool:
     return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
 
 
-VALUE = "value"
+_VALUE = "value"
 
 
 class _Update(NamedTuple):
@@ -103,7 +103,7 @@ class _Update(NamedTuple):
 
     def lies_elsewhere(self, name: str) -> bool:
         """Whether an array is offloaded."""
-        if name == VALUE:
+        if name == _VALUE:
             return self.parameters.lies_elsewhere(self.item)
         return "optimizer" in self.parameters.offload
 
@@ -190,7 +190,7 @@ class Optimizer:
     def _pieces(self, decay: float) -> Iterator[tuple]:
         units = [[update] for update in self._stretches()]
         for [update], [states] in zip(units, self._at_hand(units), strict=True):
-            value = states.pop(VALUE)
+            value = states.pop(_VALUE)
             yield (value, states.get(MASTER.name), update.grad), states, update.keep(decay)
 
     def _stretches(self) -> Iterator[_Update]:
@@ -207,7 +207,7 @@ class Optimizer:
 
     def _update_of(self, piece: UpdateSlice) -> _Update:
         first, last, parameters = piece.items[0], piece.items[-1], self.parameters
-        arrays = {VALUE: parameters.flat(first)[piece.value]}
+        arrays = {_VALUE: parameters.flat(first)[piece.value]}
         for spec in self.specs:
             if spec.of(first.name, first.shape):
                 places = self.places[spec.name]
@@ -245,14 +245,14 @@ class Optimizer:
 
     def _update_of_matrix(self, part: WholeMatrix) -> _Update:
         parameters, item = self.parameters, part.item
-        arrays = {VALUE: parameters.flat(item)[part.value]}
+        arrays = {_VALUE: parameters.flat(item)[part.value]}
         arrays |= {spec.name: state for spec, state in self.states_of(item)}
         return _Update(item, parameters, parameters.grad[part.grad], arrays)
 
     def _as_blocks(
         self, part: WholeMatrix, update: _Update, flat: dict[str, Array], decay: float
     ) -> tuple:
-        value = flat.pop(VALUE).reshape(part.shape)
+        value = flat.pop(_VALUE).reshape(part.shape)
         states = {
             spec.name: flat[spec.name].reshape(self.block(spec, part.item))
             for spec in self.specs
