@@ -237,6 +237,9 @@ class TrainConfig:
     matrix's second moment, and no first one; lion steps by the sign of a mean of gradients; muon
     orthogonalises that of a matrix in a block, and does all else as adamw; all with decoupled
     weight decay"""
+    orthogonalize: Literal["in-turn", "sharded"] = "in-turn"
+    """of muon: in-turn, ranks that have cut matrices alike each get some of them whole; sharded, a
+    matrix stays cut, and all of them work on it"""
     beta1: float | None = None
     """the part of the mean of gradients that a step keeps (absent: 0.9; muon: 0.95, of its
     matrices)"""
