@@ -1,5 +1,7 @@
 """Muon on matrices that stay cut, against the published form in torch and against one rank."""
 
+from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from hpc3d.comm.threads import run
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.tensor.layout import Layout
+from hpc3d.training.muon import is_hidden
 from hpc3d.training.sharded_muon import NewtonSchulz
 from tests.pipeline.mixes import alone, config_of, cover, same, serial, train, trainer_of
 from tests.predict.simulation.test_count import counted
@@ -61,10 +64,49 @@ def test_what_is_held_moved_and_computed_is_predicted(layout):
 
     def rank(mesh):
         trainer_of(mesh, config).step(0)
-        return mesh.pool.peak
+        return [mesh.pool.peak[kind] for kind in ("optimizer", "workspace")]
 
     for ours, held in zip(predicted, run(config.mesh.sizes(), rank), strict=True):
-        assert {kind: ours.peak[kind] for kind in ours.peak} == dict(held)
+        assert [ours.peak[kind] for kind in ("optimizer", "workspace")] == held
     for ours, theirs in zip(predicted, counted(config), strict=True):
         assert ours.moved() == theirs.moved()
         assert ours.flops() == theirs.flops()
+
+
+def matrices_of(trainer):
+    """(shorter side, longer side, ranks that cut the one, and the other) of all that a rank has
+    blocks of."""
+    found = []
+    for item in trainer.parameters:
+        if is_hidden(item.name, item.shape):
+            rows, *experts, columns = item.shape
+            kinds = item.interleaved[0]
+            sides = [(rows, item.updated_layout[0]), (columns // kinds, item.updated_layout[-1])]
+            (short, over), (long, across) = sorted(sides, key=lambda side: side[0])
+            cuts = trainer.mesh.count(over), trainer.mesh.count(across)
+            count = kinds * prod(experts) // (trainer.mesh.size("e") if experts else 1)
+            found += [(short, long, *cuts)] * count
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["x=4 scheme=1d", "x=2 y=2 scheme=2d", "x=2 y=2 z=2 scheme=3d", "e=2 z=2 experts=4 zero=3"],
+)
+def test_a_rank_receives_what_the_formula_says_and_computes_its_share(layout):
+    config = config_of(f"{SHARDED} {layout} layers=3 hidden=48")
+    adamw = replace(
+        config, train=replace(config.train, optimizer="adamw", orthogonalize="in-turn")
+    )
+    held = run(config.mesh.sizes(), lambda mesh: matrices_of(trainer_of(mesh, config)))
+    for ours, theirs, matrices in zip(*ranks, held, strict=True):
+        received = flops = 0
+        for short, long, s, l in matrices:
+            step = (1 - 1 / s) * short * long / l + (1 - 1 / (s * l)) * short**2
+            step += 2 * (1 - 1 / l) * short**2 / s
+            received += 8 * 5 * step
+            flops += 5 * (4 * short * short * long + 2 * short**3) / (s * l)
+        moved = [sum(size for _, size in rank.moved().values()) for rank in (ours, theirs)]
+        norms = moved[0] - moved[1] - received  # one element along up to three axes
+        assert 0 <= norms <= 8 * 2 * 3 * len(matrices)
+        assert ours.flops()["gemm"] - theirs.flops()["gemm"] == flops
