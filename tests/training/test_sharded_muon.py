@@ -95,9 +95,8 @@ def matrices_of(trainer):
 )
 def test_a_rank_receives_what_the_formula_says_and_computes_its_share(layout):
     config = config_of(f"{SHARDED} {layout} layers=3 hidden=48")
-    adamw = replace(
-        config, train=replace(config.train, optimizer="adamw", orthogonalize="in-turn")
-    )
+    train = replace(config.train, optimizer="adamw", orthogonalize="in-turn")
+    ranks = every_rank(config, 29), every_rank(replace(config, train=train), 29)
     held = run(config.mesh.sizes(), lambda mesh: matrices_of(trainer_of(mesh, config)))
     for ours, theirs, matrices in zip(*ranks, held, strict=True):
         received = flops = 0

@@ -35,6 +35,7 @@ TECHNIQUES = (
     ("train.optimizer", "adafactor"),
     ("train.optimizer", "lion"),
     ("train.optimizer", "muon"),
+    ("train.orthogonalize", "sharded"),
     ("parallel.compression", "powersgd"),
     ("parallel.compression", "top-k"),
     ("train.optimizer", "sgd"),
