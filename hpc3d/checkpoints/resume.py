@@ -146,11 +146,10 @@ def _other_optimizer(run: Path, config: Config) -> Iterator[str]:
     stored = load(run / "config.toml", [], of_run=True)
     before, now = stored.train.optimizer, config.train.optimizer
     kept, wanted = (optimizer_of(each).STATES for each in (stored, config))
-    if lacking := [spec.name for spec in wanted if spec not in kept]:
+    if {*wanted} - {*kept}:
         yield (
-            f"train.optimizer = {now}: it was {before} until now, and a checkpoint has no "
-            f"{' and '.join(lacking)} moments to go on from; leave it at {before}, or begin a new "
-            "run"
+            f"train.optimizer = {now}: it was {before} until now, whose checkpoints lack what "
+            f"{now} keeps; leave it at {before}, or begin a new run"
         )
 
 

@@ -238,8 +238,8 @@ class TrainConfig:
     orthogonalises that of a matrix in a block, and does all else as adamw; all with decoupled
     weight decay"""
     orthogonalize: Literal["in-turn", "sharded"] = "in-turn"
-    """of muon: in-turn, ranks that have cut matrices alike each get some of them whole; sharded, a
-    matrix stays cut, and all of them work on it"""
+    """by muon, matrices that several ranks have blocks of: in-turn, each of them gets some of the
+    matrices whole; sharded, every matrix stays cut, and all of them work on it"""
     beta1: float | None = None
     """the part of the mean of gradients that a step keeps (absent: 0.9; muon: 0.95, of its
     matrices)"""
