@@ -40,10 +40,6 @@ class ShardedMuon(Muon):
     """`train.orthogonalize = "sharded"`.  Along an axis on whose diagonal a rank owns a block the
     ranks still have matrices in turn."""
 
-    @classmethod
-    def at_once(cls, mesh: Mesh) -> int:
-        return max(mesh.size(axis) for axis in ("x", "y", "z"))
-
     def _exchange(self, layout: Layout) -> Exchange:
         mesh = self.parameters.mesh
         return Exchange(mesh, owners(mesh, layout))
