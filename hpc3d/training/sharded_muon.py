@@ -96,18 +96,20 @@ class NewtonSchulz:
         self._normalize(x)
         s, l = self.shorter, self.longer
         uneven = len(x) % self.mesh.count(l.split())
-        whole = l if uneven else ""
+        replicate = l if uneven else ""
         make = partial(Matmul, self.mesh, stacked=True)
-        gram = make(Split(m=s, k=l, replicate=whole), keep="w", transposed=True)
+        gram = make(Split(m=s, k=l, replicate=replicate), keep="w", transposed=True)
         square = make(Split(m=s if uneven else f"{s} {l}".strip()), keep="")
-        apply = make(Split(m=s, n=l, replicate=whole))
+        apply = make(Split(m=s, n=l, replicate=replicate))
         for _ in range(NEWTON_SCHULZ_STEPS):
             self._step(x, gram, square, apply)
 
     def _normalize(self, x: Array) -> None:
         """X / |X| of each matrix."""
         with self.mesh.trace.span("norm"):
-            squares = (x * x).sum(2).sum(0)
+            squared = self.mesh.empty(x.shape, x.dtype, "workspace")
+            np.multiply(x, x, out=squared)
+            squares = squared.sum(2).sum(0)
         for axis in (*self.shorter.split(), *self.longer.split()):
             squares = self.mesh.comm(axis).all_reduce(squares).wait()
         with self.mesh.trace.span("norm"):
@@ -119,9 +121,11 @@ class NewtonSchulz:
         g, saved = gram.forward_saving(x, x)
         rows = square.forward(g, g)
         with self.mesh.trace.span("polynomial"):
+            linear = self.mesh.empty(g.shape, g.dtype, "workspace")
+            np.multiply(g, b, out=linear)
             rows *= c
-            rows += b * g
-        del g
+            rows += linear
+        del g, linear
         p = apply.gather(rows, apply.split.x, apply.axes["n"]).wait()
         moved = apply.multiply(p, saved.w, ())
         with self.mesh.trace.span("polynomial"):
