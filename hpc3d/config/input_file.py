@@ -241,6 +241,9 @@ class TrainConfig:
     matrix's second moment, and no first one; lion steps by the sign of a mean of gradients; muon
     orthogonalises that of a matrix in a block, and does all else as adamw; all with decoupled
     weight decay"""
+    orthogonalize: Literal["in-turn", "sharded"] = "in-turn"
+    """by muon, matrices that several ranks have blocks of: in-turn, each of them gets some of the
+    matrices whole; sharded, every matrix stays cut, and all of them work on it"""
     beta1: float | None = None
     """the part of the mean of gradients that a step keeps (absent: 0.9; muon: 0.95, of its
     matrices)"""

@@ -160,6 +160,11 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
 
 def _wrong_constants(train: TrainConfig) -> Iterator[str]:
     """Keys that the optimiser has no use for, or whose value it cannot have."""
+    if train.orthogonalize != "in-turn" and train.optimizer != "muon":
+        yield (
+            f"train.orthogonalize = {train.orthogonalize}: of train.optimizer = muon alone; leave "
+            "it out"
+        )
     for key in OPTIMIZER_KEYS:
         value = getattr(train, key)
         name = f"train.{key} = {value}"

@@ -152,7 +152,8 @@ def work(config: str) -> Any:
         parts = [
             ADDED.get(name, {}) | tree.get(name, {}) for name in ("mesh", "parallel", "model")
         ]
-        return [*parts, train.get("batch"), train.get("dtype"), clock]
+        how = train.get("batch"), train.get("dtype"), train.get("orthogonalize", "in-turn")
+        return [*parts, *how, clock]
     except (ValueError, TypeError, AttributeError):
         return config
 
