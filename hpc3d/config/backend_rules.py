@@ -30,6 +30,13 @@ def wrong_backend(config: Config) -> Iterator[str]:
             "train.fused_gelu = true: for train.backend = cupy, model.kind = gpt2 or bert and "
             "model.gelu = tanh; use false"
         )
+    if train.fused_gelu and train.product_dtype:
+        yield (
+            f"train.fused_gelu = true: nothing is fused to products of {train.product_dtype}; use "
+            "false"
+        )
+    if config.torch.factory and train.product_dtype:
+        yield f"train.product_dtype = {train.product_dtype}: not for torch modules; leave it out"
     if train.backend == "cupy" and train.dtype == "float64":
         yield "train.dtype = float64: train.backend = cupy has no kernels for it; use float32"
     if train.backend == "cupy" and config.guard.abft_every:
@@ -50,8 +57,8 @@ def _wrong_types(config: Config) -> Iterator[str]:
     types = {"train.dtype": dtype, "parallel.keep_dtype": keep_dtype}
     types |= {"parallel.reduce_dtype": config.parallel.reduce_dtype}
     for key, value in types.items():
-        if value == "bfloat16" and not known("ml_dtypes"):
-            yield f"{key} = bfloat16: needs ml_dtypes: python -m pip install ml_dtypes"
+        if value in ("bfloat16", "float8") and not known("ml_dtypes"):
+            yield f"{key} = {value}: needs ml_dtypes: python -m pip install ml_dtypes"
     if keep_dtype == "bfloat16" and dtype in NARROW:
         yield (
             f"parallel.keep_dtype = bfloat16: train.dtype = {dtype} has as few bits; use int8, or "

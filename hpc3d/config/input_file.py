@@ -120,9 +120,9 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] | tuple[int, ...] = "none"
     """what backward computes again instead of keeping it: selective the scores and softmax of
     attention, full whole blocks, a list such as [0, 1] the blocks of these numbers"""
-    keep_dtype: Literal["bfloat16", "int8"] | None = None
-    """of the activations that wait for backward, which works with rounded copies: int8 has a scale
-    per row (absent: train.dtype)"""
+    keep_dtype: Literal["bfloat16", "int8", "float8"] | None = None
+    """of the activations that wait for backward, which works with rounded copies: int8 and float8
+    (e4m3) have a scale per row (absent: train.dtype)"""
     offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()
     """what waits outside of a rank's memory until it is needed, as ["optimizer"]: its states,
     activations until their backward pass, and matrices of blocks between their uses; on CPUs in
@@ -267,6 +267,12 @@ class TrainConfig:
     """the largest norm of the whole gradient, to which it is scaled down (0: none)"""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     """of parameters and activations; those of 16 bits are summed in float32"""
+    product_dtype: Literal["float8"] | None = None
+    """of the operands of the layers' products: e4m3 for activations and weights, e5m2 for
+    gradients, multiplied and summed as train.dtype (absent: as they are)"""
+    product_scale: Literal["block", "tensor"] = "block"
+    """float8: what has a scale of its own, 128 neighbours in a row of activations and gradients
+    and 128 x 128 weights, or a tensor"""
     backend: Literal["numpy", "cupy"] = "numpy"
     """numpy computes on CPUs, cupy on GPUs"""
     eval_every: int = 0

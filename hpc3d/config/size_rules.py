@@ -12,6 +12,7 @@ from hpc3d.config.context_rules import unexchanged_heads
 from hpc3d.config.optimizer_rules import wrong_blocks
 from hpc3d.model.families import block_products, family_of
 from hpc3d.model.spec import ModelSizes
+from hpc3d.tensor.rounding import TILE
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
@@ -106,6 +107,7 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
             yield from _indivisible(key, value, axes, sizes)
     for axes in sorted(needs["model.heads", model.heads]):
         yield from _unshared_keys(model, axes, sizes)
+        yield from _uneven_tiles(config, axes, sizes)
         if config.mesh.c > 1:
             yield from unexchanged_heads(config, prod(sizes[axis] for axis in axes))
 
@@ -171,6 +173,21 @@ def _unshared_keys(
         f"model.kv_heads = {keys} neither divides over mesh axes {_named(axes, sizes)} = {count} "
         f"nor divides {count}: use {below} or {above}, or other [mesh] sizes"
     )
+
+
+def _uneven_tiles(config: Config, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Tiles with a scale each that lie in queries and in keys, other ones on other ranks."""
+    model, train, count = config.model, config.train, prod(sizes[axis] for axis in axes)
+    keys, width = model.kv_heads or model.heads, model.hidden // model.heads
+    if (train.product_dtype, train.product_scale) != ("float8", "block") or count == 1:
+        return
+    columns = model.heads // count * width, max(1, keys // count) * width
+    if keys < model.heads and any(each % TILE for each in columns):
+        yield (
+            f"train.product_scale = block: over mesh axes {_named(axes, sizes)} a rank has "
+            f"{columns[0]} columns of queries and {columns[1]} of keys, not a multiple of {TILE} "
+            "of each; use tensor, or other [mesh] sizes"
+        )
 
 
 def _indivisible(

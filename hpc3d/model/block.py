@@ -66,13 +66,14 @@ class Block:
             last = std / sqrt(2 * model.layers)
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
-            matmul, biased = Matmul(mesh, split, spec.keep), part in family.biased
+            matmul = Matmul(mesh, split, spec.keep, scales=spec.scales)
+            biased = part in family.biased
             return Linear(parameters, f"{name}.{part}", shape, matmul, std, biased, interleaved)
 
         def qkv():
             if model.form.queries == 1:
                 return linear("qkv", (hidden, model.qkv), split, std, (3, model.form.width))
-            matmul = Matmul(mesh, split, spec.keep)
+            matmul = Matmul(mesh, split, spec.keep, scales=spec.scales)
             return GroupedQkv(parameters, name, model, matmul, std, "qkv" in family.biased)
 
         def norm(part):

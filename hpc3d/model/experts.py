@@ -127,7 +127,7 @@ class ExpertMlps:
         count = sizes.experts.count  # type: ignore[union-attr]  # it has some
 
         def linear(part, inputs, outputs, split, std, interleaved=(1, 1)):
-            matmul = Matmul(mesh, split, spec.keep, stacked=True)
+            matmul = Matmul(mesh, split, spec.keep, stacked=True, scales=spec.scales)
             shape, biased = (inputs, count, outputs), part in family.biased
             part = f"{name}.{part}"
             return StackedLinear(parameters, part, shape, matmul, std, biased, interleaved)

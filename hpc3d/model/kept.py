@@ -5,6 +5,7 @@ waited for it (Gist's delayed precision reduction, Jain et al. 2018):
 
     bfloat16   2 bytes an element
     int8       1 byte an element, and a scale of 4 bytes a row: its largest magnitude / 127
+    float8     1 byte an element, e4m3, and a scale of 4 bytes a row: its largest magnitude / 448
 
 All else that is kept, such as weights, moments and choices, stays as it is.  So does what lies in
 memory that several ranks read: it is there once for all of them, and a copy would be there once
@@ -61,7 +62,7 @@ class KeptForm:
         self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None, offload: bool = False
     ) -> None:
         self.mesh, self.dtype, self.offload = mesh, np.dtype(dtype), offload
-        self.keep_dtype = np.dtype(keep_dtype or dtype)
+        self.keep_dtype = np.dtype(np.uint8 if keep_dtype == "float8" else keep_dtype or dtype)
 
     def put_away(self, saved: Any) -> Any:
         """What was saved as it waits, each array once although it has two names."""
@@ -129,7 +130,7 @@ class KeptForm:
         if not self._may_change(array):
             return array
         codes = self.mesh.empty(array.shape, self.keep_dtype)
-        if self.keep_dtype != np.int8:
+        if self.keep_dtype.itemsize > 1:
             codes[...] = array
             return RoundedArray(codes, None)
         matrix = _matrix(contiguous(array))

@@ -68,7 +68,8 @@ class Mlp:
         split, hidden, family = spec.splits["dense"], spec.sizes.hidden, spec.family
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
-            matmul, biased = Matmul(mesh, split, spec.keep), part in family.biased
+            matmul = Matmul(mesh, split, spec.keep, scales=spec.scales)
+            biased = part in family.biased
             return Linear(parameters, f"{name}.{part}", shape, matmul, std, biased, interleaved)
 
         kinds = 1 + family.gated

@@ -230,7 +230,8 @@ class ModelSpec:
     """What all parts of a model are built from: its `family` and `sizes`, the `splits` of the
     products of each kind of layer, the operands that these `keep` for backward, the `seed` of
     dropout, what backward does again, `recompute`, how sequences are cut, `context` (whole ones
-    unless it is given), and whether attention is `chunked`."""
+    unless it is given), whether attention is `chunked`, and what has a scale of its own where
+    products of layers are in float8, a block or a tensor."""
 
     family: Family
     sizes: ModelSizes
@@ -241,6 +242,7 @@ class ModelSpec:
     keep_dtype: str | None = None
     context: Context = WHOLE
     chunked: bool = False
+    scales: str | None = None
 
     def __post_init__(self) -> None:
         if self.context is WHOLE:

@@ -1,4 +1,8 @@
-"""Rows of a matrix in 8 bits: integers from -127 to 127 times a scale of the row."""
+"""Rows of a matrix in 8 bits: numbers of 8 bits times a scale of the row.
+
+codes int8     integers from -127 to 127
+codes uint8    the bits of float8_e4m3fn, which reaches to 448
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,35 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpc3d.arrays.narrow import wide
+from hpc3d.arrays.narrow import WIDE, wide
 from hpc3d.arrays.primitive import primitive
+from hpc3d.ops.float8 import E4M3, LARGEST, encode
 from hpc3d.ops.rows import row_blocks
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-_MOST = 127
+_MOST = {"int8": 127, "uint8": LARGEST[E4M3]}
 
 
 @primitive
 def encode_rows(x: Array, codes: Array, scales: Array) -> None:
-    """codes[m, n] = round(x[m, n] / scales[m]), scales[m] = max |x[m]| / 127.
+    """codes[m, n] = round(x[m, n] / scales[m]), scales[m] = max |x[m]| / the largest code.
 
     The scale of a row that is not finite is not finite, and so are its rows decoded.
     """
     for rows in row_blocks(x):
         part = x[rows]
-        scales[rows] = np.maximum(part.max(1, initial=0), -part.min(1, initial=0)) / _MOST
+        largest = np.maximum(part.max(1, initial=0), -part.min(1, initial=0))
+        scales[rows] = largest / _MOST[codes.dtype.name]
         divisors = np.where(scales[rows] > 0, scales[rows], 1)
         with np.errstate(invalid="ignore"):
-            codes[rows] = np.rint(part / divisors[:, None])
+            codes[rows] = _rounded(part / divisors[:, None], codes.dtype)
+
+
+def _rounded(quotients: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The codes of numbers."""
+    return np.rint(quotients) if dtype == np.int8 else encode(quotients, E4M3).view(dtype)
 
 
 encode_rows.narrow(encode_rows.numpy)
@@ -40,14 +51,19 @@ def _(x, codes, scales):
 
 @encode_rows.cuda
 def _(gpu, x, codes, scales):
-    gpu.launch("encode_rows", *x.shape, x=x, codes=codes, scales=scales, columns=x.shape[1])
+    gpu.launch(
+        _kernel("encode", codes), *x.shape, x=x, codes=codes, scales=scales, columns=x.shape[1]
+    )
 
 
 @primitive
 def decode_rows(codes: Array, scales: Array, out: Array) -> Array:
     """codes[m, n] scales[m]."""
-    with np.errstate(invalid="ignore"):
-        return np.multiply(codes, scales[:, None], out=out, dtype=wide(out.dtype))
+    for rows in row_blocks(out):
+        part = codes[rows] if codes.dtype == np.int8 else codes[rows].view(E4M3).astype(WIDE)
+        with np.errstate(invalid="ignore"):
+            np.multiply(part, scales[rows, None], out=out[rows], dtype=wide(out.dtype))
+    return out
 
 
 @decode_rows.abstract
@@ -58,6 +74,15 @@ def _(codes, scales, out):
 @decode_rows.cuda
 def _(gpu, codes, scales, out):
     gpu.launch(
-        "decode_rows", *out.shape, codes=codes, scales=scales, out=out, columns=out.shape[1]
+        _kernel("decode", codes),
+        *out.shape,
+        codes=codes,
+        scales=scales,
+        out=out,
+        columns=out.shape[1],
     )
     return out
+
+
+def _kernel(what: str, codes: Array) -> str:
+    return f"{what}_rows" if codes.dtype == np.int8 else f"{what}_float8_rows"

@@ -22,11 +22,13 @@ The 3-D scheme is that of Bian, Xu, Wang and You, arXiv:2105.14450, on any cuboi
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.comm.communicator import ready
 from hpc3d.ops.product import accumulate_product, product
+from hpc3d.tensor.rounding import EXACT, rounded_operands
 from hpc3d.tensor.split import Split
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import Mesh
     from hpc3d.tensor.layout import Layout
+    from hpc3d.tensor.rounding import Operands
 
 __all__ = ["Matmul", "Saved", "Split", "Summa"]
 
@@ -62,7 +65,8 @@ class Matmul:
     `keep` names the operands whose working blocks are saved for backward.  "xw": six collectives
     for forward and backward instead of eight, and 1/q^2 of the matrices instead of 1/q^3 in
     between.  A `transposed` weight is stored as [n, k].  Of `stacked` products, one an expert, all
-    arrays have the experts as their middle dim, X[m, e, k] W[k, e, n]: what moves are rows.
+    arrays have the experts as their middle dim, X[m, e, k] W[k, e, n]: what moves are rows.  With
+    `scales` the operands are rounded to float8 (hpc3d.tensor.rounding), after they have moved.
     """
 
     def __new__(
@@ -72,6 +76,7 @@ class Matmul:
         keep: str = "xw",
         transposed: bool = False,
         stacked: bool = False,
+        scales: str | None = None,
     ) -> Matmul:
         return object.__new__(Summa if split.panels else cls)
 
@@ -82,6 +87,7 @@ class Matmul:
         keep: str = "xw",
         transposed: bool = False,
         stacked: bool = False,
+        scales: str | None = None,
     ) -> None:
         self.mesh, self.split, self.keep, self.transposed = mesh, split, keep, transposed
         self.w_layout, self.dw_layout = _weight_layouts(split, transposed)
@@ -92,10 +98,21 @@ class Matmul:
         }
         self.deferred = set(split.defer.split())
         # Where a product on a device is Y or dW itself, what is added to these is its epilogue.
-        fused = mesh.pool.on_device and not split.panels and not stacked
+        fused = mesh.pool.on_device and not (split.panels or stacked or scales)
         self.y_is_complete = fused and self.complete("k")
         self.dw_is_complete = fused and self.complete("m")
         self.is_local = self.y_is_complete and self.dw_is_complete and self.complete("n")
+        self.scales = scales
+
+    @cached_property
+    def rounded(self) -> Operands:
+        """How X, W and dY are rounded."""
+        return rounded_operands(self.mesh, self.scales, **self.cuts()) if self.scales else EXACT
+
+    def cuts(self) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+        """The axes that cut the rows and those that cut the columns of what is rounded."""
+        m, n, k = (axes.split() for axes in (self.split.m, self.split.n, self.split.k))
+        return {"x": (m, k), "w": (k, n), "dy": (m, n)}
 
     def complete(self, letter: str) -> bool:
         """Whether no product is a partial sum over the axes of a letter, of those not deferred."""
@@ -123,7 +140,9 @@ class Matmul:
         a product (hpc3d.ops.product) may have a bias, a residual and GELU."""
         pending = self._gather_x(x), self._gather_w(w)
         a, b = (block.wait() for block in pending)
-        y = self.multiply(a, b.T if self.transposed else b, self.axes["k"], **epilogue)
+        right = self.rounded.w(b)
+        right = right.T if self.transposed else right
+        y = self.multiply(self.rounded.x(a), right, self.axes["k"], **epilogue)
         saved = Saved(a if "x" in self.keep else x, b if "w" in self.keep else w, self.keep)
         return self.reduce(y, self.split.y, self.axes["k"]).wait(), saved
 
@@ -138,8 +157,8 @@ class Matmul:
     ) -> tuple[Pending, SavedForWeight]:
         """The pending dX = dY W', reduced the way X was gathered; and what `backward_weight`
         needs."""
-        dy = self.gather(dy, self.split.y, self.axes["k"]).wait()
-        b = saved.w if "w" in saved.kept else self._gather_w(saved.w).wait()
+        dy = self.rounded.dy(self.gather(dy, self.split.y, self.axes["k"]).wait())
+        b = self.rounded.w(saved.w if "w" in saved.kept else self._gather_w(saved.w).wait())
         dx = self.multiply(dy, b if self.transposed else b.T, self.axes["n"], **epilogue)
         rest = SavedForWeight(saved.x, dy, saved.kept)
         return self.reduce(dx, self.split.x, self.axes["n"]), rest
@@ -159,7 +178,7 @@ class Matmul:
 
     def _factors_of_w(self, rest: SavedForWeight) -> tuple[Array, Array]:
         """X' and dY, or dY' and X where W is transposed."""
-        x = rest.x if "x" in rest.kept else self._gather_x(rest.x).wait()
+        x = self.rounded.x(rest.x if "x" in rest.kept else self._gather_x(rest.x).wait())
         left, right = (rest.dy, x) if self.transposed else (x, rest.dy)
         return left.T, right
 
@@ -234,8 +253,9 @@ class Summa(Matmul):
         keep: str = "",
         transposed: bool = False,
         stacked: bool = False,
+        scales: str | None = None,
     ) -> None:
-        super().__init__(mesh, split, "", transposed, stacked)
+        super().__init__(mesh, split, "", transposed, stacked, scales)
         if transposed:
             raise ValueError("a transposed weight has no panels: take the split's whole()")
         stored = [axis for axis in self.axes["m"] if self.w_layout.dim_of(axis) is not None]
@@ -243,15 +263,21 @@ class Summa(Matmul):
         self.others = [axis for axis in self.axes["m"] if axis != self.along_w]
         self.panels = lcm(mesh.size(self.along_x), mesh.size(self.along_w))
 
-    # Nothing is fused to products of panels: there is no epilogue.
+    def cuts(self) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+        columns = self.split.n.split()
+        return super().cuts() | {"x": self.split.x, "w": ([self.along_w], columns)}
+
+    # Nothing is fused to products of panels: there is no epilogue.  Stored blocks are rounded,
+    # before panels of them move.
 
     def forward_saving(  # type: ignore[override]
         self, x: Array, w: Array
     ) -> tuple[Array, Saved]:
         y = self.mesh.zeros((*x.shape[:-1], w.shape[-1]), x.dtype)
-        whole = self.gather(w, self.w_layout, self.others).wait()
+        whole = self.rounded.w(self.gather(w, self.w_layout, self.others).wait())
+        rounded = self.rounded.x(x)
         for panel in range(self.panels):
-            a, b = self._panel_of_x(x, panel), self._panel_of_w(whole, panel)
+            a, b = self._panel_of_x(rounded, panel), self._panel_of_w(whole, panel)
             y += self.multiply(a.wait(), b.wait(), ())
         return y, Saved(x, w, "")
 
@@ -259,7 +285,8 @@ class Summa(Matmul):
         self, saved: Saved, dy: Array
     ) -> tuple[Pending, SavedForWeight]:
         dx = self.mesh.empty(saved.x.shape, saved.x.dtype)
-        w = self.gather(saved.w, self.w_layout, self.others).wait()
+        w = self.rounded.w(self.gather(saved.w, self.w_layout, self.others).wait())
+        dy = self.rounded.dy(dy)
         for panel in range(self.panels):
             b = self._panel_of_w(w, panel).wait()
             self._reduce_to_owner(
@@ -268,7 +295,7 @@ class Summa(Matmul):
         return ready(dx), SavedForWeight(saved.x, dy, "")
 
     def backward_weight(self, rest: SavedForWeight) -> Pending:
-        x, dy, _ = rest
+        x, dy = self.rounded.x(rest.x), rest.dy
         rows = x.shape[-1] * self.mesh.size(self.along_x) // self.mesh.size(self.along_w)
         dw = self.mesh.empty((rows, *dy.shape[1:]), dy.dtype)
         for panel in range(self.panels):

@@ -153,7 +153,8 @@ def work(config: str) -> Any:
             ADDED.get(name, {}) | tree.get(name, {}) for name in ("mesh", "parallel", "model")
         ]
         how = train.get("batch"), train.get("dtype"), train.get("orthogonalize", "in-turn")
-        return [*parts, *how, clock]
+        products = train.get("product_dtype"), train.get("product_scale", "block")
+        return [*parts, *how, *products, clock]
     except (ValueError, TypeError, AttributeError):
         return config
 

@@ -28,7 +28,12 @@ from hpc3d.training.optimizers import optimizer_of
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-_ITEMSIZE = {"uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_ITEMSIZE = {
+    **dict.fromkeys(("uint8", "int8", "float8"), 1),
+    **dict.fromkeys(("float16", "bfloat16"), 2),
+    "float32": 4,
+    "float64": 8,
+}
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:

@@ -225,4 +225,5 @@ def spec_of(config: Config, vocabulary: int) -> ModelSpec:
         config.parallel.keep_dtype,
         config.context(),
         config.chunked(),
+        config.train.product_scale if config.train.product_dtype else None,
     )

@@ -34,6 +34,14 @@ from tests.elided import elided
             ["--parallel.keep_dtype", "bfloat16", "--train.dtype", "float16"],
             "parallel.keep_dtype = bfloat16: train.dtype = float16 ... int8, or leave it out",
         ),
+        (
+            ["--train.fused_gelu", "true", "--train.product_dtype", "float8"],
+            "train.fused_gelu = true: ... products of float8; use false",
+        ),
+        (
+            ["--torch.factory", "a:b", "--train.product_dtype", "float8"],
+            "train.product_dtype = float8: not for torch modules; leave it out",
+        ),
     ],
 )
 def test_what_a_backend_has_not_is_refused(words, line):

@@ -102,7 +102,12 @@ class CudaPool(DevicePool):
 def some(lines, *quick):
     """All of them; those that are not `quick` are slow."""
     slow = pytest.mark.slow
-    return [line if n in quick else pytest.param(line, marks=slow) for n, line in enumerate(lines)]
+    return [
+        line
+        if n in quick
+        else pytest.param(*(line if type(line) is tuple else [line]), marks=slow)
+        for n, line in enumerate(lines)
+    ]
 
 
 def on_devices(line, function):

@@ -102,15 +102,29 @@ def test_8_bit_moments_are_numpys_but_for_the_codes_that_rounding_turns(launcher
             assert far.mean() < 1e-3, name
 
 
-@pytest.mark.parametrize("recompute", some(["none", "full"], 0))
-def test_activations_wait_in_8_bits(recompute, launcher):
+@pytest.mark.parametrize("scales", ["block", "tensor"])
+def test_products_take_operands_of_float8(scales, launcher):
+    """Sums in another order round a few of the operands that follow to the other side."""
+    line = f"{ONE} hidden=144 microbatches=1 product_dtype=float8 product_scale={scales}"
+    (found,) = on_devices(line, train)
+    expected = serial(alone(line)).totals
+    np.testing.assert_allclose(found.totals[0], expected[0], rtol=1e-4)
+    np.testing.assert_allclose(found.totals, expected, rtol=0.01)
+    assert launcher.count["round_tiles"] == launcher.count["tile_row_maxima"] > 0
+
+
+@pytest.mark.parametrize(
+    ("recompute", "dtype"), some([("none", "int8"), ("full", "int8"), ("none", "float8")], 2)
+)
+def test_activations_wait_in_8_bits(recompute, dtype, launcher):
     """A device keeps X of a norm, NumPy its rows, and so they round other numbers."""
-    line = f"{ONE} recompute={recompute} keep_dtype=int8"
+    line = f"{ONE} recompute={recompute} keep_dtype={dtype}"
     (found,) = on_devices(line, train)
     expected = serial(alone(line)).totals
     np.testing.assert_allclose(found.totals[0][0], expected[0][0], rtol=2e-5)
     np.testing.assert_allclose(found.totals, expected, rtol=0.01)
-    assert launcher.count["encode_rows"] == launcher.count["decode_rows"] > 0
+    kind = {"int8": "", "float8": "float8_"}[dtype]
+    assert launcher.count[f"encode_{kind}rows"] == launcher.count[f"decode_{kind}rows"] > 0
 
 
 @pytest.mark.parametrize("line", some([ONE, f"d=2 zero=1 batch=8 dropout=0.25 {ONE[4:]}"], 0))

@@ -34,7 +34,12 @@ def in_int8(x):
     return torch.round(x / scale) * scale
 
 
-ROUNDED = {"bfloat16": in_bfloat16, "int8": in_int8}
+def in_float8(x):
+    scale = (x.abs().amax(-1, keepdim=True) / 448).float().double()
+    return (x / scale).to(torch.float8_e4m3fn).double() * scale
+
+
+ROUNDED = {"bfloat16": in_bfloat16, "int8": in_int8, "float8": in_float8}
 
 
 def functions(rounded):
@@ -166,6 +171,7 @@ FORMS = {
     ("int8", "none"): 16 * N + SCORES + 4 * (8 * ROWS + B * HEADS * T),
     ("int8", "selective"): 16 * N + 4 * 8 * ROWS,
     ("int8", "full"): N + 4 * ROWS,
+    ("float8", "none"): 16 * N + SCORES + 4 * (8 * ROWS + B * HEADS * T),
 }
 
 
@@ -196,6 +202,7 @@ LINES = [
     "c=2 schedule=none microbatches=2 sequence=4 keep_dtype=bfloat16 kind=llama ffn=48",
     "p=2 d=2 schedule=1f1b microbatches=2 zero=3 keep_dtype=int8 kind=bert recompute=selective",
     "e=2 d=2 schedule=none microbatches=2 experts=4 top_k=2 zero=2 keep_dtype=bfloat16",
+    "x=2 schedule=none microbatches=2 scheme=1d keep_dtype=float8 recompute=selective",
 ]
 
 

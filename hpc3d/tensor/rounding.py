@@ -1,0 +1,132 @@
+"""Operands of products rounded to float8, alike on every layout.
+
+A scale belongs to a tile of the whole matrix, whoever holds parts of it:
+
+    scales      X[m, k] and dY[m, n]    W[k, n]         source
+    block       1 x 128                 128 x 128       DeepSeek-V3, arXiv:2412.19437, section 3.3
+    tensor      all                     all             Micikevicius et al., arXiv:2209.05433
+
+X and W are float8_e4m3fn, dY, whose range is wider, float8_e5m2.  Ranks between which an edge of
+their blocks cuts a tile take the maximum of what each has of it; the rows of a tensor are those of
+one microbatch, on all replicas.  For dW = X' dY, X and dY have the scales of the other products:
+tiles of 128 tokens, as DeepSeek-V3 has them there, would depend on how a batch is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpc3d.arrays.narrow import wide
+from hpc3d.ops.float8 import E4M3, E5M2, Tiles, round_tiles, tile_maxima
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+
+TILE = 128
+_WHOLE = 0  # the extent of a tile as long as the matrix
+_TILES = {
+    "block": {"x": (1, TILE), "w": (TILE, TILE), "dy": (1, TILE)},
+    "tensor": dict.fromkeys(("x", "w", "dy"), (_WHOLE, _WHOLE)),
+}
+_TYPES = {"x": E4M3, "w": E4M3, "dy": E5M2}
+
+
+class Operands(NamedTuple):
+    """What is done to each operand of a product before it is multiplied."""
+
+    x: Callable[[Array], Array]
+    w: Callable[[Array], Array]
+    dy: Callable[[Array], Array]
+
+
+def _as_it_is(block: Array) -> Array:
+    return block
+
+
+EXACT = Operands(_as_it_is, _as_it_is, _as_it_is)
+
+
+def rounded_operands(mesh: Mesh, scales: str, **cuts: tuple[Sequence[str], Sequence[str]]):
+    """Operands of float8 by `scales`, block or tensor; `cuts` are the axes that cut the rows and
+    those that cut the columns of each."""
+    return Operands(
+        **{
+            name: Rounding(mesh, _TYPES[name], _TILES[scales][name], axes)
+            for name, axes in cuts.items()
+        }
+    )
+
+
+class _Dim(NamedTuple):
+    """A dim of a rank's block: tiles of `extent`, of which it has numbers `first` to `last` of
+    `total`, from element `offset` of the first; `shared` are the axes along which edges cut
+    tiles."""
+
+    extent: int
+    offset: int
+    first: int
+    last: int
+    total: int
+    shared: list[str]
+
+    @property
+    def tiles(self) -> slice:
+        """Its tiles among those that a message has: all where some are shared."""
+        return slice(self.first, self.last) if self.shared else slice(self.last - self.first)
+
+
+class Rounding:
+    """Rounds a block of a matrix to a float8 `dtype`, with a scale for each of its `tiles`."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        dtype: str,
+        tiles: tuple[int, int],
+        cuts: tuple[Sequence[str], Sequence[str]],
+    ) -> None:
+        self.mesh, self.dtype, self.tiles = mesh, dtype, tiles
+        self.cuts = [[axis for axis in axes if mesh.size(axis) > 1] for axes in cuts]
+
+    def __call__(self, block: Array) -> Array:
+        """The rounded copy of a block [m, n], or of a stack [m, e, n] with scales for each e."""
+        stack = block if block.ndim == 3 else block.reshape(len(block), 1, -1)
+        rows, columns = map(self._dim, (len(stack), stack.shape[2]), self.tiles, self.cuts)
+        tiles = Tiles(rows.extent, columns.extent, rows.offset, columns.offset)
+        out = self.mesh.empty(stack.shape, stack.dtype, "workspace")
+        with self.mesh.trace.span("round"):
+            maxima = self._maxima(stack, tiles)
+        maxima = self._of_all_ranks(maxima, rows, columns)
+        with self.mesh.trace.span("round"):
+            return round_tiles(stack, maxima, tiles, self.dtype, out).reshape(block.shape)
+
+    def _dim(self, size: int, extent: int, axes: list[str]) -> _Dim:
+        count = self.mesh.count(axes)
+        start, whole = self.mesh.index(axes) * size, count * size
+        extent = max(1, extent or whole)
+        first, offset = divmod(start, extent)
+        last, total = (-(-end // extent) for end in (start + size, whole))
+        return _Dim(extent, offset, first, last, total, axes if size % extent else [])
+
+    def _maxima(self, stack: Array, tiles: Tiles) -> Array:
+        down, across = tiles.grid(len(stack), stack.shape[2])
+        shape = down, stack.shape[1], across
+        maxima = self.mesh.empty(shape, wide(stack.dtype), "workspace")
+        tile_maxima(stack, tiles, maxima)
+        return maxima
+
+    def _of_all_ranks(self, maxima: Array, rows: _Dim, columns: _Dim) -> Array:
+        """The maxima of the same tiles with what other ranks have of them."""
+        shared = rows.shared + columns.shared
+        if not shared:
+            return maxima
+        down, across = (
+            dim.total if dim.shared else dim.last - dim.first for dim in (rows, columns)
+        )
+        message = self.mesh.zeros((down, maxima.shape[1], across), maxima.dtype, "communication")
+        message[rows.tiles, :, columns.tiles] = maxima
+        for axis in shared:
+            message = self.mesh.comm(axis).all_reduce(message, "max").wait()
+        return message[rows.tiles, :, columns.tiles]
