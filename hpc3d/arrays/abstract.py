@@ -13,19 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from hpc3d.arrays.pool import Pool, contiguous, has_values
+from hpc3d.arrays.pool import OFFLOADED, Pool, contiguous, has_values
 from hpc3d.arrays.primitive import add_backend
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from hpc3d.arrays.primitive import Primitive
+    from hpc3d.comm.mesh import MeshRecorder
 
 
 class CostMeter:
@@ -46,6 +48,13 @@ class CostMeter:
 
     def fused(self, flop: float, nbytes: int, dtype: DTypeLike) -> None:
         """Products whose results stay inside of a kernel, which reads and writes `nbytes`."""
+
+    def copied(self, nbytes: int) -> int:
+        """When a copy of `nbytes` is there that leaves the memory or comes back to it."""
+        return 0
+
+    def reach(self, end: int) -> None:
+        """Go on when this moment has come."""
 
     def counting(self, times: int) -> AbstractContextManager[None]:
         """A context in which all counts so many times."""
@@ -299,3 +308,54 @@ class AbstractPool(Pool):
         return self.kind(
             shape, dtype, self, AbstractLease(kind, lambda: self.count(kind, -nbytes))
         )
+
+    @cached_property
+    def store(self) -> AbstractStore:
+        return AbstractStore(self)
+
+
+class AbstractStore:
+    """A HostStore (hpc3d.arrays.host_store) of arrays without data.
+
+    A device copies by itself: what is saved takes its memory until the next call, and what is
+    loaded has its own from the beginning.
+    """
+
+    exposed = None
+
+    def __init__(self, pool: AbstractPool) -> None:
+        self.pool, self.meter, self.copied = pool, pool.meter, 0
+        self.leaving: tuple[AbstractArray | None, int] = None, 0
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> AbstractArray:
+        return self.pool.empty(shape, dtype, OFFLOADED)
+
+    def save(self, array: Any, kept: Any, trace: MeshRecorder) -> None:
+        self.settle()
+        end = self._copied("offload", array, trace)
+        self.leaving = (array if self.pool.on_device else None), end
+
+    def load(self, kept: Any, kind: str, trace: MeshRecorder) -> Callable[[], AbstractArray]:
+        def copied():
+            array = self.pool.empty(kept.shape, kept.dtype, kind)
+            return array, self._copied("fetch", kept, trace)
+
+        if not self.pool.on_device:
+            return lambda: copied()[0]
+        array, end = copied()
+
+        def finish():
+            with trace.waiting("fetch"):
+                self.meter.reach(end)
+            return array
+
+        return finish
+
+    def settle(self) -> None:
+        (_, end), self.leaving = self.leaving, (None, 0)
+        self.meter.reach(end)
+
+    def _copied(self, name: str, array: Any, trace: MeshRecorder) -> int:
+        self.copied += array.nbytes
+        with trace.copying(name, array.nbytes):
+            return self.meter.copied(array.nbytes)

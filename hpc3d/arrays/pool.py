@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from hpc3d.arrays.array import Array
+    from hpc3d.arrays.host_store import HostStore
 
-_KINDS = ("parameter", "gradient", "optimizer", "activation", "communication", "workspace")
+OFFLOADED = "offloaded"  # the kind of arrays that lie outside of the memory of their pool
 
 
 @composite
@@ -142,12 +144,24 @@ class Pool:
         self.live[kind] += size
         if size > 0:
             self.peak[kind] = max(self.peak[kind], self.live[kind])
-            self.peak["all"] = max(self.peak["all"], self.live.total())
+            self.peak["all"] = max(self.peak["all"], self.held)
+
+    @property
+    def held(self) -> int:
+        """The bytes that are live, without those of arrays that lie elsewhere."""
+        return self.live.total() - self.live[OFFLOADED]
+
+    @cached_property
+    def store(self) -> HostStore:
+        """Where arrays lie that are offloaded."""
+        from hpc3d.arrays.host_store import FileStore
+
+        return FileStore(self)
 
     def reset_peak(self) -> None:
         """Start a new measurement of the peaks, at what is live now."""
         self.peak = Counter(self.live)
-        self.peak["all"] = self.live.total()
+        self.peak["all"] = self.held
 
 
 def _nameable(dtype: np.dtype) -> np.dtype:

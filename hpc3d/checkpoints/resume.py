@@ -94,7 +94,11 @@ def continued(
 
 def changes(run: Path, config: Config) -> list[str]:
     """A line for each setting that is not what it was in the run; what was open is no such."""
-    before, now = flat(load(run / "config.toml", [], of_run=True)), flat(config)
+    stored = load(run / "config.toml", [], of_run=True)
+    before, now = flat(stored), flat(config)
+    usual, constants = stored.train.constants(), config.train.constants()
+    for key in usual.keys() & constants.keys():
+        before[f"train.{key}"], now[f"train.{key}"] = usual[key], constants[key]
     return [
         f"{key} was {_written(before[key])}, is {_written(now[key])}"
         for key in now
@@ -130,10 +134,23 @@ def _check(run: Path, config: Config, differs: _Differs) -> int:
             break
         wrong.append(problem)
     else:
-        raise Problems([*wrong, _NOTHING.format(run)])
+        of_another = [*_other_optimizer(run, config)] if wrong else []
+        raise Problems(of_another or [*wrong, _NOTHING.format(run)])
     if (done := Checkpoint(folder).header["step"]) >= config.train.steps:
         raise ValueError(f"--resume: {done} steps are done; ask for more with --train.steps")
     return done
+
+
+def _other_optimizer(run: Path, config: Config) -> Iterator[str]:
+    """A line where the optimiser keeps what that of the run did not."""
+    stored = load(run / "config.toml", [], of_run=True)
+    before, now = stored.train.optimizer, config.train.optimizer
+    kept, wanted = (optimizer_of(each).STATES for each in (stored, config))
+    if {*wanted} - {*kept}:
+        yield (
+            f"train.optimizer = {now}: it was {before} until now, whose checkpoints lack what "
+            f"{now} keeps; leave it at {before}, or begin a new run"
+        )
 
 
 def with_decay_steps(config: Config, begun: TrainConfig | None = None) -> Config:

@@ -113,7 +113,7 @@ def _own_elements(
     place, mesh = parameters.places[item], parameters.mesh
     block = _block_of(item, item.layout, item.shape, mesh)
     where = block, place.own_value.start - place.value.start, parameters.counts(item)
-    yield OwnElements("value", parameters.value[place.own_value], *where)
+    yield OwnElements("value", parameters.flat(item)[place.own_value], *where)
     for spec, state in optimizer.states_of(item) if optimizer else ():
         if spec.elementwise:
             yield OwnElements(spec.name, state, *where)
@@ -295,7 +295,7 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
     for item, place in parameters.places.items():
         exact = checkpoint.exact(item.name)
         value, *states = _own_elements(item, parameters, optimizer)
-        whole = value._replace(elements=parameters.value[place.value], first=0)
+        whole = value._replace(elements=parameters.flat(item)[place.value], first=0)
         _fill_flat(checkpoint, item.name, exact, whole)
         for own in states:
             _fill_flat(checkpoint, item.name, exact if own.kind == MASTER.name else own.kind, own)

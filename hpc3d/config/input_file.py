@@ -123,6 +123,10 @@ class ParallelConfig:
     keep_dtype: Literal["bfloat16", "int8", "float8"] | None = None
     """of the activations that wait for backward, which works with rounded copies: int8 and float8
     (e4m3) have a scale per row (absent: train.dtype)"""
+    offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()
+    """what waits outside of a rank's memory until it is needed, as ["optimizer"]: its states,
+    activations until their backward pass, and matrices of blocks between their uses; on CPUs in
+    files in TMPDIR, of GPUs on the host"""
     schedule: str | None = None
     """the order of microbatches: {schedules} or csv:FILE (absent: none on one stage, else 1f1b)"""
 
@@ -237,6 +241,9 @@ class TrainConfig:
     matrix's second moment, and no first one; lion steps by the sign of a mean of gradients; muon
     orthogonalises that of a matrix in a block, and does all else as adamw; all with decoupled
     weight decay"""
+    orthogonalize: Literal["in-turn", "sharded"] = "in-turn"
+    """by muon, matrices that several ranks have blocks of: in-turn, each of them gets some of the
+    matrices whole; sharded, every matrix stays cut, and all of them work on it"""
     beta1: float | None = None
     """the part of the mean of gradients that a step keeps (absent: 0.9; muon: 0.95, of its
     matrices)"""

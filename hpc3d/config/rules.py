@@ -25,6 +25,7 @@ from hpc3d.config.input_file import (
     TrainConfig,
 )
 from hpc3d.config.load import flat
+from hpc3d.config.offload_rules import wrong_offload
 from hpc3d.config.pipeline_rules import wrong_pipeline
 from hpc3d.config.size_rules import violations, wrong_parts
 from hpc3d.model.families import FAMILIES, family_of, with_epsilon
@@ -50,6 +51,7 @@ def resolve(config: Config, ranks: int, default: bool = False) -> Config:
             *wrong_parts(config),
             *wrong_pipeline(config),
             *wrong_compression(config),
+            *wrong_offload(config),
         ]
     )
     if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
@@ -158,6 +160,11 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
 
 def _wrong_constants(train: TrainConfig) -> Iterator[str]:
     """Keys that the optimiser has no use for, or whose value it cannot have."""
+    if train.orthogonalize != "in-turn" and train.optimizer != "muon":
+        yield (
+            f"train.orthogonalize = {train.orthogonalize}: of train.optimizer = muon alone; leave "
+            "it out"
+        )
     for key in OPTIMIZER_KEYS:
         value = getattr(train, key)
         name = f"train.{key} = {value}"

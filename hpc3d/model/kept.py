@@ -10,15 +10,21 @@ waited for it (Gist's delayed precision reduction, Jain et al. 2018):
 All else that is kept, such as weights, moments and choices, stays as it is.  So does what lies in
 memory that several ranks read: it is there once for all of them, and a copy would be there once
 for each.
+
+What waits may also lie outside of the memory of the rank (hpc3d.arrays.host_store), each byte of
+it once out and once back: that of the next block comes back while one is worked on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.pool import contiguous, writeable
+from hpc3d.model.parameters import Parameter
 from hpc3d.ops.quantize import decode_rows, encode_rows
 
 if TYPE_CHECKING:
@@ -26,10 +32,13 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.parameters import Parameters
 
 
 # The fields of what layers save, tuples of arrays and of such tuples, that are activations.
 _ACTIVATIONS = ("x", "rows", "qkv", "probabilities", "out", "slopes", "y")
+
+_WEIGHTS = ("w", "weights")  # those that may be weights
 
 
 class RoundedArray(NamedTuple):
@@ -39,47 +48,86 @@ class RoundedArray(NamedTuple):
     scales: Array | None
 
 
-class KeptForm:
-    """How activations of the type `dtype` wait for backward: as they are, or rounded."""
+class OffloadedArray(NamedTuple):
+    """An array that lies elsewhere."""
 
-    def __init__(self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None) -> None:
-        self.mesh, self.dtype = mesh, np.dtype(dtype)
+    kept: Array
+
+
+class KeptForm:
+    """How activations of the type `dtype` wait for backward: as they are or rounded, in the memory
+    of the rank or offloaded."""
+
+    def __init__(
+        self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None, offload: bool = False
+    ) -> None:
+        self.mesh, self.dtype, self.offload = mesh, np.dtype(dtype), offload
         self.keep_dtype = np.dtype(np.uint8 if keep_dtype == "float8" else keep_dtype or dtype)
 
-    def rounded(self, saved: Any) -> Any:
-        """What was saved with its activations rounded, each once although it has two names."""
-        if self.keep_dtype == self.dtype:
-            return saved
-        with self.mesh.trace.span("round"):
-            return self._replaced(saved, self._round, {})
+    def put_away(self, saved: Any) -> Any:
+        """What was saved as it waits, each array once although it has two names."""
+        if self.keep_dtype != self.dtype:
+            with self.mesh.trace.span("round"):
+                saved = _replaced(saved, self._round, {})
+        return _replaced(saved, self._save, {}) if self.offload else saved
 
-    def restored(self, saved: Any) -> Any:
-        """The same, with arrays to work with."""
-        if self.keep_dtype == self.dtype:
-            return saved
-        with self.mesh.trace.span("round"):
-            return self._replaced(saved, self._restore, {})
+    def ask(self, saved: list[Any]) -> None:
+        """Let what is offloaded of the last of `saved`, if there is one, be on its way."""
+        if self.offload and saved:
+            saved[-1] = _replaced(saved[-1], self._load, {})
 
-    def _replaced(self, saved, function, done):
-        """A tuple of tuples with `function` applied to activations, once each."""
-        changed = {}
-        for name, value in saved._asdict().items():
-            if name in _ACTIVATIONS:
-                changed[name] = self._once(value, function, done)
-            elif hasattr(value, "_asdict"):
-                changed[name] = self._replaced(value, function, done)
-        return saved._replace(**changed)
+    def pop(self, saved: list[Any]) -> Any:
+        """The last of `saved`, taken from it, which is as it was; that before it is on its way
+        from then on."""
+        last = saved.pop()
+        self.ask(saved)
+        return last
 
-    def _once(self, value, function, done):
-        """`function` of an array, or of each that fused attention keeps."""
-        if type(value) is tuple:
-            return tuple(self._once(each, function, done) for each in value)
-        if id(value) not in done:
-            done[id(value)] = value, function(value)
-        return done[id(value)][1]
+    def take(self, saved: list[Any]) -> Any:
+        """The last of `saved`, taken from it, with arrays to work with; that before it is on its
+        way from then on."""
+        last = saved.pop()
+        if self.offload:
+            last = _replaced(last, self._arrived, {})
+            self.ask(saved)
+        if self.keep_dtype != self.dtype:
+            with self.mesh.trace.span("round"):
+                last = _replaced(last, self._restore, {})
+        return last
+
+    def _save(self, value):
+        """An array, or one in fewer bits, elsewhere."""
+        if isinstance(value, RoundedArray):
+            return RoundedArray(*map(self._saved, value))
+        return self._saved(value) if self._may_change(value) else value
+
+    def _saved(self, array):
+        if array is None:
+            return None
+        kept = self.mesh.pool.store.empty(array.shape, array.dtype)
+        self.mesh.pool.store.save(array, kept, self.mesh.trace)
+        return OffloadedArray(kept)
+
+    def _load(self, value):
+        """The same on its way back: what is offloaded is a function that gives it."""
+        if isinstance(value, RoundedArray):
+            return RoundedArray(*map(self._load, value))
+        if not isinstance(value, OffloadedArray):
+            return value
+        return self.mesh.pool.store.load(value.kept, "activation", self.mesh.trace)
+
+    def _arrived(self, value):
+        if isinstance(value, RoundedArray):
+            return RoundedArray(*map(self._arrived, value))
+        value = self._load(value)
+        return value() if callable(value) else value
+
+    def _may_change(self, array):
+        """Whether it is an activation that this rank has for itself."""
+        return array is not None and array.dtype == self.dtype and writeable(array)
 
     def _round(self, array):
-        if array is None or array.dtype != self.dtype or not writeable(array):
+        if not self._may_change(array):
             return array
         codes = self.mesh.empty(array.shape, self.keep_dtype)
         if self.keep_dtype.itemsize > 1:
@@ -104,3 +152,81 @@ class KeptForm:
 def _matrix(array: Array) -> Array:
     """All rows of an array of any number of dims."""
     return array.reshape(-1, array.shape[-1])
+
+
+def _replaced(
+    saved: Any, function: Callable[[Any], Any], done: dict, names: Sequence[str] = _ACTIVATIONS
+) -> Any:
+    """A tuple of tuples with `function` applied to the arrays of these names, once each."""
+    if not hasattr(saved, "_asdict"):
+        return saved
+    changed = {
+        name: _once(value, function, done)
+        if name in names
+        else _replaced(value, function, done, names)
+        for name, value in saved._asdict().items()
+    }
+    return saved._replace(**changed)
+
+
+def _once(value: Any, function: Callable[[Any], Any], done: dict) -> Any:
+    """`function` of an array, or of each of a list or of those that fused attention keeps."""
+    if type(value) in (tuple, list):
+        return type(value)(_once(each, function, done) for each in value)
+    if id(value) not in done:
+        done[id(value)] = value, function(value)
+    return done[id(value)][1]
+
+
+class FetchedWeights:
+    """The matrices of a stage's blocks, which lie elsewhere between their uses: while a block is
+    worked on, copies of those of the next one are on their way.
+
+    What a block saves for its backward pass names its own matrices; copies of these would be held
+    until then.  `blocks` are their names.
+    """
+
+    def __init__(self, parameters: Parameters, blocks: Sequence[str]) -> None:
+        self.parameters = parameters
+        self.items = [
+            [item for item in parameters if item.unit == name and parameters.lies_elsewhere(item)]
+            for name in blocks
+        ]
+        self.asked: dict[int, list[Callable[[], Array]]] = {}
+
+    def of(self, block: int, then: int) -> AbstractContextManager[None]:
+        """A context in which those of a block are at hand, and of the one after it on their
+        way."""
+        return self._at_hand(block, then) if self.items[block] else nullcontext()
+
+    @contextmanager
+    def _at_hand(self, block: int, then: int) -> Iterator[None]:
+        arrived = self.asked.pop(block, None) or self._ask(block)
+        for item, arrive in zip(self.items[block], arrived, strict=True):
+            item.value = arrive()
+        if 0 <= then < len(self.items):
+            self.asked[then] = self._ask(then)
+        yield
+        for item in self.items[block]:
+            self.parameters.show(item)
+
+    def _ask(self, block: int) -> list[Callable[[], Array]]:
+        mesh = self.parameters.mesh
+        return [
+            mesh.pool.store.load(item.value, "parameter", mesh.trace) for item in self.items[block]
+        ]
+
+    def without(self, saved: Any, block: int) -> Any:
+        """What a block saved, with parameters in place of their values."""
+        if not self.items[block]:
+            return saved
+        names = {id(item.value): item for item in self.items[block]}
+        return _replaced(saved, lambda value: names.get(id(value), value), {}, _WEIGHTS)
+
+    def within(self, saved: Any, block: int) -> Any:
+        """The same with the values that are at hand now."""
+        return _replaced(saved, _value_of, {}, _WEIGHTS) if self.items[block] else saved
+
+
+def _value_of(each: Any) -> Any:
+    return each.value if isinstance(each, Parameter) else each

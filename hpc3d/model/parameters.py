@@ -25,13 +25,14 @@ of its gradient's layout with 2 and 3; else the stored block, which is dealt to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.pool import contiguous
 from hpc3d.comm.mesh import DATA, plane
 from hpc3d.ops.random import initialise
 from hpc3d.ops.update import step_by_sign, sum_of_squares
@@ -162,7 +163,9 @@ class Parameters:
     says, and `pieces` stretches of the others.  `owners` are the replicas that such a matrix is
     dealt to.  `own_states` are flat arrays that this rank alone keeps from step to step, such as
     what it left out of gradients.  Gradients of 16-bit values are summed in float32
-    (arXiv:1710.03740, section 3), and cross the data axes in the type `reduced`.
+    (arXiv:1710.03740, section 3), and cross the data axes in the type `reduced`.  `offload` says
+    what of a model waits outside of the memory of its ranks: where that is "parameters", the
+    values of matrices of blocks lie in another flat array, `elsewhere`.
     """
 
     def __init__(
@@ -172,11 +175,12 @@ class Parameters:
         zero: int = 0,
         whole_matrices: Which = no_matrix,
         reduced: DTypeLike | None = None,
+        offload: Collection[str] = (),
     ) -> None:
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
         self.wide = np.promote_types(dtype, np.float32)  # of gradients and the optimiser's state
         self.reduced = np.dtype(reduced or self.wide)
-        self.whole_matrices = whole_matrices
+        self.whole_matrices, self.offload = whole_matrices, offload
         self.items: list[Parameter] = []
         self.places: dict[Parameter, FlatSlices] = {}
         self.pieces: list[UpdateSlice] = []
@@ -184,6 +188,7 @@ class Parameters:
         self.by_sign: list[tuple[FlatSlices, float]] = []
         self.owners: dict[Parameter, int] = {}
         self.own_states: dict[str, Array] = {}
+        self.elsewhere: Any = None
 
     def add(
         self,
@@ -231,18 +236,22 @@ class Parameters:
         trained = [item for item in self.items if not item.frozen and not item.sign_rate]
         matrices = [item for item in trained if self.whole_matrices(item.name, item.shape)]
         self.owners = self._deal([item for item in matrices if self._stored_whole(item)])
-        values = grads = 0
+        values, grads = {True: 0, False: 0}, 0
         for item in self.items:
-            place = self._slices_of(item, values, grads)
-            values, grads = place.value.stop, place.grad.stop
+            lies_elsewhere = self.lies_elsewhere(item)
+            place = self._slices_of(item, values[lies_elsewhere], grads)
+            values[lies_elsewhere], grads = place.value.stop, place.grad.stop
             self.places[item] = place
-        self.value = self.mesh.zeros((values,), self.dtype, "parameter")
+        self.value = self.mesh.zeros((values[False],), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
+        if values[True]:
+            self.elsewhere = self.mesh.pool.store.empty((values[True],), self.dtype)
+            self.elsewhere.fill(0)
         self.bind()
         for item in self.items:
             item.start(seed, self.mesh)
         whole = {*matrices}
-        self.pieces = _merged([item for item in trained if item not in whole], self.places)
+        self.pieces = _merged([item for item in trained if item not in whole], self)
         self.matrices = [self.matrix(item) for item in matrices if self.updates(item)]
         self.by_sign = [
             (self.places[item], item.sign_rate) for item in self.items if item.sign_rate
@@ -311,10 +320,41 @@ class Parameters:
         start += self.mesh.index(item.replicas) * own if own < size else 0
         return slice(start, start + own)
 
+    def lies_elsewhere(self, item: Parameter) -> bool:
+        """Whether the value of a parameter is offloaded."""
+        return (
+            "parameters" in self.offload
+            and item.name.startswith("layers.")
+            and len(item.shape) > 1
+        )
+
+    def flat(self, item: Parameter) -> Array:
+        """The flat array in which the value of a parameter lies."""
+        return self.elsewhere if self.lies_elsewhere(item) else self.value
+
+    def read(self, item: Parameter, part: slice) -> Array:
+        """A part of the flat array of a parameter, in memory."""
+        if not self.lies_elsewhere(item):
+            return self.value[part]
+        return self.mesh.pool.store.load(self.elsewhere[part], "workspace", self.mesh.trace)()
+
+    def write(self, item: Parameter, part: slice, values: Array) -> None:
+        """Let a part of the flat array of a parameter have other values."""
+        if self.lies_elsewhere(item):
+            flat = contiguous(values).reshape(-1)
+            self.mesh.pool.store.save(flat, self.elsewhere[part], self.mesh.trace)
+        else:
+            self.value[part].reshape(values.shape)[...] = values
+
+    def show(self, item: Parameter) -> None:
+        """Let a parameter show its value where that lies."""
+        block = item.layout.block(item.shape, self.mesh)
+        item.value = _view(self.flat(item), self.places[item].value, block)
+
     def bind(self) -> None:
         """Let the parameters show the flat arrays."""
         for item, place in self.places.items():
-            item.value = _view(self.value, place.value, item.layout.block(item.shape, self.mesh))
+            self.show(item)
             if not item.frozen:
                 layout = item.updated_layout
                 item.grad = _view(self.grad, place.grad, layout.block(item.shape, self.mesh))
@@ -322,7 +362,8 @@ class Parameters:
     def update_by_sign(self) -> None:
         """A step of this rank's parts of what is no weight of the loss."""
         for place, rate in self.by_sign:
-            step_by_sign(self.value[place.own_value], self.grad[place.own_grad], rate)
+            with self.mesh.trace.span("update"):
+                step_by_sign(self.value[place.own_value], self.grad[place.own_grad], rate)
 
     def copy_on_write(self) -> None:
         """Make the values a copy of themselves: what was saved for backward keeps the old ones."""
@@ -365,15 +406,14 @@ def _view(flat: Array, part: slice, shape: Sequence[int]) -> Array:
     return flat[part][: prod(shape)].reshape(shape)
 
 
-def _merged(
-    items: Sequence[Parameter], places: Mapping[Parameter, FlatSlices]
-) -> list[UpdateSlice]:
+def _merged(items: Sequence[Parameter], parameters: Parameters) -> list[UpdateSlice]:
     """The pieces to update: neighbours in all arrays that decay alike are one."""
     pieces: list[UpdateSlice] = []
     for item in items:
-        place = places[item]
+        place = parameters.places[item]
         piece = UpdateSlice(place.own_value, place.own_grad, (item,))
-        if pieces and _follows(pieces[-1], piece):
+        here = bool(pieces) and parameters.flat(pieces[-1].items[0]) is parameters.flat(item)
+        if here and _follows(pieces[-1], piece):
             last = pieces.pop()
             both = zip(last[:2], piece[:2], strict=True)
             value, grad = (slice(a.start, b.stop) for a, b in both)

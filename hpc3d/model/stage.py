@@ -6,11 +6,12 @@ Forward and backward keep nothing in the stage, so any number of microbatches ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.model.block import Block
 from hpc3d.model.gpt2 import add_table
-from hpc3d.model.kept import KeptForm
+from hpc3d.model.kept import FetchedWeights, KeptForm
 from hpc3d.model.layers import immediately
 
 if TYPE_CHECKING:
@@ -91,11 +92,13 @@ class Stage:
     ) -> None:
         self.mesh, self.shape, self.layout = mesh, spec.sizes, spec.splits["dense"].x
         self.dtype = parameters.dtype
-        self.kept = KeptForm(mesh, self.dtype, spec.keep_dtype)
+        offload = "activations" in parameters.offload
+        self.kept = KeptForm(mesh, self.dtype, spec.keep_dtype, offload)
         self.embeddings = self.head = None
         if part.first:
             self.embeddings = spec.family.first(mesh, parameters, spec, table)
         self.blocks: list[Any] = [Block(mesh, parameters, spec, number) for number in part.layers]
+        self.weights = FetchedWeights(parameters, [block.name for block in self.blocks])
         if part.last:
             if not spec.sizes.tied:
                 table = add_table(mesh, parameters, spec, "head.table")
@@ -115,9 +118,10 @@ class Stage:
         saved: list[Any] = []
         if self.embeddings:
             x = _collect(saved, micro, self.embeddings.forward(micro))
-        for block in self.blocks:
-            with self.mesh.trace.scope(layer=block.number):
-                x = _collect(saved, micro, block.forward(x, micro), self.kept.rounded)
+        for number, block in enumerate(self.blocks):
+            with self.mesh.trace.scope(layer=block.number), self.weights.of(number, number + 1):
+                form = partial(self._put_away, number)
+                x = _collect(saved, micro, block.forward(x, micro), form)
         if self.head:
             x = _collect(saved, micro, self.head.forward(x, micro))
         return x, saved
@@ -136,16 +140,24 @@ class Stage:
         Parts with the head take no dy.
         """
         if self.head:
-            dy = self.head.backward(micro, saved.pop(), defer)
+            dy = self.head.backward(micro, self.kept.pop(saved), defer)
             defer(finished, self.head.name)
-        for block in reversed(self.blocks):
-            with self.mesh.trace.scope(layer=block.number):
-                dy = block.backward(dy, self.kept.restored(saved.pop()), micro, defer)
+        for number, block in reversed([*enumerate(self.blocks)]):
+            with self.mesh.trace.scope(layer=block.number), self.weights.of(number, number - 1):
+                dy = block.backward(dy, self._taken(number, saved), micro, defer)
             defer(finished, block.name)
         if self.embeddings:
             dy = self.embeddings.backward(dy, saved.pop(), micro, defer)
             defer(finished, self.embeddings.name)
         return dy
+
+    def _put_away(self, number: int, saved: Any) -> Any:
+        """What a block saved, as it waits for the backward pass."""
+        return self.kept.put_away(self.weights.without(saved, number))
+
+    def _taken(self, number: int, saved: list[Any]) -> Any:
+        """The last of `saved`, taken from it, as a block works with it."""
+        return self.weights.within(self.kept.take(saved), number)
 
     @property
     def units(self) -> list[str]:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 14  # elements that stay in the cache through an update
 # Of x -> a x + b x^3 + c x^5, which brings singular values in (0, 1] to about 0.7 to 1.2 in five
 # steps (Jordan et al., https://kellerjordan.github.io/posts/muon).
-_COEFFICIENTS = 3.4445, -4.7750, 2.0315
-_STEPS = 5
-_SMALLEST = 1e-7  # norm that is divided by: a matrix of zeros stays one
+NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
+NEWTON_SCHULZ_STEPS = 5
+SMALLEST_NORM = 1e-7  # that is divided by: a matrix of zeros stays one
 
 
 @composite
@@ -208,9 +208,9 @@ def orthogonalize(matrix: Array, empty: Empty) -> None:
     x[...] = wide
     gram, square = (empty((len(x), len(x)), x.dtype) for _ in range(2))
     np.multiply(x, x, out=moved)
-    x /= np.maximum(np.sqrt(moved.sum()), _SMALLEST)
-    a, b, c = _COEFFICIENTS
-    for _ in range(_STEPS):
+    x /= np.maximum(np.sqrt(moved.sum()), SMALLEST_NORM)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(NEWTON_SCHULZ_STEPS):
         product(x, x.T, gram)
         product(gram, gram, square)
         square *= c
@@ -230,7 +230,7 @@ def _(gpu, matrix, empty):
 def orthogonalize_flops(shape: tuple[int, int]) -> int:
     """Of the products of `orthogonalize`."""
     short = min(shape)
-    return _STEPS * (4 * prod(shape) * short + 2 * short**3)
+    return NEWTON_SCHULZ_STEPS * (4 * prod(shape) * short + 2 * short**3)
 
 
 @composite

@@ -199,14 +199,15 @@ class _ValueBucket(Bucket):
     """A bucket of values, of which each replica has updated its own part."""
 
     def post(self) -> None:
-        value = self.parameters.value
-        mine = np.concatenate([value[place.own_value] for place in self.places])
+        here = zip(self.items, self.places, strict=True)
+        own: Any = [self.parameters.read(item, place.own_value) for item, place in here]
+        mine = np.concatenate(own)
         self.pending = self.mesh.comm(self.replicas).all_gather(mine[None])
 
     def wait(self) -> None:
         rows = self.pending.wait()
-        for place, columns in zip(self.places, self.columns, strict=True):
-            self.parameters.value[place.value].reshape(len(rows), -1)[...] = rows[:, columns]
+        for item, place, columns in zip(self.items, self.places, self.columns, strict=True):
+            self.parameters.write(item, place.value, rows[:, columns])
         self.pending = None
 
 
@@ -231,16 +232,17 @@ class _OwnerGather(Bucket):
     """Whole matrices: every replica takes them from the one that has updated them."""
 
     def post(self) -> None:
-        value = self.parameters.value
-        block = np.concatenate([value[place.value] for place in self.places])
+        here = zip(self.items, self.places, strict=True)
+        whole: Any = [self.parameters.read(item, place.value) for item, place in here]
+        block = np.concatenate(whole)
         owner = self.parameters.owners[self.items[0]]
         self.pending = self.mesh.comm(self.replicas).broadcast(block, owner)
 
     def wait(self) -> None:
         block, start = self.pending.wait(), 0
-        for place in self.places:
+        for item, place in zip(self.items, self.places, strict=True):
             stop = start + place.value.stop - place.value.start
-            self.parameters.value[place.value] = block[start:stop]
+            self.parameters.write(item, place.value, block[start:stop])
             start = stop
         self.pending = None
 

@@ -136,8 +136,8 @@ def what_happened(error: BaseException) -> str:
         )
     if isinstance(error, MemoryError):
         return (
-            f"failed: out of memory ({what}); use more ranks, parallel.zero, parallel.recompute "
-            "or more parallel.microbatches (python -m hpc3d.plan finds what fits)"
+            f"failed: out of memory ({what}); use more ranks, parallel.zero, parallel.recompute, "
+            "parallel.offload or more parallel.microbatches (python -m hpc3d.plan finds what fits)"
         )
     return "failed\n" + "".join(traceback.format_exception(error))
 

@@ -8,6 +8,7 @@ its duration, and `flush` puts the times there.  Nothing waits for the device in
     stream 1, computation      spans; `comm`: it stands still until a block is there
     stream 2, communication    calls as they run, of category `copy`
     stream 3, replicas         those along the data axis
+    stream 4, offload          copies to the host and from there
 
 A call on the host's arrays, and a span of no operation, are those of the host.
 """
@@ -26,7 +27,7 @@ from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import WORLD, queue_of
 from hpc3d.cuda.device import QUEUES
 from hpc3d.trace.device_clock import DeviceClock, Line
-from hpc3d.trace.recorder import COMPUTE, OPTIMIZER, Recorder, Span
+from hpc3d.trace.recorder import COMPUTE, OPTIMIZER, WAIT, Recorder, Span
 from hpc3d.trace.schema import CATEGORY, EVENTS, PHASE, STEPS, STREAM, record_type
 from hpc3d.trace.traced_communicator import AT_ONCE, COMM, COPY, OP_NUMBER, Traced
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _ROWS = record_type(EVENTS)
 _HOST = CATEGORY.index("host")
 _COMPUTATION = STREAM.index("computation")
-_QUEUED = dict(zip(QUEUES, map(STREAM.index, ("communication", "replicas"))))
+_QUEUED = dict(zip(QUEUES, map(STREAM.index, STREAM[2:])))
 _PASSES = {
     "forward_s": ["forward"],
     "backward_s": ["backward", "backward_input", "backward_weight", "recompute"],
@@ -105,8 +106,14 @@ class DeviceRecorder(Recorder):
             return traced
         return DeviceTraced(comm, self, traced.group, _QUEUED[queue_of(axis)])
 
+    def copying(self, name: str, nbytes: int) -> AbstractContextManager[Any]:
+        return self.flight(name, -1, _QUEUED["offload"], nbytes)
+
+    def waiting(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self.capturing else DeviceWait(self, self.name(name), 0, 0)
+
     @contextmanager
-    def flight(self, op: str, group: int, stream: int) -> Iterator[None]:
+    def flight(self, op: str, group: int, stream: int, received: int = 0) -> Iterator[None]:
         """What is posted here is one row of a stream of communication, which begins when all has
         been computed up to the last moment, and the stream is free."""
         if self.flying or self.capturing:
@@ -120,7 +127,7 @@ class DeviceRecorder(Recorder):
         finally:
             self.flying = False
             what = self.name(op), COPY, OP_NUMBER.get(op, 0), context, group
-            self.put(start, line.mark(), *what, stream=stream)
+            self.put(start, line.mark(), *what, received=received, stream=stream)
 
     def begin_step(self, number: int) -> None:
         super().begin_step(number)
@@ -197,17 +204,27 @@ class DeviceSpan(Span):
     __slots__ = ()
     recorder: DeviceRecorder
 
+    @property
+    def category(self) -> int:
+        return OPTIMIZER if self.recorder.phase == "optimizer" else COMPUTE
+
     def __enter__(self):
         self.start = self.recorder.compute.mark()
         return self
 
     def __exit__(self, *exception):
         recorder = self.recorder
-        category = OPTIMIZER if recorder.phase == "optimizer" else COMPUTE
-        what = self.name, category, self.op, recorder.context
+        what = self.name, self.category, self.op, recorder.context
         end = recorder.compute.mark()
         recorder.put(self.start, end, *what, flops=self.flops, stream=_COMPUTATION)
         return False
+
+
+class DeviceWait(DeviceSpan):
+    """The context of a wait of computation."""
+
+    __slots__ = ()
+    category = WAIT
 
 
 class Ranged:

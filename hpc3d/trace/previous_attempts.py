@@ -38,6 +38,7 @@ ADDED = {
         "compression": "none",
         "compression_rank": 4,
         "compression_share": 0.01,
+        "offload": [],
     },
     "model": {
         "norm_epsilon": 1e-5,
@@ -151,8 +152,9 @@ def work(config: str) -> Any:
         parts = [
             ADDED.get(name, {}) | tree.get(name, {}) for name in ("mesh", "parallel", "model")
         ]
+        how = train.get("batch"), train.get("dtype"), train.get("orthogonalize", "in-turn")
         products = train.get("product_dtype"), train.get("product_scale", "block")
-        return [*parts, train.get("batch"), train.get("dtype"), *products, clock]
+        return [*parts, *how, *products, clock]
     except (ValueError, TypeError, AttributeError):
         return config
 

@@ -32,7 +32,7 @@ from hpc3d.trace.schema import (
     record_type,
 )
 from hpc3d.trace.segment import segment_path, write_segment
-from hpc3d.trace.traced_communicator import OP_NUMBER, Traced
+from hpc3d.trace.traced_communicator import COPY, OP_NUMBER, Traced
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 _CODES = {"i8": "q", "i4": "i", "i2": "h", "u4": "I", "u2": "H", "u1": "B", "f8": "d"}
 ROW = struct.Struct("<" + "".join(_CODES[column.type] for column in EVENTS))
-COMPUTE, OPTIMIZER, _IO, _MARKER = map(CATEGORY.index, ("compute", "optimizer", "io", "marker"))
+COMPUTE, OPTIMIZER, WAIT, _IO, _MARKER = map(
+    CATEGORY.index, ("compute", "optimizer", "wait", "io", "marker")
+)
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
 MOST = (1 << 30) // ROW.size  # rows of a table: 1 GiB a rank
 _NANOSECONDS = 1_000_000_000
@@ -125,6 +127,14 @@ class Recorder:
     ) -> AbstractContextManager[Any]:
         """A context whose time is one event of computation, or of reading (op "none")."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
+
+    def copying(self, name: str, nbytes: int) -> AbstractContextManager[Any]:
+        """A context whose time is a copy of `nbytes` to or from where arrays are offloaded."""
+        return CopySpan(self, self.name(name), COPY, nbytes)
+
+    def waiting(self, name: str) -> AbstractContextManager[Any]:
+        """A context whose time is a wait for such a copy."""
+        return CopySpan(self, self.name(name), WAIT, 0)
 
     def mark(self, name: str) -> None:
         """A moment worth a row: it takes no time."""
@@ -215,7 +225,7 @@ class Recorder:
             forward_s, backward_s, skipped,
         ))
         # fmt: on
-        live = {**pool.live, "all": pool.live.total()}
+        live = {**pool.live, "all": pool.held}
         for number, kind in enumerate(MEMORY_KIND):
             row = (self.rank, self.step, number, live.get(kind, 0), pool.peak[kind])
             self.memory.append(row)
@@ -275,3 +285,22 @@ class Span:
         context, flops = recorder.context, self.flops
         recorder.put(self.start, duration, self.name, category, self.op, context, flops=flops)
         return False
+
+
+class CopySpan:
+    """The context of one copy, or of a wait for one."""
+
+    __slots__ = ("category", "name", "nbytes", "recorder", "start")
+
+    def __init__(self, recorder: Recorder, name: int, category: int, nbytes: int) -> None:
+        self.recorder, self.name, self.category = recorder, name, category
+        self.nbytes = nbytes
+
+    def __enter__(self) -> None:
+        self.start = self.recorder.clock()
+
+    def __exit__(self, *exception: object) -> None:
+        recorder = self.recorder
+        duration, context = recorder.clock() - self.start, recorder.context
+        what = self.name, self.category, 0, context
+        recorder.put(self.start, duration, *what, received=self.nbytes)

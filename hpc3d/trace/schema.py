@@ -51,9 +51,10 @@ MEMORY_KIND = (
     "communication",
     "workspace",
     "all",  # of them together: what decides whether a run fits
+    "offloaded",  # outside of the memory that these are in, and not among them
 )
 # Of a rank that computes on a device.
-STREAM = ("host", "computation", "communication", "replicas")
+STREAM = ("host", "computation", "communication", "replicas", "offload")
 DTYPE = ("none", "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
 
 ENUMS = {"category": CATEGORY, "phase": PHASE, "op": OP, "kind": MEMORY_KIND, "dtype": DTYPE}
@@ -101,7 +102,7 @@ EVENTS = (
     Column("group", "i4", "index", "ranks that communicate, -1 without", -1, "groups"),
     Column("seq", "i4", "1", "number of the call in its sequence, -1 for none", -1),
     Column("peer", "i4", "1", "rank in the mesh of the peer or root, -1 for none", -1, "ranks"),
-    Column("bytes", "i8", "B", "what this rank must receive; of a send, what it sends", 0),
+    Column("bytes", "i8", "B", "what this rank must receive; of a send or a copy, its size", 0),
     Column("count", "i8", "1", "elements of the block that went in", 0),
     Column("dtype", "u1", "enum", "type of the elements"),
     Column("flops", "f8", "flop", "floating-point operations of the event", 0),

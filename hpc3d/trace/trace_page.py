@@ -52,7 +52,7 @@ _RELATIONS = """\
 other; then the inner one has the outer one's row as its `parent`. So the rows of a step without a
 parent add up to at most the step, and what they leave is time in which nothing was recorded.
 
-**Streams.** A rank that computes on a GPU has four, and its rows of computation are what the
+**Streams.** A rank that computes on a GPU has five, and its rows of computation are what the
 device did, not the host that asked for it:
 
 | stream | rows |
@@ -61,9 +61,10 @@ device did, not the host that asked for it:
 | 1 | what the device computes; of a call (`comm`) the time in which it stands still for a block |
 | 2 | calls as they run, of category `copy` with `seq` -1; messages that leave together are one |
 | 3 | the same of calls along d, which have a queue of their own |
+| 4 | copies to the host and from there of what is offloaded, of category `copy` with their bytes |
 
 Streams run beside each other, so their times do not add up. A rank's time is that of stream 1, and
-of stream 0 where stream 1 has nothing; rows of streams 2 and 3 may go on when their step is over.
+of stream 0 where stream 1 has nothing; rows of streams from 2 on may go on when their step is over.
 A row begins when the device comes to it: where the host is late, it has a part of the wait for the
 host. `forward_s` and `backward_s` of a step are the rows of stream 1 in these phases. Times come
 from CUDA events, which no step waits for: they are whole half microseconds from a reference that
@@ -80,6 +81,10 @@ in flight. (A broadcast waits when it is called, too: the size of the block goes
 its row of category `copy` may be long.) Where nothing lay in between, one row spans both and
 `posted` is its `t_start`. The other categories that ranks record are `compute`, with norm and
 update `optimizer`, and on the rank that reads the text `io`.
+
+**A copy** of what is offloaded is a row of category `copy` without a group, `offload` or `fetch`,
+with its `bytes`. On a CPU the rank does nothing else meanwhile; on a GPU it is a row of stream 4,
+and what stream 1 waits for one is a row of category `wait`.
 
 **A group** is the ranks that communicate along one mesh axis, a row of `/groups`: those of
 `/groups/members` from `offset` on, `size` of them. The collectives of a group are numbered by

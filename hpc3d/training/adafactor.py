@@ -27,7 +27,7 @@ from hpc3d.training.optimizer import Optimizer, StateSpec, is_matrix, is_vector
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.parameters import Parameter
+    from hpc3d.model.parameters import Parameter, WholeMatrix
 
 _Sum = tuple["Array", Iterable[str]]  # a share of a sum, and the axes that it goes over
 
@@ -88,10 +88,13 @@ class Adafactor(Optimizer):
         self.steps += 1
         decay, mesh = learning_rate * self.weight_decay, self.parameters.mesh
         steps = [*self._matrix_steps(decay, scale), *self._vector_steps(decay, scale)]
-        sums = _summed(mesh, [(step.squares(), step.axes) for step in steps])
-        for step, squares in zip(steps, sums, strict=True):
-            rms = np.sqrt(squares / _elements(step.item))
-            step.descend(learning_rate / np.maximum(1.0, rms / self.LARGEST))
+        with mesh.trace.span("squares"):
+            shares = [(step.squares(), step.axes) for step in steps]
+        sums = _summed(mesh, shares)
+        with mesh.trace.span("update"):
+            for step, squares in zip(steps, sums, strict=True):
+                rms = np.sqrt(squares / _elements(step.item))
+                step.descend(learning_rate / np.maximum(1.0, rms / self.LARGEST))
 
     def _move(self, state: Array, mean: Array) -> None:
         """Let a state come nearer to a mean of squares."""
@@ -101,7 +104,27 @@ class Adafactor(Optimizer):
 
     def _matrix_steps(self, decay: float, scale: float) -> list[_Step]:
         """Those of all matrices, their states being up to date."""
-        mesh, found = self.parameters.mesh, [*self.matrices(decay)]
+        mesh = self.parameters.mesh
+        [found] = self.batches([self.parameters.matrices], decay)
+        with mesh.trace.span("squares"):
+            rows, columns = self._squares_of_lines(found, scale)
+        row_sums = _summed(mesh, rows)
+        with mesh.trace.span("means"):
+            for (part, _, states, _), squares in zip(found, row_sums, strict=True):
+                self._move(states["row_means"], squares / part.item.shape[-1])
+            totals = [
+                (states["row_means"].sum(0), axes)
+                for (_, _, states, _), (_, axes) in zip(found, columns, strict=True)
+            ]
+        sums = _summed(mesh, [*columns, *totals])
+        with mesh.trace.span("means"):
+            every = zip(found, sums[: len(found)], sums[len(found) :], strict=True)
+            return [self._matrix_step(*matrix, *lines, scale) for matrix, *lines in every]
+
+    def _squares_of_lines(
+        self, found: Sequence[tuple], scale: float
+    ) -> tuple[list[_Sum], list[_Sum]]:
+        """This rank's shares of the sums of squares of rows and of columns."""
         rows, columns = [], []
         for part, (_, _, grad), states, _ in found:
             of_rows = np.empty_like(states["row_means"])
@@ -109,24 +132,24 @@ class Adafactor(Optimizer):
             sum_squares_of_lines(grad, scale, of_rows, of_columns)
             rows.append((of_rows, part.layout[-1]))
             columns.append((of_columns, (*part.layout[0], *part.layout.owned)))
-        for (part, _, states, _), squares in zip(found, _summed(mesh, rows), strict=True):
-            self._move(states["row_means"], squares / part.item.shape[-1])
-        totals = [
-            (states["row_means"].sum(0), axes)
-            for (_, _, states, _), (_, axes) in zip(found, columns, strict=True)
-        ]
-        sums = _summed(mesh, [*columns, *totals])
-        steps = []
-        for (part, arrays, states, keep), squares, total in zip(
-            found, sums[: len(found)], sums[len(found) :], strict=True
-        ):
-            count = _rows(part.item)
-            self._move(states["column_means"], squares / count)
-            scales = np.sqrt(total / count / states["row_means"]) * scale
-            axes = (*part.layout[0], *part.layout[-1], *part.layout.owned)
-            inverse = 1 / np.sqrt(states["column_means"])
-            steps.append(_Step(part.item, arrays, keep, scales, inverse, axes))
-        return steps
+        return rows, columns
+
+    def _matrix_step(
+        self,
+        part: WholeMatrix,
+        arrays: tuple[Array, Array | None, Array],
+        states: dict[str, Array],
+        keep: float,
+        squares: Array,
+        total: Array,
+        scale: float,
+    ) -> _Step:
+        """That of a matrix, with the sums of squares of its columns and of its row means."""
+        count = _rows(part.item)
+        self._move(states["column_means"], squares / count)
+        scales = np.sqrt(total / count / states["row_means"]) * scale
+        axes = (*part.layout[0], *part.layout[-1], *part.layout.owned)
+        return _Step(part.item, arrays, keep, scales, 1 / np.sqrt(states["column_means"]), axes)
 
     def _vector_steps(self, decay: float, scale: float) -> Iterator[_VectorStep]:
         """Those of all vectors, each by itself."""

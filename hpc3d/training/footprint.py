@@ -68,6 +68,7 @@ def _bytes_held(config: Config, copies: int) -> float:
     """Bytes of a parameter on each of so many ranks that share it out as parallel.zero says."""
     e, specs, zero = _itemsize(config), optimizer_of(config).STATES, config.parallel.zero
     states = sum((_ITEMSIZE[spec.dtype] if spec.dtype else e) * spec.density() for spec in specs)
+    states *= "optimizer" not in config.parallel.offload
     shares = [(e, 3), (e, 2), (states, 1)]  # values, gradients, states, and what shares them out
     return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
 
@@ -80,6 +81,8 @@ def _activations(config: Config) -> float:
     sizes = family.sizes(model, model.vocabulary)
     kept = family.blocks_kept(sizes, config.parallel.recompute, config.chunked())
     waiting = _ITEMSIZE[config.parallel.keep_dtype or config.train.dtype]
+    if "activations" in config.parallel.offload:
+        kept /= model.layers
     size = rows * (kept * waiting + model.vocabulary * _itemsize(config))
     return size / (mesh.p * mesh.replicas() * _tensor(config))
 

@@ -162,9 +162,10 @@ class ReplicaCheck:
     def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
         """(name, kind) -> the axes along which this rank's block has copies, and its hash; of
         those blocks only that have some, or a tied copy."""
-        factors = self.mesh.pool.bring(odd_numbers(_FACTORS))
+        host = odd_numbers(_FACTORS)
+        factors = self.mesh.pool.bring(host)
         return {
-            (item.name, kind): (axes, hash_of(block, factors))
+            (item.name, kind): (axes, hash_of(block, host if _on_host(block) else factors))
             for item, kind, axes, block in self.blocks()
             if axes or item.tied_peer is not None
         }
@@ -237,6 +238,10 @@ class ReplicaCheck:
         thing = "parameter" if kind == "value" else f"optimiser state {kind} of"
         what = f"{thing} {name}: the copies of ranks {ranks} along {axis} differ"
         return GuardFinding(0, f"{who}: step {number}, {what}")
+
+
+def _on_host(block: Array) -> bool:
+    return isinstance(block, np.ndarray)
 
 
 _FACTORS = 1 << 18  # of a hash, for as many words at once: some 2 MiB

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.load import to_toml
@@ -14,6 +15,7 @@ from hpc3d.plain import plain
 from hpc3d.trace.segment import naming
 
 if TYPE_CHECKING:
+    from hpc3d.arrays.host_store import HostStore
     from hpc3d.comm.device_setup import Hardware
     from hpc3d.comm.mesh import Mesh
     from hpc3d.config.input_file import Config
@@ -74,6 +76,11 @@ class Log:
             f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}"
         )
 
+    def copies(self, store: HostStore, steps: int) -> None:
+        """A line for the copies of what was offloaded in so many steps."""
+        exposed = "" if store.exposed is None else f", {store.exposed / steps:.3g} s of it exposed"
+        self.say(f"offload: {store.copied / steps / 1e6:.1f} MB copied per step{exposed}")
+
     def evaluation(self, done: Evaluation, best: bool) -> None:
         """A line for an evaluation, which may be the `best` so far."""
         self.say(
@@ -93,6 +100,9 @@ def layout_lines(config: Config) -> Iterator[str]:
         f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
         f"{layers} layers; ZeRO {parallel.zero}" + f"; gradients by {how}" * (how != "none")
     )
+    if parallel.offload:
+        where = f"files in {gettempdir()}" if config.train.backend == "numpy" else "host memory"
+        yield f"offloaded: {', '.join(parallel.offload)}, to {where}"
     if config.mesh.c > 1:
         yield f"context: {_context_line(config)}"
 

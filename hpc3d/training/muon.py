@@ -9,16 +9,16 @@ learning rates and decays hold (Liu et al., arXiv:2502.16982, section 2.2).  All
 by AdamW.  The queries, the keys and the values of a head are columns of three matrices, gate and
 up of SwiGLU of two, and each expert has its own.
 
-A matrix that is cut is whole on one rank at a time.  Of those that are cut alike the g ranks that
-have their blocks take g at a time, and each gets one of them whole: an all-to-all along each axis
-brings the blocks, and another one what has become of them.  In each a rank receives (1 - 1/s) of
-a whole matrix along an axis of s ranks.  Along an axis on whose diagonal a rank *owns* a block the
-others send zeros.
+A matrix that is cut is whole on one rank at a time (hpc3d.training.sharded_muon leaves it cut).
+Of those that are cut alike the g ranks that have their blocks take g at a time, and each gets one
+of them whole: an all-to-all along each axis brings the blocks, and another one what has become of
+them.  In each a rank receives (1 - 1/s) of a whole matrix along an axis of s ranks.  Along an axis
+on whose diagonal a rank *owns* a block the others send zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +28,7 @@ from hpc3d.training.optimizer import AdamW, StateSpec
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.parameters import Parameter, Parameters, WholeMatrix
+    from hpc3d.model.parameters import Parameters, WholeMatrix
     from hpc3d.tensor.layout import Layout
 
 _SIZE = 0.2  # root mean square of AdamW's updates
@@ -43,7 +43,7 @@ def _is_other(name: str, shape: Sequence[int]) -> bool:
     return not is_hidden(name, shape)
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """An axis that cuts the rows (dim 1) or the columns (dim 2) of a stack of blocks; or, with an
     `owner`, along which that coordinate alone has them."""
 
@@ -52,14 +52,23 @@ class _Cut(NamedTuple):
     owner: int | None = None
 
 
-class Exchange:
-    """Turns stacks of blocks that lie by a `layout` into whole matrices, and back."""
+def owners(mesh: Mesh, layout: Layout) -> list[Cut]:
+    """The axes along which one rank has the block of a layout."""
+    return [Cut(axis, 0, layout.owner(axis, mesh)) for axis in layout.owned]
 
-    def __init__(self, mesh: Mesh, layout: Layout) -> None:
+
+def cuts_of(mesh: Mesh, layout: Layout) -> list[Cut]:
+    """All axes that cut a matrix of a layout."""
+    rows = [Cut(axis, 1) for axis in reversed(layout[0])]
+    columns = [Cut(axis, 2) for axis in reversed(layout[-1])]
+    return [*owners(mesh, layout), *rows, *columns]
+
+
+class Exchange:
+    """Turns stacks of blocks into matrices that the axes of `cuts` do not cut, and back."""
+
+    def __init__(self, mesh: Mesh, cuts: Iterable[Cut]) -> None:
         self.mesh = mesh
-        cuts = [_Cut(axis, 0, layout.owner(axis, mesh)) for axis in layout.owned]
-        cuts += [_Cut(axis, 1) for axis in reversed(layout[0])]
-        cuts += [_Cut(axis, 2) for axis in reversed(layout[-1])]
         self.cuts = [cut for cut in cuts if mesh.size(cut.axis) > 1]
         axes = [cut.axis for cut in self.cuts]
         self.members, self.member = mesh.count(axes), mesh.index(axes)
@@ -138,19 +147,30 @@ class Muon(AdamW):
     def update(self, learning_rate: float, scale: float) -> None:
         """One step with the gradients times `scale`."""
         super().update(learning_rate, scale)
-        for exchange, alike in self._groups(learning_rate * self.weight_decay):
-            at_once = ceil(exchange.members / _experts(alike[0].part))
-            for start in range(0, len(alike), at_once):
-                self._update(exchange, alike[start : start + at_once], learning_rate, scale)
+        decay = learning_rate * self.weight_decay
+        for exchange, alike in self._groups():
+            at_once = ceil(exchange.members / _experts(alike[0]))
+            starts = range(0, len(alike), at_once)
+            for batch in self.batches([alike[start : start + at_once] for start in starts], decay):
+                matrices = [
+                    _Matrix(part, arrays, states["momentum"], keep)
+                    for part, arrays, states, keep in batch
+                ]
+                self._update(exchange, matrices, learning_rate, scale)
 
-    def _groups(self, decay: float) -> Iterator[tuple[Exchange, list[_Matrix]]]:
+    def _groups(self) -> Iterator[tuple[Exchange, list[WholeMatrix]]]:
         """The matrices that are cut alike into blocks of one shape, and how they are exchanged."""
-        groups: dict[Any, list[_Matrix]] = {}
-        for part, arrays, states, keep in self.matrices(decay):
+        groups: dict[Any, list[WholeMatrix]] = {}
+        for part in self.parameters.matrices:
             key = part.layout, part.item.shape, part.item.interleaved
-            groups.setdefault(key, []).append(_Matrix(part, arrays, states["momentum"], keep))
+            groups.setdefault(key, []).append(part)
         for (layout, *_), alike in groups.items():
-            yield Exchange(self.parameters.mesh, layout), alike
+            yield self._exchange(layout), alike
+
+    def _exchange(self, layout: Layout) -> Exchange:
+        """What brings blocks together for a matrix to be orthogonalised: all of them."""
+        mesh = self.parameters.mesh
+        return Exchange(mesh, cuts_of(mesh, layout))
 
     def _update(
         self, exchange: Exchange, alike: Sequence[_Matrix], learning_rate: float, scale: float
@@ -162,7 +182,7 @@ class Muon(AdamW):
             blocks = self._directions(exchange, alike, scale)
         whole = exchange.gathered(blocks)
         mine = len(alike) * _experts(alike[0].part) - exchange.member * len(whole)
-        whole = self._orthogonalized(whole, max(0, min(mine, len(whole))), item)
+        whole = self._orthogonalized(whole, max(0, min(mine, len(whole))), alike[0].part)
         blocks = exchange.scattered(whole)
         columns = item.shape[-1] // item.interleaved[0]
         rate = learning_rate * _SIZE * sqrt(max(item.shape[0], columns))
@@ -185,10 +205,10 @@ class Muon(AdamW):
                 nesterov(grad, momentum, out, scale, self.momentum)
         return blocks
 
-    def _orthogonalized(self, whole: Array, count: int, item: Parameter) -> Array:
-        """The first so many of matrices [n, A, B], those whose columns they have in turn each by
-        itself."""
-        mesh, (among, width) = self.parameters.mesh, item.interleaved
+    def _orthogonalized(self, whole: Array, count: int, part: WholeMatrix) -> Array:
+        """The first so many of matrices [n, A, B] like `part`, those whose columns they have in
+        turn each by itself."""
+        mesh, (among, width) = self.parameters.mesh, part.item.interleaved
         out = mesh.empty(whole.shape, whole.dtype, "workspace")
         rows, columns = whole.shape[1], whole.shape[2] // among
         for place in range(count):

@@ -10,6 +10,7 @@ from itertools import accumulate
 from math import cos, pi, prod, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpc3d.arrays.host_store import walk
 from hpc3d.model.parameters import Which, no_matrix
 from hpc3d.ops.update import adamw, descend
 from hpc3d.tensor.layout import Layout
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import TrainConfig
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
+_STRETCH = 1 << 20  # elements of what is offloaded that are in memory at once
 _LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # a matrix
 FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
 
@@ -87,6 +89,28 @@ def _keeps(spec: StateSpec, item: Parameter) -> bool:
     return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
 
 
+_VALUE = "value"
+
+
+class _Update(NamedTuple):
+    """The arrays of an update beside the gradient: the value and the states, by name.  `item` is
+    the first parameter of those that they are of."""
+
+    item: Parameter
+    parameters: Parameters
+    grad: Array
+    arrays: dict[str, Array]
+
+    def lies_elsewhere(self, name: str) -> bool:
+        """Whether an array is offloaded."""
+        if name == _VALUE:
+            return self.parameters.lies_elsewhere(self.item)
+        return "optimizer" in self.parameters.offload
+
+    def keep(self, decay: float) -> float:
+        return 1 - decay if self.item.decay else 1.0
+
+
 MASTER = StateSpec("master")  # of every optimiser, where parameters have 16 bits
 
 
@@ -98,7 +122,8 @@ class Optimizer:
     `constants` are those of `TrainConfig.constants`.  A subclass declares the STATES that it
     keeps, and which matrices it wants whole: then `matrices` has them as blocks, and `pieces`
     has the others.  `states` are flat arrays by name, and `places` where the state of a
-    parameter lies in them.
+    parameter lies in them.  Where they are offloaded, what `pieces` and `matrices` give are copies
+    of a part of them, until the next one is asked for.
     """
 
     STATES: tuple[StateSpec, ...] = ()
@@ -112,11 +137,10 @@ class Optimizer:
         self.places: dict[str, Mapping[Parameter, slice]] = {}
         self.states = {spec.name: self._zeros(spec) for spec in self.specs}
         if narrow:
-            for piece in parameters.pieces:
-                self.piece_states(piece)[MASTER.name][...] = parameters.value[piece.value]
-            for part in parameters.matrices:
-                place = self.places[MASTER.name][part.item]
-                self.states[MASTER.name][place] = parameters.value[part.value]
+            for (value, master, _), *_ in self._pieces(0.0):
+                master[...] = value
+            for [(_, (value, master, _), *_)] in self.batches(self._each_matrix(), 0.0):
+                master[...] = value
 
     @classmethod
     def at_once(cls, mesh: Mesh) -> int:
@@ -128,8 +152,12 @@ class Optimizer:
         items = [*self.parameters]
         edges = [*accumulate((self._size(spec, item) for item in items), initial=0)]
         self.places[spec.name] = dict(zip(items, map(slice, edges, edges[1:]), strict=False))
-        dtype = spec.dtype or self.parameters.wide
-        return self.parameters.mesh.zeros((edges[-1],), dtype, "optimizer")
+        dtype, mesh = spec.dtype or self.parameters.wide, self.parameters.mesh
+        if "optimizer" not in self.parameters.offload:
+            return mesh.zeros((edges[-1],), dtype, "optimizer")
+        state = mesh.pool.store.empty((edges[-1],), dtype)
+        state.fill(0)
+        return state
 
     def _size(self, spec: StateSpec, item: Parameter) -> int:
         """The elements that this rank has of a state of a parameter."""
@@ -149,42 +177,111 @@ class Optimizer:
             if _keeps(spec, item):
                 yield spec, self.states[spec.name][self.places[spec.name][item]]
 
-    def piece_states(self, piece: UpdateSlice) -> dict[str, Array]:
-        """Name -> the stretch of each state that goes with a piece."""
-        first, last = piece.items[0], piece.items[-1]
-        found = {}
-        for spec in self.specs:
-            if spec.of(first.name, first.shape):
-                places = self.places[spec.name]
-                found[spec.name] = self.states[spec.name][places[first].start : places[last].stop]
-        return found
-
     def pieces(
         self, decay: float
     ) -> Iterator[tuple[tuple[Array, Array | None, Array], dict[str, Array], float]]:
         """Values to update, their masters or None, and gradients; name -> the same stretch of a
-        state; and the part of a value that stays."""
+        state; and the part of a value that stays.  The time until the next one is that of an
+        update in the trace."""
+        for piece in self._pieces(decay):
+            with self.parameters.mesh.trace.span("update"):
+                yield piece
+
+    def _pieces(self, decay: float) -> Iterator[tuple]:
+        units = [[update] for update in self._stretches()]
+        for [update], [states] in zip(units, self._at_hand(units), strict=True):
+            value = states.pop(_VALUE)
+            yield (value, states.get(MASTER.name), update.grad), states, update.keep(decay)
+
+    def _stretches(self) -> Iterator[_Update]:
+        """The pieces; where something of them lies elsewhere, cut into stretches of which few are
+        a small part of a large model."""
         for piece in self.parameters.pieces:
-            keep = 1 - decay if piece.decay else 1.0
-            value, grad = self.parameters.value[piece.value], self.parameters.grad[piece.grad]
-            states = self.piece_states(piece)
-            yield (value, states.get(MASTER.name), grad), states, keep
+            update = self._update_of(piece)
+            size = update.grad.size
+            step = _STRETCH if any(map(update.lies_elsewhere, update.arrays)) else size
+            for start in range(0, max(1, size), max(1, step)):
+                part = slice(start, start + step)
+                here = {name: array[part] for name, array in update.arrays.items()}
+                yield update._replace(grad=update.grad[part], arrays=here)
+
+    def _update_of(self, piece: UpdateSlice) -> _Update:
+        first, last, parameters = piece.items[0], piece.items[-1], self.parameters
+        arrays = {_VALUE: parameters.flat(first)[piece.value]}
+        for spec in self.specs:
+            if spec.of(first.name, first.shape):
+                places = self.places[spec.name]
+                stretch = slice(places[first].start, places[last].stop)
+                arrays[spec.name] = self.states[spec.name][stretch]
+        return _Update(first, parameters, parameters.grad[piece.grad], arrays)
 
     def matrices(self, decay: float) -> Iterator[tuple[WholeMatrix, tuple, dict, float]]:
         """The `WholeMatrix` of each; value, master or None and gradient as blocks of its shape;
         name -> the block of a state; and the part of a value that stays.
 
+        The time until the next one is that of an update in the trace.
+        """
+        for [matrix] in self.batches(self._each_matrix(), decay):
+            with self.parameters.mesh.trace.span("update"):
+                yield matrix
+
+    def _each_matrix(self) -> list[list[WholeMatrix]]:
+        return [[part] for part in self.parameters.matrices]
+
+    def batches(
+        self, batches: Sequence[Sequence[WholeMatrix]], decay: float
+    ) -> Iterator[list[tuple[WholeMatrix, tuple, dict, float]]]:
+        """What `matrices` gives of each matrix of a batch, of all of them at once.
+
         Ranks that have the other blocks of a matrix walk through the same ones: an update may
         reduce over the axes of its layout.
         """
-        for part in self.parameters.matrices:
-            value, grad = self.parameters.value[part.value], self.parameters.grad[part.grad]
-            states = {
-                spec.name: state.reshape(self.block(spec, part.item))
-                for spec, state in self.states_of(part.item)
-            }
-            arrays = value.reshape(part.shape), states.get(MASTER.name), grad.reshape(part.shape)
-            yield part, arrays, states, 1 - decay if part.item.decay else 1.0
+        units = [[*map(self._update_of_matrix, batch)] for batch in batches]
+        for batch, unit, at_hand in zip(batches, units, self._at_hand(units), strict=True):
+            yield [
+                self._as_blocks(*matrix, decay)
+                for matrix in zip(batch, unit, at_hand, strict=True)
+            ]
+
+    def _update_of_matrix(self, part: WholeMatrix) -> _Update:
+        parameters, item = self.parameters, part.item
+        arrays = {_VALUE: parameters.flat(item)[part.value]}
+        arrays |= {spec.name: state for spec, state in self.states_of(item)}
+        return _Update(item, parameters, parameters.grad[part.grad], arrays)
+
+    def _as_blocks(
+        self, part: WholeMatrix, update: _Update, flat: dict[str, Array], decay: float
+    ) -> tuple:
+        value = flat.pop(_VALUE).reshape(part.shape)
+        states = {
+            spec.name: flat[spec.name].reshape(self.block(spec, part.item))
+            for spec in self.specs
+            if spec.name in flat
+        }
+        arrays = value, states.get(MASTER.name), update.grad.reshape(part.shape)
+        return part, arrays, states, update.keep(decay)
+
+    def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
+        """The arrays of each update of a unit, unit after unit: copies of what lies elsewhere."""
+        mesh = self.parameters.mesh
+        moved = [
+            [
+                (number, name)
+                for number, update in enumerate(unit)
+                for name in filter(update.lies_elsewhere, update.arrays)
+            ]
+            for unit in units
+        ]
+        kept = [
+            [unit[number].arrays[name] for number, name in keys]
+            for unit, keys in zip(units, moved, strict=True)
+        ]
+        copies = walk(mesh.pool.store, kept, mesh.trace) if any(kept) else kept
+        for unit, keys, arrays in zip(units, moved, copies, strict=True):
+            found = [dict(update.arrays) for update in unit]
+            for (number, name), array in zip(keys, arrays, strict=True):
+                found[number][name] = array
+            yield found
 
 
 class AdamW(Optimizer):

@@ -9,6 +9,7 @@ from hpc3d.training.adamw_8bit import AdamW8bit
 from hpc3d.training.lion import Lion
 from hpc3d.training.muon import Muon
 from hpc3d.training.optimizer import MASTER, SGD, AdamW, Optimizer
+from hpc3d.training.sharded_muon import ShardedMuon
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -25,6 +26,8 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 def optimizer_of(config: Config) -> type[Optimizer]:
     """The class of a configuration's optimiser."""
+    if config.train.orthogonalize == "sharded":
+        return ShardedMuon
     return OPTIMIZERS[config.train.optimizer]
 
 

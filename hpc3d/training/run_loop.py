@@ -162,6 +162,8 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
         from hpc3d.trace.merge import merge
 
         merge(plan.folder)
+    if plan.config.parallel.offload and done > run.start:
+        run.log.copies(run.trainer.mesh.pool.store, done - run.start)
     if plan.resumed and not run.saver.saved:
         run.log.say("nothing of these steps is saved: checkpoint.every is 0")
     run.log.say(f"run kept in {plan.folder}")

@@ -72,7 +72,12 @@ class Trainer:
         optimizer = optimizer_of(config)
         parallel = config.parallel
         self.parameters = Parameters(
-            mesh, train.dtype, parallel.zero, optimizer.WHOLE_MATRICES, parallel.reduce_dtype
+            mesh,
+            train.dtype,
+            parallel.zero,
+            optimizer.WHOLE_MATRICES,
+            parallel.reduce_dtype,
+            parallel.offload,
         )
         self.vocabulary, self.tokens = vocabulary, train.batch * config.model.sequence
         stages = self.stages(program.placement)
@@ -171,9 +176,8 @@ class Trainer:
             scale *= min(1.0, clip / self.norm) if clip and self.norm else 1.0
         if not self.skipped:
             self.weights.before_update()
-            with self.mesh.trace.span("update"):
-                self.optimizer.update(learning_rate(self.config.train, self.number), scale)
-                self.parameters.update_by_sign()
+            self.optimizer.update(learning_rate(self.config.train, self.number), scale)
+            self.parameters.update_by_sign()
             self.buckets.gather()
         self.buckets.begin()
 

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from hpc3d.checkpoints.resume import mismatch, run_to_resume, with_free_mesh
+from hpc3d.checkpoints.resume import changes, continued, mismatch, run_to_resume, with_free_mesh
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
+from hpc3d.config.load import to_toml
 from hpc3d.config.rules import resolve
 from tests.checkpoints.lives import LAYOUTS, live, losses
 from tests.pipeline.mixes import config_of
@@ -112,3 +113,42 @@ def test_a_checkpoint_from_before_a_key_was_added_is_of_this_model(tmp_path):
     opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
     opened.header["config"], removed = re.subn("norm_epsilon = .*\n", "", opened.header["config"])
     assert removed and mismatch(config_of(LAYOUTS["serial"]), opened) is None
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2])
+def test_another_optimiser_is_refused_in_one_line(checkpoints, tmp_path):
+    live(tmp_path, "serial", checkpoints)
+    line = f"{LAYOUTS['serial']} steps=9"
+    (tmp_path / "config.toml").write_text(to_toml(config_of(line)))
+    with pytest.raises(ValueError) as refused:
+        continued(tmp_path, config_of(f"{line} optimizer=muon"))
+    assert str(refused.value) == (
+        "train.optimizer = muon: it was adamw until now, whose checkpoints lack what muon keeps; "
+        "leave it at adamw, or begin a new run"
+    )
+    continued(tmp_path, config_of(f"{line} optimizer=sgd"))
+
+
+def test_without_checkpoints_another_optimiser_is_not_what_is_wrong(tmp_path):
+    (tmp_path / "config.toml").write_text(to_toml(config_of(LAYOUTS["serial"])))
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        continued(tmp_path, config_of(f"{LAYOUTS['serial']} optimizer=muon"))
+
+
+@pytest.mark.parametrize(
+    ("begun", "now", "said"),
+    [
+        ("", "beta1=0.8", ["train.beta1 was 0.9, is 0.8"]),
+        ("beta2=0.99", "", ["train.beta2 was 0.99, is 0.95"]),
+        ("", "epsilon=1e-8", []),  # what it was anyway
+        ("", "optimizer=sgd", ["train.optimizer was adamw, is sgd"]),
+        (
+            "optimizer=muon",
+            "optimizer=muon orthogonalize=sharded",
+            ["train.orthogonalize was in-turn, is sharded"],
+        ),
+    ],
+)
+def test_what_changes_is_said_also_of_keys_that_were_absent(begun, now, said, tmp_path):
+    (tmp_path / "config.toml").write_text(to_toml(config_of(f"{LAYOUTS['serial']} {begun}")))
+    assert changes(tmp_path, config_of(f"{LAYOUTS['serial']} {now}")) == said

@@ -150,6 +150,14 @@ def test_what_a_family_does_not_have_is_refused(words, line):
     assert said.startswith(line)
 
 
+def test_a_way_to_orthogonalise_is_of_muon_alone():
+    sharded = ["--train.orthogonalize", "sharded"]
+    (said,) = problems("--train.optimizer", "lion", *sharded)
+    assert said == "train.orthogonalize = sharded: of train.optimizer = muon alone; leave it out"
+    config = load(None, ["--train.optimizer", "muon", *sharded])
+    assert resolve(config, 1).train.orthogonalize == "sharded"
+
+
 @pytest.mark.parametrize(
     ("optimizer", "key", "users"),
     [

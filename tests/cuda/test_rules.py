@@ -65,6 +65,8 @@ MUON = [
     f"{ONE} optimizer=muon learning_rate=0.001",
     "d=2 x=2 schedule=none microbatches=2 batch=8 layers=2 steps=2 zero=1 optimizer=muon",
     "e=2 x=2 schedule=none microbatches=2 batch=8 layers=1 steps=2 experts=4 optimizer=muon",
+    "x=2 y=2 schedule=none microbatches=1 batch=8 layers=1 steps=2 optimizer=muon "
+    "orthogonalize=sharded",
 ]
 
 

@@ -8,8 +8,9 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import mpi4py
 import numpy as np
@@ -20,7 +21,8 @@ from hpc3d.comm.comm_stream import CommStream
 from hpc3d.comm.host_staged import HostStaged
 from hpc3d.comm.mesh import Mesh, queue_of
 from hpc3d.comm.nccl import Nccl
-from hpc3d.cuda.device import QUEUES
+from hpc3d.cuda.device import QUEUES, Pinned
+from hpc3d.cuda.pinned_store import PinnedStore
 from tests.fakes.places import array_at
 
 mpi4py.rc.initialize = False  # the calls of MPI are played, too
@@ -41,10 +43,13 @@ class DeviceArray(np.ndarray):
     data = property(lambda self: Address(self.ctypes.data))
 
     def get(self, stream, out, blocking):
+        out.view(np.uint8).fill(RUBBISH)
+        stream.written.append(out)
         stream.later([self], lambda: np.copyto(out, plain(self)))
 
     def set(self, host, stream):
-        stream.later([host], lambda: np.copyto(plain(self), host))
+        comes = any(np.may_share_memory(host, each) for each in stream.written)
+        stream.later([] if comes else [host], lambda: np.copyto(plain(self), host))
 
     def __setitem__(self, place, value):
         HERE.still = False
@@ -148,8 +153,15 @@ class DevicePool(Pool):
         array.view(np.ndarray).reshape(-1).view(np.uint8).fill(RUBBISH)
         return array
 
+    @cached_property
+    def store(self):
+        return PinnedStore(self)
+
     def bring(self, array):
         return array.copy().view(self.kind) if isinstance(array, np.ndarray) else array
+
+    def synchronize(self):
+        self.store.settle()
 
 
 class Event:
@@ -197,6 +209,7 @@ class Sending:
     def __init__(self, seed):
         self.work, self.fresh, self.chance = queue.SimpleQueue(), False, random.Random(seed)
         self.errors, self.group = [], None
+        self.written = deque(maxlen=64)  # memory of the host that the stream writes
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self):
@@ -248,6 +261,7 @@ class Device:
     def __init__(self, seed=0):
         self.compute = Compute()
         self.queues = {queue: Sending(seed) for queue in QUEUES}
+        self.pinned = Pinned(bytearray)
 
     def synchronize(self):
         HERE.still = True
@@ -333,6 +347,7 @@ def on_device(mesh, beside, transport="nccl", kind=CommStream, pool=DevicePool):
     """The mesh of a rank on threads, with its arrays on a device.  Those of `beside`, the same on
     threads of its own, carry what hosts and receipts say."""
     device, pool = Device(mesh.rank), pool()
+    pool.device = device
     traffics = {
         queue: kind(device, stream.grouped, queue=queue) for queue, stream in device.queues.items()
     }

@@ -237,9 +237,9 @@ def test_one_array_is_rounded_once_and_what_ranks_share_stays():
         shared = mesh.zeros((4, 8), "float32")
         shared.flags.writeable = False
         twice = Saved(x, x, ""), Saved(shared, x, "")
-        first, second = (form.rounded(each) for each in twice)
+        first, second = (form.put_away(each) for each in twice)
         assert isinstance(first.x, RoundedArray) and first.w is x
         assert second.x is shared
-        return form.restored(first).x.tolist() == x.tolist()
+        return form.take([first]).x.tolist() == x.tolist()
 
     assert run({}, rank) == [True]

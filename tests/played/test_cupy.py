@@ -225,3 +225,19 @@ def test_the_gpu_check_passes_on_it(part, tmp_path):
     ends = [event for event in map(json.loads, events.open()) if event["event"] == "end"]
     assert [event for event in ends if event["outcome"] == "failed"] == []
     assert sum(event["outcome"] == "passed" for event in ends) >= 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_offloaded_changes_nothing(ranks, tmp_path):
+    how = {"train__backend": "cupy", "mesh__d": ranks, "parallel__microbatches": 2}
+    plain, moved = [
+        run(ranks, tmp_path / name, **how, **options)
+        for name, options in {
+            "plain": {},
+            "moved": {"parallel__offload": '["optimizer", "activations"]'},
+        }.items()
+    ]
+    assert told(moved)[0] == told(plain)[0]
+    with hpc3d.trace.open(moved) as trace:
+        copies = trace.events["bytes"][trace.events["stream"] == 4]
+        assert copies.sum() > 0

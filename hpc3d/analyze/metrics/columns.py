@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
     from hpc3d.trace.table import Table
 
-_HOST, _COMPUTATION, COMMUNICATION, _ = range(len(STREAM))
+_HOST, _COMPUTATION, COMMUNICATION, *_ = range(len(STREAM))
 WORK = ("compute", "optimizer")
 CELL_KEYS = ("rank", "stage", "step")
 

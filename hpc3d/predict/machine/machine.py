@@ -165,7 +165,7 @@ class Machine:
     its bytes at `memory_bandwidth`, or at its own rate in `kernels`, in bytes/s.  `links` go from
     the innermost outwards.  A core makes calls itself, and goes on with its rank `wakeup_s` after
     what that waited for.  A device's fused attention takes heads up to `max_fused_head_dim` (0:
-    it has none).
+    it has none), and copies `host_bandwidth` bytes/s to its host or from there (25e9: PCIe 4 x16).
     """
 
     __pydantic_config__ = STRICT
@@ -182,6 +182,7 @@ class Machine:
     measured: tuple[CallTable, ...] = ()
     wakeup_s: float = 0.0
     max_fused_head_dim: int = 128
+    host_bandwidth: float = 25e9
 
     def product(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
         """Seconds of `batch` products [m, k] [k, n].

@@ -112,6 +112,7 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
         yield f"memory_gb = {machine.memory_gb}: must be positive"
     rates = {
         "memory_bandwidth": machine.memory_bandwidth,
+        "host_bandwidth": machine.host_bandwidth,
         **{f"kernels.{name}": rate for name, rate in machine.kernels.items()},
         **{f"gemm.{dtype}.peak": rates.peak for dtype, rates in machine.gemm.items()},
     }

@@ -266,6 +266,7 @@ class LayerSample:
             parallel.zero,
             kind.WHOLE_MATRICES,
             parallel.reduce_dtype,
+            parallel.offload,
         )
         stages = build(self.mesh, parameters, self.spec, parts)
         parameters.allocate(config.seed)
@@ -296,11 +297,11 @@ class LayerSample:
         self, stage: PipelineStage, micro: Microbatch, part: LayerRange
     ) -> tuple[Pass, Any]:
         """The Pass, and what backward needs."""
-        before = self.pool.live.total()
+        before = self.pool.held
         x = None if part.first else self.block(stage, micro)
         (y, saved), done = self.measured(partial(stage.forward, x, micro))
         del x
-        left = self.pool.live.total() - before - getattr(y, "nbytes", 0)
+        left = self.pool.held - before - getattr(y, "nbytes", 0)
         return done._replace(left=left), saved
 
     def backward(
@@ -313,10 +314,10 @@ class LayerSample:
     ) -> Pass:
         """The Pass; what it leaves is what `defer` keeps."""
         dy = None if part.last else self.block(stage, micro)
-        before = self.pool.live.total() - getattr(dy, "nbytes", 0)
+        before = self.pool.held - getattr(dy, "nbytes", 0)
         dx, done = self.measured(partial(stage.backward, dy, saved, micro, defer))
         del dy
-        left = self.pool.live.total() - before - getattr(dx, "nbytes", 0)
+        left = self.pool.held - before - getattr(dx, "nbytes", 0)
         return done._replace(left=left)
 
     def block(self, stage: PipelineStage, micro: Microbatch) -> Array:
@@ -325,7 +326,7 @@ class LayerSample:
 
     def measured(self, work: Callable[[], Any]) -> tuple[Any, Pass]:
         """What `work()` returns, and its Pass."""
-        clock, live = self.clock, self.pool.live.total()
+        clock, live = self.clock, self.pool.held
         waited, idle, same = Counter(clock.waited), Counter(clock.idle), clock.idle is clock.waited
         start, busy = clock.now, clock.busy
         clock.ends.clear()
@@ -333,7 +334,7 @@ class LayerSample:
         result = work()
         waits = _seconds(clock.waited - waited)
         idle = waits if same else _seconds(clock.idle - idle)
-        left, peak = self.pool.live.total() - live, self.pool.peak["all"] - live
+        left, peak = self.pool.held - live, self.pool.peak["all"] - live
         seconds, busy = (clock.now - start) / 1e9, (clock.busy - busy) / 1e9
         return result, Pass(seconds, waits, left, peak, busy, idle)
 

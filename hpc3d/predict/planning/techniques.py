@@ -40,7 +40,11 @@ TECHNIQUES = (
     ("parallel.compression", "powersgd"),
     ("parallel.compression", "top-k"),
     ("train.optimizer", "sgd"),
+    ("parallel.offload", '["optimizer"]'),
+    ("parallel.offload", '["activations"]'),
+    ("parallel.offload", '["parameters"]'),
 )
+OF_MUON = (("train.orthogonalize", "sharded"),)
 
 
 class Effect(NamedTuple):
@@ -76,9 +80,10 @@ def effects(
     """That of an input as it is, and those of each technique that it does not have yet."""
     config = load_resolved(source, overrides, ranks)
     yield _effect("as it is", config, machine)
-    for number, (key, value) in enumerate(TECHNIQUES):
+    techniques = TECHNIQUES + (OF_MUON if config.train.optimizer == "muon" else ())
+    for number, (key, value) in enumerate(techniques):
         change = f"{key}={value}"
-        log.info("%s, %d of %d", change, number + 1, len(TECHNIQUES))
+        log.info("%s, %d of %d", change, number + 1, len(techniques))
         try:
             changed = load_resolved(source, [*overrides, f"--{key}", value], ranks)
             if changed != config:

@@ -64,12 +64,13 @@ class PassRecorder:
         """Record what is done in this context as a pass of this kind, if it is the first."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
-        before, peak, first = Counter(pool.live), pool.peak, self._sequence_numbers()
+        before, held, peak = Counter(pool.live), pool.held, pool.peak
+        first = self._sequence_numbers()
         pool.reset_peak()
         known = {*micro.cache.arrays}
         yield
         live, high = _differences(pool.live, before), _differences(pool.peak, before)
-        high["all"] = pool.peak["all"] - before.total()
+        high["all"] = pool.peak["all"] - held
         pool.peak = peak | pool.peak
         if kind not in self.passes:
             new = [key for key in micro.cache.arrays if key not in known]
@@ -97,7 +98,7 @@ class PassRecorder:
         self.ledger.add(rows, self.clock.now)
         for (group, key), count in recorded.calls.items():
             self.comms[group].sequence[key] += count
-        total = before.total()
+        held = pool.held
         for name, array in recorded.brought.items():
             micro.cached(name, lambda _, array=array: array)
         yield
@@ -107,7 +108,7 @@ class PassRecorder:
         for name in sorted(changes, key=changes.get):  # what goes first: no peak on the way
             pool.count(name, changes[name])
         high = {name: change + before[name] for name, change in recorded.peak.items()}
-        pool.peak |= Counter(high | {"all": total + recorded.peak["all"]})
+        pool.peak |= Counter(high | {"all": held + recorded.peak["all"]})
 
     def _shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
         """The rows of a pass as those of a microbatch that begins now."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.model.context import Context
     from hpc3d.predict.machine.machine import Machine
 
-_CARD = "card"  # whose end is among those of the queues
+_CARD, _HOST = "card", "host"  # whose ends are among those of the queues
 _LONG = 1e6  # bytes of a message by which pairs of ranks are compared
 
 
@@ -84,6 +84,15 @@ class Clock(CostMeter):
 
     def fused(self, flop: float, nbytes: float, dtype: np.dtype) -> None:
         self.work(self.machine.fused(flop, nbytes, dtype.name))
+
+    def copied(self, nbytes: float) -> int:
+        """A device copies beside what it computes, one block after the other."""
+        length = _nanoseconds(self.count * nbytes / self.machine.host_bandwidth)
+        self.ends[_HOST] = max(self.now, self.ends[_HOST]) + length
+        return self.ends[_HOST]
+
+    def reach(self, end: int) -> None:
+        self.now = max(self.now, end)
 
     def call(self, op: str, nbytes: float, members: Sequence[int]) -> int:
         return _nanoseconds(self.machine.call(op, nbytes, members))
@@ -141,6 +150,11 @@ class HostDrivenClock(Clock):
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
         super().__init__(machine, slowdown)
         self.wired = self.since = self.done = 0
+
+    def copied(self, nbytes: float) -> int:
+        """A core copies itself; what a disk adds is not known."""
+        self.kernel("offload", 2 * nbytes)
+        return self.now
 
     def wake_up(self, time: int) -> int:
         """When a rank goes on that waits until `time`."""

@@ -42,11 +42,13 @@ def test_two_copies_of_a_tied_table_exchange_their_gradients(line, messages):
         ("p=2 x=2 y=2 schedule=1f1b scheme=2d", 4),
     ],
 )
-def test_ranks_share_the_products_of_an_update(line, sharing):
+@pytest.mark.parametrize("way", ["in-turn", "sharded"])
+def test_ranks_share_the_products_of_an_update(line, sharing, way):
     """Those of q, k, v, proj, up and down in all layers of a stage; with them go kernels, which
     take no longer."""
     config = config_of(f"{line} layers=16 dtype=float32 optimizer=muon hidden=192")
     adamw = replace(config, train=replace(config.train, optimizer="adamw"))
+    config = replace(config, train=replace(config.train, orthogonalize=way))
     stage, estimator = stage_content(contents(config)[0]), Estimator(29, MACHINE)
     more = estimator.update(config, stage)[1].busy
     more -= Estimator(29, MACHINE).update(adamw, stage)[1].busy

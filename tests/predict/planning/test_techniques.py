@@ -30,6 +30,16 @@ def test_every_technique_has_a_row(found):
     assert [*found] == changes
 
 
+def test_that_of_muon_has_a_row_where_muon_is_the_optimiser():
+    muon = ["--train.optimizer", "muon"]
+    (row,) = (
+        row
+        for row in effects(None, [*WORDS, *muon, "--mesh.x", "2"], 4, MACHINE)
+        if "orth" in row.change
+    )
+    assert row.change == "train.orthogonalize=sharded" and not row.refused
+
+
 def test_what_they_save_and_cost(found):
     base = found["as it is"]
     replicas, psi = 2, base.memory["parameter"] // 4

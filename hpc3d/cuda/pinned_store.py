@@ -1,0 +1,87 @@
+"""Arrays of a device that wait in memory of its host, in pages that stay in their place.
+
+Copies have a stream of their own, in the order of the program, beside what is computed:
+
+    computation   ... block 3         |wait a  ... block 2       |wait b  ... block 1
+    copies        |fetch 2, record a           |fetch 1, record b
+
+What is copied follows all that was computed before.  An array that leaves keeps its memory until
+the next one does, and one that comes has its own from the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpc3d.arrays.pool import OFFLOADED
+from hpc3d.comm.comm_stream import AsyncCall, CommStream
+from hpc3d.cuda.device import Pinned
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from hpc3d.comm.mesh import MeshRecorder
+    from hpc3d.cuda.device import DevicePool
+
+
+class _OwnedPinned(Pinned):
+    """Pinned arrays that another pool counts."""
+
+    def __init__(self, owner: DevicePool) -> None:
+        super().__init__(owner.device.pinned.allocate)
+        self.owner = owner
+
+    def count(self, kind: str, size: int) -> None:
+        self.owner.count(OFFLOADED, size)
+
+
+class PinnedStore:
+    """A HostStore (hpc3d.arrays.host_store) of the arrays of a device."""
+
+    exposed = None
+
+    def __init__(self, pool: DevicePool) -> None:
+        self.pool, self.host, self.copied = pool, _OwnedPinned(pool), 0
+        self.stream = CommStream(pool.device, nullcontext, "offload")
+        self.leaving: AsyncCall | None = None
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+        return self.host.empty(shape, dtype, OFFLOADED)
+
+    def save(self, array: Any, kept: np.ndarray, trace: MeshRecorder) -> None:
+        self.settle()
+        copy = partial(array.get, out=kept, blocking=False)
+        self.leaving = self._copied("offload", copy, array, kept, trace)
+
+    def load(self, kept: np.ndarray, kind: str, trace: MeshRecorder) -> Callable[[], Any]:
+        array = self.pool.empty(kept.shape, kept.dtype, kind)
+        copy = self._copied("fetch", partial(array.set, kept), array, kept, trace)
+
+        def finish():
+            with trace.waiting("fetch"):
+                self.stream.finish(copy)
+            return array
+
+        return finish
+
+    def settle(self) -> None:
+        if self.leaving:
+            self.stream.finish(self.leaving)
+            self.leaving = None
+
+    def _copied(
+        self,
+        name: str,
+        copy: Callable[..., object],
+        array: Any,
+        kept: np.ndarray,
+        trace: MeshRecorder,
+    ) -> AsyncCall:
+        self.copied += kept.nbytes
+        with trace.copying(name, kept.nbytes):
+            return self.stream.post(copy, array, host_buffers=[kept])

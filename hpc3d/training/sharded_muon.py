@@ -1,0 +1,133 @@
+"""Muon on matrices that stay cut: its Newton-Schulz steps are sharded products.
+
+Let S be the shorter side of a matrix and L the longer one, s the ranks that cut S and l those that
+cut L.  A step X = a X + (b G + c G G) X, with G = X X', is three products (hpc3d.tensor.matmul):
+
+    G[S_sl, S]    = X[S_s, L_l] X'[L_l, S_s]       Split(m="s", k="l"), W transposed
+    P[S_sl, S]    = b G + c G[S_sl, S] G[S_sl, S]  Split(m="s l")
+    P X[S_s, L_l] = P[S_sl, S] X[S_s, L_l]         Split(m="s", n="l")
+
+of which the last one finds X gathered by the first.  Each rank does 1 / (s l) of the operations,
+and receives
+
+    (1 - 1/s) S L / l + (1 - 1/(s l)) S^2 + 2 (1 - 1/l) S^2 / s
+
+elements a step: X over s, G over all, and its sums and P over l.  No rank has more of X than
+S L / l elements.  Where l does not divide the rows of a block, G is summed on all of l instead,
+2 (1 - 1/l) S^2 / s + (1 - 1/s) S^2 elements beside X, and they all square it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpc3d.ops.update import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, SMALLEST_NORM
+from hpc3d.tensor.matmul import Matmul, Split
+from hpc3d.training.muon import Exchange, Muon, owners
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.comm.mesh import Mesh
+    from hpc3d.model.parameters import Parameter, WholeMatrix
+    from hpc3d.tensor.layout import Layout
+
+
+class ShardedMuon(Muon):
+    """`train.orthogonalize = "sharded"`.  Along an axis on whose diagonal a rank owns a block the
+    ranks still have matrices in turn."""
+
+    def _exchange(self, layout: Layout) -> Exchange:
+        mesh = self.parameters.mesh
+        return Exchange(mesh, owners(mesh, layout))
+
+    def _orthogonalized(self, whole: Array, count: int, part: WholeMatrix) -> Array:
+        mesh = self.parameters.mesh
+        out = mesh.empty(whole.shape, whole.dtype, "workspace")
+        if count:
+            view = _apart(whole[:count], part.item)
+            x = mesh.empty(view.shape, whole.dtype, "workspace")
+            x[...] = view
+            NewtonSchulz(mesh, *_cuts(part)).orthogonalize(_stack(x, part.item))
+            _apart(out[:count], part.item)[...] = x
+        return out
+
+
+def _is_tall(item: Parameter) -> bool:
+    """Whether its matrices have more rows than columns."""
+    return item.shape[0] > item.shape[-1] // item.interleaved[0]
+
+
+def _cuts(part: WholeMatrix) -> tuple[Sequence[str], Sequence[str]]:
+    """The axes that cut the shorter side of a matrix, and those that cut the longer one."""
+    rows, columns = part.layout[0], part.layout[-1]
+    return (columns, rows) if _is_tall(part.item) else (rows, columns)
+
+
+def _apart(blocks: Array, item: Parameter) -> Array:
+    """A view of blocks [n, a, b] with the shorter side first and the longer one last; in between
+    are n and the matrices whose columns they have in turn.  One side has two dims."""
+    among, width = item.interleaved
+    turns = blocks.reshape(*blocks.shape[:2], blocks.shape[2] // (among * width), among, width)
+    return turns.transpose(*((2, 4, 0, 3, 1) if _is_tall(item) else (1, 0, 3, 2, 4)))
+
+
+def _stack(apart: Array, item: Parameter) -> Array:
+    """The same as a stack [S_s, matrices, L_l]."""
+    if _is_tall(item):
+        one, two, n, among, longer = apart.shape
+        return apart.reshape(one * two, n * among, longer)
+    shorter, n, among, one, two = apart.shape
+    return apart.reshape(shorter, n * among, one * two)
+
+
+class NewtonSchulz:
+    """The steps of `hpc3d.ops.update.orthogonalize` on stacks X[S_s, matrices, L_l] that these
+    axes cut, S being the shorter side."""
+
+    def __init__(self, mesh: Mesh, shorter: Sequence[str], longer: Sequence[str]) -> None:
+        self.mesh, self.shorter, self.longer = mesh, " ".join(shorter), " ".join(longer)
+
+    def orthogonalize(self, x: Array) -> None:
+        """U V^T of each matrix, nearly, where it is U S V^T; in place."""
+        self._normalize(x)
+        s, l = self.shorter, self.longer
+        uneven = len(x) % self.mesh.count(l.split())
+        replicate = l if uneven else ""
+        make = partial(Matmul, self.mesh, stacked=True)
+        gram = make(Split(m=s, k=l, replicate=replicate), keep="w", transposed=True)
+        square = make(Split(m=s if uneven else f"{s} {l}".strip()), keep="")
+        apply = make(Split(m=s, n=l, replicate=replicate))
+        for _ in range(NEWTON_SCHULZ_STEPS):
+            self._step(x, gram, square, apply)
+
+    def _normalize(self, x: Array) -> None:
+        """X / |X| of each matrix."""
+        with self.mesh.trace.span("norm"):
+            squared = self.mesh.empty(x.shape, x.dtype, "workspace")
+            np.multiply(x, x, out=squared)
+            squares = squared.sum(2).sum(0)
+        for axis in (*self.shorter.split(), *self.longer.split()):
+            squares = self.mesh.comm(axis).all_reduce(squares).wait()
+        with self.mesh.trace.span("norm"):
+            x /= np.maximum(np.sqrt(squares), SMALLEST_NORM)[:, None]
+
+    def _step(self, x: Array, gram: Matmul, square: Matmul, apply: Matmul) -> None:
+        """X = a X + (b G + c G G) X."""
+        a, b, c = NEWTON_SCHULZ
+        g, saved = gram.forward_saving(x, x)
+        rows = square.forward(g, g)
+        with self.mesh.trace.span("polynomial"):
+            linear = self.mesh.empty(g.shape, g.dtype, "workspace")
+            np.multiply(g, b, out=linear)
+            rows *= c
+            rows += linear
+        del g, linear
+        p = apply.gather(rows, apply.split.x, apply.axes["n"]).wait()
+        moved = apply.multiply(p, saved.w, ())
+        with self.mesh.trace.span("polynomial"):
+            x *= a
+            x += moved

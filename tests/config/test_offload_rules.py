@@ -1,0 +1,53 @@
+"""What cannot be offloaded, by the line that each prints, and what just can be."""
+
+import re
+
+import pytest
+
+from hpc3d.config.load import load
+from hpc3d.config.rules import resolve
+from tests.config.refused import problems
+from tests.elided import elided
+
+STATES, OTHERS, ALL = (
+    f"--parallel.offload {what}"
+    for what in ('["optimizer"]', '["activations","parameters"]', '["optimizer","parameters"]')
+)
+PIPEDREAM = "--parallel.schedule pipedream --mesh.p 2 --train.clip 0 --model.tied false"
+GRAPH = "--train.backend cupy --train.cuda_graph true"
+# Options, and the line.
+WRONG = {
+    '--parallel.offload ["optimizer","optimizer"]': (
+        "parallel.offload = ['optimizer', 'optimizer']: names something twice; name each once"
+    ),
+    f"{ALL} --train.optimizer sgd": "parallel.offload = ...: train.optimizer = sgd keeps ...",
+    f"{STATES} --train.optimizer adafactor": (
+        'parallel.offload = ...: train.optimizer = adafactor ... leave "optimizer" out, or ...'
+    ),
+    f"{ALL} {PIPEDREAM}": (
+        "parallel.offload = ...: under schedule pipedream ... use a schedule that is synchronous"
+    ),
+    f"{OTHERS} {GRAPH}": "parallel.offload = ...: no CUDA graph records copies to the host; ...",
+}
+RIGHT = [
+    f"{OTHERS} --train.optimizer sgd",
+    f"{STATES} --train.optimizer muon {PIPEDREAM}",
+    f"{STATES} {GRAPH}",
+]
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_what_cannot_be_is_refused_in_a_line(options):
+    (line,) = problems(*options.split(), ranks=2)
+    assert re.fullmatch(elided(WRONG[options]), line), line
+
+
+@pytest.mark.parametrize("options", RIGHT)
+def test_what_can_be_is_not(options):
+    resolve(load(None, options.split()), 2)
+
+
+@pytest.mark.parametrize("value", ["optimizer", '["weights"]', "true"])
+def test_another_value_is_refused_with_those_that_are_known(value):
+    (line,) = problems("--parallel.offload", value, ranks=1)
+    assert line.startswith("parallel.offload: input should be ")
