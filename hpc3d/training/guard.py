@@ -165,7 +165,10 @@ class ReplicaCheck:
         host = odd_numbers(_FACTORS)
         factors = self.mesh.pool.bring(host)
         return {
-            (item.name, kind): (axes, hash_of(block, host if _on_host(block) else factors))
+            (item.name, kind): (
+                axes,
+                hash_of(block, factors if isinstance(block, type(factors)) else host),
+            )
             for item, kind, axes, block in self.blocks()
             if axes or item.tied_peer is not None
         }
@@ -238,10 +241,6 @@ class ReplicaCheck:
         thing = "parameter" if kind == "value" else f"optimiser state {kind} of"
         what = f"{thing} {name}: the copies of ranks {ranks} along {axis} differ"
         return GuardFinding(0, f"{who}: step {number}, {what}")
-
-
-def _on_host(block: Array) -> bool:
-    return isinstance(block, np.ndarray)
 
 
 _FACTORS = 1 << 18  # of a hash, for as many words at once: some 2 MiB
