@@ -84,8 +84,8 @@ def train(job: Job, words: list[str]) -> None:
     opened = job.on_root(lambda: prepare(config, resumed))
     plan = job.from_root(lambda: opened.plan)
     program = job.scatter_from_root(lambda: _programs(plan.config, opened.program))
+    from hpc3d.runtime.stop_request import Stop
     from hpc3d.training.run_loop import trained
-    from hpc3d.training.stop_request import Stop
 
     config = plan.config
     stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)

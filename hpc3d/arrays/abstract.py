@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from hpc3d.arrays.primitive import Primitive
-    from hpc3d.comm.mesh import MeshRecorder
 
 
 class CostMeter:
@@ -298,6 +296,7 @@ class AbstractPool(Pool):
     def __init__(self, meter: CostMeter | None = None) -> None:
         super().__init__()
         self.meter = meter or CostMeter()
+        self.store = AbstractStore(self)
 
     def empty(
         self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation"
@@ -308,10 +307,6 @@ class AbstractPool(Pool):
         return self.kind(
             shape, dtype, self, AbstractLease(kind, lambda: self.count(kind, -nbytes))
         )
-
-    @cached_property
-    def store(self) -> AbstractStore:
-        return AbstractStore(self)
 
 
 class AbstractStore:
@@ -330,12 +325,12 @@ class AbstractStore:
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> AbstractArray:
         return self.pool.empty(shape, dtype, OFFLOADED)
 
-    def save(self, array: Any, kept: Any, trace: MeshRecorder) -> None:
+    def save(self, array: Any, kept: Any, trace: Any) -> None:
         self.settle()
         end = self._copied("offload", array, trace)
         self.leaving = (array if self.pool.on_device else None), end
 
-    def load(self, kept: Any, kind: str, trace: MeshRecorder) -> Callable[[], AbstractArray]:
+    def load(self, kept: Any, kind: str, trace: Any) -> Callable[[], AbstractArray]:
         def copied():
             array = self.pool.empty(kept.shape, kept.dtype, kind)
             return array, self._copied("fetch", kept, trace)
@@ -355,7 +350,7 @@ class AbstractStore:
         (_, end), self.leaving = self.leaving, (None, 0)
         self.meter.reach(end)
 
-    def _copied(self, name: str, array: Any, trace: MeshRecorder) -> int:
+    def _copied(self, name: str, array: Any, trace: Any) -> int:
         self.copied += array.nbytes
         with trace.copying(name, array.nbytes):
             return self.meter.copied(array.nbytes)

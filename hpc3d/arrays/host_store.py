@@ -3,7 +3,7 @@ al., arXiv:2101.06840; ZeRO-Infinity, Rajbhandari et al., arXiv:2104.07857).
 
 On processors they lie in a file that is mapped into memory: the system writes it to disk where it
 needs the memory for others, and reads ahead what is asked for.  A device has memory of its host
-(hpc3d.cuda.pinned_store).
+(hpc3d.comm.pinned_store).
 
     save     working array -> kept array
     load     kept array -> a function that gives a new working array, on its way until it is called
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from hpc3d.arrays.array import Array
-    from hpc3d.comm.mesh import MeshRecorder
 
 
 class HostStore(Protocol):
@@ -41,8 +40,8 @@ class HostStore(Protocol):
     exposed: float | None
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array: ...
-    def save(self, array: Array, kept: Array, trace: MeshRecorder) -> None: ...
-    def load(self, kept: Array, kind: str, trace: MeshRecorder) -> Callable[[], Array]: ...
+    def save(self, array: Array, kept: Array, trace: Any) -> None: ...
+    def load(self, kept: Array, kind: str, trace: Any) -> Callable[[], Array]: ...
     def settle(self) -> None:
         """Let what comes now follow all that was saved."""
 
@@ -97,11 +96,11 @@ class FileStore:
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         return self.files.empty(shape, dtype, OFFLOADED)
 
-    def save(self, array: Array, kept: Array, trace: MeshRecorder) -> None:
+    def save(self, array: Array, kept: Array, trace: Any) -> None:
         with self._copying("offload", array, trace):
             kept[...] = array
 
-    def load(self, kept: Array, kind: str, trace: MeshRecorder) -> Callable[[], Array]:
+    def load(self, kept: Array, kind: str, trace: Any) -> Callable[[], Array]:
         self.files.read_ahead(kept)
 
         def finish():
@@ -113,7 +112,7 @@ class FileStore:
         return finish
 
     @contextmanager
-    def _copying(self, name: str, array: Array, trace: MeshRecorder) -> Iterator[None]:
+    def _copying(self, name: str, array: Array, trace: Any) -> Iterator[None]:
         begin = time.perf_counter()
         with trace.copying(name, array.nbytes):
             yield
@@ -124,9 +123,14 @@ class FileStore:
         pass
 
 
-def walk(
-    store: HostStore, units: Sequence[Sequence[Array]], trace: MeshRecorder
-) -> Iterator[list[Any]]:
+def store_of(pool: Pool) -> HostStore:
+    """That of a pool: a file, unless it was given another one."""
+    if pool.store is None:
+        pool.store = FileStore(pool)
+    return pool.store
+
+
+def walk(store: HostStore, units: Sequence[Sequence[Array]], trace: Any) -> Iterator[list[Any]]:
     """Copies of kept arrays, unit after unit.  What is written into them is kept when the next
     ones are asked for, which are on their way meanwhile."""
     ahead = _asked(store, units[0], trace) if units else []
@@ -139,5 +143,5 @@ def walk(
     store.settle()
 
 
-def _asked(store: HostStore, unit: Sequence[Array], trace: MeshRecorder) -> list[Any]:
+def _asked(store: HostStore, unit: Sequence[Array], trace: Any) -> list[Any]:
     return [store.load(kept, "workspace", trace) for kept in unit]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from hpc3d.arrays.array import Array
-    from hpc3d.arrays.host_store import HostStore
 
 OFFLOADED = "offloaded"  # the kind of arrays that lie outside of the memory of their pool
 
@@ -102,6 +100,7 @@ class Pool:
 
     on_device = float8 = False
     device: Any = "cpu"  # where they are
+    store: Any = None  # where those lie that are offloaded (hpc3d.arrays.host_store.store_of)
 
     def __init__(self) -> None:
         self.free = defaultdict(list)
@@ -150,13 +149,6 @@ class Pool:
     def held(self) -> int:
         """The bytes that are live, without those of arrays that lie elsewhere."""
         return self.live.total() - self.live[OFFLOADED]
-
-    @cached_property
-    def store(self) -> HostStore:
-        """Where arrays lie that are offloaded."""
-        from hpc3d.arrays.host_store import FileStore
-
-        return FileStore(self)
 
     def reset_peak(self) -> None:
         """Start a new measurement of the peaks, at what is live now."""

@@ -55,9 +55,11 @@ def build(
         comms, blocks = {name: talk(*line) for name, line in lines.items()}, pool
     else:
         from hpc3d.comm.device_communicators import communicators
+        from hpc3d.comm.pinned_store import PinnedStore
         from hpc3d.cuda.device import DevicePool
 
         blocks = DevicePool(device)
+        blocks.store = PinnedStore(blocks)
         comms = communicators(transport, cart, lines, blocks)
     return Mesh(grid.sizes, coords, comms, talk(cart, range(grid.size)), pool=blocks)
 

@@ -21,7 +21,6 @@ from hpc3d.cuda.cublaslt_library import (
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
 if TYPE_CHECKING:
-    from hpc3d.ops.float8 import Coded
 
 # How cuBLASLt may add the parts of a sum that it splits: in any way, or not in the type of out.
 _ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2
@@ -87,7 +86,7 @@ class Lt:
         plan.point(vector, matrix)
         self.run(plan, a, b, out, add, scale)
 
-    def coded_product(self, a: Coded, b: Coded, out: Any) -> None:
+    def coded_product(self, a: Any, b: Any, out: Any) -> None:
         """out[m, n] = a[m, k] b[k, n] of matrices in float8 (hpc3d.ops.float8.Coded), summed in
         float32: a lies as [m, k] and b as [n, k], the only way that cuBLASLt takes them, with m, k
         and n multiples of 16.  Out is float32, float16 or bfloat16.

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,6 @@ from hpc3d.arrays.pool import Pool, contiguous, from_host, on_host, to_host, val
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
-
-    from hpc3d.arrays.host_store import HostStore
 
 _DONE, _NOT_READY = 0, 600  # CUDA's answers about an event: cudaSuccess, cudaErrorNotReady
 GRACE = 1.0  # seconds that calls have to end by themselves, when the job ends
@@ -202,12 +200,6 @@ class DevicePool(Pool):
         pointer = self.cuda.MemoryPointer(lent, 0)
         return self.device.cupy.ndarray(tuple(shape), dtype, pointer)
 
-    @cached_property
-    def store(self) -> HostStore:
-        from hpc3d.cuda.pinned_store import PinnedStore
-
-        return PinnedStore(self)
-
     def bring(self, array: np.ndarray | float) -> Any:
         """An array with the values of one of the host, or a number as float32."""
         values = array if isinstance(array, np.ndarray) else np.array(array, np.float32)
@@ -218,7 +210,7 @@ class DevicePool(Pool):
         self.device.fill(array, np.asarray(values, array.dtype))
 
     def synchronize(self) -> None:
-        if "store" in vars(self):
+        if self.store:
             self.store.settle()
         self.device.synchronize()
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hpc3d.arrays.primitive import Primitive
     from hpc3d.cuda.cudnn_attention import Flash
     from hpc3d.cuda.device import DevicePool
-    from hpc3d.ops.float8 import Coded
 
 WORKSPACE = 32 << 20  # bytes that cuBLASLt may take for a product, as NVIDIA advises for Hopper
 
@@ -70,7 +69,7 @@ class Gpu:
         except Unsupported as error:
             raise ValueError(f"train.fused_gelu = true: {error}; use false") from None
 
-    def multiply_coded(self, a: Coded, b: Coded, out: Array) -> None:
+    def multiply_coded(self, a: Any, b: Any, out: Array) -> None:
         assert self.coded
         try:
             self.coded(a, b, out)

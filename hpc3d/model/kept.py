@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.host_store import store_of
 from hpc3d.arrays.pool import contiguous, writeable
 from hpc3d.model.parameters import Parameter
 from hpc3d.ops.quantize import decode_rows, encode_rows
@@ -104,8 +105,8 @@ class KeptForm:
     def _saved(self, array):
         if array is None:
             return None
-        kept = self.mesh.pool.store.empty(array.shape, array.dtype)
-        self.mesh.pool.store.save(array, kept, self.mesh.trace)
+        kept = store_of(self.mesh.pool).empty(array.shape, array.dtype)
+        store_of(self.mesh.pool).save(array, kept, self.mesh.trace)
         return OffloadedArray(kept)
 
     def _load(self, value):
@@ -114,7 +115,7 @@ class KeptForm:
             return RoundedArray(*map(self._load, value))
         if not isinstance(value, OffloadedArray):
             return value
-        return self.mesh.pool.store.load(value.kept, "activation", self.mesh.trace)
+        return store_of(self.mesh.pool).load(value.kept, "activation", self.mesh.trace)
 
     def _arrived(self, value):
         if isinstance(value, RoundedArray):
@@ -213,7 +214,8 @@ class FetchedWeights:
     def _ask(self, block: int) -> list[Callable[[], Array]]:
         mesh = self.parameters.mesh
         return [
-            mesh.pool.store.load(item.value, "parameter", mesh.trace) for item in self.items[block]
+            store_of(mesh.pool).load(item.value, "parameter", mesh.trace)
+            for item in self.items[block]
         ]
 
     def without(self, saved: Any, block: int) -> Any:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.host_store import store_of
 from hpc3d.arrays.pool import contiguous
 from hpc3d.comm.mesh import DATA, plane
 from hpc3d.ops.random import initialise
@@ -245,7 +246,7 @@ class Parameters:
         self.value = self.mesh.zeros((values[False],), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
         if values[True]:
-            self.elsewhere = self.mesh.pool.store.empty((values[True],), self.dtype)
+            self.elsewhere = store_of(self.mesh.pool).empty((values[True],), self.dtype)
             self.elsewhere.fill(0)
         self.bind()
         for item in self.items:
@@ -336,13 +337,13 @@ class Parameters:
         """A part of the flat array of a parameter, in memory."""
         if not self.lies_elsewhere(item):
             return self.value[part]
-        return self.mesh.pool.store.load(self.elsewhere[part], "workspace", self.mesh.trace)()
+        return store_of(self.mesh.pool).load(self.elsewhere[part], "workspace", self.mesh.trace)()
 
     def write(self, item: Parameter, part: slice, values: Array) -> None:
         """Let a part of the flat array of a parameter have other values."""
         if self.lies_elsewhere(item):
             flat = contiguous(values).reshape(-1)
-            self.mesh.pool.store.save(flat, self.elsewhere[part], self.mesh.trace)
+            store_of(self.mesh.pool).save(flat, self.elsewhere[part], self.mesh.trace)
         else:
             self.value[part].reshape(values.shape)[...] = values
 

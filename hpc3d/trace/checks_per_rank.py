@@ -207,13 +207,14 @@ def _together(trace: Trace) -> Iterator[Violation]:
         (table["rank"].astype("i8") << 32) + table["step"], return_inverse=True
     )
     whole, live, peak = labelled(table, "kind", "all"), table["bytes"], table["peak"]
+    summed = ~whole & ~labelled(table, "kind", "offloaded")
     sums, peaks, highest = np.zeros((3, len(cells)), "i8")
     for reduce, into, values in (
         (np.add, sums, live),
         (np.add, peaks, peak),
         (np.maximum, highest, peak),
     ):
-        reduce.at(into, cell[~whole], values[~whole])
+        reduce.at(into, cell[summed], values[summed])
     low, high = peak < highest[cell], peak > peaks[cell]
     wrong = whole & (low | high | (live != sums[cell]))
     yield "memory", "all is not what its kinds come to", np.flatnonzero(wrong)

@@ -64,7 +64,7 @@ device did, not the host that asked for it:
 | 4 | copies to the host and from there of what is offloaded, of category `copy` with their bytes |
 
 Streams run beside each other, so their times do not add up. A rank's time is that of stream 1, and
-of stream 0 where stream 1 has nothing; rows of streams from 2 on may go on when their step is over.
+of stream 0 where stream 1 has nothing; rows of the others may go on when their step is over.
 A row begins when the device comes to it: where the host is late, it has a part of the wait for the
 host. `forward_s` and `backward_s` of a step are the rows of stream 1 in these phases. Times come
 from CUDA events, which no step waits for: they are whole half microseconds from a reference that

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import cos, pi, prod, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.arrays.host_store import walk
+from hpc3d.arrays.host_store import store_of, walk
 from hpc3d.model.parameters import Which, no_matrix
 from hpc3d.ops.update import adamw, descend
 from hpc3d.tensor.layout import Layout
@@ -155,7 +155,7 @@ class Optimizer:
         dtype, mesh = spec.dtype or self.parameters.wide, self.parameters.mesh
         if "optimizer" not in self.parameters.offload:
             return mesh.zeros((edges[-1],), dtype, "optimizer")
-        state = mesh.pool.store.empty((edges[-1],), dtype)
+        state = store_of(mesh.pool).empty((edges[-1],), dtype)
         state.fill(0)
         return state
 
@@ -276,7 +276,7 @@ class Optimizer:
             [unit[number].arrays[name] for number, name in keys]
             for unit, keys in zip(units, moved, strict=True)
         ]
-        copies = walk(mesh.pool.store, kept, mesh.trace) if any(kept) else kept
+        copies = walk(store_of(mesh.pool), kept, mesh.trace) if any(kept) else kept
         for unit, keys, arrays in zip(units, moved, copies, strict=True):
             found = [dict(update.arrays) for update in unit]
             for (number, name), array in zip(keys, arrays, strict=True):

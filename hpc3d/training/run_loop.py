@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
+from hpc3d.arrays.host_store import store_of
 from hpc3d.runtime import launch
 from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
+from hpc3d.runtime.stop_request import Stop, reason
 from hpc3d.training.guard import GuardError, LossSpikes, ReplicaCheck, guarded, lines
 from hpc3d.training.log import Log
 from hpc3d.training.run_folder import write_text
-from hpc3d.training.stop_request import Stop, reason
 
 if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
@@ -163,7 +164,7 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
 
         merge(plan.folder)
     if plan.config.parallel.offload and done > run.start:
-        run.log.copies(run.trainer.mesh.pool.store, done - run.start)
+        run.log.copies(store_of(run.trainer.mesh.pool), done - run.start)
     if plan.resumed and not run.saver.saved:
         run.log.say("nothing of these steps is saved: checkpoint.every is 0")
     run.log.say(f"run kept in {plan.folder}")

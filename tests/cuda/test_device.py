@@ -26,7 +26,7 @@ def test_a_device_is_the_current_one_before_its_streams_are_made(monkeypatch):
     played = FakeCupy(count=4)
     monkeypatch.setattr(cuda, "imported", lambda: played)
     assert str(bound(6)) == "Played (2)"
-    assert played.log == ["device 2 used", *["stream made"] * 3, "stream used"]
+    assert played.log == ["device 2 used", *["stream made"] * 4, "stream used"]
 
 
 def test_a_launcher_that_shows_each_rank_one_device(monkeypatch):

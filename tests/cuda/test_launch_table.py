@@ -12,7 +12,7 @@ KERNELS = launch_table.kernels()
 
 def test_every_kernel_of_the_texts_is_launched():
     for path in launch_table.FOLDER.glob("*.cu"):
-        declared = re.findall(r"__global__[^;{]*?(\w+)\(\w[^()]*\)\s*{", path.read_text())
+        declared = re.findall(r"__global__[^;{]*?(\w+)\(\s*\w[^()]*\)\s*{", path.read_text())
         assert declared == [name for name, k in KERNELS.items() if k.source == path.stem]
 
 

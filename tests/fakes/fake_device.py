@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 
 import mpi4py
 import numpy as np
@@ -21,8 +21,8 @@ from hpc3d.comm.comm_stream import CommStream
 from hpc3d.comm.host_staged import HostStaged
 from hpc3d.comm.mesh import Mesh, queue_of
 from hpc3d.comm.nccl import Nccl
+from hpc3d.comm.pinned_store import PinnedStore
 from hpc3d.cuda.device import QUEUES, Pinned
-from hpc3d.cuda.pinned_store import PinnedStore
 from tests.fakes.places import array_at
 
 mpi4py.rc.initialize = False  # the calls of MPI are played, too
@@ -44,11 +44,11 @@ class DeviceArray(np.ndarray):
 
     def get(self, stream, out, blocking):
         out.view(np.uint8).fill(RUBBISH)
-        stream.written.append(out)
+        getattr(stream, "written", []).append(out)
         stream.later([self], lambda: np.copyto(out, plain(self)))
 
     def set(self, host, stream):
-        comes = any(np.may_share_memory(host, each) for each in stream.written)
+        comes = any(np.may_share_memory(host, each) for each in getattr(stream, "written", ()))
         stream.later([] if comes else [host], lambda: np.copyto(plain(self), host))
 
     def __setitem__(self, place, value):
@@ -152,10 +152,6 @@ class DevicePool(Pool):
         array = super().empty(shape, dtype, kind).view(self.kind)
         array.view(np.ndarray).reshape(-1).view(np.uint8).fill(RUBBISH)
         return array
-
-    @cached_property
-    def store(self):
-        return PinnedStore(self)
 
     def bring(self, array):
         return array.copy().view(self.kind) if isinstance(array, np.ndarray) else array
@@ -348,6 +344,7 @@ def on_device(mesh, beside, transport="nccl", kind=CommStream, pool=DevicePool):
     threads of its own, carry what hosts and receipts say."""
     device, pool = Device(mesh.rank), pool()
     pool.device = device
+    pool.store = PinnedStore(pool)
     traffics = {
         queue: kind(device, stream.grouped, queue=queue) for queue, stream in device.queues.items()
     }

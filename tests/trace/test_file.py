@@ -214,7 +214,7 @@ def test_a_whole_file_is_read(whole):
     [
         ("events/op", 77, "events/op .*: 77"),
         ("events/phase", 8, "events/phase .*: 8"),
-        ("memory/kind", 7, "memory/kind .*: 7"),
+        ("memory/kind", 8, "memory/kind .*: 8"),
         ("events/name", 10**9, "events/name .*: 1000000000"),
         ("events/group", 4, "events/group .*: 4"),
         ("events/group", -2, "events/group .*: -2"),

@@ -48,9 +48,9 @@ from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
 from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.host_map import homes_of
+from hpc3d.runtime.stop_request import Stop
 from hpc3d.training import run_folder
 from hpc3d.training.run_loop import RunningJob, RunPlan, equipped, trained
-from hpc3d.training.stop_request import Stop
 
 if TYPE_CHECKING:
     from hpc3d.runtime.job import Job

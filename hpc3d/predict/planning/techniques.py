@@ -44,7 +44,7 @@ TECHNIQUES = (
     ("parallel.offload", '["activations"]'),
     ("parallel.offload", '["parameters"]'),
 )
-OF_MUON = (("train.orthogonalize", "sharded"),)
+_OF_MUON = (("train.orthogonalize", "sharded"),)
 
 
 class Effect(NamedTuple):
@@ -80,7 +80,7 @@ def effects(
     """That of an input as it is, and those of each technique that it does not have yet."""
     config = load_resolved(source, overrides, ranks)
     yield _effect("as it is", config, machine)
-    techniques = TECHNIQUES + (OF_MUON if config.train.optimizer == "muon" else ())
+    techniques = TECHNIQUES + (_OF_MUON if config.train.optimizer == "muon" else ())
     for number, (key, value) in enumerate(techniques):
         change = f"{key}={value}"
         log.info("%s, %d of %d", change, number + 1, len(techniques))

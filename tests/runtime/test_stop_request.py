@@ -9,7 +9,7 @@ import pytest
 
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 from hpc3d.runtime.exit_codes import FAILED, STOPPED
-from hpc3d.training.stop_request import FILE, MINUTES, Stop, reason
+from hpc3d.runtime.stop_request import FILE, MINUTES, Stop, reason
 from tests.mpi import checked, mpirun
 from tests.runs import losses, newest, train, when_running, words
 
