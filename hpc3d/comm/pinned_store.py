@@ -50,7 +50,7 @@ class PinnedStore:
         self.stream = CommStream(pool.device, nullcontext, "offload")
         self.leaving: AsyncCall | None = None
 
-    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Any:
         return self.host.empty(shape, dtype, OFFLOADED)
 
     def save(self, array: Any, kept: np.ndarray, trace: MeshRecorder) -> None:

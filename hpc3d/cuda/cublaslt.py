@@ -6,7 +6,7 @@ It takes the stream and the workspace of every call, so a product can be capture
 from __future__ import annotations
 
 from ctypes import byref, c_float, c_int
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,6 @@ from hpc3d.cuda.cublaslt_library import (
     load,
 )
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
-
-if TYPE_CHECKING:
 
 # How cuBLASLt may add the parts of a sum that it splits: in any way, or not in the type of out.
 _ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2

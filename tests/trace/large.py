@@ -141,7 +141,9 @@ def memory_of(rank, steps):
     table = np.zeros(len(steps) * kinds, schema.record_type(schema.MEMORY))
     table["rank"], table["step"] = rank, np.repeat(steps, kinds)
     table["kind"] = np.tile(np.arange(kinds), len(steps))
-    several = np.where(table["kind"] == schema.MEMORY_KIND.index("all"), kinds - 1, 1)
+    several = np.where(
+        table["kind"] == schema.MEMORY_KIND.index("all"), schema.MEMORY_KIND.index("all"), 1
+    )
     table["bytes"], table["peak"] = several << 20, several << 21
     return table
 
