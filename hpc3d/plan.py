@@ -129,79 +129,115 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
 
 
 def _search(options: Namespace, overrides: Sequence[str]) -> None:
+    """Find layouts, with a technique where none fits without; print them."""
+    from hpc3d.predict.machine import machine_file
+
+    config, ranks = _allowed(options.input, overrides), options.ranks
+    machine = machine_file.load(options.machine or shipped(_MACHINE))
+    memory = options.memory or machine.memory_gb * 1e9
+    top = max(options.top or _TOP, _TOP)  # what is first does not depend on how much is shown
+    planned = _planned(config, ranks, machine, memory, top)
+    resorted = None
+    if not planned.best:
+        resorted = _resorted(options, overrides, planned, top)
+        if resorted is None:
+            raise ValueError(_nothing_fits(planned.found, planned.ranking, memory))
+    _report(options, resorted.planned if resorted else planned, memory, resorted)
+
+
+def _allowed(source: Path | str, overrides: Sequence[str]) -> Config:
+    """The input; Problems if it is refused whatever the layout."""
     from hpc3d.config.expert_rules import wrong_experts
     from hpc3d.config.load import load
     from hpc3d.config.offload_rules import wrong_offload
     from hpc3d.config.rules import not_there_yet, refuse, unknown_values
-    from hpc3d.predict.assumptions import lines, of_mixture
-    from hpc3d.predict.machine import machine_file
     from hpc3d.predict.planning.layouts import bare
 
-    config, ranks = load(options.input, overrides), options.ranks
+    config = load(source, overrides)
     alone = bare(config)  # a plan finds a mesh of its own
     experts = wrong_experts(alone if config.model.experts else config)
     refuse([*unknown_values(config), *not_there_yet(config), *experts, *wrong_offload(alone)])
-    machine = machine_file.load(options.machine or shipped(_MACHINE))
-    memory = options.memory or machine.memory_gb * 1e9
-    shown = options.top or _TOP
-    top = max(shown, _TOP)  # what is found first does not depend on how much is shown
-    found, ranking = ranked(config, ranks, machine, memory, top)
-    best, resort = ranking.best(top), None
-    if not best:
-        resort = _resort(options, overrides, found, ranking, top)
-        if resort is None:
-            raise ValueError(_nothing_fits(found, ranking, memory))
-        config, found, ranking, best = resort.planned
-    best = best[:shown]
+    return config
+
+
+def _report(
+    options: Namespace, planned: _Planned, memory: float, resorted: _Resorted | None
+) -> None:
+    """Print what was found, and write the input file."""
+    from hpc3d.predict.assumptions import lines, of_mixture
+
+    config, found, ranking = planned.config, planned.found, planned.ranking
+    best = planned.best[: options.top or _TOP]
     any_mesh = "any p, d and e" if config.model.experts else "any p and d"
     named = {any_mesh: ranking.named(), _here(config.mesh): ranking.named(config.mesh)}
     losers = ranking.losers(best[0])
     vocabulary = ranking.search.estimator.vocabulary
     settled = replace(config, model=replace(config.model, vocabulary=vocabulary))
     if options.apply:
-        _apply(options.apply, config, best[0].config, ranks)
-    print(f"{ranks} ranks of {machine.name}, {_gigabytes(memory)} each")
+        _apply(options.apply, config, best[0].config, options.ranks)
+    machine = ranking.machine.name
+    print(f"{options.ranks} ranks of {machine}, {_gigabytes(memory)} each")
     print(*lines(settled), "", sep="\n")
-    if resort:
-        print(*map(one_line, resort.lines()), "", sep="\n")
-    show(best, named, losers, memory, "*" if resort and not resort.fit.resort.exact else " ")
+    if resorted:
+        print(*map(one_line, resorted.lines()), "", sep="\n")
+    show(best, named, losers, memory, resorted.mark if resorted else " ")
     _show_search(found, ranking, options.apply)
-    about = {"machine": machine.name, "ranks": ranks, "memory_bytes": memory}
+    about = {"machine": machine, "ranks": options.ranks, "memory_bytes": memory}
     if mixture := of_mixture(settled):
         about["mixture"] = mixture
-    if resort:
-        about["resort"] = resort.plain()
+    if resorted:
+        about["resort"] = resorted.plain()
     rest = {"searched": searched(found, ranking), "applied": options.apply}
     if options.json:
         print(json.dumps(about | _told(best, named, losers) | rest))
 
 
-class _Resorted(NamedTuple):
-    """A search with a resort where nothing fits without: the layout that is `nearest` without,
-    what `fit`s and what other techniques make fit, and (config, Found, Ranking, its best)."""
+class _Planned(NamedTuple):
+    """An input, what was found for it, and its `best` layouts; none if nothing fits."""
 
+    config: Config
+    found: Found
+    ranking: Ranking
+    best: list
+
+
+def _planned(config: Config, ranks: int, machine: Machine, memory: float, top: int) -> _Planned:
+    found, ranking = ranked(config, ranks, machine, memory, top)
+    return _Planned(config, found, ranking, ranking.best(top))
+
+
+class _Resorted(NamedTuple):
+    """What was `planned` with a technique where nothing fits without: the layout that is
+    `nearest` without it, how it `fit`s, and what `others` make fit."""
+
+    planned: _Planned
     nearest: RankedLayout
     fit: Fit
     others: list
-    planned: tuple
+
+    @property
+    def mark(self) -> str:
+        return " " if self.fit.resort.exact else "*"
 
     def lines(self) -> Iterator[str]:
         """What is said of it before the layouts are shown."""
-        resort = self.fit.resort
         yield f"Nothing fits as it is: {_nearest(self.nearest)}."
-        yield f"All layouts below are with {resort.text}, {resort.effect}."
+        yield f"All layouts below are with {self.fit.resort.text}, {self.fit.resort.effect}."
         if self.others:
-            yield "Others that make layouts fit, by those that came closest:"
+            yield "Also fit, of the layouts that came closest:"
         for other in self.others:
-            row = _estimated(other)
             mark = " " if other.resort.exact else "*"
-            yield f"   {mark} {line(row)}; {other.resort.text}, {other.resort.effect}"
+            row = line(_estimated(other))
+            yield f"   {mark}{row}; with {other.resort.text}, {other.resort.effect}"
 
     def plain(self) -> dict[str, Any]:
         """Plain values for `--json`."""
         others = [each.resort.plain() | _plain(_estimated(each)) for each in self.others]
-        nearest = _plain(self.nearest)
-        return {"with": self.fit.resort.plain(), "nearest": nearest, "others": others}
+        return {
+            "with": self.fit.resort.plain(),
+            "nearest": _plain(self.nearest),
+            "others": others,
+        }
 
 
 def _estimated(fit: Fit) -> RankedLayout:
@@ -210,22 +246,22 @@ def _estimated(fit: Fit) -> RankedLayout:
     return estimated(fit.estimate)
 
 
-def _resort(
-    options: Namespace, overrides: Sequence[str], found: Found, ranking: Ranking, top: int
+def _resorted(
+    options: Namespace, overrides: Sequence[str], short: _Planned, top: int
 ) -> _Resorted | None:
-    """The first resort with which a search finds layouts that fit; None if there is none."""
+    """What is planned with the first technique that makes layouts fit; None if none does."""
     from hpc3d.predict.planning.resorts import fits
 
-    candidates = ranking.search.candidates
-    fitting = [*fits(options.input, overrides, ranking.search, found)]
+    search, machine = short.ranking.search, short.ranking.machine
+    fitting = [*fits(options.input, overrides, search, short.found)]
     for fit in fitting:
-        again = ranked(fit.config, options.ranks, ranking.machine, candidates.memory, top)
-        if best := again[1].best(top):
-            keys = {fit.resort.keys: fit}  # of those with the same keys the mildest
+        again = _planned(fit.config, options.ranks, machine, search.memory, top)
+        if again.best:
+            mildest = {fit.resort.keys: fit}  # of those that change the same keys
             for other in fitting:
-                keys.setdefault(other.resort.keys, other)
-            others = [*keys.values()][1:]
-            return _Resorted(_smallest(found, ranking), fit, others, (fit.config, *again, best))
+                mildest.setdefault(other.resort.keys, other)
+            _, *others = mildest.values()
+            return _Resorted(again, _smallest(short.found, short.ranking), fit, others)
     return None
 
 
