@@ -1,4 +1,4 @@
-"""Techniques where nothing fits: the order they come in, and what they must not be confused with."""
+"""Techniques where nothing fits: their order, which of them help, and which change no bit."""
 
 import numpy as np
 import pytest
