@@ -161,7 +161,7 @@ def _allowed(source: Path | str, overrides: Sequence[str]) -> Config:
 
 
 def _report(
-    options: Namespace, planned: _Planned, memory: float, resorted: _Resorted | None
+    options: Namespace, planned: _Outcome, memory: float, resorted: _Resorted | None
 ) -> None:
     """Print what was found, and write the input file."""
     from hpc3d.predict.assumptions import lines, of_mixture
@@ -192,7 +192,7 @@ def _report(
         print(json.dumps(about | _told(best, named, losers) | rest))
 
 
-class _Planned(NamedTuple):
+class _Outcome(NamedTuple):
     """An input, what was found for it, and its `best` layouts; none if nothing fits."""
 
     config: Config
@@ -201,16 +201,16 @@ class _Planned(NamedTuple):
     best: list
 
 
-def _planned(config: Config, ranks: int, machine: Machine, memory: float, top: int) -> _Planned:
+def _planned(config: Config, ranks: int, machine: Machine, memory: float, top: int) -> _Outcome:
     found, ranking = ranked(config, ranks, machine, memory, top)
-    return _Planned(config, found, ranking, ranking.best(top))
+    return _Outcome(config, found, ranking, ranking.best(top))
 
 
 class _Resorted(NamedTuple):
     """What was `planned` with a technique where nothing fits without: the layout that is
     `nearest` without it, how it `fit`s, and what `others` make fit."""
 
-    planned: _Planned
+    planned: _Outcome
     nearest: RankedLayout
     fit: Fit
     others: list
@@ -247,7 +247,7 @@ def _estimated(fit: Fit) -> RankedLayout:
 
 
 def _resorted(
-    options: Namespace, overrides: Sequence[str], short: _Planned, top: int
+    options: Namespace, overrides: Sequence[str], short: _Outcome, top: int
 ) -> _Resorted | None:
     """What is planned with the first technique that makes layouts fit; None if none does."""
     from hpc3d.predict.planning.resorts import fits
