@@ -273,7 +273,7 @@ def test_techniques_on_the_layout_of_the_input(capsys):
         code, _, err = plan(capsys, *SMALL, "--techniques", *words)
         assert code == 2 and "--techniques searches no layout" in err
     code, _, err = plan(capsys, SMALL[0], "--ranks", "4", "--techniques")
-    assert code == 2 and "= 8 ranks, but there are 4: change [mesh] or use 8" in err
+    assert code == 2 and "= 8 ranks, but there are 4 ranks: change [mesh] or use 8" in err
 
 
 WITH = ["--model.layers", "2", "--memory"]  # and how much of it
