@@ -57,8 +57,8 @@ def test_each_that_helps_is_found_and_fits_a_simulation(least):
         assert fit.estimate.peak == pytest.approx(peak, rel=0.05)
 
 
-def test_what_has_it_already_or_may_not_have_it_is_left_out(least):
-    """Of states that are hardly there nothing is offloaded, and 16 bits are as few as bfloat16."""
+def test_what_the_rules_refuse_is_left_out(least):
+    """SGD has next to no states that could be offloaded."""
     search, found = searched(0.8 * least)
     words = [*WORDS, "--train.optimizer", "sgd"]
     texts = [fit.resort.text for fit in fits(None, words, search, found)]
