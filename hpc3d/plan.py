@@ -12,6 +12,8 @@ schedule and chunks, microbatches, ZeRO, recomputation, what is gathered again; 
 with uneven layers of their stages, and with buckets of other sizes.
 Bounds cut what cannot be among the best, the program itself times one layer and the ends of what
 is left, and whole steps of the best are simulated; "~" marks what is only estimated.
+Where nothing fits, it goes on with a technique that makes some layouts fit, one that changes no
+result if there is one, and says so; "*" marks layouts with one that changes results.
 With --techniques nothing is searched: on the layout of the input file it says what each technique
 saves and costs, one at a time.
 """
@@ -20,10 +22,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.cli import Parser, number_of_ranks, positive, run, size
 from hpc3d.plain import plain as one_line
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, MeshConfig
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.planning.ranking import RankedLayout, Ranking
+    from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
 _MACHINE = "machines/h100.toml"
@@ -50,8 +53,9 @@ _FEW = 16  # ranks whose layouts are looked into one and all
 _JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
 searched, applied, and mixture as simulate has it; a layout has layout (tables of the input file),
-step_time_s, simulated, bubble, communication, axis, waits_s, peak_bytes, stage, memory; of
---techniques machine, ranks and techniques: change, peak_bytes, memory, received_bytes,
+step_time_s, simulated, bubble, communication, axis, waits_s, peak_bytes, stage, memory; where
+nothing fits as it is, resort: with (changes, exact), nearest and others (each with changes, exact,
+layout); of --techniques machine, ranks and techniques: change, peak_bytes, memory, received_bytes,
 step_time_s and their shares of those of the first, of_..., or refused"""
 
 
@@ -73,7 +77,7 @@ def _parser() -> Parser:
     add("--ranks", type=number_of_ranks, required=True, metavar="N", help="number of ranks")
     add("--machine", metavar="NAME|FILE", help="of inputs/machines (h100)")
     add("--memory", type=size, metavar="80GB", help="memory of a rank (default: the machine's)")
-    add("--top", type=positive, default=_TOP, metavar="K", help="layouts that are shown (10)")
+    add("--top", type=positive, metavar="K", help="layouts that are shown (10)")
     add("--apply", metavar="FILE", help="write the input file with the best layout")
     add("--techniques", action="store_true", help="what each saves and costs on this layout")
     add("--json", action="store_true", help=_JSON)
@@ -95,8 +99,8 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     from hpc3d.predict.planning.techniques import effects
     from hpc3d.predict.simulation.simulator import load_resolved
 
-    if options.apply or options.memory:
-        raise ValueError("--techniques searches no layout: leave --apply and --memory out")
+    if options.apply or options.memory or options.top:
+        raise ValueError("--techniques searches no layout: leave --apply, --memory and --top out")
     machine = machine_file.load(options.machine or shipped(_MACHINE))
     found = [*effects(options.input, overrides, options.ranks, machine)]
     rows = [each.plain(found[0]) for each in found]
@@ -125,40 +129,140 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
 
 
 def _search(options: Namespace, overrides: Sequence[str]) -> None:
-    from hpc3d.config.expert_rules import wrong_experts
-    from hpc3d.config.load import load
-    from hpc3d.config.rules import not_there_yet, refuse, unknown_values
-    from hpc3d.predict.assumptions import lines, of_mixture
+    """Find layouts, with a technique where none fits without; print them."""
     from hpc3d.predict.machine import machine_file
-    from hpc3d.predict.planning.layouts import bare
 
-    config, ranks = load(options.input, overrides), options.ranks
-    alone = bare(config) if config.model.experts else config  # a plan finds a mesh of its own
-    refuse([*unknown_values(config), *not_there_yet(config), *wrong_experts(alone)])
+    config, ranks = _allowed(options.input, overrides), options.ranks
     machine = machine_file.load(options.machine or shipped(_MACHINE))
     memory = options.memory or machine.memory_gb * 1e9
-    top = max(options.top, _TOP)  # what is found first does not depend on how much is shown
-    found, ranking = ranked(config, ranks, machine, memory, top)
-    best = ranking.best(top)[: options.top]
-    if not best:
-        raise ValueError(_nothing_fits(found, ranking, memory))
+    top = max(options.top or _TOP, _TOP)  # what is first does not depend on how much is shown
+    planned = _planned(config, ranks, machine, memory, top)
+    resorted = None
+    if not planned.best:
+        resorted = _resorted(options, overrides, planned, top)
+        if resorted is None:
+            raise ValueError(_nothing_fits(planned.found, planned.ranking, memory))
+    _report(options, resorted.planned if resorted else planned, memory, resorted)
+
+
+def _allowed(source: Path | str, overrides: Sequence[str]) -> Config:
+    """The input; Problems if it is refused whatever the layout."""
+    from hpc3d.config.expert_rules import wrong_experts
+    from hpc3d.config.load import load
+    from hpc3d.config.offload_rules import wrong_offload
+    from hpc3d.config.rules import not_there_yet, refuse, unknown_values
+    from hpc3d.predict.planning.layouts import bare
+
+    config = load(source, overrides)
+    alone = bare(config)  # a plan finds a mesh of its own
+    experts = wrong_experts(alone if config.model.experts else config)
+    refuse([*unknown_values(config), *not_there_yet(config), *experts, *wrong_offload(alone)])
+    return config
+
+
+def _report(
+    options: Namespace, planned: _Outcome, memory: float, resorted: _Resorted | None
+) -> None:
+    """Print what was found, and write the input file."""
+    from hpc3d.predict.assumptions import lines, of_mixture
+
+    config, found, ranking = planned.config, planned.found, planned.ranking
+    best = planned.best[: options.top or _TOP]
     any_mesh = "any p, d and e" if config.model.experts else "any p and d"
     named = {any_mesh: ranking.named(), _here(config.mesh): ranking.named(config.mesh)}
     losers = ranking.losers(best[0])
     vocabulary = ranking.search.estimator.vocabulary
     settled = replace(config, model=replace(config.model, vocabulary=vocabulary))
     if options.apply:
-        _apply(options.apply, config, best[0].config, ranks)
-    print(f"{ranks} ranks of {machine.name}, {_gigabytes(memory)} each")
+        _apply(options.apply, config, best[0].config, options.ranks)
+    machine = ranking.machine.name
+    print(f"{options.ranks} ranks of {machine}, {_gigabytes(memory)} each")
     print(*lines(settled), "", sep="\n")
-    show(best, named, losers, memory)
+    if resorted:
+        print(*map(one_line, resorted.lines()), "", sep="\n")
+    show(best, named, losers, memory, resorted.mark if resorted else " ")
     _show_search(found, ranking, options.apply)
-    about = {"machine": machine.name, "ranks": ranks, "memory_bytes": memory}
+    about = {"machine": machine, "ranks": options.ranks, "memory_bytes": memory}
     if mixture := of_mixture(settled):
         about["mixture"] = mixture
+    if resorted:
+        about["resort"] = resorted.plain()
     rest = {"searched": searched(found, ranking), "applied": options.apply}
     if options.json:
         print(json.dumps(about | _told(best, named, losers) | rest))
+
+
+class _Outcome(NamedTuple):
+    """An input, what was found for it, and its `best` layouts; none if nothing fits."""
+
+    config: Config
+    found: Found
+    ranking: Ranking
+    best: list
+
+
+def _planned(config: Config, ranks: int, machine: Machine, memory: float, top: int) -> _Outcome:
+    found, ranking = ranked(config, ranks, machine, memory, top)
+    return _Outcome(config, found, ranking, ranking.best(top))
+
+
+class _Resorted(NamedTuple):
+    """What was `planned` with a technique where nothing fits without: the layout that is
+    `nearest` without it, how it `fit`s, and what `others` make fit."""
+
+    planned: _Outcome
+    nearest: RankedLayout
+    fit: Fit
+    others: list
+
+    @property
+    def mark(self) -> str:
+        return " " if self.fit.resort.exact else "*"
+
+    def lines(self) -> Iterator[str]:
+        """What is said of it before the layouts are shown."""
+        yield f"Nothing fits as it is: {_nearest(self.nearest)}."
+        yield f"All layouts below are with {self.fit.resort.text}, {self.fit.resort.effect}."
+        if self.others:
+            yield "Also fit, of the layouts that came closest:"
+        for other in self.others:
+            mark = " " if other.resort.exact else "*"
+            row = line(_estimated(other))
+            yield f"   {mark}{row}; with {other.resort.text}, {other.resort.effect}"
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        others = [each.resort.plain() | _plain(_estimated(each)) for each in self.others]
+        return {
+            "with": self.fit.resort.plain(),
+            "nearest": _plain(self.nearest),
+            "others": others,
+        }
+
+
+def _estimated(fit: Fit) -> RankedLayout:
+    from hpc3d.predict.planning.ranking import estimated
+
+    return estimated(fit.estimate)
+
+
+def _resorted(
+    options: Namespace, overrides: Sequence[str], short: _Outcome, top: int
+) -> _Resorted | None:
+    """What is planned with the first technique that makes layouts fit; None if none does."""
+    from hpc3d.predict.planning.resorts import fits
+
+    search, machine = short.ranking.search, short.ranking.machine
+    fitting = [*fits(options.input, overrides, search, short.found)]
+    for fit in fitting:
+        again = _planned(fit.config, options.ranks, machine, search.memory, top)
+        if again.best:
+            mildest = {fit.resort.keys: fit}  # of those that change the same keys
+            for other in fitting:
+                mildest.setdefault(other.resort.keys, other)
+            _, *others = mildest.values()
+            return _Resorted(again, _smallest(short.found, short.ranking), fit, others)
+    return None
 
 
 def ranked(
@@ -245,15 +349,25 @@ def _plain(row: RankedLayout) -> dict[str, Any]:
 
 def _nothing_fits(found: Found, ranking: Ranking, memory: float) -> str:
     """Which layout comes closest, and what would make it fit."""
-    from hpc3d.predict.planning.ranking import estimated, shown_layout
+    row = _smallest(found, ranking)
+    return (
+        f"no layout fits {_gigabytes(memory)}: {_nearest(row)}; use --memory "
+        f"{-(-row.peak // 10**6)}MB, more ranks, or a smaller model or batch"
+    )
+
+
+def _smallest(found: Found, ranking: Ranking) -> RankedLayout:
+    """The layout that comes closest where none fits."""
+    from hpc3d.predict.planning.ranking import estimated
 
     rows = ranking.known.values() or [estimated(each.best) for each in found.timed]
-    row = min(rows, key=lambda row: row.peak)
-    return (
-        f"no layout fits {_gigabytes(memory)}: {shown_layout(row.config)} comes closest "
-        f"with {_held(row)}; use --memory {-(-row.peak // 10**6)}MB, more ranks, or a smaller"
-        " model or batch"
-    )
+    return min(rows, key=lambda row: row.peak)
+
+
+def _nearest(row: RankedLayout) -> str:
+    from hpc3d.predict.planning.ranking import shown_layout
+
+    return f"{shown_layout(row.config)} comes closest with {_held(row)}"
 
 
 def _apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:
@@ -273,16 +387,18 @@ def show(
     named: Mapping[str, Mapping[str, RankedLayout | None]],
     losers: Sequence[tuple[str, int, RankedLayout]],
     memory: float,
+    mark: str = " ",
 ) -> None:
-    """Print the layouts: the best, those with a name, those that lose."""
+    """Print the layouts: the best, after whose number is a `mark`, those with a name, those that
+    lose."""
     print("         step    memory  bubble  comm.  axis  layout")
     for number, row in enumerate(best, 1):
-        print(f"{number:3d} {line(row)}")
+        print(f"{number:3d}{mark}{line(row)}")
     for where, rows in named.items():
         print(f"\nThe best by name, with {where}:")
         for name, row in rows.items():
             print(f"{name}:")
-            print(f"    {line(row)}{_over(row, memory)}" if row else "    none")
+            print(f"   {mark}{line(row)}{_over(row, memory)}" if row else "    none")
     print("\nWhy others lose, and the nearest of them:")
     for reason, count, nearest in losers:
         print(f"{count:5d} {_because(reason, nearest)}")

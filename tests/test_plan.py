@@ -269,5 +269,56 @@ def test_techniques_on_the_layout_of_the_input(capsys):
     assert "as it is" in lines[4] and "MB" in lines[4]
     assert any("keep_dtype=bfloat16" in line and "not here: " in line for line in lines)
     assert any(line.endswith("changes nothing here") for line in lines)
-    code, _, err = plan(capsys, *SMALL, "--techniques", "--memory", "1GB")
-    assert code == 2 and "--techniques searches no layout" in err
+    for words in (["--memory", "1GB"], ["--top", "3"], ["--apply", "planned.toml"]):
+        code, _, err = plan(capsys, *SMALL, "--techniques", *words)
+        assert code == 2 and "--techniques searches no layout" in err
+    code, _, err = plan(capsys, SMALL[0], "--ranks", "4", "--techniques")
+    assert code == 2 and "= 8 ranks, but there are 4 ranks: change [mesh] or use 8" in err
+
+
+WITH = ["--model.layers", "2", "--memory"]  # and how much of it
+
+
+def resorted(capsys, memory, path):
+    """Lines, the object of the last one, and what was written."""
+    words = [*SMALL, *WITH, memory, "--top", "2", "--apply", str(path), "--json"]
+    code, out, _ = plan(capsys, *words)
+    *lines, last = out.splitlines()
+    assert code == 0
+    return lines, json.loads(last), resolve(load(path, []), 8)
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_an_exact_technique_comes_first(capsys, tmp_path):
+    """8.62 MB at least, of which AdamW's states are 3.88."""
+    lines, found, written = resorted(capsys, "8.5MB", tmp_path / "planned.toml")
+    text = "\n".join(lines)
+    assert "Nothing fits as it is: " in text
+    assert 'below are with parallel.offload=["optimizer"], which changes no result.' in text
+    first = next(line for line in lines if line.startswith("  1"))
+    assert first.startswith("  1 ") and "offload=[optimizer]" in first
+    offload = {"parallel.offload": '["optimizer"]'}
+    assert found["resort"]["with"] == {"changes": offload, "exact": True}
+    assert found["resort"]["nearest"]["peak_bytes"] > 8.5e6
+    others = [each["changes"] for each in found["resort"]["others"]]
+    assert {"train.optimizer": "adafactor"} in others and offload not in others
+    assert found["layouts"][0]["peak_bytes"] <= 8.5e6
+    assert written.parallel.offload == ("optimizer",)
+
+
+@pytest.mark.slow
+def test_a_technique_that_changes_results_is_marked(capsys, tmp_path):
+    lines, found, written = resorted(capsys, "7MB", tmp_path / "planned.toml")
+    assert any("are with train.optimizer=adafactor, which changes results." in x for x in lines)
+    header = next(number for number, line in enumerate(lines) if line.lstrip().startswith("step "))
+    assert [row[:4] for row in lines[header + 1 : header + 3]] == ["  1*", "  2*"]
+    assert found["resort"]["with"]["exact"] is False
+    assert written.train.optimizer == "adafactor"
+    runs = simulate(written, 256, load_machine(INPUTS / "machines" / "h100.toml"))
+    assert found["layouts"][0]["peak_bytes"] == max(run.peak["all"] for run in runs) <= 7e6
+
+
+@pytest.mark.slow
+def test_what_fits_without_a_technique_has_none(capsys):
+    found = planned(capsys, *SMALL, *WITH, "9MB")
+    assert "resort" not in found and found["layouts"][0]["peak_bytes"] <= 9e6

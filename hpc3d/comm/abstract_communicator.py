@@ -77,7 +77,8 @@ class AbstractCommunicator(Communicator):
 
     def _reduce(self, block, root):
         copy, rows = self.placed(block), block.shape[0] * (self.rank == root)
-        return Pending(lambda copy=copy: self.like(block, (rows, *block.shape[1:])))
+        total = self.like(block, (rows, *block.shape[1:]))
+        return Pending(lambda copy=copy: total)
 
     def _all_to_all(self, block):
         return ready(self.like(block, block.shape))

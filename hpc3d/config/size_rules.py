@@ -32,8 +32,8 @@ def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
     if total != ranks:
         factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         yield (
-            f"mesh: {factors or 'one rank'} = {total} ranks, but {ranks} were started: "
-            f"change [mesh] or start {total}"
+            f"mesh: {factors or 'one rank'} = {total} ranks, but there are {ranks} ranks: "
+            f"change [mesh] or use {total}"
         )
     splits = config.splits().values()
     axes = " ".join(getattr(split, letter) for split in splits for letter in "mnk").split()

@@ -3,10 +3,12 @@
 With Psi parameters of e bytes on p t ranks (t = x y z) and r = c d e ranks with other tokens,
 n = b s h elements of a microbatch's block on t r ranks, L layers and a heads:
 
-    parameters      (1 + 1 + states) e Psi / (p t), what parallel.zero shares out over r; states
-                    of another type have bytes of their own, and those of whole rows and columns
-                    next to none.  Experts are cut over the axis e, and parallel.zero shares them
-                    out over c d
+    parameters      (e + g + g states) Psi / (p t), what parallel.zero shares out over r; in 16
+                    bits gradients and states have g = 4 bytes, and there is a state more, the
+                    master copy.  States of another type have bytes of their own, and those of
+                    whole rows and columns next to none.  Experts are cut over the axis e, and
+                    parallel.zero shares them out over c d
+    residual        g of each element of a block's matrices that parallel.compression takes
     activations     one microbatch: k n e L / (p t r), e that of parallel.keep_dtype, k = 16 +
                     a s / h, 16 + a / h (chunked), 16 or 1 (recompute); of a mixture of experts
                     also its slots
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING
 from hpc3d import limits
 from hpc3d.model import families
 from hpc3d.model.families import expert_parameters, family_of
+from hpc3d.training.gradient_compression import compression_spec
 from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
@@ -61,16 +64,35 @@ def parameters(config: Config) -> float:
     dense = families.parameters(config.model).total - experts
     held = dense * _bytes_held(config, mesh.replicas())
     held += experts / mesh.e * _bytes_held(config, mesh.d * mesh.c)
-    return held / (mesh.p * _tensor(config))
+    return (held + _residual(config)) / (mesh.p * _tensor(config))
 
 
 def _bytes_held(config: Config, copies: int) -> float:
     """Bytes of a parameter on each of so many ranks that share it out as parallel.zero says."""
-    e, specs, zero = _itemsize(config), optimizer_of(config).STATES, config.parallel.zero
-    states = sum((_ITEMSIZE[spec.dtype] if spec.dtype else e) * spec.density() for spec in specs)
+    e, wide, zero = _itemsize(config), _wide(config), config.parallel.zero
+    specs = optimizer_of(config).STATES
+    states = sum(
+        (_ITEMSIZE[spec.dtype] if spec.dtype else wide) * spec.density() for spec in specs
+    )
+    states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
-    shares = [(e, 3), (e, 2), (states, 1)]  # values, gradients, states, and what shares them out
+    values = e * ("parameters" not in config.parallel.offload)
+    # Values, gradients, states, and what shares them out.
+    shares = [(values, 3), (wide, 2), (states, 1)]
     return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
+
+
+def _residual(config: Config) -> float:
+    """Bytes of what compression leaves out of the gradients of dense blocks, on all ranks that
+    have the same tokens."""
+    model, copies = config.model, config.mesh.replicas()
+    spec = compression_spec(config)
+    narrowest = model.hidden // _tensor(config), model.hidden
+    if spec is None or copies == 1 or not all(narrowest):
+        return 0.0
+    if not spec.saves(narrowest, copies, _wide(config)):
+        return 0.0
+    return (families.block_weights(model).total - expert_parameters(model)) * _wide(config)
 
 
 def _activations(config: Config) -> float:
@@ -89,6 +111,11 @@ def _activations(config: Config) -> float:
 
 def _itemsize(config: Config) -> int:
     return _ITEMSIZE[config.train.dtype]
+
+
+def _wide(config: Config) -> int:
+    """Bytes of an element of what is summed."""
+    return max(4, _itemsize(config))
 
 
 def _tensor(config: Config) -> int:

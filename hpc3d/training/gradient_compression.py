@@ -139,13 +139,18 @@ class GradientCompression:
 
 def compression_of(config: Config, parameters: Parameters) -> GradientCompression | None:
     """That of a configuration for these parameters, None where it has none."""
+    spec = compression_spec(config)
+    return spec and GradientCompression(parameters, spec)
+
+
+def compression_spec(config: Config) -> CompressionSpec | None:
+    """What a configuration says of it; None where it has none."""
     parallel = config.parallel
     if parallel.compression == "none":
         return None
-    spec = CompressionSpec(
+    return CompressionSpec(
         parallel.compression, parallel.compression_rank, parallel.compression_share, config.seed
     )
-    return GradientCompression(parameters, spec)
 
 
 def _views(flat: Array, shapes: Iterable[Sequence[int]]) -> Iterator[Array]:

@@ -33,6 +33,27 @@ LAYOUTS = {
         "parallel": {"zero": 3, "recompute": "selective"},
         "model": {"experts": 8, "capacity": 0},
     },
+    "16 bits": {"train": {"dtype": "bfloat16"}, "model": {"layers": 6}},
+    "16 bits, zero 2": {
+        "mesh": {"d": 4, "z": 1},
+        "parallel": {"zero": 2},
+        "train": {"dtype": "float16", "optimizer": "lion"},
+    },
+    "powersgd": {
+        "mesh": {"d": 4, "z": 1},
+        "parallel": {"zero": 1, "microbatches": 3, "compression": "powersgd"},
+        "model": {"layers": 8},
+    },
+    "top-k, 16 bits": {
+        "mesh": {"d": 4, "z": 1},
+        "parallel": {"compression": "top-k", "compression_share": 0.01},
+        "train": {"dtype": "bfloat16"},
+        "model": {"layers": 8},
+    },
+    "offloaded": {
+        "parallel": {"offload": '["optimizer","parameters"]', "microbatches": 12},
+        "train": {"dtype": "bfloat16"},
+    },
     "vocabulary": {"parallel": {"microbatches": 12}, "model": {"vocabulary": 32000}},
 }
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.pool import OFFLOADED
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import data_axes, expert_data_axes, plane, queue_of
 from hpc3d.model.layers import immediately
@@ -248,11 +249,12 @@ class LayerSample:
 
     def add(self, *parts: LayerRange) -> tuple[Parameters, Any, GradientCompression | None]:
         """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
-        those that are there without any."""
+        those that are there without any, but for what is offloaded."""
         before = Counter(self.pool.live)
         parameters, optimizer, stages = self.built(parts)
         compression = compression_of(self.config, parameters)
         self.held[parts] = Counter(self.pool.live) - before
+        del self.held[parts][OFFLOADED]
         self.stages |= dict(zip(parts, stages))
         return parameters, optimizer, compression
 

@@ -332,6 +332,6 @@ def shown_layout(config: Config) -> str:
 
 
 def _written(key: str, value: Any) -> str:
-    if key == "layers_per_stage":
+    if isinstance(value, tuple):
         return f"{key}=[{','.join(map(str, value))}]"
     return f'{key}="{value}"' if key == "order" else f"{key}={str(value).lower()}"

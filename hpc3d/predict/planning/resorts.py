@@ -1,0 +1,115 @@
+"""What a plan falls back on where no layout fits: techniques that save memory, in the order in
+which they are asked for.
+
+First those that leave every number as it is, then those that change results, the more the later.
+The layouts that come closest tell which technique helps; a search with it finds the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpc3d.config.load import load
+from hpc3d.config.offload_rules import wrong_offload
+from hpc3d.config.rules import not_there_yet, unknown_values
+from hpc3d.predict.planning.estimate import Estimator
+from hpc3d.predict.planning.layouts import problems
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.planning.estimate import Estimate
+    from hpc3d.predict.planning.search import Found, Search
+
+log = logging.getLogger(__name__)
+_NEAREST = 8  # layouts that are asked whether a technique makes them fit
+
+
+class Resort(NamedTuple):
+    """Changes of an input file, keys and values of the command line; `exact` if no number of a
+    run is another with them."""
+
+    changes: tuple[tuple[str, str], ...]
+    exact: bool = False
+
+    @property
+    def text(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.changes)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for key, _ in self.changes)
+
+    @property
+    def words(self) -> list[str]:
+        return [word for key, value in self.changes for word in (f"--{key}", value)]
+
+    @property
+    def effect(self) -> str:
+        return "which changes no result" if self.exact else "which changes results"
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {"changes": dict(self.changes), "exact": self.exact}
+
+
+_OFFLOAD = "parallel.offload"
+_INT8, _ADAFACTOR = ("parallel.keep_dtype", "int8"), ("train.optimizer", "adafactor")
+RESORTS = (
+    Resort(((_OFFLOAD, '["optimizer"]'),), exact=True),
+    Resort(((_OFFLOAD, '["activations"]'),), exact=True),
+    Resort(((_OFFLOAD, '["optimizer","activations"]'),), exact=True),
+    Resort(((_OFFLOAD, '["optimizer","activations","parameters"]'),), exact=True),
+    Resort((("parallel.keep_dtype", "bfloat16"),)),
+    Resort((_INT8,)),
+    Resort((("train.optimizer", "adamw-8bit"),)),
+    Resort((_ADAFACTOR,)),
+    Resort((_INT8, _ADAFACTOR)),
+    Resort(((_OFFLOAD, '["activations","parameters"]'), _ADAFACTOR)),
+)
+
+
+class Fit(NamedTuple):
+    """The quickest of the nearest layouts that fit with a resort, and the input changed by it."""
+
+    resort: Resort
+    config: Config
+    estimate: Estimate
+
+
+def fits(
+    source: Path | str, overrides: Sequence[str], search: Search, found: Found
+) -> Iterator[Fit]:
+    """A Fit for each resort with which one of the layouts fits that came closest."""
+    nearest = sorted(
+        (min(each.offers, key=lambda offer: offer.peak) for each in found.timed),
+        key=lambda offer: offer.peak,
+    )[:_NEAREST]
+    for resort in RESORTS:
+        log.info("nothing fits; with %s", resort.text)
+        try:
+            config = load(source, [*overrides, *resort.words])
+        except ValueError:
+            continue
+        if [*unknown_values(config), *not_there_yet(config)]:
+            continue
+        estimator = Estimator(search.estimator.vocabulary, search.estimator.machine)
+        changed = [_changed(offer.config, config) for offer in nearest]
+        estimates = [
+            estimator.estimate(each)
+            for each in changed
+            if not [*wrong_offload(each), *problems(each, search.ranks)]
+        ]
+        fitting = [each for each in estimates if search.candidates.fits(each)]
+        if fitting:
+            yield Fit(resort, config, min(fitting, key=lambda each: each.seconds))
+
+
+def _changed(layout: Config, config: Config) -> Config:
+    """A layout with what an input asks for beside it."""
+    kept = {key: getattr(config.parallel, key) for key in ("keep_dtype", "offload")}
+    return replace(layout, train=config.train, parallel=replace(layout.parallel, **kept))

@@ -1,0 +1,78 @@
+"""Techniques where nothing fits: their order, which of them help, and which change no bit."""
+
+import numpy as np
+import pytest
+
+from hpc3d.comm.threads import run
+from hpc3d.config.load import load
+from hpc3d.predict.planning.resorts import RESORTS, fits
+from hpc3d.predict.planning.search import Search
+from hpc3d.predict.simulation.simulator import simulate
+from tests.pipeline.mixes import config_of, train
+from tests.predict.fixed import MACHINE
+
+SIZES = {
+    "model.layers": 4,
+    "model.hidden": 64,
+    "model.heads": 4,
+    "model.sequence": 64,
+    "model.vocabulary": 64,
+    "train.batch": 16,
+}
+WORDS = [word for key, value in SIZES.items() for word in (f"--{key}", str(value))]
+
+
+def searched(memory):
+    """Of two ranks with so many bytes: the search, and what it found."""
+    search = Search(load(None, WORDS), 2, 64, MACHINE, memory)
+    return search, search.run(10, 500)
+
+
+@pytest.fixture(scope="module")
+def least():
+    """Bytes of the layout that comes closest to fitting next to nothing."""
+    _, found = searched(1e4)
+    return min(each.best.peak for each in found.timed)
+
+
+def test_exact_ones_come_first():
+    exact = [resort.exact for resort in RESORTS]
+    assert exact == sorted(exact, reverse=True)
+
+
+def test_each_that_helps_is_found_and_fits_a_simulation(least):
+    search, found = searched(0.8 * least)
+    assert not any(each.fits for each in found.timed)
+    fitting = [*fits(None, WORDS, search, found)]
+    names = [fit.resort.text for fit in fitting]
+    assert names == [resort.text for resort in RESORTS if resort.text in names]
+    assert "train.optimizer=adafactor" in names and "parallel.keep_dtype=int8" not in names
+    for fit in fitting:
+        config = fit.estimate.config
+        for key, value in fit.resort.changes:
+            table, name = key.split(".")
+            found_value = getattr(getattr(config, table), name)
+            assert found_value == getattr(getattr(load(None, [f"--{key}", value]), table), name)
+        peak = max(each.peak["all"] for each in simulate(config, 64, MACHINE))
+        assert fit.estimate.peak == pytest.approx(peak, rel=0.05)
+
+
+def test_what_the_rules_refuse_is_left_out(least):
+    """SGD has next to no states that could be offloaded."""
+    search, found = searched(0.8 * least)
+    words = [*WORDS, "--train.optimizer", "sgd"]
+    texts = [fit.resort.text for fit in fits(None, words, search, found)]
+    assert not [text for text in texts if text.startswith('parallel.offload=["optimizer"')]
+
+
+@pytest.mark.parametrize("resort", [each for each in RESORTS if each.exact], ids=lambda r: r.text)
+def test_an_exact_one_changes_no_bit(resort):
+    line = "d=2 schedule=none microbatches=2"
+    plain, other = (
+        run({"d": 2}, lambda mesh, line=line: train(mesh, config_of(line)))
+        for line in (line, f"{line} '{resort.text.removeprefix('parallel.')}'")
+    )
+    for ours, theirs in zip(other, plain, strict=True):
+        assert ours.totals == theirs.totals
+        for name, (_, block) in theirs.weights.items():
+            np.testing.assert_array_equal(ours.weights[name][1], block)
