@@ -157,7 +157,8 @@ class DevicePool(Pool):
         return array.copy().view(self.kind) if isinstance(array, np.ndarray) else array
 
     def synchronize(self):
-        self.store.settle()
+        if self.store:
+            self.store.settle()
 
 
 class Event:
