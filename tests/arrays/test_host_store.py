@@ -103,7 +103,7 @@ STASHED = "p=2 schedule=pipedream microbatches=2 clip=0 tied=false batch=24"
 CASES = [*((line, ALL) for line in LINES), (STASHED, """'offload=["optimizer","activations"]'""")]
 
 
-@pytest.mark.parametrize(("line", "moved"), strided(CASES, 3))
+@pytest.mark.parametrize(("line", "moved"), strided(CASES, 6))
 def test_a_run_is_the_same_bit_for_bit(line, moved):
     plain, found = (
         run(config.mesh.sizes(), lambda mesh, config=config: train(mesh, config))

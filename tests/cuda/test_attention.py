@@ -20,6 +20,7 @@ from tests.cuda import rules
 from tests.cuda.test_random import drawn_by
 from tests.fakes.fake_device import plain
 from tests.reference import fused_ops as fused
+from tests.strided import strided
 
 BATCH, HEADS = 2, 3
 SEQUENCES = [1, 5, 33, 72]
@@ -59,7 +60,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("sequence", strided(SEQUENCES, 3))
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 @pytest.mark.parametrize("sees", MASKS)
 def test_softmax_and_its_gradient(sequence, rate, sees, real, draw, emulate):

@@ -5,6 +5,7 @@ import pytest
 
 from hpc3d.ops.float8 import E4M3, E5M2, Tiles, encode_tensor, round_tiles, tile_maxima
 from hpc3d.ops.quantize import decode_rows, encode_rows
+from tests.strided import strided
 
 CASES = [
     ((1, 1, 1), Tiles(1, 128)),
@@ -24,7 +25,7 @@ class OnHost:
 
 @pytest.mark.parametrize("odd", [None, np.nan, np.inf])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize(("shape", "tiles"), CASES)
+@pytest.mark.parametrize(("shape", "tiles"), strided(CASES, 3))
 def test_tiles(shape, tiles, dtype, odd, real, emulate):
     rng = np.random.default_rng(2)
     wide = (rng.standard_normal(shape) * 10.0 ** rng.integers(-4, 3, shape)).astype(np.float32)

@@ -22,6 +22,7 @@ from hpc3d.tensor.split import Split
 from hpc3d.training import footprint
 from tests.analyze.naps import trained
 from tests.analyze.traces import config_of
+from tests.strided import strided
 
 HIDDEN, HEADS, SEQUENCE = 24, 4, 6
 
@@ -200,7 +201,7 @@ def test_what_a_mixture_keeps_of_a_token(mixture, recompute, chunked):
 @pytest.mark.parametrize(
     "mesh", [{}, {"mesh__e": 2, "mesh__x": 2, "mesh__z": 2}, {"mesh__e": 4, "mesh__d": 2}]
 )
-@pytest.mark.parametrize(("capacity", "slots"), [(1, 2), (1.5, 3), (0, 4)])
+@pytest.mark.parametrize(("capacity", "slots"), strided([(1, 2), (1.5, 3), (0, 4)], 3, 1))
 def test_the_operations_of_a_mixture_are_those_recorded_but_for_empty_slots(
     mesh, capacity, slots, tmp_path
 ):

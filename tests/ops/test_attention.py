@@ -8,6 +8,7 @@ from hpc3d.ops.attention import AttentionMask, HeadForm, attend, attend_again, a
 from hpc3d.ops.random import Mask, philox_key
 from tests.ops.by_head import by_head
 from tests.ops.differences import difference
+from tests.strided import strided
 
 RNG = np.random.default_rng(7)
 
@@ -46,7 +47,7 @@ SCORES = {"a sample a chunk": 1 << 20, "a head a chunk": 1}
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
-@pytest.mark.parametrize("g", [1, 2])
+@pytest.mark.parametrize("g", strided([1, 2], 2, 1))
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("padding", PADDED)
 def test_attention_and_its_gradient(scores, rate, g, causal, padding, monkeypatch):

@@ -93,7 +93,7 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("line", strided(BETWEEN, 2))
+@pytest.mark.parametrize("line", strided(BETWEEN, 4))
 def test_stages_hand_over_activations_and_their_gradients(line):
     """2 v M b s h e / ranks sent and received by a stage of v chunks, less at the ends.
 
@@ -149,7 +149,7 @@ def elements_of(stage, stages, layers):
 
 
 @pytest.mark.parametrize(
-    ("zero", "data", "overlap"), strided([*product(range(4), (2, 4), ("true", "false"))], 3)
+    ("zero", "data", "overlap"), strided([*product(range(4), (2, 4), ("true", "false"))], 5)
 )
 def test_replicas_move_their_parameters(zero, data, overlap):
     """2 psi e (d-1)/d with ZeRO 0 and 1; psi e (d-1)/d more for every microbatch with 2, and twice
@@ -323,7 +323,7 @@ EXPERT_MESHES = {  # and the ranks that sequences and X's columns are cut over
 }
 
 
-@pytest.mark.parametrize(("line", "ranks"), strided(EXPERT_MESHES.items(), 2))
+@pytest.mark.parametrize(("line", "ranks"), strided(EXPERT_MESHES.items(), 4))
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_slots_are_dispatched_and_combined(line, ranks, top_k):
     """4 (1 - 1/e) E C S h' e in a mixture, forward and backward, of S sequences of its own."""

@@ -30,7 +30,7 @@ SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asyn
 COUNTS = 4, 8, 12, 16
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 11, 6))
+@pytest.mark.parametrize("line", strided(MIXES, 15, 6))
 def test_a_mix_is_serial(line):
     config, expected = config_of(line), serial(alone(line))
     found = run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config))
@@ -42,7 +42,7 @@ def test_a_mix_is_serial(line):
 KINDS = dict.fromkeys(line for line in map(alone, MIXES) if "dropout" not in line)
 
 
-@pytest.mark.parametrize("line", strided(KINDS, 2, ids=lambda line: line or "plain"))
+@pytest.mark.parametrize("line", strided(KINDS, 4, ids=lambda line: line or "plain"))
 def test_serial_is_torch(line):
     config, found = config_of(line), serial(line)
     same(found, RULES["none"](config))

@@ -92,7 +92,7 @@ LINES = sorted((line for line in MIXES if "batch=" not in line), key=lambda line
 FEW = [line for line in LINES if ranks(line) <= 4]
 
 
-@pytest.mark.parametrize("line", [*strided(FEW, 6, 2), *strided(LINES[len(FEW) :], 99)])
+@pytest.mark.parametrize("line", [*strided(FEW, 15, 2), *strided(LINES[len(FEW) :], 99)])
 def test_a_mix_evaluates_as_one_rank_and_trains_on_as_if_it_had_not(line):
     config, (expected, _) = config_for(line), serial(alone(line))
     without = trained(config, evaluate=False)
@@ -251,7 +251,7 @@ PEAKS = {
 }
 
 
-@pytest.mark.parametrize(("line", "most"), PEAKS.items())
+@pytest.mark.parametrize(("line", "most"), strided(PEAKS.items(), 3))
 def test_an_evaluation_holds_less_than_a_step(line, most):
     """And leaves nothing behind."""
 

@@ -30,7 +30,6 @@ from tests.predict.simulation.test_count import counted
 from tests.strided import strided
 from tests.training.test_optimizer import checkpoint
 
-slow = pytest.mark.slow
 LINE = "optimizer=muon learning_rate=0.02"
 RATE, DECAY, SCALE = 0.01, 0.3, 0.7
 GATED = 40  # features between up and down, where up has a gate
@@ -128,21 +127,16 @@ LAYOUTS = [
     "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=2 kind=llama kv_heads=2 ffn=48",
     "x=2 y=2 z=2 schedule=none microbatches=2 scheme=3d-broadcast",
     "d=2 e=2 x=2 schedule=none microbatches=2 zero=1 experts=4 kind=llama ffn=48",
-    *(
-        pytest.param(line, marks=slow)
-        for line in [
-            "d=2 x=2 y=2 z=2 schedule=none microbatches=2 zero=1 scheme=3d",
-            "d=2 x=2 z=2 schedule=none microbatches=3 scheme=2.5d zero=0 recompute=full",
-            "d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d-summa",
-            "p=2 d=2 schedule=zb-v chunks=2 microbatches=4 zero=1 kind=bert padding=4",
-            "d=2 c=2 x=2 schedule=none microbatches=2 sequence=4 zero=3 kind=llama kv_heads=2",
-            "d=2 e=2 y=2 schedule=none microbatches=2 zero=3 experts=4 shared_experts=1",
-        ]
-    ),
+    "d=2 x=2 y=2 z=2 schedule=none microbatches=2 zero=1 scheme=3d",
+    "d=2 x=2 z=2 schedule=none microbatches=3 scheme=2.5d zero=0 recompute=full",
+    "d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d-summa",
+    "p=2 d=2 schedule=zb-v chunks=2 microbatches=4 zero=1 kind=bert padding=4",
+    "d=2 c=2 x=2 schedule=none microbatches=2 sequence=4 zero=3 kind=llama kv_heads=2",
+    "d=2 e=2 y=2 schedule=none microbatches=2 zero=3 experts=4 shared_experts=1",
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 6, 1))
 def test_ranks_train_as_one(layout):
     line = f"{LINE} {layout}"
     config, expected = config_of(line), without_keys_bias(serial(alone(line)))

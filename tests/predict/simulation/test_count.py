@@ -82,7 +82,7 @@ c=2 d=2 z=2 sequence=4 overlap=false compression=top-k compression_share=0.05
 
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
 LINES = [
-    *strided([*MIXES, *SMALL], 11, 6),
+    *strided([*MIXES, *SMALL], 22, 6),
     *strided(MIXTURES, 3),
     *strided(NARROW, 3, 1),
     *strided(COMPRESSED, 3),

@@ -40,7 +40,9 @@ def simulated(line):
     return config, simulate(config, config.model.vocabulary, MACHINE)
 
 
-@pytest.mark.parametrize("line", [*strided(PIPELINES, 7), *PLAYED, *strided(MIXTURES, 2, 1)])
+@pytest.mark.parametrize(
+    "line", [*strided(PIPELINES, 14), *strided(PLAYED, 2), *strided(MIXTURES, 4, 1)]
+)
 def test_played_passes_are_like_those_that_are_run(line):
     """Every value of every row but times, and the peak of every kind of memory."""
     config, runs = simulated(line)
