@@ -44,6 +44,7 @@ SIZES = {
     "train.batch": (1, 2**20),
     "train.warmup": (0, INT32),
     "train.decay_steps": (1, INT32),
+    "train.cooldown": (1, INT32),
     "train.eval_every": (0, INT32),
     "train.eval_batches": (0, INT32),
     "checkpoint.every": (0, INT32),

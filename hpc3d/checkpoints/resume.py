@@ -17,7 +17,7 @@ from hpc3d.model.families import with_epsilon
 from hpc3d.plain import Problems, lines_of
 from hpc3d.training.evaluator import restored
 from hpc3d.training.gradient_compression import OWN_STATES
-from hpc3d.training.optimizer import FLOOR, learning_rate
+from hpc3d.training.optimizer import learning_rate
 from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
@@ -178,8 +178,8 @@ def rate_notes(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[st
         first, rate = max(done, train.decay_steps), learning_rate(train, train.decay_steps)
         yield (
             f"the learning rate was laid out over train.decay_steps = {train.decay_steps}: from "
-            f"step {first} on it stays at {rate:.3e}, {FLOOR:.0%} of train.learning_rate; for a "
-            f"decay over all steps give --train.decay_steps {train.steps}"
+            f"step {first} on it stays at {rate:.3e}, the lowest; for a decay over all steps give "
+            f"--train.decay_steps {train.steps}"
         )
 
 

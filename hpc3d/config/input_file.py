@@ -256,8 +256,14 @@ class TrainConfig:
     """the highest, at the end of the warm-up"""
     warmup: int = 2
     """steps in which the learning rate rises to it, linearly"""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """how the learning rate falls to a tenth while it decays, or that it does not"""
+    min_learning_rate: float | None = None
+    """the lowest, at the end of the decay (absent: a tenth of learning_rate)"""
+    decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """how the learning rate falls after the warm-up: wsd (warm-up, stable, decay) stays at the
+    highest until the `cooldown`; constant does not fall"""
+    cooldown: int | None = None
+    """wsd: the steps in which the learning rate falls, the last ones of decay_steps, as 1 - sqrt
+    (absent: a fifth of them)"""
     decay_steps: int | None = None
     """the steps until the learning rate has decayed, after which it stays (absent: the `steps`
     that the run is begun with, also where it is extended later)"""
@@ -296,6 +302,18 @@ class TrainConfig:
     def decaying(self) -> int:
         """The steps, warm-up and all, after which the learning rate has decayed."""
         return self.decay_steps or max(self.steps, self.warmup)
+
+    def falling(self) -> int:
+        """The last steps of these, in which the learning rate falls."""
+        after = self.decaying() - self.warmup
+        if self.decay != "wsd":
+            return after
+        return min(after, self.cooldown or -(-self.decaying() // 5))
+
+    def least_rate(self) -> float:
+        """The learning rate once it has decayed."""
+        least = self.min_learning_rate
+        return self.learning_rate / 10 if least is None else least
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,21 @@ def _wrong_family(model: ModelConfig) -> Iterator[str]:
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:
+    if (
+        train.min_learning_rate is not None
+        and not 0 <= train.min_learning_rate <= train.learning_rate
+    ):
+        yield (
+            f"train.min_learning_rate = {train.min_learning_rate}: must be at least 0 and at most "
+            f"train.learning_rate = {train.learning_rate}"
+        )
+    if train.cooldown is not None and train.decay != "wsd":
+        yield f"train.cooldown = {train.cooldown}: of train.decay = wsd alone; leave it out"
+    elif train.cooldown is not None and train.cooldown > train.decaying() - train.warmup:
+        yield (
+            f"train.cooldown = {train.cooldown}: after a warm-up of {train.warmup} there are "
+            f"{train.decaying() - train.warmup} of {train.decaying()} steps left; use fewer"
+        )
     if train.decay_steps is not None and 0 < train.decay_steps < train.warmup:
         yield (
             f"train.decay_steps = {train.decay_steps}: they begin with the warm-up; use at least "

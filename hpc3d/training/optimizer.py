@@ -5,7 +5,7 @@ All that others ask of an optimiser is declared by its class.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import cos, pi, prod, sqrt
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _STRETCH = 1 << 20  # elements of what is offloaded that are in memory at once
 _LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # a matrix
-FLOOR = 0.1  # the part of the learning rate that is left when it has decayed
 
 
 def every(name: str, shape: Sequence[int]) -> bool:
@@ -316,12 +315,24 @@ class SGD(Optimizer):
             descend(*arrays, (learning_rate * scale, keep))
 
 
+# The part of the way down that is left when a part of the decay is done.
+_LEFT: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: (1 + cos(pi * done)) / 2,
+    "linear": lambda done: 1 - done,
+    "wsd": lambda done: 1 - sqrt(done),
+}
+
+
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """Linear warm-up over `train.warmup` steps, then constant, or cosine or linear to a tenth,
-    where it stays once `train.decaying()` steps are done."""
+    """Linear warm-up over `train.warmup` steps, then constant, or down to the lowest, where it
+    stays once `train.decaying()` steps are done: as a cosine, linearly, or in the last of them as
+    1 - sqrt (arXiv:2405.18392, eq. 1)."""
     if step < train.warmup:
         return train.learning_rate * (step + 1) / train.warmup
-    end = train.decaying()
-    done = (step - train.warmup) / (end - train.warmup) if step < end else 1.0
-    left = {"cosine": (1 + cos(pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[train.decay]
-    return train.learning_rate * (FLOOR + (1 - FLOOR) * left)
+    if train.decay == "constant":
+        return train.learning_rate
+    end, falling = train.decaying(), train.falling()
+    done = max(0.0, 1 - (end - step) / falling) if step < end else 1.0
+    left = _LEFT[train.decay](done)
+    least = train.least_rate()
+    return least + (train.learning_rate - least) * left

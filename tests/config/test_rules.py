@@ -171,6 +171,25 @@ def test_a_key_of_another_optimiser_is_refused(optimizer, key, users):
     assert said == f"train.{key} = 0.5: of train.optimizer = {users} alone; leave it out"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--train.min_learning_rate 0.01", "train.min_learning_rate = 0.01: ... 0.003"),
+        ("--train.min_learning_rate -1", "train.min_learning_rate = -1.0: ..."),
+        ("--train.cooldown 3", "train.cooldown = 3: ... train.decay = wsd ..."),
+        ("--train.decay wsd --train.cooldown 19", "train.cooldown = 19: ... 18 of 20 ..."),
+    ],
+)
+def test_a_decay_that_cannot_be_is_refused(words, said):
+    (found,) = problems(*words.split())
+    assert re.fullmatch(elided(said), found)
+
+
+def test_a_decay_may_take_all_steps_after_the_warm_up():
+    words = "--train.decay wsd --train.cooldown 18 --train.min_learning_rate 0.003"
+    assert resolve(load(None, words.split()), 8).train.falling() == 18
+
+
 def test_a_decay_that_ends_within_the_warm_up_is_refused():
     (said,) = problems("--train.decay_steps", "1")
     assert re.fullmatch(elided("train.decay_steps = 1: ... train.warmup = 2"), said)

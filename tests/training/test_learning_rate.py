@@ -1,9 +1,11 @@
 """The learning rate over the steps, and over those of a run that is extended."""
 
 from dataclasses import replace
-from math import cos, pi
+from math import cos, pi, sqrt
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from hpc3d.checkpoints.resume import rate_notes, with_decay_steps
 from hpc3d.config.input_file import Config, TrainConfig
@@ -27,6 +29,7 @@ def cosine(part):
         ("cosine", [0.5, 1, 1, cosine(1 / 4), cosine(2 / 4), cosine(3 / 4)]),
         ("linear", [0.5, 1, 1, 0.775, 0.55, 0.325]),
         ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("wsd", [0.5, 1, 1, 1, 1, 0.1 + 0.9 * (1 - sqrt(1 / 2))]),
     ],
 )
 def test_it_decays_once(decay, rates):
@@ -36,6 +39,43 @@ def test_it_decays_once(decay, rates):
     assert curve(train, 6) == pytest.approx(rates, rel=1e-12)
     extended = curve(replace(train, steps=10, decay_steps=6), 12)
     assert extended == pytest.approx([*rates, *[last] * 6], rel=1e-12)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "wsd"])
+def test_it_falls_to_the_lowest_that_is_given(decay):
+    train = replace(TRAIN, decay=decay, min_learning_rate=0.25, cooldown=3)
+    found = curve(train, 8)
+    assert found[6:] == [0.25, 0.25] and min(found[1:6]) > 0.25
+    assert found[2:4] == [1, 1] if decay == "wsd" else found[3] < 1
+    none = replace(train, min_learning_rate=0.0)
+    assert curve(none, 7)[-1] == 0
+    assert curve(none, 6)[2:] == pytest.approx([(each - 0.25) / 0.75 for each in found[2:6]])
+
+
+@pytest.mark.parametrize(("cooldown", "stable"), [(1, 19), (5, 15), (18, 2), (None, 16)])
+def test_it_is_stable_until_the_cooldown(cooldown, stable):
+    found = curve(replace(TRAIN, steps=20, decay="wsd", cooldown=cooldown), 21)
+    assert found[1 : stable + 1] == [1] * stable and found[stable + 1] < 1
+    assert found[-1] == pytest.approx(0.1)
+
+
+def test_it_is_that_of_torch():
+    """A cosine and a line of torch's schedulers, whose step 0 is the end of the warm-up."""
+    weight = torch.zeros(1, requires_grad=True)
+    ends = {
+        "cosine": {"T_max": 4, "eta_min": 0.1},
+        "linear": {"end_factor": 0.1, "total_iters": 4},
+    }
+    for decay, how in ends.items():
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        kind = CosineAnnealingLR if decay == "cosine" else LinearLR
+        scheduler = kind(sgd, **({"start_factor": 1.0} if kind is LinearLR else {}), **how)
+        found = []
+        for _ in range(5):
+            found += scheduler.get_last_lr()
+            sgd.step()
+            scheduler.step()
+        assert curve(replace(TRAIN, decay=decay), 7)[2:] == pytest.approx(found, rel=1e-12)
 
 
 def test_it_decays_over_more_steps_than_there_are():
@@ -72,7 +112,7 @@ def test_a_warm_up_beyond_the_decay_is_refused():
 
 STAYS = (
     "the learning rate was laid out over train.decay_steps = 6: from step {} on it stays at "
-    "1.000e-01, 10% of train.learning_rate; for a decay over all steps give "
+    "1.000e-01, the lowest; for a decay over all steps give "
     "--train.decay_steps 10"
 )
 AGAIN = (
