@@ -9,6 +9,9 @@ whole checkpoint (checkpoint.every), on the same or any other layout.  The run i
 results/<name>-<stamp>/: configuration, environment, train.log, checkpoints and trace.h5, which
 `python -m hpc3d.report` reads.
 
+With --dry-run nothing is trained and nothing written: it says what would run, what memory and what
+time on --machine NAME it would take; --ranks N stands for mpirun.
+
 SIGTERM, the signal of run.signal, train.max_minutes and a file STOP in that folder end the run
 after the step that runs, with everything saved.
 
@@ -25,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
+from hpc3d.plain import plain
 from hpc3d.runtime import environment, launch
 
 if TYPE_CHECKING:
@@ -78,7 +82,10 @@ def train(job: Job, words: list[str]) -> None:
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.runtime.shared_folder import refuse_unshared
 
-    config, resumed = job.from_root(lambda: asked(job, words))
+    if "--dry-run" in words:
+        job.from_root(lambda: rehearse(job.size, words))
+        return
+    config, resumed = job.from_root(lambda: asked(job.size, words))
     ours, homes = hardware(job, config), homes_of(job.gather(job.place()))
     refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
     opened = job.on_root(lambda: prepare(config, resumed))
@@ -133,8 +140,32 @@ def explain() -> None:
     print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
 
 
-def asked(job: Job, words: list[str]) -> Asked:
-    """Rank 0: the Asked of the command line and the input file; ValueError for what is wrong."""
+def rehearse(ranks: int, words: list[str]) -> None:
+    """Rank 0: say what would run; ValueError for what is wrong."""
+    from argparse import ArgumentTypeError
+
+    from hpc3d.checkpoints.resume import continued, with_decay_steps
+    from hpc3d.cli import number_of_ranks
+    from hpc3d.predict.dry_run import dry_run, taken
+
+    words.remove("--dry-run")
+    given, machine = taken(words, "--ranks"), taken(words, "--machine")
+    try:
+        asked_for = None if given is None else number_of_ranks(given)
+    except ArgumentTypeError as error:
+        raise ValueError(f"--ranks {given}: {error}") from None
+    config, run = asked(asked_for or (ranks if ranks > 1 else None), words)
+    config, text = _open_text(config)
+    config, changed = continued(run, config) if run else (with_decay_steps(config), [])
+    for line in [*dry_run(config, machine, text.batches.windows), *changed]:
+        print(plain(line))
+    where = run or f"a new folder {config.run.out}/{config.name}-DATE"
+    print(plain(f"dry run: nothing is written; the run would be kept in {where}"))
+
+
+def asked(ranks: int | None, words: list[str]) -> Asked:
+    """Rank 0: the Asked of the command line and the input file, for so many ranks (None: as many
+    as its mesh has); ValueError for what is wrong."""
     from hpc3d.checkpoints.resume import run_to_resume, with_free_mesh
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
@@ -144,8 +175,9 @@ def asked(job: Job, words: list[str]) -> Asked:
     given = words and not words[0].startswith("-")
     path = words.pop(0) if given else run and run / "config.toml"
     config = load.load(path, words, of_run=not given)
-    config = with_free_mesh(config, job.size) if run else config
-    config = resolve(config, job.size, default=path is None)
+    ranks = ranks or config.mesh.grid().size
+    config = with_free_mesh(config, ranks) if run else config
+    config = resolve(config, ranks, default=path is None)
     refuse([*untrainable(config)])
     return Asked(config, run)
 
@@ -153,19 +185,15 @@ def asked(job: Job, words: list[str]) -> Asked:
 def prepare(config: Config, run: Path | None) -> Opened:
     """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
     wrong."""
-    from hpc3d import shipped
     from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.config import load
-    from hpc3d.data.token_file import open_tokens
     from hpc3d.pipeline.program import program_of
     from hpc3d.training import run_folder as folder
     from hpc3d.training.footprint import refuse_what_cannot_fit
     from hpc3d.training.run_loop import RunPlan
 
-    tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
-    config = _settled(config, tokens)
+    config, text = _open_text(config)
     refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
-    text = _text_of(config, tokens)
     program, changed = program_of(config), []
     if run:
         lock = folder.claim(run)
@@ -177,6 +205,16 @@ def prepare(config: Config, run: Path | None) -> Opened:
         lock = folder.claim(where)
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
     return Opened(plan, text.batches, program, lock, text.validation)
+
+
+def _open_text(config: Config) -> tuple[Config, RunText]:
+    """Rank 0: `config` with what its text settles, and the batches of it."""
+    from hpc3d import shipped
+    from hpc3d.data.token_file import open_tokens
+
+    tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
+    config = _settled(config, tokens)
+    return config, _text_of(config, tokens)
 
 
 def _text_of(config: Config, tokens: Tokens) -> RunText:

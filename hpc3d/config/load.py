@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc3d import renamed
+from hpc3d.config.familiar_names import familiar
 from hpc3d.config.input_file import Config
 from hpc3d.plain import Problems, plain
 from hpc3d.shipped import INPUT, find
@@ -146,6 +147,8 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> str:
 
 def _hint(sections: Sequence[str], name: str) -> str:
     """The key that an unknown one may stand for, here or in another table; or those known here."""
+    if said := familiar(name):
+        return said
     here = [key for key in known_keys() if key.split(".")[:-1] == sections]
     for keys in (here, known_keys()):
         names = {key.split(".")[-1]: key for key in keys}

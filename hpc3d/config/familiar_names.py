@@ -1,0 +1,84 @@
+"""What keys are called elsewhere (nanoGPT, Megatron-LM, DeepSpeed, transformers, torchtitan), and
+here."""
+
+from __future__ import annotations
+
+_ALIKE = {  # key of hpc3d: the same thing by other names
+    "train.learning_rate": "lr max_lr peak_lr",
+    "train.min_learning_rate": "min_lr lr_min eta_min",
+    "train.decay": "lr_decay_style lr_scheduler lr_scheduler_type lr_schedule decay_type",
+    "train.decay_steps": "lr_decay_iters lr_decay_steps",
+    "train.cooldown": "lr_wsd_decay_iters cooldown_steps wsd_decay_steps",
+    "train.warmup": "warmup_iters warmup_steps num_warmup_steps lr_warmup_iters warmup_num_steps",
+    "train.steps": "max_iters max_steps train_iters num_train_steps iterations total_steps",
+    "train.batch": "batch_size global_batch_size train_batch_size train_global_batch_size",
+    "train.clip": "grad_clip clip_grad max_grad_norm gradient_clipping max_norm clip_norm",
+    "train.beta1": "adam_beta1",
+    "train.beta2": "adam_beta2",
+    "train.epsilon": "eps adam_eps adam_epsilon",
+    "train.optimizer": "optim optimiser optimizer_type",
+    "train.weight_decay": "wd",
+    "train.eval_every": "eval_interval eval_steps",
+    "train.eval_batches": "eval_iters",
+    "model.layers": "n_layer n_layers num_layers num_hidden_layers num_blocks depth",
+    "model.hidden": "n_embd hidden_size d_model n_embed embed_dim embedding_size dim",
+    "model.heads": "n_head n_heads num_heads num_attention_heads",
+    "model.kv_heads": "n_kv_heads num_key_value_heads num_query_groups n_kv_head",
+    "model.ffn": "ffn_hidden_size intermediate_size d_ff ffn_dim n_inner",
+    "model.sequence": "block_size seq_length seq_len sequence_length context_length n_ctx "
+    "n_positions max_position_embeddings max_seq_len context_size",
+    "model.vocabulary": "vocab_size padded_vocab_size n_vocab",
+    "model.tied": "tie_word_embeddings weight_tying",
+    "model.experts": "num_experts num_local_experts n_experts",
+    "model.top_k": "moe_router_topk num_experts_per_tok moe_top_k",
+    "model.capacity": "capacity_factor moe_expert_capacity_factor",
+    "model.norm_epsilon": "norm_eps rms_norm_eps layernorm_epsilon layer_norm_eps",
+    "model.rope_theta": "rotary_base",
+    "mesh.p": "pp pipeline_parallel_size pipeline_model_parallel_size pp_size "
+    "pipeline_parallel_degree",
+    "mesh.d": "dp data_parallel_size dp_size data_parallel_replicate_degree",
+    "mesh.c": "cp context_parallel_size cp_size context_parallel_degree",
+    "mesh.e": "ep expert_model_parallel_size expert_parallel_size ep_size",
+    "parallel.zero": "zero_stage zero_optimization",
+    "parallel.chunks": "virtual_pipeline_model_parallel_size num_model_chunks",
+    "parallel.recompute": "activation_checkpointing recompute_granularity gradient_checkpointing "
+    "activation_checkpoint",
+    "parallel.bucket_mb": "bucket_cap_mb reduce_bucket_size",
+    "checkpoint.every": "save_interval save_steps checkpoint_interval",
+    "data.path": "data_path dataset train_data dataset_path",
+    "run.out": "out_dir output_dir save_dir",
+}
+_OTHERWISE = {  # other name: what it is here, where it is not the same thing
+    "tp tensor_model_parallel_size tensor_parallel_size tp_size tensor_parallel_degree": (
+        "here the product of mesh.x, mesh.y and mesh.z"
+    ),
+    "micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size": (
+        "here train.batch is that of a step, over d x e replicas and parallel.microbatches of each"
+    ),
+    "gradient_accumulation_steps grad_accum_steps num_microbatches": (
+        "here parallel.microbatches, in which train.batch, that of a step, is cut"
+    ),
+    "epochs num_epochs num_train_epochs": "here train.steps, of train.batch sequences each",
+    "fp16": 'here train.dtype = "float16"',
+    "bf16": 'here train.dtype = "bfloat16"',
+    "fp8": 'here train.product_dtype = "float8"',
+    "sequence_parallel": 'here parallel.scheme = "1d-sequence"',
+    "device": 'here train.backend = "numpy" or "cupy"',
+    "fsdp": "here parallel.zero = 3",
+}
+
+
+def _answers() -> dict[str, str]:
+    alike = {
+        name: f"here it is called {key}" for key, names in _ALIKE.items() for name in names.split()
+    }
+    return alike | {name: text for names, text in _OTHERWISE.items() for name in names.split()}
+
+
+FAMILIAR = _answers()
+"""Other name, in lower case with underscores: what to say of it."""
+
+
+def familiar(name: str) -> str | None:
+    """What a key of other programs is called here, or None where none is known."""
+    return FAMILIAR.get(name.lower().replace("-", "_"))

@@ -1,0 +1,133 @@
+"""What a run would be, before there is one: `train --dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from hpc3d import limits
+from hpc3d.model import families
+from hpc3d.predict.machine.machine_file import load
+from hpc3d.predict.simulation.simulator import simulate
+from hpc3d.predict.simulation.summary import summary
+from hpc3d.training.footprint import least
+from hpc3d.training.log import layout_lines
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.machine.machine import Machine
+
+MEASURED = "this-machine"  # what `bench calibrate` writes
+_ANY = "h100"  # memory and bytes are the same on each
+
+
+def taken(words: list[str], option: str) -> str | None:
+    """The value of an option of the command line, which is taken out of the words."""
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == option:
+            value = value if equals else (words[place + 1 : place + 2] or ["--"])[0]
+            if value.startswith("--"):
+                raise ValueError(f"{option}: no value; write {option} VALUE")
+            del words[place : place + 2 - bool(equals)]
+            return value
+    return None
+
+
+def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
+    """Lines about a run of a settled `config` on a `machine` (None: this one, if it has been
+    measured), of a text with so many windows; ValueError where there is no such machine."""
+    known, measured = _machine(machine)
+    yield _ranks(config)
+    yield from layout_lines(config)
+    yield _model(config)
+    yield _text(config, windows)
+    if any(split.own for split in config.splits().values()):
+        yield f"memory: at least {_size(least(config))} a rank; owners of blocks are not simulated"
+        return
+    found = summary(simulate(config, config.model.vocabulary, known), config, known)
+    yield _memory(config, found["memory"], known if measured else None)
+    yield _bytes(found["bytes"])
+    yield _time(config, found["step_time_s"], known if measured else None)
+
+
+def _machine(name: str | None) -> tuple[Machine, bool]:
+    """A machine to predict with, and whether its times are to be told."""
+    if name is not None:
+        return load(name), True
+    try:
+        return load(MEASURED), True
+    except ValueError:
+        return load(_ANY), False
+
+
+def _ranks(config: Config) -> str:
+    sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
+    ranks = config.mesh.grid().size
+    return f"{ranks} rank{'s' * (ranks > 1)}: {sizes or 'serial'}"
+
+
+def _model(config: Config) -> str:
+    model, train = config.model, config.train
+    count = families.parameters(model).total
+    return (
+        f"model: {model.kind}, {count:,.0f} parameters; a step: {train.batch} sequences, "
+        f"{train.batch * model.sequence:,} tokens"
+    )
+
+
+def _text(config: Config, windows: int) -> str:
+    train = config.train
+    epochs = train.steps * train.batch / windows
+    return f"text: {config.data.path}; {train.steps} steps read it {epochs:.3g} times"
+
+
+def _memory(config: Config, found: dict, machine: Machine | None) -> str:
+    """The peak of the fullest rank and of all, beside what there is."""
+    line = f"memory: {_size(found['worst']['all'])} on the fullest rank at its peak, "
+    line += f"{_size(found['total'])} on all of them"
+    if machine and machine.name != MEASURED:
+        fits = "fits" if found["fits"] else "does not fit"
+        return f"{line}; a rank of {machine.name} has {machine.memory_gb:g} GB: it {fits}"
+    if config.train.backend == "numpy":
+        line += f"; this machine has {_size(limits.memory())}"
+    return line
+
+
+def _bytes(received: dict) -> str:
+    total = sum(each["bytes"] for ops in received.values() for each in ops.values())
+    return f"communication: {_size(total)} received by a rank of the first stage in a step"
+
+
+def _time(config: Config, seconds: float, machine: Machine | None) -> str:
+    if machine is None:
+        return (
+            "time: not predicted, for this machine is not measured: python -m hpc3d.bench "
+            "calibrate measures it, --machine h100 names another"
+        )
+    steps = config.train.steps
+    return (
+        f"time on {machine.name}: {duration(seconds)} a step, {duration(steps * seconds)} in all "
+        f"{steps}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: 8.69 ms, 41 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    units: Sequence[tuple[str, int]] = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    whole = round(seconds)
+    for (name, size), (smaller, part) in pairwise(units):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // part} {smaller}"
+    return f"{seconds:.2f} s" if seconds < 9.995 else f"{whole} s"
+
+
+def _size(count: float) -> str:
+    """Bytes with a unit, as 41.2 MB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"

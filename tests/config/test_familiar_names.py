@@ -1,0 +1,47 @@
+"""Names of other programs."""
+
+import pytest
+
+from hpc3d.config.familiar_names import FAMILIAR, familiar
+from hpc3d.config.load import known_keys, load
+from tests.config.refused import problems
+
+
+def test_every_answer_names_keys_that_there_are():
+    known = {*known_keys()}
+    for name, said in FAMILIAR.items():
+        keys = [word.strip(",") for word in said.split() if word.count(".") == 1]
+        assert keys and known.issuperset(keys), name
+
+
+def test_no_key_of_ours_is_answered_in_its_own_section():
+    ours = {key.rpartition(".")[2] for key in known_keys()}
+    assert not ours & FAMILIAR.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lr 1", "lr: unknown key; here it is called train.learning_rate"),
+        ("--train.lr 1", "train.lr: unknown key; here it is called train.learning_rate"),
+        ("--n-layer 1", "n-layer: unknown key; here it is called model.layers"),
+        (
+            "--model.block_size 1",
+            "model.block_size: unknown key; here it is called model.sequence",
+        ),
+        ("--mesh.tp 1", "mesh.tp: unknown key; here the product of mesh.x, mesh.y and mesh.z"),
+        ("--train.stepz 1", "train.stepz: unknown key; did you mean train.steps?"),
+    ],
+)
+def test_they_are_answered_with_ours(words, said):
+    assert problems(*words.split()) == [said]
+
+
+def test_a_file_is_answered_alike(tmp_path):
+    said = problems(text="[model]\nn_embd = 64\n", folder=tmp_path)
+    assert said == ["model.n_embd: unknown key; here it is called model.hidden"]
+
+
+def test_what_is_not_known_is_none():
+    assert familiar("entropy") is None
+    assert load(None, ["--train.learning_rate", "1"]).train.learning_rate == 1

@@ -1,0 +1,85 @@
+"""What a run would be."""
+
+import pytest
+
+from hpc3d import train
+from hpc3d.predict.dry_run import duration, taken
+
+
+@pytest.fixture
+def said(capsys, tmp_path, monkeypatch):
+    """The lines of `train --dry-run` with other words, which write nothing."""
+
+    def lines(ranks, *words):
+        monkeypatch.chdir(tmp_path)
+        train.rehearse(ranks, ["--dry-run", *words])
+        assert not [*tmp_path.iterdir()]
+        return capsys.readouterr().out.splitlines()
+
+    return lines
+
+
+SMALL = ["--model.hidden", "64", "--model.heads", "8", "--train.batch", "24"]
+
+
+def test_it_says_layout_memory_and_time_and_writes_nothing(said):
+    lines = said(1, *SMALL, "--ranks", "4", "--machine", "v100-4x16", "--train.steps", "1000")
+    assert lines[0] == "4 ranks: x=4"
+    (memory,) = [line for line in lines if line.startswith("memory: ")]
+    assert "a rank of v100-4x16 has 16 GB: it fits" in memory
+    (time,) = [line for line in lines if line.startswith("time on v100-4x16: ")]
+    assert "in all 1000" in time
+    assert "nothing is written" in lines[-1] and "results/gpt-DATE" in lines[-1]
+
+
+def test_a_machine_that_is_not_measured_has_no_time(said, monkeypatch):
+    monkeypatch.setattr("hpc3d.predict.dry_run.MEASURED", "never-measured")
+    assert any("bench calibrate" in line for line in said(2, *SMALL))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "head"), [(1, "8 ranks: x=2 y=2 z=2"), (8, "8 ranks: x=2 y=2 z=2")]
+)
+def test_without_ranks_they_are_those_of_the_mesh(said, ranks, head):
+    cube = ["--mesh.x", "2", "--mesh.y", "2", "--mesh.z", "2", "--parallel.scheme", "3d-broadcast"]
+    lines = said(ranks, *SMALL, *cube)
+    assert lines[0] == head
+    assert any("memory: at least" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--ranks", "0"], "--ranks 0: .* 1 or more"),
+        (["--ranks"], "--ranks: no value"),
+        (["--machine", "nowhere"], "nowhere: there is no such machine"),
+        (["--train.stepz", "1"], "train.stepz: unknown key"),
+        (["--mesh.x", "3", "--ranks", "8"], "mesh: "),
+        (["--data.path", "nowhere.txt"], "data.path: "),
+    ],
+)
+def test_what_is_wrong_is_refused(said, words, wrong):
+    with pytest.raises(ValueError, match=f"^{wrong}"):
+        said(1, *words)
+
+
+def test_an_option_is_taken_out_of_the_words():
+    words = ["a", "--ranks=4", "--machine", "h100", "--x"]
+    assert (taken(words, "--ranks"), taken(words, "--machine")) == ("4", "h100")
+    assert (words, taken(words, "--ranks")) == (["a", "--x"], None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.00869, "8.69 ms"),
+        (1.5, "1.50 s"),
+        (41.2, "41 s"),
+        (59.6, "1 min 0 s"),
+        (200, "3 min 20 s"),
+        (18720, "5 h 12 min"),
+        (273600, "3 d 4 h"),
+    ],
+)
+def test_times_are_as_people_say_them(seconds, text):
+    assert duration(seconds) == text
