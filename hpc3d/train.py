@@ -9,6 +9,8 @@ whole checkpoint (checkpoint.every), on the same or any other layout.  The run i
 results/<name>-<stamp>/: configuration, environment, train.log, checkpoints and trace.h5, which
 `python -m hpc3d.report` reads.
 
+--help SECTION and --help SECTION.KEY, as --help train.decay, tell of some keys alone.
+
 With --dry-run nothing is trained and nothing written: it says what would run, what memory and what
 time on --machine NAME it would take; --ranks N stands for mpirun.
 
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(job: Job, words: list[str]) -> None:
     """The whole run on one rank."""
     if {"-h", "--help"} & set(words):
-        job.from_root(explain)
+        job.from_root(lambda: explain(words))
         return
     from hpc3d.comm.device_setup import hardware
     from hpc3d.runtime.host_map import homes_of
@@ -133,10 +135,14 @@ def _begin(
     return RunningJob(trainer, saver, watchdog, log, text.batches, start, evaluator)
 
 
-def explain() -> None:
-    """Rank 0: what the command does, and every key with its meaning."""
-    from hpc3d.config.reference import manual
+def explain(words: list[str]) -> None:
+    """Rank 0: what the command does, and every key with its meaning; or keys that are named."""
+    from hpc3d.config.reference import about, manual
 
+    named = [word.removeprefix("--") for word in words if word not in ("-h", "--help")]
+    if words[0] in ("-h", "--help") and named:
+        print("\n\n".join(about(name) for name in named))
+        return
     print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
 
 

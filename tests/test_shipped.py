@@ -158,7 +158,7 @@ def test_training_reads_the_default_text_in_an_empty_folder(elsewhere):
     class Job:
         size, rank = 1, 0
 
-    asked = train.asked(Job(), ["--run.out", str(elsewhere / "out")])
+    asked = train.asked(1, ["--run.out", str(elsewhere / "out")])
     assert asked.config.data.path == "inputs/corpus"
     plan = train.prepare(*asked).plan
     assert plan.config.data.path == "inputs/corpus"  # what is resumed elsewhere is found there

@@ -1,5 +1,6 @@
-"""Every key of an input file with its default, its choices and its meaning: for `train --help`,
-and as the page docs/configuration.md: python -m hpc3d.config.reference > docs/configuration.md.
+"""Every key of an input file with its default, its choices and its meaning: for `train --help`;
+as the page docs/configuration.md: python -m hpc3d.config.reference > docs/configuration.md; and as
+a JSON schema for editors, inputs/hpc3d.schema.json, with --json-schema.
 
 Keys and meanings are those of input_file.py, whose source is read for the texts below the keys.
 """
@@ -7,15 +8,19 @@ Keys and meanings are those of input_file.py, whose source is read for the texts
 from __future__ import annotations
 
 import ast
+import json
+import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
 from inspect import getsource
 from itertools import pairwise
 from textwrap import wrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc3d.config.input_file import Config
-from hpc3d.config.load import literal
+from hpc3d.config.load import known_keys, literal
+from hpc3d.limits import SIZES
 from hpc3d.pipeline.schedule import SCHEDULES
 
 _COLUMN, _WIDTH = 28, 99
@@ -26,9 +31,11 @@ An input file is TOML: a few keys, then the sections below. All of them have def
 an option on the command line: `--parallel.scheme 1d`, `--mesh.x 4`. The resolved configuration
 is in the run's folder, its trace and its checkpoints. Wrong input is one line each, with the key
 and what to do, before anything starts; [limits.md](limits.md) has the bounds. `python -m
-hpc3d.train --help` prints the same keys. Keys with a new name are still read by their old one,
-with a warning (`hpc3d/renamed.py` lists them). This page is written by `python -m
-hpc3d.config.reference > docs/configuration.md`, and a test compares the two.
+hpc3d.train --help` prints the same keys, `--help train.decay` one of them. An editor that knows
+JSON schemas completes and checks a file whose first line is `#:schema hpc3d.schema.json` beside
+that file of `inputs/`. Keys with a new name are still read by their old one, with a warning
+(`hpc3d/renamed.py` lists them). This page is written by `python -m hpc3d.config.reference >
+docs/configuration.md`, and a test compares the two; the schema is written with `--json-schema`.
 """
 
 
@@ -45,6 +52,21 @@ def manual(table: type = Config) -> str:
     for key in sections:
         lines += ["", *_with_comment(f"[{key}]", types[key].__doc__), manual(types[key])]
     return "\n".join(lines)
+
+
+def about(name: str) -> str:
+    """A section of the manual, or a key, as train.steps; ValueError for another word."""
+    if name not in known_keys():
+        near = get_close_matches(name, known_keys(), 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(asdict(Config()))}"
+        raise ValueError(f"--help {name}: no such key or section; {hint}")
+    section, dot, key = name.partition(".")
+    table = get_type_hints(Config)[section] if is_dataclass(getattr(Config(), section)) else Config
+    if table is not Config and not dot:
+        return "\n".join([*_with_comment(f"[{name}]", table.__doc__), manual(table)])
+    key = key or name
+    value, kind = getattr(table(), key), get_type_hints(table)[key]
+    return "\n".join(_entry(name, value, kind, meanings(table)[key]))
 
 
 def page() -> str:
@@ -103,5 +125,29 @@ def meanings(table: type) -> dict[str, str]:
     }
 
 
+def schema() -> dict[str, Any]:
+    """The JSON schema of an input file, which has the meaning of every key and its bounds."""
+    from pydantic import TypeAdapter
+
+    found = TypeAdapter(Config).json_schema()
+    sections = {key: kind for key, kind in get_type_hints(Config).items() if is_dataclass(kind)}
+    tables = {"": (Config, found)}
+    tables |= {f"{key}.": (kind, found["$defs"][kind.__name__]) for key, kind in sections.items()}
+    for prefix, (kind, table) in tables.items():
+        del table["title"]
+        for key, text in meanings(kind).items():
+            entry = table["properties"][key]
+            entry.pop("title", None)
+            entry["description"] = text
+            if bounds := SIZES.get(prefix + key):
+                number = entry.get("anyOf", [entry])[0]
+                number["minimum"], number["maximum"] = bounds
+    title = "An input file of hpc3d"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **found}
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    if sys.argv[1:] == ["--json-schema"]:
+        print(json.dumps(schema(), indent=1))
+    else:
+        print(page(), end="")

@@ -1,18 +1,23 @@
 """What `train --help` says of every key."""
 
+import json
+import re
 import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import jsonschema
 import pytest
+from jsonschema import Draft202012Validator, ValidationError
 
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat, known_keys, literal, load, validate
-from hpc3d.config.reference import manual, meanings, page
+from hpc3d.config.reference import about, manual, meanings, page, schema
 from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.train import explain
 
+ROOT = Path(__file__).parents[2]
 TYPES = get_type_hints(Config)
 TABLES = {name: kind for name, kind in TYPES.items() if is_dataclass(kind)}
 
@@ -32,12 +37,12 @@ def entries():
 
 
 def test_help_has_the_manual(capsys):
-    explain()
+    explain(["--help"])
     assert manual() in capsys.readouterr().out
 
 
 def test_the_page_is_that_of_the_keys():
-    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert text == page(), "run: python -m hpc3d.config.reference > docs/configuration.md"
 
 
@@ -81,3 +86,69 @@ def test_every_choice_is_there():
 
 def test_lines_are_no_wider_than_the_page():
     assert max(map(len, manual().splitlines())) <= 99
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train.warmup", "train.warmup = 2"),
+        ("mesh", "[mesh]"),
+        ("seed", "seed = 1234"),
+        ("parallel.schedule", "# parallel.schedule ="),
+    ],
+)
+def test_some_keys_are_told_alone(name, said):
+    text = about(name)
+    assert text.startswith(said)
+    assert "# steps in which the learning rate rises" in about("train.warmup")
+    assert ("\np = 1 " in about("mesh")) and "[parallel]" not in about("mesh")
+
+
+@pytest.mark.parametrize("name", ["train.stepz", "meshes", "seed.x", "train."])
+def test_what_is_no_key_is_refused(name):
+    with pytest.raises(ValueError, match=f"^--help {re.escape(name)}: no such key or section; "):
+        about(name)
+
+
+# The JSON schema
+
+INPUTS = ROOT / "inputs"
+SCHEMA = json.loads((INPUTS / "hpc3d.schema.json").read_text())
+FILES = sorted([*INPUTS.glob("*.toml"), *INPUTS.glob("models/*.toml")])
+
+
+def test_the_schema_is_up_to_date():
+    assert schema() == SCHEMA
+    Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_inputs_name_the_schema_and_keep_to_it(path):
+    text = path.read_text()
+    named = re.match(r"#:schema (.*)\n", text)
+    assert (path.parent / named[1]).resolve() == INPUTS / "hpc3d.schema.json"
+    jsonschema.validate(tomllib.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "[train]\nlr = 1",
+        "[train]\nsteps = 0",
+        "[train]\nsteps = 2147483648",
+        '[train]\nsteps = "20"',
+        '[parallel]\nscheme = "4d"',
+        "[meshes]\nx = 1",
+        "[mesh]\nx = 0",
+    ],
+)
+def test_what_breaks_the_schema_is_seen(wrong):
+    with pytest.raises(ValidationError):
+        jsonschema.validate(tomllib.loads(wrong), SCHEMA)
+
+
+def test_every_key_has_its_meaning_in_the_schema():
+    for kind in [SCHEMA, *SCHEMA["$defs"].values()]:
+        plain = [each for each in kind["properties"].values() if "$ref" not in each]
+        assert plain and all(each["description"] for each in plain)
+    assert SCHEMA["$defs"]["TrainConfig"]["properties"]["steps"]["maximum"] == 2**31 - 1
