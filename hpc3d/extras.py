@@ -16,6 +16,7 @@ EXTRAS = {
     "pandas": "report",
     "safetensors": "exchange",
     "scipy": "exact",
+    "tensorboardX": "tensorboard",
     "tokenizers": "bpe",
     "torch": "torch",
 }

@@ -193,11 +193,13 @@ def prepare(config: Config, run: Path | None) -> Opened:
     wrong."""
     from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.config import load
+    from hpc3d.metrics_file import sinks_of
     from hpc3d.pipeline.program import program_of
     from hpc3d.training import run_folder as folder
     from hpc3d.training.footprint import refuse_what_cannot_fit
     from hpc3d.training.run_loop import RunPlan
 
+    sinks_of(config.run.metrics_hook, config.run.tensorboard)
     config, text = _open_text(config)
     refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
     program, changed = program_of(config), []

@@ -43,16 +43,10 @@ WRONG = {
 DEEP = "a=" + "[" * 5000
 
 
-class Job:
-    """A job of a single rank, which reads the input."""
-
-    size, rank = 1, 0
-
-
 def refused(words):
     """The lines with which rank 0 refuses the words of a command line; None if it does not."""
     try:
-        train.prepare(*train.asked(Job(), [str(word) for word in words]))
+        train.prepare(*train.asked(1, [str(word) for word in words]))
     except ValueError as error:
         return str(error).splitlines()
     return None

@@ -12,10 +12,6 @@ from tests.runs import ended
 SETUP = Path(__file__).parent.parent / "setup.cfg"
 
 
-class Job:
-    size, rank = 1, 0
-
-
 def hidden(monkeypatch, *packages):
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
@@ -43,7 +39,7 @@ def test_the_exact_gelu_is_refused_before_a_run_folder_exists(monkeypatch, tmp_p
     hidden(monkeypatch, "scipy")
     words = ["--model.gelu", "exact", "--run.out", str(tmp_path)]
     with pytest.raises(ValueError, match=r"^model.gelu = exact needs scipy: .*\[exact\]'$"):
-        train.asked(Job(), words)
+        train.asked(1, words)
     assert not [*tmp_path.iterdir()]
 
 

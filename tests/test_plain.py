@@ -26,7 +26,7 @@ from tests.analyze.small import small
 from tests.checkpoints import drawn_models
 from tests.elided import elided
 from tests.runs import ended
-from tests.test_bad_inputs import MACHINE, SHIPPED, Job
+from tests.test_bad_inputs import MACHINE, SHIPPED
 
 HOSTILE = {
     "escape": "\x1b[31mred",
@@ -171,7 +171,7 @@ def test_what_train_is_told_is_refused_in_a_line(words, evil, terminal, tmp_path
 
 
 def asked(words):
-    return train.asked(Job(), words)
+    return train.asked(1, words)
 
 
 @pytest.mark.parametrize("words", [["--run.out", BYTES], [f"--{BYTES}=1"], ["--name", BYTES]])

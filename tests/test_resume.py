@@ -191,12 +191,6 @@ def test_evaluations_are_those_of_one_rank_and_go_on_with_the_run(tmp_path):
     assert 1 + expected[expected[:, 1].argmin(), 0] in kept and len(kept) <= 3
 
 
-class Job:
-    """Rank 0 of a job of two ranks, as far as it reads the input."""
-
-    size, rank = 2, 0
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -215,7 +209,7 @@ def test_what_cannot_go_on_is_refused(runs, options, line):
     words = [str(word).format(**runs) for word in options]
     before = files_of(runs)
     with pytest.raises(ValueError, match=elided(line)):
-        verb.prepare(*verb.asked(Job(), words))
+        verb.prepare(*verb.asked(2, words))
     assert files_of(runs) == before
 
 

@@ -155,9 +155,6 @@ def test_a_text_that_is_not_there_is_left_as_it_is(word, elsewhere):
 
 
 def test_training_reads_the_default_text_in_an_empty_folder(elsewhere):
-    class Job:
-        size, rank = 1, 0
-
     asked = train.asked(1, ["--run.out", str(elsewhere / "out")])
     assert asked.config.data.path == "inputs/corpus"
     plan = train.prepare(*asked).plan

@@ -157,6 +157,7 @@ def test_a_run_folder_says_what_was_run(run):
         "environment.json",
         "train.log",
         "lock",
+        "metrics.jsonl",
         "position.json",
         "trace",
         "trace.h5",

@@ -369,6 +369,11 @@ class RunConfig:
     """asks the run to save and stop, as SIGTERM does"""
     watchdog_s: float = 300.0
     """the run is given up after so many seconds in which nothing moved"""
+    tensorboard: bool = False
+    """what metrics.jsonl has is written for TensorBoard, too (extra tensorboard)"""
+    metrics_hook: str | None = None
+    """MODULE:FUNCTION, which rank 0 calls with each record of metrics.jsonl, a dict (absent: none)
+    """
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hpc3d import limits
@@ -12,7 +11,7 @@ from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
 from hpc3d.training.footprint import least
-from hpc3d.training.log import layout_lines
+from hpc3d.training.log import duration, layout_lines
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -111,18 +110,6 @@ def _time(config: Config, seconds: float, machine: Machine | None) -> str:
         f"time on {machine.name}: {duration(seconds)} a step, {duration(steps * seconds)} in all "
         f"{steps}"
     )
-
-
-def duration(seconds: float) -> str:
-    """A time as people say it: 8.69 ms, 41 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
-    if seconds < 1:
-        return f"{1e3 * seconds:.3g} ms"
-    units: Sequence[tuple[str, int]] = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    whole = round(seconds)
-    for (name, size), (smaller, part) in pairwise(units):
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // part} {smaller}"
-    return f"{seconds:.2f} s" if seconds < 9.995 else f"{whole} s"
 
 
 def _size(count: float) -> str:

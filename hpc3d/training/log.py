@@ -1,4 +1,4 @@
-"""What a run says of itself, on the terminal and in train.log."""
+"""What a run says of itself, on the terminal, in train.log and in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.config.load import to_toml
+from hpc3d.config.input_file import Config
+from hpc3d.config.load import flat, literal
+from hpc3d.metrics_file import MetricsFile, sinks_of
+from hpc3d.model.families import with_epsilon
+from hpc3d.pipeline.schedule import find
+from hpc3d.pipeline.schedule import usual as usual_schedule
 from hpc3d.plain import plain
 from hpc3d.trace.segment import naming
 
@@ -18,7 +26,6 @@ if TYPE_CHECKING:
     from hpc3d.arrays.host_store import HostStore
     from hpc3d.comm.device_setup import Hardware
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.config.input_file import Config
     from hpc3d.runtime.job import Job
     from hpc3d.training.evaluator import Evaluation
     from hpc3d.training.trainer import Step
@@ -27,10 +34,13 @@ _LISTED = 8  # hosts, by name
 
 
 class Log:
-    """The lines of rank 0, on the terminal and in train.log."""
+    """The lines of rank 0, on the terminal and in train.log, and its records in metrics.jsonl."""
+
+    metrics: MetricsFile | None = None
 
     def __init__(self, path: Path, speaks: bool, mode: str = "w") -> None:
         self.path, self.file = path, path.open(mode, encoding="utf-8") if speaks else None
+        self.seconds: list[float] = []
 
     def say(self, line: str) -> None:
         if self.file:
@@ -57,7 +67,7 @@ class Log:
     ) -> None:
         config = plan.config
         sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
-        for line in to_toml(config).split("\n"):
+        for line in differences(config):
             self.say(line)
         for line in hosts(job.gather(socket.gethostname())):
             self.say(line)
@@ -67,13 +77,40 @@ class Log:
         if config.trace.clock == "cpu":
             self.say("times are CPU time: tokens/s are those of a second of rank 0's")
         rate = "samples/s" if config.torch.factory else " tokens/s"
-        self.say(f"step     loss  learning rate  gradient norm {rate}  communication  peak MB")
+        self.say(
+            f"step     loss  learning rate  gradient norm {rate}  communication  peak MB  done"
+        )
 
-    def step(self, done: Step) -> None:
+    def record(self, start: int, config: Config) -> None:
+        """Begin metrics.jsonl, or go on with it from step `start`."""
+        if self.file:
+            run = config.run
+            sinks = sinks_of(run.metrics_hook, run.tensorboard, self.path.parent)
+            self.metrics = MetricsFile(self.path.parent, start, sinks, self.say)
+
+    def step(self, done: Step, steps: int) -> None:
+        """A line and a record of a step of so many."""
+        if not self.metrics:
+            return
         rate = done.tokens / done.seconds
+        self.seconds.append(done.seconds)
+        left = median(self.seconds[1:] or self.seconds) * (steps - 1 - done.number)
         self.say(
             f"{done.number:4d} {done.loss:8.4f} {done.learning_rate:14.3e} {done.grad_norm:14.4f} "
-            f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}"
+            f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}  "
+            f"{done.number + 1}/{steps}" + f", {duration(left)} left" * (left > 0)
+        )
+        self.metrics.write(
+            step=done.number,
+            steps=steps,
+            loss=done.loss,
+            learning_rate=done.learning_rate,
+            gradient_norm=done.grad_norm,
+            tokens=done.tokens,
+            seconds=done.seconds,
+            tokens_per_s=rate,
+            communication=done.communication,
+            peak_bytes=done.peak,
         )
 
     def copies(self, store: HostStore, steps: int) -> None:
@@ -88,6 +125,52 @@ class Log:
             f"{done.perplexity:.2f}, accuracy {100 * done.accuracy:.2f} %; {done.tokens} tokens "
             f"in {done.seconds:.2f} s" + ", the best so far" * best
         )
+        if self.metrics:
+            self.metrics.write(
+                step=done.step,
+                validation_loss=done.loss,
+                perplexity=done.perplexity,
+                accuracy=done.accuracy,
+                evaluated_tokens=done.tokens,
+                evaluation_seconds=done.seconds,
+            )
+
+
+def differences(config: Config) -> list[str]:
+    """The keys of a settled configuration that are not as they are by default, a line each."""
+    usual = flat(Config()) | _settled(config)
+    found = {key: value for key, value in flat(config).items() if value != usual[key]}
+    return [f"{key} = {literal(value)}" for key, value in found.items()]
+
+
+def _settled(config: Config) -> dict[str, Any]:
+    """What keys that are absent by default are then settled to."""
+    train, model = (
+        replace(config.train, decay_steps=None),
+        replace(config.model, norm_epsilon=None),
+    )
+    schedule = usual_schedule(config.mesh.p)
+    return {
+        **dict.fromkeys(("mesh.x", "mesh.y", "mesh.z"), 1),
+        "parallel.schedule": schedule,
+        "parallel.chunks": find(schedule).chunks or 2,
+        "model.norm_epsilon": with_epsilon(model).norm_epsilon,
+        "model.vocabulary": 256 if config.data.tokenizer == "byte" else None,
+        "data.tokenizer": "byte",
+        "train.decay_steps": train.decaying(),
+    }
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: 8.69 ms, 41 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    units: Sequence[tuple[str, int]] = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    whole = round(seconds)
+    for (name, size), (smaller, part) in pairwise(units):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // part} {smaller}"
+    return f"{seconds:.2f} s" if seconds < 9.995 else f"{whole} s"
 
 
 def layout_lines(config: Config) -> Iterator[str]:

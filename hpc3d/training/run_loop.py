@@ -106,6 +106,7 @@ def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
 def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
     """Make the steps, until the last one or a request to stop; how many are done."""
     config, trainer, log = plan.config, run.trainer, run.log
+    log.record(run.start, config)
     replicas, spikes = (
         ReplicaCheck(trainer, config.guard.replicas_every),
         LossSpikes(config.guard.loss_spike_sigma),
@@ -115,7 +116,7 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
         if number % config.trace.sync_every == 0:
             trainer.mesh.trace.synchronise()
         step = trainer.step(number, stop.request)
-        log.step(step)
+        log.step(step, config.train.steps)
         if line := spikes.see(step.loss):
             log.say(line)
         replicas.after(number)

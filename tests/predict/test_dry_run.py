@@ -3,7 +3,7 @@
 import pytest
 
 from hpc3d import train
-from hpc3d.predict.dry_run import duration, taken
+from hpc3d.predict.dry_run import taken
 
 
 @pytest.fixture
@@ -67,19 +67,3 @@ def test_an_option_is_taken_out_of_the_words():
     words = ["a", "--ranks=4", "--machine", "h100", "--x"]
     assert (taken(words, "--ranks"), taken(words, "--machine")) == ("4", "h100")
     assert (words, taken(words, "--ranks")) == (["a", "--x"], None)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.00869, "8.69 ms"),
-        (1.5, "1.50 s"),
-        (41.2, "41 s"),
-        (59.6, "1 min 0 s"),
-        (200, "3 min 20 s"),
-        (18720, "5 h 12 min"),
-        (273600, "3 d 4 h"),
-    ],
-)
-def test_times_are_as_people_say_them(seconds, text):
-    assert duration(seconds) == text

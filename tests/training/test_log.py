@@ -1,6 +1,14 @@
-"""What the head of the log says of hosts."""
+"""What the log says of a run: its hosts, what is not as by default, its steps."""
 
-from hpc3d.training.log import hosts
+from dataclasses import replace
+
+import pytest
+
+from hpc3d.config.load import load
+from hpc3d.config.rules import resolve
+from hpc3d.metrics_file import read
+from hpc3d.training.log import Log, differences, duration, hosts
+from hpc3d.training.trainer import Step
 
 
 def test_several_hosts_are_named_with_their_ranks():
@@ -9,3 +17,59 @@ def test_several_hosts_are_named_with_their_ranks():
     many = [f"n{rank // 4}" for rank in range(64)]
     (line,) = hosts(many)
     assert line.startswith("64 ranks on 16 hosts: n0 4, n1 4, ") and line.endswith("n7 4, 8 more")
+
+
+def test_keys_are_named_that_are_not_as_by_default():
+    config = resolve(load(None, ["--train.steps", "5", "--mesh.x", "2"]), 2)
+    byte = replace(config.data, tokenizer="byte")
+    settled = replace(config.model, vocabulary=256)
+    train = replace(config.train, decay_steps=5)
+    config = replace(config, data=byte, model=settled, train=train)
+    assert differences(config) == ["mesh.x = 2", "train.steps = 5"]
+    longer = replace(config, train=replace(train, decay_steps=9))
+    assert differences(longer)[-1] == "train.decay_steps = 9"
+
+
+def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(tmp_path, capsys):
+    log = Log(tmp_path / "train.log", speaks=True)
+    log.record(0, load(None, []))
+    for number, seconds in enumerate([9.0, 2.0, 4.0, 3.0]):
+        log.step(Step(number, 5.0, 0.1, 1.5, 64, seconds, 0.25, 10**7, 0), 4)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("/")[2] for line in lines] == [
+        "4, 27 s left",
+        "4, 4.00 s left",
+        "4, 3.00 s left",
+        "4",
+    ]
+    assert (tmp_path / "train.log").read_text().splitlines() == lines
+    record = read(tmp_path)[2]
+    del record["time"]
+    assert record == {
+        **{"step": 2, "steps": 4, "loss": 5.0, "learning_rate": 0.1, "gradient_norm": 1.5},
+        **{"tokens": 64, "seconds": 4.0, "tokens_per_s": 16.0},
+        **{"communication": 0.25, "peak_bytes": 10**7},
+    }
+
+
+def test_other_ranks_are_silent(tmp_path, capsys):
+    log = Log(tmp_path / "train.log", speaks=False)
+    log.record(0, load(None, []))
+    log.step(Step(0, 5.0, 0.1, 1.5, 64, 1.0, 0.25, 10**7, 0), 4)
+    assert not capsys.readouterr().out and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.00869, "8.69 ms"),
+        (1.5, "1.50 s"),
+        (41.2, "41 s"),
+        (59.6, "1 min 0 s"),
+        (200, "3 min 20 s"),
+        (18720, "5 h 12 min"),
+        (273600, "3 d 4 h"),
+    ],
+)
+def test_times_are_as_people_say_them(seconds, text):
+    assert duration(seconds) == text

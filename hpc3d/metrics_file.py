@@ -1,0 +1,118 @@
+"""What a run comes to as it happens: metrics.jsonl in its folder, a JSON object a line.
+
+A step has `step`, `steps` (of the run), `loss`, `learning_rate`, `gradient_norm`, `tokens`,
+`seconds`, `tokens_per_s`, `communication` (a share of the step), `peak_bytes` (of the fullest
+rank) and `time` (seconds since 1970).  An evaluation has the `step` after which it was made,
+`validation_loss`, `perplexity`, `accuracy`, `evaluated_tokens`, `evaluation_seconds` and `time`.
+What is no finite number is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hpc3d.extras import need
+
+NAME = "metrics.jsonl"
+_Record = dict[str, Any]
+_Sink = Callable[[_Record], object]
+
+
+class MetricsFile:
+    """Writes the records of a run that begins with step `start`; those of later steps, which an
+    earlier attempt had done, are dropped.  Each goes to all `sinks`, too; one that raises is told
+    of by `say` and gets no more."""
+
+    def __init__(
+        self, folder: Path, start: int, sinks: Iterable[_Sink], say: Callable[[str], object]
+    ) -> None:
+        path = folder / NAME
+        kept = [line for line, record in _lines(path) if _done(record) <= start]
+        path.write_text("".join(kept), encoding="utf-8")
+        self.file, self.sinks, self.say = path.open("a", encoding="utf-8"), [*sinks], say
+
+    def write(self, **values: Any) -> None:
+        record = {key: _finite(value) for key, value in values.items()} | {"time": time.time()}
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        for sink in [*self.sinks]:
+            try:
+                sink(record)
+            except Exception as error:  # whatever a function of the user's does
+                self.sinks.remove(sink)
+                self.say(f"metrics: {type(error).__name__}: {error}; it gets no more of them")
+
+
+def read(folder: Path) -> list[_Record]:
+    """The records of a run so far.  A last line that is being written, or was when a run was
+    killed, is left out."""
+    return [record for _, record in _lines(folder / NAME)]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, _Record]]:
+    """Each whole line that is a record, and the record."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if line.endswith("\n") and isinstance(record, dict) and "step" in record:
+                yield line, record
+
+
+def _done(record: _Record) -> int:
+    """How many steps were done when it was written."""
+    return record["step"] + ("loss" in record)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) -> list[_Sink]:
+    """What else gets the records of a run in a `folder` (None: there is none yet, it is only asked
+    whether it could be); ValueError where there is no such function or package."""
+    sinks = [_function(hook)] if hook else []
+    if tensorboard:
+        need("run.tensorboard", "tensorboardX")
+        sinks += [_board(folder)] if folder else []
+    return sinks
+
+
+def _function(hook: str) -> _Sink:
+    """The function that MODULE:FUNCTION names."""
+    module, _, name = hook.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except Exception as error:  # an import runs what is the user's
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"run.metrics_hook = {hook!r}: {reason}; give MODULE:FUNCTION that can be imported"
+        ) from None
+    if not callable(found):
+        raise ValueError(f"run.metrics_hook = {hook!r}: no function; give MODULE:FUNCTION")
+    return found
+
+
+def _board(folder: Path) -> _Sink:
+    """A sink that writes scalars for TensorBoard."""
+    from tensorboardX import SummaryWriter
+
+    writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(record):
+        for key, value in record.items():
+            if key not in ("step", "steps", "time") and value is not None:
+                writer.add_scalar(key, value, record["step"], record["time"])
+        writer.flush()
+
+    return write

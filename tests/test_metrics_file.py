@@ -1,0 +1,81 @@
+"""metrics.jsonl: whole, continued, handed on."""
+
+import json
+import sys
+
+import pytest
+
+from hpc3d.metrics_file import NAME, MetricsFile, read, sinks_of
+from tests.runs import wait_for
+
+
+def steps(folder, numbers, start=0, sinks=()):
+    said = []
+    metrics = MetricsFile(folder, start, sinks, said.append)
+    for number in numbers:
+        metrics.write(step=number, loss=5.0 - number, gradient_norm=float("inf"))
+    metrics.file.close()
+    return said
+
+
+def test_each_record_is_a_line_of_json(tmp_path):
+    steps(tmp_path, range(3))
+    lines = (tmp_path / NAME).read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert records == read(tmp_path)
+    assert [record["loss"] for record in records] == [5, 4, 3]
+    assert all(record["gradient_norm"] is None and record["time"] > 1e9 for record in records)
+
+
+def test_a_run_that_goes_on_has_no_step_twice(tmp_path):
+    steps(tmp_path, range(5))
+    with (tmp_path / NAME).open("a") as file:
+        file.write('{"step": 2, "validation_loss": 1.5}\n{"step": 4, "validation_loss": 1.0}\n')
+        file.write('{"step": 5, "lo')  # the run was killed
+    assert len(read(tmp_path)) == 7
+    steps(tmp_path, [3, 4], start=3)
+    records = read(tmp_path)
+    assert [record["step"] for record in records if "loss" in record] == [0, 1, 2, 3, 4]
+    assert [record["step"] for record in records if "validation_loss" in record] == [2]
+
+
+def test_a_folder_without_them_has_none(tmp_path):
+    assert read(tmp_path) == []
+
+
+def test_what_fails_in_a_sink_is_told_once_and_the_run_goes_on(tmp_path):
+    seen = []
+
+    def bad(record):
+        seen.append(record["step"])
+        raise KeyError("nothing")
+
+    said = steps(tmp_path, range(3), sinks=[bad])
+    assert seen == [0] and len(said) == 1 and "KeyError" in said[0]
+    assert len(read(tmp_path)) == 3
+
+
+def test_a_hook_gets_every_record(tmp_path, monkeypatch):
+    (tmp_path / "my_metrics.py").write_text("got = []\ndef take(record): got.append(record)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    steps(tmp_path, range(2), sinks=sinks_of("my_metrics:take", tensorboard=False))
+    assert [record["step"] for record in sys.modules["my_metrics"].got] == [0, 1]
+
+
+@pytest.mark.parametrize("hook", ["nowhere:take", "json:nothing", "json:__doc__", "json", ":"])
+def test_a_hook_that_is_none_is_refused(hook):
+    with pytest.raises(ValueError, match=r"^run\.metrics_hook = "):
+        sinks_of(hook, tensorboard=False)
+
+
+def test_tensorboard_gets_every_scalar(tmp_path):
+    pytest.importorskip("tensorboardX", reason="extra tensorboard")
+    steps(tmp_path, range(3), sinks=sinks_of(None, tensorboard=True, folder=tmp_path))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    wait_for(lambda: b"loss" in file.read_bytes())  # a thread writes it
+
+
+def test_without_its_package_tensorboard_is_refused(monkeypatch):
+    monkeypatch.setattr("hpc3d.extras.find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=r"pip install 'hpc3d\[tensorboard\]'"):
+        sinks_of(None, tensorboard=True)
