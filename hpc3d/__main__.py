@@ -8,7 +8,7 @@ from importlib import import_module
 
 COMMANDS = (
     *("train", "generate", "plan", "simulate", "partition"),
-    *("report", "checkpoint", "prepare", "bench", "doctor"),
+    *("watch", "report", "checkpoint", "prepare", "bench", "doctor"),
 )
 USAGE = """
     hpc3d COMMAND ...  =  python -m hpc3d COMMAND ...  =  python -m hpc3d.COMMAND ...
