@@ -7,9 +7,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d import metrics_file, trace
+from hpc3d import trace
 from hpc3d.analyze.report.run_analysis import RunAnalysis, analyze_run
 from hpc3d.analyze.report.verdict import verdict
+from hpc3d.runtime import metrics_file
 from hpc3d.trace.locate import trace_of
 
 if TYPE_CHECKING:

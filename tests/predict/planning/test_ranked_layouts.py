@@ -5,7 +5,7 @@ import pytest
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.planning.ranked_layouts import allowed, as_plain, ranked, searched
 
-WORDS = "--model.hidden 32 --model.heads 4 --model.layers 2 --train.batch 8".split()
+WORDS = ["--model.hidden", "32", "--model.heads", "4", "--model.layers", "2", "--train.batch", "8"]
 
 
 def test_layouts_are_searched_ranked_and_told():
