@@ -83,10 +83,7 @@ def _step_parser():
 
 
 def _step(options, overrides):
-    from hpc3d.predict.assumptions import of_mixture
-    from hpc3d.predict.machine.machine_file import load
-    from hpc3d.predict.simulation.simulator import load_resolved, simulate
-    from hpc3d.predict.simulation.summary import summary
+    from hpc3d.predict.simulation.predicted_step import predicted_step
 
     folder = options.input if options.input.is_dir() else None
     if folder and (overrides or options.ranks):
@@ -97,38 +94,17 @@ def _step(options, overrides):
     if options.out and options.out.exists():
         raise ValueError(f"--out {options.out} exists: name a new folder")
     source = folder / "config.toml" if folder else options.input
-    config = load_resolved(source, overrides, options.ranks, of_run=folder is not None)
-    machine = load(options.machine)
-    runs = simulate(config, config.model.vocabulary, machine)
-    found = summary(runs, config, machine) | _evaluation(config, machine)
-    if mixture := of_mixture(config):
-        found["mixture"] = mixture
+    step = predicted_step(source, overrides, options.machine, options.ranks, bool(folder))
     kept = []
     if folder:
-        kept.append(_keep_beside(folder, runs, found))
+        kept.append(_keep_beside(folder, step.runs, step.summary))
     if options.out:
-        kept.append(_keep(options.out, runs, config, machine))
-    _print_step(config, found)
+        kept.append(f"written to {step.keep(options.out)}")
+    _print_step(step.config, step.summary)
     for line in kept:
         print(f"\n{plain(line)}")
     if options.json:
-        print(json.dumps(found))
-
-
-def _evaluation(config, machine):
-    """What evaluations add to the numbers of a step, where there are any."""
-    if not config.train.eval_every:
-        return {}
-    from hpc3d.predict.simulation.evaluated_batch import seconds_of_batch
-
-    return {"evaluation_batch_s": seconds_of_batch(config, config.model.vocabulary, machine)}
-
-
-def _keep(out, runs, config, machine):
-    from hpc3d.predict.simulation.write_trace import write_trace
-
-    out.mkdir(parents=True)
-    return f"written to {write_trace(out, runs, config, machine)}"
+        print(json.dumps(step.summary))
 
 
 def _batches(train, seconds):
