@@ -2,7 +2,10 @@
 
 From Python (docs/api.md):
 
-    from hpc3d import Grid, Layout, Matmul, SCHEDULES, SCHEMES, Split, load_config, run_threads
+    cube = hpc3d.Cube(x=2, y=2, z=2)                        # ranks are threads
+    y = cube.matmul(x, w)                                   # the product, sharded
+    run = hpc3d.train_model("gpt-serial", ranks=8, mesh={"x": 2, "y": 2, "z": 2})
+    run.timeline()                                          # a step of it, as a figure
 """
 
 __version__ = "0.1.0"
@@ -10,14 +13,20 @@ __version__ = "0.1.0"
 # The Python interface.  A name is imported when it is first asked for: a rank pays for nothing
 # that it does not use.
 PUBLIC = {
+    "Cube": "hpc3d.library.cube:Cube",
     "Grid": "hpc3d.comm.grid:Grid",
     "Layout": "hpc3d.tensor.layout:Layout",
     "Matmul": "hpc3d.tensor.matmul:Matmul",
     "SCHEDULES": "hpc3d.pipeline.schedule:SCHEDULES",
     "SCHEMES": "hpc3d.tensor.split:SCHEMES",
     "Split": "hpc3d.tensor.split:Split",
+    "find_layouts": "hpc3d.library.found_layouts:find_layouts",
     "load_config": "hpc3d.config.load:load",
+    "open": "hpc3d.library.opened_run:open_run",
+    "predict_step": "hpc3d.library.step_prediction:predict_step",
     "run_threads": "hpc3d.comm.threads:run",
+    "simulate_schedule": "hpc3d.library.schedule_simulation:simulate_schedule",
+    "train_model": "hpc3d.library.launched_run:train_model",
 }
 
 

@@ -24,7 +24,7 @@ FLOORS = [
     {"analyze", "checkpoints"},
     {"predict", "generation"},
     {"partition"},
-    {"studies", "benchmarks", "cli"},
+    {"studies", "benchmarks", "cli", "library"},
 ]
 FLOOR = {folder: number for number, folders in enumerate(FLOORS) for folder in folders}
 
