@@ -197,7 +197,7 @@ def _received(recorders: Iterable[MemoryRecorder]) -> Records:
     return Records(
         {
             "axis": axis,
-            "operation": op,
+            "op": op,
             "calls": calls[axis, op],
             "bytes": most[axis, op],
             "total_bytes": total[axis, op],

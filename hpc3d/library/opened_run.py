@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 from hpc3d.library.drawing import Drawing
 from hpc3d.library.records import Records
+from hpc3d.plain import plain
 from hpc3d.trace.locate import trace_of
 from hpc3d.trace.reader import Trace
 
@@ -55,7 +56,11 @@ class Run:
     def __repr__(self) -> str:
         attrs = self.trace.attrs
         steps = len(self.losses)
-        return f"Run({attrs['run_id']}): {attrs['kind']}, {self.ranks} ranks, {steps} steps"
+        sizes = [
+            f"{count} {word}{'s'[: count != 1]}"
+            for count, word in ((self.ranks, "rank"), (steps, "step"))
+        ]
+        return plain(f"Run({attrs['run_id']}): {attrs['kind']}, {', '.join(sizes)}")
 
     def close(self) -> None:
         """Close the file; what was read before stays."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.extras import need
@@ -42,6 +43,6 @@ def _written(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
+    if isinstance(value, Integral):
+        return f"{int(value):,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

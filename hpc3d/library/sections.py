@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 from hpc3d.config.load import literal
@@ -13,7 +14,7 @@ def options_of(values: Mapping[str, Any]) -> list[str]:
 
     options_of({"seed": 1, "mesh": {"x": 2}})  ->  ["--seed", "1", "--mesh.x", "2"]
 
-    They are understood and refused as those of a command line are.
+    They are understood and refused as those of a command line are; None leaves a value as it is.
     """
     return [word for key, value in _flat(values) for word in (f"--{key}", _text(value))]
 
@@ -23,11 +24,12 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{key}.")
-        else:
+        elif value is not None:
             yield f"{above}{key}", value
 
 
 def _text(value: Any) -> str:
     """A value as TOML has it: what is no number, truth value or list is a text."""
-    plain = value if isinstance(value, bool | int | float | list | tuple) else str(value)
-    return literal(plain)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return str(int(value))  # NumPy's, too
+    return literal(value if isinstance(value, bool | float | list | tuple) else str(value))

@@ -71,7 +71,7 @@ class StepPrediction:
     def received(self) -> Records:
         """Calls, and bytes that a rank of stage 0 receives in the step, by axis and operation."""
         return Records(
-            {"axis": axis, "operation": op, **each}
+            {"axis": axis, "op": op, **each}
             for axis, ops in self._step.summary["bytes"].items()
             for op, each in ops.items()
         )
@@ -94,7 +94,7 @@ class StepPrediction:
     def __repr__(self) -> str:
         fits = "fits" if self.fits else "does not fit"
         return (
-            f"{self.config.name} on {self.ranks} ranks of {self.machine}: "
+            f"{self.config.name} on {self.ranks} rank{'s'[: self.ranks > 1]} of {self.machine}: "
             f"{self.step_time_s:.4g} s a step, MFU {self.mfu:.1%}, bubble {self.bubble:.1%}, "
             f"{self.peak_bytes / 1e9:.3g} GB a rank, which {fits}"
         )
