@@ -25,7 +25,7 @@ def test_nothing_is_drawn_before_it_is_looked_at(tmp_path):
 
 
 def test_other_endings_and_folders_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="a.gif: "):
+    with pytest.raises(ValueError, match=r"a\.gif: "):
         Drawing(figure).save(tmp_path / "a.gif")
-    with pytest.raises(OSError, match="no/a.png"):
+    with pytest.raises(OSError, match=r"no/a\.png"):
         Drawing(figure).save(tmp_path / "no" / "a.png")

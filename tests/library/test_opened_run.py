@@ -30,7 +30,7 @@ def test_tables_are_those_of_the_report(folder):
         (step,) = run.tables["step"]
         assert step["ranks"] == 2 and step["step_s_median"] > 0
         assert {row["axis"] for row in run.tables["waits"]} >= {"x"}
-        with pytest.raises(ValueError, match="no table 'wait'; .* waits"):
+        with pytest.raises(ValueError, match=r"no table 'wait'; .* waits"):
             run.tables["wait"]
     assert len(run.tables) == len([*run.tables])  # what was read stays
 
@@ -47,12 +47,12 @@ def test_a_step_is_drawn(folder):
 def test_its_report_is_written(folder, tmp_path):
     with open_run(folder) as run:
         page = run.report(tmp_path / "report")
-        assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+        assert page.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
         assert run.report() == folder / "report" / "report.html"
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no-run: .* results/NAME-STAMP"):
+    with pytest.raises(ValueError, match=r"no-run: .* results/NAME-STAMP"):
         open_run(tmp_path / "no-run")
     with pytest.raises(ValueError, match=f"{tmp_path}: not the folder of a run"):
         open_run(tmp_path)

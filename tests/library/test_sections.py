@@ -28,5 +28,5 @@ def test_values_arrive_as_what_they_are():
 
 
 def test_a_wrong_key_is_refused_with_the_line_of_the_command():
-    with pytest.raises(ValueError, match="train.lr: .* train.learning_rate"):
+    with pytest.raises(ValueError, match=r"train\.lr: .* train\.learning_rate"):
         load(None, options_of({"train": {"lr": 1}}))

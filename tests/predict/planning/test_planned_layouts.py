@@ -9,12 +9,12 @@ TINY = ["--model.layers=1", "--model.hidden=32", "--model.heads=4", "--train.bat
 
 
 def test_an_input_that_no_layout_mends_is_refused_before_a_search():
-    with pytest.raises(ValueError, match="parallel.schedule = 'x'"):
-        plan_layouts("gpt-serial", ["--parallel.schedule", "x"], 4, load("h100"))
+    with pytest.raises(ValueError, match=r"mesh\.order = 'x y'"):
+        plan_layouts("gpt-serial", ["--mesh.order", "x y"], 4, load("h100"))
 
 
 def test_where_nothing_fits_the_nearest_is_named():
-    with pytest.raises(ValueError, match="no layout fits 0.00 MB: .* comes closest with .* on "):
+    with pytest.raises(ValueError, match=r"no layout fits 0\.00 MB: .* comes closest with .* on "):
         plan_layouts("gpt-serial", TINY, 1, load("h100"), 1000.0)
 
 

@@ -1,0 +1,47 @@
+"""The notebooks: they run, say what they should, and are kept without outputs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mpi import TURN, surroundings
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def name_of(path):
+    return path.stem
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_a_notebook_is_kept_without_outputs_and_found(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    assert cells[0]["cell_type"] == "markdown" and cells[0]["source"][0].startswith("# ")
+    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
+    for page in ("api.md", "tutorial.md"):
+        assert f"(../notebooks/{path.name})" in (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_a_notebook_runs(path, tmp_path):
+    environment = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.run_notebook", str(path)]
+    with TURN:
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = {"cube": "3d     ", "pipeline": "an image of", "layout_costs": "<table>"}
+    assert shown[path.stem] in done.stdout
