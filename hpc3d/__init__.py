@@ -2,10 +2,11 @@
 
 From Python (docs/api.md):
 
-    cube = hpc3d.Cube(x=2, y=2, z=2)                        # ranks are threads
-    y = cube.matmul(x, w)                                   # the product, sharded
-    run = hpc3d.train_model("gpt-serial", ranks=8, mesh={"x": 2, "y": 2, "z": 2})
-    run.timeline()                                          # a step of it, as a figure
+    import hpc3d
+
+    cube = hpc3d.Cube(x=2, y=2, z=2)        # ranks are threads
+    y = cube.matmul(x, w)                   # the 3-D algorithm; cube.calls: who received what
+    run = hpc3d.open("results/RUN")         # run.verdict, run.losses, run.timeline()
 """
 
 __version__ = "0.1.0"
@@ -20,13 +21,13 @@ PUBLIC = {
     "SCHEDULES": "hpc3d.pipeline.schedule:SCHEDULES",
     "SCHEMES": "hpc3d.tensor.split:SCHEMES",
     "Split": "hpc3d.tensor.split:Split",
-    "find_layouts": "hpc3d.library.found_layouts:find_layouts",
+    "find_layouts": "hpc3d.library.commands:find_layouts",
     "load_config": "hpc3d.config.load:load",
-    "open": "hpc3d.library.opened_run:open_run",
-    "predict_step": "hpc3d.library.step_prediction:predict_step",
+    "open": "hpc3d.library.commands:open_run",
+    "predict_step": "hpc3d.library.commands:predict_step",
     "run_threads": "hpc3d.comm.threads:run",
-    "simulate_schedule": "hpc3d.library.schedule_simulation:simulate_schedule",
-    "train_model": "hpc3d.library.launched_run:train_model",
+    "run_training": "hpc3d.library.commands:run_training",
+    "simulate_schedule": "hpc3d.library.commands:simulate_schedule",
 }
 
 

@@ -144,6 +144,7 @@ def _report(
     """Print what was found, and write the input file."""
     from hpc3d.predict.assumptions import lines, of_mixture
     from hpc3d.predict.planning.planned_layouts import TOP, gigabytes
+    from hpc3d.predict.planning.ranked_layouts import searched
 
     config, found, ranking = planned.config, planned.found, planned.ranking
     best = planned.best[: options.top or TOP]
@@ -197,16 +198,16 @@ def _told(
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
     """The rows as plain values."""
-    from hpc3d.predict.planning.planned_layouts import values_of
+    from hpc3d.predict.planning.ranked_layouts import as_plain
 
     return {
-        "layouts": [values_of(row) for row in best],
+        "layouts": [as_plain(row) for row in best],
         "named": {
-            where: {name: row and values_of(row) for name, row in rows.items()}
+            where: {name: row and as_plain(row) for name, row in rows.items()}
             for where, rows in named.items()
         },
         "losers": [
-            {"reason": reason, "count": count, "nearest": values_of(nearest)}
+            {"reason": reason, "count": count, "nearest": as_plain(nearest)}
             for reason, count, nearest in losers
         ],
     }
@@ -215,18 +216,6 @@ def _told(
 def _here(mesh: MeshConfig) -> str:
     others = "".join(f" {axis}={getattr(mesh, axis)}" for axis in "ce" if getattr(mesh, axis) > 1)
     return f"p={mesh.p} d={mesh.d}{others} as in the input"
-
-
-def searched(found: Found, ranking: Ranking) -> dict[str, int]:
-    """How many layouts there are, and what became of their sizes."""
-    return {
-        "layouts": found.considered,
-        "timed": len(found.timed),
-        "cut": len(found.cut),
-        "left": len(found.left),
-        "estimates": ranking.search.candidates.count,
-        "simulated": len(ranking.known),
-    }
 
 
 def _apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:

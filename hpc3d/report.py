@@ -17,7 +17,7 @@ from pathlib import Path
 from hpc3d import trace
 from hpc3d.analyze.export.formats import FORMATS, events_of, export
 from hpc3d.analyze.metrics.wait_states import calls_of
-from hpc3d.analyze.report import markdown
+from hpc3d.analyze.report import markdown, terminal
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.write import clear, write
 from hpc3d.cli import Parser, read_no_more, run
@@ -31,9 +31,10 @@ Report what a run cost, from its trace: time, calls and bytes of a training step
 axis and operation, who waited for whom, the critical path, memory by kind, and the loss; of a
 pipeline also what each stage did. Several runs are also compared with each other.
 
-The report is printed and written to the output folder: report.html, one page that needs no other
-file and no network; report.md; figures/ as PNG and SVG; tables/ as CSV in SI units, Markdown and
-LaTeX; and, on request, exports/ for other programs. A report that lies there is replaced.
+A dozen lines are printed, the whole report is written to the output folder: report.html, one page
+that needs no other file and no network; report.md; figures/ as PNG and SVG; tables/ as CSV in SI
+units, Markdown and LaTeX; and, on request, exports/ for other programs. A report that lies there
+is replaced.
 The trace is merged first if the ranks have written more than it has."""
 
 
@@ -72,6 +73,7 @@ def _parser():
         help="the steps to be exported, or the only one (default: all)",
     )
     add("--merge", action="store_true", help="merge the segments again, even if trace.h5 exists")
+    add("--print", action="store_true", help="print all tables, and not a dozen lines")
     add("--json", action="store_true", help="print all tables as one JSON object on the last line")
     return parser
 
@@ -116,8 +118,9 @@ def _report(options):
                 export(options.export, events, out / "exports" / name)
     with naming(out):
         write(report, out, options.tables)
-    _say(markdown.page(report))
-    _say(plain(f"written to {out}"))
+    _say(markdown.page(report) if options.print else "\n".join(map(plain, terminal.lines(report))))
+    page = out if options.tables else out / "report.html"
+    _say(plain(f"written to {page}"))
     if options.json:
         _say(json.dumps({"out": str(out), **_plain(report)}, allow_nan=False))
 

@@ -79,7 +79,7 @@ def _step_parser():
 
 
 def _step(options, overrides):
-    from hpc3d.predict.simulation.predicted_step import predicted_step
+    from hpc3d.predict.predicted_step import predicted_step
 
     folder = options.input if options.input.is_dir() else None
     if folder and (overrides or options.ranks):

@@ -193,8 +193,8 @@ def prepare(config: Config, run: Path | None) -> Opened:
     wrong."""
     from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.config import load
-    from hpc3d.metrics_file import sinks_of
     from hpc3d.pipeline.program import program_of
+    from hpc3d.runtime.metrics_file import sinks_of
     from hpc3d.training import run_folder as folder
     from hpc3d.training.footprint import refuse_what_cannot_fit
     from hpc3d.training.run_loop import RunPlan

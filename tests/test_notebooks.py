@@ -43,5 +43,5 @@ def test_a_notebook_runs(path, tmp_path):
             check=False,
         )
     assert (done.returncode, done.stderr) == (0, "")
-    shown = {"cube": "3d     ", "pipeline": "an image of", "layout_costs": "<table>"}
+    shown = {"cube": "3d     ", "pipeline": "an image of", "layouts": "<td>43520</td>"}
     assert shown[path.stem] in done.stdout

@@ -1,1 +1,1 @@
-"""What notebooks and scripts call: a cube of threads, training, predictions, plans, runs."""
+"""hpc3d from Python: docs/api.md."""

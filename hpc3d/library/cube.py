@@ -1,206 +1,178 @@
-"""A cube of ranks that are threads of this process, and the sharded product on it.
-
-cube = hpc3d.Cube(x=2, y=2, z=2)
-y = cube.matmul(x, w)              # whole arrays in, the whole product out
-cube.received                      # calls and bytes by axis and operation
-"""
+"""A cube of ranks for a notebook: threads of this process that multiply together."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.grid import Grid
-from hpc3d.comm.mesh import AXES
 from hpc3d.comm.threads import meshes, run
-from hpc3d.library.records import Records
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.summary import moved_by
 from hpc3d.tensor.matmul import Matmul
 from hpc3d.tensor.split import SCHEMES, Split
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
+    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.tensor.layout import Layout
 
 _MOST = 512  # threads
-_AXES = tuple(axis for axis in AXES if axis != "p")  # a product has no stages
+
+
+class Received(NamedTuple):
+    """What a rank received in calls of one kind, in bytes, the mean over ranks."""
+
+    axis: str
+    operation: str
+    calls: float
+    received: float
+
+
+class _Done(NamedTuple):
+    """A rank's blocks of a product, and {(axis, operation): (calls, bytes)}."""
+
+    mesh: Mesh
+    blocks: tuple[Array, ...]
+    moved: dict[tuple[str, str], tuple[int, int]]
 
 
 class Cube:
-    """Ranks on named axes, a thread each: `Cube(x=2, y=3, z=2)` has 12, z varying fastest.
+    """Ranks along the axes x, y and z, one thread each.
 
-    `received` says what the last product moved: a row for each axis and operation, with the
-    `calls` of a rank, the `bytes` that a rank received, the most of any, and `total_bytes`, those
-    of all ranks.  Bytes are those of bandwidth-optimal algorithms, with which each of g ranks
-    receives (1 - 1/g) w of a gathered block of w bytes (Chan et al. 2007, doi:10.1002/cpe.1206).
+    Matrices are given and returned whole; each rank gets its block, and `calls` has what the last
+    product moved (arXiv:2105.14450, section 3; docs/theory.md has the formulas).
 
-    ValueError for axes that a product does not have, and for sizes that are no ranks.
+        cube = Cube(x=2, y=2, z=2)
+        y = cube.matmul(x, w)                    # x @ w, by the 3-D algorithm
+        cube.calls                               # [Received("x", "all_gather", ...), ...]
     """
 
-    received: Records
-
-    def __init__(self, **sizes: int) -> None:
-        for axis, size in sizes.items():
-            if axis not in _AXES:
-                raise ValueError(f"axis {axis}: a cube has axes {', '.join(_AXES)}")
+    def __init__(self, x: int = 1, y: int = 1, z: int = 1) -> None:
+        self.sizes = {"x": x, "y": y, "z": z}
+        for axis, size in self.sizes.items():
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{axis} = {size!r}: must be a whole number of ranks, 1 or more")
-        self.grid = Grid(sizes)
+                raise ValueError(f"Cube: {axis} = {size!r}: an axis has 1 rank or more")
         if self.ranks > _MOST:
-            raise ValueError(f"{self.ranks} ranks: a cube of threads has {_MOST} at most")
-        self.sizes, self.received = self.grid.sizes, Records()
-        self._meshes: list[Mesh] = meshes(sizes)[0]
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self.grid.size
+            raise ValueError(f"Cube: {self.ranks} ranks: threads can be {_MOST} at most")
+        self.calls: list[Received] = []
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
         return f"Cube({sizes}): {self.ranks} ranks on threads"
 
-    def matmul(self, x: ArrayLike, w: ArrayLike, scheme: str | Split = "3d") -> np.ndarray:
-        """Y[m, n] = X[m, k] W[k, n]: every rank gets its blocks, the ranks multiply, and their
-        blocks of Y are put together.
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return prod(self.sizes.values())
 
-        x: [m, k], w: [k, n]; their common type is that of the product.  `scheme` is a name of
-        `hpc3d.SCHEMES` or a `hpc3d.Split`.  ValueError for shapes that do not fit each other or do
-        not divide over the axes, and for an axis that the scheme does not use.  The 3-D scheme is
-        that of arXiv:2105.14450.
-        """
-        split = self._split(scheme)
-        x, w = _matrices(x=x, w=w)
-        m, n = _sizes(x, w)
-        self._refuse_uneven(split.y, (m, n), "Y")
-        xs, ws = self.shard(x, split.x, "X"), self.shard(w, split.w, "W")
-
-        def product(mesh):
-            return Matmul(mesh, split).forward(xs[mesh.rank], ws[mesh.rank])
-
-        return self.unshard(self._run(product), split.y)
-
-    def matmul_backward(
-        self, x: ArrayLike, w: ArrayLike, dy: ArrayLike, scheme: str | Split = "3d"
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The gradients dX = dY W' [m, k] and dW = X' dY [k, n] of a loss, from dY [m, n].
-
-        The ranks gather X and W again, as after a forward pass that kept only what is stored.
-        """
-        split = self._split(scheme)
-        x, w, dy = _matrices(x=x, w=w, dy=dy)
-        if dy.shape != (shape := _sizes(x, w)):
-            raise ValueError(f"dy {[*dy.shape]}: x w is {[*shape]}; give a gradient of that shape")
-        blocks = [
-            self.shard(matrix, layout, name)
-            for matrix, layout, name in ((x, split.x, "X"), (w, split.w, "W"), (dy, split.y, "dY"))
-        ]
-
-        def gradients(mesh):
-            return Matmul(mesh, split).backward(*(each[mesh.rank] for each in blocks))
-
-        dxs, dws = zip(*self._run(gradients), strict=True)
-        return self.unshard(dxs, split.x), self.unshard(dws, split.w)
-
-    def shard(self, whole: np.ndarray, layout: Layout, name: str = "array") -> list[np.ndarray]:
-        """The block of each rank, in rank order, of a `whole` array that is stored as `layout`
-        says (`hpc3d.SCHEMES["3d"].x`, .w and .y are layouts)."""
-        self._refuse_uneven(layout, whole.shape, name)
+    def shard(self, whole: np.ndarray, layout: Layout) -> list[np.ndarray]:
+        """The block of a matrix that each rank stores, in rank order, z varying fastest; `layout`
+        is one of `layouts`.  ValueError where a dim does not divide."""
         return [
-            np.ascontiguousarray(whole[layout.slices(whole.shape, mesh)]) for mesh in self._meshes
+            np.ascontiguousarray(whole[layout.slices(whole.shape, mesh)])
+            for mesh in meshes(self.sizes)[0]
         ]
 
-    def unshard(self, blocks: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
-        """The whole array of the blocks of all ranks, in rank order: what `shard` undoes."""
-        largest = max(blocks, key=np.size)
-        counts = [self._meshes[0].count(axes) for axes in layout]
-        whole = np.empty([size * n for size, n in zip(largest.shape, counts)], largest.dtype)
-        for mesh, block in zip(self._meshes, blocks, strict=True):
-            whole[layout.slices(whole.shape, mesh)] = block
-        return whole
+    def layouts(self, scheme: str | Split = "3d") -> dict[str, Layout]:
+        """How a scheme stores each matrix: {"x": ..., "w": ..., "y": ...}."""
+        split = _split(scheme)
+        return {"x": split.x, "w": split.w, "y": split.y}
 
-    def _refuse_uneven(self, layout: Layout, shape: Sequence[int], name: str) -> None:
-        try:
-            layout.slices(shape, self._meshes[0])
-        except ValueError as error:
-            raise ValueError(f"{name} {[*shape]}: {error}") from None
+    def matmul(self, x: np.ndarray, w: np.ndarray, scheme: str | Split = "3d") -> np.ndarray:
+        """The product of x [m, k] and w [k, n], float32 or float64; ValueError where the blocks
+        of a scheme (a name of `SCHEMES`, or a `Split`) are not whole, or it does not use an axis
+        of the cube."""
+        return self._run(scheme, x, w)[0]
 
-    def _split(self, scheme: str | Split) -> Split:
-        """The Split of a scheme; ValueError if it is not known, or leaves ranks without work."""
-        if isinstance(scheme, str):
-            split = SCHEMES.get(scheme)
-        else:
-            split, scheme = scheme, "of that split"
-        if split is None:
-            near = get_close_matches(scheme, SCHEMES, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"scheme = {scheme!r}: {hint}known are {', '.join(SCHEMES)}")
-        cut = f"{split.m} {split.n} {split.k}".split()
-        for axis, size in self.sizes.items():
-            if size > 1 and axis not in cut:
-                raise ValueError(
-                    f"{axis} = {size}: the scheme {scheme} does not split along {axis}; use 1"
-                )
-        return split
+    def gradients(
+        self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, scheme: str | Split = "3d"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """dx = dy w^T and dw = x^T dy, of the same shapes as x and w."""
+        return self._run(scheme, x, w, dy)
 
-    def _run(self, function: Callable[[Mesh], Any]) -> list[Any]:
-        """The results of `function(mesh)` on all ranks; `received` is what its calls moved."""
-        recorders = {}
-
-        def recorded(mesh):
-            recorder = recorders[mesh.rank] = MemoryRecorder(mesh.rank, time.monotonic_ns)
-            return function(mesh.traced(recorder))
-
-        results = run(self.sizes, recorded)
-        self.received = _received(recorders.values())
-        return results
+    def _run(self, scheme, x, w, dy=None):
+        split = _split(scheme)
+        _refuse_idle(split, self.sizes)
+        x, w = np.asarray(x), np.asarray(w)
+        _check(split, x, w, dy, self.sizes)
+        results = run(self.sizes, lambda mesh: _product(mesh, split, x, w, dy))
+        self.calls = _calls(results)
+        shapes = {"x": x.shape, "w": w.shape, "y": (len(x), w.shape[1])}
+        names = ["y"] if dy is None else ["x", "w"]
+        wholes = [np.empty(shapes[name], x.dtype) for name in names]
+        for mesh, blocks, _ in results:
+            for name, whole, block in zip(names, wholes, blocks, strict=True):
+                where = getattr(split, name).slices(whole.shape, mesh)
+                if block.size:
+                    whole[where] = block
+        return wholes
 
 
-def _matrices(**named: ArrayLike) -> list[np.ndarray]:
-    """Matrices of one type; ValueError for what is none."""
-    found = {name: np.asarray(each) for name, each in named.items()}
-    for name, each in found.items():
-        if each.ndim != 2 or each.dtype.kind not in "iuf":
-            raise ValueError(
-                f"{name} {[*each.shape]} of {each.dtype}: must be a matrix of real numbers"
-            )
-    return [each.astype(np.result_type(*found.values()), copy=False) for each in found.values()]
+def _split(scheme: str | Split) -> Split:
+    """The Split of a scheme."""
+    if not isinstance(scheme, str):
+        return scheme
+    if scheme not in SCHEMES:
+        raise ValueError(f"{scheme}: no such scheme; there are {', '.join(SCHEMES)}")
+    return SCHEMES[scheme]
 
 
-def _sizes(x: np.ndarray, w: np.ndarray) -> tuple[int, int]:
-    """The shape of x w."""
-    if x.shape[1] != w.shape[0]:
-        raise ValueError(
-            f"x {[*x.shape]} and w {[*w.shape]}: the columns of x are not as many as the rows of w"
-        )
-    return x.shape[0], w.shape[1]
+def _refuse_idle(split: Split, sizes: Mapping[str, int]) -> None:
+    """ValueError for an axis whose ranks would all do the same."""
+    cut = f"{split.m} {split.n} {split.k}".split()
+    for axis, size in sizes.items():
+        if size > 1 and axis not in cut:
+            raise ValueError(f"{axis} = {size}: the scheme does not split along {axis}; use 1")
 
 
-def _received(recorders: Iterable[MemoryRecorder]) -> Records:
-    """The rows of `Cube.received`."""
+def _check(split, x, w, dy, sizes):
+    """ValueError where matrices do not fit together, or have no whole blocks."""
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+        raise ValueError(f"x {x.shape} and w {w.shape}: there is no product of these")
+    if x.dtype != w.dtype or x.dtype not in (np.float32, np.float64):
+        raise ValueError(f"x is {x.dtype} and w {w.dtype}: give both as float32 or as float64")
+    shapes = {"x": x.shape, "w": w.shape, "y": (len(x), w.shape[1])}
+    if dy is not None and np.shape(dy) != shapes["y"]:
+        raise ValueError(f"dy {np.shape(dy)}: must be {shapes['y']}, as x @ w")
+    for name, shape in shapes.items():
+        for dim, (size, axes) in enumerate(zip(shape, getattr(split, name), strict=True)):
+            parts = int(np.prod([sizes.get(axis, 1) for axis in axes]))
+            if size % parts:
+                raise ValueError(f"{name} {shape}: dim {dim} has no {parts} equal parts")
+
+
+def _product(mesh: Mesh, split: Split, x: Array, w: Array, dy: Array | None) -> _Done:
+    """A rank's blocks of the result, and what it received."""
+    recorder = MemoryRecorder(mesh.rank, lambda: 0)
+    product = Matmul(mesh.traced(recorder), split)
+    block = {
+        name: np.ascontiguousarray(whole[getattr(split, name).slices(whole.shape, mesh)])
+        for name, whole in (("x", x), ("w", w), ("y", dy))
+        if whole is not None
+    }
+    blocks: tuple[Array, ...]
+    if dy is None:
+        blocks = (product.forward(block["x"], block["w"]),)
+    else:
+        blocks = product.backward(block["x"], block["w"], block["y"])
+    axes = [group["axis"] for group in recorder.header["groups"]]
+    return _Done(mesh, blocks, moved_by(recorder.rows(), axes))
+
+
+def _calls(results: Sequence[_Done]) -> list[Received]:
+    """The means over ranks, by axis and operation."""
     calls: Counter[tuple[str, str]] = Counter()
-    most, total = calls.copy(), calls.copy()
-    for recorder in recorders:
-        axes = [group["axis"] for group in recorder.header["groups"]]
-        for key, (count, nbytes) in moved_by(recorder.rows(), axes).items():
-            calls[key] = max(calls[key], count)
-            most[key] = max(most[key], nbytes)
-            total[key] += nbytes
-    return Records(
-        {
-            "axis": axis,
-            "op": op,
-            "calls": calls[axis, op],
-            "bytes": most[axis, op],
-            "total_bytes": total[axis, op],
-        }
-        for axis, op in sorted(calls)
-    )
+    received = calls.copy()
+    for done in results:
+        for key, (count, amount) in done.moved.items():
+            calls[key] += count
+            received[key] += amount
+    ranks = len(results)
+    return [
+        Received(axis, op, count / ranks, received[axis, op] / ranks)
+        for (axis, op), count in calls.items()
+    ]

@@ -1,85 +1,60 @@
-"""Which layouts are fastest on so many ranks, from Python."""
+"""The fastest layouts on so many ranks, for a notebook."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.library.records import Records
-from hpc3d.library.sections import options_of
-from hpc3d.predict.machine.machine_file import load
-from hpc3d.predict.planning.planned_layouts import (
-    TOP,
-    input_with,
-    plan_layouts,
-    values_of,
-)
+from hpc3d.extras import need
+from hpc3d.predict.planning.planned_layouts import input_with
+from hpc3d.predict.planning.ranked_layouts import as_plain
 from hpc3d.predict.planning.ranking import shown_layout
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from hpc3d.config.input_file import Config
-    from hpc3d.predict.planning.planned_layouts import PlannedLayouts
+    from hpc3d.predict.planning.planned_layouts import PlannedLayouts, ResortedLayouts
     from hpc3d.predict.planning.ranking import RankedLayout
 
-_HIDDEN = ("layout", "waits_s", "memory")  # of a row: tables within the table
+_COLUMNS = "step_time_s", "simulated", "bubble", "communication", "axis", "peak_bytes", "stage"
 
 
-def find_layouts(
-    input: Path | str,
-    ranks: int,
-    machine: Path | str = "h100",
-    memory: float | None = None,
-    top: int = TOP,
-    **sections: Any,
-) -> FoundLayouts:
-    """Search for the layouts with the shortest step on so many ranks (docs/planning.md).
+class FoundLayouts(list[dict[str, Any]]):
+    """Layouts, the fastest first, as `python -m hpc3d.plan --json` has them: `layout` (tables of
+    an input file), `step_time_s` (an estimate where not `simulated`), `bubble` and `communication`
+    as shares of it, the `axis` that is waited for most, `peak_bytes` of the fullest rank.
 
-    `input`, `machine` and the values by section are as in `predict_step`; what a layout is, the
-    mesh and the parallelism, is found.  `memory` is that of a rank in bytes, by default the
-    machine's.  ValueError, with the lines of the command, for what it refuses, and if no layout
-    fits with any technique.
-    """
-    for name, value in {"ranks": ranks, "top": top}.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} = {value!r}: must be a whole number, 1 or more")
-    more = max(top, TOP)  # what is first does not depend on how much is shown
-    options = options_of(sections)
-    planned, resorted = plan_layouts(input, options, ranks, load(machine), memory, more)
-    technique = resorted.fit.resort.text if resorted else None
-    return FoundLayouts(planned, planned.best[:top], technique)
-
-
-class FoundLayouts:
-    """What a search has found.
-
-    `best` are the layouts, the fastest first: `layout` in words, `step_time_s` (where not
-    `simulated` it is an estimate), the `bubble` and `communication` as shares of it, the `axis`
-    that is waited for most, and the `peak_bytes` of the fullest rank, which is on `stage`.
-    `losers` says why others are slower, how many they are, and which of them is nearest.
-    `technique` is what all layouts are with where nothing fits as it is, else None.
+    `technique` is what all are with where nothing fits as it is, as "train.optimizer=adafactor";
+    else None.
     """
 
     def __init__(
-        self, planned: PlannedLayouts, best: list[RankedLayout], technique: str | None
+        self, planned: PlannedLayouts, resorted: ResortedLayouts | None, top: int
     ) -> None:
-        self._planned, self._rows, self.technique = planned, best, technique
-        self.best = Records(map(_row, best))
+        self._planned, self._rows = planned, planned.best[:top]
+        self.technique = resorted.fit.resort.text if resorted else None
+        super().__init__(map(as_plain, self._rows))
 
-    @property
-    def losers(self) -> Records:
-        """Why others lose: `reason`, `count`, and the columns of `best` of the nearest."""
+    def frame(self) -> pd.DataFrame:
+        """The layouts in words and their numbers, s and B, in pandas."""
+        return _frame(map(_row, self._rows))
+
+    def losers(self) -> pd.DataFrame:
+        """Why others lose: `reason`, how many do (`count`), and of the nearest of them what
+        `frame` has of a layout."""
         losers = self._planned.ranking.losers(self._rows[0])
-        return Records(
+        return _frame(
             {"reason": reason, "count": count, **_row(nearest)}
             for reason, count, nearest in losers
         )
 
     def config(self, place: int = 0) -> Config:
-        """The configuration with the layout at this place of `best`, settled."""
+        """The configuration with the layout at a place of the list, settled."""
         return self._rows[place].config
 
     def write(self, path: Path | str, place: int = 0) -> Path:
-        """Write the input file with the layout at this place of `best`; its path.
+        """Write the input file with the layout at a place of the list; its path.
 
         OSError where nothing can be written.
         """
@@ -87,17 +62,17 @@ class FoundLayouts:
         Path(path).write_text(text, encoding="utf-8")
         return Path(path)
 
-    def __repr__(self) -> str:
-        return "\n".join(
-            f"{row['step_time_s']:.4g} s  {row['peak_bytes'] / 1e9:.3g} GB  {row['layout']}"
-            for row in self.best
-        )
-
     def _repr_html_(self) -> str:
-        return self.best._repr_html_()
+        return self.frame().to_html(index=False)
 
 
 def _row(row: RankedLayout) -> dict[str, Any]:
-    """A layout in words, and its numbers."""
-    values = {key: value for key, value in values_of(row).items() if key not in _HIDDEN}
-    return {"layout": shown_layout(row.config), **values}
+    values = as_plain(row)
+    return {"layout": shown_layout(row.config), **{key: values[key] for key in _COLUMNS}}
+
+
+def _frame(rows: Any) -> pd.DataFrame:
+    need("a frame", "pandas")
+    from pandas import DataFrame
+
+    return DataFrame(list(rows))

@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any
 
-from hpc3d.library.opened_run import Run, open_run
-from hpc3d.library.sections import options_of
 from hpc3d.plain import Problems
 from hpc3d.runtime.exit_codes import BAD_INPUT, STOPPED
 from hpc3d.training.log import KEPT
 
+_MOST_SAID = 2000  # characters of what a launcher says
 _LEAVE = 10  # seconds in which ranks that are told to end do
 # What the Makefile sets, too: more ranks than cores, and root's consent, which only root needs.
 _SETTINGS = {
@@ -31,36 +29,23 @@ _CONSENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 _SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 
 
-def train_model(
-    input: Path | str | None = None,
-    ranks: int = 1,
-    resume: Run | Path | str | None = None,
-    **sections: Any,
-) -> Run:
-    """Train on `ranks` processes of this machine, by mpirun, and open what is kept of it.
+def launched(ranks: int, words: list[str]) -> Path:
+    """Train with the words of a command line on so many processes; the folder of the run, also of
+    one that stopped early, with everything saved.
 
-    `input` is an input file or the name of one that comes with hpc3d, such as "gpt-serial"; None
-    is the default model.  Values of it are given by section: `train={"steps": 3}, mesh={"x": 2},
-    name="tour"`.  `resume` is a run that goes on from its last checkpoint, on this or any other
-    layout.  Nothing is printed: train.log in the folder of the run has what the command prints.
-    An interrupt ends the ranks.
-
-    ValueError, with the lines of the command, for what it refuses; RuntimeError if a rank fails,
-    or a check does, with what it said and the exit code (README.md).
+    ValueError, with the lines of the command, for what it refuses; RuntimeError if a rank or a
+    check fails, with what it said and the exit code.
     """
-    words = [] if input is None else [str(input)]
-    if resume is not None:
-        words += ["--resume", str(resume.folder if isinstance(resume, Run) else resume)]
     command = [*_launcher(ranks), sys.executable, "-m", "hpc3d.train", *words]
-    code, out, err = _ended([*command, *options_of(sections)])
+    code, out, err = _ended(command)
     said = _SAID.findall(err)
     if code == BAD_INPUT:
         raise Problems(said or [err.strip() or "train was refused"])
     folder = next(_kept(out), None)
     if code not in (0, STOPPED) or folder is None:
-        why = "; ".join(said) or err.strip()[-500:]
+        why = "; ".join(said) or err.strip()[-_MOST_SAID:]
         raise RuntimeError(f"training ended with exit code {code}: {why}")
-    return open_run(folder)
+    return folder
 
 
 def _kept(out: str) -> Iterator[Path]:

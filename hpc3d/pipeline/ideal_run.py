@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, Placement
@@ -16,7 +16,7 @@ TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # seconds
 MOST_PASSES = 1_000_000
 _SHORTEST, _LONGEST = 1e-12, 1e9  # seconds of a pass, so that sums and shares of them are numbers
 
-Seconds = float | Sequence[float]
+Seconds = float | list[float] | tuple[float, ...]
 
 
 class IdealRun(NamedTuple):
@@ -79,6 +79,7 @@ def ideal_run(
     chunks = chunks if chunks is not None else find(name).chunks or 2
     _refuse_large(stages, microbatches, chunks, steps)
     given = TIMES | dict(times or {})
+    _refuse_times(given)
     cost = _costs(given, stages, chunks)
     if not any(any(each[:3]) for each in ([cost] if isinstance(cost, Cost) else cost)):
         raise ValueError("--forward, --backward and --weight are all 0: give one of them a time")
@@ -95,14 +96,23 @@ def _refuse_large(*sizes: int) -> None:
         )
 
 
+def _refuse_times(times: Mapping[str, Seconds]) -> None:
+    for name, value in times.items():
+        if name not in TIMES:
+            raise ValueError(f"{name}: no such time; there are {', '.join(TIMES)}")
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(each, int | float) or not is_time(each):
+                raise ValueError(f"--{name} = {each!r}: {bounds_of_times()}")
+
+
 def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | list[Cost]:
     """The Cost of all stages, or where a list is given the Costs of the parts."""
-    if not any(isinstance(value, Sequence) for value in times.values()):
+    if not any(isinstance(value, list | tuple) for value in times.values()):
         return Cost(**times)  # type: ignore[arg-type]  # no lists are among them
     parts, lists = stages * chunks, {}
     for name, value in times.items():
         count, what = (parts - 1, "borders") if name == "comm" else (parts, "parts")
-        if not isinstance(value, Sequence):
+        if not isinstance(value, list | tuple):
             lists[name] = [value if name == "comm" else value / chunks] * count
         elif len(value) == count:
             lists[name] = [*value]

@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-import hpc3d
 from hpc3d.library import launched_run
-from hpc3d.library.launched_run import train_model
+from hpc3d.library.commands import run_training
 from hpc3d.plain import Problems
 from tests.library.tiny import TINY
 from tests.mpi import TURN, surroundings
@@ -28,7 +27,7 @@ def test_what_is_refused_is_a_value_error_with_the_lines_of_the_command(monkeypa
     lines = "hpc3d.train: 3 s: reads\nhpc3d.train: mesh: a\n" + NOISE + "hpc3d.train: name: b\n"
     ended(monkeypatch, 2, err=lines)
     with pytest.raises(Problems) as refused:
-        train_model("gpt-serial")
+        run_training("gpt-serial")
     assert refused.value.lines == ["mesh: a", "name: b"]
 
 
@@ -39,43 +38,42 @@ def test_what_is_refused_is_a_value_error_with_the_lines_of_the_command(monkeypa
 def test_a_run_that_fails_is_a_runtime_error(monkeypatch, code, err, line):
     ended(monkeypatch, code, err=err)
     with pytest.raises(RuntimeError, match=line):
-        train_model("gpt-serial")
+        run_training("gpt-serial")
 
 
 @pytest.mark.parametrize("ranks", [0, 2.0, "2"])
 def test_ranks_are_a_number(ranks):
     with pytest.raises(ValueError, match=r"ranks = .*: must be a whole number, 1 or more"):
-        train_model("gpt-serial", ranks)
+        run_training("gpt-serial", ranks=ranks)
 
 
 def test_without_a_launcher_there_is_one_rank(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with pytest.raises(ValueError, match=r"no mpirun; pip install 'hpc3d\[mpi\]'"):
-        train_model("gpt-serial", 2)
+        run_training("gpt-serial", ranks=2)
 
 
 @pytest.mark.slow
 def test_it_trains_and_goes_on_on_another_layout(tmp_path, capfd, monkeypatch):
     for key, value in surroundings().items():
         monkeypatch.setenv(key, value)
-    settings = {**TINY, "run": {"out": tmp_path}, "checkpoint": {"every": 3}, "name": "tiny"}
+    options = TINY | {"checkpoint.every": 3, "name": "tiny"}
     with TURN:
-        run = train_model("gpt-serial", 2, mesh={"d": 2}, **settings)
-        assert repr(run) == f"Run({run.folder.name}): measured, 2 ranks, 3 steps"
-        assert run.folder.parent == tmp_path and run.config.mesh.d == 2
+        run = run_training("gpt-serial", options | {"mesh.d": 2}, 2, tmp_path)
+        assert run.folder.parent == tmp_path
         assert len(run.losses) == 3 and run.losses[2] < run.losses[0]
-        longer = train_model(resume=run, mesh={"d": 1}, train={"steps": 5})
-        assert (longer.folder, longer.ranks) == (run.folder, 1)
+        longer = run_training(resume=run, options={"mesh.d": 1, "train.steps": 5})
+        assert longer.folder == run.folder and longer.table("step")["ranks"][0] == 1
         with pytest.raises(ValueError, match="mesh: d 3 = 3 ranks, but there are 2 ranks"):
-            train_model("gpt-serial", 2, mesh={"d": 3}, **settings)
+            run_training("gpt-serial", options | {"mesh.d": 3}, 2, tmp_path)
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow
 def test_an_interrupt_ends_the_ranks(tmp_path):
     """As that of a notebook's button: SIGINT to this process alone."""
-    given = {**TINY, "train": {"batch": 8, "steps": 100_000}, "run": {"out": str(tmp_path)}}
-    code = f"import hpc3d; hpc3d.train_model('gpt-serial', 2, mesh={{'d': 2}}, **{given})"
+    options = TINY | {"train.steps": 100_000, "mesh.d": 2}
+    code = f"import hpc3d; hpc3d.run_training('gpt-serial', {options}, 2, {str(tmp_path)!r})"
     with TURN:
         environment = {**os.environ, **surroundings()}
         notebook = subprocess.Popen(
@@ -93,7 +91,3 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
     written = log.stat().st_size
     time.sleep(1)
     assert log.stat().st_size == written
-
-
-def test_the_interface_has_its_name():
-    assert hpc3d.train_model is train_model

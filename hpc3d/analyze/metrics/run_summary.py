@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _SHOWN = 8  # hosts that are named
-_TURNS = "they take turns, so times are longer than on a core each"
+TURNS = "they take turns, so times are longer than on a core each"
 
 
 def about(trace: Steady) -> dict[str, str]:
@@ -57,14 +57,14 @@ def _cores(trace: Trace) -> str | None:
     if not isinstance(count, int) or count < 1:
         return None
     ranks = int((host == host[0]).sum())
-    share = f": {_TURNS}" if ranks > count else ""
+    share = f": {TURNS}" if ranks > count else ""
     return f"{count} for {ranks} ranks a host{share}"
 
 
 def outnumbered(trace: Trace) -> str | None:
     """A line where ranks outnumber cores, else None."""
     text = _cores(trace)
-    return f"cores: {text}" if text and text.endswith(_TURNS) else None
+    return f"cores: {text}" if text and text.endswith(TURNS) else None
 
 
 def _configured(config):

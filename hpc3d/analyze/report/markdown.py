@@ -8,6 +8,7 @@ from hpc3d.analyze.report.comparison_tables import OVER_RUNS
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import in_markdown, markdown
+from hpc3d.analyze.report.verdict import verdict
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.figure_list import Picture
@@ -33,7 +34,8 @@ def page(report: Report) -> str:
     for spec in OVER_RUNS:
         sections += _section("##", spec, report.tables[spec.name])
     for run in report.runs:
-        sections += [f"## {in_markdown(run.label)}", _facts(run)]
+        said = in_markdown(" ".join(verdict(run.tables)))
+        sections += [f"## {in_markdown(run.label)}", said, _facts(run)]
         sections += _listed("The trace is incomplete; missing are:", run.missing)
         sections += _listed("The trace contradicts itself:", run.violations)
         for spec in OF_A_RUN:

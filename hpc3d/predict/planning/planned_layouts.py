@@ -8,27 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.config.expert_rules import wrong_experts
-from hpc3d.config.load import load, to_toml
-from hpc3d.config.offload_rules import wrong_offload
-from hpc3d.config.rules import not_there_yet, refuse, unknown_values
-from hpc3d.model.families import least_vocabulary
-from hpc3d.predict.planning.layouts import bare
-from hpc3d.predict.planning.ranking import Ranking, estimated, layout, shown_layout
+from hpc3d.config.load import to_toml
+from hpc3d.predict.planning.ranked_layouts import allowed, as_plain, ranked
+from hpc3d.predict.planning.ranking import estimated, shown_layout
 from hpc3d.predict.planning.resorts import fits
-from hpc3d.predict.planning.search import Search
-from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.machine.machine import Machine
-    from hpc3d.predict.planning.ranking import RankedLayout
+    from hpc3d.predict.planning.ranking import RankedLayout, Ranking
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
 MACHINE = "machines/h100.toml"  # that is shipped: the one to plan for where none is named
 TOP = 10  # layouts that are shown
-_FEW = 16  # ranks whose layouts are looked into one and all
 
 
 class PlannedLayouts(NamedTuple):
@@ -52,8 +45,8 @@ class ResortedLayouts(NamedTuple):
     def plain(self) -> dict[str, Any]:
         """Plain values for `--json`."""
         rows = [(each, estimated(each.estimate)) for each in self.others]
-        others = [each.resort.plain() | values_of(row) for each, row in rows]
-        nearest = values_of(self.nearest)
+        others = [each.resort.plain() | as_plain(row) for each, row in rows]
+        nearest = as_plain(self.nearest)
         return {"with": self.fit.resort.plain(), "nearest": nearest, "others": others}
 
 
@@ -70,7 +63,7 @@ def plan_layouts(
 
     ValueError if the input is refused whatever the layout, or nothing fits.
     """
-    config = _allowed(source, overrides)
+    config = allowed(source, overrides)
     memory = memory or machine.memory_gb * 1e9
     planned = _planned(config, ranks, machine, memory, top)
     if planned.best:
@@ -81,43 +74,11 @@ def plan_layouts(
     return resorted.planned, resorted
 
 
-def _allowed(source: Path | str, overrides: Sequence[str]) -> Config:
-    """The input; Problems if it is refused whatever the layout."""
-    config = load(source, overrides)
-    alone = bare(config)  # a plan finds a mesh of its own
-    experts = wrong_experts(alone if config.model.experts else config)
-    refuse([*unknown_values(config), *not_there_yet(config), *experts, *wrong_offload(alone)])
-    return config
-
-
 def _planned(
     config: Config, ranks: int, machine: Machine, memory: float, top: int
 ) -> PlannedLayouts:
     found, ranking = ranked(config, ranks, machine, memory, top)
     return PlannedLayouts(config, found, ranking, ranking.best(top))
-
-
-def ranked(
-    config: Config, ranks: int, machine: Machine, memory: float, top: int
-) -> tuple[Found, Ranking]:
-    """What was found on so many ranks, and its Ranking."""
-    vocabulary = config.model.vocabulary or least_vocabulary(config.model, BYTE_VOCABULARY)
-    search = Search(config, ranks, vocabulary, machine, memory)
-    found = search.run(top, _most_costs(ranks))
-    ranking = Ranking(search, found, machine, _most_effort(ranks))
-    ranking.widen()
-    ranking.widen(config.mesh)
-    return found, ranking
-
-
-def _most_costs(ranks: int) -> int:
-    """How many costs are measured, some 3 ms each."""
-    return 2500 if ranks <= _FEW else min(1250, 200 + 2 * ranks)
-
-
-def _most_effort(ranks: int) -> int:
-    """What is simulated, in ms as hpc3d.predict.planning.ranking counts them."""
-    return 3000 if ranks <= _FEW else min(6000, 500 + 5 * ranks)
 
 
 def _resorted(
@@ -168,22 +129,6 @@ def held(row: RankedLayout) -> str:
 def gigabytes(nbytes: float) -> str:
     """Bytes as a text in GB, or in MB where they are few."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
-
-
-def values_of(row: RankedLayout) -> dict[str, Any]:
-    """A layout as plain values: `layout` are the tables of its input file; s and bytes."""
-    return {
-        "layout": layout(row.config),
-        "step_time_s": row.seconds,
-        "simulated": row.simulated,
-        "bubble": row.bubble,
-        "communication": row.communication,
-        "axis": row.axis,
-        "waits_s": row.waits,
-        "peak_bytes": row.peak,
-        "stage": row.stage,
-        "memory": row.kinds,
-    }
 
 
 def input_with(config: Config, planned: Config) -> str:

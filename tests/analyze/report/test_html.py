@@ -177,22 +177,14 @@ def test_the_numbers_that_one_looks_for_first(tmp_path):
     assert "bubble" not in found
 
 
-def test_the_memory_of_the_fullest_rank_is_that_at_one_time():
+def test_all_is_no_part_of_a_bar():
     rows = [
         {"rank": 0, "parameter": 30, "activation": 50, "all": 60},
         {"rank": 1, "parameter": 20, "activation": 70, "all": 75},
         {"rank": None, "parameter": 50, "activation": 120, "all": 135},
     ]
-    assert html._memory(rows) == ("75B", "at one time on rank 1, the fullest")
     run = SimpleNamespace(tables={"memory_ranks": rows})
-    assert [*charts.memory(run).parts] == ["parameter", "activation"], "all is no part of a bar"
-
-
-def test_a_straggler_is_named_only_if_there_is_one():
-    rows = [{"rank": rank, "imposed_s": 0.003, "straggler": "no"} for rank in (1, 0)]
-    assert html._straggler(rows)[0] == "none"
-    rows[1]["straggler"] = "yes"
-    assert html._straggler(rows) == ("rank 0", "others wait 3.00 ms for it")
+    assert [*charts.memory(run).parts] == ["parameter", "activation"]
 
 
 @pytest.mark.slow

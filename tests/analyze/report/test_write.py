@@ -9,7 +9,7 @@ from tests.analyze.report.by_hand import reported
 
 
 def test_tables_are_printed_and_written(run, capsys):
-    assert report.main([str(run), "--tables"]) == 0
+    assert report.main([str(run), "--tables", "--print"]) == 0
     printed = capsys.readouterr().out
     text = (run / "report" / "report.md").read_text()
     for line in (

@@ -1,4 +1,4 @@
-"""A schedule from Python: the diagram and the numbers of the command."""
+"""A simulated schedule: the diagram and the numbers of the command."""
 
 import pytest
 
@@ -29,8 +29,8 @@ def test_parts_have_times_of_their_own():
         ("1f1", {}, "1f1b"),
         ("zb-v", {"chunks": 3}, "parallel.chunks = 3"),
         ("1f1b", {"fwd": 1}, "fwd: .* forward, backward, weight, comm"),
-        ("1f1b", {"forward": -1}, "forward = -1: "),
-        ("1f1b", {"weight": [1, "2"]}, "weight = '2': "),
+        ("1f1b", {"forward": -1}, "--forward = -1: "),
+        ("1f1b", {"weight": [1, "2"]}, "--weight = '2': "),
         ("1f1b", {"forward": [1, 2, 3]}, "forward: 3 numbers for 2 parts"),
         ("1f1b", {"steps": 2}, "steps = 2: "),
     ],

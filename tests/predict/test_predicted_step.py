@@ -1,6 +1,6 @@
 """A predicted step and what its summary has beside the numbers of every step."""
 
-from hpc3d.predict.simulation.predicted_step import predicted_step
+from hpc3d.predict.predicted_step import predicted_step
 
 TINY = ["--model.layers=2", "--model.hidden=32", "--model.heads=4", "--train.batch=4"]
 EVALUATED = ["--train.eval_every=2", "--data.validation=0.1"]

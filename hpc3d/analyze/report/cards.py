@@ -1,0 +1,85 @@
+"""The numbers of a run that one looks for first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hpc3d.analyze.report.table_format import milliseconds, percent, prefixed
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.report.run_analysis import RunAnalysis
+
+
+def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
+    """(title, value, what belongs to it) of a run."""
+    tables = run.tables
+    step, work = tables["step"][0], tables["efficiency"][0]
+    yield "step", f"{milliseconds(step['step_s_median'])} ms", _spread(step)
+    yield "tokens/s", _written(step["tokens_per_s"], prefixed), f"{step['ranks']} ranks"
+    communication = _written(step["communication_share"], percent)
+    yield "communication", communication, _waiting(tables["ranks"])
+    if stages := tables["pipeline"]:
+        yield "bubble", percent(_mean(stages, "idle_share")), _simulated(stages)
+    for row in tables["imbalance"][:1]:
+        written = _written(row["imbalance"], "{:.3f}".format)
+        yield "imbalance", written, "most / mean computation"
+    if tables["stragglers"]:
+        yield "straggler", *_straggler(tables["stragglers"])
+    if work["mfu"] is not None:
+        yield "MFU", percent(work["mfu"]), f"HFU {percent(work['hfu'])}"
+    else:
+        yield "FLOP/s", _written(work["recorded_flop_per_s"], prefixed), "products and attention"
+    yield "memory", *_memory(tables["memory_ranks"])
+    for last in tables["loss"][-1:]:
+        loss = _written(last["loss"], "{:.4f}".format)
+        yield "loss", loss, f"nat a token after step {last['step']}"
+    if tables["evaluation"]:
+        last = tables["evaluation"][-1]
+        loss = _written(last["loss"], "{:.4f}".format)
+        yield "validation", loss, f"nat a token after step {last['step']}"
+
+
+def _straggler(rows):
+    """The rank that is slower than the others by more than chance, if there is one."""
+    named = [row for row in rows if row["straggler"] == "yes"]
+    if not named:
+        return "none", "no rank is slower by more than chance"
+    imposed = f"others wait {milliseconds(named[0]['imposed_s'])} ms for it"
+    return f"rank {named[0]['rank']}", imposed
+
+
+def _memory(rows):
+    """What the fullest rank held at one time; in older traces the sum of the kinds' peaks."""
+    *ranks, total = rows
+    if "all" in total:
+        most = max(ranks, key=lambda row: row["all"])
+        return f"{prefixed(most['all'])}B", f"at one time on rank {most['rank']}, the fullest"
+    peaks = sum(value for key, value in total.items() if key != "rank")
+    return f"{prefixed(peaks)}B", "peaks of all kinds and ranks"
+
+
+def _written(value, write):
+    return "unknown" if value is None else write(value)
+
+
+def _spread(row):
+    return f"{milliseconds(row['step_s_min'])} to {milliseconds(row['step_s_max'])}"
+
+
+def _mean(rows, key):
+    return sum(row[key] for row in rows) / len(rows)
+
+
+def _waiting(ranks):
+    step = _mean(ranks, "step_s")
+    outstanding = f"computing, a call outstanding {percent(_mean(ranks, 'outstanding_s') / step)}"
+    if ranks[0]["wait_s"] is None:
+        return outstanding
+    return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {outstanding}"
+
+
+def _simulated(stages):
+    if stages[0]["idle_share_simulated"] is None:
+        return "idle share of the stages"
+    return f"{percent(_mean(stages, 'idle_share_simulated'))} on an ideal clock"

@@ -1,0 +1,91 @@
+"""The sentences that a report begins with, from tables whose truth is known."""
+
+import pytest
+
+from hpc3d.analyze.report.verdict import verdict
+
+PARTS = {"compute_s": 0.2, "wait_s": 0.4, "transfer_s": 0.3, "copy_s": 0.0, "other_s": 0.01}
+
+
+def rank(**parts):
+    found = PARTS | {"unrecorded_s": 0.09} | parts
+    return {"step_s": 1.0, "exposed_s": (found["wait_s"] or 0.4) + found["transfer_s"]} | found
+
+
+def spent(category, axis, op, seconds):
+    return {"category": category, "axis": axis, "op": op, "seconds": seconds}
+
+
+def tables(ranks=None, **given):
+    found = {
+        "ranks": ranks or [rank(), rank()],
+        "time": [
+            spent("compute", "", "gemm", 0.15),
+            spent("compute", "", "norm", 0.05),
+            spent("comm", "z", "reduce_scatter", 0.3),
+            spent("comm", "z", "reduce_scatter", 0.1),
+            spent("comm", "x", "all_gather", 0.3),
+        ],
+        "waits": [
+            {"axis": "z", "op": "reduce_scatter", "wait_s": 0.3},
+            {"axis": "x", "op": "all_gather", "wait_s": 0.1},
+        ],
+        "stragglers": [{"rank": 3, "imposed_s": 0.2, "straggler": "no"}],
+        "prediction": [],
+    }
+    return found | given
+
+
+def test_a_step_that_is_communication():
+    assert verdict(tables()) == [
+        "20% of a step is computation; 70% communication, 57% of it waiting for others; 9% between"
+        " events.",
+        "The largest lever: reduce-scatter along z, 40% of a step, 75% of that waiting.",
+    ]
+
+
+def test_a_step_of_one_rank_is_computation():
+    alone = rank(compute_s=0.97, wait_s=0.0, transfer_s=0.0, other_s=0.0, unrecorded_s=0.03)
+    alone["exposed_s"] = 0.0
+    time = [spent("compute", "", "gemm", 0.7), spent("compute", "", "attention", 0.27)]
+    assert verdict(tables([alone], time=time, waits=[], stragglers=[])) == [
+        "97% of a step is computation.",
+        "The largest lever: products, 70% of a step.",
+    ]
+
+
+@pytest.mark.parametrize(("unrecorded", "told"), [(0.049, False), (0.051, True)])
+def test_what_no_event_accounts_for_is_told_where_it_is_much(unrecorded, told):
+    assert ("between events" in verdict(tables([rank(unrecorded_s=unrecorded)]))[0]) == told
+
+
+def test_what_stages_wait_for_is_the_bubble():
+    time = [spent("comm", "p", "recv", 0.4), spent("comm", "p", "send", 0.1)]
+    assert "messages between stages (p) and the bubble, 50%" in verdict(tables(time=time))[1]
+
+
+def test_where_ranks_count_their_own_time_nothing_is_said_of_waiting():
+    found = rank(wait_s=None, transfer_s=0.0, exposed_s=0.4)
+    first, lever = verdict(tables([found], waits=[], stragglers=[]))
+    assert "waiting" not in first + lever and "40% communication" in first
+
+
+def test_a_rank_that_is_late_is_named():
+    late = [{"rank": 3, "imposed_s": 0.2, "straggler": "yes"}]
+    assert verdict(tables(stragglers=late))[-1] == (
+        "Rank 3 is slower than chance explains: others wait 200.00 ms of a step for it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (1.09, "within 10% of the predicted 1,000.00 ms"),
+        (1.11, "1.11 times the predicted 1,000.00 ms"),
+        (0.89, "0.89 times the predicted 1,000.00 ms"),
+        (25.0, "25 times the predicted 1,000.00 ms"),
+    ],
+)
+def test_a_prediction_is_compared(measured, said):
+    rows = [{"quantity": "step_s", "predicted": 1.0, "measured": measured}]
+    assert verdict(tables(prediction=rows))[-1].endswith(f" ms, {said}.")
