@@ -20,7 +20,7 @@ import numpy as np
 from hpc3d.runtime import metrics_file
 from hpc3d.trace.schema import CATEGORY, OP
 from hpc3d.trace.segment import Segment, count_segments, read_segment, segment_path
-from hpc3d.training.log import duration
+from hpc3d.training.log import KEPT, duration
 
 _COMM = CATEGORY.index("comm")
 _MESSAGES = [OP.index("send"), OP.index("recv")]
@@ -28,7 +28,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _QUIET = 60  # seconds without a step, at least, after which a run is called silent
 _ENDS = (  # what stands in the log, and what it means
     ("stopped after step", "stopped"),
-    ("run kept in ", "ended"),
+    (KEPT, "ended"),
     ("go on from the last checkpoint", "failed"),
     ("nothing was saved (checkpoint.every)", "failed"),
 )

@@ -21,6 +21,7 @@ from hpc3d import trace
 from hpc3d.comm.threads import meshes
 from hpc3d.plain import Problems
 from hpc3d.trace.recorder import Recorder
+from hpc3d.training.log import KEPT
 from hpc3d.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def run(
     for line in printed(ranks, words):
         if first is None and re.match(r" +0 ", line):
             first = time.perf_counter() - start
-    where = Path(line.removeprefix("run kept in ").strip())
+    where = Path(line.removeprefix(KEPT).strip())
     with trace.open(where / "trace.h5") as recorded:
         return {"first_s": first, "folder": where, **_times(recorded)}
 
