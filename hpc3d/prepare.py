@@ -6,6 +6,7 @@ python -m hpc3d.prepare --verify tokens.h5
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, train_bpe
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
+
+log = logging.getLogger(__name__)
 
 _BPE_VOCABULARY = 8192
 
@@ -104,6 +107,7 @@ def _new_file(arguments: argparse.Namespace) -> Path:
 def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:
     """Return the tokenizer asked for; bpe is trained on `texts`."""
     if arguments.tokenizer == "bpe":
+        log.info("learning a tokenizer from %d texts", len(texts))
         asked = arguments.vocabulary
         training = (piece for text in texts for piece in pieces(text))
         return train_bpe(training, _BPE_VOCABULARY if asked is None else asked)
@@ -116,16 +120,15 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
 
 
 def _progress(size: int) -> Callable[[int], None]:
-    """Return what shows, on a terminal only, how much of `size` bytes is done."""
+    """Return what tells how much of `size` bytes is done."""
     done = 0
 
     def report(piece: int) -> None:
         nonlocal done
         done += piece
-        # what is printed next writes over it
-        print(f"{done / size:4.0%}", end="\r", file=sys.stderr, flush=True)
+        log.info("%.1f of %.1f MB of text", done / 1e6, size / 1e6)
 
-    return report if sys.stderr.isatty() else lambda piece: None
+    return report
 
 
 def _describe(path: Path, as_json: bool, **results: float) -> None:

@@ -87,19 +87,20 @@ def train(job: Job, words: list[str]) -> None:
     if "--dry-run" in words:
         job.from_root(lambda: rehearse(job.size, words))
         return
-    config, resumed = job.from_root(lambda: asked(job.size, words))
-    ours, homes = hardware(job, config), homes_of(job.gather(job.place()))
-    refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
-    opened = job.on_root(lambda: prepare(config, resumed))
-    plan = job.from_root(lambda: opened.plan)
-    program = job.scatter_from_root(lambda: _programs(plan.config, opened.program))
-    from hpc3d.runtime.stop_request import Stop
-    from hpc3d.training.run_loop import trained
+    with job.patience(f"{job.size} ranks start" if job.size > 1 else ""):
+        config, resumed = job.from_root(lambda: asked(job.size, words))
+        ours, homes = hardware(job, config), homes_of(job.gather(job.place()))
+        refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
+        opened = job.on_root(lambda: prepare(config, resumed))
+        plan = job.from_root(lambda: opened.plan)
+        program = job.scatter_from_root(lambda: _programs(plan.config, opened.program))
+        from hpc3d.runtime.stop_request import Stop
+        from hpc3d.training.run_loop import trained
 
-    config = plan.config
-    stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
-    text = RunText(opened.batches, opened.validation) if opened else RunText(None, None)
-    run = _begin(job, plan, program, text, ours._replace(homes=homes))
+        config = plan.config
+        stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
+        text = RunText(opened.batches, opened.validation) if opened else RunText(None, None)
+        run = _begin(job, plan, program, text, ours._replace(homes=homes))
     trained(job, plan, run, stop)
 
 
