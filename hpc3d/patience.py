@@ -119,8 +119,8 @@ def patience(name: str, doing: str = "", first: float | None = None) -> Iterator
 
 @contextmanager
 def _speaking() -> Iterator[tuple[Callable[[str], object], float]]:
-    """What says a line on stderr, and how often.  On a terminal the line is rewritten, and all that
-    is printed as long as this lasts is above it."""
+    """What says a line on stderr, and how often.  On a terminal the line is rewritten, and stays
+    below all that is printed meanwhile."""
     stdout, stderr = sys.stdout, sys.stderr
     if not stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda line: print(line, file=stderr, flush=True), _EVERY

@@ -31,6 +31,7 @@ from hpc3d.comm.device_setup import Hardware
 from hpc3d.config import load
 from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.rules import refuse
+from hpc3d.metrics_file import sinks_of
 from hpc3d.partition import plan_file
 from hpc3d.partition.capture import Captured, captured_of, size_of
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
@@ -135,6 +136,7 @@ def _model(plan):
 def _prepare(asked, model):
     """Rank 0: settle the configuration, and make the folder or take up that of a run."""
     config, resumed, changed = configuration(asked, model), asked.resumed, []
+    sinks_of(config.run.metrics_hook, config.run.tensorboard)
     program_of(config)
     if resumed:
         lock = run_folder.claim(resumed)
