@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -127,7 +126,9 @@ class LiveRun:
         return [f"validation {last}", "the best so far" if last == best else f"best {best}"]
 
     def _axes(self, axes: Axes, width: int) -> Iterator[str]:
-        yield f"steps {axes.steps[0]} to {axes.steps[-1]}, means of {axes.ranks} ranks"
+        first, last = axes.steps[0], axes.steps[-1]
+        which = f"step {first}" if first == last else f"steps {first} to {last}"
+        yield f"{which}, means of {axes.ranks} ranks"
         yield "axis     in calls   waiting"
         for axis, share in sorted(axes.calls.items(), key=lambda each: -each[1]):
             bar = self.bars[-1] * round(min(40, width - 30) * axes.waits[axis])
@@ -156,16 +157,16 @@ def state(run: Path, steps: Sequence[dict[str, Any]], now: float) -> str:
 
 def _works(lock: Path) -> bool | None:
     """Whether the process of rank 0 is alive; None if it is, or was, on another host."""
-    found = re.fullmatch(r"process (\d{1,9}) on (.*)", _tail(lock).strip())
-    if not found or found[2] != platform.node():
-        return None
-    try:
-        os.kill(int(found[1]), 0)  # which sends nothing
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it is another user's
-    return True
+    match _tail(lock).split():
+        case [_, number, _, host] if number.isdecimal() and host == platform.node():
+            try:
+                os.kill(int(number), 0)  # which sends nothing
+            except (ProcessLookupError, OverflowError):
+                return False
+            except PermissionError:
+                pass  # it is another user's
+            return True
+    return None
 
 
 def _changed(path: Path) -> int:
