@@ -64,10 +64,12 @@ class Opened(NamedTuple):
 
 
 class RunText(NamedTuple):
-    """What a run reads: to train, and to evaluate the model if it is to."""
+    """What a run reads: to train, and to evaluate the model if it is to; the JSON text of its
+    tokenizer, None for bytes."""
 
     batches: Batches | None
     validation: ValidationBatches | None
+    tokenizer: str | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,7 +179,7 @@ def asked(ranks: int | None, words: list[str]) -> Asked:
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
     from hpc3d.config.rules import refuse, resolve
-    from hpc3d.metrics_file import sinks_of
+    from hpc3d.runtime.metrics_file import sinks_of
 
     run = run_to_resume(words)
     given = words and not words[0].startswith("-")
@@ -194,6 +196,7 @@ def asked(ranks: int | None, words: list[str]) -> Asked:
 def prepare(config: Config, run: Path | None) -> Opened:
     """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
     wrong."""
+    from hpc3d.checkpoints import run_tokenizer
     from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.config import load
     from hpc3d.pipeline.program import program_of
@@ -207,11 +210,15 @@ def prepare(config: Config, run: Path | None) -> Opened:
     if run:
         lock = folder.claim(run)
         config, changed = continued(run, config)
+        if text.tokenizer:
+            run_tokenizer.refuse_another(run, text.tokenizer)
         where = folder.reopen(run, load.to_toml(config))
     else:
         config = with_decay_steps(config)
         where = folder.create(config, load.to_toml(config))
         lock = folder.claim(where)
+    if text.tokenizer:
+        run_tokenizer.keep(where, text.tokenizer)
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
     return Opened(plan, text.batches, program, lock, text.validation)
 
@@ -220,10 +227,12 @@ def _open_text(config: Config) -> tuple[Config, RunText]:
     """Rank 0: `config` with what its text settles, and the batches of it."""
     from hpc3d import shipped
     from hpc3d.data.token_file import open_tokens
+    from hpc3d.data.tokenizer import BpeTokenizer
 
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
     config = _settled(config, tokens)
-    return config, _text_of(config, tokens)
+    rules = tokens.json if tokens.tokenizer == BpeTokenizer.name else None
+    return config, _text_of(config, tokens)._replace(tokenizer=rules)
 
 
 def _text_of(config: Config, tokens: Tokens) -> RunText:

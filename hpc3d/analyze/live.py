@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hpc3d.analyze.newest_segments import Axes, NewestSegments
-from hpc3d.metrics_file import MetricsReader
+from hpc3d.runtime.metrics_file import MetricsReader
 from hpc3d.training.log import duration
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"

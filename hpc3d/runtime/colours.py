@@ -28,12 +28,9 @@ def say(line: str, style: str = "", stream: TextIO | None = None) -> None:
 
 def in_colour(stream: TextIO) -> bool:
     """Whether what is written there is shown in colours: on a terminal, unless NO_COLOR is set
-    (no-color.org), or wherever FORCE_COLOR is."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR"):
-        return True
-    return os.environ.get("TERM") != "dumb" and _on_terminal(stream)
+    (no-color.org)."""
+    unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return not unwanted and _on_terminal(stream)
 
 
 def _on_terminal(stream: TextIO) -> bool:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hpc3d.analyze.live import ASCII_BARS, LiveRun, flow, sparkline, state
-from hpc3d.metrics_file import NAME, MetricsFile
+from hpc3d.runtime.metrics_file import NAME, MetricsFile
 from tests.analyze.waiting_ranks import segment
 
 NOW = 0.0  # so early that no step is long ago

@@ -6,7 +6,7 @@ import pytest
 
 from hpc3d.config.load import load
 from hpc3d.config.rules import resolve
-from hpc3d.metrics_file import read
+from hpc3d.runtime.metrics_file import read
 from hpc3d.training.log import Log, differences, duration, hosts
 from hpc3d.training.trainer import Step
 
@@ -61,8 +61,7 @@ def test_a_loss_scale_that_is_adapted_is_in_the_record(tmp_path):
 
 
 def test_colours_are_for_the_terminal_and_not_for_the_log(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("hpc3d.runtime.colours.in_colour", lambda stream: True)
     Log(tmp_path / "train.log", speaks=True).say("done", "green")
     assert capsys.readouterr().out == "\x1b[32mdone\x1b[0m\n"
     assert (tmp_path / "train.log").read_text() == "done\n"

@@ -31,7 +31,6 @@ from hpc3d.comm.device_setup import Hardware
 from hpc3d.config import load
 from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.rules import refuse
-from hpc3d.metrics_file import sinks_of
 from hpc3d.partition import plan_file
 from hpc3d.partition.capture import Captured, captured_of, size_of
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
@@ -49,6 +48,7 @@ from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
 from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.host_map import homes_of
+from hpc3d.runtime.metrics_file import sinks_of
 from hpc3d.runtime.stop_request import Stop
 from hpc3d.training import run_folder
 from hpc3d.training.run_loop import RunningJob, RunPlan, equipped, trained

@@ -10,6 +10,7 @@ A run in float16 adds `loss_scale`, the factor of the next step's loss.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -148,12 +149,12 @@ def _board(folder: Path) -> _Sink:
     """A sink that writes scalars for TensorBoard."""
     from tensorboardX import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"))
+    writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=1)
+    atexit.register(writer.close)  # a thread writes
 
     def write(record):
         for key, value in record.items():
             if key not in ("step", "steps", "time") and value is not None:
                 writer.add_scalar(key, value, record["step"], record["time"])
-        writer.flush()
 
     return write
