@@ -89,19 +89,20 @@ def train(job: Job, words: list[str]) -> None:
     if "--dry-run" in words:
         job.from_root(lambda: rehearse(job.size, words))
         return
-    config, resumed = job.from_root(lambda: asked(job.size, words))
-    ours, homes = hardware(job, config), homes_of(job.gather(job.place()))
-    refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
-    opened = job.on_root(lambda: prepare(config, resumed))
-    plan = job.from_root(lambda: opened.plan)
-    program = job.scatter_from_root(lambda: _programs(plan.config, opened.program))
-    from hpc3d.runtime.stop_request import Stop
-    from hpc3d.training.run_loop import trained
+    with job.patience(f"{job.size} ranks load and make the model" if job.size > 1 else ""):
+        config, resumed = job.from_root(lambda: asked(job.size, words))
+        ours, homes = hardware(job, config), homes_of(job.gather(job.place()))
+        refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
+        opened = job.on_root(lambda: prepare(config, resumed))
+        plan = job.from_root(lambda: opened.plan)
+        program = job.scatter_from_root(lambda: _programs(plan.config, opened.program))
+        from hpc3d.runtime.stop_request import Stop
+        from hpc3d.training.run_loop import trained
 
-    config = plan.config
-    stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
-    text = RunText(opened.batches, opened.validation) if opened else RunText(None, None)
-    run = _begin(job, plan, program, text, ours._replace(homes=homes))
+        config = plan.config
+        stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
+        text = RunText(opened.batches, opened.validation) if opened else RunText(None, None)
+        run = _begin(job, plan, program, text, ours._replace(homes=homes))
     trained(job, plan, run, stop)
 
 
@@ -178,6 +179,7 @@ def asked(ranks: int | None, words: list[str]) -> Asked:
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
     from hpc3d.config.rules import refuse, resolve
+    from hpc3d.runtime.metrics_file import sinks_of
 
     run = run_to_resume(words)
     given = words and not words[0].startswith("-")
@@ -187,6 +189,7 @@ def asked(ranks: int | None, words: list[str]) -> Asked:
     config = with_free_mesh(config, ranks) if run else config
     config = resolve(config, ranks, default=path is None)
     refuse([*untrainable(config)])
+    sinks_of(config.run.metrics_hook, config.run.tensorboard)
     return Asked(config, run)
 
 
@@ -197,12 +200,10 @@ def prepare(config: Config, run: Path | None) -> Opened:
     from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.config import load
     from hpc3d.pipeline.program import program_of
-    from hpc3d.runtime.metrics_file import sinks_of
     from hpc3d.training import run_folder as folder
     from hpc3d.training.footprint import refuse_what_cannot_fit
     from hpc3d.training.run_loop import RunPlan
 
-    sinks_of(config.run.metrics_hook, config.run.tensorboard)
     config, text = _open_text(config)
     refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
     program, changed = program_of(config), []
