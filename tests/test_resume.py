@@ -87,7 +87,7 @@ def test_more_steps_do_not_raise_the_learning_rate_again(tmp_path):
     assert "decay_steps = 4\n" in (run / "config.toml").read_text()
     out = resumed(2, run, "--train.decay_steps", 8, "--checkpoint.every", 0, steps=7)
     assert "resume: train.decay_steps was 4, is 8" in out
-    assert re.search(" 8 .* 4: .* 3.000e-04 .* step 5 ", out)
+    assert re.search(r"curve now: 8\.083e-04 .* 3\.000e-04 in step 6", out)
     assert rates(run)[5:] == pytest.approx([3e-4, 8.083e-4], rel=1e-3)
 
 
