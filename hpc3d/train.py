@@ -25,7 +25,7 @@ run.watchdog_s; 1 a rank failed (the job ends).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
@@ -124,8 +124,8 @@ def _begin(
     mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout_lines(config))
     trainer = Trainer(mesh, config, config.model.vocabulary, text.batches, program, clock)
     evaluator = Evaluator(trainer, text.validation) if config.train.eval_every else None
-    if config.data.validation and not evaluator:
-        log.say("nothing is evaluated on data.validation: train.eval_every is 0")
+    for line in _idle(config):
+        log.say(line)
     start = 0
     if plan.resumed:
         from hpc3d.checkpoints.resume import resume
@@ -141,9 +141,9 @@ def explain(words: list[str]) -> None:
 
     named = [word.removeprefix("--") for word in words if word not in ("-h", "--help")]
     if words[0] in ("-h", "--help") and named:
-        print("\n\n".join(about(name) for name in named))
+        _tell("\n\n".join(about(name) for name in named))
         return
-    print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
+    _tell(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
 
 
 def rehearse(ranks: int, words: list[str]) -> None:
@@ -154,19 +154,36 @@ def rehearse(ranks: int, words: list[str]) -> None:
     from hpc3d.cli import number_of_ranks
     from hpc3d.predict.dry_run import dry_run, taken
 
-    words.remove("--dry-run")
+    words = [word for word in words if word != "--dry-run"]
     given, machine = taken(words, "--ranks"), taken(words, "--machine")
     try:
         asked_for = None if given is None else number_of_ranks(given)
     except ArgumentTypeError as error:
         raise ValueError(f"--ranks {given}: {error}") from None
     config, run = asked(asked_for or (ranks if ranks > 1 else None), words)
-    config, text = _open_text(config)
+    config, text, _ = _ready(config, this_machine=machine is None)
     config, changed = continued(run, config) if run else (with_decay_steps(config), [])
-    for line in [*dry_run(config, machine, text.batches.windows), *changed]:
-        print(plain(line))
+    lines = [*dry_run(config, machine, text.batches.windows), *_idle(config)]
+    lines += [f"resume: {line}" for line in changed]
     where = run or f"a new folder {config.run.out}/{config.name}-DATE"
-    print(plain(f"dry run: nothing is written; the run would be kept in {where}"))
+    lines += [f"dry run: nothing is written; the run would be kept in {where}"]
+    _tell("\n".join(map(plain, lines)))
+
+
+def _tell(text: str) -> None:
+    """Print what a run is not needed for, to those who read on."""
+    from hpc3d.cli import read_no_more
+
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        read_no_more()
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """What is given and not used."""
+    if config.data.validation and not config.train.eval_every:
+        yield "nothing is evaluated on data.validation: train.eval_every is 0"
 
 
 def asked(ranks: int | None, words: list[str]) -> Asked:
@@ -193,16 +210,11 @@ def prepare(config: Config, run: Path | None) -> Opened:
     wrong."""
     from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.config import load
-    from hpc3d.metrics_file import sinks_of
-    from hpc3d.pipeline.program import program_of
     from hpc3d.training import run_folder as folder
-    from hpc3d.training.footprint import refuse_what_cannot_fit
     from hpc3d.training.run_loop import RunPlan
 
-    sinks_of(config.run.metrics_hook, config.run.tensorboard)
-    config, text = _open_text(config)
-    refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
-    program, changed = program_of(config), []
+    config, text, program = _ready(config)
+    changed = []
     if run:
         lock = folder.claim(run)
         config, changed = continued(run, config)
@@ -213,6 +225,20 @@ def prepare(config: Config, run: Path | None) -> Opened:
         lock = folder.claim(where)
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
     return Opened(plan, text.batches, program, lock, text.validation)
+
+
+def _ready(config: Config, this_machine: bool = True) -> tuple[Config, RunText, Program]:
+    """Rank 0: `config` with what its text settles, what a run of it reads, and what it executes;
+    ValueError for what is wrong, also where ranks on `this_machine` outgrow its memory."""
+    from hpc3d.metrics_file import sinks_of
+    from hpc3d.pipeline.program import program_of
+    from hpc3d.training.footprint import refuse_what_cannot_fit
+
+    sinks_of(config.run.metrics_hook, config.run.tensorboard)
+    config, text = _open_text(config)
+    if this_machine:
+        refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
+    return config, text, program_of(config)
 
 
 def _open_text(config: Config) -> tuple[Config, RunText]:

@@ -63,6 +63,10 @@ _OTHERWISE = {  # other name: what it is here, where it is not the same thing
     "bf16": 'here train.dtype = "bfloat16"',
     "fp8": 'here train.product_dtype = "float8"',
     "sequence_parallel": 'here parallel.scheme = "1d-sequence"',
+    "ranks world_size nproc_per_node num_gpus": (
+        "here mpirun -np N, or --ranks N of a --dry-run: the product of mesh.p to mesh.z"
+    ),
+    "machine": "of a --dry-run, simulate and plan; a run is on this one, as train.backend says",
     "device": 'here train.backend = "numpy" or "cupy"',
     "fsdp": "here parallel.zero = 3",
 }
