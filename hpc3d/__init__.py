@@ -2,7 +2,11 @@
 
 From Python (docs/api.md):
 
-    from hpc3d import Grid, Layout, Matmul, SCHEDULES, SCHEMES, Split, load_config, run_threads
+    import hpc3d
+
+    cube = hpc3d.Cube(x=2, y=2, z=2)        # ranks are threads
+    y = cube.matmul(x, w)                   # the 3-D algorithm; cube.calls: who received what
+    run = hpc3d.open("results/RUN")         # run.verdict, run.losses, run.timeline()
 """
 
 __version__ = "0.1.0"
@@ -10,14 +14,19 @@ __version__ = "0.1.0"
 # The Python interface.  A name is imported when it is first asked for: a rank pays for nothing
 # that it does not use.
 PUBLIC = {
+    "Cube": "hpc3d.library.cube:Cube",
     "Grid": "hpc3d.comm.grid:Grid",
     "Layout": "hpc3d.tensor.layout:Layout",
     "Matmul": "hpc3d.tensor.matmul:Matmul",
     "SCHEDULES": "hpc3d.pipeline.schedule:SCHEDULES",
     "SCHEMES": "hpc3d.tensor.split:SCHEMES",
     "Split": "hpc3d.tensor.split:Split",
+    "find_layouts": "hpc3d.library.commands:find_layouts",
     "load_config": "hpc3d.config.load:load",
+    "open": "hpc3d.library.commands:open_run",
+    "predict_step": "hpc3d.library.commands:predict_step",
     "run_threads": "hpc3d.comm.threads:run",
+    "run_training": "hpc3d.library.commands:run_training",
 }
 
 

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = (
-    *("train", "generate", "plan", "simulate", "partition"),
+    *("init", "train", "generate", "plan", "simulate", "partition"),
     *("watch", "report", "checkpoint", "prepare", "bench", "doctor"),
 )
 USAGE = """
@@ -15,6 +15,7 @@ USAGE = """
     mpirun -np N hpc3d train ...         on N ranks
     hpc3d COMMAND --help                 what a command does, and all that it takes
     hpc3d --version
+    hpc3d --completion bash|zsh|fish     a script for your shell: source <(hpc3d --completion bash)
 """
 
 
@@ -27,7 +28,19 @@ def main(argv: list[str] | None = None) -> int:
 
     if environment.number_in(environment.OWN_RANK, default=0):
         return 0  # a launcher that sees a failure ends the others, before the first has spoken
-    return answer(command)
+    return complete(words) if command == "--completion" else answer(command)
+
+
+def complete(words: list[str]) -> int:
+    """Print what a shell completes `hpc3d` by."""
+    from hpc3d.library.completion import SHELLS, script
+    from hpc3d.runtime.exit_codes import BAD_INPUT
+
+    if len(words) != 1 or words[0] not in SHELLS:
+        print(f"hpc3d: --completion: name one of {', '.join(SHELLS)}", file=sys.stderr)
+        return BAD_INPUT
+    _say(script(words[0], COMMANDS))
+    return 0
 
 
 def answer(word: str) -> int:

@@ -166,12 +166,19 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     """Write the newest whole checkpoint of a run, or the one that is named."""
     from hpc3d.checkpoints import hf_export
     from hpc3d.checkpoints.inspect import checkpoints, newest_whole
+    from hpc3d.checkpoints.run_tokenizer import export as export_tokenizer
+    from hpc3d.checkpoints.run_tokenizer import kept_tokenizer
 
     if not options.force:
         hf_export.refuse_to_replace(options.output)
     opened, wrong = newest_whole(checkpoints(options.source))
     complain("checkpoint", wrong)
-    shapes = hf_export.export(opened, options.output)
+    tokenizer = kept_tokenizer(opened.folder)
+    shapes = hf_export.export(
+        opened, options.output, tokenizer.end if tokenizer and tokenizer.end_name else None
+    )
+    if tokenizer:
+        export_tokenizer(tokenizer, options.output)
     count = sum(map(prod, shapes.values()))
     print(plain(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
     for line in hf_export.notes(opened):
@@ -190,10 +197,13 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     """Make a run of the weights of others."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured
+    from hpc3d.checkpoints.run_tokenizer import keep, kept_tokenizer
 
     pretrained = Pretrained(options.source)
     config = configured(pretrained, settings)
     shapes = new_run.begin(options.output, config, pretrained.parameter)
+    if tokenizer := kept_tokenizer(options.source):
+        keep(options.output, tokenizer.json)
     count = sum(map(prod, shapes.values()))
     print(plain(f"{options.source}: {count:,} parameters in {len(shapes)} tensors"))
     print(plain(f"written to {options.output}; go on with"))

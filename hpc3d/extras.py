@@ -14,6 +14,7 @@ EXTRAS = {
     "matplotlib": "report",
     "networkx": "partition",
     "pandas": "report",
+    "pyarrow": "parquet",
     "safetensors": "exchange",
     "scipy": "exact",
     "tensorboardX": "tensorboard",

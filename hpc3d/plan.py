@@ -49,7 +49,6 @@ _SHARES = {
     "of_step_time": ("step_time_s", 1e-3, "ms"),
 }
 _LEAST_CHANGE = 5e-4  # that is shown
-_FEW = 16  # ranks whose layouts are looked into one and all
 _JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
 searched, applied, and mixture as simulate has it; a layout has layout (tables of the input file),
@@ -131,8 +130,9 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
 def _search(options: Namespace, overrides: Sequence[str]) -> None:
     """Find layouts, with a technique where none fits without; print them."""
     from hpc3d.predict.machine import machine_file
+    from hpc3d.predict.planning.ranked_layouts import allowed
 
-    config, ranks = _allowed(options.input, overrides), options.ranks
+    config, ranks = allowed(options.input, overrides), options.ranks
     machine = machine_file.load(options.machine or shipped(_MACHINE))
     memory = options.memory or machine.memory_gb * 1e9
     top = max(options.top or _TOP, _TOP)  # what is first does not depend on how much is shown
@@ -145,26 +145,12 @@ def _search(options: Namespace, overrides: Sequence[str]) -> None:
     _report(options, resorted.planned if resorted else planned, memory, resorted)
 
 
-def _allowed(source: Path | str, overrides: Sequence[str]) -> Config:
-    """The input; Problems if it is refused whatever the layout."""
-    from hpc3d.config.expert_rules import wrong_experts
-    from hpc3d.config.load import load
-    from hpc3d.config.offload_rules import wrong_offload
-    from hpc3d.config.rules import not_there_yet, refuse, unknown_values
-    from hpc3d.predict.planning.layouts import bare
-
-    config = load(source, overrides)
-    alone = bare(config)  # a plan finds a mesh of its own
-    experts = wrong_experts(alone if config.model.experts else config)
-    refuse([*unknown_values(config), *not_there_yet(config), *experts, *wrong_offload(alone)])
-    return config
-
-
 def _report(
     options: Namespace, planned: _Outcome, memory: float, resorted: _Resorted | None
 ) -> None:
     """Print what was found, and write the input file."""
     from hpc3d.predict.assumptions import lines, of_mixture
+    from hpc3d.predict.planning.ranked_layouts import searched
 
     config, found, ranking = planned.config, planned.found, planned.ranking
     best = planned.best[: options.top or _TOP]
@@ -202,6 +188,8 @@ class _Outcome(NamedTuple):
 
 
 def _planned(config: Config, ranks: int, machine: Machine, memory: float, top: int) -> _Outcome:
+    from hpc3d.predict.planning.ranked_layouts import ranked
+
     found, ranking = ranked(config, ranks, machine, memory, top)
     return _Outcome(config, found, ranking, ranking.best(top))
 
@@ -232,10 +220,12 @@ class _Resorted(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         """Plain values for `--json`."""
-        others = [each.resort.plain() | _plain(_estimated(each)) for each in self.others]
+        from hpc3d.predict.planning.ranked_layouts import as_plain
+
+        others = [each.resort.plain() | as_plain(_estimated(each)) for each in self.others]
         return {
             "with": self.fit.resort.plain(),
-            "nearest": _plain(self.nearest),
+            "nearest": as_plain(self.nearest),
             "others": others,
         }
 
@@ -265,48 +255,22 @@ def _resorted(
     return None
 
 
-def ranked(
-    config: Config, ranks: int, machine: Machine, memory: float, top: int
-) -> tuple[Found, Ranking]:
-    """What was found on so many ranks, and its Ranking."""
-    from hpc3d.model.families import least_vocabulary
-    from hpc3d.predict.planning.ranking import Ranking
-    from hpc3d.predict.planning.search import Search
-    from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
-
-    vocabulary = config.model.vocabulary or least_vocabulary(config.model, BYTE_VOCABULARY)
-    search = Search(config, ranks, vocabulary, machine, memory)
-    found = search.run(top, _most_costs(ranks))
-    ranking = Ranking(search, found, machine, _most_effort(ranks))
-    ranking.widen()
-    ranking.widen(config.mesh)
-    return found, ranking
-
-
-def _most_costs(ranks: int) -> int:
-    """How many costs are measured, some 3 ms each."""
-    return 2500 if ranks <= _FEW else min(1250, 200 + 2 * ranks)
-
-
-def _most_effort(ranks: int) -> int:
-    """What is simulated, in ms as hpc3d.predict.planning.ranking counts them."""
-    return 3000 if ranks <= _FEW else min(6000, 500 + 5 * ranks)
-
-
 def _told(
     best: Sequence[RankedLayout],
     named: Mapping[str, Mapping[str, RankedLayout | None]],
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
     """The rows as plain values."""
+    from hpc3d.predict.planning.ranked_layouts import as_plain
+
     return {
-        "layouts": [_plain(row) for row in best],
+        "layouts": [as_plain(row) for row in best],
         "named": {
-            where: {name: row and _plain(row) for name, row in rows.items()}
+            where: {name: row and as_plain(row) for name, row in rows.items()}
             for where, rows in named.items()
         },
         "losers": [
-            {"reason": reason, "count": count, "nearest": _plain(nearest)}
+            {"reason": reason, "count": count, "nearest": as_plain(nearest)}
             for reason, count, nearest in losers
         ],
     }
@@ -315,36 +279,6 @@ def _told(
 def _here(mesh: MeshConfig) -> str:
     others = "".join(f" {axis}={getattr(mesh, axis)}" for axis in "ce" if getattr(mesh, axis) > 1)
     return f"p={mesh.p} d={mesh.d}{others} as in the input"
-
-
-def searched(found: Found, ranking: Ranking) -> dict[str, int]:
-    """How many layouts there are, and what became of their sizes."""
-    return {
-        "layouts": found.considered,
-        "timed": len(found.timed),
-        "cut": len(found.cut),
-        "left": len(found.left),
-        "estimates": ranking.search.candidates.count,
-        "simulated": len(ranking.known),
-    }
-
-
-def _plain(row: RankedLayout) -> dict[str, Any]:
-    """A row as plain values for `--json`."""
-    from hpc3d.predict.planning.ranking import layout
-
-    return {
-        "layout": layout(row.config),
-        "step_time_s": row.seconds,
-        "simulated": row.simulated,
-        "bubble": row.bubble,
-        "communication": row.communication,
-        "axis": row.axis,
-        "waits_s": row.waits,
-        "peak_bytes": row.peak,
-        "stage": row.stage,
-        "memory": row.kinds,
-    }
 
 
 def _nothing_fits(found: Found, ranking: Ranking, memory: float) -> str:

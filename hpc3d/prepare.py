@@ -13,12 +13,16 @@ from pathlib import Path
 
 from hpc3d import shipped
 from hpc3d.cli import Parser, complain, run
+from hpc3d.data.sources import BIN, meta_tokenizer, training_pieces
 from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
-from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, train_bpe
+from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, text_files, tokenizer_from, train_bpe
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
 _BPE_VOCABULARY = 8192
+_SOURCES = "a text, .jsonl, .parquet, a .bin of nanoGPT or of Megatron-LM, or a folder of *.txt"
+_TOKENIZERS = """byte (default); bpe, learned from the texts; a tokenizer.json, a folder with
+GPT-2's vocab.json and merges.txt, or ranks.tiktoken"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +47,10 @@ def _parser() -> Parser:
         "exit codes: 0 good, 2 bad input (nothing was written), 3 --verify failed",
     )
     add = parser.add_argument
-    add("texts", nargs="*", type=Path, metavar="TEXT", help="a text file or a folder of *.txt")
+    add("texts", nargs="*", type=Path, metavar="TEXT", help=_SOURCES)
     add("-o", "--output", type=Path, metavar="FILE.h5", help="the token file to write")
-    add("--tokenizer", choices=("byte", "bpe"), default="byte", help="default: byte")
+    add("--field", default="text", metavar="NAME", help="of JSON lines and parquet (text)")
+    add("--tokenizer", metavar="byte|bpe|FILE", help=_TOKENIZERS)
     add(
         "--vocabulary",
         type=int,
@@ -66,7 +71,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     texts = [text for path in arguments.texts for text in text_files(shipped.text(path))]
     tokenizer = _make_tokenizer(arguments, texts)
     size = sum(text.stat().st_size for text in texts)
-    write_tokens(output, texts, tokenizer, _progress(size))
+    write_tokens(output, texts, tokenizer, _progress(size), arguments.field)
     _describe(output, arguments.json, bytes=size, seconds=time.perf_counter() - start)
     return 0
 
@@ -103,16 +108,33 @@ def _new_file(arguments: argparse.Namespace) -> Path:
 
 def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:
     """Return the tokenizer asked for; bpe is trained on `texts`."""
-    if arguments.tokenizer == "bpe":
+    name, numbered = arguments.tokenizer, [text for text in texts if text.suffix in BIN]
+    if numbered and name in ("byte", "bpe"):
+        raise ValueError(f"{numbered[0]}: its ids are not of {name}; give --tokenizer FILE")
+    if name == "bpe":
         asked = arguments.vocabulary
-        training = (piece for text in texts for piece in pieces(text))
+        training = training_pieces(texts, arguments.field)
         return train_bpe(training, _BPE_VOCABULARY if asked is None else asked)
+    if name not in (None, "byte") or numbered:
+        if arguments.vocabulary is not None:
+            raise ValueError(f"--vocabulary {arguments.vocabulary}: a tokenizer has its own")
+        return tokenizer_from(name) if name else _of_numbers(numbered[0])
     if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):
         raise ValueError(
             f"--vocabulary {arguments.vocabulary}: byte has {ByteTokenizer.vocabulary} ids; leave "
             "it out or take --tokenizer bpe"
         )
     return ByteTokenizer()
+
+
+def _of_numbers(path: Path) -> Tokenizer:
+    """That of the ids in a .bin."""
+    if tokenizer := meta_tokenizer(path):
+        return tokenizer
+    raise ValueError(
+        f"{path}: ids of a tokenizer that is not known here: give it, --tokenizer tokenizer.json "
+        "(hf download gpt2 tokenizer.json)"
+    )
 
 
 def _progress(size: int) -> Callable[[int], None]:

@@ -39,14 +39,14 @@ def find(word: str, kind: Kind) -> Path:
     Names are those of the files in inputs/ of the current folder, then of those that are shipped.
     A path that exists wins.  ValueError, with the names, where there is no such file.
     """
-    known = _names(kind)
+    known = names(kind)
     for path in (word, f"{word}.toml", known.get(_name_of(word, kind), "")):
         if os.path.exists(path) and not os.path.isdir(path):
             return Path(path)
     raise ValueError(_unknown(word, kind, known))
 
 
-def _names(kind: Kind) -> dict[str, Path]:
+def names(kind: Kind) -> dict[str, Path]:
     """{name: path} of the files of a kind."""
     places = shipped(kind.folder), Path(_INPUTS, kind.folder)
     folders = [place / folder for place in places for folder in (*kind.below, "")]

@@ -64,10 +64,12 @@ class Opened(NamedTuple):
 
 
 class RunText(NamedTuple):
-    """What a run reads: to train, and to evaluate the model if it is to."""
+    """What a run reads: to train, and to evaluate the model if it is to; the JSON text of its
+    tokenizer, None for bytes."""
 
     batches: Batches | None
     validation: ValidationBatches | None
+    tokenizer: str | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,7 +152,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     """Rank 0: say what would run; ValueError for what is wrong."""
     from argparse import ArgumentTypeError
 
-    from hpc3d.checkpoints.resume import continued, with_decay_steps
+    from hpc3d.checkpoints.resume import with_decay_steps
     from hpc3d.cli import number_of_ranks
     from hpc3d.predict.dry_run import dry_run, taken
 
@@ -162,7 +164,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
         raise ValueError(f"--ranks {given}: {error}") from None
     config, run = asked(asked_for or (ranks if ranks > 1 else None), words)
     config, text, _ = _ready(config, this_machine=machine is None)
-    config, changed = continued(run, config) if run else (with_decay_steps(config), [])
+    config, changed = _continued(run, config, text) if run else (with_decay_steps(config), [])
     lines = [*dry_run(config, machine, text.batches.windows), *_idle(config)]
     lines += [f"resume: {line}" for line in changed]
     where = run or f"a new folder {config.run.out}/{config.name}-DATE"
@@ -208,7 +210,8 @@ def asked(ranks: int | None, words: list[str]) -> Asked:
 def prepare(config: Config, run: Path | None) -> Opened:
     """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
     wrong."""
-    from hpc3d.checkpoints.resume import continued, with_decay_steps
+    from hpc3d.checkpoints import run_tokenizer
+    from hpc3d.checkpoints.resume import with_decay_steps
     from hpc3d.config import load
     from hpc3d.training import run_folder as folder
     from hpc3d.training.run_loop import RunPlan
@@ -217,21 +220,35 @@ def prepare(config: Config, run: Path | None) -> Opened:
     changed = []
     if run:
         lock = folder.claim(run)
-        config, changed = continued(run, config)
+        config, changed = _continued(run, config, text)
         where = folder.reopen(run, load.to_toml(config))
     else:
         config = with_decay_steps(config)
         where = folder.create(config, load.to_toml(config))
         lock = folder.claim(where)
+    if text.tokenizer:
+        run_tokenizer.keep(where, text.tokenizer)
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
     return Opened(plan, text.batches, program, lock, text.validation)
+
+
+def _continued(run: Path, config: Config, text: RunText) -> tuple[Config, list[str]]:
+    """Rank 0: `config` as `run` goes on with it, and what is not as it was; ValueError where it
+    cannot, as with another tokenizer."""
+    from hpc3d.checkpoints import run_tokenizer
+    from hpc3d.checkpoints.resume import continued
+
+    config, changed = continued(run, config)
+    if text.tokenizer:
+        run_tokenizer.refuse_another(run, text.tokenizer)
+    return config, changed
 
 
 def _ready(config: Config, this_machine: bool = True) -> tuple[Config, RunText, Program]:
     """Rank 0: `config` with what its text settles, what a run of it reads, and what it executes;
     ValueError for what is wrong, also where ranks on `this_machine` outgrow its memory."""
-    from hpc3d.metrics_file import sinks_of
     from hpc3d.pipeline.program import program_of
+    from hpc3d.runtime.metrics_file import sinks_of
     from hpc3d.training.footprint import refuse_what_cannot_fit
 
     sinks_of(config.run.metrics_hook, config.run.tensorboard)
@@ -245,10 +262,12 @@ def _open_text(config: Config) -> tuple[Config, RunText]:
     """Rank 0: `config` with what its text settles, and the batches of it."""
     from hpc3d import shipped
     from hpc3d.data.token_file import open_tokens
+    from hpc3d.data.tokenizer import BpeTokenizer
 
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
     config = _settled(config, tokens)
-    return config, _text_of(config, tokens)
+    rules = tokens.json if tokens.tokenizer == BpeTokenizer.name else None
+    return config, _text_of(config, tokens)._replace(tokenizer=rules)
 
 
 def _text_of(config: Config, tokens: Tokens) -> RunText:

@@ -6,10 +6,10 @@
 # Slurm runs a copy of the script that lies elsewhere.
 cd "$SLURM_SUBMIT_DIR" || exit
 
-# SITE: the modules that `make setup` saw, so that mpi4py finds the same MPI again.
+# SITE: the modules that `make setup` or `pip install` saw, so that mpi4py finds the same MPI again.
 # module load openmpi
 # shellcheck source=/dev/null
-source .venv/bin/activate
+[ ! -f .venv/bin/activate ] || source .venv/bin/activate  # else hpc3d's python is on PATH
 
 # SITE: how this cluster starts MPI programs, e.g. LAUNCH=mpirun sbatch jobs/train.sbatch
 read -ra launch <<< "${LAUNCH:-srun --mpi=pmix}"

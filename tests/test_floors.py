@@ -13,7 +13,7 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in R
 FLOORS = [
     {"__version__", "limits", "patience", "plain", "renamed"},
     {"extras", "files", "shipped"},
-    {"arrays", "metrics_file", "runtime"},
+    {"arrays", "runtime"},
     {"cuda", "data"},
     {"comm", "ops"},
     {"tensor", "trace", "diagnose"},
@@ -24,7 +24,7 @@ FLOORS = [
     {"analyze", "checkpoints"},
     {"predict", "generation"},
     {"partition"},
-    {"studies", "benchmarks", "cli"},
+    {"studies", "benchmarks", "cli", "library"},
 ]
 FLOOR = {folder: number for number, folders in enumerate(FLOORS) for folder in folders}
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc3d import metrics_file
+from hpc3d.runtime import metrics_file
 from hpc3d.trace.schema import CATEGORY, OP
 from hpc3d.trace.segment import Segment, count_segments, read_segment, segment_path
 from hpc3d.training.log import duration

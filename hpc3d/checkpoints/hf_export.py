@@ -43,10 +43,10 @@ def refuse_to_replace(target: Path) -> None:
             raise ValueError(f"{path} exists: name another place, or replace it with --force")
 
 
-def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
+def export(opened: Checkpoint, target: Path, end: int | None = None) -> dict[str, tuple[int, ...]]:
     """Write the parameters of a whole checkpoint as a folder that `from_pretrained` loads or,
     where `target` ends in .safetensors, as that file alone; their shapes by name.  Of a torch
-    module there is the file with its own names.
+    module there is the file with its own names.  `end` is the token that ends a text.
     """
     weights, *settings = _written_by(target)
     if config_of(opened).torch.factory:
@@ -64,7 +64,7 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     safetensors.write(weights, arrays)
     for path in settings:
         with replacing(path) as temporary:
-            text = json.dumps(_settings_of(family, model, dtype), indent=2)
+            text = json.dumps(_settings_of(family, model, dtype, end), indent=2)
             temporary.write_text(text + "\n")
     return {name: array.shape for name, array in arrays.items()}
 
@@ -99,15 +99,17 @@ def _value_of(opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dty
     return value
 
 
-def _settings_of(family: PublishedFamily, model: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    """The config.json of a model.  Its tokenizer, and so the ids of its text's ends, are unknown
-    to `transformers`."""
+def _settings_of(
+    family: PublishedFamily, model: ModelConfig, dtype: np.dtype, end: int | None
+) -> dict[str, Any]:
+    """The config.json of a model, in whose text `end` ends a document (None: `transformers` does
+    not know the tokenizer)."""
     return {
         "model_type": family.types[0],
         "architectures": [family.architecture],
         **family.settings.of(model),
         "tie_word_embeddings": model.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        "bos_token_id": end,
+        "eos_token_id": end,
         "dtype": dtype.name,
     }

@@ -86,7 +86,7 @@ def _rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
         if item.name not in skip:
             default = "absent" if item.default is None else f"`{literal(item.default)}`"
             meaning, kind = texts[item.name], types[item.name]
-            if choices := _choices(kind):
+            if choices := choices_of(kind):
                 meaning = f"{', '.join(f'`{choice}`' for choice in choices)}: {meaning}"
             yield f"| `{item.name}` | {default} | {meaning} |"
 
@@ -95,17 +95,17 @@ def _entry(key: str, value: Any, kind: Any, meaning: str) -> list[str]:
     """The lines of a key: with its default, and beside it the choices and what it means."""
     if value is None:
         return _with_comment(f"# {key} =", meaning)
-    choices = " | ".join(_choices(kind))
+    choices = " | ".join(choices_of(kind))
     return _with_comment(
         f"{key} = {literal(value)}", f"{choices}; {meaning}" if choices else meaning
     )
 
 
-def _choices(kind: Any) -> list[str]:
+def choices_of(kind: Any) -> list[str]:
     """The values of a type that has but a few, or of the part of a union that does."""
     if get_origin(kind) is Literal:
         return [literal(each) for each in get_args(kind)]
-    return [choice for part in get_args(kind) for choice in _choices(part)]
+    return [choice for part in get_args(kind) for choice in choices_of(part)]
 
 
 def _with_comment(words: Sequence[str], text: str) -> list[str]:

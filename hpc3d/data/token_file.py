@@ -11,11 +11,13 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.data.sources import BIN, JSONL, PARQUET, Source
 from hpc3d.data.tokenizer import (
     END,
     PIECE,
@@ -80,6 +82,8 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     `data.path`, for what is missing, empty, no text, damaged or made with another tokenizer than
     the one that is given.
     """
+    if Path(path).suffix in (*JSONL, *PARQUET, *BIN):
+        raise ValueError(f"data.path: {path} is no text: {_PREPARE} {path} -o tokens{SUFFIX}")
     tokens = TokenFile(Path(path)) if Path(path).suffix == SUFFIX else TextTokens(text_files(path))
     if tokenizer not in (None, tokens.tokenizer):
         tokens.close()
@@ -204,9 +208,14 @@ def verify(path: str | Path) -> None:
 
 
 def write_tokens(
-    path: Path, texts: Sequence[Path], tokenizer: Tokenizer, report: _Report = lambda size: None
+    path: Path,
+    texts: Sequence[Path],
+    tokenizer: Tokenizer,
+    report: _Report = lambda size: None,
+    field: str = "text",
 ) -> None:
-    """Write the token file `path` from `texts`, a piece in memory at a time.
+    """Write the token file `path` from `texts`, files of hpc3d.data.sources with documents in a
+    `field`, a piece in memory at a time.
 
     `report` is called with the bytes of each piece of text.  Raises ValueError for what is no
     text and OSError where the disk refuses; `path` then is as it was before.
@@ -216,24 +225,18 @@ def write_tokens(
     dtype = np.min_scalar_type(tokenizer.vocabulary - 1).newbyteorder("<")
     layout = {"chunks": (_CHUNK,), "maxshape": (None,), "fletcher32": True}
     digest = hashlib.sha256()
+    sources = [Source(text, tokenizer, field) for text in texts]
     with replacing(path) as disk, h5py.File(disk, "w", libver=_SELF_CHECKING) as file:
         dataset = file.create_dataset("tokens", (0,), dtype, **layout)
-        for ids in _encoded(texts, tokenizer, report):
+        for ids, size in chain.from_iterable(sources):
             part = ids.astype(dtype)
             _append(dataset, part)
             digest.update(part)
             disk.check()
+            report(size)
         file.attrs.update(_described(texts, tokenizer))
+        file.attrs.update(documents=sum(source.documents for source in sources))
         file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
-
-
-def _encoded(texts: Sequence[Path], tokenizer: Tokenizer, report: _Report) -> Iterator[np.ndarray]:
-    """Yield the ids of each piece, and END after each text."""
-    for text in texts:
-        for piece in pieces(text):
-            yield tokenizer.encode(piece)
-            report(len(piece))
-        yield np.array([END])
 
 
 def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
@@ -252,7 +255,6 @@ def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
         "tokenizer_json": _fixed(tokenizer.json),
         "vocabulary": tokenizer.vocabulary,
         "sources": _fixed([text.name for text in texts]),
-        "documents": len(texts),
     }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpc3d.analyze.live import inside, screen, sparkline, state
-from hpc3d.metrics_file import MetricsFile
+from hpc3d.runtime.metrics_file import MetricsFile
 from hpc3d.trace.schema import CATEGORY, CLOCK_SAMPLES, EVENTS, MEMORY, OP, STEPS, record_type
 from hpc3d.trace.segment import segment_path, write_segment
 

@@ -77,11 +77,11 @@ def test_the_library_may_be_missing(capsys, monkeypatch, text, output):
         (["text.txt", "-o", "none/new.h5"], "none"),
         (["text.txt", "-o", "old.h5"], "--force"),
         (["none.txt", "-o", "new.h5"], "none.txt "),
-        (["bad.bin", "-o", "new.h5"], "bad.bin ... UTF-8"),
-        (["text.txt", "bad.bin", "-o", "old.h5", "--force"], "bad.bin ... UTF-8"),
+        (["bad.dat", "-o", "new.h5"], "bad.dat ... UTF-8"),
+        (["text.txt", "bad.dat", "-o", "old.h5", "--force"], "bad.dat ... UTF-8"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "300"], "--vocabulary 300: ... 256"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "many"], "invalid int value"),
-        (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "invalid choice"),
+        (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "word is no readable tokenizer"),
         (["text.txt", "-o", "new.h5", "--fast"], "--fast; see --help"),
         (["--verify", "none.h5"], "none.h5: "),
         (["text.txt", "--verify", "old.h5"], "neither TEXT nor -o"),
@@ -90,7 +90,7 @@ def test_the_library_may_be_missing(capsys, monkeypatch, text, output):
 def test_an_error_is_one_line_and_writes_nothing(capsys, monkeypatch, text, words, part):
     monkeypatch.chdir(text.parent)
     Path("old.h5").write_text("precious")
-    Path("bad.bin").write_bytes(b"\xff\0")
+    Path("bad.dat").write_bytes(b"\xff\0")
     before = sorted(os.listdir())
     code, lines, error = call(capsys, *words)
     assert code == 2 and lines == []

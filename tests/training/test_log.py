@@ -6,7 +6,7 @@ import pytest
 
 from hpc3d.config.load import load
 from hpc3d.config.rules import resolve
-from hpc3d.metrics_file import read
+from hpc3d.runtime.metrics_file import read
 from hpc3d.training.log import Log, differences, duration, hosts
 from hpc3d.training.trainer import Step
 

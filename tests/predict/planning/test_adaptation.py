@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from hpc3d.plan import ranked
 from hpc3d.predict.machine.machine import Link
 from hpc3d.predict.planning.adaptation import (
     bucket_sizes,
@@ -19,6 +18,7 @@ from hpc3d.predict.planning.candidates import Candidates
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.layer_counts import LayerCounts
 from hpc3d.predict.planning.layouts import bare
+from hpc3d.predict.planning.ranked_layouts import ranked
 from hpc3d.predict.planning.search import TimedCandidate
 from tests.predict.planning.test_layer_counts import every
 from tests.predict.planning.test_search import CLUSTER, config_of, settled, step

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pytest
 
 from hpc3d.config.rules import refuse, unknown_values
-from hpc3d.plan import ranked
 from hpc3d.predict.machine.machine import Link, Machine
 from hpc3d.predict.machine.machine_file import load as load_machine
+from hpc3d.predict.planning.ranked_layouts import ranked
 from tests.predict.machine.test_between_hosts import hosts
 from tests.predict.planning.brute import every_layout, step
 from tests.predict.planning.test_search import CLUSTER, ROOT, config_of, settled

@@ -9,6 +9,7 @@ What is no finite number is null.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import time
@@ -107,12 +108,12 @@ def _board(folder: Path) -> _Sink:
     """A sink that writes scalars for TensorBoard."""
     from tensorboardX import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"))
+    writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=1)
+    atexit.register(writer.close)  # a thread writes
 
     def write(record):
         for key, value in record.items():
             if key not in ("step", "steps", "time") and value is not None:
                 writer.add_scalar(key, value, record["step"], record["time"])
-        writer.flush()
 
     return write

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hpc3d.metrics_file import NAME, MetricsFile, read, sinks_of
+from hpc3d.runtime.metrics_file import NAME, MetricsFile, read, sinks_of
 from tests.runs import wait_for
 
 

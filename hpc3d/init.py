@@ -1,0 +1,64 @@
+"""Write the inputs and job scripts that come with hpc3d into a folder, to be changed there.
+
+python -m hpc3d.init my-experiments
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from hpc3d.cli import Parser, run
+from hpc3d.plain import plain, why
+
+_TEXT = """\
+Makes FOLDER with inputs/, one TOML file an experiment beside machines, models and a text, and
+jobs/, scripts for Slurm that run from there (jobs/README.md). Files that exist are left as they
+are: then nothing is written."""
+
+_NOT = {"__pycache__", "this-machine.toml"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser("init", _TEXT)
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="a new folder, or an empty one"
+    )
+    options = parser.parse_args(argv)
+    return run("init", lambda: _init(options))
+
+
+def _init(options: Namespace) -> None:
+    folder = options.folder
+    package = files("hpc3d")
+    with as_file(package / "share") as inputs, as_file(package / "jobs") as jobs:
+        copies = [*_copies(inputs, folder / "inputs"), *_copies(jobs, folder / "jobs")]
+        for _, target in copies:
+            if target.exists():
+                raise ValueError(f"{target} exists, and nothing was written: name a new folder")
+        try:
+            for source, target in copies:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+            (folder / "results").mkdir(exist_ok=True)  # Slurm makes no folder for its logs
+        except OSError as error:
+            raise ValueError(f"{folder}: cannot write there ({why(error)})") from None
+    print(plain(f"{len(copies)} files written to {folder}. Now:"))
+    print(plain(f"    cd {folder}"))
+    print("    mpirun -np 8 python -m hpc3d.train inputs/gpt-3d-8.toml")
+    print("    sbatch jobs/train.sbatch          # jobs/README.md says what to set for a cluster")
+
+
+def _copies(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
+    """(file, its copy) of all that lies in a folder."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and not _NOT & {*path.relative_to(source).parts}:
+            yield path, target / path.relative_to(source)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""hpc3d from Python: docs/api.md."""

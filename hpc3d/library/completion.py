@@ -1,0 +1,104 @@
+"""Completion of `hpc3d` in a shell: `hpc3d --completion bash`.
+
+The script is made from the commands themselves, their help and the keys of an input file.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from importlib import import_module
+from typing import Any, get_type_hints
+
+from hpc3d.config.input_file import Config
+from hpc3d.config.load import known_keys
+from hpc3d.config.reference import choices_of
+from hpc3d.shipped import INPUT, MACHINE, names
+
+SHELLS = "bash", "zsh", "fish"
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_OF_INPUTS = "train", "plan", "simulate", "partition", "generate"  # which take keys
+
+_BASH = """\
+_hpc3d() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"
+    local command="${{COMP_WORDS[1]}}" words=""
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{commands} --help --version"
+    else
+        case "$before" in
+            --machine) words="{machines}" ;;
+{values}
+        esac
+        if [ -z "$words" ]; then
+            case "$command:$word" in
+{options}
+                {takers}) words="{inputs}" ;;
+            esac
+        fi
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word"))
+}}
+complete -o filenames -F _hpc3d hpc3d
+"""
+
+
+def script(shell: str, commands: Iterable[str]) -> str:
+    """What a shell reads to complete `hpc3d` with these commands."""
+    options = {command: _options(command) for command in commands}
+    if shell == "fish":
+        return _fish(options)
+    text = _BASH.format(
+        commands=" ".join(options),
+        machines=" ".join(names(MACHINE)),
+        inputs=" ".join(names(INPUT)),
+        values="\n".join(
+            f'            --{key}) words="{" ".join(found)}" ;;'
+            for key, found in _values().items()
+        ),
+        options="\n".join(
+            f'                {command}:-*) words="{" ".join(found)}" ;;'
+            for command, found in options.items()
+        ),
+        takers="|".join(f"{command}:*" for command in _OF_INPUTS),
+    )
+    zsh = "autoload -Uz bashcompinit compinit && compinit && bashcompinit\n"
+    return zsh + text if shell == "zsh" else text
+
+
+def _fish(options: dict[str, list[str]]) -> str:
+    lines = ["complete -c hpc3d -n __fish_use_subcommand -a '" + " ".join(options) + "'"]
+    for command, found in options.items():
+        seen = f"complete -c hpc3d -n '__fish_seen_subcommand_from {command}'"
+        lines += [f"{seen} -l {option.removeprefix('--')}" for option in found]
+        if command in _OF_INPUTS:
+            lines.append(f"{seen} -a '{' '.join(names(INPUT))}'")
+    return "\n".join(lines) + "\n"
+
+
+def _options(command: str) -> list[str]:
+    """The options of a command, as its help has them, and the keys of those that take an input."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said), suppress(SystemExit):
+        import_module(f"hpc3d.{command}").main(["--help"])
+    keys = [f"--{key}" for key in known_keys()] if command in _OF_INPUTS else []
+    own = dict.fromkeys(_OPTION.findall(said.getvalue()))
+    return [*own, *(key for key in keys if "." in key or key in ("--name", "--seed"))]
+
+
+def _values() -> dict[str, list[str]]:
+    """Key -> the values that it may have, where these are a few."""
+    found: dict[str, list[str]] = {}
+    for section, table in get_type_hints(Config).items():
+        for key, kind in _hints(table).items():
+            if few := [each.strip('"') for each in choices_of(kind)]:
+                found[f"{section}.{key}"] = few
+            elif kind is bool:
+                found[f"{section}.{key}"] = ["true", "false"]
+    return found
+
+
+def _hints(table: Any) -> dict[str, Any]:
+    return get_type_hints(table) if hasattr(table, "__dataclass_fields__") else {}

@@ -1,0 +1,85 @@
+"""Layouts of an input that are searched and ranked, for `plan` and for Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc3d.config.expert_rules import wrong_experts
+from hpc3d.config.load import load
+from hpc3d.config.offload_rules import wrong_offload
+from hpc3d.config.rules import not_there_yet, refuse, unknown_values
+from hpc3d.model.families import least_vocabulary
+from hpc3d.predict.planning.layouts import bare
+from hpc3d.predict.planning.ranking import Ranking, layout
+from hpc3d.predict.planning.search import Search
+from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.ranking import RankedLayout
+    from hpc3d.predict.planning.search import Found
+
+_FEW = 16  # ranks whose layouts are looked into one and all
+
+
+def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
+    """The input; Problems if it is refused whatever the layout."""
+    config = load(source, overrides)
+    alone = bare(config)  # a plan finds a mesh of its own
+    experts = wrong_experts(alone if config.model.experts else config)
+    refuse([*unknown_values(config), *not_there_yet(config), *experts, *wrong_offload(alone)])
+    return config
+
+
+def ranked(
+    config: Config, ranks: int, machine: Machine, memory: float, top: int
+) -> tuple[Found, Ranking]:
+    """What was found on so many ranks, and its Ranking."""
+    vocabulary = config.model.vocabulary or least_vocabulary(config.model, BYTE_VOCABULARY)
+    search = Search(config, ranks, vocabulary, machine, memory)
+    found = search.run(top, _most_costs(ranks))
+    ranking = Ranking(search, found, machine, _most_effort(ranks))
+    ranking.widen()
+    ranking.widen(config.mesh)
+    return found, ranking
+
+
+def searched(found: Found, ranking: Ranking) -> dict[str, int]:
+    """How many layouts there are, and what became of their sizes."""
+    return {
+        "layouts": found.considered,
+        "timed": len(found.timed),
+        "cut": len(found.cut),
+        "left": len(found.left),
+        "estimates": ranking.search.candidates.count,
+        "simulated": len(ranking.known),
+    }
+
+
+def as_plain(row: RankedLayout) -> dict[str, Any]:
+    """A row as plain values for `--json`."""
+    return {
+        "layout": layout(row.config),
+        "step_time_s": row.seconds,
+        "simulated": row.simulated,
+        "bubble": row.bubble,
+        "communication": row.communication,
+        "axis": row.axis,
+        "waits_s": row.waits,
+        "peak_bytes": row.peak,
+        "stage": row.stage,
+        "memory": row.kinds,
+    }
+
+
+def _most_costs(ranks: int) -> int:
+    """How many costs are measured, some 3 ms each."""
+    return 2500 if ranks <= _FEW else min(1250, 200 + 2 * ranks)
+
+
+def _most_effort(ranks: int) -> int:
+    """What is simulated, in ms as hpc3d.predict.planning.ranking counts them."""
+    return 3000 if ranks <= _FEW else min(6000, 500 + 5 * ranks)

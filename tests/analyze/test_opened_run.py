@@ -1,0 +1,50 @@
+"""A run from Python."""
+
+import pytest
+
+import hpc3d
+from tests.analyze.report.by_hand import write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return hpc3d.open(write_run(tmp_path_factory.mktemp("run") / "small"))
+
+
+def test_it_has_losses_tables_and_a_verdict(run):
+    assert len(run.losses) == 3 and run.metrics == []
+    assert "% of a step is computation" in run.verdict
+    assert {"time", "waits", "path"} <= {*run.tables}
+    assert run.table("time")["seconds"].sum() > 0
+    assert run.name in repr(run)
+
+
+def test_events_are_a_frame(run):
+    frame = run.events(["rank", "name", "dur"])
+    assert [*frame.columns] == ["rank", "name", "dur"] and len(frame)
+    assert {"bytes", "phase"} <= {*run.events().columns}
+
+
+@pytest.mark.slow
+def test_a_timeline_is_shown_and_saved(run, tmp_path):
+    drawing = run.timeline()
+    assert drawing._repr_png_().startswith(b"\x89PNG")
+    drawing.save(tmp_path / "step.svg")
+    assert b"<svg" in (tmp_path / "step.svg").read_bytes()
+    assert run.timeline(step=1).title == "Step 1"
+    assert run.figure("waits").figure
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda run: run.table("x"), "x: no such table; there are "),
+        (lambda run: run.figure("x"), "x: no such figure of this run; there are "),
+        (lambda run: run.pipeline(), "pipeline: no such figure"),
+        (lambda run: run.timeline(step=99), ".*step 99"),
+        (lambda run: hpc3d.open("nowhere"), "nowhere"),
+    ],
+)
+def test_what_is_not_there_is_a_value_error(run, ask, said):
+    with pytest.raises(ValueError, match=f"^{said}"):
+        ask(run)

@@ -1,0 +1,56 @@
+"""Train, predict and plan from Python: the values and the refusals of the commands."""
+
+import pytest
+
+import hpc3d
+
+SMALL = {"model.hidden": 64, "model.heads": 8, "model.layers": 1, "train.batch": 8}
+
+
+def test_a_step_is_predicted():
+    found = hpc3d.predict_step(options=SMALL, ranks=4, machine="v100-4x16")
+    assert found["ranks"] == 4 and found["machine"] == "v100-4x16"
+    assert 0 < found["step_time_s"] < 1 and found["memory"]["fits"]
+
+
+@pytest.mark.slow
+def test_layouts_are_found_and_are_what_plan_finds():
+    rows = hpc3d.find_layouts("gpt-3d-64", 4, SMALL | {"model.layers": 2}, top=3)
+    assert 0 < len(rows) <= 3
+    times = [row["step_time_s"] for row in rows]
+    assert times == sorted(times)
+    best = {f"mesh.{axis}": size for axis, size in rows[0]["layout"]["mesh"].items()}
+    assert all(isinstance(size, int) for size in best.values())
+    assert not hpc3d.find_layouts("gpt-3d-64", 4, SMALL, memory=1e3)
+
+
+@pytest.mark.slow
+def test_a_run_on_ranks_is_opened(tmp_path):
+    options = SMALL | {"train.steps": 2, "name": "from-python"}
+    runs = [hpc3d.run_training(None, options, ranks, tmp_path / str(ranks)) for ranks in (1, 2)]
+    one, two = runs
+    assert one.losses == pytest.approx(two.losses, abs=1e-5) and len(one.losses) == 2
+    assert [record["loss"] for record in two.metrics] == two.losses
+    assert two.name.startswith("from-python-")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hpc3d.predict_step("nowhere"),
+        lambda: hpc3d.predict_step(options={"train.stepz": 1}, ranks=1),
+        lambda: hpc3d.predict_step(options=SMALL, ranks=4, machine="nowhere"),
+        lambda: hpc3d.find_layouts("gpt-3d-64", 4, {"train.steps": 0}),
+        lambda: hpc3d.run_training("nowhere"),
+    ],
+)
+def test_what_commands_refuse_is_a_value_error(call):
+    with pytest.raises(ValueError, match=r"nowhere|train\.step"):
+        call()
+
+
+def test_an_mpirun_that_is_not_there_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    with pytest.raises(ValueError, match=r"hpc3d\[mpi\]"):
+        hpc3d.run_training(ranks=2)

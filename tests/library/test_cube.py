@@ -1,0 +1,73 @@
+"""Products on threads as ranks, and what they receive, against the formulas of docs/theory.md."""
+
+import numpy as np
+import pytest
+
+from hpc3d import SCHEMES, Cube, Split
+
+M, K, N, ITEM = 24, 48, 96, 8
+CUBES = {
+    "1d": Cube(x=4),
+    "1d-sequence": Cube(x=4),
+    "2d": Cube(x=2, y=3),
+    "2d-summa": Cube(x=2, y=2),
+    "2.5d": Cube(x=2, y=2, z=3),
+    "3d": Cube(x=2, y=3, z=2),
+    "3d-broadcast": Cube(x=2, y=2, z=2),
+}
+
+
+@pytest.fixture(scope="module")
+def matrices():
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=size) for size in ((M, K), (K, N), (M, N))]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_multiplies_and_differentiates(scheme, matrices):
+    x, w, dy = matrices
+    cube = CUBES[scheme]
+    np.testing.assert_allclose(cube.matmul(x, w, scheme), x @ w, rtol=0, atol=1e-12)
+    dx, dw = cube.gradients(x, w, dy, scheme)
+    np.testing.assert_allclose(dx, dy @ w.T, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(dw, x.T @ dy, rtol=0, atol=1e-12)
+
+
+def test_a_rank_receives_what_the_formula_says(matrices):
+    """Of a block that q ranks share, each gathers the (q - 1) shares of the others."""
+    x, w, _ = matrices
+    cube = CUBES["3d"]
+    cube.matmul(x, w)
+    found = {(call.axis, call.operation): (call.calls, call.received) for call in cube.calls}
+    assert found == {
+        ("y", "all_gather"): (1, M * K / (2 * 2) * (2 / 3) * ITEM),
+        ("x", "all_gather"): (1, K * N / (2 * 3) * (1 / 2) * ITEM),
+        ("z", "reduce_scatter"): (1, M * N / (2 * 3) * (1 / 2) * ITEM),
+    }
+
+
+def test_a_scheme_of_ones_own(matrices):
+    x, w, _ = matrices
+    split = Split(m="z", n="x", k="y")
+    cube = Cube(x=2, y=2, z=2)
+    np.testing.assert_allclose(cube.matmul(x, w, split), x @ w, atol=1e-12)
+    assert cube.layouts(split)["x"] == split.x
+    assert cube.ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x, w: Cube(x=0), "Cube: "),
+        (lambda x, w: Cube(x=2).matmul(x, w, "4d"), "4d: no such scheme"),
+        (lambda x, w: Cube(x=5).matmul(x, w), "x .*: dim 0 has no 5 equal parts"),
+        (lambda x, w: Cube().matmul(x, x), "x .* and w .*: there is no product"),
+        (lambda x, w: Cube().matmul(x, w.astype("f4")), "x is float64 and w float32"),
+        (lambda x, w: Cube().matmul(x.astype(int), w.astype(int)), "x is int64"),
+        (lambda x, w: Cube().gradients(x, w, x), "dy .*: must be "),
+    ],
+)
+def test_what_cannot_be_multiplied_is_refused(call, said, matrices):
+    x, w, _ = matrices
+    with pytest.raises(ValueError, match=f"^{said}"):
+        call(x, w)

@@ -1,0 +1,24 @@
+"""Layouts as a command or a program gets them."""
+
+import pytest
+
+from hpc3d.predict.machine.machine_file import load
+from hpc3d.predict.planning.ranked_layouts import allowed, as_plain, ranked, searched
+
+WORDS = ["--model.hidden", "32", "--model.heads", "4", "--model.layers", "2", "--train.batch", "8"]
+
+
+def test_layouts_are_searched_ranked_and_told():
+    config = allowed("gpt-3d-64", WORDS)
+    found, ranking = ranked(config, 2, load("h100"), 1e9, top=3)
+    rows = [as_plain(row) for row in ranking.best(3)]
+    assert rows[0]["simulated"] and rows[0]["step_time_s"] <= rows[-1]["step_time_s"]
+    assert {"mesh", "parallel"} <= rows[0]["layout"].keys()
+    counts = searched(found, ranking)
+    assert counts["simulated"] > 0 and counts["timed"] <= counts["layouts"]
+
+
+@pytest.mark.parametrize("words", [["--train.steps", "0"], ["--model.experts", "-1"]])
+def test_what_no_layout_allows_is_refused(words):
+    with pytest.raises(ValueError, match=words[0].removeprefix("--")):
+        allowed("gpt-3d-64", words)

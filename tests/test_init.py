@@ -1,0 +1,43 @@
+"""A folder with inputs and job scripts of one's own."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc3d import init
+from hpc3d.config.load import load
+
+ROOT = Path(__file__).parents[1]
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_inputs_and_jobs_are_written(tmp_path, capsys):
+    folder = tmp_path / "my experiments"
+    assert init.main([str(folder)]) == 0
+    found = files(folder)
+    for name in ("inputs/gpt-3d-64.toml", "inputs/machines/h100.toml", "jobs/train.sbatch"):
+        assert (folder / name).read_bytes() == (ROOT / name).read_bytes()
+        assert name in found
+    assert any(name.startswith("inputs/corpus/") for name in found)
+    assert not any("this-machine" in name or "__pycache__" in name for name in found)
+    assert load(folder / "inputs" / "gpt-3d-64.toml", []).mesh.x == 4
+    assert f"{len(found)} files written" in capsys.readouterr().out
+
+
+def test_nothing_is_written_over(tmp_path, capsys):
+    mine = tmp_path / "jobs" / "train.sbatch"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    assert init.main([str(tmp_path)]) == 2
+    assert files(tmp_path) == {"jobs/train.sbatch"} and mine.read_text() == "mine"
+    assert "exists, and nothing was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_place_that_is_no_folder_is_refused(place, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert init.main([str(tmp_path / place)]) == 2
+    assert "cannot write there" in capsys.readouterr().err
