@@ -139,13 +139,15 @@ def _begin(
 
 def explain(words: list[str]) -> None:
     """Rank 0: what the command does, and every key with its meaning; or keys that are named."""
-    from hpc3d.config.reference import about, manual
+    from hpc3d.config.reference import about, manual, page_width
 
+    width = page_width()
     named = [word.removeprefix("--") for word in words if word not in ("-h", "--help")]
     if words[0] in ("-h", "--help") and named:
-        _tell("\n\n".join(about(name) for name in named))
+        _tell("\n\n".join(about(name, width) for name in named))
         return
-    _tell(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
+    keys = manual(width=width)
+    _tell(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{keys}")
 
 
 def rehearse(ranks: int, words: list[str]) -> None:
