@@ -44,7 +44,7 @@ def test_a_file_is_answered_alike(tmp_path):
 
 def test_keys_in_tables_of_other_programs_are_answered_one_by_one():
     """As torchtitan and DeepSpeed have them; tables are near to tables, not to keys."""
-    deep = "--optimizer.params {lr=1,betas=[0.9,0.95],name='x'} --trainer.max_steps 3".split()
+    deep = ["--optimizer.params", "{lr=1,betas=[0.9,0.95],name='x'}", "--trainer.max_steps", "3"]
     optimizer, *keys, trainer, steps = problems(*deep, "--trainer.seed", "1")
     assert optimizer.startswith("optimizer: unknown key; known here: mesh, parallel, ")
     assert keys == [
