@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 MEASURED = "this-machine"  # what `bench calibrate` writes
 _ANY = "h100"  # memory and bytes are the same on each
+_UNMEASURED = (
+    "this machine is not measured: python -m hpc3d.bench calibrate measures it, --machine h100 "
+    "names another"
+)
 
 
 def taken(words: list[str], option: str) -> str | None:
@@ -40,7 +44,7 @@ def taken(words: list[str], option: str) -> str | None:
 def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
     """Lines about a run of a settled `config` on a `machine` (None: this one, if it has been
     measured), of a text with so many windows; ValueError where there is no such machine."""
-    known, measured = _machine(machine, config.train.dtype)
+    known, untimed = _machine(machine, config.train.dtype)
     yield _ranks(config)
     yield from layout_lines(config)
     yield _model(config)
@@ -50,25 +54,32 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
         yield f"memory: at least {_size(least(config))} a rank; owners of blocks are not simulated"
         return
     found = summary(simulate(config, config.model.vocabulary, known), config, known)
-    yield _memory(config, found["memory"], known if measured else None)
+    yield _memory(config, found["memory"], None if machine is None else known)
     yield from _parts(found["memory"])
     yield _bytes(found["bytes"])
-    yield _time(config, found["step_time_s"], known if measured else None)
+    if untimed:
+        yield f"time: not predicted, for {untimed}"
+    else:
+        yield _time(config, found["step_time_s"], known)
 
 
-def _machine(name: str | None, dtype: str) -> tuple[Machine, bool]:
-    """A machine to predict with, and whether its times are to be told."""
+def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
+    """A machine to predict with, and why its times are not to be told, if so."""
     if name is not None:
-        return load(name), True
+        return load(name), ""
     try:
         path = find(MEASURED, MACHINE)
     except ValueError:
-        path = None
-    if path and dtype in (machine := load(path)).gemm:
-        return machine, True
-    stand_in = load(_ANY)
-    rates = {"float64": stand_in.gemm["float32"]} | stand_in.gemm
-    return replace(stand_in, gemm=rates), False
+        return _stand_in(), _UNMEASURED
+    if dtype in (machine := load(path)).gemm:
+        return machine, ""
+    return _stand_in(), f"{path} has no rates of {dtype}"
+
+
+def _stand_in() -> Machine:
+    """A machine with rates of every type."""
+    machine = load(_ANY)
+    return replace(machine, gemm={"float64": machine.gemm["float32"]} | machine.gemm)
 
 
 def _ranks(config: Config) -> str:
@@ -107,7 +118,7 @@ def _memory(config: Config, found: dict, machine: Machine | None) -> str:
     peak = found["worst"]["all"]
     line = f"memory: {_size(peak)} of arrays on the fullest rank at its peak, "
     line += f"{_size(found['total'])} on all of them"
-    if machine and machine.name != MEASURED:
+    if machine:
         fits = "fits" if found["fits"] else "does not fit"
         return f"{line}; a rank of {machine.name} has {machine.memory_gb:g} GB: it {fits}"
     if config.train.backend == "numpy":
@@ -132,12 +143,7 @@ def _bytes(received: dict) -> str:
     return f"communication: {_size(total)} received by a rank of the first stage in a step"
 
 
-def _time(config: Config, seconds: float, machine: Machine | None) -> str:
-    if machine is None:
-        return (
-            "time: not predicted, for this machine is not measured: python -m hpc3d.bench "
-            "calibrate measures it, --machine h100 names another"
-        )
+def _time(config: Config, seconds: float, machine: Machine) -> str:
     steps = config.train.steps
     return (
         f"time on {machine.name}: {duration(seconds)} a step, {duration(steps * seconds)} in all "

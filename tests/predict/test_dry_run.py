@@ -39,6 +39,16 @@ def test_a_machine_that_is_not_measured_has_no_time(said, monkeypatch):
     assert any("bench calibrate" in line for line in lines)
 
 
+def test_a_measured_machine_has_a_time_but_not_of_types_that_it_lacks(said, monkeypatch):
+    monkeypatch.setattr("hpc3d.predict.dry_run.MEASURED", "v100-4x16")
+    monkeypatch.setattr("hpc3d.limits.memory", lambda: 10**9)
+    lines = said(2, *SMALL)
+    assert any(line.startswith("time on v100-4x16: ") for line in lines)
+    assert any("this machine has 1 GB: they fit" in line for line in lines)
+    lines = said(2, *SMALL, "--train.dtype", "bfloat16")
+    assert any("v100-4x16.toml has no rates of bfloat16" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("bytes_there", "verdict"), [(10**9, "1 GB: they fit"), (10**7, "no more than 1 of 2 ")]
 )
