@@ -253,10 +253,8 @@ def _ready(config: Config, this_machine: bool = True) -> tuple[Config, RunText, 
     """Rank 0: `config` with what its text settles, what a run of it reads, and what it executes;
     ValueError for what is wrong, also where ranks on `this_machine` outgrow its memory."""
     from hpc3d.pipeline.program import program_of
-    from hpc3d.runtime.metrics_file import sinks_of
     from hpc3d.training.footprint import refuse_what_cannot_fit
 
-    sinks_of(config.run.metrics_hook, config.run.tensorboard)
     config, text = _open_text(config)
     if this_machine:
         refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
