@@ -183,6 +183,11 @@ def _wrong_constants(train: TrainConfig) -> Iterator[str]:
             f"train.orthogonalize = {train.orthogonalize}: of train.optimizer = muon alone; leave "
             "it out"
         )
+    if train.product_scale != "block" and train.product_dtype is None:
+        yield (
+            f"train.product_scale = {train.product_scale}: of train.product_dtype = float8 alone; "
+            "leave it out"
+        )
     for key in OPTIMIZER_KEYS:
         value = getattr(train, key)
         name = f"train.{key} = {value}"
