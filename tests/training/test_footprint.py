@@ -91,9 +91,6 @@ def test_what_a_node_cannot_hold_is_refused(monkeypatch):
 
 
 def test_train_refuses_it_before_a_folder_exists(tmp_path):
-    class Job:
-        size, rank = 1, 0
-
     words = ["--model.hidden", "1048576", "--model.heads", "64", "--run.out", str(tmp_path)]
     asked = train.asked(1, words)
     with pytest.raises(ValueError, match=r"1 rank .* GB, .* GB: "):

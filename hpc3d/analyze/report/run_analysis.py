@@ -22,7 +22,7 @@ from hpc3d.analyze.metrics.expert_loads import (
     loads_of,
     router_rows,
 )
-from hpc3d.analyze.metrics.loads import notes
+from hpc3d.analyze.metrics.loads import differing_keys, notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import (
@@ -37,6 +37,7 @@ from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import (
     between_rows,
     comparison_rows,
+    equal_curves,
     evaluation_rows,
     loss_rows,
     median_step,
@@ -88,11 +89,14 @@ class RunAnalysis:
 
 
 class Report(NamedTuple):
-    """Runs, the tables that are over all of them, and what one must know to compare them."""
+    """Runs, the tables that are over all of them, what one must know to compare them, the other
+    keys in which they differ, and whose losses are alike, a line each."""
 
     runs: list
     tables: dict
     notes: list
+    keys: list
+    curves: list
 
 
 def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
@@ -109,7 +113,9 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
             for trace, run in zip(steady[1:], runs[1:])
             for row in difference_rows(steady[0], trace)
         ]
-    found = tables, notes(traces, [run.label for run in runs])
+    labels = [run.label for run in runs]
+    said = notes(traces, labels), differing_keys(traces, labels), equal_curves(tables["runs"])
+    found = tables, *said
     return Report(runs, *plain_in(found))
 
 
