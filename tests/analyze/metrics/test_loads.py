@@ -37,7 +37,8 @@ def test_what_runs_differ_in_is_said_before_they_are_compared(tmp_path, capsys):
 def test_every_other_key_that_differs_is_told():
     texts = {
         "one": "[mesh]\nx = 2\n",
-        "two": '[mesh]\nx = 2\nd = 2\n[parallel]\nkeep_dtype = "int8"\nzero = 1\n[run]\nout = "a"\n',
+        "two": '[mesh]\nx = 2\nd = 2\n[parallel]\nkeep_dtype = "int8"\nzero = 1\n'
+        '[run]\nout = "a"\n',
     }
     traces = [SimpleNamespace(attrs={"config": text}) for text in texts.values()]
     assert differing_keys(traces, [*texts]) == [
