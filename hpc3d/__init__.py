@@ -27,6 +27,7 @@ PUBLIC = {
     "predict_step": "hpc3d.library.commands:predict_step",
     "run_threads": "hpc3d.comm.threads:run",
     "run_training": "hpc3d.library.commands:run_training",
+    "simulate_schedule": "hpc3d.library.commands:simulate_schedule",
 }
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from hpc3d.analyze.newest_segments import Axes, NewestSegments
 from hpc3d.runtime.metrics_file import MetricsReader
-from hpc3d.training.log import duration
+from hpc3d.training.log import KEPT, duration
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
 _QUIET = 60  # seconds without a step, at least, after which a run is called silent
@@ -28,7 +28,7 @@ _RECENT = 20  # steps that tell how fast it is now
 _LATE, _NAMED = 2, 3  # times its share of late calls that a rank is named for; ranks at most
 _ENDS = (  # what stands in the log, and what it means
     ("stopped after step", "stopped"),
-    ("run kept in ", "ended"),
+    (KEPT, "ended"),
     ("go on from the last checkpoint", "failed"),
     ("nothing was saved (checkpoint.every)", "failed"),
 )

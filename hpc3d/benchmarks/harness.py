@@ -22,6 +22,7 @@ from hpc3d import trace
 from hpc3d.comm.threads import meshes
 from hpc3d.plain import Problems
 from hpc3d.trace.recorder import Recorder
+from hpc3d.training.log import KEPT
 from hpc3d.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def run(
             first = time.perf_counter() - start
         if number := re.match(r" *(\d+) +\S+ +\S+ +\S+ ", line):
             log.info("training on %d ranks: step %d of %d", ranks, int(number[1]) + 1, steps)
-    where = Path(line.removeprefix("run kept in ").strip())
+    where = Path(line.removeprefix(KEPT).strip())
     with trace.open(where / "trace.h5") as recorded:
         return {"first_s": first, "folder": where, **_times(recorded)}
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hpc3d.training.evaluator import Evaluation
     from hpc3d.training.trainer import Step
 
+KEPT = "run kept in "  # begins the last line of a run, which says where it is
 _LISTED = 8  # hosts, by name
 _RECENT = 20  # steps that tell how long the others take
 

@@ -12,7 +12,7 @@ from hpc3d.runtime import launch
 from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
 from hpc3d.runtime.stop_request import Stop, reason
 from hpc3d.training.guard import GuardError, LossSpikes, ReplicaCheck, guarded, lines
-from hpc3d.training.log import Log
+from hpc3d.training.log import KEPT, Log
 from hpc3d.training.run_folder import write_text
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
         run.log.copies(store_of(run.trainer.mesh.pool), done - run.start)
     if plan.resumed and not run.saver.saved:
         run.log.say("nothing of these steps is saved: checkpoint.every is 0", "yellow")
-    run.log.say(f"run kept in {plan.folder}", "green")
+    run.log.say(f"{KEPT}{plan.folder}", "green")
     job.barrier()
 
 
