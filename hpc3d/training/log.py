@@ -7,6 +7,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -92,7 +93,8 @@ class Log:
         if self.file:
             run = config.run
             sinks = sinks_of(run.metrics_hook, run.tensorboard, self.path.parent)
-            self.metrics = MetricsFile(self.path.parent, start, sinks, self.say)
+            notice = partial(self.say, style="yellow")
+            self.metrics = MetricsFile(self.path.parent, start, sinks, notice)
 
     def step(self, done: Step, steps: int) -> None:
         """A line and a record of a step of so many."""
