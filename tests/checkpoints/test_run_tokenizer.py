@@ -47,7 +47,10 @@ def test_a_run_keeps_it_and_an_export_carries_it(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(TEXT)
     assert prepare.main(["a.txt", "-o", "a.h5", "--tokenizer", "bpe", "--vocabulary", "280"]) == 0
     words = "--data.path a.h5 --model.layers 1 --model.hidden 32 --model.heads 2 --train.batch 4"
-    words = [*words.split(), *["--train.steps", "2", "--checkpoint.every", "2", "--model.sequence", "16"]]
+    words = [
+        *words.split(),
+        *["--train.steps", "2", "--checkpoint.every", "2", "--model.sequence", "16"],
+    ]
     assert train.main(words) == 0
     (run,) = (tmp_path / "results").iterdir()
     (tmp_path / "a.h5").unlink()
