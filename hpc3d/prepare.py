@@ -6,6 +6,7 @@ python -m hpc3d.prepare --verify tokens.h5
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, text_files, tokenizer_from, train_bpe
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
+
+log = logging.getLogger(__name__)
 
 _BPE_VOCABULARY = 8192
 _SOURCES = "a text, .jsonl, .parquet, a .bin of nanoGPT or of Megatron-LM, or a folder of *.txt"
@@ -112,6 +115,7 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     if numbered and name in ("byte", "bpe"):
         raise ValueError(f"{numbered[0]}: its ids are not of {name}; give --tokenizer FILE")
     if name == "bpe":
+        log.info("learning a tokenizer from %d texts", len(texts))
         asked = arguments.vocabulary
         training = training_pieces(texts, arguments.field)
         return train_bpe(training, _BPE_VOCABULARY if asked is None else asked)
@@ -138,16 +142,15 @@ def _of_numbers(path: Path) -> Tokenizer:
 
 
 def _progress(size: int) -> Callable[[int], None]:
-    """Return what shows, on a terminal only, how much of `size` bytes is done."""
+    """Return what tells how much of `size` bytes is done."""
     done = 0
 
     def report(piece: int) -> None:
         nonlocal done
         done += piece
-        # what is printed next writes over it
-        print(f"{done / size:4.0%}", end="\r", file=sys.stderr, flush=True)
+        log.info("%.1f of %.1f MB of text", done / 1e6, size / 1e6)
 
-    return report if sys.stderr.isatty() else lambda piece: None
+    return report
 
 
 def _describe(path: Path, as_json: bool, **results: float) -> None:

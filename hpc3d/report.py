@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from hpc3d.extras import need
 from hpc3d.plain import plain, why
 from hpc3d.trace.locate import trace_of
 from hpc3d.trace.segment import naming
+
+log = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
 Report what a run cost, from its trace: time, calls and bytes of a training step by phase, mesh
@@ -109,7 +112,10 @@ def _report(options):
     with ExitStack() as stack:
         paths = [_trace_path(path, options.merge) for path in options.runs]
         traces = [stack.enter_context(trace.open(path)) for path in paths]
-        runs = [analyze_run(each, options.peak, options.step) for each in traces]
+        runs = []
+        for number, each in enumerate(traces, 1):
+            log.info("reading run %d of %d", number, len(traces))
+            runs.append(analyze_run(each, options.peak, options.step))
         report = compare(traces, runs)
         out = _cleared(options.out or _run_dir(options.runs[0]) / "report")
         for each, name in zip(traces, _folders(report)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
     from hpc3d.training.trainer import Step
 
+log = logging.getLogger(__name__)
+
 _OVERSUBSCRIBE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -51,7 +54,8 @@ class RandomBatches:
 def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
     """Seconds of every call, [function, round]; a first round is not counted."""
     times = np.empty((rounds + 1, len(functions)))
-    for turn in times:
+    for number, turn in enumerate(times):
+        log.info("round %d of %d", number, rounds)
         for place, function in enumerate(functions):
             start = time.perf_counter()
             function()
@@ -118,7 +122,8 @@ def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict
     CPU time of all ranks together, by what they went into."""
     many, one = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(rounds):
+        for number in range(rounds):
+            log.info("round %d of %d", number + 1, rounds)
             many.append(run(ranks, [path, *options], folder))
             serial = [path, *options, *["--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"]]
             one.append(run(1, serial, folder))
@@ -134,7 +139,8 @@ def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[
     without overlap, and the bytes that it receives there: the same both ways."""
     found = {"true": [], "false": []}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(rounds):
+        for number in range(rounds):
+            log.info("round %d of %d", number + 1, rounds)
             for value, runs in found.items():
                 how = [path, *options, "--parallel.overlap", value]
                 runs.append(run(ranks, how, folder, steps=6)["data"])
@@ -155,6 +161,8 @@ def run(
     for line in printed(ranks, words):
         if first is None and re.match(r" +0 ", line):
             first = time.perf_counter() - start
+        if number := re.match(r" *(\d+) +\S+ +\S+ +\S+ ", line):
+            log.info("training on %d ranks: step %d of %d", ranks, int(number[1]) + 1, steps)
     where = Path(line.removeprefix(KEPT).strip())
     with trace.open(where / "trace.h5") as recorded:
         return {"first_s": first, "folder": where, **_times(recorded)}

@@ -166,15 +166,14 @@ def with_decay_steps(config: Config, begun: TrainConfig | None = None) -> Config
 def rate_notes(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[str]:
     """Where the learning rate of a run that was `begun` with another section [train], and has
     `done` so many steps, does not just decay on: a line each."""
-    if train.decay == "constant":
-        return
-    if train.decay_steps != begun.decaying():
-        before, after = learning_rate(begun, done - 1), learning_rate(train, done)
-        yield (
-            f"the learning rate decays over {train.decay_steps} steps now, not {begun.decaying()}:"
-            f" it was {before:.3e} in step {done - 1} and is {after:.3e} in step {done}"
+    if train.curve() != begun.curve():
+        rates = ", ".join(
+            f"{learning_rate(train, step):.3e} instead of {learning_rate(begun, step):.3e} in "
+            f"step {step}"
+            for step in dict.fromkeys((done, train.steps - 1))
         )
-    if train.steps > train.decay_steps:
+        yield f"the learning rate has another curve now: {rates}"
+    if train.decay != "constant" and train.steps > train.decay_steps:
         first, rate = max(done, train.decay_steps), learning_rate(train, train.decay_steps)
         yield (
             f"the learning rate was laid out over train.decay_steps = {train.decay_steps}: from "

@@ -159,8 +159,11 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
             f"train.min_learning_rate = {train.min_learning_rate}: must be at least 0 and at most "
             f"train.learning_rate = {train.learning_rate}"
         )
-    if train.cooldown is not None and train.decay != "wsd":
-        yield f"train.cooldown = {train.cooldown}: of train.decay = wsd alone; leave it out"
+    if train.cooldown is not None and not train.cools_down():
+        yield (
+            f"train.cooldown = {train.cooldown}: of train.decay = wsd or wsd-linear alone; leave "
+            "it out"
+        )
     elif train.cooldown is not None and train.cooldown > train.decaying() - train.warmup:
         yield (
             f"train.cooldown = {train.cooldown}: after a warm-up of {train.warmup} there are "

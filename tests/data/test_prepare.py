@@ -125,10 +125,11 @@ def test_help_names_every_option(capsys):
     assert all(option in printed for option in options)
 
 
-def test_progress_is_for_terminals(capsys, monkeypatch, text, output):
-    assert call(capsys, text, "-o", output)[2] == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert "100%\r" in call(capsys, text, "-o", output, "--force")[2]
+def test_it_tells_how_much_is_done(capsys, caplog, tmp_path, output):
+    (tmp_path / "long.txt").write_text(60_000 * "word ")
+    with caplog.at_level("INFO", logger="hpc3d"):
+        assert call(capsys, tmp_path / "long.txt", "-o", output)[2] == ""
+    assert "0.3 of 0.3 MB of text" in caplog.messages
 
 
 @pytest.mark.parametrize("after", [1, 2, 5, 6])
