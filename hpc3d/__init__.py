@@ -9,7 +9,7 @@ From Python (docs/api.md):
     run = hpc3d.open("results/RUN")         # run.verdict, run.losses, run.timeline()
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The Python interface.  A name is imported when it is first asked for: a rank pays for nothing
 # that it does not use.

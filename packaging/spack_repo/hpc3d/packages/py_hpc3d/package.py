@@ -1,8 +1,7 @@
 """hpc3d for Spack, from a clone (docs/clusters.md); the bounds are those of setup.cfg."""
 
-from spack_repo.builtin.build_systems.python import PythonPackage
-
 from spack.package import default_args, depends_on, license, variant, version, when
+from spack_repo.builtin.build_systems.python import PythonPackage
 
 
 class PyHpc3d(PythonPackage):
