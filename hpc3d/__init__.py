@@ -9,7 +9,7 @@ From Python (docs/api.md):
     run = hpc3d.open("results/RUN")         # run.verdict, run.losses, run.timeline()
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # what editors and type checkers read; the table below is what runs
