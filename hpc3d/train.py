@@ -194,7 +194,7 @@ def _idle(config: Config) -> Iterator[str]:
 def asked(ranks: int | None, words: list[str]) -> Asked:
     """Rank 0: the Asked of the command line and the input file, for so many ranks (None: as many
     as its mesh has); ValueError for what is wrong."""
-    from hpc3d.checkpoints.resume import run_to_resume, with_free_mesh
+    from hpc3d.checkpoints.resume import run_to_resume, with_free_mesh, with_free_schedule
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
     from hpc3d.config.rules import refuse, resolve
@@ -205,7 +205,7 @@ def asked(ranks: int | None, words: list[str]) -> Asked:
     path = words.pop(0) if given else run and run / "config.toml"
     config = load.load(path, words, of_run=not given)
     ranks = ranks or config.mesh.grid().size
-    config = with_free_mesh(config, ranks) if run else config
+    config = with_free_schedule(with_free_mesh(config, ranks), run) if run else config
     config = resolve(config, ranks, default=path is None)
     refuse([*untrainable(config)])
     sinks_of(config.run.metrics_hook, config.run.tensorboard)

@@ -14,6 +14,7 @@ from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.load import flat, load
 from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.model.families import with_epsilon
+from hpc3d.pipeline.schedule import usual
 from hpc3d.plain import Problems, lines_of
 from hpc3d.training.evaluator import restored
 from hpc3d.training.gradient_compression import OWN_STATES
@@ -73,6 +74,23 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
     usual = "schedule", "chunks", "layers_per_stage", "zero", "context", "ulysses"
     freed = {} if kept else {key: getattr(ParallelConfig(), key) for key in usual}
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
+
+
+def with_free_schedule(config: Config, run: Path) -> Config:
+    """`config` whose schedule, chunks and layers of stages are open where those of `run` were not
+    chosen, but followed from a number of stages or a schedule that it has no more."""
+    stored = load(run / "config.toml", [], of_run=True)
+    now, before = config.parallel, stored.parallel
+    free: dict[str, Any] = {}
+    if config.mesh.p != stored.mesh.p:
+        followed = before.schedule == usual(stored.mesh.p)
+        free |= {"schedule": None} if followed and now.schedule == before.schedule else {}
+        free |= (
+            {"layers_per_stage": None} if now.layers_per_stage == before.layers_per_stage else {}
+        )
+    if ("schedule" in free or now.schedule != before.schedule) and now.chunks == before.chunks:
+        free["chunks"] = None
+    return replace(config, parallel=replace(now, **free))
 
 
 def continued(

@@ -144,7 +144,10 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     said = [error["msg"].replace("valid array", "list") for error in errors]
     reasons = [each[0].lower() + each[1:] for each in said]
     also = [reason.removeprefix("input should be ") for reason in reasons[1:]]
-    yield f"{key}: {' or '.join([reasons[0], *also])}, not {found}; correct the value"
+    remedy = "correct the value"
+    if "list" in reasons[-1] and str(first["input"]).startswith("["):
+        remedy = f"""in a shell write --{key} '["one", "two"]', which takes bare quotes away"""
+    yield f"{key}: {' or '.join([reasons[0], *also])}, not {found}; {remedy}"
 
 
 def _foreign(key: str, value: Any) -> Iterator[str]:

@@ -61,7 +61,9 @@ def test_every_key_has_a_meaning_of_its_own(table):
 
 
 def test_it_is_an_input_file_with_the_defaults():
-    assert validate(tomllib.loads(manual())) == load(None, [])
+    defaults = tomllib.loads(manual())
+    assert validate(defaults) == load(None, [])
+    jsonschema.validate(defaults, SCHEMA)
 
 
 def test_keys_that_are_absent_by_default_are_comments_that_say_what_that_means():
@@ -170,6 +172,10 @@ def test_inputs_name_the_schema_and_keep_to_it(path):
         '[parallel]\nscheme = "4d"',
         "[meshes]\nx = 1",
         "[mesh]\nx = 0",
+        "seed = -1",
+        "[model]\ndropout = 1.0",
+        "[model]\nnorm_epsilon = -1e-5",
+        "[train]\nlearning_rate = -1.0",
     ],
 )
 def test_what_breaks_the_schema_is_seen(wrong):

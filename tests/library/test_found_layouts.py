@@ -42,8 +42,8 @@ def test_a_notebook_shows_the_best(layouts):
 
 @pytest.mark.slow
 def test_where_nothing_fits_there_is_a_technique(tmp_path):
-    """7 MB: see tests/test_plan.py."""
-    less = hpc3d.find_layouts("gpt-3d-8", 8, {"model.layers": 2}, memory=7e6, top=1)
+    """400 kB are wanted as it is."""
+    less = hpc3d.find_layouts("gpt-serial", 1, TINY, memory=3e5, top=1)
     assert less.technique == "train.optimizer=adafactor"
-    assert less[0]["peak_bytes"] <= 7e6
+    assert less[0]["peak_bytes"] <= 3e5
     assert load(less.write(tmp_path / "less.toml"), []).train.optimizer == "adafactor"

@@ -23,13 +23,16 @@ def pytest_configure(config):
     """Ranks share the cores, and the first one speaks for all."""
     if config.getoption("--with-mpi"):
         set_environment()
-        _check_size(config.getoption("--ranks", None))
-        if number_in(OWN_RANK, 0):
+        first = not number_in(OWN_RANK, 0)
+        if said := _wrong_size(config.getoption("--ranks", None)):
+            raise pytest.UsageError(*[said] if first else [])
+        if not first:
             config.pluginmanager.unregister(name="terminalreporter")
 
 
-def _check_size(meant):
-    """The launcher and MPI agree on how many ranks there are, and these suit the tests."""
+def _wrong_size(meant):
+    """What is wrong where the launcher and MPI do not agree on the number of ranks, or it does not
+    suit the tests; or nothing."""
     from mpi4py import MPI
 
     from hpc3d.runtime.mpi_library import mismatch_report
@@ -37,9 +40,10 @@ def _check_size(meant):
     size = MPI.COMM_WORLD.size
     if meant not in (None, size):
         lines = f"{meant} ranks were meant, but MPI sees {size}", *mismatch_report(meant)
-        raise pytest.UsageError("\n".join(lines))
+        return "\n".join(lines)
     if size not in (2, 4) and size % FEW:
-        raise pytest.UsageError(f"these tests run on 2, 4 or a multiple of {FEW}, not on {size}")
+        return f"these tests run on 2, 4 or a multiple of {FEW} ranks, not on {size}"
+    return ""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.analyze.report.palette import COLOURS
+from hpc3d.analyze.report.palette import REDUCTION, WORK
 from hpc3d.extras import need
 
 if TYPE_CHECKING:
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
     from hpc3d.analyze.metrics.pass_spans import PassSpan
 
+# {kind: (its name, its colour)}
 _KINDS = {
-    "F": "forward",
-    "B": "backward, input",
-    "W": "backward, weights",
-    "BW": "backward",
-    "message": "message",
-    "reduce": "reduction",
-    "step": "optimiser",
+    "F": ("forward", WORK["forward"]),
+    "B": ("backward, input", WORK["backward_input"]),
+    "W": ("backward, weights", WORK["backward_weight"]),
+    "BW": ("backward", WORK["backward"]),
+    "message": ("message", WORK["transfer"]),
+    "reduce": ("reduction", REDUCTION),
+    "step": ("optimiser", WORK["optimizer"]),
 }
 _WIDTH, _TEXT = 10.0, 5.5  # inches of a figure, points of the numbers in it
 
@@ -75,11 +76,11 @@ def _figure(titles):
 
 def _bars(panel, stage, row, kind):
     """The spans of one kind on one stage."""
-    height = 0.3 if _split(kind)[1] in ("message", "reduce") else 0.8
+    height = 0.3 if split_kind(kind)[1] in ("message", "reduce") else 0.8
     panel.broken_barh(
         [(start, end - start) for start, end, *_ in row],
         (stage - height / 2, height),
-        facecolors=[_colour(kind)],
+        facecolors=[colour_of(kind)],
         edgecolors="black",
         linewidth=0.3,
         zorder=2 if height < 0.5 else 1,
@@ -90,7 +91,7 @@ def _labels(panel, stage, row, seconds):
     """The text of each span into which it fits; a point is `seconds` long, or a little more."""
     for start, end, kind, label in row:
         if label and end - start > seconds * _TEXT * (0.64 * len(label) + 0.2):
-            colour = "white" if sum(_colour(kind)) < 1.0 else "black"
+            colour = "white" if sum(colour_of(kind)) < 1.0 else "black"
             middle = (start + end) / 2
             panel.text(
                 middle, stage, label, ha="center", va="center", fontsize=_TEXT, color=colour
@@ -101,33 +102,35 @@ def _legend(figure, kinds):
     from matplotlib.patches import Patch
 
     patches = [
-        Patch(facecolor=_colour(kind), edgecolor="black", linewidth=0.3, label=_name(kind))
-        for kind in sorted(kinds, key=_order)
+        Patch(facecolor=colour_of(kind), edgecolor="black", linewidth=0.3, label=name_of(kind))
+        for kind in sorted(kinds, key=order_of)
     ]
-    columns = len({_split(kind)[1] for kind in kinds})
+    columns = len({split_kind(kind)[1] for kind in kinds})
     how = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
     figure.legend(handles=patches, ncols=columns, **how)
 
 
-def _order(kind):
-    chunk, name = _split(kind)
+def order_of(kind: str) -> tuple[int, int]:
+    """Where a kind stands in a legend."""
+    chunk, name = split_kind(kind)
     return list(_KINDS).index(name), chunk
 
 
-def _name(kind):
-    chunk, name = _split(kind)
-    return _KINDS[name] + (f", chunk {chunk}" if chunk else "")
+def name_of(kind: str) -> str:
+    """A kind in words."""
+    chunk, name = split_kind(kind)
+    return _KINDS[name][0] + (f", chunk {chunk}" if chunk else "")
 
 
-def _split(kind):
+def split_kind(kind: str) -> tuple[int, str]:
     """The chunk of a kind, and the kind without it."""
     name = kind.lstrip("0123456789")
     return int(kind.removesuffix(name) or 0), name
 
 
-def _colour(kind):
+def colour_of(kind: str) -> tuple[float, ...]:
     """Red, green and blue from 0 to 1: the colour of a kind, half-way to white for each chunk."""
-    chunk, name = _split(kind)
-    text = COLOURS[list(_KINDS).index(name)]
+    chunk, name = split_kind(kind)
+    text = _KINDS[name][1]
     full = [int(text[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     return tuple(1 - (1 - part) * 0.5**chunk for part in full)
