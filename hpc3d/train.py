@@ -64,12 +64,11 @@ class Opened(NamedTuple):
 
 
 class RunText(NamedTuple):
-    """What a run reads: to train, and to evaluate the model if it is to; the JSON text of its
-    tokenizer, None for bytes."""
+    """What a run reads: to train, and to evaluate the model if it is to; and its tokens."""
 
     batches: Batches | None
     validation: ValidationBatches | None
-    tokenizer: str | None = None
+    tokens: Tokens | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,6 +152,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     from argparse import ArgumentTypeError
 
     from hpc3d.checkpoints.resume import continued, with_decay_steps
+    from hpc3d.checkpoints.run_tokenizer import refuse_another
     from hpc3d.cli import number_of_ranks
     from hpc3d.predict.dry_run import dry_run, taken
 
@@ -164,6 +164,8 @@ def rehearse(ranks: int, words: list[str]) -> None:
         raise ValueError(f"--ranks {given}: {error}") from None
     config, run = asked(asked_for or (ranks if ranks > 1 else None), words)
     config, text = _open_text(config)
+    if run:
+        refuse_another(run, text.tokens)
     config, changed = continued(run, config) if run else (with_decay_steps(config), [])
     for line in [*dry_run(config, machine, text.batches.windows), *changed]:
         print(plain(line))
@@ -209,15 +211,13 @@ def prepare(config: Config, run: Path | None) -> Opened:
     if run:
         lock = folder.claim(run)
         config, changed = continued(run, config)
-        if text.tokenizer:
-            run_tokenizer.refuse_another(run, text.tokenizer)
+        run_tokenizer.refuse_another(run, text.tokens)
         where = folder.reopen(run, load.to_toml(config))
     else:
         config = with_decay_steps(config)
         where = folder.create(config, load.to_toml(config))
         lock = folder.claim(where)
-    if text.tokenizer:
-        run_tokenizer.keep(where, text.tokenizer)
+    run_tokenizer.keep(where, text.tokens)
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
     return Opened(plan, text.batches, program, lock, text.validation)
 
@@ -226,12 +226,10 @@ def _open_text(config: Config) -> tuple[Config, RunText]:
     """Rank 0: `config` with what its text settles, and the batches of it."""
     from hpc3d import shipped
     from hpc3d.data.token_file import open_tokens
-    from hpc3d.data.tokenizer import BpeTokenizer
 
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
     config = _settled(config, tokens)
-    rules = tokens.json if tokens.tokenizer == BpeTokenizer.name else None
-    return config, _text_of(config, tokens)._replace(tokenizer=rules)
+    return config, _text_of(config, tokens)._replace(tokens=tokens)
 
 
 def _text_of(config: Config, tokens: Tokens) -> RunText:
