@@ -6,6 +6,7 @@ python -m hpc3d.prepare --verify tokens.h5
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
+_log = logging.getLogger(__name__)
 _BPE_VOCABULARY = 8192
 _SOURCES = "a text, .jsonl, .parquet, a .bin of nanoGPT or of Megatron-LM, or a folder of *.txt"
 _TOKENIZERS = """byte (default); bpe, learned from the texts; a tokenizer.json; a folder that has
@@ -120,6 +122,7 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
         raise ValueError(f"{numbered[0]}: its ids are not of {name}; give --tokenizer FILE")
     if name == "bpe":
         asked = arguments.vocabulary
+        _log.info("bpe learns from the texts")
         training = training_pieces(texts, arguments.field)
         return train_bpe(training, _BPE_VOCABULARY if asked is None else asked)
     if name not in (None, "byte") or numbered:
@@ -155,16 +158,17 @@ def _of_numbers(path: Path) -> Tokenizer:
 
 
 def _progress(size: int) -> Callable[[int], None]:
-    """Return what shows, on a terminal only, how much of `size` bytes is done."""
-    done = 0
+    """Return what tells how much of `size` bytes is done, on a terminal at every piece."""
+    done, terminal = 0, sys.stderr.isatty()
 
     def report(piece: int) -> None:
         nonlocal done
         done += piece
-        # what is printed next writes over it
-        print(f"{done / size:4.0%}", end="\r", file=sys.stderr, flush=True)
+        if terminal:  # what is printed next writes over it
+            print(f"{done / size:4.0%}", end="\r", file=sys.stderr, flush=True)
+        _log.info("tokens of %.0f %% of %.0f MB", 100 * done / size, size / 1e6)
 
-    return report if sys.stderr.isatty() else lambda piece: None
+    return report
 
 
 def _describe(path: Path, as_json: bool, **results: float) -> None:
