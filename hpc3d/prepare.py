@@ -124,7 +124,6 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     if name == "bpe":
         log.info("learning a tokenizer from %d texts", len(texts))
         asked = arguments.vocabulary
-        log.info("bpe learns from the texts")
         training = training_pieces(texts, arguments.field)
         return train_bpe(training, _BPE_VOCABULARY if asked is None else asked)
     if name not in (None, "byte") or numbered:
