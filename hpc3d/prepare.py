@@ -21,7 +21,8 @@ from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
+
 _BPE_VOCABULARY = 8192
 _SOURCES = "a text, .jsonl, .parquet, a .bin of nanoGPT or of Megatron-LM, or a folder of *.txt"
 _TOKENIZERS = """byte (default); bpe, learned from the texts; a tokenizer.json; a folder that has
@@ -121,8 +122,8 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     if numbered and name in ("byte", "bpe"):
         raise ValueError(f"{numbered[0]}: its ids are not of {name}; give --tokenizer FILE")
     if name == "bpe":
+        log.info("learning a tokenizer from %d texts", len(texts))
         asked = arguments.vocabulary
-        _log.info("bpe learns from the texts")
         training = training_pieces(texts, arguments.field)
         return train_bpe(training, _BPE_VOCABULARY if asked is None else asked)
     if name not in (None, "byte") or numbered:
@@ -158,15 +159,13 @@ def _of_numbers(path: Path) -> Tokenizer:
 
 
 def _progress(size: int) -> Callable[[int], None]:
-    """Return what tells how much of `size` bytes is done, on a terminal at every piece."""
-    done, terminal = 0, sys.stderr.isatty()
+    """Return what tells how much of `size` bytes is done."""
+    done = 0
 
     def report(piece: int) -> None:
         nonlocal done
         done += piece
-        if terminal:  # what is printed next writes over it
-            print(f"{done / size:4.0%}", end="\r", file=sys.stderr, flush=True)
-        _log.info("tokens of %.0f %% of %.0f MB", 100 * done / size, size / 1e6)
+        log.info("%.1f of %.1f MB of text", done / 1e6, size / 1e6)
 
     return report
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -19,12 +20,15 @@ from hpc3d.analyze.export.formats import FORMATS, events_of, export
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.analyze.report import markdown, terminal
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
+from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
 from hpc3d.cli import Parser, read_no_more, run
 from hpc3d.extras import need
 from hpc3d.plain import plain, why
 from hpc3d.trace.locate import trace_of
 from hpc3d.trace.segment import naming
+
+log = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
 Report what a run cost, from its trace: time, calls and bytes of a training step by phase, mesh
@@ -109,7 +113,10 @@ def _report(options):
     with ExitStack() as stack:
         paths = [_trace_path(path, options.merge) for path in options.runs]
         traces = [stack.enter_context(trace.open(path)) for path in paths]
-        runs = [analyze_run(each, options.peak, options.step) for each in traces]
+        others, runs = 0 if options.tables else OTHERS, []
+        for number, each in enumerate(traces, 1):
+            log.info("reading run %d of %d", number, len(traces))
+            runs.append(analyze_run(each, options.peak, options.step, others=others))
         report = compare(traces, runs)
         out = _cleared(options.out or _run_dir(options.runs[0]) / "report")
         for each, name in zip(traces, _folders(report)):

@@ -32,6 +32,8 @@ from hpc3d.tensor.rounding import EXACT, rounded_operands
 from hpc3d.tensor.split import Split
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from hpc3d.arrays.array import Array
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import Mesh
@@ -176,7 +178,7 @@ class Matmul:
         """Add dW to `grad`, where `dw_is_complete`, and the sums of dY's columns to `bias_grad`,
         where `y_is_complete`, too."""
         a, b = self._factors_of_w(rest)
-        with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[-1]):
+        with self._span(a, b):
             accumulate_product(grad, a, b, bias_grad)
 
     def _factors_of_w(self, rest: SavedForWeight) -> tuple[Array, Array]:
@@ -219,10 +221,17 @@ class Matmul:
         """a b, written where the first reduction over `foreign` wants it."""
         axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), _NONE)
         out = self.mesh.comm(axis).buffer((*a.shape[:-1], b.shape[-1]), a.dtype)
-        with self.mesh.trace.span("gemm", "gemm", 2 * a.size * b.shape[-1]):
+        with self._span(a, b):
             product(a, b, out, **epilogue)
         self.mesh.guard.product(a, b, out)
         return out
+
+    def _span(self, a: Array, b: Array) -> AbstractContextManager[Any]:
+        """The event of a product [m, k] times [k, n], whose name says its size; m counts the rows
+        of all experts."""
+        k, n = b.shape[-2:]
+        name = f"gemm m={a.size // k} n={n} k={k}"
+        return self.mesh.trace.span(name, "gemm", 2 * a.size * n)
 
 
 def _weight_layouts(split: Split, transposed: bool) -> list[Layout]:

@@ -11,21 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.report.palette import (
-    BLACK,
-    BLUE,
-    COLOURS,
-    GREEN,
-    GREY,
-    LIGHT,
-    NAVY,
-    ORANGE,
-    PALE,
-    PINK,
-    RED,
-    SAND,
-    YELLOW,
-)
+from hpc3d.analyze.report import palette
 from hpc3d.comm.mesh import AXES, PLANES, WORLD, along
 from hpc3d.trace.schema import CATEGORY
 
@@ -33,35 +19,33 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.expert_loads import ExpertLoads
     from hpc3d.analyze.report.run_analysis import RunAnalysis
 
-# Of calls by where they go, and of other time by category: no two have one colour.
-_OF_AXES = (
-    ORANGE,
-    RED,
-    YELLOW,
-    "#A6761D",
-    NAVY,
-    BLUE,
-    PINK,
-    "#C2185B",
-    "#5C4033",
-    "#1E90A0",
-    "#7B3FA0",
-)
-_OF_CATEGORIES = (GREEN, "#3A3A9C", LIGHT, "#AA4466", BLACK, "#8A8F00", GREY, "#66CCBB")
-_PARTS = {
-    **dict(zip(map(along, (*AXES, *PLANES, WORLD)), _OF_AXES, strict=True)),
-    **dict(zip(CATEGORY, _OF_CATEGORIES, strict=True)),
-    "unrecorded": PALE,
-    "recorded": "#2E6B4F",
+_CATEGORIES = {
+    "compute": palette.COMPUTE,
+    "comm": palette.WORK["transfer"],
+    "wait": palette.WORK["wait"],
+    "copy": palette.WORK["copy"],
+    "optimizer": palette.WORK["optimizer"],
+    "io": palette.READING,
+    "host": palette.WORK["host"],
+    "marker": palette.MARKER,
 }
+_PARTS = {
+    **dict(zip(map(along, AXES), palette.AXES, strict=True)),
+    **dict(zip(map(along, PLANES), palette.PLANES, strict=True)),
+    along(WORLD): palette.WORLD,
+    **{name: _CATEGORIES[name] for name in CATEGORY},
+    "unrecorded": palette.UNRECORDED,
+    "recorded": palette.RECORDED,
+}
+_OTHER = palette.WORK["other"]
 _RANK_PARTS = {
-    "compute": GREEN,
-    "exposed": BLUE,  # where transfer and wait are not known
-    "transfer": NAVY,
-    "wait": LIGHT,
-    "copy": PINK,
-    "other": SAND,
-    "unrecorded": PALE,
+    "compute": palette.COMPUTE,
+    "exposed": palette.EXPOSED,  # where transfer and wait are not known
+    "transfer": palette.WORK["transfer"],
+    "wait": palette.WORK["wait"],
+    "copy": palette.WORK["copy"],
+    "other": _OTHER,
+    "unrecorded": palette.UNRECORDED,
 }
 _LATE = 16  # ranks in the chart of stragglers, hosts in that of their bytes
 _LETTERS = 32  # of a host's name
@@ -209,7 +193,7 @@ def phases(rows: Sequence[dict[str, Any]]) -> Bars:
     for row in rows:
         part = along(row["axis"]) if row["axis"] else row["category"]
         parts[part][labels.index(row["phase"] or row["category"])] += row["seconds"] * 1e3
-    coloured = {part: (_PARTS.get(part, SAND), values) for part, values in parts.items()}
+    coloured = {part: (_PARTS.get(part, _OTHER), values) for part, values in parts.items()}
     return Bars("", "time of a step [ms]", labels, coloured, lying=True)
 
 
@@ -227,7 +211,7 @@ def waits(run: RunAnalysis) -> Bars:
 def stragglers(run: RunAnalysis) -> Bars:
     """The ranks that the others wait for longest."""
     rows = run.tables["stragglers"][:_LATE]
-    parts = {"others wait for it": (RED, [row["imposed_s"] * 1e3 for row in rows])}
+    parts = {"others wait for it": (palette.LATE, [row["imposed_s"] * 1e3 for row in rows])}
     return Bars("rank", "time of a step [ms]", [str(row["rank"]) for row in rows], parts)
 
 
@@ -248,8 +232,8 @@ def memory(run: RunAnalysis) -> Bars:
     rows = [row for row in run.tables["memory_ranks"] if row["rank"] is not None]
     kinds = [*dict.fromkeys(key for row in rows for key in row if key not in ("rank", "all"))]
     parts = {
-        kind: (colour, [row.get(kind, 0) / 1e6 for row in rows])
-        for kind, colour in zip(kinds, COLOURS)
+        kind: (palette.MEMORY.get(kind, _OTHER), [row.get(kind, 0) / 1e6 for row in rows])
+        for kind in kinds
     }
     labels = [str(row["rank"]) for row in rows]
     return Bars("rank", "sum of the kinds' peaks [MB]", labels, _present(parts))
@@ -275,8 +259,8 @@ def crossing(run: RunAnalysis) -> Bars:
     unit, size = _unit(max(row["bytes"] for row in rows))
     inside = [(row["bytes"] - row["crossing"]) / size for row in rows]
     parts = {
-        "from this host": (LIGHT, inside),
-        "from other hosts": (NAVY, [row["crossing"] / size for row in rows]),
+        "from this host": (palette.INSIDE, inside),
+        "from other hosts": (palette.CROSSING, [row["crossing"] / size for row in rows]),
     }
     labels = [row["host"][:_LETTERS] for row in rows]
     return Bars("host", f"{unit} of a step", labels, parts, lying=True)

@@ -6,6 +6,7 @@ The figures are there twice: for the screen, where they answer to the mouse, and
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -19,7 +20,9 @@ from hpc3d.analyze.report.cards import cards
 from hpc3d.analyze.report.comparison_tables import OVER_RUNS
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.figure_list import Picture
+from hpc3d.analyze.report.packed_steps import packed
 from hpc3d.analyze.report.run_tables import OF_A_RUN
+from hpc3d.analyze.report.table_format import seconds
 from hpc3d.analyze.report.table_notes import GENERAL, MEANING
 from hpc3d.analyze.report.verdict import verdict
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
 
 _OPEN = 12  # rows of a table that is not folded
+_SCRIPTS = ("state.js", "steps.js", "timeline.js", "tables.js")
 
 
 class Shown(NamedTuple):
@@ -68,7 +72,8 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         open_rows=_OPEN,
         example=_example,
         library=library,
-        code=_text("timeline.js"),
+        code="".join(map(_text, _SCRIPTS)),
+        steps=_steps,
         script=script,
         style=_text("report.css"),
     )
@@ -110,6 +115,28 @@ def prose(text: str) -> str:
 
 def _marked(text):
     return re.sub(r"`([^`]+)`", r"<b>\1</b>", escape(text, quote=False))
+
+
+class StepChoices(NamedTuple):
+    """The steps of a timeline that can be chosen: (number, what is said of it), and their data
+    as JSON, which no text of can end a script."""
+
+    choices: list
+    data: str
+
+
+def _steps(run: RunAnalysis) -> StepChoices:
+    charts = [run.timeline, *run.others]
+    ends = {chart.step: float(chart.extents.max()) * 1e-3 for chart in charts}
+    longest = max(ends, key=ends.__getitem__)
+    choices = []
+    for chart in sorted(charts, key=lambda chart: chart.step):
+        said = f"{chart.step}: {seconds(ends[chart.step])}"
+        said += ", the longest" if chart.step == longest and len(charts) > 1 else ""
+        fewer = len(chart.shown) < chart.ranks
+        choices.append((chart.step, said + (f", {len(chart.shown)} ranks" if fewer else "")))
+    data = json.dumps(packed(charts), separators=(",", ":")).replace("<", "\\u003c")
+    return StepChoices(choices, data)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -1,7 +1,50 @@
-"""The colours of charts."""
+"""The colours of figures and pages: one meaning a colour on the whole page.
 
-# Okabe and Ito's colours, which the colour-blind tell apart, and greys for what is not work.
+Okabe and Ito's colours, which the colour-blind tell apart, are what ranks do; all others were
+chosen far from these and from each other, also as protanopes and deuteranopes see them
+(Machado et al. 2009), and visible on white and on the page's dark ground.
+"""
+
 BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
-NAVY, PINK, BLACK, YELLOW = "#0072B2", "#CC79A7", "#000000", "#F0E442"
-COLOURS = (BLUE, ORANGE, GREEN, RED, NAVY, PINK, BLACK)
-SAND, GREY, LIGHT, PALE = "#B8A58A", "#8C8C8C", "#CFCFCF", "#EDEDED"
+NAVY, PINK, YELLOW, WINE = "#0072B2", "#CC79A7", "#F0E442", "#882255"
+SAND, GREY, LIGHT, PALE = "#C8B48C", "#707070", "#BDBDBD", "#E3D5EA"
+
+# What a rank does: computation by phase, and of a call the part after and before the last arrival.
+WORK = {
+    "forward": BLUE,
+    "backward": RED,
+    "backward_input": ORANGE,
+    "backward_weight": GREEN,
+    "recompute": YELLOW,
+    "optimizer": WINE,
+    "other": SAND,
+    "transfer": NAVY,
+    "wait": LIGHT,
+    "copy": PINK,
+    "host": GREY,
+}
+UNRECORDED = PALE  # the rest of a step, of which no event says anything
+PATH = "#E0007A"  # the critical path, which crosses boxes of all colours
+LATE = "#B3123F"  # that others wait for a rank
+
+# Sums over phases: all computation, and calls whose wait and transfer are not known.
+COMPUTE, EXPOSED, RECORDED = "#3344DD", "#0099AA", "#2E6B4F"
+READING, MARKER = "#66CCBB", "#444444"
+
+# Calls by where they go, and what a stage does beside its passes.
+AXES = ("#77AA66", "#DD8811", "#FF99FF", "#773322", "#FFDD77", "#994400", "#7766FF")
+PLANES, WORLD = ("#BBEEAA", "#880077", "#4433AA"), "#EECC00"
+REDUCTION = "#665500"
+
+INSIDE, CROSSING = "#AA77FF", "#FFBB66"  # bytes that stay in a host, and others
+
+MEMORY = {
+    "parameter": "#5511CC",
+    "gradient": "#DDAA55",
+    "optimizer": WINE,
+    "activation": "#EEDDCC",
+    "communication": "#BB88FF",
+    "workspace": "#773300",
+    "offloaded": "#AAAACC",
+}
+RUNS = ("#4466CC", "#DD5544", "#776688", "#2A9D8F", "#6633FF", "#B5651D", "#A23E9C")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines
-from hpc3d.analyze.report.palette import COLOURS
-from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes
+from hpc3d.analyze.report.gantt import Panels, on_screen
+from hpc3d.analyze.report.palette import PATH, RUNS, UNRECORDED
+from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes, rest
 
 if TYPE_CHECKING:
     from bokeh.model import Model
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 _TOOLS = "pan,box_zoom,reset,save"
 _TICKS = 32  # labels on an axis of ranks at most
 _ROW = 14  # pixels of a row of a timeline
-_PATH = "#E0007A"  # the critical path, which crosses boxes of all colours
-_TOOLTIPS = ("rank", "name", "when", "took", "waited", "phase", "layer", "microbatch", "bytes")
+_SAID = '<div style="white-space: pre-line">@rank{all}</div>'  # what page/timeline.js says
 
 
 def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
@@ -40,8 +40,7 @@ def _plot(height, **values):
 
     plot = figure(height=height, sizing_mode="stretch_width", tools=_TOOLS, **values)
     plot.toolbar.update(logo=None, autohide=True)
-    plot.outline_line_color = None
-    plot.grid.grid_line_color = "#e6e6e6"
+    plot.update(outline_line_color=None, background_fill_color=None, border_fill_color=None)
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.minor_tick_line_color = None
     return plot
@@ -57,9 +56,9 @@ def draw(chart: object) -> Model:
 def _lines(chart: Lines):
     from bokeh.layouts import column
 
-    colours = {label: COLOURS[at % len(COLOURS)] for at, label in enumerate(chart.lines)}
+    colours = {label: RUNS[at % len(RUNS)] for at, label in enumerate(chart.lines)}
     upper = _panel(chart.across, chart.down, chart.lines, colours, 300)
-    upper.legend.click_policy = "hide"
+    upper.legend.update(click_policy="hide", background_fill_color=None)
     if not chart.below:
         return upper
     lower = _panel(chart.across, chart.beneath, chart.below, colours, 200)
@@ -126,7 +125,7 @@ def _legend(plot):
     plot.add_layout(legend, "above")
     legend.update(orientation="horizontal", location="left", click_policy="hide")
     legend.update(border_line_color=None, label_text_font_size="9pt")
-    legend.update(padding=2, spacing=12, margin=0)
+    legend.update(padding=2, spacing=12, margin=0, background_fill_color=None)
     return plot
 
 
@@ -141,34 +140,55 @@ def _heat(chart: Heat):
     plot = _plot(460, match_aspect=True, **sides, **names)
     plot.axis.ticker = BasicTicker(min_interval=1)
     high = float(np.nanmax(chart.values))
-    colours = LinearColorMapper(Blues256[::-1], low=0, high=high, nan_color="white")
+    colours = LinearColorMapper(Blues256[::-1], low=0, high=high, nan_color="#00000000")
     plot.image([chart.values.astype("f4")], x=-0.5, y=-0.5, dw=edge, dh=edge, color_mapper=colours)
-    plot.add_layout(ColorBar(color_mapper=colours, title=chart.unit), "right")
+    plot.add_layout(
+        ColorBar(color_mapper=colours, title=chart.unit, background_fill_color=None), "right"
+    )
     what = [("from rank", "$y{0}"), ("to rank", "$x{0}"), (chart.unit, "@image{0,0.000}")]
     plot.add_tools(HoverTool(tooltips=what))
     return plot
 
 
 @draw.register
+def _panels(chart: Panels):
+    plot = on_screen(chart, _plot)
+    for each in plot.children:
+        _legend(each)
+    return plot
+
+
+@draw.register
 def _timeline(chart: Timeline):
-    """One row per rank.  A click shows what a box is and who took part in it: page/timeline.js."""
+    """One row per rank, empty until page/steps.js gives it a step.  A click shows what a box is
+    and who took part in it: page/timeline.js."""
     from bokeh.models import ColumnDataSource, CustomJS, TapTool, WheelZoomTool
 
     height = 140 + min(900, max(160, _ROW * len(chart.shown)))
-    sides = {"x_range": (0, float(chart.events["end"].max())), "y_range": _range(len(chart.shown))}
+    sides = {"x_range": (0, float(chart.extents.max())), "y_range": _range(len(chart.shown))}
     plot = _plot(height, x_axis_label="time [ms]", **sides)
     plot.yaxis.axis_label, plot.yaxis.major_label_text_font_size = "rank", "7pt"
     zoom = WheelZoomTool(dimensions="width")
     plot.add_tools(zoom, TapTool())
     plot.toolbar.update(active_scroll=zoom, autohide=False)
     _label(plot.yaxis[0], chart.shown)
-    source = ColumnDataSource(_columns(chart))
+    whole = ColumnDataSource({key: [] for key in ("rank", "row", "start", "end")})
+    source = ColumnDataSource({key: [] for key in ("row", "kind", "waited", *chart.events)})
+    _draw_rest(plot, whole, chart)
     _draw_boxes(plot, source, chart)
-    path = _draw_path(plot, chart)
-    plot.tags = [{"names": _names(chart), "axes": chart.axes}, source, path]
+    path = _draw_path(plot)
+    about = {"names": _names(chart), "axes": chart.axes, "peak": chart.peak}
+    plot.tags = [about, source, path.data_source, whole]
     clicked = CustomJS(args={"plot": plot}, code="hpc3d.clicked(plot)")
     source.selected.js_on_change("indices", clicked)
     return _legend(plot)
+
+
+def _draw_rest(plot, source, chart):
+    """A box as long as the step under those of each rank: what it shows through is the rest."""
+    where = {"y": "row", "left": "start", "right": "end", "height": 0.84}
+    how = {"color": UNRECORDED, "line_color": None, "legend_label": rest(chart)}
+    plot.hbar(**where, **how, source=source)
 
 
 def _draw_boxes(plot, source, chart):
@@ -185,43 +205,18 @@ def _draw_boxes(plot, source, chart):
         how = {"color": colour, "line_color": None, "nonselection_alpha": 0.25}
         where = {"y": "row", "left": left, "right": right, "height": height}
         drawn.append(plot.hbar(**where, **how, source=source, view=view, legend_label=kind))
-    code = "return hpc3d.text(plot.tags[1].data, plot.tags[0], special_vars.index, format)"
+    code = "return hpc3d.lines(plot.tags[1].data, plot.tags[0], special_vars.index)"
     written = CustomJSHover(args={"plot": plot}, code=code)
-    lines = [(key, f"@rank{{{key}}}") for key in _TOOLTIPS]
-    plot.add_tools(HoverTool(tooltips=lines, formatters={"@rank": written}, renderers=drawn))
+    plot.add_tools(HoverTool(tooltips=_SAID, formatters={"@rank": written}, renderers=drawn))
 
 
-def _draw_path(plot, chart):
-    """The source of the critical path, hidden until its name in the legend is clicked."""
-    from bokeh.models import ColumnDataSource, LegendItem
+def _draw_path(plot):
+    """The line of the critical path, over the boxes."""
+    from bokeh.models import ColumnDataSource
 
-    times = [time * 1e3 for each in chart.path for time in (each.start, each.end)]
-    ranks = [rank for each in chart.path for rank in (each.rank, each.rank)]
-    row = {rank: place for place, rank in enumerate(chart.shown)}
-    rows = [row.get(rank, np.nan) for rank in ranks]
-    columns = {"time": np.array(times, "f4"), "rank": np.array(ranks), "row": np.array(rows, "f4")}
-    line = plot.line("time", "row", source=ColumnDataSource(columns), line_width=2)
-    line.glyph.line_color = _PATH
-    plot.legend[0].items.append(LegendItem(label="critical path", renderers=[line]))
-    line.visible = False
-    return line.data_source
-
-
-def _columns(chart):
-    """The columns of the boxes, each of the smallest type that a browser reads."""
-    events = chart.events
-    waited = events["until"] > events["start"]
-    row, (lane, _) = np.searchsorted(chart.shown, events["rank"]), lanes(events)
-    columns = {**events, "waited": waited, "lane": lane, "row": (row + lane).astype("f4")}
-    return {key: _small(values) for key, values in columns.items()}
-
-
-def _small(values):
-    if values.dtype.kind == "f":
-        return values
-    bounds = (int(values.min(initial=0)), int(values.max(initial=0)))
-    small = np.result_type(*map(np.min_scalar_type, bounds))
-    return values.astype("f8" if small.itemsize == 8 else small)
+    source = ColumnDataSource({key: [] for key in ("time", "rank", "row")})
+    how = {"line_width": 2, "line_color": PATH, "legend_label": "critical path"}
+    return plot.line("time", "row", source=source, name="path", **how)
 
 
 def _names(chart):

@@ -15,8 +15,8 @@ import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines, LoadMaps
 from hpc3d.analyze.report.gantt import Panels, gantt
-from hpc3d.analyze.report.palette import COLOURS
-from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes
+from hpc3d.analyze.report.palette import PATH, RUNS, UNRECORDED
+from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes, path, rest
 from hpc3d.extras import need
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _lines(chart: Lines):
     rows = 2 if chart.below else 1
     figure, axes = empty(WIDTH, 2.4 + 1.2 * rows, rows, height_ratios=(2, 1)[:rows])
     widths = np.linspace(6.0, 1.2, len(chart.lines)) if len(chart.lines) > 1 else [1.8]
-    colours = {label: COLOURS[at % len(COLOURS)] for at, label in enumerate(chart.lines)}
+    colours = {label: RUNS[at % len(RUNS)] for at, label in enumerate(chart.lines)}
     for (label, line), width in zip(chart.lines.items(), widths):
         axes[0].plot(*line, label=_plain(label), **_style(colours[label], width))
     for label, line in (chart.below or {}).items():
@@ -189,15 +189,19 @@ def _timeline(chart: Timeline):
 
     rows, half = len(chart.shown), 0.42 * lanes(chart.events)[1]
     figure, (panel,) = empty(10.0, 1.2 + min(8.0, max(1.0, 0.2 * rows)))
+    begin, end = chart.extents.T
+    how = {"height": 0.84, "color": UNRECORDED, "label": rest(chart)}
+    panel.barh(range(rows), end - begin, left=begin, **how)
     for kind, (left, right, row) in boxes(chart).items():
         top, bottom = row - half, row + half
         corners = [(left, top), (left, bottom), (right, bottom), (right, top)]
         how = {"facecolors": KINDS[kind], "linewidths": 0, "rasterized": True, "label": kind}
         panel.add_collection(PolyCollection(np.moveaxis(np.array(corners), -1, 0), **how))
     places = range(0, rows, 1 + (rows - 1) // 32)
+    panel.plot(*path(chart), color=PATH, linewidth=1, label="critical path")
     panel.set_yticks(places, [chart.shown[place] for place in places])
     panel.set_ylim(rows - 0.5, -0.5)
-    panel.set_xlim(0, chart.events["end"].max())
+    panel.set_xlim(0, chart.extents.max())
     panel.set_xlabel("time [ms]")
     panel.set_ylabel("rank")
     return _explained(figure)

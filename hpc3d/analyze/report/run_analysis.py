@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from hpc3d.analyze.metrics.expert_loads import (
     loads_of,
     router_rows,
 )
-from hpc3d.analyze.metrics.loads import notes
+from hpc3d.analyze.metrics.loads import differing_keys, notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import (
@@ -37,6 +37,7 @@ from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import (
     between_rows,
     comparison_rows,
+    equal_curves,
     evaluation_rows,
     loss_rows,
     median_step,
@@ -46,7 +47,7 @@ from hpc3d.analyze.metrics.step import (
 )
 from hpc3d.analyze.metrics.stragglers import straggler_rows
 from hpc3d.analyze.metrics.wait_states import calls_of, incomplete, wait_rows
-from hpc3d.analyze.report.step_timeline import EVENTS, Timeline, timeline
+from hpc3d.analyze.report.step_timeline import EVENTS, Timeline, other_steps, timeline
 from hpc3d.plain import plain_in, plain_lines
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.trace_config import one_time
@@ -70,7 +71,7 @@ class RunAnalysis:
 
     Drawn are the timeline and the panels of the pipeline in `step`, and the bytes of a step from
     rank to rank, matrices by mesh axis, "" for all of them; and where there are experts their
-    loads.
+    loads.  `others` are the timelines of other steps, if they were asked for.
     """
 
     label: str
@@ -85,14 +86,18 @@ class RunAnalysis:
     panels: list
     matrices: dict
     loads: ExpertLoads | None
+    others: list = field(default_factory=list)
 
 
 class Report(NamedTuple):
-    """Runs, the tables that are over all of them, and what one must know to compare them."""
+    """Runs, the tables that are over all of them, what one must know to compare them, the other
+    keys in which they differ, and whose losses are alike, a line each."""
 
     runs: list
     tables: dict
     notes: list
+    keys: list
+    curves: list
 
 
 def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
@@ -109,49 +114,52 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
             for trace, run in zip(steady[1:], runs[1:])
             for row in difference_rows(steady[0], trace)
         ]
-    found = tables, notes(traces, [run.label for run in runs])
+    labels = [run.label for run in runs]
+    said = notes(traces, labels), differing_keys(traces, labels), equal_curves(tables["runs"])
+    found = tables, *said
     return Report(runs, *plain_in(found))
 
 
 def analyze_run(
-    trace: Trace, peak: float | None = None, step: int | None = None, events: int = EVENTS
+    trace: Trace,
+    peak: float | None = None,
+    step: int | None = None,
+    events: int = EVENTS,
+    others: int = 0,
 ) -> RunAnalysis:
     """The RunAnalysis of an open trace.
 
     `peak` is the FLOP/s of one rank that MFU refers to, `step` the one whose timeline is drawn,
-    of at most `events` events (None: that of the median time).  ValueError if none was completed.
+    of at most `events` events (None: that of the median time); the other steps have `others` of
+    them together (0: they are not drawn).  ValueError if none was completed.
     """
     if not len(trace.steps):
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
     wrong = violations(trace)  # before calls_of, for each takes half of the memory
     steady = Steady(trace)
-    step = median_step(steady) if step is None else step
-    calls = calls_of(steady)
+    step, calls = median_step(steady) if step is None else step, calls_of(steady)
     matrices, loads = _matrices(trace, calls), loads_of(trace)
     stages, panels = pipeline_of_step(trace, step)
     tables = {
-        **_of_time(steady, calls, peak),
         **_of_all_steps(trace),
-        **_of_traffic(calls, matrices),
-        **_of_experts(steady, loads, calls),
+        **_of_mean_step(steady, calls, peak, matrices, loads),
         "pipeline": stages,
         "bubble": _bubble(trace, step) if stages else [],
-        **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
     }
-    attrs, drawn = trace.attrs, None
+    attrs, drawn, more = trace.attrs, None, []
     missing = [line for line in attrs["missing"].split("\n") if line]
     if one_time(trace):
         path = critical_path(trace, calls, step)
         tables |= _of_calls(calls, path)
-        drawn = timeline(trace, calls, step, path, events)
+        drawn = timeline(trace, calls, step, path, events, peak)
+        more = other_steps(trace, calls, step, peak, others) if others else []
         missing += _doubts(calls, tables)
     else:
         missing.append(_NO_COMMON_TIME)
-    if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
-        missing.append(_DROPPED.format(ranks=_ranks(dropped)))
+    missing += _dropped(trace)
     what = layout_of(trace).label, attrs["run_id"], about(steady)
     found = missing, wrong, tables
-    drawn_of = step, drawn, panels, plain_in(matrices), loads
+    drawn_of = step, drawn, panels, plain_in(matrices), loads, more
     return RunAnalysis(*plain_in(what), plain_lines(attrs["config"]), *plain_in(found), *drawn_of)
 
 
@@ -168,11 +176,27 @@ def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
     ]
 
 
+def _dropped(trace):
+    """A line for ranks whose events were not all kept."""
+    if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
+        yield _DROPPED.format(ranks=_ranks(dropped))
+
+
 def _ranks(numbers):
     """Ranks as text, the first of many."""
     shown = ", ".join(map(str, numbers[:8].tolist()))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"rank{'s'[: len(numbers) > 1]} {shown}{more}"
+
+
+def _of_mean_step(steady, calls, peak, matrices, loads):
+    """The tables of averages, and those of one time without rows."""
+    return {
+        **_of_time(steady, calls, peak),
+        **_of_traffic(calls, matrices),
+        **_of_experts(steady, loads, calls),
+        **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
+    }
 
 
 def _of_time(trace, calls, peak):

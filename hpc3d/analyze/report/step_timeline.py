@@ -9,18 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import cell_values, event_values, labelled, labels
-from hpc3d.analyze.report.palette import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    LIGHT,
-    NAVY,
-    ORANGE,
-    PINK,
-    RED,
-    SAND,
-)
+from hpc3d.analyze.metrics.critical_path import critical_path
+from hpc3d.analyze.report.palette import WORK as KINDS
 from hpc3d.plain import plain_in
 
 if TYPE_CHECKING:
@@ -29,23 +19,23 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 EVENTS = 100_000  # events of a step that a page draws at most
+OTHERS = 600_000  # and events of all other steps together
+_STEPS, _FEW = 60, 5_000  # other steps at most, and events of one of them at least
 
-# What a box is: computation by phase, and of a call the part after and before the last arrival.
-KINDS = {
-    "forward": BLUE,
-    "backward": RED,
-    "backward_input": ORANGE,
-    "backward_weight": GREEN,
-    "recompute": "#F0E442",
-    "optimizer": BLACK,
-    "other": SAND,
-    "transfer": NAVY,
-    "wait": LIGHT,
-    "copy": PINK,
-    "host": GREY,
-}
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-DETAILS = ("name", "op", "phase", "axis", "layer", "microbatch", "stage", "chunk", "seq", "bytes")
+DETAILS = (
+    "name",
+    "op",
+    "phase",
+    "axis",
+    "layer",
+    "microbatch",
+    "stage",
+    "chunk",
+    "seq",
+    "bytes",
+    "flops",
+)
 
 
 class Timeline(NamedTuple):
@@ -56,7 +46,8 @@ class Timeline(NamedTuple):
     and `posted`, when a call was made; `rank`, `stream`, `kind` (a number in KINDS), `instance` (a
     number that calls have in common which belong together, -1 for none), `by` (the rank that was
     waited for, -1 for none), and DETAILS.  `names` are {code: name} of those columns that hold
-    codes.  `path` are the Segments of the critical path.
+    codes.  `path` are the Segments of the critical path, `extents` when the step began and ended
+    on each of `shown`, [ranks, 2] in ms, and `peak` the FLOP/s of a rank at best, if known.
     """
 
     step: int
@@ -66,10 +57,17 @@ class Timeline(NamedTuple):
     events: dict
     names: dict
     path: list
+    extents: np.ndarray
+    peak: float | None = None
 
 
 def timeline(
-    trace: Trace, calls: CallInstances, step: int, path: Sequence[PathSegment], limit: int = EVENTS
+    trace: Trace,
+    calls: CallInstances,
+    step: int,
+    path: Sequence[PathSegment],
+    limit: int = EVENTS,
+    peak: float | None = None,
 ) -> Timeline:
     """The Timeline of a step; of more events than `limit` those of representative ranks only.
 
@@ -87,7 +85,36 @@ def timeline(
     if prod(size for _, size in axes) != trace.attrs["world_size"]:
         axes = []  # stages have different numbers of replicas: a rank goes by its number
     axes, names = plain_in((axes, names))
-    return Timeline(step, shown, trace.attrs["world_size"], axes, columns, names, path)
+    extents = _extents(trace, step, shown)
+    return Timeline(
+        step, shown, trace.attrs["world_size"], axes, columns, names, path, extents, peak
+    )
+
+
+def other_steps(
+    trace: Trace, calls: CallInstances, step: int, peak: float | None = None, limit: int = OTHERS
+) -> list[Timeline]:
+    """The Timelines of the other steps; of many steps the first, the longest, the last and others
+    at even distances."""
+    steps, length = _lengths(trace)
+    if len(steps) > _STEPS:
+        even = np.linspace(0, len(steps) - 1, _STEPS - 1).astype(int)
+        steps = np.unique(np.append(steps[even], steps[length.argmax()]))
+    each = max(_FEW, limit // max(1, len(steps)))
+    return [
+        timeline(trace, calls, other, critical_path(trace, calls, other), min(each, EVENTS), peak)
+        for other in steps.tolist()
+        if other != step
+    ]
+
+
+def _lengths(trace):
+    """The completed steps of which there are events, and how long each took [ns]."""
+    steps, place = np.unique(trace.steps["step"], return_inverse=True)
+    length = np.zeros(len(steps))
+    np.maximum.at(length, place, trace.steps["t_end"] - trace.steps["t_start"])
+    there = np.isin(steps, trace.events["step"])
+    return steps[there], length[there]
 
 
 def boxes(chart: Timeline) -> dict[str, Any]:
@@ -112,6 +139,19 @@ def lanes(events: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
     the streams of a rank share its row, one under the other."""
     streams, lane = np.unique(events["stream"], return_inverse=True)
     return ((lane - (len(streams) - 1) / 2) / len(streams)).astype("f4"), 1 / len(streams)
+
+
+def rest(chart: Timeline) -> str:
+    """What the rest of a row is: a stream that waits for work has no event, either."""
+    return "unrecorded" if lanes(chart.events)[1] == 1 else "idle or unrecorded"
+
+
+def path(chart: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    """The critical path as a line: times in ms, and rows of `shown`, none for other ranks."""
+    times = [time * 1e3 for each in chart.path for time in (each.start, each.end)]
+    row = {rank: place for place, rank in enumerate(chart.shown)}
+    rows = [row.get(each.rank, np.nan) for each in chart.path for _ in range(2)]
+    return np.array(times), np.array(rows)
 
 
 def _representatives(
@@ -152,15 +192,29 @@ def _times(trace, calls, step, rows):
 
 
 def _begin(trace, step):
-    """The first begin of a step on any rank, in ns on rank 0's clock: a begin is moved to it as
-    the rank's first event is."""
+    """The first begin of a step on any rank, in ns on rank 0's clock."""
+    return _moved(trace, step)[1].min()
+
+
+def _extents(trace, step, shown):
+    """When a step begins and ends on some ranks, in ms from the first begin."""
+    ranks, begin, end = _moved(trace, step)
+    place = np.searchsorted(ranks, shown)
+    return (np.stack([begin, end], -1)[place] - begin.min()) * 1e-6
+
+
+def _moved(trace, step):
+    """The ranks that have events of a step, and its begin and end there in ns on rank 0's clock:
+    moved to it as the rank's first event is."""
     rows = np.flatnonzero(trace.events["step"] == step)
     ranks, first = np.unique(trace.events["rank"][rows], return_index=True)
     shift = trace.events["t_global"][rows[first]] - trace.events["t_start"][rows[first]]
-    begun = trace.steps["step"] == step
-    rank, start = trace.steps["rank"][begun], trace.steps["t_start"][begun]
-    known = np.isin(rank, ranks)
-    return (start[known] + shift[np.searchsorted(ranks, rank[known])]).min()
+    here = np.flatnonzero(trace.steps["step"] == step)
+    here = here[np.isin(trace.steps["rank"][here], ranks)]
+    here = here[np.argsort(trace.steps["rank"][here], kind="stable")]
+    rank = trace.steps["rank"][here]
+    moved = shift[np.searchsorted(ranks, rank)]
+    return rank, trace.steps["t_start"][here] + moved, trace.steps["t_end"][here] + moved
 
 
 def _kinds(trace, rows):

@@ -7,6 +7,7 @@ cell says is text in all of them: no HTML, no macro, no formula.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,12 +49,28 @@ class TableSpec(NamedTuple):
 # Ways to write a number
 
 
+def digits(value: float) -> str:
+    """Three significant digits, no exponent: 18,500, 12.3, 0.00123."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    behind = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
+    return f"{round(value, behind):,.{max(0, behind)}f}"
+
+
+def seconds(value: float) -> str:
+    """A time with the unit that fits it."""
+    for unit, size in (("s", 1), ("ms", 1e-3)):
+        if abs(value) >= size:
+            return f"{digits(value / size)} {unit}"
+    return f"{digits(value / 1e-6)} us"
+
+
 def milliseconds(value: float) -> str:
-    return f"{value * 1e3:,.2f}"
+    return digits(value * 1e3)
 
 
 def microseconds(value: float) -> str:
-    return f"{value * 1e6:,.1f}"
+    return digits(value * 1e6)
 
 
 def percent(value: float) -> str:
@@ -83,11 +100,11 @@ def ratio(value: float) -> str:
 
 
 def prefixed(value: float) -> str:
-    """Four digits and an SI prefix: 12345678 is 12.35 M."""
+    """Three digits and an SI prefix: 12345678 is 12.3 M."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
-            return f"{value / size:.4g} {prefix}"
-    return f"{value:.4g}"
+            return f"{digits(value / size)} {prefix}"
+    return f"{value:.3g}" if value != int(value) else f"{value:.0f}"
 
 
 # Ways to write a table

@@ -1,0 +1,95 @@
+"""The timelines of a page's steps as text: small enough that one page has many of them.
+
+page/steps.js reads them.  A column is an array of integers or floats, its bytes shuffled (the
+first byte of all values, then the second ...), compressed with zlib and written in base64.  Steps
+do the same work again, so most columns are those of another step, and are there once.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpc3d.analyze.report.step_timeline import lanes, path
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.report.step_timeline import Timeline
+
+_TICKS = 2**30  # that a step has at most
+_FINEST = 1e-4  # ms
+
+
+def packed(charts: Sequence[Timeline]) -> dict[str, Any]:
+    """Timelines as plain data: {"pool": the arrays, "steps": {step: ...}}, of which the first is
+    shown first."""
+    pool: dict[tuple[str, str], int] = {}
+    steps = {str(chart.step): _step(chart, pool) for chart in charts}
+    return {"first": str(charts[0].step), "pool": [[*each] for each in pool], "steps": steps}
+
+
+def _step(chart, pool):
+    end = float(chart.extents.max())
+    tick = max(_FINEST, end / _TICKS)
+    line = dict(zip(("time", "row"), path(chart)))
+    line["rank"] = np.repeat([each.rank for each in chart.path], 2)
+    begin, finish = chart.extents.T
+    rest = {
+        "rank": np.array(chart.shown),
+        "start": _ticks(begin, tick),
+        "end": _ticks(finish, tick),
+    }
+    line["time"] = _ticks(line["time"], tick)
+    del line["row"]
+    return {
+        "tick": tick,
+        "end": end,
+        "ranks": chart.shown,
+        "columns": _stored(_columns(chart, tick), pool),
+        "path": _stored(line, pool),
+        "rest": _stored(rest, pool),
+    }
+
+
+def _stored(columns: Mapping[str, np.ndarray], pool):
+    """{name: the place of its array in the pool}."""
+    texts = {key: _text(_small(values)) for key, values in columns.items()}
+    return {key: pool.setdefault(text, len(pool)) for key, text in texts.items()}
+
+
+def _text(values):
+    """The type of an array, and its bytes as text."""
+    planes = values.astype(values.dtype.newbyteorder("<")).view("u1").reshape(-1, values.itemsize)
+    data = zlib.compress(planes.T.tobytes(), 9)
+    return f"{values.dtype.kind}{values.itemsize}", base64.b64encode(data).decode()
+
+
+def _columns(chart, tick):
+    """The columns of the boxes; times are integers, most of them differences, which are small."""
+    events = dict(chart.events)
+    start, until, end, posted = (events.pop(key) for key in ("start", "until", "end", "posted"))
+    begun = _ticks(start, tick)
+    times = {
+        "after": np.diff(begun, prepend=0),
+        "took": _ticks(end, tick) - begun,
+        "wait": _ticks(until, tick) - begun,
+        "early": begun - _ticks(posted, tick),
+    }
+    seq = np.diff(events.pop("seq"), prepend=0)
+    return {**events, **times, "seq": seq, "lane": lanes(chart.events)[0]}
+
+
+def _ticks(times, tick):
+    return np.rint(np.asarray(times, "f8") / tick).astype("i8")
+
+
+def _small(values):
+    """An array of the smallest type that JavaScript has and its values fit in."""
+    if values.dtype.kind == "f":
+        return values.astype("f4")
+    bounds = (int(values.min(initial=0)), int(values.max(initial=0)))
+    small = np.result_type(*map(np.min_scalar_type, bounds))
+    return values.astype("f8" if small.itemsize == 8 else small)

@@ -1,0 +1,94 @@
+// What is shown, as the address of the page has it: #section&step=3&ranks=p%3D0&path=off&theme=dark.
+"use strict";
+
+const hpc3d = {};
+
+hpc3d.state = (() => {
+  const listeners = [];
+  let { anchor, values } = read();
+
+  function read() {
+    const parts = location.hash.slice(1).split("&").filter(Boolean);
+    const values = new URLSearchParams(parts.filter((part) => part.includes("=")).join("&"));
+    return { anchor: parts.find((part) => !part.includes("=")) ?? "", values };
+  }
+
+  function write() {
+    const hash = [anchor, values.toString()].filter(Boolean).join("&");
+    history.replaceState(null, "", `#${hash}`);
+  }
+
+  // Show a section, which may lie in what is folded.
+  function go() {
+    const place = anchor && document.getElementById(anchor);
+    if (!place) return;
+    for (let each = place; each; each = each.parentElement) if (each.tagName === "DETAILS") each.open = true;
+    place.scrollIntoView();
+  }
+
+  // A link names a section only: what else is shown stays.
+  function changed() {
+    const found = read();
+    anchor = found.anchor;
+    if (found.values.size) {
+      values = found.values;
+      listeners.forEach((each) => each());
+    }
+    write();
+    go();
+  }
+
+  addEventListener("hashchange", changed);
+  return {
+    go,
+    get: (key) => values.get(key),
+    onchange: (listener) => listeners.push(listener),
+    // Null is what is shown without a word of it.
+    set: (key, value) => {
+      if (value === null) values.delete(key);
+      else values.set(key, value);
+      write();
+    },
+  };
+})();
+
+// Light or dark: as the address says, else as the system does.
+hpc3d.theme = (() => {
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const dark = () => (hpc3d.state.get("theme") ?? (system.matches ? "dark" : "light")) === "dark";
+
+  // The properties of Bokeh's models that have the colour of the page's text, or of its lines.
+  const TEXT = ["axis_label_text_color", "major_label_text_color", "label_text_color", "title_text_color"];
+  const LINES = ["axis_line_color", "major_tick_line_color", "grid_line_color"];
+
+  function paint(model, text, lines, ground) {
+    const colours = {};
+    for (const key of TEXT) if (key in model.properties) colours[key] = text;
+    for (const key of LINES) if (key in model.properties) colours[key] = lines;
+    if (model.type === "Title") colours.text_color = text;
+    if ("inactive_fill_color" in model.properties) colours.inactive_fill_color = ground;
+    if (Object.keys(colours).length) model.setv(colours);
+  }
+
+  function apply() {
+    document.documentElement.dataset.theme = dark() ? "dark" : "light";
+    const button = document.getElementById("theme");
+    button?.setAttribute("aria-pressed", `${dark()}`);
+    if (!window.Bokeh) return;
+    const style = getComputedStyle(document.body);
+    const colours = ["--ink", "--line", "--ground"].map((name) => style.getPropertyValue(name).trim());
+    for (const page of Bokeh.documents)
+      for (const root of page.roots())
+        for (const model of root.references()) paint(model, ...colours);
+  }
+
+  function toggle() {
+    const wanted = dark() ? "light" : "dark";
+    hpc3d.state.set("theme", wanted === (system.matches ? "dark" : "light") ? null : wanted);
+    apply();
+  }
+
+  system.addEventListener("change", apply);
+  hpc3d.state.onchange(apply);
+  return { apply, toggle };
+})();
