@@ -14,9 +14,10 @@ from pathlib import Path
 
 from hpc3d import shipped
 from hpc3d.cli import Parser, complain, run
-from hpc3d.data.sources import BIN, meta_tokenizer, training_pieces
+from hpc3d.data.sources import BIN, training_pieces
 from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
-from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, text_files, tokenizer_from, train_bpe
+from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, text_files, train_bpe
+from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 
 _BPE_VOCABULARY = 8192
 _SOURCES = "a text, .jsonl, .parquet, a .bin of nanoGPT or of Megatron-LM, or a folder of *.txt"
-_TOKENIZERS = """byte (default); bpe, learned from the texts; a tokenizer.json, a folder with
-GPT-2's vocab.json and merges.txt, or ranks.tiktoken"""
+_TOKENIZERS = """byte (default); bpe, learned from the texts; a tokenizer.json; a folder that has
+one, or GPT-2's vocab.json and merges.txt; ranks.tiktoken; gpt2, as tiktoken has kept it"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,8 +53,10 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("texts", nargs="*", type=Path, metavar="TEXT", help=_SOURCES)
     add("-o", "--output", type=Path, metavar="FILE.h5", help="the token file to write")
-    add("--field", default="text", metavar="NAME", help="of JSON lines and parquet (text)")
-    add("--tokenizer", metavar="byte|bpe|FILE", help=_TOKENIZERS)
+    field = "of JSON lines, or column of parquet, that has the text (default: text)"
+    add("--field", "--column", default="text", metavar="NAME", help=field)
+    add("--tokenizer", metavar="byte|bpe|gpt2|FILE", help=_TOKENIZERS)
+    add("--end", metavar="TOKEN", help="ends a document (default: what the tokenizer says)")
     add(
         "--vocabulary",
         type=int,
@@ -74,6 +77,8 @@ def prepare(arguments: argparse.Namespace) -> int:
     texts = [text for path in arguments.texts for text in text_files(shipped.text(path))]
     tokenizer = _make_tokenizer(arguments, texts)
     size = sum(text.stat().st_size for text in texts)
+    if not size:
+        raise ValueError(f"{arguments.texts[0]}: it is empty; name a text")
     write_tokens(output, texts, tokenizer, _progress(size), arguments.field)
     _describe(output, arguments.json, bytes=size, seconds=time.perf_counter() - start)
     return 0
@@ -112,6 +117,8 @@ def _new_file(arguments: argparse.Namespace) -> Path:
 def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:
     """Return the tokenizer asked for; bpe is trained on `texts`."""
     name, numbered = arguments.tokenizer, [text for text in texts if text.suffix in BIN]
+    if arguments.end and name in (None, "byte", "bpe"):
+        raise ValueError(f"--end {arguments.end}: for --tokenizer FILE; others have an end")
     if numbered and name in ("byte", "bpe"):
         raise ValueError(f"{numbered[0]}: its ids are not of {name}; give --tokenizer FILE")
     if name == "bpe":
@@ -122,7 +129,8 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     if name not in (None, "byte") or numbered:
         if arguments.vocabulary is not None:
             raise ValueError(f"--vocabulary {arguments.vocabulary}: a tokenizer has its own")
-        return tokenizer_from(name) if name else _of_numbers(numbered[0])
+        found = tokenizer_from(name, arguments.end) if name else _of_numbers(numbered[0])
+        return _with_end(found, texts)
     if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):
         raise ValueError(
             f"--vocabulary {arguments.vocabulary}: byte has {ByteTokenizer.vocabulary} ids; leave "
@@ -131,13 +139,22 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     return ByteTokenizer()
 
 
+def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
+    """A tokenizer that can part the documents of texts; ids come as they are."""
+    if tokenizer.end is None and any(text.suffix not in BIN for text in texts):
+        raise ValueError(
+            "no token of the tokenizer is known to end a document: name it, such as --end '<eos>'"
+        )
+    return tokenizer
+
+
 def _of_numbers(path: Path) -> Tokenizer:
     """That of the ids in a .bin."""
     if tokenizer := meta_tokenizer(path):
         return tokenizer
     raise ValueError(
-        f"{path}: ids of a tokenizer that is not known here: give it, --tokenizer tokenizer.json "
-        "(hf download gpt2 tokenizer.json)"
+        f"{path}: ids of a tokenizer that is not known here: give it, --tokenizer gpt2 or "
+        "tokenizer.json (hf download gpt2 tokenizer.json)"
     )
 
 

@@ -64,12 +64,11 @@ class Opened(NamedTuple):
 
 
 class RunText(NamedTuple):
-    """What a run reads: to train, and to evaluate the model if it is to; the JSON text of its
-    tokenizer, None for bytes."""
+    """What a run reads: to train, and to evaluate the model if it is to; and its tokens."""
 
     batches: Batches | None
     validation: ValidationBatches | None
-    tokenizer: str | None = None
+    tokens: Tokens | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -231,8 +230,7 @@ def prepare(config: Config, run: Path | None) -> Opened:
         config = with_decay_steps(config)
         where = folder.create(config, load.to_toml(config))
         lock = folder.claim(where)
-    if text.tokenizer:
-        run_tokenizer.keep(where, text.tokenizer)
+    run_tokenizer.keep(where, text.tokens)
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
     return Opened(plan, text.batches, program, lock, text.validation)
 
@@ -244,8 +242,7 @@ def _continued(run: Path, config: Config, text: RunText) -> tuple[Config, list[s
     from hpc3d.checkpoints.resume import continued
 
     config, changed = continued(run, config)
-    if text.tokenizer:
-        run_tokenizer.refuse_another(run, text.tokenizer)
+    run_tokenizer.refuse_another(run, text.tokens)
     return config, changed
 
 
@@ -265,12 +262,10 @@ def _open_text(config: Config) -> tuple[Config, RunText]:
     """Rank 0: `config` with what its text settles, and the batches of it."""
     from hpc3d import shipped
     from hpc3d.data.token_file import open_tokens
-    from hpc3d.data.tokenizer import BpeTokenizer
 
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
     config = _settled(config, tokens)
-    rules = tokens.json if tokens.tokenizer == BpeTokenizer.name else None
-    return config, _text_of(config, tokens)._replace(tokenizer=rules)
+    return config, _text_of(config, tokens)._replace(tokens=tokens)
 
 
 def _text_of(config: Config, tokens: Tokens) -> RunText:

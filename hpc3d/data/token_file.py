@@ -37,6 +37,7 @@ _FORMAT = "hpc3d-tokens"
 _VERSION = 1
 SUFFIX = ".h5"
 _MOST_IDS = 1 << 31  # ids are handed out as int32
+_END = "tokenizer_end"  # the attribute that older files have not
 _CHUNK = 1 << 16  # tokens that share a checksum
 _SELF_CHECKING = "v110"  # from 1.10 on HDF5 has checksums over its own structures too
 _PREPARE = "make it with python -m hpc3d.prepare"
@@ -47,15 +48,16 @@ _reading_tokens = partial(reading, fault="no readable token file", remedy=_PREPA
 
 
 class Tokens(contextlib.AbstractContextManager):
-    """A long row of token ids that stays on disk: the documents, each followed by `END`.
+    """A long row of token ids that stays on disk: the documents, each followed by an end.
 
-    `vocabulary` is the number of different ids, `tokenizer` the name of what made them, and `json`
-    its rules.
+    `vocabulary` is the number of different ids, `tokenizer` the name of what made them, `json` its
+    rules, and `end_name` its end of a document, None if that is not known.
     """
 
     tokenizer: str
     vocabulary: int
     json: str
+    end_name: str | None = None
 
     def made_by(self) -> tuple[str, int, str]:
         """The tokenizer: tokens of two texts mean the same where it is the same."""
@@ -101,7 +103,7 @@ def tokenizer_of(path: str | Path) -> Tokenizer:
     if Path(path).suffix != SUFFIX:
         return ByteTokenizer()
     with TokenFile(Path(path)) as tokens:
-        return tokenizer_named(tokens.tokenizer, tokens.tokenizer_json)
+        return tokenizer_named(tokens.tokenizer, tokens.json, tokens.end_name)
 
 
 class TextTokens(Tokens):
@@ -162,7 +164,7 @@ class TokenFile(Tokens):
         self.sha256 = str(file.attrs["sha256"], "utf-8")
         self.vocabulary = int(file.attrs["vocabulary"])
         self.documents = int(file.attrs["documents"])
-        self.tokenizer_json = str(file.attrs["tokenizer_json"], "utf-8")
+        self.end_name = str(file.attrs.get(_END, b""), "utf-8") or None
         self._tokens = _own_dataset(file, "tokens")
         self.dtype = self._tokens.dtype
         length = int(file.attrs["length"])
@@ -248,7 +250,8 @@ def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
 
 def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
     """Return the attributes that are known before the tokens are."""
-    return {
+    end = {_END: _fixed(tokenizer.end_name)} if tokenizer.end_name else {}
+    return end | {
         "format": _fixed(_FORMAT),
         "version": _VERSION,
         "tokenizer": _fixed(tokenizer.name),

@@ -84,6 +84,8 @@ def test_the_library_may_be_missing(capsys, monkeypatch, text, output):
         (["text.txt", "-o", "new.h5", "--vocabulary", "many"], "invalid int value"),
         (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "word is no readable tokenizer"),
         (["text.txt", "-o", "new.h5", "--fast"], "--fast; see --help"),
+        (["empty.txt", "-o", "new.h5"], "empty.txt: it is empty"),
+        (["text.txt", "-o", "new.h5", "--end", "x"], "--end x: "),
         (["--verify", "none.h5"], "none.h5: "),
         (["text.txt", "--verify", "old.h5"], "neither TEXT nor -o"),
     ],
@@ -92,6 +94,7 @@ def test_an_error_is_one_line_and_writes_nothing(capsys, monkeypatch, text, word
     monkeypatch.chdir(text.parent)
     Path("old.h5").write_text("precious")
     Path("bad.dat").write_bytes(b"\xff\0")
+    Path("empty.txt").touch()
     before = sorted(os.listdir())
     code, lines, error = call(capsys, *words)
     assert code == 2 and lines == []

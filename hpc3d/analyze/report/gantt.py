@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.analyze.report.palette import REDUCTION, WORK
 from hpc3d.extras import need
 
 if TYPE_CHECKING:
+    from bokeh.model import Model
     from matplotlib.figure import Figure
 
     from hpc3d.analyze.metrics.pass_spans import PassSpan
@@ -25,6 +27,14 @@ _KINDS = {
     "step": ("optimiser", WORK["optimizer"]),
 }
 _WIDTH, _TEXT = 10.0, 5.5  # inches of a figure, points of the numbers in it
+_ROW = 26  # pixels of a stage on the screen
+_TOOLTIPS = [
+    ("stage", "@stage"),
+    ("pass", "@name"),
+    ("microbatch", "@label"),
+    ("begins", "@start{0,0.000} ms"),
+    ("takes", "@took{0,0.000} ms"),
+]
 
 
 class Panels(NamedTuple):
@@ -134,3 +144,62 @@ def colour_of(kind: str) -> tuple[float, ...]:
     text = _KINDS[name][1]
     full = [int(text[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     return tuple(1 - (1 - part) * 0.5**chunk for part in full)
+
+
+# On the screen
+
+
+def on_screen(chart: Panels, empty_plot: Callable[..., Any]) -> Model:
+    """The passes of a pipeline for a page: a plot for each of the panels, which share their time;
+    `empty_plot` makes a plot."""
+    from bokeh.layouts import column
+
+    plots = []
+    for title, rows in chart.panels:
+        plot = empty_plot(130 + _ROW * len(rows), x_axis_label="time [ms]", title=title)
+        plot.title.update(text_font_style="normal", text_font_size="9pt")
+        _draw_passes(plot, rows)
+        plots.append(plot)
+    for plot in plots[1:]:
+        plot.x_range = plots[0].x_range
+    return column(*plots, sizing_mode="stretch_width")
+
+
+def _draw_passes(plot, rows):
+    from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
+
+    for kind, columns in sorted(_by_kind(rows).items(), key=lambda item: order_of(item[0])):
+        thin = split_kind(kind)[1] in ("message", "reduce")
+        red, green, blue = (round(255 * part) for part in colour_of(kind))
+        plot.hbar(
+            y="stage",
+            left="start",
+            right="end",
+            height=0.3 if thin else 0.8,
+            color=f"#{red:02X}{green:02X}{blue:02X}",
+            line_color="#40404080",
+            line_width=0.5,
+            source=ColumnDataSource(columns),
+            legend_label=name_of(kind),
+            level="glyph" if not thin else "annotation",
+        )
+    plot.y_range = Range1d(len(rows) - 0.5, -0.5)
+    plot.yaxis.axis_label, plot.yaxis.ticker = "stage", BasicTicker(min_interval=1)
+    plot.add_tools(HoverTool(tooltips=_TOOLTIPS))
+
+
+def _by_kind(rows):
+    """{kind: columns of its passes on all stages}, times in ms."""
+    found = defaultdict(lambda: defaultdict(list))
+    for stage, row in enumerate(rows):
+        for start, end, kind, label in row:
+            values = {
+                "stage": stage,
+                "start": start * 1e3,
+                "end": end * 1e3,
+                "label": label or "-",
+            }
+            values |= {"took": (end - start) * 1e3, "name": name_of(kind)}
+            for key, value in values.items():
+                found[kind][key].append(value)
+    return found

@@ -137,18 +137,14 @@ def analyze_run(
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
     wrong = violations(trace)  # before calls_of, for each takes half of the memory
     steady = Steady(trace)
-    step = median_step(steady) if step is None else step
-    calls = calls_of(steady)
+    step, calls = median_step(steady) if step is None else step, calls_of(steady)
     matrices, loads = _matrices(trace, calls), loads_of(trace)
     stages, panels = pipeline_of_step(trace, step)
     tables = {
-        **_of_time(steady, calls, peak),
         **_of_all_steps(trace),
-        **_of_traffic(calls, matrices),
-        **_of_experts(steady, loads, calls),
+        **_of_mean_step(steady, calls, peak, matrices, loads),
         "pipeline": stages,
         "bubble": _bubble(trace, step) if stages else [],
-        **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
     }
     attrs, drawn, more = trace.attrs, None, []
     missing = [line for line in attrs["missing"].split("\n") if line]
@@ -160,8 +156,7 @@ def analyze_run(
         missing += _doubts(calls, tables)
     else:
         missing.append(_NO_COMMON_TIME)
-    if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
-        missing.append(_DROPPED.format(ranks=_ranks(dropped)))
+    missing += _dropped(trace)
     what = layout_of(trace).label, attrs["run_id"], about(steady)
     found = missing, wrong, tables
     drawn_of = step, drawn, panels, plain_in(matrices), loads, more
@@ -181,11 +176,27 @@ def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
     ]
 
 
+def _dropped(trace):
+    """A line for ranks whose events were not all kept."""
+    if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
+        yield _DROPPED.format(ranks=_ranks(dropped))
+
+
 def _ranks(numbers):
     """Ranks as text, the first of many."""
     shown = ", ".join(map(str, numbers[:8].tolist()))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"rank{'s'[: len(numbers) > 1]} {shown}{more}"
+
+
+def _of_mean_step(steady, calls, peak, matrices, loads):
+    """The tables of averages, and those of one time without rows."""
+    return {
+        **_of_time(steady, calls, peak),
+        **_of_traffic(calls, matrices),
+        **_of_experts(steady, loads, calls),
+        **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
+    }
 
 
 def _of_time(trace, calls, peak):
