@@ -86,11 +86,11 @@ def _figure(titles):
 
 def _bars(panel, stage, row, kind):
     """The spans of one kind on one stage."""
-    height = 0.3 if split_kind(kind)[1] in ("message", "reduce") else 0.8
+    height = 0.3 if _split_kind(kind)[1] in ("message", "reduce") else 0.8
     panel.broken_barh(
         [(start, end - start) for start, end, *_ in row],
         (stage - height / 2, height),
-        facecolors=[colour_of(kind)],
+        facecolors=[_colour_of(kind)],
         edgecolors="black",
         linewidth=0.3,
         zorder=2 if height < 0.5 else 1,
@@ -101,7 +101,7 @@ def _labels(panel, stage, row, seconds):
     """The text of each span into which it fits; a point is `seconds` long, or a little more."""
     for start, end, kind, label in row:
         if label and end - start > seconds * _TEXT * (0.64 * len(label) + 0.2):
-            colour = "white" if sum(colour_of(kind)) < 1.0 else "black"
+            colour = "white" if sum(_colour_of(kind)) < 1.0 else "black"
             middle = (start + end) / 2
             panel.text(
                 middle, stage, label, ha="center", va="center", fontsize=_TEXT, color=colour
@@ -112,35 +112,35 @@ def _legend(figure, kinds):
     from matplotlib.patches import Patch
 
     patches = [
-        Patch(facecolor=colour_of(kind), edgecolor="black", linewidth=0.3, label=name_of(kind))
-        for kind in sorted(kinds, key=order_of)
+        Patch(facecolor=_colour_of(kind), edgecolor="black", linewidth=0.3, label=name_of(kind))
+        for kind in sorted(kinds, key=_order_of)
     ]
-    columns = len({split_kind(kind)[1] for kind in kinds})
+    columns = len({_split_kind(kind)[1] for kind in kinds})
     how = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
     figure.legend(handles=patches, ncols=columns, **how)
 
 
-def order_of(kind: str) -> tuple[int, int]:
+def _order_of(kind: str) -> tuple[int, int]:
     """Where a kind stands in a legend."""
-    chunk, name = split_kind(kind)
+    chunk, name = _split_kind(kind)
     return list(_KINDS).index(name), chunk
 
 
 def name_of(kind: str) -> str:
     """A kind in words."""
-    chunk, name = split_kind(kind)
+    chunk, name = _split_kind(kind)
     return _KINDS[name][0] + (f", chunk {chunk}" if chunk else "")
 
 
-def split_kind(kind: str) -> tuple[int, str]:
+def _split_kind(kind: str) -> tuple[int, str]:
     """The chunk of a kind, and the kind without it."""
     name = kind.lstrip("0123456789")
     return int(kind.removesuffix(name) or 0), name
 
 
-def colour_of(kind: str) -> tuple[float, ...]:
+def _colour_of(kind: str) -> tuple[float, ...]:
     """Red, green and blue from 0 to 1: the colour of a kind, half-way to white for each chunk."""
-    chunk, name = split_kind(kind)
+    chunk, name = _split_kind(kind)
     text = _KINDS[name][1]
     full = [int(text[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     return tuple(1 - (1 - part) * 0.5**chunk for part in full)
@@ -168,9 +168,9 @@ def on_screen(chart: Panels, empty_plot: Callable[..., Any]) -> Model:
 def _draw_passes(plot, rows):
     from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
 
-    for kind, columns in sorted(_by_kind(rows).items(), key=lambda item: order_of(item[0])):
-        thin = split_kind(kind)[1] in ("message", "reduce")
-        red, green, blue = (round(255 * part) for part in colour_of(kind))
+    for kind, columns in sorted(_by_kind(rows).items(), key=lambda item: _order_of(item[0])):
+        thin = _split_kind(kind)[1] in ("message", "reduce")
+        red, green, blue = (round(255 * part) for part in _colour_of(kind))
         plot.hbar(
             y="stage",
             left="start",
