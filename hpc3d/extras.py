@@ -13,6 +13,7 @@ EXTRAS = {
     "jinja2": "report",
     "matplotlib": "report",
     "networkx": "partition",
+    "otf2": "otf2",
     "pandas": "report",
     "pyarrow": "parquet",
     "safetensors": "exchange",

@@ -67,7 +67,7 @@ def _parser():
         default=[],
         metavar="FORMAT,...",
         help="also write the events for Perfetto (perfetto), Pipit (pipit) and Holistic Trace"
-        " Analysis (hta), which are large: up to 400 bytes an event",
+        " Analysis (hta), which are large: up to 400 bytes an event; and for Vampir (otf2)",
     )
     add(
         "--steps",
@@ -110,6 +110,8 @@ def _steps(text):
 def _report(options):
     if not options.tables:
         need("a report without --tables", "matplotlib", "jinja2", "bokeh")
+    if "otf2" in options.export:
+        need("--export otf2", "otf2")
     with ExitStack() as stack:
         paths = [_trace_path(path, options.merge) for path in options.runs]
         traces = [stack.enter_context(trace.open(path)) for path in paths]

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.breakdown import breakdown, imbalance_rows, memory_rows, rank_rows
+from hpc3d.analyze.metrics.breakdown import (
+    breakdown,
+    copy_rows,
+    imbalance_rows,
+    memory_rows,
+    rank_rows,
+)
 from hpc3d.analyze.metrics.bubble import bubble_rows
 from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
 from hpc3d.analyze.metrics.compare import difference_rows, gain_rows, run_row, scaling_rows
@@ -209,6 +215,7 @@ def _of_time(trace, calls, peak):
         "layers": breakdown(trace, ("layer", "phase", "category")),
         "ranks": rank_rows(trace, calls),
         "imbalance": imbalance_rows(trace),
+        "copies": copy_rows(trace),
     }
 
 
