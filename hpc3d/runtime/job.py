@@ -29,6 +29,8 @@ class Job:
     that asked for its end are noted, and a job that `stops` by itself looks at them."""
 
     def __init__(self, name: str) -> None:
+        if not MPI.Is_initialized():  # it was only looked at, by `mpi_library.found`
+            MPI.Init_thread()
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
         self.exit_hooks, self.ending = [], threading.Lock()

@@ -111,11 +111,9 @@ def test_ranks_are_those_of_tiktoken(tmp_path):
     (tmp_path / "own.tiktoken").write_text("\n".join(lines) + "\n")
     from tiktoken_ext.openai_public import r50k_pat_str
 
+    end = {"<|endoftext|>": len(ranks)}
     theirs = tiktoken.Encoding(
-        "own",
-        pat_str=r50k_pat_str,
-        mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": len(ranks)},
+        "own", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=end
     )
     ours = tokenizer_from(str(tmp_path / "own.tiktoken"))
     assert (ours.end, ours.vocabulary) == (theirs.eot_token, theirs.n_vocab)
