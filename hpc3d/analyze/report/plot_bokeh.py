@@ -71,10 +71,12 @@ def _panel(across, down, lines, colours, height):
 
     plot = _plot(height, x_axis_label=across, y_axis_label=down)
     plot.xaxis.ticker = BasicTicker(min_interval=1)
-    for label, (numbers, values) in lines.items():
+    # Of lines that lie on each other the last is the thinnest, so that all are seen.
+    widths = np.linspace(6, 1.5, len(lines)) if len(lines) > 1 else [2]
+    for width, (label, (numbers, values)) in zip(widths, lines.items()):
         line = {"color": colours[label], "legend_label": label, "name": label}
-        plot.line(numbers, values, line_width=2, **line)
-        plot.scatter(numbers, values, size=5, **line)
+        plot.line(numbers, values, line_width=width, **line)
+        plot.scatter(numbers, values, size=3 + width, **line)
     what = [("", "$name"), (across, "@x{0}"), (down, "@y{0.0000[00]}")]
     plot.add_tools(HoverTool(tooltips=what))
     return plot

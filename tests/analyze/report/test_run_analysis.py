@@ -225,7 +225,8 @@ def _analysed(folder):
 def test_runs_are_compared_by_their_last_and_best_evaluations():
     def run(*losses):
         rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
-        return SimpleNamespace(label="", tables={"loss": [], "step": [{}], "evaluation": rows})
+        tables = {"loss": [], "step": [{}], "evaluation": rows, "memory_ranks": []}
+        return SimpleNamespace(label="", tables=tables)
 
     found = comparison_rows([run(3.0, 2.0, 2.5), run(), run(None)])
     keys = "validation_loss", "validation_best"
