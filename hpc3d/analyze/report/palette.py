@@ -32,8 +32,8 @@ COMPUTE, EXPOSED, RECORDED = "#3344DD", "#0099AA", "#2E6B4F"
 READING, MARKER = "#66CCBB", "#444444"
 
 # Calls by where they go, and what a stage does beside its passes.
-AXES = ("#77AA66", "#DD8811", "#FF99FF", "#773322", "#FFDD77", "#994400", "#7766FF")
-PLANES, WORLD = ("#BBEEAA", "#880077", "#4433AA"), "#EECC00"
+AXES = ("#77AA66", "#DD8811", "#7766FF", "#773322", "#994400", "#FFDD77", "#FF99FF")
+PLANES, WORLD = ("#BBEEAA", "#880077", "#4433AA"), "#444466"
 REDUCTION = "#665500"
 
 INSIDE, CROSSING = "#AA77FF", "#FFBB66"  # bytes that stay in a host, and others

@@ -1,1 +1,1 @@
-"""What the page of a report has beside Bokeh's figures: its template, style and scripts, and the data of its steps."""
+"""The page of a report beside Bokeh's figures: its template, style, scripts and packed data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from hpc3d.analyze.report.gantt import Panels, colour_of, name_of, order_of, split_kind
@@ -26,7 +27,7 @@ def panels(chart: Panels, empty_plot) -> Model:
 
     plots = []
     for title, rows in chart.panels:
-        plot = empty_plot(130 + _ROW * len(rows), x_axis_label="time [ms]", title=title)
+        plot = empty_plot(130 + _ROW * len(rows), x_axis_label="time [ms]", title=fill(title, 56))
         plot.title.update(text_font_style="normal", text_font_size="9pt")
         _draw(plot, rows)
         plots.append(plot)
