@@ -154,12 +154,17 @@ def analyze_run(
         missing += _doubts(calls, tables)
     else:
         missing.append(_NO_COMMON_TIME)
-    if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
-        missing.append(_DROPPED.format(ranks=_ranks(dropped)))
+    missing += _dropped(trace)
     what = layout_of(trace).label, attrs["run_id"], about(steady)
     found = missing, wrong, tables
     drawn_of = step, drawn, panels, plain_in(matrices), loads, more
     return RunAnalysis(*plain_in(what), plain_lines(attrs["config"]), *plain_in(found), *drawn_of)
+
+
+def _dropped(trace):
+    """A line where ranks have dropped events."""
+    if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
+        yield _DROPPED.format(ranks=_ranks(dropped))
 
 
 def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:

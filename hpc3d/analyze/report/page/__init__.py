@@ -1,1 +1,1 @@
-"""The page of a report beside Bokeh's figures: its template, style, scripts and packed data."""
+"""What a report is written as: its folder, and the page with its style, scripts and data."""

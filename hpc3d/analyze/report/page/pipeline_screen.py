@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.analyze.report.gantt import Panels, colour_of, name_of, order_of, split_kind
 
@@ -21,7 +22,7 @@ _TOOLTIPS = [
 ]
 
 
-def panels(chart: Panels, empty_plot) -> Model:
+def panels(chart: Panels, empty_plot: Callable[..., Any]) -> Model:
     """A plot for each of the panels, which share their time; `empty_plot` makes a plot."""
     from bokeh.layouts import column
 

@@ -41,7 +41,8 @@ def _plot(height, **values):
 
     plot = figure(height=height, sizing_mode="stretch_width", tools=_TOOLS, **values)
     plot.toolbar.update(logo=None, autohide=True)
-    plot.outline_line_color = None
+    # page/state.js gives them the ground of the page.
+    plot.update(outline_line_color=None, background_fill_color=None, border_fill_color=None)
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.minor_tick_line_color = None
     return plot

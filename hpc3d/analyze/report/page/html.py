@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d import __version__
-from hpc3d.analyze.report import plot_bokeh
 from hpc3d.analyze.report.cards import cards
 from hpc3d.analyze.report.comparison_tables import OVER_RUNS
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.figure_list import Picture
+from hpc3d.analyze.report.page import plot_bokeh
 from hpc3d.analyze.report.page.packed_steps import packed
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import seconds
@@ -117,15 +117,15 @@ def _marked(text):
     return re.sub(r"`([^`]+)`", r"<b>\1</b>", escape(text, quote=False))
 
 
-class Steps(NamedTuple):
+class _StepChoices(NamedTuple):
     """The steps of a timeline that can be chosen: (number, what is said of it), and their data
-    as JSON, which no text of can end a script."""
+    as JSON, in which no text ends a script."""
 
     choices: list
     data: str
 
 
-def _steps(run: RunAnalysis) -> Steps:
+def _steps(run: RunAnalysis) -> _StepChoices:
     charts = [run.timeline, *run.others]
     ends = {chart.step: float(chart.extents.max()) * 1e-3 for chart in charts}
     longest = max(ends, key=ends.__getitem__)
@@ -136,7 +136,7 @@ def _steps(run: RunAnalysis) -> Steps:
         fewer = len(chart.shown) < chart.ranks
         choices.append((chart.step, said + (f", {len(chart.shown)} ranks" if fewer else "")))
     data = json.dumps(packed(charts), separators=(",", ":")).replace("<", "\\u003c")
-    return Steps(choices, data)
+    return _StepChoices(choices, data)
 
 
 def _counted(number: int, noun: str) -> str:
