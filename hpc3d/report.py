@@ -18,7 +18,7 @@ from hpc3d import trace
 from hpc3d.analyze.export.formats import FORMATS, events_of, export
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.analyze.report import markdown, terminal
-from hpc3d.analyze.report.page.write import clear, write
+from hpc3d.analyze.report.write import clear, write
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.cli import Parser, read_no_more, run

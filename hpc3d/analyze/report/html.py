@@ -19,8 +19,8 @@ from hpc3d.analyze.report.cards import cards
 from hpc3d.analyze.report.comparison_tables import OVER_RUNS
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.figure_list import Picture
-from hpc3d.analyze.report.page import plot_bokeh
-from hpc3d.analyze.report.page.packed_steps import packed
+from hpc3d.analyze.report import plot_bokeh
+from hpc3d.analyze.report.packed_steps import packed
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import seconds
 from hpc3d.analyze.report.table_notes import GENERAL, MEANING
@@ -117,7 +117,7 @@ def _marked(text):
     return re.sub(r"`([^`]+)`", r"<b>\1</b>", escape(text, quote=False))
 
 
-class _StepChoices(NamedTuple):
+class StepChoices(NamedTuple):
     """The steps of a timeline that can be chosen: (number, what is said of it), and their data
     as JSON, in which no text ends a script."""
 
@@ -125,7 +125,7 @@ class _StepChoices(NamedTuple):
     data: str
 
 
-def _steps(run: RunAnalysis) -> _StepChoices:
+def _steps(run: RunAnalysis) -> StepChoices:
     charts = [run.timeline, *run.others]
     ends = {chart.step: float(chart.extents.max()) * 1e-3 for chart in charts}
     longest = max(ends, key=ends.__getitem__)
@@ -136,7 +136,7 @@ def _steps(run: RunAnalysis) -> _StepChoices:
         fewer = len(chart.shown) < chart.ranks
         choices.append((chart.step, said + (f", {len(chart.shown)} ranks" if fewer else "")))
     data = json.dumps(packed(charts), separators=(",", ":")).replace("<", "\\u003c")
-    return _StepChoices(choices, data)
+    return StepChoices(choices, data)
 
 
 def _counted(number: int, noun: str) -> str:

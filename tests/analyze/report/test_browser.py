@@ -5,11 +5,11 @@ import io
 import numpy as np
 import pytest
 
-from hpc3d.analyze.report.page.write import write
+from hpc3d.analyze.report.write import write
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import KINDS
 from tests.analyze.naps import trained
-from tests.analyze.report.page.browser import browser, chromium
+from tests.analyze.report.browser import browser, chromium
 
 pytestmark = [
     pytest.mark.slow,

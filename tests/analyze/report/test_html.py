@@ -14,8 +14,8 @@ from hpc3d import trace
 from hpc3d.analyze.report import charts, figure_list
 from hpc3d.analyze.report.cards import cards
 from hpc3d.analyze.report.expert_words import in_words
-from hpc3d.analyze.report.page import html
-from hpc3d.analyze.report.page.write import write
+from hpc3d.analyze.report import html
+from hpc3d.analyze.report.write import write
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import in_markdown

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d.analyze.report import figure_list, markdown, plot_matplotlib, table_format
 from hpc3d.analyze.report.comparison_tables import OVER_RUNS, RUN
-from hpc3d.analyze.report.page import html
+from hpc3d.analyze.report import html
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 
 if TYPE_CHECKING:
