@@ -3,6 +3,7 @@
 # make test        the tests that take seconds
 # make test-slow   the tests that take minutes
 # make fuzz        the tests that draw their cases, with others for MINUTES
+# make test-mpi    this machine's launcher and MPI: NP=8 ranks started by LAUNCH (mpirun) agree with one
 # make test-peers  weights to and from Hugging Face transformers
 # make slurm-test  the scripts of jobs/ under a Slurm that it starts on this machine
 # make test-hosts  training on several hosts, emulated on this machine (root, iproute2)
@@ -20,6 +21,7 @@ PYTHON ?= python3
 NP     ?= 64
 INPUT  ?= inputs/gpt-3d-64.toml
 MINUTES ?= 5
+LAUNCH ?= mpirun
 RUN    ?= $(patsubst %/trace,%,$(firstword $(shell ls -td results/*/trace 2>/dev/null)))
 
 # A cluster's own MPI knows its network: it wins over the wheel.
@@ -51,7 +53,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup train test test-slow fuzz test-peers slurm-test test-hosts gpu-check lint docs
+.PHONY: setup train test test-slow fuzz test-mpi test-peers slurm-test test-hosts gpu-check lint docs
 .PHONY: report bench clean
 
 setup: .venv/setup.stamp
@@ -66,10 +68,14 @@ test: .venv/test.stamp
 test-slow: .venv/test.stamp .venv/cupy.stamp
 	python -m pytest -q -n 2 -m slow tests/predict
 	python -m pytest -q -n 2 --dist loadfile -m slow --ignore tests/predict
-	mpirun -np 8 python -m pytest --with-mpi -q -p no:cacheprovider tests/with_mpi
+	$(MAKE) test-mpi
 
 fuzz: .venv/test.stamp
 	python -m pytest -q -p tests.fuzz --timeout 0 --minutes $(MINUTES)
+
+test-mpi: NP := 8
+test-mpi: .venv/test-mpi.stamp
+	$(LAUNCH) -n $(NP) python -m pytest --with-mpi --ranks $(NP) -q -p no:cacheprovider tests/with_mpi
 
 test-peers: .venv/test-peers.stamp
 	python -m pytest -q tests/peers

@@ -9,7 +9,24 @@ From Python (docs/api.md):
     run = hpc3d.open("results/RUN")         # run.verdict, run.losses, run.timeline()
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # what editors and type checkers read; the table below is what runs
+    from hpc3d.comm.grid import Grid as Grid
+    from hpc3d.comm.threads import run as run_threads  # noqa: F401
+    from hpc3d.config.load import load as load_config  # noqa: F401
+    from hpc3d.library.commands import find_layouts as find_layouts
+    from hpc3d.library.commands import open_run as open  # noqa: F401
+    from hpc3d.library.commands import predict_step as predict_step
+    from hpc3d.library.commands import run_training as run_training
+    from hpc3d.library.commands import simulate_schedule as simulate_schedule
+    from hpc3d.library.cube import Cube as Cube
+    from hpc3d.pipeline.schedule import SCHEDULES as SCHEDULES
+    from hpc3d.tensor.layout import Layout as Layout
+    from hpc3d.tensor.matmul import Matmul as Matmul
+    from hpc3d.tensor.split import SCHEMES as SCHEMES
+    from hpc3d.tensor.split import Split as Split
 
 # The Python interface.  A name is imported when it is first asked for: a rank pays for nothing
 # that it does not use.
@@ -27,6 +44,7 @@ PUBLIC = {
     "predict_step": "hpc3d.library.commands:predict_step",
     "run_threads": "hpc3d.comm.threads:run",
     "run_training": "hpc3d.library.commands:run_training",
+    "simulate_schedule": "hpc3d.library.commands:simulate_schedule",
 }
 
 

@@ -69,8 +69,8 @@ def _parser() -> Parser:
     files = "FOLDER|FILE.safetensors"
     text = (
         "write the parameters as a GPT-2, BERT, Llama, Qwen2 or Mixtral that transformers loads: "
-        "a folder with config.json and model.safetensors, or such a file alone; the tokenizer is "
-        "not among them"
+        "a folder with config.json and model.safetensors, or such a file alone; a folder also has "
+        "the tokenizer of the run"
     )
     out = verb("export", export, text, output=files)
     out.add_argument("--force", action="store_true", help="replace the files that are there")
@@ -164,18 +164,23 @@ def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
 
 def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     """Write the newest whole checkpoint of a run, or the one that is named."""
-    from hpc3d.checkpoints import hf_export
+    from hpc3d.checkpoints import hf_export, run_tokenizer
     from hpc3d.checkpoints.inspect import checkpoints, newest_whole
 
     if not options.force:
         hf_export.refuse_to_replace(options.output)
     opened, wrong = newest_whole(checkpoints(options.source))
     complain("checkpoint", wrong)
-    shapes = hf_export.export(opened, options.output)
+    special = run_tokenizer.special_ids(opened.folder)
+    shapes = hf_export.export(opened, options.output, special)
+    alone = not (options.output / hf_export.WEIGHTS).is_file()
+    known = alone or run_tokenizer.export(opened.folder, options.output)
     count = sum(map(prod, shapes.values()))
     print(plain(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
     for line in hf_export.notes(opened):
         print(plain(line))
+    if not known and "module" not in opened.header:
+        print(plain("there is no tokenizer with them: the run has none"))
     print(plain(f"written to {options.output}"))
     return {
         "output": str(options.output),
@@ -190,15 +195,21 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     """Make a run of the weights of others."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured
+    from hpc3d.checkpoints.run_tokenizer import take_along
 
     pretrained = Pretrained(options.source)
     config = configured(pretrained, settings)
     shapes = new_run.begin(options.output, config, pretrained.parameter)
+    known = take_along(options.source, options.output)
     count = sum(map(prod, shapes.values()))
     print(plain(f"{options.source}: {count:,} parameters in {len(shapes)} tensors"))
+    if known:
+        how = f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {options.output}"
+        print(plain(f"its tokenizer makes tokens of texts: {how}"))
     print(plain(f"written to {options.output}; go on with"))
-    text = "" if any(word.startswith("--data.path") for word in settings) else " --data.path TEXT"
-    how = f"--resume {options.output} --checkpoint.every 100{text}"
+    text = f" --data.path {'tokens.h5' if known else 'TEXT'}"
+    given = any(word.startswith("--data.path") for word in settings)
+    how = f"--resume {options.output} --checkpoint.every 100{'' if given else text}"
     print(plain(f"mpirun -np N python -m hpc3d.train {how}"))
     return {"run": str(options.output), "parameters": count, "tensors": len(shapes)}
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
@@ -41,11 +42,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {plain(message)}; see --help\n")
 
 
-def run(verb: str, body: Callable[[], int | None]) -> int:
-    """The exit code of `body()`, 0 if it returns none; for bad input lines and its code."""
+def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
+    """The exit code of `body()`, 0 if it returns none; for bad input lines and its code.  One that
+    is not `patient` shows by itself that it is at work."""
     with plain_streams():
         try:
-            with patience(verb):
+            with patience(verb) if patient else nullcontext():
                 return body() or 0
         except BrokenPipeError:
             read_no_more()

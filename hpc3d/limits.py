@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from math import inf
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,25 @@ SIZES = {
     "guard.replicas_every": (0, INT32),
     "guard.abft_every": (0, INT32),
     "trace.sync_every": (1, INT32),
+}
+
+# Key of the input file -> its least value, and what it must be below.
+RANGES = {
+    "seed": (0, 2**64),
+    "parallel.bucket_mb": (0, inf),
+    "model.dropout": (0, 1),
+    "model.norm_epsilon": (0, 1),
+    "model.rope_theta": (1, inf),
+    "model.capacity": (0, inf),
+    "model.balance_loss": (0, inf),
+    "model.z_loss": (0, inf),
+    "model.balance_bias": (0, 1),
+    "train.learning_rate": (0, inf),
+    "train.weight_decay": (0, inf),
+    "train.clip": (0, inf),
+    "train.max_minutes": (0, inf),
+    "guard.loss_spike_sigma": (0, inf),
+    "run.watchdog_s": (0.1, 1e9),
 }
 
 

@@ -82,9 +82,16 @@ def why(error: OSError) -> str:
     return error.strerror or str(error).rstrip(".")
 
 
+class Controls(str):
+    """A text that has what a terminal is to obey: our own, around text that is plain."""
+
+    __slots__ = ()
+
+
 class Plain:
     """A text stream that escapes what is written to it, and what it has no letters for.  A write
-    of "\\r" alone ends a line that the next one replaces, one of "\\t" alone is a tab."""
+    of "\\r" alone ends a line that the next one replaces, one of "\\t" alone is a tab, and one of
+    Controls stays as it is."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -94,7 +101,8 @@ class Plain:
 
     def write(self, text: str) -> int:
         encoding = self.stream.encoding or "utf-8"
-        visible = text if text in ("\r", "\t") else plain_lines(text)
+        ours = text in ("\r", "\t") or isinstance(text, Controls)
+        visible = text if ours else plain_lines(text)
         self.stream.write(visible.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 

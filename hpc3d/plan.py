@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.cli import Parser, number_of_ranks, positive, run, size
 from hpc3d.plain import plain as one_line
@@ -35,13 +35,11 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from hpc3d.config.input_file import Config, MeshConfig
-    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.planned_layouts import PlannedLayouts, ResortedLayouts
     from hpc3d.predict.planning.ranking import RankedLayout, Ranking
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
-_MACHINE = "machines/h100.toml"
-_TOP = 10  # layouts that are shown
 # Of a technique's effect: the value that has a share, its unit and that unit's name.
 _SHARES = {
     "of_peak": ("peak_bytes", 1e6, "MB"),
@@ -94,13 +92,14 @@ def plan(options: Namespace, overrides: Sequence[str]) -> None:
 def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     """Print what each technique saves and costs on the layout of the input file."""
     from hpc3d.predict.machine import machine_file
+    from hpc3d.predict.planning.planned_layouts import MACHINE
     from hpc3d.predict.planning.ranking import shown_layout
     from hpc3d.predict.planning.techniques import effects
     from hpc3d.predict.simulation.simulator import load_resolved
 
     if options.apply or options.memory or options.top:
         raise ValueError("--techniques searches no layout: leave --apply, --memory and --top out")
-    machine = machine_file.load(options.machine or shipped(_MACHINE))
+    machine = machine_file.load(options.machine or shipped(MACHINE))
     found = [*effects(options.input, overrides, options.ranks, machine)]
     rows = [each.plain(found[0]) for each in found]
     config = load_resolved(options.input, overrides, options.ranks)
@@ -130,30 +129,25 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
 def _search(options: Namespace, overrides: Sequence[str]) -> None:
     """Find layouts, with a technique where none fits without; print them."""
     from hpc3d.predict.machine import machine_file
-    from hpc3d.predict.planning.ranked_layouts import allowed
+    from hpc3d.predict.planning.planned_layouts import MACHINE, TOP, plan_layouts
 
-    config, ranks = allowed(options.input, overrides), options.ranks
-    machine = machine_file.load(options.machine or shipped(_MACHINE))
+    machine = machine_file.load(options.machine or shipped(MACHINE))
     memory = options.memory or machine.memory_gb * 1e9
-    top = max(options.top or _TOP, _TOP)  # what is first does not depend on how much is shown
-    planned = _planned(config, ranks, machine, memory, top)
-    resorted = None
-    if not planned.best:
-        resorted = _resorted(options, overrides, planned, top)
-        if resorted is None:
-            raise ValueError(_nothing_fits(planned.found, planned.ranking, memory))
-    _report(options, resorted.planned if resorted else planned, memory, resorted)
+    top = max(options.top or TOP, TOP)  # what is first does not depend on how much is shown
+    planned, resorted = plan_layouts(options.input, overrides, options.ranks, machine, memory, top)
+    _report(options, planned, memory, resorted)
 
 
 def _report(
-    options: Namespace, planned: _Outcome, memory: float, resorted: _Resorted | None
+    options: Namespace, planned: PlannedLayouts, memory: float, resorted: ResortedLayouts | None
 ) -> None:
     """Print what was found, and write the input file."""
     from hpc3d.predict.assumptions import lines, of_mixture
+    from hpc3d.predict.planning.planned_layouts import TOP, gigabytes
     from hpc3d.predict.planning.ranked_layouts import searched
 
     config, found, ranking = planned.config, planned.found, planned.ranking
-    best = planned.best[: options.top or _TOP]
+    best = planned.best[: options.top or TOP]
     any_mesh = "any p, d and e" if config.model.experts else "any p and d"
     named = {any_mesh: ranking.named(), _here(config.mesh): ranking.named(config.mesh)}
     losers = ranking.losers(best[0])
@@ -162,11 +156,11 @@ def _report(
     if options.apply:
         _apply(options.apply, config, best[0].config, options.ranks)
     machine = ranking.machine.name
-    print(f"{options.ranks} ranks of {machine}, {_gigabytes(memory)} each")
+    print(f"{options.ranks} ranks of {machine}, {gigabytes(memory)} each")
     print(*lines(settled), "", sep="\n")
     if resorted:
-        print(*map(one_line, resorted.lines()), "", sep="\n")
-    show(best, named, losers, memory, resorted.mark if resorted else " ")
+        print(*map(one_line, _resort_lines(resorted)), "", sep="\n")
+    show(best, named, losers, memory, _mark(resorted.fit) if resorted else " ")
     _show_search(found, ranking, options.apply)
     about = {"machine": machine, "ranks": options.ranks, "memory_bytes": memory}
     if mixture := of_mixture(settled):
@@ -178,81 +172,24 @@ def _report(
         print(json.dumps(about | _told(best, named, losers) | rest))
 
 
-class _Outcome(NamedTuple):
-    """An input, what was found for it, and its `best` layouts; none if nothing fits."""
-
-    config: Config
-    found: Found
-    ranking: Ranking
-    best: list
+def _mark(fit: Fit) -> str:
+    """What stands before a layout with a technique."""
+    return " " if fit.resort.exact else "*"
 
 
-def _planned(config: Config, ranks: int, machine: Machine, memory: float, top: int) -> _Outcome:
-    from hpc3d.predict.planning.ranked_layouts import ranked
-
-    found, ranking = ranked(config, ranks, machine, memory, top)
-    return _Outcome(config, found, ranking, ranking.best(top))
-
-
-class _Resorted(NamedTuple):
-    """What was `planned` with a technique where nothing fits without: the layout that is
-    `nearest` without it, how it `fit`s, and what `others` make fit."""
-
-    planned: _Outcome
-    nearest: RankedLayout
-    fit: Fit
-    others: list
-
-    @property
-    def mark(self) -> str:
-        return " " if self.fit.resort.exact else "*"
-
-    def lines(self) -> Iterator[str]:
-        """What is said of it before the layouts are shown."""
-        yield f"Nothing fits as it is: {_nearest(self.nearest)}."
-        yield f"All layouts below are with {self.fit.resort.text}, {self.fit.resort.effect}."
-        if self.others:
-            yield "Also fit, of the layouts that came closest:"
-        for other in self.others:
-            mark = " " if other.resort.exact else "*"
-            row = line(_estimated(other))
-            yield f"   {mark}{row}; with {other.resort.text}, {other.resort.effect}"
-
-    def plain(self) -> dict[str, Any]:
-        """Plain values for `--json`."""
-        from hpc3d.predict.planning.ranked_layouts import as_plain
-
-        others = [each.resort.plain() | as_plain(_estimated(each)) for each in self.others]
-        return {
-            "with": self.fit.resort.plain(),
-            "nearest": as_plain(self.nearest),
-            "others": others,
-        }
-
-
-def _estimated(fit: Fit) -> RankedLayout:
+def _resort_lines(resorted: ResortedLayouts) -> Iterator[str]:
+    """What is said of a technique before the layouts with it are shown."""
+    from hpc3d.predict.planning.planned_layouts import nearest_in_words
     from hpc3d.predict.planning.ranking import estimated
 
-    return estimated(fit.estimate)
-
-
-def _resorted(
-    options: Namespace, overrides: Sequence[str], short: _Outcome, top: int
-) -> _Resorted | None:
-    """What is planned with the first technique that makes layouts fit; None if none does."""
-    from hpc3d.predict.planning.resorts import fits
-
-    search, machine = short.ranking.search, short.ranking.machine
-    fitting = [*fits(options.input, overrides, search, short.found)]
-    for fit in fitting:
-        again = _planned(fit.config, options.ranks, machine, search.memory, top)
-        if again.best:
-            mildest = {fit.resort.keys: fit}  # of those that change the same keys
-            for other in fitting:
-                mildest.setdefault(other.resort.keys, other)
-            _, *others = mildest.values()
-            return _Resorted(again, _smallest(short.found, short.ranking), fit, others)
-    return None
+    resort = resorted.fit.resort
+    yield f"Nothing fits as it is: {nearest_in_words(resorted.nearest)}."
+    yield f"All layouts below are with {resort.text}, {resort.effect}."
+    if resorted.others:
+        yield "Also fit, of the layouts that came closest:"
+    for other in resorted.others:
+        row = line(estimated(other.estimate))
+        yield f"   {_mark(other)}{row}; with {other.resort.text}, {other.resort.effect}"
 
 
 def _told(
@@ -281,38 +218,15 @@ def _here(mesh: MeshConfig) -> str:
     return f"p={mesh.p} d={mesh.d}{others} as in the input"
 
 
-def _nothing_fits(found: Found, ranking: Ranking, memory: float) -> str:
-    """Which layout comes closest, and what would make it fit."""
-    row = _smallest(found, ranking)
-    return (
-        f"no layout fits {_gigabytes(memory)}: {_nearest(row)}; use --memory "
-        f"{-(-row.peak // 10**6)}MB, more ranks, or a smaller model or batch"
-    )
-
-
-def _smallest(found: Found, ranking: Ranking) -> RankedLayout:
-    """The layout that comes closest where none fits."""
-    from hpc3d.predict.planning.ranking import estimated
-
-    rows = ranking.known.values() or [estimated(each.best) for each in found.timed]
-    return min(rows, key=lambda row: row.peak)
-
-
-def _nearest(row: RankedLayout) -> str:
-    from hpc3d.predict.planning.ranking import shown_layout
-
-    return f"{shown_layout(row.config)} comes closest with {_held(row)}"
-
-
 def _apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:
     """Write the input file `path` with the mesh and the parallelism that were planned."""
-    from hpc3d.config.load import load, to_toml
+    from hpc3d.config.load import load
     from hpc3d.config.rules import resolve
+    from hpc3d.predict.planning.planned_layouts import input_with
     from hpc3d.trace.segment import naming
 
-    config = replace(config, mesh=planned.mesh, parallel=planned.parallel)
     with naming(path):
-        Path(path).write_text(to_toml(config), encoding="utf-8")
+        Path(path).write_text(input_with(config, planned), encoding="utf-8")
     resolve(load(path, []), ranks)
 
 
@@ -354,26 +268,30 @@ def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
 
 def line(row: RankedLayout) -> str:
     """The columns of a layout."""
+    from hpc3d.predict.planning.planned_layouts import gigabytes
     from hpc3d.predict.planning.ranking import shown_layout
 
     about = "" if row.simulated else "~"
     return (
-        f"{about + _duration(row.seconds):>10s} {_gigabytes(row.peak):>9s} {row.bubble:6.1%} "
+        f"{about + _duration(row.seconds):>10s} {gigabytes(row.peak):>9s} {row.bubble:6.1%} "
         f"{row.communication:6.1%}  {row.axis:5s} {shown_layout(row.config)}".rstrip()
     )
 
 
 def _over(row: RankedLayout, memory: float) -> str:
-    return f": does not fit, {_held(row)}" if row.peak > memory else ""
+    from hpc3d.predict.planning.planned_layouts import held
+
+    return f": does not fit, {held(row)}" if row.peak > memory else ""
 
 
 def _because(reason: str, row: RankedLayout) -> str:
     """What layouts lose by, and how much of it the nearest has."""
+    from hpc3d.predict.planning.planned_layouts import held
     from hpc3d.predict.planning.ranking import shown_layout
 
     kind, _, axis = reason.partition(" ")
     texts = {
-        "memory": lambda: f"do not fit: {_held(row)}",
+        "memory": lambda: f"do not fit: {held(row)}",
         "bubble": lambda: f"idle longer in the pipeline: {row.bubble:.1%} of a step",
         "compute": lambda: "compute longer: smaller products, or a larger update",
         "recompute": lambda: f"compute longer with recompute={row.config.parallel.recompute}",
@@ -382,19 +300,8 @@ def _because(reason: str, row: RankedLayout) -> str:
     return f"{texts[kind]()}; ~{_duration(row.seconds)} {shown_layout(row.config)}".rstrip()
 
 
-def _held(row: RankedLayout) -> str:
-    """The peak of a layout by kind, the largest first."""
-    kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{kind} {_gigabytes(size)}" for kind, size in kinds)
-    return f"{_gigabytes(row.peak)} on stage {row.stage} ({parts})"
-
-
 def _duration(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
-
-
-def _gigabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 if __name__ == "__main__":

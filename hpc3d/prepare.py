@@ -6,6 +6,7 @@ python -m hpc3d.prepare --verify tokens.h5
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +14,19 @@ from pathlib import Path
 
 from hpc3d import shipped
 from hpc3d.cli import Parser, complain, run
+from hpc3d.data.sources import BIN, training_pieces
 from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
-from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, pieces, text_files, train_bpe
+from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, text_files, train_bpe
+from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
+log = logging.getLogger(__name__)
+
 _BPE_VOCABULARY = 8192
+_SOURCES = "a text, .jsonl, .parquet, a .bin of nanoGPT or of Megatron-LM, or a folder of *.txt"
+_TOKENIZERS = """byte (default); bpe, learned from the texts; a tokenizer.json; a folder that has
+one, or GPT-2's vocab.json and merges.txt; ranks.tiktoken; gpt2, as tiktoken has kept it"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +51,12 @@ def _parser() -> Parser:
         "exit codes: 0 good, 2 bad input (nothing was written), 3 --verify failed",
     )
     add = parser.add_argument
-    add("texts", nargs="*", type=Path, metavar="TEXT", help="a text file or a folder of *.txt")
+    add("texts", nargs="*", type=Path, metavar="TEXT", help=_SOURCES)
     add("-o", "--output", type=Path, metavar="FILE.h5", help="the token file to write")
-    add("--tokenizer", choices=("byte", "bpe"), default="byte", help="default: byte")
+    field = "of JSON lines, or column of parquet, that has the text (default: text)"
+    add("--field", "--column", default="text", metavar="NAME", help=field)
+    add("--tokenizer", metavar="byte|bpe|gpt2|FILE", help=_TOKENIZERS)
+    add("--end", metavar="TOKEN", help="ends a document (default: what the tokenizer says)")
     add(
         "--vocabulary",
         type=int,
@@ -66,7 +77,9 @@ def prepare(arguments: argparse.Namespace) -> int:
     texts = [text for path in arguments.texts for text in text_files(shipped.text(path))]
     tokenizer = _make_tokenizer(arguments, texts)
     size = sum(text.stat().st_size for text in texts)
-    write_tokens(output, texts, tokenizer, _progress(size))
+    if not size:
+        raise ValueError(f"{arguments.texts[0]}: it is empty; name a text")
+    write_tokens(output, texts, tokenizer, _progress(size), arguments.field)
     _describe(output, arguments.json, bytes=size, seconds=time.perf_counter() - start)
     return 0
 
@@ -103,10 +116,21 @@ def _new_file(arguments: argparse.Namespace) -> Path:
 
 def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:
     """Return the tokenizer asked for; bpe is trained on `texts`."""
-    if arguments.tokenizer == "bpe":
+    name, numbered = arguments.tokenizer, [text for text in texts if text.suffix in BIN]
+    if arguments.end and name in (None, "byte", "bpe"):
+        raise ValueError(f"--end {arguments.end}: for --tokenizer FILE; others have an end")
+    if numbered and name in ("byte", "bpe"):
+        raise ValueError(f"{numbered[0]}: its ids are not of {name}; give --tokenizer FILE")
+    if name == "bpe":
+        log.info("learning a tokenizer from %d texts", len(texts))
         asked = arguments.vocabulary
-        training = (piece for text in texts for piece in pieces(text))
+        training = training_pieces(texts, arguments.field)
         return train_bpe(training, _BPE_VOCABULARY if asked is None else asked)
+    if name not in (None, "byte") or numbered:
+        if arguments.vocabulary is not None:
+            raise ValueError(f"--vocabulary {arguments.vocabulary}: a tokenizer has its own")
+        found = tokenizer_from(name, arguments.end) if name else _of_numbers(numbered[0])
+        return _with_end(found, texts)
     if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):
         raise ValueError(
             f"--vocabulary {arguments.vocabulary}: byte has {ByteTokenizer.vocabulary} ids; leave "
@@ -115,17 +139,35 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     return ByteTokenizer()
 
 
+def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
+    """A tokenizer that can part the documents of texts; ids come as they are."""
+    if tokenizer.end is None and any(text.suffix not in BIN for text in texts):
+        raise ValueError(
+            "no token of the tokenizer is known to end a document: name it, such as --end '<eos>'"
+        )
+    return tokenizer
+
+
+def _of_numbers(path: Path) -> Tokenizer:
+    """That of the ids in a .bin."""
+    if tokenizer := meta_tokenizer(path):
+        return tokenizer
+    raise ValueError(
+        f"{path}: ids of a tokenizer that is not known here: give it, --tokenizer gpt2 or "
+        "tokenizer.json (hf download gpt2 tokenizer.json)"
+    )
+
+
 def _progress(size: int) -> Callable[[int], None]:
-    """Return what shows, on a terminal only, how much of `size` bytes is done."""
+    """Return what tells how much of `size` bytes is done."""
     done = 0
 
     def report(piece: int) -> None:
         nonlocal done
         done += piece
-        # what is printed next writes over it
-        print(f"{done / size:4.0%}", end="\r", file=sys.stderr, flush=True)
+        log.info("%.1f of %.1f MB of text", done / 1e6, size / 1e6)
 
-    return report if sys.stderr.isatty() else lambda piece: None
+    return report
 
 
 def _describe(path: Path, as_json: bool, **results: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -18,14 +19,16 @@ from hpc3d import trace
 from hpc3d.analyze.export.formats import FORMATS, events_of, export
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.analyze.report import markdown, terminal
-from hpc3d.analyze.report.write import clear, write
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import OTHERS
+from hpc3d.analyze.report.write import clear, write
 from hpc3d.cli import Parser, read_no_more, run
 from hpc3d.extras import need
 from hpc3d.plain import plain, why
 from hpc3d.trace.locate import trace_of
 from hpc3d.trace.segment import naming
+
+log = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
 Report what a run cost, from its trace: time, calls and bytes of a training step by phase, mesh
@@ -64,7 +67,7 @@ def _parser():
         default=[],
         metavar="FORMAT,...",
         help="also write the events for Perfetto (perfetto), Pipit (pipit) and Holistic Trace"
-        " Analysis (hta), which are large: up to 400 bytes an event",
+        " Analysis (hta), which are large: up to 400 bytes an event; and for Vampir (otf2)",
     )
     add(
         "--steps",
@@ -107,11 +110,15 @@ def _steps(text):
 def _report(options):
     if not options.tables:
         need("a report without --tables", "matplotlib", "jinja2", "bokeh")
+    if "otf2" in options.export:
+        need("--export otf2", "otf2")
     with ExitStack() as stack:
         paths = [_trace_path(path, options.merge) for path in options.runs]
         traces = [stack.enter_context(trace.open(path)) for path in paths]
-        others = 0 if options.tables else OTHERS
-        runs = [analyze_run(each, options.peak, options.step, others=others) for each in traces]
+        others, runs = 0 if options.tables else OTHERS, []
+        for number, each in enumerate(traces, 1):
+            log.info("reading run %d of %d", number, len(traces))
+            runs.append(analyze_run(each, options.peak, options.step, others=others))
         report = compare(traces, runs)
         out = _cleared(options.out or _run_dir(options.runs[0]) / "report")
         for each, name in zip(traces, _folders(report)):

@@ -18,9 +18,8 @@ from hpc3d.cli import Parser, number_of_ranks, run, whole
 from hpc3d.extras import need
 from hpc3d.pipeline.csv_schedule import to_csv
 from hpc3d.pipeline.draw import draw
-from hpc3d.pipeline.passes import in_flight
-from hpc3d.pipeline.schedule import SCHEDULES, find, instruction_streams
-from hpc3d.pipeline.timeline import Cost, bubble, makespan, timeline
+from hpc3d.pipeline.ideal_run import MOST_PASSES, TIMES, bounds_of_times, ideal_run, is_time
+from hpc3d.pipeline.schedule import SCHEDULES, find
 from hpc3d.plain import plain
 
 _STEP = """\
@@ -44,9 +43,6 @@ Printed are the diagram (F forward, B backward, or its part for the input where 
 part for the weights; small letters are chunk 1), the makespan, the bubble as Zero Bubble
 (arXiv:2401.10241) defines it, and for each stage the peak number of microbatches in flight, and of
 those whose W is still to come."""
-
-_MOST_PASSES = 1_000_000
-_SHORTEST, _LONGEST = 1e-12, 1e9  # seconds of a pass, so that sums and shares of them are numbers
 
 _SCHEDULE_JSON = """\
 print one JSON object on the last line: name, stages, microbatches, chunks, steps, the times,
@@ -83,10 +79,7 @@ def _step_parser():
 
 
 def _step(options, overrides):
-    from hpc3d.predict.assumptions import of_mixture
-    from hpc3d.predict.machine.machine_file import load
-    from hpc3d.predict.simulation.simulator import load_resolved, simulate
-    from hpc3d.predict.simulation.summary import summary
+    from hpc3d.predict.predicted_step import predicted_step
 
     folder = options.input if options.input.is_dir() else None
     if folder and (overrides or options.ranks):
@@ -97,38 +90,17 @@ def _step(options, overrides):
     if options.out and options.out.exists():
         raise ValueError(f"--out {options.out} exists: name a new folder")
     source = folder / "config.toml" if folder else options.input
-    config = load_resolved(source, overrides, options.ranks, of_run=folder is not None)
-    machine = load(options.machine)
-    runs = simulate(config, config.model.vocabulary, machine)
-    found = summary(runs, config, machine) | _evaluation(config, machine)
-    if mixture := of_mixture(config):
-        found["mixture"] = mixture
+    step = predicted_step(source, overrides, options.machine, options.ranks, bool(folder))
     kept = []
     if folder:
-        kept.append(_keep_beside(folder, runs, found))
+        kept.append(_keep_beside(folder, step.runs, step.summary))
     if options.out:
-        kept.append(_keep(options.out, runs, config, machine))
-    _print_step(config, found)
+        kept.append(f"written to {step.keep(options.out)}")
+    _print_step(step.config, step.summary)
     for line in kept:
         print(f"\n{plain(line)}")
     if options.json:
-        print(json.dumps(found))
-
-
-def _evaluation(config, machine):
-    """What evaluations add to the numbers of a step, where there are any."""
-    if not config.train.eval_every:
-        return {}
-    from hpc3d.predict.simulation.evaluated_batch import seconds_of_batch
-
-    return {"evaluation_batch_s": seconds_of_batch(config, config.model.vocabulary, machine)}
-
-
-def _keep(out, runs, config, machine):
-    from hpc3d.predict.simulation.write_trace import write_trace
-
-    out.mkdir(parents=True)
-    return f"written to {write_trace(out, runs, config, machine)}"
+        print(json.dumps(step.summary))
 
 
 def _batches(train, seconds):
@@ -208,7 +180,7 @@ def _add_options(add):
     add("--json", action="store_true", help=_SCHEDULE_JSON)
 
 
-_size = whole(0, _MOST_PASSES)  # what is too small for a schedule is refused by that
+_size = whole(0, MOST_PASSES)  # what is too small for a schedule is refused by that
 
 
 def _time(what):
@@ -229,89 +201,32 @@ def _seconds(text):
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (value == 0 or _SHORTEST <= value <= _LONGEST):
-        bounds = f"{_SHORTEST:g} to {_LONGEST:g}"
-        raise argparse.ArgumentTypeError(f"{text:.40}: must be 0 or more seconds, of {bounds}")
+    if not is_time(value):
+        raise argparse.ArgumentTypeError(f"{text:.40}: {bounds_of_times()}")
     return value
 
 
 def _schedule(options):
-    if options.chunks is None:
-        options.chunks = find(options.name).chunks or 2
-    _refuse_large(options)
-    cost = _costs(options)
-    if not any(any(each[:3]) for each in ([cost] if isinstance(cost, Cost) else cost)):
-        raise ValueError("--forward, --backward and --weight are all 0: give one of them a time")
     if options.png:
         need("--png", "matplotlib")
-    passes, placement = instruction_streams(
-        options.name, options.stages, options.microbatches, options.chunks, options.steps
-    )
+    sizes = options.stages, options.microbatches, options.chunks, options.steps
+    simulated = ideal_run(options.name, *sizes, {name: getattr(options, name) for name in TIMES})
     if options.csv:
-        _write_csv(options, passes, placement)
-    rows = timeline(passes, placement, cost)
-    found = _found(options, passes, rows)
-    _print(found, rows)
+        _write_csv(options, simulated.passes, simulated.placement)
+    found = simulated.found()
+    _print(simulated, found)
     if options.png:
         from hpc3d.analyze.metrics.pass_spans import spans
         from hpc3d.analyze.report.gantt import draw_gantt
 
-        draw_gantt([(_title(found), spans(rows))], options.png)
+        draw_gantt([(simulated.title, spans(simulated.rows))], options.png)
     if options.json:
         print(json.dumps(found))
 
 
-def _costs(options):
-    """The Cost of all stages, or where a list is given the Costs of the parts."""
-    given = {name: getattr(options, name) for name in ("forward", "backward", "weight", "comm")}
-    if not any(isinstance(value, list) for value in given.values()):
-        return Cost(*given.values())
-    parts = options.stages * options.chunks
-    for name, value in given.items():
-        count, what = (parts - 1, "borders") if name == "comm" else (parts, "parts")
-        if isinstance(value, list):
-            if len(value) != count:
-                raise ValueError(
-                    f"--{name}: {len(value)} numbers for {count} {what}: give one for each, or one"
-                )
-        else:
-            given[name] = [value if name == "comm" else value / options.chunks] * count
-    given["comm"].append(0.0)  # behind the last part there is none
-    return [Cost(*times) for times in zip(*given.values(), strict=True)]
-
-
-def _refuse_large(options):
-    sizes = options.stages, options.microbatches, options.chunks, options.steps
-    if min(sizes) > 0 and math.prod(sizes) > _MOST_PASSES:
-        raise ValueError(
-            f"--stages x --microbatches x --chunks x --steps = {math.prod(sizes)} forward passes: "
-            f"at most {_MOST_PASSES} are simulated"
-        )
-
-
-def _found(options, passes, rows):
-    """What is simulated and what came out."""
-    keys = ("name", "stages", "microbatches", "chunks", "steps")
-    times = ("forward", "backward", "weight", "comm")
-    peaks = [in_flight(stream) for stream in passes]
-    return {
-        **{key: getattr(options, key) for key in (*keys, *times)},
-        "makespan": makespan(rows),
-        "bubble": bubble(rows),
-        "in_flight": [peak.activations for peak in peaks],
-        "weight_inputs": [peak.weight_inputs for peak in peaks],
-    }
-
-
-def _title(found):
-    words = {"stages": "stage", "microbatches": "microbatch", "chunks": "chunk", "steps": "step"}
-    sizes = [f"{found[many]} {one if found[many] == 1 else many}" for many, one in words.items()]
-    return plain(f"{found['name']}: {', '.join(sizes)}")
-
-
-def _print(found, rows):
+def _print(simulated, found):
     columns = min(99, shutil.get_terminal_size((99, 24)).columns)
-    print(_title(found), draw(rows, columns), sep="\n\n", end="\n\n")
+    print(simulated.title, draw(simulated.rows, columns), sep="\n\n", end="\n\n")
     print(f"makespan        {found['makespan']:.6g} s")
     print(f"bubble          {found['bubble']:.4f}")
     print("in flight      ", *found["in_flight"], "  (stage 0 first)")

@@ -25,7 +25,7 @@ run.watchdog_s; 1 a rank failed (the job ends).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
@@ -64,10 +64,11 @@ class Opened(NamedTuple):
 
 
 class RunText(NamedTuple):
-    """What a run reads: to train, and to evaluate the model if it is to."""
+    """What a run reads: to train, and to evaluate the model if it is to; and its tokens."""
 
     batches: Batches | None
     validation: ValidationBatches | None
+    tokens: Tokens | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,19 +88,20 @@ def train(job: Job, words: list[str]) -> None:
     if "--dry-run" in words:
         job.from_root(lambda: rehearse(job.size, words))
         return
-    config, resumed = job.from_root(lambda: asked(job.size, words))
-    ours, homes = hardware(job, config), homes_of(job.gather(job.place()))
-    refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
-    opened = job.on_root(lambda: prepare(config, resumed))
-    plan = job.from_root(lambda: opened.plan)
-    program = job.scatter_from_root(lambda: _programs(plan.config, opened.program))
-    from hpc3d.runtime.stop_request import Stop
-    from hpc3d.training.run_loop import trained
+    with job.patience(f"{job.size} ranks load and make the model" if job.size > 1 else ""):
+        config, resumed = job.from_root(lambda: asked(job.size, words))
+        ours, homes = hardware(job, config), homes_of(job.gather(job.place()))
+        refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
+        opened = job.on_root(lambda: prepare(config, resumed))
+        plan = job.from_root(lambda: opened.plan)
+        program = job.scatter_from_root(lambda: _programs(plan.config, opened.program))
+        from hpc3d.runtime.stop_request import Stop
+        from hpc3d.training.run_loop import trained
 
-    config = plan.config
-    stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
-    text = RunText(opened.batches, opened.validation) if opened else RunText(None, None)
-    run = _begin(job, plan, program, text, ours._replace(homes=homes))
+        config = plan.config
+        stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
+        text = RunText(opened.batches, opened.validation) if opened else RunText(None, None)
+        run = _begin(job, plan, program, text, ours._replace(homes=homes))
     trained(job, plan, run, stop)
 
 
@@ -124,8 +126,8 @@ def _begin(
     mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout_lines(config))
     trainer = Trainer(mesh, config, config.model.vocabulary, text.batches, program, clock)
     evaluator = Evaluator(trainer, text.validation) if config.train.eval_every else None
-    if config.data.validation and not evaluator:
-        log.say("nothing is evaluated on data.validation: train.eval_every is 0")
+    for line in _idle(config):
+        log.say(line)
     start = 0
     if plan.resumed:
         from hpc3d.checkpoints.resume import resume
@@ -137,82 +139,123 @@ def _begin(
 
 def explain(words: list[str]) -> None:
     """Rank 0: what the command does, and every key with its meaning; or keys that are named."""
-    from hpc3d.config.reference import about, manual
+    from hpc3d.config.reference import about, manual, page_width
 
+    width = page_width()
     named = [word.removeprefix("--") for word in words if word not in ("-h", "--help")]
     if words[0] in ("-h", "--help") and named:
-        print("\n\n".join(about(name) for name in named))
+        _tell("\n\n".join(about(name, width) for name in named))
         return
-    print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{manual()}")
+    keys = manual(width=width)
+    _tell(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{keys}")
 
 
 def rehearse(ranks: int, words: list[str]) -> None:
     """Rank 0: say what would run; ValueError for what is wrong."""
     from argparse import ArgumentTypeError
 
-    from hpc3d.checkpoints.resume import continued, with_decay_steps
+    from hpc3d.checkpoints.resume import with_decay_steps
     from hpc3d.cli import number_of_ranks
     from hpc3d.predict.dry_run import dry_run, taken
 
-    words.remove("--dry-run")
+    words = [word for word in words if word != "--dry-run"]
     given, machine = taken(words, "--ranks"), taken(words, "--machine")
     try:
         asked_for = None if given is None else number_of_ranks(given)
     except ArgumentTypeError as error:
         raise ValueError(f"--ranks {given}: {error}") from None
     config, run = asked(asked_for or (ranks if ranks > 1 else None), words)
-    config, text = _open_text(config)
-    config, changed = continued(run, config) if run else (with_decay_steps(config), [])
-    for line in [*dry_run(config, machine, text.batches.windows), *changed]:
-        print(plain(line))
+    config, text, _ = _ready(config, this_machine=machine is None)
+    config, changed = _continued(run, config, text) if run else (with_decay_steps(config), [])
+    lines = [*dry_run(config, machine, text.batches.windows), *_idle(config)]
+    lines += [f"resume: {line}" for line in changed]
     where = run or f"a new folder {config.run.out}/{config.name}-DATE"
-    print(plain(f"dry run: nothing is written; the run would be kept in {where}"))
+    lines += [f"dry run: nothing is written; the run would be kept in {where}"]
+    _tell("\n".join(map(plain, lines)))
+
+
+def _tell(text: str) -> None:
+    """Print what a run is not needed for, to those who read on."""
+    from hpc3d.cli import read_no_more
+
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        read_no_more()
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """What is given and not used."""
+    if config.data.validation and not config.train.eval_every:
+        yield "nothing is evaluated on data.validation: train.eval_every is 0"
 
 
 def asked(ranks: int | None, words: list[str]) -> Asked:
     """Rank 0: the Asked of the command line and the input file, for so many ranks (None: as many
     as its mesh has); ValueError for what is wrong."""
-    from hpc3d.checkpoints.resume import run_to_resume, with_free_mesh
+    from hpc3d.checkpoints.resume import run_to_resume, with_free_mesh, with_free_schedule
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
     from hpc3d.config.rules import refuse, resolve
+    from hpc3d.runtime.metrics_file import sinks_of
 
     run = run_to_resume(words)
     given = words and not words[0].startswith("-")
     path = words.pop(0) if given else run and run / "config.toml"
     config = load.load(path, words, of_run=not given)
     ranks = ranks or config.mesh.grid().size
-    config = with_free_mesh(config, ranks) if run else config
+    config = with_free_schedule(with_free_mesh(config, ranks), run) if run else config
     config = resolve(config, ranks, default=path is None)
     refuse([*untrainable(config)])
+    sinks_of(config.run.metrics_hook, config.run.tensorboard)
     return Asked(config, run)
 
 
 def prepare(config: Config, run: Path | None) -> Opened:
     """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
     wrong."""
-    from hpc3d.checkpoints.resume import continued, with_decay_steps
+    from hpc3d.checkpoints import run_tokenizer
+    from hpc3d.checkpoints.resume import with_decay_steps
     from hpc3d.config import load
-    from hpc3d.pipeline.program import program_of
-    from hpc3d.runtime.metrics_file import sinks_of
     from hpc3d.training import run_folder as folder
-    from hpc3d.training.footprint import refuse_what_cannot_fit
     from hpc3d.training.run_loop import RunPlan
 
-    sinks_of(config.run.metrics_hook, config.run.tensorboard)
-    config, text = _open_text(config)
-    refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
-    program, changed = program_of(config), []
+    config, text, program = _ready(config)
+    changed = []
     if run:
         lock = folder.claim(run)
-        config, changed = continued(run, config)
+        config, changed = _continued(run, config, text)
         where = folder.reopen(run, load.to_toml(config))
     else:
         config = with_decay_steps(config)
         where = folder.create(config, load.to_toml(config))
         lock = folder.claim(where)
+    run_tokenizer.keep(where, text.tokens)
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
     return Opened(plan, text.batches, program, lock, text.validation)
+
+
+def _continued(run: Path, config: Config, text: RunText) -> tuple[Config, list[str]]:
+    """Rank 0: `config` as `run` goes on with it, and what is not as it was; ValueError where it
+    cannot, as with another tokenizer."""
+    from hpc3d.checkpoints import run_tokenizer
+    from hpc3d.checkpoints.resume import continued
+
+    config, changed = continued(run, config)
+    run_tokenizer.refuse_another(run, text.tokens)
+    return config, changed
+
+
+def _ready(config: Config, this_machine: bool = True) -> tuple[Config, RunText, Program]:
+    """Rank 0: `config` with what its text settles, what a run of it reads, and what it executes;
+    ValueError for what is wrong, also where ranks on `this_machine` outgrow its memory."""
+    from hpc3d.pipeline.program import program_of
+    from hpc3d.training.footprint import refuse_what_cannot_fit
+
+    config, text = _open_text(config)
+    if this_machine:
+        refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
+    return config, text, program_of(config)
 
 
 def _open_text(config: Config) -> tuple[Config, RunText]:
@@ -222,7 +265,7 @@ def _open_text(config: Config) -> tuple[Config, RunText]:
 
     tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
     config = _settled(config, tokens)
-    return config, _text_of(config, tokens)
+    return config, _text_of(config, tokens)._replace(tokens=tokens)
 
 
 def _text_of(config: Config, tokens: Tokens) -> RunText:

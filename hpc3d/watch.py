@@ -6,23 +6,32 @@ python -m hpc3d.watch                  # the newest run in results/
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc3d.cli import Parser, run
+from hpc3d.plain import Controls
+from hpc3d.runtime import colours
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.live import LiveRun
 
 _TEXT = """\
 Shows what the folder of a run says now, again and again until Ctrl-C: step k of N, time left,
 loss, tokens/s, memory, evaluations, and by axis of the mesh how much of a step ranks are in calls
 and how much of it they wait for others. It only reads files, so it may run on any machine that
 sees the folder, over ssh too. What ranks do inside of a step is as new as their last segments,
-half a minute at most. A run that has ended is shown once."""
+half a minute at most. A run that has ended is shown once. Where the output is no terminal, a line
+is added when a step is done."""
 
-_ENDED = ("ended", "stopped", "failed")
+_TOP, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"  # to there; erase the rest
+_STYLES = {"ended": "green", "stopped": "yellow", "failed": "red"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="seconds (2)")
     parser.add_argument("--once", action="store_true", help="show it once")
     options = parser.parse_args(argv)
-    return run("watch", lambda: _watch(options))
+    return run("watch", lambda: _watch(options), patient=False)
 
 
 def _seconds(text: str) -> float:
@@ -47,27 +56,61 @@ def _seconds(text: str) -> float:
 
 
 def _watch(options: Namespace) -> None:
-    from hpc3d.analyze.live import screen
+    from hpc3d.analyze.live import ASCII_BARS, BARS, OVER, LiveRun
 
-    folder = _run(options.run)
-    terminal = sys.stdout.isatty()
+    live = LiveRun(_run(options.run), BARS if _shows(BARS) else ASCII_BARS)
+    show = _print if options.once else _redraw if sys.stdout.isatty() else _adding()
     try:
         while True:
-            lines = screen(folder, shutil.get_terminal_size((80, 24)).columns)
-            if terminal and not options.once:
-                _clear()
-            print("\n".join(lines), flush=True)
-            if options.once or lines[0].endswith(_ENDED):
+            live.update(time.time())
+            show(live)
+            if options.once or live.state in OVER:
                 return
             time.sleep(options.every)
     except KeyboardInterrupt:
         return
 
 
-def _clear() -> None:
-    """Empty the screen: past the stream that shows what a terminal obeys."""
-    stream = getattr(sys.stdout, "stream", sys.stdout)
-    stream.write("\x1b[H\x1b[2J")
+def _print(live: LiveRun) -> None:
+    """The whole screen."""
+    print("\n".join(live.screen(_size().columns)), flush=True)
+
+
+def _redraw(live: LiveRun) -> None:
+    """The whole screen in the place of the last one."""
+    size = _size()
+    sys.stdout.write(Controls(_TOP))
+    for number, line in enumerate(live.screen(size.columns)[: size.lines - 1]):
+        sys.stdout.write(Controls(_REST_OF_LINE))
+        colours.say(line, "" if number else _STYLES.get(live.state, "bold"))
+    sys.stdout.write(Controls(_REST_OF_SCREEN))
+    sys.stdout.flush()
+
+
+def _adding() -> Callable[[LiveRun], None]:
+    """What prints a line of a run when there is something new."""
+    said: tuple[int, str] | None = None
+
+    def add(live: LiveRun) -> None:
+        nonlocal said
+        if (new := (len(live.losses), live.state.split()[0])) != said:
+            print(live.line(), flush=True)
+            said = new
+
+    return add
+
+
+def _size() -> os.terminal_size:
+    return shutil.get_terminal_size((80, 24))
+
+
+def _shows(letters: str) -> bool:
+    """Whether standard output has these letters."""
+    try:
+        letters.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeError:
+        return False
+    return True
 
 
 def _run(given: Path | None) -> Path:

@@ -43,6 +43,11 @@ def said(done):
     return re.findall(r"hpc3d\.\w+: (?!\d+ s: ).*", done.stderr)
 
 
+def without_patience(text):
+    """Standard error without the lines that say for how long a command is at work."""
+    return re.sub(r"hpc3d\.\w+: \d+ s: .*\n", "", text)
+
+
 def losses(path):
     with hpc3d.trace.open(path / "trace.h5") as trace:
         mine = trace.steps["rank"] == 0

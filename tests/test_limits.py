@@ -39,7 +39,13 @@ def test_a_number_is_within_its_bounds(key):
 def test_every_whole_number_of_an_input_has_bounds():
     whole = {key for key, value in flat(Config()).items() if type(value) is int}
     optional = {"mesh.x", "mesh.y", "mesh.z", "parallel.chunks", "model.vocabulary"}
-    optional |= {"train.decay_steps", "model.kv_heads", "model.ffn", "model.padding"}
+    optional |= {
+        "train.decay_steps",
+        "train.cooldown",
+        "model.kv_heads",
+        "model.ffn",
+        "model.padding",
+    }
     elsewhere = {"seed", "parallel.zero"}  # fixed values, and 64 bits
     assert (whole | optional) - elsewhere == {*limits.SIZES}
 

@@ -258,7 +258,7 @@ def test_commands_on_checkpoints_print_plain_paths(saved, terminal):
     assert ended(checkpoint.main, "verify", saved) == 0
     assert ended(checkpoint.main, "export", saved, "-o", saved / "out", "--force") == 0
     lines, errors = terminal.lines()
-    assert len(lines) == 4 and not errors
+    assert len(lines) == 5 and not errors
     assert lines[1].count("step-00000001") == 1
 
 

@@ -1,5 +1,6 @@
 """The names of `hpc3d` itself."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,17 @@ def test_a_public_name_is_there_and_explained(name):
     assert getattr(hpc3d, name) is not None
     assert name in dir(hpc3d)
     assert f"`hpc3d.{name}" in PAGE
+
+
+def test_editors_are_told_of_the_same_names():
+    tree = ast.parse(Path(hpc3d.__file__).read_text(encoding="utf-8"))
+    told = {
+        each.asname: f"{node.module}:{each.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("hpc3d.")
+        for each in node.names
+    }
+    assert told == hpc3d.PUBLIC
 
 
 def test_another_name_is_an_attribute_error():

@@ -74,7 +74,7 @@ def rates(run):
 
 
 @pytest.mark.slow
-def test_more_steps_do_not_raise_the_learning_rate_again(tmp_path):
+def test_more_steps_do_not_raise_the_learning_rate_again(tmp_path, capsys):
     """Unless one asks for it; what it does is said, and stays in the configuration."""
     how = {"train__decay": "cosine", "train__warmup": 1, "checkpoint__every": 2}
     run = train(2, tmp_path, train__steps=4, **how)
@@ -85,9 +85,15 @@ def test_more_steps_do_not_raise_the_learning_rate_again(tmp_path):
     assert re.search(r"resume: .* train\.decay_steps = 4: .* step 4 .* 3\.000e-04", out)
     assert rates(run)[3:] == pytest.approx([9.75e-4, 3e-4, 3e-4])
     assert "decay_steps = 4\n" in (run / "config.toml").read_text()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    longer = ["--train.steps", "7", "--train.decay_steps", "8"]
+    verb.rehearse(2, ["--dry-run", "--resume", str(run), *longer])
+    out = capsys.readouterr().out
+    assert "resume: train.decay_steps was 4, is 8" in out and f"kept in {run}" in out
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     out = resumed(2, run, "--train.decay_steps", 8, "--checkpoint.every", 0, steps=7)
     assert "resume: train.decay_steps was 4, is 8" in out
-    assert re.search(" 8 .* 4: .* 3.000e-04 .* step 5 ", out)
+    assert re.search(r"curve now: 8\.083e-04 .* 3\.000e-04 in step 6", out)
     assert rates(run)[5:] == pytest.approx([3e-4, 8.083e-4], rel=1e-3)
 
 

@@ -1,5 +1,7 @@
 """A run is shown while it goes on."""
 
+import sys
+
 import pytest
 
 from hpc3d import watch
@@ -27,6 +29,26 @@ def test_watch_goes_on_until_the_run_has_ended(tmp_path, monkeypatch, capsys):
     assert watch.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines] == ["begins", "ended"]
+
+
+def test_on_a_terminal_the_screen_is_written_anew_in_its_place(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "train.log").write_text("run kept in results/a\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert watch.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"\x1b[H\x1b[K{tmp_path.name}   ended\n\x1b[J"
+
+
+def test_elsewhere_a_line_is_added_when_there_is_something_new(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.toml").touch()
+    log, turns = tmp_path / "train.log", iter(range(5))
+    monkeypatch.setattr(
+        "time.sleep", lambda _: next(turns) == 4 and log.write_text("run kept in results/a\n")
+    )
+    assert watch.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{tmp_path.name}   {state}" for state in ("begins", "ended")]
 
 
 @pytest.mark.parametrize("every", ["0", "x", "nan", "1e9"])

@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc3d import trace
 from hpc3d.analyze.report.run_analysis import RunAnalysis, analyze_run
 from hpc3d.analyze.report.verdict import verdict
+from hpc3d.config.load import stored
+from hpc3d.extras import need
 from hpc3d.runtime import metrics_file
 from hpc3d.trace.locate import trace_of
+from hpc3d.trace.segment import naming
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+    from hpc3d.config.input_file import Config
 
 
 class Drawing(NamedTuple):
@@ -53,6 +58,11 @@ class OpenedRun:
     @property
     def name(self) -> str:
         return self._of(None).run_id
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration of the run, settled: `run.config.mesh.x`."""
+        return stored(self._of(None).config)
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -103,6 +113,19 @@ class OpenedRun:
     def figure(self, name: str) -> Drawing:
         """A figure of the report: ranks, phases, path, waits, traffic, memory, ..."""
         return self._drawn(name, None)
+
+    def report(self, out: Path | str | None = None) -> Path:
+        """Write what `python -m hpc3d.report` does, to a folder (None: `report` in the run's); the
+        path of its page."""
+        from hpc3d.analyze.report.run_analysis import compare
+        from hpc3d.analyze.report.write import clear, write
+
+        need("a report", "matplotlib", "jinja2", "bokeh")
+        out = self.folder / "report" if out is None else Path(out)
+        with naming(out), trace.open(self._trace) as opened:
+            clear(out)
+            write(compare([opened], [self._of(None)]), out)
+        return out / "report.html"
 
     def _drawn(self, name: str, step: int | None) -> Drawing:
         from hpc3d.analyze.report import figure_list, plot_matplotlib

@@ -74,7 +74,10 @@ class _FilePool(Pool):
         try:
             os.posix_fallocate(file, start, size)  # a disk that is full later kills the process
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self.folder) from None
+            what = f"{error.strerror} for {size / 1e6:,.1f} MB more of what parallel.offload moves"
+            raise OSError(
+                error.errno, f"{what}; TMPDIR names another folder", self.folder
+            ) from None
         self.size += size
         return np.frombuffer(mmap(file, size, offset=start), np.uint8)
 

@@ -118,7 +118,19 @@ def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
     """The rule of a primitive for Narrow arrays; None for that of NumPy."""
     if primitive.narrow_rule or primitive.abstract_rule is primitive.numpy:
         return primitive.narrow_rule
-    return lambda *given, **named: primitive.numpy(*map(widened, given), **named)
+    return lambda *given, **named: primitive.numpy(*map(_to_read, given), **named)
+
+
+def _to_read(operand: Any) -> Any:
+    """`widened`, of which what is written into would be lost, and is refused."""
+    copies = widened(operand)
+    pairs = (
+        zip(operand, copies, strict=True) if isinstance(operand, tuple) else [(operand, copies)]
+    )
+    for given, copy in pairs:
+        if isinstance(given, Narrow):
+            copy.flags.writeable = False
+    return copies
 
 
 add_backend(Narrow, narrow_rule)

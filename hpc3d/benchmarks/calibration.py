@@ -37,9 +37,13 @@ def calibrate(options: Namespace) -> dict[str, Any]:
     if not out.parent.is_dir():
         raise ValueError(f"--machine {out}: no folder {out.parent}; make it or name another one")
     with tempfile.TemporaryDirectory() as folder:
-        told = [work for line in CALIBRATE for work in _works_of(line, folder, how)]
+        told = []
+        for number, line in enumerate(CALIBRATE, 1):
+            print(f"calibrate: {number} of {len(CALIBRATE)}: {line}", flush=True)
+            told += _works_of(line, folder, how)
         machine = machine_of(told, **_this_machine(options.transport))
         free = [line for line in CALIBRATE if 1 < settings(line)[0] <= machine.cores]
+        print(f"calibrate: {len(free)} of them again, by the time on the wall", flush=True)
         timed = [(config_of(line, **how), min(_steps_of(line, folder, how))) for line in free]
         machine = with_wakeup(machine, timed)
         with naming(out):
@@ -69,7 +73,6 @@ def _check(
 
 def _works_of(line: str, folder: str, how: dict[str, str]) -> list[TimedWork]:
     """What the ranks of a run spent their CPU time on."""
-    print(f"calibrate: {line}", flush=True)
     with _trained(line, folder, {**how, "clock": "cpu"}) as trace:
         return works(trace)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -21,12 +22,15 @@ from hpc3d import trace
 from hpc3d.comm.threads import meshes
 from hpc3d.plain import Problems
 from hpc3d.trace.recorder import Recorder
+from hpc3d.training.log import KEPT
 from hpc3d.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.trace.reader import Trace
     from hpc3d.training.trainer import Step
+
+log = logging.getLogger(__name__)
 
 _OVERSUBSCRIBE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -50,7 +54,8 @@ class RandomBatches:
 def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
     """Seconds of every call, [function, round]; a first round is not counted."""
     times = np.empty((rounds + 1, len(functions)))
-    for turn in times:
+    for number, turn in enumerate(times):
+        log.info("round %d of %d", number, rounds)
         for place, function in enumerate(functions):
             start = time.perf_counter()
             function()
@@ -117,7 +122,8 @@ def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict
     CPU time of all ranks together, by what they went into."""
     many, one = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(rounds):
+        for number in range(rounds):
+            log.info("round %d of %d", number + 1, rounds)
             many.append(run(ranks, [path, *options], folder))
             serial = [path, *options, *["--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"]]
             one.append(run(1, serial, folder))
@@ -133,7 +139,8 @@ def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[
     without overlap, and the bytes that it receives there: the same both ways."""
     found = {"true": [], "false": []}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(rounds):
+        for number in range(rounds):
+            log.info("round %d of %d", number + 1, rounds)
             for value, runs in found.items():
                 how = [path, *options, "--parallel.overlap", value]
                 runs.append(run(ranks, how, folder, steps=6)["data"])
@@ -154,7 +161,9 @@ def run(
     for line in printed(ranks, words):
         if first is None and re.match(r" +0 ", line):
             first = time.perf_counter() - start
-    where = Path(line.removeprefix("run kept in ").strip())
+        if number := re.match(r" *(\d+) +\S+ +\S+ +\S+ ", line):
+            log.info("training on %d ranks: step %d of %d", ranks, int(number[1]) + 1, steps)
+    where = Path(line.removeprefix(KEPT).strip())
     with trace.open(where / "trace.h5") as recorded:
         return {"first_s": first, "folder": where, **_times(recorded)}
 

@@ -88,6 +88,7 @@ def schemes(options: Namespace) -> dict[str, Any]:
 
     folders = []
     for name in _SCHEMES:
+        print(f"{name}: 20 steps on 64 ranks", flush=True)
         done = harness.run(64, [str(shipped(f"{name}.toml"))], options.out, steps=20)
         folders.append(str(done["folder"]))
     report = [sys.executable, "-m", "hpc3d.report", *folders]

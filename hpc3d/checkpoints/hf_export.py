@@ -6,7 +6,7 @@ A folder has config.json and model.safetensors, or several such files and an ind
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from hpc3d.checkpoints import safetensors
 from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.hf_families import PublishedFamily, published
-from hpc3d.checkpoints.hf_settings import CONFIG
+from hpc3d.checkpoints.hf_settings import CONFIG, TOKENIZER_FILES
 from hpc3d.checkpoints.inspect import config_of, shapes_in
 from hpc3d.model.families import with_epsilon
 from hpc3d.trace.segment import replacing
@@ -38,15 +38,20 @@ def _written_by(target: Path) -> list[Path]:
 
 def refuse_to_replace(target: Path) -> None:
     """ValueError if `export` would write over a file."""
-    for path in _written_by(target):
+    written = _written_by(target)
+    with_it = [target / name for name in TOKENIZER_FILES] if len(written) > 1 else []
+    for path in (*written, *with_it):
         if path.exists():
             raise ValueError(f"{path} exists: name another place, or replace it with --force")
 
 
-def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
+def export(
+    opened: Checkpoint, target: Path, special: Mapping[str, int | None] | None = None
+) -> dict[str, tuple[int, ...]]:
     """Write the parameters of a whole checkpoint as a folder that `from_pretrained` loads or,
     where `target` ends in .safetensors, as that file alone; their shapes by name.  Of a torch
-    module there is the file with its own names.
+    module there is the file with its own names.  `special` are ids of
+    tokens that a tokenizer has for itself, by their names in config.json.
     """
     weights, *settings = _written_by(target)
     if config_of(opened).torch.factory:
@@ -64,7 +69,8 @@ def export(opened: Checkpoint, target: Path) -> dict[str, tuple[int, ...]]:
     safetensors.write(weights, arrays)
     for path in settings:
         with replacing(path) as temporary:
-            text = json.dumps(_settings_of(family, model, dtype), indent=2)
+            told = _settings_of(family, model, dtype) | (special or {})
+            text = json.dumps(told, indent=2)
             temporary.write_text(text + "\n")
     return {name: array.shape for name, array in arrays.items()}
 
@@ -100,8 +106,7 @@ def _value_of(opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dty
 
 
 def _settings_of(family: PublishedFamily, model: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    """The config.json of a model.  Its tokenizer, and so the ids of its text's ends, are unknown
-    to `transformers`."""
+    """The config.json of a model whose tokenizer is not known."""
     return {
         "model_type": family.types[0],
         "architectures": [family.architecture],

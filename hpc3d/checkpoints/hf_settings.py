@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
 
 CONFIG = "config.json"
+# Of a tokenizer: its rules, how transformers is to take them, its special tokens, how chats look.
+TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_FILES += ("chat_template.jinja",)
 GELU = {"tanh": "gelu_new", "exact": "gelu"}
 _ACTIVATIONS = {
     **{theirs: ours for ours, theirs in GELU.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -29,6 +30,8 @@ from hpc3d.training.optimizers import optimizer_of, state_kinds
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
     from hpc3d.training.optimizer import StateSpec
+
+log = logging.getLogger(__name__)
 
 
 class Tensor(NamedTuple):
@@ -201,10 +204,12 @@ def problems(folder: Path) -> list[str]:
         config_of(opened)  # which can be damaged, too
     except ValueError as error:
         return [str(error)]
-    count = len(opened.files)
-    damaged = [line for number in range(count) if (line := opened.damage(number, count))]
+    damaged, count = [], len(opened.files)
+    for number in range(count):
+        log.info("reading file %d of %d of %s", number + 1, count, folder.name)
+        damaged.append(opened.damage(number, count))
     found = inconsistencies(opened, shapes, _stateless_in(opened))
-    return damaged + [f"{folder}: {line}" for line in found]
+    return [*filter(None, damaged), *(f"{folder}: {line}" for line in found)]
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:

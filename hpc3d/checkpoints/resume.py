@@ -14,6 +14,7 @@ from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.load import flat, load
 from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.model.families import with_epsilon
+from hpc3d.pipeline.schedule import usual
 from hpc3d.plain import Problems, lines_of
 from hpc3d.training.evaluator import restored
 from hpc3d.training.gradient_compression import OWN_STATES
@@ -73,6 +74,23 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
     usual = "schedule", "chunks", "layers_per_stage", "zero", "context", "ulysses"
     freed = {} if kept else {key: getattr(ParallelConfig(), key) for key in usual}
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
+
+
+def with_free_schedule(config: Config, run: Path) -> Config:
+    """`config` whose schedule, chunks and layers of stages are open where those of `run` were not
+    chosen, but followed from a number of stages or a schedule that it has no more."""
+    stored = load(run / "config.toml", [], of_run=True)
+    now, before = config.parallel, stored.parallel
+    free: dict[str, Any] = {}
+    if config.mesh.p != stored.mesh.p:
+        followed = before.schedule == usual(stored.mesh.p)
+        free |= {"schedule": None} if followed and now.schedule == before.schedule else {}
+        free |= (
+            {"layers_per_stage": None} if now.layers_per_stage == before.layers_per_stage else {}
+        )
+    if ("schedule" in free or now.schedule != before.schedule) and now.chunks == before.chunks:
+        free["chunks"] = None
+    return replace(config, parallel=replace(now, **free))
 
 
 def continued(
@@ -166,15 +184,14 @@ def with_decay_steps(config: Config, begun: TrainConfig | None = None) -> Config
 def rate_notes(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[str]:
     """Where the learning rate of a run that was `begun` with another section [train], and has
     `done` so many steps, does not just decay on: a line each."""
-    if train.decay == "constant":
-        return
-    if train.decay_steps != begun.decaying():
-        before, after = learning_rate(begun, done - 1), learning_rate(train, done)
-        yield (
-            f"the learning rate decays over {train.decay_steps} steps now, not {begun.decaying()}:"
-            f" it was {before:.3e} in step {done - 1} and is {after:.3e} in step {done}"
+    if train.curve() != begun.curve():
+        rates = ", ".join(
+            f"{learning_rate(train, step):.3e} instead of {learning_rate(begun, step):.3e} in "
+            f"step {step}"
+            for step in dict.fromkeys((done, train.steps - 1))
         )
-    if train.steps > train.decay_steps:
+        yield f"the learning rate has another curve now: {rates}"
+    if train.decay != "constant" and train.steps > train.decay_steps:
         first, rate = max(done, train.decay_steps), learning_rate(train, train.decay_steps)
         yield (
             f"the learning rate was laid out over train.decay_steps = {train.decay_steps}: from "

@@ -6,9 +6,10 @@ from __future__ import annotations
 _ALIKE = {  # key of hpc3d: the same thing by other names
     "train.learning_rate": "lr max_lr peak_lr",
     "train.min_learning_rate": "min_lr lr_min eta_min",
-    "train.decay": "lr_decay_style lr_scheduler lr_scheduler_type lr_schedule decay_type",
+    "train.decay": "lr_decay_style lr_scheduler lr_scheduler_type lr_schedule decay_type "
+    "lr_wsd_decay_style",
     "train.decay_steps": "lr_decay_iters lr_decay_steps",
-    "train.cooldown": "lr_wsd_decay_iters cooldown_steps wsd_decay_steps",
+    "train.cooldown": "lr_wsd_decay_iters cooldown_steps wsd_decay_steps num_decay_steps",
     "train.warmup": "warmup_iters warmup_steps num_warmup_steps lr_warmup_iters warmup_num_steps",
     "train.steps": "max_iters max_steps train_iters num_train_steps iterations total_steps",
     "train.batch": "batch_size global_batch_size train_batch_size train_global_batch_size",
@@ -18,6 +19,8 @@ _ALIKE = {  # key of hpc3d: the same thing by other names
     "train.epsilon": "eps adam_eps adam_epsilon",
     "train.optimizer": "optim optimiser optimizer_type",
     "train.weight_decay": "wd",
+    "train.dtype": "torch_dtype params_dtype precision mixed_precision",
+    "train.tf32": "allow_tf32",
     "train.eval_every": "eval_interval eval_steps",
     "train.eval_batches": "eval_iters",
     "model.layers": "n_layer n_layers num_layers num_hidden_layers num_blocks depth",
@@ -29,6 +32,7 @@ _ALIKE = {  # key of hpc3d: the same thing by other names
     "n_positions max_position_embeddings max_seq_len context_size",
     "model.vocabulary": "vocab_size padded_vocab_size n_vocab",
     "model.tied": "tie_word_embeddings weight_tying",
+    "model.dropout": "resid_pdrop attn_pdrop embd_pdrop hidden_dropout attention_dropout",
     "model.experts": "num_experts num_local_experts n_experts",
     "model.top_k": "moe_router_topk num_experts_per_tok moe_top_k",
     "model.capacity": "capacity_factor moe_expert_capacity_factor",
@@ -43,17 +47,38 @@ _ALIKE = {  # key of hpc3d: the same thing by other names
     "parallel.chunks": "virtual_pipeline_model_parallel_size num_model_chunks",
     "parallel.recompute": "activation_checkpointing recompute_granularity gradient_checkpointing "
     "activation_checkpoint",
-    "parallel.bucket_mb": "bucket_cap_mb reduce_bucket_size",
+    "parallel.schedule": "pipeline_parallel_schedule pp_schedule",
+    "parallel.overlap": "overlap_grad_reduce overlap_comm",
+    "parallel.offload": "cpu_offload offload_optimizer offload_param",
+    "parallel.attention": "attn_implementation flash_attn use_flash_attn",
     "checkpoint.every": "save_interval save_steps checkpoint_interval",
+    "data.tokenizer": "tokenizer_type tokenizer_name tokenizer_path",
+    "data.validation": "val_data eval_dataset valid_data_path",
     "data.path": "data_path dataset train_data dataset_path",
-    "run.out": "out_dir output_dir save_dir",
+    "run.out": "out_dir output_dir save_dir dump_folder",
+    "run.tensorboard": "tensorboard_dir enable_tensorboard",
+    "run.metrics_hook": "wandb wandb_log wandb_project report_to enable_wandb",
 }
 _OTHERWISE = {  # other name: what it is here, where it is not the same thing
     "tp tensor_model_parallel_size tensor_parallel_size tp_size tensor_parallel_degree": (
         "here the product of mesh.x, mesh.y and mesh.z"
     ),
-    "micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size": (
-        "here train.batch is that of a step, over d x e replicas and parallel.microbatches of each"
+    "micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size "
+    "local_batch_size": (
+        "here train.batch, which is this x parallel.microbatches x mesh.d x mesh.e"
+    ),
+    "bucket_cap reduce_bucket_size": "here parallel.bucket_mb, in megabytes",
+    "min_lr_factor min_lr_ratio": "here train.min_learning_rate, no factor",
+    "warmup_ratio lr_warmup_fraction": "here train.warmup, in steps",
+    "decay_ratio": "here train.cooldown, in steps",
+    "decay_lr": 'here train.decay, "constant" for none',
+    "betas adam_betas": "here train.beta1 and train.beta2",
+    "data_parallel_shard_degree": "here mesh.d, with parallel.zero = 3",
+    "pipeline_parallel_microbatch_size": "here parallel.microbatches, how many there are",
+    "untie_embeddings_and_output_weights": "here model.tied = false",
+    "swiglu": 'here model.kind = "llama"',
+    "resume resume_from_checkpoint init_from load load_dir": (
+        "here --resume RUN_DIR, of a run with checkpoint.every"
     ),
     "gradient_accumulation_steps grad_accum_steps num_microbatches": (
         "here parallel.microbatches, in which train.batch, that of a step, is cut"
@@ -63,6 +88,10 @@ _OTHERWISE = {  # other name: what it is here, where it is not the same thing
     "bf16": 'here train.dtype = "bfloat16"',
     "fp8": 'here train.product_dtype = "float8"',
     "sequence_parallel": 'here parallel.scheme = "1d-sequence"',
+    "ranks world_size nproc_per_node num_gpus": (
+        "here mpirun -np N, or --ranks N of a --dry-run: the product of mesh.p to mesh.z"
+    ),
+    "machine": "of a --dry-run, simulate and plan; a run is on this one, as train.backend says",
     "device": 'here train.backend = "numpy" or "cupy"',
     "fsdp": "here parallel.zero = 3",
 }

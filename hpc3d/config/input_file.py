@@ -258,11 +258,12 @@ class TrainConfig:
     """steps in which the learning rate rises to it, linearly"""
     min_learning_rate: float | None = None
     """the lowest, at the end of the decay (absent: a tenth of learning_rate)"""
-    decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    decay: Literal["cosine", "linear", "wsd", "wsd-linear", "constant"] = "cosine"
     """how the learning rate falls after the warm-up: wsd (warm-up, stable, decay) stays at the
-    highest until the `cooldown`; constant does not fall"""
+    highest until the `cooldown`, in which it falls as 1 - sqrt, or linearly with wsd-linear;
+    constant does not fall"""
     cooldown: int | None = None
-    """wsd: the steps in which the learning rate falls, the last ones of decay_steps, as 1 - sqrt
+    """wsd, wsd-linear: the steps in which the learning rate falls, the last ones of decay_steps
     (absent: a fifth of them)"""
     decay_steps: int | None = None
     """the steps until the learning rate has decayed, after which it stays (absent: the `steps`
@@ -303,10 +304,14 @@ class TrainConfig:
         """The steps, warm-up and all, after which the learning rate has decayed."""
         return self.decay_steps or max(self.steps, self.warmup)
 
+    def cools_down(self) -> bool:
+        """Whether the learning rate stays at the highest until a cooldown."""
+        return self.decay in ("wsd", "wsd-linear")
+
     def falling(self) -> int:
         """The last steps of these, in which the learning rate falls."""
         after = self.decaying() - self.warmup
-        if self.decay != "wsd":
+        if not self.cools_down():
             return after
         return min(after, self.cooldown or -(-self.decaying() // 5))
 
@@ -314,6 +319,12 @@ class TrainConfig:
         """The learning rate once it has decayed."""
         least = self.min_learning_rate
         return self.learning_rate / 10 if least is None else least
+
+    def curve(self) -> tuple:
+        """What the learning rate of every step depends on, keys that are absent settled."""
+        rises = self.learning_rate, self.warmup, self.decay
+        falls = self.least_rate(), self.decaying(), self.falling()
+        return rises if self.decay == "constant" else (*rises, *falls)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
-from itertools import starmap
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -128,33 +128,49 @@ def validate(tree: dict[str, Any]) -> Config:
             where = map(str, error["loc"])
             key = ".".join(part for part in where if not _KINDS.fullmatch(part))
             by_key.setdefault(re.sub(r"\.\d+$", "", key), []).append(error)
-        raise Problems(starmap(_explain, by_key.items())) from None
+        raise Problems(chain.from_iterable(starmap(_explain, by_key.items()))) from None
 
 
-def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> str:
-    """One line for what pydantic has against a value: an error for each type that it may have."""
+def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for what pydantic has against a value: an error for each type that it may have; and
+    for keys of other programs in a table that is not known."""
     first = errors[0]
     if first["type"] == "unexpected_keyword_argument":
-        *sections, name = key.split(".")
-        return f"{key}: unknown key; {_hint(sections, name)}"
+        yield f"{key}: unknown key; {hint(key, table=isinstance(first['input'], dict))}"
+        yield from _foreign(key, first["input"])
+        return
     found = repr(first["input"])
     found = found if len(found) < 100 else f"{found[:100]} ..."
     said = [error["msg"].replace("valid array", "list") for error in errors]
     reasons = [each[0].lower() + each[1:] for each in said]
     also = [reason.removeprefix("input should be ") for reason in reasons[1:]]
-    return f"{key}: {' or '.join([reasons[0], *also])}, not {found}; correct the value"
+    remedy = "correct the value"
+    if "list" in reasons[-1] and str(first["input"]).startswith("["):
+        remedy = f"""in a shell write --{key} '["one", "two"]', which takes bare quotes away"""
+    yield f"{key}: {' or '.join([reasons[0], *also])}, not {found}; {remedy}"
 
 
-def _hint(sections: Sequence[str], name: str) -> str:
-    """The key that an unknown one may stand for, here or in another table; or those known here."""
+def _foreign(key: str, value: Any) -> Iterator[str]:
+    """A line for each key in a table of other programs that has another name here."""
+    for name, part in value.items() if isinstance(value, dict) else ():
+        if said := familiar(name):
+            yield f"{key}.{name}: unknown key; {said}"
+        yield from _foreign(f"{key}.{name}", part)
+
+
+def hint(key: str, table: bool = False) -> str:
+    """The key that an unknown one, or the section that an unknown `table`, may stand for; or those
+    known there."""
+    *sections, name = key.split(".")
     if said := familiar(name):
         return said
-    here = [key for key in known_keys() if key.split(".")[:-1] == sections]
-    for keys in (here, known_keys()):
+    here = [each for each in known_keys() if each.split(".")[:-1] == sections]
+    tables = [each for each in here if _is_section(each)] if table and not sections else []
+    for keys in [tables] if tables else [here, known_keys()]:
         names = {key.split(".")[-1]: key for key in keys}
         if near := get_close_matches(name, names, 1):
             return f"did you mean {names[near[0]]}?"
-    return f"known here: {', '.join(here)}"
+    return f"known here: {', '.join(tables or here)}"
 
 
 def known_keys() -> list[str]:

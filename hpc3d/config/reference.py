@@ -10,20 +10,21 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
-from difflib import get_close_matches
+from collections.abc import Collection, Iterator
+from dataclasses import fields, is_dataclass
 from inspect import getsource
 from itertools import pairwise
+from math import inf, isfinite
+from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc3d.config.input_file import Config
-from hpc3d.config.load import known_keys, literal
-from hpc3d.limits import SIZES
+from hpc3d.config.load import hint, known_keys, literal
+from hpc3d.limits import RANGES, SIZES
 from hpc3d.pipeline.schedule import SCHEDULES
 
-_COLUMN, _WIDTH = 28, 99
+_COLUMN, _NARROWEST, _WIDTH = 28, 60, 99
 _HEAD = """\
 # Configuration
 
@@ -39,34 +40,40 @@ docs/configuration.md`, and a test compares the two; the schema is written with 
 """
 
 
-def manual(table: type = Config) -> str:
-    """An input file with the defaults of a table; keys that are absent by default are comments."""
+def manual(table: type = Config, width: int = _WIDTH) -> str:
+    """An input file with the defaults of a table, in lines of a `width`; keys that are absent by
+    default are comments."""
     types, texts = get_type_hints(table), meanings(table)
     sections = [key for key in types if is_dataclass(types[key])]
     lines = [
         line
         for item in fields(table)
         if item.name not in sections
-        for line in _entry(item.name, item.default, types[item.name], texts[item.name])
+        for line in _entry(item.name, item.default, types[item.name], texts[item.name], width)
     ]
     for key in sections:
-        lines += ["", *_with_comment(f"[{key}]", types[key].__doc__), manual(types[key])]
+        head = _with_comment(f"[{key}]", types[key].__doc__, width)
+        lines += ["", *head, manual(types[key], width)]
     return "\n".join(lines)
 
 
-def about(name: str) -> str:
+def about(name: str, width: int = _WIDTH) -> str:
     """A section of the manual, or a key, as train.steps; ValueError for another word."""
     if name not in known_keys():
-        near = get_close_matches(name, known_keys(), 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(asdict(Config()))}"
-        raise ValueError(f"--help {name}: no such key or section; {hint}")
+        raise ValueError(f"--help {name}: no such key or section; {hint(name)}")
     section, dot, key = name.partition(".")
     table = get_type_hints(Config)[section] if is_dataclass(getattr(Config(), section)) else Config
     if table is not Config and not dot:
-        return "\n".join([*_with_comment(f"[{name}]", table.__doc__), manual(table)])
+        head = _with_comment(f"[{name}]", table.__doc__, width)
+        return "\n".join([*head, manual(table, width)])
     key = key or name
     value, kind = getattr(table(), key), get_type_hints(table)[key]
-    return "\n".join(_entry(name, value, kind, meanings(table)[key]))
+    return "\n".join(_entry(name, value, kind, meanings(table)[key], width))
+
+
+def page_width() -> int:
+    """Of lines for the terminal, or for a pipe."""
+    return max(_NARROWEST, min(_WIDTH, get_terminal_size((_WIDTH, 0)).columns))
 
 
 def page() -> str:
@@ -91,14 +98,11 @@ def _rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
             yield f"| `{item.name}` | {default} | {meaning} |"
 
 
-def _entry(key: str, value: Any, kind: Any, meaning: str) -> list[str]:
+def _entry(key: str, value: Any, kind: Any, meaning: str, width: int) -> list[str]:
     """The lines of a key: with its default, and beside it the choices and what it means."""
-    if value is None:
-        return _with_comment(f"# {key} =", meaning)
     choices = " | ".join(choices_of(kind))
-    return _with_comment(
-        f"{key} = {literal(value)}", f"{choices}; {meaning}" if choices else meaning
-    )
+    left = f"# {key} =" if value is None else f"{key} = {literal(value)}"
+    return _with_comment(left, f"{choices}; {meaning}" if choices else meaning, width)
 
 
 def choices_of(kind: Any) -> list[str]:
@@ -108,9 +112,9 @@ def choices_of(kind: Any) -> list[str]:
     return [choice for part in get_args(kind) for choice in choices_of(part)]
 
 
-def _with_comment(words: Sequence[str], text: str) -> list[str]:
+def _with_comment(words: str, text: str, width: int) -> list[str]:
     """The lines of `text` as comments to the right of `words`."""
-    first, *more = wrap(text, _WIDTH - _COLUMN - 2)
+    first, *more = wrap(" ".join(text.split()), width - _COLUMN - 2)
     return [f"{words:{_COLUMN}}# {first}", *(" " * _COLUMN + f"# {line}" for line in more)]
 
 
@@ -139,11 +143,18 @@ def schema() -> dict[str, Any]:
             entry = table["properties"][key]
             entry.pop("title", None)
             entry["description"] = text
-            if bounds := SIZES.get(prefix + key):
-                number = entry.get("anyOf", [entry])[0]
-                number["minimum"], number["maximum"] = bounds
+            entry.get("anyOf", [entry])[0].update(_bounds(prefix + key))
     title = "An input file of hpc3d"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **found}
+
+
+def _bounds(key: str) -> dict[str, float]:
+    """What a JSON schema says of the numbers that a key may be."""
+    if key in SIZES:
+        return dict(zip(("minimum", "maximum"), SIZES[key], strict=True))
+    least, below = RANGES.get(key, (-inf, inf))
+    found = {"minimum": least, "exclusiveMaximum": below}
+    return {name: bound for name, bound in found.items() if isfinite(bound)}
 
 
 if __name__ == "__main__":

@@ -100,28 +100,11 @@ def _not_of_names(config: Config) -> Iterator[str]:
 
 
 def _out_of_range(config: Config) -> Iterator[str]:
-    model, train = config.model, config.train
-    ranges = {
-        "seed": (config.seed, 0, 2**64),
-        "parallel.bucket_mb": (config.parallel.bucket_mb, 0, inf),
-        "model.dropout": (model.dropout, 0, 1),
-        "model.norm_epsilon": (with_epsilon(model).norm_epsilon, 0, 1),
-        "model.rope_theta": (model.rope_theta, 1, inf),
-        "model.capacity": (model.capacity, 0, inf),
-        "model.balance_loss": (model.balance_loss, 0, inf),
-        "model.z_loss": (model.z_loss, 0, inf),
-        "model.balance_bias": (model.balance_bias, 0, 1),
-        "train.learning_rate": (train.learning_rate, 0, inf),
-        "train.weight_decay": (train.weight_decay, 0, inf),
-        "train.clip": (train.clip, 0, inf),
-        "train.max_minutes": (train.max_minutes, 0, inf),
-        "guard.loss_spike_sigma": (config.guard.loss_spike_sigma, 0, inf),
-        "run.watchdog_s": (config.run.watchdog_s, 0.1, 1e9),
-    }
-    for key, (value, lowest, limit) in ranges.items():
-        if not lowest <= value < limit:
-            found = limits.shown(value)
-            yield f"{key} = {found}: must be at least {lowest} and below {limit}"
+    values = flat(replace(config, model=with_epsilon(config.model)))
+    for key, (least, below) in limits.RANGES.items():
+        if not least <= values[key] < below:
+            found = limits.shown(values[key])
+            yield f"{key} = {found}: must be at least {least} and below {below}"
 
 
 _LEAST_EPSILON = 1e-30  # which is not 0 in float32
@@ -159,8 +142,11 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
             f"train.min_learning_rate = {train.min_learning_rate}: must be at least 0 and at most "
             f"train.learning_rate = {train.learning_rate}"
         )
-    if train.cooldown is not None and train.decay != "wsd":
-        yield f"train.cooldown = {train.cooldown}: of train.decay = wsd alone; leave it out"
+    if train.cooldown is not None and not train.cools_down():
+        yield (
+            f"train.cooldown = {train.cooldown}: of train.decay = wsd or wsd-linear alone; leave "
+            "it out"
+        )
     elif train.cooldown is not None and train.cooldown > train.decaying() - train.warmup:
         yield (
             f"train.cooldown = {train.cooldown}: after a warm-up of {train.warmup} there are "
@@ -179,6 +165,11 @@ def _wrong_constants(train: TrainConfig) -> Iterator[str]:
         yield (
             f"train.orthogonalize = {train.orthogonalize}: of train.optimizer = muon alone; leave "
             "it out"
+        )
+    if train.product_scale != "block" and train.product_dtype is None:
+        yield (
+            f"train.product_scale = {train.product_scale}: of train.product_dtype = float8 alone; "
+            "leave it out"
         )
     for key in OPTIMIZER_KEYS:
         value = getattr(train, key)

@@ -11,11 +11,13 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.data.sources import BIN, JSONL, PARQUET, Source
 from hpc3d.data.tokenizer import (
     END,
     PIECE,
@@ -35,6 +37,7 @@ _FORMAT = "hpc3d-tokens"
 _VERSION = 1
 SUFFIX = ".h5"
 _MOST_IDS = 1 << 31  # ids are handed out as int32
+_END = "tokenizer_end"  # the attribute that older files have not
 _CHUNK = 1 << 16  # tokens that share a checksum
 _SELF_CHECKING = "v110"  # from 1.10 on HDF5 has checksums over its own structures too
 _PREPARE = "make it with python -m hpc3d.prepare"
@@ -45,15 +48,16 @@ _reading_tokens = partial(reading, fault="no readable token file", remedy=_PREPA
 
 
 class Tokens(contextlib.AbstractContextManager):
-    """A long row of token ids that stays on disk: the documents, each followed by `END`.
+    """A long row of token ids that stays on disk: the documents, each followed by an end.
 
-    `vocabulary` is the number of different ids, `tokenizer` the name of what made them, and `json`
-    its rules.
+    `vocabulary` is the number of different ids, `tokenizer` the name of what made them, `json` its
+    rules, and `end_name` its end of a document, None if that is not known.
     """
 
     tokenizer: str
     vocabulary: int
     json: str
+    end_name: str | None = None
 
     def made_by(self) -> tuple[str, int, str]:
         """The tokenizer: tokens of two texts mean the same where it is the same."""
@@ -80,6 +84,8 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     `data.path`, for what is missing, empty, no text, damaged or made with another tokenizer than
     the one that is given.
     """
+    if Path(path).suffix in (*JSONL, *PARQUET, *BIN):
+        raise ValueError(f"data.path: {path} is no text: {_PREPARE} {path} -o tokens{SUFFIX}")
     tokens = TokenFile(Path(path)) if Path(path).suffix == SUFFIX else TextTokens(text_files(path))
     if tokenizer not in (None, tokens.tokenizer):
         tokens.close()
@@ -97,7 +103,7 @@ def tokenizer_of(path: str | Path) -> Tokenizer:
     if Path(path).suffix != SUFFIX:
         return ByteTokenizer()
     with TokenFile(Path(path)) as tokens:
-        return tokenizer_named(tokens.tokenizer, tokens.tokenizer_json)
+        return tokenizer_named(tokens.tokenizer, tokens.json, tokens.end_name)
 
 
 class TextTokens(Tokens):
@@ -158,7 +164,7 @@ class TokenFile(Tokens):
         self.sha256 = str(file.attrs["sha256"], "utf-8")
         self.vocabulary = int(file.attrs["vocabulary"])
         self.documents = int(file.attrs["documents"])
-        self.tokenizer_json = str(file.attrs["tokenizer_json"], "utf-8")
+        self.end_name = str(file.attrs.get(_END, b""), "utf-8") or None
         self._tokens = _own_dataset(file, "tokens")
         self.dtype = self._tokens.dtype
         length = int(file.attrs["length"])
@@ -204,9 +210,14 @@ def verify(path: str | Path) -> None:
 
 
 def write_tokens(
-    path: Path, texts: Sequence[Path], tokenizer: Tokenizer, report: _Report = lambda size: None
+    path: Path,
+    texts: Sequence[Path],
+    tokenizer: Tokenizer,
+    report: _Report = lambda size: None,
+    field: str = "text",
 ) -> None:
-    """Write the token file `path` from `texts`, a piece in memory at a time.
+    """Write the token file `path` from `texts`, files of hpc3d.data.sources with documents in a
+    `field`, a piece in memory at a time.
 
     `report` is called with the bytes of each piece of text.  Raises ValueError for what is no
     text and OSError where the disk refuses; `path` then is as it was before.
@@ -216,24 +227,18 @@ def write_tokens(
     dtype = np.min_scalar_type(tokenizer.vocabulary - 1).newbyteorder("<")
     layout = {"chunks": (_CHUNK,), "maxshape": (None,), "fletcher32": True}
     digest = hashlib.sha256()
+    sources = [Source(text, tokenizer, field) for text in texts]
     with replacing(path) as disk, h5py.File(disk, "w", libver=_SELF_CHECKING) as file:
         dataset = file.create_dataset("tokens", (0,), dtype, **layout)
-        for ids in _encoded(texts, tokenizer, report):
+        for ids, size in chain.from_iterable(sources):
             part = ids.astype(dtype)
             _append(dataset, part)
             digest.update(part)
             disk.check()
+            report(size)
         file.attrs.update(_described(texts, tokenizer))
+        file.attrs.update(documents=sum(source.documents for source in sources))
         file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
-
-
-def _encoded(texts: Sequence[Path], tokenizer: Tokenizer, report: _Report) -> Iterator[np.ndarray]:
-    """Yield the ids of each piece, and END after each text."""
-    for text in texts:
-        for piece in pieces(text):
-            yield tokenizer.encode(piece)
-            report(len(piece))
-        yield np.array([END])
 
 
 def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
@@ -245,14 +250,14 @@ def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
 
 def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
     """Return the attributes that are known before the tokens are."""
-    return {
+    end = {_END: _fixed(tokenizer.end_name)} if tokenizer.end_name else {}
+    return end | {
         "format": _fixed(_FORMAT),
         "version": _VERSION,
         "tokenizer": _fixed(tokenizer.name),
         "tokenizer_json": _fixed(tokenizer.json),
         "vocabulary": tokenizer.vocabulary,
         "sources": _fixed([text.name for text in texts]),
-        "documents": len(texts),
     }
 
 

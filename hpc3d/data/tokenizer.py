@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from json import loads as json_of
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +20,9 @@ from hpc3d.extras import need
 from hpc3d.runtime.exit_codes import BadData
 
 END = 0  # in bytes it is NUL, which no text file holds
-_END_NAME = "<|end|>"
+END_NAME = "<|end|>"
+# What ends a text in published vocabularies; some also have <|end|> or </s>, for something else.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", END_NAME, "<|im_end|>", "[SEP]")
 _SMALLEST_BPE = 257  # one id for each byte, and END
 PIECE = 1 << 20  # characters of text, or tokens, in memory at a time
 
@@ -71,10 +75,15 @@ class ByteTokenizer:
     name = "byte"
     vocabulary = 256
     json = "{}"
+    end, end_name = END, END_NAME
 
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
         """Return the ids of `text`, uint8[len(text)]."""
         return np.frombuffer(text, np.uint8)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> bytes:
         """Return the text of the ids in [0, 256), without the ends of documents."""
@@ -82,38 +91,78 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """Byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2)."""
+    """Byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2), or whatever else a
+    tokenizer.json of Hugging Face says.
+
+    `end_name` is the token that ends a document and `end` its id; both None where it is not known.
+    Without being told it is the first of ENDS that the vocabulary has.
+    """
 
     name = "bpe"
 
-    def __init__(self, text: str) -> None:
-        """Load a tokenizer from its JSON text; ValueError where it is invalid."""
-        bpe = _library()
-        try:
-            self._tokenizer = bpe.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"not the JSON text of a BPE tokenizer: {error}") from error
+    def __init__(self, text: str, end_name: str | None = None) -> None:
+        """Load a tokenizer from its JSON text; ValueError where it is invalid, or has no token
+        `end_name`."""
+        self._tokenizer = _loaded(text)
         # "<|end|>" inside a text is text
         self._tokenizer.encode_special_tokens = True
         self.json = text
-        self.vocabulary = self._tokenizer.get_vocab_size()
+        known = self._tokenizer.get_vocab()
+        self.vocabulary = max(known.values(), default=-1) + 1
+        if end_name is not None and end_name not in known:
+            raise ValueError(f"{end_name!r} is no token of the tokenizer")
+        self.end_name = end_name or next((name for name in ENDS if name in known), None)
+        self.end: int | None = known.get(self.end_name)
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """Return the ids of `text`, uint32."""
-        ids = self._tokenizer.encode(text.decode()).ids
+    def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
+        """Return the ids of `text`, uint32, with what begins a `whole` text if anything does."""
+        ids = self._tokenizer.encode(text.decode(), add_special_tokens=whole).ids
         return np.array(ids, np.uint32)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text, on all cores."""
+        several = [text.decode() for text in texts]
+        found = self._tokenizer.encode_batch_fast(several, add_special_tokens=False)
+        return [np.array(each.ids, np.uint32) for each in found]
 
     def decode(self, tokens: np.ndarray) -> bytes:
         """Return the text of the ids, without the ends of documents."""
         return self._tokenizer.decode(np.asarray(tokens).tolist()).encode()
 
+    def id_of(self, token: object) -> int | None:
+        """The id of a token, None where there is no such."""
+        return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+
+
+def _loaded(text: str) -> Any:
+    """The tokenizer of a JSON text; ValueError where it is none."""
+    bpe = library()
+    try:
+        return bpe.Tokenizer.from_str(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing narrower, and panics
+        raise ValueError(f"not the JSON text of a BPE tokenizer: {error}") from error
+
+
+def same_rules(one: str, other: str) -> bool:
+    """Whether two JSON texts are one tokenizer.  The library's versions write it differently, and
+    how texts are padded or cut is no part of it; it is asked only where the texts differ."""
+    if one == other or json_of(one) == json_of(other):
+        return True
+    both = _loaded(one), _loaded(other)
+    for each in both:
+        each.no_padding()
+        each.no_truncation()
+    return json_of(both[0].to_str()) == json_of(both[1].to_str())
+
 
 Tokenizer = ByteTokenizer | BpeTokenizer
 
 
-def tokenizer_named(name: str, json: str) -> Tokenizer:
-    """Return the tokenizer of a name that a token file has, and of its JSON text."""
-    return BpeTokenizer(json) if name == BpeTokenizer.name else ByteTokenizer()
+def tokenizer_named(name: str, json: str, end_name: str | None) -> Tokenizer:
+    """Return the tokenizer of a name that a token file has, of its JSON text and its end."""
+    return BpeTokenizer(json, end_name) if name == BpeTokenizer.name else ByteTokenizer()
 
 
 def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
@@ -125,21 +174,21 @@ def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
         raise ValueError(
             f"--vocabulary {vocabulary}: BPE over bytes needs at least {_SMALLEST_BPE}"
         )
-    bpe = _library()
+    bpe = library()
     tokenizer = bpe.Tokenizer(bpe.models.BPE())
     tokenizer.pre_tokenizer = bpe.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = bpe.decoders.ByteLevel()
     trainer = bpe.trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[_END_NAME],
+        special_tokens=[END_NAME],
         initial_alphabet=sorted(bpe.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator((piece.decode() for piece in pieces), trainer)
-    return BpeTokenizer(tokenizer.to_str())
+    return BpeTokenizer(tokenizer.to_str(), END_NAME)
 
 
-def _library() -> ModuleType:
+def library() -> ModuleType:
     """Return the module `tokenizers`; ValueError where it is not installed."""
     need("tokenizer bpe", "tokenizers")
     import tokenizers

@@ -17,10 +17,11 @@ from hpc3d.checkpoints.hf_export import INDEX, WEIGHTS
 from hpc3d.checkpoints.hf_import import Pretrained, configured
 from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import checkpoints, config_of, newest_whole
+from hpc3d.checkpoints.run_tokenizer import kept_tokenizer
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.config.load import options
 from hpc3d.data.token_file import tokenizer_of
-from hpc3d.data.tokenizer import END, BpeTokenizer, ByteTokenizer
+from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
 from hpc3d.model.families import FAMILIES, family_of
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class TrainedModel(NamedTuple):
     def prompt(self, text: bytes) -> np.ndarray:
         """The ids of a text, int64; ValueError if the model has none for it."""
         try:
-            ids = self.tokenizer.encode(text).astype(np.int64)
+            ids = self.tokenizer.encode(text, whole=True).astype(np.int64)
         except UnicodeDecodeError:
             raise ValueError("--prompt: no UTF-8; convert it with iconv") from None
         if not len(ids):
@@ -150,12 +151,15 @@ def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
     given = dict(options(_words(words, ("data.path",))))
     tokenizer = _tokenizer_of_run(config, path, given.get("--data.path"))
     source = WeightSource(opened.folder, published=False)
-    return TrainedModel(config, tokenizer, source, frozenset({END}), END, wrong)
+    ends = frozenset({tokenizer.end} if tokenizer.end_name else ())
+    return TrainedModel(config, tokenizer, source, ends, min(ends, default=None), wrong)
 
 
 def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer:
     """That of the text which a run was trained on."""
     name, vocabulary = config.data.tokenizer, config.model.vocabulary
+    if text is None and (kept := kept_tokenizer(path)):
+        return kept
     if text is None and (name == ByteTokenizer.name or (name is None and vocabulary == 256)):
         return ByteTokenizer()
     if text is None and name is None:

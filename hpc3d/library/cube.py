@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.comm.threads import run
-from hpc3d.predict.simulation.count import CAPACITY, InMemory, Prediction
+from hpc3d.comm.threads import meshes, run
+from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
+from hpc3d.predict.simulation.summary import moved_by
 from hpc3d.tensor.matmul import Matmul
 from hpc3d.tensor.split import SCHEMES, Split
-from hpc3d.trace.schema import EVENTS, record_type
 
 if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.tensor.layout import Layout
+
+_MOST = 512  # threads
 
 
 class Received(NamedTuple):
@@ -25,6 +30,14 @@ class Received(NamedTuple):
     operation: str
     calls: float
     received: float
+
+
+class _Done(NamedTuple):
+    """A rank's blocks of a product, and {(axis, operation): (calls, bytes)}."""
+
+    mesh: Mesh
+    blocks: tuple[Array, ...]
+    moved: dict[tuple[str, str], tuple[int, int]]
 
 
 class Cube:
@@ -40,13 +53,29 @@ class Cube:
 
     def __init__(self, x: int = 1, y: int = 1, z: int = 1) -> None:
         self.sizes = {"x": x, "y": y, "z": z}
-        if wrong := {axis: size for axis, size in self.sizes.items() if size < 1}:
-            raise ValueError(f"Cube: {wrong}: an axis has 1 rank or more")
+        for axis, size in self.sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"Cube: {axis} = {size!r}: an axis has 1 rank or more")
+        if self.ranks > _MOST:
+            raise ValueError(f"Cube: {self.ranks} ranks: threads can be {_MOST} at most")
         self.calls: list[Received] = []
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return f"Cube({sizes}): {self.ranks} ranks on threads"
 
     @property
     def ranks(self) -> int:
-        return int(np.prod([*self.sizes.values()]))
+        """The number of ranks."""
+        return prod(self.sizes.values())
+
+    def shard(self, whole: np.ndarray, layout: Layout) -> list[np.ndarray]:
+        """The block of a matrix that each rank stores, in rank order, z varying fastest; `layout`
+        is one of `layouts`.  ValueError where a dim does not divide."""
+        return [
+            np.ascontiguousarray(whole[layout.slices(whole.shape, mesh)])
+            for mesh in meshes(self.sizes)[0]
+        ]
 
     def layouts(self, scheme: str | Split = "3d") -> dict[str, Layout]:
         """How a scheme stores each matrix: {"x": ..., "w": ..., "y": ...}."""
@@ -55,7 +84,8 @@ class Cube:
 
     def matmul(self, x: np.ndarray, w: np.ndarray, scheme: str | Split = "3d") -> np.ndarray:
         """The product of x [m, k] and w [k, n], float32 or float64; ValueError where the blocks
-        of a scheme (a name of `SCHEMES`, or a `Split`) are not whole."""
+        of a scheme (a name of `SCHEMES`, or a `Split`) are not whole, or it does not use an axis
+        of the cube."""
         return self._run(scheme, x, w)[0]
 
     def gradients(
@@ -66,10 +96,11 @@ class Cube:
 
     def _run(self, scheme, x, w, dy=None):
         split = _split(scheme)
+        _refuse_idle(split, self.sizes)
         x, w = np.asarray(x), np.asarray(w)
         _check(split, x, w, dy, self.sizes)
         results = run(self.sizes, lambda mesh: _product(mesh, split, x, w, dy))
-        self.calls = _calls([prediction for *_, prediction in results])
+        self.calls = _calls(results)
         shapes = {"x": x.shape, "w": w.shape, "y": (len(x), w.shape[1])}
         names = ["y"] if dy is None else ["x", "w"]
         wholes = [np.empty(shapes[name], x.dtype) for name in names]
@@ -90,6 +121,14 @@ def _split(scheme: str | Split) -> Split:
     return SCHEMES[scheme]
 
 
+def _refuse_idle(split: Split, sizes: Mapping[str, int]) -> None:
+    """ValueError for an axis whose ranks would all do the same."""
+    cut = f"{split.m} {split.n} {split.k}".split()
+    for axis, size in sizes.items():
+        if size > 1 and axis not in cut:
+            raise ValueError(f"{axis} = {size}: the scheme does not split along {axis}; use 1")
+
+
 def _check(split, x, w, dy, sizes):
     """ValueError where matrices do not fit together, or have no whole blocks."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
@@ -106,30 +145,34 @@ def _check(split, x, w, dy, sizes):
                 raise ValueError(f"{name} {shape}: dim {dim} has no {parts} equal parts")
 
 
-def _product(mesh: Mesh, split: Split, x, w, dy):
+def _product(mesh: Mesh, split: Split, x: Array, w: Array, dy: Array | None) -> _Done:
     """A rank's blocks of the result, and what it received."""
-    recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
+    recorder = MemoryRecorder(mesh.rank, lambda: 0)
     product = Matmul(mesh.traced(recorder), split)
     block = {
         name: np.ascontiguousarray(whole[getattr(split, name).slices(whole.shape, mesh)])
         for name, whole in (("x", x), ("w", w), ("y", dy))
         if whole is not None
     }
+    blocks: tuple[Array, ...]
     if dy is None:
         blocks = (product.forward(block["x"], block["w"]),)
     else:
         blocks = product.backward(block["x"], block["w"], block["y"])
-    events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
     axes = [group["axis"] for group in recorder.header["groups"]]
-    return mesh, blocks, Prediction(events, axes, {})
+    return _Done(mesh, blocks, moved_by(recorder.rows(), axes))
 
 
-def _calls(predictions: list[Prediction]) -> list[Received]:
+def _calls(results: Sequence[_Done]) -> list[Received]:
     """The means over ranks, by axis and operation."""
-    calls, received = Counter(), Counter()
-    for prediction in predictions:
-        for (axis, operation, _), (count, amount) in prediction.moved().items():
-            calls[axis, operation] += count
-            received[axis, operation] += amount
-    ranks = len(predictions)
-    return [Received(*key, count / ranks, received[key] / ranks) for key, count in calls.items()]
+    calls: Counter[tuple[str, str]] = Counter()
+    received = calls.copy()
+    for done in results:
+        for key, (count, amount) in done.moved.items():
+            calls[key] += count
+            received[key] += amount
+    ranks = len(results)
+    return [
+        Received(axis, op, count / ranks, received[axis, op] / ranks)
+        for (axis, op), count in calls.items()
+    ]

@@ -245,7 +245,7 @@ class Parameters:
             self.places[item] = place
         self.value = self.mesh.zeros((values[False],), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
-        if values[True]:
+        if any(map(self.lies_elsewhere, self.items)):  # of those that others own, nothing
             self.elsewhere = store_of(self.mesh.pool).empty((values[True],), self.dtype)
             self.elsewhere.fill(0)
         self.bind()

@@ -93,6 +93,9 @@ def descend_scaled(
             value[band] = w
 
 
+descend_scaled.narrow(descend_scaled.numpy)
+
+
 @descend_scaled.abstract
 def _(value, *rest):
     return None

@@ -101,6 +101,9 @@ def adamw_8bit(
             value[part] = exact[part]
 
 
+adamw_8bit.narrow(adamw_8bit.numpy)
+
+
 @adamw_8bit.abstract
 def _(value, master, grad, moments, constants, factors):
     return moments

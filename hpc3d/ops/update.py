@@ -157,6 +157,9 @@ def lion(
             value[part] = w
 
 
+lion.narrow(lion.numpy)
+
+
 @lion.abstract
 def _(value, *rest):
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpc3d import limits
@@ -10,15 +11,21 @@ from hpc3d.model import families
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
+from hpc3d.shipped import MACHINE, find
+from hpc3d.trace.schema import MEMORY_KIND
 from hpc3d.training.footprint import least
 from hpc3d.training.log import duration, layout_lines
 
 if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
+    from hpc3d.config.input_file import Config, TrainConfig
     from hpc3d.predict.machine.machine import Machine
 
 MEASURED = "this-machine"  # what `bench calibrate` writes
 _ANY = "h100"  # memory and bytes are the same on each
+_UNMEASURED = (
+    "this machine is not measured: python -m hpc3d.bench calibrate measures it, --machine h100 "
+    "names another"
+)
 
 
 def taken(words: list[str], option: str) -> str | None:
@@ -37,28 +44,42 @@ def taken(words: list[str], option: str) -> str | None:
 def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
     """Lines about a run of a settled `config` on a `machine` (None: this one, if it has been
     measured), of a text with so many windows; ValueError where there is no such machine."""
-    known, measured = _machine(machine)
+    known, untimed = _machine(machine, config.train.dtype)
     yield _ranks(config)
     yield from layout_lines(config)
     yield _model(config)
+    yield _learning_rate(config.train)
     yield _text(config, windows)
     if any(split.own for split in config.splits().values()):
         yield f"memory: at least {_size(least(config))} a rank; owners of blocks are not simulated"
         return
     found = summary(simulate(config, config.model.vocabulary, known), config, known)
-    yield _memory(config, found["memory"], known if measured else None)
+    yield _memory(config, found["memory"], None if machine is None else known)
+    yield from _parts(found["memory"])
     yield _bytes(found["bytes"])
-    yield _time(config, found["step_time_s"], known if measured else None)
+    if untimed:
+        yield f"time: not predicted, for {untimed}"
+    else:
+        yield _time(config, found["step_time_s"], known)
 
 
-def _machine(name: str | None) -> tuple[Machine, bool]:
-    """A machine to predict with, and whether its times are to be told."""
+def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
+    """A machine to predict with, and why its times are not to be told, if so."""
     if name is not None:
-        return load(name), True
+        return load(name), ""
     try:
-        return load(MEASURED), True
+        path = find(MEASURED, MACHINE)
     except ValueError:
-        return load(_ANY), False
+        return _stand_in(), _UNMEASURED
+    if dtype in (machine := load(path)).gemm:
+        return machine, ""
+    return _stand_in(), f"{path} has no rates of {dtype}"
+
+
+def _stand_in() -> Machine:
+    """A machine with rates of every type."""
+    machine = load(_ANY)
+    return replace(machine, gemm={"float64": machine.gemm["float32"]} | machine.gemm)
 
 
 def _ranks(config: Config) -> str:
@@ -76,6 +97,16 @@ def _model(config: Config) -> str:
     )
 
 
+def _learning_rate(train: TrainConfig) -> str:
+    line = f"learning rate: up to {train.learning_rate:.3g} by step {max(train.warmup - 1, 0)}"
+    if train.decay == "constant":
+        return line
+    begin, end = train.decaying() - train.falling(), train.decaying()
+    return (
+        f"{line}, {train.decay} from step {begin} down to {train.least_rate():.3g} by step {end}"
+    )
+
+
 def _text(config: Config, windows: int) -> str:
     train = config.train
     epochs = train.steps * train.batch / windows
@@ -84,14 +115,27 @@ def _text(config: Config, windows: int) -> str:
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:
     """The peak of the fullest rank and of all, beside what there is."""
-    line = f"memory: {_size(found['worst']['all'])} on the fullest rank at its peak, "
+    peak = found["worst"]["all"]
+    line = f"memory: {_size(peak)} of arrays on the fullest rank at its peak, "
     line += f"{_size(found['total'])} on all of them"
-    if machine and machine.name != MEASURED:
+    if machine:
         fits = "fits" if found["fits"] else "does not fit"
         return f"{line}; a rank of {machine.name} has {machine.memory_gb:g} GB: it {fits}"
     if config.train.backend == "numpy":
-        line += f"; this machine has {_size(limits.memory())}"
+        there, ranks = limits.memory(), config.mesh.grid().size
+        most = f"no more than {int(there // peak)} of {ranks} such ranks fit"
+        fit = "they fit" if found["total"] <= there else most
+        line += f"; this machine has {_size(there)}: {fit}"
     return line
+
+
+def _parts(found: dict) -> Iterator[str]:
+    """What the fullest rank holds, and what a rank of each stage does at its peak."""
+    kinds = [kind for kind in MEMORY_KIND if kind != "all" and found["worst"][kind]]
+    held = ", ".join(f"{kind} {_size(found['worst'][kind])}" for kind in kinds)
+    yield f"of it, each kind at its own peak: {held}"
+    if len(found["stages"]) > 1:
+        yield "by stage: " + ", ".join(_size(stage["all"]) for stage in found["stages"])
 
 
 def _bytes(received: dict) -> str:
@@ -99,12 +143,7 @@ def _bytes(received: dict) -> str:
     return f"communication: {_size(total)} received by a rank of the first stage in a step"
 
 
-def _time(config: Config, seconds: float, machine: Machine | None) -> str:
-    if machine is None:
-        return (
-            "time: not predicted, for this machine is not measured: python -m hpc3d.bench "
-            "calibrate measures it, --machine h100 names another"
-        )
+def _time(config: Config, seconds: float, machine: Machine) -> str:
     steps = config.train.steps
     return (
         f"time on {machine.name}: {duration(seconds)} a step, {duration(steps * seconds)} in all "
@@ -114,7 +153,7 @@ def _time(config: Config, seconds: float, machine: Machine | None) -> str:
 
 def _size(count: float) -> str:
     """Bytes with a unit, as 41.2 MB."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count / 1e3:.3g} kB"

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 from mpi4py import MPI
@@ -29,6 +29,8 @@ class Job:
     that asked for its end are noted, and a job that `stops` by itself looks at them."""
 
     def __init__(self, name: str) -> None:
+        if not MPI.Is_initialized():  # it was only looked at, by `mpi_library.found`
+            MPI.Init_thread()
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
         self.exit_hooks, self.ending = [], threading.Lock()
@@ -50,16 +52,22 @@ class Job:
         """The same, for rank 0 alone: None on the others."""
         value, problems = None, ()
         if self.rank == 0:
-            from hpc3d.patience import patience
-
             try:
-                with patience(self.name):
+                with self.patience():
                     value = function()
             except REFUSED as error:
                 problems = lines_of(error)
         if problems := self.comm.bcast(problems):
             self.refuse(*problems)
         return value
+
+    def patience(self, doing: str = "") -> AbstractContextManager[None]:
+        """Rank 0 says what goes on if the block takes long: `doing`, or the newest record."""
+        if self.rank:
+            return nullcontext()
+        from hpc3d.patience import patience
+
+        return patience(self.name, doing)
 
     def on_all_ranks(self, function: Callable[[], Any]) -> Any:
         """The value of `function()` on every rank; what of REFUSED it raises on any is refused on

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from hpc3d.plain import lines_of, plain, plain_streams, why
@@ -55,13 +56,14 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
     early = []  # before there is a job
     for number in _ASKING:
         signal.signal(number, lambda number, _: early.append(number))
-    try:
-        from hpc3d.runtime.job import Job
-    except (ImportError, RuntimeError) as error:  # the latter where there is mpi4py and no MPI
-        reason = plain(str(error)).rstrip(".")
-        print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor says why", file=sys.stderr)
-        return BAD_INPUT
-    job = _met(lambda: Job(name), name)
+    with _starting(name):
+        try:
+            from hpc3d.runtime.job import Job
+        except (ImportError, RuntimeError) as error:  # the latter: there is mpi4py and no MPI
+            reason = plain(str(error)).rstrip(".")
+            print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor says why", file=sys.stderr)
+            return BAD_INPUT
+        job = _met(lambda: Job(name), name)
     sys.excepthook = lambda kind, error, trace: _die(job, error)
     threading.excepthook = lambda args: _die(job, args.exc_value)
     _leave_when_told(job)
@@ -82,6 +84,16 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
     if code:
         _die(job, SystemExit(code))
     return 0
+
+
+def _starting(name: str) -> AbstractContextManager[None]:
+    """Rank 0 says so where it takes long until all ranks are there."""
+    ranks = number_in(WORLD_RANKS, default=1)
+    if ranks == 1 or number_in(OWN_RANK, default=0):
+        return nullcontext()
+    from hpc3d.patience import patience
+
+    return patience(name, f"{ranks} ranks start")
 
 
 def _met(make: Callable[[], Job], name: str) -> Job:

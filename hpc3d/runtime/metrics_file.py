@@ -5,6 +5,7 @@ A step has `step`, `steps` (of the run), `loss`, `learning_rate`, `gradient_norm
 rank) and `time` (seconds since 1970).  An evaluation has the `step` after which it was made,
 `validation_loss`, `perplexity`, `accuracy`, `evaluated_tokens`, `evaluation_seconds` and `time`.
 What is no finite number is null.
+A run in float16 adds `loss_scale`, the factor of the next step's loss.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import atexit
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
@@ -33,15 +36,26 @@ class MetricsFile:
     def __init__(
         self, folder: Path, start: int, sinks: Iterable[_Sink], say: Callable[[str], object]
     ) -> None:
-        path = folder / NAME
-        kept = [line for line, record in _lines(path) if _done(record) <= start]
-        path.write_text("".join(kept), encoding="utf-8")
-        self.file, self.sinks, self.say = path.open("a", encoding="utf-8"), [*sinks], say
+        self.path = folder / NAME
+        if self.path.exists():
+            self._keep(start)
+        self.file, self.sinks, self.say = self.path.open("a", encoding="utf-8"), [*sinks], say
+
+    def _keep(self, start: int) -> None:
+        """Drop later steps than those before `start`: at once, wherever this is interrupted."""
+        kept = self.path.with_suffix(".tmp")
+        with kept.open("w", encoding="utf-8") as file:
+            file.writelines(line for line, record in _lines(self.path) if _done(record) <= start)
+        kept.replace(self.path)
 
     def write(self, **values: Any) -> None:
         record = {key: _finite(value) for key, value in values.items()} | {"time": time.time()}
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+        except OSError as error:  # of writing: it names no file
+            error.filename = str(self.path)
+            raise
         for sink in [*self.sinks]:
             try:
                 sink(record)
@@ -53,21 +67,46 @@ class MetricsFile:
 def read(folder: Path) -> list[_Record]:
     """The records of a run so far.  A last line that is being written, or was when a run was
     killed, is left out."""
-    return [record for _, record in _lines(folder / NAME)]
+    return MetricsReader(folder).more()[1]
+
+
+class MetricsReader:
+    """Reads what is new in the records of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.at, self.file = folder / NAME, 0, None
+
+    def more(self) -> tuple[bool, list[_Record]]:
+        """The records since the last call, and whether they are all of them from the first: a run
+        that goes on writes its file anew.  A last line that is not whole is left for later."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                anew = status.st_ino != self.file or status.st_size < self.at
+                file.seek(0 if anew else self.at)
+                whole = [line for line in file if line.endswith(b"\n")]
+        except FileNotFoundError:
+            return True, []
+        self.at, self.file = (0 if anew else self.at) + sum(map(len, whole)), status.st_ino
+        return anew, [record for record in map(_record, whole) if record]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, _Record]]:
     """Each whole line that is a record, and the record."""
-    if not path.is_file():
-        return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if line.endswith("\n") and isinstance(record, dict) and "step" in record:
+            if line.endswith("\n") and (record := _record(line)):
                 yield line, record
+
+
+def _record(line: str | bytes) -> _Record | None:
+    """The record that a line is; of a line that two writers or a fault of the disk left, none."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # also where the bytes are no UTF-8
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if whole else None
 
 
 def _done(record: _Record) -> int:
@@ -92,6 +131,8 @@ def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) ->
 def _function(hook: str) -> _Sink:
     """The function that MODULE:FUNCTION names."""
     module, _, name = hook.partition(":")
+    if os.getcwd() not in sys.path:  # as with `python -m`, where `hpc3d` was called
+        sys.path.append(os.getcwd())
     try:
         found = getattr(import_module(module), name)
     except Exception as error:  # an import runs what is the user's

@@ -20,6 +20,7 @@ These are means over the ranks; whatever the split, some rank holds as much.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from hpc3d import limits
@@ -40,7 +41,14 @@ _ITEMSIZE = {
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
-    """ValueError if `here` ranks of a settled `config` on this machine outgrow its memory."""
+    """ValueError if `here` ranks of a settled `config` on this machine outgrow its memory, or what
+    they offload has no place."""
+    wanted = os.environ.get("TMPDIR")
+    if config.parallel.offload and wanted and not os.access(wanted, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"parallel.offload: TMPDIR = {wanted!r:.200} cannot be written to; name a "
+            "folder on a disk"
+        )
     need, memory = here * least(config), limits.memory()
     if config.train.backend == "numpy" and need > memory:
         raise ValueError(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.schedule import usual as usual_schedule
 from hpc3d.plain import plain
+from hpc3d.runtime.colours import say
 from hpc3d.runtime.metrics_file import MetricsFile, sinks_of
 from hpc3d.trace.segment import naming
 
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from hpc3d.training.evaluator import Evaluation
     from hpc3d.training.trainer import Step
 
+KEPT = "run kept in "  # begins the last line of a run, which says where it is
 _LISTED = 8  # hosts, by name
+_RECENT = 20  # steps that tell how long the others take
 
 
 class Log:
@@ -40,17 +44,18 @@ class Log:
 
     def __init__(self, path: Path, speaks: bool, mode: str = "w") -> None:
         self.path, self.file = path, path.open(mode, encoding="utf-8") if speaks else None
-        self.seconds: list[float] = []
+        self.seconds: deque[float] = deque(maxlen=_RECENT + 1)  # the first warms up
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, style: str = "") -> None:
+        """A line, on a terminal in a style of hpc3d.runtime.colours."""
         if self.file:
-            print(plain(line), flush=True)
+            say(plain(line), style)
             self.keep(line)
 
     def warn(self, line: str) -> None:
         """A line that goes to standard error, too, as all do that say why a job ends."""
         if self.file:
-            print(f"hpc3d.train: {plain(line)}", file=sys.stderr, flush=True)
+            say(f"hpc3d.train: {plain(line)}", "red", sys.stderr)
             self.keep(line)
 
     def keep(self, line: str) -> None:
@@ -68,7 +73,7 @@ class Log:
         config = plan.config
         sizes = " ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
         for line in differences(config):
-            self.say(line)
+            self.say(line, "faint")
         for line in hosts(job.gather(socket.gethostname())):
             self.say(line)
         self.say(f"{job.size} ranks: {sizes or 'serial'}; {job.library()}")
@@ -78,7 +83,9 @@ class Log:
             self.say("times are CPU time: tokens/s are those of a second of rank 0's")
         rate = "samples/s" if config.torch.factory else " tokens/s"
         self.say(
-            f"step     loss  learning rate  gradient norm {rate}  communication  peak MB  done"
+            f"step     loss  learning rate  gradient norm {rate}  communication  peak MB  seconds"
+            "  done",
+            "bold",
         )
 
     def record(self, start: int, config: Config) -> None:
@@ -86,19 +93,20 @@ class Log:
         if self.file:
             run = config.run
             sinks = sinks_of(run.metrics_hook, run.tensorboard, self.path.parent)
-            self.metrics = MetricsFile(self.path.parent, start, sinks, self.say)
+            notice = partial(self.say, style="yellow")
+            self.metrics = MetricsFile(self.path.parent, start, sinks, notice)
 
     def step(self, done: Step, steps: int) -> None:
         """A line and a record of a step of so many."""
         if not self.metrics:
             return
-        rate = done.tokens / done.seconds
+        rate, number = done.tokens / done.seconds, done.number + 1
         self.seconds.append(done.seconds)
-        left = median(self.seconds[1:] or self.seconds) * (steps - 1 - done.number)
+        left = median([*self.seconds][1:] or self.seconds) * (steps - number)
         self.say(
             f"{done.number:4d} {done.loss:8.4f} {done.learning_rate:14.3e} {done.grad_norm:14.4f} "
-            f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f}  "
-            f"{done.number + 1}/{steps}" + f", {duration(left)} left" * (left > 0)
+            f"{rate:9.0f} {100 * done.communication:12.1f} % {done.peak / 1e6:8.1f} "
+            f"{done.seconds:8.3f}  {number}/{steps}" + f", {duration(left)} left" * (left > 0)
         )
         self.metrics.write(
             step=done.number,
@@ -111,6 +119,7 @@ class Log:
             tokens_per_s=rate,
             communication=done.communication,
             peak_bytes=done.peak,
+            **({} if done.loss_scale is None else {"loss_scale": done.loss_scale}),
         )
 
     def copies(self, store: HostStore, steps: int) -> None:
@@ -123,7 +132,8 @@ class Log:
         self.say(
             f"evaluation after step {done.step}: loss {done.loss:.4f}, perplexity "
             f"{done.perplexity:.2f}, accuracy {100 * done.accuracy:.2f} %; {done.tokens} tokens "
-            f"in {done.seconds:.2f} s" + ", the best so far" * best
+            f"in {done.seconds:.2f} s" + ", the best so far" * best,
+            "green",
         )
         if self.metrics:
             self.metrics.write(

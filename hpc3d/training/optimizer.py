@@ -320,13 +320,14 @@ _LEFT: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + cos(pi * done)) / 2,
     "linear": lambda done: 1 - done,
     "wsd": lambda done: 1 - sqrt(done),
+    "wsd-linear": lambda done: 1 - done,
 }
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
     """Linear warm-up over `train.warmup` steps, then constant, or down to the lowest, where it
-    stays once `train.decaying()` steps are done: as a cosine, linearly, or in the last of them as
-    1 - sqrt (arXiv:2405.18392, eq. 1)."""
+    stays once `train.decaying()` steps are done: as a cosine, linearly, or in the last of them
+    (arXiv:2404.06395, section 4) as 1 - sqrt or linearly (arXiv:2405.18392, section 3)."""
     if step < train.warmup:
         return train.learning_rate * (step + 1) / train.warmup
     if train.decay == "constant":

@@ -12,7 +12,7 @@ from hpc3d.runtime import launch
 from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
 from hpc3d.runtime.stop_request import Stop, reason
 from hpc3d.training.guard import GuardError, LossSpikes, ReplicaCheck, guarded, lines
-from hpc3d.training.log import Log
+from hpc3d.training.log import KEPT, Log
 from hpc3d.training.run_folder import write_text
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def equipped(
     log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")
     log.header(plan, mesh, job, hardware, layout)
     for line in plan.changes:
-        log.say(f"resume: {line}")
+        log.say(f"resume: {line}", "yellow")
     return Equipment(mesh, watchdog, log, CLOCKS[config.trace.clock][1])
 
 
@@ -118,7 +118,7 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
         step = trainer.step(number, stop.request)
         log.step(step, config.train.steps)
         if line := spikes.see(step.loss):
-            log.say(line)
+            log.say(line, "yellow")
         replicas.after(number)
         stopping = bool(step.stop_request) and number + 1 < config.train.steps
         run.saver.after(number, best=not stopping and _evaluate(run, number))
@@ -126,7 +126,7 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
             _stop_early(plan, run, step)
             return number + 1
     if spikes.count:
-        log.say(f"{spikes.count} loss spikes in all")
+        log.say(f"{spikes.count} loss spikes in all", "yellow")
     return config.train.steps
 
 
@@ -142,7 +142,7 @@ def _evaluate(run: RunningJob, number: int) -> bool:
 
 def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
     """Save what can be saved, and say why there is no further step."""
-    run.log.say(f"stopped after step {step.number}, for {reason(step.stop_request)}")
+    run.log.say(f"stopped after step {step.number}, for {reason(step.stop_request)}", "yellow")
     saved = run.saver.stop(step.number)
     run.saver.wait()
     run.log.say(
@@ -167,8 +167,8 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
     if plan.config.parallel.offload and done > run.start:
         run.log.copies(store_of(run.trainer.mesh.pool), done - run.start)
     if plan.resumed and not run.saver.saved:
-        run.log.say("nothing of these steps is saved: checkpoint.every is 0")
-    run.log.say(f"run kept in {plan.folder}")
+        run.log.say("nothing of these steps is saved: checkpoint.every is 0", "yellow")
+    run.log.say(f"{KEPT}{plan.folder}", "green")
     job.barrier()
 
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 class Step(NamedTuple):
     """What a step came to: `loss` per token, times in seconds, `communication` a share of the
-    step, `peak` the bytes of arrays on the fullest rank, `stop_request` its maximum over ranks."""
+    step, `peak` the bytes of arrays on the fullest rank, `stop_request` its maximum over ranks,
+    `loss_scale` the factor of the next step's loss (None: it is not adapted)."""
 
     number: int
     loss: float
@@ -46,6 +47,7 @@ class Step(NamedTuple):
     communication: float
     peak: int
     stop_request: int
+    loss_scale: float | None = None
 
 
 class Trainer:
@@ -154,7 +156,8 @@ class Trainer:
         trace.end_step(
             self.mesh.pool, tokens, self.loss, self.norm, rate, forward, backward, self.skipped
         )
-        return Step(number, self.loss, rate, self.norm, tokens, seconds, share, peak, stop_request)
+        sums = number, self.loss, rate, self.norm, tokens, seconds, share, peak, stop_request
+        return Step(*sums, self.scaling.state().get("factor"))
 
     def update(self) -> None:
         """Sum the gradients, clip them to the global norm, update and start new ones."""

@@ -1,59 +1,44 @@
 """What is said of a run while it goes on."""
 
-import numpy as np
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 
-from hpc3d.analyze.live import inside, screen, sparkline, state
-from hpc3d.runtime.metrics_file import MetricsFile
-from hpc3d.trace.schema import CATEGORY, CLOCK_SAMPLES, EVENTS, MEMORY, OP, STEPS, record_type
-from hpc3d.trace.segment import segment_path, write_segment
+from hpc3d.analyze.live import ASCII_BARS, LiveRun, flow, sparkline, state
+from hpc3d.runtime.metrics_file import NAME, MetricsFile
+from tests.analyze.waiting_ranks import segment
 
-MS = 10**6
-
-
-def segment(run, rank, number, calls, step=0):
-    """Of a step of 100 ms: `calls` are (operation, number of the call, start, duration) in ms."""
-    events = np.zeros(len(calls), record_type(EVENTS))
-    for row, (op, seq, start, dur) in zip(events, calls, strict=True):
-        row["category"], row["op"], row["seq"] = CATEGORY.index("comm"), OP.index(op), seq
-        row["t_start"] = row["posted"] = start * MS
-        row["dur"], row["rank"], row["step"] = dur * MS, rank, step
-    steps = np.zeros(1, record_type(STEPS))
-    steps["rank"], steps["step"], steps["t_end"] = rank, step, 100 * MS
-    header = {"rank": rank, "groups": [{"axis": "x", "members": [0, 1]}], "world_size": 2}
-    none = np.zeros(0, record_type(MEMORY)), np.zeros(0, record_type(CLOCK_SAMPLES))
-    write_segment(segment_path(run, rank, number), header, [""], events, steps, *none)
+NOW = 0.0  # so early that no step is long ago
 
 
-def records(run, numbers, steps=10, **values):
-    metrics = MetricsFile(run, 0, [], print)
+def records(run, numbers, start=0, steps=10, **values):
+    metrics = MetricsFile(run, start, [], print)
     for number in numbers:
         metrics.write(
             **{"step": number, "steps": steps, "loss": 6.0 - number, "seconds": 2.0}
             | {"tokens_per_s": 1000.0, "communication": 0.5, "peak_bytes": 10**7}
             | values
         )
+    metrics.file.close()
 
 
-def test_who_waits_for_whom(tmp_path):
-    """Rank 0 waits 20 of its 30 ms for rank 1, which then waits 5 of 10 ms; a message is waited
-    for as long as it takes."""
-    segment(tmp_path, 0, 0, [("all_gather", 0, 10, 30), ("all_reduce", 1, 65, 5)])
-    segment(tmp_path, 1, 0, [("all_gather", 0, 30, 10), ("all_reduce", 1, 60, 10)])
-    found = inside(tmp_path)
-    assert found.calls == {"x": pytest.approx(55 / 200)}
-    assert found.waits == {"x": pytest.approx((20 + 5) / 200)}
-    assert found.late == {1: 1, 0: 1}
-    segment(tmp_path, 0, 1, [("recv", 0, 10, 40)], step=1)
-    assert inside(tmp_path).waits == {"x": pytest.approx(40 / 200)}  # the newest of each rank
+def live(run, now=NOW, **how):
+    found = LiveRun(run, **how)
+    found.update(now)
+    return found
 
 
-def test_what_cannot_be_read_is_passed_over(tmp_path):
-    assert inside(tmp_path) is None
-    segment(tmp_path, 0, 0, [("all_gather", 0, 10, 30)])
-    segment_path(tmp_path, 1, 0).write_bytes(b"PK half")
-    found = inside(tmp_path)
-    assert (found.ranks, found.waits) == (1, {"x": 0.0})
+def locked(run, pid, host=None):
+    (run / "lock").write_text(f"process {pid} on {host or platform.node()}\n")
+
+
+def dead():
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
+        process.wait()
+    return process.pid
 
 
 def test_a_run_goes_on_is_silent_and_ends(tmp_path):
@@ -71,27 +56,87 @@ def test_a_run_goes_on_is_silent_and_ends(tmp_path):
     assert state(tmp_path, [last], 1001) == "stopped"
 
 
+def test_a_run_whose_process_has_gone_without_a_word_has_failed(tmp_path):
+    last = {"time": 1000.0, "seconds": 2.0}
+    locked(tmp_path, dead())
+    assert state(tmp_path, [last], 1001) == "failed"
+    locked(tmp_path, dead(), host="elsewhere")
+    assert state(tmp_path, [last], 1001) == "running"
+    locked(tmp_path, dead())
+    (tmp_path / "train.log").write_text("step     loss\nrun kept in results/a\n")
+    assert state(tmp_path, [last], 1001) == "ended"
+
+
+def test_a_run_that_is_taken_up_begins(tmp_path):
+    """Its log has no word yet of the new attempt, whose process has the lock."""
+    log = tmp_path / "train.log"
+    log.write_text("step     loss\nrun kept in results/a\n")
+    locked(tmp_path, os.getpid())
+    os.utime(log, (1000, 1000))
+    assert state(tmp_path, [{"time": 1000.0, "seconds": 2.0}], 1001) == "begins"
+    os.utime(log)
+    assert state(tmp_path, [], 1001) == "ended"
+
+
 def test_the_screen_has_progress_loss_and_axes(tmp_path):
     records(tmp_path, range(4))
-    MetricsFile(tmp_path, 4, [], print).write(step=3, validation_loss=3.25)
+    with (tmp_path / NAME).open("a") as file:
+        file.write('{"step": 3, "validation_loss": 3.25}\n{"step": 4, "lo')
     segment(tmp_path, 0, 0, [("all_gather", 0, 10, 30)])
-    text = "\n".join(screen(tmp_path, 100))
-    assert "step 4 of 10, 40%, 12 s left" in text
+    found = live(tmp_path)
+    found.update(found.recent[-1]["time"] + 1)
+    text = "\n".join(found.screen(100))
+    assert "step 4 of 10, 40%, 12 s left, the last 1.00 s ago" in text
     assert "loss 3.0000, 6.0000 at first  █▆▃▁" in text
-    assert "1,000 tokens/s, 2.00 s a step; communication 50.0%; peak 10.0 MB" in text
-    assert "validation 3.2500 after step 3" in text
+    assert "1,000 tokens/s, 2.00 s a step, communication 50.0%, peak 10.0 MB" in text
+    assert "validation 3.2500 after step 3, the best so far" in text
     assert "\nx           30.0%" in text
+    line = f"{tmp_path.name}   running: step 4 of 10, loss 3.0000, 1,000 tokens/s, 12 s left"
+    assert found.line() == line
 
 
-@pytest.mark.parametrize("width", [20, 40, 80])
-def test_no_line_is_wider_than_the_terminal(tmp_path, width):
+def test_only_what_is_new_is_read_and_a_run_that_goes_on_forgets(tmp_path):
+    records(tmp_path, range(5))
+    found = live(tmp_path)
+    assert found.losses == [6, 5, 4, 3, 2]
+    records(tmp_path, [], start=5)
+    found.update(NOW)
+    records(tmp_path, [3], start=3, loss=9.0)
+    found.update(NOW)
+    assert found.losses == [6, 5, 4, 9]
+    found.update(NOW)
+    assert found.losses == [6, 5, 4, 9]
+
+
+def test_a_rank_that_is_late_is_named(tmp_path):
+    calls = [("all_gather", number, 10 * number, 5) for number in range(4)]
+    later = [("all_gather", number, 10 * number + 3, 2) for number in range(4)]
+    segment(tmp_path, 0, 0, calls)
+    segment(tmp_path, 1, 0, later)
+    records(tmp_path, range(1))
+    assert live(tmp_path).screen(80)[-1] == "last to arrive: rank 1 in 100%, of 4 calls"
+    segment(tmp_path, 0, 1, calls[:2] + later[2:])
+    segment(tmp_path, 1, 1, later[:2] + calls[2:])
+    assert live(tmp_path).screen(80)[-1] == "no rank is late more often than others"
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_no_line_is_wider_than_the_terminal_and_little_is_cut(tmp_path, width):
     records(tmp_path, range(40), steps=40)
     segment(tmp_path, 0, 0, [("recv", 0, 0, 100)])
-    assert max(map(len, screen(tmp_path, width))) <= width
+    lines = live(tmp_path, bars=ASCII_BARS).screen(width)
+    assert max(map(len, lines)) <= width and lines[0].endswith("   running")
+    assert width == 20 or any("on the fullest rank" in line for line in lines)
+    assert "\n".join(lines).isascii()
+
+
+def test_parts_flow_into_lines():
+    assert flow(["one", "two", "three"], 8) == ["one, two", "three"]
+    assert flow([], 8) == []
 
 
 def test_losses_that_are_no_numbers_are_shown(tmp_path):
     records(tmp_path, range(3), loss=float("nan"))
-    assert any("???" in line for line in screen(tmp_path, 80))
+    assert any("???" in line for line in live(tmp_path).screen(80))
     assert sparkline([1.0, 1.0], 8) == "▁▁"
     assert sparkline(range(100), 5) == "▁▃▅▆█"

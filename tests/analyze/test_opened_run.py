@@ -13,6 +13,7 @@ def run(tmp_path_factory):
 
 def test_it_has_losses_tables_and_a_verdict(run):
     assert len(run.losses) == 3 and run.metrics == []
+    assert run.config.name == "gpt"
     assert "% of a step is computation" in run.verdict
     assert {"time", "waits", "path"} <= {*run.tables}
     assert run.table("time")["seconds"].sum() > 0
@@ -23,6 +24,14 @@ def test_events_are_a_frame(run):
     frame = run.events(["rank", "name", "dur"])
     assert [*frame.columns] == ["rank", "name", "dur"] and len(frame)
     assert {"bytes", "phase"} <= {*run.events().columns}
+
+
+@pytest.mark.slow
+def test_its_report_is_written(run, tmp_path):
+    page = run.report(tmp_path / "report")
+    assert run.name in page.read_text(encoding="utf-8")
+    assert (tmp_path / "report" / "tables").is_dir()
+    assert run.report() == run.folder / "report" / "report.html"
 
 
 @pytest.mark.slow

@@ -100,7 +100,11 @@ def test_a_full_disk_is_an_error_that_names_the_folder(monkeypatch):
 
 
 STASHED = "p=2 schedule=pipedream microbatches=2 clip=0 tied=false batch=24"
-CASES = [*((line, ALL) for line in LINES), (STASHED, """'offload=["optimizer","activations"]'""")]
+OWNED = "x=4 scheme=3d-broadcast schedule=none microbatches=2"  # some ranks own no matrix
+CASES = [
+    *((line, ALL) for line in [*LINES, OWNED]),
+    (STASHED, """'offload=["optimizer","activations"]'"""),
+]
 
 
 @pytest.mark.parametrize(("line", "moved"), strided(CASES, 6))

@@ -42,6 +42,24 @@ def test_a_file_is_answered_alike(tmp_path):
     assert said == ["model.n_embd: unknown key; here it is called model.hidden"]
 
 
+def test_keys_in_tables_of_other_programs_are_answered_one_by_one():
+    """As torchtitan and DeepSpeed have them; tables are near to tables, not to keys."""
+    deep = ["--optimizer.params", "{lr=1,betas=[0.9,0.95],name='x'}", "--trainer.max_steps", "3"]
+    optimizer, *keys, trainer, steps = problems(*deep, "--trainer.seed", "1")
+    assert optimizer.startswith("optimizer: unknown key; known here: mesh, parallel, ")
+    assert keys == [
+        "optimizer.params.lr: unknown key; here it is called train.learning_rate",
+        "optimizer.params.betas: unknown key; here train.beta1 and train.beta2",
+    ]
+    assert trainer == "trainer: unknown key; did you mean train?"
+    assert steps == "trainer.max_steps: unknown key; here it is called train.steps"
+
+
+def test_sizes_that_convert_are_told_with_their_equation():
+    (said,) = problems("--micro_batch_size", "4")
+    assert said.endswith("this x parallel.microbatches x mesh.d x mesh.e")
+
+
 def test_what_is_not_known_is_none():
     assert familiar("entropy") is None
     assert load(None, ["--train.learning_rate", "1"]).train.learning_rate == 1

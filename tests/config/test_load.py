@@ -22,7 +22,7 @@ from tests.elided import elided
         ("steps", "steps: ... train.steps?"),
         ("run.name", "run.name: ... name?"),
         ("modell", "modell: ... model?"),
-        ("run.qqq", "run.qqq: ... run.out, run.signal, run.watchdog_s"),
+        ("run.qqq", "run.qqq: ... run.out, run.signal, ..."),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_full_name_of_a_near_one(option, line):

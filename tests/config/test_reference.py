@@ -61,7 +61,9 @@ def test_every_key_has_a_meaning_of_its_own(table):
 
 
 def test_it_is_an_input_file_with_the_defaults():
-    assert validate(tomllib.loads(manual())) == load(None, [])
+    defaults = tomllib.loads(manual())
+    assert validate(defaults) == load(None, [])
+    jsonschema.validate(defaults, SCHEMA)
 
 
 def test_keys_that_are_absent_by_default_are_comments_that_say_what_that_means():
@@ -88,6 +90,27 @@ def test_lines_are_no_wider_than_the_page():
     assert max(map(len, manual().splitlines())) <= 99
 
 
+@pytest.mark.parametrize(("columns", "width"), [("70", 70), ("1", 60), ("500", 99)])
+def test_they_fit_into_the_terminal(columns, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    explain(["--help", "train"])
+    lines = capsys.readouterr().out.splitlines()
+    assert width - 12 < max(map(len, lines)) <= width
+
+
+def test_who_reads_no_more_of_it_is_no_error(monkeypatch):
+    """`train --help | head`."""
+
+    def broken(*words, **how):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", broken)
+    left = []
+    monkeypatch.setattr("hpc3d.cli.read_no_more", lambda: left.append(1))
+    explain(["--help", "seed"])
+    assert left
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -95,6 +118,7 @@ def test_lines_are_no_wider_than_the_page():
         ("mesh", "[mesh]"),
         ("seed", "seed = 1234"),
         ("parallel.schedule", "# parallel.schedule ="),
+        ("parallel.attention", '# parallel.attention =      # "full" | "chunked"; '),
     ],
 )
 def test_some_keys_are_told_alone(name, said):
@@ -107,6 +131,14 @@ def test_some_keys_are_told_alone(name, said):
 @pytest.mark.parametrize("name", ["train.stepz", "meshes", "seed.x", "train."])
 def test_what_is_no_key_is_refused(name):
     with pytest.raises(ValueError, match=f"^--help {re.escape(name)}: no such key or section; "):
+        about(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("lr", "here it is called train.learning_rate"), ("steps", "train.steps")]
+)
+def test_it_is_answered_with_ours(name, said):
+    with pytest.raises(ValueError, match=said):
         about(name)
 
 
@@ -140,6 +172,10 @@ def test_inputs_name_the_schema_and_keep_to_it(path):
         '[parallel]\nscheme = "4d"',
         "[meshes]\nx = 1",
         "[mesh]\nx = 0",
+        "seed = -1",
+        "[model]\ndropout = 1.0",
+        "[model]\nnorm_epsilon = -1e-5",
+        "[train]\nlearning_rate = -1.0",
     ],
 )
 def test_what_breaks_the_schema_is_seen(wrong):

@@ -176,7 +176,8 @@ def test_a_key_of_another_optimiser_is_refused(optimizer, key, users):
     [
         ("--train.min_learning_rate 0.01", "train.min_learning_rate = 0.01: ... 0.003"),
         ("--train.min_learning_rate -1", "train.min_learning_rate = -1.0: ..."),
-        ("--train.cooldown 3", "train.cooldown = 3: ... train.decay = wsd ..."),
+        ("--train.product_scale tensor", "train.product_scale = tensor: ... float8 ..."),
+        ("--train.cooldown 3", "train.cooldown = 3: ... train.decay = wsd or wsd-linear ..."),
         ("--train.decay wsd --train.cooldown 19", "train.cooldown = 19: ... 18 of 20 ..."),
     ],
 )

@@ -2,6 +2,8 @@
 
 import pytest
 
+from hpc3d import prepare
+from hpc3d.data.token_file import TokenFile, tokenizer_of
 from hpc3d.data.tokenizer import train_bpe
 from tests.data.prepared import TEXT
 
@@ -22,3 +24,22 @@ def output(tmp_path):
 def bpe():
     pytest.importorskip("tokenizers")
     return train_bpe([TEXT.encode()], 275)
+
+
+@pytest.fixture
+def prepared(tmp_path, capsys):
+    """The ids and the tokenizer of a token file made of a file, or what is wrong."""
+
+    def make(name, *words):
+        out = tmp_path / "tokens.h5"
+        out.unlink(missing_ok=True)
+        code = prepare.main([str(tmp_path / name), "-o", str(out), *words])
+        if code:
+            error = capsys.readouterr().err
+            assert code == 2 and error.count("\n") == 1, error
+            assert not out.exists()
+            return error
+        with TokenFile(out) as tokens:
+            return tokens.read(0, len(tokens)).tolist(), tokenizer_of(out), tokens.documents
+
+    return make

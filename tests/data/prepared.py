@@ -1,8 +1,11 @@
 """The verb `prepare`, called and looked at."""
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+
+import numpy as np
 
 from hpc3d import prepare
 from hpc3d.data.token_file import open_tokens
@@ -28,3 +31,14 @@ def call(capsys, *words):
 def row(path, tokenizer="byte"):
     with open_tokens(path, tokenizer) as tokens:
         return tokens.read(0, len(tokens))
+
+
+def nano(folder, text):
+    """train.bin and meta.pkl as its shakespeare_char/prepare.py writes them."""
+    letters = sorted({*text})
+    stoi = {letter: number for number, letter in enumerate(letters)}
+    itos = dict(enumerate(letters))
+    np.array([stoi[letter] for letter in text], np.uint16).tofile(folder / "train.bin")
+    meta = {"vocab_size": len(letters), "itos": itos, "stoi": stoi}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return [stoi[letter] for letter in text]

@@ -29,9 +29,10 @@ def test_a_large_text_is_never_in_memory(tmp_path, output):
 def test_a_large_vocabulary_fits_its_type(tmp_path, output):
     class Wide:
         name, vocabulary, json = "wide", 70_000, "x" * 200_000
+        end, end_name = 0, None
 
-        def encode(self, text):
-            return np.arange(len(text), dtype=np.uint32) + 69_000
+        def encode_batch(self, texts):
+            return [np.arange(len(text), dtype=np.uint32) + 69_000 for text in texts]
 
     (tmp_path / "a.txt").write_text("four")
     write_tokens(output, [tmp_path / "a.txt"] * 5000, Wide())

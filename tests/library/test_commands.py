@@ -1,8 +1,12 @@
 """Train, predict and plan from Python: the values and the refusals of the commands."""
 
+import numpy as np
 import pytest
 
 import hpc3d
+from hpc3d.config.load import load
+from hpc3d.library import commands
+from tests.library.tiny import TINY
 
 SMALL = {"model.hidden": 64, "model.heads": 8, "model.layers": 1, "train.batch": 8}
 
@@ -21,7 +25,26 @@ def test_layouts_are_found_and_are_what_plan_finds():
     assert times == sorted(times)
     best = {f"mesh.{axis}": size for axis, size in rows[0]["layout"]["mesh"].items()}
     assert all(isinstance(size, int) for size in best.values())
-    assert not hpc3d.find_layouts("gpt-3d-64", 4, SMALL, memory=1e3)
+
+
+def test_where_nothing_fits_the_line_is_that_of_plan():
+    with pytest.raises(ValueError, match=r"no layout fits 0\.00 MB: .* comes closest with "):
+        hpc3d.find_layouts("gpt-serial", 1, TINY, memory=1e3)
+
+
+def test_options_are_what_they_are():
+    given = {
+        "name": "1e3",
+        "mesh.x": np.int64(2),
+        "parallel.split": {"m": "x"},
+        "parallel.offload": ["optimizer"],
+        "trace.enabled": False,
+        "train.learning_rate": 1e-4,
+    }
+    config = load(None, commands._words(given))
+    assert (config.name, config.mesh.x, config.parallel.split) == ("1e3", 2, {"m": "x"})
+    assert [*config.parallel.offload] == ["optimizer"]
+    assert (config.trace.enabled, config.train.learning_rate) == (False, 1e-4)
 
 
 @pytest.mark.slow
@@ -42,6 +65,7 @@ def test_a_run_on_ranks_is_opened(tmp_path):
         lambda: hpc3d.predict_step(options=SMALL, ranks=4, machine="nowhere"),
         lambda: hpc3d.find_layouts("gpt-3d-64", 4, {"train.steps": 0}),
         lambda: hpc3d.run_training("nowhere"),
+        lambda: hpc3d.find_layouts("nowhere", 2),
     ],
 )
 def test_what_commands_refuse_is_a_value_error(call):
@@ -54,3 +78,9 @@ def test_an_mpirun_that_is_not_there_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     with pytest.raises(ValueError, match=r"hpc3d\[mpi\]"):
         hpc3d.run_training(ranks=2)
+
+
+@pytest.mark.parametrize("given", [{"ranks": 0}, {"ranks": 2.5}, {"ranks": 2, "top": 0}])
+def test_numbers_of_layouts_are_whole(given):
+    with pytest.raises(ValueError, match="must be a whole number, 1 or more"):
+        hpc3d.find_layouts("gpt-serial", **given)

@@ -32,7 +32,7 @@ def bash(tmp_path_factory):
     [
         (["hpc3d", "tr"], {"train"}),
         (["hpc3d", "train", "--train.de"], {"--train.decay", "--train.decay_steps"}),
-        (["hpc3d", "train", "--train.decay", "w"], {"wsd"}),
+        (["hpc3d", "train", "--train.decay", "w"], {"wsd", "wsd-linear"}),
         (["hpc3d", "train", "--train.tf32", "t"], {"true"}),
         (["hpc3d", "simulate", "--machine", "v100"], {"v100-4x16", "v100-8x4"}),
         (["hpc3d", "plan", "gpt-4"], {"gpt-4d-64"}),

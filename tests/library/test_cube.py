@@ -55,10 +55,23 @@ def test_a_scheme_of_ones_own(matrices):
     assert cube.ranks == 8
 
 
+def test_each_rank_stores_an_equal_part(matrices):
+    x, _, _ = matrices
+    cube = Cube(x=2, y=3, z=2)
+    layout = cube.layouts()["x"]
+    blocks = cube.shard(x, layout)
+    assert [block.shape for block in blocks] == 12 * [(M // 6, K // 2)]
+    np.testing.assert_array_equal(np.vstack([blocks[0], blocks[2], blocks[4]]), x[:12, :24])
+    assert repr(cube) == "Cube(x=2, y=3, z=2): 12 ranks on threads"
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda x, w: Cube(x=0), "Cube: "),
+        (lambda x, w: Cube(x=0), "Cube: x = 0"),
+        (lambda x, w: Cube(x=2.0), r"Cube: x = 2\.0"),
+        (lambda x, w: Cube(x=32, y=32), "Cube: 1024 ranks: .* 512 "),
+        (lambda x, w: Cube(x=2, y=2).matmul(x, w, "1d"), "y = 2: .* along y; use 1"),
         (lambda x, w: Cube(x=2).matmul(x, w, "4d"), "4d: no such scheme"),
         (lambda x, w: Cube(x=5).matmul(x, w), "x .*: dim 0 has no 5 equal parts"),
         (lambda x, w: Cube().matmul(x, x), "x .* and w .*: there is no product"),

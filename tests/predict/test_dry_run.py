@@ -25,6 +25,7 @@ SMALL = ["--model.hidden", "64", "--model.heads", "8", "--train.batch", "24"]
 def test_it_says_layout_memory_and_time_and_writes_nothing(said):
     lines = said(1, *SMALL, "--ranks", "4", "--machine", "v100-4x16", "--train.steps", "1000")
     assert lines[0] == "4 ranks: x=4"
+    assert "by step 1, cosine from step 2 down to 0.0003 by step 1000" in "\n".join(lines)
     (memory,) = [line for line in lines if line.startswith("memory: ")]
     assert "a rank of v100-4x16 has 16 GB: it fits" in memory
     (time,) = [line for line in lines if line.startswith("time on v100-4x16: ")]
@@ -34,7 +35,45 @@ def test_it_says_layout_memory_and_time_and_writes_nothing(said):
 
 def test_a_machine_that_is_not_measured_has_no_time(said, monkeypatch):
     monkeypatch.setattr("hpc3d.predict.dry_run.MEASURED", "never-measured")
-    assert any("bench calibrate" in line for line in said(2, *SMALL))
+    lines = said(2, *SMALL, "--train.dtype", "float64")  # of which h100.toml has no rates
+    assert any("bench calibrate" in line for line in lines)
+
+
+def test_a_measured_machine_has_a_time_but_not_of_types_that_it_lacks(said, monkeypatch):
+    monkeypatch.setattr("hpc3d.predict.dry_run.MEASURED", "v100-4x16")
+    monkeypatch.setattr("hpc3d.limits.memory", lambda: 10**9)
+    lines = said(2, *SMALL)
+    assert any(line.startswith("time on v100-4x16: ") for line in lines)
+    assert any("this machine has 1 GB: they fit" in line for line in lines)
+    lines = said(2, *SMALL, "--train.dtype", "bfloat16")
+    assert any("v100-4x16.toml has no rates of bfloat16" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("bytes_there", "verdict"), [(10**9, "1 GB: they fit"), (10**7, "no more than 1 of 2 ")]
+)
+def test_it_says_whether_they_fit_on_this_machine(said, monkeypatch, bytes_there, verdict):
+    monkeypatch.setattr("hpc3d.limits.memory", lambda: bytes_there)
+    words = ["--mesh.p", "2", "--parallel.microbatches", "4", "--train.steps", "1000"]
+    found = {line.partition(":")[0]: line for line in said(2, *SMALL, *words)}
+    assert verdict in found["memory"]
+    assert found["by stage"].count(" MB") == 2
+    assert "optimizer" in found["of it, each kind at its own peak"]
+
+
+def test_what_a_run_would_be_refused_for_is(said, monkeypatch):
+    monkeypatch.setattr("hpc3d.limits.memory", lambda: 10**6)
+    with pytest.raises(ValueError, match=r"^model and train: 1 rank here hold"):
+        said(1, *SMALL)
+    assert said(1, *SMALL, "--machine", "h100")
+
+
+def test_a_file_of_this_machine_that_is_wrong_is_refused(said, tmp_path_factory, monkeypatch):
+    path = tmp_path_factory.mktemp("machine") / "wrong.toml"
+    path.write_text("name = 3")
+    monkeypatch.setattr("hpc3d.predict.dry_run.MEASURED", str(path))
+    with pytest.raises(ValueError, match="name: "):
+        said(1, *SMALL)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +95,7 @@ def test_without_ranks_they_are_those_of_the_mesh(said, ranks, head):
         (["--train.stepz", "1"], "train.stepz: unknown key"),
         (["--mesh.x", "3", "--ranks", "8"], "mesh: "),
         (["--data.path", "nowhere.txt"], "data.path: "),
+        (["--run.metrics_hook", "nowhere:x"], "run.metrics_hook = 'nowhere:x': "),
     ],
 )
 def test_what_is_wrong_is_refused(said, words, wrong):

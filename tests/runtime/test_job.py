@@ -1,7 +1,12 @@
 """Ranks of a job agree, refuse, and end together."""
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 
+from tests.mpi import ROOT
 from tests.runs import said
 from tests.runtime.test_launch import job
 
@@ -25,3 +30,15 @@ def test_what_some_ranks_refuse_is_said_once_and_ends_all(tmp_path):
     done, _ = job(3, "refuse_on_some", tmp_path)
     assert said(done) == ["hpc3d.test: a.key = 1: remedy"]
     assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_a_process_that_only_looked_at_mpi_starts_it():
+    code = """
+        from hpc3d.runtime.mpi_library import found
+        assert found()
+        from hpc3d import train
+        raise SystemExit(train.main(["--help"]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from hpc3d.runtime.metrics_file import NAME, MetricsFile, read, sinks_of
+from hpc3d.runtime.metrics_file import NAME, MetricsFile, MetricsReader, read, sinks_of
+from hpc3d.train import asked
 from tests.runs import wait_for
 
 
@@ -43,6 +44,32 @@ def test_a_folder_without_them_has_none(tmp_path):
     assert read(tmp_path) == []
 
 
+def test_what_is_new_is_read_and_a_line_that_is_not_whole_is_left_for_later(tmp_path):
+    reader, path = MetricsReader(tmp_path), tmp_path / NAME
+    assert reader.more() == (True, [])
+    path.write_text('{"step": 0, "loss": 5}\n{"st')
+    assert reader.more() == (True, [{"step": 0, "loss": 5}])
+    assert reader.more() == (False, [])
+    with path.open("a") as file:
+        file.write('ep": 1, "loss": 4}\nno record\n[1]\n{"step": "x"}\n\xff\n')
+    assert reader.more() == (False, [{"step": 1, "loss": 4}])
+    steps(tmp_path, [1], start=1)  # the run goes on from there
+    anew, records = reader.more()
+    assert anew and [record["step"] for record in records] == [0, 1]
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
+    (tmp_path / NAME).symlink_to("/dev/full")
+    metrics = MetricsFile.__new__(MetricsFile)
+    metrics.path, metrics.sinks = tmp_path / NAME, []
+    metrics.file = metrics.path.open("a")
+    with pytest.raises(OSError, match="No space left") as caught:
+        metrics.write(step=0)
+    assert caught.value.filename == str(tmp_path / NAME)
+    with pytest.raises(OSError, match="No space left"):
+        metrics.file.close()
+
+
 def test_what_fails_in_a_sink_is_told_once_and_the_run_goes_on(tmp_path):
     seen = []
 
@@ -57,7 +84,8 @@ def test_what_fails_in_a_sink_is_told_once_and_the_run_goes_on(tmp_path):
 
 def test_a_hook_gets_every_record(tmp_path, monkeypatch):
     (tmp_path / "my_metrics.py").write_text("got = []\ndef take(record): got.append(record)\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)  # also for `hpc3d`, which does not look here by itself
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     steps(tmp_path, range(2), sinks=sinks_of("my_metrics:take", tensorboard=False))
     assert [record["step"] for record in sys.modules["my_metrics"].got] == [0, 1]
 
@@ -66,6 +94,11 @@ def test_a_hook_gets_every_record(tmp_path, monkeypatch):
 def test_a_hook_that_is_none_is_refused(hook):
     with pytest.raises(ValueError, match=r"^run\.metrics_hook = "):
         sinks_of(hook, tensorboard=False)
+
+
+def test_train_refuses_it_before_anything_starts():
+    with pytest.raises(ValueError, match=r"^run\.metrics_hook = 'nowhere:take': Mod"):
+        asked(1, ["--run.metrics_hook", "nowhere:take"])
 
 
 def test_tensorboard_gets_every_scalar(tmp_path):

@@ -21,6 +21,7 @@ from hpc3d.checkpoints.new_run import begin
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
 from hpc3d.config.load import to_toml
+from hpc3d.training.optimizers import OPTIMIZERS
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import Tokens, config_of, trainer_of
 from tests.strided import strided
@@ -232,3 +233,35 @@ def test_losses_are_those_of_torch_in_bfloat16(kind):
         found[dtype] = torch_reference.loss(given, shape, tokens, targets).item()
     np.testing.assert_allclose(ours, found[torch.float32], rtol=2e-3)
     np.testing.assert_allclose(ours, found[torch.bfloat16], rtol=2.0**-7)
+
+
+class OneBatch(Tokens):
+    """The same batch in every step, which a model learns by heart."""
+
+    def batch(self, step):
+        return super().batch(0)
+
+
+RATES = {"lion": 1e-3, "sgd": 0.3, "muon": 0.01}
+
+
+def learned(optimizer, dtype):
+    """The losses of some steps on one batch."""
+    line = f"optimizer={optimizer} learning_rate={RATES.get(optimizer, 3e-3)} steps=4 layers=1"
+    sizes = "hidden=256 heads=16 batch=12 schedule=none microbatches=1"
+    config = config_of(f"{line} {sizes} dtype={dtype}")
+
+    def rank(mesh):
+        trainer = Trainer(mesh, config, config.model.vocabulary, OneBatch(config))
+        return [trainer.step(number).loss for number in range(config.train.steps)]
+
+    return np.array(run({}, rank)[0])
+
+
+@pytest.mark.parametrize("dtype", strided(["bfloat16", "float16"], 2))
+@pytest.mark.parametrize("optimizer", strided(OPTIMIZERS, 3, 1))
+def test_every_optimizer_trains_in_16_bits_as_in_32(optimizer, dtype):
+    """Its steps reach the values, not their master copies alone."""
+    wide, narrow = learned(optimizer, "float32"), learned(optimizer, dtype)
+    assert wide[-1] < 0.6 * wide[0], wide
+    np.testing.assert_allclose(narrow, wide, rtol=0, atol=0.02 * wide[0])

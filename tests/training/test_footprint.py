@@ -91,11 +91,17 @@ def test_what_a_node_cannot_hold_is_refused(monkeypatch):
 
 
 def test_train_refuses_it_before_a_folder_exists(tmp_path):
-    class Job:
-        size, rank = 1, 0
-
     words = ["--model.hidden", "1048576", "--model.heads", "64", "--run.out", str(tmp_path)]
-    asked = train.asked(Job(), words)
+    asked = train.asked(1, words)
     with pytest.raises(ValueError, match=r"1 rank .* GB, .* GB: "):
         train.prepare(*asked)
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_offloaded_wants_a_folder(monkeypatch, tmp_path):
+    config = load_resolved(None, ["--parallel.offload", '["optimizer"]'], 1)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    refuse_what_cannot_fit(config, 1)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"^parallel\.offload: TMPDIR = "):
+        refuse_what_cannot_fit(config, 1)

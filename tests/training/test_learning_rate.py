@@ -30,6 +30,7 @@ def cosine(part):
         ("linear", [0.5, 1, 1, 0.775, 0.55, 0.325]),
         ("constant", [0.5, 1, 1, 1, 1, 1]),
         ("wsd", [0.5, 1, 1, 1, 1, 0.1 + 0.9 * (1 - sqrt(1 / 2))]),
+        ("wsd-linear", [0.5, 1, 1, 1, 1, 0.55]),
     ],
 )
 def test_it_decays_once(decay, rates):
@@ -115,10 +116,10 @@ STAYS = (
     "1.000e-01, the lowest; for a decay over all steps give "
     "--train.decay_steps 10"
 )
-AGAIN = (
-    "the learning rate decays over 10 steps now, not 6: it was 2.318e-01 in step 5 and is "
-    "5.500e-01 in step 6"
-)
+OTHER = "the learning rate has another curve now: {} in step 6, {} in step 9"
+AGAIN = OTHER.format("5.500e-01 instead of 1.000e-01", "1.343e-01 instead of 1.000e-01")
+LAST = "the learning rate has another curve now: 1.000e+00 instead of 2.318e-01 in step 5"
+TEN = replace(LONGER, decay_steps=10)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +128,33 @@ AGAIN = (
         (TRAIN, LONGER, 4, [STAYS.format(6)]),
         (TRAIN, LONGER, 6, [STAYS.format(6)]),
         (LONGER, LONGER, 8, [STAYS.format(8)]),
-        (TRAIN, replace(LONGER, decay_steps=10), 6, [AGAIN]),
+        (TRAIN, TEN, 6, [AGAIN]),
         (TRAIN, replace(LONGER, steps=6), 4, []),
-        (replace(TRAIN, decay_steps=10), replace(LONGER, decay_steps=10), 4, []),
-        (TRAIN, replace(LONGER, decay="constant"), 6, []),
+        (replace(TRAIN, decay_steps=10), TEN, 4, []),
+        (TEN, replace(TEN, min_learning_rate=0.1, steps=8), 4, []),
+        (TRAIN, replace(TRAIN, decay="constant", cooldown=3), 5, [LAST]),
+        (replace(TEN, decay="constant"), replace(LONGER, decay="constant", steps=12), 6, []),
     ],
 )
 def test_what_the_learning_rate_does_in_a_run_that_goes_on(begun, train, done, lines):
     assert [*rate_notes(begun, train, done)] == lines
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("learning_rate", 2.0),
+        ("warmup", 3),
+        ("min_learning_rate", 0.0),
+        ("decay", "linear"),
+        ("cooldown", 3),
+        ("decay_steps", 11),
+    ],
+)
+def test_every_key_that_changes_the_curve_is_told_of(key, value):
+    """Also one that a run was begun without; 8 steps are done of 10, 2 of which cool down."""
+    begun = replace(TEN, decay="wsd")
+    changed = replace(begun, **{key: value})
+    (line,) = rate_notes(begun, changed, 8)
+    now, was = (learning_rate(train, 8) for train in (changed, begun))
+    assert f" {now:.3e} instead of {was:.3e} in step 8" in line

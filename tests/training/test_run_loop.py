@@ -38,7 +38,7 @@ class Recorded:
             self.saved = number + 1
         return self.saves
 
-    def say(self, line):
+    def say(self, line, style=""):
         self.lines.append(line)
 
     warn = say

@@ -1,6 +1,6 @@
-"""Tests whose ranks are those of the job that pytest itself runs in:
+"""Tests whose ranks are those of the job that pytest itself runs in (`make test-mpi`):
 
-    mpirun -np 8 python -m pytest --with-mpi -q tests/with_mpi
+    mpirun -n 8 python -m pytest --with-mpi --ranks 8 -q tests/with_mpi
 
 Without --with-mpi they are skipped (pytest-mpi), and MPI is not started.
 """
@@ -11,7 +11,11 @@ import pytest
 
 from hpc3d.runtime.environment import OWN_RANK, number_in, set_environment
 
-RANKS = 8
+FEW = 8  # ranks at most that multiply and train
+
+
+def pytest_addoption(parser):
+    parser.addoption("--ranks", type=int, help="how many the launcher was told to start")
 
 
 @pytest.hookimpl(trylast=True)
@@ -19,8 +23,27 @@ def pytest_configure(config):
     """Ranks share the cores, and the first one speaks for all."""
     if config.getoption("--with-mpi"):
         set_environment()
-        if number_in(OWN_RANK, 0):
+        first = not number_in(OWN_RANK, 0)
+        if said := _wrong_size(config.getoption("--ranks", None)):
+            raise pytest.UsageError(*[said] if first else [])
+        if not first:
             config.pluginmanager.unregister(name="terminalreporter")
+
+
+def _wrong_size(meant):
+    """What is wrong where the launcher and MPI do not agree on the number of ranks, or it does not
+    suit the tests; or nothing."""
+    from mpi4py import MPI
+
+    from hpc3d.runtime.mpi_library import mismatch_report
+
+    size = MPI.COMM_WORLD.size
+    if meant not in (None, size):
+        lines = f"{meant} ranks were meant, but MPI sees {size}", *mismatch_report(meant)
+        return "\n".join(lines)
+    if size not in (2, 4) and size % FEW:
+        return f"these tests run on 2, 4 or a multiple of {FEW} ranks, not on {size}"
+    return ""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -37,12 +60,18 @@ def pytest_runtest_makereport(item):
 
 
 @pytest.fixture
-def ranks():
-    """The first RANKS ranks of the job."""
+def world():
+    """All ranks of the job."""
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
-    first = world.Split(world.rank < RANKS)
-    if world.rank >= RANKS:
-        pytest.skip(f"rank {world.rank} is not one of the first {RANKS}")
-    return first
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def few(world):
+    """FEW ranks, evenly far apart so that they are on all nodes; the others skip the test."""
+    apart = max(1, world.size // FEW)
+    chosen = world.Split(world.rank % apart == 0)
+    if world.rank % apart:
+        pytest.skip(f"rank {world.rank} is not one of {FEW}")
+    return chosen

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.with_mpi.conftest import RANKS
+from tests.with_mpi.conftest import FEW
 
-pytestmark = pytest.mark.mpi(min_size=RANKS)
+pytestmark = pytest.mark.mpi(min_size=2)
 BY = pytest.mark.parametrize("transport", ["auto", "mpi"], ids="by {}".format)  # mpi is a mark
 
 
@@ -14,39 +14,47 @@ def on_ranks(ranks, sizes, transport):
     return build(sizes, ranks, transport=transport)
 
 
+# Pairs of neighbours, pairs half a job apart, and groups that go over all nodes: the last axis
+# varies fastest from rank to rank.
 @BY
-@pytest.mark.parametrize("size", [2, 8])
-def test_calls_are_those_of_numpy(size, transport, ranks):
+@pytest.mark.parametrize(("size", "order"), [(2, "dx"), (2, "xd"), (FEW, "xd")])
+def test_calls_are_those_of_numpy(size, order, transport, world):
     from tests.comm.cases import every
 
-    mesh = on_ranks(ranks, {"d": RANKS // size, "x": size}, transport)
+    size = min(size, world.size)
+    sizes = {"d": world.size // size, "x": size}
+    mesh = on_ranks(world, {axis: sizes[axis] for axis in order}, transport)
     every(mesh.comm("x"))
+
+
+CUBOIDS = {2: (1, 1, 2), 4: (2, 1, 2), 8: (2, 2, 2)}
 
 
 @BY
 @pytest.mark.parametrize("scheme", ["3d", "3d-broadcast"])
-def test_a_product_is_that_of_numpy(scheme, transport, ranks):
+def test_a_product_is_that_of_numpy(scheme, transport, few):
     from tests.tensor.cases import sizes, splits
     from tests.tensor.test_matmul import compare
 
-    mesh = on_ranks(ranks, sizes(scheme, (2, 2, 2)), transport)
+    mesh = on_ranks(few, sizes(scheme, CUBOIDS[few.size]), transport)
     mesh.splits = splits(scheme)
     compare(mesh, keeps=("xw", ""))
 
 
-LINES = """
-x=2 y=2 z=2 schedule=none microbatches=1 scheme=3d
-d=2 x=4 schedule=none microbatches=2 scheme=1d-sequence zero=1
-p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=3 zero=3
-""".strip().splitlines()
+MESHES = {  # of a mix on 2, 4 and 8 ranks
+    "schedule=none microbatches=1 scheme=3d": ("z=2", "x=2 z=2", "x=2 y=2 z=2"),
+    "schedule=none microbatches=2 scheme=1d-sequence zero=1": ("d=2", "d=2 x=2", "d=2 x=4"),
+    "schedule=zb-v chunks=2 microbatches=3 zero=3": ("p=2", "p=2 d=2", "p=2 d=2 x=2"),
+}
 
 
 @BY
-@pytest.mark.parametrize("line", LINES)
-def test_training_is_that_of_one_rank(line, transport, ranks):
+@pytest.mark.parametrize("mix", MESHES)
+def test_training_is_that_of_one_rank(mix, transport, few):
     from tests.pipeline.mixes import alone, config_of, same, serial, train
 
-    config = config_of(f"{line} steps=2")
-    wanted = serial(f"{alone(line)} steps=2".strip()) if ranks.rank == 0 else None
-    wanted = ranks.bcast(wanted)
-    same(train(on_ranks(ranks, config.mesh.sizes(), transport), config), wanted)
+    line = f"{dict(zip((2, 4, 8), MESHES[mix]))[few.size]} {mix} steps=2"
+    config = config_of(line)
+    wanted = serial(alone(line)) if few.rank == 0 else None
+    wanted = few.bcast(wanted)
+    same(train(on_ranks(few, config.mesh.sizes(), transport), config), wanted)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpc3d.analyze.export import kineto, perfetto, pipit
+from hpc3d.analyze.export import kineto, otf2_archive, perfetto, pipit
 from hpc3d.analyze.export.events import Events
 from hpc3d.analyze.metrics.columns import event_values, hosts, labels, slices
 from hpc3d.comm.grid import Grid
@@ -24,7 +24,12 @@ COLUMNS = (
     *("stage", "chunk", "group", "seq", "peer", "bytes", "count", "dtype", "flops"),
 )
 _CODED = ("category", "phase", "op", "axis", "dtype", "name")
-FORMATS = {"perfetto": perfetto.write, "pipit": pipit.write, "hta": kineto.write}
+FORMATS = {
+    "perfetto": perfetto.write,
+    "pipit": pipit.write,
+    "hta": kineto.write,
+    "otf2": otf2_archive.write,
+}
 
 
 def events_of(

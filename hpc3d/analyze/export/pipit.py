@@ -24,7 +24,7 @@ def write(events: Events, folder: Path) -> Path:
     """Write pipit.csv and return its path."""
     path = folder / "pipit.csv"
     times, enters, rows = _sequence(events)
-    names = _names(events)
+    names = [in_csv(name) for name in region_names(events)]
     ranks = events.columns["rank"].tolist()
     words = {True: "Enter", False: "Leave"}
     lines = zip(times.tolist(), enters.tolist(), rows.tolist())
@@ -46,23 +46,31 @@ def _sequence(events):
 
 
 def _of_rank(columns, rows):
-    """The rows of a rank.  Where two have one time, leaving comes first and inner events leave
-    before outer ones, but an event of no duration is entered before it is left."""
-    start, end = columns["start"][rows], columns["end"][rows]
+    """The rows of a rank, each at a time of its own."""
+    times, enters, places = visits(columns["start"][rows], columns["end"][rows])
+    count = np.arange(len(times))
+    return np.maximum.accumulate(times - count) + count, enters, rows.start + places
+
+
+def visits(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The order in which events that lie in each other, sorted by start, are entered and left.
+
+    Returns the times [2 events], whether each is an entry, and the place of the event.  Where two
+    have one time, leaving comes first and inner events leave before outer ones, but an event of
+    no duration is entered before it is left.
+    """
     place, empty = np.arange(len(start)), start == end
     times = np.concatenate([start, end])
     enters = np.arange(len(times)) < len(start)
     leaves_first = ~enters & ~np.tile(empty, 2)
     turn = np.where(leaves_first, -np.tile(place, 2), np.tile(place, 2))
     order = np.lexsort((~enters, turn, ~leaves_first, times))
-    count = np.arange(len(times))
-    distinct = np.maximum.accumulate(times[order] - count) + count
-    return distinct, enters[order], rows.start + np.tile(place, 2)[order]
+    return times[order], enters[order], np.tile(place, 2)[order]
 
 
-def _names(events):
+def region_names(events: Events) -> list[str]:
     """What each event is called: a call with the axis that it goes along."""
     columns, names = events.columns, events.names
     pairs = zip(columns["name"].tolist(), columns["axis"].tolist())
     axes = {code: f" {axis}" if axis else "" for code, axis in names["axis"].items()}
-    return [in_csv(names["name"].get(name, "") + axes.get(axis, "")) for name, axis in pairs]
+    return [names["name"].get(name, "") + axes.get(axis, "") for name, axis in pairs]

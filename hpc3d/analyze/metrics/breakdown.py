@@ -22,6 +22,7 @@ from hpc3d.analyze.metrics.columns import (
     hosts,
     labelled,
     named,
+    overlapped,
     own_time,
     slices,
 )
@@ -95,6 +96,37 @@ def rank_rows(trace: Trace, calls: CallInstances) -> list[dict[str, Any]]:
         | _parts(times, early[rank], wait[rank] if known else None)
         | {"outstanding_s": outstanding[rank]}
         for (rank, stage), times in spent.items()
+    ]
+
+
+def copy_rows(trace: Trace) -> list[dict[str, Any]]:
+    """What is copied to where arrays are offloaded and back, by name and phase: copies, their
+    bytes and seconds, and how long the rank stood still for them, exposed_s: while it copied
+    itself, or waited for what its device copied beside.
+    """
+    events = trace.events
+    alone = (events["group"] < 0) & np.isin(events["step"], trace.steps["step"])
+    copies, waits = (alone & labelled(events, "category", [name]) for name in ("copy", "wait"))
+    rows = np.flatnonzero(copies | waits)
+    if not copies.any():
+        return []
+    keys = "name", "phase"
+    kinds, kind = combinations([events[key][rows] for key in keys])
+    seconds, copied = events["dur"][rows] * 1e-9, copies[rows]
+    measures = {
+        "copies": copied,
+        "bytes": events["bytes"][rows] * copied,
+        "seconds": seconds * copied,
+        "exposed_s": seconds * ~overlapped(trace)[rows],
+    }
+    means = {
+        key: (np.bincount(kind, values, len(kinds)) / len(trace.steps)).tolist()
+        for key, values in measures.items()
+    }
+    found = [dict(zip(means, values)) for values in zip(*means.values())]
+    return [
+        what | row | {"byte_per_s": ratio(row["bytes"], row["seconds"])}
+        for what, row in zip(named(trace, keys, kinds), found)
     ]
 
 

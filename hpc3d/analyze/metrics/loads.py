@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.run_summary import outnumbered
-from hpc3d.config.load import flat
+from hpc3d.config.load import flat, literal
 from hpc3d.model.families import with_epsilon
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
 _TRAIN = ("train.batch", "train.dtype", "train.optimizer")
 _DATA = ("data.path", "data.tokenizer")
+_OF_A_STEP = ("seed", "mesh.", "parallel.", "train.", "guard.abft_every", "trace.clock")
 
 
 def load_of(trace: Trace) -> dict[str, Any] | None:
@@ -51,6 +52,24 @@ def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
         f"{label}: {line}" for trace, label in zip(traces, labels) if (line := outnumbered(trace))
     ]
     return [*filter(None, lines), *turns]
+
+
+def differing_keys(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
+    """Every other key in which the configurations of runs differ, a line each: of the layout, of
+    techniques, of the optimisation; keys that an older run has not are as by default."""
+    configs = [configuration(trace) for trace in traces]
+    if len(traces) < 2 or None in configs:
+        return []
+    known = [flat(config) for config in configs]
+    decisive = {*load_of(traces[0]), *_DATA}
+    keys = [key for key in known[0] if key not in decisive and key.startswith(_OF_A_STEP)]
+    lines = [_line(key, [_written(each[key]) for each in known], labels) for key in keys]
+    return [line for line in lines if line]
+
+
+def _written(value):
+    """A value as an input file has it, "absent" where it is not there."""
+    return "absent" if value is None else literal(value)
 
 
 def _told(trace):

@@ -10,6 +10,7 @@ import numpy as np
 from hpc3d.analyze.metrics.columns import hosts
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.steady import averaged
+from hpc3d.config.input_file import ParallelConfig
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
@@ -85,7 +86,19 @@ def _configured(config):
         f" {train.dtype}, {train.optimizer}",
         "layout": f"scheme {parallel.scheme}; schedule {parallel.schedule or 'none'},"
         f" microbatches {parallel.microbatches}, chunks {parallel.chunks}; ZeRO {parallel.zero}",
+        "techniques": "; ".join(_techniques(config)),
     }
+
+
+def _techniques(config):
+    """What is not as usual of what saves memory or bytes."""
+    usual, parallel, train = ParallelConfig(), config.parallel, config.train
+    for key in ("recompute", "keep_dtype", "offload", "reduce_dtype", "compression"):
+        if (value := getattr(parallel, key)) != getattr(usual, key):
+            listed = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+            yield f"{key} {listed}"
+    if train.product_dtype:
+        yield f"products in {train.product_dtype}, scale by {train.product_scale}"
 
 
 def _program(attrs):

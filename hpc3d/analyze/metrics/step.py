@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _KEYS = ("category", "phase", "axis", "op")
+_ROUNDING = 1e-5  # of a loss, by which two are one but for the order of sums in float32
 
 
 def time_rows(trace: Trace) -> list[dict[str, Any]]:
@@ -177,9 +178,32 @@ def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
         | run.tables["step"][0]
         | {"loss_step": step, "loss": own.get(step)}
         | {"loss_difference": _largest_difference(own, losses[0])}
+        | _peaks(run.tables["memory_ranks"])
         | _evaluated(run.tables["evaluation"])
         for run, own in zip(runs, losses)
     ]
+
+
+def _peaks(rows):
+    """Bytes of the fullest rank at one time, and of what lies outside of its memory."""
+    ranks = [row for row in rows if row["rank"] is not None]
+    peaks = {"peak_bytes": "all", "offloaded_bytes": "offloaded"}
+    most = {
+        name: max((row.get(key) or 0 for row in ranks), default=0) for name, key in peaks.items()
+    }
+    return {name: value or None for name, value in most.items()}
+
+
+def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each run whose losses are those of the first one but for rounding; `rows` are
+    those of `comparison_rows`."""
+    found = []
+    for row in rows[1:]:
+        far = row["loss_difference"]
+        if far is not None and row["loss"] is not None and far <= _ROUNDING * abs(row["loss"]):
+            how = "to the last bit" if far == 0 else f"to {far:.0e} nat"
+            found.append(f"the losses of {row['run']} are those of {rows[0]['run']}, {how}")
+    return found
 
 
 def _evaluated(rows):

@@ -36,6 +36,8 @@ _RUNS = TableSpec(
         ColumnSpec("communication_share", "communication", percent),
         ColumnSpec("communication_calls", "calls", count),
         ColumnSpec("communication_bytes", "received [B]", prefixed),
+        ColumnSpec("peak_bytes", "memory [B]", prefixed),
+        ColumnSpec("offloaded_bytes", "offloaded [B]", prefixed),
         ColumnSpec("loss_step", "loss after step", integer),
         ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
         ColumnSpec("loss_difference", "largest difference [nat]", "{:.1e}".format),

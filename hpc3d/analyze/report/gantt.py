@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.analyze.report.palette import REDUCTION, WORK
 from hpc3d.extras import need
 
 if TYPE_CHECKING:
+    from bokeh.model import Model
     from matplotlib.figure import Figure
 
     from hpc3d.analyze.metrics.pass_spans import PassSpan
@@ -25,6 +28,14 @@ _KINDS = {
     "step": ("optimiser", WORK["optimizer"]),
 }
 _WIDTH, _TEXT = 10.0, 5.5  # inches of a figure, points of the numbers in it
+_ROW = 26  # pixels of a stage on the screen
+_TOOLTIPS = [
+    ("stage", "@stage"),
+    ("pass", "@name"),
+    ("microbatch", "@label"),
+    ("begins", "@start{0,0.000} ms"),
+    ("takes", "@took{0,0.000} ms"),
+]
 
 
 class Panels(NamedTuple):
@@ -76,11 +87,11 @@ def _figure(titles):
 
 def _bars(panel, stage, row, kind):
     """The spans of one kind on one stage."""
-    height = 0.3 if split_kind(kind)[1] in ("message", "reduce") else 0.8
+    height = 0.3 if _split_kind(kind)[1] in ("message", "reduce") else 0.8
     panel.broken_barh(
         [(start, end - start) for start, end, *_ in row],
         (stage - height / 2, height),
-        facecolors=[colour_of(kind)],
+        facecolors=[_colour_of(kind)],
         edgecolors="black",
         linewidth=0.3,
         zorder=2 if height < 0.5 else 1,
@@ -91,7 +102,7 @@ def _labels(panel, stage, row, seconds):
     """The text of each span into which it fits; a point is `seconds` long, or a little more."""
     for start, end, kind, label in row:
         if label and end - start > seconds * _TEXT * (0.64 * len(label) + 0.2):
-            colour = "white" if sum(colour_of(kind)) < 1.0 else "black"
+            colour = "white" if sum(_colour_of(kind)) < 1.0 else "black"
             middle = (start + end) / 2
             panel.text(
                 middle, stage, label, ha="center", va="center", fontsize=_TEXT, color=colour
@@ -102,35 +113,94 @@ def _legend(figure, kinds):
     from matplotlib.patches import Patch
 
     patches = [
-        Patch(facecolor=colour_of(kind), edgecolor="black", linewidth=0.3, label=name_of(kind))
-        for kind in sorted(kinds, key=order_of)
+        Patch(facecolor=_colour_of(kind), edgecolor="black", linewidth=0.3, label=name_of(kind))
+        for kind in sorted(kinds, key=_order_of)
     ]
-    columns = len({split_kind(kind)[1] for kind in kinds})
+    columns = len({_split_kind(kind)[1] for kind in kinds})
     how = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
     figure.legend(handles=patches, ncols=columns, **how)
 
 
-def order_of(kind: str) -> tuple[int, int]:
+def _order_of(kind: str) -> tuple[int, int]:
     """Where a kind stands in a legend."""
-    chunk, name = split_kind(kind)
+    chunk, name = _split_kind(kind)
     return list(_KINDS).index(name), chunk
 
 
 def name_of(kind: str) -> str:
     """A kind in words."""
-    chunk, name = split_kind(kind)
+    chunk, name = _split_kind(kind)
     return _KINDS[name][0] + (f", chunk {chunk}" if chunk else "")
 
 
-def split_kind(kind: str) -> tuple[int, str]:
+def _split_kind(kind: str) -> tuple[int, str]:
     """The chunk of a kind, and the kind without it."""
     name = kind.lstrip("0123456789")
     return int(kind.removesuffix(name) or 0), name
 
 
-def colour_of(kind: str) -> tuple[float, ...]:
+def _colour_of(kind: str) -> tuple[float, ...]:
     """Red, green and blue from 0 to 1: the colour of a kind, half-way to white for each chunk."""
-    chunk, name = split_kind(kind)
+    chunk, name = _split_kind(kind)
     text = _KINDS[name][1]
     full = [int(text[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     return tuple(1 - (1 - part) * 0.5**chunk for part in full)
+
+
+# On the screen
+
+
+def on_screen(chart: Panels, empty_plot: Callable[..., Any]) -> Model:
+    """The passes of a pipeline for a page: a plot for each of the panels, which share their time;
+    `empty_plot` makes a plot."""
+    from bokeh.layouts import column
+
+    plots = []
+    for title, rows in chart.panels:
+        plot = empty_plot(130 + _ROW * len(rows), x_axis_label="time [ms]", title=fill(title, 56))
+        plot.title.update(text_font_style="normal", text_font_size="9pt")
+        _draw_passes(plot, rows)
+        plots.append(plot)
+    for plot in plots[1:]:
+        plot.x_range = plots[0].x_range
+    return column(*plots, sizing_mode="stretch_width")
+
+
+def _draw_passes(plot, rows):
+    from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
+
+    for kind, columns in sorted(_by_kind(rows).items(), key=lambda item: _order_of(item[0])):
+        thin = _split_kind(kind)[1] in ("message", "reduce")
+        red, green, blue = (round(255 * part) for part in _colour_of(kind))
+        plot.hbar(
+            y="stage",
+            left="start",
+            right="end",
+            height=0.3 if thin else 0.8,
+            color=f"#{red:02X}{green:02X}{blue:02X}",
+            line_color="#40404080",
+            line_width=0.5,
+            source=ColumnDataSource(columns),
+            legend_label=name_of(kind),
+            level="glyph" if not thin else "annotation",
+        )
+    plot.y_range = Range1d(len(rows) - 0.5, -0.5)
+    plot.yaxis.axis_label, plot.yaxis.ticker = "stage", BasicTicker(min_interval=1)
+    plot.add_tools(HoverTool(tooltips=_TOOLTIPS))
+
+
+def _by_kind(rows):
+    """{kind: columns of its passes on all stages}, times in ms."""
+    found = defaultdict(lambda: defaultdict(list))
+    for stage, row in enumerate(rows):
+        for start, end, kind, label in row:
+            values = {
+                "stage": stage,
+                "start": start * 1e3,
+                "end": end * 1e3,
+                "label": label or "-",
+            }
+            values |= {"took": (end - start) * 1e3, "name": name_of(kind)}
+            for key, value in values.items():
+                found[kind][key].append(value)
+    return found

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d import __version__
+from hpc3d.analyze.report import plot_bokeh
 from hpc3d.analyze.report.cards import cards
 from hpc3d.analyze.report.comparison_tables import OVER_RUNS
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.figure_list import Picture
-from hpc3d.analyze.report import plot_bokeh
 from hpc3d.analyze.report.packed_steps import packed
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import seconds

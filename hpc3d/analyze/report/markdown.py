@@ -31,6 +31,8 @@ _NOTES = {
 def page(report: Report) -> str:
     """The text of a Report."""
     sections = ["# Report", _MEANS, *_listed("Before these runs are compared:", report.notes)]
+    sections += _listed("They also differ in:", report.keys)
+    sections += _listed("Losses:", report.curves)
     for spec in OVER_RUNS:
         sections += _section("##", spec, report.tables[spec.name])
     for run in report.runs:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines
-from hpc3d.analyze.report.gantt import Panels
-from hpc3d.analyze.report.page.pipeline_screen import panels
+from hpc3d.analyze.report.gantt import Panels, on_screen
 from hpc3d.analyze.report.palette import PATH, RUNS, UNRECORDED
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes, rest
 
@@ -154,7 +153,7 @@ def _heat(chart: Heat):
 
 @draw.register
 def _panels(chart: Panels):
-    plot = panels(chart, _plot)
+    plot = on_screen(chart, _plot)
     for each in plot.children:
         _legend(each)
     return plot

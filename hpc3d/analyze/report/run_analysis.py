@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.breakdown import breakdown, imbalance_rows, memory_rows, rank_rows
+from hpc3d.analyze.metrics.breakdown import (
+    breakdown,
+    copy_rows,
+    imbalance_rows,
+    memory_rows,
+    rank_rows,
+)
 from hpc3d.analyze.metrics.bubble import bubble_rows
 from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
 from hpc3d.analyze.metrics.compare import difference_rows, gain_rows, run_row, scaling_rows
@@ -22,7 +28,7 @@ from hpc3d.analyze.metrics.expert_loads import (
     loads_of,
     router_rows,
 )
-from hpc3d.analyze.metrics.loads import notes
+from hpc3d.analyze.metrics.loads import differing_keys, notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import (
@@ -37,6 +43,7 @@ from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.analyze.metrics.step import (
     between_rows,
     comparison_rows,
+    equal_curves,
     evaluation_rows,
     loss_rows,
     median_step,
@@ -89,11 +96,14 @@ class RunAnalysis:
 
 
 class Report(NamedTuple):
-    """Runs, the tables that are over all of them, and what one must know to compare them."""
+    """Runs, the tables that are over all of them, what one must know to compare them, the other
+    keys in which they differ, and whose losses are alike, a line each."""
 
     runs: list
     tables: dict
     notes: list
+    keys: list
+    curves: list
 
 
 def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
@@ -110,7 +120,9 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
             for trace, run in zip(steady[1:], runs[1:])
             for row in difference_rows(steady[0], trace)
         ]
-    found = tables, notes(traces, [run.label for run in runs])
+    labels = [run.label for run in runs]
+    said = notes(traces, labels), differing_keys(traces, labels), equal_curves(tables["runs"])
+    found = tables, *said
     return Report(runs, *plain_in(found))
 
 
@@ -131,18 +143,14 @@ def analyze_run(
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
     wrong = violations(trace)  # before calls_of, for each takes half of the memory
     steady = Steady(trace)
-    step = median_step(steady) if step is None else step
-    calls = calls_of(steady)
+    step, calls = median_step(steady) if step is None else step, calls_of(steady)
     matrices, loads = _matrices(trace, calls), loads_of(trace)
     stages, panels = pipeline_of_step(trace, step)
     tables = {
-        **_of_time(steady, calls, peak),
         **_of_all_steps(trace),
-        **_of_traffic(calls, matrices),
-        **_of_experts(steady, loads, calls),
+        **_of_mean_step(steady, calls, peak, matrices, loads),
         "pipeline": stages,
         "bubble": _bubble(trace, step) if stages else [],
-        **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
     }
     attrs, drawn, more = trace.attrs, None, []
     missing = [line for line in attrs["missing"].split("\n") if line]
@@ -161,12 +169,6 @@ def analyze_run(
     return RunAnalysis(*plain_in(what), plain_lines(attrs["config"]), *plain_in(found), *drawn_of)
 
 
-def _dropped(trace):
-    """A line where ranks have dropped events."""
-    if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
-        yield _DROPPED.format(ranks=_ranks(dropped))
-
-
 def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
     """The runs with their ids in those labels that several of them have, and with their places
     where this is one run twice."""
@@ -180,11 +182,27 @@ def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
     ]
 
 
+def _dropped(trace):
+    """A line for ranks whose events were not all kept."""
+    if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
+        yield _DROPPED.format(ranks=_ranks(dropped))
+
+
 def _ranks(numbers):
     """Ranks as text, the first of many."""
     shown = ", ".join(map(str, numbers[:8].tolist()))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"rank{'s'[: len(numbers) > 1]} {shown}{more}"
+
+
+def _of_mean_step(steady, calls, peak, matrices, loads):
+    """The tables of averages, and those of one time without rows."""
+    return {
+        **_of_time(steady, calls, peak),
+        **_of_traffic(calls, matrices),
+        **_of_experts(steady, loads, calls),
+        **{name: [] for name in ("path", "waits", "stragglers", "collectives")},
+    }
 
 
 def _of_time(trace, calls, peak):
@@ -197,6 +215,7 @@ def _of_time(trace, calls, peak):
         "layers": breakdown(trace, ("layer", "phase", "category")),
         "ranks": rank_rows(trace, calls),
         "imbalance": imbalance_rows(trace),
+        "copies": copy_rows(trace),
     }
 
 

@@ -235,6 +235,19 @@ _BUBBLE = TableSpec(
         ColumnSpec("drain_s", "drain [ms]", milliseconds),
     ),
 )
+_COPIES = TableSpec(
+    "copies",
+    "Copies of what is offloaded",
+    (
+        ColumnSpec("name", "what"),
+        PHASE,
+        ColumnSpec("copies", "copies", count),
+        ColumnSpec("bytes", "copied [B]", prefixed),
+        _SECONDS,
+        ColumnSpec("byte_per_s", "rate [B/s]", prefixed),
+        ColumnSpec("exposed_s", "exposed [ms]", milliseconds),
+    ),
+)
 _MEMORY = TableSpec(
     "memory",
     "Memory",
@@ -359,5 +372,5 @@ OF_A_RUN = (
     *(_COLLECTIVES, _TRAFFIC, _CROSSING, _CROSSING_PAIRS),
     *(_PIPELINE, _BUBBLE),
     *(_EXPERT_COST, _EXPERTS, _ROUTERS, _EXCHANGES),
-    *(_MEMORY, _MEMORY_RANKS),
+    *(_MEMORY, _MEMORY_RANKS, _COPIES),
 )

@@ -189,4 +189,8 @@ it. The kind all is what a rank held at one time, which decides whether a run fi
 of different kinds need not be at one time, so it is at most their sum.""",
     "memory_ranks": """\
 The highest peak of each kind on each rank; the last row sums over the ranks.""",
+    "copies": """\
+What is copied to where arrays are offloaded (`what` offload) and back (fetch), a rank and step.
+`exposed [ms]` is how long the rank stands still for it: all of the time where it copies itself,
+and what it waits where its device copies beside what it computes.""",
 }

@@ -32,8 +32,11 @@ def _one(run: RunAnalysis) -> Iterator[str]:
 
 
 def _several(report: Report) -> Iterator[str]:
-    for line in report.notes[:4]:
+    for line in report.notes[:3]:
         yield f"compare with care: {line}"
+    for line in report.keys[:3]:
+        yield line
+    yield from report.curves[:2]
     for run in report.runs:
         values = {title: value for title, value, _ in cards(run)}
         numbers = ", ".join(f"{key} {values[key]}" for key in _OF_SEVERAL if key in values)

@@ -12,13 +12,14 @@ from hpc3d.analyze.report.table_format import seconds
 
 _Rows = Sequence[Mapping[str, Any]]
 _LEAST = 0.05  # the share of a step from which on a part of it is told
+_NOTHING = 1e-9  # the share of a step that rounding may leave
 _NEAR = 0.1  # by which a measured step may differ from its prediction and be as predicted
 _WORK = {"gemm": "products", "attention": "attention"}
 
 
 def verdict(tables: Mapping[str, _Rows]) -> list[str]:
     """Sentences about a run, the first one what a step is, from the tables of its report."""
-    parts = _means(tables["ranks"])
+    parts = _means(tables["ranks"]) | _offloading(tables)
     return [_made_of(parts), *_lever(tables, parts), *_predicted(tables["prediction"])]
 
 
@@ -30,16 +31,29 @@ def _means(ranks: _Rows) -> dict[str, float | None]:
     }
 
 
+def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
+    """Time in which ranks copied what is offloaded, and in which they waited for such copies."""
+    alone = [row for row in tables["time"] if tables["copies"] and not row["axis"]]
+    return {
+        key: sum(row["seconds"] for row in alone if row["category"] == category)
+        for key, category in (("own_copies_s", "copy"), ("copy_wait_s", "wait"))
+    }
+
+
 def _made_of(parts: Mapping[str, float | None]) -> str:
     """Computation, communication and its waiting, and what no event accounts for."""
     step = parts["step_s"]
-    calls = parts["exposed_s"] + parts["copy_s"]
+    offload = parts["own_copies_s"] + parts["copy_wait_s"]
+    calls = parts["exposed_s"] + parts["copy_s"] - offload
     said = [f"{_share(parts['compute_s'], step)} of a step is computation"]
-    if calls:
+    if calls > _NOTHING * step:
         waiting = ""
         if parts["wait_s"] is not None:
-            waiting = f", {_share(parts['wait_s'], calls)} of it waiting for others"
+            waits = parts["wait_s"] - parts["copy_wait_s"]
+            waiting = f", {_share(waits, calls)} of it waiting for others"
         said.append(f"{_share(calls, step)} communication{waiting}")
+    if offload > _LEAST * step:
+        said.append(f"{_share(offload, step)} copies of what is offloaded")
     for key, name in (("unrecorded_s", "between events"), ("other_s", "other work")):
         if parts[key] > _LEAST * step:
             said.append(f"{_share(parts[key], step)} {name}")
@@ -54,6 +68,8 @@ def _lever(tables: Mapping[str, _Rows], parts: Mapping[str, float | None]) -> It
             levers[_WORK.get(row["op"], "elementwise work")] += row["seconds"]
         elif row["category"] in ("comm", "wait") and row["axis"]:
             levers[_call(row)] += row["seconds"]
+    if offload := parts["own_copies_s"] + parts["copy_wait_s"]:
+        levers["copies of what is offloaded"] = offload
     if levers:
         name = max(levers, key=levers.__getitem__)
         waits = sum(row["wait_s"] for row in tables["waits"] if _call(row) == name)

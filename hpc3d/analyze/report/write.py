@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc3d.analyze.report import figure_list, markdown, plot_matplotlib, table_format
+from hpc3d.analyze.report import figure_list, html, markdown, plot_matplotlib, table_format
 from hpc3d.analyze.report.comparison_tables import OVER_RUNS, RUN
-from hpc3d.analyze.report import html
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report
+
+log = logging.getLogger(__name__)
 
 _FILES, _FOLDERS = ("report.html", "report.md"), ("figures", "tables", "exports")
 
@@ -37,15 +39,17 @@ def write(report: Report, out: Path, tables_only: bool = False) -> None:
     (out / "report.md").write_text(text, encoding="utf-8")
     if found:
         _draw(found, out / "figures")
+        log.info("writing the page")
         page = html.page(report, found, out / "figures")
         (out / "report.html").write_text(page, encoding="utf-8")
 
 
 def _draw(found, folder):
     folder.mkdir(exist_ok=True)
-    for named in found:
-        for name, picture in named.items():
-            plot_matplotlib.save(plot_matplotlib.draw(picture.chart), folder / name)
+    pictures = [each for named in found for each in named.items()]
+    for number, (name, picture) in enumerate(pictures, 1):
+        log.info("drawing figure %d of %d", number, len(pictures))
+        plot_matplotlib.save(plot_matplotlib.draw(picture.chart), folder / name)
 
 
 def _write_tables(report, folder):

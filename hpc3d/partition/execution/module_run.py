@@ -48,6 +48,7 @@ from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
 from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.host_map import homes_of
+from hpc3d.runtime.metrics_file import sinks_of
 from hpc3d.runtime.stop_request import Stop
 from hpc3d.training import run_folder
 from hpc3d.training.run_loop import RunningJob, RunPlan, equipped, trained
@@ -135,6 +136,7 @@ def _model(plan):
 def _prepare(asked, model):
     """Rank 0: settle the configuration, and make the folder or take up that of a run."""
     config, resumed, changed = configuration(asked, model), asked.resumed, []
+    sinks_of(config.run.metrics_hook, config.run.tensorboard)
     program_of(config)
     if resumed:
         lock = run_folder.claim(resumed)

@@ -80,6 +80,7 @@ class Search:
         self.estimator = Estimator(vocabulary, machine)
         self.bounds = Bounds(self.base, ranks, vocabulary, machine)
         self.candidates = Candidates(self.estimator, ranks, memory)
+        self.allowed = 0  # how many candidates there are
 
     def run(self, top: int, most: int) -> Found:
         """The Found of all layouts; no more than `most` costs are measured for it.
@@ -95,6 +96,7 @@ class Search:
             log.info("%d sizes of a mesh, so far with p = %d of %d", len(candidates), p, last)
         if not candidates:
             raise ValueError(self._refusal())
+        self.allowed = len(candidates)
         self.calibrate(candidates)
         groups, others = shortlists(candidates)
         groups.sort(key=lambda group: self.bounds.least(group[0]))
@@ -127,7 +129,9 @@ class Search:
             return _REACH * self.limit(found.timed, 1)
 
         near = [each.best for each in found.timed if each.fits and each.best.seconds < limit()]
-        for turn in zip_longest(*(self.candidates.every(best, limit) for best in near)):
+        turns = zip_longest(*(self.candidates.every(best, limit) for best in near))
+        for count, turn in enumerate(turns, 1):
+            log.info("looking for more in the best %d sizes, turn %d", len(near), count)
             for number, more in enumerate(turn):
                 candidate, offers, *_ = found.timed[number]
                 found.timed[number] = self._offered(candidate, [*offers, *(more or ())])
@@ -145,7 +149,8 @@ class Search:
         elif self._spent(most) and found.timed:
             found.left.append(candidate)
         else:
-            log.info("%d sizes of a mesh timed, %d cut", len(found.timed), len(found.cut))
+            counts = len(found.timed), len(found.cut), self.allowed
+            log.info("%d sizes of a mesh timed, %d cut, of %d", *counts)
             found.timed.append(self.timed(candidate))
             return found.timed[-1].best.seconds if found.timed[-1].fits else inf
         return inf

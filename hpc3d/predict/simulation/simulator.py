@@ -133,7 +133,8 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
     if not program.asynchronous:
         replay_passes(trainer.engine, config, mesh, ledger, clock, program)
     for number in range(_SECOND + 1):
-        log.info("stage %d of %d: step %d", peers.rank + 1, config.mesh.p, number)
+        of = peers.rank + 1, config.mesh.p, number + 1, _SECOND + 1
+        log.info("simulating stage %d of %d, step %d of %d", *of)
         ledger.count, busy, wired = 0, clock.busy, clock.wired
         trainer.step(number)
     axes = [group["axis"] for group in ledger.header["groups"]]

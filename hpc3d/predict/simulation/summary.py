@@ -115,12 +115,18 @@ def memory(runs: Sequence[StageRun], here: int, machine: Machine) -> dict[str, A
 
 def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
     """{axis: {operation: {"calls", "bytes"}}} of a rank."""
+    found = {}
+    for (axis, op), (calls, received) in sorted(moved_by(run.rows, run.axes).items()):
+        found.setdefault(axis, {})[op] = {"calls": calls, "bytes": received}
+    return found
+
+
+def moved_by(rows: np.ndarray, axes: Sequence[str]) -> dict[tuple[str, str], tuple[int, int]]:
+    """{(axis, operation): (calls, bytes received)} of rows of /events, whose groups are along
+    `axes`."""
     calls, received = Counter(), Counter()
-    for row in run.rows[run.rows["category"] == COMM]:
-        key = run.axes[row["group"]], OP[row["op"]]
+    for row in rows[rows["category"] == COMM]:
+        key = axes[row["group"]], OP[row["op"]]
         calls[key] += 1
         received[key] += int(row["bytes"])
-    found = {}
-    for axis, op in sorted(calls):
-        found.setdefault(axis, {})[op] = {"calls": calls[axis, op], "bytes": received[axis, op]}
-    return found
+    return {key: (calls[key], received[key]) for key in calls}

@@ -4,7 +4,13 @@ from collections import Counter
 
 import pytest
 
-from hpc3d.analyze.metrics.breakdown import breakdown, imbalance_rows, memory_rows, rank_rows
+from hpc3d.analyze.metrics.breakdown import (
+    breakdown,
+    copy_rows,
+    imbalance_rows,
+    memory_rows,
+    rank_rows,
+)
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.trace import schema
 from tests.analyze.naps import trained
@@ -269,3 +275,26 @@ def test_many_ranks_are_broken_down_as_the_formula_says(tmp_path):
     assert rows["compute",] + rows["comm",] == pytest.approx(20 * 0.1)
     first, *_ = rank_rows(trace, calls_of(trace))
     assert first["compute_s"] == pytest.approx(sum(60e-6 + i * 13 % 11 * 1e-6 for i in range(20)))
+
+
+def test_copies_are_exposed_where_the_rank_stands_still(tmp_path):
+    """Rank 0 copies for 2 ms itself; the device of rank 1 copies for 4 ms, and it waits for 1."""
+    copy = {"op": "none", "group": -1, "name": 0}
+    rows = [
+        row(0, 0, 2, "copy", bytes=1000, **copy),
+        row(1, 0, 4, "copy", bytes=3000, stream=4, **copy),
+        row(1, 4, 5, "wait", stream=1, **copy),
+        call(1, "all_gather", 5, 9, 0),
+    ]
+    steps = {(0, 0): (0, 10), (1, 0): (0, 10)}
+    with by_hand(tmp_path / "trace.h5", rows, steps, GROUPS) as trace:
+        (found,) = copy_rows(trace)
+    assert found == {
+        **{"name": "event", "phase": "forward", "copies": 1, "bytes": 2000},
+        **{"seconds": pytest.approx(3e-3), "exposed_s": pytest.approx(1.5e-3)},
+        "byte_per_s": pytest.approx(2000 / 3e-3),
+    }
+
+
+def test_no_copies_no_table(hand):
+    assert copy_rows(hand) == []

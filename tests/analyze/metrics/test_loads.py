@@ -1,7 +1,10 @@
 """What runs differ in is said before they are compared."""
 
+from types import SimpleNamespace
+
 import h5py
 
+from hpc3d.analyze.metrics.loads import differing_keys
 from hpc3d.trace.merge import merge
 from tests.analyze.report.by_hand import reported, write_run
 
@@ -29,3 +32,20 @@ def test_what_runs_differ_in_is_said_before_they_are_compared(tmp_path, capsys):
     assert [row["speedup"] for row in found["scaling"]] == [1, None]
     text = (tmp_path / "out" / "report.md").read_text()
     assert f"Before these runs are compared:\n\n* {found['notes'][0]}\n" in text
+
+
+def test_every_other_key_that_differs_is_told():
+    texts = {
+        "one": "[mesh]\nx = 2\n",
+        "two": '[mesh]\nx = 2\nd = 2\n[parallel]\nkeep_dtype = "int8"\nzero = 1\n'
+        '[run]\nout = "a"\n',
+    }
+    traces = [SimpleNamespace(attrs={"config": text}) for text in texts.values()]
+    assert differing_keys(traces, [*texts]) == [
+        "mesh.d differs: 1 in one; 2 in two",
+        "parallel.zero differs: 0 in one; 1 in two",
+        'parallel.keep_dtype differs: absent in one; "int8" in two',
+    ]
+    assert differing_keys(traces[:1], ["one"]) == []
+    unknown = SimpleNamespace(attrs={"config": ""})
+    assert differing_keys([traces[0], unknown], [*texts]) == []

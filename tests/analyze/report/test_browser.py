@@ -5,9 +5,9 @@ import io
 import numpy as np
 import pytest
 
-from hpc3d.analyze.report.write import write
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import KINDS
+from hpc3d.analyze.report.write import write
 from tests.analyze.naps import trained
 from tests.analyze.report.browser import browser, chromium
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hpc3d.analyze.metrics.pass_spans import spans
-from hpc3d.analyze.report.gantt import draw_gantt, gantt
+from hpc3d.analyze.report import plot_bokeh
+from hpc3d.analyze.report.gantt import Panels, draw_gantt, gantt
 from hpc3d.analyze.report.palette import WORK
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
@@ -80,3 +81,15 @@ def test_the_file_is_a_picture(tmp_path):
     for colour in (WORK["forward"], WORK["backward"]):
         wanted = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
         assert (np.abs(picture - wanted).max(axis=-1) < 0.01).sum() > 1000
+
+
+def test_on_the_screen_panels_share_their_time_and_say_what_a_pass_is():
+    above, below = plot_bokeh.draw(Panels([("measured", MEASURED), ("ideal", MEASURED)])).children
+    assert above.x_range is below.x_range
+    assert [above.title.text, below.title.text] == ["measured", "ideal"]
+    drawn = {each.data_source.data["name"][0]: each for each in above.renderers}
+    assert drawn["forward"].data_source.data["stage"] == [0, 1]
+    assert drawn["forward"].data_source.data["end"] == [1000, 2400]
+    assert drawn["message"].data_source.data["label"] == ["-"]
+    assert drawn["message"].glyph.height < drawn["forward"].glyph.height
+    assert {item.label.value for item in above.legend[0].items} == {*drawn}

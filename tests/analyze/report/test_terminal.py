@@ -46,5 +46,6 @@ def test_ranks_that_take_turns_are_told(found):
 def test_several_runs_have_a_line_each(found):
     *_, both = found
     said = lines(both)
-    assert len(said) == 2 and all(": step 10.0 ms" in line for line in said)
+    assert "to the last bit" in said[0]
+    assert len(said) == 3 and all(": step 10.0 ms" in line for line in said[1:])
     assert len(lines(both._replace(runs=both.runs * 10))) == 12

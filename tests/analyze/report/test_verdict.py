@@ -32,6 +32,7 @@ def tables(ranks=None, **given):
         ],
         "stragglers": [{"rank": 3, "imposed_s": 0.2, "straggler": "no"}],
         "prediction": [],
+        "copies": [],
     }
     return found | given
 
@@ -89,3 +90,15 @@ def test_a_rank_that_is_late_is_named():
 def test_a_prediction_is_compared(measured, said):
     rows = [{"quantity": "step_s", "predicted": 1.0, "measured": measured}]
     assert verdict(tables(prediction=rows))[-1].endswith(f", {said}.")
+
+
+def test_copies_of_what_is_offloaded_are_no_communication():
+    """Of 0.3 s the rank copies 0.2 s itself, and waits 0.1 s for copies beside."""
+    alone = rank(compute_s=0.6, wait_s=0.1, transfer_s=0.0, copy_s=0.2)
+    time = [spent("compute", "", "gemm", 0.25), spent("compute", "", "norm", 0.25)]
+    time += [spent("copy", "", "none", 0.2), spent("wait", "", "none", 0.1)]
+    given = {"time": time, "waits": [], "copies": [{"name": "fetch"}]}
+    assert verdict(tables([alone], **given)) == [
+        "60% of a step is computation; 30% copies of what is offloaded; 9% between events.",
+        "The largest lever: copies of what is offloaded, 30% of a step.",
+    ]

@@ -1,0 +1,254 @@
+"""The Open Trace Format 2, which Vampir and the other tools around Score-P read.
+
+A location is a stream of a rank, a location group a rank, and a node of the system tree a host;
+regions are events, calls with the axis that they go along.  Groups of ranks are communicators, and
+calls have the records that MPI's have: blocking ones where a call was waited for as soon as it was
+made, otherwise a request where it was posted and its completion where it ends.  The tag of a
+message is its number.  A metric adds up the bytes and the FLOP of each location, and attributes
+say where in a step an event was.  Where ranks have no time in common there are no records of MPI,
+which would relate them.
+
+The bindings: https://perftools.pages.jsc.fz-juelich.de/cicd/otf2/tags/latest/python/
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpc3d.analyze.export.pipit import region_names, visits
+from hpc3d.analyze.metrics.collectives import ITEMSIZE
+from hpc3d.trace.schema import STREAM
+
+if TYPE_CHECKING:
+    from hpc3d.analyze.export.events import Events
+
+_COLLECTIVES = {
+    "all_gather": "ALLGATHER",
+    "reduce_scatter": "REDUCE_SCATTER",
+    "all_reduce": "ALLREDUCE",
+    "broadcast": "BCAST",
+    "reduce": "REDUCE",
+    "all_to_all": "ALLTOALL",
+    "barrier": "BARRIER",
+}
+_ROLES = {
+    **dict.fromkeys(_COLLECTIVES, "COLL_ALL2ALL"),
+    "broadcast": "COLL_ONE2ALL",
+    "reduce": "COLL_ALL2ONE",
+    "barrier": "BARRIER",
+    "send": "POINT2POINT",
+    "recv": "POINT2POINT",
+}
+_WHERE = ("step", "layer", "microbatch", "stage", "chunk")
+_ENTER, _REQUEST, _LEAVE = range(3)  # what happens at a time
+
+
+def write(events: Events, folder: Path) -> Path:
+    """Write the folder otf2, in which trace.otf2 is what to open, and return its path."""
+    import otf2
+
+    path = folder / "otf2"
+    with otf2.writer.open(str(path), "trace", timer_resolution=10**9) as archive:
+        archive.creator = "hpc3d"
+        if not events.one_time:
+            archive.description = "Each rank counted its own CPU time."
+        definitions = _Definitions(otf2, archive.definitions, events)
+        for (rank, stream), location in definitions.locations.items():
+            own = events.rows[rank].start + np.flatnonzero(
+                events.columns["stream"][events.rows[rank]] == stream
+            )
+            writer = archive.event_writer_from_location(location)
+            _Records(definitions, writer).write(own)
+    return path
+
+
+class _Definitions:
+    """What the records of an archive refer to."""
+
+    def __init__(self, otf2: Any, registry: Any, events: Events) -> None:
+        self.otf2, self.registry, self.events = otf2, registry, events
+        self.names = region_names(events)
+        self.regions: dict[tuple, Any] = {}
+        self.locations = dict(self._locations())
+        self.communicators = self._communicators()
+        self.place = {
+            (number, rank): place
+            for number, group in enumerate(events.groups)
+            for place, rank in enumerate(group.members)
+        }
+        self.where = {key: registry.attribute(key, "", otf2.Type.INT64) for key in _WHERE}
+        self.phase = registry.attribute("phase", "", otf2.Type.STRING)
+        self.metric = self._metric()
+
+    def _locations(self):
+        """{(rank, stream): location}; calls belong to the first of a rank."""
+        registry, kinds = self.registry, self.otf2.LocationType
+        machine = registry.system_tree_node("hosts", "machine")
+        for rank, rows in enumerate(self.events.rows):
+            host = self.events.hosts.get(rank) or "host"
+            node = registry.system_tree_node(host, "node", machine)
+            axes = (axis for axis, _ in self.events.axes)
+            place = [f"{axis}={at}" for axis, at in zip(axes, self.events.coords[rank])]
+            process = registry.location_group(
+                " ".join([f"rank {rank}", *place]), system_tree_parent=node
+            )
+            for stream in np.unique(self.events.columns["stream"][rows]).tolist() or [0]:
+                kind = kinds.ACCELERATOR_STREAM if stream else kinds.CPU_THREAD
+                name = STREAM[stream] if stream < len(STREAM) else f"stream {stream}"
+                label = f"rank {rank}, {name}"
+                yield (rank, stream), registry.location(label, type=kind, group=process)
+
+    def _communicators(self):
+        """One for each group of the trace, within that of all ranks."""
+        registry, kinds = self.registry, self.otf2.GroupType
+        first: dict[int, Any] = {}
+        for (rank, _), location in self.locations.items():
+            first.setdefault(rank, location)
+        mpi = self.otf2.Paradigm.MPI
+
+        def communicator(name, members, parent):
+            group = registry.group(name, kinds.COMM_GROUP, mpi, members=members)
+            return registry.comm(name, group, parent)
+
+        everyone = tuple(first.values())
+        registry.group("ranks", kinds.COMM_LOCATIONS, mpi, members=everyone)
+        whole = communicator("all ranks", everyone, None)
+        return [
+            communicator(
+                f"axis {axis}: {' '.join(map(str, members))}",
+                tuple(first[rank] for rank in members),
+                whole,
+            )
+            for axis, members in self.events.groups
+        ]
+
+    def _metric(self):
+        """Bytes and FLOP of a location from its start on."""
+        otf2 = self.otf2
+        how = otf2.MetricType.USER, otf2.MetricMode.ACCUMULATED_START
+        member = self.registry.metric_member
+        moved = member("bytes", "received, sent or copied", *how, otf2.Type.UINT64, unit="B")
+        computed = member("operations", "floating point", *how, otf2.Type.DOUBLE, unit="FLOP")
+        return self.registry.metric_class((moved, computed), otf2.MetricOccurrence.SYNCHRONOUS)
+
+    def region(self, number: int, op: str) -> Any:
+        """The region of an event; one for all of its name and operation."""
+        key = self.names[number], op
+        if key not in self.regions:
+            role = getattr(self.otf2.RegionRole, _ROLES.get(op, "FUNCTION"))
+            paradigms = self.otf2.Paradigm
+            paradigm = paradigms.MPI if op in _ROLES else paradigms.USER
+            self.regions[key] = self.registry.region(key[0], region_role=role, paradigm=paradigm)
+        return self.regions[key]
+
+
+class _Records:
+    """Writes what happened at a location."""
+
+    def __init__(self, definitions: _Definitions, writer: Any) -> None:
+        self.definitions, self.writer = definitions, writer
+        self.total = [0, 0.0]  # bytes and FLOP
+
+    def write(self, own: np.ndarray) -> None:
+        """The records of events, by their numbers."""
+        columns = _of_location(self.definitions.events, own)
+        lists = {key: values.tolist() for key, values in columns.items()}
+        rows = [dict(zip(lists, values)) for values in zip(*lists.values())]
+        acts = self._enter, self._request, self._leave
+        for time, act, place in zip(*(each.tolist() for each in _sequence(columns))):
+            acts[act](time, rows[place])
+
+    def _enter(self, time, row):
+        region = self.definitions.region(row["number"], row["name_of_op"])
+        self.writer.enter(time, region, attributes=self._attributes(row))
+        if row["is_call"] and not row["early"]:
+            if row["name_of_op"] == "send":
+                self.writer.mpi_send(time, *self._message(row))
+            elif row["name_of_op"] in _COLLECTIVES:
+                self.writer.mpi_collective_begin(time)
+
+    def _request(self, time, row):
+        """A call that is made before it is waited for."""
+        if row["name_of_op"] == "send":
+            self.writer.mpi_isend(time, *self._message(row), row["number"])
+        elif row["name_of_op"] == "recv":
+            self.writer.mpi_irecv_request(time, row["number"])
+        elif row["name_of_op"] in _COLLECTIVES:
+            self.writer.non_blocking_collective_request(time, row["number"])
+
+    def _leave(self, time, row):
+        if row["is_call"]:
+            self._complete(time, row)
+        if row["bytes"] or row["flops"]:
+            self.total = [self.total[0] + row["bytes"], self.total[1] + row["flops"]]
+            self.writer.metric(time, self.definitions.metric, self.total)
+        self.writer.leave(time, self.definitions.region(row["number"], row["name_of_op"]))
+
+    def _complete(self, time, row):
+        """The end of a call."""
+        op, early, request = row["name_of_op"], row["early"], (row["number"],) * row["early"]
+        if op == "send" and early:
+            self.writer.mpi_isend_complete(time, *request)
+        elif op == "recv":
+            receive = self.writer.mpi_irecv if early else self.writer.mpi_recv
+            receive(time, *self._message(row), *request)
+        elif op in _COLLECTIVES:
+            writer = self.writer
+            end = writer.non_blocking_collective_complete if early else writer.mpi_collective_end
+            end(time, *self._collective(row), *request)
+
+    def _message(self, row):
+        """Peer, communicator, tag and bytes."""
+        group = row["group"]
+        communicator = self.definitions.communicators[group]
+        return self._peer(row), communicator, row["seq"], row["bytes"]
+
+    def _collective(self, row):
+        """Operation, communicator, root, and bytes sent and received."""
+        op = getattr(self.definitions.otf2.CollectiveOp, _COLLECTIVES[row["name_of_op"]])
+        communicator = self.definitions.communicators[row["group"]]
+        return op, communicator, self._peer(row), row["sent"], row["bytes"]
+
+    def _peer(self, row):
+        """The place of a peer or root in the group."""
+        none = self.definitions.otf2.CollectiveRoot.NONE
+        return self.definitions.place.get((row["group"], row["peer"]), none)
+
+    def _attributes(self, row):
+        known = self.definitions
+        found = {known.where[key]: row[key] for key in _WHERE if row[key] >= 0}
+        return found | {known.phase: known.events.names["phase"].get(row["phase"], "")}
+
+
+def _of_location(events, own):
+    """The columns of some events, and what their records need."""
+    columns = {key: values[own] for key, values in events.columns.items()}
+    columns["number"] = own
+    columns["posted"] = np.clip(columns["posted"], 0, columns["start"])
+    columns["is_call"] = (columns["group"] >= 0) & (columns["seq"] >= 0) & events.one_time
+    columns["early"] = columns["is_call"] & (columns["posted"] < columns["start"])
+    op, dtype = (
+        [events.names[key].get(code, "") for code in columns[key].tolist()]
+        for key in ("op", "dtype")
+    )
+    columns["name_of_op"] = np.array(op, object)
+    columns["sent"] = columns["count"] * np.array([ITEMSIZE.get(name, 0) for name in dtype], int)
+    return columns
+
+
+def _sequence(columns):
+    """Times, what happens then, and to which event, in order."""
+    times, enters, places = visits(columns["start"], columns["end"])
+    early = np.flatnonzero(columns["early"])
+    early = early[np.argsort(columns["posted"][early], kind="stable")]
+    posted = columns["posted"][early]
+    at = np.searchsorted(times, posted, "right")
+    acts = np.where(enters, _ENTER, _LEAVE)
+    return (
+        np.insert(times, at, posted),
+        np.insert(acts, at, _REQUEST),
+        np.insert(places, at, early),
+    )

@@ -1,0 +1,130 @@
+"""The tokenizer of a run, in the files of Hugging Face beside its config.toml: generation and
+export need no text, and whoever imports a model takes its tokenizer along.
+
+A run on bytes has no such files: its config.toml says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc3d import files
+from hpc3d.checkpoints.hf_settings import TOKENIZER_FILES
+from hpc3d.config.load import load
+from hpc3d.data.tokenizer import END_NAME, BpeTokenizer, ByteTokenizer, same_rules
+from hpc3d.data.tokenizer_files import (
+    RULES,
+    SETTINGS,
+    rules_of_bytes,
+    settings_in,
+    token_in,
+    tokenizer_from,
+)
+from hpc3d.training.run_folder import write_text
+
+if TYPE_CHECKING:
+    from hpc3d.data.token_file import Tokens
+
+
+def _home_of(path: Path) -> Path:
+    """The folder that has the tokenizer of a run, a checkpoint of it, or published weights."""
+    if path.parent.name == "checkpoints" and (path.parent.parent / "config.toml").is_file():
+        return path.parent.parent
+    return path if path.is_dir() else path.parent
+
+
+def kept_tokenizer(path: Path) -> BpeTokenizer | None:
+    """That of a run folder, of one of its checkpoints, or of published weights; None without."""
+    home = _home_of(path)
+    return tokenizer_from(str(home)) if (home / RULES).is_file() else None
+
+
+def keep(folder: Path, tokens: Tokens) -> None:
+    """Write what has made the tokens of a run into its folder, unless that has it."""
+    if tokens.tokenizer != ByteTokenizer.name and not (folder / RULES).exists():
+        _write(folder, tokens.json, tokens.end_name)
+
+
+def _write(folder: Path, rules: str, end_name: str | None) -> None:
+    """Write a tokenizer as AutoTokenizer of `transformers` reads it."""
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings["clean_up_tokenization_spaces"] = False
+    if end_name:
+        settings |= dict.fromkeys(("eos_token", "bos_token", "unk_token"), end_name)
+    write_text(folder / RULES, rules)
+    write_text(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+
+
+def take_along(source: Path, run: Path) -> bool:
+    """Copy the tokenizer of published weights to a run of them; whether there is one."""
+    home = _home_of(source)
+    if found := [*_copied(home, run)]:
+        return RULES in found
+    try:
+        older = tokenizer_from(str(home))  # in GPT-2's two files
+    except ValueError:
+        return False
+    _write(run, older.json, older.end_name)
+    return True
+
+
+def _copied(home: Path, target: Path) -> Iterator[str]:
+    """The names of files of a tokenizer that were copied, none without its rules."""
+    for name in TOKENIZER_FILES if (home / RULES).is_file() else ():
+        if (home / name).is_file():
+            write_text(target / name, files.read(home / name, files.MOST_JSON).decode())
+            yield name
+
+
+def export(path: Path, target: Path) -> bool:
+    """Write the tokenizer of a run, or of a checkpoint of it, into the folder of its exported
+    weights; whether it is known."""
+    home = _home_of(path)
+    if not [*_copied(home, target)]:
+        if not _of_bytes(home):
+            return False
+        _write(target, rules_of_bytes(), END_NAME)
+    return True
+
+
+def special_ids(path: Path) -> dict[str, int | None]:
+    """What the config.json of an exported model says of special tokens, by the tokenizer of its
+    run."""
+    home = _home_of(path)
+    if not (tokenizer := kept_tokenizer(home)):
+        return dict.fromkeys(("bos_token_id", "eos_token_id"), 0) if _of_bytes(home) else {}
+    settings = settings_in(home)
+    return {
+        f"{key}_id": tokenizer.id_of(token_in(settings, key)) for key in ("bos_token", "eos_token")
+    }
+
+
+def _of_bytes(run: Path) -> bool:
+    """Whether a run was trained on bytes."""
+    return _name_in(run) == ByteTokenizer.name
+
+
+def _name_in(run: Path) -> str | None:
+    """What the config.toml of a run calls its tokenizer, if it has one."""
+    path = run / "config.toml"
+    return load(path, [], of_run=True).data.tokenizer if path.is_file() else None
+
+
+def refuse_another(run: Path, tokens: Tokens) -> None:
+    """ValueError where a run that goes on would read tokens of another tokenizer."""
+    rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
+    if (run / RULES).is_file():
+        where = str(run / RULES)
+        same = same_rules(files.read(where, files.MOST_JSON).decode(), rules)
+    else:
+        where = _name_in(run)
+        same = where in (None, tokens.tokenizer)
+    if not same:
+        raise ValueError(
+            f"data.path: its tokens are of another tokenizer ({tokens.tokenizer}, vocabulary "
+            f"{tokens.vocabulary}) than those that {run} was trained on; make a token file with "
+            f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {where}"
+        )

@@ -1,0 +1,257 @@
+"""What token files are made of: texts, JSON lines, parquet, tokens of nanoGPT and Megatron-LM.
+
+    .txt      a document
+    .jsonl    an object a line, of which a field is a document
+    .parquet  a column, each value of which is a document
+    .bin      of nanoGPT: uint16 ids, the ends of documents among them
+    .bin .idx of Megatron-LM: ids, and where each sequence and each document begins
+
+Files are read in pieces.  Whatever is wrong with one is a ValueError of one line.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpc3d.data.tokenizer import PIECE, Tokenizer, pieces, reading
+from hpc3d.extras import need
+
+JSONL, PARQUET, BIN = (".jsonl", ".ndjson"), (".parquet",), (".bin",)
+_LINE = 1 << 28  # bytes of a line of JSON at most
+_ROWS = 256  # of parquet at a time
+_OF_A_DOCUMENT = 64  # what a document takes beside its text, in characters
+_MEGATRON, _VERSION = b"MMIDIDX\x00\x00", 1
+_HEAD = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, documents and one more
+_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # code -> type of the ids
+
+
+class _DocumentPart(NamedTuple):
+    """Text of a document, whether it is the last of it, and how many bytes of the file it was."""
+
+    text: bytes
+    last: bool
+    size: int
+
+
+class Source:
+    """The tokens of a file by a tokenizer, a piece at a time; `documents` are those so far.
+
+    The `end` of the tokenizer follows each document; where the file has ids, only those documents
+    of Megatron-LM that lack it.
+    """
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, field: str = "text") -> None:
+        self.path, self.tokenizer, self.field, self.documents = path, tokenizer, field, 0
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
+        """Ids, and how many bytes of the file they were."""
+        if self.path.suffix in BIN:
+            yield from self._given_ids()
+            return
+        for group in _grouped(_parts(self.path, self.field)):
+            yield self._encoded(group), sum(part.size for part in group)
+            self.documents += sum(part.last for part in group)
+
+    def _encoded(self, group: Sequence[_DocumentPart]) -> np.ndarray:
+        """The ids of parts, with the ends of documents."""
+        end = np.array([self.tokenizer.end])
+        rows = []
+        for ids, part in zip(
+            self.tokenizer.encode_batch([part.text for part in group]), group, strict=True
+        ):
+            rows += [ids, end] if part.last else [ids]
+        return np.concatenate(rows)
+
+    def _given_ids(self) -> Iterator[tuple[np.ndarray, int]]:
+        ids, ends = opened_ids(self.path)
+        known = self.tokenizer.vocabulary
+        for start in range(0, len(ids), PIECE):
+            part = np.asarray(ids[start : start + PIECE])
+            if wrong := [each for each in (part.min(), part.max()) if not 0 <= each < known]:
+                raise ValueError(
+                    f"data.path: {self.path}: id {wrong[0]} is not among the {known} of the "
+                    "tokenizer; give --tokenizer the one that made them"
+                )
+            first, last = np.searchsorted(ends, [start, start + len(part)], "right")
+            whole = self._ended(part, np.unique(ends[first:last] - start))
+            is_end = 0 if self.tokenizer.end is None else (whole == self.tokenizer.end).sum()
+            self.documents += int(last - first if len(ends) else is_end)
+            yield whole, part.nbytes
+
+    def _ended(self, part: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """`part` with the end of a document before each of `ends`, where it is not yet."""
+        if self.tokenizer.end is None or not len(ends):
+            return part
+        lacking = ends[part[ends - 1] != self.tokenizer.end]
+        return np.insert(part.astype(np.int64), lacking, self.tokenizer.end)
+
+
+def training_pieces(texts: Sequence[Path], field: str) -> Iterator[bytes]:
+    """The text of files, for a tokenizer to learn from."""
+    for path in texts:
+        yield from (part.text for part in _parts(path, field))
+
+
+def _parts(path: Path, field: str) -> Iterator[_DocumentPart]:
+    """The documents of a file of text."""
+    if path.suffix in JSONL:
+        return _json_lines(path, field)
+    if path.suffix in PARQUET:
+        return _parquet(path, field)
+    return _text_file(path)
+
+
+def _grouped(parts: Iterable[_DocumentPart]) -> Iterator[list[_DocumentPart]]:
+    """Parts, so many at once that they make up a piece: each costs something by itself."""
+    group, size = [], 0
+    for part in parts:
+        group.append(part)
+        size += len(part.text) + _OF_A_DOCUMENT
+        if size >= PIECE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _text_file(path: Path) -> Iterator[_DocumentPart]:
+    """One document."""
+    for piece in pieces(path):
+        yield _DocumentPart(piece, False, len(piece))
+    yield _DocumentPart(b"", True, 0)
+
+
+def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
+    """The field of each object."""
+    found = 0
+    with reading(path, "no readable JSON lines", "name another"), path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
+            if line.isspace():
+                continue
+            yield from _cut(_field(line, number, field), f"line {number}", len(line))
+            found += 1
+        if not found:
+            raise ValueError("it holds no documents")
+
+
+def _field(line: bytes, number: int, field: str) -> str:
+    """The text of an object."""
+    if len(line) == _LINE:
+        raise ValueError(f"line {number}: longer than {_LINE} bytes, the most that is read")
+    try:
+        found = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"line {number}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"line {number}: no object in it")
+    if not isinstance(found.get(field), str):
+        keys = ", ".join(key for key, value in found.items() if isinstance(value, str))
+        raise ValueError(
+            f'line {number}: no text "{field:.60}", but {keys or "none":.200}; --field names it'
+        )
+    return found[field]
+
+
+def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
+    """The values of a column of texts."""
+    need(f"{path}: parquet", "pyarrow")
+    from pyarrow import parquet
+
+    with (
+        reading(path, "no readable parquet", "name another"),
+        parquet.ParquetFile(path, pre_buffer=False, buffer_size=PIECE) as table,
+    ):
+        rows, row = table.metadata.num_rows, 0
+        if column not in (names := table.schema_arrow.names):
+            known = ", ".join(names)
+            raise ValueError(f"no column {column:.60}, but {known:.200}; --field names it")
+        if not rows:
+            raise ValueError("it holds no documents")
+        share = path.stat().st_size // rows
+        for batch in table.iter_batches(_ROWS, columns=[column]):
+            for value in batch.column(0):
+                row += 1
+                text = value.as_py()
+                if not isinstance(text, str):
+                    raise ValueError(f"row {row}: column {column} has {value.type}, and no text")
+                yield from _cut(text, f"row {row}", share)
+
+
+def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
+    """A document in pieces; `size` is its part of the file."""
+    if "\0" in text:
+        raise ValueError(f"{where}: it holds NUL characters")
+    for start in range(0, max(len(text), 1), PIECE):
+        try:
+            piece = text[start : start + PIECE].encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: {error.reason}") from None
+        last = start + PIECE >= len(text)
+        yield _DocumentPart(piece, last, size if last else 0)
+
+
+# Tokens of other programs
+
+
+def opened_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a .bin, mapped into memory, and where documents end, int64; none if that is not
+    known."""
+    index = path.with_suffix(".idx")
+    with reading(path, "no readable file of tokens", "name another"):
+        size = path.stat().st_size
+        if index.exists():
+            return _megatron(path, index)
+        if not size or size % 2:
+            raise ValueError(f"{size} bytes are no uint16 ids, as nanoGPT writes them")
+        return np.memmap(path, "<u2", mode="r"), np.empty(0, np.int64)
+
+
+def _megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Of an indexed dataset, whose index has after its head the sizes of sequences i4, the byte
+    where each begins i8, and the first sequence of each document i8, with one after the last."""
+    with index.open("rb") as file:
+        head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size or not head.startswith(_MEGATRON):
+        raise ValueError(f"{index.name} is no index of Megatron-LM")
+    _, version, code, sequences, edges = _HEAD.unpack(head)
+    if version != _VERSION or code not in _TYPES:
+        raise ValueError(f"{index.name} has version {version} and type {code}, not known here")
+    if index.stat().st_size < _HEAD.size + 12 * sequences + 8 * edges:
+        raise ValueError(f"{index.name} is cut short")
+    if not sequences or edges < 2:
+        raise ValueError(f"{index.name} tells of no documents")
+    place = _HEAD.size
+    sizes = np.memmap(index, "<i4", "r", place, (sequences,))
+    starts = np.memmap(index, "<i8", "r", place + sizes.nbytes, (sequences,))
+    firsts = np.memmap(index, "<i8", "r", place + 12 * sequences, (edges,))
+    if path.stat().st_size % np.dtype(_TYPES[code]).itemsize:
+        raise ValueError("it is cut short within an id")
+    ids = np.memmap(path, _TYPES[code], mode="r")
+    total = _length(index, sizes, starts, ids.itemsize)
+    if total != len(ids):
+        raise ValueError(f"it has {len(ids)} ids, of the {total} that {index.name} tells of")
+    return ids, _ends(index, firsts, starts // ids.itemsize, total)
+
+
+def _length(index: Path, sizes: np.ndarray, starts: np.ndarray, itemsize: int) -> int:
+    """The ids of all sequences, which must lie one after another."""
+    total = 0
+    for first in range(0, len(sizes), PIECE):
+        ends = total + np.cumsum(part := sizes[first : first + PIECE], dtype=np.int64)
+        if (part < 0).any() or ((ends - part) * itemsize != starts[first : first + PIECE]).any():
+            raise ValueError(f"{index.name} is damaged: sequences do not follow each other")
+        total = int(ends[-1])
+    return total
+
+
+def _ends(index: Path, firsts: np.ndarray, starts: np.ndarray, total: int) -> np.ndarray:
+    """The id after each document."""
+    if firsts[0] or firsts[-1] != len(starts) or (np.diff(firsts) < 0).any():
+        raise ValueError(f"{index.name} is damaged: documents do not follow each other")
+    return np.append(starts, total)[firsts[1:]]

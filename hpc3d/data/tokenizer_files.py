@@ -1,0 +1,240 @@
+"""Tokenizers in the files of others, each as one tokenizer.json of Hugging Face.
+
+    tokenizer.json, or a folder that has one; beside it tokenizer_config.json may name its end
+    vocab.json and merges.txt, or encoder.json and vocab.bpe: GPT-2's
+    NAME.tiktoken: ranks of byte sequences, as tiktoken keeps them
+    gpt2: the two files of GPT-2 that tiktoken has kept on this machine
+    meta.pkl: the characters of a nanoGPT
+
+The files are not trusted: nothing is unpickled, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from base64 import b64decode
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha1, sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hpc3d import files
+from hpc3d.data.tokenizer import END_NAME, ENDS, BpeTokenizer, library, reading
+
+RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_PAIRS = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")
+_GPT2_END = "<|endoftext|>"
+_GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+_GPT2_SHA256 = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+_MOST_RANKS = 50_300  # those of GPT-2 and its kin; larger vocabularies cut texts otherwise
+_MOST_META = 1 << 24  # bytes of a meta.pkl
+
+_Merges = Sequence[tuple[str, ...]]
+
+
+def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
+    """The tokenizer that a path or the name gpt2 stands for; `end_name` is the token that ends a
+    document, if that is given.  ValueError, in one line, where there is none."""
+    path = Path(word)
+    remedy = f"give --tokenizer byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
+    with reading(path, "no readable tokenizer", remedy):
+        if word == "gpt2" and not path.exists():
+            return _byte_level(*_of_pair(*map(_kept_by_tiktoken, _GPT2_SHA256)), end_name)
+        if path.suffix == ".tiktoken":
+            return _byte_level(*_of_ranks(path), end_name)
+        if (rules := path / RULES if path.is_dir() else path).is_file() or not path.is_dir():
+            return BpeTokenizer(_text(rules), end_name or _told_end(rules.parent))
+        return _of_folder(path, end_name)
+
+
+def _told_end(folder: Path) -> str | None:
+    """The token that ends a text, by the tokenizer_config.json of a folder."""
+    return token_in(settings_in(folder), "eos_token")
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """What the tokenizer_config.json of a folder says; nothing where there is none."""
+    path = folder / SETTINGS
+    found = json.loads(_text(path)) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: no JSON object")
+    return found
+
+
+def token_in(settings: Mapping[str, Any], key: str) -> str | None:
+    """A special token of a tokenizer_config.json, which has it as text or with how it is found."""
+    found = settings.get(key)
+    found = found.get("content") if isinstance(found, dict) else found
+    return found if isinstance(found, str) else None
+
+
+def _text(path: Path) -> str:
+    return files.read(path, files.MOST_JSON).decode()
+
+
+def _of_folder(folder: Path, end_name: str | None) -> BpeTokenizer:
+    for names in _PAIRS:
+        vocabulary, merges = (folder / name for name in names)
+        if vocabulary.is_file() and merges.is_file():
+            found = _of_pair(_text(vocabulary), _text(merges))
+            return _byte_level(*found, end_name or _told_end(folder))
+    raise ValueError(f"it has no {RULES}, and no vocab.json with merges.txt")
+
+
+def _of_pair(vocabulary: str, merges: str) -> tuple[dict[str, int], _Merges]:
+    """Of a JSON object {token: id}, and of merges, two tokens a line after a comment."""
+    lines = [line for line in merges.splitlines() if not line.startswith("#version")]
+    return json.loads(vocabulary), [tuple(line.split(" ")) for line in lines if line]
+
+
+def _kept_by_tiktoken(name: str) -> str:
+    """A file of GPT-2 that the package tiktoken has downloaded before, under the SHA-1 of its
+    address."""
+    key = sha1((_GPT2_URL + name).encode()).hexdigest()
+    for folder in _folders_of_tiktoken():
+        path = folder / key
+        if path.is_file():
+            content = files.read(path, files.MOST_JSON)
+            if sha256(content).hexdigest() == _GPT2_SHA256[name]:
+                return content.decode()
+    raise ValueError(
+        f'tiktoken keeps no {name} on this machine; python -c "import tiktoken; '
+        "tiktoken.get_encoding('gpt2')\" downloads it"
+    )
+
+
+def _folders_of_tiktoken() -> Iterator[Path]:
+    for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        if os.environ.get(name):
+            yield Path(os.environ[name])
+    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiktoken"
+    yield Path(tempfile.gettempdir()) / "data-gym-cache"  # of its older versions
+
+
+def _byte_level(
+    numbers: Mapping[str, int], merges: _Merges, end_name: str | None = None
+) -> BpeTokenizer:
+    """GPT-2's way to cut a text, with a vocabulary and merges of one's own."""
+    numbers = {str(token): int(number) for token, number in dict(numbers).items()}
+    for pair in merges:  # the library would panic
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
+            raise ValueError(f"{' '.join(pair)!r:.60} merges what is not in the vocabulary")
+    bpe = library()
+    tokenizer = bpe.Tokenizer(bpe.models.BPE(numbers, [*merges]))
+    tokenizer.pre_tokenizer = bpe.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = bpe.decoders.ByteLevel()
+    tokenizer.add_special_tokens([name for name in ENDS if name in numbers])
+    return BpeTokenizer(tokenizer.to_str(), end_name)
+
+
+def _of_ranks(path: Path) -> tuple[dict[str, int], _Merges]:
+    """Of a file of ranks, `base64 rank` a line.  A token was merged of the two parts that merges
+    of lower rank leave of it."""
+    lines = _text(path).splitlines()
+    ranks = {b64decode(word): int(rank) for word, rank in (line.split() for line in lines if line)}
+    if not 256 <= len(ranks) <= _MOST_RANKS:
+        raise ValueError(f"{len(ranks)} ranks; GPT-2 has 50256, and only its way to cut is known")
+    letters = _letters()
+
+    def spelled(token):
+        return "".join(letters[byte] for byte in token)
+
+    merges = [
+        tuple(map(spelled, _parts(token, ranks)))
+        for token in sorted(ranks, key=ranks.__getitem__)
+        if len(token) > 1
+    ]
+    numbers = {spelled(token): rank for token, rank in ranks.items()}
+    return {_GPT2_END: max(numbers.values()) + 1, **numbers}, merges
+
+
+def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+    parts = [token[place : place + 1] for place in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, ranks[token]) for a, b in pairwise(parts)]
+        place = pairs.index(min(pairs))
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return parts
+
+
+def _letters() -> dict[int, str]:
+    """The letter that stands for each byte in GPT-2's vocabulary: itself where it can be seen."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {byte: chr(byte) for byte in seen} | {
+        byte: chr(256 + place) for place, byte in enumerate(others)
+    }
+
+
+def rules_of_bytes() -> str:
+    """The JSON text of a tokenizer whose ids are those of ByteTokenizer: no merges, and the end of
+    a document where NUL is."""
+    letters = {letter: byte for byte, letter in _letters().items() if byte}
+    cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    end = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return json.dumps({
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "content": END_NAME, **end, "special": True}],
+        "pre_tokenizer": {**cut, "use_regex": False},
+        "decoder": {**cut, "use_regex": False},
+        "model": {"type": "BPE", "vocab": {END_NAME: 0, **letters}, "merges": []},
+    })  # fmt: skip
+
+
+def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
+    """A tokenizer of single characters, {character: id}."""
+    bpe = library()
+    tokenizer = bpe.Tokenizer(bpe.models.WordLevel(dict(numbers), next(iter(numbers))))
+    tokenizer.pre_tokenizer = bpe.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = bpe.decoders.Fuse()
+    return BpeTokenizer(tokenizer.to_str())
+
+
+def meta_tokenizer(path: Path) -> BpeTokenizer | None:
+    """The characters that nanoGPT's meta.pkl beside a .bin numbers; None where there is none."""
+    meta = path.with_name("meta.pkl")
+    if not meta.is_file():
+        return None
+    with reading(meta, "no readable meta.pkl of nanoGPT", "give --tokenizer"):
+        numbers = dict(_plain_pickle(files.read(meta, _MOST_META))["stoi"])
+        if sorted(numbers.values()) != [*range(len(numbers))]:
+            raise ValueError("its characters are not numbered from 0")
+        return characters({str(key): int(number) for key, number in numbers.items()})
+
+
+def _plain_pickle(content: bytes) -> Any:
+    """The dicts, texts and numbers of a pickle, read as data: what would make or call anything
+    else is refused, and nothing of it is executed."""
+    from pickletools import genops
+
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    for code, argument, _ in genops(content):
+        match code.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "EMPTY_DICT":
+                stack.append({})
+            case "SHORT_BINUNICODE" | "BINUNICODE" | "BININT" | "BININT1" | "BININT2":
+                stack.append(argument)
+            case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
+                memo[len(memo) if argument is None else argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "MARK":
+                marks.append(len(stack))
+            case "SETITEM" | "SETITEMS":
+                first = len(stack) - 2 if code.name == "SETITEM" else marks.pop()
+                stack[first - 1].update(zip(stack[first::2], stack[first + 1 :: 2], strict=True))
+                del stack[first:]
+            case "STOP":
+                return stack.pop()
+            case name:
+                raise ValueError(f"it is more than dicts, texts and numbers: {name}")

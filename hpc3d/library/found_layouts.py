@@ -1,0 +1,78 @@
+"""The fastest layouts on so many ranks, for a notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc3d.extras import need
+from hpc3d.predict.planning.planned_layouts import input_with
+from hpc3d.predict.planning.ranked_layouts import as_plain
+from hpc3d.predict.planning.ranking import shown_layout
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.planning.planned_layouts import PlannedLayouts, ResortedLayouts
+    from hpc3d.predict.planning.ranking import RankedLayout
+
+_COLUMNS = "step_time_s", "simulated", "bubble", "communication", "axis", "peak_bytes", "stage"
+
+
+class FoundLayouts(list[dict[str, Any]]):
+    """Layouts, the fastest first, as `python -m hpc3d.plan --json` has them: `layout` (tables of
+    an input file), `step_time_s` (an estimate where not `simulated`), `bubble` and `communication`
+    as shares of it, the `axis` that is waited for most, `peak_bytes` of the fullest rank.
+
+    `technique` is what all are with where nothing fits as it is, as "train.optimizer=adafactor";
+    else None.
+    """
+
+    def __init__(
+        self, planned: PlannedLayouts, resorted: ResortedLayouts | None, top: int
+    ) -> None:
+        self._planned, self._rows = planned, planned.best[:top]
+        self.technique = resorted.fit.resort.text if resorted else None
+        super().__init__(map(as_plain, self._rows))
+
+    def frame(self) -> pd.DataFrame:
+        """The layouts in words and their numbers, s and B, in pandas."""
+        return _frame(map(_row, self._rows))
+
+    def losers(self) -> pd.DataFrame:
+        """Why others lose: `reason`, how many do (`count`), and of the nearest of them what
+        `frame` has of a layout."""
+        losers = self._planned.ranking.losers(self._rows[0])
+        return _frame(
+            {"reason": reason, "count": count, **_row(nearest)}
+            for reason, count, nearest in losers
+        )
+
+    def config(self, place: int = 0) -> Config:
+        """The configuration with the layout at a place of the list, settled."""
+        return self._rows[place].config
+
+    def write(self, path: Path | str, place: int = 0) -> Path:
+        """Write the input file with the layout at a place of the list; its path.
+
+        OSError where nothing can be written.
+        """
+        text = input_with(self._planned.config, self._rows[place].config)
+        Path(path).write_text(text, encoding="utf-8")
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        return self.frame().to_html(index=False)
+
+
+def _row(row: RankedLayout) -> dict[str, Any]:
+    values = as_plain(row)
+    return {"layout": shown_layout(row.config), **{key: values[key] for key in _COLUMNS}}
+
+
+def _frame(rows: Any) -> pd.DataFrame:
+    need("a frame", "pandas")
+    from pandas import DataFrame
+
+    return DataFrame(list(rows))

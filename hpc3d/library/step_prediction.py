@@ -1,0 +1,77 @@
+"""What a training step would cost on a machine, for a notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from hpc3d.analyze.opened_run import Drawing, OpenedRun
+from hpc3d.extras import need
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from hpc3d.predict.predicted_step import PredictedStep
+
+
+class StepPrediction(dict[str, Any]):
+    """A predicted step: the values that `python -m hpc3d.simulate --json` has, by name.
+
+    `step_time_s` [s]; `tokens_per_s`; `bubble`, the share of its time in which the busiest stage
+    waits for messages; `communication`, the share of the step that it waits for other calls;
+    `flop` of all ranks; `mfu` and `hfu` (arXiv:2205.05198), shares of the machine's peak; `memory`
+    [B]: the peaks of the `stages`, of the `worst` and in `total`, and whether it `fits`; `bytes`
+    that a rank of stage 0 receives, by axis and operation.  `config` is the settled configuration.
+    """
+
+    def __init__(self, step: PredictedStep) -> None:
+        super().__init__(step.summary)
+        self._step, self.config = step, step.config
+
+    def __repr__(self) -> str:
+        ranks, worst = self["ranks"], self["memory"]["worst"]["all"]
+        fits = "fits" if self["memory"]["fits"] else "does not fit"
+        return (
+            f"{self.config.name} on {ranks} rank{'s'[: ranks > 1]} of {self['machine']}: "
+            f"{self['step_time_s']:.4g} s a step, MFU {self['mfu']:.1%}, "
+            f"bubble {self['bubble']:.1%}, {worst / 1e9:.3g} GB a rank, which {fits}"
+        )
+
+    @property
+    def memory(self) -> pd.DataFrame:
+        """The peaks [B] of a rank of each stage by kind; `all` is the peak of their sum."""
+        return _frame([{"stage": n, **row} for n, row in enumerate(self["memory"]["stages"])])
+
+    @property
+    def received(self) -> pd.DataFrame:
+        """Calls and bytes that a rank of stage 0 receives in the step, by axis and op."""
+        return _frame(
+            [
+                {"axis": axis, "op": op, **each}
+                for axis, ops in self["bytes"].items()
+                for op, each in ops.items()
+            ]
+        )
+
+    def keep(self, folder: Path | str) -> OpenedRun:
+        """Write the step of all ranks as a trace to a new folder, and open it as a run.
+
+        ValueError if the folder is there, or the trace would be too large.
+        """
+        folder = Path(folder)
+        if folder.exists():
+            raise ValueError(f"{folder} exists: name a new folder")
+        return OpenedRun(self._step.keep(folder).parent)
+
+    def timeline(self) -> Drawing:
+        """The step as a figure, a row for each rank."""
+        with TemporaryDirectory() as folder:
+            return self.keep(Path(folder, "step")).timeline()
+
+
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    need("a frame", "pandas")
+    from pandas import DataFrame
+
+    return DataFrame(rows)

@@ -1,0 +1,136 @@
+"""What is planned for an input file: the best layouts, found with a technique where nothing fits
+without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpc3d.config.load import to_toml
+from hpc3d.predict.planning.ranked_layouts import allowed, as_plain, ranked
+from hpc3d.predict.planning.ranking import estimated, shown_layout
+from hpc3d.predict.planning.resorts import fits
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.ranking import RankedLayout, Ranking
+    from hpc3d.predict.planning.resorts import Fit
+    from hpc3d.predict.planning.search import Found
+
+MACHINE = "machines/h100.toml"  # that is shipped: the one to plan for where none is named
+TOP = 10  # layouts that are shown
+
+
+class PlannedLayouts(NamedTuple):
+    """An input, what was found for it, and its `best` layouts; none if nothing fits."""
+
+    config: Config
+    found: Found
+    ranking: Ranking
+    best: list[RankedLayout]
+
+
+class ResortedLayouts(NamedTuple):
+    """What was `planned` with a technique where nothing fits without: the layout that is
+    `nearest` without it, how it `fit`s, and what `others` make fit."""
+
+    planned: PlannedLayouts
+    nearest: RankedLayout
+    fit: Fit
+    others: list[Fit]
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        rows = [(each, estimated(each.estimate)) for each in self.others]
+        others = [each.resort.plain() | as_plain(row) for each, row in rows]
+        nearest = as_plain(self.nearest)
+        return {"with": self.fit.resort.plain(), "nearest": nearest, "others": others}
+
+
+def plan_layouts(
+    source: Path | str,
+    overrides: Sequence[str],
+    ranks: int,
+    machine: Machine,
+    memory: float | None = None,
+    top: int = TOP,
+) -> tuple[PlannedLayouts, ResortedLayouts | None]:
+    """The PlannedLayouts of an input on so many ranks of `memory` bytes (None: the machine's), and
+    how they came to fit if nothing does as it is.
+
+    ValueError if the input is refused whatever the layout, or nothing fits.
+    """
+    config = allowed(source, overrides)
+    memory = memory or machine.memory_gb * 1e9
+    planned = _planned(config, ranks, machine, memory, top)
+    if planned.best:
+        return planned, None
+    resorted = _resorted(source, overrides, planned, top)
+    if resorted is None:
+        raise ValueError(_nothing_fits(planned, memory))
+    return resorted.planned, resorted
+
+
+def _planned(
+    config: Config, ranks: int, machine: Machine, memory: float, top: int
+) -> PlannedLayouts:
+    found, ranking = ranked(config, ranks, machine, memory, top)
+    return PlannedLayouts(config, found, ranking, ranking.best(top))
+
+
+def _resorted(
+    source: Path | str, overrides: Sequence[str], short: PlannedLayouts, top: int
+) -> ResortedLayouts | None:
+    """What is planned with the first technique that makes layouts fit; None if none does."""
+    search, machine = short.ranking.search, short.ranking.machine
+    fitting = [*fits(source, overrides, search, short.found)]
+    for fit in fitting:
+        again = _planned(fit.config, search.ranks, machine, search.memory, top)
+        if again.best:
+            mildest = {fit.resort.keys: fit}  # of those that change the same keys
+            for other in fitting:
+                mildest.setdefault(other.resort.keys, other)
+            _, *others = mildest.values()
+            return ResortedLayouts(again, _smallest(short), fit, others)
+    return None
+
+
+def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
+    """Which layout comes closest, and what would make it fit."""
+    row = _smallest(planned)
+    return (
+        f"no layout fits {gigabytes(memory)}: {nearest_in_words(row)}; use --memory "
+        f"{-(-row.peak // 10**6)}MB, more ranks, or a smaller model or batch"
+    )
+
+
+def _smallest(planned: PlannedLayouts) -> RankedLayout:
+    """The layout that comes closest where none fits."""
+    timed = planned.found.timed
+    rows = planned.ranking.known.values() or [estimated(each.best) for each in timed]
+    return min(rows, key=lambda row: row.peak)
+
+
+def nearest_in_words(row: RankedLayout) -> str:
+    """Which layout comes closest, and what it holds."""
+    return f"{shown_layout(row.config)} comes closest with {held(row)}"
+
+
+def held(row: RankedLayout) -> str:
+    """The peak of a layout by kind, the largest first."""
+    kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in kinds)
+    return f"{gigabytes(row.peak)} on stage {row.stage} ({parts})"
+
+
+def gigabytes(nbytes: float) -> str:
+    """Bytes as a text in GB, or in MB where they are few."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+
+
+def input_with(config: Config, planned: Config) -> str:
+    """The text of the input `config` with the mesh and the parallelism that were planned."""
+    return to_toml(replace(config, mesh=planned.mesh, parallel=planned.parallel))

@@ -1,0 +1,37 @@
+"""What ranks do inside of steps, from the newest segments."""
+
+import pytest
+
+from hpc3d.analyze.newest_segments import NewestSegments
+from hpc3d.trace.segment import segment_path
+from tests.analyze.waiting_ranks import segment
+
+
+def test_who_waits_for_whom(tmp_path):
+    """Rank 0 waits 20 of its 30 ms for rank 1, which then waits 5 of 10 ms; a message is waited
+    for as long as it takes."""
+    segment(tmp_path, 0, 0, [("all_gather", 0, 10, 30), ("all_reduce", 1, 65, 5)])
+    segment(tmp_path, 1, 0, [("all_gather", 0, 30, 10), ("all_reduce", 1, 60, 10)])
+    found = NewestSegments(tmp_path).axes()
+    assert found.calls == {"x": pytest.approx(55 / 200)}
+    assert found.waits == {"x": pytest.approx((20 + 5) / 200)}
+    assert found.late == {1: 1, 0: 1}
+    segment(tmp_path, 0, 1, [("recv", 0, 10, 40)], step=1)
+    newest = NewestSegments(tmp_path).axes()  # of each rank
+    assert newest.waits == {"x": pytest.approx(40 / 200)}
+
+
+def test_what_cannot_be_read_is_passed_over(tmp_path):
+    assert NewestSegments(tmp_path).axes() is None
+    segment(tmp_path, 0, 0, [("all_gather", 0, 10, 30)])
+    segment_path(tmp_path, 1, 0).write_bytes(b"PK half")
+    found = NewestSegments(tmp_path).axes()
+    assert (found.ranks, found.waits) == (1, {"x": 0.0})
+
+
+def test_they_are_read_again_when_there_are_others(tmp_path):
+    segment(tmp_path, 0, 0, [("recv", 0, 10, 30)])
+    newest = NewestSegments(tmp_path)
+    assert newest.axes() is newest.axes()
+    segment(tmp_path, 0, 1, [("recv", 0, 10, 40)], step=1)
+    assert newest.axes().waits == {"x": pytest.approx(40 / 100)}

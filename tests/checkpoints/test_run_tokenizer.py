@@ -1,0 +1,147 @@
+"""The tokenizer of a run: kept, refused where it is another one, exported, taken along."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from hpc3d import checkpoint, prepare, train
+from hpc3d.checkpoints.run_tokenizer import (
+    export,
+    keep,
+    kept_tokenizer,
+    refuse_another,
+    special_ids,
+    take_along,
+)
+from hpc3d.data.tokenizer import ByteTokenizer, train_bpe
+from hpc3d.data.tokenizer_files import characters
+from tests.elided import elided
+from tests.runs import ended
+
+TEXT = "the rain in Spain stays mainly in the plain. " * 50
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe([TEXT.encode()], 280)
+
+
+def tokens_of(made):
+    """Tokens as far as it matters here."""
+    known = {"vocabulary": made.vocabulary, "json": made.json, "end_name": made.end_name}
+    return SimpleNamespace(tokenizer=made.name, **known)
+
+
+def run_of(folder, name):
+    """The folder of a run whose tokens were so called."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(f'[data]\ntokenizer = "{name}"\n' if name else "")
+    return folder
+
+
+def test_it_is_found_from_a_run_and_from_its_checkpoints(tmp_path, bpe):
+    run = run_of(tmp_path / "results" / "run", "bpe")
+    folder = run / "checkpoints" / "step-00000001"
+    folder.mkdir(parents=True)
+    keep(tmp_path, tokens_of(bpe))  # somebody's, beside results/
+    assert kept_tokenizer(run) is kept_tokenizer(folder) is None
+    keep(run, tokens_of(bpe))
+    keep(run, tokens_of(characters({"a": 0, "b": 1})))  # what is there stays
+    for place in (run, folder):
+        assert kept_tokenizer(place).json == bpe.json
+
+
+def test_a_text_of_another_tokenizer_is_refused(tmp_path, bpe):
+    """Also bytes where there was BPE, and BPE where there were bytes."""
+    other, byte, ours = (tokens_of(each) for each in (characters({"a": 0}), ByteTokenizer(), bpe))
+    kept, bytes_of = run_of(tmp_path / "kept", "bpe"), run_of(tmp_path / "bytes", "byte")
+    older, new = run_of(tmp_path / "older", "bpe"), run_of(tmp_path / "new", None)
+    keep(kept, ours)
+    keep(bytes_of, byte)
+    assert not (bytes_of / "tokenizer.json").exists()
+    padded = json.loads(bpe.json) | {"truncation": None, "padding": None}
+    padded["padding"] = {"strategy": "BatchLongest", "direction": "Right", "pad_id": 0}
+    padded["padding"] |= {"pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "<|end|>"}
+    same = SimpleNamespace(**vars(ours) | {"json": json.dumps(padded, indent=3)})
+    taken = [(kept, ours), (kept, same), (bytes_of, byte), (older, ours)]
+    for run, tokens in [*taken, *((new, each) for each in (ours, byte))]:
+        refuse_another(run, tokens)
+    for run, tokens in [(kept, other), (kept, byte), (bytes_of, ours), (older, byte)]:
+        with pytest.raises(ValueError, match=elided("data.path: ... hpc3d.prepare TEXT")):
+            refuse_another(run, tokens)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_is_exported_names_the_end_of_a_text(ends, tmp_path, bpe):
+    tokenizer = bpe if ends else characters({"a": 0, "b": 1})
+    run, out = run_of(tmp_path / "run", "bpe"), tmp_path / "out"
+    out.mkdir()
+    assert not export(run, out) and special_ids(run) == {}
+    keep(run, tokens_of(tokenizer))
+    assert export(run, out)
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings.get("eos_token") == ("<|end|>" if ends else None)
+    assert special_ids(run)["eos_token_id"] == (0 if ends else None)
+    assert kept_tokenizer(out).encode(b"ab").tolist() == tokenizer.encode(b"ab").tolist()
+
+
+def test_bytes_are_exported_as_a_tokenizer(tmp_path):
+    run, out = run_of(tmp_path / "run", "byte"), tmp_path / "out"
+    out.mkdir()
+    assert export(run, out) and special_ids(run) == {"bos_token_id": 0, "eos_token_id": 0}
+    assert kept_tokenizer(out).encode("ä".encode()).tolist() == [0xC3, 0xA4]
+    again = run_of(tmp_path / "again", None)
+    assert take_along(out, again)
+    refuse_another(again, tokens_of(ByteTokenizer()))
+
+
+def test_what_others_say_of_their_tokenizer_stays(tmp_path, bpe):
+    theirs, run, out = (tmp_path / name for name in ("theirs", "run", "out"))
+    for folder in (theirs, run, out):
+        folder.mkdir()
+    (theirs / "model.safetensors").touch()
+    assert not take_along(theirs, run)
+    (theirs / "tokenizer.json").write_text(bpe.json)
+    told = {"tokenizer_class": "LlamaTokenizer", "eos_token": "in", "bos_token": {"content": "t"}}
+    (theirs / "tokenizer_config.json").write_text(json.dumps(told))
+    assert take_along(theirs / "model.safetensors", run) and export(run, out)
+    assert json.loads((out / "tokenizer_config.json").read_text()) == told
+    letter, word = (bpe.id_of(token) for token in ("t", "in"))
+    assert special_ids(run) == {"bos_token_id": letter, "eos_token_id": word}
+    assert kept_tokenizer(run).end == word != bpe.end
+
+
+def prepared_words(tmp_path):
+    """A token file of BPE, and the words that train a small model on it."""
+    (tmp_path / "a.txt").write_text(TEXT)
+    assert prepare.main(["a.txt", "-o", "a.h5", "--tokenizer", "bpe", "--vocabulary", "280"]) == 0
+    words = "--data.path a.h5 --model.layers 1 --model.hidden 32 --model.heads 2 --train.batch 4"
+    return f"{words} --train.steps 2 --checkpoint.every 2 --model.sequence 16".split()
+
+
+@pytest.mark.slow
+def test_a_run_keeps_it_and_an_export_carries_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(prepared_words(tmp_path)) == 0
+    (run,) = (tmp_path / "results").iterdir()
+    (tmp_path / "a.h5").unlink()
+    assert checkpoint.main(["export", str(run), "-o", "alone.safetensors"]) == 0
+    assert not (tmp_path / "tokenizer.json").exists()
+    assert checkpoint.main(["export", str(run), "-o", "out"]) == 0
+    text = TEXT.encode()
+    kept, exported = kept_tokenizer(run), kept_tokenizer(tmp_path / "out")
+    assert kept.encode(text).tolist() == exported.encode(text).tolist()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == kept.end == 0
+    assert checkpoint.main(["import", "out", "-o", "again"]) == 0
+    assert kept_tokenizer(tmp_path / "again").json == kept.json
+    go_on = ["--resume", "again", "--train.steps", "3", "--data.path", "a.txt"]
+    capsys.readouterr()
+    for words in (go_on, [*go_on, "--dry-run"]):
+        assert ended(train.main, *words) == 2
+        error = capsys.readouterr().err
+        assert "data.path: its tokens are of another tokenizer" in error and error.count("\n") == 1
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "out" / name).unlink()
+    assert ended(checkpoint.main, "export", str(run), "-o", "out") == 2

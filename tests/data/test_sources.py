@@ -1,0 +1,186 @@
+"""Texts and tokens in the formats of others."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from hpc3d.data import sources
+from hpc3d.data.sources import Source, opened_ids
+from hpc3d.data.token_file import open_tokens
+from hpc3d.data.tokenizer import ByteTokenizer
+from tests.data.prepared import nano
+
+
+def test_json_lines_are_a_document_each(tmp_path, prepared):
+    lines = [{"text": "one", "id": 1}, {"text": "zwei ä\n", "id": 2}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    ids, _, documents = prepared("a.jsonl")
+    assert bytes(ids) == "one\0zwei ä\n\0".encode() and documents == 2
+    (tmp_path / "b.jsonl").write_text('{"body": "x"}\n')
+    assert bytes(prepared("b.jsonl", "--field", "body")[0]) == b"x\0"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"text": "a"}\n{"text": ', "line 2"),
+        ('{"body": "a"}\n', "line 1: no text .text., but body"),
+        ("[1]\n", "line 1: no object"),
+        ('{"text": 3}\n', "line 1: no text"),
+        ('{"text": "a\\u0000"}\n', "line 1: it holds NUL"),
+        (b'{"text": "\xff"}\n', "line 1"),
+        (b"\xff\xfe{\0", "line 1"),  # UTF-16
+        ('\n{"text": "\\ud800"}\n', "line 2: surrogates"),
+        ("[" * 100_000, "line 1"),
+        ("\n \n", "it holds no documents"),
+    ],
+)
+def test_json_lines_that_are_wrong_are_named(content, said, tmp_path, prepared):
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert said.replace(".text.", '"text"') in prepared("a.jsonl")
+
+
+def test_parquet_is_a_document_a_row(tmp_path, prepared):
+    pyarrow = pytest.importorskip("pyarrow", reason="extra parquet")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": ["one", "two"], "n": [1, 2]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert bytes(prepared("a.parquet")[0]) == b"one\0two\0"
+    assert "no column body, but text, n" in prepared("a.parquet", "--field", "body")
+    assert "no text" in prepared("a.parquet", "--field", "n")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
+    assert "no readable parquet" in prepared("b.parquet")
+
+
+# Tokens of nanoGPT
+
+
+def test_characters_of_nanogpt_keep_their_numbers(tmp_path, prepared):
+    text = "O for a\nMuse of fire, that would ascend"
+    expected = nano(tmp_path, text)
+    ids, tokenizer, _ = prepared("train.bin")
+    assert ids == expected
+    assert tokenizer.decode(ids).decode() == text
+    assert tokenizer.encode(text.encode()).tolist() == expected
+
+
+def test_ids_of_gpt2_want_its_tokenizer(tmp_path, prepared, bpe):
+    ids = [5, 274, 0, 7]
+    np.array(ids, np.uint16).tofile(tmp_path / "train.bin")
+    (tmp_path / "tokenizer.json").write_text(bpe.json)
+    assert "--tokenizer" in prepared("train.bin")
+    assert "not of byte" in prepared("train.bin", "--tokenizer", "byte")
+    assert prepared("train.bin", "--tokenizer", str(tmp_path / "tokenizer.json"))[0] == ids
+    np.array([5, 300], np.uint16).tofile(tmp_path / "train.bin")
+    beyond = prepared("train.bin", "--tokenizer", str(tmp_path / "tokenizer.json"))
+    assert f"id 300 is not among the {bpe.vocabulary} of the tokenizer" in beyond
+    (tmp_path / "train.bin").write_bytes(b"abc")
+    assert "3 bytes" in prepared("train.bin", "--tokenizer", str(tmp_path / "tokenizer.json"))
+
+
+# An indexed dataset of Megatron-LM
+
+
+def megatron(folder, documents, code=8, kind="<u2", version=1):
+    """a.bin and a.idx; a document is some sequences."""
+    sequences = [each for document in documents for each in document]
+    np.concatenate([np.array(each, kind) for each in sequences]).tofile(folder / "a.bin")
+    sizes = np.array([len(each) for each in sequences], "<i4")
+    starts = np.cumsum([0, *sizes[:-1]]) * np.dtype(kind).itemsize
+    edges = np.cumsum([0, *map(len, documents)])
+    head = struct.pack("<QBQQ", version, code, len(sizes), len(edges))
+    body = sizes.tobytes() + starts.astype("<i8").tobytes() + edges.astype("<i8").tobytes()
+    (folder / "a.idx").write_bytes(b"MMIDIDX\x00\x00" + head + body)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(8, "<u2"), (1, "u1"), (5, "<i8")])
+def test_documents_of_an_indexed_dataset_end_with_the_token_for_it(
+    tmp_path, bpe, code, kind, monkeypatch
+):
+    """One has it already, one is empty, one is of two sequences; a piece ends anywhere."""
+    megatron(tmp_path, [[[1, 2], [3]], [[4, 0]], [[]], [[5, 6, 7]]], code, kind)
+    for piece in range(1, 10):
+        monkeypatch.setattr(sources, "PIECE", piece)
+        source = Source(tmp_path / "a.bin", bpe)
+        ids = np.concatenate([part for part, _ in source]).tolist()
+        assert ids == [1, 2, 3, 0, 4, 0, 5, 6, 7, 0] and source.documents == 4
+
+
+@pytest.mark.parametrize(
+    ("place", "content", "said"),
+    [
+        (8, b"\x01", "no index of Megatron-LM"),
+        (9, b"\x02", "version 2"),
+        (17, b"\x63", "type 99"),
+        (17, b"\x07", "type 7"),  # float32
+        (18, struct.pack("<Q", 2**60), "is cut short"),
+        (26, struct.pack("<Q", 2**63), "is cut short"),
+        (18, struct.pack("<QQ", 0, 1), "no documents"),
+        (34, struct.pack("<i", 9), "sequences do not follow"),
+        (34, struct.pack("<i", -3), "sequences do not follow"),
+        (38, struct.pack("<i", 3), "5 ids, of the 6"),
+        (42, struct.pack("<q", -8), "sequences do not follow"),
+        (58, struct.pack("<q", 1), "documents do not follow"),
+        (66, struct.pack("<q", 2**40), "documents do not follow"),
+    ],
+)
+def test_an_index_that_is_damaged_is_refused(place, content, said, tmp_path):
+    megatron(tmp_path, [[[1, 2, 3]], [[4, 5]]])
+    index = tmp_path / "a.idx"
+    good = index.read_bytes()
+    index.write_bytes(good[:place] + content + good[place + len(content) :])
+    with pytest.raises(ValueError, match=rf"\Adata\.path: .*{said}"):
+        opened_ids(tmp_path / "a.bin")
+
+
+def test_what_is_cut_short_is_refused(tmp_path):
+    megatron(tmp_path, [[[1, 2, 3]], [[4, 5]]])
+    for name in ("a.idx", "a.bin"):
+        good = (tmp_path / name).read_bytes()
+        for size in range(len(good)):
+            (tmp_path / name).write_bytes(good[:size])
+            with pytest.raises(ValueError, match=r"\Adata\.path: "):
+                opened_ids(tmp_path / "a.bin")
+        (tmp_path / name).write_bytes(good)
+
+
+def test_many_short_documents_are_encoded_at_once(tmp_path):
+    lines = [json.dumps({"text": str(number)}) for number in range(1000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    ((ids, size),) = Source(tmp_path / "a.jsonl", ByteTokenizer())
+    assert bytes(ids.tolist()) == "".join(f"{number}\0" for number in range(1000)).encode()
+    assert size == (tmp_path / "a.jsonl").stat().st_size
+
+
+def test_a_long_document_is_encoded_in_pieces(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 10)
+    text = "the cat sat on the mat"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    parts = [ids for ids, _ in Source(tmp_path / "a.jsonl", bpe)]
+    assert len(parts) == 3 and bpe.decode(np.concatenate(parts)) == text.encode()
+    assert sum(int((ids == bpe.end).sum()) for ids in parts) == 1 and parts[-1][-1] == bpe.end
+
+
+def test_documents_without_a_known_end_are_not_run_together(tmp_path, prepared, bpe):
+    """The end of this vocabulary has a name of its own."""
+    spec = json.loads(bpe.json.replace("<|end|>", "<|over|>"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "a.txt").write_text("the cat")
+    words = "a.txt", "--tokenizer", str(tmp_path)
+    assert "--end" in prepared(*words)
+    assert "'<|none|>' is no token" in prepared(*words, "--end", "<|none|>")
+    ids, tokenizer, _ = prepared(*words, "--end", "<|over|>")
+    assert ids[-1] == tokenizer.end == 0 and tokenizer.end_name == "<|over|>"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|over|>"}}')
+    assert prepared(*words)[0] == ids
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.bin"])
+def test_training_wants_a_token_file_of_them(name, tmp_path):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=r"^data\.path: .* is no text: .* hpc3d\.prepare "):
+        open_tokens(tmp_path / name)

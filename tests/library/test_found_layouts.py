@@ -1,0 +1,49 @@
+"""Layouts that are searched for: those of the command, as rows and as an input file."""
+
+import json
+
+import pytest
+
+import hpc3d
+from hpc3d.config.load import load
+from hpc3d.plan import main
+from tests.library.tiny import TINY, WORDS
+
+
+@pytest.fixture(scope="module")
+def layouts():
+    return hpc3d.find_layouts("gpt-serial", 2, TINY, "a100-selene", top=3)
+
+
+@pytest.mark.slow
+def test_they_are_those_of_the_command(layouts, capsys):
+    words = ["--ranks", "2", "--top", "3", "--machine", "a100-selene", *WORDS, "--json"]
+    assert main(["gpt-serial", *words]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads(json.dumps(layouts)) == found["layouts"]
+    losers = layouts.losers()
+    assert [*losers["reason"]] == [each["reason"] for each in found["losers"]]
+    assert [*losers["count"]] == [each["count"] for each in found["losers"]]
+
+
+def test_the_best_is_first_and_written(layouts, tmp_path):
+    seconds = [row["step_time_s"] for row in layouts]
+    assert seconds == sorted(seconds) and 1 <= len(seconds) <= 3 and layouts.technique is None
+    written = load(layouts.write(tmp_path / "planned.toml"), [])
+    assert written.mesh == layouts.config().mesh and written.mesh.grid().size == 2
+    assert written.model.hidden == 32
+
+
+def test_a_notebook_shows_the_best(layouts):
+    frame = layouts.frame()
+    assert [*frame["step_time_s"]] == [row["step_time_s"] for row in layouts]
+    assert frame["layout"][0] in layouts._repr_html_()
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_there_is_a_technique(tmp_path):
+    """400 kB are wanted as it is."""
+    less = hpc3d.find_layouts("gpt-serial", 1, TINY, memory=3e5, top=1)
+    assert less.technique == "train.optimizer=adafactor"
+    assert less[0]["peak_bytes"] <= 3e5
+    assert load(less.write(tmp_path / "less.toml"), []).train.optimizer == "adafactor"

@@ -1,0 +1,93 @@
+"""Training that is started from Python: on real ranks, and what comes of its ends."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpc3d.library import launched_run
+from hpc3d.library.commands import run_training
+from hpc3d.plain import Problems
+from tests.library.tiny import TINY
+from tests.mpi import TURN, surroundings
+from tests.runs import newest, wait_for
+
+NOISE = "prterun has exited due to process rank 0\n"
+
+
+def ended(monkeypatch, code, out="", err=""):
+    monkeypatch.setattr(launched_run, "_ended", lambda command: (code, out, err))
+
+
+def test_what_is_refused_is_a_value_error_with_the_lines_of_the_command(monkeypatch):
+    lines = "hpc3d.train: 3 s: reads\nhpc3d.train: mesh: a\n" + NOISE + "hpc3d.train: name: b\n"
+    ended(monkeypatch, 2, err=lines)
+    with pytest.raises(Problems) as refused:
+        run_training("gpt-serial")
+    assert refused.value.lines == ["mesh: a", "name: b"]
+
+
+@pytest.mark.parametrize(
+    ("code", "err", "line"),
+    [(4, "hpc3d.train: loss is nan\n", "code 4: loss is nan"), (1, NOISE, "code 1: prterun")],
+)
+def test_a_run_that_fails_is_a_runtime_error(monkeypatch, code, err, line):
+    ended(monkeypatch, code, err=err)
+    with pytest.raises(RuntimeError, match=line):
+        run_training("gpt-serial")
+
+
+@pytest.mark.parametrize("ranks", [0, 2.0, "2"])
+def test_ranks_are_a_number(ranks):
+    with pytest.raises(ValueError, match=r"ranks = .*: must be a whole number, 1 or more"):
+        run_training("gpt-serial", ranks=ranks)
+
+
+def test_without_a_launcher_there_is_one_rank(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with pytest.raises(ValueError, match=r"no mpirun; pip install 'hpc3d\[mpi\]'"):
+        run_training("gpt-serial", ranks=2)
+
+
+@pytest.mark.slow
+def test_it_trains_and_goes_on_on_another_layout(tmp_path, capfd, monkeypatch):
+    for key, value in surroundings().items():
+        monkeypatch.setenv(key, value)
+    options = TINY | {"checkpoint.every": 3, "name": "tiny"}
+    with TURN:
+        run = run_training("gpt-serial", options | {"mesh.d": 2}, 2, tmp_path)
+        assert run.folder.parent == tmp_path
+        assert len(run.losses) == 3 and run.losses[2] < run.losses[0]
+        longer = run_training(resume=run, options={"mesh.d": 1, "train.steps": 5})
+        assert longer.folder == run.folder and longer.table("step")["ranks"][0] == 1
+        with pytest.raises(ValueError, match="mesh: d 3 = 3 ranks, but there are 2 ranks"):
+            run_training("gpt-serial", options | {"mesh.d": 3}, 2, tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_ranks(tmp_path):
+    """As that of a notebook's button: SIGINT to this process alone."""
+    options = TINY | {"train.steps": 100_000, "mesh.d": 2}
+    code = f"import hpc3d; hpc3d.run_training('gpt-serial', {options}, 2, {str(tmp_path)!r})"
+    with TURN:
+        environment = {**os.environ, **surroundings()}
+        notebook = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        wait_for(lambda: any("   1 " in log.read_text() for log in tmp_path.glob("*/train.log")))
+        notebook.send_signal(signal.SIGINT)
+        _, err = notebook.communicate(timeout=60)
+    assert notebook.returncode and err.rstrip().endswith("KeyboardInterrupt")
+    log = newest(tmp_path) / "train.log"
+    written = log.stat().st_size
+    time.sleep(1)
+    assert log.stat().st_size == written

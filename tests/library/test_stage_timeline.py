@@ -1,0 +1,40 @@
+"""A simulated schedule: the diagram and the numbers of the command."""
+
+import pytest
+
+import hpc3d
+
+
+def test_a_schedule_is_text_numbers_and_a_figure():
+    found = hpc3d.simulate_schedule("1f1b", 2, 3, forward=2, weight=0)
+    assert repr(found).splitlines() == [
+        "1f1b: 2 stages, 3 microbatches, 1 chunk, 1 step",
+        "0 |F0--- F1---    B0 F2--- B1       B2",
+        "1 |      F0--- B0 F1--- B1 F2--- B2",
+    ]
+    assert (found.makespan, found.bubble) == (12, 0.25)
+    assert (found.in_flight, found.weight_inputs) == ([2, 1], [0, 0])
+    assert found.timeline().figure.axes[0].get_ylabel() == "stage"
+
+
+def test_parts_have_times_of_their_own():
+    even = hpc3d.simulate_schedule("gpipe", 2, 4)
+    slow = hpc3d.simulate_schedule("gpipe", 2, 4, forward=[1, 2], comm=(0.5,))
+    assert slow.makespan > even.makespan
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "line"),
+    [
+        ("1f1", {}, "1f1b"),
+        ("zb-v", {"chunks": 3}, "parallel.chunks = 3"),
+        ("1f1b", {"fwd": 1}, "fwd: .* forward, backward, weight, comm"),
+        ("1f1b", {"forward": -1}, "--forward = -1: "),
+        ("1f1b", {"weight": [1, "2"]}, "--weight = '2': "),
+        ("1f1b", {"forward": [1, 2, 3]}, "forward: 3 numbers for 2 parts"),
+        ("1f1b", {"steps": 2}, "steps = 2: "),
+    ],
+)
+def test_what_the_command_refuses_is_a_value_error(name, how, line):
+    with pytest.raises(ValueError, match=line):
+        hpc3d.simulate_schedule(name, 2, 3, **how)

@@ -1,0 +1,22 @@
+"""What the command and the library plan by; tests/test_plan.py has what comes out."""
+
+import pytest
+
+from hpc3d.predict.machine.machine_file import load
+from hpc3d.predict.planning.planned_layouts import gigabytes, plan_layouts
+
+TINY = ["--model.layers=1", "--model.hidden=32", "--model.heads=4", "--train.batch=4"]
+
+
+def test_an_input_that_no_layout_mends_is_refused_before_a_search():
+    with pytest.raises(ValueError, match=r"mesh\.order = 'x y'"):
+        plan_layouts("gpt-serial", ["--mesh.order", "x y"], 4, load("h100"))
+
+
+def test_where_nothing_fits_the_nearest_is_named():
+    with pytest.raises(ValueError, match=r"no layout fits 0\.00 MB: .* comes closest with .* on "):
+        plan_layouts("gpt-serial", TINY, 1, load("h100"), 1000.0)
+
+
+def test_sizes_have_their_unit():
+    assert [gigabytes(size) for size in (1e6, 99e6, 1e9)] == ["1.00 MB", "99.00 MB", "1.00 GB"]

@@ -1,0 +1,60 @@
+"""Colours are for terminals, and for those who want them."""
+
+import io
+import os
+import pty
+
+import pytest
+
+from hpc3d.plain import plain_streams
+from hpc3d.runtime import colours
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch):
+    monkeypatch.setattr(colours, "launcher", lambda: None)
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def written(stream, style="red"):
+    colours.say("a line", style, stream)
+    return stream.getvalue()
+
+
+def test_a_terminal_shows_them(monkeypatch):
+    assert written(Terminal()) == "\x1b[31ma line\x1b[0m\n"
+    assert written(Terminal(), style="") == "a line\n"
+    assert written(io.StringIO()) == "a line\n"
+    for name, value in (("TERM", "dumb"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+        assert written(Terminal()) == "a line\n"
+
+
+def test_they_pass_through_plain_streams_and_those_of_others_do_not(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    with plain_streams():
+        colours.say("a line", "bold")
+        print("\x1b[1mx")
+    assert terminal.getvalue() == "\x1b[1ma line\x1b[0m\n\\u001b[1mx\n"
+
+
+def test_under_a_launcher_its_own_streams_say_whether_there_is_a_terminal(monkeypatch):
+    """This process is taken for the launcher: a rank's stream has the number of one of its."""
+    monkeypatch.setattr(colours, "launcher", lambda: (os.getpid(), None))
+    ends = *os.pipe(), *pty.openpty()
+    try:
+        with open(ends[1], "w", closefd=False) as pipe, open(ends[3], "w", closefd=False) as tty:
+            assert (colours.in_colour(pipe), colours.in_colour(tty)) == (False, True)
+        assert not colours.in_colour(Terminal())  # no file at all
+    finally:
+        for end in ends:
+            os.close(end)
