@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpc3d.analyze.report.table_format import milliseconds, percent, prefixed
+from hpc3d.analyze.report.table_format import percent, prefixed, seconds
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import RunAnalysis
@@ -15,7 +15,7 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     """(title, value, what belongs to it) of a run."""
     tables = run.tables
     step, work = tables["step"][0], tables["efficiency"][0]
-    yield "step", f"{milliseconds(step['step_s_median'])} ms", _spread(step)
+    yield "step", seconds(step["step_s_median"]), _spread(step)
     yield "tokens/s", _written(step["tokens_per_s"], prefixed), f"{step['ranks']} ranks"
     communication = _written(step["communication_share"], percent)
     yield "communication", communication, _waiting(tables["ranks"])
@@ -45,7 +45,7 @@ def _straggler(rows):
     named = [row for row in rows if row["straggler"] == "yes"]
     if not named:
         return "none", "no rank is slower by more than chance"
-    imposed = f"others wait {milliseconds(named[0]['imposed_s'])} ms for it"
+    imposed = f"others wait {seconds(named[0]['imposed_s'])} for it"
     return f"rank {named[0]['rank']}", imposed
 
 
@@ -64,7 +64,7 @@ def _written(value, write):
 
 
 def _spread(row):
-    return f"{milliseconds(row['step_s_min'])} to {milliseconds(row['step_s_max'])}"
+    return f"{seconds(row['step_s_min'])} to {seconds(row['step_s_max'])}"
 
 
 def _mean(rows, key):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpc3d.analyze.report.table_format import milliseconds, percent, prefixed
+from hpc3d.analyze.report.table_format import percent, prefixed, seconds
 
 
 def in_words(cost: Mapping[str, Any]) -> str:
@@ -30,7 +30,7 @@ def _waited(cost):
     share = "" if cost["wait_share"] is None else f" ({percent(cost['wait_share'])} of its step)"
     several = "s" * (" " in cost["experts"])
     yield (
-        f"In dispatch and combine a mean rank waited {milliseconds(cost['wait_s'])} ms{share},"
+        f"In dispatch and combine a mean rank waited {seconds(cost['wait_s'])}{share},"
         f" longest for rank {cost['rank']}, whose expert{several} {cost['experts']} had"
         f" {cost['load']:.2f} times the mean load."
     )

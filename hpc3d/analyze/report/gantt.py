@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.analyze.report.palette import REDUCTION, WORK
@@ -156,7 +157,7 @@ def on_screen(chart: Panels, empty_plot: Callable[..., Any]) -> Model:
 
     plots = []
     for title, rows in chart.panels:
-        plot = empty_plot(130 + _ROW * len(rows), x_axis_label="time [ms]", title=title)
+        plot = empty_plot(130 + _ROW * len(rows), x_axis_label="time [ms]", title=fill(title, 56))
         plot.title.update(text_font_style="normal", text_font_size="9pt")
         _draw_passes(plot, rows)
         plots.append(plot)

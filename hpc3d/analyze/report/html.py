@@ -119,7 +119,7 @@ def _marked(text):
 
 class StepChoices(NamedTuple):
     """The steps of a timeline that can be chosen: (number, what is said of it), and their data
-    as JSON, which no text of can end a script."""
+    as JSON, in which no text ends a script."""
 
     choices: list
     data: str

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.analyze.report.step_timeline import lanes, path
+from hpc3d.analyze.report.step_timeline import lanes
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.step_timeline import Timeline
@@ -34,16 +34,15 @@ def packed(charts: Sequence[Timeline]) -> dict[str, Any]:
 def _step(chart, pool):
     end = float(chart.extents.max())
     tick = max(_FINEST, end / _TICKS)
-    line = dict(zip(("time", "row"), path(chart)))
-    line["rank"] = np.repeat([each.rank for each in chart.path], 2)
+    times = [time * 1e3 for each in chart.path for time in (each.start, each.end)]
+    ranks = np.repeat([each.rank for each in chart.path], 2)
+    line = {"time": _ticks(times, tick), "rank": ranks}
     begin, finish = chart.extents.T
     rest = {
         "rank": np.array(chart.shown),
         "start": _ticks(begin, tick),
         "end": _ticks(finish, tick),
     }
-    line["time"] = _ticks(line["time"], tick)
-    del line["row"]
     return {
         "tick": tick,
         "end": end,

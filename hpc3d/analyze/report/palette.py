@@ -29,11 +29,11 @@ LATE = "#B3123F"  # that others wait for a rank
 
 # Sums over phases: all computation, and calls whose wait and transfer are not known.
 COMPUTE, EXPOSED, RECORDED = "#3344DD", "#0099AA", "#2E6B4F"
-READING, MARKER = "#66CCBB", "#444444"
+READING, MARKER = "#66CCBB", "#4A4030"
 
 # Calls by where they go, and what a stage does beside its passes.
-AXES = ("#77AA66", "#DD8811", "#FF99FF", "#773322", "#FFDD77", "#994400", "#7766FF")
-PLANES, WORLD = ("#BBEEAA", "#880077", "#4433AA"), "#EECC00"
+AXES = ("#77AA66", "#DD8811", "#7766FF", "#773322", "#994400", "#FFDD77", "#FF99FF")
+PLANES, WORLD = ("#BBEEAA", "#880077", "#4433AA"), "#4A5A9A"
 REDUCTION = "#665500"
 
 INSIDE, CROSSING = "#AA77FF", "#FFBB66"  # bytes that stay in a host, and others

@@ -40,6 +40,7 @@ def _plot(height, **values):
 
     plot = figure(height=height, sizing_mode="stretch_width", tools=_TOOLS, **values)
     plot.toolbar.update(logo=None, autohide=True)
+    # page/state.js gives them the ground of the page.
     plot.update(outline_line_color=None, background_fill_color=None, border_fill_color=None)
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.minor_tick_line_color = None
@@ -58,7 +59,7 @@ def _lines(chart: Lines):
 
     colours = {label: RUNS[at % len(RUNS)] for at, label in enumerate(chart.lines)}
     upper = _panel(chart.across, chart.down, chart.lines, colours, 300)
-    upper.legend.update(click_policy="hide", background_fill_color=None)
+    upper.legend.update(click_policy="hide", background_fill_color=None, border_line_color=None)
     if not chart.below:
         return upper
     lower = _panel(chart.across, chart.beneath, chart.below, colours, 200)

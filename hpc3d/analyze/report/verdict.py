@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpc3d.analyze.metrics.breakdown import DISJOINT
-from hpc3d.analyze.report.table_format import milliseconds
+from hpc3d.analyze.report.table_format import seconds
 
 _Rows = Sequence[Mapping[str, Any]]
 _LEAST = 0.05  # the share of a step from which on a part of it is told
@@ -79,7 +79,7 @@ def _lever(tables: Mapping[str, _Rows], parts: Mapping[str, float | None]) -> It
     if late:
         yield (
             f"Rank {late[0]['rank']} is slower than chance explains: others wait "
-            f"{milliseconds(late[0]['imposed_s'])} ms of a step for it."
+            f"{seconds(late[0]['imposed_s'])} of a step for it."
         )
 
 
@@ -94,10 +94,10 @@ def _predicted(rows: _Rows) -> Iterator[str]:
     for row in rows:
         if row["quantity"] == "step_s" and row["predicted"]:
             ratio = row["measured"] / row["predicted"]
-            how = f"{_times(ratio)} the predicted {milliseconds(row['predicted'])} ms"
+            how = f"{_times(ratio)} the predicted {seconds(row['predicted'])}"
             if abs(ratio - 1) <= _NEAR:
-                how = f"within {_NEAR:.0%} of the predicted {milliseconds(row['predicted'])} ms"
-            yield f"A step takes {milliseconds(row['measured'])} ms, {how}."
+                how = f"within {_NEAR:.0%} of the predicted {seconds(row['predicted'])}"
+            yield f"A step takes {seconds(row['measured'])}, {how}."
 
 
 def _times(ratio: float) -> str:

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from hpc3d.analyze.metrics.expert_loads import ExpertLoads
-from hpc3d.analyze.report import charts
+from hpc3d.analyze.report import charts, palette
 from hpc3d.comm.mesh import AXES, WORLD
 from hpc3d.trace.schema import CATEGORY
 
@@ -108,7 +108,7 @@ def test_no_two_parts_of_a_step_have_one_colour():
     parts += [{"category": "comm", "axis": axis} for axis in (*AXES, WORLD)]
     chart = charts.phases([row | {"phase": "forward", "seconds": 1.0} for row in parts])
     assert chart.parts.keys() >= {"io", "along x", "over all ranks", "unrecorded"}
-    colours = {colour for colour, _ in chart.parts.values()} | {charts.SAND}
+    colours = {colour for colour, _ in chart.parts.values()} | {palette.WORK["other"]}
     assert len(colours) == len(parts) + 1
     assert min(map(apart, *zip(*combinations(colours, 2)))) > 0.1
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from hpc3d.analyze.metrics.pass_spans import spans
-from hpc3d.analyze.report.gantt import draw_gantt, gantt
-from hpc3d.analyze.report.plot_matplotlib import COLOURS
+from hpc3d.analyze.report import plot_bokeh
+from hpc3d.analyze.report.gantt import Panels, draw_gantt, gantt
+from hpc3d.analyze.report.palette import WORK
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
 
@@ -41,8 +42,8 @@ def test_a_kind_has_its_colour_and_a_later_chunk_is_lighter():
     rows = [[(0, 1, "F", "0"), (1, 2, "1F", "0"), (2, 3, "2F", "0"), (3, 4, "B", "0")]]
     (panel,) = gantt([("", rows)]).axes
     colours = [colour for colour, *_ in sorted(bars(panel), key=lambda bar: bar[1])]
-    assert list(colours[0]) == rgb(COLOURS[0])
-    assert list(colours[3]) == rgb(COLOURS[1])
+    assert list(colours[0]) == rgb(WORK["forward"])
+    assert list(colours[3]) == rgb(WORK["backward_input"])
     assert sum(colours[0]) < sum(colours[1]) < sum(colours[2]) < 3
     assert len(set(colours)) == 4
 
@@ -77,6 +78,18 @@ def test_the_file_is_a_picture(tmp_path):
     draw_gantt([("measured", MEASURED)], tmp_path / "gantt.png")
     picture = imread(tmp_path / "gantt.png")[..., :3]
     assert picture.shape[1] == 2000
-    for colour in (COLOURS[0], COLOURS[3]):
+    for colour in (WORK["forward"], WORK["backward"]):
         wanted = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
         assert (np.abs(picture - wanted).max(axis=-1) < 0.01).sum() > 1000
+
+
+def test_on_the_screen_panels_share_their_time_and_say_what_a_pass_is():
+    above, below = plot_bokeh.draw(Panels([("measured", MEASURED), ("ideal", MEASURED)])).children
+    assert above.x_range is below.x_range
+    assert [above.title.text, below.title.text] == ["measured", "ideal"]
+    drawn = {each.data_source.data["name"][0]: each for each in above.renderers}
+    assert drawn["forward"].data_source.data["stage"] == [0, 1]
+    assert drawn["forward"].data_source.data["end"] == [1000, 2400]
+    assert drawn["message"].data_source.data["label"] == ["-"]
+    assert drawn["message"].glyph.height < drawn["forward"].glyph.height
+    assert {item.label.value for item in above.legend[0].items} == {*drawn}

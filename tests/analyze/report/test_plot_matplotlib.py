@@ -136,7 +136,7 @@ def test_a_timeline_has_a_box_for_each_part_of_an_event(tmp_path):
     assert found["wait"] == [(4, -0.42, 5, 0.42), (6, -0.42, 8, 0.42)]
     assert found["optimizer"] == [(6, 0.58, 8, 1.42)]
     assert sum(map(len, found.values())) == 9
-    assert axes.get_xlim() == (0, 9) and axes.yaxis_inverted()
+    assert axes.get_xlim() == (0, 10) and axes.yaxis_inverted()
 
 
 def test_a_figure_is_saved_in_two_forms_and_always_the_same(tmp_path):

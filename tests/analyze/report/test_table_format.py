@@ -26,7 +26,7 @@ def test_markdown_is_aligned_and_keeps_its_columns():
     assert markdown(FIELDS, ROWS).splitlines() == [
         "| name            | time [ms] | rank |",
         "| --------------- | --------: | ---: |",
-        "| gemm            |  1,500.00 |    3 |",
+        "| gemm            |     1,500 |    3 |",
         r"| 50% of a_b \| c |         - |    - |",
     ]
 
@@ -37,7 +37,7 @@ def test_latex_has_the_rules_of_booktabs_and_no_special_characters():
         r"\toprule",
         r"name & time [ms] & rank \\",
         r"\midrule",
-        r"gemm & 1,500.00 & 3 \\",
+        r"gemm & 1,500 & 3 \\",
         r"50\% of a\_b | c & - & - \\",
         r"\bottomrule",
         r"\end{tabular}",
@@ -67,21 +67,29 @@ def test_files_have_what_is_known(tmp_path):
 @pytest.mark.parametrize(
     ("write", "value", "text"),
     [
-        (table_format.milliseconds, 1.23456, "1,234.56"),
-        (table_format.microseconds, 1.23e-6, "1.2"),
+        (table_format.milliseconds, 1.23456, "1,230"),
+        (table_format.microseconds, 1.23e-6, "1.23"),
+        (table_format.digits, 0.0, "0"),
+        (table_format.digits, 9.996, "10.0"),
+        (table_format.digits, 0.001234, "0.00123"),
+        (table_format.digits, -123456.0, "-123,000"),
+        (table_format.seconds, 18.456, "18.5 s"),
+        (table_format.seconds, 0.0123, "12.3 ms"),
+        (table_format.seconds, 1.5e-5, "15.0 us"),
+        (table_format.seconds, 0.0, "0 us"),
         (table_format.percent, 0.1234, "12.3%"),
         (table_format.count, 2.5, "2.5"),
         (table_format.integer, 12345, "12,345"),
         (table_format.number, 0, "0"),
         (table_format.number, -1, "-"),
         (table_format.ratio, 1.0004, "1.000"),
-        (table_format.prefixed, 12345678, "12.35 M"),
+        (table_format.prefixed, 12345678, "12.3 M"),
         (table_format.prefixed, 999, "999"),
         (table_format.layer, -1, "ends"),
         (table_format.layer, 0, "0"),
         (table_format.layer, "", ""),
-        (table_format.prefixed, 1.5e13, "15 T"),
-        (table_format.prefixed, -2e9, "-2 G"),
+        (table_format.prefixed, 1.5e13, "15.0 T"),
+        (table_format.prefixed, -2e9, "-2.00 G"),
     ],
 )
 def test_numbers_are_written(write, value, text):

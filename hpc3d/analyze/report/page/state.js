@@ -66,8 +66,19 @@ hpc3d.theme = (() => {
     for (const key of TEXT) if (key in model.properties) colours[key] = text;
     for (const key of LINES) if (key in model.properties) colours[key] = lines;
     if (model.type === "Title") colours.text_color = text;
+    if ("border_fill_color" in model.properties)
+      Object.assign(colours, { border_fill_color: ground, background_fill_color: ground });
     if ("inactive_fill_color" in model.properties) colours.inactive_fill_color = ground;
     if (Object.keys(colours).length) model.setv(colours);
+  }
+
+  // A colour of the style sheet as Bokeh reads it.
+  function resolved(name) {
+    const probe = document.body.appendChild(document.createElement("span"));
+    probe.style.color = `var(${name})`;
+    const colour = getComputedStyle(probe).color;
+    probe.remove();
+    return colour;
   }
 
   function apply() {
@@ -75,11 +86,20 @@ hpc3d.theme = (() => {
     const button = document.getElementById("theme");
     button?.setAttribute("aria-pressed", `${dark()}`);
     if (!window.Bokeh) return;
-    const style = getComputedStyle(document.body);
-    const colours = ["--ink", "--line", "--ground"].map((name) => style.getPropertyValue(name).trim());
+    wrap();
+    const colours = ["--ink", "--line", "--ground"].map(resolved);
     for (const page of Bokeh.documents)
       for (const root of page.roots())
         for (const model of root.references()) paint(model, ...colours);
+  }
+
+  // As many names a line of a legend as a window has place for.
+  function wrap() {
+    for (const page of Bokeh.documents)
+      for (const root of page.roots())
+        for (const model of root.references())
+          if (model.type === "Legend" && model.orientation === "horizontal")
+            model.ncols = innerWidth < 700 ? Math.max(1, Math.floor(innerWidth / 130)) : "auto";
   }
 
   function toggle() {
@@ -89,6 +109,7 @@ hpc3d.theme = (() => {
   }
 
   system.addEventListener("change", apply);
+  addEventListener("resize", () => window.Bokeh && wrap());
   hpc3d.state.onchange(apply);
   return { apply, toggle };
 })();
