@@ -16,7 +16,7 @@ from tests.mpi import ROOT, mpirun, surroundings
 pytestmark = pytest.mark.slow
 
 BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
-SOURCES = ("hpc3d", "inputs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("hpc3d", "inputs", "jobs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 SMALL = [f"--{option}" for option in ("model.hidden=128", "train.batch=16", "train.steps=2")]
 
 
