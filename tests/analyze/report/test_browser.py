@@ -1,25 +1,28 @@
 """The page in a real browser: it draws, answers to the mouse, prints, and asks for nothing."""
 
 import io
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from hpc3d.analyze.report.palette import PATH
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import KINDS
 from hpc3d.analyze.report.write import write
 from tests.analyze.naps import trained
-from tests.analyze.report.browser import browser, chromium
+from tests.analyze.report.browser import missing, opened, started
+from tests.analyze.small import small
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not chromium(), reason="no chromium here: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "")]
 PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}
 MODEL = "Bokeh.documents[0].get_model_by_name('timeline')"
 EVENTS = f"{MODEL}.tags[1]"
 DRAWN = "window.Bokeh && Bokeh.documents.length && Bokeh.documents.every(each => each.is_idle)"
+DRAWN += " && [...document.querySelectorAll('.timeline')].every(each => each.dataset.step)"
 DETAILS = "document.querySelector('.timeline .details').innerText"
+STEP = "document.querySelector('.timeline').dataset.step"
+OTHER = "[...document.querySelectorAll('.timeline option')].map(e => e.value)"
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +30,34 @@ def address(tmp_path_factory):
     """The page of a real pipeline of 2 stages on 4 ranks."""
     out = tmp_path_factory.mktemp("report")
     with trained(out / "run", 4, **PIPELINE) as trace:
-        write(compare([trace], [analyze_run(trace)]), out)
+        write(compare([trace], [analyze_run(trace, others=10_000)]), out)
     return out / "report.html"
 
 
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """The page of two runs, worked out by hand."""
+    out = tmp_path_factory.mktemp("comparison")
+    with small(out / "one.h5") as one, small(out / "two.h5", run_id="two") as two:
+        write(compare([one, two], [analyze_run(each) for each in (one, two)]), out)
+    return out / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with started() as found:
+        yield found
+
+
 @pytest.fixture
-def page(address, tmp_path):
-    with browser(tmp_path / "profile") as found:
+def page(browser, address):
+    with opened(browser) as found:
         found.open(address)
         found.until(DRAWN)
         found.value("document.querySelector('.timeline').scrollIntoView()")
         yield found
-        assert found.complaints() == []
-        assert found.requests() == [address.as_uri()]
+        assert found.complaints == []
+        assert {url.split("#")[0] for url in found.requests} == {address.as_uri()}
 
 
 def place(page, what):
@@ -52,9 +70,7 @@ def pixels(page, what):
     """The colours of an element as it is seen, [pixels, 3]."""
     from matplotlib.image import imread
 
-    box = dict(zip(("x", "y", "width", "height"), place(page, what)))
-    box["y"] += page.value("window.scrollY")
-    found = imread(io.BytesIO(page.screenshot(clip={**box, "scale": 1})))
+    found = imread(io.BytesIO(page.tab.locator(what).first.screenshot()))
     return np.rint(found[..., :3].reshape(-1, 3) * 255).astype(int)
 
 
@@ -72,15 +88,12 @@ def columns(page):
     }
 
 
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", [400, 800, 1400])
 def test_the_page_is_as_wide_as_its_window(page, width):
-    page.call(
-        "Emulation.setDeviceMetricsOverride",
-        **{"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
-    )
+    page.tab.set_viewport_size({"width": width, "height": 900})
     page.until(f"innerWidth === {width} && {DRAWN}")
     assert page.value("document.documentElement.scrollWidth") <= width
-    if width == 1280:
+    if width == 1400:
         hidden = "[...document.querySelectorAll('details[open] .scroll')].filter(each => "
         hidden += "each.scrollWidth > each.clientWidth + 1).length"
         assert page.value(hidden) == 0
@@ -88,7 +101,7 @@ def test_the_page_is_as_wide_as_its_window(page, width):
 
 def look_at(page, start, end):
     """Show the time from start to end."""
-    page.value(f"{MODEL}.x_range.setv({{start: {start}, end: {end}}}); 0")
+    page.value(f"void {MODEL}.x_range.setv({{start: {start}, end: {end}}})")
     page.until(DRAWN)
     page.value("new Promise(done => setTimeout(done, 300))")
 
@@ -104,14 +117,14 @@ def test_boxes_are_drawn_in_their_colours(page, kind):
     widths = np.where(these, events[right] - events[left], 0)
     start, width = events[left][widths.argmax()], widths.max()
     look_at(page, start, start + 2 * width)
-    assert share(pixels(page, ".timeline .screen"), KINDS[kind]) > 0.05
+    assert share(pixels(page, ".timeline .plot"), KINDS[kind]) > 0.05
     look_at(page, start + 1e6, start + 2e6)
-    assert share(pixels(page, ".timeline .screen"), KINDS[kind]) < 0.01, "in the legend only"
+    assert share(pixels(page, ".timeline .plot"), KINDS[kind]) < 0.01, "in the legend only"
 
 
 def click_on_a_box(page):
     """Click along the row of rank 2 until a box is hit."""
-    left, top, width, height = place(page, ".timeline .screen")
+    left, top, width, height = place(page, ".timeline .plot")
     for at in np.linspace(0.15, 0.85, 29):
         page.click(left + at * width, top + 0.55 * height)
         page.value("new Promise(done => setTimeout(done, 100))")
@@ -128,8 +141,8 @@ def test_a_click_shows_what_a_box_is(page):
     rank = int(events["rank"][index])
     assert said["rank"] == f"{rank} (p={rank // 2} x={rank % 2})"
     number, unit = said["took"].split()
-    took = float(number) * {"us": 1e-3, "ms": 1}[unit]
-    assert took == pytest.approx(events["end"][index] - events["start"][index], abs=2e-3)
+    took = float(number.replace(",", "")) * {"us": 1e-3, "ms": 1, "s": 1e3}[unit]
+    assert took == pytest.approx(events["end"][index] - events["start"][index], rel=6e-3)
     assert said["phase"] in ("forward", "backward", "optimizer", "other")
     assert {"name", "when", "stage", "operation"} <= said.keys()
 
@@ -138,7 +151,7 @@ def test_a_call_is_shown_with_those_that_belong_to_it(page):
     events = columns(page)
     waited = np.flatnonzero(events["until"] > events["start"])
     index = int(waited[np.argmax((events["until"] - events["start"])[waited])])
-    page.value(f"{EVENTS}.selected.indices = [{index}]; 0")
+    page.value(f"void ({EVENTS}.selected.indices = [{index}])")
     chosen = page.value(f"{EVENTS}.selected.indices")
     assert {*chosen} == {*np.flatnonzero(events["meeting"] == events["meeting"][index]).tolist()}
     text = page.value(DETAILS)
@@ -162,15 +175,13 @@ def test_a_call_is_shown_with_those_that_belong_to_it(page):
     ],
 )
 def test_ranks_are_chosen(page, words, ranks):
-    page.value("document.querySelector('.timeline input').focus()")
-    page.call("Input.insertText", text="0 ")
-    page.value("document.querySelector('.timeline input').value = ''")
-    page.call("Input.insertText", text=words or " ")
+    page.tab.locator(".timeline input").fill("0")
+    page.tab.locator(".timeline input").fill(words)
     events = columns(page)
-    wrong = page.value("document.querySelector('.timeline input').className == 'wrong'")
+    wrong = page.value("document.querySelector('.timeline input').classList.contains('wrong')")
     assert wrong == (ranks is None)
     if ranks is None:
-        assert {*events["rank"][np.isfinite(events["row"])]} == {0}, "as it was"
+        assert {*events["rank"][np.isfinite(events["row"])]} == {0, 1, 2, 3}
         return
     rows = {rank: place for place, rank in enumerate(ranks)}
     expected = [rows.get(rank, np.nan) for rank in events["rank"]]
@@ -185,12 +196,12 @@ def test_a_name_in_the_legend_hides_its_boxes(page):
     these = events["kind"] == [*KINDS].index("forward")
     longest = np.where(these, events["end"] - events["until"], 0).argmax()
     look_at(page, events["until"][longest], events["end"][longest])
-    before = share(pixels(page, ".timeline .screen"), KINDS["forward"])
-    left, top, *_ = place(page, ".timeline .screen")
-    page.click(left + 90, top + 10)
+    before = share(pixels(page, ".timeline .plot"), KINDS["forward"])
+    left, top, *_ = place(page, ".timeline .plot")
+    page.click(left + 190, top + 10)
     page.until(f"{MODEL}.renderers.some(each => !each.visible && each.view)")
     page.value("new Promise(done => setTimeout(done, 300))")
-    after = share(pixels(page, ".timeline .screen"), KINDS["forward"])
+    after = share(pixels(page, ".timeline .plot"), KINDS["forward"])
     assert after < 0.1 * before
 
 
@@ -201,28 +212,181 @@ SEEN = """
 
 def test_paper_gets_the_still_figures(page):
     assert all(page.value(SEEN.format(".screen"))) and not any(page.value(SEEN.format(".paper")))
-    page.call("Emulation.setEmulatedMedia", media="print")
+    page.tab.emulate_media(media="print")
     assert not any(page.value(SEEN.format(".screen"))) and all(page.value(SEEN.format(".paper")))
     assert page.value(
         "[...document.images].every(each => each.complete && each.naturalWidth > 100)"
     )
-    assert page.pdf().startswith(b"%PDF")
+    assert page.tab.pdf().startswith(b"%PDF")
 
 
-def test_without_scripts_the_still_figures_are_seen(address, tmp_path):
-    with browser(tmp_path / "profile") as page:
-        page.call("Emulation.setScriptExecutionDisabled", value=True)
+def test_without_scripts_the_still_figures_are_seen(browser, address):
+    with opened(browser, java_script_enabled=False) as page:
         page.open(address)
-        assert all(page.value(SEEN.format(".paper")))
-        assert not any(page.value(SEEN.format("div.screen, .ranks-field")))
-        assert page.requests() == [address.as_uri()]
+        pictures = page.tab.locator(".paper")
+        assert all(each.is_visible() for each in pictures.all()) and pictures.count() > 5
+        active = page.tab.locator("div.screen, .controls").all()
+        assert not any(each.is_visible() for each in active)
 
 
-def test_the_check_itself_finds_requests_and_errors(tmp_path):
+def test_the_check_itself_finds_requests_and_errors(browser, tmp_path):
     path = tmp_path / "bad.html"
     path.write_text("<img src='http://127.0.0.1:9/x.png'><script>lost()</script>")
-    with browser(tmp_path / "profile") as page:
+    with opened(browser) as page:
         page.open(path)
         page.until("document.images[0].complete")
-        assert page.requests() == [path.as_uri(), "http://127.0.0.1:9/x.png"]
-        assert len(page.complaints()) >= 2
+        assert page.requests == [path.as_uri(), "http://127.0.0.1:9/x.png"]
+        assert len(page.complaints) >= 2
+
+
+def test_the_critical_path_is_drawn_and_its_button_hides_it(page):
+    line = f"{MODEL}.renderers.find(each => each.name === 'path').visible"
+    button = page.tab.get_by_role("button", name="critical path")
+    assert page.value(line) and button.get_attribute("aria-pressed") == "true"
+    assert share(pixels(page, ".timeline .plot"), PATH) > 1e-3
+    button.click()
+    assert not page.value(line) and button.get_attribute("aria-pressed") == "false"
+    assert "path=off" in page.tab.url
+
+
+def test_every_step_can_be_chosen(page):
+    steps, shown = page.value(OTHER), page.value(STEP)
+    assert len(steps) > 1 and shown in steps
+    before = columns(page)["start"]
+    other = next(step for step in steps if step != shown)
+    page.tab.get_by_label("step of the timeline").select_option(other)
+    page.until(f"{STEP} === '{other}'")
+    assert not np.array_equal(columns(page)["start"], before)
+
+
+def test_the_address_makes_the_page_again(browser, address):
+    with opened(browser, color_scheme="light") as page:
+        page.open(address)
+        page.until(DRAWN)
+        other = next(step for step in page.value(OTHER) if step != page.value(STEP))
+        page.tab.get_by_label("step of the timeline").select_option(other)
+        page.tab.get_by_role("textbox", name="Ranks").fill("p=1 x=0")
+        page.tab.get_by_role("button", name="critical path").click()
+        page.tab.get_by_role("button", name="dark").click()
+        page.tab.get_by_role("link", name="Memory", exact=True).click()
+        page.until("location.hash.startsWith('#memory-1&')")
+        url = page.tab.url
+    with opened(browser, color_scheme="light") as page:
+        page.tab.goto(url)
+        page.until(f"{STEP} === '{other}'")
+        page.until("scrollY > 500")
+        assert page.tab.get_by_role("textbox", name="Ranks").input_value() == "p=1 x=0"
+        assert {*columns(page)["rank"][np.isfinite(columns(page)["row"])]} == {2}
+        assert not page.value(f"{MODEL}.renderers.find(each => each.name === 'path').visible")
+        assert page.value("document.documentElement.dataset.theme") == "dark"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_as_dark_as_the_system(browser, address, scheme):
+    with opened(browser, color_scheme=scheme) as page:
+        page.open(address)
+        page.until(DRAWN)
+        ground = {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 31)"}
+        assert (
+            page.value("getComputedStyle(document.documentElement).backgroundColor")
+            == (ground[scheme])
+        )
+        colour = page.value(f"{MODEL}.below[0].major_label_text_color")
+        assert colour == page.value("getComputedStyle(document.body).color")
+        page.tab.get_by_role("button", name="dark").click()
+        turned = {"light": "dark", "dark": "light"}[scheme]
+        assert page.value("document.documentElement.dataset.theme") == turned
+        assert f"theme={turned}" in page.tab.url
+
+
+def test_a_product_has_its_size_and_rate(page):
+    names = page.value(f"{MODEL}.tags[0].names.name")
+    index = page.value(
+        f"(() => {{ const e = {EVENTS}.data; return e.name.findIndex("
+        f"(code) => {MODEL}.tags[0].names.name[code].startsWith('gemm m=')) }})()"
+    )
+    assert any(name.startswith("gemm m=") for name in names) and index >= 0
+    said = page.value(f"hpc3d.lines({EVENTS}.data, {MODEL}.tags[0], {index})")
+    assert "name: gemm\n" in said and "FLOP/s" in said and "% of the step's fastest" in said
+    m, n, k = (int(word.split()[1]) for word in said.split("size: ")[1].split("\n")[0].split(", "))
+    assert 2 * m * n * k == page.value(f"{EVENTS}.data.flops[{index}]")
+
+
+def test_keys_go_from_box_to_box(page):
+    page.tab.locator(".timeline .plot").focus()
+    for key, rank in (("ArrowRight", 0), ("ArrowRight", 0), ("ArrowDown", 1), ("ArrowLeft", 1)):
+        page.tab.keyboard.press(key)
+        page.until(f"{DETAILS}.startsWith('rank\\n{rank} ')")
+    width = f"{MODEL}.x_range.end - {MODEL}.x_range.start"
+    before = page.value(width)
+    page.tab.keyboard.press("+")
+    assert page.value(width) == pytest.approx(before / 2)
+
+
+def test_a_table_sorts_searches_and_copies(page):
+    page.tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    box = page.tab.locator("details.table[data-title='Time by rank']")
+    head = box.get_by_role("button", name="rank", exact=True)
+    for order, ranks in (("ascending", "0123"), ("descending", "3210")):
+        head.focus()
+        page.tab.keyboard.press("Enter")
+        assert box.locator(f"th[aria-sort={order}]").count() == 1
+        found = box.locator("tbody tr td:first-child").all_inner_texts()
+        assert "".join(found) == ranks
+    times = box.get_by_role("button", name="compute [ms]")
+    times.click()
+    found = box.locator("tbody tr td:nth-child(5)").all_inner_texts()
+    assert sorted(found, key=lambda text: float(text.replace(",", ""))) == found
+    box.get_by_role("searchbox").fill("no such rank")
+    assert box.get_by_role("status").inner_text() == "0 of 4 rows"
+    box.get_by_role("searchbox").fill("")
+    box.get_by_role("button", name="copy Time by rank").click()
+    box.get_by_text("4 rows copied").wait_for()
+    lines = page.value("navigator.clipboard.readText()").split("\n")
+    assert len(lines) == 5 and lines[0].startswith("rank\thost")
+
+
+LEVELS = "[...document.querySelectorAll('h1, h2, h3, h4')].map(e => +e.tagName[1])"
+NAMELESS = """
+[...document.querySelectorAll('button, input, select, [tabindex]')].filter(each =>
+  !(each.getAttribute('aria-label') || each.textContent.trim() || each.labels?.length)).length
+"""
+
+
+def test_headings_are_in_order_and_controls_have_names(page):
+    levels = page.value(LEVELS)
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    assert page.value(NAMELESS) == 0
+    assert page.value("[...document.images].every(each => each.alt.length > 5)")
+    page.value("scrollTo(0, 0)")
+    page.tab.keyboard.press("Tab")
+    assert page.value("document.activeElement.className") == "skip"
+
+
+def test_the_pipeline_answers_to_the_mouse(page):
+    page.tab.locator(".pipeline .screen").scroll_into_view_if_needed()
+    page.until(DRAWN)
+    left, top, width, height = place(page, ".pipeline .screen")
+    for at in np.linspace(0.1, 0.9, 17):
+        page.tab.mouse.move(left + at * width, top + 0.22 * height)
+        page.value("new Promise(done => setTimeout(done, 150))")
+        if page.tab.get_by_text("microbatch").count():
+            return
+    raise AssertionError("no pass was hit")
+
+
+def test_runs_of_a_comparison_are_folded(browser, comparison):
+    with opened(browser) as page:
+        page.open(comparison)
+        page.until(DRAWN)
+        runs = page.tab.locator("details.run")
+        assert runs.count() == 2 and not any(
+            page.value("[...document.querySelectorAll('details.run')].map(each => each.open)")
+        )
+        page.tab.get_by_role("navigation").get_by_role("link", name="two").first.click()
+        page.until("document.querySelectorAll('details.run')[1].open")
+        levels = page.value(LEVELS)
+        assert levels.count(1) == 1
+        assert all(after - before <= 1 for before, after in pairwise(levels))
+        assert page.complaints == []

@@ -23,6 +23,7 @@ hpc3d.state = (() => {
     const place = anchor && document.getElementById(anchor);
     if (!place) return;
     for (let each = place; each; each = each.parentElement) if (each.tagName === "DETAILS") each.open = true;
+    place.querySelector(":scope > details.run")?.setAttribute("open", "");
     place.scrollIntoView();
   }
 

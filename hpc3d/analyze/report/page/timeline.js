@@ -158,17 +158,17 @@ Object.assign(hpc3d, (() => {
     plot.y_range.end = -0.5;
   }
 
-  // A box was clicked, or what belongs together with it was marked by this function.
-  let marking = false;
+  // A box was clicked, or what belongs together with it was marked by this function: Bokeh calls
+  // it for both, in its own time.
+  const marked = new WeakMap();
   function clicked(plot) {
     const [about, events] = plot.tags;
-    const [index] = events.selected.indices;
-    if (marking || index === undefined) return;
-    const panel = document.querySelector(`[data-model="${plot.name}"] .details`);
-    marking = true;
-    show(panel, events.data, about, index);
-    events.selected.indices = meeting(events.data, index);
-    marking = false;
+    const { indices } = events.selected;
+    if (!indices.length || `${indices}` === marked.get(plot)) return;
+    const all = meeting(events.data, indices[0]);
+    show(document.querySelector(`[data-model="${plot.name}"] .details`), events.data, about, indices[0]);
+    marked.set(plot, `${all}`);
+    events.selected.indices = all;
   }
 
   // Mark a box and with it those that belong together with it.
@@ -239,7 +239,10 @@ Object.assign(hpc3d, (() => {
       this.button.addEventListener("click", () => this.keep("path", this.line.visible ? "off" : "on", "on"));
       const canvas = section.querySelector(".screen.plot");
       canvas.addEventListener("keydown", (event) => pressed(event, this, plot));
-      events.selected.change.connect(() => (this.index = events.selected.indices[0] ?? this.index));
+      events.selected.change.connect(() => {
+        const { indices } = events.selected; // several: those that belong together with one
+        if (indices.length === 1) [this.index] = indices;
+      });
       hpc3d.state.onchange(() => this.show());
     }
 
@@ -270,6 +273,7 @@ Object.assign(hpc3d, (() => {
       const { end, ranks, events, path, rest } = await hpc3d.steps.unpacked(this.packed, step);
       if (this.drawn !== step) return; // another one was chosen meanwhile
       const none = (like) => new Float32Array(like.length).fill(NaN);
+      marked.delete(this.plot);
       this.events.selected.indices = [];
       this.index = undefined;
       this.all = ranks;
