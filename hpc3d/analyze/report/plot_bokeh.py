@@ -165,14 +165,14 @@ def _panels(chart: Panels):
 def _timeline(chart: Timeline):
     """One row per rank, empty until page/steps.js gives it a step.  A click shows what a box is
     and who took part in it: page/timeline.js."""
-    from bokeh.models import ColumnDataSource, CustomJS, TapTool, WheelZoomTool
+    from bokeh.models import ColumnDataSource, CustomJS, WheelZoomTool
 
     height = 140 + min(900, max(160, _ROW * len(chart.shown)))
     sides = {"x_range": (0, float(chart.extents.max())), "y_range": _range(len(chart.shown))}
     plot = _plot(height, x_axis_label="time [ms]", **sides)
     plot.yaxis.axis_label, plot.yaxis.major_label_text_font_size = "rank", "7pt"
     zoom = WheelZoomTool(dimensions="width")
-    plot.add_tools(zoom, TapTool())
+    plot.add_tools(zoom)
     plot.toolbar.update(active_scroll=zoom, autohide=False)
     _label(plot.yaxis[0], chart.shown)
     whole = ColumnDataSource({key: [] for key in ("rank", "row", "start", "end")})
@@ -196,7 +196,7 @@ def _draw_rest(plot, source, chart):
 
 def _draw_boxes(plot, source, chart):
     """The boxes of each kind, those of waits by the flag `waited`, and what is said of them."""
-    from bokeh.models import CDSView, CustomJSHover, GroupFilter, HoverTool
+    from bokeh.models import CDSView, CustomJSHover, GroupFilter, HoverTool, TapTool
 
     drawn, height = [], 0.84 * lanes(chart.events)[1]
     kinds = np.unique(chart.events["kind"]).tolist()
@@ -210,7 +210,8 @@ def _draw_boxes(plot, source, chart):
         drawn.append(plot.hbar(**where, **how, source=source, view=view, legend_label=kind))
     code = "return hpc3d.lines(plot.tags[1].data, plot.tags[0], special_vars.index)"
     written = CustomJSHover(args={"plot": plot}, code=code)
-    plot.add_tools(HoverTool(tooltips=_SAID, formatters={"@rank": written}, renderers=drawn))
+    hover = HoverTool(tooltips=_SAID, formatters={"@rank": written}, renderers=drawn)
+    plot.add_tools(hover, TapTool(renderers=drawn))
 
 
 def _draw_path(plot):

@@ -100,7 +100,7 @@ hpc3d.theme = (() => {
       for (const root of page.roots())
         for (const model of root.references())
           if (model.type === "Legend" && model.orientation === "horizontal")
-            model.ncols = innerWidth < 700 ? Math.max(1, Math.floor(innerWidth / 130)) : "auto";
+            model.ncols = innerWidth < 1100 ? Math.max(1, Math.floor(innerWidth / 130)) : "auto";
   }
 
   function toggle() {
