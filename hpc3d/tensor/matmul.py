@@ -230,7 +230,7 @@ class Matmul:
         """The event of a product [m, k] times [k, n], whose name says its size; m counts the rows
         of all experts."""
         k, n = b.shape[-2:]
-        name = f"gemm m={a.size // k} n={n} k={k}"
+        name = f"gemm m={a.size // k if k else 0} n={n} k={k}"
         return self.mesh.trace.span(name, "gemm", 2 * a.size * n)
 
 

@@ -36,7 +36,8 @@ def entries():
     return found
 
 
-def test_help_has_the_manual(capsys):
+def test_help_has_the_manual(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "99")
     explain(["--help"])
     assert manual() in capsys.readouterr().out
 
