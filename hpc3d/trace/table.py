@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.schema import Column
 
 _ALL = slice(None)
+_KEPT = 2**28  # bytes of columns that are kept at most
 _MOST_INTEGER = 2**60  # ns are 36 years: sums and differences of a few are within int64
 
 
@@ -27,8 +29,8 @@ class Table:
     `tables` are those whose rows the values of a column may count, by name.
 
     `table["dur"]` is a NumPy array, and `table["dur", 10:20]` some rows of it; a table that the
-    file lacks has no rows.  What is read can
-    be used as what it is: a code has a name, an index a row, and a number is one; or ValueError.
+    file lacks has no rows.  What is read can be used as what it is: a code has a name, an index
+    a row, and a number is one; or ValueError.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Table:
         self._path, self._name, self._tables = path, name, tables
         self._columns = {column.name: column for column in columns}
         self._absent = group is None
+        self._kept: dict[str, np.ndarray] | None = None
         found = {} if group is None else {c.name: sound(group, c) for c in columns}
         self._datasets = {name: dataset for name, dataset in found.items() if dataset is not None}
         self.attrs = {} if group is None else attributes(group)
@@ -64,6 +67,27 @@ class Table:
         name, rows = key if isinstance(key, tuple) else (key, _ALL)
         if self._absent and name in self._columns:
             return self._columns[name].empty
+        if self._kept is None or rows is not _ALL:
+            return self._read(name, rows)
+        values = self._kept.pop(name, None)
+        if values is None:
+            values = self._read(name, rows)
+            values.flags.writeable = False
+        self._kept[name] = values
+        while sum(each.nbytes for each in self._kept.values()) > _KEPT:
+            del self._kept[next(iter(self._kept))]
+        return values
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Whole columns, those last asked for, stay in memory meanwhile, and are read-only."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def _read(self, name, rows):
         dataset = self._dataset(name)
         with explained(self._path):
             values = read(dataset, rows)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.trace import schema
+from hpc3d.trace import file, schema, table
 from tests.trace.small import expected_events
 
 
@@ -27,6 +27,27 @@ def test_a_table_that_the_file_lacks_is_empty(path):
         assert trace.clock_samples["rank"].dtype == "i4"
         assert trace.clock_samples["rank"].tolist() == []
         assert trace.prediction["quantity"].tolist() == []
+
+
+def test_columns_are_read_once_while_they_are_kept(path, monkeypatch):
+    read = []
+    monkeypatch.setattr(table, "read", lambda *what: read.append(what[0].name) or real(*what))
+    real = file.read
+    with hpc3d.trace.open(path) as trace:
+        expected = [trace.events[key].tolist() for key in ("dur", "rank")]
+        read.clear()
+        with trace.events.keeping():
+            for _ in range(2):
+                assert [trace.events[key].tolist() for key in ("dur", "rank")] == expected
+            assert read == ["/events/dur", "/events/rank"]
+            with pytest.raises(ValueError, match="read-only"):
+                trace.events["dur"][0] = 1
+            monkeypatch.setattr(table, "_KEPT", trace.events["dur"].nbytes)
+            for key in ("rank", "dur", "dur"):
+                trace.events[key]
+            assert read[2:] == ["/events/dur"]
+        trace.events["dur"][0] = 1
+        assert len(read) == 4
 
 
 def test_a_frame_has_names_in_place_of_numbers(path):

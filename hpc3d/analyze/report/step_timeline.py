@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 EVENTS = 100_000  # events of a step that a page draws at most
-OTHERS = 600_000  # and events of all other steps together
-_STEPS, _FEW = 60, 5_000  # other steps at most, and events of one of them at least
+OTHERS = 400_000  # and events of all other steps together
+_STEPS, _FEW = 40, 5_000  # other steps at most, and events of one of them at least
 
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 DETAILS = (
@@ -101,11 +101,14 @@ def other_steps(
         even = np.linspace(0, len(steps) - 1, _STEPS - 1).astype(int)
         steps = np.unique(np.append(steps[even], steps[length.argmax()]))
     each = max(_FEW, limit // max(1, len(steps)))
-    return [
-        timeline(trace, calls, other, critical_path(trace, calls, other), min(each, EVENTS), peak)
-        for other in steps.tolist()
-        if other != step
-    ]
+    with trace.events.keeping():
+        return [
+            timeline(
+                trace, calls, other, critical_path(trace, calls, other), min(each, EVENTS), peak
+            )
+            for other in steps.tolist()
+            if other != step
+        ]
 
 
 def _lengths(trace):
