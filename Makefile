@@ -2,6 +2,7 @@
 # make train       NP=64 ranks train the model of INPUT
 # make test        the tests that take seconds
 # make test-slow   the tests that take minutes
+# make test-exhaustive  the cases of long tables that those two leave out
 # make fuzz        the tests that draw their cases, with others for MINUTES
 # make test-mpi    this machine's launcher and MPI: NP=8 ranks started by LAUNCH (mpirun) agree with one
 # make test-peers  weights to and from Hugging Face transformers
@@ -53,7 +54,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup train test test-slow fuzz test-mpi test-peers slurm-test test-hosts gpu-check lint docs
+.PHONY: setup train test test-slow test-exhaustive fuzz test-mpi test-peers slurm-test test-hosts gpu-check lint docs
 .PHONY: report bench clean
 
 setup: .venv/setup.stamp
@@ -62,13 +63,16 @@ train: .venv/setup.stamp
 	mpirun -np $(NP) python -m hpc3d.train $(INPUT)
 
 test: .venv/test.stamp
-	python -m pytest -q -n 2 --dist loadfile -m "not slow and not slurm and not hosts"
+	python -m pytest -q -n 2 --dist loadfile -m "not slow and not exhaustive and not slurm and not hosts"
 
 # Tests with ranks wait for each other, so that the second process runs those without.
 test-slow: .venv/test.stamp .venv/cupy.stamp
-	python -m pytest -q -n 2 -m slow tests/predict
-	python -m pytest -q -n 2 --dist loadfile -m slow --ignore tests/predict
+	python -m pytest -q -n 2 -m "slow and not exhaustive" tests/predict
+	python -m pytest -q -n 2 --dist loadfile -m "slow and not exhaustive" --ignore tests/predict
 	$(MAKE) test-mpi
+
+test-exhaustive: .venv/test.stamp .venv/cupy.stamp
+	python -m pytest -q -n 2 --dist loadfile -m exhaustive
 
 fuzz: .venv/test.stamp
 	python -m pytest -q -p tests.fuzz --timeout 0 --minutes $(MINUTES)

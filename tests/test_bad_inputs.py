@@ -245,6 +245,7 @@ def run(tmp_path_factory):
     return run_of(2, out, train__steps=2, checkpoint__every=2, model__layers=1)
 
 
+@pytest.mark.slow
 def test_damaged_traces_are_refused(run, chance, tmp_path, capsys):
     content, bad = (run / "trace.h5").read_bytes(), 0
     for number in range(40):

@@ -15,7 +15,7 @@ from hpc3d.trace.merge import merge
 from tests.mpi import mpirun
 from tests.runs import newest, said, train, when_running, words
 
-slow = pytest.mark.slow
+slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 
 
 def processes(word):
@@ -86,8 +86,8 @@ class Fault:
             assert "in wait_until" in text
 
 
-def case(*values, ranks=8, quick=False):
-    return pytest.param(*values, ranks, marks=[] if quick else slow)
+def case(*values, ranks=8, mark=slow):
+    return pytest.param(*values, ranks, marks=mark)
 
 
 SAID = {
@@ -103,16 +103,16 @@ SAID = {
 @pytest.mark.parametrize(
     ("fault", "who", "transport", "ranks"),
     [
-        case("raise", 4, "auto"),
-        case("raise", 0, "mpi"),
+        case("raise", 4, "auto", mark=exhaustive),
+        case("raise", 0, "mpi", mark=exhaustive),
         case("raise", 63, "auto", ranks=64),
         case("memory", 7, "mpi"),
         case("exit", 7, "mpi"),
-        case("exit", 0, "auto", ranks=16),
+        case("exit", 0, "auto", ranks=16, mark=exhaustive),
         case("reader", 0, "auto"),
         case("writer", 0, "mpi"),
-        case("writer", 15, "auto", ranks=16),
-        case("full disk", 5, "auto"),
+        case("writer", 15, "auto", ranks=16, mark=exhaustive),
+        case("full disk", 5, "auto", mark=exhaustive),
         case("full disk", 0, "auto", ranks=16),
     ],
 )
@@ -131,8 +131,8 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("who", "transport", "ranks"),
     [
-        case(0, "mpi", ranks=2, quick=True),
-        case(0, "mpi"),
+        case(0, "mpi", ranks=2),
+        case(0, "mpi", mark=exhaustive),
         case(4, "auto"),
         case(31, "auto", ranks=64),
         case(15, "mpi", ranks=16),
@@ -152,9 +152,9 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
     ("who", "transport", "ranks"),
     [
         case(0, "auto", ranks=2),
-        case(0, "auto"),
+        case(0, "auto", mark=exhaustive),
         case(3, "mpi"),
-        case(0, "mpi", ranks=16),
+        case(0, "mpi", ranks=16, mark=exhaustive),
         case(15, "auto", ranks=16),
     ],
 )

@@ -81,10 +81,12 @@ def test_a_prompt_that_is_longer_than_the_window_is_said_to_be_cut(run):
     assert "the prompt has 200 tokens, of which the model reads the last" in done.stderr
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_text(run, expected):
     assert alone(*words(run, "--seed", 7)).stdout != expected
 
 
+@pytest.mark.slow
 def test_several_samples_come_one_after_another(run):
     done = alone(*words(run, "--samples", 2, "--json"))
     *text, last = done.stdout.splitlines()
@@ -143,7 +145,7 @@ def test_bad_words_are_refused_in_a_line(run, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", strided(LAYOUTS, 1))
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 2, slow=0))
 def test_every_layout_of_real_ranks_prints_the_same(layout, run, expected):
     scheme, *mesh = layout.split()
     ranks = 8 if len(mesh) == 6 else 4

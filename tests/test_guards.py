@@ -16,7 +16,6 @@ CHECKED = {"guard__abft_every": 1}
 REPLICAS = {"mesh__x": 8, "parallel__scheme": "1d", "guard__replicas_every": 1}
 PRODUCT = r"layer \d, \w+: product \[\d+, \d+\] \[\d+, \d+\]: row \d+, column"
 FAULTS = [
-    ("product", CHECKED, 3, PRODUCT, 2),
     ("product", CHECKED, 3, PRODUCT, 8),
     ("weight", {}, 4, r"layer 1, up.weight: 1 of \d+ .* value .*finite$", 8),
     (

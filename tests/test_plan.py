@@ -256,6 +256,7 @@ def test_1024_ranks_are_planned_in_twenty_seconds(tmp_path):
     assert function_calls(str(path), "--ranks", "1024") < 30
 
 
+@pytest.mark.slow
 def test_techniques_on_the_layout_of_the_input(capsys):
     found = planned(capsys, *SMALL, "--techniques", "--parallel.recompute", "full")
     first, *rest = found["techniques"]

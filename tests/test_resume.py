@@ -219,6 +219,7 @@ def test_what_cannot_go_on_is_refused(runs, options, line):
     assert files_of(runs) == before
 
 
+@pytest.mark.slow
 def test_ranks_refuse_together_what_cannot_go_on(runs):
     before = files_of(runs)
     done = mpirun(2, "-m", "hpc3d.train", "--resume", runs["run"], "--model.layers", 3)

@@ -148,6 +148,7 @@ def run(tmp_path_factory):
     return newest(out), stdout
 
 
+@pytest.mark.slow
 def test_a_run_folder_says_what_was_run(run):
     path, stdout = run
     assert re.fullmatch(r"four-\d{8}-\d{6}", path.name)

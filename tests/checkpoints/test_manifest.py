@@ -141,6 +141,7 @@ def test_a_manifest_that_is_too_large_is_not_read(copy):
 STRANGE = (None, True, -1, 0, 7, HUGE, 1e308, "", "value", "../x", [], [[]], {}, {"file": 1})
 
 
+@pytest.mark.slow
 def test_whatever_is_changed_it_is_refused_or_read(sound, copy, chance):
     """300 changes at places drawn at random, each with a line that names the checkpoint."""
     outcomes = []

@@ -31,6 +31,7 @@ def test_memory_is_used_again(folder):
     assert os.listdir(folder) == []
 
 
+@pytest.mark.slow
 def test_memory_is_not_used_again_while_a_member_reads(folder):
     assert ranks(2, "slow", folder) == ["slow"] * 2
 
@@ -44,12 +45,14 @@ def test_any_number_of_calls_may_be_in_flight(folder):
     assert ranks(2, "many", folder) == ["many"] * 2
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_a_member_is_killed(folder):
     done = mpirun(3, "-m", "tests.comm.on_shared_memory", "killed", folder, timeout=60)
     assert done.returncode == 128 + 9
     assert os.listdir(folder) == []
 
 
+@pytest.mark.slow
 def test_without_shared_memory_mpi_moves_the_blocks(folder):
     assert ranks(2, "kind", folder) == ["SharedMemory"] * 2
     assert ranks(2, "kind", f"{folder}/missing") == ["MpiCommunicator"] * 2

@@ -107,6 +107,7 @@ def test_what_is_launched_and_held_is_predicted(line, launcher):
     assert told.products == launcher.products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", rules.some(["", "x=2 z=2", "d=2 zero=3 recompute=full"], 0))
 def test_products_of_float8_are_predicted(line, launcher, monkeypatch):
     monkeypatch.setattr(rules.CudaPool, "float8", True)

@@ -18,6 +18,7 @@ LINES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", some(LINES, 0))
 def test_devices_compress_as_numpy_does(line, launcher):
     config = config_of(line)

@@ -114,6 +114,7 @@ def test_products_take_operands_of_float8(scales, launcher):
     assert launcher.count["round_tiles"] == launcher.count["tile_row_maxima"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line", some(["", "x=2 z=2", "d=2 zero=3 kind=llama kv_heads=2 ffn=96"], 0)
 )
@@ -128,6 +129,7 @@ def test_products_of_a_gpu_that_has_float8(line, launcher, monkeypatch):
     assert launcher.count["coded product"] > 0 == launcher.count["round_tiles"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "dtype"), some([("none", "int8"), ("full", "int8"), ("none", "float8")], 2)
 )
@@ -142,6 +144,7 @@ def test_activations_wait_in_8_bits(recompute, dtype, launcher):
     assert launcher.count[f"encode_{kind}rows"] == launcher.count[f"decode_{kind}rows"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", some([ONE, f"d=2 zero=1 batch=8 dropout=0.25 {ONE[4:]}"], 0))
 def test_products_may_do_gelu(line, launcher):
     line = f"{line} backend=cupy fused_gelu=true"
@@ -157,6 +160,7 @@ def test_ranks_train_as_one_with_numpy(line, launcher):
         same(found, serial(alone(line)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", some(MUON, 0))
 def test_matrices_are_orthogonalised_as_with_numpy(line, launcher):
     line = f"{line} dtype=float32"
@@ -164,6 +168,7 @@ def test_matrices_are_orthogonalised_as_with_numpy(line, launcher):
         same(found, serial(alone(line)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", some(LINES[:-1], 0))
 def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
     """From the third step on nothing is launched one by one but the update."""

@@ -82,6 +82,7 @@ def test_what_has_no_time_left_is_skipped(tmp_path):
     assert "failed" not in found.values()
 
 
+@pytest.mark.slow
 def test_after_a_device_is_lost_a_new_process_goes_on(tmp_path):
     result = planted(tmp_path, "lost")
     first, wrong, second, third = result["cases"].values()

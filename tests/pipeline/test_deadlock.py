@@ -52,6 +52,7 @@ def test_schedules_run_although_nothing_is_buffered(transport, lines):
     assert (how, done) == ("not buffered", lines)
 
 
+@pytest.mark.slow
 def test_small_messages_are_buffered_otherwise():
     assert run("mpi", []) == ["buffered"]
 

@@ -85,6 +85,7 @@ def test_a_drawn_mix_is_right_or_refused(line):
     event("right" if right_or_refused(line) else "refused")
 
 
+@pytest.mark.slow
 @settings(max_examples=settings.default.max_examples // 10)
 @given(line=mixtures())
 def test_a_drawn_mixture_is_right_or_refused(line):

@@ -62,6 +62,7 @@ def test_as_many_microbatches_are_in_flight_as_the_stream_says(line):
     assert peaks == [peak for peak in expected for _ in range(config.mesh.d)]
 
 
+@pytest.mark.slow
 def test_the_published_numbers_of_activations():
     """GPipe m; 1F1B and PipeDream min(m, p - i); ZB-H2 2p - 2i - 1; ZB-V 2p chunks."""
     published = {

@@ -28,9 +28,15 @@ from tests.strided import strided
 
 SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
 COUNTS = 4, 8, 12, 16
+TRANSPORTS = [
+    (0, "auto"),
+    (1, "mpi"),
+    pytest.param(2, "auto", marks=pytest.mark.exhaustive),
+    pytest.param(3, "mpi", marks=pytest.mark.exhaustive),
+]
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 15, 6))
+@pytest.mark.parametrize("line", strided(MIXES, 30, 6, slow=2))
 def test_a_mix_is_serial(line):
     config, expected = config_of(line), serial(alone(line))
     found = run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config))
@@ -80,20 +86,22 @@ def of_size(count):
     return [line for line in MIXES if ranks(line) == count]
 
 
+@pytest.mark.slow
 def test_some_mixes_on_real_ranks_are_serial():
     """On 4 ranks in shared memory; as messages, some of test_deadlock.py are."""
     on_mpi("auto", of_size(4)[::12], timeout=250)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize(("first", "transport"), TRANSPORTS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_every_mix_on_real_ranks_is_serial(count, transport):
+def test_every_mix_on_real_ranks_is_serial(count, first, transport):
     """Each on one of the two transports."""
-    on_mpi(transport, of_size(count)[transport == "mpi" :: 2], timeout=280)
+    on_mpi(transport, of_size(count)[first::4], timeout=280)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_mix_on_64_ranks_is_serial():
-    on_mpi("auto", LARGE, timeout=880)
+@pytest.mark.parametrize("first", strided(range(2), 2, slow=0))
+def test_a_mix_on_64_ranks_is_serial(first):
+    on_mpi("auto", LARGE[first::2], timeout=880)

@@ -14,6 +14,7 @@ from tests.cuda import emulator
 from tests.mpi import mpirun
 from tests.played.__main__ import WHEEL
 from tests.runs import newest
+from tests.strided import strided
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,50 +85,52 @@ def on_numpy(tmp_path_factory):
     return told_by
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dtype", "values"),
-    [
-        (1, "float32", {"model__dropout": 0.1, "parallel__microbatches": 2}),
-        (1, "float16", {}),
-        (1, "bfloat16", {"train__fused_gelu": "true", "parallel__recompute": "full"}),
-        (2, "float32", {"mesh__x": 2, "parallel__scheme": "1d-sequence"}),
-        (2, "float32", {"mesh__y": 2, "parallel__scheme": "3d-broadcast"}),
-        (2, "float32", {"mesh__d": 2, "parallel__zero": 1, "guard__replicas_every": 2}),
-        (2, "float16", {"mesh__d": 2, "parallel__zero": 3, "guard__replicas_every": 2}),
-        (2, "bfloat16", {"mesh__x": 2, "guard__replicas_every": 2}),
-        (2, "bfloat16", {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4}),
-        (
-            2,
-            "float32",
-            {
-                "mesh__p": 2,
-                "parallel__schedule": "zb-v",
-                "parallel__chunks": 2,
-                "parallel__microbatches": 4,
-                "model__layers": 4,
-            },
-        ),
-        (2, "float32", {"mesh__e": 2, **BALANCED}),
-        (2, "bfloat16", {"mesh__e": 2, **SWITCH}),
-        (1, "float16", MIXTRAL),
-        (4, "float32", {"mesh__e": 2, "mesh__x": 2, "mesh__transport": "host-staged", **MIXTRAL}),
-        (2, "float32", {"mesh__c": 2, "model__dropout": 0.1}),
-        (2, "bfloat16", {"mesh__c": 2, "parallel__context": "all-to-all"}),
-        (2, "float16", {"mesh__c": 2, "model__kind": "llama", "model__kv_heads": 2}),
-        (
-            4,
-            "float32",
-            {"mesh__c": 4, "parallel__context": "both", "parallel__ulysses": 2},
-        ),
-        (4, "float32", {"mesh__c": 2, "mesh__d": 2, "mesh__transport": "host-staged"}),
-        (4, "float32", {"mesh__x": 2, "mesh__y": 2, "parallel__scheme": "2d-summa"}),
-        (4, "float32", {"mesh__x": 2, "mesh__z": 2, "mesh__transport": "host-staged"}),
-        (4, "float32", {"mesh__y": 2, "mesh__d": 2, "mesh__transport": "mpi"}),
-    ],
-    ids=lambda value: (
-        " ".join(map(str, value.values())) if isinstance(value, dict) else str(value)
+NUMPY = [
+    (1, "float32", {"model__dropout": 0.1, "parallel__microbatches": 2}),
+    (1, "float16", {}),
+    (1, "bfloat16", {"train__fused_gelu": "true", "parallel__recompute": "full"}),
+    (2, "float32", {"mesh__x": 2, "parallel__scheme": "1d-sequence"}),
+    (2, "float32", {"mesh__y": 2, "parallel__scheme": "3d-broadcast"}),
+    (2, "float32", {"mesh__d": 2, "parallel__zero": 1, "guard__replicas_every": 2}),
+    (2, "float16", {"mesh__d": 2, "parallel__zero": 3, "guard__replicas_every": 2}),
+    (2, "bfloat16", {"mesh__x": 2, "guard__replicas_every": 2}),
+    (2, "bfloat16", {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4}),
+    (
+        2,
+        "float32",
+        {
+            "mesh__p": 2,
+            "parallel__schedule": "zb-v",
+            "parallel__chunks": 2,
+            "parallel__microbatches": 4,
+            "model__layers": 4,
+        },
     ),
-)
+    (2, "float32", {"mesh__e": 2, **BALANCED}),
+    (2, "bfloat16", {"mesh__e": 2, **SWITCH}),
+    (1, "float16", MIXTRAL),
+    (4, "float32", {"mesh__e": 2, "mesh__x": 2, "mesh__transport": "host-staged", **MIXTRAL}),
+    (2, "float32", {"mesh__c": 2, "model__dropout": 0.1}),
+    (2, "bfloat16", {"mesh__c": 2, "parallel__context": "all-to-all"}),
+    (2, "float16", {"mesh__c": 2, "model__kind": "llama", "model__kv_heads": 2}),
+    (
+        4,
+        "float32",
+        {"mesh__c": 4, "parallel__context": "both", "parallel__ulysses": 2},
+    ),
+    (4, "float32", {"mesh__c": 2, "mesh__d": 2, "mesh__transport": "host-staged"}),
+    (4, "float32", {"mesh__x": 2, "mesh__y": 2, "parallel__scheme": "2d-summa"}),
+    (4, "float32", {"mesh__x": 2, "mesh__z": 2, "mesh__transport": "host-staged"}),
+    (4, "float32", {"mesh__y": 2, "mesh__d": 2, "mesh__transport": "mpi"}),
+]
+
+
+def _id(case):
+    ranks, dtype, values = case
+    return f"{ranks}-{dtype}-{' '.join(map(str, values.values()))}"
+
+
+@pytest.mark.parametrize(("ranks", "dtype", "values"), strided(NUMPY, 3, ids=_id, slow=0))
 def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     """Losses and norms; and, of the same type, every byte that is counted."""
     got, moved = told(run(ranks, tmp_path, train__backend="cupy", train__dtype=dtype, **values))
@@ -158,18 +161,17 @@ def test_it_needs_no_trace(values, on_numpy, tmp_path):
     np.testing.assert_allclose(np.array(rows, float), expected, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "values"),
-    [
-        (1, {}),
-        (1, {"parallel__attention": "chunked"}),
-        (2, {"mesh__d": 2, "parallel__zero": 1}),
-        (2, {"mesh__c": 2, "parallel__context": "all-to-all"}),
-        (1, MIXTRAL),
-        (2, {"mesh__e": 2, **BALANCED}),
-    ],
-    ids=["one", "chunked", "ZeRO", "all-to-all", "Mixtral", "Switch"],
-)
+GRAPHS = [
+    (1, {"parallel__attention": "chunked"}),
+    (2, {"mesh__d": 2, "parallel__zero": 1}),
+    (1, {}),
+    (2, {"mesh__e": 2, **BALANCED}),
+    (2, {"mesh__c": 2, "parallel__context": "all-to-all"}),
+    (1, MIXTRAL),
+]
+
+
+@pytest.mark.parametrize(("ranks", "values"), strided(GRAPHS, 3, slow=0))
 def test_a_graph_is_the_same_step(ranks, values, tmp_path):
     plain, graph = tmp_path / "plain", tmp_path / "graph"
     values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}

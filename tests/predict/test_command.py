@@ -49,6 +49,7 @@ def test_options_change_the_input(capsys):
     assert json.loads(simulate(capsys, *words)[1].splitlines()[-1])["ranks"] == 128
 
 
+@pytest.mark.slow
 def test_the_trace_is_reported_like_a_measured_one(capsys, tmp_path):
     out = tmp_path / "simulated"
     code, said, _ = simulate(capsys, INPUT, *MACHINE, "--out", out, "--json")

@@ -101,6 +101,7 @@ def test_train_refuses_it_before_anything_starts():
         asked(1, ["--run.metrics_hook", "nowhere:take"])
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_every_scalar(tmp_path):
     pytest.importorskip("tensorboardX", reason="extra tensorboard")
     steps(tmp_path, range(3), sinks=sinks_of(None, tensorboard=True, folder=tmp_path))

@@ -16,6 +16,7 @@ def test_the_code_and_all_that_was_printed():
     assert (code, printed) == (3, "out\nerr\n")
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path):
     path = tmp_path / "alive"
     child = f"while sleep 0.05; do date > {path}; done"

@@ -68,6 +68,7 @@ def test_nothing_to_compare():
     assert "there are none" in found["comparable"]
 
 
+@pytest.mark.slow
 def test_small_models_make_a_table(monkeypatch, capsys):
     settings = [Setting("inputs.partition.mlp:small", 1024, ranks) for ranks in (1, 4)]
     monkeypatch.setattr(rannc_experiments, "_QUICK", {"bert": settings, "resnet": settings[:1]})

@@ -6,6 +6,7 @@ import pytest
 from tests.studies.small import FLOAT, parted
 
 
+@pytest.mark.slow
 def test_activations_of_all_ranks_are_those_in_flight():
     """But for what a stage works with, which is the same on each, and what it has received."""
     even, poor = parted()
@@ -25,6 +26,7 @@ def test_fewer_microbatches_than_stages_are_in_flight_at_most():
     assert even[0]["in_flight"] == 5 * 4 + 3 + 2 + 1
 
 
+@pytest.mark.slow
 def test_total_memory_rises_with_the_stages_and_more_with_a_poor_partition():
     even, poor = parted()
     for rows in (even, poor):

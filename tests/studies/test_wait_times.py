@@ -27,6 +27,7 @@ def test_wait_and_transfer_are_those_of_the_trace_of_all_ranks(tmp_path):
     assert found["p"][0] > found["p"][1] > 0
 
 
+@pytest.mark.slow
 def test_uneven_stages_wait_longer_and_move_no_more():
     rows = waiting(MACHINE, 128, 8)
     assert [row["imbalance"] for row in rows] == [0, 0.25, 0.5, 1, 1.5]

@@ -10,6 +10,7 @@ from tests.strided import strided
 Q = 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "size"), strided([("auto", 64), ("mpi", 64), ("mpi", 1024)], 3)
 )

@@ -56,7 +56,7 @@ def compare(mesh, split, keep, scales):
 
 @pytest.mark.parametrize("scales", ["block", "tensor"])
 @pytest.mark.parametrize(
-    ("cuboid", "data"), strided([(c, d) for c in CUBOIDS for d in (1, 2)], 16)
+    ("cuboid", "data"), strided([(c, d) for c in CUBOIDS for d in (1, 2)], 99, slow=2)
 )
 @pytest.mark.parametrize("name", SPLITS)
 def test_products_are_those_of_rounded_matrices(name, cuboid, data, scales):
@@ -113,7 +113,7 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 9, 1))
+@pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 99, 1))
 def test_every_layout_trains_the_serial_model(line):
     config = config_of(line)
     found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
@@ -124,7 +124,7 @@ def test_every_layout_trains_the_serial_model(line):
         same(each, expected)
 
 
-@pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 9, 2))
+@pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 99, 2))
 def test_predicted_is_counted(line):
     config = config_of(line)
     for ours, theirs in zip(every_rank(config, 29), counted(config), strict=True):

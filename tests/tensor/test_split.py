@@ -70,6 +70,7 @@ def test_there_is_no_other_split_of_two_axes():
     assert found == expected and len(found) == 1 + 2 * 10 + 114
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, *(pytest.param(zero, marks=slow) for zero in (0, 2, 3))])
 def test_each_of_them_is_right(zero):
     """2 and 3 ranks tell the axes of one letter apart; a dW that has another owner than W is left

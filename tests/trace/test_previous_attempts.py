@@ -90,6 +90,7 @@ def test_the_loads_of_experts_that_were_not_undone_are_kept(tmp_path):
 SAME = ("op", "category", "bytes", "count", "peer", "microbatch", "stage", "layer", "dur")
 
 
+@pytest.mark.slow
 def test_what_was_not_undone_is_followed_by_what_was_done_then(tmp_path):
     attempt(tmp_path, 0, 4)
     attempt(tmp_path, 2, 6)
@@ -172,6 +173,7 @@ def test_numbers_of_calls_go_on(tmp_path):
     assert ends[1][1] < ends[2][0] and ends[2][1] < ends[3][0]
 
 
+@pytest.mark.slow
 def test_a_clock_that_began_again_is_moved_by_the_time_on_the_wall(tmp_path):
     origin = time.monotonic_ns()
     attempt(tmp_path, 0, 3, created=5)

@@ -153,6 +153,7 @@ def test_guards_find_nothing_and_change_nothing(line):
             np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("line", MATRIX)
 def test_a_flip_in_a_product_stops_all_ranks_and_names_one(line):

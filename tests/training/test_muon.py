@@ -136,7 +136,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", strided(LAYOUTS, 6, 1))
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 12, 1))
 def test_ranks_train_as_one(layout):
     line = f"{LINE} {layout}"
     config, expected = config_of(line), without_keys_bias(serial(alone(line)))
@@ -154,6 +154,7 @@ def without_keys_bias(trained):
     return Trained(trained.totals, kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", strided(LAYOUTS[:6], 3, 2))
 def test_what_is_held_moved_and_computed_is_predicted(layout):
     config = config_of(f"{LINE} {layout}")

@@ -47,7 +47,7 @@ def test_stacks_are_orthogonalised_as_by_torch(rows, columns, shorter, longer):
     run({"x": 2, "y": 2, "z": 2}, rank)
 
 
-@pytest.mark.parametrize("layout", strided(LAYOUTS, 6))
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 12))
 def test_ranks_train_as_one_that_has_matrices_whole(layout):
     config = config_of(f"{SHARDED} {layout}")
     expected = without_keys_bias(serial(alone(f"{LINE} {layout}")))
@@ -57,6 +57,7 @@ def test_ranks_train_as_one_that_has_matrices_whole(layout):
     cover(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", strided(LAYOUTS[:6], 3, 2))
 def test_what_is_held_moved_and_computed_is_predicted(layout):
     config = config_of(f"{SHARDED} {layout}")

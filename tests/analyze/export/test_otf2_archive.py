@@ -52,6 +52,7 @@ def test_an_archive_has_every_event_and_what_it_moved_and_computed(trace, tmp_pa
         assert moved == [trace.events[key][own].sum() for key in ("bytes", "flops")]
 
 
+@pytest.mark.slow
 def test_ends_of_messages_and_collectives_match(real, tmp_path):
     found, _ = read(otf2_archive.write(exported(real), tmp_path))
     sent, received, calls = Counter(), Counter(), defaultdict(Counter)

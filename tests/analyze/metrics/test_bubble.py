@@ -74,6 +74,7 @@ def test_other_schedules_add_up(name):
         assert min(each) >= 0
 
 
+@pytest.mark.slow
 def test_a_run_on_threads(tmp_path):
     """A stage that sleeps eight times makes the other one wait: twice before the first gradient
     comes, twice for the second, four times when its forward passes are over."""

@@ -173,6 +173,7 @@ def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("run") / "small", 8, **sizes)
 
 
+@pytest.mark.slow
 def test_every_byte_that_a_run_received_is_in_its_matrix(run):
     calls, events = calls_of(run), run.events
     sends = events["op"] == next(c for c, n in events.labels("op").items() if n == "send")

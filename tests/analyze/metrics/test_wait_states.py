@@ -325,6 +325,7 @@ def slept(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("run") / "slept", 4, nap, **sizes)
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_is_named(slept):
     first, *others = straggler_rows(calls_of(slept))
     assert (first["rank"], first["host"]) == (2, "node2")

@@ -83,6 +83,7 @@ def test_the_file_is_a_picture(tmp_path):
         assert (np.abs(picture - wanted).max(axis=-1) < 0.01).sum() > 1000
 
 
+@pytest.mark.slow
 def test_on_the_screen_panels_share_their_time_and_say_what_a_pass_is():
     above, below = plot_bokeh.draw(Panels([("measured", MEASURED), ("ideal", MEASURED)])).children
     assert above.x_range is below.x_range

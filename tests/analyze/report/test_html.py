@@ -90,12 +90,14 @@ def page(folder):
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_a_card_and_a_row(page):
     text = Reader(page).text
     assert "validation 2.5000 nat a token after step 1" in text
     assert "2.500000 12.1825 25.0% 96 500" in text
 
 
+@pytest.mark.slow
 def test_a_run_of_experts_has_a_section_and_another_has_none(page, tmp_path):
     assert "experts-1" not in page and "stayed empty" not in Reader(page).text
     layout = {"mesh__e": 2, "model__layers": 2, "model__experts": 4, "model__capacity": 1.0}

@@ -15,6 +15,7 @@ from tests.analyze.report.by_hand import CUT_OFF, WITHOUT_RANK_1, reported, writ
 PEAKS = ("-5", "nan", "0", "inf", "fast")
 
 
+@pytest.mark.slow
 def test_merged_only_when_needed_or_told(run, capsys):
     reported(capsys, run)
     segment_path(run, 1, 0).unlink()
@@ -83,6 +84,7 @@ def test_a_terminal_of_few_letters_gets_the_report(run, encoding):
     assert f"written to {run}".encode(encoding, "backslashreplace") in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_is_no_error(run):
     reader, writer = os.pipe()
     os.close(reader)

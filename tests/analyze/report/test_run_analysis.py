@@ -158,6 +158,7 @@ def test_a_run_without_a_completed_step_is_refused(tmp_path, capsys):
     assert "no step was completed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_ranks_have_written_since_is_reported(run, capsys):
     """Also where something was put into the file after they wrote it."""
     late = segment_path(run, 3, 0)
@@ -181,6 +182,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", strided(LAYOUTS, 3))
 def test_a_step_is_the_same_where_a_run_evaluates(name, tmp_path):
     layout = LAYOUTS[name]

@@ -34,6 +34,7 @@ from tests.partition.execution.modules import (
 )
 from tests.partition.test_plan_file import plan_of
 from tests.runs import losses, newest, said, when_running
+from tests.strided import strided
 
 COMMAND = ("-m", "hpc3d.partition", "run")
 EVERYTHING = (f"{HERE}:in_double", "--torch.inputs", f"{HERE}:batch_of")
@@ -77,15 +78,15 @@ def assert_exported(run, name, target):
     }
 
 
+CHANGES = [
+    (EVERYTHING, ((1, 1), {}), ((1,), {"recompute": True})),
+    (DROPPING, ((2, 1), {"zero": 1}), ((1, 1), {"chunks": 2, "schedule": "interleaved"})),
+    (DROPPING, ((1, 1), {"recompute": True}), ((1, 3), {"schedule": "zb-h1"})),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "first", "second"),
-    [
-        (EVERYTHING, ((1, 1), {}), ((1,), {"recompute": True})),
-        (DROPPING, ((2, 1), {"zero": 1}), ((1, 1), {"chunks": 2, "schedule": "interleaved"})),
-        (DROPPING, ((1, 1), {"recompute": True}), ((1, 3), {"schedule": "zb-h1"})),
-    ],
-)
+@pytest.mark.parametrize(("model", "first", "second"), strided(CHANGES, 3, 1, slow=0))
 def test_a_run_goes_on_by_another_plan_as_if_nothing_had_happened(model, first, second, tmp_path):
     """A rank is killed in the third step or later, and the run goes on by another plan; against
     one rank that makes all steps."""
@@ -145,7 +146,7 @@ SCHEDULES = {  # by ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", SCHEDULES)
+@pytest.mark.parametrize("ranks", strided(SCHEDULES, 3, 1, slow=0))
 def test_every_schedule_trains_as_torch_does(ranks, tmp_path):
     """Parameters and losses of the whole module after three steps."""
     name, plans = f"{HERE}:eight_layers", []

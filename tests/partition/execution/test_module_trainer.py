@@ -15,6 +15,7 @@ from tests.partition.execution.modules import (
     with_data,
 )
 from tests.partition.untraceable_models import HERE as UNTRACEABLE
+from tests.strided import strided
 
 MODELS = ("bert", "resnet", "unet", "densenet", "translation")
 EVERYTHING, CHAIN = f"{HERE}:everything", f"{HERE}:chain"
@@ -94,21 +95,21 @@ def test_modules_that_stay_whole_train_as_in_torch(name, replicas, micros, how):
     assert_trained_alike(found, trained_by_torch(name, micros))
 
 
+HOW = [
+    ((1, 1, 1, 1), 4, "1f1b", {}),
+    ((1, 1), 2, "gpipe", {"recompute": True}),
+    ((1, 1), 4, "interleaved", {"chunks": 2, "recompute": True}),
+    ((1,) * 8, 8, "1f1b", {}),
+    ((1, 1, 1, 1), 4, "zb-h1", {}),
+    ((1, 1, 1), 4, "zb-h1", {"recompute": True}),
+    ((1, 1, 1, 1), 8, "zb-h2", {}),
+    ((1,) * 8, 8, "zb-h2", {"recompute": True}),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize(
-    ("replicas", "micros", "schedule", "how"),
-    [
-        ((1, 1, 1, 1), 4, "1f1b", {}),
-        ((1, 1), 2, "gpipe", {"recompute": True}),
-        ((1, 1), 4, "interleaved", {"chunks": 2, "recompute": True}),
-        ((1,) * 8, 8, "1f1b", {}),
-        ((1, 1, 1, 1), 4, "zb-h1", {}),
-        ((1, 1, 1), 4, "zb-h1", {"recompute": True}),
-        ((1, 1, 1, 1), 8, "zb-h2", {}),
-        ((1,) * 8, 8, "zb-h2", {"recompute": True}),
-    ],
-)
+@pytest.mark.parametrize(("replicas", "micros", "schedule", "how"), strided(HOW, 2, slow=0))
 def test_all_models_train_as_the_whole(name, replicas, micros, schedule, how):
     found = trained(name, replicas, micros, schedule, **how)
     assert_trained_alike(found, trained_by_torch(name, micros))

@@ -30,6 +30,7 @@ from tests.partition.execution.modules import (
     prepared,
     state,
 )
+from tests.strided import strided
 
 CHAIN, EVERYTHING = f"{HERE}:chain", f"{HERE}:everything"
 BERT, RESNET = "inputs.partition.bert:small", "inputs.partition.resnet:small"
@@ -300,19 +301,21 @@ def run_by_torchrun(text, folder, processes):
     return losses, [torch.load(each) for each in sorted((folder / "saved").iterdir())]
 
 
+RUN = [
+    (CHAIN, (1, 1), 4, "1f1b", {}),
+    (CHAIN, (2, 2), 3, "gpipe", {"recompute": True}),
+    (EVERYTHING, (2,), 2, "none", {}),
+    (EVERYTHING, (1, 1), 2, "interleaved", {"chunks": 2}),
+    (EVERYTHING, (1, 1, 1, 1), 4, "gpipe", {"recompute": True}),
+    (BERT, (1, 1, 1, 1), 4, "1f1b", {}),
+    (BERT, (2, 2), 2, "interleaved", {"chunks": 2, "recompute": True}),
+    (RESNET, (1, 1), 4, "1f1b", {"recompute": True}),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "replicas", "micros", "schedule", "how"),
-    [
-        (CHAIN, (1, 1), 4, "1f1b", {}),
-        (CHAIN, (2, 2), 3, "gpipe", {"recompute": True}),
-        (EVERYTHING, (2,), 2, "none", {}),
-        (EVERYTHING, (1, 1), 2, "interleaved", {"chunks": 2}),
-        (EVERYTHING, (1, 1, 1, 1), 4, "gpipe", {"recompute": True}),
-        (BERT, (1, 1, 1, 1), 4, "1f1b", {}),
-        (BERT, (2, 2), 2, "interleaved", {"chunks": 2, "recompute": True}),
-        (RESNET, (1, 1), 4, "1f1b", {"recompute": True}),
-    ],
+    ("name", "replicas", "micros", "schedule", "how"), strided(RUN, 2, 1, slow=0)
 )
 def test_torchrun_trains_as_the_whole(name, replicas, micros, schedule, how, tmp_path):
     text = written(name, replicas, micros, schedule, **how)

@@ -98,6 +98,7 @@ def test_calls_are_found_again(found):
         assert table.seconds == pytest.approx(known, rel=0.05), (op, members)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", OTHERS)
 def test_other_runs_are_predicted(found, line):
     config = config_of(line)

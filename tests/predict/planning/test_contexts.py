@@ -96,6 +96,7 @@ def test_words_along_c_are_those_that_are_counted(line):
     assert words * itemsize == pytest.approx(counted, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_bounds_of_cut_sequences_are_below_what_is_found():
     searched = Search(config_of(f"{LONG} model.layers=4 train.batch=2"), 8, 256, CLUSTER, 0.2 * GB)
     found = searched.run(10, 400)

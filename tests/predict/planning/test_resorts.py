@@ -40,6 +40,7 @@ def test_exact_ones_come_first():
     assert exact == sorted(exact, reverse=True)
 
 
+@pytest.mark.slow
 def test_each_that_helps_is_found_and_fits_a_simulation(least):
     search, found = searched(0.8 * least)
     assert not any(each.fits for each in found.timed)
@@ -57,6 +58,7 @@ def test_each_that_helps_is_found_and_fits_a_simulation(least):
         assert fit.estimate.peak == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_the_rules_refuse_is_left_out(least):
     """SGD has next to no states that could be offloaded."""
     search, found = searched(0.8 * least)

@@ -302,6 +302,7 @@ def test_nothing_fits_no_memory():
     assert not any(each.fits for each in found.timed)
 
 
+@pytest.mark.slow
 def test_where_memory_is_short_fewer_microbatches_may_do_more_again():
     """One microbatch with recomputation can be faster than several without, and fit as well."""
     line = "model.hidden=4096 model.heads=64 model.layers=8 model.sequence=2048 train.batch=32"
@@ -323,6 +324,7 @@ BIG = (
 )
 
 
+@pytest.mark.slow
 def test_experts_that_fit_no_rank_are_cut_along_e_and_by_the_cube():
     """An expert has 3 x 1024 x 4096 weights with 16 bytes of each: 0.2 GB."""
     searched, found = search(BIG, 16, memory=0.15 * GB)

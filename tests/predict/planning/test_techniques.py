@@ -30,6 +30,7 @@ def test_every_technique_has_a_row(found):
     assert [*found] == changes
 
 
+@pytest.mark.slow
 def test_that_of_muon_has_a_row_where_muon_is_the_optimiser():
     muon = ["--train.optimizer", "muon"]
     (row,) = (
@@ -65,6 +66,7 @@ def test_what_they_save_and_cost(found):
     assert found["parallel.recompute=full"].seconds > base.seconds
 
 
+@pytest.mark.slow
 def test_what_cannot_be_says_why_and_what_is_there_is_left_out():
     machine = replace(MACHINE, gemm={"float16": MACHINE.gemm["float32"]})
     words = [*WORDS, "--train.dtype", "float16", "--train.backend", "cupy"]

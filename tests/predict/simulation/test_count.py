@@ -82,10 +82,10 @@ c=2 d=2 z=2 sequence=4 overlap=false compression=top-k compression_share=0.05
 
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
 LINES = [
-    *strided([*MIXES, *SMALL], 22, 6),
-    *strided(MIXTURES, 3),
-    *strided(NARROW, 3, 1),
-    *strided(COMPRESSED, 3),
+    *strided([*MIXES, *SMALL], 44, 6, slow=2),
+    *strided(MIXTURES, 9),
+    *strided(NARROW, 9, 1),
+    *strided(COMPRESSED, 9),
     *(pytest.param(line, marks=slow) for line in MANY),
 ]
 

@@ -10,7 +10,7 @@ from tests.mpi import checked
 from tests.pipeline.mixes import config_of
 
 # On four ranks each.
-QUICK = """
+FEW = """
 dtype=bfloat16 d=2 x=2 zero=1 microbatches=2 recompute=[0,2] keep_dtype=int8 optimizer=lion
 dtype=bfloat16 d=2 x=2 zero=1 microbatches=2 optimizer=adamw-8bit hidden=64 heads=4 vocabulary=32
 dtype=float32 d=2 x=2 zero=1 microbatches=2 'offload=["optimizer","activations"]' keep_dtype=int8
@@ -30,9 +30,8 @@ dtype=bfloat16 p=2 d=2 schedule=1f1b microbatches=4 'offload=["activations","par
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize(
-    "lines", [QUICK, pytest.param(MORE, marks=pytest.mark.slow)], ids=["quick", "more"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [FEW, MORE], ids=["few", "more"])
 def test_peaks_of_mixes_are_counted_ones(lines):
     out = checked(4, "-m", "tests.predict.simulation.peaks_on_mpi", *lines)
     counted = dict(map(json.loads, out.splitlines()))
