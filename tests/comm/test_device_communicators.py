@@ -60,12 +60,15 @@ FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")
 @pytest.mark.parametrize("size", strided([2, 3], 2))
 @pytest.mark.parametrize(
     ("transport", "dtype", "case"),
-    [
-        *((*way, case) for way in WAYS for case in CASES),
-        *(("mpi-messages", "float16", case) for case in FEW),
-        *(("mpi", "float64", case) for case in FEW),
-    ],
-    ids=lambda each: getattr(each, "__name__", None),
+    strided(
+        [
+            *((*way, case) for way in WAYS for case in CASES),
+            *(("mpi-messages", "float16", case) for case in FEW),
+            *(("mpi", "float64", case) for case in FEW),
+        ],
+        3,
+        ids=lambda each: "-".join([*each[:2], each[2].__name__]),
+    ),
 )
 def test_every_call(transport, dtype, size, case, monkeypatch):
     if dtype == "float16" and case.__name__ == "adjoint":

@@ -57,7 +57,11 @@ def attention(qkv, dout, others, form, chunks, empty):
 @pytest.mark.parametrize("dtype", strided([np.float32, np.float16], 2))
 @pytest.mark.parametrize(
     ("queries", "causal", "rate", "padded"),
-    [(1, True, 0, False), (2, True, 0.25, False), (3, False, 0.25, True), (1, True, 0, True)],
+    strided(
+        [(1, True, 0, False), (3, False, 0.25, True), (2, True, 0.25, False), (1, True, 0, True)],
+        4,
+        2,
+    ),
 )
 def test_tiles_together_are_attention(queries, causal, rate, padded, dtype, launcher, monkeypatch):
     """Chunks of six tokens in tiles of two to six, a head of keys at a time or two."""

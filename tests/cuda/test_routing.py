@@ -7,6 +7,7 @@ from hpc3d.cuda.gpu import Gpu
 from hpc3d.ops import routing
 from hpc3d.ops.routing import RouterLoss, Routes, SlotForm
 from tests.cuda.conftest import FLOAT
+from tests.strided import strided
 
 SEQUENCES, COLUMNS = 2, [1, 24, 140]
 # Experts of one warp, of two, and more than the threads of a block.
@@ -86,7 +87,7 @@ def test_experts_of_rows_that_are_not_finite_are_there(real, by_cuda):
 
 @pytest.mark.parametrize(("tokens", "count"), [(4, 3), (150, 6), (20, 64)])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
-@pytest.mark.parametrize("capacity", [1, 9, 150])
+@pytest.mark.parametrize("capacity", strided([1, 9, 150], 3, 1))
 def test_slots(tokens, count, top_k, capacity, by_cuda):
     choices = chosen(SEQUENCES * tokens, count, top_k).experts
     room = min(capacity, tokens)
@@ -136,7 +137,7 @@ def test_counts_of_all_ranks(sequences, by_cuda):
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("tokens", [0, 11])
-@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("offset", strided([0, 1], 2, 1))
 def test_rows_of_slots(columns, top_k, tokens, offset, real, draw, by_cuda):
     form = SlotForm(max(tokens, 1), 4, 3, 2, SEQUENCES * 3 + 1)
     routes = chosen(SEQUENCES * tokens, 4, top_k)

@@ -217,7 +217,7 @@ def test_16_bits_train_as_32(kind, line, launcher):
 
 
 @pytest.mark.parametrize(
-    ("recompute", "dropout"), strided([*product(("none", "selective"), (0, 0.25))], 3)
+    ("recompute", "dropout"), strided([*product(("none", "selective"), (0, 0.25))], 4)
 )
 def test_attention_by_one_kernel(recompute, dropout, launcher):
     """Where it suits: with dropout it goes by products, in all passes."""

@@ -96,7 +96,7 @@ def step_by_step(line, tokens, parts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", ["", *strided(MESHES, 4)])
+@pytest.mark.parametrize("mesh", ["", *strided(MESHES, 6)])
 def test_logits_are_those_of_the_forward_pass(mesh, kind):
     line = f"{COMMON} {kind} {mesh}"
     ranks = prod(config_of(line).mesh.sizes().values())

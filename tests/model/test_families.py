@@ -90,7 +90,7 @@ def test_what_a_block_keeps_of_a_token(factor, recompute, chunked):
     assert elements == family.kept(family.sizes(config.model, 48), recompute, chunked, False)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"mesh__x": 2, "mesh__y": 2, "mesh__d": 2}])
+@pytest.mark.parametrize("mesh", strided([{}, {"mesh__x": 2, "mesh__y": 2, "mesh__d": 2}], 2))
 def test_the_operations_are_those_recorded(factor, dense, mesh, tmp_path):
     trace = trained(tmp_path / "run", 8 if mesh else 1, train__steps=1, **mesh)
     found, model = efficiency_row(trace), config_of(1).model

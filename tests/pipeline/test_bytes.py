@@ -161,8 +161,9 @@ def test_replicas_move_their_parameters(zero, data, overlap):
         assert {op: rank.bytes("d", op) for op in rank.ops("d")} == expected
 
 
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("context", ["ring", "all-to-all"])
+@pytest.mark.parametrize(
+    ("context", "zero"), strided([*product(["ring", "all-to-all"], range(4))], 5)
+)
 def test_ranks_with_other_tokens_are_replicas(zero, context):
     """2 psi e (1 - 1/(c d)), in one collective over the plane c d; what ZeRO 2 and 3 move in a
     pass goes along d and along c, and is as much."""
@@ -323,7 +324,7 @@ EXPERT_MESHES = {  # and the ranks that sequences and X's columns are cut over
 }
 
 
-@pytest.mark.parametrize(("line", "ranks"), strided(EXPERT_MESHES.items(), 4))
+@pytest.mark.parametrize(("line", "ranks"), strided(EXPERT_MESHES.items(), 8))
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_slots_are_dispatched_and_combined(line, ranks, top_k):
     """4 (1 - 1/e) E C S h' e in a mixture, forward and backward, of S sequences of its own."""
@@ -340,8 +341,9 @@ def test_slots_are_dispatched_and_combined(line, ranks, top_k):
         assert set(calls) == {block * (e - 1) // e}
 
 
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("line", ["c=2 d=2 e=2", "d=2 e=4", "e=4"])
+@pytest.mark.parametrize(
+    ("line", "zero"), strided([*product(["c=2 d=2 e=2", "d=2 e=4", "e=4"], range(4))], 5)
+)
 def test_sums_over_e_are_those_of_dense_weights_alone(line, zero):
     """2 (1 - 1/(c d e)) psi e of dense weights, 2 (1 - 1/(c d)) psi e of a rank's experts."""
     layers, experts, batch = 2, 4, 32
@@ -375,12 +377,15 @@ SHARED = "p=2 d=2 x=2 schedule=1f1b microbatches=4 scheme=1d zero=1"
 
 @pytest.mark.parametrize(
     ("types", "of_values", "of_gradients"),
-    [
-        ("dtype=bfloat16", 4, 2),
-        ("dtype=float16 reduce_dtype=float16", 4, 4),
-        ("dtype=float32 reduce_dtype=bfloat16", 2, 4),
-        ("dtype=bfloat16 reduce_dtype=bfloat16", 4, 4),
-    ],
+    strided(
+        [
+            ("dtype=bfloat16", 4, 2),
+            ("dtype=float16 reduce_dtype=float16", 4, 4),
+            ("dtype=float32 reduce_dtype=bfloat16", 2, 4),
+            ("dtype=bfloat16 reduce_dtype=bfloat16", 4, 4),
+        ],
+        2,
+    ),
 )
 def test_bytes_go_by_the_types_of_values_and_of_what_is_reduced(types, of_values, of_gradients):
     """In float64 they are so many times as many; sums of the loss, along x, are in float32."""

@@ -236,7 +236,7 @@ TAMPERED = {
 }
 
 
-@pytest.mark.parametrize("what", TAMPERED)
+@pytest.mark.parametrize("what", strided(TAMPERED, 3))
 def test_what_is_wrong_is_named(what, copy):
     edit, line = TAMPERED[what]
     with h5py.File(copy, "r+") as file:

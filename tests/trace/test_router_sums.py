@@ -8,7 +8,6 @@ from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.router_sums import RouterSums
 from hpc3d.trace.segment import read_segment, segment_path
 from tests.analyze import traces
-from tests.strided import strided
 from tests.trace.recording import end_step, recorded
 
 CHOSEN, KEPT = np.array([3, 0, 1]), np.array([2, 0, 1])
@@ -87,7 +86,8 @@ def test_every_choice_is_counted(alone):
     assert (losses > 0).all()
 
 
-@pytest.mark.parametrize("name", strided(LAYOUTS, 99))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_that_decide_the_same_count_once(name, alone, tmp_path):
     layout = LAYOUTS[name]
     ranks = int(np.prod([size for key, size in layout.items() if key.startswith("mesh")]))

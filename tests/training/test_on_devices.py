@@ -113,7 +113,7 @@ BROADCAST = "x=2 y=2 z=2 scheme=3d-broadcast microbatches=1"
     ("before", "there", "after", "here"),
     [
         (STAGES, "nccl", SHARDED, "nccl"),
-        (SHARDED, "host-staged", "microbatches=2", None),
+        pytest.param(SHARDED, "host-staged", "microbatches=2", None, marks=slow),
         ("x=2 scheme=1d microbatches=2", None, STAGES, "host-staged"),
         pytest.param(CUBE, "nccl", STAGES, "nccl", marks=slow),
         pytest.param(BROADCAST, "nccl", CUBE, None, marks=slow),

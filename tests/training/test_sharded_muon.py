@@ -92,7 +92,16 @@ def matrices_of(trainer):
 
 @pytest.mark.parametrize(
     "layout",
-    ["x=4 scheme=1d", "x=2 y=2 scheme=2d", "x=2 y=2 z=2 scheme=3d", "e=2 z=2 experts=4 zero=3"],
+    strided(
+        [
+            "x=4 scheme=1d",
+            "x=2 y=2 scheme=2d",
+            "x=2 y=2 z=2 scheme=3d",
+            "e=2 z=2 experts=4 zero=3",
+        ],
+        4,
+        1,
+    ),
 )
 def test_a_rank_receives_what_the_formula_says_and_computes_its_share(layout):
     config = config_of(f"{SHARDED} {layout} layers=3 hidden=48")

@@ -21,6 +21,7 @@ from tests.partition.execution.modules import HERE, prepared
 from tests.partition.sample_models import HERE as SAMPLES
 from tests.partition.sample_models import Function
 from tests.partition.untraceable_models import HERE as UNTRACEABLE
+from tests.strided import strided
 
 
 def convex_parts(captured, count):
@@ -89,7 +90,7 @@ LONG += [f"{UNTRACEABLE}:{name}" for name in ("three", "experts", "straight")]
 MODELS += [pytest.param(name, marks=pytest.mark.slow) for name in LONG]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 100])
+@pytest.mark.parametrize("count", strided([1, 2, 3, 100], 2, 1))
 @pytest.mark.parametrize("name", MODELS)
 def test_parts_compute_what_the_module_does(name, count):
     """Outputs, gradients and buffers, also where every part is one atom."""

@@ -153,7 +153,7 @@ d=8 compression=top-k train.backend=cupy
 EVERY = [*LAYOUTS, *OF_LLAMA, *OF_BERT, *CUT, *MIXTURES, *COMPRESSED]
 
 
-@pytest.mark.parametrize("line", strided(EVERY, 3))
+@pytest.mark.parametrize("line", strided(EVERY, 6))
 def test_an_estimate_is_near_the_simulation(line):
     config = settled(f"{SMALL} {line}")
     found = Estimator(256, CLUSTER).estimate(config)

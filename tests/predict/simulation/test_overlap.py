@@ -42,7 +42,7 @@ def seconds(config, machine, overlap):
     return summary(runs, changed, machine)["step_time_s"]
 
 
-@pytest.mark.parametrize(("line", "kind"), strided([*product(LAYOUTS, KINDS)], 3))
+@pytest.mark.parametrize(("line", "kind"), strided([*product(LAYOUTS, KINDS)], 7))
 def test_overlap_never_lengthens_a_step(line, kind):
     config = layout(line)
     beside, after = (seconds(config, KINDS[kind], overlap) for overlap in (True, False))

@@ -41,7 +41,7 @@ def simulated(line):
 
 
 @pytest.mark.parametrize(
-    "line", [*strided(PIPELINES, 14), *strided(PLAYED, 2), *strided(MIXTURES, 4, 1)]
+    "line", [*strided(PIPELINES, 28), *strided(PLAYED, 4), *strided(MIXTURES, 8, 1)]
 )
 def test_played_passes_are_like_those_that_are_run(line):
     """Every value of every row but times, and the peak of every kind of memory."""

@@ -16,7 +16,7 @@ from tests.predict.simulation.test_simulator import ASYNCHRONOUS, PIPELINES, sim
 from tests.strided import strided
 
 
-@pytest.mark.parametrize("line", strided(PIPELINES[len(ASYNCHRONOUS) :: 5], 3))
+@pytest.mark.parametrize("line", strided(PIPELINES[len(ASYNCHRONOUS) :: 5], 6))
 def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
     config, runs = simulated(line)
     path = write_trace(tmp_path, runs, config, MACHINE)
