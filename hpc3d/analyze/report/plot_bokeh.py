@@ -58,8 +58,8 @@ def _lines(chart: Lines):
     from bokeh.layouts import column
 
     colours = {label: RUNS[at % len(RUNS)] for at, label in enumerate(chart.lines)}
-    upper = _panel(chart.across, chart.down, chart.lines, colours, 300)
-    upper.legend.update(click_policy="hide", background_fill_color=None, border_line_color=None)
+    upper = _panel(chart.across, chart.down, chart.lines, colours, 290 + 20 * len(chart.lines))
+    _legend(upper, "vertical")
     if not chart.below:
         return upper
     lower = _panel(chart.across, chart.beneath, chart.below, colours, 200)
@@ -122,11 +122,11 @@ def _label(axis, labels):
     axis.major_label_overrides = {place: str(labels[place]) for place in places}
 
 
-def _legend(plot):
-    """The legend in a line above the plot; a click on a name hides what it names."""
+def _legend(plot, orientation="horizontal"):
+    """The legend above the plot; a click on a name hides what it names."""
     legend = plot.legend[0]
     plot.add_layout(legend, "above")
-    legend.update(orientation="horizontal", location="left", click_policy="hide")
+    legend.update(orientation=orientation, location="left", click_policy="hide")
     legend.update(border_line_color=None, label_text_font_size="9pt")
     legend.update(padding=2, spacing=12, margin=0, background_fill_color=None)
     return plot

@@ -99,6 +99,22 @@ def test_the_page_is_as_wide_as_its_window(page, width):
         assert page.value(hidden) == 0
 
 
+def test_a_legend_leaves_place_for_its_plot_however_narrow(page):
+    plots = "[...Bokeh.documents].flatMap(d => d.roots()).flatMap(root => [...root.references()])"
+    plots += (
+        ".filter(each => each.above?.some(part => part.type === 'Legend') && each.inner_width)"
+    )
+    page.tab.set_viewport_size({"width": 1400, "height": 900})
+    page.until(f"innerWidth === 1400 && {DRAWN}")
+    heights = np.array(page.value(f"{plots}.map(each => each.inner_height)"))
+    page.tab.set_viewport_size({"width": 400, "height": 900})
+    page.until(f"{plots}.every(each => each.inner_width < 400)")
+    page.value("new Promise(done => setTimeout(done, 300))")
+    assert len(heights) > 5
+    narrow = np.array(page.value(f"{plots}.map(each => each.inner_height)"))
+    assert (narrow > 0.8 * heights).all(), (narrow, heights)
+
+
 def look_at(page, start, end):
     """Show the time from start to end."""
     page.value(f"void {MODEL}.x_range.setv({{start: {start}, end: {end}}})")

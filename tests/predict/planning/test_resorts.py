@@ -68,9 +68,10 @@ def test_what_the_rules_refuse_is_left_out(least):
     assert not [text for text in texts if text.startswith('parallel.offload=["optimizer"')]
 
 
-@pytest.mark.parametrize(
-    "resort", strided([each for each in RESORTS if each.exact], 4, ids=lambda r: r.text)
-)
+EXACT = [(each,) for each in RESORTS if each.exact]
+
+
+@pytest.mark.parametrize("resort", strided(EXACT, 4, ids=lambda case: case[0].text))
 def test_an_exact_one_changes_no_bit(resort):
     line = "d=2 schedule=none microbatches=2"
     plain, other = (

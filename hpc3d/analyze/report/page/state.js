@@ -57,6 +57,7 @@ hpc3d.state = (() => {
 hpc3d.theme = (() => {
   const system = matchMedia("(prefers-color-scheme: dark)");
   const dark = () => (hpc3d.state.get("theme") ?? (system.matches ? "dark" : "light")) === "dark";
+  const heights = new Map(); // of plots whose legends follow their width, with one line of names
 
   // The properties of Bokeh's models that have the colour of the page's text, or of its lines.
   const TEXT = ["axis_label_text_color", "major_label_text_color", "label_text_color", "title_text_color"];
@@ -94,13 +95,26 @@ hpc3d.theme = (() => {
         for (const model of root.references()) paint(model, ...colours);
   }
 
-  // As many names a line of a legend as a window has place for.
+  // As many names a line of a legend as its plot has place for, now and when it is laid out anew.
+  function fit(plot) {
+    const legend = plot.above.find((each) => each.orientation === "horizontal");
+    if (!legend) return;
+    const names = legend.items.length;
+    const columns = Math.max(2, Math.floor((plot.inner_width || innerWidth) / 105));
+    legend.ncols = columns < names ? columns : "auto";
+    plot.height = heights.get(plot) + 26 * (Math.ceil(names / columns) - 1);
+  }
+
   function wrap() {
     for (const page of Bokeh.documents)
       for (const root of page.roots())
-        for (const model of root.references())
-          if (model.type === "Legend" && model.orientation === "horizontal")
-            model.ncols = innerWidth < 1100 ? Math.max(1, Math.floor(innerWidth / 130)) : "auto";
+        for (const plot of [...root.references()].filter((model) => model.above)) {
+          if (!heights.has(plot)) {
+            heights.set(plot, plot.height);
+            plot.properties.inner_width.change.connect(() => fit(plot));
+          }
+          fit(plot);
+        }
   }
 
   function toggle() {
