@@ -27,10 +27,13 @@ def say(line: str, style: str = "", stream: TextIO | None = None) -> None:
 
 
 def in_colour(stream: TextIO) -> bool:
-    """Whether what is written there is shown in colours: on a terminal, unless NO_COLOR is set
-    (no-color.org)."""
-    unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return not unwanted and _on_terminal(stream)
+    """Whether what is written there is shown in colours: on a terminal, and with FORCE_COLOR
+    (force-color.org) anywhere, unless NO_COLOR is set (no-color.org)."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return os.environ.get("TERM") != "dumb" and _on_terminal(stream)
 
 
 def _on_terminal(stream: TextIO) -> bool:

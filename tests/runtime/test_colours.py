@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def bare(monkeypatch):
     monkeypatch.setattr(colours, "launcher", lambda: None)
-    for name in ("NO_COLOR", "TERM"):
+    for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -36,6 +36,13 @@ def test_a_terminal_shows_them(monkeypatch):
     for name, value in (("TERM", "dumb"), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)
         assert written(Terminal()) == "a line\n"
+
+
+def test_a_stream_is_made_to_have_them(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert written(io.StringIO()) == "\x1b[31ma line\x1b[0m\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert written(io.StringIO()) == "a line\n"
 
 
 def test_they_pass_through_plain_streams_and_those_of_others_do_not(monkeypatch):
