@@ -1,7 +1,9 @@
-"""The tables over several runs, in the order of a report."""
+"""The tables over several runs, in the order of a report, and the titles of that in which runs
+differ."""
 
 from __future__ import annotations
 
+from hpc3d.analyze.metrics.loads import LAYOUT, MANNER, WORK
 from hpc3d.analyze.report.run_tables import AXIS, CATEGORY, OP, PHASE
 from hpc3d.analyze.report.table_format import (
     ColumnSpec,
@@ -15,6 +17,11 @@ from hpc3d.analyze.report.table_format import (
 )
 
 RUN = ColumnSpec("run", "run")
+GROUPS = {
+    WORK: "work, what is trained",
+    LAYOUT: "layout, how that is shared out",
+    MANNER: "how they run: machine, program, paths, what is recorded and saved",
+}
 
 
 def _between(key: str) -> tuple[ColumnSpec, ColumnSpec]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpc3d import __version__
 from hpc3d.analyze.report import plot_bokeh
 from hpc3d.analyze.report.cards import cards
-from hpc3d.analyze.report.comparison_tables import OVER_RUNS
+from hpc3d.analyze.report.comparison_tables import GROUPS, OVER_RUNS
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.figure_list import Picture
 from hpc3d.analyze.report.packed_steps import packed
@@ -64,6 +64,7 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         specs={spec.name: spec for spec in (*OVER_RUNS, *OF_A_RUN)},
         general=prose(GENERAL),
         definitions=[(spec, prose(MEANING[spec.name])) for spec in (*OVER_RUNS, *OF_A_RUN)],
+        groups=GROUPS,
         cards=cards,
         verdict=verdict,
         counted=_counted,

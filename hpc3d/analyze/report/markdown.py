@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpc3d.analyze.report.comparison_tables import OVER_RUNS
+from hpc3d.analyze.report.comparison_tables import GROUPS, OVER_RUNS
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import in_markdown, markdown
@@ -31,7 +31,9 @@ _NOTES = {
 def page(report: Report) -> str:
     """The text of a Report."""
     sections = ["# Report", _MEANS, *_listed("Before these runs are compared:", report.notes)]
-    sections += _listed("They also differ in:", report.keys)
+    for group, keys in report.differing.items():
+        title = f"They differ in {GROUPS[group]}:"
+        sections += _listed(title, [f"{key}: {text}" for key, text in keys.items()])
     sections += _listed("Losses:", report.curves)
     for spec in OVER_RUNS:
         sections += _section("##", spec, report.tables[spec.name])

@@ -28,7 +28,7 @@ from hpc3d.analyze.metrics.expert_loads import (
     loads_of,
     router_rows,
 )
-from hpc3d.analyze.metrics.loads import differing_keys, notes
+from hpc3d.analyze.metrics.loads import differing, notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import (
@@ -96,13 +96,14 @@ class RunAnalysis:
 
 
 class Report(NamedTuple):
-    """Runs, the tables that are over all of them, what one must know to compare them, the other
-    keys in which they differ, and whose losses are alike, a line each."""
+    """Runs, the tables that are over all of them, what one must know to compare them, a line each,
+    that in which they differ, {group: {key: who has which value}}, and a line for each run whose
+    losses are those of the first one."""
 
     runs: list
     tables: dict
     notes: list
-    keys: list
+    differing: dict
     curves: list
 
 
@@ -121,8 +122,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
             for row in difference_rows(steady[0], trace)
         ]
     labels = [run.label for run in runs]
-    said = notes(traces, labels), differing_keys(traces, labels), equal_curves(tables["runs"])
-    found = tables, *said
+    differ = differing(traces, labels, [run.about for run in runs])
+    found = tables, notes(traces, labels), differ, equal_curves(tables["runs"])
     return Report(runs, *plain_in(found))
 
 

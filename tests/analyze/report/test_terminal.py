@@ -46,6 +46,14 @@ def test_ranks_that_take_turns_are_told(found):
 def test_several_runs_have_a_line_each(found):
     *_, both = found
     said = lines(both)
-    assert "to the last bit" in said[0]
-    assert len(said) == 3 and all(": step 10.0 ms" in line for line in said[1:])
+    assert "to the last bit" in said[1]
+    assert len(said) == 4 and all(": step 10.0 ms" in line for line in said[2:])
     assert len(lines(both._replace(runs=both.runs * 10))) == 12
+
+
+def test_what_runs_differ_in_is_a_line_a_group(found):
+    *_, both = found
+    keys = {f"train.{letter}": "1 in one; 2 in other" for letter in "abcdefgh"}
+    said = lines(both._replace(notes=[], differing={"work": keys, "layout": {}}))
+    short = ", ".join([*keys][:6])
+    assert said[0] == f"work differs: {short} and 2 more" and "layout differs" not in str(said)
