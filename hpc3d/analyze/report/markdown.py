@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpc3d.analyze.report.comparison_tables import GROUPS, OVER_RUNS
+from hpc3d.analyze.report.comparison_tables import GROUPS, over_runs
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import in_markdown, markdown
@@ -35,7 +35,7 @@ def page(report: Report) -> str:
         title = f"They differ in {GROUPS[group]}:"
         sections += _listed(title, [f"{key}: {text}" for key, text in keys.items()])
     sections += _listed("Losses:", report.curves)
-    for spec in OVER_RUNS:
+    for spec in over_runs([run.label for run in report.runs]):
         sections += _section("##", spec, report.tables[spec.name])
     for run in report.runs:
         said = in_markdown(" ".join(verdict(run.tables)))
@@ -73,4 +73,7 @@ def _section(level, spec, rows, step=None):
         note = [in_words(rows[0])]
     more = len(rows) - len(shown)
     rest = [f"{more} more rows are in tables/{spec.name}.csv."] if more else []
-    return [f"{level} {spec.title}", *note, markdown(spec.known(shown), shown), *rest]
+    narrow = spec.narrowed()
+    if narrow.fields != spec.fields:
+        rest.append(f"The columns of more runs are in tables/{spec.name}.csv.")
+    return [f"{level} {spec.title}", *note, markdown(narrow.known(shown), shown), *rest]

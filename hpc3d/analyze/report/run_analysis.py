@@ -17,7 +17,13 @@ from hpc3d.analyze.metrics.breakdown import (
 )
 from hpc3d.analyze.metrics.bubble import bubble_rows
 from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
-from hpc3d.analyze.metrics.compare import difference_rows, gain_rows, run_row, scaling_rows
+from hpc3d.analyze.metrics.compare import (
+    difference_rows,
+    gain_rows,
+    received_rows,
+    run_row,
+    scaling_rows,
+)
 from hpc3d.analyze.metrics.critical_path import critical_path, path_rows
 from hpc3d.analyze.metrics.crossing import crossing_pair_rows, crossing_rows
 from hpc3d.analyze.metrics.expert_loads import (
@@ -111,8 +117,12 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     """The Report of open traces and their Runs; several are compared with the first one, but not
     their times if any are CPU times."""
     runs = _distinct(runs)
-    tables = {"runs": comparison_rows(runs), "scaling": [], "gains": [], "differences": []}
-    if len(runs) > 1 and all(map(one_time, traces)):
+    timed = all(map(one_time, traces))
+    tables = {"runs": comparison_rows(runs), "received": [], "scaling": [], "gains": []}
+    tables["differences"] = []
+    if len(runs) > 1:
+        tables["received"] = received_rows([run.tables["time"] for run in runs], timed)
+    if len(runs) > 1 and timed:
         steady = [*map(Steady, traces)]
         rows = [run_row(trace) | {"run": run.label} for trace, run in zip(steady, runs)]
         tables["scaling"], tables["gains"] = scaling_rows(rows), gain_rows(rows)

@@ -29,6 +29,11 @@ algorithms that are optimal in bandwidth.
 `loss [nat]` is that of the last step that all runs have, `loss after step`. The `largest
 difference [nat]` from the loss of the first run, in any step, says whether two layouts train
 the same model.""",
+    "received": """\
+What a rank receives in a step of each run along a mesh axis, under algorithms that are optimal in
+bandwidth; by which part that is more or less than in the first run, its `difference`; and the
+`time [ms]` that a rank is in these calls. The file has the columns of the runs under their
+places, from 1, as bytes_2.""",
     "scaling": """\
 `forward [ms]` and `backward [ms]` are the time of a mean rank in its forward and backward
 passes, of all microbatches; `average step time [ms]` is their sum over `batch`, the sequences
