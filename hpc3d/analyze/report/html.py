@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d import __version__
 from hpc3d.analyze.report import plot_bokeh
-from hpc3d.analyze.report.cards import cards
+from hpc3d.analyze.report.cards import any_loss, cards
 from hpc3d.analyze.report.comparison_tables import GROUPS, over_runs
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.figure_list import Picture
@@ -66,6 +66,7 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         general=prose(GENERAL),
         definitions=[(spec, prose(MEANING[spec.name])) for spec in specs],
         groups=GROUPS,
+        any_loss=any_loss,
         cards=cards,
         verdict=verdict,
         counted=_counted,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _LINES = 20  # of what is wrong with a trace
 _MEANS = (
     "Calls, times and bytes are means a rank and step, over the steps that `averages` says: all"
-    " but the first one."
+    " but the first one, where there are others."
 )
 _NOTES = {
     "pipeline": "Step {step}, on the first rank of each stage; simulated is its schedule on an"

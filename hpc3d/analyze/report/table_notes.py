@@ -126,7 +126,8 @@ to come. `others wait for it [ms]` sums over all other ranks, in a step. A rank 
 because it waited for another one before: the critical path tells. `works [ms]` is the median
 step without what the rank is blocked in calls. A rank is a `straggler` if that is longer than
 of every other rank in more steps than chance would have it (5 %, where all are alike), and by
-a hundredth of a step more than the median of the others.""",
+a hundredth of a step more than the median of the others; a dash stands where there are too few
+steps to tell that from chance.""",
     "path": """\
 What would have to be faster for the step to be faster: from its end back, the path follows
 the rank that works, and from a wait it goes on with the rank that was waited for. So its
