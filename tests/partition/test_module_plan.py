@@ -168,8 +168,8 @@ def test_the_lightest_heaviest_stage_can_be_asked_for():
         ({"batch": 8, "microbatches": 9}, "9 microbatches cannot share 8 samples"),
         ({"batch": 8, "microbatches": 8, "replicas": (2,)}, "2 replicas of 8 microbatches cannot"),
         ({"batch": 1 << 16, "microbatches": 1 << 16}, "at most 8192 are searched"),
-        ({"replicas": (4,)}, "--replicas 4: there are 2 ranks"),
-        ({"replicas": (1, 2)}, "--replicas 1,2: there are 2 ranks"),
+        ({"replicas": (4,)}, "--replicas 4: more than 2 ranks"),
+        ({"replicas": (1, 2)}, "--replicas 1,2: more than 2 ranks"),
         ({"ranks": 100, "replicas": (1,)}, r"of 100 stages: it has \d+"),
     ],
 )
