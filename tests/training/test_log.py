@@ -43,7 +43,7 @@ def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(tmp_path, caps
         "4, 3.00 s left",
         "4",
     ]
-    assert (tmp_path / "train.log").read_text().splitlines() == lines
+    assert (tmp_path / "train.log").read_text().splitlines() == [heading, *lines]
     record = read(tmp_path)[2]
     del record["time"]
     assert record == {
