@@ -163,7 +163,8 @@ def _plain(report):
     keys = ("label", "run_id", "about", "missing", "violations")
     runs = [{**{key: getattr(run, key) for key in keys}, **run.tables} for run in report.runs]
     over = {key: rows for key, rows in report.tables.items() if key != "runs"}
-    return {"runs": runs, "notes": report.notes, "comparison": report.tables["runs"], **over}
+    said = {"notes": report.notes, "differing": report.differing}
+    return {"runs": runs, **said, "comparison": report.tables["runs"], **over}
 
 
 def _trace_path(path, again):

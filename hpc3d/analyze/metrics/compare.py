@@ -29,6 +29,7 @@ T95 = (
 _MODEL = ("layers", "hidden", "heads", "sequence")
 _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
+_ALL = "all"  # the axes and operations
 _Z95 = 1.96  # of the normal distribution, two-sided 95 %
 FEWEST = 6  # steps whose extremes enclose the median with 95 % confidence: 1 - 2^(1 - n)
 CONSTANT = 0.1  # that the work of a rank may differ by in weak scaling
@@ -85,6 +86,47 @@ def _margin(*samples):
     free = parts.sum() ** 2 / sum(parts**2 / [len(sample) - 1 for sample in samples])
     place = min(max(1, int(free + 1e-9)), len(T95)) - 1
     return float(T95[place] * np.sqrt(parts.sum()))
+
+
+# Several runs
+
+
+def received_rows(times: Sequence[Sequence[dict[str, Any]]], timed: bool) -> list[dict[str, Any]]:
+    """What ranks receive by axis and operation in several runs, of which `times` are the tables
+    of `time_rows`: all of it, and then the most first.
+
+    Of the n-th run, from 1, bytes_n and seconds_n are the bytes that a rank receives in a step and
+    its time in such calls (None unless `timed`), difference_n is by which part of the bytes of the
+    first run it receives more; None where that receives none.
+    """
+    runs = [_received(time) for time in times]
+    first = runs[0]
+    where = {what: None for run in runs for what, (received, _) in run.items() if received}
+    rows = []
+    for axis, op in where:
+        row: dict[str, Any] = {"axis": axis, "op": op}
+        for place, run in enumerate(runs, 1):
+            received, seconds = run[axis, op]
+            row |= {f"bytes_{place}": received, f"seconds_{place}": seconds if timed else None}
+            if place > 1:
+                more = received - first[axis, op][0]
+                row[f"difference_{place}"] = ratio(more, first[axis, op][0])
+        rows.append(row)
+    places = range(1, len(runs) + 1)
+    return sorted(
+        rows, key=lambda row: (row["axis"] != _ALL, -max(row[f"bytes_{each}"] for each in places))
+    )
+
+
+def _received(time):
+    """{(axis, operation): (bytes, seconds)} of calls, and of all of them."""
+    found = defaultdict(lambda: (0.0, 0.0))
+    for row in time:
+        if row["axis"]:
+            for what in ((row["axis"], row["op"]), (_ALL, _ALL)):
+                received, seconds = found[what]
+                found[what] = received + row["bytes"], seconds + row["seconds"]
+    return found
 
 
 # Runs of many sizes

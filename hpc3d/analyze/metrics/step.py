@@ -173,6 +173,8 @@ def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
     difference of its losses from those of the first run, and its last and best evaluations."""
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
     step = max(set.intersection(*map(set, losses)), default=None)
+    if all(loss is None for own in losses for loss in own.values()):
+        step = None  # of simulated steps there are no losses
     return [
         {"run": run.label}
         | run.tables["step"][0]

@@ -29,19 +29,23 @@ LEAST = 0.01
 def straggler_rows(calls: CallInstances) -> list[dict[str, Any]]:
     """Who is waited for, one row per rank, the worst first.
 
-    In `last` of its `meetings` the rank was the last to arrive; `imposed_s` are the seconds a step
-    that all others together wait for its arrivals, `wait_s` those that it waits itself.  A wait
+    In `last` of its `meetings` the rank was the last to arrive, after others; `imposed_s` are the
+    seconds a step that all others together wait for its arrivals, `wait_s` those that it waits
+    itself.  A wait
     counts against the rank that was waited for, although that may have waited for another before:
     the critical path tells.  `work_s` is the median step without what it is blocked in calls.
+    `straggler` is yes or no, None where there are too few steps to tell either from chance.
     """
     inside, ranks = calls.inside, calls.trace.attrs["world_size"]
     steps = len(np.unique(calls.trace.steps["step"]))
     meetings = np.bincount(calls.rank[inside & calls.ending], minlength=ranks)
-    late = np.bincount(calls.late[inside[calls.first]], minlength=ranks)
+    later = np.minimum.reduceat(calls.posted, calls.first) < calls.last
+    late = np.bincount(calls.late[inside[calls.first] & later], minlength=ranks)
     wait = calls.wait[inside] * 1e-9 / steps
     imposed, waited = (np.bincount(rank[inside], wait, ranks) for rank in (calls.by, calls.rank))
     host, work = hosts(calls.trace), work_of(calls)
     slow = straggler(work, float(np.median(step_seconds(calls.trace))))
+    told = chance(work.shape[1], work.shape[1], ranks) <= CHANCE if work.size else False
     median = np.median(work, axis=1) if work.size else np.zeros(ranks)
     return [
         {
@@ -52,7 +56,7 @@ def straggler_rows(calls: CallInstances) -> list[dict[str, Any]]:
             "imposed_s": float(imposed[rank]),
             "wait_s": float(waited[rank]),
             "work_s": float(median[rank]),
-            "straggler": "yes" if rank == slow else "no",
+            "straggler": ("yes" if rank == slow else "no") if told else None,
         }
         for rank in np.argsort(-imposed, kind="stable").tolist()
     ]

@@ -15,13 +15,13 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     """(title, value, what belongs to it) of a run."""
     tables = run.tables
     step, work = tables["step"][0], tables["efficiency"][0]
-    yield "step", seconds(step["step_s_median"]), _spread(step)
+    yield "step", seconds(step["step_s_median"]), _spread(step, run.about["averages"])
     yield "tokens/s", _written(step["tokens_per_s"], prefixed), f"{step['ranks']} ranks"
     communication = _written(step["communication_share"], percent)
     yield "communication", communication, _waiting(tables["ranks"])
     if stages := tables["pipeline"]:
         yield "bubble", percent(_mean(stages, "idle_share")), _simulated(stages)
-    for row in tables["imbalance"][:1]:
+    for row in tables["imbalance"][:1] if step["ranks"] > 1 else ():
         written = _written(row["imbalance"], "{:.3f}".format)
         yield "imbalance", written, "most / mean computation"
     if tables["stragglers"]:
@@ -31,7 +31,7 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     else:
         yield "FLOP/s", _written(work["recorded_flop_per_s"], prefixed), "products and attention"
     yield "memory", *_memory(tables["memory_ranks"])
-    for last in tables["loss"][-1:]:
+    for last in tables["loss"][-1:] if any_loss(run) else ():
         loss = _written(last["loss"], "{:.4f}".format)
         yield "loss", loss, f"nat a token after step {last['step']}"
     if tables["evaluation"]:
@@ -40,9 +40,16 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
         yield "validation", loss, f"nat a token after step {last['step']}"
 
 
+def any_loss(run: RunAnalysis) -> bool:
+    """Whether a loss is known of any step: of no simulated one."""
+    return any(row["loss"] is not None for row in run.tables["loss"])
+
+
 def _straggler(rows):
     """The rank that is slower than the others by more than chance, if there is one."""
     named = [row for row in rows if row["straggler"] == "yes"]
+    if rows[0]["straggler"] is None:
+        return "unknown", "too few steps to tell it from chance"
     if not named:
         return "none", "no rank is slower by more than chance"
     imposed = f"others wait {seconds(named[0]['imposed_s'])} for it"
@@ -54,7 +61,8 @@ def _memory(rows):
     *ranks, total = rows
     if "all" in total:
         most = max(ranks, key=lambda row: row["all"])
-        return f"{prefixed(most['all'])}B", f"at one time on rank {most['rank']}, the fullest"
+        where = f" on rank {most['rank']}, the fullest" if len(ranks) > 1 else ""
+        return f"{prefixed(most['all'])}B", f"at one time{where}"
     peaks = sum(value for key, value in total.items() if key != "rank")
     return f"{prefixed(peaks)}B", "peaks of all kinds and ranks"
 
@@ -63,7 +71,9 @@ def _written(value, write):
     return "unknown" if value is None else write(value)
 
 
-def _spread(row):
+def _spread(row, averages):
+    if row["steps"] == 1:
+        return averages
     return f"{seconds(row['step_s_min'])} to {seconds(row['step_s_max'])}"
 
 
@@ -74,8 +84,8 @@ def _mean(rows, key):
 def _waiting(ranks):
     step = _mean(ranks, "step_s")
     outstanding = f"computing, a call outstanding {percent(_mean(ranks, 'outstanding_s') / step)}"
-    if ranks[0]["wait_s"] is None:
-        return outstanding
+    if not any(row["wait_s"] for row in ranks):
+        return outstanding  # not known, or alone, or all are alike in a simulated step
     return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {outstanding}"
 
 

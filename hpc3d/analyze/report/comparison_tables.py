@@ -1,11 +1,16 @@
-"""The tables over several runs, in the order of a report."""
+"""The tables over several runs, in the order of a report, and the titles of that in which runs
+differ."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from hpc3d.analyze.metrics.loads import LAYOUT, MANNER, WORK
 from hpc3d.analyze.report.run_tables import AXIS, CATEGORY, OP, PHASE
 from hpc3d.analyze.report.table_format import (
     ColumnSpec,
     TableSpec,
+    change,
     count,
     integer,
     milliseconds,
@@ -15,6 +20,12 @@ from hpc3d.analyze.report.table_format import (
 )
 
 RUN = ColumnSpec("run", "run")
+_SIDE_BY_SIDE = 6  # runs
+GROUPS = {
+    WORK: "work, what is trained",
+    LAYOUT: "layout, how that is shared out",
+    MANNER: "how they run: machine, program, paths, what is recorded and saved",
+}
 
 
 def _between(key: str) -> tuple[ColumnSpec, ColumnSpec]:
@@ -45,6 +56,7 @@ _RUNS = TableSpec(
         ColumnSpec("validation_best", "best [nat]", "{:.6f}".format),
     ),
 )
+_RECEIVED = TableSpec("received", "Bytes received, by axis and operation", (AXIS, OP))
 _SCALING = TableSpec(
     "scaling",
     "Scaling",
@@ -101,4 +113,19 @@ _DIFFERENCES = TableSpec(
     rows_shown=10,
 )
 
-OVER_RUNS = (_RUNS, _SCALING, _GAINS, _DIFFERENCES)
+
+def over_runs(labels: Sequence[str]) -> tuple[TableSpec, ...]:
+    """The tables over runs of these labels."""
+    return _RUNS, _received(labels), _SCALING, _GAINS, _DIFFERENCES
+
+
+def _received(labels):
+    """With columns for every run, of which a text shows the first ones."""
+    fields = [AXIS, OP]
+    for place, label in enumerate(labels, 1):
+        fields.append(ColumnSpec(f"bytes_{place}", f"{label} [B]", prefixed))
+        if place > 1:
+            fields.append(ColumnSpec(f"difference_{place}", "difference", change))
+        fields.append(ColumnSpec(f"seconds_{place}", "time [ms]", milliseconds))
+    shown = len(_RECEIVED.fields) + 3 * _SIDE_BY_SIDE - 1
+    return _RECEIVED._replace(fields=tuple(fields), columns_shown=shown)

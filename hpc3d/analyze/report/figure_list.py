@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.analyze.report import charts
+from hpc3d.analyze.report.cards import any_loss
 from hpc3d.analyze.report.gantt import Panels
 from hpc3d.comm.mesh import along
 
@@ -27,7 +28,8 @@ def of_runs(
     runs: Sequence[RunAnalysis], tables: Mapping[str, list[dict[str, Any]]]
 ) -> Iterator[Picture]:
     """The pictures of several runs side by side, the first one also of a single run."""
-    yield Picture("loss", "Loss by training step", "", charts.loss(runs))
+    if any(map(any_loss, runs)):
+        yield Picture("loss", "Loss by training step", "", charts.loss(runs))
     if tables["scaling"]:
         caption = "What a mean step of a mean rank is made of."
         yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
@@ -56,6 +58,7 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
     if run.tables["waits"]:
         caption = "Time in calls before and after the last one who takes part has arrived."
         yield Picture("waits", "Waiting and transfer", caption, charts.waits(run))
+    if any(row["imposed_s"] for row in run.tables["stragglers"]):
         caption = "Whom the others wait for, summed over all of them."
         yield Picture("stragglers", "Who is waited for", caption, charts.stragglers(run))
     for number, (axis, matrix) in enumerate(run.matrices.items()):

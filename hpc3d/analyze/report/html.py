@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d import __version__
 from hpc3d.analyze.report import plot_bokeh
-from hpc3d.analyze.report.cards import cards
-from hpc3d.analyze.report.comparison_tables import OVER_RUNS
+from hpc3d.analyze.report.cards import any_loss, cards
+from hpc3d.analyze.report.comparison_tables import GROUPS, over_runs
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.figure_list import Picture
 from hpc3d.analyze.report.packed_steps import packed
@@ -57,13 +57,16 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         }
         for found in pictures
     ]
+    specs = (*over_runs([run.label for run in report.runs]), *OF_A_RUN)
     return _template().render(
         report=report,
         shown=shown[0],
         runs=list(zip(report.runs, shown[1:])),
-        specs={spec.name: spec for spec in (*OVER_RUNS, *OF_A_RUN)},
+        specs={spec.name: spec for spec in specs},
         general=prose(GENERAL),
-        definitions=[(spec, prose(MEANING[spec.name])) for spec in (*OVER_RUNS, *OF_A_RUN)],
+        definitions=[(spec, prose(MEANING[spec.name])) for spec in specs],
+        groups=GROUPS,
+        any_loss=any_loss,
         cards=cards,
         verdict=verdict,
         counted=_counted,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpc3d.analyze.report.comparison_tables import OVER_RUNS
+from hpc3d.analyze.report.comparison_tables import GROUPS, over_runs
 from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import in_markdown, markdown
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _LINES = 20  # of what is wrong with a trace
 _MEANS = (
     "Calls, times and bytes are means a rank and step, over the steps that `averages` says: all"
-    " but the first one."
+    " but the first one, where there are others."
 )
 _NOTES = {
     "pipeline": "Step {step}, on the first rank of each stage; simulated is its schedule on an"
@@ -31,9 +31,11 @@ _NOTES = {
 def page(report: Report) -> str:
     """The text of a Report."""
     sections = ["# Report", _MEANS, *_listed("Before these runs are compared:", report.notes)]
-    sections += _listed("They also differ in:", report.keys)
+    for group, keys in report.differing.items():
+        title = f"They differ in {GROUPS[group]}:"
+        sections += _listed(title, [f"{key}: {text}" for key, text in keys.items()])
     sections += _listed("Losses:", report.curves)
-    for spec in OVER_RUNS:
+    for spec in over_runs([run.label for run in report.runs]):
         sections += _section("##", spec, report.tables[spec.name])
     for run in report.runs:
         said = in_markdown(" ".join(verdict(run.tables)))
@@ -71,4 +73,7 @@ def _section(level, spec, rows, step=None):
         note = [in_words(rows[0])]
     more = len(rows) - len(shown)
     rest = [f"{more} more rows are in tables/{spec.name}.csv."] if more else []
-    return [f"{level} {spec.title}", *note, markdown(spec.known(shown), shown), *rest]
+    narrow = spec.narrowed()
+    if narrow.fields != spec.fields:
+        rest.append(f"The columns of more runs are in tables/{spec.name}.csv.")
+    return [f"{level} {spec.title}", *note, markdown(narrow.known(shown), shown), *rest]

@@ -17,7 +17,13 @@ from hpc3d.analyze.metrics.breakdown import (
 )
 from hpc3d.analyze.metrics.bubble import bubble_rows
 from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
-from hpc3d.analyze.metrics.compare import difference_rows, gain_rows, run_row, scaling_rows
+from hpc3d.analyze.metrics.compare import (
+    difference_rows,
+    gain_rows,
+    received_rows,
+    run_row,
+    scaling_rows,
+)
 from hpc3d.analyze.metrics.critical_path import critical_path, path_rows
 from hpc3d.analyze.metrics.crossing import crossing_pair_rows, crossing_rows
 from hpc3d.analyze.metrics.expert_loads import (
@@ -28,7 +34,7 @@ from hpc3d.analyze.metrics.expert_loads import (
     loads_of,
     router_rows,
 )
-from hpc3d.analyze.metrics.loads import differing_keys, notes
+from hpc3d.analyze.metrics.loads import differing, notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import (
@@ -96,13 +102,14 @@ class RunAnalysis:
 
 
 class Report(NamedTuple):
-    """Runs, the tables that are over all of them, what one must know to compare them, the other
-    keys in which they differ, and whose losses are alike, a line each."""
+    """Runs, the tables that are over all of them, what one must know to compare them, a line each,
+    that in which they differ, {group: {key: who has which value}}, and a line for each run whose
+    losses are those of the first one."""
 
     runs: list
     tables: dict
     notes: list
-    keys: list
+    differing: dict
     curves: list
 
 
@@ -110,8 +117,12 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     """The Report of open traces and their Runs; several are compared with the first one, but not
     their times if any are CPU times."""
     runs = _distinct(runs)
-    tables = {"runs": comparison_rows(runs), "scaling": [], "gains": [], "differences": []}
-    if len(runs) > 1 and all(map(one_time, traces)):
+    timed = all(map(one_time, traces))
+    tables = {"runs": comparison_rows(runs), "received": [], "scaling": [], "gains": []}
+    tables["differences"] = []
+    if len(runs) > 1:
+        tables["received"] = received_rows([run.tables["time"] for run in runs], timed)
+    if len(runs) > 1 and timed:
         steady = [*map(Steady, traces)]
         rows = [run_row(trace) | {"run": run.label} for trace, run in zip(steady, runs)]
         tables["scaling"], tables["gains"] = scaling_rows(rows), gain_rows(rows)
@@ -121,8 +132,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
             for row in difference_rows(steady[0], trace)
         ]
     labels = [run.label for run in runs]
-    said = notes(traces, labels), differing_keys(traces, labels), equal_curves(tables["runs"])
-    found = tables, *said
+    differ = differing(traces, labels, [run.about for run in runs])
+    found = tables, notes(traces, labels), differ, equal_curves(tables["runs"])
     return Report(runs, *plain_in(found))
 
 

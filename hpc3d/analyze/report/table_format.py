@@ -33,17 +33,22 @@ class ColumnSpec(NamedTuple):
 class TableSpec(NamedTuple):
     """A kind of table: the name of its files, its title and its columns.
 
-    `rows_shown` is how many rows a terminal shows; 0 are all.
+    `rows_shown` is how many rows a terminal shows, `columns_shown` how many columns; 0 are all.
     """
 
     name: str
     title: str
     fields: tuple
     rows_shown: int = 0
+    columns_shown: int = 0
 
     def known(self, rows: Sequence[dict[str, Any]]) -> list[ColumnSpec]:
         """The columns that have a value in any row."""
         return [each for each in self.fields if any(row.get(each.key) is not None for row in rows)]
+
+    def narrowed(self) -> TableSpec:
+        """With the columns that a terminal shows."""
+        return self._replace(fields=self.fields[: self.columns_shown or None])
 
 
 # Ways to write a number
@@ -75,6 +80,11 @@ def microseconds(value: float) -> str:
 
 def percent(value: float) -> str:
     return f"{value:.1%}"
+
+
+def change(value: float) -> str:
+    """By which part something is more, or less."""
+    return f"{value:+.1%}" if value else "0%"
 
 
 def count(value: float) -> str:

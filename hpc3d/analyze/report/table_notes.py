@@ -29,6 +29,11 @@ algorithms that are optimal in bandwidth.
 `loss [nat]` is that of the last step that all runs have, `loss after step`. The `largest
 difference [nat]` from the loss of the first run, in any step, says whether two layouts train
 the same model.""",
+    "received": """\
+What a rank receives in a step of each run along a mesh axis, under algorithms that are optimal in
+bandwidth; by which part that is more or less than in the first run, its `difference`; and the
+`time [ms]` that a rank is in these calls. The file has the columns of the runs under their
+places, from 1, as bytes_2.""",
     "scaling": """\
 `forward [ms]` and `backward [ms]` are the time of a mean rank in its forward and backward
 passes, of all microbatches; `average step time [ms]` is their sum over `batch`, the sequences
@@ -121,7 +126,8 @@ to come. `others wait for it [ms]` sums over all other ranks, in a step. A rank 
 because it waited for another one before: the critical path tells. `works [ms]` is the median
 step without what the rank is blocked in calls. A rank is a `straggler` if that is longer than
 of every other rank in more steps than chance would have it (5 %, where all are alike), and by
-a hundredth of a step more than the median of the others.""",
+a hundredth of a step more than the median of the others; a dash stands where there are too few
+steps to tell that from chance.""",
     "path": """\
 What would have to be faster for the step to be faster: from its end back, the path follows
 the rank that works, and from a wait it goes on with the rank that was waited for. So its

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
 
 _MOST = 12  # lines
+_KEYS = 6  # that are named in a line
 _OF_SEVERAL = "step", "tokens/s", "communication", "memory", "loss"
 
 
@@ -32,10 +33,12 @@ def _one(run: RunAnalysis) -> Iterator[str]:
 
 
 def _several(report: Report) -> Iterator[str]:
-    for line in report.notes[:3]:
+    for line in report.notes[:2]:
         yield f"compare with care: {line}"
-    for line in report.keys[:3]:
-        yield line
+    for group, keys in report.differing.items():
+        if keys:
+            more = f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else ""
+            yield f"{group} differs: {', '.join([*keys][:_KEYS])}{more}"
     yield from report.curves[:2]
     for run in report.runs:
         values = {title: value for title, value, _ in cards(run)}

@@ -48,8 +48,8 @@ def _made_of(parts: Mapping[str, float | None]) -> str:
     said = [f"{_share(parts['compute_s'], step)} of a step is computation"]
     if calls > _NOTHING * step:
         waiting = ""
-        if parts["wait_s"] is not None:
-            waits = parts["wait_s"] - parts["copy_wait_s"]
+        waits = (parts["wait_s"] or 0) - parts["copy_wait_s"]
+        if waits > _NOTHING * step:  # not where ranks are alike in a simulated step
             waiting = f", {_share(waits, calls)} of it waiting for others"
         said.append(f"{_share(calls, step)} communication{waiting}")
     if offload > _LEAST * step:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc3d.analyze.report import figure_list, html, markdown, plot_matplotlib, table_format
-from hpc3d.analyze.report.comparison_tables import OVER_RUNS, RUN
+from hpc3d.analyze.report.comparison_tables import RUN, over_runs
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _draw(found, folder):
 def _write_tables(report, folder):
     """Every table that has rows, those of all runs in one."""
     folder.mkdir(parents=True, exist_ok=True)
-    for spec in OVER_RUNS:
+    for spec in over_runs([run.label for run in report.runs]):
         if rows := report.tables[spec.name]:
             table_format.write(spec, rows, folder)
     for spec in OF_A_RUN:

@@ -11,6 +11,7 @@ from hpc3d.analyze.metrics.compare import (
     _interval,
     difference_rows,
     gain_rows,
+    received_rows,
     relative_error,
     run_row,
     scaling_rows,
@@ -357,3 +358,27 @@ def test_what_is_not_known_is_none(tmp_path):
     unknown = ("batch", "family", "forward_s", "average_step_s", "speedup", "efficiency")
     assert [found[key] for key in unknown] == [None] * len(unknown)
     assert found["step_s"] == pytest.approx(0.1)
+
+
+def _call(axis, op, received, seconds, category="comm"):
+    return {"category": category, "axis": axis, "op": op, "bytes": received, "seconds": seconds}
+
+
+def test_bytes_are_side_by_side_by_axis_and_operation():
+    product = _call("", "gemm", 0.0, 9.0, "compute")
+    one = [product, _call("x", "all_gather", 60.0, 1.0), _call("x", "all_gather", 40.0, 2.0)]
+    two = [
+        _call("x", "all_gather", 75.0, 1.0),
+        _call("x", "all_gather", 0.0, 0.5, "wait"),  # of a call that was made before
+        _call("d", "all_reduce", 300.0, 3.0),
+        _call("d", "barrier", 0.0, 7.0),
+    ]
+    keys = "axis", "op", "bytes_1", "seconds_1", "bytes_2", "seconds_2", "difference_2"
+    rows = [
+        ("all", "all", 100, 3, 375, 11.5, 2.75),
+        ("d", "all_reduce", 0, 0, 300, 3, None),
+        ("x", "all_gather", 100, 3, 75, 1.5, -0.25),
+    ]
+    assert received_rows([one, two], True) == [dict(zip(keys, row)) for row in rows]
+    assert all(row["seconds_2"] is None for row in received_rows([one, two], False))
+    assert received_rows([[product]] * 2, True) == []

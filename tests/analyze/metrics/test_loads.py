@@ -3,49 +3,91 @@
 from types import SimpleNamespace
 
 import h5py
+import numpy as np
 
-from hpc3d.analyze.metrics.loads import differing_keys
+from hpc3d.analyze.metrics.loads import LAYOUT, MANNER, WORK, differing, group_of, notes
+from hpc3d.config.input_file import Config
+from hpc3d.config.load import flat
 from hpc3d.trace.merge import merge
 from tests.analyze.report.by_hand import reported, write_run
 
 
 def test_what_runs_differ_in_is_said_before_they_are_compared(tmp_path, capsys):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", scheme="1d")
-    assert reported(capsys, one, other)["notes"] == []
+    three, flat = "3d along m n, x=2 y=2", "1d, x=2 y=2"
+    scheme = {"parallel.scheme": f'"3d" in {three}; "1d" in {flat}'}
+    found = reported(capsys, one, other)
+    assert found["notes"] == []
+    assert found["differing"] == {WORK: {}, LAYOUT: scheme, MANNER: {}}
     merge(one), merge(other)
     with h5py.File(other / "trace.h5", "r+") as file:
         file.attrs["config"] += '[train]\nbatch = 96\ndtype = "float64"\n[data]\npath = "mine"\n'
         file.attrs["cores"] = 3
+        file.attrs["kind"] = "simulated"
         file["steps/tokens"][:] = 900
     with h5py.File(one / "trace.h5", "r+") as file:
         file.attrs["cores"] = 4
     found = reported(capsys, one, other, "--out", tmp_path / "out")
-    three, flat = "3d along m n, x=2 y=2", "1d, x=2 y=2"
     assert found["notes"] == [
-        f"train.batch differs: 192 in {three}; 96 in {flat}",
-        f"train.dtype differs: float32 in {three}; float64 in {flat}",
-        f"tokens a step differs: 1,800 in {three}; 900 in {flat}",
-        f"data.path differs: inputs/corpus in {three}; mine in {flat}",
         f"{flat}: cores: 3 for 4 ranks a host: they take turns, so times are longer than on a"
         " core each",
     ]
+    assert found["differing"] == {
+        WORK: {
+            "data.path": f'"inputs/corpus" in {three}; "mine" in {flat}',
+            "train.batch": f"192 in {three}; 96 in {flat}",
+            "train.dtype": f'"float32" in {three}; "float64" in {flat}',
+            "tokens a step": f"1,800 in {three}; 900 in {flat}",
+        },
+        LAYOUT: scheme,
+        MANNER: {"trace": f"measured in {three}; simulated in {flat}"},
+    }
     assert [row["speedup"] for row in found["scaling"]] == [1, None]
     text = (tmp_path / "out" / "report.md").read_text()
     assert f"Before these runs are compared:\n\n* {found['notes'][0]}\n" in text
+    assert f"* train.batch: 192 in {three}; 96 in {flat}\n" in text
 
 
-def test_every_other_key_that_differs_is_told():
+def test_every_key_that_differs_is_told_in_its_group():
     texts = {
         "one": "[mesh]\nx = 2\n",
         "two": '[mesh]\nx = 2\nd = 2\n[parallel]\nkeep_dtype = "int8"\nzero = 1\n'
         '[run]\nout = "a"\n',
     }
-    traces = [SimpleNamespace(attrs={"config": text}) for text in texts.values()]
-    assert differing_keys(traces, [*texts]) == [
-        "mesh.d differs: 1 in one; 2 in two",
-        "parallel.zero differs: 0 in one; 1 in two",
-        'parallel.keep_dtype differs: absent in one; "int8" in two',
+    traces = [_trace(text) for text in texts.values()]
+    abouts = [{"hosts": "a (4); cpu"}, {"hosts": "b (4); cpu"}]
+    assert differing(traces, [*texts], abouts) == {
+        WORK: {"parallel.keep_dtype": 'absent in one; "int8" in two'},
+        LAYOUT: {"mesh.d": "1 in one; 2 in two", "parallel.zero": "0 in one; 1 in two"},
+        MANNER: {
+            "run.out": '"results" in one; "a" in two',
+            "hosts": "a (4), cpu in one; b (4), cpu in two",
+        },
+    }
+    nothing = {WORK: {}, LAYOUT: {}, MANNER: {}}
+    assert differing(traces[:1], ["one"], abouts) == nothing
+    pair = [traces[0], _trace("")]
+    assert differing(pair, [*texts], [{}, {}]) == nothing
+    assert [line.split()[:4] for line in notes(pair, [*texts])] == [
+        ["the", "configuration", "of", "two"]
     ]
-    assert differing_keys(traces[:1], ["one"]) == []
-    unknown = SimpleNamespace(attrs={"config": ""})
-    assert differing_keys([traces[0], unknown], [*texts]) == []
+
+
+def test_a_value_that_many_runs_have_is_that_of_the_others():
+    traces = [_trace(f"seed = {seed}\n") for seed in (1, 2, 1, 1, 3, 2)]
+    (text,) = differing(traces, [*"abcdef"], [{}] * 6)[WORK].values()
+    assert text == "2 in b and f; 3 in e; 1 in the others"
+
+
+def _trace(text):
+    attrs = {"config": text}
+    return SimpleNamespace(attrs=attrs, steps={"tokens": np.array([9])}, ranks={"host_id": None})
+
+
+def test_every_key_has_a_group():
+    groups = {key: group_of(key) for key in flat(Config())}
+    of = {group: [key for key in groups if groups[key] == group] for group in (LAYOUT, MANNER)}
+    assert {"seed", "model.kind", "data.path", "train.batch", "train.tf32"} <= groups.keys()
+    assert {groups[key] for key in ("seed", "model.kind", "data.path", "train.batch")} == {WORK}
+    assert {"mesh.x", "parallel.zero", "parallel.recompute"} <= {*of[LAYOUT]}
+    assert {"name", "trace.clock", "run.out", "mesh.transport", "train.backend"} <= {*of[MANNER]}

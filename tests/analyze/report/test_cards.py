@@ -10,6 +10,7 @@ def test_the_memory_of_the_fullest_rank_is_that_at_one_time():
         {"rank": None, "parameter": 50, "activation": 120, "all": 135},
     ]
     assert cards._memory(rows) == ("75B", "at one time on rank 1, the fullest")
+    assert cards._memory([rows[0], rows[-1]]) == ("60B", "at one time")
 
 
 def test_a_straggler_is_named_only_if_there_is_one():
@@ -17,3 +18,5 @@ def test_a_straggler_is_named_only_if_there_is_one():
     assert cards._straggler(rows)[0] == "none"
     rows[1]["straggler"] = "yes"
     assert cards._straggler(rows) == ("rank 0", "others wait 3.00 ms for it")
+    unknown = [each | {"straggler": None} for each in rows]
+    assert cards._straggler(unknown)[0] == "unknown"

@@ -135,6 +135,9 @@ def test_runs_are_compared(run, tmp_path, capsys):
     assert (second["loss"], second["loss_difference"]) == (3.125, 0.125)
     assert [row["speedup"] for row in found["scaling"]] == [1, 1]
     assert {row["run"] for row in found["differences"]} == {"1d, x=2 y=2"}
+    whole, *_ = found["received"]
+    assert (whole["bytes_1"], whole["bytes_2"], whole["difference_2"]) == (4500, 4500, 0)
+    assert whole["bytes_1"] == first["communication_bytes"]
     with (out / "tables" / "ranks.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["run"][:2], row["rank"]) for row in rows] == [

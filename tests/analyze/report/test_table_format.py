@@ -5,6 +5,7 @@ import csv
 import pytest
 
 from hpc3d.analyze.report import table_format
+from hpc3d.analyze.report.comparison_tables import over_runs
 from hpc3d.analyze.report.table_format import ColumnSpec, TableSpec, latex, markdown
 
 FIELDS = (
@@ -90,7 +91,18 @@ def test_files_have_what_is_known(tmp_path):
         (table_format.layer, "", ""),
         (table_format.prefixed, 1.5e13, "15.0 T"),
         (table_format.prefixed, -2e9, "-2.00 G"),
+        (table_format.change, 0.1234, "+12.3%"),
+        (table_format.change, 0.0, "0%"),
     ],
 )
 def test_numbers_are_written(write, value, text):
     assert write(value) == text
+
+
+def test_of_many_runs_a_text_has_the_columns_of_the_first_ones():
+    for labels, shown in (("abcdef", "abcdef"), ("abcdefgh", "abcdef")):
+        spec = next(each for each in over_runs([*labels]) if each.name == "received")
+        bytes_of = [field.heading[0] for field in spec.narrowed().fields if "[B]" in field.heading]
+        assert bytes_of == [*shown]
+        assert len(spec.fields) == 1 + 3 * len(labels)
+        assert spec.narrowed().fields[-1].heading == "time [ms]"

@@ -2,12 +2,18 @@
 
 from dataclasses import replace
 
+import h5py
+import numpy as np
 import pytest
 
+from hpc3d import trace
+from hpc3d.analyze.report import figure_list
+from hpc3d.analyze.report.cards import cards
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.terminal import lines
 from hpc3d.analyze.report.verdict import verdict
 from tests.analyze.small import small
+from tests.analyze.synthetic import call, row
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +52,42 @@ def test_ranks_that_take_turns_are_told(found):
 def test_several_runs_have_a_line_each(found):
     *_, both = found
     said = lines(both)
-    assert "to the last bit" in said[0]
-    assert len(said) == 3 and all(": step 10.0 ms" in line for line in said[1:])
+    assert "to the last bit" in said[1]
+    assert len(said) == 4 and all(": step 10.0 ms" in line for line in said[2:])
     assert len(lines(both._replace(runs=both.runs * 10))) == 12
+
+
+def test_what_runs_differ_in_is_a_line_a_group(found):
+    *_, both = found
+    keys = {f"train.{letter}": "1 in one; 2 in other" for letter in "abcdefgh"}
+    said = lines(both._replace(notes=[], differing={"work": keys, "layout": {}}))
+    short = ", ".join([*keys][:6])
+    assert said[0] == f"work differs: {short} and 2 more" and "layout differs" not in str(said)
+
+
+def test_of_one_step_no_spread_and_no_chance_is_told(found):
+    run, report, _ = found
+    (line,) = [line for line in lines(report) if line.startswith("step: ")]
+    assert "10.0 ms to" not in line and line.endswith(run.about["averages"])
+    values = {title: value for title, value, _ in cards(run)}
+    assert values["straggler"] == "unknown"
+
+
+def test_of_a_simulated_step_no_loss_is_told_and_of_ranks_that_are_alike_no_wait(tmp_path):
+    rows = []
+    for rank in (0, 1):
+        gather = call(rank, "all_gather", 5, 9, seq=0, bytes=1000, count=250, posted=5)
+        rows += [row(rank, 0, 5, flops=5e9, layer=0), gather]
+    small(tmp_path / "trace.h5", rows, kind="simulated").close()
+    with h5py.File(tmp_path / "trace.h5", "r+") as file:
+        file["steps/loss"][:] = np.nan
+    with trace.open(tmp_path / "trace.h5") as opened:
+        run = analyze_run(opened)
+        report = compare([opened], [run])
+    said = lines(report)
+    assert said[1] == "50% of a step is computation; 40% communication; 10% between events."
+    assert not any("wait" in line or line.startswith("loss") for line in said)
+    assert {row["last"] for row in run.tables["stragglers"]} == {0}
+    assert report.tables["runs"][0]["loss_step"] is None
+    assert "loss" not in {picture.name for picture in figure_list.of_runs([run], report.tables)}
+    assert "stragglers" not in {picture.name for picture in figure_list.of_run(run)}
