@@ -18,7 +18,7 @@ from tests.documented.tables import ELSEWHERE, EXPECTED, REDUCED, SETTINGS
 from tests.mpi import ROOT
 
 SECONDS = 280  # of a page
-RUNS = "python", "hpc3d", "mpirun", "ls", "for", "done", "sleep", "kill", "wait"
+RUNS = "python", "hpc3d", "mpirun", "ls", "for", "do", "done", "sleep", "kill", "wait"
 
 
 def named(page):
@@ -87,7 +87,10 @@ def some_run(tmp_path_factory):
     return run
 
 
-def shorter(name, text):
+def as_typed(name, page, text):
+    """A command with a reader's own names, and made shorter."""
+    for word, value in SETTINGS.get(page, {}).items():
+        text = text.replace(word, value)
     pattern = entry(REDUCED, name)
     return reduced(text, REDUCED[pattern]) if pattern else text
 
@@ -100,8 +103,8 @@ def test_the_commands_of_a_page_run(page, tmp_path, some_run):
     shutil.copytree(some_run, tmp_path / "results" / "RUN")
     preparations.files_of(page, tmp_path)
     before = [(text, 0) for text in preparations.COMMANDS.get(page, [])]
-    commands = [
-        (shorter(name, each.text), EXPECTED.get(entry(EXPECTED, name), 0))
+    typed = [
+        (as_typed(name, page, each.text), EXPECTED.get(entry(EXPECTED, name), 0))
         for name, each in here(page).items()
     ]
-    print(played(script(before + commands, SETTINGS.get(page)), tmp_path, SECONDS))
+    print(played(script(before + typed), tmp_path, SECONDS))

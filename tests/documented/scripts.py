@@ -25,15 +25,11 @@ SOME_RUN = re.compile(r"results/([\w-]*?-)?\.\.\.")
 KEYWORD = re.compile(r"for |done$")
 
 
-def script(commands, settings=None):
-    """The text of a script that ends at the first command that goes wrong.
-
-    `commands` are (text, its exit code); `settings` are texts by what they stand in for.
-    """
+def script(commands):
+    """The text of a script that ends at the first of `commands`, (text, its exit code), that goes
+    wrong."""
     lines = [HEAD]
     for text, code in commands:
-        for word, value in (settings or {}).items():
-            text = text.replace(word, value)
         lines.append(SOME_RUN.sub(lambda found: f'"$(newest {found[1] or ""})"', text))
         if not KEYWORD.match(text):
             lines.append(f"ended $? {code} {shlex.quote(text)}")

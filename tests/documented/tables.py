@@ -51,6 +51,7 @@ REDUCED = {
     r"partition run .*--resume": "--steps 4",
     r"partition run ": "--steps 3",
     r"generate ": "--tokens 20",
+    r"--name killed": "--checkpoint.every 2",
     r"--name tour": "--train.steps 10",
     r"train --resume \$RUN --train.steps 60": "--train.steps 12",
     r"--name \$scheme": "--train.steps 3",
