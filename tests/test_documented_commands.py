@@ -14,7 +14,7 @@ from tests.documented import preparations
 from tests.documented.pages import PAGES, commands, simple, spans
 from tests.documented.parsers import wrong
 from tests.documented.scripts import played, reduced, script
-from tests.documented.tables import ELSEWHERE, EXPECTED, REDUCED, SETTINGS
+from tests.documented.tables import ELSEWHERE, EXPECTED, REDUCED, SETTINGS, SHOWN
 from tests.mpi import ROOT
 
 SECONDS = 280  # of a page
@@ -78,6 +78,12 @@ def test_what_prepares_a_page_is_for_one_that_is_run():
     assert {*preparations.COMMANDS, *preparations.FILES} <= {*PLAYED}
 
 
+@pytest.mark.parametrize("page", SHOWN)
+def test_what_is_compared_with_the_output_is_on_the_page(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert not [each for each in SHOWN[page] if not re.search(each, text)]
+
+
 @pytest.fixture(scope="module")
 def some_run(tmp_path_factory):
     """The folder of a small run, which pages name results/RUN."""
@@ -107,4 +113,6 @@ def test_the_commands_of_a_page_run(page, tmp_path, some_run):
         (as_typed(name, page, each.text), EXPECTED.get(entry(EXPECTED, name), 0))
         for name, each in here(page).items()
     ]
-    print(played(script(before + typed), tmp_path, SECONDS))
+    printed = played(script(before + typed), tmp_path, SECONDS)
+    print(printed)
+    assert not [each for each in SHOWN.get(page, []) if not re.search(each, printed)]

@@ -49,8 +49,10 @@ REDUCED = {
     r"--model.vocabulary 50304": "--train.steps 1 --train.batch 8",
     r"(data|parallelism|models)\.md .*hpc3d\.train ": SHORT,
     r"partition run .*--resume": "--steps 4",
+    r"partition run .*--checkpoint": "--steps 2 --checkpoint.every 2",
     r"partition run ": "--steps 3",
     r"generate ": "--tokens 20",
+    r"watching\.md .*hpc3d\.watch": "--once",
     r"--name killed": "--checkpoint.every 2",
     r"--name tour": "--train.steps 10",
     r"train --resume \$RUN --train.steps 60": "--train.steps 12",
@@ -72,7 +74,7 @@ SETTINGS = {
     "docs/prediction.md": {"RUN_DIR": "results/RUN", "machine M": "machine h100"},
     "docs/reliability.md": {"TEXT": "inputs/corpus"},
     "docs/techniques.md": {
-        "INPUT.toml": "gpt-3d-8",
+        "INPUT.toml": "gpt-1.3b-8gpu",
         "ranks N": "ranks 8",
         "[": "",
         "NAME]": "h100",
@@ -83,3 +85,24 @@ SETTINGS = {
     },
 }
 EXPECTED = {r"--train\.max_minutes": 75}  # stopped early, and all is saved
+
+# What a page shows of the output of its commands: fits the page, and what they print here.
+SHOWN = {
+    "docs/evaluation.md": [
+        r"evaluation after step \d+: loss [\d.]+, perplexity [\d.]+, accuracy [\d.]+ %; "
+        r"\d+ tokens in [\d.]+ s, the best so far",
+    ],
+    "docs/partition.md": [r"border  crossing \[MB\]  behind; the next best place for it alone"],
+    "docs/reliability.md": [
+        r"resume: the learning rate has another curve now: \S+ instead of \S+ in step \d+",
+    ],
+    "docs/techniques.md": [
+        r"8 ranks of h100, one change of \S+ each:\n.*microbatches=",
+        r"change +memory +received +step\n *as it is +[\d.,]+ MB +[\d.,]+ MB +[\d.,]+ m?s\n",
+    ],
+    "docs/watching.md": [
+        r"loss [\d.]+, [\d.]+ at first",
+        r"[\d,]+ tokens/s, \S+ m?s a step, communication [\d.]+%, peak [\d.]+ MB on the fullest",
+        r"steps? \d+.*, means? of \d+ ranks\n *axis +in calls +waiting\n",
+    ],
+}
