@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.cli import Parser, complain, parted, run
-from hpc3d.plain import plain
+from hpc3d.plain import counted, plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
     mark = "  latest" * (name == newest)
     if name == best:
         mark += f"  best, validation loss {found['best']['loss']:.4f}"
-    files = f"{found['files']} file{'s' * (found['files'] > 1)}"
+    files = counted(found["files"], "file")
     return f"{name}  {found['written_utc']}  {layout}; {size} in {files}{mark}"
 
 

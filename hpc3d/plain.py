@@ -82,6 +82,13 @@ def why(error: OSError) -> str:
     return error.strerror or str(error).rstrip(".")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words: 1 rank, 1,024 ranks, 2 batches."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith(('ch', 's', 'x')) else 's'}"
+
+
 class Controls(str):
     """A text that has what a terminal is to obey: our own, around text that is plain."""
 

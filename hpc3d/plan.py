@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.cli import Parser, number_of_ranks, positive, run, size
+from hpc3d.plain import counted
 from hpc3d.plain import plain as one_line
 from hpc3d.shipped import shipped
 
@@ -103,7 +104,8 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     found = [*effects(options.input, overrides, options.ranks, machine)]
     rows = [each.plain(found[0]) for each in found]
     config = load_resolved(options.input, overrides, options.ranks)
-    print(f"{options.ranks} ranks of {machine.name}, one change of {options.input} each:")
+    ranks = counted(options.ranks, "rank")
+    print(f"{ranks} of {machine.name}, one change of {options.input} each:")
     print(one_line(shown_layout(config)), end="\n\n")
     print(f"{'change':<32}{'memory':>14}{'received':>22}{'step':>22}")
     for number, row in enumerate(rows):
@@ -156,7 +158,7 @@ def _report(
     if options.apply:
         _apply(options.apply, config, best[0].config, options.ranks)
     machine = ranking.machine.name
-    print(f"{options.ranks} ranks of {machine}, {gigabytes(memory)} each")
+    print(f"{counted(options.ranks, 'rank')} of {machine}, {gigabytes(memory)} each")
     print(*lines(settled), "", sep="\n")
     if resorted:
         print(*map(one_line, _resort_lines(resorted)), "", sep="\n")
@@ -259,7 +261,8 @@ def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
     if found.left:
         print(f"{len(found.left):5d} were not timed: less promising, and enough was measured")
     print(
-        f"\n{found.considered:,} layouts of {sizes:,} sizes and schemes (not 3d-broadcast); "
+        f"\n{counted(found.considered, 'layout')} of {sizes:,} sizes and schemes (not "
+        "3d-broadcast); "
         f"{ranking.search.candidates.count:,} estimated, {len(ranking.known)} simulated"
     )
     if applied:

@@ -20,7 +20,7 @@ from hpc3d.pipeline.csv_schedule import to_csv
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.ideal_run import MOST_PASSES, TIMES, bounds_of_times, ideal_run, is_time
 from hpc3d.pipeline.schedule import SCHEDULES, find
-from hpc3d.plain import plain
+from hpc3d.plain import counted, plain
 
 _STEP = """\
 Simulate a training step on a machine: the program itself runs on arrays without data, a rank of
@@ -105,7 +105,7 @@ def _step(options, overrides):
 
 def _batches(train, seconds):
     """How many batches an evaluation has at most, and how long they take."""
-    often = f"every {train.eval_every} steps"
+    often = f"every {train.eval_every} steps" if train.eval_every > 1 else "every step"
     if not train.eval_batches:
         return f"all that the text fills, {often}"
     return f"{train.eval_batches} at most, {train.eval_batches * seconds:.6g} s, {often}"
@@ -123,7 +123,8 @@ def _print_step(config, found):
     from hpc3d.predict.assumptions import lines
 
     sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
-    print(f"{found['ranks']} ranks of {found['machine']}: {sizes or 'serial'}, ", end="")
+    ranks = counted(found["ranks"], "rank")
+    print(f"{ranks} of {found['machine']}: {sizes or 'serial'}, ", end="")
     print(plain(f"scheme {config.parallel.scheme}, schedule {config.parallel.schedule}"))
     print()
     for line in lines(config):

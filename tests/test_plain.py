@@ -16,7 +16,7 @@ from hpc3d import bench, checkpoint, doctor, plan, prepare, report, simulate, tr
 from hpc3d.cli import run
 from hpc3d.config.load import literal
 from hpc3d.diagnose import node_checks
-from hpc3d.plain import Plain, Problems, lines_of, plain, plain_in, plain_streams
+from hpc3d.plain import Plain, Problems, counted, lines_of, plain, plain_in, plain_streams
 from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.launch import what_happened
 from hpc3d.trace.locate import trace_of
@@ -390,3 +390,17 @@ def test_a_tab_alone_is_a_tab():
     for part in ("a", "\t", "b\tc"):
         Plain(stream).write(part)
     assert stream.getvalue() == "a\tb\\tc"
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "said"),
+    [
+        (1, "rank", "1 rank"),
+        (0, "rank", "0 ranks"),
+        (1024, "rank", "1,024 ranks"),
+        (1, "microbatch", "1 microbatch"),
+        (2, "microbatch", "2 microbatches"),
+    ],
+)
+def test_a_number_of_things_is_said_as_english_has_it(number, noun, said):
+    assert counted(number, noun) == said

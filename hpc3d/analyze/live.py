@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hpc3d.analyze.newest_segments import Axes, NewestSegments
+from hpc3d.plain import counted
 from hpc3d.runtime.metrics_file import MetricsReader
 from hpc3d.training.log import KEPT, duration
 
@@ -128,7 +129,7 @@ class LiveRun:
     def _axes(self, axes: Axes, width: int) -> Iterator[str]:
         first, last = axes.steps[0], axes.steps[-1]
         which = f"step {first}" if first == last else f"steps {first} to {last}"
-        yield f"{which}, means of {axes.ranks} ranks"
+        yield f"{which}, means of {counted(axes.ranks, 'rank')}"
         yield "axis     in calls   waiting"
         for axis, share in sorted(axes.calls.items(), key=lambda each: -each[1]):
             bar = self.bars[-1] * round(min(40, width - 30) * axes.waits[axis])

@@ -9,6 +9,7 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.benchmarks import harness
+from hpc3d.plain import counted
 from hpc3d.trace import open as opened
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ def summary(steps: Sequence[PlannedStep]) -> dict[str, Any]:
     """The errors, and by model what the chosen plan takes beside the fastest that was run."""
     errors = [abs(step.predicted / step.measured - 1) for step in steps]
     middle, most = median(errors), max(errors)
-    print(f"error of {len(steps)} plans: {middle:.1%} in the median, {most:.1%} at worst")
+    plans = counted(len(steps), "plan")
+    print(f"error of {plans}: {middle:.1%} in the median, {most:.1%} at worst")
     chosen = {}
     for model in dict.fromkeys(step.model for step in steps):
         times = {step.plan: step.measured for step in steps if step.model == model}

@@ -21,7 +21,7 @@ from hpc3d.model.families import family_of, parameters
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
-from hpc3d.plain import Problems, lines_of
+from hpc3d.plain import Problems, counted, lines_of
 from hpc3d.tensor.split import Split
 from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizer import MASTER
@@ -121,7 +121,7 @@ def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     layers = {name.split(".")[1] for name, _ in opened.sources if name.startswith("layers.")}
     if len(layers) != model.layers:
         raise ValueError(
-            f"{opened.folder}: {len(layers)} layers are there, but its model.layers = "
+            f"{opened.folder}: it has {counted(len(layers), 'layer')}, but its model.layers = "
             f"{model.layers}: it is damaged"
         )
     return shapes_of(model)

@@ -15,7 +15,7 @@ from hpc3d.config.load import flat, load
 from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import usual
-from hpc3d.plain import Problems, lines_of
+from hpc3d.plain import Problems, counted, lines_of
 from hpc3d.training.evaluator import restored
 from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizer import learning_rate
@@ -157,7 +157,8 @@ def _check(run: Path, config: Config, differs: _Differs) -> int:
         of_another = [*_other_optimizer(run, config)] if wrong else []
         raise Problems(of_another or [*wrong, _NOTHING.format(run)])
     if (done := Checkpoint(folder).header["step"]) >= config.train.steps:
-        raise ValueError(f"--resume: {done} steps are done; ask for more with --train.steps")
+        how = "ask for more with --train.steps"
+        raise ValueError(f"--resume: the run has done {counted(done, 'step')}; {how}")
     return done
 
 

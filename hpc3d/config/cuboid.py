@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d.config.size_rules import divisors, violations
 from hpc3d.model.families import block_products
+from hpc3d.plain import counted
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -28,7 +29,7 @@ def with_cuboid(config: Config, ranks: int) -> Config:
     if best is None:
         experts = ", and mesh.e for its experts" if config.model.experts else ""
         raise ValueError(
-            f"mesh: no cuboid of {ranks // others} ranks divides this model under "
+            f"mesh: no cuboid of {counted(ranks // others, 'rank')} divides this model under "
             f"{config.parallel.way}: set mesh.x, mesh.y and mesh.z{experts}, or change [model] or "
             "batch"
         )

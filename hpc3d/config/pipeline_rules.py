@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d import limits
 from hpc3d.pipeline.schedule import find
+from hpc3d.plain import counted
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -66,7 +67,7 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
         yield (
             f"train.steps = {config.train.steps}: schedule {schedule.name} is laid out for the "
             f"whole run, here {passes} forward passes; use at most "
-            f"{_MOST_PASSES // a_step} steps"
+            f"{counted(_MOST_PASSES // a_step, 'step')}"
         )
     saving = config.checkpoint
     for key, value, none in (("every", saving.every, 0), ("keep_best", saving.keep_best, "false")):
@@ -96,8 +97,8 @@ def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[st
         )
     elif sum(stages) != layers:
         yield (
-            f"parallel.layers_per_stage = {list(stages)}: {sum(stages)} layers, but model.layers "
-            f"= {layers}: give each part its layers"
+            f"parallel.layers_per_stage = {list(stages)}: {counted(sum(stages), 'layer')}, but "
+            f"model.layers = {layers}: give each part its layers"
         )
 
 

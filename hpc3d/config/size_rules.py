@@ -12,6 +12,7 @@ from hpc3d.config.context_rules import unexchanged_heads
 from hpc3d.config.optimizer_rules import wrong_blocks
 from hpc3d.model.families import block_products, family_of
 from hpc3d.model.spec import ModelSizes
+from hpc3d.plain import counted
 from hpc3d.tensor.rounding import TILE
 
 if TYPE_CHECKING:
@@ -31,10 +32,9 @@ def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
     sizes, total = grid.sizes, grid.size
     if total != ranks:
         factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        yield (
-            f"mesh: {factors or 'one rank'} = {total} ranks, but there are {ranks} ranks: "
-            f"change [mesh] or use {total}"
-        )
+        meant = f"{factors} = {total} ranks" if factors else "1 rank"
+        there = f"{'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}"
+        yield (f"mesh: {meant}, but there {there}: change [mesh] or use {total}")
     splits = config.splits().values()
     axes = " ".join(getattr(split, letter) for split in splits for letter in "mnk").split()
     for axis in ("x", "y", "z"):

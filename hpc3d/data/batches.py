@@ -3,6 +3,7 @@
 import numpy as np
 
 from hpc3d.data.token_file import Tokens
+from hpc3d.plain import counted
 
 IGNORE = -100  # the target of a token that counts for nothing
 
@@ -24,8 +25,8 @@ class Batches:
         assert sequence > 0 and batch > 0 and 0 <= seed < 2**64
         if len(tokens) < sequence + self.AHEAD:
             raise ValueError(
-                f"data.path: {len(tokens)} tokens, but model.sequence = {sequence} takes at least "
-                f"{sequence + self.AHEAD}; give more text or lower model.sequence"
+                f"data.path: {counted(len(tokens), 'token')}, but model.sequence = {sequence} "
+                f"takes at least {sequence + self.AHEAD}; give more text or lower model.sequence"
             )
         self.windows = (len(tokens) - self.AHEAD) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed

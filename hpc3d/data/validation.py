@@ -15,6 +15,7 @@ import numpy as np
 from hpc3d.data.batches import IGNORE, permutation
 from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
+from hpc3d.plain import counted
 
 _KEY = "data.validation"
 _ORDER = 0  # the key of the order of the windows: not the seed of a run
@@ -89,8 +90,8 @@ class ValidationBatches:
         windows = (len(tokens) - 1) // sequence
         if windows < 1:
             raise ValueError(
-                f"{_KEY}: {len(tokens)} tokens, but model.sequence = {sequence} takes at least "
-                f"{sequence + 1}; hold out more, or name a longer text"
+                f"{_KEY}: {counted(len(tokens), 'token')}, but model.sequence = {sequence} takes "
+                f"at least {sequence + 1}; hold out more, or name a longer text"
             )
         filled = -(-windows // batch)
         self.count = min(filled, most) if most else filled

@@ -24,8 +24,9 @@ from hpc3d.comm.cartesian import build
 from hpc3d.comm.shared_memory import SharedMemory
 from hpc3d.diagnose.node_checks import requirements, size
 from hpc3d.diagnose.storage_checks import ELSEWHERE, scratch
+from hpc3d.plain import counted
 from hpc3d.runtime.environment import cores_of_node
-from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, count
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from hpc3d.runtime.host_map import homes_of, spans
 from hpc3d.runtime.mpi_library import YIELD
 from hpc3d.runtime.probe import installed
@@ -46,7 +47,7 @@ def places(job: Job) -> Iterator[Finding]:
     for rank, where in enumerate(everyone):
         hosts[where["host"]].append(rank)
     listed = ", ".join(f"{host} {spans(ranks)}" for host, ranks in hosts.items())
-    yield Finding(OK, "ranks", f"{job.size} on {count(len(hosts), 'host')}: {listed}")
+    yield Finding(OK, "ranks", f"{job.size} on {counted(len(hosts), 'host')}: {listed}")
     if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in hosts.values()):
         remedy = "srun --distribution=block, or mpirun --map-by core: axes then lie inside nodes"
         yield Finding(WARN, "order", "ranks go round the hosts, neighbours are apart", remedy)
@@ -76,12 +77,12 @@ def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
 def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
     """Whether ranks of a host wait for a core: `used` of its `cores`."""
     if used < min(ranks, cores):
-        text = f"{ranks} ranks of {host} share {count(used, 'core')} of {cores}"
+        text = f"{ranks} ranks of {host} share {counted(used, 'core')} of {cores}"
         remedy = "mpirun --bind-to none, or srun with --cpus-per-task (jobs/README.md)"
         yield Finding(WARN, "cores", text, remedy)
     elif ranks > cores:
         verdict = WARN if os.environ.get(YIELD) == "0" else OK
-        text = f"{ranks} ranks of {host} take turns on {count(cores, 'core')}"
+        text = f"{ranks} ranks of {host} take turns on {counted(cores, 'core')}"
         yield Finding(verdict, "cores", text, f"unset {YIELD}" if verdict == WARN else "")
 
 

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc3d.plain import why
+from hpc3d.plain import counted, why
 from hpc3d.runtime import environment
-from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, count
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from hpc3d.runtime.probe import installed, outcome, release
 
 _OLDEST = (3, 11)
@@ -80,11 +80,12 @@ def threads(ranks: int) -> Iterator[Finding]:
     asked = {
         name: os.environ[name] for name in environment.THREAD_VARIABLES if os.environ.get(name)
     }
-    text = f"{count(cores, 'core')} for {count(ranks, 'rank')}, {bound} of them for this process; "
+    text = f"{counted(cores, 'core')} for {counted(ranks, 'rank')}, "
+    text += f"{bound} of them for this process; "
     given = " ".join(f"{name}={value}" for name, value in asked.items())
     told = [environment.number_in([name], default=0) for name in asked]
     if all(0 < number <= share for number in told):
-        yield Finding(OK, "threads", text + (given or f"{count(share, 'thread')} a rank"))
+        yield Finding(OK, "threads", text + (given or f"{counted(share, 'thread')} a rank"))
     else:
         remedy = f"unset {' '.join(asked)}: hpc3d then shares the cores among the ranks"
         yield Finding(WARN, "threads", f"{text}each has {given}", remedy)

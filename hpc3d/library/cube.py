@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.comm.threads import meshes, run
+from hpc3d.plain import counted
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.summary import moved_by
 from hpc3d.tensor.matmul import Matmul
@@ -62,7 +63,7 @@ class Cube:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-        return f"Cube({sizes}): {self.ranks} ranks on threads"
+        return f"Cube({sizes}): {counted(self.ranks, 'rank')} on threads"
 
     @property
     def ranks(self) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.analyze.opened_run import Drawing, OpenedRun
 from hpc3d.extras import need
+from hpc3d.plain import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,7 +34,7 @@ class StepPrediction(dict[str, Any]):
         ranks, worst = self["ranks"], self["memory"]["worst"]["all"]
         fits = "fits" if self["memory"]["fits"] else "does not fit"
         return (
-            f"{self.config.name} on {ranks} rank{'s'[: ranks > 1]} of {self['machine']}: "
+            f"{self.config.name} on {counted(ranks, 'rank')} of {self['machine']}: "
             f"{self['step_time_s']:.4g} s a step, MFU {self['mfu']:.1%}, "
             f"bubble {self['bubble']:.1%}, {worst / 1e9:.3g} GB a rank, which {fits}"
         )

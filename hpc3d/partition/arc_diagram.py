@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.evaluation import PipelineChoice
+from hpc3d.plain import counted
 
 _STEP, _MARGIN, _LABELS = 22, 40, 170  # pixels: from atom to atom, around, and for names below
 _MOST = 300  # atoms that can be told apart
@@ -43,7 +44,7 @@ def _borders(choice: PipelineChoice, base: float) -> Iterator[str]:
     before = 0
     for part, stage in enumerate(choice.stages):
         right, middle = _x(stage.end - 0.5), (_x(before) + _x(stage.end - 1)) / 2
-        ranks = f"{stage.replicas} rank{'s' * (stage.replicas > 1)}"
+        ranks = counted(stage.replicas, "rank")
         again = ", again" if stage.recompute else ""
         text = f"stage {part % choice.width}: {ranks}{again}"
         yield f'<text x="{middle:.0f}" y="20" text-anchor="middle">{text}</text>'

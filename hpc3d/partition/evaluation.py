@@ -34,6 +34,7 @@ from hpc3d.partition.model_graph import MOMENTS, graph_of
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.pipeline.schedule_clock import clock_of
 from hpc3d.pipeline.timeline import Cost
+from hpc3d.plain import counted
 from hpc3d.predict.machine.machine import Machine
 
 
@@ -277,7 +278,8 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
     if any(unequal):
         raise ValueError("parts of one pipeline stage run on the same replicas")
     if not 1 <= micros <= costs.batch:
-        raise ValueError(f"{micros} microbatches cannot share {costs.batch} samples: use --batch")
+        samples = counted(costs.batch, "sample")
+        raise ValueError(f"{micros} microbatches cannot share {samples}: use --batch")
     most = max(choice.replicas)
     if most > costs.rows(micros, 1):
         raise ValueError(

@@ -31,6 +31,7 @@ from hpc3d.partition.joint_search import Allowed, JointSearch
 from hpc3d.partition.max_load import lightest
 from hpc3d.partition.stages import Limits, as_size
 from hpc3d.partition.step_time import quickest
+from hpc3d.plain import counted
 from hpc3d.predict.machine.machine import Machine
 
 _MOST_MICROBATCHES = 128  # that are tried
@@ -157,7 +158,8 @@ def _allowed(costs, wanted, memory):
     if not micros:
         shares = [f"{rows} replicas"] if rows > 1 else []
         shares += [f"{wanted.microbatches} microbatches"] if wanted.microbatches else []
-        raise ValueError(f"{' of '.join(shares)} cannot share {costs.batch} samples: use --batch")
+        samples = counted(costs.batch, "sample")
+        raise ValueError(f"{' of '.join(shares)} cannot share {samples}: use --batch")
     return Allowed(
         wanted.ranks,
         memory,
@@ -174,7 +176,7 @@ def _refuse_long(costs, wanted):
     stages = min(wanted.ranks, costs.count)
     if wanted.microbatches and stages * wanted.microbatches > _MOST_LAID_OUT:
         raise ValueError(
-            f"--microbatches {wanted.microbatches}: on up to {stages} stages at most "
+            f"--microbatches {wanted.microbatches}: on up to {counted(stages, 'stage')} at most "
             f"{_MOST_LAID_OUT // stages} are searched; use fewer"
         )
 
@@ -184,7 +186,8 @@ def _refuse_few(costs, wanted, allowed):
     used = sum(given) if given[1:] else max((1, *given))
     if used > wanted.ranks:
         raise ValueError(
-            f"--replicas {','.join(map(str, given))}: there are {wanted.ranks} ranks; use fewer"
+            f"--replicas {','.join(map(str, given))}: more than {counted(wanted.ranks, 'rank')}; "
+            "use fewer"
         )
     stages = allowed.stages if given else 1
     if costs.count < stages:
@@ -306,7 +309,7 @@ def _nothing_fits(costs, allowed, wanted):
     others = ["more ranks"] + ["--zero 1"] * (not wanted.zero)
     others += ["--recompute stage"] * (wanted.recompute == "none")
     return (
-        f"no stages on {wanted.ranks} ranks fit {allowed.memory:.6g} bytes of each, "
+        f"no stages on {counted(wanted.ranks, 'rank')} fit {allowed.memory:.6g} bytes of each, "
         f"{wanted.margin:.0%} left free: the nearest needs {high:.6g}; use --memory "
         f"{as_size(enough)}, {', '.join(others[:-1])} or {others[-1]}"
     )

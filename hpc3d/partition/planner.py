@@ -12,6 +12,7 @@ from hpc3d.partition.downsets import Chain, Downsets, cuts_of
 from hpc3d.partition.max_load import lightest
 from hpc3d.partition.stages import Limits, as_size, held, load
 from hpc3d.partition.step_time import quickest, timed
+from hpc3d.plain import counted
 
 _SCHEDULES = ("1f1b", "gpipe")
 _MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # of the table that a search begins with
@@ -96,12 +97,12 @@ def _refuse_large(cuts, limits):
     width = min(limits.ranks, cuts.count - 1) + 1
     if cuts.count * width > _MOST_CELLS or cuts.count**2 * width > _MOST_STEPS:
         raise ValueError(
-            f"{cuts.count - 1} nodes on {limits.ranks} ranks are too many to search: group nodes "
-            'by "together", or use fewer ranks'
+            f"{cuts.count - 1} nodes on {counted(limits.ranks, 'rank')} are too many to search: "
+            'group nodes by "together", or use fewer ranks'
         )
     if (width - 1) * limits.microbatches > MOST_PASSES:
         raise ValueError(
-            f"--microbatches {limits.microbatches}: on {width - 1} stages at most "
+            f"--microbatches {limits.microbatches}: on {counted(width - 1, 'stage')} at most "
             f"{MOST_PASSES // (width - 1)} are laid out; use fewer"
         )
 
@@ -155,7 +156,7 @@ def _nothing_fits(cuts: Downsets | Chain, limits):
         low, high = (low, middle) if fits else (middle, high)
     what = "partition" if cuts.exact else "cut of the chain of sorted nodes"
     return (
-        f"no {what} into at most {limits.ranks} stages fits {limits.memory:.6g} bytes a rank: "
-        f"the nearest needs {high:.6g}; use --memory {as_size(high)}, more ranks, or fewer "
-        "microbatches"
+        f"no {what} into at most {counted(limits.ranks, 'stage')} fits "
+        f"{limits.memory:.6g} bytes a rank: the nearest needs {high:.6g}; use "
+        f"--memory {as_size(high)}, more ranks, or fewer microbatches"
     )

@@ -10,7 +10,7 @@ from hpc3d.pipeline.instruction import Instruction, Placement
 from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import find, instruction_streams
 from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
-from hpc3d.plain import plain
+from hpc3d.plain import counted, plain
 
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # seconds, the defaults
 MOST_PASSES = 1_000_000
@@ -39,11 +39,7 @@ class IdealRun(NamedTuple):
         """Its name and sizes, as 1f1b: 2 stages, 3 microbatches, 1 chunk, 1 step."""
         sizes = {"stage": self.stages, "microbatch": self.microbatches}
         sizes |= {"chunk": self.chunks, "step": self.steps}
-        many = {"microbatch": "microbatches"}
-        words = [
-            f"{count} {one if count == 1 else many.get(one, one + 's')}"
-            for one, count in sizes.items()
-        ]
+        words = [counted(number, what) for what, number in sizes.items()]
         return plain(f"{self.name}: {', '.join(words)}")
 
     def found(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from hpc3d.pipeline.instruction import Instruction, Placement, from_pattern
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
+from hpc3d.plain import counted
 
 _CHUNKS = (2, 3, 4, 6, 8)  # that are tried where a schedule allows any number
 _ROUNDS = 4  # of a microbatch per stage, after which a schedule repeats itself
@@ -265,7 +266,8 @@ def _from_table(name, table):
 
     def rule(name, stages, micros):
         if stages != table.placement.stages:
-            return f"mesh.p = {stages}: {name} is for {table.placement.stages} stages; use as many"
+            wanted = counted(table.placement.stages, "stage")
+            return f"mesh.p = {stages}: {name} is for {wanted}; use as many"
         if micros != table.micros:
             return f"parallel.microbatches = {micros}: {name} has {table.micros}; use as many"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.model.families import family_of, parameters
+from hpc3d.plain import counted
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -36,8 +37,8 @@ def lines(config: Config) -> list[str]:
     model = config.model
     total, active = _short(found["parameters"]), _short(found["active"])
     room = f"capacity {model.capacity:g}" if model.capacity else "room for all"
-    blocks = f"{found['blocks']} of {model.layers} blocks"
-    slots = f"{found['slots']} slot{'s' * (found['slots'] > 1)}"
+    blocks = f"{found['blocks']} of {counted(model.layers, 'block')}"
+    slots = counted(found["slots"], "slot")
     return [
         f"parameters      {total}, of which a token meets {active}: these count for FLOP and MFU",
         f"experts         {model.experts} in {blocks}, top_k {model.top_k}",

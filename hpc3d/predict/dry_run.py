@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d import limits
 from hpc3d.model import families
+from hpc3d.plain import counted
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
@@ -85,15 +86,15 @@ def _stand_in() -> Machine:
 def _ranks(config: Config) -> str:
     sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
     ranks = config.mesh.grid().size
-    return f"{ranks} rank{'s' * (ranks > 1)}: {sizes or 'serial'}"
+    return f"{counted(ranks, 'rank')}: {sizes or 'serial'}"
 
 
 def _model(config: Config) -> str:
     model, train = config.model, config.train
     count = families.parameters(model).total
     return (
-        f"model: {model.kind}, {count:,.0f} parameters; a step: {train.batch} sequences, "
-        f"{train.batch * model.sequence:,} tokens"
+        f"model: {model.kind}, {count:,.0f} parameters; a step: "
+        f"{counted(train.batch, 'sequence')}, {counted(train.batch * model.sequence, 'token')}"
     )
 
 
@@ -110,7 +111,7 @@ def _learning_rate(train: TrainConfig) -> str:
 def _text(config: Config, windows: int) -> str:
     train = config.train
     epochs = train.steps * train.batch / windows
-    return f"text: {config.data.path}; {train.steps} steps read it {epochs:.3g} times"
+    return f"text: {config.data.path}; read {epochs:.3g} times in {counted(train.steps, 'step')}"
 
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:

@@ -41,8 +41,3 @@ def examine(check: Callable[..., Iterable[Finding]], *arguments: Any) -> Iterato
         )
         remedy = "it may need what else is wrong here: repair that first"
         yield Finding(WARN, subject, f"could not be checked ({what})", remedy)
-
-
-def count(number: int, noun: str) -> str:
-    """A number of things, in words."""
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hpc3d.plain import counted
 from hpc3d.runtime import environment
-from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, count
+from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from hpc3d.runtime.probe import outcome, release
 
 CONSENT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -181,7 +182,8 @@ def slurm(mpi: MpiInstall) -> Iterator[Finding]:
     if inside:
         tasks = environment.number_in(("SLURM_NTASKS",), default=1)
         nodes = environment.number_in(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), default=1)
-        yield Finding(OK, "Slurm", f"a job of {count(tasks, 'task')} on {count(nodes, 'node')}")
+        text = f"a job of {counted(tasks, 'task')} on {counted(nodes, 'node')}"
+        yield Finding(OK, "Slurm", text)
     if shutil.which("srun") is None:
         return
     code, printed = outcome(["srun", "--mpi=list"], 10)

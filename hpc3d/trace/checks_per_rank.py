@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.plain import counted
 from hpc3d.trace.checks_across_ranks import collectives, labelled, messages
 from hpc3d.trace.schema import LAYOUT, STREAM
 
@@ -88,7 +89,7 @@ def _where(table, rows):
     first = int(rows.min())
     keys = [name for name in ("rank", "step") if name in table]
     place = ", ".join(f"{name} {table[name, first : first + 1][0]}" for name in keys)
-    return f"{len(rows)} row{'s'[: len(rows) > 1]}, the first is {first} ({place})"
+    return f"{counted(len(rows), 'row')}, the first is {first} ({place})"
 
 
 def order(trace: Trace) -> Iterator[Violation]:

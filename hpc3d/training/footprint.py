@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from hpc3d import limits
 from hpc3d.model import families
 from hpc3d.model.families import expert_parameters, family_of
+from hpc3d.plain import counted
 from hpc3d.training.gradient_compression import compression_spec
 from hpc3d.training.optimizers import optimizer_of
 
@@ -52,8 +53,8 @@ def refuse_what_cannot_fit(config: Config, here: int) -> None:
     need, memory = here * least(config), limits.memory()
     if config.train.backend == "numpy" and need > memory:
         raise ValueError(
-            f"model and train: {here} rank{'s' * (here > 1)} here hold at least {need / 1e9:.4g} "
-            f"GB, and this machine has {memory / 1e9:.4g} GB: use more machines, "
+            f"model and train: {counted(here, 'rank')} here cannot hold less than "
+            f"{need / 1e9:.4g} GB, and this machine has {memory / 1e9:.4g} GB: use more machines, "
             "parallel.recompute, more parallel.microbatches or a smaller model or batch "
             "(python -m hpc3d.plan INPUT.toml --ranks N finds what fits)"
         )

@@ -19,7 +19,7 @@ from hpc3d.config.load import flat, literal
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.schedule import usual as usual_schedule
-from hpc3d.plain import plain
+from hpc3d.plain import counted, plain
 from hpc3d.runtime.colours import say
 from hpc3d.runtime.metrics_file import MetricsFile, sinks_of
 from hpc3d.trace.segment import naming
@@ -76,7 +76,7 @@ class Log:
             self.say(line, "faint")
         for line in hosts(job.gather(socket.gethostname())):
             self.say(line)
-        self.say(f"{job.size} ranks: {sizes or 'serial'}; {job.library()}")
+        self.say(f"{counted(job.size, 'rank')}: {sizes or 'serial'}; {job.library()}")
         for line in (*hardware.lines, *layout):
             self.say(line)
         if config.trace.clock == "cpu":
@@ -187,11 +187,13 @@ def layout_lines(config: Config) -> Iterator[str]:
     """How the model of a configuration lies on the ranks."""
     parallel, split = config.parallel, config.splits()["dense"]
     yield f"scheme {parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}"
-    layers = " ".join(str(len(part)) for part in config.layers())
+    layers = [len(part) for part in config.layers()]
+    parts = f"parts of {' '.join(map(str, layers))} layers"
+    through = counted(layers[0], "layer") if len(layers) == 1 else parts
     how = parallel.compression
     yield (
-        f"schedule {parallel.schedule}: {parallel.microbatches} microbatches through parts of "
-        f"{layers} layers; ZeRO {parallel.zero}" + f"; gradients by {how}" * (how != "none")
+        f"schedule {parallel.schedule}: {counted(parallel.microbatches, 'microbatch')} "
+        f"through {through}; ZeRO {parallel.zero}" + f"; gradients by {how}" * (how != "none")
     )
     if parallel.offload:
         where = f"files in {gettempdir()}" if config.train.backend == "numpy" else "host memory"
@@ -204,9 +206,11 @@ def _context_line(config: Config) -> str:
     """How the tokens of a sequence lie on the ranks along c."""
     context, parts = config.context(), []
     if context.rings > 1:
-        parts.append(f"a ring of {context.rings}, each with 2 chunks of {context.chunk} tokens")
+        tokens = counted(context.chunk, "token")
+        parts.append(f"a ring of {context.rings}, each with 2 chunks of {tokens}")
     if context.heads > 1:
-        parts.append(f"{context.heads} ranks with {context.tokens} tokens each exchange heads")
+        tokens = counted(context.tokens, "token")
+        parts.append(f"{context.heads} ranks with {tokens} each exchange heads")
     return "; ".join(parts)
 
 

@@ -11,6 +11,7 @@ from hpc3d.analyze.metrics.columns import hosts
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.steady import averaged
 from hpc3d.config.input_file import ParallelConfig
+from hpc3d.plain import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
@@ -59,7 +60,7 @@ def _cores(trace: Trace) -> str | None:
         return None
     ranks = int((host == host[0]).sum())
     share = f": {TURNS}" if ranks > count else ""
-    return f"{count} for {ranks} ranks a host{share}"
+    return f"{count} for {counted(ranks, 'rank')} a host{share}"
 
 
 def outnumbered(trace: Trace) -> str | None:
@@ -74,7 +75,7 @@ def _configured(config):
     if config.torch.factory:
         return {
             "model": f"torch module {config.torch.factory}",
-            "batch": f"{train.batch} samples a step, {train.dtype}, {train.optimizer}",
+            "batch": f"{counted(train.batch, 'sample')} a step, {train.dtype}, {train.optimizer}",
             "layout": f"schedule {parallel.schedule}, microbatches {parallel.microbatches}, "
             f"chunks {parallel.chunks}; ZeRO {parallel.zero}",
         }
@@ -82,7 +83,8 @@ def _configured(config):
     return {
         "model": f"{model.kind}: layers {model.layers}, hidden {model.hidden}, heads {model.heads}"
         f", sequence {model.sequence}{vocabulary}",
-        "batch": f"{train.batch} sequences = {train.batch * model.sequence:,} tokens a step,"
+        "batch": f"{counted(train.batch, 'sequence')} ="
+        f" {counted(train.batch * model.sequence, 'token')} a step,"
         f" {train.dtype}, {train.optimizer}",
         "layout": f"scheme {parallel.scheme}; schedule {parallel.schedule or 'none'},"
         f" microbatches {parallel.microbatches}, chunks {parallel.chunks}; ZeRO {parallel.zero}",
@@ -112,7 +114,8 @@ def _trace(trace):
     """Of what kind the trace is, how large, and how far its clocks can be trusted."""
     steps = np.unique(trace.steps["step"])
     kind = trace.attrs.get("kind") or "measured"
-    text = f"{kind}: {len(trace.events):,} events of {len(steps)} completed steps"
+    completed = counted(len(steps), "completed step")
+    text = f"{kind}: {counted(len(trace.events), 'event')} of {completed}"
     doubt = trace.clock_model["resid_p99_ns"]
     if len(doubt) and np.nanmax(doubt) > 0:
         text += f"; clocks agree to {np.nanmax(doubt) * 1e-3:.1f} us (99 %)"

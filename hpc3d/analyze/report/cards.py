@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hpc3d.analyze.report.table_format import percent, prefixed, seconds
+from hpc3d.plain import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import RunAnalysis
@@ -16,7 +17,7 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     tables = run.tables
     step, work = tables["step"][0], tables["efficiency"][0]
     yield "step", seconds(step["step_s_median"]), _spread(step, run.about["averages"])
-    yield "tokens/s", _written(step["tokens_per_s"], prefixed), f"{step['ranks']} ranks"
+    yield "tokens/s", _written(step["tokens_per_s"], prefixed), counted(step["ranks"], "rank")
     communication = _written(step["communication_share"], percent)
     yield "communication", communication, _waiting(tables["ranks"])
     if stages := tables["pipeline"]:

@@ -10,6 +10,7 @@ from hpc3d.analyze.report import charts
 from hpc3d.analyze.report.cards import any_loss
 from hpc3d.analyze.report.gantt import Panels
 from hpc3d.comm.mesh import along
+from hpc3d.plain import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import RunAnalysis
@@ -83,9 +84,14 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
         yield Picture("memory", "Memory by rank", caption, memory)
 
 
+def all_of(number: int, noun: str) -> str:
+    """All of some things: "the only rank", "all 8 ranks"."""
+    return f"the only {noun}" if number == 1 else f"all {counted(number, noun)}"
+
+
 def _shown(timeline):
     if len(timeline.shown) == timeline.ranks:
-        return f"All {timeline.ranks} ranks."
+        return f"{all_of(timeline.ranks, 'rank').capitalize()}."
     return (
         f"{len(timeline.shown)} of {timeline.ranks} ranks, for the step has too many events for a"
         " page: the first one, the one most waited for, the first of each stage, some of those on"

@@ -19,12 +19,13 @@ from hpc3d.analyze.report import plot_bokeh
 from hpc3d.analyze.report.cards import any_loss, cards
 from hpc3d.analyze.report.comparison_tables import GROUPS, over_runs
 from hpc3d.analyze.report.expert_words import in_words
-from hpc3d.analyze.report.figure_list import Picture
+from hpc3d.analyze.report.figure_list import Picture, all_of
 from hpc3d.analyze.report.packed_steps import packed
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import seconds
 from hpc3d.analyze.report.table_notes import GENERAL, MEANING
 from hpc3d.analyze.report.verdict import verdict
+from hpc3d.plain import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
@@ -69,7 +70,8 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         any_loss=any_loss,
         cards=cards,
         verdict=verdict,
-        counted=_counted,
+        all_of=all_of,
+        counted=counted,
         in_words=in_words,
         version=__version__,
         open_rows=_OPEN,
@@ -136,15 +138,11 @@ def _steps(run: RunAnalysis) -> StepChoices:
     for chart in sorted(charts, key=lambda chart: chart.step):
         said = f"{chart.step}: {seconds(ends[chart.step])}"
         said += ", the longest" if chart.step == longest and len(charts) > 1 else ""
-        fewer = len(chart.shown) < chart.ranks
-        choices.append((chart.step, said + (f", {len(chart.shown)} ranks" if fewer else "")))
+        if len(chart.shown) < chart.ranks:
+            said += f", {counted(len(chart.shown), 'rank')}"
+        choices.append((chart.step, said))
     data = json.dumps(packed(charts), separators=(",", ":")).replace("<", "\\u003c")
     return StepChoices(choices, data)
-
-
-def _counted(number: int, noun: str) -> str:
-    """All of some things: "the only rank", "all 8 ranks"."""
-    return f"the only {noun}" if number == 1 else f"all {number} {noun}s"
 
 
 def _example(run: RunAnalysis) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from hpc3d.cli import Parser, number_of_ranks, run, size, whole
 from hpc3d.extras import need
 from hpc3d.limits import INT32
-from hpc3d.plain import plain
+from hpc3d.plain import counted, plain
 from hpc3d.shipped import shipped
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def _compare(options: Namespace) -> None:
     memory = (options.memory or machine.memory_gb * 1e9) * (1 - _MARGIN)
     batch = options.batch or captured.batch
     task = Task.of(Operations(captured), machine, batch, options.ranks, memory)
-    ranks = f"{options.ranks} ranks of {machine.name}, {memory / 1e9:.6g} GB of each"
-    print(f"{batch} samples on {ranks}\n\n{HEAD}")
+    ranks = f"{counted(options.ranks, 'rank')} of {machine.name}, {memory / 1e9:.6g} GB of each"
+    print(f"{counted(batch, 'sample')} on {ranks}\n\n{HEAD}")
     rows = [*shown(task, everyone(captured))]
     if not any(row["fits"] for row in rows):
         raise ValueError(rows[0]["note"])

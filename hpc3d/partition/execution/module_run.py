@@ -46,6 +46,7 @@ from hpc3d.partition.factory import function_at, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import find
+from hpc3d.plain import counted
 from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.host_map import homes_of
 from hpc3d.runtime.metrics_file import sinks_of
@@ -92,7 +93,8 @@ def run(job: Job, words: list[str]) -> None:
         return
     asked = job.from_root(lambda: asked_for(words))
     if job.size != asked.plan.ranks:
-        job.refuse(f"the plan is for {asked.plan.ranks} ranks, but {job.size} were started")
+        meant = counted(asked.plan.ranks, "rank")
+        job.refuse(f"the plan is for {meant}, but {job.size} were started")
     torch.set_num_threads(1)
     model = job.on_all_ranks(lambda: _model(asked.plan))
     opened = job.on_root(lambda: _prepare(asked, model))
@@ -186,7 +188,8 @@ def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
             "has it on the first; use zb-h1 or zb-h2"
         )
     if max(plan.replicas) > rows:
-        yield f"{max(plan.replicas)} replicas cannot share microbatches of {rows} samples"
+        samples = counted(rows, "sample")
+        yield f"{max(plan.replicas)} replicas cannot share microbatches of {samples}"
     if len({*plan.replicas}) > 1 and plan.batch % plan.microbatches:
         yield (
             f"{plan.batch} samples do not divide into {plan.microbatches} microbatches, as they "

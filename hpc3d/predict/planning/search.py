@@ -14,6 +14,7 @@ from itertools import zip_longest
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpc3d.plain import counted
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.adaptation import uneven
 from hpc3d.predict.planning.bounds import Bounds, Candidate, shortlists
@@ -178,7 +179,8 @@ class Search:
         model, train = self.base.model, self.base.train
         mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
-        return f"no layout of {self.ranks} ranks divides this model; the first one: {problem}"
+        ranks = counted(self.ranks, "rank")
+        return f"no layout of {ranks} divides this model; the first one: {problem}"
 
     def variants(self, candidate: Candidate) -> int:
         """How many layouts have the sizes of a candidate."""

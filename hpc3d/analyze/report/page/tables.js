@@ -32,6 +32,8 @@ hpc3d.tables = (() => {
     body.append(...rows.map(([, row]) => row));
   }
 
+  const counted = (number) => `${number} row${number === 1 ? "" : "s"}`;
+
   function search(table, words, status) {
     const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
     const rows = [...table.tBodies[0].rows];
@@ -39,13 +41,13 @@ hpc3d.tables = (() => {
       const text = row.textContent.toLowerCase();
       row.hidden = !wanted.every((word) => text.includes(word));
     }
-    status.textContent = wanted.length ? `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows` : "";
+    status.textContent = wanted.length ? `${rows.filter((row) => !row.hidden).length} of ${counted(rows.length)}` : "";
   }
 
   async function copy(table, status) {
     const rows = [...table.rows].filter((row) => !row.hidden);
     const text = rows.map((row) => [...row.cells].map((cell) => cell.textContent.trim()).join("\t")).join("\n");
-    status.textContent = (await write(text)) ? `${rows.length - 1} rows copied` : "this browser does not let a page copy";
+    status.textContent = (await write(text)) ? `${counted(rows.length - 1)} copied` : "this browser does not let a page copy";
   }
 
   // Some browsers give a file no clipboard.
