@@ -28,7 +28,7 @@ from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("hpc3d.prepare")  # as a command __name__ is another
 
 _BPE_VOCABULARY = 8192
 _SOURCES = "a text, .jsonl, .parquet, a .bin of nanoGPT or of Megatron-LM, or a folder of *.txt"
