@@ -63,7 +63,7 @@ def test_it_says_whether_they_fit_on_this_machine(said, monkeypatch, bytes_there
 
 def test_what_a_run_would_be_refused_for_is(said, monkeypatch):
     monkeypatch.setattr("hpc3d.limits.memory", lambda: 10**6)
-    with pytest.raises(ValueError, match=r"^model and train: 1 rank here hold"):
+    with pytest.raises(ValueError, match=r"^model and train: 1 rank here cannot hold"):
         said(1, *SMALL)
     assert said(1, *SMALL, "--machine", "h100")
 

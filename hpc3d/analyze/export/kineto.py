@@ -6,7 +6,8 @@ An event is a kernel on a stream of its rank's device: computation on stream 7, 
 for each mesh axis, from where they were posted to where they ended, for this is how long a kernel
 of NCCL lasts.  What launched a kernel tells which step it belongs to.  Times are whole
 microseconds, rounded down, so that what does not overlap in the trace does not overlap here.  What
-the host of a device does is not on the device; the calls as they run are not there a second time.
+the host of a device does is not on the device; copies of what is offloaded are on a stream of
+their own; the calls as they run are not there a second time.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from hpc3d.trace.schema import STREAM
 if TYPE_CHECKING:
     from hpc3d.analyze.export.events import Events
 
-COMPUTE, _CALLS = 7, 20  # the stream of computation, and the first one of calls
+COMPUTE, _COPIES, _CALLS = 7, 8, 20  # the streams of computation and of copies; the first of calls
 _HOST = 1  # process and thread of the launches and steps
-_ON_HOST, _COMMUNICATION = map(STREAM.index, ("host", "communication"))
+_ON_HOST, _COMMUNICATION, _OFFLOAD = map(STREAM.index, ("host", "communication", "offload"))
 
 
 def write(events: Events, folder: Path) -> Path:
@@ -53,7 +54,7 @@ def _lines(events, rank, rows):
         if on_device and row["stream"] == _ON_HOST:
             name, times = events.names["name"].get(row["name"], ""), (row["start"], row["end"])
             yield _complete(name, "cpu_op", *times, _HOST, _HOST, {"External id": number})
-        elif row["stream"] < _COMMUNICATION:
+        elif row["stream"] < _COMMUNICATION or row["stream"] == _OFFLOAD:
             yield from _launched(events, row, number)
 
 
@@ -74,8 +75,12 @@ def _complete(name, category, begin, end, process, thread, values):
 def _kernel(events, row, values):
     names = {key: names.get(row[key], "") for key, names in events.names.items()}
     if row["group"] < 0 or row["seq"] < 0:
-        values = values | {"device": 0, "stream": COMPUTE}
-        return _complete(names["name"], "kernel", row["start"], row["end"], 0, COMPUTE, values)
+        # Holistic Trace Analysis takes for a copy what is called Memcpy.
+        copies = row["stream"] == _OFFLOAD
+        stream, kind = (_COPIES, "gpu_memcpy") if copies else (COMPUTE, "kernel")
+        name = f"Memcpy {names['name']}" if copies else names["name"]
+        values = values | {"device": 0, "stream": stream}
+        return _complete(name, kind, row["start"], row["end"], 0, stream, values)
     stream = _CALLS + row["axis"]
     group = events.groups[row["group"]]
     values = values | {

@@ -2,8 +2,9 @@
 
     pipit.Trace.from_csv("pipit.csv")
 
-Pipit sorts by time and may swap rows of one time, so no two rows of a rank have the same: a row
-that would is some nanoseconds late.
+A process is a rank, and where ranks have several streams a thread is one of them, for events of
+two streams do not lie in each other.  Pipit sorts by time and may swap rows of one time, so no two
+rows of a stream have the same: a row that would is some nanoseconds late.
 """
 
 from __future__ import annotations
@@ -25,31 +26,40 @@ def write(events: Events, folder: Path) -> Path:
     path = folder / "pipit.csv"
     times, enters, rows = _sequence(events)
     names = [in_csv(name) for name in region_names(events)]
-    ranks = events.columns["rank"].tolist()
+    places = [events.columns["rank"]]
+    if events.columns["stream"].any():
+        places.append(events.columns["stream"])
+    where = np.transpose(places).tolist()
     words = {True: "Enter", False: "Leave"}
     lines = zip(times.tolist(), enters.tolist(), rows.tolist())
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["Timestamp (s)", "Event Type", "Name", "Process"])
+        heading = ["Timestamp (s)", "Event Type", "Name", "Process", "Thread"]
+        writer.writerow(heading[: 3 + len(places)])
         for time, enter, row in lines:
             seconds = f"{time // 10**9}.{time % 10**9:09}"
-            writer.writerow([seconds, words[enter], names[row], ranks[row]])
+            writer.writerow([seconds, words[enter], names[row], *where[row]])
     return path
 
 
 def _sequence(events):
     """Time, whether it is an entry, and the event, of each row of the file, in order of time."""
-    found = [_of_rank(events.columns, rows) for rows in events.rows]
+    streams = events.columns["stream"]
+    found = [
+        _of_stream(events.columns, rows.start + np.flatnonzero(streams[rows] == stream))
+        for rows in events.rows
+        for stream in np.unique(streams[rows])
+    ]
     times, enters, rows = (np.concatenate(parts) for parts in zip(*found))
     order = np.argsort(times, kind="stable")
     return times[order], enters[order], rows[order]
 
 
-def _of_rank(columns, rows):
-    """The rows of a rank, each at a time of its own."""
-    times, enters, places = visits(columns["start"][rows], columns["end"][rows])
+def _of_stream(columns, own):
+    """The rows of a rank's stream, whose events are `own`, each at a time of its own."""
+    times, enters, places = visits(columns["start"][own], columns["end"][own])
     count = np.arange(len(times))
-    return np.maximum.accumulate(times - count) + count, enters, rows.start + places
+    return np.maximum.accumulate(times - count) + count, enters, own[places]
 
 
 def visits(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -63,3 +63,17 @@ def test_kineto_calls_last_from_where_they_were_posted(tmp_path):
     assert (args["Collective name"], args["Group size"], args["Rank"]) == ("all_reduce", 2, 0)
     assert (args["In msg nelems"], args["dtype"]) == (7, "float32")
     assert args["Process Group Ranks"] == str([*GROUPS[0][1]])
+
+
+def test_a_copy_of_what_is_offloaded_is_on_a_stream_of_its_own(tmp_path):
+    """What is computed meanwhile, and a call as it runs, are elsewhere."""
+    rows = [
+        row(0, 0, 4, stream=1),
+        row(0, 1, 3, "copy", op="none", stream=4),
+        row(0, 2, 5, "copy", op="none", stream=2),
+    ]
+    with by_hand(tmp_path / "trace.h5", rows, {(0, 0): (0, 5)}) as trace:
+        lines = profiles(trace, tmp_path)[0]["traceEvents"]
+    found = {(line["cat"], line["tid"], line["ts"]) for line in lines if "stream" in line["args"]}
+    assert found == {("kernel", kineto.COMPUTE, 0), ("gpu_memcpy", 8, 1000)}
+    assert any(line["name"].startswith("Memcpy") for line in lines)

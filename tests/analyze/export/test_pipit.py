@@ -42,6 +42,26 @@ def test_pipit_rows_nest_and_no_two_of_a_process_have_one_time(trace, tmp_path):
         assert abs(seconds - recorded) <= len(rows)
 
 
+def test_a_stream_of_a_device_is_a_thread(tmp_path):
+    """What is computed and what is copied meanwhile do not lie in each other."""
+    rows = [row(0, 0, 4, stream=1), row(0, 1, 3, stream=1, parent=0), row(0, 2, 5, stream=4)]
+    with by_hand(tmp_path / "trace.h5", rows, {(0, 0): (0, 5)}, hosts=["a", "b"]) as trace:
+        path = pipit.write(exported(trace), tmp_path)
+    with path.open(newline="") as file:
+        found = [
+            (float(line["Timestamp (s)"]) * 1e3, line["Event Type"], line["Thread"])
+            for line in csv.DictReader(file)
+        ]
+    assert [(round(time), *rest) for time, *rest in found] == [
+        (0, "Enter", "1"),
+        (1, "Enter", "1"),
+        (2, "Enter", "4"),
+        (3, "Leave", "1"),
+        (4, "Leave", "1"),
+        (5, "Leave", "4"),
+    ]
+
+
 def test_pipit_rows_of_one_time_keep_their_order(tmp_path):
     """An outer event, one without duration where it begins, and one that ends where it ends."""
     rows = [
