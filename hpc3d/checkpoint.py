@@ -73,7 +73,7 @@ def _parser() -> Parser:
         "the tokenizer of the run"
     )
     out = verb("export", export, text, output=files)
-    out.add_argument("--force", action="store_true", help="replace the files that are there")
+    out.add_argument("--force", action="store_true", help="replace an export that is there")
     text = (
         "make a run of a GPT-2, BERT, Llama, Qwen2, or Mistral or Mixtral without a sliding "
         "window, of transformers; `train --resume RUN_DIR` goes on with it on any layout.  "
@@ -172,14 +172,20 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     opened, wrong = newest_whole(checkpoints(options.source))
     complain("checkpoint", wrong)
     special = run_tokenizer.special_ids(opened.folder)
+    earlier = hf_export.earlier_files(options.output)
     shapes = hf_export.export(opened, options.output, special)
-    alone = not (options.output / hf_export.WEIGHTS).is_file()
-    known = alone or run_tokenizer.export(opened.folder, options.output)
+    alone = options.output.suffix == ".safetensors"
+    module = "module" in opened.header
+    files = [] if alone else run_tokenizer.export(opened.folder, options.output)
+    written = {hf_export.WEIGHTS, *([] if module else [hf_export.CONFIG]), *files}
+    for path in earlier:
+        if path.name not in written:  # with these weights it would mislead
+            path.unlink()
     count = sum(map(prod, shapes.values()))
     print(plain(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
     for line in hf_export.notes(opened):
         print(plain(line))
-    if not known and "module" not in opened.header:
+    if not (alone or files or module):
         print(plain("there is no tokenizer with them: the run has none"))
     print(plain(f"written to {options.output}"))
     return {

@@ -222,7 +222,7 @@ def settings(before, after):
         (without("config"), " configuration "),
         (without("updates"), "manifest ... number updates"),
         (without("files"), "step-00000002 ... checkpoint: ... manifest"),
-        (settings("layers = 4", "layers = 5"), "4 layers ... model.layers = 5: "),
+        (settings("layers = 4", "layers = 5"), "4 layers, ... model.layers = 5: "),
         (settings("layers = 4", "layers = 1000000000"), "model.layers = 1000000000"),
         (settings("hidden = 24", "hidden = 36"), "embedding.token, value: "),
         (settings("vocabulary = 29", ""), "model.vocabulary "),
@@ -280,6 +280,22 @@ def test_nothing_is_replaced_without_force(original, tmp_path, capsys):
     assert (target / "config.json").read_text() == "mine"
     assert call(capsys, *words, "--force")[0] == 0
     assert (target / "config.json").read_text() != "mine"
+
+
+def test_nothing_remains_of_an_earlier_export(original, tmp_path, capsys):
+    """Files of its names are removed, where weights are among them, and no others."""
+    target = tmp_path / "out"
+    target.mkdir()
+    names = "special_tokens_map.json", "tokenizer.json", "README.md", "generation_config.json"
+    for name in names:
+        (target / name).write_text("theirs")
+    words = "export", original, "-o", target, "--force"
+    assert call(capsys, *words)[0] == 0
+    kept = {"config.json", "model.safetensors"}
+    assert {path.name for path in target.iterdir()} == {*names, *kept}
+    assert call(capsys, *words)[0] == 0
+    assert {path.name for path in target.iterdir()} == {*names[2:], *kept}
+    assert (target / "README.md").read_text() == "theirs"
 
 
 def test_import_makes_a_run_and_says_how_it_goes_on(original, tmp_path, capsys):

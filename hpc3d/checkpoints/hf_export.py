@@ -45,6 +45,15 @@ def refuse_to_replace(target: Path) -> None:
             raise ValueError(f"{path} exists: name another place, or replace it with --force")
 
 
+def earlier_files(target: Path) -> list[Path]:
+    """The files of an export that a folder has: those of names that exports write, where weights
+    are among them; else whatever is there is not of an export."""
+    if not (target / WEIGHTS).is_file():
+        return []
+    paths = [target / name for name in (WEIGHTS, CONFIG, *TOKENIZER_FILES)]
+    return [path for path in paths if path.is_file()]
+
+
 def export(
     opened: Checkpoint, target: Path, special: Mapping[str, int | None] | None = None
 ) -> dict[str, tuple[int, ...]]:

@@ -96,15 +96,16 @@ def _copied(home: Path, target: Path) -> Iterator[str]:
             yield name
 
 
-def export(path: Path, target: Path) -> bool:
+def export(path: Path, target: Path) -> list[str]:
     """Write the tokenizer of a run, or of a checkpoint of it, into the folder of its exported
-    weights; whether it is known."""
+    weights; the names of its files, none where it is not known."""
     home = _home_of(path)
-    if not [*_copied(home, target)]:
-        if not _of_bytes(home):
-            return False
-        _write(target, rules_of_bytes(), END_NAME)
-    return True
+    if copied := [*_copied(home, target)]:
+        return copied
+    if not _of_bytes(home):
+        return []
+    _write(target, rules_of_bytes(), END_NAME)
+    return [RULES, SETTINGS]
 
 
 def special_ids(path: Path) -> dict[str, int | None]:
