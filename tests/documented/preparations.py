@@ -1,7 +1,6 @@
 """What a reader of a page has before its first command."""
 
 import json
-from contextlib import suppress
 
 from tests.data.prepared import TEXT, nano
 from tests.data.test_sources import megatron
@@ -66,11 +65,10 @@ def _nano(path):
 
 
 def _parquet(path):
-    with suppress(ImportError):
-        import pyarrow
-        from pyarrow import parquet
+    import pyarrow
+    from pyarrow import parquet
 
-        parquet.write_table(pyarrow.table({"text": TEXT.split(";")}), path)
+    parquet.write_table(pyarrow.table({"text": TEXT.split(";")}), path)
 
 
 def _indexed(path):

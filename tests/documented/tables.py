@@ -1,6 +1,8 @@
 """Which documented commands are not run by tests/test_documented_commands.py, and how the others
 are made shorter.  Patterns are looked for in "PAGE COMMAND"; the first that fits is taken."""
 
+from importlib.util import find_spec
+
 GPU = "tests/played, tests/gpu and tests/cuda; wants GPUs"
 CLUSTER = "tests/test_packaging.py reads the recipe; wants a program that is not here"
 STUDY = "takes minutes: "
@@ -19,7 +21,9 @@ ELSEWHERE = {
     r" (apptainer|docker|spack|rattler-build|conda) | export APPTAINERENV_": CLUSTER,
     r" h5(ls|dump) ": "programs of HDF5; tests/trace/test_file.py reads what they show",
     r"README.*hpc3d\.checkpoint \w+ \.\.\.$": "docs/reliability.md has each with its words",
-    r"docs/models\.md .* llama-3d-64$": "README.md",
+    r"docs/(models|planning)\.md .*\.(train llama-3d-64|plan gpt-3d-64 --ranks 64)$": "README.md",
+    r"docs/experts\.md .*train moe-switch-64$": "README.md",
+    r"docs/planning\.md .*--memory (8\.5|7)MB$|hpc3d\.plan gshard-600b ": "tests/test_plan.py",
     r"docs/parallelism\.md .* (gpt-4d-64|long-context-16)( |$)": "README.md",
     r" python -m hpc3d\.bench (published|partition)": STUDY + "tests/studies",
     r"docs/data\.md .*--tokenizer gpt2$": "tests/data/test_tokenizer_files.py, without a download",
@@ -51,6 +55,7 @@ REDUCED = {
     r"partition run .*--resume": "--steps 4",
     r"partition run .*--checkpoint": "--steps 2 --checkpoint.every 2",
     r"partition run ": "--steps 3",
+    r"prepare (my|part|train)-": "--force",  # each is an example by itself
     r"generate ": "--tokens 20",
     r"watching\.md .*hpc3d\.watch": "--once",
     r"--name killed": "--checkpoint.every 2",
@@ -72,6 +77,7 @@ SETTINGS = {
         "results/module-STAMP": "results/module-...",
     },
     "docs/prediction.md": {"RUN_DIR": "results/RUN", "machine M": "machine h100"},
+    "docs/reports.md": {} if find_spec("otf2") else {",otf2": ""},
     "docs/reliability.md": {"TEXT": "inputs/corpus"},
     "docs/techniques.md": {
         "INPUT.toml": "gpt-1.3b-8gpu",
@@ -102,7 +108,7 @@ SHOWN = {
     ],
     "docs/watching.md": [
         r"loss [\d.]+, [\d.]+ at first",
-        r"[\d,]+ tokens/s, \S+ m?s a step, communication [\d.]+%, peak [\d.]+ MB on the fullest",
+        r"[\d,]+ tokens/s, \S+ m?s a step, communication [\d.]+%,?\s+peak [\d.]+ MB on the f",
         r"steps? \d+.*, means? of \d+ ranks\n *axis +in calls +waiting\n",
     ],
 }
