@@ -201,14 +201,18 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     """Make a run of the weights of others."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured
-    from hpc3d.checkpoints.run_tokenizer import take_along
+    from hpc3d.checkpoints.run_tokenizer import refuse_unfit, take_along
 
     pretrained = Pretrained(options.source)
     config = configured(pretrained, settings)
+    refuse_unfit(options.source, config.model.vocabulary)
     shapes = new_run.begin(options.output, config, pretrained.parameter)
     known = take_along(options.source, options.output)
     count = sum(map(prod, shapes.values()))
     print(plain(f"{options.source}: {count:,} parameters in {len(shapes)} tensors"))
+    if config.model.sequence < pretrained.model["sequence"]:
+        positions = f"model.sequence = {config.model.sequence}"
+        print(f"{positions}: of the {pretrained.model['sequence']} positions that it was made for")
     if known:
         how = f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {options.output}"
         print(plain(f"its tokenizer makes tokens of texts: {how}"))

@@ -16,12 +16,19 @@ from hpc3d import shipped
 from hpc3d.cli import Parser, complain, run
 from hpc3d.data.sources import BIN, training_pieces
 from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
-from hpc3d.data.tokenizer import ByteTokenizer, Tokenizer, text_files, train_bpe
+from hpc3d.data.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    same_rules,
+    text_files,
+    train_bpe,
+)
 from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 from hpc3d.plain import plain
 from hpc3d.runtime.exit_codes import CHECK_FAILED
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("hpc3d.prepare")  # as a command __name__ is another
 
 _BPE_VOCABULARY = 8192
 _SOURCES = "a text, .jsonl, .parquet, a .bin of nanoGPT or of Megatron-LM, or a folder of *.txt"
@@ -130,6 +137,7 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
         if arguments.vocabulary is not None:
             raise ValueError(f"--vocabulary {arguments.vocabulary}: a tokenizer has its own")
         found = tokenizer_from(name, arguments.end) if name else _of_numbers(numbered[0])
+        _refuse_others(numbered, found, name or f"beside {numbered[0]}")
         return _with_end(found, texts)
     if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):
         raise ValueError(
@@ -148,7 +156,7 @@ def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
     return tokenizer
 
 
-def _of_numbers(path: Path) -> Tokenizer:
+def _of_numbers(path: Path) -> BpeTokenizer:
     """That of the ids in a .bin."""
     if tokenizer := meta_tokenizer(path):
         return tokenizer
@@ -156,6 +164,17 @@ def _of_numbers(path: Path) -> Tokenizer:
         f"{path}: ids of a tokenizer that is not known here: give it, --tokenizer gpt2 or "
         "tokenizer.json (hf download gpt2 tokenizer.json)"
     )
+
+
+def _refuse_others(numbered: Sequence[Path], tokenizer: BpeTokenizer, name: str) -> None:
+    """ValueError where the meta.pkl beside a .bin has other characters than the tokenizer."""
+    for path in numbered:
+        meta = meta_tokenizer(path)
+        if meta and not same_rules(meta.json, tokenizer.json):
+            raise ValueError(
+                f"{path}: its ids are those of {path.with_name('meta.pkl')}, which is not the "
+                f"tokenizer {name}; prepare it by itself, or take that file away if it is not its"
+            )
 
 
 def _progress(size: int) -> Callable[[int], None]:

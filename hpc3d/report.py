@@ -28,7 +28,7 @@ from hpc3d.plain import plain, why
 from hpc3d.trace.locate import trace_of
 from hpc3d.trace.segment import naming
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("hpc3d.report")  # as a command __name__ is another
 
 _DESCRIPTION = """\
 Report what a run cost, from its trace: time, calls and bytes of a training step by phase, mesh

@@ -154,7 +154,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     """Rank 0: say what would run; ValueError for what is wrong."""
     from argparse import ArgumentTypeError
 
-    from hpc3d.checkpoints.resume import with_decay_steps
+    from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.cli import number_of_ranks
     from hpc3d.predict.dry_run import dry_run, taken
 
@@ -165,8 +165,8 @@ def rehearse(ranks: int, words: list[str]) -> None:
     except ArgumentTypeError as error:
         raise ValueError(f"--ranks {given}: {error}") from None
     config, run = asked(asked_for or (ranks if ranks > 1 else None), words)
-    config, text, _ = _ready(config, this_machine=machine is None)
-    config, changed = _continued(run, config, text) if run else (with_decay_steps(config), [])
+    config, text, _ = _ready(config, run, this_machine=machine is None)
+    config, changed = continued(run, config) if run else (with_decay_steps(config), [])
     lines = [*dry_run(config, machine, text.batches.windows), *_idle(config)]
     lines += [f"resume: {line}" for line in changed]
     where = run or f"a new folder {config.run.out}/{config.name}-DATE"
@@ -215,16 +215,16 @@ def prepare(config: Config, run: Path | None) -> Opened:
     """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
     wrong."""
     from hpc3d.checkpoints import run_tokenizer
-    from hpc3d.checkpoints.resume import with_decay_steps
+    from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.config import load
     from hpc3d.training import run_folder as folder
     from hpc3d.training.run_loop import RunPlan
 
-    config, text, program = _ready(config)
+    config, text, program = _ready(config, run)
     changed = []
     if run:
         lock = folder.claim(run)
-        config, changed = _continued(run, config, text)
+        config, changed = continued(run, config)
         where = folder.reopen(run, load.to_toml(config))
     else:
         config = with_decay_steps(config)
@@ -235,36 +235,32 @@ def prepare(config: Config, run: Path | None) -> Opened:
     return Opened(plan, text.batches, program, lock, text.validation)
 
 
-def _continued(run: Path, config: Config, text: RunText) -> tuple[Config, list[str]]:
-    """Rank 0: `config` as `run` goes on with it, and what is not as it was; ValueError where it
-    cannot, as with another tokenizer."""
-    from hpc3d.checkpoints import run_tokenizer
-    from hpc3d.checkpoints.resume import continued
-
-    config, changed = continued(run, config)
-    run_tokenizer.refuse_another(run, text.tokens)
-    return config, changed
-
-
-def _ready(config: Config, this_machine: bool = True) -> tuple[Config, RunText, Program]:
-    """Rank 0: `config` with what its text settles, what a run of it reads, and what it executes;
-    ValueError for what is wrong, also where ranks on `this_machine` outgrow its memory."""
+def _ready(
+    config: Config, run: Path | None, this_machine: bool = True
+) -> tuple[Config, RunText, Program]:
+    """Rank 0: `config` with what its text settles, what a run of it, or `run` that goes on, reads,
+    and what it executes; ValueError for what is wrong, also where ranks on `this_machine` outgrow
+    its memory."""
     from hpc3d.pipeline.program import program_of
     from hpc3d.training.footprint import refuse_what_cannot_fit
 
-    config, text = _open_text(config)
+    config, text = _open_text(config, run)
     if this_machine:
         refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
     return config, text, program_of(config)
 
 
-def _open_text(config: Config) -> tuple[Config, RunText]:
-    """Rank 0: `config` with what its text settles, and the batches of it."""
+def _open_text(config: Config, run: Path | None) -> tuple[Config, RunText]:
+    """Rank 0: `config` with what its text settles, and the batches of it; ValueError where its
+    tokens are not those that `run` was trained on."""
     from hpc3d import shipped
+    from hpc3d.checkpoints import run_tokenizer
     from hpc3d.data.token_file import open_tokens
 
-    tokens = open_tokens(shipped.text(config.data.path), config.data.tokenizer)
-    config = _settled(config, tokens)
+    tokens = open_tokens(shipped.text(config.data.path), None if run else config.data.tokenizer)
+    if run:
+        run_tokenizer.refuse_another(run, tokens)
+    config = _settled(config, tokens, run)
     return config, _text_of(config, tokens)._replace(tokens=tokens)
 
 
@@ -282,7 +278,7 @@ def _text_of(config: Config, tokens: Tokens) -> RunText:
     )
 
 
-def _settled(config: Config, tokens: Tokens) -> Config:
+def _settled(config: Config, tokens: Tokens, run: Path | None) -> Config:
     """`config` with its vocabulary and its tokenizer; ValueError where tokens are too many."""
     from hpc3d.config.rules import refuse
     from hpc3d.config.size_rules import wrong_tokens
@@ -291,10 +287,13 @@ def _settled(config: Config, tokens: Tokens) -> Config:
     least = least_vocabulary(config.model, tokens.vocabulary)
     vocabulary = config.model.vocabulary or least
     if vocabulary < least:
+        remedy = f"use at least {least}, or leave the key out"
+        if run:
+            remedy = f"{run} takes tokens of its own tokenizer alone"
         masked = ", and one stands for those that are masked" if least > tokens.vocabulary else ""
         raise ValueError(
             f"model.vocabulary = {vocabulary}: the tokenizer has {tokens.vocabulary} tokens"
-            f"{masked}; use at least {least}, or leave the key out"
+            f"{masked}; {remedy}"
         )
     model = replace(config.model, vocabulary=vocabulary)
     refuse([*wrong_tokens(model)])

@@ -1,6 +1,7 @@
 """What an input needs of optional packages is asked for before anything starts."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,12 @@ def test_every_package_is_in_its_extra():
 
 
 def test_each_that_is_lacking_has_a_line(monkeypatch):
-    need("this", *EXTRAS)
+    there = [package for package in EXTRAS if find_spec(package)]  # there is no otf2 for 3.12
+    assert {"bokeh", "scipy"} < {*there}
+    need("this", *there)
     hidden(monkeypatch, "bokeh", "scipy")
     with pytest.raises(ValueError) as caught:
-        need("this", "numpy", *EXTRAS)
+        need("this", "numpy", *there)
     assert str(caught.value).splitlines() == [
         "this needs bokeh: pip install 'hpc3d[report]'",
         "this needs scipy: pip install 'hpc3d[exact]'",

@@ -4,9 +4,11 @@ import io
 import logging
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import hpc3d
 from hpc3d.patience import patience
 from tests.runs import wait_for
 
@@ -83,3 +85,12 @@ def test_only_a_terminal_is_written_to_twice(monkeypatch):
         print("a table")
         assert terminal.shown()[-1] and file.getvalue() == "a table\n"
     assert terminal.shown() == [""]
+
+
+def test_what_a_command_tells_is_told_by_its_module_name():
+    """Run as a command a module is called __main__, to which nobody listens."""
+    folder = Path(hpc3d.__file__).parent
+    commands = [path for path in folder.rglob("*.py") if "__main__" in path.read_text()]
+    assert len(commands) > 10
+    for path in commands:
+        assert "getLogger(__name__)" not in path.read_text(), path

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from xdist.scheduler import LoadFileScheduling
 
-STARTS_JOBS = re.compile(r"from tests\.(mpi|runs) import .*\b(mpirun|checked|train)\b")
+STARTS_JOBS = re.compile(
+    r"from tests\.(mpi|runs|documented\.scripts) import .*\b(mpirun|checked|train|played)\b"
+)
 ROOT = Path(__file__).parent.parent
 
 

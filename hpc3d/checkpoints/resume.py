@@ -57,6 +57,8 @@ def run_to_resume(words: list[str]) -> Path | None:
         if (run / "config.toml").is_file():
             return run.absolute()
         problem = "no run is there"
+        if (run / "config.json").is_file():
+            problem = "weights of others are there; first python -m hpc3d.checkpoint import"
     except OSError as error:
         problem = error.strerror
     raise ValueError(f"--resume {run!s:.200}: {problem}; name a folder results/NAME-STAMP")
@@ -302,6 +304,20 @@ def _problems_of_all(job: Job, problem: str | None) -> list[str]:
     return [*dict.fromkeys(line for line in job.gather(problem) if line)]
 
 
+def _shorter(opened: Checkpoint, config: Config) -> Iterator[str]:
+    """The key of the sequence where weights that came from elsewhere may begin with a shorter one:
+    they have no table of positions."""
+    from hpc3d.checkpoints.inspect import config_of, shapes_of
+
+    shorter = config.model.sequence < config_of(opened).model.sequence
+    if (
+        shorter
+        and not opened.header["step"]
+        and "embedding.position" not in shapes_of(config.model)
+    ):
+        yield "sequence"
+
+
 def mismatch(config: Config, opened: Checkpoint) -> str | None:
     """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
     from hpc3d.checkpoints.inspect import (
@@ -315,8 +331,9 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     before = config_of(opened)
     models = (with_epsilon(each.model) for each in (before, config))
     stored, asked = map(asdict, models)
+    may_change = {*_MAY_CHANGE, *_shorter(opened, config)}
     for key in stored:
-        if stored[key] != asked[key] and key not in _MAY_CHANGE:
+        if stored[key] != asked[key] and key not in may_change:
             return (
                 f"{opened.folder} has model.{key} = {stored[key]}, and {asked[key]} is asked for: "
                 f"{_OF_ANOTHER}"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d import files
 from hpc3d.checkpoints.hf_settings import TOKENIZER_FILES
 from hpc3d.config.load import load
-from hpc3d.data.tokenizer import END_NAME, BpeTokenizer, ByteTokenizer, same_rules
+from hpc3d.data.tokenizer import END_NAME, BpeTokenizer, ByteTokenizer, reading, same_rules
 from hpc3d.data.tokenizer_files import (
     RULES,
     SETTINGS,
@@ -56,6 +57,22 @@ def _write(folder: Path, rules: str, end_name: str | None) -> None:
         settings |= dict.fromkeys(("eos_token", "bos_token", "unk_token"), end_name)
     write_text(folder / RULES, rules)
     write_text(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+
+
+def refuse_unfit(source: Path, vocabulary: int) -> None:
+    """ValueError where the tokenizer beside published weights, as far as it can be read here, is
+    none, or has more tokens than their model."""
+    path = _home_of(source) / RULES
+    if not path.is_file() or find_spec("tokenizers") is None:
+        return
+    try:
+        known = BpeTokenizer(files.read(path, files.MOST_JSON).decode()).vocabulary
+        if known > vocabulary:
+            raise ValueError(f"it has {known} tokens, and the model {vocabulary}")
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: {error}; put the right one there, or take it out of the folder"
+        ) from error
 
 
 def take_along(source: Path, run: Path) -> bool:
@@ -119,7 +136,8 @@ def refuse_another(run: Path, tokens: Tokens) -> None:
     rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
     if (run / RULES).is_file():
         where = str(run / RULES)
-        same = same_rules(files.read(where, files.MOST_JSON).decode(), rules)
+        with reading(run / RULES, "no readable tokenizer", "put back the one that the run had"):
+            same = same_rules(files.read(where, files.MOST_JSON).decode(), rules)
     else:
         where = _name_in(run)
         same = where in (None, tokens.tokenizer)

@@ -12,7 +12,7 @@ _ALIKE = {  # key of hpc3d: the same thing by other names
     "train.cooldown": "lr_wsd_decay_iters cooldown_steps wsd_decay_steps num_decay_steps",
     "train.warmup": "warmup_iters warmup_steps num_warmup_steps lr_warmup_iters warmup_num_steps",
     "train.steps": "max_iters max_steps train_iters num_train_steps iterations total_steps",
-    "train.batch": "batch_size global_batch_size train_batch_size train_global_batch_size",
+    "train.batch": "global_batch_size train_batch_size train_global_batch_size",
     "train.clip": "grad_clip clip_grad max_grad_norm gradient_clipping max_norm clip_norm",
     "train.beta1": "adam_beta1",
     "train.beta2": "adam_beta2",
@@ -67,6 +67,13 @@ _OTHERWISE = {  # other name: what it is here, where it is not the same thing
     "local_batch_size": (
         "here train.batch, which is this x parallel.microbatches x mesh.d x mesh.e"
     ),
+    "batch_size": (
+        "here train.batch, the sequences of a step: nanoGPT's batch_size x "
+        "gradient_accumulation_steps"
+    ),
+    "compile torch_compile": "here nothing is compiled; train.cuda_graph replays a step on a GPU",
+    "eval_only": "here none: train.eval_every evaluates while it trains",
+    "bias": 'here model.kind says it: "gpt2" and "bert" have biases, "llama" has none',
     "bucket_cap reduce_bucket_size": "here parallel.bucket_mb, in megabytes",
     "min_lr_factor min_lr_ratio": "here train.min_learning_rate, no factor",
     "warmup_ratio lr_warmup_fraction": "here train.warmup, in steps",

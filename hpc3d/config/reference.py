@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
-from inspect import getsource
+from inspect import getdoc, getsource
 from itertools import pairwise
 from math import inf, isfinite
 from shutil import get_terminal_size
@@ -52,7 +52,7 @@ def manual(table: type = Config, width: int = _WIDTH) -> str:
         for line in _entry(item.name, item.default, types[item.name], texts[item.name], width)
     ]
     for key in sections:
-        head = _with_comment(f"[{key}]", types[key].__doc__, width)
+        head = _with_comment(f"[{key}]", getdoc(types[key]), width)
         lines += ["", *head, manual(types[key], width)]
     return "\n".join(lines)
 
@@ -64,7 +64,7 @@ def about(name: str, width: int = _WIDTH) -> str:
     section, dot, key = name.partition(".")
     table = get_type_hints(Config)[section] if is_dataclass(getattr(Config(), section)) else Config
     if table is not Config and not dot:
-        head = _with_comment(f"[{name}]", table.__doc__, width)
+        head = _with_comment(f"[{name}]", getdoc(table), width)
         return "\n".join([*head, manual(table, width)])
     key = key or name
     value, kind = getattr(table(), key), get_type_hints(table)[key]
@@ -81,7 +81,7 @@ def page() -> str:
     sections = {key: kind for key, kind in get_type_hints(Config).items() if is_dataclass(kind)}
     parts = [_HEAD, *_rows(Config, skip=sections)]
     for key, kind in sections.items():
-        parts += [f"\n## [{key}]\n\n{kind.__doc__}\n", *_rows(kind)]
+        parts += [f"\n## [{key}]\n\n{getdoc(kind)}\n", *_rows(kind)]
     return "\n".join(parts) + "\n"
 
 

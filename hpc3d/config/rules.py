@@ -154,7 +154,7 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
         )
     if train.decay_steps is not None and 0 < train.decay_steps < train.warmup:
         yield (
-            f"train.decay_steps = {train.decay_steps}: they begin with the warm-up; use at least "
+            f"train.decay_steps = {train.decay_steps}: the warm-up is part of them; use at least "
             f"train.warmup = {train.warmup}"
         )
 

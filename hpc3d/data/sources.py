@@ -61,28 +61,40 @@ class Source:
     def _encoded(self, group: Sequence[_DocumentPart]) -> np.ndarray:
         """The ids of parts, with the ends of documents."""
         end = np.array([self.tokenizer.end])
+        with reading(self.path, "no text of this tokenizer", "give another --tokenizer"):
+            encoded = self.tokenizer.encode_batch([part.text for part in group])
         rows = []
-        for ids, part in zip(
-            self.tokenizer.encode_batch([part.text for part in group]), group, strict=True
-        ):
+        for ids, part in zip(encoded, group, strict=True):
             rows += [ids, end] if part.last else [ids]
         return np.concatenate(rows)
 
     def _given_ids(self) -> Iterator[tuple[np.ndarray, int]]:
         ids, ends = opened_ids(self.path)
         known = self.tokenizer.vocabulary
+        if not len(ends):
+            self._refuse_wider(ids[:PIECE])
         for start in range(0, len(ids), PIECE):
             part = np.asarray(ids[start : start + PIECE])
             if wrong := [each for each in (part.min(), part.max()) if not 0 <= each < known]:
                 raise ValueError(
                     f"data.path: {self.path}: id {wrong[0]} is not among the {known} of the "
-                    "tokenizer; give --tokenizer the one that made them"
+                    "tokenizer; give --tokenizer the one that made them, or ids of the type uint16"
                 )
             first, last = np.searchsorted(ends, [start, start + len(part)], "right")
             whole = self._ended(part, np.unique(ends[first:last] - start))
             is_end = 0 if self.tokenizer.end is None else (whole == self.tokenizer.end).sum()
             self.documents += int(last - first if len(ends) else is_end)
             yield whole, part.nbytes
+
+    def _refuse_wider(self, ids: np.ndarray) -> None:
+        """ValueError where uint16 `ids` look like halves of numbers of 32 bits, or quarters of 64:
+        every second one is next to nothing."""
+        upper = ids[1::2]
+        if len(upper) > 3 and ids.any() and upper.max() <= (self.tokenizer.vocabulary - 1) >> 16:
+            raise ValueError(
+                f"data.path: {self.path}: every second id is at most {upper.max()}, as if they "
+                "had 32 bits or more; nanoGPT writes uint16: ids.astype(np.uint16).tofile(...)"
+            )
 
     def _ended(self, part: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """`part` with the end of a document before each of `ends`, where it is not yet."""

@@ -116,14 +116,30 @@ class BpeTokenizer:
 
     def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
         """Return the ids of `text`, uint32, with what begins a `whole` text if anything does."""
-        ids = self._tokenizer.encode(text.decode(), add_special_tokens=whole).ids
+        with self._encoding([text]):
+            ids = self._tokenizer.encode(text.decode(), add_special_tokens=whole).ids
         return np.array(ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Return the ids of each text, on all cores."""
         several = [text.decode() for text in texts]
-        found = self._tokenizer.encode_batch_fast(several, add_special_tokens=False)
+        with self._encoding(texts):
+            found = self._tokenizer.encode_batch_fast(several, add_special_tokens=False)
         return [np.array(each.ids, np.uint32) for each in found]
+
+    @contextlib.contextmanager
+    def _encoding(self, texts: Sequence[bytes]) -> Iterator[None]:
+        """Make a ValueError of what the library raises where a text has what the tokenizer lacks,
+        which names the character if it is one."""
+        try:
+            yield
+        except UnicodeDecodeError:
+            raise
+        except Exception as error:  # the library raises nothing narrower
+            letters = dict.fromkeys("".join(text.decode() for text in texts))
+            odd = next((each for each in letters if self.id_of(each) is None), None)
+            what = str(error) if odd is None else f"it has {odd!r}, which the tokenizer lacks"
+            raise ValueError(what) from error
 
     def decode(self, tokens: np.ndarray) -> bytes:
         """Return the text of the ids, without the ends of documents."""

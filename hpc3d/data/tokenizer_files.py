@@ -43,6 +43,7 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
     document, if that is given.  ValueError, in one line, where there is none."""
     path = Path(word)
     remedy = f"give --tokenizer byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
+    library()
     with reading(path, "no readable tokenizer", remedy):
         if word == "gpt2" and not path.exists():
             return _byte_level(*_of_pair(*map(_kept_by_tiktoken, _GPT2_SHA256)), end_name)
@@ -188,9 +189,9 @@ def rules_of_bytes() -> str:
 
 
 def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
-    """A tokenizer of single characters, {character: id}."""
+    """A tokenizer of single characters, {character: id}; none stands for those it lacks."""
     bpe = library()
-    tokenizer = bpe.Tokenizer(bpe.models.WordLevel(dict(numbers), next(iter(numbers))))
+    tokenizer = bpe.Tokenizer(bpe.models.WordLevel(dict(numbers), ""))
     tokenizer.pre_tokenizer = bpe.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = bpe.decoders.Fuse()
     return BpeTokenizer(tokenizer.to_str())
@@ -201,6 +202,7 @@ def meta_tokenizer(path: Path) -> BpeTokenizer | None:
     meta = path.with_name("meta.pkl")
     if not meta.is_file():
         return None
+    library()
     with reading(meta, "no readable meta.pkl of nanoGPT", "give --tokenizer"):
         numbers = dict(_plain_pickle(files.read(meta, _MOST_META))["stoi"])
         if sorted(numbers.values()) != [*range(len(numbers))]:

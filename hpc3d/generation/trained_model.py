@@ -71,6 +71,8 @@ class TrainedModel(NamedTuple):
             ids = self.tokenizer.encode(text, whole=True).astype(np.int64)
         except UnicodeDecodeError:
             raise ValueError("--prompt: no UTF-8; convert it with iconv") from None
+        except ValueError as error:
+            raise ValueError(f"--prompt: {error}; leave it out") from error
         if not len(ids):
             ids = np.array([] if self.begin is None else [self.begin], np.int64)
         if not len(ids):

@@ -81,15 +81,15 @@ class Log:
             self.say(line)
         if config.trace.clock == "cpu":
             self.say("times are CPU time: tokens/s are those of a second of rank 0's")
+
+    def record(self, start: int, config: Config) -> None:
+        """Begin the lines of steps, and metrics.jsonl or go on with it, from step `start`."""
         rate = "samples/s" if config.torch.factory else " tokens/s"
         self.say(
             f"step     loss  learning rate  gradient norm {rate}  communication  peak MB  seconds"
             "  done",
             "bold",
         )
-
-    def record(self, start: int, config: Config) -> None:
-        """Begin metrics.jsonl, or go on with it from step `start`."""
         if self.file:
             run = config.run
             sinks = sinks_of(run.metrics_hook, run.tensorboard, self.path.parent)

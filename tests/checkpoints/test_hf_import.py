@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from hpc3d.checkpoints.hf_import import Pretrained, configured
 from hpc3d.checkpoints.hf_settings import GPT2
 from hpc3d.checkpoints.inspect import config_of
+from hpc3d.checkpoints.resume import mismatch
 from hpc3d.checkpoints.sharded import Checkpoint
 from tests.checkpoints import drawn_models
 from tests.checkpoints.test_hf_export import MIXTRAL, SERIAL, exported, imported
@@ -97,6 +99,21 @@ def test_a_shorter_sequence_has_the_first_positions(files, tmp_path):
     expected = drawn_models.stored(tmp_path / "run" / "checkpoints" / "step-00000000")
     assert positions.size == 2 * 24
     assert (positions == expected["embedding.position", "value"][: 2 * 24]).all()
+
+
+@pytest.mark.parametrize(("kind", "free"), [("gpt2", False), ("llama", True)])
+def test_a_sequence_may_become_shorter_before_the_first_step(kind, free, tmp_path):
+    """Where there is no table of positions; later, other windows have been seen."""
+    line = f"kind={kind} layers=1 sequence=6"
+    drawn_models.saved(tmp_path, line, 0)
+    opened = Checkpoint(tmp_path / "checkpoints" / "step-00000000")
+    assert mismatch(config_of(opened), opened) is None
+    for sequence, good in [(3, free), (9, False)]:
+        config = config_of(opened)
+        config = replace(config, model=replace(config.model, sequence=sequence))
+        assert (mismatch(config, opened) is None) == good
+    opened.header["step"] = 1
+    assert mismatch(replace(config, model=replace(config.model, sequence=3)), opened)
 
 
 SQUARE = np.ones((24, 24), "f4")

@@ -11,6 +11,7 @@ from hpc3d.checkpoints.run_tokenizer import (
     keep,
     kept_tokenizer,
     refuse_another,
+    refuse_unfit,
     special_ids,
     take_along,
 )
@@ -110,6 +111,18 @@ def test_what_others_say_of_their_tokenizer_stays(tmp_path, bpe):
     letter, word = (bpe.id_of(token) for token in ("t", "in"))
     assert special_ids(run) == {"bos_token_id": letter, "eos_token_id": word}
     assert kept_tokenizer(run).end == word != bpe.end
+
+
+def test_weights_are_not_taken_with_a_tokenizer_that_cannot_be_theirs(tmp_path, bpe):
+    rules = tmp_path / "tokenizer.json"
+    refuse_unfit(tmp_path, 10)
+    rules.write_text(bpe.json)
+    refuse_unfit(tmp_path, bpe.vocabulary)
+    with pytest.raises(ValueError, match=f"^{rules}: it has 280 tokens, and the model 279; put"):
+        refuse_unfit(tmp_path, bpe.vocabulary - 1)
+    rules.write_text("{}")
+    with pytest.raises(ValueError, match=f"^{rules}: not the JSON text"):
+        refuse_unfit(tmp_path, 1000)
 
 
 def prepared_words(tmp_path):

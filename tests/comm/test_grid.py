@@ -82,5 +82,6 @@ def test_a_mesh_of_threads_and_its_planes():
     assert run(sizes, rank) == [0, 2, 4, 1, 3, 5]
 
 
+@pytest.mark.slow
 def test_mpi_has_the_same_order():
     assert checked(6, "-m", "tests.comm.on_grid", timeout=100).split() == ["3", "grids"]

@@ -10,7 +10,8 @@ from hpc3d.data import sources
 from hpc3d.data.sources import Source, opened_ids
 from hpc3d.data.token_file import open_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
-from tests.data.prepared import nano
+from hpc3d.data.tokenizer_files import characters
+from tests.data.prepared import TEXT, call, nano, row
 
 
 def test_json_lines_are_a_document_each(tmp_path, prepared):
@@ -66,6 +67,37 @@ def test_characters_of_nanogpt_keep_their_numbers(tmp_path, prepared):
     assert ids == expected
     assert tokenizer.decode(ids).decode() == text
     assert tokenizer.encode(text.encode()).tolist() == expected
+
+
+def test_a_character_that_the_tokenizer_lacks_is_refused_by_name(tmp_path, prepared):
+    (tmp_path / "tokenizer.json").write_text(characters({"O": 0, "\n": 1, " ": 2}).json)
+    (tmp_path / "b.txt").write_text("O O\nO ☃")
+    how = ["--tokenizer", str(tmp_path), "--end", "\n"]
+    assert "b.txt is no text of this tokenizer (it has '☃', which" in prepared("b.txt", *how)
+    (tmp_path / "b.txt").write_text("O O\nO ")
+    assert prepared("b.txt", *how)[0] == [0, 2, 0, 1, 0, 2, 1]
+
+
+@pytest.mark.parametrize("kind", ["<i4", "<u4", "<i8"])
+def test_wider_ids_than_those_of_nanogpt_are_refused(kind, tmp_path, prepared):
+    """Whose halves would all be ids."""
+    ids = np.array(nano(tmp_path, TEXT))
+    ids.astype(kind).tofile(tmp_path / "train.bin")
+    assert "every second id is at most 0" in prepared("train.bin")
+
+
+def test_the_characters_of_all_files_are_the_same(tmp_path, prepared, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    ids = [*nano(tmp_path, "abc abc"), *nano(other, "cab")]
+    both = [tmp_path / "train.bin", other / "train.bin", "-o", tmp_path / "both.h5"]
+    code, _, said = call(capsys, *both)
+    assert code == 2 and "which is not the tokenizer beside" in said
+    (other / "tokenizer.json").write_text(characters({"x": 0, "y": 1}).json)
+    assert "prepare it by itself" in prepared("train.bin", "--tokenizer", str(other))
+    ids[7:] = nano(other, " cba")
+    assert call(capsys, *both)[0] == 0
+    assert row(tmp_path / "both.h5", None).tolist() == ids
 
 
 def test_ids_of_gpt2_want_its_tokenizer(tmp_path, prepared, bpe):

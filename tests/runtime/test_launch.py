@@ -69,6 +69,7 @@ def test_one_of_many_worlds_of_one_explains(rank, tmp_path):
     assert done.returncode == 2
 
 
+@pytest.mark.slow
 def test_one_rank_that_was_meant_alone_inside_of_a_larger_job_runs(tmp_path):
     done, ended = job(1, "agree", tmp_path, SLURM_NTASKS="64")
     assert (done.returncode, ended) == (0, [0])

@@ -147,6 +147,14 @@ def test_ranks_that_do_not_find_each_other_are_told_why(cluster):
     assert "2 processes were meant, but MPI sees 1" in cluster.log(job)
 
 
+@pytest.mark.timeout(600)
+def test_its_launcher_and_mpi_are_checked_as_docs_say(cluster):
+    words = f"make -C {ROOT} test-mpi NP=2 LAUNCH='{LAUNCHERS[0]}'"
+    job = cluster.submit("-n", 2, "-o", "results/check-%j.log", "--wrap", words)
+    cluster.wait(job, "COMPLETED", 500)
+    assert re.search(r"^\d+ passed", cluster.log(job), re.MULTILINE)
+
+
 def test_an_array_of_layouts_gives_one_table(cluster):
     small = {key: SMALL[key] for key in ("model.heads", "model.sequence")} | {"train.steps": 4}
     words = ["-n", 8, "--array=0,1,4", "jobs/weak-scaling.sbatch", *options(small)]

@@ -124,6 +124,7 @@ def test_every_layout_trains_the_serial_model(line):
         same(each, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 99, 2))
 def test_predicted_is_counted(line):
     config = config_of(line)

@@ -44,6 +44,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_train_as_one(layout):
     line = f"{LINE} {layout}"

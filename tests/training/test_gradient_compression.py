@@ -266,6 +266,7 @@ def test_what_a_rank_keeps_is_predicted(line):
     assert all(own > 0 for _, own in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", strided([f"{LOW} x=2 zero=1", FEW], 2, 1))
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(line, tmp_path):
     config, folder = config_of(line), tmp_path / "step-00000003.tmp"

@@ -35,14 +35,15 @@ def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(tmp_path, caps
     log.record(0, load(None, []))
     for number, seconds in enumerate([9.0, 2.0, 4.0, 3.0]):
         log.step(Step(number, 5.0, 0.1, 1.5, 64, seconds, 0.25, 10**7, 0), 4)
-    lines = capsys.readouterr().out.splitlines()
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.endswith(" done")
     assert [line.partition("/")[2] for line in lines] == [
         "4, 27 s left",
         "4, 4.00 s left",
         "4, 3.00 s left",
         "4",
     ]
-    assert (tmp_path / "train.log").read_text().splitlines() == lines
+    assert (tmp_path / "train.log").read_text().splitlines() == [heading, *lines]
     record = read(tmp_path)[2]
     del record["time"]
     assert record == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.critical_path import PathSegment
     from hpc3d.analyze.metrics.wait_states import CallInstances
     from hpc3d.trace.reader import Trace
+
+log = logging.getLogger(__name__)
 
 EVENTS = 100_000  # events of a step that a page draws at most
 OTHERS = 400_000  # and events of all other steps together
@@ -101,14 +104,13 @@ def other_steps(
         even = np.linspace(0, len(steps) - 1, _STEPS - 1).astype(int)
         steps = np.unique(np.append(steps[even], steps[length.argmax()]))
     each = max(_FEW, limit // max(1, len(steps)))
+    found = []
     with trace.events.keeping():
-        return [
-            timeline(
-                trace, calls, other, critical_path(trace, calls, other), min(each, EVENTS), peak
-            )
-            for other in steps.tolist()
-            if other != step
-        ]
+        for number, other in enumerate(steps[steps != step].tolist(), 1):
+            log.info("its timelines: step %d of %d", number, len(steps) - 1)
+            path = critical_path(trace, calls, other)
+            found.append(timeline(trace, calls, other, path, min(each, EVENTS), peak))
+    return found
 
 
 def _lengths(trace):

@@ -26,6 +26,7 @@ def kinds(events):
     return [type(event).__name__ for event in events]
 
 
+@pytest.mark.slow
 def test_an_archive_has_every_event_and_what_it_moved_and_computed(trace, tmp_path):
     events = exported(trace)
     found, definitions = read(otf2_archive.write(events, tmp_path))

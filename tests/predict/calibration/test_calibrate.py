@@ -106,6 +106,7 @@ def test_other_runs_are_predicted(found, line):
     assert ours == pytest.approx(known, rel=0.02)
 
 
+@pytest.mark.slow
 def test_what_a_step_takes_beyond_its_work_is_waking_up(found):
     config = config_of(OTHERS[0])
     slow = step_seconds(simulate(config, 256, replace(found, wakeup_s=3e-4)))

@@ -25,6 +25,7 @@ def found():
     return {row.change: row for row in rows}
 
 
+@pytest.mark.slow
 def test_every_technique_has_a_row(found):
     changes = ["as it is", *(f"{key}={value}" for key, value in TECHNIQUES)]
     assert [*found] == changes

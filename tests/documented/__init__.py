@@ -1,0 +1,1 @@
+"""The shell commands of README and the pages: found, given to the parsers, and run."""

@@ -1,0 +1,74 @@
+"""The commands of a page as one script of bash, as a reader would type them."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.mpi import ROOT, TURN, surroundings
+
+# `newest PREFIX` is the run that a page calls results/PREFIX-...; `ended CODE WANTED COMMAND`
+# follows each command.
+HEAD = """\
+set -m
+hpc3d() { python -m hpc3d "$@"; }
+newest() { ls -td results/"$1"*/ | head -1; }
+ended() {
+    echo "== $SECONDS s: $3"
+    [ "$1" -eq "$2" ] || { echo "exit code $1: $3" >&2; exit 1; }
+}
+"""
+SOME_RUN = re.compile(r"results/([\w-]*?-)?\.\.\.")
+KEYWORD = re.compile(r"for |done$")
+
+
+def script(commands):
+    """The text of a script that ends at the first of `commands`, (text, its exit code), that goes
+    wrong."""
+    lines = [HEAD]
+    for text, code in commands:
+        lines.append(SOME_RUN.sub(lambda found: f'"$(newest {found[1] or ""})"', text))
+        if not KEYWORD.match(text):
+            lines.append(f"ended $? {code} {shlex.quote(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def reduced(text, words):
+    """A command with other words at its end, but before a `&`; if they begin with -np, those
+    ranks."""
+    ranks = re.match(r"-np \d+", words)
+    if ranks:
+        text, words = re.sub(r"-np \d+", ranks[0], text), words[ranks.end() :].strip()
+    command, last = re.fullmatch(r"(.*?)((?: &)?)", text).groups()
+    return f"{command} {words}{last}"
+
+
+def played(text, folder, seconds):
+    """What a script printed that went well in `folder`; AssertionError otherwise."""
+    with TURN:
+        process = _begun(text, folder)
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            _end(process.pid)
+            out, err = process.communicate()
+            raise AssertionError(f"not through after {seconds} s\n{out}\n{err}") from None
+    assert process.returncode == 0, f"{out}\n{err}"
+    return out
+
+
+def _begun(text, folder):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    settings = {**os.environ, **surroundings(), "PATH": path, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    how = {"cwd": folder, "env": settings, "text": True, "start_new_session": True}
+    return subprocess.Popen(["bash", "-c", text], stdin=subprocess.DEVNULL, **pipes, **how)
+
+
+def _end(session):
+    """End all processes of a session: jobs of a shell have groups of their own."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        subprocess.run(["pkill", f"-{number}", "-s", str(session)], check=False)

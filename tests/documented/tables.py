@@ -1,0 +1,114 @@
+"""Which documented commands are not run by tests/test_documented_commands.py, and how the others
+are made shorter.  Patterns are looked for in "PAGE COMMAND"; the first that fits is taken."""
+
+from importlib.util import find_spec
+
+GPU = "tests/played, tests/gpu and tests/cuda; wants GPUs"
+CLUSTER = "tests/test_packaging.py reads the recipe; wants a program that is not here"
+STUDY = "takes minutes: "
+
+# Where a command is run, or why it is not.
+ELSEWHERE = {
+    r" make (setup|lint|docs|test|test-slow|fuzz|slurm-test|test-hosts)(?![-\w])": ".ci/run",
+    r" make train$": "sets up .venv; then runs `hpc3d.train gpt-3d-64` on 64 ranks, as README.md",
+    r" make test-mpi": "make test-slow runs it; LAUNCH is for a cluster's launcher",
+    r" make gpu-check| python -m tests\.gpu ": "tests/gpu/test_check.py; wants a GPU",
+    r"docs/gpu\.md .*hpc3d\.train": GPU,
+    r" source \.venv": ".ci/run, by make",
+    r" (python -m )?pip (install|wheel)": "tests/test_wheel.py",
+    r" (LAUNCH=\S+ )?sbatch ": "tests/slurm",
+    r" --hostfile ": "tests/hosts",
+    r" (apptainer|docker|spack|rattler-build|conda) | export APPTAINERENV_": CLUSTER,
+    r" h5(ls|dump) ": "programs of HDF5; tests/trace/test_file.py reads what they show",
+    r"README.*hpc3d\.checkpoint \w+ \.\.\.$": "docs/reliability.md has each with its words",
+    r"docs/(models|planning)\.md .*\.(train llama-3d-64|plan gpt-3d-64 --ranks 64)$": "README.md",
+    r"docs/experts\.md .*train moe-switch-64$": "README.md",
+    r"docs/planning\.md .*--memory (8\.5|7)MB$|hpc3d\.plan gshard-600b ": "tests/test_plan.py",
+    r"docs/parallelism\.md .* (gpt-4d-64|long-context-16)( |$)": "README.md",
+    r" python -m hpc3d\.bench (published|partition)": STUDY + "tests/studies",
+    r"docs/data\.md .*--tokenizer gpt2$": "tests/data/test_tokenizer_files.py, without a download",
+    r"docs/partition\.md .*(:large|:resnet152_x8|partition compare) ": STUDY
+    + "tests/partition/test_capture.py and baselines/",
+    r" torchrun ": "tests/partition/execution/test_torchrun_file.py",
+    r"jobs/README\.md bash -n .*shellcheck ": "tests/slurm/test_scripts.py",
+}
+
+# How a command is made shorter: by ranks in the place of those of -np, and words at its end.
+CUBE = "-np 8 --mesh.x 2 --mesh.y 2 --mesh.z 2"
+SHORT = "--train.steps 2 --train.batch 24"
+EXPERTS = f"-np 8 --mesh.e 4 --mesh.x 2 --mesh.y 1 --mesh.z 1 {SHORT}"
+REDUCED = {
+    r"README.* -np 64 \S+ -m hpc3d\.train$": "--train.steps 1",  # the only one on 64 ranks
+    r"train gpt-4d-64( |$)(?!--dry)": "-np 8 --mesh.x 1 --mesh.y 1 --mesh.z 1 --train.steps 2 "
+    "--train.batch 32",
+    r"train (llama-3d|bert)-64": f"{CUBE} {SHORT}",
+    r"train gpt-3d-64 --data.validation": f"{CUBE} {SHORT} --train.eval_every 1",
+    r"train gpt-3d-64 --checkpoint.every": f"{CUBE} {SHORT} --checkpoint.every 2",
+    r"train long-context-16": "-np 4 --mesh.c 4 --model.sequence 2048 --train.steps 1",
+    r"train moe-(switch|llama)-64": EXPERTS,
+    r"train moe-gshard-64": f"-np 8 --mesh.d 1 --mesh.x 1 --mesh.z 1 {SHORT}",
+    r"train (moe|gpt)-text": "--train.steps 2 --checkpoint.every 2",
+    r"train --resume \S+( --train.steps 40|$)": "--train.steps 4",
+    r"data\.md .*train --resume ": "--train.steps 2 --train.batch 8 --checkpoint.every 2",
+    r"--model.vocabulary 50304": "--train.steps 1 --train.batch 8",
+    r"(data|parallelism|models)\.md .*hpc3d\.train ": SHORT,
+    r"partition run .*--resume": "--steps 4",
+    r"partition run .*--checkpoint": "--steps 2 --checkpoint.every 2",
+    r"partition run ": "--steps 3",
+    r"prepare (my|part|train)-": "--force",  # each is an example by itself
+    r"generate ": "--tokens 20",
+    r"watching\.md .*hpc3d\.watch": "--once",
+    r"--name killed": "--checkpoint.every 2",
+    r"--name tour": "--train.steps 10",
+    r"train --resume \$RUN --train.steps 60": "--train.steps 12",
+    r"--name \$scheme": "--train.steps 3",
+    r"--train.max_minutes": "--train.max_minutes 0.02",
+    r"profile MODULE:FACTORY": "--repeats 1",
+}
+
+# Texts of a page by what they stand in for.
+SETTINGS = {
+    "README.md": {"TEXT...": "inputs/corpus"},
+    "docs/data.md": {"results/RUN": "results/gpt-text-..."},
+    "docs/generation.md": {"FOLDER": "exported"},
+    "docs/partition.md": {
+        "MODULE:FACTORY": "model:factory",
+        "PROFILE.json": "profile.json",
+        "results/module-STAMP": "results/module-...",
+    },
+    "docs/prediction.md": {"RUN_DIR": "results/RUN", "machine M": "machine h100"},
+    "docs/reports.md": {} if find_spec("otf2") else {",otf2": ""},
+    "docs/reliability.md": {"TEXT": "inputs/corpus"},
+    "docs/techniques.md": {
+        "INPUT.toml": "gpt-1.3b-8gpu",
+        "ranks N": "ranks 8",
+        "[": "",
+        "NAME]": "h100",
+    },
+    "docs/troubleshooting.md": {"np N": "np 2"},
+    "docs/tutorial.md": {
+        "sleep 15": "until ls -d results/killed-*/checkpoints/step-*; do sleep 1; done",
+    },
+}
+EXPECTED = {r"--train\.max_minutes": 75}  # stopped early, and all is saved
+
+# What a page shows of the output of its commands: fits the page, and what they print here.
+SHOWN = {
+    "docs/evaluation.md": [
+        r"evaluation after step \d+: loss [\d.]+, perplexity [\d.]+, accuracy [\d.]+ %; "
+        r"\d+ tokens in [\d.]+ s, the best so far",
+    ],
+    "docs/partition.md": [r"border  crossing \[MB\]  behind; the next best place for it alone"],
+    "docs/reliability.md": [
+        r"resume: the learning rate has another curve now: \S+ instead of \S+ in step \d+",
+    ],
+    "docs/techniques.md": [
+        r"8 ranks of h100, one change of \S+ each:\n.*microbatches=",
+        r"change +memory +received +step\n *as it is +[\d.,]+ MB +[\d.,]+ MB +[\d.,]+ m?s\n",
+    ],
+    "docs/watching.md": [
+        r"loss [\d.]+, [\d.]+ at first",
+        r"[\d,]+ tokens/s, \S+ m?s a step, communication [\d.]+%,?\s+peak [\d.]+ MB on the f",
+        r"steps? \d+.*, means? of \d+ ranks\n *axis +in calls +waiting\n",
+    ],
+}

@@ -1,0 +1,128 @@
+"""Every command of README and the pages is right, and is run: here, or where a table says.
+
+A new command of a page that is PLAYED is run as it stands.  If it takes long, say in REDUCED how
+it is made shorter; if it cannot run here, say in ELSEWHERE where it is run, or why it is not.
+"""
+
+import re
+import shutil
+from itertools import starmap
+
+import pytest
+
+from tests.documented import preparations
+from tests.documented.pages import PAGES, commands, simple, spans
+from tests.documented.parsers import wrong
+from tests.documented.scripts import played, reduced, script
+from tests.documented.tables import ELSEWHERE, EXPECTED, REDUCED, SETTINGS, SHOWN
+from tests.mpi import ROOT
+
+SECONDS = 280  # of a page
+RUNS = "python", "hpc3d", "mpirun", "ls", "for", "do", "done", "sleep", "kill", "wait"
+
+
+def named(page):
+    """{"PAGE COMMAND": command} of a page."""
+    return {f"{page} {each.text}": each for each in commands(page)}
+
+
+def entry(table, name):
+    """The first pattern of a table that fits, or None."""
+    return next((pattern for pattern in table if re.search(pattern, name)), None)
+
+
+def here(page):
+    """Those of a page that are run here."""
+    return {name: each for name, each in named(page).items() if not entry(ELSEWHERE, name)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_is_understood(page):
+    whole = [(each, wrong(each.text)) for each in commands(page)]
+    parts = [(each, wrong(each.text, whole=False)) for each in spans(page)]
+    found = [f"{each}\n{said}" for each, said in whole + parts if said]
+    assert not found, "\n".join(found)
+
+
+def unclassified(name, each):
+    """What is to be done about a command that this module cannot run as it stands."""
+    where = "tests/documented/tables.py"
+    unknown = [words for words in simple(each.text) if words[0] not in RUNS]
+    if unknown and not each.text.startswith("RUN="):
+        return (
+            f"{each}: say in ELSEWHERE of {where} where it is run, or why it is not; "
+            "what commands print stands in blocks of its own"
+        )
+    if re.search(r"hpc3d[. ]train\b(?!.*--dry-run)", name) and not entry(REDUCED, name):
+        return f"{each}: say in REDUCED of {where} how it is made shorter, or in ELSEWHERE"
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_is_run_here_or_it_is_said_where(page):
+    found = [*filter(None, starmap(unclassified, here(page).items()))]
+    assert not found, "\n".join(found)
+
+
+def test_the_tables_are_about_commands_that_there_are():
+    """A pattern that fits no command, or only those that another one takes before, is stale."""
+    names = [name for page in PAGES for name in named(page)]
+    ours = [name for page in PAGES for name in here(page)]
+    stale = {*ELSEWHERE} - {entry(ELSEWHERE, name) for name in names}
+    stale |= {*REDUCED, *EXPECTED} - {
+        entry(table, n) for table in (REDUCED, EXPECTED) for n in ours
+    }
+    assert not stale, "no command needs these lines of tests/documented/tables.py"
+
+
+@pytest.mark.parametrize("page", SETTINGS)
+def test_what_settings_stand_for_is_in_the_commands(page):
+    lines = " ".join(here(page))
+    assert not [word for word in SETTINGS[page] if word not in lines]
+
+
+PLAYED = [page for page in PAGES if here(page)]
+
+
+def test_what_prepares_a_page_is_for_one_that_is_run():
+    assert {*preparations.COMMANDS, *preparations.FILES} <= {*PLAYED}
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_what_is_compared_with_the_output_is_on_the_page(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert not [each for each in SHOWN[page] if not re.search(each, text)]
+
+
+@pytest.fixture(scope="module")
+def some_run(tmp_path_factory):
+    """The folder of a small run, which pages name results/RUN."""
+    folder = tmp_path_factory.mktemp("run")
+    played(script([(preparations.TRAIN, 0)]), folder, 60)
+    (run,) = (folder / "results").iterdir()
+    return run
+
+
+def as_typed(name, page, text):
+    """A command with a reader's own names, and made shorter."""
+    for word, value in SETTINGS.get(page, {}).items():
+        text = text.replace(word, value)
+    pattern = entry(REDUCED, name)
+    return reduced(text, REDUCED[pattern]) if pattern else text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PLAYED)
+def test_the_commands_of_a_page_run(page, tmp_path, some_run):
+    for name in ("inputs", "jobs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(some_run, tmp_path / "results" / "RUN")
+    preparations.files_of(page, tmp_path)
+    before = [(text, 0) for text in preparations.COMMANDS.get(page, [])]
+    typed = [
+        (as_typed(name, page, each.text), EXPECTED.get(entry(EXPECTED, name), 0))
+        for name, each in here(page).items()
+    ]
+    printed = played(script(before + typed), tmp_path, SECONDS)
+    print(printed)
+    assert not [each for each in SHOWN.get(page, []) if not re.search(each, printed)]
