@@ -61,7 +61,7 @@ def _lines(key):
 
 
 def _nano(path):
-    nano(path.parent, TEXT * 3)
+    nano(path.parent, "O " + TEXT * 3)
 
 
 def _parquet(path):

@@ -29,6 +29,8 @@ ELSEWHERE = {
     r"docs/data\.md .*--tokenizer gpt2$": "tests/data/test_tokenizer_files.py, without a download",
     r"docs/partition\.md .*(:large|:resnet152_x8|partition compare) ": STUDY
     + "tests/partition/test_capture.py and baselines/",
+    r"docs/experts\.md .*plan switch-c ": STUDY + "tests/test_plan.py plans one of its kind",
+    r"docs/partition\.md .*PROFILE\.json": "tests/partition/profiles/test_profile_command.py",
     r" torchrun ": "tests/partition/execution/test_torchrun_file.py",
     r"jobs/README\.md bash -n .*shellcheck ": "tests/slurm/test_scripts.py",
 }
@@ -63,7 +65,6 @@ REDUCED = {
     r"train --resume \$RUN --train.steps 60": "--train.steps 12",
     r"--name \$scheme": "--train.steps 3",
     r"--train.max_minutes": "--train.max_minutes 0.02",
-    r"profile MODULE:FACTORY": "--repeats 1",
 }
 
 # Texts of a page by what they stand in for.
@@ -71,11 +72,7 @@ SETTINGS = {
     "README.md": {"TEXT...": "inputs/corpus"},
     "docs/data.md": {"results/RUN": "results/gpt-text-..."},
     "docs/generation.md": {"FOLDER": "exported"},
-    "docs/partition.md": {
-        "MODULE:FACTORY": "model:factory",
-        "PROFILE.json": "profile.json",
-        "results/module-STAMP": "results/module-...",
-    },
+    "docs/partition.md": {"results/module-STAMP": "results/module-..."},
     "docs/prediction.md": {"RUN_DIR": "results/RUN", "machine M": "machine h100"},
     "docs/reports.md": {} if find_spec("otf2") else {",otf2": ""},
     "docs/reliability.md": {"TEXT": "inputs/corpus"},
