@@ -149,7 +149,11 @@ class Log:
 def differences(config: Config) -> list[str]:
     """The keys of a settled configuration that are not as they are by default, a line each."""
     usual = flat(Config()) | _settled(config)
-    found = {key: value for key, value in flat(config).items() if value != usual[key]}
+    found = {
+        key: value
+        for key, value in flat(config).items()
+        if value is not None and value != usual[key]
+    }
     return [f"{key} = {literal(value)}" for key, value in found.items()]
 
 

@@ -148,7 +148,9 @@ def run_row(trace: Steady) -> dict[str, Any]:
     slowest = slowest_seconds(trace)
     seconds = float(np.median(slowest))
     tokens = float(np.median(trace.steps["tokens"]))
-    sizes = _sizes(config) | {"setting": setting(load_of(trace))}
+    sizes = _sizes(config) | {
+        "setting": setting(load_of(trace), trace.attrs.get("kind", "measured"))
+    }
     known = None not in (forward, backward, sizes["batch"])
     return {
         "run": layout.label,
@@ -210,9 +212,9 @@ def scaling_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     `scaling` is strong where the run does the work of the first one, weak where its ranks do as
     much each (parameters of the blocks times tokens, within CONSTANT, all else being the same),
-    other where neither holds or it is not known.  speedup is, for the same work, the ratio of the
-    step times, in weak scaling that of the rates of FLOP/s, and None for another load; efficiency
-    is that by the ratio of the ranks.
+    other where neither holds, it is not known, or one is measured and the other simulated.
+    speedup is, for the same work, the ratio of the step times, in weak scaling that of the rates
+    of FLOP/s, and None for another load; efficiency is that by the ratio of the ranks.
     """
     return [{**run, **_scaling(run, runs[0])} for run in runs]
 

@@ -54,11 +54,13 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
     }
 
 
-def setting(load: Mapping[str, Any] | None) -> str | None:
-    """The keys of a load but for SIZES, as text; None if they are not known."""
+def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
+    """Whether a trace is measured or simulated, and the keys of its load but for SIZES, as text;
+    None if they are not known."""
     if load is None:
         return None
-    return ", ".join(f"{key} = {value}" for key, value in load.items() if key not in SIZES)
+    keys = [f"{key} = {value}" for key, value in load.items() if key not in SIZES]
+    return ", ".join([kind, *keys])
 
 
 def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:

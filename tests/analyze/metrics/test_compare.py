@@ -171,13 +171,13 @@ def scheme_of(
 
 
 SETTING = (
-    "model.kind = gpt2, model.vocabulary = None, model.tied = True, model.kv_heads = None, "
-    "model.ffn = None, model.norm_epsilon = 1e-05, model.rope_theta = 10000.0, "
-    "model.rope_scaling = None, model.gelu = tanh, model.padding = None, "
-    "model.dropout = 0.0, model.experts = 0, model.top_k = 1, model.capacity = 1.25, "
-    "model.moe_every = 1, model.shared_experts = 0, model.balance_loss = 0.01, "
-    "model.z_loss = 0.001, model.balance_bias = 0.0, train.optimizer = adamw, "
-    "train.dtype = float32"
+    "measured, model.kind = gpt2, model.vocabulary = None, model.tied = True, "
+    "model.kv_heads = None, model.ffn = None, model.norm_epsilon = 1e-05, "
+    "model.rope_theta = 10000.0, model.rope_scaling = None, model.gelu = tanh, "
+    "model.padding = None, model.dropout = 0.0, model.experts = 0, model.top_k = 1, "
+    "model.capacity = 1.25, model.moe_every = 1, model.shared_experts = 0, "
+    "model.balance_loss = 0.01, model.z_loss = 0.001, model.balance_bias = 0.0, "
+    "train.optimizer = adamw, train.dtype = float32"
 )
 
 
@@ -220,6 +220,20 @@ def test_strong_scaling_is_the_ratio_of_step_times(tmp_path):
     assert [each["scaling"] for each in rows] == ["strong"] * 3
     assert [each["speedup"] for each in rows] == pytest.approx([1, 100 / 60, 100 / 40])
     assert [each["efficiency"] for each in rows] == pytest.approx([1, 5 / 6, 5 / 8])
+
+
+def test_what_was_simulated_is_no_speed_up_over_what_was_measured(tmp_path):
+    measured, simulated, again = (
+        scheme_of(tmp_path / f"{n}.h5", "1d", 2, step=step) for n, step in enumerate((100, 1, 2))
+    )
+    for each in (simulated, again):
+        each["setting"] = SETTING.replace("measured", "simulated")
+    rows = scaling_rows([measured, simulated])
+    assert [(each["scaling"], each["speedup"]) for each in rows] == [
+        ("strong", 1),
+        ("other", None),
+    ]
+    assert scaling_rows([simulated, again])[1]["speedup"] == pytest.approx(0.5)
 
 
 def test_weak_scaling_is_as_much_work_a_rank(tmp_path):
