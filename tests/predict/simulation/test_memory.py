@@ -9,6 +9,7 @@ from hpc3d.predict.simulation.count import every_rank
 from hpc3d.predict.simulation.simulator import load_resolved, simulate
 from tests.predict.fixed import MACHINE
 from tests.runs import train, words
+from tests.strided import strided
 
 LAYOUTS = [
     {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2},
@@ -126,15 +127,17 @@ FOUR = {"mesh__p": 2, "mesh__d": 2, "parallel__zero": 1, "parallel__microbatches
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [
-        pytest.param(ranks, layout, id=" ".join(map(str, layout.values())))
-        for ranks, layout in [
-            (4, FOUR),
+    strided(
+        [
             (4, FOUR | {"parallel__compression": "powersgd", "parallel__bucket_mb": 0.5}),
             (4, FOUR | {"parallel__compression": "top-k", "parallel__compression_share": 0.1}),
+            (4, FOUR),
             *((8, layout) for layout in LAYOUTS),
-        ]
-    ],
+        ],
+        2,
+        ids=lambda case: " ".join(map(str, case[1].values())),
+        slow=0,
+    ),
 )
 def test_peaks_are_measured_ones(ranks, layout, tmp_path):
     """With shared memory; within 2 % a kind, as far as a kind is 1 % of the whole."""
