@@ -202,7 +202,7 @@ def test_evaluations_are_those_of_one_rank_and_go_on_with_the_run(tmp_path):
     [
         (["--resume"], "--resume .: "),
         (["--resume", "absent"], "--resume absent: "),
-        (["--resume", "{run}", "--train.steps", 4], "4 steps ... --train.steps"),
+        (["--resume", "{run}", "--train.steps", 4], "4 steps; ... --train.steps"),
         (["--resume", "{run}", "--model.layers", 3], "model.layers = "),
         (
             ["--resume", "{run}", "--train.steps", 9, "--data.validation", 0.05],
