@@ -262,6 +262,7 @@ def test_damaged_traces_are_refused(run, chance, tmp_path, capsys):
 ODD = [None, -1, 1 << 70, "", "../x", [], {}, [[]], 1.5, "x" * 1000, [None], {"a": 1}, True]
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_refused(run, chance, tmp_path):
     bad = 0
     (whole,) = (run / "checkpoints").glob("step-*")

@@ -169,6 +169,7 @@ d=2 x=2 y=2 zero=1 scheme=2d-summa microbatches=2
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), strided([*zip(MIXTURES, MIXTURES[1:] + MIXTURES[:1], strict=True)], 8, 3)
 )

@@ -88,6 +88,7 @@ def launched(counter):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", rules.some(LINES, 0))
 def test_what_is_launched_and_held_is_predicted(line, launcher):
     if "bfloat16" in line:

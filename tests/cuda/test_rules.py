@@ -84,6 +84,7 @@ def same(found, expected):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", some([*LINES, f"{LINES[3]} steps=1 microbatches=1"], 4))
 def test_a_rank_trains_as_with_numpy(line, launcher):
     (found,) = on_devices(line, train)
@@ -233,6 +234,7 @@ LAUNCHES = {"product": 12, "add_norm": 2, "norm_grad": 2, "norm_columns": 2, "su
 LAUNCHES |= {"accumulate": 4, "gelu_tanh": 1, "gelu_grad": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_launches_a_layer(fused, launcher):
     def counted(mesh, config):

@@ -44,6 +44,7 @@ def trained(line, recompute):
     return run(config.mesh.sizes(), lambda mesh: train(mesh, config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", strided(MIXES, 11, 6))
 def test_full(line):
     is_serial_and_the_same_to_the_last_bit(line, "full")

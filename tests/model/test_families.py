@@ -198,6 +198,7 @@ def test_what_a_mixture_keeps_of_a_token(mixture, recompute, chunked):
     assert elements == pytest.approx(family.kept(sizes, recompute, chunked, True), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [{}, {"mesh__e": 2, "mesh__x": 2, "mesh__z": 2}, {"mesh__e": 4, "mesh__d": 2}]
 )

@@ -181,6 +181,7 @@ def test_ranks_with_other_tokens_are_replicas(zero, context):
         assert {op: moved for op, moved in totals.items() if moved} == on_data(zero, 4, elements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero", "bucket"), strided([*product(range(4), (0.001, 25))], 3))
 def test_bytes_of_any_tensor_scheme_schedule_and_bucket(zero, bucket):
     """The elements are those of the rank's own blocks, which ZeRO-3 stores in d parts."""

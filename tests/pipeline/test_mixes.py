@@ -36,7 +36,7 @@ TRANSPORTS = [
 ]
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 30, 6, slow=2))
+@pytest.mark.parametrize("line", strided(MIXES, 60, 6, slow=2))
 def test_a_mix_is_serial(line):
     config, expected = config_of(line), serial(alone(line))
     found = run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config))

@@ -54,6 +54,7 @@ def compare(mesh, split, keep, scales):
         np.testing.assert_allclose(ours, part, rtol=0, atol=bound, err_msg=f"{split} {keep}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", ["block", "tensor"])
 @pytest.mark.parametrize(
     ("cuboid", "data"), strided([(c, d) for c in CUBOIDS for d in (1, 2)], 99, slow=2)

@@ -53,6 +53,7 @@ def test_evaluations_are_a_curve_beside_the_loss_of_training():
     assert len(difference.lines) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_experts_have_a_map_a_layer(layers, tmp_path):
     values = np.array([[1.0, 3.0], [1.0, 0.0]])

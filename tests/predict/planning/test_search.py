@@ -196,6 +196,7 @@ def over(searched):
     return {prod(size[axis] for axis in axes) for size, axes in sizes}
 
 
+@pytest.mark.slow
 def test_bounds_are_below_what_is_found(small):
     searched, found = small
     for each in found.timed:

@@ -37,6 +37,7 @@ def repeated(prediction, phase):
     return Counter(events[chosen][list(what)].tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "recompute"), strided([*product(MIXES, ("selective", "full"))], 7)
 )
