@@ -304,20 +304,6 @@ def _problems_of_all(job: Job, problem: str | None) -> list[str]:
     return [*dict.fromkeys(line for line in job.gather(problem) if line)]
 
 
-def _shorter(opened: Checkpoint, config: Config) -> Iterator[str]:
-    """The key of the sequence where weights that came from elsewhere may begin with a shorter one:
-    they have no table of positions."""
-    from hpc3d.checkpoints.inspect import config_of, shapes_of
-
-    shorter = config.model.sequence < config_of(opened).model.sequence
-    if (
-        shorter
-        and not opened.header["step"]
-        and "embedding.position" not in shapes_of(config.model)
-    ):
-        yield "sequence"
-
-
 def mismatch(config: Config, opened: Checkpoint) -> str | None:
     """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
     from hpc3d.checkpoints.inspect import (
@@ -331,7 +317,10 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     before = config_of(opened)
     models = (with_epsilon(each.model) for each in (before, config))
     stored, asked = map(asdict, models)
-    may_change = {*_MAY_CHANGE, *_shorter(opened, config)}
+    model, may_change = config.model, {*_MAY_CHANGE}
+    shorter = not opened.header["step"] and model.sequence < before.model.sequence
+    if shorter and "embedding.position" not in shapes_of(model):
+        may_change.add("sequence")  # nothing of it was seen, and no parameter depends on it
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (
@@ -341,6 +330,5 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     kept = [spec for spec in optimizer_of(before).STATES if spec.name in kinds_of(opened)]
     if lacking := {spec.name for spec in optimizer_of(config).STATES if spec not in kept}:
         return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {_OF_ANOTHER}"
-    model = config.model
     found = inconsistencies(opened, shapes_of(model), stateless_of(model))
     return next((f"{opened.folder}: {problem}" for problem in found), None)
