@@ -20,7 +20,7 @@ USAGE = """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first word names; the exit code is 2 where there is none."""
+    """Run the command that the first word names; the exit code is 2 for any other word."""
     command, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in COMMANDS:
         return import_module(f"hpc3d.{command}").main(words)

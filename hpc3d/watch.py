@@ -114,7 +114,7 @@ def _shows(letters: str) -> bool:
 
 
 def _run(given: Path | None) -> Path:
-    """The folder of a run; ValueError where there is none."""
+    """The folder of a run; ValueError if there is no run."""
     if given is None:
         runs = [path.parent for path in Path("results").glob("*/config.toml")]
         if not runs:

@@ -171,7 +171,7 @@ def _works(lock: Path) -> bool | None:
 
 
 def _changed(path: Path) -> int:
-    """When a file was written to last; long ago if there is none."""
+    """When a file was written to last; long ago for a file that does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

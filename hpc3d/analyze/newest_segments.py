@@ -40,7 +40,7 @@ class NewestSegments:
         self.found: Axes | None = None
 
     def axes(self) -> Axes | None:
-        """The Axes of these segments, None where there are none with a step."""
+        """The Axes of these segments, None without any with a step."""
         counts = count_segments(self.run)
         if counts != self.counts:
             self.counts = counts

@@ -40,7 +40,7 @@ class Drawing(NamedTuple):
 
 
 class OpenedRun:
-    """A run in a `folder`, or a simulated one, or a trace; ValueError where there is none.
+    """A run in a `folder`, or a simulated one, or a trace; ValueError for any other path.
 
     Times are seconds, sizes bytes.  What is slow, the analysis of a step, is done once a step.
     """
@@ -85,7 +85,7 @@ class OpenedRun:
         return [name for name, rows in self._of(None).tables.items() if rows]
 
     def table(self, name: str) -> pd.DataFrame:
-        """A table of the report, in SI units; ValueError for a name that is none of `tables`."""
+        """A table of the report, in SI units; ValueError for a name that is not in `tables`."""
         from pandas import DataFrame
 
         if name not in self.tables:

@@ -6,7 +6,7 @@ needs the memory for others, and reads ahead what is asked for.  A device has me
 (hpc3d.comm.pinned_store).
 
     save     working array -> kept array
-    load     kept array -> a function that gives a new working array, on its way until it is called
+    load     kept array -> a function that gives a new working array, in flight until it is called
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ PRIMITIVES: list[Primitive] = []
 class Primitive:
     """A function with a rule per kind of array; called with anything else it is `numpy` itself.
 
-    `abstract_rule`, `cuda_rule` and `narrow_rule` are None where there is none.
+    `abstract_rule`, `cuda_rule` and `narrow_rule` are None for a primitive that lacks them.
     """
 
     def __init__(self, numpy: _Rule, abstract_rule: _Rule | None = None) -> None:

@@ -334,7 +334,7 @@ PUBLISHED = {
 
 
 def published(model: ModelConfig) -> PublishedFamily:
-    """What a section [model] is in `transformers`; ValueError for a mixture that is none there."""
+    """What a section [model] is in `transformers`; ValueError for a mixture that it lacks."""
     if not model.experts:
         return PUBLISHED[model.kind]
     if model.kind != LLAMA.kind:

@@ -126,7 +126,7 @@ def _bert_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _bert_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    gelu = _gelu_of(settings, "hidden_act", GELU["exact"])  # theirs, where none is told
+    gelu = _gelu_of(settings, "hidden_act", GELU["exact"])  # theirs, where none is given
     return {"gelu": gelu, "norm_epsilon": settings.get("layer_norm_eps", 1e-12)}
 
 
@@ -172,7 +172,7 @@ def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
         if settings.get("head_dim", width) != width:
             only = f"hidden_size / num_attention_heads = {width:g}"
             raise ValueError(f"{CONFIG}: head_dim = {settings['head_dim']!r}: here it is {only}")
-    epsilon = settings.get("rms_norm_eps", 1e-6)  # theirs, where none is told
+    epsilon = settings.get("rms_norm_eps", 1e-6)  # theirs, where none is given
     return {"norm_epsilon": epsilon, **_rope(settings)}
 
 
@@ -204,7 +204,7 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
         raise ValueError(
             f"{CONFIG}: {_BALANCE} = {coefficient!r}: it should be a factor from 0 on"
         )
-    usual = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}  # theirs, where none is told
+    usual = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}  # theirs, where none is given
     balance = coefficient * top_k / model["layers"]
     return {
         **_llama_told({**usual, **settings}, model),

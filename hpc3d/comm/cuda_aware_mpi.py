@@ -78,7 +78,7 @@ class CudaAwareMpi(MpiCommunicator):
         self.device.synchronize()
         return call(integers(block), *how).then(lambda result: result.view(block.dtype))
 
-    # The other one is for messages that MPI asks for: with this `long` there are none.
+    # The other one is for messages that MPI asks for: not with this `long`.
     def summed(  # type: ignore[override]
         self, call: Callable[..., Any], block: Array, result: Array, *how: object
     ) -> Pending:

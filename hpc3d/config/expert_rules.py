@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def wrong_experts(config: Config) -> Iterator[str]:
-    """Mixtures that cannot be, and keys of mixtures where there are none."""
+    """Mixtures that cannot be, and keys of mixtures where there is no mixture."""
     if config.model.experts:
         yield from _wrong_numbers(config)
         yield from _wrong_split(config)

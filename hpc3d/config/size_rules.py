@@ -75,7 +75,7 @@ def wrong_parts(config: Config) -> Iterator[str]:
 
 
 def wrong_tokens(model: ModelConfig) -> Iterator[str]:
-    """A token for padding that is none of the text."""
+    """A token for padding that is not one of the text."""
     last = (model.vocabulary or inf) - 1
     if model.padding is not None and model.padding >= last:
         yield (

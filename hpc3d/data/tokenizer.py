@@ -151,7 +151,7 @@ class BpeTokenizer:
 
 
 def _loaded(text: str) -> Any:
-    """The tokenizer of a JSON text; ValueError where it is none."""
+    """The tokenizer of a JSON text; ValueError for any other text."""
     bpe = library()
     try:
         return bpe.Tokenizer.from_str(text)

@@ -40,7 +40,7 @@ _Merges = Sequence[tuple[str, ...]]
 
 def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
     """The tokenizer that a path or the name gpt2 stands for; `end_name` is the token that ends a
-    document, if that is given.  ValueError, in one line, where there is none."""
+    document, if that is given.  ValueError, in one line, for any other word."""
     path = Path(word)
     remedy = f"give --tokenizer byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
     library()
@@ -60,7 +60,7 @@ def _told_end(folder: Path) -> str | None:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """What the tokenizer_config.json of a folder says; nothing where there is none."""
+    """What the tokenizer_config.json of a folder says; nothing without such a file."""
     path = folder / SETTINGS
     found = json.loads(_text(path)) if path.is_file() else {}
     if not isinstance(found, dict):
@@ -198,7 +198,7 @@ def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
 
 
 def meta_tokenizer(path: Path) -> BpeTokenizer | None:
-    """The characters that nanoGPT's meta.pkl beside a .bin numbers; None where there is none."""
+    """The characters that nanoGPT's meta.pkl beside a .bin numbers; None without such a file."""
     meta = path.with_name("meta.pkl")
     if not meta.is_file():
         return None

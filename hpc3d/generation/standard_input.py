@@ -11,7 +11,7 @@ _NOTHING = 10.0  # seconds after which none comes
 
 
 def standard_input(launched: bool, descriptor: int = 0) -> bytes:
-    """All of it.  `launched` by an mpirun a process may not be told where it ends, as by that of
+    """All of it.  `launched` by an mpirun a process may not learn where it ends, as by that of
     Open MPI 5: there it ends when nothing more has come for a while; ValueError without any."""
     found = b""
     while not launched or _comes(descriptor, _PAUSE if found else _NOTHING):

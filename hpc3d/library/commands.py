@@ -29,7 +29,7 @@ Options = Mapping[str, Any]
 
 
 def open_run(path: Path | str) -> OpenedRun:
-    """The run in a folder results/NAME-STAMP, or of a trace; ValueError where there is none."""
+    """The run in a folder results/NAME-STAMP, or of a trace; ValueError for any other path."""
     from hpc3d.analyze.opened_run import OpenedRun
 
     return OpenedRun(path)

@@ -73,12 +73,12 @@ class KeptForm:
         return _replaced(saved, self._save, {}) if self.offload else saved
 
     def ask(self, saved: list[Any]) -> None:
-        """Let what is offloaded of the last of `saved`, if there is one, be on its way."""
+        """Let what is offloaded of the last of `saved`, if there is one, be in flight."""
         if self.offload and saved:
             saved[-1] = _replaced(saved[-1], self._load, {})
 
     def pop(self, saved: list[Any]) -> Any:
-        """The last of `saved`, taken from it, which is as it was; that before it is on its way
+        """The last of `saved`, taken from it, which is as it was; that before it is in flight
         from then on."""
         last = saved.pop()
         self.ask(saved)
@@ -110,7 +110,7 @@ class KeptForm:
         return OffloadedArray(kept)
 
     def _load(self, value):
-        """The same on its way back: what is offloaded is a function that gives it."""
+        """The same coming back: what is offloaded is a function that gives it."""
         if isinstance(value, RoundedArray):
             return RoundedArray(*map(self._load, value))
         if not isinstance(value, OffloadedArray):

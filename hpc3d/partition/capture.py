@@ -174,7 +174,7 @@ def _explained(error):
 
 
 def _refuse(program):
-    """ValueError for operations whose place cannot be told."""
+    """ValueError for operations whose place cannot be found."""
     for node in program.graph.nodes:
         for tensor in tensors(node.meta.get("val")):
             if sum(isinstance(size, torch.SymInt) for size in tensor.shape) > 1:

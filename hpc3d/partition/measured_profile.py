@@ -169,7 +169,7 @@ def _weight(costs):
 
 
 def load(path: Path | str) -> ModuleProfile:
-    """The ModuleProfile of a file; ValueError in one line for what is none."""
+    """The ModuleProfile of a file; ValueError in one line for any other."""
     content = files.read(path, files.MOST_JSON, _REMEDY)
     try:
         tree = json.loads(content)

@@ -35,7 +35,7 @@ from hpc3d.plain import counted
 from hpc3d.predict.machine.machine import Machine
 
 _MOST_MICROBATCHES = 128  # that are tried
-_LOOKED_AT = 250  # arrangements with a part a stage that are run on the clock
+_LOOKED_AT = 250  # arrangements with one part per stage that are run on the clock
 _AT_LEAST, _IMPROVED = 4, 8  # of these that are improved
 _FAR = 1.1  # from the best, which no improvement makes good
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
@@ -121,7 +121,7 @@ class ModulePlan(NamedTuple):
 
 
 def planned_module(captured: Captured, machine: Machine, wanted: Wanted) -> ModulePlan:
-    """The quickest ModulePlan of a captured module on a machine: `best_plan` of its costs."""
+    """The fastest ModulePlan of a captured module on a machine: `best_plan` of its costs."""
     return best_plan(ModelCosts.of(captured, machine, wanted.batch), wanted)
 
 
@@ -226,7 +226,7 @@ def _sorted_on_the_clock(costs, choices):
 
 
 def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, PipelineChoice]]:
-    """Of a small graph with branches the partition over all downsets that is quickest with the
+    """Of a small graph with branches the partition over all downsets that is fastest with the
     replicas and microbatches of the best arrangement, if each stage has equally many."""
     alike = [each for each in choices if len({*each.replicas}) == 1 and each.chunks == 1]
     downsets = costs.graph(1).downsets(_MOST_DOWNSETS)

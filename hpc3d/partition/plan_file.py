@@ -129,7 +129,7 @@ def _described(value):
 
 
 def load(path: Path | str) -> SavedPlan:
-    """The SavedPlan of a file; ValueError in one line for what is none."""
+    """The SavedPlan of a file; ValueError in one line for any other."""
     content = files.read(path, files.MOST_JSON, _REMEDY)
     try:
         tree = json.loads(content)

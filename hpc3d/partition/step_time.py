@@ -1,6 +1,6 @@
 """The partition with the shortest step under a pipeline schedule, which is run on its clock.
 
-The lightest heaviest stage is not always the quickest: what a stage waits for counts, too.  The
+The lightest heaviest stage is not always the fastest: what a stage waits for counts, too.  The
 search goes through chains of downsets, from the first stage to the last, and leaves a branch when
 no step of it can be shorter than the best one known.  With M microbatches, f_s and b_s seconds of
 stage s forward and backward and n_s microbatches in flight there, a step lasts at least
@@ -49,7 +49,7 @@ def quickest(
 ) -> Timed | None:
     """The shortest step of all numbers of stages and `schedules`, as far as so many `passes` go
     (None: MOST_PASSES); None if nothing fits."""
-    most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more are mostly quicker
+    most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more are mostly faster
     kinds = [(name if stages > 1 else "none", stages) for stages in most for name in schedules]
     kinds = [*dict.fromkeys(kinds)]
     tables = {

@@ -116,7 +116,7 @@ def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | lis
             raise ValueError(
                 f"--{name}: {len(value)} numbers for {count} {what}: give one for each, or one"
             )
-    lists["comm"].append(0.0)  # behind the last part there is none
+    lists["comm"].append(0.0)  # nothing behind the last part
     return [Cost(*each) for each in zip(*(lists[name] for name in TIMES), strict=True)]
 
 

@@ -19,7 +19,7 @@ _FILL, _ROUNDS = 4, 4  # of a microbatch per stage: until a schedule is steady, 
 
 class FullMoment(NamedTuple):
     """The microbatches that are in flight on a stage, by chunk: from F to the end of the backward
-    pass, W included; and whether the gradient of one before may still be on its way."""
+    pass, W included; and whether the gradient of one before may still be in flight."""
 
     counts: tuple[int, ...]
     sending: bool

@@ -65,7 +65,7 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
 
 
 def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
-    """A machine to predict with, and why its times are not to be told, if so."""
+    """A machine to predict with, and why its times are not to be shown, if so."""
     if name is not None:
         return load(name), ""
     try:

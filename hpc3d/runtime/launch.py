@@ -216,8 +216,8 @@ def leave(job: Job) -> None:
 def _keep(job: Job) -> None:
     """Save what can be saved now: this process may be killed before it has stopped.
 
-    While no product is under way: see `fork_or_end`.  There is none where the main thread is in
-    a call, or does this itself.
+    While no product is under way: see `fork_or_end`.  None is while the main thread is in a call,
+    or does this itself.
     """
     if job.ending.acquire(blocking=False):
         try:

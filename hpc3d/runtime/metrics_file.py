@@ -30,7 +30,7 @@ _Sink = Callable[[_Record], object]
 
 class MetricsFile:
     """Writes the records of a run that begins with step `start`; those of later steps, which an
-    earlier attempt had done, are dropped.  Each goes to all `sinks`, too; one that raises is told
+    earlier attempt had done, are dropped.  Each goes to all `sinks`, too; one that raises is reported
     of by `say` and gets no more."""
 
     def __init__(
@@ -119,7 +119,7 @@ def _finite(value: Any) -> Any:
 
 
 def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) -> list[_Sink]:
-    """What else gets the records of a run in a `folder` (None: there is none yet, it is only asked
+    """What else gets the records of a run in a `folder` (None: no folder yet, it is only asked
     whether it could be); ValueError where there is no such function or package."""
     sinks = [_function(hook)] if hook else []
     if tensorboard:

@@ -36,7 +36,7 @@ _LONG = 64_000_000  # bytes of a message that shows the bandwidth
 
 
 class Contender(NamedTuple):
-    """An arrangement by its name, and its step; both None where there is none, as `note` tells.
+    """An arrangement by its name, and its step; both None if it has no solution, as `note` tells.
     With `ways` > 1 every replica is so many ranks, which share each of its layers."""
 
     name: str

@@ -59,7 +59,7 @@ def asynchronous(
 
 
 def _ranges(sums):
-    """Of every [i, j] the sum from i to j; inf where there is none."""
+    """Of every [i, j] the sum from i to j; inf unless i < j."""
     found = sums[None, :] - sums[:, None]
     found[np.tril_indices(len(sums))] = np.inf
     return found

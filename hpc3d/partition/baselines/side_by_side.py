@@ -35,7 +35,7 @@ def everyone(captured: Captured) -> list[Callable[[Task], Contender]]:
 
 
 def ours(captured: Captured, task: Task) -> Contender:
-    """The plan of hpc3d.partition.module_plan, which has the reason where there is none."""
+    """The plan of hpc3d.partition.module_plan, which has the reason if there is no plan."""
     wanted = Wanted(task.ranks, task.memory, task.costs.batch, margin=0.0)
     try:
         found = planned_module(captured, task.costs.machine, wanted)

@@ -162,7 +162,7 @@ def _combined_leaves(path, few, many, samples):
 
 
 def _combined_leaf(path, few, many, samples):
-    """The Like of a tensor of `samples` and of twice as many; what is none must be the same."""
+    """The Like of a tensor of `samples` and of twice as many; all else must be the same."""
     if not isinstance(few, torch.Tensor) or not isinstance(many, torch.Tensor):
         if type(few) is not type(many) or few != many:
             raise CannotStayWhole(path, f"it is given {few!r:.40}, for more samples {many!r:.40}")

@@ -81,7 +81,7 @@ def _with_layers(config: Config, counts: Sequence[int]) -> Config:
 
 def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
     """Layouts with even layers that uneven ones may make better: of each candidate with a pipeline
-    the quickest of a few schedules, and the quickest that save less memory than even ones need."""
+    the fastest of a few schedules, and the fastest that save less memory than even ones need."""
     for number, each in enumerate(timed):
         if each.best.config.mesh.p == 1:
             continue
@@ -95,7 +95,7 @@ def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 
 
 def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
-    """The quickest estimates with less done again than `best` does, or with less of ZeRO."""
+    """The fastest estimates with less done again than `best` does, or with less of ZeRO."""
     config, parallel = best.config, best.config.parallel
     ways = candidates.ways(config)
     way = MemoryOption(parallel.keep_gathered, parallel.recompute, parallel.attention)
@@ -177,7 +177,7 @@ def _mixtures(config: Config, layers: int) -> float:
 
 
 def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]:
-    """Estimates of a layout with buckets of other sizes, the quickest first."""
+    """Estimates of a layout with buckets of other sizes, the fastest first."""
     sizes = bucket_sizes(candidates.estimator, config)
     candidates.count += len(sizes)
     sized = (replace(config.parallel, bucket_mb=size) for size in sizes)

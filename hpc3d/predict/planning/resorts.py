@@ -74,7 +74,7 @@ RESORTS = (
 
 
 class Fit(NamedTuple):
-    """The quickest of the nearest layouts that fit with a resort, and the input changed by it."""
+    """The fastest of the nearest layouts that fit with a resort, and the input changed by it."""
 
     resort: Resort
     config: Config
