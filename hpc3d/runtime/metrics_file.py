@@ -30,8 +30,8 @@ _Sink = Callable[[_Record], object]
 
 class MetricsFile:
     """Writes the records of a run that begins with step `start`; those of later steps, which an
-    earlier attempt had done, are dropped.  Each goes to all `sinks`, too; one that raises is reported
-    of by `say` and gets no more."""
+    earlier attempt had done, are dropped.  Each goes to all `sinks`, too; one that raises is
+    reported by `say` and gets no more."""
 
     def __init__(
         self, folder: Path, start: int, sinks: Iterable[_Sink], say: Callable[[str], object]

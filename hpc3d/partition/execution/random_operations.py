@@ -54,7 +54,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def _batch_dim(node):
-    """The dimension of an operation's result that grows with the batch; None if no dimension does."""
+    """The dimension of an operation's result that grows with the batch; None if none does."""
     sizes = node.meta["val"].shape
     return next((dim for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
 
