@@ -53,8 +53,9 @@ class Masking(NamedTuple):
     padding: int | None = None
 
     def masked(self, tokens: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, int32 as `tokens` [B, T]; where nothing is to be predicted the target
-        is IGNORE.  What becomes of token number e is made of draws 4 e to 4 e + 2 of the key."""
+        """Inputs and targets, int32 as `tokens` [B, T]; where nothing is to be predicted the
+        target is IGNORE.  What becomes of token number e is made of draws 4 e to 4 e + 2 of the
+        key."""
         draws = philox_draws(key, 0, _DRAWS * tokens.size)
         drawn, kind, other = draws.reshape(*tokens.shape, _DRAWS).transpose(2, 0, 1)[:3]
         chosen = _below_one(drawn) < _TARGETS

@@ -96,9 +96,6 @@ SHOWN = {
         r"\d+ tokens in [\d.]+ s, the best so far",
     ],
     "docs/partition.md": [r"border  crossing \[MB\]  behind; the next best place for it alone"],
-    "docs/reliability.md": [
-        r"resume: the learning rate has another curve now: \S+ instead of \S+ in step \d+",
-    ],
     "docs/techniques.md": [
         r"8 ranks of h100, one change of \S+ each:\n.*microbatches=",
         r"change +memory +received +step\n *as it is +[\d.,]+ MB +[\d.,]+ MB +[\d.,]+ m?s\n",

@@ -106,7 +106,8 @@ def test_tensorboard_gets_every_scalar(tmp_path):
     pytest.importorskip("tensorboardX", reason="extra tensorboard")
     steps(tmp_path, range(3), sinks=sinks_of(None, tensorboard=True, folder=tmp_path))
     (file,) = (tmp_path / "tensorboard").iterdir()
-    wait_for(lambda: b"loss" in file.read_bytes())  # a thread writes it
+    # A thread writes it, a tag for each of three steps.
+    wait_for(lambda: [*map(file.read_bytes().count, (b"loss", b"gradient_norm"))] == [3, 3])
 
 
 def test_without_its_package_tensorboard_is_refused(monkeypatch):
