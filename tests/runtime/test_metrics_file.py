@@ -102,12 +102,12 @@ def test_train_refuses_it_before_anything_starts():
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_every_scalar(tmp_path):
+def test_tensorboard_gets_every_finite_scalar(tmp_path):
     pytest.importorskip("tensorboardX", reason="extra tensorboard")
     steps(tmp_path, range(3), sinks=sinks_of(None, tensorboard=True, folder=tmp_path))
     (file,) = (tmp_path / "tensorboard").iterdir()
-    # A thread writes it, a tag for each of three steps.
-    wait_for(lambda: [*map(file.read_bytes().count, (b"loss", b"gradient_norm"))] == [3, 3])
+    wait_for(lambda: file.read_bytes().count(b"loss") == 3)  # a thread writes it
+    assert b"gradient_norm" not in file.read_bytes()  # it is infinite in each
 
 
 def test_without_its_package_tensorboard_is_refused(monkeypatch):
