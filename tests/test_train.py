@@ -117,7 +117,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("ranks", TWO_AND_16)
-@pytest.mark.parametrize("bad", strided(BAD, 10, ids=lambda bad: bad.__name__))
+@pytest.mark.parametrize("bad", strided(BAD, 10, slow=2, ids=lambda bad: bad.__name__))
 def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"
     values, expected = bad(tmp_path)
@@ -318,7 +318,11 @@ def long(tmp_path_factory):
 
 
 @slow
-@pytest.mark.parametrize("cuboid", [(2, 3, 2), (2, 2, 2), (3, 3, 3), (4, 4, 4)], ids=str)
+@pytest.mark.parametrize(
+    "cuboid",
+    [(2, 3, 2), (4, 4, 4), pytest.param((3, 3, 3), marks=pytest.mark.exhaustive)],
+    ids=str,
+)
 def test_twenty_steps_have_the_same_losses_on_any_cuboid(cuboid, long, tmp_path):
     mesh = {f"mesh__{axis}": size for axis, size in zip("xyz", cuboid)}
     path = train(int(np.prod(cuboid)), tmp_path, 280, train__steps=20, **mesh)
