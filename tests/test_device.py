@@ -12,8 +12,8 @@ from tests.training.test_evaluator import Held
 EXPERTS = "c=2 e=2 schedule=none microbatches=2 sequence=8 experts=4 top_k=2 capacity=1"
 # Every stage of ZeRO, most schedules and schemes; all of them would take a quarter of an hour.
 QUICK = [("nccl", line) for line in MIXES[7:48:40]]
-SLOW = [("nccl", line) for line in (EXPERTS, *MIXES[3::12])] + [
-    ("host-staged", line) for line in MIXES[::20]
+SLOW = [("nccl", line) for line in (EXPERTS, *MIXES[3::24])] + [
+    ("host-staged", line) for line in MIXES[::40]
 ]
 
 

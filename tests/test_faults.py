@@ -106,11 +106,11 @@ SAID = {
         case("raise", 4, "auto", mark=exhaustive),
         case("raise", 0, "mpi", mark=exhaustive),
         case("raise", 63, "auto", ranks=64),
-        case("memory", 7, "mpi"),
+        case("memory", 7, "mpi", mark=exhaustive),
         case("exit", 7, "mpi"),
         case("exit", 0, "auto", ranks=16, mark=exhaustive),
         case("reader", 0, "auto"),
-        case("writer", 0, "mpi"),
+        case("writer", 0, "mpi", mark=exhaustive),
         case("writer", 15, "auto", ranks=16, mark=exhaustive),
         case("full disk", 5, "auto", mark=exhaustive),
         case("full disk", 0, "auto", ranks=16),
@@ -135,7 +135,7 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
         case(0, "mpi", mark=exhaustive),
         case(4, "auto"),
         case(31, "auto", ranks=64),
-        case(15, "mpi", ranks=16),
+        case(15, "mpi", ranks=16, mark=exhaustive),
     ],
 )
 def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
@@ -155,7 +155,7 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
         case(0, "auto", mark=exhaustive),
         case(3, "mpi"),
         case(0, "mpi", ranks=16, mark=exhaustive),
-        case(15, "auto", ranks=16),
+        case(15, "auto", ranks=16, mark=exhaustive),
     ],
 )
 def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):

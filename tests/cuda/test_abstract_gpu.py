@@ -17,6 +17,7 @@ from hpc3d.training.trainer import Trainer
 from tests.cuda import rules
 from tests.cuda.rules import on_devices
 from tests.pipeline.mixes import Tokens
+from tests.strided import strided
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("counts_from_zero")]
 
@@ -89,7 +90,7 @@ def launched(counter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", rules.some(LINES, 0))
+@pytest.mark.parametrize("line", strided(LINES, 2, slow=0))
 def test_what_is_launched_and_held_is_predicted(line, launcher):
     if "bfloat16" in line:
         rules.register(launcher, rules.Flash())

@@ -154,7 +154,7 @@ def test_products_may_do_gelu(line, launcher):
     assert not launcher.count.keys() & {"gelu_tanh", "gelu_grad"}
 
 
-@pytest.mark.parametrize("line", some(SEVERAL, 3))
+@pytest.mark.parametrize("line", strided(SEVERAL, 99, 3, slow=2))
 def test_ranks_train_as_one_with_numpy(line, launcher):
     line = f"{line} dtype=float32"
     for found in on_devices(line, train):

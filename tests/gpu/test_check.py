@@ -180,7 +180,7 @@ def test_products_on_a_fake_device(tmp_path):
     assert outcomes(found["nccl"]) == {"NCCL": "skipped"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_all_parts_on_a_fake_device(tmp_path):
     found = run_on_a_fake(tmp_path, *(part.name for part in PARTS))

@@ -28,7 +28,7 @@ from tests.strided import strided
 
 SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
 COUNTS = 4, 8, 12, 16
-TRANSPORTS = [(first, ("auto", "mpi")[first // 4]) for first in range(8)]
+TRANSPORTS = [(first, ("auto", "mpi")[first // 6]) for first in range(12)]
 
 
 @pytest.mark.parametrize("line", strided(MIXES, 60, 6, slow=4))
@@ -88,15 +88,15 @@ def test_some_mixes_on_real_ranks_are_serial():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "transport"), strided(TRANSPORTS, 4, slow=0))
+@pytest.mark.parametrize(("first", "transport"), strided(TRANSPORTS, 6, slow=0))
 @pytest.mark.parametrize("count", COUNTS)
 def test_every_mix_on_real_ranks_is_serial(count, first, transport):
     """Each on one of the two transports."""
-    on_mpi(transport, of_size(count)[first::8], timeout=280)
+    on_mpi(transport, of_size(count)[first::12], timeout=280)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", strided(range(3), 3, slow=0))
+@pytest.mark.parametrize("first", strided(range(6), 6, slow=0))
 def test_a_mix_on_64_ranks_is_serial(first):
-    on_mpi("auto", LARGE[first::3], timeout=880)
+    on_mpi("auto", LARGE[first::6], timeout=880)

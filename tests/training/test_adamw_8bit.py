@@ -17,6 +17,7 @@ from hpc3d.training import footprint
 from hpc3d.training.adamw_8bit import AdamW8bit
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import alone, config_of, cover, same, train, trained_of, trainer_of
+from tests.strided import strided
 from tests.training.test_optimizer import checkpoint
 
 slow, STATES = pytest.mark.slow, AdamW8bit.STATES
@@ -29,23 +30,18 @@ LEARNING = (
 LINE = "optimizer=adamw-8bit steps=2 layers=2 hidden=256 heads=4 batch=8"
 LAYOUTS = [
     "p=2 d=2 zero=1 schedule=1f1b microbatches=2 bucket_mb=0",
-    *(
-        pytest.param(line, marks=slow)
-        for line in [
-            "d=2 x=2 zero=3 layers=1",
-            "d=2 x=2 zero=2 scheme=1d-sequence hidden=512 layers=1 sequence=4",
-            "d=3 zero=0 batch=12",
-            "d=2 x=2 zero=1 scheme=1d hidden=512",
-            "x=2 y=2 z=2 scheme=3d hidden=512",
-            "e=2 d=2 zero=1 experts=4 top_k=2",
-            "e=2 x=2 zero=3 experts=4 kind=llama ffn=512",
-        ]
-    ),
+    "d=2 x=2 zero=3 layers=1",
+    "d=2 x=2 zero=2 scheme=1d-sequence hidden=512 layers=1 sequence=4",
+    "d=3 zero=0 batch=12",
+    "d=2 x=2 zero=1 scheme=1d hidden=512",
+    "x=2 y=2 z=2 scheme=3d hidden=512",
+    "e=2 d=2 zero=1 experts=4 top_k=2",
+    "e=2 x=2 zero=3 experts=4 kind=llama ffn=512",
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 2, slow=0))
 def test_ranks_train_as_one(layout):
     line = f"{LINE} {layout}"
     config = config_of(line)
@@ -56,7 +52,7 @@ def test_ranks_train_as_one(layout):
     cover(found, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("layout", strided(LAYOUTS[:2], 2))
 def test_two_bytes_and_a_part_of_a_scale_a_parameter_are_held_and_predicted(layout):
     config = config_of(f"{LINE} {layout}")
 

@@ -315,7 +315,7 @@ RUN = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "replicas", "micros", "schedule", "how"), strided(RUN, 2, 1, slow=0)
+    ("name", "replicas", "micros", "schedule", "how"), strided(RUN, 3, 1, slow=0)
 )
 def test_torchrun_trains_as_the_whole(name, replicas, micros, schedule, how, tmp_path):
     text = written(name, replicas, micros, schedule, **how)

@@ -18,8 +18,6 @@ from tests.pipeline.mixes import LARGE, MIXES, Tokens, config_of
 from tests.strided import strided
 from tests.training.test_evaluator import Held
 
-slow = pytest.mark.slow
-
 # One rank, cubes of 27 and 64 ranks, and four axes at once.
 MORE = """
 microbatches=3
@@ -82,11 +80,11 @@ c=2 d=2 z=2 sequence=4 overlap=false compression=top-k compression_share=0.05
 
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
 LINES = [
-    *strided([*MIXES, *SMALL], 44, 6, slow=2),
+    *strided([*MIXES, *SMALL], 44, 6, slow=4),
     *strided(MIXTURES, 9),
     *strided(NARROW, 9, 1),
     *strided(COMPRESSED, 9),
-    *(pytest.param(line, marks=slow) for line in MANY),
+    *strided(MANY, len(MANY), len(MANY), slow=2),
 ]
 
 
