@@ -7,19 +7,20 @@ from hpc3d.comm import threads
 from hpc3d.training.evaluator import Evaluator
 from tests.fakes.fake_device import on_device, plain
 from tests.pipeline.mixes import MIXES, alone, config_of, same, serial, train, trainer_of
+from tests.strided import strided
 from tests.training.test_evaluator import Held
 
 EXPERTS = "c=2 e=2 schedule=none microbatches=2 sequence=8 experts=4 top_k=2 capacity=1"
 # Every stage of ZeRO, most schedules and schemes; all of them would take a quarter of an hour.
 QUICK = [("nccl", line) for line in MIXES[7:48:40]]
-SLOW = [("nccl", line) for line in (EXPERTS, *MIXES[3::24])] + [
-    ("host-staged", line) for line in MIXES[::40]
+OTHERS = [("nccl", line) for line in (EXPERTS, *MIXES[3::12])] + [
+    ("host-staged", line) for line in MIXES[::20]
 ]
 
 
 @pytest.mark.parametrize(
     ("transport", "line"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [*QUICK, *strided(OTHERS, len(OTHERS), len(OTHERS), slow=2)],
 )
 def test_a_mix_on_devices_is_serial(transport, line):
     config = config_of(line)

@@ -275,6 +275,7 @@ def test_folders_of_one_second_do_not_overwrite_each_other(tmp_path, monkeypatch
     [
         (1, ["--train.batch", "4"]),
         *(pytest.param(ranks, [], marks=slow) for ranks in (1, 7, 64)),
+        pytest.param(3, [], marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_one_command_needs_no_input_and_no_place(ranks, words, tmp_path):
@@ -320,8 +321,7 @@ def long(tmp_path_factory):
 @slow
 @pytest.mark.parametrize(
     "cuboid",
-    [(2, 3, 2), (4, 4, 4), pytest.param((3, 3, 3), marks=pytest.mark.exhaustive)],
-    ids=str,
+    strided([(2, 3, 2), (2, 2, 2), (4, 4, 4), (3, 3, 3)], 2, slow=0),
 )
 def test_twenty_steps_have_the_same_losses_on_any_cuboid(cuboid, long, tmp_path):
     mesh = {f"mesh__{axis}": size for axis, size in zip("xyz", cuboid)}

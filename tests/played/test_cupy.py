@@ -146,9 +146,13 @@ def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     "values",
     [
         {"mesh__x": 2, "parallel__scheme": "1d-sequence", "parallel__microbatches": 2},
+        pytest.param(
+            {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4},
+            marks=pytest.mark.exhaustive,
+        ),
         {"mesh__d": 2, "parallel__zero": 1, "mesh__transport": "host-staged"},
     ],
-    ids=["1d-sequence", "ZeRO"],
+    ids=["1d-sequence", "1f1b", "ZeRO"],
 )
 def test_it_needs_no_trace(values, on_numpy, tmp_path):
     """A trace orders streams, and keeps arrays, by itself; nothing may depend on that."""
