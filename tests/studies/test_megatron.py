@@ -99,7 +99,7 @@ def test_a_slower_machine_is_noticed(machine):
     assert errors(found)["worst"] > 0.10
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_steps_of_sc21_are_within_10_percent(machine):
     found = [predicted(weak(values), machine) for values in WEAK_SCALING]

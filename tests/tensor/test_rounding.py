@@ -152,7 +152,7 @@ def test_losses_are_near_those_of_exact_products(dtype):
         np.testing.assert_allclose(rounded, exact, rtol=0.05)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_hundred_steps_by_block_end_within_one_percent_of_float32(tmp_path):
     """The default input with an eighth of its batch: the mean loss of the last ten steps."""
