@@ -66,12 +66,12 @@ class Narrow(np.ndarray):
         result = super().__array_function__(function, types, arguments, options)
         return of_type(result) if isinstance(result, np.ndarray) else result
 
-    def astype(self, dtype: DTypeLike, *rest: Any, **options: Any) -> np.ndarray:  # type: ignore[override]
-        return of_type(np.asarray(self).astype(dtype, *rest, **options))
+    def astype(self, dtype: DTypeLike, *args: Any, **options: Any) -> np.ndarray:  # type: ignore[override]
+        return of_type(np.asarray(self).astype(dtype, *args, **options))
 
-    def view(self, *how: Any, **options: Any) -> np.ndarray:  # type: ignore[override]
-        shown = np.asarray(self).view(*how, **options)
-        kinds = [each for each in how if isinstance(each, type) and issubclass(each, np.ndarray)]
+    def view(self, *args: Any, **options: Any) -> np.ndarray:  # type: ignore[override]
+        shown = np.asarray(self).view(*args, **options)
+        kinds = [each for each in args if isinstance(each, type) and issubclass(each, np.ndarray)]
         return shown if kinds else of_type(shown)
 
 

@@ -150,8 +150,8 @@ class Nccl(Communicator):
             return ready(result)
 
         def begin(stream):
-            addresses, dtype = (source.data.ptr, target.data.ptr), number_of(counted.dtype)
-            function(*addresses, counted.size, dtype, *how, stream.ptr)
+            dtype = number_of(counted.dtype)
+            function(source.data.ptr, target.data.ptr, counted.size, dtype, *how, stream.ptr)
 
         return self._landing(self.traffic.post(begin, source, target), result)
 

@@ -21,7 +21,7 @@ Line = Callable[[Sequence[int]], Communicator]
 
 def ranks_of(replicas: Sequence[int]) -> list[range]:
     """The ranks of every stage."""
-    return [range(*ends) for ends in pairwise(accumulate(replicas, initial=0))]
+    return [range(first, stop) for first, stop in pairwise(accumulate(replicas, initial=0))]
 
 
 def place_of(replicas: Sequence[int], rank: int) -> tuple[int, int]:

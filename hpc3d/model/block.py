@@ -66,18 +66,18 @@ class Block:
             last = std / sqrt(2 * model.layers)
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
-            how = product(split), std, part in family.biased, interleaved
-            return Linear(parameters, f"{name}.{part}", shape, *how)
+            biased = part in family.biased
+            return Linear(
+                parameters, f"{name}.{part}", shape, product(split), std, biased, interleaved
+            )
 
         def qkv():
             if model.form.queries == 1:
                 return linear("qkv", (hidden, model.qkv), split, std, (3, model.form.width))
-            how = product(split), std, "qkv" in family.biased
-            return GroupedQkv(parameters, name, model, *how)
+            return GroupedQkv(parameters, name, model, product(split), std, "qkv" in family.biased)
 
         def norm(part):
-            how = split.x, model.epsilon
-            return family.norm(mesh, parameters, f"{name}.{part}", hidden, *how)
+            return family.norm(mesh, parameters, f"{name}.{part}", hidden, split.x, model.epsilon)
 
         def dropout(part, layout):
             return Dropout(mesh, f"{name}.{part}", layout, spec)

@@ -103,8 +103,9 @@ class Head:
         sizes, split = spec.sizes, spec.splits["dense"]
         whole = split.without_panels()
         self.mesh, self.table, self.layout = mesh, table, whole.y
-        how = sizes.hidden, split.x, sizes.epsilon
-        self.norm = spec.family.norm(mesh, parameters, "head.norm", *how)
+        self.norm = spec.family.norm(
+            mesh, parameters, "head.norm", sizes.hidden, split.x, sizes.epsilon
+        )
         self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
         vocabulary: Any = sizes.vocabulary  # a number, where a model is built
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)

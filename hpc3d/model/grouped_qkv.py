@@ -68,10 +68,10 @@ class GroupedQkv(Linear):
         start = 0
         for letter, heads in ("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads):
             shape = sizes.hidden, heads * self.width
-            added = self._added(parameters, f"{name}.{letter}", shape, std, biased)
+            weight, bias = self._added(parameters, f"{name}.{letter}", shape, std, biased)
             needed = self._needed(heads)
             joined = slice(start, start + needed.stop - needed.start)
-            self.parts.append(_Part(*added, needed, joined))
+            self.parts.append(_Part(weight, bias, needed, joined))
             start = joined.stop
         self.columns = start
 

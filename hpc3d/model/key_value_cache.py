@@ -46,9 +46,9 @@ class CachedAttention:
         if self.cache is None:
             batch, heads, _, width = heads_of(qkv, sequence, self.form)[1].shape
             self.cache = self.mesh.empty((2, batch, heads, self.kept.capacity, width), qkv.dtype)
-        how = sequence, self.form, self.cache, first, self.mesh.empty
         with self.mesh.trace.span("attention", "attention", self._flops(qkv, first + sequence)):
-            return attend_cached(qkv, *how), None
+            out = attend_cached(qkv, sequence, self.form, self.cache, first, self.mesh.empty)
+        return out, None
 
     def _flops(self, qkv, seen):
         """Of q k' and p v: 2 products of 2 `seen` D for every row and head."""

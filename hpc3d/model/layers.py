@@ -45,9 +45,9 @@ def row_axes(layout: Layout) -> tuple[str, ...]:
     return (*layout[0], *layout.owned)
 
 
-def immediately(function: Callable[..., object], *arguments: Any) -> None:
+def immediately(function: Callable[..., object], *args: Any) -> None:
     """The `defer` of a backward pass that leaves nothing for later."""
-    function(*arguments)
+    function(*args)
 
 
 def owned(mesh: Mesh, y: Array) -> Array:

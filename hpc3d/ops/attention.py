@@ -193,8 +193,8 @@ def _(qkv, sequence, form, empty, **how):
     probabilities = _empty_probabilities(qkv, sequence, form, empty)
     out = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
     for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, **how):
-        given = widened(qkv[rows]), sequence, form, np.empty
-        out[rows], probabilities[chunks] = attend(*given, **of_sample)
+        block = widened(qkv[rows])
+        out[rows], probabilities[chunks] = attend(block, sequence, form, np.empty, **of_sample)
     return out, probabilities
 
 
@@ -244,8 +244,8 @@ def attend_again(
 def _(qkv, sequence, form, empty, **how):
     probabilities = _empty_probabilities(qkv, sequence, form, empty)
     for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, **how):
-        given = widened(qkv[rows]), sequence, form, np.empty
-        probabilities[chunks] = attend_again(*given, **of_sample)
+        block = widened(qkv[rows])
+        probabilities[chunks] = attend_again(block, sequence, form, np.empty, **of_sample)
     return probabilities
 
 
@@ -302,8 +302,8 @@ def attend_grad(
 def _(dout, qkv, probabilities, sequence, form, empty, **how):
     dqkv = empty(qkv.shape, qkv.dtype)
     for rows, chunks, of_sample in _samples(qkv, probabilities, sequence, **how):
-        given = widened((dout[rows], qkv[rows], probabilities[chunks]))
-        dqkv[rows] = attend_grad(*given, sequence, form, np.empty, **of_sample)
+        d, block, p = widened((dout[rows], qkv[rows], probabilities[chunks]))
+        dqkv[rows] = attend_grad(d, block, p, sequence, form, np.empty, **of_sample)
     return dqkv
 
 

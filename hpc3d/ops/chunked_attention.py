@@ -256,7 +256,7 @@ def _(qkv, dq, dkv, form, empty):
 
 def _as_numpy(op: Primitive) -> None:
     """Let an op do on devices and in 16 bits what it does in NumPy: fills and copies."""
-    op.cuda(lambda gpu, *given: op.numpy(*given))
+    op.cuda(lambda gpu, *args: op.numpy(*args))
     op.narrow(op.numpy)
 
 

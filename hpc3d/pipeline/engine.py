@@ -50,14 +50,14 @@ class DeferredWeightGrads:
         self.trace = trace
         self.work: deque[tuple[int, Callable[..., object], tuple[Any, ...]]] = deque()
 
-    def __call__(self, function: Callable[..., object], *arguments: Any) -> None:
-        self.work.append((self.trace.layer, function, arguments))
+    def __call__(self, function: Callable[..., object], *args: Any) -> None:
+        self.work.append((self.trace.layer, function, args))
 
     def run(self) -> None:
         while self.work:
-            layer, function, arguments = self.work.popleft()
+            layer, function, args = self.work.popleft()
             with self.trace.scope(layer=layer):
-                function(*arguments)
+                function(*args)
 
 
 class Engine:

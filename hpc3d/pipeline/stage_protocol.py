@@ -55,6 +55,6 @@ class PipelineStage(Protocol):
         dy is the gradient of Y, None for the last part.  `saved` is that of this microbatch's
         forward pass; it is used once, and nothing of it may be held on to but by calls that wait.
         The gradients of weights are added to those of the parameters by calls
-        `defer(function, *arguments)`, which makes them at once, or in their order when W comes;
+        `defer(function, *args)`, which makes them at once, or in their order when W comes;
         after those of each of `units` comes `defer(finished, unit)`.
         """

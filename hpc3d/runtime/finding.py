@@ -30,10 +30,10 @@ class Finding(NamedTuple):
         ]
 
 
-def examine(check: Callable[..., Iterable[Finding]], *arguments: Any) -> Iterator[Finding]:
+def examine(check: Callable[..., Iterable[Finding]], *args: Any) -> Iterator[Finding]:
     """The findings of a check; what it raises is one, too."""
     try:
-        yield from check(*arguments)
+        yield from check(*args)
     except Exception as error:
         subject, what = (
             check.__name__.replace("_", " ").strip(),

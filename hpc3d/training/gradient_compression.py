@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -187,8 +187,10 @@ class _CompressedSum(GradientBucket):
 class _LowRankSum(_CompressedSum):
     """PowerSGD: the sum of all P of a bucket is in flight from `post` on, that of Q in `wait`."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(
+        self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression
+    ) -> None:
+        super().__init__(parameters, items, kept)
         self.factors = [self.kept.factors[item] for item in self.items]
         self.high = [each.shape[0] > each.shape[-1] for each in self.residuals]
         self.short = [
@@ -265,8 +267,10 @@ class _LowRankSum(_CompressedSum):
 class _LargestSum(_CompressedSum):
     """Top-k: the values and places that all members send are in flight from `post` on."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(
+        self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression
+    ) -> None:
+        super().__init__(parameters, items, kept)
         self.counts = [(self.spec.kept(each.size),) for each in self.residuals]
 
     def post(self) -> None:

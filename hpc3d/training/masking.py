@@ -26,19 +26,18 @@ _DRAWS = 4  # of a token, of which three are used: one value of the generator's 
 
 def batches_of(config: Config, tokens: Tokens) -> Batches:
     """The batches that a run with a settled vocabulary learns from."""
-    model = config.model
-    sizes = model.sequence, config.train.batch, config.seed
-    if family_of(model).causal:
-        return Batches(tokens, *sizes)
-    return MaskedBatches(tokens, *sizes, _masking_of(config))
+    sequence, batch = config.model.sequence, config.train.batch
+    if family_of(config.model).causal:
+        return Batches(tokens, sequence, batch, config.seed)
+    return MaskedBatches(tokens, sequence, batch, config.seed, _masking_of(config))
 
 
 def validation_of(config: Config, tokens: Tokens) -> ValidationBatches:
     """The batches that it is evaluated on."""
-    sizes = config.model.sequence, config.train.batch, config.train.eval_batches
+    sequence, train = config.model.sequence, config.train
     if family_of(config.model).causal:
-        return ValidationBatches(tokens, *sizes)
-    return MaskedValidation(tokens, *sizes, _masking_of(config))
+        return ValidationBatches(tokens, sequence, train.batch, train.eval_batches)
+    return MaskedValidation(tokens, sequence, train.batch, train.eval_batches, _masking_of(config))
 
 
 def _masking_of(config: Config) -> Masking:

@@ -128,10 +128,13 @@ class _Definitions:
     def _metric(self):
         """Bytes and FLOP of a location from its start on."""
         otf2 = self.otf2
-        how = otf2.MetricType.USER, otf2.MetricMode.ACCUMULATED_START
-        member = self.registry.metric_member
-        moved = member("bytes", "received, sent or copied", *how, otf2.Type.UINT64, unit="B")
-        computed = member("operations", "floating point", *how, otf2.Type.DOUBLE, unit="FLOP")
+
+        def sum_of(name, meaning, kind, unit):
+            user, mode = otf2.MetricType.USER, otf2.MetricMode.ACCUMULATED_START
+            return self.registry.metric_member(name, meaning, user, mode, kind, unit=unit)
+
+        moved = sum_of("bytes", "received, sent or copied", otf2.Type.UINT64, "B")
+        computed = sum_of("operations", "floating point", otf2.Type.DOUBLE, "FLOP")
         return self.registry.metric_class((moved, computed), otf2.MetricOccurrence.SYNCHRONOUS)
 
     def region(self, number: int, op: str) -> Any:

@@ -205,7 +205,8 @@ def layer_by_layer(costs: ModelCosts, choice: PipelineChoice, memory: float) -> 
         rows = costs.rows(choice.microbatches, stage.replicas)
         whole = costs.part(rows, before, stage.end)
         ends = [run.end for run in runs if before < run.end < stage.end]
-        layers = [costs.part(rows, *ends) for ends in pairwise((before, *ends, stage.end))]
+        borders = pairwise((before, *ends, stage.end))
+        layers = [costs.part(rows, first, end) for first, end in borders]
         if stage.recompute:
             received = sum(layer.received for layer in layers) - whole.received
             nbytes += flights * received + max(layer.saved for layer in layers) - whole.saved

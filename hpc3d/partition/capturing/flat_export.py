@@ -33,7 +33,7 @@ _MODES = _set_grad_enabled, _enter_autocast, autocast_mode._exit_autocast
 def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> ExportedProgram:
     """The program of a module that is called with `inputs`; ValueError with the user's line for
     autocast, for gradients of the user's own, and for what else torch keeps apart."""
-    given = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
     blocks = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"
     passes = replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
     with ExitStack() as replaced:
@@ -41,7 +41,7 @@ def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> Ex
             replaced.enter_context(_replaced(module, name, _unchanged))
         apply = classmethod(_checked_apply)
         replaced.enter_context(_replaced(torch.autograd.Function, "apply", apply))
-        program = export(model, *given, dynamic_shapes=shapes, strict=False)
+        program = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     _Modes(program).settle()
     return program
 

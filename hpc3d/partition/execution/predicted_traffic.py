@@ -42,8 +42,8 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
     for number, program in enumerate(model.programs[:-1]):
         if width == 1:
             continue
-        ends = (model.replicas[part % width] for part in (number, number + 1))
-        pairs = _pairs(*ends, batch // microbatches)
+        senders, receivers = (model.replicas[part % width] for part in (number, number + 1))
+        pairs = _pairs(senders, receivers, batch // microbatches)
         sizes = [_nbytes(node.meta["val"], batch) for node in program.sent]
         graded = [node in model.graded for node in program.sent]
         back = sum(size for size, has_gradient in zip(sizes, graded) if has_gradient)

@@ -63,13 +63,13 @@ def _factors(name, draw, dim, rate, shape, dtype):
     """0 or 1 / (1 - rate) for every element of an array of that shape, whose dimension `dim` is
     that of the samples, or several of each."""
     rows = 1 if dim is None else shape[dim]
-    rest = [*shape] if dim is None else [size for place, size in enumerate(shape) if place != dim]
+    others = [size for place, size in enumerate(shape) if place != dim]
     first = 0 if dim is None else draw.first * rows // draw.samples
     key = philox_key((draw.seed, name, draw.step))
-    width = prod(rest)
+    width = prod(others)
     kept = keep_mask(key, rate, range(first, first + rows), range(width), width)
     factors = torch.from_numpy(kept).to(dtype).mul_(1 / (1 - rate))
-    return factors.view(shape) if dim is None else factors.view(rows, *rest).movedim(0, dim)
+    return factors.view(shape) if dim is None else factors.view(rows, *others).movedim(0, dim)
 
 
 def _dropout(name, draw, dim, input, p, train):

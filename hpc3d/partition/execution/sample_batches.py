@@ -38,8 +38,7 @@ def rows_of(batch: int, microbatches: int, replicas: int, replica: int) -> Itera
     for number in range(microbatches):
         first, stop = (batch * end // microbatches for end in (number, number + 1))
         rows = stop - first
-        ends = (first + rows * end // replicas for end in (replica, replica + 1))
-        yield range(*ends)
+        yield range(first + rows * replica // replicas, first + rows * (replica + 1) // replicas)
 
 
 def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:

@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 def split_backward(node: fx.Node, later: fx.Node) -> None:
     """Let the copy of an operation, if it is a product with a weight, leave the gradients of its
-    parameters to `later(function, *arguments)`."""
+    parameters to `later(function, *args)`."""
     if getattr(node.target, "overloadpacket", None) in _RULES:
         given = arguments_of(node)
         node.args, node.kwargs = (node.target, later), given

@@ -49,11 +49,11 @@ class StageProgram(NamedTuple):
     ) -> tuple[tuple, tuple]:
         """What is sent and what is put out for the samples of a Draw, given all inputs of the
         model by their nodes and weights by their names; of a `split` one `later(function,
-        *arguments)` takes the calls that its backward pass leaves."""
+        *args)` takes the calls that its backward pass leaves."""
         sizes = [size_of(size, draw.samples) for size in self.sizes]
         tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
-        first = (draw, later) if self.split else (draw,)
-        made = self.module(*first, *sizes, *received, *tensors)
+        randomness = (draw, later) if self.split else (draw,)
+        made = self.module(*randomness, *sizes, *received, *tensors)
         return made[: len(self.sent)], made[len(self.sent) :]
 
 

@@ -94,12 +94,12 @@ class TorchStage:
         sent, outputs = self.program.run(draw, received, micro.inputs, tensors, self._later)
         return sent if self.loss is None else [outputs[self.loss]]
 
-    def _later(self, function, *arguments):
-        self.weights.defer(self._add, function, *arguments)
+    def _later(self, function, *args):
+        self.weights.defer(self._add, function, *args)
 
-    def _add(self, function, *arguments):
+    def _add(self, function, *args):
         with self.trace.span("gradients of weights", "gemm"):
-            function(*arguments)
+            function(*args)
 
     def backward(
         self,

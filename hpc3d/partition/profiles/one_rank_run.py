@@ -12,6 +12,7 @@ from hpc3d.arrays.pool import Pool
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.stage_mesh import stage_mesh
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
+from hpc3d.model.layers import immediately
 from hpc3d.partition.capture import Captured, carries_batch
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
 from hpc3d.partition.execution.sample_batches import SampleRows, flat_inputs
@@ -100,7 +101,7 @@ class OneRankRun:
         times.append(self.clock())
         block = None
         for stage in reversed(stages):
-            block = stage.backward(block, kept.pop(), micro, _at_once, _nothing)
+            block = stage.backward(block, kept.pop(), micro, immediately, _nothing)
         times.append(self.clock())
         return times[1] - times[0], times[2] - times[1]
 
@@ -113,10 +114,6 @@ class OneRankRun:
         spent = self.trainer.engine.seconds
         passes, update = spent["F"] + spent["BW"], spent["Step"]
         return StepSeconds(passes, update, whole - passes - update)
-
-
-def _at_once(function, *arguments):
-    function(*arguments)
 
 
 def _nothing(unit):

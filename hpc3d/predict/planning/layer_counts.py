@@ -141,8 +141,9 @@ class LayerCounts:
             Cost(*(one + count * each for one, each in zip(bare[:3], layer[:3])), bare.comm)
             for bare, count in zip(pipeline.bare, counts, strict=True)
         ]
-        sizes = pipeline.stages, pipeline.micros, pipeline.chunks
-        ends = steady_ends(pipeline.schedule, *sizes, costs)
+        ends = steady_ends(
+            pipeline.schedule, pipeline.stages, pipeline.micros, pipeline.chunks, costs
+        )
         return max(end + self.sums(counts, stage) for stage, end in enumerate(ends))
 
     def least(self, counts: Sequence[int]) -> float:
