@@ -9,15 +9,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from itertools import chain, starmap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc3d import renamed
 from hpc3d.config.familiar_names import familiar
 from hpc3d.config.input_file import Config
 from hpc3d.plain import Problems, plain
 from hpc3d.shipped import INPUT, find
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 # Of a value that may be of several types: pydantic says which it tried.
 _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
@@ -116,12 +120,12 @@ def validate(tree: dict[str, Any]) -> Config:
     """A tree of tables as a `Config`; all errors at once."""
     import json
 
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     # As JSON a table may stand for a dataclass although types are strict: true is no number.
     text = json.dumps(tree, default=str)
     try:
-        return TypeAdapter(Config).validate_json(text, strict=True)
+        return _adapter().validate_json(text, strict=True)
     except ValidationError as errors:
         by_key: dict[str, list[Any]] = {}
         for error in errors.errors():
@@ -129,6 +133,14 @@ def validate(tree: dict[str, Any]) -> Config:
             key = ".".join(part for part in where if not _KINDS.fullmatch(part))
             by_key.setdefault(re.sub(r"\.\d+$", "", key), []).append(error)
         raise Problems(chain.from_iterable(starmap(_explain, by_key.items()))) from None
+
+
+@cache
+def _adapter() -> TypeAdapter[Config]:
+    """Made once: it takes milliseconds, and a study loads hundreds of inputs."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Config)
 
 
 def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
