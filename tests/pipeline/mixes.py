@@ -189,6 +189,7 @@ def config_of(line):
     return resolve(config, prod(config.mesh.sizes().values()))
 
 
+@cache
 def ranks(line):
     return prod(config_of(line).mesh.sizes().values())
 
