@@ -72,7 +72,7 @@ def outcomes(request):
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param(each, marks=[pytest.mark.slow] if each == "attention" else [])
+        pytest.param(each, marks=[pytest.mark.slow] * each.endswith("attention"))
         for each in launch_table.sources()
     ],
 )
