@@ -137,7 +137,7 @@ def validate(tree: dict[str, Any]) -> Config:
 
 @cache
 def _adapter() -> TypeAdapter[Config]:
-    """Made once: it takes milliseconds, and a study loads hundreds of inputs."""
+    """Made once: it takes milliseconds, and `plan` loads its input again for every resort."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(Config)

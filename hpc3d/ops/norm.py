@@ -274,8 +274,8 @@ def _(n, rstd, dy, gamma, means, residual, dx):
     gamma = widened(gamma)
     for rows, (block,) in rounded(dx):
         added = None if residual is None else widened(residual[rows])
-        ours, d = widened(n[rows]), widened(dy[rows])
-        normalise_grad(ours, rstd[rows], d, gamma, means[:, rows], added, block)
+        normal, d = widened(n[rows]), widened(dy[rows])
+        normalise_grad(normal, rstd[rows], d, gamma, means[:, rows], added, block)
     return dx
 
 

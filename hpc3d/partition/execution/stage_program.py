@@ -52,8 +52,8 @@ class StageProgram(NamedTuple):
         *args)` takes the calls that its backward pass leaves."""
         sizes = [size_of(size, draw.samples) for size in self.sizes]
         tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
-        randomness = (draw, later) if self.split else (draw,)
-        made = self.module(*randomness, *sizes, *received, *tensors)
+        deferred = [later] if self.split else []
+        made = self.module(draw, *deferred, *sizes, *received, *tensors)
         return made[: len(self.sent)], made[len(self.sent) :]
 
 
