@@ -30,8 +30,16 @@ def test_keys_are_named_that_are_not_as_by_default():
     assert differences(longer)[-1] == "train.decay_steps = 9"
 
 
-def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(tmp_path, capsys):
+@pytest.fixture
+def log(tmp_path):
     log = Log(tmp_path / "train.log", speaks=True)
+    yield log
+    log.file.close()
+    if log.metrics:
+        log.metrics.file.close()
+
+
+def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(log, tmp_path, capsys):
     log.record(0, load(None, []))
     for number, seconds in enumerate([9.0, 2.0, 4.0, 3.0]):
         log.step(Step(number, 5.0, 0.1, 1.5, 64, seconds, 0.25, 10**7, 0), 4)
@@ -53,23 +61,21 @@ def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(tmp_path, caps
     }
 
 
-def test_a_loss_scale_that_is_adapted_is_in_the_record(tmp_path):
-    log = Log(tmp_path / "train.log", speaks=True)
+def test_a_loss_scale_that_is_adapted_is_in_the_record(log, tmp_path):
     log.record(0, load(None, []))
     log.step(Step(0, 5.0, 0.1, float("inf"), 64, 1.0, 0.25, 10**7, 0, 2.0**15), 4)
     (record,) = read(tmp_path)
     assert (record["loss_scale"], record["gradient_norm"]) == (2**15, None)
 
 
-def test_colours_are_for_the_terminal_and_not_for_the_log(tmp_path, monkeypatch, capsys):
+def test_colours_are_for_the_terminal_and_not_for_the_log(log, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("hpc3d.runtime.colours.in_colour", lambda stream: True)
-    Log(tmp_path / "train.log", speaks=True).say("done", "green")
+    log.say("done", "green")
     assert capsys.readouterr().out == "\x1b[32mdone\x1b[0m\n"
     assert (tmp_path / "train.log").read_text() == "done\n"
 
 
-def test_the_time_that_is_left_is_by_the_last_steps(tmp_path, capsys):
-    log = Log(tmp_path / "train.log", speaks=True)
+def test_the_time_that_is_left_is_by_the_last_steps(log, capsys):
     log.record(0, load(None, []))
     for number in range(60):
         seconds = 9.0 if number < 30 else 2.0

@@ -308,7 +308,7 @@ def test_what_is_computed_again_belongs_to_the_backward_pass(tmp_path):
     ]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning", "error::DeprecationWarning")
 def test_the_figure_has_both_panels_on_one_clock(hand):
     with opened(hand) as recorded:
         _, panels = pipeline_of_step(recorded, 1)

@@ -11,7 +11,8 @@ from hpc3d.analyze.report.plot_matplotlib import draw, save
 from hpc3d.analyze.report.step_timeline import timeline
 from tests.analyze.small import small
 
-pytestmark = pytest.mark.filterwarnings("error")
+# What matplotlib says; not what is collected here of other tests, such as their open files.
+pytestmark = pytest.mark.filterwarnings("error::UserWarning", "error::DeprecationWarning")
 NAN = float("nan")
 
 
