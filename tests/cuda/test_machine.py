@@ -111,6 +111,7 @@ def test_what_is_right_runs_and_no_value_is_left_from_before(faults):
     assert np.isnan(given["y"]).all()
 
 
+TINY = np.finfo(np.float32).tiny
 EDGES = [0.0, -0.0, 1.0, -3.3, 65519.996, 65520.0, 1e9, 2**-24, 2**-25, 3 * 2**-25, 2**-14, np.inf]
 
 
@@ -119,6 +120,7 @@ def test_numbers_of_16_bits_are_rounded_as_numpy_rounds_them(real, emulate):
     with np.errstate(over="ignore"):
         bits = np.random.default_rng(3).integers(0, 2**32, 4000, dtype=np.uint32)
         x = np.concatenate([np.float32(EDGES), bits.view(np.float32)])
+        x = x[(x == 0) | (np.abs(x) >= TINY) | np.isnan(x)]  # CuPy compiles with -ftz=true
         expected = real.cast(x)
     zeros = np.zeros((1, x.size), np.float32)
     factors = np.float32([0, 1])

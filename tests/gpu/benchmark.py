@@ -20,7 +20,7 @@ from tests.gpu.trainers import Noise, trainer_of
 
 GPT2 = {"layers": 12, "hidden": 768, "heads": 12, "sequence": 1024, "vocabulary": 50304}
 LARGE = {"layers": 24, "hidden": 2048, "heads": 16, "sequence": 1024, "vocabulary": 50304}
-TINY = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocabulary": 128}
+TINY = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 128, "vocabulary": 128}
 TRAIN = {"steps": 10_000, "learning_rate": 6e-4, "warmup": 100}
 MODELS = {"GPT-2 124 M": ({**GPT2, "batch": 32}, 10), "1.3 B": ({**LARGE, "batch": 8}, 4)}
 FITS = {"GPT-2 124 M": 90e9, "1.3 B": 120e9}  # bytes of memory for ours and torch's together

@@ -86,11 +86,13 @@ class Gpu:
 
     def pool(self):
         """The pool of the program's arrays on it, with the rules of all kernels."""
+        from hpc3d.comm.pinned_store import PinnedStore
         from hpc3d.cuda.device import DevicePool
         from hpc3d.cuda.gpu import use
 
         if self.shared is None:  # the rules are those of one pool, whose memory they work in
             self.shared = DevicePool(self.cuda())
+            self.shared.store = PinnedStore(self.shared)
             use(self.shared)
         return self.shared
 

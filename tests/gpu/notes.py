@@ -52,7 +52,7 @@ class Notes:
             print(f"    WRONG {self.case}: {what}: {details}"[:SHOWN], flush=True)
 
     def same(self, what, got, expected, rtol, atol=0.0):
-        """|got - expected| <= atol + rtol |expected|, element by element."""
+        """|got - expected| <= atol + rtol |expected|, element by element; atol may be an array."""
         self.check(what, **compared(got, expected, rtol, atol))
 
     def near(self, what, got, expected, bound):
@@ -101,7 +101,7 @@ def compared(got, expected, rtol, atol):
             "shape": got.shape,
             "max_error": error.max(initial=0.0),
             "norm_error": np.sqrt(np.square(error).sum()) / (norm or 1.0),
-            "bound": {"rtol": rtol, "atol": atol},
+            "bound": {"rtol": rtol, "atol": np.max(atol)},
             "not_finite": int((~np.isfinite(given) & np.isfinite(wanted)).sum()),
         }
     if wrong.any():

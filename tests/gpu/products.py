@@ -7,6 +7,7 @@ from itertools import product as pairs
 import numpy as np
 
 from hpc3d.cuda.gpu import Gpu
+from hpc3d.ops.float8 import E4M3, E5M2, LARGEST, Coded, encode
 from hpc3d.ops.product import accumulate_product, product
 from tests.gpu.fake import gelu
 from tests.gpu.notes import Skip
@@ -16,7 +17,10 @@ LAYOUTS = ("nn", "nt", "tn", "tt")  # of a and b, t: a transposed view
 SHAPES = ((1, 64, 64), (64, 48, 80), (33, 17, 29), (1024, 768, 3072), (512, 1000, 50257 // 7))
 QUICK = SHAPES[:3]
 ATTENTION = (5, 128, 64, 128)  # g, m, k, n
+FLOAT8 = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
+FLOAT8_SHAPES = (16, 16, 16), (64, 48, 80), (1024, 768, 3072), (256, 4096, 512)
 STACKS = ((64, 4, 48, 80), (33, 3, 17, 29), (80, 1, 64, 48), (2560, 8, 768, 3072))  # m, e, k, n
+FLOAT8_ERROR = {"float32": 2e-3, "bfloat16": 4e-3}  # of the norm
 FUSED = (
     "bias",
     "add",
@@ -48,6 +52,9 @@ def cases(device, quick):
             yield f"{real} -> {out}, stacks of experts", run
         yield f"{real}, nothing to sum", partial(empty, device, lt, real)
     yield "float32 by TF32", partial(by_tf32, device, shapes)
+    if not device.fake and "bfloat16" in device.reals:
+        for kinds, out in pairs(FLOAT8, ("float32", "bfloat16")):
+            yield f"{' x '.join(kinds)} -> {out}", partial(by_float8, device, lt, kinds, out)
 
 
 class Factors:
@@ -120,14 +127,15 @@ def stacked(device, lt, real, out, shapes, notes):
         told(partial(multiply, x.T, dy, new))
         told(partial(add, dw, x.T, dy))
         wide_new = by_expert(wide_x.T, wide_dy)
-        for name, array, expected, terms in (
-            ("Y", y, by_expert(wide_x, wide_w), k),
-            ("dX", dx, by_expert(wide_dy, wide_w.T), n),
-            ("dW", new, wide_new, m),
-            ("dW added", dw, wide_dw + wide_new, m),
+        for name, array, expected, terms, between in (
+            ("Y", y, by_expert(wide_x, wide_w), k, 0.0),
+            ("dX", dx, by_expert(wide_dy, wide_w.T), n, 0.0),
+            ("dW", new, wide_new, m, 0.0),
+            ("dW added", dw, wide_dw + wide_new, m, np.abs(wide_new)),
         ):
-            got, bound = device.download(array), bounds(out, terms, real)
-            notes.same(f"{name}, {e} of {m} x {k} x {n}", got, expected, *bound)
+            got, (rtol, atol) = device.download(array), bounds(out, terms, real)
+            atol = atol + rtol * between
+            notes.same(f"{name}, {e} of {m} x {k} x {n}", got, expected, rtol, atol)
 
 
 def by_expert(a, b):
@@ -147,22 +155,29 @@ def fused(device, lt, real, out, what, shapes, notes):
         atol = max(atol, 3e-3) if "gelu" in what else atol
         for name, array, expected in case.results:
             got = device.download(array)
-            notes.same(f"{name}, {m} x {k} x {n}", got, expected, rtol, atol)
+            more = rtol * case.between if name == "out" else 0.0
+            notes.same(f"{name}, {m} x {k} x {n}", got, expected, rtol, atol + more)
 
 
 class Epilogue:
-    """What is given to a product of which the plain result is `ab`, and what must come out."""
+    """What is given to a product of which the plain result is `ab`, and what must come out.
+
+    `between` are the magnitudes of what some kernels round before they add the next: those that
+    add to out in place, and those for sizes that are odd."""
 
     def __init__(self, factors, what, out, shape, ab, b):
         self.given, self.out = {}, factors.nothing(*shape, dtype=out)
         vector, wide_vector = factors.draw(shape[1], dtype=out)
         matrix, wide_matrix = factors.draw(*shape, dtype=out)
         expected, self.results = ab, []
+        self.between = 0.0
         if what == "scale":
             self.given["scale"], expected = 0.125, 0.125 * ab
         if "bias" in what and "bias_grad" not in what:
+            self.between = self.between + np.abs(expected)
             self.given["bias"], expected = vector, expected + wide_vector
         if "add" in what or "in place" in what:
+            self.between = self.between + np.abs(expected)
             self.given["add"], expected = matrix, expected + wide_matrix
         if "in place" in what:
             self.out = matrix
@@ -176,6 +191,7 @@ class Epilogue:
         if what == "gelu_at":
             self.given["gelu_at"] = matrix
             expected = expected * gelu(wide_matrix)[1]
+            self.between = np.abs(expected)
         self.results.append(("out", self.out, expected))
 
 
@@ -188,6 +204,30 @@ def empty(device, lt, real, notes):
         raise Skip("a fake device has its own")
     lt.product(a, b, out)
     notes.same("zeros", device.download(out), np.zeros((4, 8)), 0)
+
+
+def by_float8(device, lt, kinds, out, notes):
+    """Exact operands, so that what remains is how the device sums; the goal is that of float32,
+    but tensor cores of float8 keep fewer bits of a sum (arXiv:2412.19437, section 3.3.2)."""
+    if device.cuda().capability < 89:
+        raise Skip("no float8 before compute capability 8.9")
+    random = np.random.default_rng(5)
+    for m, k, n in FLOAT8_SHAPES:
+        (a, wide_a), (b, wide_b) = (
+            coded(device, random, kind, shape) for kind, shape in zip(kinds, ((m, k), (n, k)))
+        )
+        c = device.upload(np.full((m, n), np.nan, np.float32).astype(np.dtype(out)))
+        told(lambda a=a, b=b, c=c: lt.coded_product(a, b.T, c))
+        notes.near(f"{m} x {k} x {n}", device.download(c), wide_a @ wide_b.T, FLOAT8_ERROR[out])
+
+
+def coded(device, random, kind, shape):
+    """A random matrix in float8, and its values in float64."""
+    x = random.standard_normal(shape, np.float32)
+    scale = np.abs(x).max() / np.float32(LARGEST[kind])
+    codes = encode(x / scale, kind)
+    there = device.upload(codes.view(np.uint8)), device.upload(np.float32([scale]))
+    return Coded(*there, kind, np.dtype("bfloat16")), codes.astype(np.float64) * float(scale)
 
 
 def by_tf32(device, shapes, notes):

@@ -86,7 +86,7 @@ def settings():
         given["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
         given["PATH"] = os.pathsep.join([str(home() / "bin"), given.get("PATH", "")])
         found = sorted((home() / "lib").glob("libmpi.so*"))
-        given |= {"MPI4PY_LIBMPI": str(found[0])} if found else {}
+        given |= {"MPI4PY_LIBMPI": str(found[-1])} if found else {}  # a wheel has no links
     return given
 
 
