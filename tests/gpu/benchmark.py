@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc3d.ops import routing
+from hpc3d.ops.float8 import E4M3, Coded, encode
 from hpc3d.ops.routing import SlotForm
 from tests.gpu.layers import torch_or_skip
 from tests.gpu.notes import Skip
@@ -74,6 +75,9 @@ def rates(device, measured, notes):
     rate = per_second(device, lambda: lt.product(a, b, out), flops)
     notes.fact(f"TFLOP/s, cuBLASLt, {real.name}", rate / 1e12)
     measured["rate"] = rate
+    if device.pool().float8 and real.name == "bfloat16":
+        rate = per_second(device, float8_product(device, lt, out), flops)
+        notes.fact("TFLOP/s, cuBLASLt, float8", rate / 1e12)
     source = device.cupy.empty(COPIED, np.uint8)
     target = device.cupy.empty(COPIED, np.uint8)
     stream = device.cupy.cuda.get_current_stream()
@@ -92,6 +96,15 @@ def rates(device, measured, notes):
         torch.cuda.synchronize()
         times.append(events[0].elapsed_time(events[1]) * 1e-3)
     notes.fact(f"TFLOP/s, torch, {real.name}", flops / float(np.median(times[2:])) / 1e12)
+
+
+def float8_product(device, lt, out):
+    """A product of two matrices in e4m3."""
+    some = np.random.default_rng(2).standard_normal((SIDE, 128), np.float32)
+    codes = np.tile(encode(some, E4M3).view(np.uint8), SIDE // 128)
+    scale = device.upload(np.ones(1, np.float32))
+    a, b = (Coded(device.upload(codes), scale, E4M3, out.dtype) for _ in "ab")
+    return lambda: lt.coded_product(a, b.T, out)
 
 
 def routed(device, form, notes):
