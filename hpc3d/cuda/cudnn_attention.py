@@ -8,6 +8,7 @@ gradients of dqkv.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,6 +109,8 @@ class Flash:
         with self.told("be started"):
             self.handle = self.cudnn.create_handle()
             self.cudnn.set_stream(handle=self.handle, stream=stream)
+        # Its bindings report every object that is left at the end of the program.
+        atexit.register(self.plans.clear)
 
     @staticmethod
     def missing() -> str | None:

@@ -55,7 +55,7 @@ class DeviceRecorder(Recorder):
 
     `timing` are CuPy's Event and get_elapsed_time; `ranges`, where NVIDIA's profilers are to show
     the names of spans, what begins a range of NVTX and what ends it.  What goes into a CUDA graph
-    has no moments: it is not recorded.
+    has no moments: it is not recorded, and its operations are those of the launch of the graph.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class DeviceRecorder(Recorder):
         ] = []  # pairs of moments between which computation stood still in this step
         self.outstanding: set[int] = set()  # moments of calls that were not waited for yet
         self.flying, self.process = False, os.getpid()
+        self.captured = 0.0  # operations of what goes into a graph
 
     @property
     def communication(self) -> float:
@@ -94,7 +95,10 @@ class DeviceRecorder(Recorder):
         self, name: str, op: str = "elementwise", flops: float = 0
     ) -> AbstractContextManager[Any]:
         if self.capturing:
+            self.captured += flops
             return nullcontext()
+        if op == "graph":
+            flops = self.captured
         kind = Span if op == "none" else DeviceSpan
         span = kind(self, self.name(name), OP_NUMBER[op], flops)
         return Ranged(self.ranges, name, span) if self.ranges else span

@@ -42,6 +42,7 @@ OP = (
     "elementwise",
     "lookup",
     "loss",
+    "graph",  # all that a CUDA graph replays
 )
 MEMORY_KIND = (
     "parameter",

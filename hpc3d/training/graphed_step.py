@@ -52,7 +52,7 @@ class GraphedStep:
 
     def launch(self) -> None:
         pool = self.trainer.mesh.pool
-        with self.trainer.mesh.trace.span("graph"):
+        with self.trainer.mesh.trace.span("graph", "graph"):
             self.graph.launch()
         pool.peak |= self.peak
 

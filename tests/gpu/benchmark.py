@@ -75,7 +75,7 @@ def rates(device, measured, notes):
     rate = per_second(device, lambda: lt.product(a, b, out), flops)
     notes.fact(f"TFLOP/s, cuBLASLt, {real.name}", rate / 1e12)
     measured["rate"] = rate
-    if device.pool().float8 and real.name == "bfloat16":
+    if real.name == "bfloat16" and int(device.cupy.cuda.Device().compute_capability) >= 89:
         rate = per_second(device, float8_product(device, lt, out), flops)
         notes.fact("TFLOP/s, cuBLASLt, float8", rate / 1e12)
     source = device.cupy.empty(COPIED, np.uint8)

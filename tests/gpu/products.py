@@ -169,16 +169,19 @@ class Epilogue:
         self.given, self.out = {}, factors.nothing(*shape, dtype=out)
         vector, wide_vector = factors.draw(shape[1], dtype=out)
         matrix, wide_matrix = factors.draw(*shape, dtype=out)
-        expected, self.results = ab, []
-        self.between = 0.0
+        expected, self.results, terms = ab, [], []
         if what == "scale":
             self.given["scale"], expected = 0.125, 0.125 * ab
         if "bias" in what and "bias_grad" not in what:
-            self.between = self.between + np.abs(expected)
-            self.given["bias"], expected = vector, expected + wide_vector
+            self.given["bias"] = vector
+            terms.append(wide_vector)
         if "add" in what or "in place" in what:
-            self.between = self.between + np.abs(expected)
-            self.given["add"], expected = matrix, expected + wide_matrix
+            self.given["add"] = matrix
+            terms.append(wide_matrix)
+        self.between = np.abs(ab) if terms else 0.0
+        if len(terms) > 1:  # which is added first is not said
+            self.between = self.between + np.max([np.abs(ab + term) for term in terms], 0)
+        expected = expected + sum(terms)
         if "in place" in what:
             self.out = matrix
         if "bias_grad" in what:

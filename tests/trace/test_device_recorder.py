@@ -322,14 +322,19 @@ def test_what_goes_into_a_graph_is_not_recorded(recorder, device):
     device.compute.captures = device.queues["blocks"].captures = True
     with recorder.span("a"):
         block = comm.all_gather(BLOCK).wait()
+    with recorder.span("b", "gemm", 30.0), recorder.span("c", "attention", 12.0):
+        pass
     with comm.grouped():
         pending = comm.send(BLOCK, 1)
     pending.wait()
     assert recorder.count == recorder.compute.count == 0 and len(block) == 1000
     device.compute.captures = device.queues["blocks"].captures = False
-    with recorder.span("graph"):
-        device.compute.work(10_000)
-    assert recorder.count == 1
+    for _ in range(2):
+        with recorder.span("graph", "graph"):
+            device.compute.work(10_000)
+    assert recorder.count == 2
+    recorder.device.compare()  # waits for them
+    assert [*segment(recorder).events["flops"]] == [42.0, 42.0]
 
 
 def test_the_share_of_communication_is_known_of_moments_with_and_without_times(recorder, device):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
     from hpc3d.trace.reader import Trace
 
-_PRODUCTS = ("gemm", "attention")
+_PRODUCTS = ("gemm", "attention", "graph")
 
 
 def model_flops(model: ModelConfig, batch: int, vocabulary: int) -> float:

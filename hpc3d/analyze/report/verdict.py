@@ -14,7 +14,11 @@ _Rows = Sequence[Mapping[str, Any]]
 _LEAST = 0.05  # the share of a step from which on a part of it is told
 _NOTHING = 1e-9  # the share of a step that rounding may leave
 _NEAR = 0.1  # by which a measured step may differ from its prediction and be as predicted
-_WORK = {"gemm": "products", "attention": "attention"}
+_WORK = {
+    "gemm": "products",
+    "attention": "attention",
+    "graph": "the CUDA graph (train.cuda_graph = false tells its parts)",
+}
 
 
 def verdict(tables: Mapping[str, _Rows]) -> list[str]:
