@@ -85,9 +85,9 @@ class AttentionGraph(NamedTuple):
 class Flash:
     """Attention, forward and backward, on the arrays of one device.
 
-    `empty(shape, dtype)` makes an array (with `.data.ptr`, `.shape` and `.dtype`), `stream` is
-    the pointer of the stream on which everything runs, `capability` that of the device, which is
-    the current one, as CuPy has it ("90").  Arrays are contiguous.
+    `empty(shape, dtype)` makes an array (with `.data.ptr`, `.shape` and `.dtype`), `scratch` one
+    to work in, `stream` is the pointer of the stream on which everything runs, `capability` that
+    of the device, which is the current one, as CuPy has it ("90").  Arrays are contiguous.
 
     The first call of a shape builds its graph, and must not be captured in a CUDA graph; a later
     one asks `empty` for what it returns, for nothing else, and never waits for the device.
@@ -102,8 +102,10 @@ class Flash:
         stream: int,
         capability: int | str,
         deterministic: bool = False,
+        scratch: Callable[..., Any] | None = None,
     ) -> None:
         self.cudnn, self.empty, self.deterministic = frontend(), empty, deterministic
+        self.scratch = scratch or empty
         self.widest = _widest(int(capability))
         self.plans, self.workspace = {}, None
         with self.told("be started"):
@@ -233,7 +235,7 @@ class Flash:
         Older plans keep what they had: a CUDA graph may hold its address.
         """
         if self.workspace is None or self.workspace.shape[0] < size:
-            self.workspace = self.empty((max(size, 1),), np.dtype(np.uint8))
+            self.workspace = self.scratch((max(size, 1),), np.dtype(np.uint8))
         return self.workspace
 
     def run(self, plan: AttentionGraph, tensors: Mapping[int, int]) -> None:

@@ -106,10 +106,9 @@ def use(pool: DevicePool, tf32: bool = False) -> str:
     device, flash = pool.device, None
     workspace = pool.empty((WORKSPACE,), np.uint8, "workspace")
     lt = Lt(device.compute.ptr, (workspace.data.ptr, WORKSPACE), tf32)
-    missing = Flash.missing()
+    missing, empty = Flash.missing(), partial(pool.empty, kind="workspace")
     if not missing:
-        flash = Flash(pool.empty, device.compute.ptr, device.capability)
-    empty = partial(pool.empty, kind="workspace")
+        flash = Flash(pool.empty, device.compute.ptr, device.capability, scratch=empty)
     gpu = Gpu(Kernels(), lt.product, flash, empty, pool.bring, lt.coded_product)
     gpu.workspace = workspace  # lt has its address alone
     add_gpu(device.array_type, gpu)

@@ -107,10 +107,13 @@ class AbstractGpu(Gpu):
 
 class _AbstractAttention:
     """What cuDNN does (cudnn_attention.Flash): of causal attention half of every product, with no
-    scores in memory; five products backward, one of which is made again."""
+    scores in memory; five products backward, one of which is made again.
+
+    For these it works, in every layer, in the memory that cuDNN 9.19 asks for on an H100: float32
+    for the gradient of q, and for the product of out and its gradient in every row."""
 
     def __init__(self, pool: AbstractPool) -> None:
-        self.pool = pool
+        self.pool, self.workspaces = pool, [pool.empty((0,), np.uint8, "workspace")]
 
     def suits(self, dtype: DTypeLike, width: int, drop: object) -> bool:
         return takes(dtype, width, drop, self.pool.meter.widest)
@@ -120,6 +123,7 @@ class _AbstractAttention:
     ) -> tuple[AbstractArray, AbstractArray]:
         case = Case.of(qkv, sequence, form, causal)
         heads = case.heads * case.queries
+        self.have(4 * qkv.shape[0] * heads * (case.width + 1))
         out = self.pool.empty((qkv.shape[0], heads * case.width), qkv.dtype)
         stats = self.pool.empty((case.batch, heads, sequence, 1), np.float32)
         self.tell(case, 2, (qkv, out, stats))
@@ -138,6 +142,11 @@ class _AbstractAttention:
         dqkv = self.pool.empty(qkv.shape, qkv.dtype)
         self.tell(Case.of(qkv, sequence, form, causal), 5, (dout, qkv, out, stats, dqkv))
         return dqkv
+
+    def have(self, size: int) -> None:
+        """A workspace of so many bytes, from now on; those that were too small stay, too."""
+        if size > self.workspaces[-1].nbytes:
+            self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))
 
     def tell(self, case: Any, products: int, arrays: Sequence[AbstractArray]) -> None:
         heads = case.batch * case.heads * case.queries
