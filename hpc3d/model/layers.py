@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import writeable
-from hpc3d.ops.embedding import gather_rows, scatter_rows
+from hpc3d.ops.embedding import gather_rows, order_of, scatter_rows
 from hpc3d.ops.norm import (
     combine_moments,
     moments,
@@ -295,7 +295,7 @@ class Embedding:
 
     def order(self, micro: Microbatch) -> np.ndarray:
         """Its numbers by row of the table."""
-        return np.argsort(self.index(micro), kind="stable")
+        return order_of(self.index(micro))
 
     def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
         """Y, and what backward needs."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from hpc3d.comm.mesh import CONTEXT
 from hpc3d.model.layers import row_axes
-from hpc3d.ops.embedding import gather_rows, scatter_rows
+from hpc3d.ops.embedding import gather_rows, order_of, scatter_rows
 from hpc3d.ops.rows import add_repeated, sum_repeated
 from hpc3d.tensor.layout import Layout
 
@@ -55,7 +55,7 @@ class Positions:
 
     def _order(self, micro: Microbatch) -> np.ndarray:
         """Their numbers by position."""
-        return np.argsort(self._here(micro), kind="stable")
+        return order_of(self._here(micro))
 
     def _first(self, micro: Microbatch) -> int:
         """The place in its virtual sequence of the first token of this rank's rows."""

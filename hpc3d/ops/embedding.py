@@ -39,6 +39,16 @@ def _(gpu, table, index):
     return out
 
 
+def order_of(index: np.ndarray) -> np.ndarray:
+    """The places of numbers, int64[n], in ascending order of them, equal ones as they stand.
+
+    NumPy sorts 16 bits by their digits, six times as fast as more.
+    """
+    lowest = index.min(initial=0)
+    few = index.max(initial=0) - lowest <= np.iinfo(np.uint16).max
+    return np.argsort((index - lowest).astype(np.uint16) if few else index, kind="stable")
+
+
 @primitive
 def scatter_rows(dy: Array, index: Array, order: Array, shape: Sequence[int]) -> Array:
     """The sum of the rows of `dy` with the same index, for indices inside `shape`; `order` sorts

@@ -1,8 +1,9 @@
 """Gradients of the rows of a table."""
 
 import numpy as np
+import pytest
 
-from hpc3d.model.layers import scatter_rows
+from hpc3d.ops.embedding import order_of, scatter_rows
 
 RNG = np.random.default_rng(7)
 
@@ -16,3 +17,12 @@ def test_rows_with_the_same_token_are_summed():
             expected[at] += row
     order = np.argsort(index, kind="stable")
     np.testing.assert_allclose(scatter_rows(dy, index, order, (4, 3)), expected)
+
+
+@pytest.mark.parametrize("highest", [0, 7, 2**16 - 1, 2**16, 10**6])
+@pytest.mark.parametrize("first", [0, -300, 2**40])
+def test_places_are_in_the_order_of_their_numbers(first, highest):
+    index = first + np.random.default_rng(1).integers(0, highest, 5000, endpoint=True)
+    index[:2] = first, first + highest
+    np.testing.assert_array_equal(order_of(index), np.argsort(index, kind="stable"))
+    assert order_of(index[:0]).size == 0
