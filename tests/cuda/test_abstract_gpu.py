@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import contextmanager
+from math import inf
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ FLOAT8 = "product_dtype=float8 product_scale=tensor layers=1 batch=8 sequence=8 
 def observed(mesh, config):
     """The peaks of a rank in its second step."""
     batches = Tokens(config) if mesh.rank == 0 else None
-    mesh = mesh.traced(Recorder(None, {"rank": mesh.rank}, 1 << 15))
+    mesh = mesh.traced(Recorder(None, {"rank": mesh.rank}, 1 << 15, every_s=inf))
     trainer = Trainer(mesh, config, config.model.vocabulary, batches)
     for number in range(2):
         trainer.step(number)

@@ -1,5 +1,7 @@
 """Predicted = counted: bytes and messages of every rank, axis, op and phase, with no tolerance."""
 
+from math import inf
+
 import numpy as np
 import pytest
 
@@ -34,7 +36,7 @@ def counted(config):
     """What every rank of a real run does in its second step, as a Prediction."""
 
     def rank(mesh):
-        recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15)
+        recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15, every_s=inf)
         batches = Tokens(config) if mesh.rank == 0 else None
         trainer = Trainer(mesh.traced(recorder), config, config.model.vocabulary, batches)
         trainer.step(0)
@@ -107,7 +109,7 @@ EVALUATED = [
 
 def evaluated(mesh, config, feed, batches):
     """What a rank does in an evaluation of two batches, as a Prediction."""
-    recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15)
+    recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15, every_s=inf)
     mesh = mesh.traced(recorder)
     trainer = Trainer(mesh, config, config.model.vocabulary, batches, feed=feed)
     evaluator = Evaluator(trainer, batches, feed=feed)

@@ -50,6 +50,7 @@ LAYOUTS = [
         "parallel__context": "all-to-all",
         "parallel__attention": "chunked",
         "model__sequence": 512,
+        "train__batch": 48,
     },
     {
         "mesh__p": 2,
