@@ -41,8 +41,9 @@ def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
     if the `peak` FLOP/s of one rank is given; None stands for what is not known.
 
     model_flop is equation 7 for the run's configuration.  recorded_flop is the sum over the ranks
-    of the events of products and attention.  Whole attention counts its masked half, too (4 s h a
-    token and layer forward, twice that backward), so that the two are equal but for
+    of the events of products, attention and CUDA graphs.  Whole attention counts its masked
+    half, too (4 s h a token and layer forward, twice that backward), so that the two are equal
+    but for
 
     * the vocabulary, which is padded to a multiple of the ranks that share it;
     * the dense product of BERT's head, which under scheme 1d all ranks of x do;
