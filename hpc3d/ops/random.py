@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from hashlib import blake2b
 from itertools import pairwise
+from threading import local
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,10 +30,24 @@ def philox_key(name: object) -> np.ndarray:
     return np.frombuffer(blake2b(repr(name).encode(), digest_size=16).digest(), np.uint64)
 
 
+class _Generator(local):
+    """One a thread, turned to a place of a stream whenever it is needed: a new one costs six times
+    as long, since it asks the system for a seed."""
+
+    def __init__(self) -> None:
+        self.philox = np.random.Philox(0)
+        self.nothing_drawn = {**self.philox.state, "buffer_pos": _DRAWS, "has_uint32": 0}
+
+
+_generator = _Generator()
+
+
 def philox_draws(key: np.ndarray, first: int, count: int) -> np.ndarray:
     """The 64-bit draws number `first` to `first + count` of the stream with that key."""
     skipped = first % _DRAWS
-    stream = np.random.Philox(key=key, counter=first // _DRAWS)
+    counter = np.array([first // _DRAWS, 0, 0, 0], np.uint64)
+    stream, begun = _generator.philox, _generator.nothing_drawn
+    stream.state = {**begun, "state": {"counter": counter, "key": key}}
     return stream.random_raw(skipped + count)[skipped:]
 
 
@@ -51,7 +66,7 @@ def _by_rows(
         if (stop - first) * width <= _SHORT:
             whole = _by_rows(range(first, stop), range(width), width, make)
             return whole[rows - first, columns.start : columns.stop]
-    parts = [make(0, 0).reshape(0, count)]
+    parts = []
     for first, number in _runs(rows):
         if count == width or number * width <= _SHORT:  # whole rows are one run
             whole = make(first * width, number * width).reshape(number, width)
@@ -59,7 +74,7 @@ def _by_rows(
         else:
             starts = range(first * width + columns.start, (first + number) * width, width)
             parts += [make(start, count)[None] for start in starts]
-    return np.concatenate(parts)
+    return np.concatenate(parts or [make(0, 0).reshape(0, count)])
 
 
 def _runs(rows: _Rows) -> list[tuple[int, int]]:
