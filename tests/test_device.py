@@ -20,7 +20,7 @@ OTHERS = [("nccl", line) for line in (EXPERTS, *MIXES[3::12])] + [
 
 @pytest.mark.parametrize(
     ("transport", "line"),
-    [*QUICK, *strided(OTHERS, len(OTHERS), len(OTHERS), slow=2)],
+    [*QUICK, *strided(OTHERS, len(OTHERS), len(OTHERS), slow=4)],
 )
 def test_a_mix_on_devices_is_serial(transport, line):
     config = config_of(line)

@@ -117,7 +117,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("ranks", TWO_AND_16)
-@pytest.mark.parametrize("bad", strided(BAD, 10, slow=4, ids=lambda bad: bad.__name__))
+@pytest.mark.parametrize("bad", strided(BAD, 10, slow=8, ids=lambda bad: bad.__name__))
 def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"
     values, expected = bad(tmp_path)
@@ -274,8 +274,8 @@ def test_folders_of_one_second_do_not_overwrite_each_other(tmp_path, monkeypatch
     ("ranks", "words"),
     [
         (1, ["--train.batch", "4"]),
-        *(pytest.param(ranks, [], marks=slow) for ranks in (1, 7, 64)),
-        pytest.param(3, [], marks=pytest.mark.exhaustive),
+        pytest.param(7, [], marks=slow),  # README.md has it on 64
+        *(pytest.param(ranks, [], marks=pytest.mark.exhaustive) for ranks in (1, 3)),
     ],
 )
 def test_the_one_command_needs_no_input_and_no_place(ranks, words, tmp_path):
@@ -323,7 +323,9 @@ def long(tmp_path_factory):
     ("x", "y", "z"), strided([(2, 3, 2), (2, 2, 2), (4, 4, 4), (3, 3, 3)], 2, slow=0)
 )
 def test_twenty_steps_have_the_same_losses_on_any_cuboid(x, y, z, long, tmp_path):
-    path = train(x * y * z, tmp_path, 280, train__steps=20, mesh__x=x, mesh__y=y, mesh__z=z)
+    """And many ranks on few cores are not taken for stopped."""
+    layout = {"mesh__x": x, "mesh__y": y, "mesh__z": z}
+    path = train(x * y * z, tmp_path, 280, train__steps=20, run__watchdog_s=5, **layout)
     np.testing.assert_allclose(losses(path), long, rtol=0, atol=1e-9)
 
 

@@ -101,7 +101,7 @@ def checkpoints(tmp_path_factory):
 def _when(i, j):
     if not ((i + j) % 26 or i > j or i % 2):
         return []
-    return pytest.mark.exhaustive if (i + j) % 4 else pytest.mark.slow
+    return pytest.mark.exhaustive if (i + j) % 12 else pytest.mark.slow
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def launched(counter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", strided(LINES, 2, slow=0))
+@pytest.mark.parametrize("line", strided(LINES, 4, slow=0))
 def test_what_is_launched_and_held_is_predicted(line, launcher):
     if "bfloat16" in line:
         rules.register(launcher, rules.Flash())

@@ -155,7 +155,7 @@ def test_products_may_do_gelu(line, launcher):
     assert not launcher.count.keys() & {"gelu_tanh", "gelu_grad"}
 
 
-@pytest.mark.parametrize("line", strided(SEVERAL, 99, 3, slow=2))
+@pytest.mark.parametrize("line", strided(SEVERAL, 99, 3, slow=5))
 def test_ranks_train_as_one_with_numpy(line, launcher):
     line = f"{line} dtype=float32"
     for found in on_devices(line, train):

@@ -37,24 +37,29 @@ ELSEWHERE = {
 }
 
 # How a command is made shorter: by ranks in the place of those of -np, and words at its end.
-CUBE = "-np 8 --mesh.x 2 --mesh.y 2 --mesh.z 2"
+PLANE = "-np 4 --mesh.x 2 --mesh.y 1 --mesh.z 2"
 SHORT = "--train.steps 2 --train.batch 24"
-EXPERTS = f"-np 8 --mesh.e 4 --mesh.x 2 --mesh.y 1 --mesh.z 1 {SHORT}"
+SAVED = "--train.steps 2 --checkpoint.every 2"
+EXPERTS = f"-np 4 --mesh.e 2 --mesh.x 2 --mesh.y 1 --mesh.z 1 {SHORT}"
 REDUCED = {
     r"README.* -np 64 \S+ -m hpc3d\.train$": "--train.steps 1",  # the only one on 64 ranks
-    r"train gpt-4d-64( |$)(?!--dry)": "-np 8 --mesh.x 1 --mesh.y 1 --mesh.z 1 --train.steps 2 "
-    "--train.batch 32",
-    r"train (llama-3d|bert)-64": f"{CUBE} {SHORT}",
-    r"train gpt-3d-64 --data.validation": f"{CUBE} {SHORT} --train.eval_every 1",
-    r"train gpt-3d-64 --checkpoint.every": f"{CUBE} {SHORT} --checkpoint.every 2",
-    r"train long-context-16": "-np 4 --mesh.c 4 --model.sequence 2048 --train.steps 1",
+    r"train gpt-4d-64( |$)(?!--dry)": "-np 4 --mesh.p 2 --mesh.x 1 --mesh.y 1 --mesh.z 1 "
+    "--train.steps 2 --train.batch 32",
+    r"train (llama-3d|bert)-64": f"{PLANE} {SHORT}",
+    r"train gpt-3d-64 --data.validation": f"{PLANE} {SHORT} --train.eval_every 1 "
+    "--data.validation 0.01",
+    r"train gpt-3d-64 --checkpoint.every": f"{PLANE} {SHORT} --checkpoint.every 2",
+    r"train long-context-16": "-np 4 --mesh.c 4 --model.sequence 512 --train.steps 1",
     r"train moe-(switch|llama)-64": EXPERTS,
-    r"train moe-gshard-64": f"-np 8 --mesh.d 1 --mesh.x 1 --mesh.z 1 {SHORT}",
-    r"train (moe|gpt)-text": "--train.steps 2 --checkpoint.every 2",
-    r"train --resume \S+( --train.steps 40|$)": "--train.steps 4",
-    r"data\.md .*train --resume ": "--train.steps 2 --train.batch 8 --checkpoint.every 2",
-    r"--model.vocabulary 50304": "--train.steps 1 --train.batch 8",
-    r"(data|parallelism|models)\.md .*hpc3d\.train ": SHORT,
+    r"train moe-gshard-64": f"-np 4 --mesh.d 1 --mesh.e 2 --mesh.x 1 --mesh.z 1 {SHORT}",
+    r"train moe-text": f"{SAVED} --data.validation 0.005",
+    r"train gpt-text": SAVED,
+    r"train --resume \S+( --train.steps 40|$)": "-np 6 --train.steps 4",
+    r"data\.md .*train --resume ": f"-np 2 --mesh.d 2 --train.batch 8 {SAVED}",
+    r"--model.vocabulary 50304": "-np 2 --mesh.y 1 --mesh.z 1 --train.steps 1 --train.batch 2",
+    r"--model.vocabulary 8192": f"{PLANE} {SHORT}",
+    r"models\.md .*hpc3d\.train ": f"-np 4 {SHORT}",
+    r"(data|parallelism)\.md .*hpc3d\.train ": SHORT,
     r"partition run .*--resume": "--steps 4",
     r"partition run .*--checkpoint": "--steps 2 --checkpoint.every 2",
     r"partition run ": "--steps 3",

@@ -45,12 +45,12 @@ def trained(line, recompute):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", strided(MIXES, 11, 6))
+@pytest.mark.parametrize("line", strided(MIXES, 11, 6, slow=4))
 def test_full(line):
     is_serial_and_the_same_to_the_last_bit(line, "full")
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 11, 6))
+@pytest.mark.parametrize("line", strided(MIXES, 11, 6, slow=4))
 def test_selective(line):
     is_serial_and_the_same_to_the_last_bit(line, "selective")
 

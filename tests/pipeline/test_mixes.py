@@ -30,7 +30,7 @@ SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asyn
 COUNTS = 4, 8, 12, 16
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 60, 6, slow=4))
+@pytest.mark.parametrize("line", strided(MIXES, 60, 6, slow=8))
 def test_a_mix_is_serial(line):
     config, expected = config_of(line), serial(alone(line))
     found = run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config))
@@ -42,7 +42,7 @@ def test_a_mix_is_serial(line):
 KINDS = dict.fromkeys(line for line in map(alone, MIXES) if "dropout" not in line)
 
 
-@pytest.mark.parametrize("line", strided(KINDS, 4, ids=lambda line: line or "plain"))
+@pytest.mark.parametrize("line", strided(KINDS, 4, ids=lambda line: line or "plain", slow=2))
 def test_serial_is_torch(line):
     config, found = config_of(line), serial(line)
     same(found, RULES["none"](config))
@@ -95,13 +95,13 @@ def test_some_mixes_on_real_ranks_are_serial():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "first", "transport"), strided(PARTS, 5, slow=0))
+@pytest.mark.parametrize(("count", "first", "transport"), strided(PARTS, 10, slow=0))
 def test_every_mix_on_real_ranks_is_serial(count, first, transport):
     on_mpi(transport, of_size(count)[first::12], timeout=280)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", strided(range(6), 6, slow=0))
+@pytest.mark.parametrize("first", strided(range(12), 12, slow=0))
 def test_a_mix_on_64_ranks_is_serial(first):
-    on_mpi("auto", LARGE[first::6], timeout=880)
+    on_mpi("auto", LARGE[first::12], timeout=880)

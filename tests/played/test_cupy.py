@@ -130,7 +130,7 @@ def _id(case):
     return f"{ranks}-{dtype}-{' '.join(map(str, values.values()))}"
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "values"), strided(NUMPY, 6, ids=_id, slow=0))
+@pytest.mark.parametrize(("ranks", "dtype", "values"), strided(NUMPY, 12, ids=_id, slow=0))
 def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     """Losses and norms; and, of the same type, every byte that is counted."""
     got, moved = told(run(ranks, tmp_path, train__backend="cupy", train__dtype=dtype, **values))
@@ -145,7 +145,10 @@ def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
 @pytest.mark.parametrize(
     "values",
     [
-        {"mesh__x": 2, "parallel__scheme": "1d-sequence", "parallel__microbatches": 2},
+        pytest.param(
+            {"mesh__x": 2, "parallel__scheme": "1d-sequence", "parallel__microbatches": 2},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4},
             marks=pytest.mark.exhaustive,
@@ -173,7 +176,7 @@ GRAPHS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "values"), strided(GRAPHS, 6, slow=0))
+@pytest.mark.parametrize(("ranks", "values"), strided(GRAPHS, 6, 2, slow=0))
 def test_a_graph_is_the_same_step(ranks, values, tmp_path):
     plain, graph = tmp_path / "plain", tmp_path / "graph"
     values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}

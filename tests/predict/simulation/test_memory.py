@@ -136,6 +136,7 @@ FOUR = {"mesh__p": 2, "mesh__d": 2, "parallel__zero": 1, "parallel__microbatches
             *((8, layout) for layout in LAYOUTS),
         ],
         2,
+        1,
         ids=lambda case: " ".join(map(str, case[1].values())),
         slow=0,
     ),

@@ -41,7 +41,8 @@ def simulated(line):
 
 
 @pytest.mark.parametrize(
-    "line", [*strided(PIPELINES, 28), *strided(PLAYED, 4), *strided(MIXTURES, 8, 1)]
+    "line",
+    [*strided(PIPELINES, 28, slow=3), *strided(PLAYED, 4), *strided(MIXTURES, 8, 1, slow=2)],
 )
 def test_played_passes_are_like_those_that_are_run(line):
     """Every value of every row but times, and the peak of every kind of memory."""
