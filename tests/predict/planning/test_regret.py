@@ -137,7 +137,7 @@ def test_no_layout_is_quicker(name):
     "space",
     [
         Space("2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 20e6, 16e6, 13e6)),
-        SPACES["16 H100"],
+        pytest.param(SPACES["16 H100"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_less_memory_never_gives_a_quicker_plan(space):
