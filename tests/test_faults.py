@@ -133,7 +133,7 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
     [
         case(0, "mpi", ranks=2),
         case(0, "mpi", mark=exhaustive),
-        case(4, "auto"),
+        case(4, "auto", mark=exhaustive),
         case(31, "auto", ranks=64),
         case(15, "mpi", ranks=16, mark=exhaustive),
     ],

@@ -117,7 +117,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("ranks", TWO_AND_16)
-@pytest.mark.parametrize("bad", strided(BAD, 10, slow=8, ids=lambda bad: bad.__name__))
+@pytest.mark.parametrize("bad", strided(BAD, 10, slow=15, ids=lambda bad: bad.__name__))
 def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"
     values, expected = bad(tmp_path)

@@ -91,7 +91,7 @@ def on_mesh(name, cuboid, data, kind):
 ON = [*product(SPLITS, CUBOIDS)]
 
 
-@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 18, slow=8))
+@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 18, slow=7))
 def test_parallel_is_serial(name, cuboid, kind):
     on_mesh(name, cuboid, 1, kind)
 
@@ -101,7 +101,7 @@ def test_parallel_is_serial_on_every_replica(name, kind):
     on_mesh(name, (2, 2, 2), 2, kind)
 
 
-@pytest.mark.parametrize("name", strided(SPLITS, 99, [*SPLITS].index("2d"), slow=8))
+@pytest.mark.parametrize("name", strided(SPLITS, 99, [*SPLITS].index("2d"), slow=4))
 @pytest.mark.parametrize("zeros", [(0, 0), (3, 0), (0, 3)])
 def test_several_axes_may_have_other_rows_of_the_batch(zeros, name, kind):
     """Replicas along d and along c; ZeRO 3 along one of them shards the weights there alone."""

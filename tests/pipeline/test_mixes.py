@@ -30,7 +30,7 @@ SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asyn
 COUNTS = 4, 8, 12, 16
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 60, 6, slow=8))
+@pytest.mark.parametrize("line", strided(MIXES, 60, 6, slow=13))
 def test_a_mix_is_serial(line):
     config, expected = config_of(line), serial(alone(line))
     found = run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config))
@@ -95,7 +95,7 @@ def test_some_mixes_on_real_ranks_are_serial():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "first", "transport"), strided(PARTS, 10, slow=0))
+@pytest.mark.parametrize(("count", "first", "transport"), strided(PARTS, 13, slow=0))
 def test_every_mix_on_real_ranks_is_serial(count, first, transport):
     on_mpi(transport, of_size(count)[first::12], timeout=280)
 

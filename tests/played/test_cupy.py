@@ -130,7 +130,7 @@ def _id(case):
     return f"{ranks}-{dtype}-{' '.join(map(str, values.values()))}"
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "values"), strided(NUMPY, 12, ids=_id, slow=0))
+@pytest.mark.parametrize(("ranks", "dtype", "values"), strided(NUMPY, 24, ids=_id, slow=0))
 def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     """Losses and norms; and, of the same type, every byte that is counted."""
     got, moved = told(run(ranks, tmp_path, train__backend="cupy", train__dtype=dtype, **values))

@@ -57,7 +57,7 @@ def compare(mesh, split, keep, scales):
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", ["block", "tensor"])
 @pytest.mark.parametrize(
-    ("cuboid", "data"), strided([(c, d) for c in CUBOIDS for d in (1, 2)], 99, slow=12)
+    ("cuboid", "data"), strided([(c, d) for c in CUBOIDS for d in (1, 2)], 99, slow=5)
 )
 @pytest.mark.parametrize("name", strided(SPLITS, 5))
 def test_products_are_those_of_rounded_matrices(name, cuboid, data, scales):

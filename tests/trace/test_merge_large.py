@@ -32,8 +32,10 @@ with hpc3d.trace.open(sys.argv[1] + "/trace.h5") as trace:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "steps", "events"),
-    [((4, 2, 4, 2), 100, 600), ((8, 4, 8, 4), 10, 500)],
-    ids=["64 ranks", "1024 ranks"],
+    [
+        pytest.param((4, 2, 4, 2), 100, 600, marks=pytest.mark.exhaustive, id="64 ranks"),
+        pytest.param((8, 4, 8, 4), 10, 500, id="1024 ranks"),
+    ],
 )
 def test_a_large_run_takes_little_memory(sizes, steps, events, tmp_path):
     generate(tmp_path, sizes, steps, events)

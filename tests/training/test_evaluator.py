@@ -93,7 +93,7 @@ FEW = [line for line in LINES if ranks(line) <= 4]
 
 
 @pytest.mark.parametrize(
-    "line", [*strided(FEW, 99, 2, slow=16), *strided(LINES[len(FEW) :], 99, slow=24)]
+    "line", [*strided(FEW, 99, 2, slow=13), *strided(LINES[len(FEW) :], 99, slow=23)]
 )
 def test_a_mix_evaluates_as_one_rank_and_trains_on_as_if_it_had_not(line):
     config, (expected, _) = config_for(line), serial(alone(line))
