@@ -119,7 +119,7 @@ def test_fewer_microbatches_than_stages_and_zero_2_are_found(name):
     assert chosen(space, 80e9)[0] <= 1.02 * best
 
 
-SHORT = "8 A100", "one long sequence on hosts"
+SHORT = "8 A100", "one long sequence on hosts"  # the others take minutes together
 
 
 @pytest.mark.slow
