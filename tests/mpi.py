@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +73,7 @@ def mpirun(*arguments, meanwhile=lambda: None, **how):
     return done
 
 
-def launch(ranks, *arguments, timeout=120, cwd=None, environment=None, program=sys.executable):
+def launch(ranks, *arguments, timeout=250, cwd=None, environment=None, program=sys.executable):
     """`mpirun -np ranks python ARGUMENTS`, or another `program` than python; a hang is a failure,
     and the whole group is killed.
 
@@ -84,26 +85,40 @@ def launch(ranks, *arguments, timeout=120, cwd=None, environment=None, program=s
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # the launcher ends its ranks, which have own groups
-        time.sleep(2)
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
+        out, err = end(process)
         raise AssertionError(f"{command} hung for {timeout} s\n{out}\n{err}") from None
+    except BaseException:
+        end(process)
+        raise
     done = subprocess.CompletedProcess(command, process.returncode, out, err)
     done.seconds = time.monotonic() - begin
     return done
 
 
+def end(process):
+    """End a launcher, which ends its ranks: they have groups of their own.  Returns its output."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()
+
+
 def started(ranks, *arguments, cwd=None, environment=None, program=sys.executable):
     """The launcher of such a job, a Popen in a session of its own."""
-    beside = Path(sys.executable).with_name("mpirun")
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
-    command = [launcher, "-np", str(ranks), str(program), *map(str, arguments)]
+    command = [launcher(), "-np", str(ranks), str(program), *map(str, arguments)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {**os.environ, **surroundings(), "PYTHONPATH": path, **(environment or {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     how = {"cwd": cwd, "env": settings, "text": True, "start_new_session": True}
     return subprocess.Popen(command, **pipes, **how)
+
+
+def launcher():
+    """The path of mpirun: that of this Python's environment, otherwise the first one on PATH."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
 def checked(*arguments, **how):

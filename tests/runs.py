@@ -1,7 +1,9 @@
 """Small runs of `train` on real ranks, and what they leave."""
 
 import re
+import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,7 @@ def words(out, **values):
     return [str(word) for key, value in options.items() for word in (f"--{key}", value)]
 
 
-def train(ranks, out, timeout=120, **values):
+def train(ranks, out, timeout=250, **values):
     """The folder of a run that must go well."""
     checked(ranks, "-m", "hpc3d.train", *words(out, **values), timeout=timeout)
     return newest(out)
@@ -55,12 +57,41 @@ def losses(path):
         return trace.steps["loss"][mine]
 
 
-def wait_for(condition, seconds=60, said=str):
-    """Until `condition()`; `said()` is what there is to read if it takes too long."""
+def wait_for(condition, seconds=120, said=str):
+    """Wait until `condition()`.  The limit only catches hangs; `said()` is the error message."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, said()
         time.sleep(0.05)
+
+
+def processes(word):
+    """The command lines of all processes that contain `word`, which may have NULs for spaces."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            command = path.read_bytes().decode(errors="replace")
+            found += [command] if str(word) in command else []
+    return found
+
+
+def assert_gone(word):
+    """Wait until no process has `word` in its command line."""
+    wait_for(lambda: not processes(word), said=lambda: f"still alive: {processes(word)}")
+
+
+def time_is_up_when(monkeypatch, condition, limit):
+    """Let a wait of `limit` seconds for a process end when `condition()` holds, as if they had
+    passed."""
+
+    class Waited(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout != limit:
+                return super().wait(timeout)
+            wait_for(condition)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Waited)
 
 
 def when_running(out, act):

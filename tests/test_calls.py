@@ -12,7 +12,9 @@ from tests.mpi import ROOT, checked
 def test_calls_are_between_ranks():
     """On one rank, in a process of its own: MPI is not started in that of the tests."""
     words = [sys.executable, "-m", "hpc3d.bench", "calls"]
-    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, check=False, timeout=60)
+    done = subprocess.run(
+        words, cwd=ROOT, text=True, capture_output=True, check=False, timeout=250
+    )
     assert done.returncode == 2
     assert "calls are between ranks: mpirun -np 2" in done.stderr
 

@@ -3,7 +3,6 @@
 import re
 import time
 import uuid
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,43 +12,28 @@ from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.runtime.exit_codes import FAILED, STALLED
 from hpc3d.trace.merge import merge
 from tests.mpi import mpirun
-from tests.runs import newest, said, when_running, words
+from tests.runs import assert_gone, newest, said, when_running, words
 
-slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
-
-
-def processes(word):
-    """The command lines of all processes that hold `word`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        found += [command] if word in command else []
-    return found
-
-
-def gone(word, within=3):
-    """Whether all processes that hold `word` are gone after a moment."""
-    end = time.monotonic() + within
-    while processes(word) and time.monotonic() < end:
-        time.sleep(0.1)
-    return not processes(word)
+slow = pytest.mark.slow
+NEVER = 1000  # seconds until the watchdog would end a job that has to end by itself
+PROMPT = 150  # seconds in which such a job ends, on a busy machine too
+SILENT = 10  # seconds until the watchdog ends the job of a rank that is silent
 
 
 class Fault:
-    """A job with a fault: how it ended, how many seconds it lived on, and what it left."""
+    """A job with a fault, which ends it soon: how it ended, and what it left."""
 
-    def __init__(self, out, fault, ranks, who, **values):
+    def __init__(self, out, fault, ranks, who, prompt=PROMPT, **values):
         name, file = f"fault-{uuid.uuid4().hex}", out / "time"
-        how = {"name": name, "train__steps": 1000, "checkpoint__every": 1, "run__watchdog_s": 5}
+        how = {"name": name, "train__steps": 1000, "checkpoint__every": 1}
+        how |= {"run__watchdog_s": NEVER}
         line = words(out / "results", **(how | values))
         self.ranks, self.who = ranks, who
-        self.done = mpirun(ranks, "-m", "tests.faulty_train", fault, who, file, *line, timeout=200)
+        program = "-m", "tests.faulty_train", fault, who, file
+        self.done = mpirun(ranks, *program, *line, timeout=prompt + 100)
         assert file.exists(), f"it ended before its fault:\n{self.done}"
-        self.lasted = time.time() - float(file.read_text())
-        assert gone(name)
+        assert time.time() - float(file.read_text()) < prompt
+        assert_gone(name)
         self.run = newest(out / "results")
 
     def assert_trace(self):
@@ -70,7 +54,7 @@ class Fault:
     def assert_reports(self):
         """All ranks but the silent one have left where they are, and their stacks."""
         (line,) = said(self.done)
-        silent = f"nothing moved for 5 s: rank {self.who} silent: stopped, or gone; rank"
+        silent = f"nothing moved for {SILENT} s: rank {self.who} silent: stopped, or gone; rank"
         assert line.startswith(f"hpc3d.train: {silent}")
         assert line.endswith(f"; stacks in {self.run}/watchdog")
         assert re.search(
@@ -86,8 +70,8 @@ class Fault:
             assert "in wait_until" in text
 
 
-def case(*values, ranks=8, mark=slow):
-    return pytest.param(*values, ranks, marks=mark)
+def case(*values, ranks=4):
+    return pytest.param(*values, ranks, marks=slow)
 
 
 SAID = {
@@ -103,23 +87,21 @@ SAID = {
 @pytest.mark.parametrize(
     ("fault", "who", "transport", "ranks"),
     [
-        case("raise", 4, "auto"),
-        case("raise", 0, "mpi", mark=exhaustive),
-        case("raise", 63, "auto", ranks=64, mark=exhaustive),
-        case("memory", 7, "mpi", mark=exhaustive),
-        case("exit", 7, "mpi"),
-        case("exit", 0, "auto", ranks=16, mark=exhaustive),
+        case("raise", 2, "auto"),
+        case("raise", 0, "mpi"),
+        case("memory", 3, "mpi"),
+        case("exit", 3, "mpi"),
+        case("exit", 0, "auto", ranks=16),
         case("reader", 0, "auto"),
-        case("writer", 0, "mpi", mark=exhaustive),
-        case("writer", 15, "auto", ranks=16, mark=exhaustive),
-        case("full disk", 5, "auto"),
-        case("full disk", 0, "auto", ranks=16, mark=exhaustive),
+        case("writer", 0, "mpi"),
+        case("writer", 7, "auto", ranks=8),
+        case("full disk", 2, "auto"),
+        case("full disk", 0, "auto", ranks=8),
     ],
 )
 def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
     ended = Fault(tmp_path, fault, ranks, who, mesh__transport=transport)
     code, message = SAID[fault]
-    assert ended.lasted < 10
     assert ended.done.returncode == code
     assert len(said(ended.done)) == 1
     assert re.search(rf"hpc3d.train: rank {who} {message}", ended.done.stderr)
@@ -132,15 +114,14 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
     ("who", "transport", "ranks"),
     [
         case(0, "mpi", ranks=2),
-        case(0, "mpi", mark=exhaustive),
-        case(4, "auto", mark=exhaustive),
+        case(0, "mpi"),
+        case(3, "auto"),
         case(31, "auto", ranks=64),
-        case(15, "mpi", ranks=16, mark=exhaustive),
+        case(7, "mpi", ranks=8),
     ],
 )
 def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
     ended = Fault(tmp_path, "kill", ranks, who, mesh__transport=transport)
-    assert ended.lasted < 10
     assert ended.done.returncode == 128 + 9
     assert re.search(rf"rank {who} .*\s.*signal 9", ended.done.stderr)
     assert not said(ended.done)
@@ -152,15 +133,15 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
     ("who", "transport", "ranks"),
     [
         case(0, "auto", ranks=2),
-        case(0, "auto", mark=exhaustive),
+        case(0, "auto"),
         case(3, "mpi"),
-        case(0, "mpi", ranks=16, mark=exhaustive),
-        case(15, "auto", ranks=16, mark=exhaustive),
+        case(0, "mpi", ranks=8),
+        case(15, "auto", ranks=16),
     ],
 )
 def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):
-    ended = Fault(tmp_path, "stop", ranks, who, mesh__transport=transport)
-    assert ended.lasted < 10
+    how = {"mesh__transport": transport, "run__watchdog_s": SILENT}
+    ended = Fault(tmp_path, "stop", ranks, who, **how)
     assert ended.done.returncode == STALLED
     ended.assert_reports()
     ended.assert_trace()
@@ -206,8 +187,7 @@ def test_a_disk_that_is_full_for_all_ranks_at_the_end_is_one_line(tmp_path):
 
 @slow
 def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
-    ended = Fault(tmp_path, "for ever", 8, 2, trace__enabled="false")
-    assert ended.lasted < 10
+    ended = Fault(tmp_path, "for ever", 8, 2, trace__enabled="false", run__watchdog_s=SILENT)
     assert ended.done.returncode == STALLED
     (line,) = said(ended.done)
     assert ": rank 2 in no call of step 2: it computes, or waits for a device or file; " in line
@@ -215,13 +195,14 @@ def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
 
 
 @slow
+@pytest.mark.timeout(900)
 def test_a_rank_that_is_told_to_end_and_waits_in_vain_leaves(tmp_path):
-    ended = Fault(tmp_path, "desert", 8, 4, run__watchdog_s=60)
-    assert 10 < ended.lasted < 60, "where a step was slow, twice as long as that, but no longer"
+    """After 10 s, or twice as long as it waited before: minutes on a busy machine."""
+    ended = Fault(tmp_path, "desert", 8, 4, prompt=700)
     assert ended.done.returncode == 128 + 15
     (line,) = said(ended.done)
     left = r"hpc3d.train: rank 0 was asked to end and left: nothing moved for (\d+) s, "
-    assert 10 <= int(re.match(left, line)[1]) < 60
+    assert 10 <= int(re.match(left, line)[1]) < 700
     ended.assert_trace()
 
 
@@ -235,7 +216,6 @@ def assert_all_accounted_for(ranks, present, missing):
 @slow
 def test_a_launcher_that_is_told_to_end_leaves_a_trace(tmp_path):
     ended = Fault(tmp_path, "end the launcher", 2, 1)
-    assert ended.lasted < 10
     assert ended.done.returncode != 0
     ended.assert_trace()
     ended.assert_checkpoint()

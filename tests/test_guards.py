@@ -12,6 +12,7 @@ from tests.mpi import mpirun
 from tests.runs import newest, said, words
 
 slow = pytest.mark.slow
+PROMPT = 150  # seconds; the watchdog would end the job after 1000
 CHECKED = {"guard__abft_every": 1}
 REPLICAS = {"mesh__x": 8, "parallel__scheme": "1d", "guard__replicas_every": 1}
 PRODUCT = r"layer \d, \w+: product \[\d+, \d+\] \[\d+, \d+\]: row \d+, column"
@@ -40,12 +41,12 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "values", "code", "line", "ranks"), FAULTS)
 def test_a_wrong_number_ends_the_job_and_is_named(fault, values, code, line, ranks, tmp_path):
     file, out = tmp_path / "time", tmp_path / "results"
-    values = {"train__steps": 1000, "checkpoint__every": 1} | values
+    values = {"train__steps": 1000, "checkpoint__every": 1, "run__watchdog_s": 1000} | values
     done = mpirun(ranks, "-m", "tests.guarded_train", fault, file, *words(out, **values))
     lasted = time.time() - float(file.read_text())
     run = newest(out)
     assert done.returncode == code, done.stderr
-    assert lasted < 10
+    assert lasted < PROMPT
     assert "Traceback" not in done.stderr
     head, first, *_, last = said(done)
     kind = {3: "corrupted", 4: "not finite"}[code]

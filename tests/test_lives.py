@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from hpc3d.comm.threads import run
 from hpc3d.trace.checks_per_rank import violations
 from tests.checkpoints.lives import LAYOUTS, child, ended, live, losses
 from tests.checkpoints.test_saver import whole_ones
-from tests.mpi import ROOT, checked, surroundings
+from tests.mpi import ROOT, checked, launcher, surroundings
 from tests.pipeline.mixes import config_of, trainer_of
 from tests.runs import newest, train, wait_for, words
 
@@ -70,11 +69,11 @@ def test_many_lives_on_threads(layout, lives, seed, tmp_path):
 
 def started(printed, *line):
     """Three ranks, in the background, with what they print in a file."""
-    launcher = [str(Path(sys.executable).with_name("mpirun")), "-np", "3", sys.executable]
+    command = [launcher(), "-np", "3", sys.executable]
     environment = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT)}
     with printed.open("wb") as out:
         return subprocess.Popen(
-            [*launcher, "-m", "tests.recorded_train", *map(str, line)],
+            [*command, "-m", "tests.recorded_train", *map(str, line)],
             env=environment,
             start_new_session=True,
             stdout=out,
@@ -119,7 +118,7 @@ def assert_went_on(folder, file, out):
     steps = 2 + max(found)
     checked(
         *(3, "-m", "tests.recorded_train", file, "--resume", folder, "--train.steps", steps),
-        timeout=100,
+        timeout=250,
     )
     found = losses(folder)
     whole = train(3, out / "whole", **TINY | {"train__steps": steps, "checkpoint__every": 0})

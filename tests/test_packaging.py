@@ -201,7 +201,7 @@ def test_ranks_that_the_launcher_did_not_join_are_told():
         capture_output=True,
         cwd=ROOT,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 4

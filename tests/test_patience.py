@@ -3,34 +3,93 @@
 import io
 import logging
 import sys
-import time
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import hpc3d
-from hpc3d.patience import patience
-from tests.runs import wait_for
+from hpc3d.patience import FIRST, patience
 
 log = logging.getLogger("hpc3d.somewhere")
+REDRAWN, EVERY = 0.5, 30  # seconds between status lines, on a terminal and elsewhere
 
 
-def test_the_newest_record_is_said_after_a_while(capsys):
-    with patience("plan", first=0.2):
+class Time:
+    """The time of hpc3d.patience, which passes only when a test says so.
+
+    It is the event that its threads wait for, too.
+    """
+
+    def __init__(self):
+        self.now, self.due, self.over, self.waits = 0, 0, False, []
+        self.changed = threading.Condition()
+
+    def monotonic(self):
+        return self.now
+
+    def wait(self, seconds):
+        with self.changed:
+            self.waits.append(seconds)
+            self.due = self.now + seconds
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.over or self.now >= self.due, 120)
+            return self.over
+
+    def set(self):
+        with self.changed:
+            self.over = True
+            self.changed.notify_all()
+
+    def skip(self, seconds):
+        """Let time pass until all that is due has been said."""
+        with self.changed:
+            self.now += seconds
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.due > self.now, 120)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time; no thread is left after the test."""
+    clock, threads = Time(), []
+
+    def thread(*arguments, **how):
+        threads.append(threading.Thread(*arguments, **how))
+        return threads[-1]
+
+    own = {"Event": lambda: clock, "Thread": thread, "RLock": threading.RLock}
+    monkeypatch.setattr("hpc3d.patience.threading", SimpleNamespace(**own))
+    monkeypatch.setattr("hpc3d.patience.time", clock)
+    monkeypatch.setattr("hpc3d.patience.FIRST", FIRST)  # not that of tests/conftest.py
+    yield clock
+    for each in threads:
+        each.join(120)
+        assert not each.is_alive()
+    assert not logging.getLogger("hpc3d").handlers
+
+
+def test_the_newest_record_is_said_after_a_while(clock, capsys):
+    with patience("plan"):
         for number in range(1000):
             log.info("%d of 1000", number)
-        deadline = time.monotonic() + 20
-        while (said := capsys.readouterr().err).count("\n") < 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert said.splitlines()[0] == "hpc3d.plan: 0 s: 999 of 1000"
+        clock.skip(FIRST - 0.1)
+        assert capsys.readouterr() == ("", "")
+        clock.skip(0.1)
+        assert capsys.readouterr().err == "hpc3d.plan: 2 s: 999 of 1000\n"
+        log.info("all")
+        clock.skip(EVERY)
+        assert capsys.readouterr().err == "hpc3d.plan: 32 s: all\n"
+    assert clock.waits == [FIRST, EVERY, EVERY]
 
 
-def test_what_is_quick_is_silent(capsys):
-    with patience("plan", first=0.2):
+def test_what_is_quick_is_silent(clock, capsys):
+    with patience("plan"):
         log.info("begun")
-    time.sleep(0.4)
+        clock.skip(0)
     assert capsys.readouterr() == ("", "")
-    assert not logging.getLogger("hpc3d").handlers
+    assert clock.over and clock.waits == [FIRST]
 
 
 def test_an_error_goes_on():
@@ -38,13 +97,11 @@ def test_an_error_goes_on():
         raise ValueError("bad")
 
 
-def test_inside_of_another_it_only_tells_what_it_does(capsys):
-    with patience("train", "8 ranks start", first=0.1), patience("train", "reading", first=0):
-        deadline = time.monotonic() + 20
-        while not (said := capsys.readouterr().err) and time.monotonic() < deadline:
-            time.sleep(0.02)
-    assert said == "hpc3d.train: 0 s: reading\n"
-    assert not logging.getLogger("hpc3d").handlers
+def test_inside_of_another_it_only_tells_what_it_does(clock, capsys):
+    with patience("train", "8 ranks start"), patience("train", "reading", first=0):
+        clock.skip(FIRST)
+    assert capsys.readouterr().err == "hpc3d.train: 2 s: reading\n"
+    assert clock.waits == [FIRST, EVERY], "of the outer one"
 
 
 class Terminal(io.StringIO):
@@ -58,30 +115,31 @@ class Terminal(io.StringIO):
         return [line.rpartition("\r\x1b[K")[2] for line in self.getvalue().split("\n")]
 
 
-def test_on_a_terminal_one_line_is_rewritten_below_what_is_printed(monkeypatch):
+def test_on_a_terminal_one_line_is_rewritten_below_what_is_printed(clock, monkeypatch):
     terminal = Terminal()
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)
     with patience("plan", "größer\x1b", first=0):
-        wait_for(lambda: terminal.shown()[-1])
+        clock.skip(0)
         assert terminal.shown() == [r"hpc3d.plan: 0 s: gr\xf6\xdfer\u001b"]
         print("a table")
-        wait_for(lambda: len(terminal.shown()) == 2 and terminal.shown()[-1])
-        assert terminal.shown()[0] == "a table"
+        clock.skip(2 * REDRAWN)
+        assert terminal.shown() == ["a table", r"hpc3d.plan: 1 s: gr\xf6\xdfer\u001b"]
         print("no end", end="")
         assert terminal.shown()[-1] == "no end"
-        time.sleep(0.6)
+        clock.skip(REDRAWN)
         assert terminal.shown()[-1] == "no end"
         print(" of a line")
     assert terminal.shown() == ["a table", "no end of a line", ""]
+    assert clock.waits == [0, REDRAWN, REDRAWN, REDRAWN]
 
 
-def test_only_a_terminal_is_written_to_twice(monkeypatch):
+def test_only_a_terminal_is_written_to_twice(clock, monkeypatch):
     terminal, file = Terminal(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(sys, "stdout", file)
     with patience("plan", first=0):
-        wait_for(lambda: terminal.shown()[-1])
+        clock.skip(0)
         print("a table")
         assert terminal.shown()[-1] and file.getvalue() == "a table\n"
     assert terminal.shown() == [""]

@@ -1,6 +1,4 @@
-"""Traces of small runs on threads, in which some ranks sleep while they compute."""
-
-from time import sleep
+"""Traces of runs on threads in virtual time, in which some ranks pause while they compute."""
 
 from hpc3d import trace
 from hpc3d.benchmarks.harness import RandomBatches
@@ -9,26 +7,30 @@ from hpc3d.trace.merge import merge
 from hpc3d.trace.recorder import Recorder, Span
 from hpc3d.training.trainer import Trainer
 from tests.analyze.traces import config_of, header
+from tests.fakes.virtual_time import Clock, Network
 
 VOCABULARY = 24
 
 
 class Nap(Span):
-    """A span of computation that sleeps first."""
+    """A span of computation that takes some more seconds."""
 
     __slots__ = ("seconds",)
 
     def __enter__(self):
         super().__enter__()
-        sleep(self.seconds)
+        self.recorder.clock.advance(self.seconds * 1e9)
 
 
 class Sleepy(Recorder):
-    """A recorder that makes its rank sleep `nap(recorder, name)` seconds in a span."""
+    """A recorder whose rank takes `nap(recorder, name)` seconds more in a span."""
 
-    def __init__(self, *arguments, nap):
-        super().__init__(*arguments)
-        self.nap = nap
+    def __init__(self, *arguments, nap, network, clock):
+        super().__init__(*arguments, clock=clock)
+        self.nap, self.network = nap, network
+
+    def wrap(self, comm, axis):
+        return super().wrap(self.network.wrap(comm, axis, self.clock), axis)
 
     def span(self, name, op="elementwise", flops=0):
         made = super().span(name, op, flops)
@@ -37,13 +39,16 @@ class Sleepy(Recorder):
         return nap if nap.seconds else made
 
 
-def trained(folder, ranks, nap=lambda recorder, name: 0, vocabulary=VOCABULARY, **values):
-    """An open trace of a run of all its steps."""
+def trained(
+    folder, ranks, nap=lambda recorder, name: 0, vocabulary=VOCABULARY, lasts=None, **values
+):
+    """An open trace of a run of all its steps; `lasts` has the ns that calls take."""
     config = config_of(ranks, **{"model__vocabulary": vocabulary, **values})
+    network = Network(**(lasts or {}))
 
     def rank(mesh):
         top = {**header(config, mesh.rank, ranks), "host": f"node{mesh.rank}"}
-        recorder = Sleepy(folder, top, nap=nap)
+        recorder = Sleepy(folder, top, nap=nap, network=network, clock=Clock(mesh.rank))
         batches = RandomBatches(config, vocabulary) if mesh.rank == 0 else None
         trainer = Trainer(mesh.traced(recorder), config, vocabulary, batches)
         for number in range(config.train.steps):

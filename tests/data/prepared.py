@@ -18,7 +18,7 @@ TEXT = "the cat sat on the mat; the dog sat on the log; größer\n" * 40
 def python(*words, **options):
     """Run Python in the repository, as users do."""
     line = [sys.executable, *map(str, words)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, timeout=60, check=False, **options)
+    return subprocess.run(line, cwd=ROOT, capture_output=True, timeout=250, check=False, **options)
 
 
 def call(capsys, *words):

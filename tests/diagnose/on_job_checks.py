@@ -106,7 +106,7 @@ PLANS = (nothing, versions, folder, no_folder, message, memory, cores, hosts, nu
 
 
 def body(job):
-    options = SimpleNamespace(out=sys.argv[1], together=True, timeout=60)
+    options = SimpleNamespace(out=sys.argv[1], together=True, timeout=250)
     for plan in PLANS:
         with ExitStack() as planted:
             for change in plan(job):

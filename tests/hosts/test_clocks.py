@@ -39,7 +39,7 @@ def test_hosts_of_one_name_are_refused(command, tmp_path):
     with Emulated(hosts=2, clocks=[(2, AHEAD)]) as hosts:
         for number in (1, 2):
             hosts.on(number, "hostname", "node")
-        done = hosts.mpirun((2, 2), "python", "-m", f"hpc3d.{command}", timeout=20)
+        done = hosts.mpirun((2, 2), "python", "-m", f"hpc3d.{command}", timeout=120)
     line = said(done)[-1]
     assert line.startswith(f"hpc3d.{command}: ranks 0-1 and 2-3 are on different hosts")
     assert done.returncode == BAD_INPUT

@@ -51,7 +51,7 @@ def assert_failed(done, tmp_path):
 
 def assert_empty(hosts, *numbers):
     for number in numbers:
-        wait_for(lambda number=number: not hosts.left(number), 30)
+        wait_for(lambda number=number: not hosts.left(number))
 
 
 def test_a_link_that_is_lost_is_told_by_the_host_of_rank_0(hosts, tmp_path):

@@ -62,7 +62,7 @@ def command(folder):
         command("slurmctld", "-c")
         for host in (1, 2):
             command("slurmd", "-N", f"hn{host}", host=host)
-        wait_for(lambda: command("sinfo", "-h", "-o", "%D %T", check=False) == "2 idle\n", 30)
+        wait_for(lambda: command("sinfo", "-h", "-o", "%D %T", check=False) == "2 idle\n")
         if command("srun", "-N2", "--mpi=pmix", "echo", "good", check=False) != "good\n" * 2:
             pytest.skip(f"this Slurm finds no PMIx: {PACKAGES}")
         yield command

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,7 +13,7 @@ from hpc3d.library.commands import run_training
 from hpc3d.plain import Problems
 from tests.library.tiny import TINY
 from tests.mpi import TURN, surroundings
-from tests.runs import newest, wait_for
+from tests.runs import assert_gone, processes, wait_for
 
 NOISE = "prterun has exited due to process rank 0\n"
 
@@ -83,11 +82,16 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
             text=True,
             start_new_session=True,
         )
-        wait_for(lambda: any("   1 " in log.read_text() for log in tmp_path.glob("*/train.log")))
-        notebook.send_signal(signal.SIGINT)
-        _, err = notebook.communicate(timeout=60)
+        logs = "*/train.log"
+        try:
+            wait_for(lambda: any("   1 " in log.read_text() for log in tmp_path.glob(logs)))
+        finally:
+            notebook.send_signal(signal.SIGINT)
+            _, err = notebook.communicate(timeout=250)
     assert notebook.returncode and err.rstrip().endswith("KeyboardInterrupt")
-    log = newest(tmp_path) / "train.log"
-    written = log.stat().st_size
-    time.sleep(1)
-    assert log.stat().st_size == written
+    # The launcher ends before the call does, and the ranks with it or soon after.
+    try:
+        assert all(command.startswith(sys.executable) for command in processes(tmp_path))
+        assert_gone(tmp_path)
+    finally:
+        subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=False)

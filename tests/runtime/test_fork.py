@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,22 +12,29 @@ from hpc3d.runtime import fork
 SLOW = """
 import time
 from hpc3d.runtime import fork
-fork._COPIED = 0.2
+fork._COPIED = {}
 fork.os.fork = lambda: time.sleep({})
 print(fork.fork_or_end())
 """
 
 
 def test_a_copy_goes_on_and_so_does_this_process(monkeypatch):
-    monkeypatch.setattr(fork, "_COPIED", 0.2)
+    """The end of this process is planned before the copy is made, and called off after it."""
+    done = []
+    alarm = SimpleNamespace(
+        dump_traceback_later=lambda seconds, **how: done.append((seconds, how["exit"])),
+        cancel_dump_traceback_later=lambda: done.append("called off"),
+    )
+    monkeypatch.setattr(fork, "faulthandler", alarm)
     child = fork.fork_or_end()
     if child == 0:
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    time.sleep(0.4)
+    assert done == [(fork._COPIED, True), "called off"]
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(0.01, 0), (30, 1)])
-def test_a_process_that_is_not_copied_in_time_ends(seconds, code):
-    done = subprocess.run([sys.executable, "-c", SLOW.format(seconds)], timeout=20, check=False)
+@pytest.mark.parametrize(("limit", "seconds", "code"), [(1000, 0, 0), (0.2, 1000, 1)])
+def test_a_process_that_is_not_copied_in_time_ends(limit, seconds, code):
+    program = SLOW.format(limit, seconds)
+    done = subprocess.run([sys.executable, "-c", program], timeout=200, check=False)
     assert done.returncode == code

@@ -4,20 +4,26 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.mpi import ROOT, mpirun, surroundings
-from tests.runs import said, without_patience
+from tests.runs import said, wait_for, without_patience
 
 slow = pytest.mark.slow
+PROMPT = 120  # seconds: a rank that waits for another one would wait until the time limit
+# Open MPI 4 binds 2 ranks to a core each, also to cores that it was not given; Open MPI 5 names
+# the setting in its own way.
+UNBOUND = {
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
 
 
-def job(ranks, mode, folder, timeout=60, **environment):
+def job(ranks, mode, folder, **environment):
     """The finished job, and the ranks that did at their end what was to be done."""
     words = ("-m", "tests.runtime.on_launch", mode, folder)
-    done = mpirun(ranks, *words, timeout=timeout, environment=environment)
+    done = mpirun(ranks, *words, environment=environment)
     return done, sorted(int(name) for name in os.listdir(folder))
 
 
@@ -31,14 +37,14 @@ def one_core():
 
 
 def test_real_ranks_yield_on_one_core(one_core, tmp_path):
-    done, _ = job(2, "environment", tmp_path)
+    done, _ = job(2, "environment", tmp_path, **UNBOUND)
     assert done.stdout.split() == ["1", "1"] * 2
 
 
 @slow
 def test_real_ranks_share_the_cores(tmp_path):
     cores = len(os.sched_getaffinity(0))
-    done, _ = job(2, "environment", tmp_path)
+    done, _ = job(2, "environment", tmp_path, **UNBOUND)
     assert done.stdout.split()[0] == str(max(1, cores // 2))
     assert ("1" if cores == 1 else "-") == done.stdout.split()[1]
 
@@ -47,7 +53,7 @@ def alone(*words, **environment):
     settings = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", *words]
     return subprocess.run(
-        command, env=settings, capture_output=True, text=True, timeout=60, check=False
+        command, env=settings, capture_output=True, text=True, timeout=250, check=False
     )
 
 
@@ -56,7 +62,7 @@ def test_a_world_of_one_under_a_launcher_of_many_is_explained(name, tmp_path):
     done = alone("hpc3d.train", "--run.out", str(tmp_path), **{name: "64"})
     line, *more = without_patience(done.stderr).splitlines()
     assert re.fullmatch("hpc3d.train: 64 .* MPI .* 1", line)
-    assert any("-> " in line and "srun --mpi=pmix" in line for line in more)
+    assert any(re.search("-> .*srun --mpi=(pmix|pmi2) ", line) for line in more)
     assert done.returncode == 2
     assert not list(tmp_path.iterdir())
 
@@ -86,7 +92,7 @@ def test_one_rank_that_was_meant_alone_inside_of_a_larger_job_runs(tmp_path):
 )
 def test_a_rank_that_fails_ends_the_job(mode, code, message, tmp_path):
     done, ended = job(4, mode, tmp_path)
-    assert done.seconds < 20
+    assert done.seconds < PROMPT
     assert done.returncode == code
     assert done.stderr.count(message) == 1
     (line,) = said(done)
@@ -128,10 +134,7 @@ def test_a_rank_amid_products_ends_when_it_is_told_to(tmp_path):
 def test_a_rank_that_is_told_to_end_does_what_is_to_be_done(mode, tmp_path):
     done, _ = job(2, mode, tmp_path)
     assert done.returncode == 128 + 15
-    end = time.monotonic() + 5
-    while not (tmp_path / "1").exists():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_for((tmp_path / "1").exists)
 
 
 @pytest.mark.slow

@@ -26,9 +26,9 @@ class Job:
 
     def gather(self, value):
         self.table[self.rank] = value
-        self.meet.wait(20)
+        self.meet.wait(120)
         values = [*self.table]
-        self.meet.wait(20)
+        self.meet.wait(120)
         return values
 
     def refuse(self, problem):

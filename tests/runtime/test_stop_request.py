@@ -40,9 +40,9 @@ slow = pytest.mark.slow
     ("act", "ranks"),
     [
         ("SIGTERM of one rank", 2),
-        pytest.param("SIGTERM of one rank", 4, marks=pytest.mark.exhaustive),
+        pytest.param("SIGTERM of one rank", 4, marks=pytest.mark.slow),
         ("signal of one rank", 4),
-        pytest.param("file", 4, marks=pytest.mark.exhaustive),
+        pytest.param("file", 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, ranks, tmp_path):

@@ -79,7 +79,7 @@ class Cluster:
             env={**self.environment, **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=check,
         ).stdout.strip()
 
@@ -145,7 +145,7 @@ def start(cluster):
         with (folder / f"{words[0]}.log").open("w") as log:
             begun = subprocess.Popen(words, env=cluster.environment, stdout=log, stderr=log)
             cluster.daemons.append(begun)
-    wait_for(lambda: cluster.command("sinfo", "-h", "-o", "%T", check=False) == "idle", 30)
+    wait_for(lambda: cluster.command("sinfo", "-h", "-o", "%T", check=False) == "idle")
     if cluster.command("srun", "--mpi=pmix", "echo", "good", check=False) != "good":
         pytest.skip(f"this Slurm finds no PMIx: {PACKAGES}")
 
@@ -162,13 +162,13 @@ def stop(cluster):
     """End all jobs, then the daemons, then whatever is left."""
     with contextlib.suppress(subprocess.SubprocessError, AssertionError):
         cluster.command("scancel", "--user", os.getuid())
-        wait_for(lambda: not cluster.command("squeue", "-h"), 20)
+        wait_for(lambda: not cluster.command("squeue", "-h"))
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in cluster.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while cluster.processes() and time.monotonic() < end:
             time.sleep(0.1)
     for daemon in cluster.daemons:
-        daemon.wait(10)
+        daemon.wait(120)

@@ -53,7 +53,7 @@ def lines(run):
 def begun(cluster, job):
     """Wait until a job has done its second step."""
     logs = f"results/*-{job}/*/train.log"
-    wait_for(lambda: any("   1 " in log.read_text() for log in cluster.site.glob(logs)), 100)
+    wait_for(lambda: any("   1 " in log.read_text() for log in cluster.site.glob(logs)))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-SECONDS = 60  # for one
+SECONDS = 120  # for one
 
 
 def main(path, count, seed):

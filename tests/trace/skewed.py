@@ -5,10 +5,11 @@ import time
 
 import numpy as np
 
-from hpc3d.trace.clock import IDENTITY, Clocks, as_rows, fit
+from hpc3d.trace.clock import IDENTITY, Clocks, as_rows, fit, knot
+from tests.fakes.virtual_time import Clock, Network
 
 RANKS_A_HOST = 2
-ROUNDS, PAUSE = 3, 0.2
+ROUNDS, PAUSE = 3, 200_000_000  # ns
 
 
 def skew(host):
@@ -17,37 +18,53 @@ def skew(host):
 
 
 class Skewed:
-    """The true clock, and what this host's clock shows."""
+    """The true clock `now`, and what this host's clock shows."""
 
-    def __init__(self, rank, start):
+    def __init__(self, rank, start, now):
         self.offset, self.drift = skew(rank // RANKS_A_HOST)
-        self.start = start
+        self.start, self.now = start, now
 
     def __call__(self):
-        now = time.monotonic_ns()
+        now = self.now()
         return now + self.offset + int(self.drift * (now - self.start))
 
     def true(self, shown):
         return self.start + (shown - self.offset - self.start) / (1 + self.drift)
 
 
-def errors(comm, start):
-    """How far the model of this rank's host is from the truth, in ns, at times within the run."""
-    clock = Skewed(comm.rank, start)
+class Busy(Network):
+    """A network whose messages take 20 us, and now and then up to 0.5 ms more."""
+
+    def latency(self, clock):
+        return 20_000 + 500_000 * clock.random.random() ** 20
+
+
+def errors(comm, start, now, pause):
+    """The error of the clock model of this rank's host within the run, and its bound [ns].
+
+    `now()` is the true time, and `pause(ns)` lets it pass.
+    """
+    clock = Skewed(comm.rank, start, now)
     hosts = [f"node{rank // RANKS_A_HOST}" for rank in range(comm.size)]
     clocks, samples = Clocks(comm, hosts, clock), []
     first = clock()
     for number in range(ROUNDS):
         if number:
-            time.sleep(PAUSE)
+            pause(PAUSE)
         samples += clocks.synchronise()
     shown = np.linspace(first, clock(), 50).astype(np.int64)
+    found, bound = model(comm, samples)
     # Rank 0's own clock is the true one: its host has no skew.
-    return np.abs(model(comm, samples).to_global(shown) - clock.true(shown)).tolist()
+    return np.abs(found.to_global(shown) - clock.true(shown)).max(), bound
 
 
 def model(comm, samples):
-    """The model of this rank's host, from the samples of all, as `merge` makes it."""
+    """The model of this rank's host, from the samples of all, as `merge` makes it, and a bound of
+    its error.
+
+    Model and truth are within half the width of each knot, so that they differ by the widths at
+    most at all knots; 3 times as much beside the knots.
+    """
     rows = as_rows(samples).view(np.uint8).reshape(-1, as_rows([]).itemsize)
     counts = comm.all_gather(np.array([len(rows)])).wait()
     known = {}
@@ -55,9 +72,22 @@ def model(comm, samples):
         mine = rows if rank == comm.rank else rows[:0]
         found = comm.broadcast(mine, rank).wait().reshape(-1).view(as_rows([]).dtype)
         assert len(found) == count
-        above = known.get(found["peer"][0], IDENTITY) if count else IDENTITY
-        known[rank] = fit(found, above)
+        above, bound = known[found["peer"][0]] if count else (IDENTITY, 0)
+        known[rank] = fit(found, above), bound + 3 * widest(found)
     return known[comm.rank // RANKS_A_HOST * RANKS_A_HOST]
+
+
+def widest(samples):
+    """The width of the widest knot of these samples [ns]."""
+    rounds = [samples[samples["round"] == number] for number in np.unique(samples["round"])]
+    return max((knot(each)[2] for each in rounds), default=0) + 1000
+
+
+def in_virtual_time(mesh, network):
+    """`errors` of a rank on a thread."""
+    clock = Clock(mesh.rank)
+    comm = network.wrap(mesh.world, "world", clock)
+    return errors(comm, clock.now, clock, clock.advance)
 
 
 def body(job):
@@ -65,10 +95,12 @@ def body(job):
 
     mesh = build({"x": job.size}, transport=sys.argv[1])
     start = job.comm.bcast(time.monotonic_ns())
-    worst = max(errors(mesh.world, start), default=0)
-    found = job.gather(worst)
+    found = job.gather(
+        errors(mesh.world, start, time.monotonic_ns, lambda ns: time.sleep(ns / 1e9))
+    )
     if job.rank == 0:
-        print(max(found))
+        for error, bound in found:
+            print(error, bound)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ LAYOUTS = {
 # Real runs
 
 
-@pytest.mark.parametrize("layout", strided(LAYOUTS, 6, 2, slow=2))
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 6, 2))
 def test_a_run_on_threads_has_no_violation(layout, tmp_path):
     assert_sound(trained(tmp_path / "run", 8, **LAYOUTS[layout]))
 

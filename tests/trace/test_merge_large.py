@@ -33,7 +33,7 @@ with hpc3d.trace.open(sys.argv[1] + "/trace.h5") as trace:
 @pytest.mark.parametrize(
     ("sizes", "steps", "events"),
     [
-        pytest.param((4, 2, 4, 2), 100, 600, marks=pytest.mark.exhaustive, id="64 ranks"),
+        pytest.param((4, 2, 4, 2), 100, 600, marks=pytest.mark.slow, id="64 ranks"),
         pytest.param((8, 4, 8, 4), 10, 500, id="1024 ranks"),
     ],
 )

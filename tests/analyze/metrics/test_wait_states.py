@@ -1,6 +1,4 @@
-"""Who waits for whom: in meetings written by hand, by formula, and of ranks that sleep."""
-
-from threading import Barrier
+"""Who waits for whom: in meetings written by hand, by formula, and of ranks that pause."""
 
 import numpy as np
 import pytest
@@ -304,40 +302,34 @@ def test_many_ranks_wait_as_the_formula_says(tmp_path):
     assert imposed == pytest.approx(wait.sum() * 1e-9, rel=1e-12), "a step"
 
 
-NAP = 0.15  # long beside what a busy machine adds
+NAP = 0.15  # seconds of virtual time; all else takes microseconds
+CLOSE = 1e-3  # seconds
 
 
 @pytest.fixture(scope="module")
 def slept(tmp_path_factory):
-    """Rank 2 of 4 sleeps before a sum over all of them, in each of three steps.
-
-    All meet before it does, so that a busy machine has made none of them late.
-    """
-    meeting = Barrier(4)
+    """Rank 2 of 4 pauses before an all-reduce of all of them, in each of three steps."""
 
     def nap(recorder, name):
-        if (name, recorder.layer, recorder.phase) != ("gelu", 1, "forward"):
-            return 0
-        meeting.wait(timeout=60)
-        return NAP if recorder.rank == 2 else 0
+        here = (name, recorder.layer, recorder.phase) == ("gelu", 1, "forward")
+        return NAP if here and recorder.rank == 2 else 0
 
     sizes = {"mesh__x": 4, "model__heads": 4, "model__layers": 3, "parallel__scheme": "1d"}
     return trained(tmp_path_factory.mktemp("run") / "slept", 4, nap, **sizes)
 
 
-@pytest.mark.slow
 def test_a_rank_that_sleeps_is_named(slept):
     first, *others = straggler_rows(calls_of(slept))
     assert (first["rank"], first["host"]) == (2, "node2")
-    assert first["imposed_s"] > 3 * 0.8 * NAP
-    assert all(each["wait_s"] > 0.8 * NAP for each in others)
-    assert first["wait_s"] < min(each["wait_s"] for each in others) - 0.5 * NAP
+    assert first["imposed_s"] == pytest.approx(3 * NAP, abs=CLOSE)
+    assert [each["wait_s"] for each in others] == pytest.approx([NAP] * 3, abs=CLOSE)
+    assert first["wait_s"] < CLOSE
 
 
 def test_to_sleep_is_a_wait_of_others_and_no_transfer(slept):
     rows = wait_rows(calls_of(slept), ("layer", "phase", "axis"))
     there = {"layer": 1, "phase": "forward", "axis": "x"}
     (nap,) = (each for each in rows if there.items() <= each.items())
-    assert nap["wait_s"] > 0.75 * 0.8 * NAP, "three of four ranks wait"
-    assert nap["transfer_s"] < 0.4 * NAP
+    assert nap["wait_s"] == pytest.approx(0.75 * NAP, abs=CLOSE), "three of four ranks wait"
+    assert nap["transfer_s"] < CLOSE
     assert incomplete(calls_of(slept)) == 0 and not any(each["violations"] for each in rows)
