@@ -1,8 +1,8 @@
 # make setup       .venv with hpc3d and, where no mpirun is on PATH, an MPI
 # make train       NP=64 ranks train the model of INPUT
-# make test        the tests that take seconds
-# make test-slow   the tests that take minutes
-# make test-exhaustive  the cases of long tables that those two leave out
+# make test        the quick tests: 3 minutes on 2 cores
+# make test-slow   all other tests, those of make test-peers and make test-mpi too
+# make test-profile  where the time of the tests goes; EVERY=4 runs one case in 4
 # make fuzz        the tests that draw their cases, with others for MINUTES
 # make test-mpi    this machine's launcher and MPI: NP=8 ranks started by LAUNCH (mpirun) agree with one
 # make test-peers  weights to and from Hugging Face transformers
@@ -23,6 +23,7 @@ NP     ?= 64
 INPUT  ?= inputs/gpt-3d-64.toml
 MINUTES ?= 5
 LAUNCH ?= mpirun
+EVERY  ?= 1
 RUN    ?= $(patsubst %/trace,%,$(firstword $(shell ls -td results/*/trace 2>/dev/null)))
 
 # A cluster's own MPI knows its network: it wins over the wheel.
@@ -33,6 +34,9 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 # The versions that the tests ran with.
 INSTALL := python -m pip install -q -c constraints.txt
+
+# Whole files, longest first (tests/turns.py).
+PYTEST := python -m pytest -q -n 2 --dist loadfile
 
 # Hundreds of ranks read what one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
@@ -54,7 +58,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: setup train test test-slow test-exhaustive fuzz test-mpi test-peers slurm-test test-hosts gpu-check lint docs
+.PHONY: setup train test test-slow test-profile fuzz test-mpi test-peers slurm-test test-hosts gpu-check lint docs
 .PHONY: report bench clean
 
 setup: .venv/setup.stamp
@@ -63,16 +67,14 @@ train: .venv/setup.stamp
 	mpirun -np $(NP) python -m hpc3d.train $(INPUT)
 
 test: .venv/test.stamp
-	python -m pytest -q -n 2 --dist loadfile -m "not slow and not exhaustive and not slurm and not hosts"
+	$(PYTEST) -m "not slow and not slurm and not hosts"
 
-# Tests with ranks wait for each other, so that the second process runs those without.
-test-slow: .venv/test.stamp .venv/cupy.stamp
-	python -m pytest -q -n 2 -m "slow and not exhaustive" tests/predict
-	python -m pytest -q -n 2 --dist loadfile -m "slow and not exhaustive" --ignore tests/predict
+test-slow: .venv/test-peers.stamp .venv/cupy.stamp
+	$(PYTEST) -m slow
 	$(MAKE) test-mpi
 
-test-exhaustive: .venv/test.stamp .venv/cupy.stamp
-	python -m pytest -q -n 2 --dist loadfile -m exhaustive
+test-profile: .venv/test-peers.stamp .venv/cupy.stamp
+	$(PYTEST) -p tests.profile --every $(EVERY) --costs tests/costs.json
 
 fuzz: .venv/test.stamp
 	python -m pytest -q -p tests.fuzz --timeout 0 --minutes $(MINUTES)

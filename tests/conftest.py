@@ -7,6 +7,8 @@ import random
 
 import pytest
 
+from tests.jobs import run_in_job  # noqa: F401, a fixture
+
 try:
     from hypothesis import settings
 except ImportError:  # `make gpu-check` runs tests that draw nothing, with another Python
@@ -47,7 +49,7 @@ def patient(monkeypatch):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     if config.option.dist == "loadfile":
-        from tests.turns import JobsOnOneWorker
+        from tests.turns import LongestFirst
 
-        return JobsOnOneWorker(config, log)
+        return LongestFirst(config, log)
     return None

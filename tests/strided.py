@@ -1,19 +1,38 @@
-"""Long tables of cases: `make test` takes some of them, `make test-slow` others, and
-`make test-exhaustive` the rest."""
+"""Cases of long tables: which of them `make test` runs, and which pairs there are."""
 
 import pytest
 
 
-def strided(cases, every, first=0, ids=str, slow=1):
-    """All cases as parameters, of which one in `every`, from `first` on, is quick, and of the
-    others one in `slow`, or none, is slow."""
-    rest = 0
-    found = []
-    for place, case in enumerate(cases):
-        values = case if isinstance(case, tuple) else (case,)
-        marks = []
-        if place % every != first:
-            marks = [pytest.mark.slow if slow and rest % slow == 0 else pytest.mark.exhaustive]
-            rest += 1
-        found.append(pytest.param(*values, id=ids(case), marks=marks))
-    return found
+def strided(cases, every, first=0, ids=str):
+    """All cases as parameters, of which one in `every`, from `first` on, is quick."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=ids(case),
+            marks=[pytest.mark.slow] if place % every != first else [],
+        )
+        for place, case in enumerate(cases)
+    ]
+
+
+def rotated(rows, columns, count):
+    """Tuples (row, *column): each row with `count` columns, the next row with the following."""
+    return [
+        (row, *columns[(place * count + offset) % len(columns)])
+        for place, row in enumerate(rows)
+        for offset in range(count)
+    ]
+
+
+def covering(lines, keys=None):
+    """The lines of key=value words, in their order, that have a word which no line before has.
+
+    If `keys` are given, only their words count.
+    """
+    seen, chosen = set(), []
+    for line in lines:
+        words = {word for word in line.split() if not keys or word.partition("=")[0] in keys}
+        if words - seen:
+            chosen.append(line)
+        seen |= words
+    return chosen

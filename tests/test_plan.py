@@ -249,7 +249,7 @@ def test_64_ranks_are_planned_in_two_seconds():
     assert function_calls(str(INPUTS / "gpt-3d-64.toml"), "--ranks", "64") < 3.6
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_1024_ranks_are_planned_in_twenty_seconds(tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)

@@ -117,11 +117,11 @@ BAD = [
 
 
 @pytest.mark.parametrize("ranks", TWO_AND_16)
-@pytest.mark.parametrize("bad", strided(BAD, 10, slow=15, ids=lambda bad: bad.__name__))
+@pytest.mark.parametrize("bad", strided(BAD, 10, ids=lambda bad: bad.__name__))
 def test_bad_input_is_a_line_each_and_exit_code_2(bad, ranks, tmp_path):
     out = tmp_path / "results"
     values, expected = bad(tmp_path)
-    done = mpirun(ranks, "-m", "hpc3d.train", *words(out, **values), timeout=60)
+    done = mpirun(ranks, "-m", "hpc3d.train", *words(out, **values), timeout=250)
     found = said(done)
     assert len(found) == len(expected)
     for line in expected:
@@ -275,7 +275,7 @@ def test_folders_of_one_second_do_not_overwrite_each_other(tmp_path, monkeypatch
     [
         (1, ["--train.batch", "4"]),
         pytest.param(7, [], marks=slow),  # README.md has it on 64
-        *(pytest.param(ranks, [], marks=pytest.mark.exhaustive) for ranks in (1, 3)),
+        *(pytest.param(ranks, [], marks=pytest.mark.slow) for ranks in (1, 3)),
     ],
 )
 def test_the_one_command_needs_no_input_and_no_place(ranks, words, tmp_path):
@@ -311,17 +311,17 @@ def serial(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
-    """The losses of 20 steps on one rank."""
-    found = losses(train(1, tmp_path_factory.mktemp("long"), train__steps=20))
-    assert len(found) == 20
-    assert found[-1] < found[0] - 1
+    """The losses of 8 steps on one rank."""
+    found = losses(train(1, tmp_path_factory.mktemp("long"), train__steps=8))
+    assert len(found) == 8
+    assert found[-1] < found[0] - 0.3
     return found
 
 
 @slow
-@pytest.mark.parametrize(("x", "y", "z"), strided([(2, 3, 2), (2, 2, 2), (3, 3, 3)], 3, slow=0))
-def test_twenty_steps_have_the_same_losses_on_any_cuboid(x, y, z, long, tmp_path):
-    path = train(x * y * z, tmp_path, 280, train__steps=20, mesh__x=x, mesh__y=y, mesh__z=z)
+@pytest.mark.parametrize(("x", "y", "z"), [(2, 3, 2), (3, 3, 3)])
+def test_eight_steps_have_the_same_losses_on_any_cuboid(x, y, z, long, tmp_path):
+    path = train(x * y * z, tmp_path, 280, train__steps=8, mesh__x=x, mesh__y=y, mesh__z=z)
     np.testing.assert_allclose(losses(path), long, rtol=0, atol=1e-9)
 
 
@@ -329,13 +329,13 @@ def test_twenty_steps_have_the_same_losses_on_any_cuboid(x, y, z, long, tmp_path
 def test_64_ranks_on_few_cores_have_the_same_losses_and_none_is_taken_for_stopped(
     serial, tmp_path
 ):
-    path = train(64, tmp_path, 280, train__steps=STEPS, run__watchdog_s=5)
+    path = train(64, tmp_path, 280, train__steps=STEPS, run__watchdog_s=20)
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 
 @slow
 @pytest.mark.parametrize(
-    ("scheme", "ranks"), [("1d", 2), *strided([(name, 8) for name in SCHEMES], 2, slow=0)]
+    ("scheme", "ranks"), [("1d", 2), *strided([(name, 8) for name in SCHEMES], 2)]
 )
 def test_every_scheme_has_the_same_losses(scheme, ranks, serial, tmp_path):
     path = train(ranks, tmp_path, train__steps=STEPS, parallel__scheme=scheme)

@@ -1,29 +1,51 @@
-"""Which worker of pytest-xdist runs what: files whose tests start jobs go to one of them, as long
-as there are others.  Jobs take turns (tests/mpi.py): two workers would wait for each other."""
+"""Which worker of pytest-xdist runs which tests, and in which order.
 
+A unit of work is a file, or one test function of a file that takes long.  The longest units come
+first, so that both workers end together.  Units that start MPI jobs go to one worker as long as
+there are others: jobs take turns (tests/mpi.py), and two workers would wait for each other.
+"""
+
+import json
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
 from xdist.scheduler import LoadFileScheduling
 
 STARTS_JOBS = re.compile(
-    r"from tests\.(mpi|runs|documented\.scripts) import .*\b(mpirun|checked|train|played)\b"
+    r"from tests\.(mpi|jobs|runs|documented\.scripts) import "
+    r".*\b(mpirun|checked|train|played|Case)\b"
 )
 ROOT = Path(__file__).parent.parent
+COSTS = ROOT / "tests" / "costs.json"  # CPU seconds of test functions, by `make test-profile`
+LONG = 60  # CPU seconds of a file whose functions are units of their own
 
 
 @cache
-def starts_jobs(file):
-    return bool(STARTS_JOBS.search((ROOT / file).read_text(encoding="utf-8")))
+def starts_jobs(unit):
+    return bool(STARTS_JOBS.search((ROOT / file_of(unit)).read_text(encoding="utf-8")))
 
 
-class JobsOnOneWorker(LoadFileScheduling):
-    """Hands out whole files."""
+def file_of(unit):
+    return unit.partition("::")[0]
+
+
+class LongestFirst(LoadFileScheduling):
+    """Hands out units of work."""
+
+    def __init__(self, config, log=None):
+        super().__init__(config, log)
+        self.costs = Counter(json.loads(COSTS.read_text(encoding="utf-8")))
+        for function, seconds in [*self.costs.items()]:
+            self.costs[file_of(function)] += seconds
+
+    def _split_scope(self, nodeid):
+        file = file_of(nodeid)
+        return nodeid.partition("[")[0] if self.costs[file] > LONG else file
 
     def _assign_work_unit(self, node):
         mine = node is next(iter(self.assigned_work))
-        files = (file for file in self.workqueue if starts_jobs(file) == mine)
-        if (file := next(files, None)) is not None:
-            self.workqueue.move_to_end(file, last=False)
+        unit = max(self.workqueue, key=lambda each: (starts_jobs(each) == mine, self.costs[each]))
+        self.workqueue.move_to_end(unit, last=False)
         super()._assign_work_unit(node)

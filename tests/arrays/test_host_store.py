@@ -107,7 +107,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "moved"), strided(CASES, 6, slow=2))
+@pytest.mark.parametrize(("line", "moved"), strided(CASES, 6))
 def test_a_run_is_the_same_bit_for_bit(line, moved):
     plain, found = (
         run(config.mesh.sizes(), lambda mesh, config=config: train(mesh, config))

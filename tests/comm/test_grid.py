@@ -84,4 +84,4 @@ def test_a_mesh_of_threads_and_its_planes():
 
 @pytest.mark.slow
 def test_mpi_has_the_same_order():
-    assert checked(6, "-m", "tests.comm.on_grid", timeout=100).split() == ["3", "grids"]
+    assert checked(6, "-m", "tests.comm.on_grid").split() == ["3", "grids"]

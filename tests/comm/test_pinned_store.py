@@ -22,7 +22,7 @@ def words_without(line):
     return " ".join(word for word in line.split() if not word.startswith("offload"))
 
 
-@pytest.mark.parametrize("line", strided(LINES, 6, 1, slow=2))
+@pytest.mark.parametrize("line", strided(LINES, 6, 1))
 def test_a_mix_on_devices_is_serial(line):
     config = config_of(line.replace("offload=", "'offload=") + "'")
     beside, _ = threads.meshes(config.mesh.sizes())

@@ -22,7 +22,7 @@ def folder():
 
 
 def ranks(count, mode, folder):
-    out = checked(count, "-m", "tests.comm.on_shared_memory", mode, folder, timeout=40)
+    out = checked(count, "-m", "tests.comm.on_shared_memory", mode, folder)
     return out.split()
 
 
@@ -47,7 +47,7 @@ def test_any_number_of_calls_may_be_in_flight(folder):
 
 @pytest.mark.slow
 def test_nothing_is_left_when_a_member_is_killed(folder):
-    done = mpirun(3, "-m", "tests.comm.on_shared_memory", "killed", folder, timeout=60)
+    done = mpirun(3, "-m", "tests.comm.on_shared_memory", "killed", folder)
     assert done.returncode == 128 + 9
     assert os.listdir(folder) == []
 

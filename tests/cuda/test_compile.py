@@ -68,7 +68,7 @@ def outcomes(request):
     return new
 
 
-@pytest.mark.parametrize("architecture", strided(ARCHITECTURES, 3, 1, slow=2))
+@pytest.mark.parametrize("architecture", strided(ARCHITECTURES, 3, 1))
 @pytest.mark.parametrize(
     "source",
     [

@@ -8,7 +8,7 @@ from tests.cuda.rules import on_devices, some
 from tests.fakes.fake_device import plain
 from tests.pipeline.mixes import config_of, train
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 SMALL = "schedule=none microbatches=2 batch=8 layers=1 steps=3 dtype=float32 learning_rate=0.001"
 LINES = [

@@ -16,7 +16,7 @@ from tests.fakes.fake_device import plain
 from tests.pipeline.mixes import Tokens, alone, config_of, serial, train, trainer_of
 from tests.strided import strided
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("counts_from_zero")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("counts_from_zero")]
 
 ONE = "p=1 schedule=none microbatches=2 layers=1 batch=4 steps=4 dtype=float32"
 LLAMA = "kind=llama kv_heads=4 ffn=20"  # of 12 heads: three queries a key
@@ -155,7 +155,7 @@ def test_products_may_do_gelu(line, launcher):
     assert not launcher.count.keys() & {"gelu_tanh", "gelu_grad"}
 
 
-@pytest.mark.parametrize("line", strided(SEVERAL, 99, 3, slow=5))
+@pytest.mark.parametrize("line", strided(SEVERAL, 99, 3))
 def test_ranks_train_as_one_with_numpy(line, launcher):
     line = f"{line} dtype=float32"
     for found in on_devices(line, train):

@@ -10,7 +10,7 @@ STUDY = "takes minutes: "
 # Where a command is run, or why it is not.
 ELSEWHERE = {
     r" make (setup|lint|docs|test|test-slow|fuzz|slurm-test|test-hosts)(?![-\w])": ".ci/run",
-    r" make test-exhaustive": STUDY + "make test-slow takes others of the same tables",
+    r" make test-profile": STUDY + "tests/test_profile.py",
     r" make train$": "sets up .venv; then runs `hpc3d.train gpt-3d-64` on 64 ranks, as README.md",
     r" make test-mpi": "make test-slow runs it; LAUNCH is for a cluster's launcher",
     r" make gpu-check| python -m tests\.gpu ": "tests/gpu/test_check.py; wants a GPU",

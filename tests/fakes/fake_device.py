@@ -172,7 +172,7 @@ class Event:
         return self.reached.is_set()
 
     def synchronize(self):
-        if not self.reached.wait(20):
+        if not self.reached.wait(120):
             raise TimeoutError("an event that nothing reaches")
         if self.stream.errors:
             raise self.stream.errors[0]

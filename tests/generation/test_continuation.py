@@ -77,7 +77,7 @@ def test_a_prompt_of_any_length(size):
     assert found == by_whole_passes(COMMON, prompt, 1, 7)
 
 
-@pytest.mark.parametrize("mesh", strided(MESHES, 12, slow=3))
+@pytest.mark.parametrize("mesh", strided(MESHES, 12))
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_every_layout_gives_the_same_text(mesh, kind, samples):

@@ -16,7 +16,7 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSizes, ModelSpec
 from hpc3d.pipeline.engine import DeferredWeightGrads
 from hpc3d.tensor.split import SCHEMES
-from tests.mpi import checked
+from tests.jobs import Case
 from tests.pipeline.mixes import config_of, cover, ranks, same, train, trainer_of
 from tests.pipeline.on_mpi import expected
 from tests.strided import strided
@@ -45,12 +45,12 @@ def trained(line, recompute):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", strided(MIXES, 11, 6, slow=4))
+@pytest.mark.parametrize("line", strided(MIXES, 11, 6))
 def test_full(line):
     is_serial_and_the_same_to_the_last_bit(line, "full")
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 11, 6, slow=4))
+@pytest.mark.parametrize("line", strided(MIXES, 11, 6))
 def test_selective(line):
     is_serial_and_the_same_to_the_last_bit(line, "selective")
 
@@ -65,13 +65,17 @@ def is_serial_and_the_same_to_the_last_bit(line, recompute):
     cover(found, wanted)
 
 
+RECOMPUTED = [line for line in MIXES if ranks(line) == 8 and "pipedream" not in line]
+
+
 @pytest.mark.slow
-def test_on_real_ranks():
-    """Memory that ranks share is given back and taken alike by all of them."""
-    eight = [line for line in MIXES if ranks(line) == 8 and "pipedream" not in line]
-    lines = [f"{line} steps=3 recompute=full" for line in eight]
-    out = checked(8, "-m", "tests.pipeline.on_mpi", "auto", *lines, timeout=250)
-    assert out.splitlines()[1:] == lines
+@pytest.mark.timeout(0)  # tests.jobs limits each case
+@pytest.mark.parametrize(
+    "case", [Case(8, "auto", f"{line} steps=3 recompute=full") for line in RECOMPUTED], ids=str
+)
+def test_recomputation_on_real_ranks(run_in_job, case):
+    """Ranks take shared memory and give it back in the same order."""
+    run_in_job("tests.pipeline.on_mpi", case)
 
 
 B, T, H, HEADS = 12, 4, 24, 12

@@ -96,7 +96,7 @@ def step_by_step(line, tokens, parts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", ["", *strided(MESHES, 6, slow=3)])
+@pytest.mark.parametrize("mesh", ["", *strided(MESHES, 6)])
 def test_logits_are_those_of_the_forward_pass(mesh, kind):
     line = f"{COMMON} {kind} {mesh}"
     ranks = prod(config_of(line).mesh.sizes().values())
@@ -109,7 +109,7 @@ def test_logits_are_those_of_the_forward_pass(mesh, kind):
 
 
 @pytest.mark.parametrize(
-    "mesh", ["", *strided([mesh for mesh in MESHES if "broadcast" not in mesh], 5, slow=3)]
+    "mesh", ["", *strided([mesh for mesh in MESHES if "broadcast" not in mesh], 5)]
 )
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_those_of_experts_are_too(mesh, kind):

@@ -206,7 +206,7 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", strided(LINES, 3, slow=2))
+@pytest.mark.parametrize("line", strided(LINES, 3))
 def test_predicted_is_counted(line):
     config = config_of(line)
     for ours, theirs in zip(every_rank(config, 29), counted(config), strict=True):
@@ -214,7 +214,7 @@ def test_predicted_is_counted(line):
         assert ours.flops() == theirs.flops()
 
 
-@pytest.mark.parametrize("line", strided(LINES, 3, 1, slow=2))
+@pytest.mark.parametrize("line", strided(LINES, 3, 1))
 def test_forward_is_exact_and_the_loss_near(line):
     def losses(line):
         config = config_of(f"{line} steps=5 dtype=float32")

@@ -88,7 +88,7 @@ def inputs(mesh, layout, seed=1):
 
 
 @pytest.mark.parametrize("build", [branches, twice, odd])
-@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 6, 1, slow=3))
+@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 6, 1))
 def test_known_traps(name, cuboid, build):
     def rank(mesh, split=SPLITS[name]):
         arrays, parameters = build(mesh, split)

@@ -91,17 +91,17 @@ def on_mesh(name, cuboid, data, kind):
 ON = [*product(SPLITS, CUBOIDS)]
 
 
-@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 18, slow=7))
+@pytest.mark.parametrize(("name", "cuboid"), strided(ON, 18))
 def test_parallel_is_serial(name, cuboid, kind):
     on_mesh(name, cuboid, 1, kind)
 
 
-@pytest.mark.parametrize("name", strided(SPLITS, 5, 4, slow=4))
+@pytest.mark.parametrize("name", strided(SPLITS, 5, 4))
 def test_parallel_is_serial_on_every_replica(name, kind):
     on_mesh(name, (2, 2, 2), 2, kind)
 
 
-@pytest.mark.parametrize("name", strided(SPLITS, 99, [*SPLITS].index("2d"), slow=4))
+@pytest.mark.parametrize("name", strided(SPLITS, 99, [*SPLITS].index("2d")))
 @pytest.mark.parametrize("zeros", [(0, 0), (3, 0), (0, 3)])
 def test_several_axes_may_have_other_rows_of_the_batch(zeros, name, kind):
     """Replicas along d and along c; ZeRO 3 along one of them shards the weights there alone."""
@@ -118,8 +118,8 @@ def test_several_axes_may_have_other_rows_of_the_batch(zeros, name, kind):
     ("ranks", "transport"),
     [
         pytest.param(8, "auto", marks=pytest.mark.slow),
-        pytest.param(8, "mpi", marks=pytest.mark.exhaustive),
-        pytest.param(12, "auto", marks=pytest.mark.exhaustive),
+        pytest.param(8, "mpi", marks=pytest.mark.slow),
+        pytest.param(12, "auto", marks=pytest.mark.slow),
         pytest.param(12, "mpi", marks=pytest.mark.slow),
     ],
 )

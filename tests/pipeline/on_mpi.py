@@ -1,32 +1,18 @@
-"""Mixes on the ranks of an MPI job, one after the other: TRANSPORT LINE ...
-
-Before them the job says whether a message of the size of a stage's block is buffered.
-"""
-
-import sys
-import time
-
-from hpc3d.runtime import launch
+"""A mix on the ranks of an MPI job (tests/jobs.py), or whether its messages are buffered."""
 
 BLOCK = 2048  # bytes, fewer than any block between two stages has
+BUFFERED, NOT_BUFFERED = "buffered", "not buffered"
 
 
-def body(job):
+def case(job, transport, line):
     from hpc3d.comm.cartesian import build
     from tests.pipeline.mixes import config_of, same, train
 
-    transport, *lines = sys.argv[1:]
-    say(job, "buffered" if buffered(job.comm) else "not buffered")
-    for line in lines:
-        config, wanted = job.from_root(lambda line=line: (config_of(line), expected(line)))
-        same(train(build(config.mesh.sizes(), transport=transport), config), wanted)
-        job.barrier()
-        say(job, line)
-
-
-def say(job, line):
-    if job.rank == 0:
-        print(line, flush=True)
+    if line in (BUFFERED, NOT_BUFFERED):
+        assert is_buffered(job.comm) == (line == BUFFERED)
+        return
+    config, wanted = job.from_root(lambda: (config_of(line), expected(line)))
+    same(train(build(config.mesh.sizes(), transport=transport), config), wanted)
 
 
 def expected(line):
@@ -40,8 +26,10 @@ def expected(line):
     return reference(rule_of(line))
 
 
-def buffered(comm):
+def is_buffered(comm):
     """Whether a message is gone although nobody receives it: the eager protocol."""
+    import time
+
     import numpy as np
 
     message, gone = np.zeros(BLOCK, np.uint8), False
@@ -56,7 +44,3 @@ def buffered(comm):
     if comm.rank == 0:
         request.Wait()
     return comm.bcast(gone)
-
-
-if __name__ == "__main__":
-    sys.exit(launch.run("test", body))

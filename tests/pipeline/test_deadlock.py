@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.mpi import checked
+from tests.jobs import Case
 from tests.pipeline.mixes import config_of, ranks
-from tests.pipeline.on_mpi import BLOCK
+from tests.pipeline.on_mpi import BLOCK, BUFFERED, NOT_BUFFERED
 
 # Messages of all sizes wait for their receives; Open MPI 4 and 5 name it each in its way.  A limit
 # of 0 or 64 makes Open MPI give up; every block between stages is larger than BLOCK, and that such
@@ -33,28 +33,25 @@ p=4 schedule=pipedream-2bw microbatches=4 steps=3
 """.strip().splitlines()
 
 
-def run(transport, lines, environment=None):
-    """How the ranks send, and the mixes that they trained as the serial model is trained."""
-    where = "-m", "tests.pipeline.on_mpi", transport
-    return checked(4, *where, *lines, timeout=120, environment=environment).splitlines()
+ON_MPI = "tests.pipeline.on_mpi"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)  # tests.jobs limits each case
 @pytest.mark.parametrize(
-    ("transport", "lines"),
-    [
-        pytest.param("auto", LINES, id="shared memory"),
-        pytest.param("mpi", LINES, id="messages"),
-    ],
+    "case",
+    [Case(4, how, line) for how in ("auto", "mpi") for line in (NOT_BUFFERED, *LINES)],
+    ids=str,
 )
-def test_schedules_run_although_nothing_is_buffered(transport, lines):
-    how, *done = run(transport, lines, UNBUFFERED)
-    assert (how, done) == ("not buffered", lines)
+def test_schedules_run_although_nothing_is_buffered(run_in_job, case):
+    run_in_job(ON_MPI, case, UNBUFFERED)
 
 
 @pytest.mark.slow
-def test_small_messages_are_buffered_otherwise():
-    assert run("mpi", []) == ["buffered"]
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("case", [Case(2, "mpi", BUFFERED)], ids=str)
+def test_small_messages_are_buffered_otherwise(run_in_job, case):
+    run_in_job(ON_MPI, case)
 
 
 def test_the_blocks_are_of_all_sizes():

@@ -1,6 +1,6 @@
 """Every mix of pipeline, data parallelism, ZeRO and tensor scheme trains the serial model."""
 
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hpc3d.comm.threads import run
 from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.tensor.split import SCHEMES
 from tests.fakes.read_only import read_only
-from tests.mpi import checked
+from tests.jobs import Case
 from tests.pipeline.in_torch import RULES
 from tests.pipeline.mixes import (
     LARGE,
@@ -24,13 +24,19 @@ from tests.pipeline.mixes import (
     train,
     words_of,
 )
-from tests.strided import strided
+from tests.strided import covering
 
 SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
-COUNTS = 4, 8, 12, 16
 
 
-@pytest.mark.parametrize("line", strided(MIXES, 60, 6, slow=13))
+# Few ranks first: one mix per schedule, scheme, stage of ZeRO, context form and family.
+QUICK = covering(sorted(MIXES, key=ranks), ("schedule", "scheme", "zero", "context", "kind"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, marks=[] if line in QUICK else [pytest.mark.slow]) for line in MIXES],
+)
 def test_a_mix_is_serial(line):
     config, expected = config_of(line), serial(alone(line))
     found = run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config))
@@ -42,7 +48,7 @@ def test_a_mix_is_serial(line):
 KINDS = dict.fromkeys(line for line in map(alone, MIXES) if "dropout" not in line)
 
 
-@pytest.mark.parametrize("line", strided(KINDS, 4, ids=lambda line: line or "plain", slow=2))
+@pytest.mark.parametrize("line", KINDS, ids=lambda line: line or "plain")
 def test_serial_is_torch(line):
     config, found = config_of(line), serial(line)
     same(found, RULES["none"](config))
@@ -66,42 +72,27 @@ def test_the_table_has_every_schedule_with_every_zero_and_every_scheme():
     assert {("none", zero) for zero in "0123"} <= {(w["schedule"], w.get("zero")) for w in words}
     schemes = {w.get("scheme", "3d") for w in words if "p" in w and w.keys() & {"x", "y", "z"}}
     assert schemes == set(SCHEMES)
-    assert {ranks(line) for line in MIXES} >= {1, 2, *COUNTS}
+    assert {ranks(line) for line in MIXES} >= {1, 2, 4, 6, 8, 12, 16}
 
 
-def on_mpi(transport, lines, timeout):
-    (count,) = {ranks(line) for line in lines}
-    where = "-m", "tests.pipeline.on_mpi", transport
-    _, *done = checked(count, *where, *lines, timeout=timeout).splitlines()
-    assert done == lines
+ON_MPI = "tests.pipeline.on_mpi"
 
 
-def of_size(count):
-    return [line for line in MIXES if ranks(line) == count]
-
-
-# Each count's lines in up to twelve parts, in shared memory and as messages by turns.
-PARTS = [
-    (count, first, ("auto", "mpi")[first % 2])
-    for count in COUNTS
-    for first in range(min(12, len(of_size(count))))
-]
+def cases(lines):
+    """The lines on real ranks, alternately in shared memory and as messages."""
+    transports = cycle(("auto", "mpi"))
+    return [Case(ranks(line), next(transports), line) for line in lines]
 
 
 @pytest.mark.slow
-def test_some_mixes_on_real_ranks_are_serial():
-    """On 4 ranks in shared memory; as messages, some of test_deadlock.py are."""
-    on_mpi("auto", of_size(4)[::12], timeout=250)
+@pytest.mark.timeout(0)  # tests.jobs limits each case
+@pytest.mark.parametrize("case", cases(MIXES), ids=str)
+def test_a_mix_on_real_ranks_is_serial(run_in_job, case):
+    run_in_job(ON_MPI, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "first", "transport"), strided(PARTS, 13, slow=0))
-def test_every_mix_on_real_ranks_is_serial(count, first, transport):
-    on_mpi(transport, of_size(count)[first::12], timeout=280)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", strided(range(12), 12, slow=0))
-def test_a_mix_on_64_ranks_is_serial(first):
-    on_mpi("auto", LARGE[first::12], timeout=880)
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("case", [Case(64, "auto", line) for line in LARGE], ids=str)
+def test_a_mix_on_64_ranks_is_serial(run_in_job, case):
+    run_in_job(ON_MPI, case)

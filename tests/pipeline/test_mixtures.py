@@ -93,7 +93,7 @@ def test_slots_are_taken_in_order_and_some_are_dropped():
         assert BATCH < (kept == 0).sum() < BATCH * TOKENS
 
 
-@pytest.mark.parametrize(("line", "micros"), strided([*product(MESHES, MICROBATCHES)], 18, slow=4))
+@pytest.mark.parametrize(("line", "micros"), strided([*product(MESHES, MICROBATCHES)], 18))
 def test_no_mesh_and_no_microbatch_changes_who_goes_where(line, micros):
     expected = decided("schedule=none")
     schedule = "" if "schedule" in line else "schedule=none "

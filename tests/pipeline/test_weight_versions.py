@@ -63,7 +63,7 @@ def rule_of(line):
     return " ".join([*(f"{key}={words[key]}" for key in keys if key in words), alone(line)])
 
 
-@pytest.mark.parametrize("line", strided(LINES, 12, slow=2))
+@pytest.mark.parametrize("line", strided(LINES, 12))
 def test_an_asynchronous_mix_keeps_its_update_rule(line):
     config, expected = config_of(line), reference(rule_of(line))
     found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))

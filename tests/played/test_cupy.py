@@ -26,9 +26,9 @@ TINY = {
     "model.layers": 2,
     "model.hidden": 32,
     "model.heads": 4,
-    "model.sequence": 16,
+    "model.sequence": 8,
     "train.batch": 8,
-    "train.steps": 4,
+    "train.steps": 3,
     "train.decay": "constant",
     "parallel.bucket_mb": 0.02,  # several
 }
@@ -130,7 +130,7 @@ def _id(case):
     return f"{ranks}-{dtype}-{' '.join(map(str, values.values()))}"
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "values"), strided(NUMPY, 24, ids=_id, slow=0))
+@pytest.mark.parametrize(("ranks", "dtype", "values"), strided(NUMPY, 24, ids=_id))
 def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     """Losses and norms; and, of the same type, every byte that is counted."""
     got, moved = told(run(ranks, tmp_path, train__backend="cupy", train__dtype=dtype, **values))
@@ -147,11 +147,11 @@ def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     [
         pytest.param(
             {"mesh__x": 2, "parallel__scheme": "1d-sequence", "parallel__microbatches": 2},
-            marks=pytest.mark.exhaustive,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4},
-            marks=pytest.mark.exhaustive,
+            marks=pytest.mark.slow,
         ),
         {"mesh__d": 2, "parallel__zero": 1, "mesh__transport": "host-staged"},
     ],
@@ -176,7 +176,7 @@ GRAPHS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "values"), strided(GRAPHS, 6, 2, slow=0))
+@pytest.mark.parametrize(("ranks", "values"), strided(GRAPHS, 6, 2))
 def test_a_graph_is_the_same_step(ranks, values, tmp_path):
     plain, graph = tmp_path / "plain", tmp_path / "graph"
     values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}

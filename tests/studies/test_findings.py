@@ -55,7 +55,7 @@ def test_the_findings_are_printed_and_drawn(tmp_path, capsys):
     assert all(path.stat().st_size > 5_000 for path in (tmp_path / "figures").iterdir())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_findings_on_h100():
     found = findings.main(SimpleNamespace(machine=None))
     near, far = found["races"][:20], found["races"][20:]

@@ -104,7 +104,7 @@ def test_a_second_port_a_node_favours_1d(machine):
     assert point(machine, 128, 8192, "float32", **kept)["speedup"]["1d"] > over[0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_command_prints_and_returns_plain_values(capsys):
     import json
 

@@ -63,7 +63,7 @@ def compare(mesh, integers=False, keeps=("xw", "x", "w", "")):
 HOW = [*product(CUBOIDS, (1, 2), (True, False))]  # with integers it is bitwise
 
 
-@pytest.mark.parametrize(("cuboid", "data", "integers"), strided(HOW, 30, slow=5))
+@pytest.mark.parametrize(("cuboid", "data", "integers"), strided(HOW, 30))
 @pytest.mark.parametrize("name", SPLITS)
 def test_parallel_is_serial(name, cuboid, data, integers):
     def rank(mesh):
@@ -108,8 +108,8 @@ def test_a_size_that_does_not_divide_names_the_axes():
     ("ranks", "transport"),
     [
         pytest.param(8, "auto", marks=pytest.mark.slow),
-        pytest.param(8, "mpi", marks=pytest.mark.exhaustive),
-        pytest.param(12, "auto", marks=pytest.mark.exhaustive),
+        pytest.param(8, "mpi", marks=pytest.mark.slow),
+        pytest.param(12, "auto", marks=pytest.mark.slow),
         pytest.param(12, "mpi", marks=pytest.mark.slow),
     ],
 )

@@ -57,7 +57,7 @@ def compare(mesh, split, keep, scales):
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", ["block", "tensor"])
 @pytest.mark.parametrize(
-    ("cuboid", "data"), strided([(c, d) for c in CUBOIDS for d in (1, 2)], 99, slow=5)
+    ("cuboid", "data"), strided([(c, d) for c in CUBOIDS for d in (1, 2)], 99)
 )
 @pytest.mark.parametrize("name", strided(SPLITS, 5))
 def test_products_are_those_of_rounded_matrices(name, cuboid, data, scales):
@@ -114,7 +114,7 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 99, 1, slow=2))
+@pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 99, 1))
 def test_every_layout_trains_the_serial_model(line):
     config = config_of(line)
     found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
@@ -126,7 +126,7 @@ def test_every_layout_trains_the_serial_model(line):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 99, 2, slow=3))
+@pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 99, 2))
 def test_predicted_is_counted(line):
     config = config_of(line)
     for ours, theirs in zip(every_rank(config, 29), counted(config), strict=True):

@@ -212,7 +212,6 @@ def losses(line, dtype):
     strided(
         [*product(["schedule=none", "d=2 x=2 zero=1 scheme=1d"], ["float16", "bfloat16"])],
         3,
-        slow=0,
     ),
 )
 def test_a_hundred_steps_end_within_one_percent_of_float32(line, dtype):

@@ -41,7 +41,7 @@ LAYOUTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", strided(LAYOUTS, 2, slow=0))
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 2))
 def test_ranks_train_as_one(layout):
     line = f"{LINE} {layout}"
     config = config_of(line)

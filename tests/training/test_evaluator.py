@@ -19,7 +19,7 @@ from hpc3d.training import evaluator as module
 from hpc3d.training.evaluator import Best, Evaluation, Evaluator, restored
 from tests.data.test_batches import Numbers
 from tests.pipeline.mixes import MIXES, Tokens, alone, config_of, ranks, trained_of, trainer_of
-from tests.strided import strided
+from tests.strided import covering, strided
 
 STEPS = 2
 
@@ -87,14 +87,11 @@ def serial(line):
     return numbers(found), weights
 
 
-# Quick are some of few ranks.
-LINES = sorted((line for line in MIXES if "batch=" not in line), key=lambda line: ranks(line) > 4)
-FEW = [line for line in LINES if ranks(line) <= 4]
+# Mixes of few ranks first: together they have every word of a mix.
+LINES = covering(sorted((line for line in MIXES if "batch=" not in line), key=ranks))
 
 
-@pytest.mark.parametrize(
-    "line", [*strided(FEW, 99, 2, slow=13), *strided(LINES[len(FEW) :], 99, slow=23)]
-)
+@pytest.mark.parametrize("line", strided(LINES, 9, 2))
 def test_a_mix_evaluates_as_one_rank_and_trains_on_as_if_it_had_not(line):
     config, (expected, _) = config_for(line), serial(alone(line))
     without = trained(config, evaluate=False)

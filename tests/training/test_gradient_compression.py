@@ -186,7 +186,7 @@ c=2 e=2 y=2 sequence=4 experts=4 moe_every=2 compression=top-k compression_share
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("line", strided(WHOLE, 12, slow=3))
+@pytest.mark.parametrize("line", strided(WHOLE, 12))
 def test_with_nothing_left_out_a_mix_is_serial(line, monkeypatch):
     monkeypatch.setattr(CompressionSpec, "saves", lambda *_: True)
     config, wanted = config_of(line), serial(alone(line))

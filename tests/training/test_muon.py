@@ -136,7 +136,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", strided(LAYOUTS, 12, 1, slow=2))
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 12, 1))
 def test_ranks_train_as_one(layout):
     line = f"{LINE} {layout}"
     config, expected = config_of(line), without_keys_bias(serial(alone(line)))

@@ -47,7 +47,7 @@ def test_stacks_are_orthogonalised_as_by_torch(rows, columns, shorter, longer):
     run({"x": 2, "y": 2, "z": 2}, rank)
 
 
-@pytest.mark.parametrize("layout", strided(LAYOUTS, 12, slow=2))
+@pytest.mark.parametrize("layout", strided(LAYOUTS, 12))
 def test_ranks_train_as_one_that_has_matrices_whole(layout):
     config = config_of(f"{SHARDED} {layout}")
     expected = without_keys_bias(serial(alone(f"{LINE} {layout}")))

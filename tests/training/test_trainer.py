@@ -134,6 +134,7 @@ CLIPPED = {
 def test_training_is_that_of_torch(line, above):
     """Norms lie on both sides of the limit, under SGD: Adam divides by the size of the gradient,
     so it would hardly see by how much that was scaled."""
+    line = f"{line} steps=5"
     config, (rates, expected) = config_of(line), reference(config_of(alone(line)))
     assert sum(norm > config.train.clip for _, norm in expected.totals) == above
     found = run(config.mesh.sizes(), lambda mesh: steps_of(mesh, config))

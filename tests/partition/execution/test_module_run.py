@@ -86,7 +86,7 @@ CHANGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "first", "second"), strided(CHANGES, 3, 1, slow=0))
+@pytest.mark.parametrize(("model", "first", "second"), strided(CHANGES, 3, 1))
 def test_a_run_goes_on_by_another_plan_as_if_nothing_had_happened(model, first, second, tmp_path):
     """A rank is killed in the third step or later, and the run goes on by another plan; against
     one rank that makes all steps."""
@@ -146,7 +146,7 @@ SCHEDULES = {  # by ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", strided(SCHEDULES, 3, 1, slow=0))
+@pytest.mark.parametrize("ranks", strided(SCHEDULES, 3, 1))
 def test_every_schedule_trains_as_torch_does(ranks, tmp_path):
     """Parameters and losses of the whole module after three steps."""
     name, plans = f"{HERE}:eight_layers", []

@@ -15,7 +15,7 @@ from tests.partition.execution.modules import (
     with_data,
 )
 from tests.partition.untraceable_models import HERE as UNTRACEABLE
-from tests.strided import strided
+from tests.strided import rotated
 
 MODELS = ("bert", "resnet", "unet", "densenet", "translation")
 EVERYTHING, CHAIN = f"{HERE}:everything", f"{HERE}:chain"
@@ -108,32 +108,26 @@ HOW = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize(("replicas", "micros", "schedule", "how"), strided(HOW, 4, slow=0))
+@pytest.mark.parametrize(("name", "replicas", "micros", "schedule", "how"), rotated(SMALL, HOW, 3))
 def test_all_models_train_as_the_whole(name, replicas, micros, schedule, how):
     found = trained(name, replicas, micros, schedule, **how)
     assert_trained_alike(found, trained_by_torch(name, micros))
 
 
+REPLICATED = [
+    ((2, 1), 2, "1f1b", {}),
+    ((2, 2), 2, "1f1b", {"zero": 1}),
+    ((1, 3, 2), 2, "1f1b", {"recompute": True}),
+    ((8,), 1, "none", {}),
+    ((2, 1), 2, "zb-h1", {"zero": 1}),
+    ((1, 3, 2), 2, "zb-h2", {}),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in SMALL if "res" not in name and "dense" not in name]
-)
-@pytest.mark.parametrize(
-    ("replicas", "micros", "schedule", "how"),
-    strided(
-        [
-            ((2, 1), 2, "1f1b", {}),
-            ((2, 2), 2, "1f1b", {"zero": 1}),
-            ((1, 3, 2), 2, "1f1b", {"recompute": True}),
-            ((8,), 1, "none", {}),
-            ((2, 1), 2, "zb-h1", {"zero": 1}),
-            ((1, 3, 2), 2, "zb-h2", {}),
-        ],
-        2,
-        1,
-        slow=0,
-    ),
+    ("name", "replicas", "micros", "schedule", "how"),
+    rotated([name for name in SMALL if "res" not in name and "dense" not in name], REPLICATED, 4),
 )
 def test_replicas_of_all_models_train_as_one(name, replicas, micros, schedule, how):
     found = trained(name, replicas, micros, schedule, **how)
@@ -159,23 +153,20 @@ WIDE = (
 )
 
 
+PEAKS = [
+    ((1,), 1, "none", "none"),
+    ((1,), 4, "none", "full"),
+    ((1, 1, 1), 4, "1f1b", "none"),
+    ((1, 1), 4, "1f1b", "full"),
+    ((1, 1), 4, "gpipe", "none"),
+    ((2, 1), 2, "1f1b", "none"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [f"inputs.partition.{name}" for name in WIDE])
 @pytest.mark.parametrize(
-    ("replicas", "micros", "schedule", "recompute"),
-    strided(
-        [
-            ((1,), 1, "none", "none"),
-            ((1,), 4, "none", "full"),
-            ((1, 1, 1), 4, "1f1b", "none"),
-            ((1, 1), 4, "1f1b", "full"),
-            ((1, 1), 4, "gpipe", "none"),
-            ((2, 1), 2, "1f1b", "none"),
-        ],
-        3,
-        2,
-        slow=0,
-    ),
+    ("name", "replicas", "micros", "schedule", "recompute"),
+    rotated([f"inputs.partition.{name}" for name in WIDE], PEAKS, 4),
 )
 def test_the_peak_of_a_rank_is_that_of_its_plan(name, replicas, micros, schedule, recompute):
     """All tensors of a step, and the moments."""

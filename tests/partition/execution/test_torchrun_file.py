@@ -314,9 +314,7 @@ RUN = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "replicas", "micros", "schedule", "how"), strided(RUN, 3, 1, slow=0)
-)
+@pytest.mark.parametrize(("name", "replicas", "micros", "schedule", "how"), strided(RUN, 3, 1))
 def test_torchrun_trains_as_the_whole(name, replicas, micros, schedule, how, tmp_path):
     text = written(name, replicas, micros, schedule, **how)
     losses, found = run_by_torchrun(text, tmp_path, sum(replicas))

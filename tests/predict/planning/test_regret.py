@@ -126,7 +126,7 @@ SHORT = "8 A100", "one long sequence on hosts"  # the others take minutes togeth
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in SHORT)) for name in SPACES],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in SHORT)) for name in SPACES],
 )
 def test_no_layout_is_quicker(name):
     hold(SPACES[name])
@@ -137,7 +137,7 @@ def test_no_layout_is_quicker(name):
     "space",
     [
         Space("2 256 4 64 256 4 float32", 4, PAIRS, (16e9, 20e6, 16e6, 13e6)),
-        pytest.param(SPACES["16 H100"], marks=pytest.mark.exhaustive),
+        pytest.param(SPACES["16 H100"], marks=pytest.mark.slow),
     ],
 )
 def test_less_memory_never_gives_a_quicker_plan(space):

@@ -244,7 +244,7 @@ def test_no_layout_that_was_left_out_is_estimated_quicker(memory, ways, small):
     assert found.timed[0].best.seconds <= 1.02 * best
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_layout_that_was_left_out_is_simulated_quicker():
     searched, found = search()

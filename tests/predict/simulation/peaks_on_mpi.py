@@ -1,35 +1,20 @@
-"""Peaks of memory of mixes on the ranks of an MPI job, one after the other: LINE ...
+"""The peaks of memory of a mix on the ranks of an MPI job, against predicted ones."""
 
-A line of JSON each: those of the second step by kind, for every rank.
-"""
-
-import json
-import sys
-
-from hpc3d.runtime import launch
+from hpc3d.comm.cartesian import build
+from hpc3d.predict.simulation.count import predict
+from tests.pipeline.mixes import config_of, trainer_of
 
 
-def body(job):
-    from hpc3d.comm.cartesian import build
-    from tests.pipeline.mixes import config_of
-
-    for line in sys.argv[1:]:
-        peaks = job.comm.gather(peak(build, config_of(line)))
-        job.barrier()
-        if job.rank == 0:
-            print(json.dumps([line, peaks]), flush=True)
-
-
-def peak(build, config):
-    """Of this rank."""
-    from tests.pipeline.mixes import trainer_of
-
-    mesh = build(config.mesh.sizes())
+def case(job, transport, line):
+    """Compare the peaks of the second step by kind."""
+    config = config_of(line)
+    mesh = build(config.mesh.sizes(), transport=transport)
     trainer = trainer_of(mesh, config)
     trainer.step(0)
     trainer.step(1)
-    return dict(mesh.pool.peak)
+    predicted = predict(config, config.model.vocabulary, mesh.coords)
+    assert _present(mesh.pool.peak) == _present(predicted.peak)
 
 
-if __name__ == "__main__":
-    sys.exit(launch.run("test", body))
+def _present(peaks):
+    return {kind: size for kind, size in peaks.items() if size}

@@ -82,11 +82,11 @@ c=2 d=2 z=2 sequence=4 overlap=false compression=top-k compression_share=0.05
 
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
 LINES = [
-    *strided([*MIXES, *SMALL], 44, 6, slow=13),
-    *strided(MIXTURES, 9, slow=3),
-    *strided(NARROW, 9, 1, slow=3),
-    *strided(COMPRESSED, 9, slow=3),
-    *strided(MANY, len(MANY), len(MANY), slow=7),
+    *strided([*MIXES, *SMALL], 44, 6),
+    *strided(MIXTURES, 9),
+    *strided(NARROW, 9, 1),
+    *strided(COMPRESSED, 9),
+    *strided(MANY, len(MANY), len(MANY)),
 ]
 
 

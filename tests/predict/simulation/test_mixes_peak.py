@@ -1,21 +1,19 @@
-"""Predicted = counted: the peak of every kind of memory on every rank of a real job, where
-techniques that save memory are mixed."""
+"""Predicted = counted: the peak of every kind of memory on every rank of a real job."""
 
-import json
+from dataclasses import replace
 
 import pytest
 
 from hpc3d.predict.simulation.count import every_rank
-from tests.mpi import checked
-from tests.pipeline.mixes import config_of
+from hpc3d.predict.simulation.simulator import simulate
+from tests.jobs import Case
+from tests.pipeline.mixes import config_of, ranks
+from tests.predict.fixed import MACHINE
 
-# On four ranks each.
-FEW = """
+LINES = """
 dtype=bfloat16 d=2 x=2 zero=1 microbatches=2 recompute=[0,2] keep_dtype=int8 optimizer=lion
 dtype=bfloat16 d=2 x=2 zero=1 microbatches=2 optimizer=adamw-8bit hidden=64 heads=4 vocabulary=32
 dtype=float32 d=2 x=2 zero=1 microbatches=2 'offload=["optimizer","activations"]' keep_dtype=int8
-""".strip().splitlines()
-MORE = """
 dtype=float16 p=2 x=2 schedule=1f1b microbatches=4 recompute=full optimizer=adafactor
 dtype=float32 x=2 y=2 microbatches=2 keep_dtype=bfloat16 optimizer=adafactor keep_gathered=false
 dtype=float32 d=2 p=2 schedule=zb-h1 microbatches=4 zero=1 compression=powersgd
@@ -27,21 +25,42 @@ dtype=float32 p=2 d=2 schedule=interleaved chunks=2 microbatches=4 zero=2 keep_d
 dtype=bfloat16 c=2 x=2 sequence=8 microbatches=2 attention=chunked recompute=full optimizer=muon
 dtype=float32 d=2 e=2 experts=4 microbatches=2 zero=1 keep_dtype=int8 optimizer=lion
 dtype=bfloat16 p=2 d=2 schedule=1f1b microbatches=4 'offload=["activations","parameters"]'
+dtype=float32 p=2 d=2 schedule=1f1b microbatches=4 zero=1 compression=powersgd bucket_mb=0.01
+dtype=float32 p=2 d=2 schedule=1f1b microbatches=4 zero=1 compression=top-k compression_share=0.1
+x=2 y=2 z=2
+x=2 y=2 z=2 dtype=bfloat16
+x=4 d=2 scheme=1d recompute=full
+p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1
+p=4 z=2 schedule=zb-h1 microbatches=4 recompute=selective keep_dtype=int8
+d=2 x=2 y=2 zero=3
+d=4 x=2 scheme=1d zero=1 dtype=float32 reduce_dtype=bfloat16
+c=4 x=2 microbatches=2 sequence=8
+d=2 c=4 zero=2 context=both ulysses=2 sequence=8
+c=4 y=2 context=all-to-all attention=chunked sequence=8 heads=8
+p=2 c=4 schedule=1f1b kind=llama kv_heads=12 sequence=8 microbatches=4
+p=2 e=2 x=2 schedule=1f1b experts=4 top_k=2 moe_every=2 microbatches=2
+d=2 e=4 experts=8 shared_experts=1 capacity=0 zero=1
+e=2 x=2 y=2 experts=4 top_k=2 scheme=2d recompute=full
+d=2 e=2 z=2 experts=4 balance_bias=0.001 zero=3
+p=2 d=2 e=2 experts=4 moe_every=2 schedule=zb-h1 microbatches=4 zero=2
+c=2 e=2 x=2 kind=llama kv_heads=12 sequence=8 experts=4 top_k=2
 """.strip().splitlines()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lines", [FEW, MORE], ids=["few", "more"])
-def test_peaks_of_mixes_are_counted_ones(lines):
-    out = checked(4, "-m", "tests.predict.simulation.peaks_on_mpi", *lines)
-    counted = dict(map(json.loads, out.splitlines()))
-    assert [*counted] == lines
-    for line, ranks in counted.items():
-        config = config_of(line)
-        predicted = every_rank(config, config.model.vocabulary)
-        for rank, (ours, theirs) in enumerate(zip(predicted, ranks, strict=True)):
-            assert _present(ours.peak) == _present(theirs), (line, rank)
+@pytest.mark.timeout(0)  # tests.jobs limits each case
+@pytest.mark.parametrize("case", [Case(ranks(line), "auto", line) for line in LINES], ids=str)
+def test_peaks_of_mixes_are_counted_ones(run_in_job, case):
+    run_in_job("tests.predict.simulation.peaks_on_mpi", case)
 
 
-def _present(peaks):
-    return {kind: size for kind, size in peaks.items() if size}
+GEMM = MACHINE.gemm | dict.fromkeys(("bfloat16", "float16", "float64"), MACHINE.gemm["float32"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", LINES)
+def test_simulated_peaks_are_predicted_ones(line):
+    config = config_of(line)
+    predicted = list(every_rank(config, config.model.vocabulary))
+    runs = simulate(config, config.model.vocabulary, replace(MACHINE, gemm=GEMM))
+    assert [run.peak["all"] for run in runs] == [predicted[run.rank].peak["all"] for run in runs]

@@ -42,7 +42,7 @@ def simulated(line):
 
 @pytest.mark.parametrize(
     "line",
-    [*strided(PIPELINES, 28, slow=3), *strided(PLAYED, 4), *strided(MIXTURES, 8, 1, slow=2)],
+    [*strided(PIPELINES, 28), *strided(PLAYED, 4), *strided(MIXTURES, 8, 1)],
 )
 def test_played_passes_are_like_those_that_are_run(line):
     """Every value of every row but times, and the peak of every kind of memory."""

@@ -1,0 +1,68 @@
+"""Cases that share an MPI job keep their own outcomes (tests/jobs.py, tests/turns.py)."""
+
+import json
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+from tests import jobs, turns
+from tests.jobs import Case, outcomes_of
+from tests.on_ranks import DONE
+
+CASES = [Case(2, "auto", name) for name in "abcd"]
+
+
+def played(failing, hanging=()):
+    """A launcher whose job ends in the first case of `failing`; the cases of each job."""
+    started = []
+
+    def mpirun(ranks, flag, program, module, transport, *names, **how):
+        started.append(names)
+        passed = []
+        for name in names:
+            if name in failing:
+                return SimpleNamespace(stdout="".join(passed), stderr=f"{name}!", returncode=1)
+            passed.append(f"{DONE}{name}\n")
+        return SimpleNamespace(stdout="".join(passed), stderr="", returncode=0)
+
+    return mpirun, started
+
+
+def test_a_case_that_fails_is_named_and_another_job_runs_the_rest(monkeypatch):
+    launcher, started = played(failing="bd")
+    monkeypatch.setattr(jobs, "mpirun", launcher)
+    found = outcomes_of("a.module", CASES)
+    assert [bool(found[case]) for case in CASES] == [False, True, False, True]
+    assert "b!" in found[CASES[1]] and "d!" in found[CASES[3]]
+    assert started == [("a", "b", "c", "d"), ("c", "d")]
+
+
+def test_a_job_that_ends_early_without_an_error_fails_the_next_case(monkeypatch):
+    short = SimpleNamespace(stdout=f"{DONE}a\n", stderr="", returncode=0)
+    monkeypatch.setattr(jobs, "mpirun", lambda *words, **how: short)
+    found = outcomes_of("a.module", CASES[:2])
+    assert not found[CASES[0]] and "exit 0" in found[CASES[1]]
+
+
+def test_units_that_take_long_come_first_and_long_files_are_divided(monkeypatch, tmp_path):
+    costs = tmp_path / "costs.json"
+    long = turns.LONG + 1
+    costs.write_text(json.dumps({"a.py::one": 5, "b.py::one": long, "b.py::two": 9}))
+    monkeypatch.setattr(turns, "COSTS", costs)
+    monkeypatch.setattr(turns, "starts_jobs", lambda unit: "job" in unit)
+    config = SimpleNamespace(getvalue=lambda name: ["2*popen"], option=SimpleNamespace())
+    monkeypatch.setattr("xdist.scheduler.loadscope.parse_tx_spec_config", lambda _: ["", ""])
+    scheduler = turns.LongestFirst(config)
+    assert scheduler._split_scope("a.py::one[case]") == "a.py"
+    assert scheduler._split_scope("b.py::two[case]") == "b.py::two"
+    sent = []
+    workers = [Mock(send_runtest_some=sent.append) for _ in range(2)]
+    tests = ["a.py::one[x]", "b.py::two[x]", "b.py::one[x]", "job.py::one[x]"]
+    for worker in workers:
+        scheduler.assigned_work[worker] = {}
+        scheduler.registered_collections[worker] = tests
+    for test in tests:
+        scheduler.workqueue[scheduler._split_scope(test)] = {test: False}
+    scheduler._assign_work_unit(workers[0])  # which starts jobs
+    scheduler._assign_work_unit(workers[1])
+    scheduler._assign_work_unit(workers[1])
+    assert sent == [[3], [2], [1]]
