@@ -328,7 +328,12 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
                 f"{_OF_ANOTHER}"
             )
     kept = [spec for spec in optimizer_of(before).STATES if spec.name in kinds_of(opened)]
-    if lacking := {spec.name for spec in optimizer_of(config).STATES if spec not in kept}:
+    shapes, stateless = shapes_of(model), stateless_of(model)
+    trained = [item for item in shapes.items() if item[0] not in stateless]
+    wanted = [
+        spec for spec in optimizer_of(config).STATES if any(spec.of(*each) for each in trained)
+    ]
+    if lacking := {spec.name for spec in wanted if spec not in kept}:
         return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {_OF_ANOTHER}"
-    found = inconsistencies(opened, shapes_of(model), stateless_of(model))
+    found = inconsistencies(opened, shapes, stateless)
     return next((f"{opened.folder}: {problem}" for problem in found), None)

@@ -247,7 +247,8 @@ class Checkpoint:
         """(name, kind) -> [(array of elements, box)]."""
         sources = {}
         for file in self.files:
-            data = np.memmap(self.folder / file["file"], "u1", "r") if file["bytes"] else None
+            path, empty = self.folder / file["file"], np.empty(0, np.uint8)
+            data = np.memmap(path, "u1", "r") if file["bytes"] else empty
             for name, kind, stored, offset, parts in file["pieces"]:
                 dtype = type_of(stored)
                 for part in itertools.starmap(BlockSlices, parts):

@@ -86,8 +86,15 @@ class Adafactor(Optimizer):
     def update(self, learning_rate: float, scale: float) -> None:
         """One step with the gradients times `scale`."""
         self.steps += 1
-        decay, mesh = learning_rate * self.weight_decay, self.parameters.mesh
-        steps = [*self._matrix_steps(decay, scale), *self._vector_steps(decay, scale)]
+        decay = learning_rate * self.weight_decay
+        # An offloaded value is written back when its batch ends.
+        for found in self.batches([self.parameters.matrices], decay):
+            matrices = self._matrix_steps(found, scale)
+            self._descend([*matrices, *self._vector_steps(decay, scale)], learning_rate)
+
+    def _descend(self, steps: Sequence[_Step | _VectorStep], learning_rate: float) -> None:
+        """Update all matrices and vectors, each by its U / max(1, rms(U))."""
+        mesh = self.parameters.mesh
         with mesh.trace.span("squares"):
             shares = [(step.squares(), step.axes) for step in steps]
         sums = _summed(mesh, shares)
@@ -102,10 +109,9 @@ class Adafactor(Optimizer):
         state *= 1 - rest
         state += rest * (mean + self.EPSILON)
 
-    def _matrix_steps(self, decay: float, scale: float) -> list[_Step]:
+    def _matrix_steps(self, found: Sequence[tuple], scale: float) -> list[_Step]:
         """Those of all matrices, their states being up to date."""
         mesh = self.parameters.mesh
-        [found] = self.batches([self.parameters.matrices], decay)
         with mesh.trace.span("squares"):
             rows, columns = self._squares_of_lines(found, scale)
         row_sums = _summed(mesh, rows)

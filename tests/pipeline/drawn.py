@@ -1,44 +1,121 @@
-"""Mixes drawn at random, as lines of words (tests.pipeline.mixes): any split of three axes
-on up to 12 ranks with any schedule, most of which the rules allow."""
+"""Random training configurations as lines of words (tests.pipeline.mixes).
 
+A case is a mix, or two mixes of one model with ` then ` between them: the second one resumes from
+a checkpoint of the first.  Most cases satisfy the configuration rules.
+"""
+
+import shlex
 from math import prod
 
 from hypothesis import strategies as st
 
 from hpc3d.pipeline.schedule import SCHEDULES
+from hpc3d.tensor.split import SCHEMES
 
-RANKS = 12
-SGD = "optimizer=sgd learning_rate=0.5 warmup=0 decay=constant weight_decay=0 steps=2"
-# Sizes that most meshes divide, and some that few do; norms lie on both sides of a clip of 4.
-MODELS = (
-    f"{SGD} layers=4 hidden=24 heads=24 batch=48 sequence=4 clip=0",
-    f"{SGD} layers=2 hidden=48 heads=12 batch=24 sequence=4 clip=4 tied=false",
-    f"{SGD} layers=4 hidden=24 heads=12 batch=24 sequence=8 clip=0 gelu=exact",
-    f"{SGD} layers=2 hidden=12 heads=6 batch=12 sequence=12 clip=0 dropout=0.25",
-    "steps=3 layers=4 hidden=24 heads=12 batch=48 sequence=1 vocabulary=23",
-    f"{SGD} layers=2 hidden=24 heads=12 batch=24 sequence=4 clip=0 kind=bert padding=4",
+RANKS = 8
+RATES = {
+    "sgd": 0.5,
+    "adamw": 0.01,
+    "adamw-8bit": 0.01,
+    "lion": 0.002,
+    "muon": 0.02,
+    "adafactor": 0.01,
+}
+TORCH = "sgd", "adamw"  # optimizers that tests.pipeline.in_torch has
+SEQUENCES = {4: 48, 8: 48, 12: 24, 24: 24}  # tokens of a sequence -> sequences of a batch
+MOST = st.integers(0, 9).map(bool)  # shrinks to False
+SELDOM = st.integers(0, 3).map((3).__eq__)  # shrinks to False
+SWITCH = st.sampled_from(["true", "false"])
+# Words that make results depend on the layout beyond float64 rounding.
+INEXACT = (
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float16"},
+    *({"reduce_dtype": dtype} for dtype in ("float32", "bfloat16")),
+    {"dtype": "float16", "reduce_dtype": "float16"},
+    *({"keep_dtype": dtype} for dtype in ("bfloat16", "int8", "float8")),
+    *({"product_dtype": "float8", "product_scale": scale} for scale in ("block", "tensor")),
+    {"compression": "powersgd", "compression_rank": 2},
+    {"compression": "top-k", "compression_share": 0.25},
 )
-MIXTURES = tuple(
-    f"{SGD} layers=2 hidden=24 heads=12 batch=48 sequence=4 clip=0 {experts}"
-    for experts in (
-        "experts=4 top_k=2 capacity=1",
-        "experts=6 moe_every=2 shared_experts=1 gelu=exact",
-        "experts=3 capacity=0.5 balance_bias=0.1 z_loss=0 dropout=0.25",
-        "experts=4 top_k=3 capacity=0 kind=llama kv_heads=2 ffn=12",
-    )
+EXPERTS = (
+    {"experts": 4, "top_k": 2, "capacity": 1},
+    {"experts": 6, "moe_every": 2, "shared_experts": 1},
+    {"experts": 3, "capacity": 0.5, "balance_bias": 0.1, "z_loss": 0},
+    {"experts": 4, "top_k": 3, "capacity": 0, "balance_loss": 0},
 )
-MOST = st.integers(0, 9).map(bool)  # and at last its contrary
+
+
+def rendered(words):
+    return " ".join(f"{key}={shlex.quote(str(value))}" for key, value in words.items())
 
 
 @st.composite
-def splits(draw):
-    """Letters of a split: a loop and a way of storage for each axis, and now and then another."""
+def models(draw):
+    """Words of a model, its optimizer and its number types."""
+    kind = draw(st.sampled_from(["gpt2", "llama", "qwen2", "bert"]))
+    rotary = kind in ("llama", "qwen2")
+    hidden = draw(st.sampled_from([24, 48, 12]))
+    width = draw(st.sampled_from([2, 4] if rotary else [2, 1, 4]))
+    sequence = draw(st.sampled_from([*SEQUENCES]))
+    words = {
+        "kind": kind,
+        "layers": draw(st.sampled_from([2, 4, 3])),
+        "hidden": hidden,
+        "heads": hidden // width,
+        "sequence": sequence,
+        "batch": SEQUENCES[sequence],
+        "tied": draw(SWITCH),
+        "steps": 2,
+        "clip": draw(st.sampled_from([0, 4, 0.5])),
+    }
+    if draw(SELDOM):
+        words["dropout"] = 0.25
+    if rotary:
+        fitting = [n for n in (2, 3, 6, 12) if hidden // width % n == 0]
+        words["kv_heads"] = draw(st.sampled_from([hidden // width, *fitting]))
+        words["ffn"] = draw(st.sampled_from([48, 24, 256]))
+    else:
+        words["gelu"] = draw(st.sampled_from(["tanh", "exact"]))
+    if kind == "bert" and draw(st.booleans()):
+        words["padding"] = 4
+    if kind in ("gpt2", "llama") and draw(st.booleans()):
+        words |= draw(st.sampled_from(EXPERTS))
+    words |= draw(optimizers(rotary))
+    if draw(SELDOM):
+        for more in draw(st.lists(st.sampled_from(INEXACT), min_size=1, max_size=2)):
+            words |= more
+    if words.get("dtype") in ("bfloat16", "float16"):
+        words.pop("balance_bias", None)
+    if draw(SELDOM):
+        words |= {"eval_every": 1, "validation": 0.5}
+    return words
+
+
+@st.composite
+def optimizers(draw, rotary):
+    """Words of an optimizer.
+
+    Adafactor divides by the norm of each bias.  In the families without rotary positions, the
+    gradient of the key bias is rounding noise: they do not train with it.
+    """
+    name = draw(st.sampled_from([each for each in RATES if rotary or each != "adafactor"]))
+    words = {"optimizer": name, "learning_rate": RATES[name], "warmup": 0, "decay": "constant"}
+    if name == "muon":
+        words["orthogonalize"] = draw(st.sampled_from(["in-turn", "sharded"]))
+    return words
+
+
+@st.composite
+def splits(draw, experts):
+    """Letters of a split: the loop of each axis and how it stores blocks; seldom an extra one."""
+    storage = ["", "", "replicate", *["own"] * (not experts or not draw(MOST))]
     axes = draw(st.permutations("xyz"))[: draw(st.integers(1, 3))]
     panels = draw(st.integers(0, 4)) == 4
     letters = {}
     for number, axis in enumerate(axes):
         loop = draw(st.sampled_from("mnk")) if not panels else "nmm"[number]
-        way = draw(st.sampled_from(["", "", "replicate", "own"]))
+        way = draw(st.sampled_from(storage))
         way = "panels" if panels and not number else way
         for key in filter(None, [loop, way]):
             letters.setdefault(key, []).append(axis)
@@ -49,30 +126,73 @@ def splits(draw):
 
 
 @st.composite
-def sizes(draw, axes):
-    """Axis -> size, of at most RANKS ranks."""
+def ways(draw, model):
+    """Words of a scheme or a split, and the tensor axes of its loops."""
+    if draw(SELDOM):
+        name = draw(st.sampled_from([*SCHEMES]))
+        words, letters = {"scheme": name}, vars(SCHEMES[name])
+    else:
+        letters = draw(splits("experts" in model))
+        split = ",".join(f'{key}="{names}"' for key, names in letters.items())
+        words = {"split": f"{{{split}}}"}
+    axes = " ".join(letters.get(loop, "") for loop in "mnk").split()
+    return words, sorted({*axes} & {*"xyz"})
+
+
+@st.composite
+def meshes(draw, model, axes):
+    """Axis -> size, at most RANKS ranks."""
+    fits = {
+        "p": lambda n: n <= model["layers"],
+        "c": lambda n: model["sequence"] % (2 * n) == 0,
+        "e": lambda n: model.get("experts", 1) % n == 0,
+    }
     found = {}
-    for axis in draw(st.permutations(axes)):
-        most = min(RANKS // prod(found.values()), 2 if axis == "p" else 4)
-        found[axis] = draw(st.sampled_from([n for n in (2, 1, 3, 4) if n <= most]))
+    for axis in draw(st.permutations([*axes, *"dpc", *"e" * ("experts" in model)])):
+        most, fitting = RANKS // prod(found.values()), fits.get(axis, lambda n: True)
+        sizes = [n for n in (2, 1, 2, 3, 4) if n <= most and (n == 1 or fitting(n))]
+        found[axis] = draw(st.sampled_from(sizes))
     return found
 
 
 @st.composite
-def schedules(draw, stages):
-    """Words of a schedule, on as many chunks as it wants."""
-    name = draw(st.sampled_from([*SCHEDULES] if stages > 1 else ["none", "zb-v", "1f1b"]))
+def schedules(draw, model, mesh):
+    """Words of a schedule, its microbatches and the layers of its stages."""
+    stages, micros = mesh["p"], [2, 1, 3, 4]
+    chunks = {name: each.chunks or 2 for name, each in SCHEDULES.items()}
+    names = [
+        name
+        for name, each in SCHEDULES.items()
+        if stages * chunks[name] <= model["layers"]
+        and (name == "none") <= (stages == 1)
+        and each.asynchronous <= (stages > 1 and model["optimizer"] in TORCH)
+    ]
+    name = draw(st.sampled_from(names))
     words = {"schedule": name}
-    if name.startswith("pipedream"):
-        words |= {"tied": "false", "clip": 0, "dropout": 0}
+    if SCHEDULES[name].asynchronous:
+        words |= {"dropout": 0}
+    if SCHEDULES[name].update_per_microbatch:
+        words |= {"tied": "false", "clip": 0}
+    if draw(MOST):
+        least = stages if name in ("interleaved", "pipedream-2bw") else 1
+        rows = model["batch"] // prod(size for axis, size in mesh.items() if axis not in "pc")
+        micros = [n for n in micros if n >= least and rows % n == 0] or micros
+    words["microbatches"] = draw(st.sampled_from(micros))
+    if name == "interleaved" and stages * 3 <= model["layers"]:
+        chunks[name] = words["chunks"] = draw(st.sampled_from([2, 3]))
+    if draw(SELDOM):
+        parts, layers = stages * chunks[name], model["layers"]
+        edges = sorted(draw(st.integers(0, layers)) for _ in range(parts - 1))
+        counts = [b - a for a, b in zip([0, *edges], [*edges, layers])]
+        words["layers_per_stage"] = counts
     return words
 
 
 @st.composite
 def contexts(draw, ranks):
-    """Words of how sequences are cut, and of attention."""
-    ways = ["ring", "all-to-all"] if ranks > 1 else ["ring"]
-    words = {"context": draw(st.sampled_from([*ways, "both"] if ranks == 4 else ways))}
+    """Words of context parallelism and attention."""
+    kinds = ["ring", "all-to-all"] if ranks > 1 else ["ring"]
+    words = {"context": draw(st.sampled_from([*kinds, "both"] if ranks == 4 else kinds))}
     if words["context"] == "both":
         words["ulysses"] = 2
     if words["context"] == "all-to-all" or ranks == 1:
@@ -81,32 +201,56 @@ def contexts(draw, ranks):
 
 
 @st.composite
-def layouts(draw, experts=False):
-    """The words of a mix that a serial model has not."""
-    letters = draw(splits())
-    axes = sorted({*" ".join(letters.get(loop, "") for loop in "mnk").split()} & {*"xyz"})
-    mesh = draw(sizes([*axes, "d", "p", "c", *"e" * experts]))
-    split = ",".join(f'{key}="{names}"' for key, names in letters.items())
+def offloads(draw, model, schedule):
+    """Words of offloading, where there is something to offload."""
+    names = {"activations"}
+    names |= set() if model["optimizer"] in ("sgd", "adafactor") else {"optimizer"}
+    names |= set() if SCHEDULES[schedule].asynchronous else {"parameters"}
+    listed = draw(st.lists(st.sampled_from(sorted(names)), min_size=1, unique=True))
+    return {"offload": "[" + ",".join(f'"{name}"' for name in listed) + "]"}
+
+
+@st.composite
+def recomputations(draw, layers):
+    listed = draw(st.lists(st.integers(0, layers - 1), unique=True))
+    return draw(st.sampled_from(["none", "selective", "full", listed]))
+
+
+@st.composite
+def layouts(draw, model):
+    """Words of the mesh and of [parallel] for a model."""
+    way, axes = draw(ways(model))
+    mesh = draw(meshes(model, axes))
+    schedule = draw(schedules(model, mesh))
+    summed = {"compression", "reduce_dtype"} & {*model}
+    zeros = [0, 1] if summed and draw(MOST) else [0, 1, 2, 3]
+    if "own" in str(way) and draw(MOST):
+        zeros = [zero for zero in zeros if zero != 2]
     words = {
         **mesh,
-        **draw(schedules(mesh["p"])),
+        **way,
+        **schedule,
         **draw(contexts(mesh["c"])),
-        "split": f"'{{{split}}}'",
-        "zero": draw(st.integers(0, 3)),
-        "microbatches": draw(st.sampled_from([1, 2, 3, 4])),
-        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
-        "keep_gathered": draw(st.sampled_from(["true", "false"])),
-        "overlap": draw(st.sampled_from(["true", "false"])),
+        "zero": draw(st.sampled_from(zeros)),
+        "recompute": draw(recomputations(model["layers"])),
+        "keep_gathered": draw(SWITCH),
+        "overlap": draw(SWITCH),
         "bucket_mb": draw(st.sampled_from([25, 0.01, 0])),
     }
-    return " ".join(f"{key}={value}" for key, value in words.items())
+    if draw(SELDOM):
+        words["order"] = " ".join(draw(st.permutations("pdcexyz")))
+    if draw(st.booleans()):
+        words |= draw(offloads(model, schedule["schedule"]))
+    return words
 
 
-def mixes():
-    """A line of words."""
-    return st.builds("{} {}".format, st.sampled_from(MODELS), layouts())
-
-
-def mixtures():
-    """A line of words of a model with experts."""
-    return st.builds("{} {}".format, st.sampled_from(MIXTURES), layouts(experts=True))
+@st.composite
+def cases(draw):
+    """A mix, or two of them with ` then ` between."""
+    model = draw(models())
+    mixes = [{**model, **draw(layouts(model))}]
+    if draw(st.booleans()) and not (mixes[0]["schedule"].startswith("pipedream") and draw(MOST)):
+        mixes.append({**model, **draw(layouts(model))})
+        for words in mixes:
+            words["every"] = 1
+    return " then ".join(map(rendered, mixes))
