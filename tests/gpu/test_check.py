@@ -176,8 +176,10 @@ def run_on_a_fake(folder, *parts):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_parts_on_a_fake_device(tmp_path):
-    found = run_on_a_fake(tmp_path, *(part.name for part in PARTS))
-    assert [*found] == [part.name for part in PARTS]
+    """All but those that tests/played/test_cupy.py runs on CuPy itself."""
+    names = [part.name for part in PARTS if part.name not in ("kernels", "sizes", "attention")]
+    found = run_on_a_fake(tmp_path, *names)
+    assert [*found] == names
     passed = {name for name, part in found.items() if "passed" in outcomes(part).values()}
     assert passed == {*found} - {"nccl"}
     assert [*outcomes(found["products"]).values()].count("passed") == 96

@@ -24,6 +24,15 @@ def sizes(name, cuboid):
     return dict(zip("xyz", cuboid, strict=True))
 
 
+def distinct():
+    """(name, cuboid) of all schemes on all cuboids, each mesh once."""
+    found = {}
+    for name in SPLITS:
+        for cuboid in CUBOIDS:
+            found.setdefault((name, *sizes(name, cuboid).items()), (name, cuboid))
+    return [*found.values()]
+
+
 def splits(name, data=1):
     """The split of a layer and of the next one, on every replica of a data axis."""
     split = SPLITS[name] if data == 1 else SPLITS[name].over("d")

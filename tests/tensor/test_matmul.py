@@ -108,8 +108,6 @@ def test_a_size_that_does_not_divide_names_the_axes():
     ("ranks", "transport"),
     [
         pytest.param(8, "auto", marks=pytest.mark.slow),
-        pytest.param(8, "mpi", marks=pytest.mark.slow),
-        pytest.param(12, "auto", marks=pytest.mark.slow),
         pytest.param(12, "mpi", marks=pytest.mark.slow),
     ],
 )

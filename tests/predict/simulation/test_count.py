@@ -80,7 +80,7 @@ d=2 x=2 y=2 scheme=3d-broadcast compression=powersgd compression_rank=2
 c=2 d=2 z=2 sequence=4 overlap=false compression=top-k compression_share=0.05
 """.strip().splitlines()
 
-SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE]  # ranks
+SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE[::4]]  # ranks
 LINES = [
     *strided([*MIXES, *SMALL], 44, 6),
     *strided(MIXTURES, 9),
