@@ -1,6 +1,18 @@
 """Cases of long tables: which of them `make test` runs, and which pairs there are."""
 
+import os
+import time
+
 import pytest
+
+WEEK = 7
+TODAY = int(os.environ.get("DAY", time.time() // 86400)) % WEEK
+
+
+def rotating(day):
+    """The mark of a test that runs on one day of the week (UTC), or with DAY=0 to 6 set."""
+    reason = f"runs on one day of {WEEK}: DAY={day % WEEK}"
+    return pytest.mark.skipif(day % WEEK != TODAY, reason=reason)
 
 
 def strided(cases, every, first=0, ids=str):

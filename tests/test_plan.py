@@ -16,6 +16,7 @@ from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.simulation.simulator import simulate, step_length
 from tests.predict.planning.test_adaptation import SLOW, TABLE
 from tests.predict.planning.test_search import CLUSTER
+from tests.strided import rotating
 
 INPUTS = Path(__file__).parent.parent / "inputs"
 SMALL = [str(INPUTS / "gpt-3d-8.toml"), "--ranks", "8"]
@@ -250,6 +251,7 @@ def test_64_ranks_are_planned_in_two_seconds():
 
 
 @pytest.mark.slow
+@rotating(3)
 def test_1024_ranks_are_planned_in_twenty_seconds(tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)

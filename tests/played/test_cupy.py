@@ -14,7 +14,7 @@ from tests.cuda import emulator
 from tests.mpi import mpirun
 from tests.played.__main__ import WHEEL
 from tests.runs import newest
-from tests.strided import strided
+from tests.strided import rotating
 
 pytestmark = [
     pytest.mark.slow,
@@ -130,7 +130,13 @@ def _id(case):
     return f"{ranks}-{dtype}-{' '.join(map(str, values.values()))}"
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "values"), strided(NUMPY, 24, ids=_id))
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "values"),
+    [
+        pytest.param(*case, id=_id(case), marks=rotating(day) if day else [])
+        for day, case in enumerate(NUMPY)
+    ],
+)
 def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     """Losses and norms; and, of the same type, every byte that is counted."""
     got, moved = told(run(ranks, tmp_path, train__backend="cupy", train__dtype=dtype, **values))
@@ -176,7 +182,10 @@ GRAPHS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "values"), strided(GRAPHS, 6, 2))
+@pytest.mark.parametrize(
+    ("ranks", "values"),
+    [pytest.param(*case, marks=rotating(day)) for day, case in enumerate(GRAPHS)],
+)
 def test_a_graph_is_the_same_step(ranks, values, tmp_path):
     plain, graph = tmp_path / "plain", tmp_path / "graph"
     values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}
@@ -220,7 +229,13 @@ def test_a_checkpoint_goes_from_one_backend_to_the_other(first, on_numpy, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "part", ["loader", "kernels", "sizes", "products", "attention", "layers", "nccl"]
+    "part",
+    [
+        pytest.param(part, marks=rotating(day))
+        for day, part in enumerate(
+            ["loader", "kernels", "sizes", "products", "attention", "layers", "nccl"]
+        )
+    ],
 )
 def test_the_gpu_check_passes_on_it(part, tmp_path):
     """The parts of `make gpu-check` that are quick enough here."""

@@ -20,6 +20,7 @@ from hpc3d.studies.tensor_3d import (
     rows,
     variants,
 )
+from tests.strided import rotating
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,7 @@ def test_a_second_port_a_node_favours_1d(machine):
 
 
 @pytest.mark.slow
+@rotating(1)
 def test_the_command_prints_and_returns_plain_values(capsys):
     import json
 

@@ -17,7 +17,7 @@ from hpc3d.training import footprint
 from hpc3d.training.adamw_8bit import AdamW8bit
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import alone, config_of, cover, same, train, trained_of, trainer_of
-from tests.strided import strided
+from tests.strided import rotating, strided
 from tests.training.test_optimizer import checkpoint
 
 slow, STATES = pytest.mark.slow, AdamW8bit.STATES
@@ -120,6 +120,7 @@ class Text:
 
 
 @slow
+@rotating(4)
 def test_it_learns_as_adamw_does():
     """The mean loss of the last ten of 100 steps, within 1 %."""
 

@@ -18,7 +18,7 @@ from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation import summary
 from hpc3d.predict.simulation.simulator import simulate
-from tests.strided import strided
+from tests.strided import rotating, strided
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = Machine(
@@ -246,6 +246,7 @@ def test_no_layout_that_was_left_out_is_estimated_quicker(memory, ways, small):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@rotating(2)
 def test_no_layout_that_was_left_out_is_simulated_quicker():
     searched, found = search()
     best = Ranking(searched, found, CLUSTER, most=1e9).best(10)[0]
