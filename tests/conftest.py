@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests import strided
 from tests.jobs import run_in_job  # noqa: F401, a fixture
 
 try:
@@ -31,6 +32,13 @@ def pytest_collection_finish():
     """What was imported stays: without it, to look for garbage is cheap, and done in time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items):
+    """Refuse a test whose marks let it run on no day (tests/strided.py)."""
+    never = [item.nodeid for item in items if not strided.days_of(item)]
+    if never:
+        raise pytest.UsageError("runs on no day, give one table days=1: " + ", ".join(never[:9]))
 
 
 @pytest.fixture

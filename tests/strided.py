@@ -1,27 +1,39 @@
 """Cases of long tables: which of them `make test` runs, and which pairs there are."""
 
 import os
+import re
 import time
 
 import pytest
 
-WEEK = 7
-TODAY = int(os.environ.get("DAY", time.time() // 86400)) % WEEK
+REASON = re.compile(r"runs on one of (\d+) days: DAY=(\d+)")
+TODAY = int(os.environ.get("DAY", time.time() // 86400))
 
 
-def rotating(day):
-    """The mark of a test that runs on one day of the week (UTC), or with DAY=0 to 6 set."""
-    reason = f"runs on one day of {WEEK}: DAY={day % WEEK}"
-    return pytest.mark.skipif(day % WEEK != TODAY, reason=reason)
+def rotating(turn, days=7):
+    """The mark of a test that runs on one of `days` days; DAY=0, 1, ... selects the day."""
+    reason = f"runs on one of {days} days: DAY={turn % days}"
+    return pytest.mark.skipif(turn % days != TODAY % days, reason=reason)
 
 
-def strided(cases, every, first=0, ids=str):
-    """All cases as parameters, of which one in `every`, from `first` on, is quick."""
+def days_of(item):
+    """The days of three weeks on which a test runs."""
+    reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
+    turns = [map(int, found.groups()) for found in map(REASON.fullmatch, reasons) if found]
+    turns = [(turn, days) for days, turn in turns]
+    return [day for day in range(21) if all(day % days == turn for turn, days in turns)]
+
+
+def strided(cases, every, first=0, ids=str, days=3):
+    """All cases as parameters, of which one in `every`, from `first` on, is quick.
+
+    Of the others, which are slow, each runs on one of `days` days.
+    """
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
             id=ids(case),
-            marks=[pytest.mark.slow] if place % every != first else [],
+            marks=[pytest.mark.slow, rotating(place, days)] if place % every != first else [],
         )
         for place, case in enumerate(cases)
     ]

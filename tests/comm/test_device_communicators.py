@@ -57,7 +57,7 @@ WAYS = (
 FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")]
 
 
-@pytest.mark.parametrize("size", strided([2, 3], 2))
+@pytest.mark.parametrize("size", strided([2, 3], 2, days=1))
 @pytest.mark.parametrize(
     ("transport", "dtype", "case"),
     strided(

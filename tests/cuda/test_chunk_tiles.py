@@ -54,7 +54,7 @@ def attention(qkv, dout, others, form, chunks, empty):
     return out, merged.sums, join_grads(qkv, dq, mine, form, empty), theirs
 
 
-@pytest.mark.parametrize("dtype", strided([np.float32, np.float16], 2))
+@pytest.mark.parametrize("dtype", strided([np.float32, np.float16], 2, days=1))
 @pytest.mark.parametrize(
     ("queries", "causal", "rate", "padded"),
     strided(

@@ -52,7 +52,7 @@ def serial(kind):
     return run({}, lambda mesh: gradients(mesh, Split(), kind))[0]
 
 
-@pytest.fixture(scope="module", params=strided(KINDS, 3, 2))
+@pytest.fixture(scope="module", params=strided(KINDS, 3, 2, days=1))
 def kind(request):
     return KINDS[request.param], serial(KINDS[request.param])
 

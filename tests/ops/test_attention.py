@@ -47,7 +47,7 @@ SCORES = {"a sample a chunk": 1 << 20, "a head a chunk": 1}
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
-@pytest.mark.parametrize("g", strided([1, 2], 2, 1))
+@pytest.mark.parametrize("g", strided([1, 2], 2, 1, days=1))
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("padding", strided(PADDED, 3, 2))
 def test_attention_and_its_gradient(scores, rate, g, causal, padding, monkeypatch):

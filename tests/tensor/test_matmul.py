@@ -63,7 +63,7 @@ def compare(mesh, integers=False, keeps=("xw", "x", "w", "")):
 HOW = [*product(CUBOIDS, (1, 2), (True, False))]  # with integers it is bitwise
 
 
-@pytest.mark.parametrize(("cuboid", "data", "integers"), strided(HOW, 30))
+@pytest.mark.parametrize(("cuboid", "data", "integers"), strided(HOW, 30, days=1))
 @pytest.mark.parametrize("name", SPLITS)
 def test_parallel_is_serial(name, cuboid, data, integers):
     def rank(mesh):

@@ -264,7 +264,7 @@ def learned(optimizer, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", strided(["bfloat16", "float16"], 2))
+@pytest.mark.parametrize("dtype", strided(["bfloat16", "float16"], 2, days=1))
 @pytest.mark.parametrize("optimizer", strided(OPTIMIZERS, 99, 1))
 def test_every_optimizer_trains_in_16_bits_as_in_32(optimizer, dtype):
     """Its steps reach the values, not their master copies alone."""
