@@ -220,7 +220,7 @@ def test_a_checkpoint_goes_from_one_backend_to_the_other(first, on_numpy, tmp_pa
     values = {"train__dtype": "float32", "checkpoint__every": 2}
     second = {"numpy": "cupy", "cupy": "numpy"}[first]
     begun = run(1, tmp_path, train__backend=first, train__steps=2, **values)
-    words = ["--resume", begun, "--train.backend", second, "--train.steps", 4]
+    words = ["--resume", begun, "--train.backend", second, "--train.steps", 3]
     done = mpirun(1, "-m", "tests.played", "hpc3d.train", *words, timeout=200)
     assert done.returncode == 0, done.stderr
     got, _ = told(newest(tmp_path))
