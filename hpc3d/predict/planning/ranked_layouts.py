@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.config.compression_rules import wrong_compression
 from hpc3d.config.expert_rules import wrong_experts
 from hpc3d.config.load import load
 from hpc3d.config.offload_rules import wrong_offload
@@ -30,7 +31,8 @@ def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
     config = load(source, overrides)
     alone = bare(config)  # a plan finds a mesh of its own
     experts = wrong_experts(alone if config.model.experts else config)
-    refuse([*unknown_values(config), *not_there_yet(config), *experts, *wrong_offload(alone)])
+    refuse([*unknown_values(config), *not_there_yet(config)])
+    refuse([*experts, *wrong_compression(alone), *wrong_offload(alone)])
     return config
 
 

@@ -18,7 +18,13 @@ def test_layouts_are_searched_ranked_and_told():
     assert counts["simulated"] > 0 and counts["timed"] <= counts["layouts"]
 
 
-@pytest.mark.parametrize("words", [["--train.steps", "0"], ["--model.experts", "-1"]])
-def test_what_no_layout_allows_is_refused(words):
+@pytest.mark.parametrize("line", [
+    "--train.steps 0",
+    "--model.experts -1",
+    "--parallel.compression_share 0",
+    "--parallel.compression top-k --train.dtype float16",
+])  # fmt: skip
+def test_what_no_layout_allows_is_refused(line):
+    words = line.split()
     with pytest.raises(ValueError, match=words[0].removeprefix("--")):
         allowed("gpt-3d-64", words)
