@@ -13,6 +13,7 @@ from hpc3d.runtime.exit_codes import FAILED, STALLED
 from hpc3d.trace.merge import merge
 from tests.mpi import mpirun
 from tests.runs import assert_gone, newest, said, when_running, words
+from tests.strided import rotating
 
 slow = pytest.mark.slow
 NEVER = 1000  # seconds until the watchdog would end a job that has to end by itself
@@ -70,8 +71,10 @@ class Fault:
             assert "in wait_until" in text
 
 
-def case(*values, ranks=4):
-    return pytest.param(*values, ranks, marks=slow)
+def case(*values, ranks=4, day=None):
+    """Like another case if it has a day, of three, on which it runs."""
+    marks = [slow] if day is None else [slow, rotating(day, days=3)]
+    return pytest.param(*values, ranks, marks=marks)
 
 
 SAID = {
@@ -88,15 +91,15 @@ SAID = {
     ("fault", "who", "transport", "ranks"),
     [
         case("raise", 2, "auto"),
-        case("raise", 0, "mpi"),
+        case("raise", 0, "mpi", day=0),
         case("memory", 3, "mpi"),
         case("exit", 3, "mpi"),
-        case("exit", 0, "auto", ranks=16),
+        case("exit", 0, "auto", ranks=16, day=1),
         case("reader", 0, "auto"),
         case("writer", 0, "mpi"),
-        case("writer", 7, "auto", ranks=8),
+        case("writer", 7, "auto", ranks=8, day=2),
         case("full disk", 2, "auto"),
-        case("full disk", 0, "auto", ranks=8),
+        case("full disk", 0, "auto", ranks=8, day=0),
     ],
 )
 def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
@@ -114,10 +117,10 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
     ("who", "transport", "ranks"),
     [
         case(0, "mpi", ranks=2),
-        case(0, "mpi"),
+        case(0, "mpi", day=0),
         case(3, "auto"),
-        case(31, "auto", ranks=64),
-        case(7, "mpi", ranks=8),
+        case(31, "auto", ranks=64, day=1),
+        case(7, "mpi", ranks=8, day=2),
     ],
 )
 def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
@@ -132,11 +135,11 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("who", "transport", "ranks"),
     [
-        case(0, "auto", ranks=2),
+        case(0, "auto", ranks=2, day=0),
         case(0, "auto"),
         case(3, "mpi"),
-        case(0, "mpi", ranks=8),
-        case(15, "auto", ranks=16),
+        case(0, "mpi", ranks=8, day=1),
+        case(15, "auto", ranks=16, day=2),
     ],
 )
 def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):

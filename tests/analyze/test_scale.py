@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from hpc3d.trace.merge import merge
+from tests.strided import rotating
 from tests.trace.large import generate
 
 MEASURE = """\
@@ -20,6 +21,7 @@ sys.exit(code)
 
 
 @pytest.mark.slow
+@rotating(2, days=3)
 def test_64_ranks_100_steps_of_600_events_take_less_than_a_gigabyte(tmp_path):
     generate(tmp_path, (4, 2, 4, 2), steps=100, events=600)
     merge(tmp_path)

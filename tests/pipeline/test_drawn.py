@@ -269,13 +269,6 @@ def test_a_drawn_case_is_right_or_refused(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=2 * settings.default.max_examples)
-@given(case=cases())
-def test_many_drawn_cases_are_right_or_refused(case):
-    right_or_refused(case)
-
-
-@pytest.mark.slow
 def test_most_drawn_cases_are_allowed():
     allowed = []
 
