@@ -72,7 +72,7 @@ class Fault:
 
 
 def case(*values, ranks=4, day=None):
-    """Like another case if it has a day, of three, on which it runs."""
+    """A case with a `day` is close to another one, and runs on that one of three days only."""
     marks = [slow] if day is None else [slow, rotating(day, days=3)]
     return pytest.param(*values, ranks, marks=marks)
 
