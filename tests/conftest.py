@@ -4,6 +4,7 @@
 import gc
 import os
 import random
+from unittest.mock import patch
 
 import pytest
 
@@ -39,6 +40,13 @@ def pytest_collection_modifyitems(items):
     never = [item.nodeid for item in items if not strided.days_of(item)]
     if never:
         raise pytest.UsageError("runs on no day, give one table days=1: " + ", ".join(never[:9]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    """A command in this process chooses its threads; the ranks of the next test choose theirs."""
+    with patch.dict(os.environ):
+        return (yield)
 
 
 @pytest.fixture
