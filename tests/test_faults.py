@@ -94,7 +94,7 @@ SAID = {
         case("raise", 0, "mpi", day=0),
         case("memory", 3, "mpi"),
         case("exit", 3, "mpi"),
-        case("exit", 0, "auto", ranks=16, day=1),
+        case("exit", 0, "auto", ranks=8, day=1),
         case("reader", 0, "auto"),
         case("writer", 0, "mpi"),
         case("writer", 7, "auto", ranks=8, day=2),
@@ -119,7 +119,7 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
         case(0, "mpi", ranks=2),
         case(0, "mpi", day=0),
         case(3, "auto"),
-        case(31, "auto", ranks=64, day=1),
+        case(11, "auto", ranks=16, day=1),
         case(7, "mpi", ranks=8, day=2),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
         case(0, "auto"),
         case(3, "mpi"),
         case(0, "mpi", ranks=8, day=1),
-        case(15, "auto", ranks=16, day=2),
+        case(7, "auto", ranks=8, day=2),
     ],
 )
 def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):
@@ -190,7 +190,7 @@ def test_a_disk_that_is_full_for_all_ranks_at_the_end_is_one_line(tmp_path):
 
 @slow
 def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
-    ended = Fault(tmp_path, "for ever", 8, 2, trace__enabled="false", run__watchdog_s=SILENT)
+    ended = Fault(tmp_path, "for ever", 4, 2, trace__enabled="false", run__watchdog_s=SILENT)
     assert ended.done.returncode == STALLED
     (line,) = said(ended.done)
     assert ": rank 2 in no call of step 2: it computes, or waits for a device or file; " in line
@@ -201,7 +201,7 @@ def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
 @pytest.mark.timeout(900)
 def test_a_rank_that_is_told_to_end_and_waits_in_vain_leaves(tmp_path):
     """After 10 s, or twice as long as it waited before: minutes on a busy machine."""
-    ended = Fault(tmp_path, "desert", 8, 4, prompt=700)
+    ended = Fault(tmp_path, "desert", 4, 2, prompt=700)
     assert ended.done.returncode == 128 + 15
     (line,) = said(ended.done)
     left = r"hpc3d.train: rank 0 was asked to end and left: nothing moved for (\d+) s, "

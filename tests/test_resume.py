@@ -103,7 +103,7 @@ def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
     said = resumed(12, run, steps=3)
     assert "resume: mesh.y was 2, is 3" in said
     resumed(1, run, steps=4)
-    resumed(64, run, steps=5)
+    resumed(16, run, steps=5)
     layout = ["--mesh.p", 2, "--mesh.d", 2, "--mesh.x", 2, "--mesh.y", 1, "--mesh.z", 1]
     layout += ["--parallel.schedule", "1f1b", "--parallel.microbatches", 4, "--parallel.zero", 1]
     resumed(8, run, *layout, steps=6)

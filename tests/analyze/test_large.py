@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.analyze.synthetic import large
+from tests.strided import rotating
 
 
 @pytest.mark.slow
+@rotating(1)
 def test_five_million_events(tmp_path):
     path = tmp_path / "trace.h5"
     large(path, side=32, steps=10, slots=244).close()

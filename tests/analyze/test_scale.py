@@ -21,7 +21,7 @@ sys.exit(code)
 
 
 @pytest.mark.slow
-@rotating(2, days=3)
+@rotating(2)
 def test_64_ranks_100_steps_of_600_events_take_less_than_a_gigabyte(tmp_path):
     generate(tmp_path, (4, 2, 4, 2), steps=100, events=600)
     merge(tmp_path)

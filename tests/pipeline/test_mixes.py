@@ -93,6 +93,6 @@ def test_a_mix_on_real_ranks_is_serial(run_in_job, case):
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("case", [Case(64, "auto", line) for line in LARGE], ids=str)
+@pytest.mark.parametrize("case", [Case(64, "auto", f"{line} steps=2") for line in LARGE], ids=str)
 def test_a_mix_on_64_ranks_is_serial(run_in_job, case):
     run_in_job(ON_MPI, case)

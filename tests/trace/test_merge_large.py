@@ -8,6 +8,7 @@ from math import prod
 import pytest
 
 import hpc3d.trace
+from tests.strided import rotating
 from tests.trace.large import generate
 
 MEGABYTES = "print(peak_bytes() / 1e6)"
@@ -33,7 +34,7 @@ with hpc3d.trace.open(sys.argv[1] + "/trace.h5") as trace:
 @pytest.mark.parametrize(
     ("sizes", "steps", "events"),
     [
-        pytest.param((4, 2, 4, 2), 100, 600, marks=pytest.mark.slow, id="64 ranks"),
+        pytest.param((4, 2, 4, 2), 100, 600, marks=rotating(0), id="64 ranks"),
         pytest.param((8, 4, 8, 4), 10, 500, id="1024 ranks"),
     ],
 )
