@@ -54,6 +54,10 @@ LAYOUTS = {
         "parallel": {"offload": '["optimizer","parameters"]', "microbatches": 12},
         "train": {"dtype": "bfloat16"},
     },
+    "long, offloaded": {
+        "parallel": {"offload": '["activations"]'},
+        "model": {"sequence": 256},
+    },
     "vocabulary": {"parallel": {"microbatches": 12}, "model": {"vocabulary": 32000}},
 }
 
