@@ -151,14 +151,20 @@ class BpeTokenizer:
 
 
 def _loaded(text: str) -> Any:
-    """The tokenizer of a JSON text; ValueError for any other text."""
+    """Load a tokenizer that neither pads nor cuts a text nor drops merges at random, whatever its
+    JSON text says; ValueError for any other text."""
     bpe = library()
     try:
-        return bpe.Tokenizer.from_str(text)
+        loaded = bpe.Tokenizer.from_str(text)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises nothing narrower, and panics
         raise ValueError(f"not the JSON text of a BPE tokenizer: {error}") from error
+    loaded.no_padding()
+    loaded.no_truncation()
+    if getattr(loaded.model, "dropout", None):
+        loaded.model.dropout = None
+    return loaded
 
 
 def same_rules(one: str, other: str) -> bool:
@@ -166,11 +172,7 @@ def same_rules(one: str, other: str) -> bool:
     how texts are padded or cut is no part of it; it is asked only where the texts differ."""
     if one == other or json_of(one) == json_of(other):
         return True
-    both = _loaded(one), _loaded(other)
-    for each in both:
-        each.no_padding()
-        each.no_truncation()
-    return json_of(both[0].to_str()) == json_of(both[1].to_str())
+    return json_of(_loaded(one).to_str()) == json_of(_loaded(other).to_str())
 
 
 Tokenizer = ByteTokenizer | BpeTokenizer

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpc3d.data import tokenizer as text_module
-from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer, pieces
+from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer, library, pieces
 from tests.data.prepared import TEXT, python
 
 
@@ -59,6 +59,18 @@ def test_bpe_is_the_same_in_every_process(bpe):
         environment = os.environ | {"PYTHONHASHSEED": threads, "RAYON_NUM_THREADS": threads}
         done = python("-c", program, input=TEXT.encode(), env=environment)
         assert done.stdout.decode() == bpe.json
+
+
+def test_a_text_is_neither_cut_nor_padded_nor_split_by_chance(bpe):
+    """Whatever a tokenizer.json asks for, as those of sentence encoders do."""
+    loaded, text = library().Tokenizer.from_str(bpe.json), TEXT.encode()
+    loaded.enable_truncation(3)
+    loaded.enable_padding(length=len(text) + 1)
+    loaded.model.dropout = 0.9
+    asking = BpeTokenizer(loaded.to_str())
+    assert asking.encode(text).tolist() == bpe.encode(text).tolist()
+    (found,) = asking.encode_batch([text])
+    assert found.tolist() == bpe.encode(text).tolist()
 
 
 def test_json_that_is_no_tokenizer(bpe):
