@@ -79,8 +79,10 @@ def _parser() -> Parser:
         "window, of transformers; `train --resume RUN_DIR` goes on with it on any layout.  "
         "Settings of the run, such as --data.path, are given as to train."
     )
-    usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--json]"
-    verb("import", _begin, text, source=files, output="RUN_DIR", usage=usage)
+    usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--allow-nonfinite] [--json]"
+    begin = verb("import", _begin, text, source=files, output="RUN_DIR", usage=usage)
+    text = "import weights that are NaN or infinite"
+    begin.add_argument("--allow-nonfinite", action="store_true", help=text)
     return command
 
 
@@ -203,7 +205,7 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     from hpc3d.checkpoints.hf_import import Pretrained, configured
     from hpc3d.checkpoints.run_tokenizer import refuse_unfit, take_along
 
-    pretrained = Pretrained(options.source)
+    pretrained = Pretrained(options.source, options.allow_nonfinite)
     config = configured(pretrained, settings)
     refuse_unfit(options.source, config.model.vocabulary)
     shapes = new_run.begin(options.output, config, pretrained.parameter)

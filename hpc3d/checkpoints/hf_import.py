@@ -46,11 +46,11 @@ class Pretrained:
 
     `model` has the keys of the section [model] that are known of it, `undecided` those that must
     be given, each with the reason, and `settings` what config.json says.  ValueError, in one line,
-    if it cannot be trained here.
+    if it cannot be trained here, as where a weight is NaN or infinite and not `allow_nonfinite`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, allow_nonfinite: bool = False) -> None:
+        self.path, self.allow_nonfinite = Path(path), allow_nonfinite
         files = _weight_files(self.path)
         told = (self.path if self.path.is_dir() else self.path.parent) / CONFIG
         self.settings = settings = _read_json(told) if told.exists() else {}
@@ -76,7 +76,14 @@ class Pretrained:
 
     def read(self, name: str) -> np.ndarray:
         file, stored = self.places[name]
-        return file.read(stored)
+        value = file.read(stored)
+        odd = value.size - np.count_nonzero(np.isfinite(value))
+        if odd and not self.allow_nonfinite:
+            raise ValueError(
+                f"{stored}: {odd} of {value.size} numbers are NaN or infinite: take weights from "
+                "before that, or import these with --allow-nonfinite"
+            )
+        return value
 
     def tied(self, settings: Mapping[str, Any]) -> bool:
         """Whether the head is the token table; a copy of that is dropped."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.ops.random import philox_draws, philox_key
+from hpc3d.runtime.exit_codes import BadData
 
 
 class Sampling(NamedTuple):
@@ -28,6 +29,11 @@ class Sampling(NamedTuple):
         The layout of the ranks has no part in it: draw `position` of the stream of (seed, sample)
         is looked up in the distribution function, in the order of the tokens.
         """
+        if not np.isfinite(logits.max()):
+            raise BadData(
+                f"the model gives a logit of {logits.max()}: its weights have diverged; take an "
+                "earlier checkpoint"
+            )
         if not self.temperature:
             return int(logits.argmax())
         chances = self.probabilities(logits).cumsum()

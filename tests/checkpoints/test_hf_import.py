@@ -19,6 +19,8 @@ from hpc3d.checkpoints.sharded import Checkpoint
 from tests.checkpoints import drawn_models
 from tests.checkpoints.test_hf_export import MIXTRAL, SERIAL, exported, imported
 
+DIVERGED = np.array([1] * 22 + [np.nan, np.inf], "f4")
+
 
 @pytest.fixture
 def files(tmp_path):
@@ -137,6 +139,7 @@ SQUARE = np.ones((24, 24), "f4")
             "lm_head.weight .* wte.weight, .* tie_word_embeddings ",
         ),
         ({"ln_f.bias": np.ones(24, "i8")}, "ln_f.bias' .* 'I64'"),
+        ({"ln_f.bias": DIVERGED}, "^transformer.ln_f.bias: 2 of 24 .* --allow-nonfinite$"),
     ],
 )
 def test_other_arrays_are_refused(files, tmp_path, arrays, said):
@@ -147,6 +150,12 @@ def test_other_arrays_are_refused(files, tmp_path, arrays, said):
     with pytest.raises(ValueError, match=said):
         imported(source, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_weights_that_are_not_finite_are_taken_on_request(files):
+    source = files(**{"transformer.ln_f.bias": DIVERGED})
+    found = Pretrained(source, allow_nonfinite=True).read("ln_f.bias")
+    np.testing.assert_array_equal(found, DIVERGED)
 
 
 @pytest.mark.parametrize(

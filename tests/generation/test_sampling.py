@@ -5,6 +5,7 @@ import pytest
 from scipy import stats
 
 from hpc3d.generation.sampling import Sampling
+from hpc3d.runtime.exit_codes import BadData
 
 LOGITS = np.array([0.5, 2.0, -1.0, 1.0, 2.0, 0.0])
 
@@ -16,6 +17,13 @@ def softmax(x):
 
 def test_a_temperature_of_0_takes_the_largest():
     assert Sampling(temperature=0, top_k=3).draw(np.array([0.0, 3.0, 2.9]), 7, 7) == 1
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_are_one_line(odd, temperature):
+    with pytest.raises(BadData, match="diverged"):
+        Sampling(temperature=temperature).draw(np.array([0.0, odd, 2.9]), 0, 0)
 
 
 def test_logits_are_divided_by_the_temperature():
