@@ -19,7 +19,7 @@ import numpy as np
 
 from hpc3d.analyze.newest_segments import Axes, NewestSegments
 from hpc3d.plain import counted
-from hpc3d.runtime.metrics_file import MetricsReader
+from hpc3d.runtime.metrics_file import NAME, MetricsReader
 from hpc3d.training.log import KEPT, duration
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
@@ -27,6 +27,7 @@ _QUIET = 60  # seconds without a step, at least, after which a run is called sil
 _TAIL = 2000  # bytes of a log that say how it ends
 _RECENT = 20  # steps that tell how fast it is now
 _LATE, _NAMED = 2, 3  # times its share of late calls that a rank is named for; ranks at most
+_SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # of a step
 _ENDS = (  # what stands in the log, and what it means
     ("stopped after step", "stopped"),
     (KEPT, "ended"),
@@ -50,7 +51,7 @@ class LiveRun:
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.evaluated: dict[str, Any] | None = None
         self.best: dict[str, Any] | None = None
-        self.peak = 0
+        self.peak = self.incomplete = 0
 
     def update(self, now: float) -> None:
         """Read what is new; `now` are the seconds since 1970."""
@@ -58,7 +59,9 @@ class LiveRun:
         if anew:
             self._forget()
         for record in records:
-            if "loss" in record:
+            if "loss" in record and not _is_complete(record):
+                self.incomplete += 1
+            elif "loss" in record:
                 self.losses.append(math.nan if record["loss"] is None else record["loss"])
                 self.recent.append(record)
                 self.peak = max(self.peak, record["peak_bytes"])
@@ -84,6 +87,8 @@ class LiveRun:
         if self.recent:
             lines += [*flow(self._progress(), width), *self._losses(width)]
             lines += [*flow(self._rates(), width), *flow(self._evaluations(), width)]
+        if damaged := self.reader.damaged + self.incomplete:
+            lines.append(f"{counted(damaged, 'damaged line')} of {NAME} left out")
         if axes := self.segments.axes():
             lines += ["", *self._axes(axes, width)]
         return [line[:width] for line in lines]
@@ -135,6 +140,11 @@ class LiveRun:
             bar = self.bars[-1] * round(min(40, width - 30) * axes.waits[axis])
             yield f"{axis:8s} {share:8.1%} {axes.waits[axis]:9.1%}  {bar}".rstrip()
         yield from flow(_late(axes), width)
+
+
+def _is_complete(record: dict[str, Any]) -> bool:
+    """Whether a step has every number that is shown of one."""
+    return (record.get("steps") or 0) > 0 and all(record.get(key) is not None for key in _SHOWN)
 
 
 def state(run: Path, steps: Sequence[dict[str, Any]], now: float) -> str:

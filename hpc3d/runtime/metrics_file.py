@@ -24,6 +24,7 @@ from typing import Any
 from hpc3d.extras import need
 
 NAME = "metrics.jsonl"
+_MOST = 1e300  # beyond it, sums overflow
 _Record = dict[str, Any]
 _Sink = Callable[[_Record], object]
 
@@ -71,10 +72,10 @@ def read(folder: Path) -> list[_Record]:
 
 
 class MetricsReader:
-    """Reads what is new in the records of a run."""
+    """Reads what is new in the records of a run; `damaged` counts the lines that are none."""
 
     def __init__(self, folder: Path) -> None:
-        self.path, self.at, self.file = folder / NAME, 0, None
+        self.path, self.at, self.file, self.damaged = folder / NAME, 0, None, 0
 
     def more(self) -> tuple[bool, list[_Record]]:
         """The records since the last call, and whether they are all of them from the first: a run
@@ -88,7 +89,9 @@ class MetricsReader:
         except FileNotFoundError:
             return True, []
         self.at, self.file = (0 if anew else self.at) + sum(map(len, whole)), status.st_ino
-        return anew, [record for record in map(_record, whole) if record]
+        records = [record for record in map(_record, whole) if record]
+        self.damaged = (0 if anew else self.damaged) + len(whole) - len(records)
+        return anew, records
 
 
 def _lines(path: Path) -> Iterator[tuple[str, _Record]]:
@@ -105,8 +108,14 @@ def _record(line: str | bytes) -> _Record | None:
         record = json.loads(line)
     except ValueError:  # also where the bytes are no UTF-8
         return None
-    whole = isinstance(record, dict) and isinstance(record.get("step"), int)
-    return record if whole else None
+    return record if isinstance(record, dict) and _is_sound(record) else None
+
+
+def _is_sound(record: _Record) -> bool:
+    """Whether the step is an integer and all values are numbers, or None for NaN."""
+    known = [value for value in record.values() if value is not None]
+    numbers = all(type(value) in (int, float) for value in known)
+    return type(record.get("step")) is int and numbers and all(abs(each) < _MOST for each in known)
 
 
 def _done(record: _Record) -> int:

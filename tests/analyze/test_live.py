@@ -1,5 +1,6 @@
 """What is said of a run while it goes on."""
 
+import json
 import os
 import platform
 import subprocess
@@ -133,6 +134,37 @@ def test_no_line_is_wider_than_the_terminal_and_little_is_cut(tmp_path, width):
 def test_parts_flow_into_lines():
     assert flow(["one", "two", "three"], 8) == ["one, two", "three"]
     assert flow([], 8) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"loss": {}},
+        {"loss": "6"},
+        {"seconds": "long"},
+        {"seconds": None},
+        {"peak_bytes": [1]},
+        {"peak_bytes": 10**400},
+        {"steps": 0},
+        {"step": True},
+        {"step": None},
+        {"tokens_per_s": float("inf")},
+    ],
+    ids=str,
+)
+def test_damaged_lines_are_counted_and_left_out(damage, tmp_path):
+    records(tmp_path, [0])
+    found = LiveRun(tmp_path)
+    line = json.loads((tmp_path / NAME).read_text()) | {"step": 1} | damage
+    short = {"step": 1, "loss": 2.0}
+    with (tmp_path / NAME).open("a") as file:
+        file.write(f"{json.dumps(line)}\n{json.dumps(short)}\n")
+    found.update(NOW)
+    assert f"2 damaged lines of {NAME} left out" in found.screen(80)
+    assert "step 1 of 10" in found.line()
+    records(tmp_path, [1, 2])  # which rewrites the file
+    found.update(NOW)
+    assert "step 3 of 10" in found.line()
 
 
 def test_losses_that_are_no_numbers_are_shown(tmp_path):
