@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d import trace
+from hpc3d.analyze.report.palette import default_style
 from hpc3d.analyze.report.run_analysis import RunAnalysis, analyze_run
 from hpc3d.analyze.report.verdict import verdict
 from hpc3d.config.load import stored
@@ -31,11 +32,13 @@ class Drawing(NamedTuple):
 
     def save(self, path: Path | str) -> None:
         """Write it; the ending says as what: .png, .svg, .pdf."""
-        self.figure.savefig(path)
+        with default_style():
+            self.figure.savefig(path)
 
     def _repr_png_(self) -> bytes:
         data = BytesIO()
-        self.figure.savefig(data, format="png", dpi=110)
+        with default_style():
+            self.figure.savefig(data, format="png", dpi=110)
         return data.getvalue()
 
 

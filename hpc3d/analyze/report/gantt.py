@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.analyze.report.palette import REDUCTION, WORK
+from hpc3d.analyze.report.palette import REDUCTION, WORK, default_style
 from hpc3d.extras import need
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def draw_gantt(
     panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]], path: Path | str
 ) -> None:
     """Write panels (title, rows) above each other as PNG; a row holds the spans of a stage."""
-    gantt(panels).savefig(path, dpi=200)
+    with default_style():
+        gantt(panels).savefig(path, dpi=200)
 
 
 def gantt(panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]]) -> Figure:

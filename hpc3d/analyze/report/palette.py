@@ -5,6 +5,10 @@ chosen far from these and from each other, also as protanopes and deuteranopes s
 (Machado et al. 2009), and visible on white and on the page's dark ground.
 """
 
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
 BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 NAVY, PINK, YELLOW, WINE = "#0072B2", "#CC79A7", "#F0E442", "#882255"
 SAND, GREY, LIGHT, PALE = "#C8B48C", "#707070", "#BDBDBD", "#E3D5EA"
@@ -48,3 +52,10 @@ MEMORY = {
     "offloaded": "#AAAACC",
 }
 RUNS = ("#4466CC", "#DD5544", "#776688", "#2A9D8F", "#6633FF", "#B5651D", "#A23E9C")
+
+
+def default_style() -> AbstractContextManager[None]:
+    """Draw as matplotlib does by default, whatever a user's matplotlibrc says."""
+    from matplotlib.style import context
+
+    return context("default")

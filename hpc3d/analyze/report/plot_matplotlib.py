@@ -15,7 +15,7 @@ import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines, LoadMaps
 from hpc3d.analyze.report.gantt import Panels, gantt
-from hpc3d.analyze.report.palette import PATH, RUNS, UNRECORDED
+from hpc3d.analyze.report.palette import PATH, RUNS, UNRECORDED, default_style
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes, path, rest
 from hpc3d.extras import need
 
@@ -31,7 +31,8 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure as PATH.png and PATH.svg, the same bytes for the same figure."""
     from matplotlib import rc_context
 
-    with rc_context({"svg.hashsalt": path.name}), warnings.catch_warnings():
+    salt = {"svg.hashsalt": path.name}
+    with default_style(), rc_context(salt), warnings.catch_warnings():
         # Names in a trace may be longer than a figure is wide: then it keeps the default layout.
         warnings.filterwarnings("ignore", "constrained_layout not applied")
         figure.savefig(path.with_suffix(".png"), dpi=200)
@@ -54,13 +55,18 @@ def empty(
     return figure, axes
 
 
-@singledispatch
 def draw(chart: object) -> Figure:
-    """The figure of a chart."""
+    """Draw a chart."""
+    with default_style():
+        return _drawn(chart)
+
+
+@singledispatch
+def _drawn(chart: object) -> Figure:
     raise TypeError(chart)
 
 
-@draw.register
+@_drawn.register
 def _lines(chart: Lines):
     """Lines get thinner from the first to the last, so that all show where they coincide."""
     rows = 2 if chart.below else 1
@@ -91,7 +97,7 @@ def _plain(label):
     return label.replace("$", r"\$")
 
 
-@draw.register
+@_drawn.register
 def _bars(chart: Bars):
     if chart.lying:
         return _lying(chart)
@@ -133,7 +139,7 @@ def _explained(figure):
     return figure
 
 
-@draw.register
+@_drawn.register
 def _heat(chart: Heat):
     figure, (panel,) = empty(4.6, 4.0)
     edge = len(chart.values) * chart.ranks - 0.5
@@ -147,7 +153,7 @@ def _heat(chart: Heat):
     return figure
 
 
-@draw.register
+@_drawn.register
 def _load_maps(chart: LoadMaps):
     """One map a layer, two in a row; white is an even load, red more and blue less."""
     from matplotlib.colors import TwoSlopeNorm
@@ -177,12 +183,12 @@ def _load_maps(chart: LoadMaps):
     return figure
 
 
-@draw.register
+@_drawn.register
 def _panels(chart: Panels):
     return gantt(chart.panels)
 
 
-@draw.register
+@_drawn.register
 def _timeline(chart: Timeline):
     """One row per rank; the boxes are pixels, for a step has too many of them for a drawing."""
     from matplotlib.collections import PolyCollection

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.analyze.report.palette import BLUE, GREEN, GREY, LIGHT, NAVY, ORANGE, PINK, RED
+from hpc3d.analyze.report.palette import (
+    BLUE,
+    GREEN,
+    GREY,
+    LIGHT,
+    NAVY,
+    ORANGE,
+    PINK,
+    RED,
+    default_style,
+)
 from hpc3d.analyze.report.plot_matplotlib import WIDTH, empty, save
 
 if TYPE_CHECKING:
@@ -27,7 +37,8 @@ def write(found: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
     """Write the figures of {table: rows} into a folder, each as PNG and SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in _FIGURES.items():
-        save(draw(found), folder / name)
+        with default_style():
+            save(draw(found), folder / name)
 
 
 def races(found: Mapping[str, list[dict[str, Any]]]) -> Figure:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 
 from hpc3d.analyze.metrics.critical_path import critical_path
 from hpc3d.analyze.metrics.wait_states import calls_of
@@ -145,9 +146,13 @@ def test_a_figure_is_saved_in_two_forms_and_always_the_same(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         save(draw(charts.loss([Run("3d", (3.5, 3.25))])), tmp_path / name / "loss")
+    with rc_context({"text.usetex": True, "font.family": "none", "axes.facecolor": "black"}):
+        (tmp_path / "styled").mkdir()
+        save(draw(charts.loss([Run("3d", (3.5, 3.25))])), tmp_path / "styled" / "loss")
     for end, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         one, two = ((tmp_path / name / f"loss.{end}").read_bytes() for name in ("one", "two"))
         assert one.startswith(start) and one == two
+        assert one == (tmp_path / "styled" / f"loss.{end}").read_bytes()
 
 
 def test_a_chart_of_no_kind_is_refused():
