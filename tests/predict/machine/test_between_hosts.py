@@ -3,6 +3,7 @@ other.  Times are by hand, for a machine of round numbers."""
 
 import tomllib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation.simulator import (
     CoreSharing,
+    core_sharing,
     simulate,
     step_length,
     with_shared_cores,
@@ -256,6 +258,21 @@ def test_without_a_crowd_a_step_is_run_once():
 
     with_shared_cores(CoreSharing(1.0, 1.0, 1.0), runs)
     assert shares == [1.0]
+
+
+def test_a_step_takes_at_least_the_work_of_all_ranks_of_a_core():
+    """Of a step of 100 ns four ranks of a core work 60 ns each; their cores are slowed down until
+    it takes 240."""
+
+    def runs(share):
+        return [SimpleNamespace(step=(0, 0, 0, 60 + 40 * share), busy=60, wired=0)]
+
+    assert step_length(with_shared_cores(CoreSharing(4.0, 2.0, 1.0), runs)) == 240
+
+
+def test_ranks_of_one_host_have_no_lanes_to_another():
+    config = layout("x=2 y=2 z=2")
+    assert [core_sharing(config, machine).lanes for machine in (hosts(8, 2), hosts(4))] == [1, 4]
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from hpc3d.predict.planning.bounds import Bounds
+import pytest
+
+from hpc3d.predict.planning.bounds import Bounds, kind
 from tests.predict.planning.test_search import CLUSTER, settled, step
 
 
@@ -12,6 +14,14 @@ def test_the_heaviest_axis_lies_inside_a_node():
     turned = Bounds(config, 32, 256, CLUSTER).candidate(config).config
     assert turned.mesh.order == "p d x c e y z"
     assert step(turned)[0] < 0.8 * step(config)[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [("d=4", "none"), ("x=4 scheme=1d", "1-D"), ("y=4", "3-D"), ("z=4", "3-D"), ("x=4", "3-D")],
+)
+def test_a_scheme_has_a_kind_where_any_axis_of_it_has_ranks(line, name):
+    assert kind(settled(line, 4)) == name
 
 
 def test_a_bound_of_a_mixture_counts_slots_not_choices():
