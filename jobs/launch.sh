@@ -18,6 +18,9 @@ read -ra launch <<< "${LAUNCH:-srun --mpi=pmix}"
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 
+# After `sbatch --export=NONE` srun would give its ranks nothing of what is set here.
+export SLURM_EXPORT_ENV=ALL
+
 # An mpirun of the site learns in 15 s that a host or the link to it is lost, and not in minutes.
 export PRTE_MCA_oob_tcp_keepalive_time=6 PRTE_MCA_oob_tcp_keepalive_intvl=3
 export PRTE_MCA_oob_tcp_keepalive_probes=3
@@ -25,9 +28,9 @@ export PRTE_MCA_oob_tcp_keepalive_probes=3
 # shellcheck source=kept.sh
 source jobs/kept.sh
 
-# The folder of this job's runs; its log lies beside it.
+# The folder of the runs of this job, or task of an array; its log lies beside it.
 # shellcheck disable=SC2034 # of the scripts
-out="results/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}"
+out="results/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}: ${launch[*]}"
 

@@ -4,6 +4,9 @@
 # shellcheck source=launch.sh
 source "$SLURM_SUBMIT_DIR/jobs/launch.sh"
 
+# One folder for all tasks, so that one table has them all.
+out="results/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID"
+
 # ranks  scheme  x y z
 layouts=(
     "1   3d         1 1 1"

@@ -121,7 +121,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(cluster, continu
 def test_a_run_goes_on_in_another_job_on_another_layout(cluster, continued, steps, whole):
     run = run_of(cluster, continued[0]).relative_to(cluster.site)
     words = ["jobs/resume.sbatch", run, "--train.steps", steps + 2]
-    job = cluster.submit("-n", 2, *words)
+    job = cluster.submit("-n", 2, "--export=NONE", *words)
     cluster.wait(job, "COMPLETED")
     place = cluster.site / run / "checkpoints"
     assert f"resume: step {steps} follows {place}/step-" in cluster.log(job)

@@ -99,6 +99,20 @@ def test_train_takes_an_input_and_options(site):
     assert started(site, "train.sbatch")[4] == "inputs/gpt-3d-64.toml"
 
 
+def test_tasks_of_an_array_train_runs_of_their_own(site):
+    """Otherwise the second would go on with the run of the first."""
+    (site / "results/job-7_1/a/checkpoints/step-00000004").mkdir(parents=True)
+    assert started(site, "train.sbatch", task=0)[-2:] == ["--run.out", "results/job-7_0"]
+    assert started(site, "train.sbatch", task=1)[-1] == "results/job-7_1/a"
+
+
+def test_ranks_have_the_environment_of_the_job(site, monkeypatch):
+    """After `sbatch --export=NONE` too, which Slurm would pass on to srun."""
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+    program(site / "bin/launch", 'echo "$SLURM_EXPORT_ENV"; echo "run kept in results"')
+    assert started(site, "train.sbatch") == ["ALL"]
+
+
 @pytest.mark.parametrize("count", [8, 64])
 def test_a_job_on_gpus_has_the_ranks_of_its_input(count, site):
     script = f"train-{count}-gpu.sbatch"
