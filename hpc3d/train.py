@@ -282,9 +282,11 @@ def _settled(config: Config, tokens: Tokens, run: Path | None) -> Config:
     """`config` with its vocabulary and its tokenizer; ValueError where tokens are too many."""
     from hpc3d.config.rules import refuse
     from hpc3d.config.size_rules import wrong_tokens
-    from hpc3d.model.families import least_vocabulary
+    from hpc3d.model.families import family_of, least_vocabulary
 
-    least = least_vocabulary(config.model, tokens.vocabulary)
+    least = tokens.vocabulary
+    if family_of(config.model).causal or tokens.mask() is None:
+        least = least_vocabulary(config.model, least)
     vocabulary = config.model.vocabulary or least
     if vocabulary < least:
         remedy = f"use at least {least}, or leave the key out"

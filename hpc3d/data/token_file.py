@@ -8,6 +8,7 @@ Messages name the key `data.path`, for that is what the user gave.
 import contextlib
 import hashlib
 import io
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ import numpy as np
 from hpc3d.data.sources import BIN, JSONL, PARQUET, Source
 from hpc3d.data.tokenizer import (
     END,
+    MASKS,
     PIECE,
     ByteTokenizer,
     Tokenizer,
@@ -62,6 +64,12 @@ class Tokens(contextlib.AbstractContextManager):
     def made_by(self) -> tuple[str, int, str]:
         """The tokenizer: tokens of two texts mean the same where it is the same."""
         return self.tokenizer, self.vocabulary, self.json
+
+    def mask(self) -> int | None:
+        """The token that the tokenizer has for masked ones, None without."""
+        added = json.loads(self.json).get("added_tokens", [])
+        known = {each["content"]: each["id"] for each in added}
+        return next((known[name] for name in MASKS if name in known), None)
 
     def __len__(self) -> int:
         raise NotImplementedError

@@ -23,6 +23,7 @@ END = 0  # in bytes it is NUL, which no text file holds
 END_NAME = "<|end|>"
 # What ends a text in published vocabularies; some also have <|end|> or </s>, for something else.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", END_NAME, "<|im_end|>", "[SEP]")
+MASKS = "[MASK]", "<mask>"  # what stands for masked tokens in published vocabularies
 _SMALLEST_BPE = 257  # one id for each byte, and END
 PIECE = 1 << 20  # characters of text, or tokens, in memory at a time
 

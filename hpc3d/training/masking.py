@@ -1,7 +1,7 @@
 """Which tokens are masked, for models that learn what they were (Devlin et al. 2019, section 3.1).
 
-Of every 100 tokens 15 are targets: 80 % of these are replaced by [MASK], the last token of the
-vocabulary, 10 % by another token, and 10 % stay.
+Of every 100 tokens 15 are targets: 80 % of these are replaced by [MASK], 10 % by another token,
+and 10 % stay.  [MASK] is the tokenizer's own, else the last token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def batches_of(config: Config, tokens: Tokens) -> Batches:
     sequence, batch = config.model.sequence, config.train.batch
     if family_of(config.model).causal:
         return Batches(tokens, sequence, batch, config.seed)
-    return MaskedBatches(tokens, sequence, batch, config.seed, _masking_of(config))
+    return MaskedBatches(tokens, sequence, batch, config.seed, _masking_of(config, tokens))
 
 
 def validation_of(config: Config, tokens: Tokens) -> ValidationBatches:
@@ -37,18 +37,22 @@ def validation_of(config: Config, tokens: Tokens) -> ValidationBatches:
     sequence, train = config.model.sequence, config.train
     if family_of(config.model).causal:
         return ValidationBatches(tokens, sequence, train.batch, train.eval_batches)
-    return MaskedValidation(tokens, sequence, train.batch, train.eval_batches, _masking_of(config))
+    masking = _masking_of(config, tokens)
+    return MaskedValidation(tokens, sequence, train.batch, train.eval_batches, masking)
 
 
-def _masking_of(config: Config) -> Masking:
+def _masking_of(config: Config, tokens: Tokens) -> Masking:
     assert config.model.vocabulary
-    return Masking(config.model.vocabulary, config.model.padding)
+    last, mask = config.model.vocabulary - 1, tokens.mask()
+    return Masking(last + 1, last if mask is None else mask, config.model.padding)
 
 
 class Masking(NamedTuple):
-    """How tokens below `vocabulary` are masked; those that are `padding` are no targets."""
+    """How tokens below `vocabulary` are masked, by the token `mask`; those that are `padding` are
+    no targets."""
 
     vocabulary: int
+    mask: int
     padding: int | None = None
 
     def masked(self, tokens: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -61,17 +65,17 @@ class Masking(NamedTuple):
         if self.padding is not None:
             chosen &= tokens != self.padding
         kind = _below_one(kind)
-        masked = np.where(kind < _MASKED, self.vocabulary - 1, self._tokens_of(other))
+        masked = np.where(kind < _MASKED, self.mask, self._tokens_of(other))
         inputs = np.where(chosen & (kind < _REPLACED), masked, tokens)
         return inputs.astype(np.int32), np.where(chosen, tokens, np.int32(IGNORE))
 
     def _tokens_of(self, draws: np.ndarray) -> np.ndarray:
         """Tokens at random, neither [MASK] nor padding."""
-        others = self.vocabulary - 1
-        if self.padding is None:
-            return (draws % np.uint64(others)).astype(np.int32)
-        tokens = (draws % np.uint64(others - 1)).astype(np.int32)
-        return tokens + (tokens >= self.padding)
+        left_out = sorted({self.mask, self.padding} - {None})
+        tokens = (draws % np.uint64(self.vocabulary - len(left_out))).astype(np.int32)
+        for token in left_out:
+            tokens += tokens >= token
+        return tokens
 
 
 class MaskedBatches(Batches):

@@ -24,7 +24,7 @@ ROW = b"first\n\0second, \xc3\xa9\n\0\0"  # *.txt by name, each ended by NUL
 class Numbers(Tokens):
     """Token i is i: a window tells where it was cut."""
 
-    tokenizer, json = "numbers", ""
+    tokenizer, json = "numbers", "{}"
 
     def __init__(self, length):
         self.length = self.vocabulary = length

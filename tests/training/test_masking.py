@@ -1,5 +1,6 @@
 """Which tokens are masked: the shares, what stays, and that it depends on seed and step alone."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.masking import MaskedBatches, Masking, batches_of, validation_of
 from tests.data.test_batches import Numbers
 
-SEQUENCE, BATCH, VOCABULARY = 100, 300, 50  # [MASK] is 49
+SEQUENCE, BATCH, VOCABULARY, MASK = 100, 300, 50, 49
 
 
 class Text(Numbers):
@@ -25,12 +26,14 @@ TEXT = Text(SEQUENCE * BATCH)
 
 
 def masked(step=0, seed=7, padding=None, batch=BATCH):
-    return MaskedBatches(TEXT, SEQUENCE, batch, seed, Masking(VOCABULARY, padding)).batch(step)
+    return MaskedBatches(TEXT, SEQUENCE, batch, seed, Masking(VOCABULARY, MASK, padding)).batch(
+        step
+    )
 
 
 def whole(step=0):
     """The batch before it is masked: there are as many windows as sequences, all of the text."""
-    numbers = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY))
+    numbers = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY, MASK))
     return super(MaskedBatches, numbers).batch(step)[0]
 
 
@@ -47,7 +50,7 @@ def test_the_shares_are_those_of_bert():
     np.testing.assert_array_equal(inputs[~chosen], text[~chosen])
     count = int(chosen.sum())
     assert near(count / chosen.size, 0.15, chosen.size)
-    hidden, kept = (inputs == VOCABULARY - 1)[chosen], (inputs == text)[chosen]
+    hidden, kept = (inputs == MASK)[chosen], (inputs == text)[chosen]
     assert near(hidden.mean(), 0.8, count)
     assert near(kept.mean(), 0.1 + 0.1 / 49, count)  # one of 49 is replaced by itself
     other = inputs[chosen][~hidden & ~kept]
@@ -56,14 +59,14 @@ def test_the_shares_are_those_of_bert():
 
 
 def test_every_token_is_a_target_once_in_a_while_the_last_too():
-    assert MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY)).windows == BATCH
+    assert MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY, MASK)).windows == BATCH
     chosen = sum((masked(step)[1] != IGNORE).astype(int) for step in range(80))
     assert chosen.min() > 0
     assert near(chosen.mean() / 80, 0.15, 80 * chosen.size)
 
 
 def test_a_step_is_masked_alike_whenever_it_is_made():
-    ahead = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY))
+    ahead = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY, MASK))
     ahead.batch(5)
     for found, expected in zip(ahead.batch(3), masked(3), strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -77,7 +80,7 @@ def test_steps_and_seeds_differ(other):
 
 def test_the_masked_tokens_are_what_they_were():
     """A run goes on with another NumPy: what is masked must not have moved."""
-    inputs, targets = MaskedBatches(TEXT, 8, 2, 1234, Masking(VOCABULARY, 3)).batch(0)
+    inputs, targets = MaskedBatches(TEXT, 8, 2, 1234, Masking(VOCABULARY, MASK, 3)).batch(0)
     assert np.argwhere(targets != IGNORE).tolist() == [[0, 0], [0, 7], [1, 2]]
     assert inputs.tolist() == [[49, 36, 37, 38, 39, 40, 41, 49], [14, 15, 49, 17, 18, 19, 20, 21]]
 
@@ -87,8 +90,23 @@ def test_padding_is_no_target_and_takes_no_place():
     text = whole()
     assert (targets[text == 3] == IGNORE).all() and (inputs[text == 3] == 3).all()
     assert not (inputs[text != 3] == 3).any()
-    replaced = (targets != IGNORE) & (inputs != text) & (inputs != VOCABULARY - 1)
+    replaced = (targets != IGNORE) & (inputs != text) & (inputs != MASK)
     assert set(range(VOCABULARY - 1)) - {*inputs[replaced]} == {3}
+
+
+@pytest.mark.parametrize("name", ["[MASK]", "<mask>"])
+def test_a_tokenizer_s_own_mask_is_taken(name):
+    """As 103 of BERT's vocabulary: other tokens are replaced by any but that one."""
+    config, text = Config(), Text(SEQUENCE * BATCH)
+    text.json = json.dumps(
+        {"added_tokens": [{"id": 1, "content": "a"}, {"id": 5, "content": name}]}
+    )
+    model = replace(config.model, kind="bert", vocabulary=VOCABULARY, sequence=SEQUENCE)
+    inputs, targets = batches_of(replace(config, model=model), text).batch(0)
+    chosen = targets != IGNORE
+    count = int((chosen & (targets != 5)).sum())
+    assert near((inputs == 5)[chosen & (targets != 5)].mean(), 0.8, count)
+    assert set(inputs[chosen].tolist()) == set(range(VOCABULARY))
 
 
 @pytest.mark.parametrize(("kind", "made"), [("gpt2", Batches), ("bert", MaskedBatches)])
