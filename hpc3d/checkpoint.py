@@ -187,7 +187,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     print(plain(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
     for line in hf_export.notes(opened):
         print(plain(line))
-    if not (alone or files or module):
+    if not (alone or run_tokenizer.RULES in files or module):
         print(plain("there is no tokenizer with them: the run has none"))
     print(plain(f"written to {options.output}"))
     return {

@@ -286,7 +286,7 @@ def test_nothing_remains_of_an_earlier_export(original, tmp_path, capsys):
     """Files of its names are removed, where weights are among them, and no others."""
     target = tmp_path / "out"
     target.mkdir()
-    names = "special_tokens_map.json", "tokenizer.json", "README.md", "generation_config.json"
+    names = "generation_config.json", "tokenizer.json", "README.md", "LICENSE"
     for name in names:
         (target / name).write_text("theirs")
     words = "export", original, "-o", target, "--force"

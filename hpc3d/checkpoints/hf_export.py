@@ -15,7 +15,7 @@ import numpy as np
 from hpc3d.checkpoints import safetensors
 from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.hf_families import PublishedFamily, published
-from hpc3d.checkpoints.hf_settings import CONFIG, TOKENIZER_FILES
+from hpc3d.checkpoints.hf_settings import CONFIG, GENERATION, TOKENIZER_FILES
 from hpc3d.checkpoints.inspect import config_of, shapes_in
 from hpc3d.model.families import with_epsilon
 from hpc3d.trace.segment import replacing
@@ -50,7 +50,7 @@ def earlier_files(target: Path) -> list[Path]:
     are among them; else whatever is there is not of an export."""
     if not (target / WEIGHTS).is_file():
         return []
-    paths = [target / name for name in (WEIGHTS, CONFIG, *TOKENIZER_FILES)]
+    paths = [target / name for name in (WEIGHTS, CONFIG, GENERATION, *TOKENIZER_FILES)]
     return [path for path in paths if path.is_file()]
 
 

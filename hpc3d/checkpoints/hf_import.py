@@ -5,7 +5,6 @@ The files are not trusted: sizes come from arrays that are there, not from what 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d import files, renamed
+from hpc3d import renamed
 from hpc3d.checkpoints.hf_export import INDEX, WEIGHTS
 from hpc3d.checkpoints.hf_families import PUBLISHED, PublishedFamily
 from hpc3d.checkpoints.hf_settings import CONFIG
@@ -23,6 +22,7 @@ from hpc3d.checkpoints.safetensors import Weights
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.load import override, validate
 from hpc3d.config.rules import refuse, resolve
+from hpc3d.data.tokenizer_files import object_in
 from hpc3d.model.families import with_epsilon
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Pretrained:
         self.path, self.allow_nonfinite = Path(path), allow_nonfinite
         files = _weight_files(self.path)
         told = (self.path if self.path.is_dir() else self.path.parent) / CONFIG
-        self.settings = settings = _read_json(told) if told.exists() else {}
+        self.settings = settings = object_in(told)
         try:
             self.family = _family_of(settings, files)
             self.places = _places(files, self.family.prefix)
@@ -142,7 +142,7 @@ def _weight_files(path: Path) -> list[Weights]:
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder")
     if (path / INDEX).exists() and not (path / WEIGHTS).exists():
-        names = _read_json(path / INDEX).get("weight_map")
+        names = object_in(path / INDEX).get("weight_map")
         names = sorted({*map(str, names.values())}) if isinstance(names, dict) else []
         if not names or not all(map(_FILE.fullmatch, names)):
             raise ValueError(f"{path / INDEX}: its weight_map does not name files beside it")
@@ -189,17 +189,6 @@ def _places(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, s
                 raise ValueError(f"{file.path}: {name!r} is there twice")
             if not _IGNORED.fullmatch(name):
                 found[name] = file, stored
-    return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError if a file has none."""
-    try:
-        found = json.loads(files.read(path, files.MOST_JSON))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: no JSON object")
     return found
 
 

@@ -17,6 +17,7 @@ CONFIG = "config.json"
 # Of a tokenizer: its rules, how transformers is to take them, its special tokens, how chats look.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TOKENIZER_FILES += ("chat_template.jinja",)
+GENERATION = "generation_config.json"  # how the publisher wants texts to be continued
 GELU = {"tanh": "gelu_new", "exact": "gelu"}
 _ACTIVATIONS = {
     **{theirs: ours for ours, theirs in GELU.items()},

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d import files
-from hpc3d.checkpoints.hf_settings import TOKENIZER_FILES
+from hpc3d.checkpoints.hf_settings import CONFIG, GENERATION, TOKENIZER_FILES
 from hpc3d.config.load import load
 from hpc3d.data.tokenizer import END_NAME, BpeTokenizer, ByteTokenizer, reading, same_rules
 from hpc3d.data.tokenizer_files import (
     RULES,
     SETTINGS,
+    object_in,
     rules_of_bytes,
     settings_in,
     token_in,
@@ -28,6 +29,9 @@ from hpc3d.training.run_folder import write_text
 
 if TYPE_CHECKING:
     from hpc3d.data.token_file import Tokens
+
+_SPECIAL = "special_ids.json"  # in the folder of a run: what was in the config.json of its import
+_SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 def _home_of(path: Path) -> Path:
@@ -76,10 +80,14 @@ def refuse_unfit(source: Path, vocabulary: int) -> None:
 
 
 def take_along(source: Path, run: Path) -> bool:
-    """Copy the tokenizer of published weights to a run of them; whether there is one."""
+    """Copy the tokenizer of published weights to a run of them, and what their files say of
+    special tokens; whether there is a tokenizer."""
     home = _home_of(source)
-    if found := [*_copied(home, run)]:
-        return RULES in found
+    told = object_in(home / CONFIG)
+    if special := {key: told[key] for key in _SPECIAL_IDS if key in told}:
+        write_text(run / _SPECIAL, json.dumps(special) + "\n")
+    if RULES in [*_copied(home, run)]:
+        return True
     try:
         older = tokenizer_from(str(home))  # in GPT-2's two files
     except ValueError:
@@ -89,8 +97,8 @@ def take_along(source: Path, run: Path) -> bool:
 
 
 def _copied(home: Path, target: Path) -> Iterator[str]:
-    """The names of files of a tokenizer that were copied, none without its rules."""
-    for name in TOKENIZER_FILES if (home / RULES).is_file() else ():
+    """The names of files that were copied: of a tokenizer none without its rules."""
+    for name in (GENERATION, *(TOKENIZER_FILES if (home / RULES).is_file() else ())):
         if (home / name).is_file():
             write_text(target / name, files.read(home / name, files.MOST_JSON).decode())
             yield name
@@ -98,26 +106,37 @@ def _copied(home: Path, target: Path) -> Iterator[str]:
 
 def export(path: Path, target: Path) -> list[str]:
     """Write the tokenizer of a run, or of a checkpoint of it, into the folder of its exported
-    weights; the names of its files, none where it is not known."""
+    weights, and the generation_config.json that it was imported with; the names of the files."""
     home = _home_of(path)
-    if copied := [*_copied(home, target)]:
+    copied = [*_copied(home, target)]
+    if RULES in copied or not _of_bytes(home):
         return copied
-    if not _of_bytes(home):
-        return []
     _write(target, rules_of_bytes(), END_NAME)
-    return [RULES, SETTINGS]
+    return [*copied, RULES, SETTINGS]
 
 
-def special_ids(path: Path) -> dict[str, int | None]:
-    """What the config.json of an exported model says of special tokens, by the tokenizer of its
-    run."""
+def special_ids(path: Path) -> dict[str, Any]:
+    """What the config.json of an exported model says of special tokens: as it was imported, else
+    by the tokenizer of its run."""
     home = _home_of(path)
+    if (home / _SPECIAL).is_file():
+        return object_in(home / _SPECIAL)
     if not (tokenizer := kept_tokenizer(home)):
         return dict.fromkeys(("bos_token_id", "eos_token_id"), 0) if _of_bytes(home) else {}
     settings = settings_in(home)
     return {
         f"{key}_id": tokenizer.id_of(token_in(settings, key)) for key in ("bos_token", "eos_token")
     }
+
+
+def end_ids(path: Path) -> frozenset[int]:
+    """The tokens that end a text, by the files that published weights, or a run of them, have."""
+    home = _home_of(path)
+    found: set[int] = set()
+    for name in (CONFIG, _SPECIAL, GENERATION):
+        ends = object_in(home / name).get("eos_token_id")
+        found |= {end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int}
+    return frozenset(found)
 
 
 def _of_bytes(run: Path) -> bool:

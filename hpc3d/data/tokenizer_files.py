@@ -61,8 +61,15 @@ def _told_end(folder: Path) -> str | None:
 
 def settings_in(folder: Path) -> dict[str, Any]:
     """What the tokenizer_config.json of a folder says; nothing without such a file."""
-    path = folder / SETTINGS
-    found = json.loads(_text(path)) if path.is_file() else {}
+    return object_in(folder / SETTINGS)
+
+
+def object_in(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, an empty one without the file; ValueError if it has none."""
+    try:
+        found = json.loads(_text(path)) if path.exists() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: no JSON object")
     return found

@@ -17,7 +17,7 @@ from hpc3d.checkpoints.hf_export import INDEX, WEIGHTS
 from hpc3d.checkpoints.hf_import import Pretrained, configured
 from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import checkpoints, config_of, newest_whole
-from hpc3d.checkpoints.run_tokenizer import kept_tokenizer
+from hpc3d.checkpoints.run_tokenizer import end_ids, kept_tokenizer
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.config.load import options
 from hpc3d.data.token_file import tokenizer_of
@@ -153,8 +153,9 @@ def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
     given = dict(options(_words(words, ("data.path",))))
     tokenizer = _tokenizer_of_run(config, path, given.get("--data.path"))
     source = WeightSource(opened.folder, published=False)
-    ends = frozenset({tokenizer.end} if tokenizer.end_name else ())
-    return TrainedModel(config, tokenizer, source, ends, min(ends, default=None), wrong)
+    end = tokenizer.end if tokenizer.end_name else None
+    ends = end_ids(path) | (frozenset() if end is None else {end})
+    return TrainedModel(config, tokenizer, source, ends, end, wrong)
 
 
 def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer:
@@ -176,11 +177,9 @@ def _published(path: Path, words: Sequence[str]) -> TrainedModel:
     pretrained = Pretrained(path)
     config = configured(pretrained, ["--model.dropout", "0", *_words(words, ("model.",))])
     told = pretrained.settings
-    ends = told.get("eos_token_id")
-    ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
     tokenizer = _published_tokenizer(path, config.model.vocabulary)
     source = WeightSource(path, published=True)
-    return TrainedModel(config, tokenizer, source, ends, told.get("bos_token_id"))
+    return TrainedModel(config, tokenizer, source, end_ids(path), told.get("bos_token_id"))
 
 
 def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:

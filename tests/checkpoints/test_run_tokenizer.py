@@ -7,6 +7,7 @@ import pytest
 
 from hpc3d import checkpoint, prepare, train
 from hpc3d.checkpoints.run_tokenizer import (
+    end_ids,
     export,
     keep,
     kept_tokenizer,
@@ -111,6 +112,28 @@ def test_what_others_say_of_their_tokenizer_stays(tmp_path, bpe):
     letter, word = (bpe.id_of(token) for token in ("t", "in"))
     assert special_ids(run) == {"bos_token_id": letter, "eos_token_id": word}
     assert kept_tokenizer(run).end == word != bpe.end
+
+
+def test_special_ids_and_how_texts_are_continued_come_back(tmp_path, bpe):
+    """A list of ends too; without a tokenizer as with one."""
+    theirs, run, out = (tmp_path / name for name in ("theirs", "run", "out"))
+    for folder in (theirs, run, out):
+        folder.mkdir()
+    special = {"bos_token_id": 3, "eos_token_id": [1, 2], "pad_token_id": None}
+    (theirs / "config.json").write_text(json.dumps(special | {"model_type": "llama"}))
+    (theirs / "generation_config.json").write_text('{"eos_token_id":   [2, 9], "top_k": 4}')
+    assert not take_along(theirs, run)
+    assert export(run, out) == ["generation_config.json"]
+    assert special_ids(run) == special
+    for name in ("run", "theirs"):
+        assert end_ids(tmp_path / name) == {1, 2, 9}
+    (theirs / "tokenizer.json").write_text(bpe.json)
+    assert take_along(theirs, run)
+    assert export(run, out) == ["generation_config.json", "tokenizer.json"]
+    assert special_ids(run) == special
+    assert (out / "generation_config.json").read_bytes() == (
+        theirs / "generation_config.json"
+    ).read_bytes()
 
 
 def test_weights_are_not_taken_with_a_tokenizer_that_cannot_be_theirs(tmp_path, bpe):
