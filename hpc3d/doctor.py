@@ -53,9 +53,7 @@ _SAID = {
 _BY_HAND = "by hand it may say more: mpirun -np 2 python -m hpc3d.doctor"
 _SHOWN = 8  # lines of what was printed
 _CLOCKS_APART = 1  # s
-_UNLOCKED = """\
-where it is about locks: export HDF5_USE_FILE_LOCKING=FALSE; about a filter: install h5py again,
-with pip's own wheel"""
+_INSTALL_H5PY = "where it is about a filter: install h5py again, with pip's own wheel"
 _HANGS = """\
 an interface that hosts cannot use: --mca btl_tcp_if_include NAME (Open MPI), FI_TCP_IFACE (MPICH)
 or a host name that has no address: getent hosts $(hostname)"""
@@ -190,11 +188,13 @@ def hdf5(folder: Path) -> Iterator[Finding]:
             with open_file(path) as file:
                 right = np.array_equal(file["clock/samples/t_local"], rows["t_local"])
     except (OSError, ValueError) as error:
-        yield Finding(FAIL, "HDF5", f"{folder}: {error}".partition("\n")[0], _UNLOCKED)
+        yield Finding(FAIL, "HDF5", f"{folder}: {error}".partition("\n")[0], _INSTALL_H5PY)
         return
     text = f"a compressed table was written and read in {folder}"
     yield (
-        Finding(OK, "HDF5", text) if right else Finding(FAIL, "HDF5", f"{text}: wrong", _UNLOCKED)
+        Finding(OK, "HDF5", text)
+        if right
+        else Finding(FAIL, "HDF5", f"{text}: wrong", _INSTALL_H5PY)
     )
 
 

@@ -236,7 +236,10 @@ def write_tokens(
     layout = {"chunks": (_CHUNK,), "maxshape": (None,), "fletcher32": True}
     digest = hashlib.sha256()
     sources = [Source(text, tokenizer, field) for text in texts]
-    with replacing(path) as disk, h5py.File(disk, "w", libver=_SELF_CHECKING) as file:
+    with (
+        replacing(path) as disk,
+        h5py.File(disk, "w", libver=_SELF_CHECKING, locking=False) as file,
+    ):
         dataset = file.create_dataset("tokens", (0,), dtype, **layout)
         for ids, size in chain.from_iterable(sources):
             part = ids.astype(dtype)

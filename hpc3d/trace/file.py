@@ -7,6 +7,7 @@ is read before its type is known and its size is one that the file can hold.
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _CHUNK = 64 * 1024  # rows
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # by HDF5's numbers
 _SHRINKS = 1100  # times at most: of zeros, deflate makes a 1032nd
+# What a file system without locks says.  Traces are written under another name, by one process.
+_WITHOUT_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS
 _LONGEST, _MOST_TEXT = 4096, 1 << 26  # characters of a text in a table, and of a column
 _ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # at most
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
@@ -41,7 +44,7 @@ def create(path: Path) -> File:
     """A new trace file, to be used in a `with`.  Whole chunks are written, which need no cache."""
     import h5py
 
-    file = h5py.File(path, "w", rdcc_nbytes=0)
+    file = h5py.File(path, "w", rdcc_nbytes=0, locking=False)
     file.attrs["description"] = LAYOUT["/"].description
     return file
 
@@ -147,7 +150,8 @@ def changing(path: Path) -> Iterator[File]:
 
     with replacing(path) as temporary:
         shutil.copyfile(path, temporary)
-        with h5py.File(temporary, "r+") as file, explained(path, "nothing was written"):
+        opened = h5py.File(temporary, "r+", locking=False)
+        with opened as file, explained(path, "nothing was written"):
             yield file
 
 
@@ -187,7 +191,12 @@ def open_file(path: Path) -> File:
         )
     with explained(path):
         check_heaps(path)
-        return h5py.File(path, "r")
+        try:
+            return h5py.File(path, "r")
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+            return h5py.File(path, "r", locking=False)
 
 
 def attributes(node: Group) -> dict[str, Any]:

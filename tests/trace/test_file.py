@@ -1,5 +1,6 @@
 """A file that is not trusted: whatever is wrong with it, it is refused in one line."""
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
+from hpc3d.data.token_file import open_tokens, write_tokens
+from hpc3d.data.tokenizer import ByteTokenizer
 from hpc3d.trace.annotations import Calibration, write_calibration, write_prediction
+from hpc3d.trace.file import changing
 from hpc3d.trace.merge import merge
 from tests.trace.small import write_all
 
@@ -24,6 +28,27 @@ def sound(tmp_path_factory):
 def path(sound, tmp_path):
     """A file to spoil."""
     return Path(shutil.copy(sound, tmp_path / "trace.h5"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(number, tmp_path, monkeypatch):
+    """A run there writes its trace and its token files, reads and changes them."""
+
+    class File(h5py.File):
+        def __init__(self, *arguments, locking=None, **how):
+            if locking is not False:
+                raise OSError(number, "unable to lock file")
+            super().__init__(*arguments, locking=locking, **how)
+
+    monkeypatch.setattr(h5py, "File", File)
+    path = merge(write_all(tmp_path))
+    with changing(path) as file:
+        file.attrs["changed"] = True
+    with hpc3d.trace.open(path) as trace:
+        assert len(trace.events["dur"])
+    (tmp_path / "a.txt").write_text("a text")
+    write_tokens(tmp_path / "a.h5", [tmp_path / "a.txt"], ByteTokenizer())
+    assert len(open_tokens(tmp_path / "a.h5")) > 6
 
 
 def newer(file, _):
