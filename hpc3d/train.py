@@ -193,7 +193,13 @@ def _idle(config: Config) -> Iterator[str]:
 def asked(ranks: int | None, words: list[str]) -> Asked:
     """Rank 0: the Asked of the command line and the input file, for so many ranks (None: as many
     as its mesh has); ValueError for what is wrong."""
-    from hpc3d.checkpoints.resume import run_to_resume, with_free_mesh, with_free_schedule
+    from hpc3d.checkpoints.resume import (
+        checkpointed_config,
+        config_of_run,
+        run_to_resume,
+        with_free_mesh,
+        with_free_schedule,
+    )
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
     from hpc3d.config.rules import refuse, resolve
@@ -201,11 +207,12 @@ def asked(ranks: int | None, words: list[str]) -> Asked:
 
     run = run_to_resume(words)
     given = words and not words[0].startswith("-")
-    path = words.pop(0) if given else run and run / "config.toml"
-    config = load.load(path, words, of_run=not given)
+    path = words.pop(0) if given else None
+    config = config_of_run(run, words) if run and not given else load.load(path, words)
     ranks = ranks or config.mesh.grid().size
-    config = with_free_schedule(with_free_mesh(config, ranks), run) if run else config
-    config = resolve(config, ranks, default=path is None)
+    if run:
+        config = with_free_schedule(with_free_mesh(config, ranks), checkpointed_config(run))
+    config = resolve(config, ranks, default=not (given or run))
     refuse([*untrainable(config)])
     sinks_of(config.run.metrics_hook, config.run.tensorboard)
     return Asked(config, run)

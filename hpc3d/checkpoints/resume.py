@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc3d import renamed
+from hpc3d.checkpoints.inspect import (
+    config_of,
+    inconsistencies,
+    kinds_of,
+    shapes_of,
+    stateless_of,
+)
 from hpc3d.checkpoints.sharded import Checkpoint, restore, restore_own, steps_of
-from hpc3d.config.input_file import MeshConfig, ParallelConfig
-from hpc3d.config.load import flat, load
+from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
+from hpc3d.config.load import flat, load, override, read, to_toml, validate
 from hpc3d.config.rules import refuse, unknown_values
+from hpc3d.files import toml
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import usual
 from hpc3d.plain import Problems, counted, lines_of
@@ -22,7 +31,7 @@ from hpc3d.training.optimizer import learning_rate
 from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config, TrainConfig
+    from hpc3d.config.input_file import TrainConfig
     from hpc3d.data.batches import Batches
     from hpc3d.runtime.job import Job
     from hpc3d.training.evaluator import Evaluator
@@ -54,7 +63,7 @@ def run_to_resume(words: list[str]) -> Path | None:
     run = Path((words[place + 1 : place + 2] or [""])[0])
     del words[place : place + 2]
     try:
-        if (run / "config.toml").is_file():
+        if (run / "config.toml").is_file() or steps_of(run / "checkpoints"):
             return run.absolute()
         problem = "no run is there"
         if (run / "config.json").is_file():
@@ -62,6 +71,71 @@ def run_to_resume(words: list[str]) -> Path | None:
     except OSError as error:
         problem = error.strerror
     raise ValueError(f"--resume {run!s:.200}: {problem}; name a folder results/NAME-STAMP")
+
+
+def config_of_run(run: Path, words: Sequence[str]) -> Config:
+    """Return the settings of a run with `--section.key value` options applied.
+
+    They come from its config.toml, or from its newest checkpoint if that file is gone.
+
+    Raises
+    ------
+    ValueError
+        If config.toml is no TOML, or lacks keys that the checkpoint was written with.
+    """
+    path = run / "config.toml"
+    opened = _newest_readable(run)
+    if path.is_file():
+        _refuse_truncated(path, opened)
+        return load(path, words, of_run=True)
+    tree = toml(to_toml(config_of(opened)))
+    renamed.warn(override(tree, words))
+    return validate(tree)
+
+
+def checkpointed_config(run: Path) -> Config:
+    """Return the settings with which the newest readable checkpoint of a run was written."""
+    return config_of(_newest_readable(run))
+
+
+def _refuse_truncated(path: Path, opened: Checkpoint) -> None:
+    """Refuse a config.toml that lacks keys of the settings in a checkpoint of its run."""
+    remedy = f"remove it to resume with the settings of {opened.folder.name}"
+    try:
+        present = _keys_of(read(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; {remedy}") from None
+    # a key without a default is absent if it has no value
+    needed = {key for key, value in flat(Config()).items() if value is not None}
+    if missing := sorted(needed & _keys_of(toml(opened.header["config"])) - present):
+        more = f" and {counted(len(missing) - 1, 'more key')}" if len(missing) > 1 else ""
+        raise ValueError(f"{path}: truncated, {missing[0]}{more} missing; {remedy}")
+
+
+def _keys_of(tree: dict[str, Any]) -> set[str]:
+    """Return the keys of an input file, section.key, by their new names."""
+    renamed.use_new_names(tree)
+    return {
+        f"{section}.{key}" if isinstance(table, dict) else section
+        for section, table in tree.items()
+        for key in (table if isinstance(table, dict) else [section])
+    }
+
+
+def _newest_readable(run: Path) -> Checkpoint:
+    """Return the newest checkpoint of a run whose manifest and settings can be read.
+
+    Raises ValueError, a line for each checkpoint that cannot, if there is none.
+    """
+    wrong = []
+    for folder in steps_of(run / "checkpoints"):
+        try:
+            opened = Checkpoint(folder)
+            config_of(opened)
+            return opened
+        except ValueError as error:
+            wrong += lines_of(error)
+    raise Problems([*wrong, _NOTHING.format(run)])
 
 
 def with_free_mesh(config: Config, ranks: int) -> Config:
@@ -78,10 +152,9 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
 
 
-def with_free_schedule(config: Config, run: Path) -> Config:
-    """`config` whose schedule, chunks and layers of stages are open where those of `run` were not
-    chosen, but followed from a number of stages or a schedule that it has no more."""
-    stored = load(run / "config.toml", [], of_run=True)
+def with_free_schedule(config: Config, stored: Config) -> Config:
+    """`config` whose schedule, chunks and layers of stages are open where those of the `stored`
+    one were not chosen, but followed from a number of stages or a schedule that it has no more."""
     now, before = config.parallel, stored.parallel
     free: dict[str, Any] = {}
     if config.mesh.p != stored.mesh.p:
@@ -103,18 +176,18 @@ def continued(
 
     ValueError, before anything is changed, if it cannot go on.
     """
-    done = _check(run, config, differs or partial(mismatch, config))
-    stored = load(run / "config.toml", [], of_run=True)
-    begun = stored.train if done else config.train
+    opened = _check(run, config, differs or partial(mismatch, config))
+    done, before = opened.header["step"], config_of(opened)
+    begun = before.train if done else config.train
     if done:
-        refuse([*_other_share(stored.data.validation, config.data.validation)])
+        refuse([*_other_share(before.data.validation, config.data.validation)])
     config = with_decay_steps(config, begun)
-    return config, [*changes(run, config), *rate_notes(begun, config.train, done)]
+    return config, [*changes(before, config), *rate_notes(begun, config.train, done)]
 
 
-def changes(run: Path, config: Config) -> list[str]:
-    """A line for each setting that is not what it was in the run; what was open is no such."""
-    stored = load(run / "config.toml", [], of_run=True)
+def changes(stored: Config, config: Config) -> list[str]:
+    """A line for each setting that is not what it was in the `stored` ones of a run; what was open
+    is no such."""
     before, now = flat(stored), flat(config)
     usual, constants = stored.train.constants(), config.train.constants()
     for key in usual.keys() & constants.keys():
@@ -142,8 +215,8 @@ def _other_share(before: float | str | None, now: float | str | None) -> Iterato
         )
 
 
-def _check(run: Path, config: Config, differs: _Differs) -> int:
-    """How many steps are done, of the newest checkpoint that seems whole.
+def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
+    """The newest checkpoint that seems whole.
 
     ValueError, before anything is changed, if there is nothing to go on from, as far as that can
     be seen without reading it all, or nothing left to do.
@@ -154,17 +227,17 @@ def _check(run: Path, config: Config, differs: _Differs) -> int:
             break
         wrong.append(problem)
     else:
-        of_another = [*_other_optimizer(run, config)] if wrong else []
+        of_another = [*_other_optimizer(checkpointed_config(run), config)] if wrong else []
         raise Problems(of_another or [*wrong, _NOTHING.format(run)])
-    if (done := Checkpoint(folder).header["step"]) >= config.train.steps:
+    opened = Checkpoint(folder)
+    if (done := opened.header["step"]) >= config.train.steps:
         how = "ask for more with --train.steps"
         raise ValueError(f"--resume: the run has done {counted(done, 'step')}; {how}")
-    return done
+    return opened
 
 
-def _other_optimizer(run: Path, config: Config) -> Iterator[str]:
-    """A line where the optimiser keeps what that of the run did not."""
-    stored = load(run / "config.toml", [], of_run=True)
+def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
+    """A line where the optimiser keeps what that of the `stored` settings did not."""
     before, now = stored.train.optimizer, config.train.optimizer
     kept, wanted = (optimizer_of(each).STATES for each in (stored, config))
     if {*wanted} - {*kept}:
@@ -232,8 +305,6 @@ def resume(
     elif not owned and any(kind in OWN_STATES for _, kind in opened.sources):
         say(_DROPPED)
     if evaluator:
-        from hpc3d.checkpoints.inspect import config_of
-
         evaluator.best = job.from_root(
             lambda: restored(opened.header, config_of(opened), trainer.config)
         )
@@ -252,8 +323,6 @@ def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
 def _same_layout(opened: Checkpoint, config: Config) -> bool:
     """Whether each rank of a run has the blocks that it had when the checkpoint was written, and
     keeps the same for them."""
-    from hpc3d.checkpoints.inspect import config_of
-
     before = config_of(opened)
     if before.train.dtype != config.train.dtype:
         return False
@@ -306,14 +375,6 @@ def _problems_of_all(job: Job, problem: str | None) -> list[str]:
 
 def mismatch(config: Config, opened: Checkpoint) -> str | None:
     """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
-    from hpc3d.checkpoints.inspect import (
-        config_of,
-        inconsistencies,
-        kinds_of,
-        shapes_of,
-        stateless_of,
-    )
-
     before = config_of(opened)
     models = (with_epsilon(each.model) for each in (before, config))
     stored, asked = map(asdict, models)

@@ -85,8 +85,9 @@ def set_aside(folder: Path, number: int) -> None:
         path = folder / name
         if path.exists():
             path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
-    settings = (folder / "config.toml").read_text(encoding="utf-8")
-    write_text(folder / f"config-{number}.toml", settings)
+    settings = folder / "config.toml"
+    with replacing(folder / f"config-{number}.toml") as temporary:
+        temporary.write_bytes(settings.read_bytes() if settings.exists() else b"")
 
 
 def write_text(path: Path, text: str) -> None:

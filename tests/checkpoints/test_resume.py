@@ -5,10 +5,19 @@ import re
 
 import pytest
 
-from hpc3d.checkpoints.resume import changes, continued, mismatch, run_to_resume, with_free_mesh
+from hpc3d.checkpoints.resume import (
+    changes,
+    checkpointed_config,
+    config_of_run,
+    continued,
+    mismatch,
+    run_to_resume,
+    with_free_mesh,
+)
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 from hpc3d.config.load import to_toml
 from hpc3d.config.rules import resolve
+from hpc3d.plain import lines_of
 from tests.checkpoints.lives import LAYOUTS, live, losses
 from tests.pipeline.mixes import config_of
 
@@ -149,6 +158,44 @@ def test_without_checkpoints_another_optimiser_is_not_what_is_wrong(tmp_path):
         ),
     ],
 )
-def test_what_changes_is_said_also_of_keys_that_were_absent(begun, now, said, tmp_path):
-    (tmp_path / "config.toml").write_text(to_toml(config_of(f"{LAYOUTS['serial']} {begun}")))
-    assert changes(tmp_path, config_of(f"{LAYOUTS['serial']} {now}")) == said
+def test_what_changes_is_said_also_of_keys_that_were_absent(begun, now, said):
+    before, after = (config_of(f"{LAYOUTS['serial']} {each}") for each in (begun, now))
+    assert changes(before, after) == said
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with a checkpoint of step 1, and the text of its config.toml."""
+    run = tmp_path_factory.mktemp("saved")
+    live(run, "serial", 1)
+    (run / "config.toml").write_text(to_toml(config_of(LAYOUTS["serial"])))
+    return run, (run / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("kept", [0, 0.3, 0.5, 0.8, -1, -10])
+def test_a_truncated_configuration_is_refused(kept, saved):
+    """Empty, cut between and within lines, without its last line, and within that."""
+    run, text = saved
+    cut = int(kept * len(text)) if kept >= 0 else kept - 1
+    (run / "config.toml").write_text(text[:cut] if kept else "")
+    with pytest.raises(ValueError) as refused:
+        config_of_run(run, ["--train.steps", "9"])
+    (line,) = lines_of(refused.value)
+    assert line.startswith(str(run / "config.toml"))
+    assert line.endswith("; remove it to resume with the settings of step-00000001")
+
+
+def test_without_a_configuration_that_of_the_checkpoint_is_taken(saved):
+    run, _ = saved
+    (run / "config.toml").unlink()
+    assert run_to_resume(["--resume", str(run)]) == run
+    assert config_of_run(run, []) == checkpointed_config(run)
+    assert config_of_run(run, ["--train.batch=4"]).train.batch == 4
+
+
+def test_an_edited_configuration_is_compared_with_the_checkpoint(saved):
+    """And a key without a value, such as parallel.split, may be absent from it."""
+    run, text = saved
+    (run / "config.toml").write_text(text.replace("batch = 8", "batch = 4"))
+    _, said = continued(run, config_of_run(run, []))
+    assert said == ["train.batch was 8, is 4"]

@@ -27,7 +27,7 @@ def test_what_followed_from_the_stages_is_open(begun, words, schedule, chunks, t
     first = resolve(first, first.mesh.grid().size)
     (tmp_path / "config.toml").write_text(to_toml(first))
     now = load(tmp_path / "config.toml", words.split(), of_run=True)
-    now = resolve(with_free_schedule(now, tmp_path), now.mesh.grid().size)
+    now = resolve(with_free_schedule(now, first), now.mesh.grid().size)
     assert (now.parallel.schedule, now.parallel.chunks) == (schedule, chunks)
     same = replace(now.parallel, schedule=None, chunks=None)
     assert same == replace(first.parallel, schedule=None, chunks=None)

@@ -23,7 +23,13 @@ import torch
 
 from hpc3d.checkpoints.block_slices import stored_shape
 from hpc3d.checkpoints.inspect import inconsistencies
-from hpc3d.checkpoints.resume import continued, resume, run_to_resume, with_decay_steps
+from hpc3d.checkpoints.resume import (
+    config_of_run,
+    continued,
+    resume,
+    run_to_resume,
+    with_decay_steps,
+)
 from hpc3d.checkpoints.saver import saver_of
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.comm.cartesian import build_stages
@@ -156,8 +162,7 @@ def _prepare(asked, model):
 def configuration(asked: RunRequest, model: StagedModel) -> Config:
     """Rank 0: the Config of a run: the keys that were given, and what the plan says."""
     plan, resumed = asked.plan, asked.resumed
-    file = resumed / "config.toml" if resumed else None
-    config = load.load(file, asked.words, of_run=bool(resumed))
+    config = config_of_run(resumed, asked.words) if resumed else load.load(None, asked.words)
     mesh = MeshConfig(len(plan.replicas), max(plan.replicas), x=1, y=1, z=1)
     parallel = replace(
         config.parallel,
