@@ -203,10 +203,11 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     """Make a run of the weights of others."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured
+    from hpc3d.checkpoints.run_text import located
     from hpc3d.checkpoints.run_tokenizer import refuse_unfit, take_along
 
     pretrained = Pretrained(options.source, options.allow_nonfinite)
-    config = configured(pretrained, settings)
+    config = located(configured(pretrained, settings))
     refuse_unfit(options.source, config.model.vocabulary)
     shapes = new_run.begin(options.output, config, pretrained.parameter)
     known = take_along(options.source, options.output)

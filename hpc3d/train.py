@@ -64,11 +64,13 @@ class Opened(NamedTuple):
 
 
 class RunText(NamedTuple):
-    """What a run reads: to train, and to evaluate the model if it is to; and its tokens."""
+    """What a run reads: to train, and to evaluate the model if it is to; its tokens, and those of
+    a validation text of its own."""
 
     batches: Batches | None
     validation: ValidationBatches | None
     tokens: Tokens | None = None
+    held: Tokens | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,13 +128,13 @@ def _begin(
     mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout_lines(config))
     trainer = Trainer(mesh, config, config.model.vocabulary, text.batches, program, clock)
     evaluator = Evaluator(trainer, text.validation) if config.train.eval_every else None
-    for line in _idle(config):
+    for line in plan.notes:
         log.say(line)
     start = 0
     if plan.resumed:
         from hpc3d.checkpoints.resume import resume
 
-        start = resume(job, plan.folder, trainer, log.say, evaluator=evaluator)
+        start = resume(job, plan.folder, trainer, log.say, evaluator=evaluator, texts=plan.texts)
     saver = saver_of(job, plan, trainer, text.batches, log, evaluator)
     return RunningJob(trainer, saver, watchdog, log, text.batches, start, evaluator)
 
@@ -155,6 +157,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     from argparse import ArgumentTypeError
 
     from hpc3d.checkpoints.resume import continued, with_decay_steps
+    from hpc3d.checkpoints.run_text import described
     from hpc3d.cli import number_of_ranks
     from hpc3d.predict.dry_run import dry_run, taken
 
@@ -166,8 +169,12 @@ def rehearse(ranks: int, words: list[str]) -> None:
         raise ValueError(f"--ranks {given}: {error}") from None
     config, run = asked(asked_for or (ranks if ranks > 1 else None), words)
     config, text, _ = _ready(config, run, this_machine=machine is None)
-    config, changed = continued(run, config) if run else (with_decay_steps(config), [])
-    lines = [*dry_run(config, machine, text.batches.windows), *_idle(config)]
+    changed = []
+    if run:
+        config, changed = continued(run, config, texts=described(text.tokens, text.held))
+    else:
+        config = with_decay_steps(config)
+    lines = [*dry_run(config, machine, text.batches.windows), *_notes(config)]
     lines += [f"resume: {line}" for line in changed]
     where = run or f"a new folder {config.run.out}/{config.name}-DATE"
     lines += [f"dry run: nothing is written; the run would be kept in {where}"]
@@ -184,8 +191,8 @@ def _tell(text: str) -> None:
         read_no_more()
 
 
-def _idle(config: Config) -> Iterator[str]:
-    """What is given and not used."""
+def _notes(config: Config) -> Iterator[str]:
+    """Rank 0: a line for a validation text that is not used."""
     if config.data.validation and not config.train.eval_every:
         yield "nothing is evaluated on data.validation: train.eval_every is 0"
 
@@ -221,24 +228,25 @@ def asked(ranks: int | None, words: list[str]) -> Asked:
 def prepare(config: Config, run: Path | None) -> Opened:
     """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
     wrong."""
-    from hpc3d.checkpoints import run_tokenizer
+    from hpc3d.checkpoints import run_text, run_tokenizer
     from hpc3d.checkpoints.resume import continued, with_decay_steps
     from hpc3d.config import load
     from hpc3d.training import run_folder as folder
     from hpc3d.training.run_loop import RunPlan
 
     config, text, program = _ready(config, run)
-    changed = []
+    changed, texts = [], run_text.described(text.tokens, text.held)
     if run:
         lock = folder.claim(run)
-        config, changed = continued(run, config)
+        config, changed = continued(run, config, texts=texts)
         where = folder.reopen(run, load.to_toml(config))
     else:
         config = with_decay_steps(config)
         where = folder.create(config, load.to_toml(config))
         lock = folder.claim(where)
     run_tokenizer.keep(where, text.tokens)
-    plan = RunPlan(config, where, folder.git_revision(), bool(run), changed)
+    texts, notes = run_text.recorded(texts, config, where), [*_notes(config)]
+    plan = RunPlan(config, where, folder.git_revision(), bool(run), changed, notes, texts)
     return Opened(plan, text.batches, program, lock, text.validation)
 
 
@@ -261,14 +269,16 @@ def _open_text(config: Config, run: Path | None) -> tuple[Config, RunText]:
     """Rank 0: `config` with what its text settles, and the batches of it; ValueError where its
     tokens are not those that `run` was trained on."""
     from hpc3d import shipped
-    from hpc3d.checkpoints import run_tokenizer
+    from hpc3d.checkpoints import run_text, run_tokenizer
+    from hpc3d.checkpoints.resume import checkpointed_texts
     from hpc3d.data.token_file import open_tokens
 
+    config = run_text.located(config, run, checkpointed_texts(run) if run else None)
     tokens = open_tokens(shipped.text(config.data.path), None if run else config.data.tokenizer)
     if run:
         run_tokenizer.refuse_another(run, tokens)
     config = _settled(config, tokens, run)
-    return config, _text_of(config, tokens)._replace(tokens=tokens)
+    return config, _text_of(config, tokens)
 
 
 def _text_of(config: Config, tokens: Tokens) -> RunText:
@@ -280,9 +290,10 @@ def _text_of(config: Config, tokens: Tokens) -> RunText:
     held = config.data.validation
     named = held and isinstance(held, str)
     trained, held = divided(tokens, shipped.text(held) if named else held)
-    return RunText(
-        batches_of(config, trained), None if held is None else validation_of(config, held)
-    )
+    batches = batches_of(config, trained)
+    if held is None:
+        return RunText(batches, None, tokens)
+    return RunText(batches, validation_of(config, held), tokens, held.tokens if named else None)
 
 
 def _settled(config: Config, tokens: Tokens, run: Path | None) -> Config:

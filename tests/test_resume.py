@@ -98,6 +98,27 @@ def test_more_steps_do_not_raise_the_learning_rate_again(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_run_knows_its_text_in_any_folder_and_refuses_another(tmp_path):
+    """The refusal changes nothing: with the first text the run resumes."""
+    for folder, content in (("here", "first text " * 900), ("there", "other text " * 900)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_text(content)
+    options = words("out", train__steps=2, checkpoint__every=2, data__path="text.txt", **HELD)
+    checked(2, "-m", "hpc3d.train", *options, cwd=tmp_path / "here")
+    run = newest(tmp_path / "here" / "out")
+    more = ["-m", "hpc3d.train", "--resume", run, "--train.steps", 4]
+    text = tmp_path / "here" / "text.txt"
+    text.rename(tmp_path / "kept.txt")
+    (tmp_path / "there" / "text.txt").rename(text)
+    refused = mpirun(2, *more, cwd=tmp_path / "there")
+    (line,) = said(refused)
+    assert refused.returncode == 2 and f"data.path: {text} differs from the text" in line
+    (tmp_path / "kept.txt").rename(text)
+    out = checked(2, *more, cwd=tmp_path / "there")
+    assert "resume: step 2 follows" in out and "data.path was" not in out
+
+
+@pytest.mark.slow
 def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
     run = part(tmp_path, steps=2)
     said = resumed(12, run, steps=3)

@@ -86,6 +86,10 @@ def _check_header(header: Any) -> None:
         _require(known, f"its manifest has no number position.{key!s:.20} below {MOST_COUNT}")
     best = header.get("best")
     _require(best is None or _sound_best(best), "its manifest has an invalid best evaluation")
+    texts = header.get("texts") or {}
+    _require(isinstance(texts, dict), "its manifest describes no texts")
+    for key, text in texts.items():
+        _require(_sound_text(text), f"its manifest does not describe the text {key!s:.20}")
     module = header.get("module")
     _require(module is None or _sound_module(module), "its manifest describes no torch module")
 
@@ -94,6 +98,15 @@ def _sound_best(best: Any) -> bool:
     """Whether it has the `step` and the `loss` of an evaluation, and nothing else."""
     sound = isinstance(best, dict) and {*best} == {"step", "loss"}
     return sound and _number(best["step"], MOST_COUNT) and type(best["loss"]) is float
+
+
+def _sound_text(text: Any) -> bool:
+    """Whether it has the `path`, `from_run`, `sha256` and number of `tokens` of a text."""
+    if not isinstance(text, dict) or {*text} != {"path", "from_run", "sha256", "tokens"}:
+        return False
+    return _number(text["tokens"]) and all(
+        isinstance(text[key], str) for key in ("path", "from_run", "sha256")
+    )
 
 
 def _sound_module(module: Any) -> bool:

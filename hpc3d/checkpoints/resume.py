@@ -17,6 +17,7 @@ from hpc3d.checkpoints.inspect import (
     shapes_of,
     stateless_of,
 )
+from hpc3d.checkpoints.run_text import differences
 from hpc3d.checkpoints.sharded import Checkpoint, restore, restore_own, steps_of
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
 from hpc3d.config.load import flat, load, override, read, to_toml, validate
@@ -98,6 +99,12 @@ def checkpointed_config(run: Path) -> Config:
     return config_of(_newest_readable(run))
 
 
+def checkpointed_texts(run: Path) -> dict[str, Any]:
+    """Return the texts that the newest readable checkpoint of a run describes; earlier versions
+    describe none."""
+    return _newest_readable(run).header.get("texts") or {}
+
+
 def _refuse_truncated(path: Path, opened: Checkpoint) -> None:
     """Refuse a config.toml that lacks keys of the settings in a checkpoint of its run."""
     remedy = f"remove it to resume with the settings of {opened.folder.name}"
@@ -169,10 +176,14 @@ def with_free_schedule(config: Config, stored: Config) -> Config:
 
 
 def continued(
-    run: Path, config: Config, differs: _Differs | None = None
+    run: Path,
+    config: Config,
+    differs: _Differs | None = None,
+    texts: Mapping[str, Any] | None = None,
 ) -> tuple[Config, list[str]]:
     """`config` as a run that goes on has it, and a line for each thing that may be unexpected.
-    `differs` says why a checkpoint is of another model (None: asks `mismatch`).
+    `differs` says why a checkpoint is of another model (None: asks `mismatch`); `texts` describes
+    what is read now.
 
     ValueError, before anything is changed, if it cannot go on.
     """
@@ -182,7 +193,9 @@ def continued(
     if done:
         refuse([*_other_share(before.data.validation, config.data.validation)])
     config = with_decay_steps(config, begun)
-    return config, [*changes(before, config), *rate_notes(begun, config.train, done)]
+    said = [*changes(before, config), *rate_notes(begun, config.train, done)]
+    earlier = opened.header.get("texts") or {}
+    return config, [*said, *differences(earlier, texts or {}, config)]
 
 
 def changes(stored: Config, config: Config) -> list[str]:
@@ -283,12 +296,13 @@ def resume(
     say: Callable[[str], object],
     differs: _Differs | None = None,
     evaluator: Evaluator | None = None,
+    texts: Mapping[str, Any] | None = None,
 ) -> int:
     """Take the state of the newest whole checkpoint of a run, and the data from where it ends; the
     number of the next step.
 
     `say(line)` logs which one that is, and what is wrong with those after it; `differs` is that of
-    `continued`.  An `evaluator` learns which evaluation was the best.
+    `continued`.  An `evaluator` learns which evaluation was the best, of the same `texts`.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
     owned = bool(trainer.parameters.own_states) and _same_layout(opened, trainer.config)
@@ -306,7 +320,7 @@ def resume(
         say(_DROPPED)
     if evaluator:
         evaluator.best = job.from_root(
-            lambda: restored(opened.header, config_of(opened), trainer.config)
+            lambda: restored(opened.header, config_of(opened), trainer.config, texts)
         )
     _go_on(trainer.feed.batches, opened.header)
     return opened.header["step"]

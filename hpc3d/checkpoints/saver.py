@@ -135,6 +135,7 @@ def saver_of(
         header = {"run_id": plan.folder.name, "config": to_toml(plan.config)}
         if evaluator and evaluator.best:
             header["best"] = evaluator.best._asdict()
-        return header | {"position": position} | trainer.manifest()
+        texts = {"texts": plan.texts} if plan.texts else {}
+        return header | {"position": position} | texts | trainer.manifest()
 
     return Saver(plan.folder, trainer, how, header, log.say)

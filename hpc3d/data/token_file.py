@@ -53,12 +53,14 @@ class Tokens(contextlib.AbstractContextManager):
     """A long row of token ids that stays on disk: the documents, each followed by an end.
 
     `vocabulary` is the number of different ids, `tokenizer` the name of what made them, `json` its
-    rules, and `end_name` its end of a document, None if that is not known.
+    rules, and `end_name` its end of a document, None if that is not known.  `sha256` is the hash
+    of all ids in the smallest unsigned type.
     """
 
     tokenizer: str
     vocabulary: int
     json: str
+    sha256: str
     end_name: str | None = None
 
     def made_by(self) -> tuple[str, int, str]:
@@ -122,9 +124,16 @@ class TextTokens(Tokens):
     json = ByteTokenizer.json
 
     def __init__(self, texts: Sequence[Path]) -> None:
-        sizes = [sum(map(len, pieces(text))) for text in texts]
+        sizes, digest = [], hashlib.sha256()
+        for text in texts:
+            size = 0
+            for piece in (*pieces(text), bytes([END])):
+                size += len(piece)
+                digest.update(piece)
+            sizes.append(size)
+        self.sha256 = digest.hexdigest()
         self._texts = texts
-        self._starts = np.cumsum([0, *(size + 1 for size in sizes)])
+        self._starts = np.cumsum([0, *sizes])
 
     def __len__(self) -> int:
         return int(self._starts[-1])

@@ -9,6 +9,7 @@ older ones.
 
 from __future__ import annotations
 
+import os
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,18 +119,27 @@ class Evaluator:
         return loss, right, tokens
 
 
-def comparable(config: Config) -> tuple[Any, ...]:
-    """What of a configuration the losses of evaluations must have in common to be compared, and
-    the best of them to be among the checkpoints."""
+def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+    """What of a configuration, and of `texts` if they are described, the losses of evaluations
+    must have in common to be compared, and the best of them to be among the checkpoints."""
     text = config.data.validation or None
+    if isinstance(text, str):
+        described = (texts or {}).get("data.validation")
+        text = described["sha256"] if described else os.path.abspath(text)
     train, sequence = config.train, config.model.sequence
     return text, train.eval_batches, train.batch, sequence, config.checkpoint.keep_best
 
 
-def restored(header: Mapping[str, Any], before: Config, now: Config) -> Best | None:
+def restored(
+    header: Mapping[str, Any],
+    before: Config,
+    now: Config,
+    texts: Mapping[str, Any] | None = None,
+) -> Best | None:
     """The Best that a checkpoint's manifest knows, of a run with the configuration `before`; None
-    where what is evaluated `now` is another thing."""
-    known = header.get("best")
-    if not isinstance(known, dict) or comparable(before) != comparable(now):
+    where what is evaluated `now`, with these `texts`, is another thing."""
+    known, earlier = header.get("best"), header.get("texts")
+    texts = texts if earlier else None
+    if not isinstance(known, dict) or comparable(before, earlier) != comparable(now, texts):
         return None
     return Best(known["step"], known["loss"])

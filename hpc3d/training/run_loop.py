@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from hpc3d.arrays.host_store import store_of
 from hpc3d.runtime import launch
@@ -42,13 +42,16 @@ class RunBatches(Protocol):
 
 
 class RunPlan(NamedTuple):
-    """What rank 0 tells the others before the first step."""
+    """What rank 0 tells the others before the first step: `notes` are lines for the log, `texts`
+    describes what the run reads, for the manifest of its checkpoints."""
 
     config: Config
     folder: Path
     git: str
     resumed: bool
     changes: list[str]
+    notes: Sequence[str] = ()
+    texts: Mapping[str, Mapping[str, Any]] | None = None
 
 
 class Equipment(NamedTuple):

@@ -70,6 +70,8 @@ PIECE = *FIRST, "pieces", 0
         (put("step", -1), "number step ... 9007199254740992"),
         (put("step", True), "number step ... 9007199254740992"),
         (put("updates", 1.5), "number updates ... 9007199254740992"),
+        (put("texts", 3), "describes no texts"),
+        (put("texts", {"data.path": {"tokens": 3}}), "does not describe the text data.path"),
         (put("best", 3), "invalid best evaluation"),
         (put("best", {"step": 1}), "invalid best evaluation"),
         (put("best", {"step": -1, "loss": 2.5}), "invalid best evaluation"),

@@ -1,6 +1,7 @@
 """Which run is gone on with, from which checkpoint, and what of its configuration gives way to
 another number of ranks."""
 
+import json
 import re
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from hpc3d.checkpoints.resume import (
     changes,
     checkpointed_config,
+    checkpointed_texts,
     config_of_run,
     continued,
     mismatch,
@@ -199,3 +201,16 @@ def test_an_edited_configuration_is_compared_with_the_checkpoint(saved):
     (run / "config.toml").write_text(text.replace("batch = 8", "batch = 4"))
     _, said = continued(run, config_of_run(run, []))
     assert said == ["train.batch was 8, is 4"]
+
+
+def test_the_text_is_compared_with_that_of_the_checkpoint(saved):
+    run, _ = saved
+    path = run / "checkpoints" / "step-00000001" / "manifest.json"
+    text = {"path": "/a.txt", "from_run": "../a.txt", "tokens": 9, "sha256": "0"}
+    header = json.loads(path.read_text()) | {"texts": {"data.path": text}}
+    path.write_text(json.dumps(header))
+    assert checkpointed_texts(run) == {"data.path": text}
+    config = checkpointed_config(run)
+    assert continued(run, config, texts={"data.path": text})[1] == []
+    _, (line,) = continued(run, config, texts={"data.path": {**text, "sha256": "1"}})
+    assert line.startswith("data.path: ")

@@ -1,5 +1,6 @@
 """Evaluation while training: one loss on every mesh, and training that does not notice it."""
 
+import os
 from dataclasses import replace
 from functools import cache
 
@@ -310,6 +311,23 @@ def test_the_best_is_forgotten_where_others_cannot_be_compared_with_it(section, 
     assert restored({}, config, config) is None
     other = replace(config, **{section: replace(getattr(config, section), **change)})
     assert restored(known, config, other) is None
+
+
+def test_the_best_is_of_one_text_wherever_it_is():
+    """By its hash; by its absolute path in checkpoints of earlier versions."""
+
+    def texts(sha256):
+        return {"data.validation": {"sha256": sha256}}
+
+    def config(path):
+        return replace(Config(), data=replace(Config().data, validation=path))
+
+    known = {"best": {"step": 3, "loss": 2.5}}
+    a, b = config("a.txt"), config("b.txt")
+    assert restored(known | {"texts": texts("1")}, a, b, texts("1")) == Best(3, 2.5)
+    assert restored(known | {"texts": texts("1")}, a, a, texts("2")) is None
+    assert restored(known, a, config(os.path.abspath("a.txt")), texts("1")) == Best(3, 2.5)
+    assert restored(known, a, b, texts("1")) is None
 
 
 def test_an_uneven_last_batch_is_the_mean_over_its_tokens():

@@ -1,0 +1,90 @@
+"""Texts of a run: where they are, and whether a resumed run reads the same ones.
+
+The manifest of a checkpoint has for each text {path, from_run, tokens, sha256}; `from_run` is the
+path relative to the folder of the run, for a project that moved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc3d.plain import counted
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+    from hpc3d.data.token_file import Tokens
+
+PATH, VALIDATION = "data.path", "data.validation"
+_Texts = Mapping[str, Mapping[str, Any]]
+
+
+def described(tokens: Tokens, held: Tokens | None) -> dict[str, dict[str, Any]]:
+    """Return the length and the hash of the training text, and of a validation text of its own."""
+    texts = {PATH: tokens} | ({} if held is None else {VALIDATION: held})
+    return {key: {"tokens": len(each), "sha256": each.sha256} for key, each in texts.items()}
+
+
+def recorded(texts: _Texts, config: Config, run: Path) -> dict[str, dict[str, Any]]:
+    """Return described `texts` of a run with their paths, for the manifest of its checkpoints."""
+    paths = {PATH: config.data.path, VALIDATION: str(config.data.validation)}
+    return {
+        key: {**text, "path": paths[key], "from_run": os.path.relpath(paths[key], run)}
+        for key, text in texts.items()
+    }
+
+
+def located(config: Config, run: Path | None = None, texts: _Texts | None = None) -> Config:
+    """Return `config` with absolute paths of its texts, so that a run finds them from any folder.
+
+    If the path that is recorded in `texts` of a `run` no longer exists, the text is looked for
+    relative to the folder of the run.  A path that does not exist stays as it is.
+    """
+
+    def found(key: str, path: str) -> str:
+        text = (texts or {}).get(key, {})
+        if run and text.get("path") == path and not os.path.exists(path):
+            path = os.path.normpath(run / text["from_run"])
+            path = path if os.path.exists(path) else text["path"]
+        return os.path.abspath(path) if os.path.exists(path) else path
+
+    data = replace(config.data, path=found(PATH, config.data.path))
+    if isinstance(data.validation, str) and data.validation:
+        data = replace(data, validation=found(VALIDATION, data.validation))
+    return replace(config, data=data)
+
+
+def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
+    """Yield a line for each text of a resumed run that is not the one that it had `before`.
+
+    Raises
+    ------
+    ValueError
+        If a part of another training text would be held out: it may have been trained on, and
+        text that was held out would be trained on.
+    """
+    for key in (key for key in now if key in before):
+        if before[key]["sha256"] == now[key]["sha256"]:
+            continue
+        sizes = [counted(each[key]["tokens"], "token") for each in (now, before)]
+        path = getattr(config.data, key.removeprefix("data."))
+        line = (
+            f"{key}: {path} differs from the text of the checkpoint ({sizes[0]}, {sizes[1]} then)"
+        )
+        if key == VALIDATION:
+            yield f"{line}; the best evaluation loss is reset"
+        elif isinstance(share := config.data.validation, float):
+            raise ValueError(
+                f"{line}, of which data.validation = {share} is held out; restore "
+                f"{before[key]['path']}, or begin a new run"
+            )
+        else:
+            yield f"{line}; training continues on the new text"
+            if VALIDATION in now and now[VALIDATION]["sha256"] == before[key]["sha256"]:
+                yield (
+                    f"data.validation: {config.data.validation} is the text that was trained on "
+                    "until now; name another text"
+                )

@@ -1,0 +1,110 @@
+"""Whether a resumed run reads the texts that it had, wherever it is resumed."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpc3d import train as verb
+from hpc3d.checkpoints.run_text import described, differences, located, recorded
+from hpc3d.config.input_file import Config, DataConfig
+from hpc3d.data.token_file import open_tokens
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current folder, which has three texts."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two", "three"):
+        (tmp_path / f"{name}.txt").write_text(name * 50)
+    return tmp_path
+
+
+def configured(path="one.txt", validation=None):
+    return Config(data=DataConfig(path=str(path), validation=validation))
+
+
+def of_run(config, run):
+    """What a checkpoint of a run says of its texts."""
+    held = config.data.validation
+    held = open_tokens(held) if isinstance(held, str) else None
+    return recorded(described(open_tokens(config.data.path), held), config, run)
+
+
+def test_paths_are_absolute_and_tried_first(here, monkeypatch):
+    config = located(configured(validation="two.txt"))
+    assert config.data.path == str(here / "one.txt")
+    assert config.data.validation == str(here / "two.txt")
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    (here / "elsewhere" / "one.txt").write_text("another one")
+    assert located(config) == config
+    assert located(configured()).data.path == str(here / "elsewhere" / "one.txt")
+
+
+@pytest.mark.parametrize("validation", [None, "", 0.1])
+def test_what_is_no_path_of_a_file_stays(here, validation):
+    assert located(configured("inputs/corpus", validation)) == configured(
+        "inputs/corpus", validation
+    )
+
+
+def test_a_project_that_moved_has_its_texts_beside_the_run(here, monkeypatch):
+    run, moved = here / "project" / "results" / "run", here / "moved"
+    run.mkdir(parents=True)
+    (here / "project" / "one.txt").write_text("one" * 50)
+    config = located(configured("project/one.txt"))
+    texts = of_run(config, run)
+    (here / "project").rename(moved)
+    assert located(config, run, texts) == config  # where it was is what a message names
+    found = located(config, moved / "results" / "run", texts)
+    assert found.data.path == str(moved / "one.txt")
+    other = located(configured("none.txt"), moved / "results" / "run", texts)
+    assert other.data.path == "none.txt"
+
+
+@pytest.mark.parametrize("content", ["one" * 51, "ono" + "one" * 49, "on" * 75])
+def test_another_text_is_reported_and_refused_if_a_part_is_held_out(content, here):
+    """One that grew, one of the same length, and another one."""
+    config = located(configured())
+    before = of_run(config, here)
+    assert [*differences(before, of_run(config, here), config)] == []
+    (here / "one.txt").write_text(content)
+    now = of_run(config, here)
+    (line,) = differences(before, now, config)
+    assert line.startswith(f"data.path: {here / 'one.txt'} ") and "151 tokens then" in line
+    shared = replace(config, data=replace(config.data, validation=0.1))
+    with pytest.raises(ValueError, match=r"\Adata\.path: .* data\.validation = 0\.1 .*restore /"):
+        [*differences(before, now, shared)]
+
+
+def test_another_validation_text_is_reported(here):
+    config = located(configured(validation="two.txt"))
+    before = of_run(config, here)
+    (here / "two.txt").write_text("more")
+    (line,) = differences(before, of_run(config, here), config)
+    assert (
+        line.startswith(f"data.validation: {here / 'two.txt'} ") and "best evaluation loss" in line
+    )
+
+
+def test_a_validation_text_that_was_trained_on_until_now_is_reported(here):
+    before = of_run(configured("one.txt", "two.txt"), here)
+    config = configured("three.txt", "one.txt")
+    first, second, third = differences(before, of_run(config, here), config)
+    assert first.startswith("data.path: three.txt ") and "reset" in third
+    assert second.startswith("data.validation: one.txt ") and "trained on until now" in second
+
+
+def test_runs_of_earlier_versions_know_no_texts(here):
+    assert [*differences({}, of_run(configured(), here), configured(validation=0.1))] == []
+
+
+def test_rank_0_describes_what_it_opened(here):
+    """Resolved paths, and the texts for the manifest."""
+    words = ["--data.path", "one.txt", "--data.validation", "one.txt", "--train.eval_every", "1"]
+    words += ["--model.sequence", "4", "--train.batch", "4", "--run.out", "out"]
+    opened = verb.prepare(verb.asked(1, words).config, None)
+    opened.lock.close()
+    plan = opened.plan
+    assert plan.config.data.path == plan.texts["data.validation"]["path"] == str(here / "one.txt")
+    assert plan.texts == of_run(plan.config, plan.folder)
