@@ -174,7 +174,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
         config, changed = continued(run, config, texts=described(text.tokens, text.held))
     else:
         config = with_decay_steps(config)
-    lines = [*dry_run(config, machine, text.batches.windows), *_notes(config)]
+    lines = [*dry_run(config, machine, text.batches.windows), *_notes(config, text)]
     lines += [f"resume: {line}" for line in changed]
     where = run or f"a new folder {config.run.out}/{config.name}-DATE"
     lines += [f"dry run: nothing is written; the run would be kept in {where}"]
@@ -191,8 +191,11 @@ def _tell(text: str) -> None:
         read_no_more()
 
 
-def _notes(config: Config) -> Iterator[str]:
-    """Rank 0: a line for a validation text that is not used."""
+def _notes(config: Config, text: RunText) -> Iterator[str]:
+    """Rank 0: a line for a validation text that is not used, or that is trained on."""
+    from hpc3d.checkpoints.run_text import trained_on
+
+    yield from trained_on(text.tokens, text.held, config)
     if config.data.validation and not config.train.eval_every:
         yield "nothing is evaluated on data.validation: train.eval_every is 0"
 
@@ -245,7 +248,7 @@ def prepare(config: Config, run: Path | None) -> Opened:
         where = folder.create(config, load.to_toml(config))
         lock = folder.claim(where)
     run_tokenizer.keep(where, text.tokens)
-    texts, notes = run_text.recorded(texts, config, where), [*_notes(config)]
+    texts, notes = run_text.recorded(texts, config, where), [*_notes(config, text)]
     plan = RunPlan(config, where, folder.git_revision(), bool(run), changed, notes, texts)
     return Opened(plan, text.batches, program, lock, text.validation)
 

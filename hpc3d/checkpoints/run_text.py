@@ -88,3 +88,13 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
                     f"data.validation: {config.data.validation} is the text that was trained on "
                     "until now; name another text"
                 )
+
+
+def trained_on(tokens: Tokens, held: Tokens | None, config: Config) -> Iterator[str]:
+    """Yield a line if a text or document of the validation text is also trained on."""
+    if held is not None and held.digests & tokens.digests:
+        whole = "" if held.sha256 == tokens.sha256 else "in part "
+        yield (
+            f"data.validation: {config.data.validation} is {whole}the training text, so its loss "
+            "does not measure generalization; name another text"
+        )

@@ -54,13 +54,14 @@ class Tokens(contextlib.AbstractContextManager):
 
     `vocabulary` is the number of different ids, `tokenizer` the name of what made them, `json` its
     rules, and `end_name` its end of a document, None if that is not known.  `sha256` is the hash
-    of all ids in the smallest unsigned type.
+    of all ids in the smallest unsigned type; `digests` are it and those of documents, if known.
     """
 
     tokenizer: str
     vocabulary: int
     json: str
     sha256: str
+    digests: frozenset[str]
     end_name: str | None = None
 
     def made_by(self) -> tuple[str, int, str]:
@@ -124,14 +125,17 @@ class TextTokens(Tokens):
     json = ByteTokenizer.json
 
     def __init__(self, texts: Sequence[Path]) -> None:
-        sizes, digest = [], hashlib.sha256()
+        sizes, digests, every = [], set(), hashlib.sha256()
         for text in texts:
-            size = 0
+            size, digest = 0, hashlib.sha256()
             for piece in (*pieces(text), bytes([END])):
                 size += len(piece)
                 digest.update(piece)
+                every.update(piece)
             sizes.append(size)
-        self.sha256 = digest.hexdigest()
+            digests |= {digest.hexdigest()} if size > 1 else set()
+        self.sha256 = every.hexdigest()
+        self.digests = frozenset({*digests, self.sha256})
         self._texts = texts
         self._starts = np.cumsum([0, *sizes])
 
@@ -179,6 +183,7 @@ class TokenFile(Tokens):
         self.tokenizer = str(file.attrs["tokenizer"], "utf-8")
         self.json = str(file.attrs["tokenizer_json"], "utf-8")
         self.sha256 = str(file.attrs["sha256"], "utf-8")
+        self.digests = frozenset({self.sha256})
         self.vocabulary = int(file.attrs["vocabulary"])
         self.documents = int(file.attrs["documents"])
         self.end_name = str(file.attrs.get(_END, b""), "utf-8") or None

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from hpc3d import train as verb
-from hpc3d.checkpoints.run_text import described, differences, located, recorded
+from hpc3d.checkpoints.run_text import described, differences, located, recorded, trained_on
 from hpc3d.config.input_file import Config, DataConfig
-from hpc3d.data.token_file import open_tokens
+from hpc3d.data.token_file import open_tokens, write_tokens
+from hpc3d.data.tokenizer import ByteTokenizer
 
 
 @pytest.fixture
@@ -99,8 +100,32 @@ def test_runs_of_earlier_versions_know_no_texts(here):
     assert [*differences({}, of_run(configured(), here), configured(validation=0.1))] == []
 
 
+@pytest.mark.parametrize(
+    ("held", "part"), [("one.txt", ""), ("copy.txt", ""), ("one.h5", ""), (".", "in part ")]
+)
+def test_a_validation_text_that_is_trained_on_is_reported(held, part, here):
+    """The same file, a copy, its tokens, and a folder that has it among others."""
+    (here / "copy.txt").write_text("one" * 50)
+    write_tokens(here / "one.h5", [here / "one.txt"], ByteTokenizer())
+    texts = open_tokens("one.txt"), open_tokens(held)
+    (line,) = trained_on(*texts, configured(validation=held))
+    assert line.startswith(f"data.validation: {held} is {part}the training text")
+
+
+def test_documents_in_common_are_reported_but_empty_ones(here):
+    for folder in ("train", "held"):
+        (here / folder).mkdir()
+        (here / folder / "empty.txt").write_text("")
+        (here / folder / "own.txt").write_text(folder)
+    texts = open_tokens("train"), open_tokens("held")
+    assert [*trained_on(*texts, configured())] == []
+    (here / "held" / "copy.txt").write_text("train")
+    assert [*trained_on(open_tokens("train"), open_tokens("held"), configured())] != []
+    assert [*trained_on(open_tokens("train"), None, configured())] == []
+
+
 def test_rank_0_describes_what_it_opened(here):
-    """Resolved paths, and the texts for the manifest."""
+    """Resolved paths, the texts for the manifest, and the notes for the log."""
     words = ["--data.path", "one.txt", "--data.validation", "one.txt", "--train.eval_every", "1"]
     words += ["--model.sequence", "4", "--train.batch", "4", "--run.out", "out"]
     opened = verb.prepare(verb.asked(1, words).config, None)
@@ -108,3 +133,5 @@ def test_rank_0_describes_what_it_opened(here):
     plan = opened.plan
     assert plan.config.data.path == plan.texts["data.validation"]["path"] == str(here / "one.txt")
     assert plan.texts == of_run(plan.config, plan.folder)
+    (note,) = plan.notes
+    assert "is the training text" in note
