@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from math import prod
@@ -87,22 +88,28 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
     path = run / "config.toml"
     opened = _newest_readable(run)
     if path.is_file():
-        _refuse_truncated(path, opened)
+        if opened:
+            _refuse_truncated(path, opened)
         return load(path, words, of_run=True)
+    if not opened:
+        raise ValueError(_NOTHING.format(run))
     tree = toml(to_toml(config_of(opened)))
     renamed.warn(override(tree, words))
     return validate(tree)
 
 
 def checkpointed_config(run: Path) -> Config:
-    """Return the settings with which the newest readable checkpoint of a run was written."""
-    return config_of(_newest_readable(run))
+    """Return the settings with which the newest readable checkpoint of a run was written; those of
+    its config.toml if there is none."""
+    opened = _newest_readable(run)
+    return config_of(opened) if opened else config_of_run(run, [])
 
 
 def checkpointed_texts(run: Path) -> dict[str, Any]:
     """Return the texts that the newest readable checkpoint of a run describes; earlier versions
     describe none."""
-    return _newest_readable(run).header.get("texts") or {}
+    opened = _newest_readable(run)
+    return (opened and opened.header.get("texts")) or {}
 
 
 def _refuse_truncated(path: Path, opened: Checkpoint) -> None:
@@ -129,20 +136,14 @@ def _keys_of(tree: dict[str, Any]) -> set[str]:
     }
 
 
-def _newest_readable(run: Path) -> Checkpoint:
-    """Return the newest checkpoint of a run whose manifest and settings can be read.
-
-    Raises ValueError, a line for each checkpoint that cannot, if there is none.
-    """
-    wrong = []
+def _newest_readable(run: Path) -> Checkpoint | None:
+    """Return the newest checkpoint of a run whose manifest and settings can be read, if any."""
     for folder in steps_of(run / "checkpoints"):
-        try:
+        with suppress(ValueError):
             opened = Checkpoint(folder)
             config_of(opened)
             return opened
-        except ValueError as error:
-            wrong += lines_of(error)
-    raise Problems([*wrong, _NOTHING.format(run)])
+    return None
 
 
 def with_free_mesh(config: Config, ranks: int) -> Config:

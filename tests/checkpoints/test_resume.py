@@ -203,6 +203,17 @@ def test_an_edited_configuration_is_compared_with_the_checkpoint(saved):
     assert said == ["train.batch was 8, is 4"]
 
 
+def test_a_run_that_has_not_saved_yet_has_its_configuration(tmp_path):
+    """Whoever resumes it learns first whether it is at work, then that nothing is saved."""
+    config = config_of(LAYOUTS["serial"])
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert config_of_run(tmp_path, []) == checkpointed_config(tmp_path) == config
+    assert checkpointed_texts(tmp_path) == {}
+    (tmp_path / "config.toml").unlink()
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        config_of_run(tmp_path, [])
+
+
 def test_the_text_is_compared_with_that_of_the_checkpoint(saved):
     run, _ = saved
     path = run / "checkpoints" / "step-00000001" / "manifest.json"
