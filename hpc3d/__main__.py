@@ -28,7 +28,10 @@ def main(argv: list[str] | None = None) -> int:
 
     if environment.number_in(environment.OWN_RANK, default=0):
         return 0  # a launcher that sees a failure ends the others, before the first has spoken
-    return complete(words) if command == "--completion" else answer(command)
+    from hpc3d.plain import plain_streams
+
+    with plain_streams():
+        return complete(words) if command == "--completion" else answer(command)
 
 
 def complete(words: list[str]) -> int:
@@ -39,7 +42,7 @@ def complete(words: list[str]) -> int:
     if len(words) != 1 or words[0] not in SHELLS:
         print(f"hpc3d: --completion: name one of {', '.join(SHELLS)}", file=sys.stderr)
         return BAD_INPUT
-    _say(script(words[0], COMMANDS))
+    print(script(words[0], COMMANDS))
     return 0
 
 
@@ -48,22 +51,12 @@ def answer(word: str) -> int:
     import hpc3d
 
     if word in ("-h", "--help"):
-        _say(listing())
+        print(listing())
     elif word == "--version":
         print(f"hpc3d {hpc3d.__version__}")
     else:
         return refuse(word)
     return 0
-
-
-def _say(text: str) -> None:
-    """Print to whoever still reads."""
-    from hpc3d.cli import read_no_more
-
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        read_no_more()
 
 
 def listing() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -41,6 +40,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {plain(message)}; see --help\n")
 
+    def parse_known_args(self, *words: Any, **how: Any) -> Any:
+        """Parse a command line, as `parse_args` does first.  Its help needs no reader."""
+        with plain_streams():
+            return super().parse_known_args(*words, **how)
+
 
 def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
     """The exit code of `body()`, 0 if it returns none; for bad input lines and its code.  One that
@@ -48,10 +52,9 @@ def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
     with plain_streams():
         try:
             with patience(verb) if patient else nullcontext():
-                return body() or 0
-        except BrokenPipeError:
-            read_no_more()
-            return 0
+                code = body() or 0
+            sys.stdout.flush()
+            return code
         except REFUSED as error:
             complain(verb, lines_of(error))
             return BAD_INPUT
@@ -61,11 +64,6 @@ def complain(verb: str, lines: Iterable[str]) -> None:
     """Say what is wrong."""
     for line in lines:
         print(f"hpc3d.{verb}: {plain(line)}", file=sys.stderr)
-
-
-def read_no_more() -> None:
-    """Who reads our output has enough, also of what Python flushes when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parted(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[str], list[str]]:

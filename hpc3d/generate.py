@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from hpc3d.cli import Parser, parted, positive, read_no_more, whole
+from hpc3d.cli import Parser, parted, positive, whole
 from hpc3d.runtime import environment, launch
 from hpc3d.runtime.exit_codes import INTERRUPTED, JobExit
 
@@ -73,24 +73,20 @@ class _Screen:
     """Rank 0's standard output, for as long as somebody reads it and nobody presses Ctrl-C."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.closed = job, False
+        self.job = job
 
     def write(self, text: str) -> None:
         """Show a text as it is, but for what a terminal would obey."""
-        try:
-            for part in [] if self.closed else re.split("(\t)", text):
-                sys.stdout.write(part)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            self.closed = True
-            read_no_more()
+        for part in re.split("(\t)", text):
+            sys.stdout.write(part)
+        sys.stdout.flush()
 
     def interrupted(self) -> bool:
         return signal.SIGINT in self.job.signals
 
     def unwanted(self) -> bool:
         """Whether no more text is wanted."""
-        return self.closed or self.interrupted()
+        return sys.stdout.unread or self.interrupted()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -64,8 +64,9 @@ class StatusLine:
             self.begun = True
 
     def _write(self, text: str) -> None:
-        self.terminal.write(text)
-        self.terminal.flush()
+        with suppress(OSError):  # the terminal is gone
+            self.terminal.write(text)
+            self.terminal.flush()
 
 
 class Above:

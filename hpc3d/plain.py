@@ -8,6 +8,8 @@ The escapes, \\u001b, are those of JSON and TOML, in whose strings they may stan
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -17,6 +19,7 @@ _MEMORY = (
     "out of memory ({}): give less, or a machine with more memory (python -m hpc3d.plan finds "
     "what fits)"
 )
+_NO_READER = (errno.EPIPE, errno.EIO)  # of a closed pipe, of a terminal that is gone
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -98,10 +101,11 @@ class Controls(str):
 class Plain:
     """A text stream that escapes what is written to it, and what it has no letters for.  A write
     of "\\r" alone ends a line that the next one replaces, one of "\\t" alone is a tab, and one of
-    Controls stays as it is."""
+    Controls stays as it is.  Output that cannot be written because its reader is gone (`unread`)
+    is discarded; so is any that cannot be written if the stream is not `needed`."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
+    def __init__(self, stream: TextIO, needed: bool = True) -> None:
+        self.stream, self.needed, self.unread = stream, needed, False
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -110,12 +114,57 @@ class Plain:
         encoding = self.stream.encoding or "utf-8"
         ours = text in ("\r", "\t") or isinstance(text, Controls)
         visible = text if ours else plain_lines(text)
-        self.stream.write(visible.encode(encoding, "backslashreplace").decode(encoding))
+        with self._writing():
+            self.stream.write(visible.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
+
+    def flush(self) -> None:
+        with self._writing():
+            self.stream.flush()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Discard this output and all that follows if the reader is gone."""
+        try:
+            yield
+        except OSError as error:
+            if self.needed and error.errno not in _NO_READER:
+                raise
+            self.unread = True
+            _discard(self.stream)
+
+
+def _discard(stream: TextIO) -> None:
+    """Connect a stream to the null device, also for the output that it still holds."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 @contextmanager
 def plain_streams() -> Iterator[None]:
-    """Standard output and error as `Plain` streams."""
-    with redirect_stdout(Plain(sys.stdout)), redirect_stderr(Plain(sys.stderr)):
-        yield
+    """Use `Plain` streams as standard output and error, which need no reader.
+
+    At the end, output that cannot be written is discarded.  Otherwise Python would complain about
+    it when it exits.
+    """
+    _open_missing_streams()
+    out, error = Plain(sys.stdout), Plain(sys.stderr, needed=False)
+    with redirect_stdout(out), redirect_stderr(error):
+        try:
+            yield
+        finally:
+            out.needed = False
+            out.flush()
+
+
+def _open_missing_streams() -> None:
+    """Connect standard streams that were closed when this process started to the null device.
+
+    They take the lowest file descriptors, so that no other file takes those of the streams.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode, closefd=False))

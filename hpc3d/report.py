@@ -22,7 +22,7 @@ from hpc3d.analyze.report import markdown, terminal
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
-from hpc3d.cli import Parser, read_no_more, run
+from hpc3d.cli import Parser, run
 from hpc3d.extras import need
 from hpc3d.plain import plain, why
 from hpc3d.trace.locate import trace_of
@@ -127,11 +127,13 @@ def _report(options):
                 export(options.export, events, out / "exports" / name)
     with naming(out):
         write(report, out, options.tables)
-    _say(markdown.page(report) if options.print else "\n".join(map(plain, terminal.lines(report))))
+    print(
+        markdown.page(report) if options.print else "\n".join(map(plain, terminal.lines(report)))
+    )
     page = out if options.tables else out / "report.html"
-    _say(plain(f"written to {page}"))
+    print(plain(f"written to {page}"))
     if options.json:
-        _say(json.dumps({"out": str(out), **_plain(report)}, allow_nan=False))
+        print(json.dumps({"out": str(out), **_plain(report)}, allow_nan=False))
 
 
 def _cleared(out):
@@ -143,14 +145,6 @@ def _cleared(out):
             f"{out}: cannot write there ({why(error)}); name another folder with --out"
         ) from error
     return out
-
-
-def _say(text):
-    """Print; that the reader has gone is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        read_no_more()
 
 
 def _folders(report):

@@ -146,10 +146,10 @@ def explain(words: list[str]) -> None:
     width = page_width()
     named = [word.removeprefix("--") for word in words if word not in ("-h", "--help")]
     if words[0] in ("-h", "--help") and named:
-        _tell("\n\n".join(about(name, width) for name in named))
+        print("\n\n".join(about(name, width) for name in named), flush=True)
         return
-    keys = manual(width=width)
-    _tell(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n\n{keys}")
+    print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n")
+    print(manual(width=width), flush=True)
 
 
 def rehearse(ranks: int, words: list[str]) -> None:
@@ -178,17 +178,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     lines += [f"resume: {line}" for line in changed]
     where = run or f"a new folder {config.run.out}/{config.name}-DATE"
     lines += [f"dry run: nothing is written; the run would be kept in {where}"]
-    _tell("\n".join(map(plain, lines)))
-
-
-def _tell(text: str) -> None:
-    """Print what a run is not needed for, to those who read on."""
-    from hpc3d.cli import read_no_more
-
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        read_no_more()
+    print("\n".join(map(plain, lines)), flush=True)
 
 
 def _notes(config: Config, text: RunText) -> Iterator[str]:

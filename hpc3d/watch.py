@@ -64,7 +64,7 @@ def _watch(options: Namespace) -> None:
         while True:
             live.update(time.time())
             show(live)
-            if options.once or live.state in OVER:
+            if options.once or live.state in OVER or sys.stdout.unread:
                 return
             time.sleep(options.every)
     except KeyboardInterrupt:

@@ -219,6 +219,50 @@ def test_letters_that_a_terminal_has_not_are_escaped(monkeypatch, tmp_path):
     assert (tmp_path / "out").read_text() == "\\xe4\\u2028\\u007f a\\udcff\\udc9bb\n"
 
 
+def pipe_without_reader():
+    end, start = os.pipe()
+    os.close(end)
+    return open(start, "w")
+
+
+def test_output_that_nobody_reads_is_discarded(monkeypatch):
+    with pipe_without_reader() as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with plain_streams():
+            print("a", flush=True)
+            assert sys.stdout.unread
+            print("b", flush=True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [lambda: run("test", lambda: print("a") or 3), lambda: 3 + ended(plan.main, "--help")],
+    ids=["a command", "its help"],
+)
+def test_a_command_that_nobody_reads_ends_with_its_code(command, monkeypatch):
+    with pipe_without_reader() as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert command() == 3
+
+
+def test_output_that_the_disk_has_no_room_for_is_said_once(monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run("test", lambda: print("a")) == 2
+    assert capsys.readouterr().err == "hpc3d.test: No space left on device\n"
+
+
+def test_streams_that_are_missing_are_the_null_device(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with plain_streams():
+        print("a")
+        print("b", file=sys.stderr)
+        assert sys.stdin.read() == ""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        os.close(stream.fileno())
+
+
 @TEXT
 def test_a_log_has_a_line_for_each_that_it_is_told(evil, terminal, tmp_path):
     log = Log(tmp_path / "train.log", True)

@@ -1,7 +1,10 @@
 """The verb `train` from the command line: bad input, what a run leaves, equal losses."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import tomllib
 from collections import defaultdict
@@ -16,7 +19,7 @@ from hpc3d.config.load import load
 from hpc3d.config.rules import resolve
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.training import run_folder
-from tests.mpi import checked, mpirun
+from tests.mpi import ROOT, checked, mpirun
 from tests.runs import losses, newest, said, train, words
 from tests.strided import strided
 
@@ -143,6 +146,20 @@ def run(tmp_path_factory):
     secret = {"SOME_TOKEN": "do-not-write-this"}
     stdout = checked(RANKS, "-m", "hpc3d.train", *line, environment=secret)
     return newest(out), stdout
+
+
+def test_a_run_needs_no_reader(tmp_path):
+    """One rank whose standard output is a closed pipe and that has no other standard stream."""
+    end, start = os.pipe()
+    os.close(end)
+    options = words(tmp_path, train__steps=3, model__layers=1)
+    command = [sys.executable, "-m", "hpc3d.train", *options]
+    shell = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", *command]
+    with open(start, "w") as pipe:
+        done = subprocess.run(shell, stdout=pipe, cwd=ROOT, timeout=250, check=False)
+    assert done.returncode == 0
+    lines = (newest(tmp_path) / "train.log").read_text().splitlines()
+    assert any(" 3/3" in line for line in lines) and lines[-1].startswith("run kept in ")
 
 
 @pytest.mark.slow

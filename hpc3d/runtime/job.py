@@ -139,8 +139,9 @@ class Job:
 def end_job(code: int) -> None:
     """End all ranks now; at least this one, if the launcher does not listen.  Exit handlers do not
     run.  Needs no `Job`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     if MPI.COMM_WORLD.size == 1:  # there is nobody that MPI would have to end
         os._exit(code)
     end_later(launcher())

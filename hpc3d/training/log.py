@@ -6,6 +6,7 @@ import socket
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -49,7 +50,8 @@ class Log:
     def say(self, line: str, style: str = "") -> None:
         """A line, on a terminal in a style of hpc3d.runtime.colours."""
         if self.file:
-            say(plain(line), style)
+            with suppress(OSError):  # a run needs no terminal: train.log has the line
+                say(plain(line), style)
             self.keep(line)
 
     def warn(self, line: str) -> None:

@@ -99,19 +99,6 @@ def test_they_fit_into_the_terminal(columns, width, monkeypatch, capsys):
     assert width - 12 < max(map(len, lines)) <= width
 
 
-def test_who_reads_no_more_of_it_is_no_error(monkeypatch):
-    """`train --help | head`."""
-
-    def broken(*words, **how):
-        raise BrokenPipeError
-
-    monkeypatch.setattr("builtins.print", broken)
-    left = []
-    monkeypatch.setattr("hpc3d.cli.read_no_more", lambda: left.append(1))
-    explain(["--help", "seed"])
-    assert left
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -1,11 +1,13 @@
 """What the log says of a run: its hosts, what is not as by default, its steps."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from hpc3d.config.load import load
 from hpc3d.config.rules import resolve
+from hpc3d.plain import plain_streams
 from hpc3d.runtime.metrics_file import read
 from hpc3d.training.log import Log, differences, duration, hosts
 from hpc3d.training.trainer import Step
@@ -59,6 +61,14 @@ def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(log, tmp_path,
         **{"tokens": 64, "seconds": 4.0, "tokens_per_s": 16.0},
         **{"communication": 0.25, "peak_bytes": 10**7},
     }
+
+
+def test_a_log_needs_no_room_for_what_it_prints(log, tmp_path, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with plain_streams():
+            log.say("done")
+    assert (tmp_path / "train.log").read_text() == "done\n"
 
 
 def test_a_loss_scale_that_is_adapted_is_in_the_record(log, tmp_path):
