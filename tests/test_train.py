@@ -179,6 +179,7 @@ def test_a_run_folder_says_what_was_run(run):
     }
     config = load(path / "config.toml", [])
     settled = {"model__vocabulary": 256, "data__tokenizer": "byte", "train__decay_steps": 3}
+    settled["data__path"] = os.path.abspath("inputs/corpus")
     asked = words(path.parent, name="four", train__steps=3, **settled)
     assert config == resolve(load(None, asked), RANKS)
     assert "--train.steps 3" in (path / "command.txt").read_text()

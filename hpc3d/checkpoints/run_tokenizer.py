@@ -116,17 +116,17 @@ def export(path: Path, target: Path) -> list[str]:
 
 
 def special_ids(path: Path) -> dict[str, Any]:
-    """What the config.json of an exported model says of special tokens: as it was imported, else
-    by the tokenizer of its run."""
+    """What the config.json of an exported model says of special tokens: as it was imported, where
+    its tokenizer has them, else by that."""
     home = _home_of(path)
-    if (home / _SPECIAL).is_file():
-        return object_in(home / _SPECIAL)
+    imported = object_in(home / _SPECIAL)
     if not (tokenizer := kept_tokenizer(home)):
-        return dict.fromkeys(("bos_token_id", "eos_token_id"), 0) if _of_bytes(home) else {}
+        bytes_ = dict.fromkeys(("bos_token_id", "eos_token_id"), 0) if _of_bytes(home) else {}
+        return bytes_ | imported
     settings = settings_in(home)
     return {
         f"{key}_id": tokenizer.id_of(token_in(settings, key)) for key in ("bos_token", "eos_token")
-    }
+    } | {key: ids for key, ids in imported.items() if tokenizer.has(ids)}
 
 
 def end_ids(path: Path) -> frozenset[int]:

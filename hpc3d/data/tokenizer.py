@@ -146,6 +146,11 @@ class BpeTokenizer:
         """Return the text of the ids, without the ends of documents."""
         return self._tokenizer.decode(np.asarray(tokens).tolist()).encode()
 
+    def has(self, ids: object) -> bool:
+        """Whether this is the id of a token, or a list of such."""
+        several = ids if isinstance(ids, list) else [ids]
+        return all(type(each) is int and 0 <= each < self.vocabulary for each in several)
+
     def id_of(self, token: object) -> int | None:
         """The id of a token, None where there is no such."""
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None

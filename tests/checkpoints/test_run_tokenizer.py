@@ -130,7 +130,10 @@ def test_special_ids_and_how_texts_are_continued_come_back(tmp_path, bpe):
     (theirs / "tokenizer.json").write_text(bpe.json)
     assert take_along(theirs, run)
     assert export(run, out) == ["generation_config.json", "tokenizer.json"]
-    assert special_ids(run) == special
+    assert special_ids(run) == {"bos_token_id": 3, "eos_token_id": [1, 2]}
+    (theirs / "config.json").write_text('{"bos_token_id": 50256, "eos_token_id": [1, 50256]}')
+    assert take_along(theirs, run)
+    assert special_ids(run) == {"bos_token_id": None, "eos_token_id": None}
     assert (out / "generation_config.json").read_bytes() == (
         theirs / "generation_config.json"
     ).read_bytes()
