@@ -72,7 +72,7 @@ def read(folder: Path) -> list[_Record]:
 
 
 class MetricsReader:
-    """Reads what is new in the records of a run; `damaged` counts the lines that are none."""
+    """Reads what is new in the records of a run; `damaged` counts the other lines."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.at, self.file, self.damaged = folder / NAME, 0, None, 0
