@@ -166,6 +166,7 @@ def test_zero_is_tried_only_where_it_divides_the_model(capsys):
 
 
 @pytest.mark.slow
+@rotating(4)
 def test_16384_ranks_are_planned(capsys, tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)
