@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from hpc3d.limits import INT32, MOST_RANKS
 from hpc3d.patience import patience
 from hpc3d.plain import lines_of, plain, plain_streams
-from hpc3d.runtime.exit_codes import BAD_INPUT, REFUSED
+from hpc3d.runtime.exit_codes import BAD_INPUT, INTERRUPTED, REFUSED
 
 _UNITS = {"B": 1, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
@@ -58,6 +58,9 @@ def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
         except REFUSED as error:
             complain(verb, lines_of(error))
             return BAD_INPUT
+        except KeyboardInterrupt:
+            complain(verb, ["interrupted"])
+            return INTERRUPTED
 
 
 def complain(verb: str, lines: Iterable[str]) -> None:

@@ -101,7 +101,7 @@ def generate(job: Job, words: list[str]) -> None:
         return
     from hpc3d.generation.continuation import continue_text
 
-    _note_interrupts()
+    job.requests = {signal.SIGINT}
     opened = job.on_root(lambda: _prepare(job, words))
     plan = job.from_root(lambda: opened.plan)
     decoder = _decoder(job, plan)
@@ -112,11 +112,6 @@ def generate(job: Job, words: list[str]) -> None:
     continue_text(decoder, plan.wanted, choose)
     if job.from_root(lambda: _conclude(opened, samples, screen)):
         raise JobExit(INTERRUPTED)
-
-
-def _note_interrupts() -> None:
-    """Let a first Ctrl-C be noted (hpc3d.runtime.launch), and a second one end this process."""
-    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def _prepare(job: Job, words: Sequence[str]) -> _Reading:

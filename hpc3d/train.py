@@ -14,8 +14,8 @@ results/<name>-<stamp>/: configuration, environment, train.log, checkpoints and 
 With --dry-run nothing is trained and nothing written: it says what would run, what memory and what
 time on --machine NAME it would take; --ranks N stands for mpirun.
 
-SIGTERM, the signal of run.signal, train.max_minutes and a file STOP in that folder end the run
-after the step that runs, with everything saved.
+SIGTERM, Ctrl-C, SIGHUP, the signal of run.signal, train.max_minutes and a file STOP in that folder
+stop the run after the current step, with everything saved.
 
 Exit codes: 0 done; 2 bad input (one line each, nothing started); 75 stopped early, go on with
 --resume; 3 something computed is wrong; 4 a loss or gradient is not finite; 5 nothing moved for
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
@@ -104,7 +105,8 @@ def train(job: Job, words: list[str]) -> None:
         stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
         text = RunText(opened.batches, opened.validation) if opened else RunText(None, None)
         run = _begin(job, plan, program, text, ours._replace(homes=homes))
-    trained(job, plan, run, stop)
+    with opened.lock if opened else nullcontext():
+        trained(job, plan, run, stop)
 
 
 def _begin(

@@ -56,6 +56,14 @@ def test_bad_input_is_a_line_each(capsys):
     assert lines == ["hpc3d.test: one.key = 1: remedy", "hpc3d.test: another.key = 2: remedy"]
 
 
+def test_an_interrupt_is_a_line(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert run("plan", interrupted) == 130
+    assert capsys.readouterr().err == "hpc3d.plan: interrupted\n"
+
+
 def test_a_fault_of_the_program_is_not_taken_for_bad_input():
     def body():
         raise KeyError("a fault")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ from hpc3d.runtime.exit_codes import STALLED
 from hpc3d.runtime.host_map import spans
 from hpc3d.runtime.launch import leave, save_in_child
 from hpc3d.runtime.launcher import end_later, launcher
+from hpc3d.runtime.stop_request import ENDING
 
 if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
@@ -105,7 +105,7 @@ class Watchdog:
 
     def _deserted(self) -> bool:
         """Whether this rank was asked to end, and waits for others that may have ended."""
-        told = signal.SIGTERM in self.job.signals and self.place.waiting()
+        told = {*ENDING} & {*self.job.signals} and self.place.waiting()
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 
     def leave(self) -> None:

@@ -377,7 +377,7 @@ class RunConfig:
     out: str = "results"
     """the folder in which the run makes its own"""
     signal: Literal["USR1", "USR2"] = "USR1"
-    """asks the run to save and stop, as SIGTERM does"""
+    """asks the run to save and stop, as SIGTERM, SIGINT and SIGHUP do"""
     watchdog_s: float = 300.0
     """the run is given up after so many seconds in which nothing moved"""
     tensorboard: bool = False

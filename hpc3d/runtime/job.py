@@ -25,8 +25,9 @@ _UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it 
 
 
 class Job:
-    """All ranks.  `at_end` are the functions to call before the job ends, well or not.  Signals
-    that asked for its end are noted, and a job that `stops` by itself looks at them."""
+    """All ranks.  `exit_hooks` are the functions to call before the job ends, successfully or not.
+    `signals` records the signals that came.  At the first one in `requests` the job stops by
+    itself."""
 
     def __init__(self, name: str) -> None:
         if not MPI.Is_initialized():  # it was only looked at, by `mpi_library.found`
@@ -34,7 +35,7 @@ class Job:
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
         self.exit_hooks, self.ending = [], threading.Lock()
-        self.signals, self.stops, self.started = [], False, time.monotonic()
+        self.signals, self.requests, self.started = [], set(), time.monotonic()
         self.kernels = self.gather((socket.gethostname(), kernel()))
         self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
 

@@ -15,13 +15,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from hpc3d.plain import lines_of, plain, plain_streams, why
 from hpc3d.runtime.environment import LOCAL_RANK, OWN_RANK, WORLD_RANKS, number_in, set_environment
-from hpc3d.runtime.exit_codes import BAD_INPUT, FAILED, STALLED, BadData, JobExit
+from hpc3d.runtime.exit_codes import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    STALLED,
+    BadData,
+    JobExit,
+)
 from hpc3d.runtime.fork import fork_or_end
+from hpc3d.runtime.stop_request import ENDING, ended_by
 
 if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
@@ -38,12 +46,20 @@ _DISK = (
 _MEETING = 60  # seconds until the first message; MPI has been initialised everywhere before
 _SPOKEN = 0.5  # seconds until what is printed has left the host
 _ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # for the end of a job: run.signal
+_POKE = signal.SIGURG  # of our own, for the main thread; ignored by default
+_BUSY_ALONE = 5  # seconds that the main thread has for a call of BLAS or HDF5
+_BUSY = 0.1  # the same if a launcher will kill this process soon
+_SAVED = 60  # seconds that a copy of this process has to save what can be saved
 
 
 def run(name: str, body: Callable[[Job], int | None]) -> int:
     """`_started(name, body)`, whose output is plain text."""
     with plain_streams():
-        return _started(name, body)
+        try:
+            return _started(name, body)
+        except KeyboardInterrupt:  # before there is a job
+            print(f"hpc3d.{name}: {ended_by(signal.SIGINT)}", file=sys.stderr)
+            return INTERRUPTED
 
 
 def _started(name: str, body: Callable[[Job], int | None]) -> int:
@@ -66,7 +82,7 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
         job = _met(lambda: Job(name), name)
     sys.excepthook = lambda kind, error, trace: _die(job, error)
     threading.excepthook = lambda args: _die(job, args.exc_value)
-    _leave_when_told(job)
+    obey_signals(job)
     job.signals += early
     try:
         meant = number_in(WORLD_RANKS, default=1)
@@ -155,47 +171,66 @@ def what_happened(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
     code = getattr(error, "code", None)
     return code if isinstance(error, SystemExit) and isinstance(code, int) else FAILED
 
 
-def _leave_when_told(job: Job) -> None:
-    """End this rank alone at SIGTERM, for then the launcher is already ending the job.
+def obey_signals(job: Job) -> None:
+    """End this rank at a signal of ENDING, or save what can be saved.
 
-    A job that stops by itself (`job.stops`) goes on until a second SIGTERM.  The signals
-    that may ask for that are noted from the start, when nobody knows yet which one it is.
-    Python calls a handler on the main thread only, which may wait inside of MPI for ever; what
-    the signal writes to a pipe reaches another thread.
+    The first signal of `job.requests` asks the job to stop by itself: this rank saves its trace
+    now, and continues.  At a second signal, or at any other one, it ends.
+
+    Python calls signal handlers on the main thread only, which may wait inside MPI forever.
+    Therefore a thread reads the signals from a pipe.  It acts itself while the main thread
+    communicates.  Otherwise the main thread acts, between two bytecodes: a copy of this process
+    that is made during a product of BLAS or a call of HDF5 would hang.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
-    first = threading.Lock()
+    saved = threading.Lock()
 
-    def note(*_):
-        """That is all; at its default a signal ends the process."""
-
-    def keep(*_):
-        if job.stops and first.acquire(blocking=False):
+    def act():
+        asked = [number for number in job.signals if number in ENDING]
+        if _must_end(job, asked):
+            leave(job, asked[-1])
+        elif asked and saved.acquire(blocking=False):
             _keep(job)
-
-    for number in _ASKING:
-        signal.signal(number, note)
-    signal.signal(signal.SIGTERM, keep)
-    signal.set_wakeup_fd(tell)
 
     def listen():
         while True:
             (number,) = os.read(told, 1)
-            again = number in job.signals
+            if number == _POKE:
+                continue
             job.signals.append(number)
-            if number == signal.SIGTERM and (again or not job.stops):
-                leave(job)
-            elif number == signal.SIGTERM and _in_a_call():
-                keep()
+            if number in ENDING:
+                _call_where_safe(job, act)
 
+    for number in (*_ASKING, *ENDING):
+        if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGTERM:
+            signal.signal(number, lambda *_: None)  # at its default a signal ends the process
+    signal.signal(_POKE, lambda *_: act())
+    signal.set_wakeup_fd(tell)
     threading.Thread(target=listen, daemon=True).start()
+
+
+def _must_end(job: Job, signals: list[int]) -> bool:
+    """Whether these signals leave no time to stop after the current step."""
+    asked = [number for number in signals if number in ENDING]
+    return len(asked) > 1 or any(number not in job.requests for number in asked)
+
+
+def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
+    """Call `act()` on this or on the main thread, until this process ends if it must."""
+    last = time.monotonic() + (_BUSY_ALONE if job.size == 1 else _BUSY)
+    while True:
+        if _in_a_call() or time.monotonic() > last:
+            act()
+        else:
+            signal.pthread_kill(threading.main_thread().ident or 0, _POKE)
+        if not _must_end(job, job.signals):
+            return
+        time.sleep(0.05)
 
 
 def _in_a_call() -> bool:
@@ -204,22 +239,21 @@ def _in_a_call() -> bool:
     return frame.f_globals["__name__"].startswith(("hpc3d.comm.", "hpc3d.runtime."))
 
 
-def leave(job: Job) -> None:
-    """End this process, unless it is ending already."""
+def leave(job: Job, number: int = signal.SIGTERM) -> None:
+    """End this process because of a signal, unless it is ending already."""
     if job.ending.acquire(blocking=False):
         os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread, which may be spinning
+        if job.size == 1:  # otherwise the launcher reports it
+            with suppress(RuntimeError):  # the signal came while this thread was printing
+                job.complain(ended_by(number))
         save_in_child(job)
         time.sleep(1)
-        os._exit(128 + signal.SIGTERM)
+        os._exit(128 + number)
 
 
 def _keep(job: Job) -> None:
-    """Save what can be saved now: this process may be killed before it has stopped.
-
-    While no product is under way: see `fork_or_end`.  None is while the main thread is in a call,
-    or does this itself.
-    """
-    if job.ending.acquire(blocking=False):
+    """Save what can be saved now: this process may be killed before it has stopped."""
+    if job.exit_hooks and job.ending.acquire(blocking=False):
         try:
             os.waitpid(save_in_child(job), 0)
         finally:
@@ -235,6 +269,7 @@ def save_in_child(job: Job) -> int:
     child = fork_or_end()
     if child == 0:
         os.setsid()
+        signal.alarm(_SAVED)  # ends a wait for a lock that another thread of the parent holds
         _call_all(job)
         os._exit(0)
     return child

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what ends other processes
 MINUTES, FILE = 1001, 1002  # beyond the numbers of signals
 
 
 class Stop:
     """The stop requests of this rank of a job, of a run in `folder`; rank 0 looks at the clock and
-    at the folder.  From now on SIGTERM, too, is a request only: the job stops by itself."""
+    at the folder.  From now on the signals of ENDING are requests, too."""
 
     def __init__(self, job: Job, folder: Path, name: str, minutes: float) -> None:
         self.job, self.file = job, folder / "STOP"
-        self.signals = {signal.SIGTERM, signal.Signals[f"SIG{name}"]}
+        self.signals = {*ENDING, signal.Signals[f"SIG{name}"]}
         self.end = job.started + 60 * minutes if minutes else float("inf")
-        job.stops = True
+        job.requests = self.signals
 
     def request(self) -> int:
         """0 to go on; else the number of a signal, MINUTES or FILE."""
@@ -42,3 +43,8 @@ def reason(request: int) -> str:
     """A request in words."""
     words = {MINUTES: "train.max_minutes have passed", FILE: "there is a file STOP in the folder"}
     return words.get(request) or f"{signal.Signals(request).name} came"
+
+
+def ended_by(number: int) -> str:
+    """The line of a process that a signal has ended before it could stop by itself."""
+    return f"ended by {signal.Signals(number).name}"

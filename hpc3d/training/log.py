@@ -47,6 +47,12 @@ class Log:
         self.path, self.file = path, path.open(mode, encoding="utf-8") if speaks else None
         self.seconds: deque[float] = deque(maxlen=_RECENT + 1)  # the first warms up
 
+    def close(self) -> None:
+        """Close train.log and metrics.jsonl."""
+        for each in (self.file, self.metrics and self.metrics.file):
+            if each:
+                each.close()
+
     def say(self, line: str, style: str = "") -> None:
         """A line, on a terminal in a style of hpc3d.runtime.colours."""
         if self.file:

@@ -115,8 +115,10 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
         raise ValueError(f"{folder}: cannot write there ({why(error)})") from None
     while not _locked(file):
         if time.monotonic() > end:
-            file.seek(0)
-            raise ValueError(f"{folder}: {file.read(200).strip()} is at work there; end it first")
+            with file:
+                file.seek(0)
+                owner = file.read(200).strip()
+            raise ValueError(f"{folder}: {owner} is at work there; end it first")
         time.sleep(0.1)
     with naming(folder / "lock"):
         file.truncate(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
@@ -97,11 +98,12 @@ def equipped(
 
 def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
     """The steps of a run, until the last one or a request to stop; JobExit for any other end."""
-    try:
-        done = _steps(plan, run, stop)
-    except GuardError as wrong:
-        _give_up(job, plan, run, wrong)
-    _end(job, plan, run, done)
+    with closing(run.log):
+        try:
+            done = _steps(plan, run, stop)
+        except GuardError as wrong:
+            _give_up(job, plan, run, wrong)
+        _end(job, plan, run, done)
     if done < plan.config.train.steps:
         raise JobExit(STOPPED if run.saver.saved == done else FAILED)
 

@@ -106,11 +106,11 @@ def told_amid_products(job):
     process is copied, multiplies on two of them; what it keeps is there before it goes on."""
     import numpy as np
 
-    job.stops, a = True, np.ones((600, 600), np.float32)
+    job.requests, a = {signal.SIGTERM}, np.ones((600, 600), np.float32)
     kept = Path(sys.argv[2], "kept")
     job.exit_hooks[:] = [kept.touch]
     for _ in range(20):
-        launch._leave_when_told(job)
+        launch.obey_signals(job)
         threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
         while not (kept.exists() and job.signals):
             a @ a
@@ -127,6 +127,13 @@ def terminated_in_products(job):
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     while True:
         a @ a
+
+
+def interrupted_twice_in_products(job):
+    """The first signal is a request, and the second one comes while the trace is saved for it."""
+    job.requests = {signal.SIGINT, signal.SIGTERM}
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    terminated_in_products(job)
 
 
 def unheard(job):

@@ -2,11 +2,13 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from hpc3d.runtime import launch
 from tests.mpi import ROOT, mpirun, surroundings
 from tests.runs import said, wait_for, without_patience
 
@@ -120,11 +122,21 @@ def test_a_rank_is_saved_amid_products_and_goes_on(tmp_path):
 
 
 @slow
-def test_a_rank_amid_products_ends_when_it_is_told_to(tmp_path):
-    done = alone(
-        "tests.runtime.on_launch", "terminated_in_products", tmp_path, OMP_NUM_THREADS="2"
-    )
-    assert done.returncode in (128 + 15, 1), "the latter where it could not be copied"
+@pytest.mark.parametrize("mode", ["terminated_in_products", "interrupted_twice_in_products"])
+def test_a_rank_amid_products_ends_when_it_is_told_to(mode, tmp_path):
+    done = alone("tests.runtime.on_launch", mode, tmp_path, OMP_NUM_THREADS="2")
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "hpc3d.test: ended by SIGTERM" in said(done)
+    wait_for((tmp_path / "0").exists)
+
+
+def test_an_interrupt_before_there_is_a_job_is_a_line(monkeypatch, capsys):
+    def interrupt(name, body):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_started", interrupt)
+    assert launch.run("train", None) == 130
+    assert capsys.readouterr().err == "hpc3d.train: ended by SIGINT\n"
 
 
 @slow

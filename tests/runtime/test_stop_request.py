@@ -9,9 +9,9 @@ import pytest
 
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 from hpc3d.runtime.exit_codes import FAILED, STOPPED
-from hpc3d.runtime.stop_request import FILE, MINUTES, Stop, reason
+from hpc3d.runtime.stop_request import ENDING, FILE, MINUTES, Stop, reason
 from tests.mpi import checked, mpirun
-from tests.runs import losses, newest, train, when_running, words
+from tests.runs import losses, newest, train, when_running, without_patience, words
 
 
 def ranks_of(run):
@@ -61,6 +61,19 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, ranks, tmp_path):
 
 
 @slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_one_rank_without_a_launcher_saves_and_stops(number, tmp_path):
+    command = [sys.executable, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        when_running(tmp_path, lambda run: process.send_signal(number))()
+        out, err = (text.decode() for text in process.communicate(timeout=250))
+    run = newest(tmp_path)
+    assert (process.returncode, without_patience(err)) == (STOPPED, "")
+    assert f", for {number.name} came" in out and f" --resume {run}\n" in out
+    assert len(losses(run)) == Checkpoint(steps_of(run / "checkpoints")[0]).header["step"]
+
+
+@slow
 def test_the_minutes_of_a_run_end_it(tmp_path):
     done = mpirun(
         2, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000, train__max_minutes=0.1)
@@ -93,7 +106,8 @@ def test_a_rank_wishes_what_it_sees(tmp_path):
     assert Stop(Job(), tmp_path, "USR1", 1e-9).request() == MINUTES
     assert Stop(Job(1), tmp_path, "USR1", 1e-9).request() == 0
     told = Job(1, [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
-    assert Stop(told, tmp_path, "USR2", 0).request() == signal.SIGUSR2 and told.stops
+    assert Stop(told, tmp_path, "USR2", 0).request() == signal.SIGUSR2
+    assert told.requests == {*ENDING, signal.SIGUSR2}
     assert Stop(Job(1, [signal.SIGUSR1]), tmp_path, "USR2", 0).request() == 0
     (tmp_path / "STOP").touch()
     assert Stop(Job(), tmp_path, "USR1", 0).request() == FILE

@@ -14,6 +14,7 @@ With --resume the run in RUN_DIR goes on, by its own plan or another one of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,7 +108,8 @@ def run(job: Job, words: list[str]) -> None:
     plan = job.from_root(lambda: opened.plan)
     stop = Stop(job, plan.folder, plan.config.run.signal, plan.config.train.max_minutes)
     source = job.on_root(lambda: _source(asked.plan, plan.config, model))
-    trained(job, plan, _begin(job, plan, model, source), stop)
+    with opened.lock if opened else nullcontext():
+        trained(job, plan, _begin(job, plan, model, source), stop)
 
 
 def asked_for(words: list[str]) -> RunRequest:
