@@ -103,7 +103,7 @@ lint: .venv/lint.stamp
 docs: .venv/docs.stamp
 	sphinx-build -q -W --keep-going -b html docs build/docs
 
-report: .venv/report.stamp
+report: .venv/setup.stamp
 	$(if $(RUN),,$(error results/ holds no run: `make train` makes one, RUN=... names one))
 	python -m hpc3d.report $(RUN)
 

@@ -1,5 +1,7 @@
-"""Packages that only some inputs need, with the extra of hpc3d that brings each: they are asked
-for before anything starts."""
+"""Packages that only some inputs need: they are asked for before anything starts.
+
+A training rank does not import them.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,10 @@ from importlib.util import find_spec
 
 from hpc3d.plain import Problems
 
+# The extra of hpc3d that installs a package.  The others come with hpc3d.
 EXTRAS = {
-    "bokeh": "report",
-    "jinja2": "report",
-    "matplotlib": "report",
-    "networkx": "partition",
     "otf2": "otf2",
-    "pandas": "report",
     "pyarrow": "parquet",
-    "safetensors": "exchange",
     "scipy": "exact",
     "tensorboardX": "tensorboard",
     "tokenizers": "bpe",
@@ -28,8 +25,8 @@ def lacking(what: str, *packages: str) -> Iterator[str]:
     """A line for each of `packages` that `what` needs and that is not installed."""
     for package in packages:
         if find_spec(package) is None:
-            extra = EXTRAS[package]
-            yield f"{what} needs {package}: pip install 'hpc3d[{extra}]'"
+            source = f"'hpc3d[{EXTRAS[package]}]'" if package in EXTRAS else package
+            yield f"{what} needs {package}: pip install {source}"
 
 
 def need(what: str, *packages: str) -> None:

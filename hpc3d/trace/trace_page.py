@@ -147,7 +147,7 @@ with hpc3d.trace.open("results/RUN") as trace:  # or its trace.h5
     {call: table.attrs["beta"] for call, table in trace.calibration.items()}  # s/B
 ```
 
-In pandas, with names in place of numbers (`pip install 'hpc3d[report]'`):
+In pandas, with names in place of numbers:
 
 ```python
     events = trace.events.frame(["rank", "step", "category", "op", "group", "dur", "bytes"])

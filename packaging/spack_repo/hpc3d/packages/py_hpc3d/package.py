@@ -1,6 +1,6 @@
 """hpc3d for Spack, from a clone (docs/clusters.md); the bounds are those of setup.cfg."""
 
-from spack.package import default_args, depends_on, license, variant, version, when
+from spack.package import default_args, depends_on, license, variant, version
 from spack_repo.builtin.build_systems.python import PythonPackage
 
 
@@ -11,12 +11,9 @@ class PyHpc3d(PythonPackage):
 
     version("0.2.0")
 
-    variant("report", default=True, description="Figures and pages of runs")
-    variant("exchange", default=False, description="Weights of Hugging Face transformers")
     variant("bpe", default=False, description="Tokenizers beyond bytes")
     variant("parquet", default=False, description="Text from parquet files")
     variant("exact", default=False, description="The error function of the exact GELU")
-    variant("partition", default=False, description="Graphs that are cut into pipeline stages")
     variant("tensorboard", default=False, description="Metrics for TensorBoard")
 
     depends_on("python@3.11:", type=("build", "run"))
@@ -28,17 +25,15 @@ class PyHpc3d(PythonPackage):
         depends_on("py-h5py@3.10:")
         depends_on("py-pydantic@2.6:")
         depends_on("py-ml-dtypes@0.4:")
-
-    with when("+report"), default_args(type="run"):
         depends_on("py-bokeh@3.6:")
         depends_on("py-jinja2@3.1:")
         depends_on("py-matplotlib@3.8:")
+        depends_on("py-networkx@3:")
         depends_on("py-pandas@2.2.2:")
+        depends_on("py-safetensors@0.5:")
 
     with default_args(type="run"):
-        depends_on("py-safetensors@0.5:", when="+exchange")
         depends_on("py-tokenizers@0.20:", when="+bpe")
         depends_on("py-pyarrow@16:", when="+parquet")
         depends_on("py-scipy@1.11:", when="+exact")
-        depends_on("py-networkx@3:", when="+partition")
         depends_on("py-tensorboardx@2.6.2:", when="+tensorboard")
