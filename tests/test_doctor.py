@@ -1,5 +1,6 @@
 """`python -m hpc3d.doctor`: on this machine, on ranks, and where they cannot be started."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from hpc3d import doctor
 from hpc3d.diagnose import storage_checks
+from hpc3d.runtime import mpi_library
 from hpc3d.runtime.finding import FAIL, OK, WARN
 from hpc3d.trace import file
 from tests.diagnose.planted import only, script, verdicts
@@ -21,7 +23,7 @@ from tests.strided import strided
 HERE = Path(sys.executable).parent
 ALONE = [
     *("Python", "packages", "threads", "BLAS", "open files", "disk", "file system", "HDF5"),
-    *("GPU", "MPI library", "shared memory", "mpirun"),
+    *("GPU", "MPI library", "shared memory", "mpirun", "1 rank"),
 ]
 TOGETHER = ["ranks", "versions", "folder", "MPI", "node", "messages"]
 LONG = 250  # seconds, which a busy machine does not exceed
@@ -166,6 +168,22 @@ def test_no_mpi_library(tmp_path):
     rows = findings(done)
     assert done.returncode == 3 and failed(rows) == ["MPI library"]
     assert "hpc3d[mpi]" in rows["MPI library"]["remedy"]
+
+
+def test_debians_mpich_is_named(tmp_path, monkeypatch):
+    library = tmp_path / "x86_64-linux-gnu" / "libmpich.so.12"
+    library.parent.mkdir()
+    library.touch()
+    monkeypatch.setattr(mpi_library, "_LIBRARIES", tmp_path)
+    monkeypatch.setattr(mpi_library, "_loaded", lambda: ctypes.CDLL("libmpi.so.12"))
+    (found,) = mpi_library.library()
+    assert found.verdict == FAIL and f"ln -s {library} " in found.remedy
+
+
+def test_one_rank_that_does_not_start_is_found(monkeypatch):
+    monkeypatch.setattr(doctor, "_ONE_RANK", "print('srun has no PMI'); raise SystemExit(1)")
+    (found,) = doctor.one_rank(SimpleNamespace(timeout=LONG))
+    assert (found.verdict, found.subject, found.printed) == (FAIL, "1 rank", ("srun has no PMI",))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

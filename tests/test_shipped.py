@@ -157,8 +157,11 @@ def test_a_text_that_is_not_there_is_left_as_it_is(word, elsewhere):
 def test_training_reads_the_default_text_in_an_empty_folder(elsewhere):
     asked = train.asked(1, ["--run.out", str(elsewhere / "out")])
     assert asked.config.data.path == "inputs/corpus"
-    plan = train.prepare(*asked).plan
-    assert plan.config.data.path == "inputs/corpus"  # what is resumed elsewhere is found there
+    opened = train.prepare(*asked)
+    opened.lock.close()
+    assert (
+        opened.plan.config.data.path == "inputs/corpus"
+    )  # what is resumed elsewhere is found there
 
 
 def test_what_the_program_makes_is_found_by_its_name(elsewhere):

@@ -45,3 +45,6 @@ def set_environment() -> None:
         os.environ.setdefault(variable, chosen)
     if ranks > cores:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if number_in(WORLD_RANKS, default=1) == 1 and "PMIX_RANK" not in os.environ:
+        # One process of `srun --pty`.  Open MPI 4 would take srun for its launcher, and abort.
+        os.environ.pop("SLURM_STEP_ID", None)

@@ -116,7 +116,8 @@ class Job:
 
     def library(self) -> str:
         """The MPI library, in one line."""
-        return MPI.Get_library_version().split(",")[0].split("\n")[0]
+        line = MPI.Get_library_version().split(",")[0].split("\n")[0]
+        return " ".join(line.split())
 
     def first_to_fail(self) -> bool:
         """Whether nothing of this job has said yet on this host that it failed.

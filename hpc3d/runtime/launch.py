@@ -76,7 +76,7 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
         try:
             from hpc3d.runtime.job import Job
         except (ImportError, RuntimeError) as error:  # the latter: there is mpi4py and no MPI
-            reason = plain(str(error)).rstrip(".")
+            reason = plain(str(error).partition("\n")[0]).rstrip(".")
             print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor says why", file=sys.stderr)
             return BAD_INPUT
         job = _met(lambda: Job(name), name)

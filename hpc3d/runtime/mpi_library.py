@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +21,13 @@ from hpc3d.runtime.probe import outcome, release
 CONSENT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 # More ranks than cores: Open MPI 4 reads the first, Open MPI 5 the second.
 CROWD_4, CROWD_5 = "OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy"
+IN_A_JOB = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
+CROWD = {CROWD_4: "1", CROWD_5: "slot:oversubscribe"}
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 _OPEN_MPI = "Open MPI"
 # The kinds of `srun --mpi` that libraries take, by how they begin: pmix_v4 is one.
 _WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
+_LIBRARIES = Path("/usr/lib")
 INSTALL = (
     "load the cluster's MPI module, or without one: python -m pip install 'hpc3d[mpi]'\n"
     "MPI4PY_LIBMPI=/path/to/libmpi.so names a library that is not found by itself"
@@ -114,7 +118,18 @@ def library() -> Iterator[Finding]:
         yield Finding(OK, "MPI library", f"{_loaded()} (mpi4py {mpi4py.__version__})")
     except Exception as error:  # a RuntimeError of mpi4py's, an ImportError of the linker's
         text = f"{error}".strip().splitlines()[0]
-        yield Finding(FAIL, "MPI library", f"cannot be loaded: {text}", INSTALL)
+        yield Finding(FAIL, "MPI library", f"cannot be loaded: {text}", _to_load())
+
+
+def _to_load() -> str:
+    """The remedy if mpi4py finds no library: Debian's MPICH has a name that it does not try."""
+    if not (files := [*_LIBRARIES.glob("*/libmpich.so.12")]):
+        return INSTALL
+    folder = Path(sys.prefix, "lib", "mpich")
+    return (
+        f"mkdir -p {folder} && ln -s {files[0]} {folder}/libmpi.so.12\n"
+        f"export LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH"
+    )
 
 
 def mpirun(mpi: MpiInstall, launcher: MpiInstall | None) -> Iterator[Finding]:
@@ -161,7 +176,11 @@ def oversubscription(launcher: MpiInstall) -> Iterator[Finding]:
     if allows_more(launcher):
         yield Finding(OK, "more ranks than cores", "mpirun starts them")
     else:
-        yield Finding(OK, "more ranks than cores", "want `mpirun --oversubscribe`")
+        name = CROWD_4 if _is_4(launcher) else CROWD_5
+        verdict = OK if IN_A_JOB & {*os.environ} else WARN
+        remedy = f"export {name}={CROWD[name]}, or mpirun --oversubscribe"
+        text = "mpirun does not start them"
+        yield Finding(verdict, "more ranks than cores", text, remedy if verdict == WARN else "")
     if os.environ.get(YIELD) == "0":
         text = f"{YIELD}=0: ranks that wait keep their core from those that work"
         yield Finding(WARN, "more ranks than cores", text, f"unset {YIELD}")
@@ -169,11 +188,15 @@ def oversubscription(launcher: MpiInstall) -> Iterator[Finding]:
 
 def allows_more(launcher: MpiInstall) -> bool:
     """Whether the environment, or a file, of Open MPI asks it to start them."""
-    if release(launcher.version or "5") < [5]:
+    if _is_4(launcher):
         return os.environ.get(CROWD_4) in ("1", "true")
     file = Path(launcher.path).resolve().parents[1] / "etc" / "prte-mca-params.conf"
     kept = file.read_text(encoding="utf-8") if file.is_file() else ""
     return "oversubscribe" in os.environ.get(CROWD_5, kept).lower()
+
+
+def _is_4(launcher: MpiInstall) -> bool:
+    return release(launcher.version or "5") < [5]
 
 
 def slurm(mpi: MpiInstall) -> Iterator[Finding]:

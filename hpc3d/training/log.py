@@ -48,10 +48,11 @@ class Log:
         self.seconds: deque[float] = deque(maxlen=_RECENT + 1)  # the first warms up
 
     def close(self) -> None:
-        """Close train.log and metrics.jsonl."""
+        """Close train.log and metrics.jsonl, of which every line has been flushed."""
         for each in (self.file, self.metrics and self.metrics.file):
             if each:
-                each.close()
+                with suppress(OSError):  # again, if the disk is full
+                    each.close()
 
     def say(self, line: str, style: str = "") -> None:
         """A line, on a terminal in a style of hpc3d.runtime.colours."""

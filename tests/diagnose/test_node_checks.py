@@ -28,7 +28,7 @@ def test_python_of_now_and_an_older_one(monkeypatch):
 
 def test_packages_of_now():
     names = [name for name, _ in node_checks.requirements()]
-    assert names == ["numpy", "mpi4py", "h5py", "pydantic", "ml_dtypes"]
+    assert names[:5] == ["numpy", "mpi4py", "h5py", "pydantic", "ml_dtypes"]
     found = only(node_checks.packages())
     assert found.verdict == OK and all(name in found.text for name in [*names, "HDF5"])
 

@@ -69,3 +69,23 @@ def test_what_the_user_set_stays(machine, monkeypatch):
     environment.set_environment()
     assert os.environ["OMP_NUM_THREADS"] == "5"
     assert os.environ[YIELD] == "0"
+
+
+@pytest.mark.parametrize(
+    ("step", "hidden"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "64"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "64"}, False),
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}, False),
+    ],
+)
+def test_open_mpi_does_not_take_a_shell_of_srun_for_its_launcher(
+    machine, monkeypatch, step, hidden
+):
+    machine(8, 8, 8, 8)
+    for name in (*environment.WORLD_RANKS, "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**step, "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    environment.set_environment()
+    assert ("SLURM_STEP_ID" in os.environ) == (not hidden)

@@ -1,6 +1,7 @@
 """What the log says of a run: its hosts, what is not as by default, its steps."""
 
 import sys
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -34,11 +35,8 @@ def test_keys_are_named_that_are_not_as_by_default():
 
 @pytest.fixture
 def log(tmp_path):
-    log = Log(tmp_path / "train.log", speaks=True)
-    yield log
-    log.file.close()
-    if log.metrics:
-        log.metrics.file.close()
+    with closing(Log(tmp_path / "train.log", speaks=True)) as log:
+        yield log
 
 
 def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(log, tmp_path, capsys):

@@ -18,7 +18,7 @@ def pytest_addoption(parser):
     parser.addoption("--ranks", type=int, help="how many the launcher was told to start")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     """Ranks share the cores, and the first one speaks for all."""
     if config.getoption("--with-mpi"):
@@ -33,10 +33,13 @@ def pytest_configure(config):
 def _wrong_size(meant):
     """What is wrong where the launcher and MPI do not agree on the number of ranks, or it does not
     suit the tests; or nothing."""
-    from mpi4py import MPI
-
     from hpc3d.runtime.mpi_library import mismatch_report
 
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # there is mpi4py and no MPI
+        reason = str(error).partition("\n")[0]
+        return f"{reason}; python -m hpc3d.doctor reports the cause and a remedy"
     size = MPI.COMM_WORLD.size
     if meant not in (None, size):
         lines = f"{meant} ranks were meant, but MPI sees {size}", *mismatch_report(meant)
