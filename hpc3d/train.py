@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
@@ -231,17 +231,19 @@ def prepare(config: Config, run: Path | None) -> Opened:
 
     config, text, program = _ready(config, run)
     changed, texts = [], run_text.described(text.tokens, text.held)
-    if run:
-        lock = folder.claim(run)
-        config, changed = continued(run, config, texts=texts)
-        where = folder.reopen(run, load.to_toml(config))
-    else:
-        config = with_decay_steps(config)
-        where = folder.create(config, load.to_toml(config))
-        lock = folder.claim(where)
-    run_tokenizer.keep(where, text.tokens)
-    texts, notes = run_text.recorded(texts, config, where), [*_notes(config, text)]
-    plan = RunPlan(config, where, folder.git_revision(), bool(run), changed, notes, texts)
+    with ExitStack() as refused:
+        if run:
+            lock = refused.enter_context(folder.claim(run))
+            config, changed = continued(run, config, texts=texts)
+            where = folder.reopen(run, load.to_toml(config))
+        else:
+            config = with_decay_steps(config)
+            where = folder.create(config, load.to_toml(config))
+            lock = refused.enter_context(folder.claim(where))
+        run_tokenizer.keep(where, text.tokens)
+        texts, notes = run_text.recorded(texts, config, where), [*_notes(config, text)]
+        plan = RunPlan(config, where, folder.git_revision(), bool(run), changed, notes, texts)
+        refused.pop_all()  # the lock stays open
     return Opened(plan, text.batches, program, lock, text.validation)
 
 

@@ -46,7 +46,7 @@ DEEP = "a=" + "[" * 5000
 def refused(words):
     """The lines with which rank 0 refuses the words of a command line; None if it does not."""
     try:
-        train.prepare(*train.asked(1, [str(word) for word in words]))
+        train.prepare(*train.asked(1, [str(word) for word in words])).lock.close()
     except ValueError as error:
         return str(error).splitlines()
     return None

@@ -31,10 +31,10 @@ def test_a_notebook_is_kept_without_outputs_and_found(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
 def test_a_notebook_runs(path, tmp_path):
     environment = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.run_notebook", str(path)]
+    command = [sys.executable, "-m", "nbconvert", "--to", "markdown", "--execute", "--stdout"]
     with TURN:
         done = subprocess.run(
-            command,
+            [*command, str(path)],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -42,6 +42,6 @@ def test_a_notebook_runs(path, tmp_path):
             timeout=250,
             check=False,
         )
-    assert (done.returncode, done.stderr) == (0, "")
-    shown = {"cube": "3d     ", "pipeline": "an image of", "layouts": "<td>43520</td>"}
+    assert done.returncode == 0, done.stderr
+    shown = {"cube": "3d     ", "pipeline": "![png](", "layouts": "<td>43520</td>"}
     assert shown[path.stem] in done.stdout

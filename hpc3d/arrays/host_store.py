@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from mmap import PAGESIZE, mmap
@@ -53,7 +54,9 @@ class _FilePool(Pool):
     def __init__(self, owner: Pool) -> None:
         super().__init__()
         self.owner, self.folder = owner, gettempdir()
-        self.file = TemporaryFile(dir=self.folder)  # noqa: SIM115  open as long as the pool lives
+        with TemporaryFile(dir=self.folder) as file:
+            self.file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.file)
         self.size, self.rest = 0, np.empty(0, np.uint8)
         self.places: dict[int, int] = {}
 
@@ -70,23 +73,23 @@ class _FilePool(Pool):
         return memory
 
     def _mapped(self, size: int) -> np.ndarray:
-        start, file = self.size, self.file.fileno()
+        start = self.size
         try:
-            os.posix_fallocate(file, start, size)  # a disk that is full later kills the process
+            os.posix_fallocate(self.file, start, size)  # a disk full later would kill the process
         except OSError as error:
             what = f"{error.strerror} for {size / 1e6:,.1f} MB more of what parallel.offload moves"
             raise OSError(
                 error.errno, f"{what}; TMPDIR names another folder", self.folder
             ) from None
         self.size += size
-        return np.frombuffer(mmap(file, size, offset=start), np.uint8)
+        return np.frombuffer(mmap(self.file, size, offset=start), np.uint8)
 
     def read_ahead(self, array: np.ndarray) -> None:
         """Let the system read what is not in memory of an array."""
         memory = lease_of(array).memory  # type: ignore[union-attr]  # it is one of this pool
         address = memory.ctypes.data
         start = self.places[address] + array.ctypes.data - address
-        os.posix_fadvise(self.file.fileno(), start, array.nbytes, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(self.file, start, array.nbytes, os.POSIX_FADV_WILLNEED)
 
 
 class FileStore:

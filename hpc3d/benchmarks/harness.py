@@ -179,6 +179,7 @@ def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
         **os.environ,
         **_OVERSUBSCRIBE,
         **({"OMP_NUM_THREADS": cores} if ranks == 1 else {}),
+        "NO_COLOR": "1",
     }
     with tempfile.TemporaryFile("w+") as errors:
         pipe = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}

@@ -7,14 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGKILL
+from tempfile import TemporaryDirectory
 
 from hpc3d.plain import Problems
 from hpc3d.runtime.exit_codes import BAD_INPUT, STOPPED
-from hpc3d.training.log import KEPT
+from hpc3d.training.run_folder import FOLDER_FILE
 
 _MOST_SAID = 2000  # characters of what a launcher says
 _LEAVE = 10  # seconds in which ranks that are told to end do
@@ -37,22 +37,17 @@ def launched(ranks: int, words: list[str]) -> Path:
     check fails, with what it said and the exit code.
     """
     command = [*_launcher(ranks), sys.executable, "-m", "hpc3d.train", *words]
-    code, out, err = _ended(command)
+    with TemporaryDirectory(prefix="hpc3d-") as scratch:
+        file = Path(scratch, "run")
+        code, err = _ended(command, {FOLDER_FILE: str(file)})
+        folder = Path(os.fsdecode(file.read_bytes())) if file.exists() else None
     said = _SAID.findall(err)
     if code == BAD_INPUT:
         raise Problems(said or [err.strip() or "train was refused"])
-    folder = next(_kept(out), None)
     if code not in (0, STOPPED) or folder is None:
         why = "; ".join(said) or err.strip()[-_MOST_SAID:]
         raise RuntimeError(f"training ended with exit code {code}: {why}")
     return folder
-
-
-def _kept(out: str) -> Iterator[Path]:
-    """The folder of the run, as its last line says."""
-    for line in reversed(out.splitlines()):
-        if KEPT in line:
-            yield Path(line.partition(KEPT)[2])
 
 
 def _launcher(ranks: int) -> list[str]:
@@ -71,21 +66,24 @@ def _launcher(ranks: int) -> list[str]:
     return [found, "-np", str(ranks)]
 
 
-def _ended(command: list[str]) -> tuple[int, str, str]:
-    """The exit code of a command, and what it wrote; it ends when this is interrupted."""
-    settings = _SETTINGS | (_CONSENT if os.geteuid() == 0 else {})
+def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
+    """Run a command with further environment variables, and end it if this is interrupted.
+
+    Returns its exit code and its standard error.
+    """
+    defaults = _SETTINGS | (_CONSENT if os.geteuid() == 0 else {})
     process = subprocess.Popen(
         command,
-        env=settings | dict(os.environ),
+        env={**defaults, **os.environ, **settings, "NO_COLOR": "1"},  # Jupyter forces color
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
         start_new_session=True,  # an interrupt of the notebook is not one of the ranks
     )
     try:
-        out, err = process.communicate()
+        _, err = process.communicate()
     except BaseException:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -94,4 +92,4 @@ def _ended(command: list[str]) -> tuple[int, str, str]:
             os.killpg(process.pid, SIGKILL)
             process.wait()
         raise
-    return process.returncode, out, err
+    return process.returncode, err

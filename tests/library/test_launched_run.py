@@ -18,8 +18,8 @@ from tests.runs import assert_gone, processes, wait_for
 NOISE = "prterun has exited due to process rank 0\n"
 
 
-def ended(monkeypatch, code, out="", err=""):
-    monkeypatch.setattr(launched_run, "_ended", lambda command: (code, out, err))
+def ended(monkeypatch, code, err):
+    monkeypatch.setattr(launched_run, "_ended", lambda command, settings: (code, err))
 
 
 def test_what_is_refused_is_a_value_error_with_the_lines_of_the_command(monkeypatch):
@@ -54,7 +54,7 @@ def test_without_a_launcher_there_is_one_rank(monkeypatch):
 
 @pytest.mark.slow
 def test_it_trains_and_goes_on_on_another_layout(tmp_path, capfd, monkeypatch):
-    for key, value in surroundings().items():
+    for key, value in {**surroundings(), "FORCE_COLOR": "1"}.items():  # as Jupyter's kernels do
         monkeypatch.setenv(key, value)
     options = TINY | {"checkpoint.every": 3, "name": "tiny"}
     with TURN:

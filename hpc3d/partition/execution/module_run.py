@@ -14,7 +14,7 @@ With --resume the run in RUN_DIR goes on, by its own plan or another one of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -148,15 +148,17 @@ def _prepare(asked, model):
     config, resumed, changed = configuration(asked, model), asked.resumed, []
     sinks_of(config.run.metrics_hook, config.run.tensorboard)
     program_of(config)
-    if resumed:
-        lock = run_folder.claim(resumed)
-        config, changed = continued(resumed, config, partial(mismatch, model))
-        where = run_folder.reopen(resumed, load.to_toml(config))
-    else:
-        config = with_decay_steps(config)
-        where = run_folder.create(config, load.to_toml(config))
-        lock = run_folder.claim(where)
-    run_folder.write_text(where / "plan.json", asked.plan.text())
+    with ExitStack() as refused:
+        if resumed:
+            lock = refused.enter_context(run_folder.claim(resumed))
+            config, changed = continued(resumed, config, partial(mismatch, model))
+            where = run_folder.reopen(resumed, load.to_toml(config))
+        else:
+            config = with_decay_steps(config)
+            where = run_folder.create(config, load.to_toml(config))
+            lock = refused.enter_context(run_folder.claim(where))
+        run_folder.write_text(where / "plan.json", asked.plan.text())
+        refused.pop_all()  # the lock stays open
     told = RunPlan(config, where, run_folder.git_revision(), bool(resumed), changed)
     return _Opened(told, lock)
 
