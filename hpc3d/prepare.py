@@ -20,6 +20,7 @@ from hpc3d.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
+    kind_of,
     same_rules,
     text_files,
     train_bpe,
@@ -196,7 +197,7 @@ def _describe(path: Path, as_json: bool, **results: float) -> None:
             "file": str(path),
             "tokens": len(tokens),
             "documents": tokens.documents,
-            "tokenizer": tokens.tokenizer,
+            "tokenizer": kind_of(tokens.tokenizer, tokens.json),
             "vocabulary": tokens.vocabulary,
             "sha256": tokens.sha256,
         }

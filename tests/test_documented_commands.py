@@ -19,7 +19,7 @@ from tests.mpi import ROOT
 from tests.strided import rotating
 
 SECONDS = 280  # of a page
-RUNS = "python", "hpc3d", "mpirun", "ls", "for", "do", "done", "sleep", "kill", "wait"
+RUNS = "python", "hpc3d", "mpirun", "ls", "for", "until", "do", "done", "sleep", "kill", "wait"
 
 
 def named(page):

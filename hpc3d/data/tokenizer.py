@@ -181,6 +181,19 @@ def same_rules(one: str, other: str) -> bool:
     return json_of(_loaded(one).to_str()) == json_of(_loaded(other).to_str())
 
 
+_KINDS = {"BPE": "bpe", "WordPiece": "wordpiece", "Unigram": "unigram", "WordLevel": "words"}
+
+
+def kind_of(name: str, rules: str) -> str:
+    """Return what a tokenizer splits text into, from its name and JSON text in a token file."""
+    found = json_of(rules) if rules else {}
+    kind = _KINDS.get(found.get("model", {}).get("type"), name)
+    splits = found.get("pre_tokenizer") or {}
+    if kind == "words" and splits.get("pattern") == {"String": ""}:
+        return "characters"
+    return kind
+
+
 Tokenizer = ByteTokenizer | BpeTokenizer
 
 

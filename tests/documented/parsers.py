@@ -30,6 +30,7 @@ SAMPLES = {
     "$scheme": "1d",
     "tokens.h5": "inputs/corpus",
     "shakespeare.h5": "inputs/corpus",
+    "validation.h5": "inputs/corpus",
     "openwebtext.h5": "inputs/corpus",
     "mine.h5": "inputs/corpus",
     "TEXT": "inputs/corpus",

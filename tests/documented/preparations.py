@@ -2,6 +2,8 @@
 
 import json
 
+import numpy as np
+
 from tests.data.prepared import TEXT, nano
 from tests.data.test_sources import megatron
 
@@ -61,7 +63,8 @@ def _lines(key):
 
 
 def _nano(path):
-    nano(path.parent, "O " + TEXT * 3)
+    ids = nano(path.parent, "O " + TEXT * 3)
+    np.array(ids[::-1], np.uint16).tofile(path.with_name("val.bin"))
 
 
 def _parquet(path):

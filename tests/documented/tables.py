@@ -89,9 +89,6 @@ SETTINGS = {
         "NAME]": "h100",
     },
     "docs/troubleshooting.md": {"np N": "np 2"},
-    "docs/tutorial.md": {
-        "sleep 15": "until ls -d results/killed-*/checkpoints/step-*; do sleep 1; done",
-    },
 }
 EXPECTED = {r"--train\.max_minutes": 75}  # stopped early, and all is saved
 

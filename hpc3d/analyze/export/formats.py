@@ -10,7 +10,7 @@ import numpy as np
 
 from hpc3d.analyze.export import kineto, otf2_archive, perfetto, pipit
 from hpc3d.analyze.export.events import Events
-from hpc3d.analyze.metrics.columns import event_values, hosts, labels, slices
+from hpc3d.analyze.metrics.columns import event_values, hosts, labels, recorded_steps, slices
 from hpc3d.comm.grid import Grid
 from hpc3d.plain import plain_in
 from hpc3d.trace.trace_config import one_time
@@ -40,7 +40,8 @@ def events_of(
     chosen = (step >= first) & (step <= (step.max(initial=0) if last is None else last))
     rows = np.flatnonzero(chosen)
     if not len(rows):
-        raise ValueError(f"{trace.path}: no events of steps {first} to {last}; choose others")
+        asked = f"{first} to {'the last one' if last is None else last}"
+        raise ValueError(f"{trace.path}: no events of steps {asked}; {recorded_steps(trace)}")
     columns = {key: event_values(trace, key, rows) for key in COLUMNS}
     start = trace.events["t_global"][rows]
     shift, zero = start - trace.events["t_start"][rows], start.min()

@@ -27,6 +27,14 @@ WORK = ("compute", "optimizer")
 CELL_KEYS = ("rank", "stage", "step")
 
 
+def recorded_steps(trace: Trace) -> str:
+    """The steps that a trace has, in words."""
+    numbers = trace.steps["step"]
+    if not len(numbers):
+        return "it has no step"
+    return f"it has steps {numbers.min()} to {numbers.max()}"
+
+
 def cells(trace: Trace) -> np.ndarray:
     """The row of /steps in which each event lies, -1 for those in no completed step, and those
     that run beside."""

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.columns import event_values, labels, overlapped, own_time, slices
+from hpc3d.analyze.metrics.columns import (
+    event_values,
+    labels,
+    overlapped,
+    own_time,
+    recorded_steps,
+    slices,
+)
 from hpc3d.analyze.metrics.step import ratio
 
 if TYPE_CHECKING:
@@ -71,7 +78,7 @@ class _Rows:
         lasting = (events["step"] == step) & (own_time(trace) > 0) & ~overlapped(trace)
         self.row = rows = np.flatnonzero(leaf[:size] & lasting)
         if not len(rows):
-            raise ValueError(f"{trace.path}: no events of step {step}; choose another one")
+            raise ValueError(f"{trace.path}: no events of step {step}; {recorded_steps(trace)}")
         self.rank, self.start = events["rank"][rows], events["t_global"][rows]
         self.end = self.start + events["dur"][rows]
         self.shift = self.start - events["t_start"][rows]
