@@ -7,6 +7,7 @@
 # make test-mpi    this machine's launcher and MPI: NP=8 ranks started by LAUNCH (mpirun) agree with one
 # make test-peers  weights to and from Hugging Face transformers
 # make slurm-test  the scripts of jobs/ under a Slurm that it starts on this machine
+# make entrances   make setup and training in fresh clones, with the MPIs of Debian and with none
 # make test-hosts  training on several hosts, emulated on this machine (root, iproute2)
 # make gpu-check   all that the GPU of this machine can tell; PYTHON is one with CuPy (docs/gpu-verification.md)
 # make lint        ruff, and mypy on the rooms that setup.cfg names
@@ -74,8 +75,8 @@ fi
 endef
 export ACTIVATE
 
-.PHONY: setup train test test-slow test-profile fuzz test-mpi test-peers slurm-test test-hosts gpu-check lint docs
-.PHONY: report bench clean
+.PHONY: setup train test test-slow test-profile fuzz test-mpi test-peers slurm-test test-hosts entrances gpu-check
+.PHONY: lint docs report bench clean
 
 setup: .venv/setup.stamp
 
@@ -107,6 +108,9 @@ slurm-test: .venv/test.stamp
 
 test-hosts: .venv/test.stamp
 	python -m pytest -q -rs -m hosts tests/hosts || [ $$? -eq 5 ]  # 5: there are no tests
+
+entrances:
+	.ci/entrances
 
 gpu-check:
 	$(PYTHON) -m tests.gpu --json results/gpu-check.json $(CHECK)

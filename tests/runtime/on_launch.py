@@ -16,7 +16,9 @@ from hpc3d.runtime import launch
 
 def environment(job):
     names = ("OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle")
-    print(*(os.environ.get(name, "-") for name in names), flush=True)
+    found = job.gather(" ".join(os.environ.get(name, "-") for name in names))
+    if job.rank == 0:  # lines of two ranks may come in pieces
+        print(*found, flush=True)
 
 
 def fail(job):
