@@ -258,13 +258,19 @@ class StepInputs:
 
     def __call__(self, step: int) -> list[Any]:
         """Flat, in the order of the captured program."""
-        flat = flat_inputs(self.captured, self.given(step))
+        try:
+            flat = flat_inputs(self.captured, self.given(step))
+        except ValueError as error:
+            raise BadData(f"step {step}: {error}") from None
         for node, value in zip(self.captured.inputs, flat, strict=True):
             if isinstance(like := node.meta["val"], torch.Tensor):
-                shape = [size_of(size, self.samples) for size in like.shape]
-                if not isinstance(value, torch.Tensor) or [*value.shape] != shape:
-                    found = [*value.shape] if isinstance(value, torch.Tensor) else value
-                    raise BadData(f"step {step}: input {node.name} is {found!s:.80}, not {shape}")
+                wanted = _described(
+                    like.dtype, [size_of(size, self.samples) for size in like.shape]
+                )
+                is_tensor = isinstance(value, torch.Tensor)
+                found = _described(value.dtype, [*value.shape]) if is_tensor else f"{value!s:.80}"
+                if found != wanted:
+                    raise BadData(f"step {step}: input {node.name} is {found}, not {wanted}")
         return flat
 
     def position(self, done: int) -> dict[str, int]:
@@ -272,6 +278,10 @@ class StepInputs:
 
     def go_on(self, done: int, sequences: int) -> None:
         """Steps know their inputs by number."""
+
+
+def _described(dtype: torch.dtype, shape: list[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {shape}"
 
 
 def mismatch(model: StagedModel, opened: Checkpoint) -> str | None:

@@ -42,11 +42,17 @@ def rows_of(batch: int, microbatches: int, replicas: int, replica: int) -> Itera
 
 
 def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
-    """The inputs of a model in the order of `captured.inputs`."""
+    """The inputs of a model in the order of `captured.inputs`; ValueError if they are others."""
+    wanted = ", ".join(node.name for node in captured.inputs)
     if isinstance(inputs, dict):
         names = captured.program.call_spec.in_spec.child(1).context
+        if {*inputs} != {*names}:
+            raise ValueError(f"the inputs are {', '.join(inputs) or 'none'}, not {wanted}")
         inputs = tuple(inputs[name] for name in names)
-    return [*_leaves(inputs)]
+    flat = [*_leaves(inputs)]
+    if len(flat) != len(captured.inputs):
+        raise ValueError(f"the inputs are {len(flat)} values, not {wanted}")
+    return flat
 
 
 def _leaves(values):
@@ -110,6 +116,8 @@ def shared_by_root(
     world: Communicator, value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """The tensor of rank 0, which alone has a `value`; to read, not to write into."""
+    if 0 in shape:
+        return torch.empty(*shape, dtype=dtype)
     block = np.empty(0, np.uint8)
     if value is not None:
         block = value.contiguous().reshape(-1).view(torch.uint8).numpy()

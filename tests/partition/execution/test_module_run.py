@@ -11,13 +11,16 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+import torch
 from safetensors.torch import load_file
 
 from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.hf_export import export
 from hpc3d.checkpoints.inspect import problems, shapes_in
 from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.comm import threads
 from hpc3d.partition.execution.module_run import StepInputs, asked_for, configuration
+from hpc3d.partition.execution.sample_batches import shared_by_root
 from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.runtime.exit_codes import BadData
 from tests.mpi import checked, mpirun
@@ -211,8 +214,24 @@ def test_a_plan_must_be_there(words, line):
 def test_inputs_must_be_those_of_the_model():
     _, _, captured = prepared(DROPPING[0])
     assert [each.shape[0] for each in StepInputs(captured, points_of, 12)(3)] == [12, 12]
-    with pytest.raises(BadData, match=r"step 3: input x is \[3, 4\], not \[12, 4\]"):
-        StepInputs(captured, too_few, 12)(3)
+    for given, line in (
+        (too_few, r"step 3: input x is float32 \[3, 4\], not float64 \[12, 4\]"),
+        (
+            lambda step: [each.int() for each in points_of(step)],
+            "input x is int32 .*, not float64 ",
+        ),
+        (lambda step: points_of(step)[:1], "step 3: the inputs are 1 values, not x, y"),
+        (lambda step: {"x": points_of(step)[0]}, "step 3: the inputs are x, not x, y"),
+    ):
+        with pytest.raises(BadData, match=line):
+            StepInputs(captured, given, 12)(3)
+
+
+def test_an_empty_parameter_is_shared():
+    def shared(mesh):
+        return shared_by_root(mesh.world, torch.zeros(0, 4), (0, 4), torch.float32)
+
+    assert [[*each.shape] for each in threads.run({"x": 2}, shared)] == [[0, 4]] * 2
 
 
 @pytest.mark.parametrize(
