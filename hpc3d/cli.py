@@ -96,6 +96,11 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return number
 
 
+def readable_time(seconds: float) -> str:
+    """A predicted time as text: 1.234 s or 56.789 ms."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+
+
 def _bytes(text, bare):
     number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([A-Za-z]*)", text)
     units = _UNITS | {"": bare}

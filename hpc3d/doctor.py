@@ -51,9 +51,9 @@ _SAID = {
     "PMI": "the mpirun that belongs to the library; in Slurm: srun --mpi=list",
 }
 _ONE_RANK = """\
-from hpc3d.runtime.environment import set_environment
-set_environment()
-from mpi4py import MPI
+from hpc3d.runtime.environment import mpi_environment
+with mpi_environment():
+    from mpi4py import MPI
 """
 _BY_HAND = "by hand it may say more: mpirun -np 2 python -m hpc3d.doctor"
 _SHOWN = 8  # lines of what was printed

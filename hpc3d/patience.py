@@ -32,7 +32,7 @@ class Newest(logging.Handler):
         self.record = record
 
     def text(self) -> str:
-        return self.record.getMessage() if self.record else "at work"
+        return self.record.getMessage() if self.record else "loading"
 
 
 class StatusLine:
@@ -87,10 +87,13 @@ class Above:
 
 
 @contextmanager
-def patience(name: str, doing: str = "", first: float | None = None) -> Iterator[None]:
+def patience(
+    name: str, doing: str = "", first: float | None = None, since: float | None = None
+) -> Iterator[None]:
     """Lines on stderr, `hpc3d.NAME: 40 s: what goes on`, as long as the block lasts: at first
-    `doing`.  Inside of another one it only tells that one what it does."""
-    log, begin = logging.getLogger("hpc3d"), time.monotonic()
+    `doing`.  Inside of another one it only tells that one what it does.  The seconds count from
+    the time `since` (None: now)."""
+    log, begin = logging.getLogger("hpc3d"), time.monotonic() if since is None else since
     inside = any(isinstance(handler, Newest) for handler in log.handlers)
     log.setLevel(logging.INFO)
     newest, over = Newest(logging.INFO), threading.Event()

@@ -19,6 +19,7 @@ _MEMORY = (
     "out of memory ({}): give less, or a machine with more memory (python -m hpc3d.plan finds "
     "what fits)"
 )
+_LONGEST_LINE = 1000  # characters
 _NO_READER = (errno.EPIPE, errno.EIO)  # of a closed pipe, of a terminal that is gone
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
@@ -67,12 +68,20 @@ def plain_in(tree: Any) -> Any:
 def lines_of(error: BaseException) -> list[str]:
     """What an error says, a line for each problem."""
     if isinstance(error, Problems):
-        return error.lines
+        return [*map(_shortened, error.lines)]
     if isinstance(error, OSError):
         return [plain(told(error))]
     if isinstance(error, MemoryError):
         return [plain(_MEMORY.format(error))]
-    return [plain(str(error) or type(error).__name__)]
+    return [_shortened(plain(str(error) or type(error).__name__))]
+
+
+def _shortened(line: str) -> str:
+    """A line without the middle of a long text that it quotes from a file."""
+    if len(line) <= _LONGEST_LINE:
+        return line
+    half = _LONGEST_LINE // 2
+    return f"{line[:half]} ... {line[-half:]}"
 
 
 def told(error: OSError) -> str:

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.cli import Parser, number_of_ranks, positive, run, size
+from hpc3d.cli import Parser, number_of_ranks, positive, readable_time, run, size
 from hpc3d.plain import counted
 from hpc3d.plain import plain as one_line
 from hpc3d.shipped import shipped
@@ -276,7 +276,7 @@ def line(row: RankedLayout) -> str:
 
     about = "" if row.simulated else "~"
     return (
-        f"{about + _duration(row.seconds):>10s} {gigabytes(row.peak):>9s} {row.bubble:6.1%} "
+        f"{about + readable_time(row.seconds):>10s} {gigabytes(row.peak):>9s} {row.bubble:6.1%} "
         f"{row.communication:6.1%}  {row.axis:5s} {shown_layout(row.config)}".rstrip()
     )
 
@@ -298,13 +298,9 @@ def _because(reason: str, row: RankedLayout) -> str:
         "bubble": lambda: f"idle longer in the pipeline: {row.bubble:.1%} of a step",
         "compute": lambda: "compute longer: smaller products, or a larger update",
         "recompute": lambda: f"compute longer with recompute={row.config.parallel.recompute}",
-        "axis": lambda: f"wait longer on axis {axis}: {_duration(row.waits[axis])}",
+        "axis": lambda: f"wait longer on axis {axis}: {readable_time(row.waits[axis])}",
     }
-    return f"{texts[kind]()}; ~{_duration(row.seconds)} {shown_layout(row.config)}".rstrip()
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+    return f"{texts[kind]()}; ~{readable_time(row.seconds)} {shown_layout(row.config)}".rstrip()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc3d.cli import Parser, number_of_ranks, run, whole
+from hpc3d.cli import Parser, number_of_ranks, readable_time, run, whole
 from hpc3d.extras import need
 from hpc3d.pipeline.csv_schedule import to_csv
 from hpc3d.pipeline.draw import draw
@@ -108,7 +108,7 @@ def _batches(train, seconds):
     often = f"every {train.eval_every} steps" if train.eval_every > 1 else "every step"
     if not train.eval_batches:
         return f"all that the text fills, {often}"
-    return f"{train.eval_batches} at most, {train.eval_batches * seconds:.6g} s, {often}"
+    return f"{train.eval_batches} at most, {readable_time(train.eval_batches * seconds)}, {often}"
 
 
 def _keep_beside(folder, runs, found):
@@ -129,13 +129,16 @@ def _print_step(config, found):
     print()
     for line in lines(config):
         print(line)
-    print(f"step            {found['step_time_s']:.6g} s, {found['tokens_per_s']:.4g} tokens/s")
+    step = readable_time(found["step_time_s"])
+    print(f"step            {step}, {found['tokens_per_s']:.4g} tokens/s")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     print(f"bubble          {found['bubble']:.4f}")
     waits = "of the step, of the busiest stage and without messages between stages"
     print(f"communication   {found['communication']:.1%} {waits}")
     if seconds := found.get("evaluation_batch_s"):
-        print(f"evaluation      {seconds:.6g} s a batch; {_batches(config.train, seconds)}")
+        print(
+            f"evaluation      {readable_time(seconds)} a batch; {_batches(config.train, seconds)}"
+        )
     print()
     _print_memory(found["memory"])
     print("\naxis    operation         calls     received [MB]  (a rank of stage 0)")

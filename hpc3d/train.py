@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from hpc3d.plain import plain
+from hpc3d.plain import counted, plain
 from hpc3d.runtime import environment, launch
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def train(job: Job, words: list[str]) -> None:
     if "--dry-run" in words:
         job.from_root(lambda: rehearse(job.size, words))
         return
-    with job.patience(f"{job.size} ranks load and make the model" if job.size > 1 else ""):
+    with job.patience(f"{counted(job.size, 'rank')}: loading the text and making the model"):
         config, resumed = job.from_root(lambda: asked(job.size, words))
         ours, homes = hardware(job, config), homes_of(job.gather(job.place()))
         refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())

@@ -63,6 +63,8 @@ def test_letters_of_all_languages_stay():
 
 def test_an_error_is_a_line_and_several_problems_are_several():
     assert lines_of(ValueError("a\nb")) == ["a\\nb"]
+    (line,) = lines_of(ValueError(f"a.csv: {'x' * 5000}; remedy"))
+    assert line.startswith("a.csv: x") and line.endswith("x; remedy") and len(line) < 1010
     assert lines_of(Problems(["a\nb", "c\x1e"])) == ["a\\nb", "c\\u001e"]
     assert lines_of(OSError(28, "No space left on device", "a\x1b")) == [
         "a\\u001b: No space left on device"

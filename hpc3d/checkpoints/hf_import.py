@@ -141,6 +141,8 @@ def _weight_files(path: Path) -> list[Weights]:
     """The files with the weights of a folder; or that one file."""
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder")
+    for snapshot in sorted(path.glob("snapshots/*")):
+        raise ValueError(f"{path}: a cache of Hugging Face; name its snapshot, {snapshot}")
     if (path / INDEX).exists() and not (path / WEIGHTS).exists():
         names = object_in(path / INDEX).get("weight_map")
         names = sorted({*map(str, names.values())}) if isinstance(names, dict) else []

@@ -5,6 +5,7 @@ Only the rank that reads a file imports pydantic.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 # Of a value that may be of several types: pydantic says which it tried.
+_PATHS = "run.out", "data.path", "data.validation", "data.tokenizer"
 _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
 
@@ -38,8 +40,22 @@ def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False
     tree = {} if path is None else read(find(path, INPUT))
     notices = renamed.use_new_names(tree)
     typed = override(tree, overrides)
+    if not of_run:
+        _expand_paths(tree)
     renamed.warn(typed if of_run else [*notices, *typed])
     return validate(tree)
+
+
+def _expand_paths(tree: dict[str, Any]) -> None:
+    """Replace `~` and `$NAME` in paths; ValueError if the environment has no such variable."""
+    for key in _PATHS:
+        section, name = key.split(".")
+        table = tree.get(section)
+        if not isinstance(table, dict) or not isinstance(text := table.get(name), str):
+            continue
+        table[name] = os.path.expanduser(os.path.expandvars(text))
+        if unset := re.search(r"\$(\w+|\{\w+\})", table[name]):
+            raise ValueError(f"{key} = {text:.200}: the environment has no {unset[1].strip('{}')}")
 
 
 def read(path: Path | str) -> dict[str, Any]:

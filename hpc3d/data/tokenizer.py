@@ -38,6 +38,9 @@ def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
         raise BadData(f"data.path: {path} is {fault} ({reason}); {remedy}") from error
 
 
+# How files of gzip, bzip2, xz, Zstandard and zip begin.
+_COMPRESSED = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"PK\3\4"
+
 reading_text = partial(
     reading, fault="no readable UTF-8 text", remedy="name another or convert it with iconv"
 )
@@ -46,6 +49,9 @@ reading_text = partial(
 def text_files(path: str | Path) -> list[Path]:
     """Return the file, or the `*.txt` of the folder by name; ValueError without any."""
     if os.path.isfile(path):
+        with open(path, "rb") as file:
+            if file.read(6).startswith(_COMPRESSED):
+                raise ValueError(f"data.path: {path!s:.200} is compressed; unpack it first")
         return [Path(path)]
     if not os.path.isdir(path):
         raise ValueError(

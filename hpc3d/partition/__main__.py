@@ -36,7 +36,7 @@ from argparse import ArgumentTypeError
 from importlib import import_module
 from pathlib import Path
 
-from hpc3d.cli import Parser, number_of_ranks, rate, run, size, whole
+from hpc3d.cli import Parser, number_of_ranks, rate, readable_time, run, size, whole
 from hpc3d.extras import need
 from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.plain import plain
@@ -271,7 +271,7 @@ def _show_idle(idle, ranks):
 
 
 def _show_sums(seconds, load, memory):
-    print(f"step            {seconds:.6g} s")
+    print(f"step            {readable_time(seconds)}")
     print(f"heaviest stage  {load:.6g} s per microbatch")
     print(f"fullest stage   {memory / 1e6:.6g} MB")
 

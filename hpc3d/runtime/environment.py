@@ -6,7 +6,8 @@ Nothing here imports NumPy or MPI, which read the environment when they are load
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
@@ -45,6 +46,24 @@ def set_environment() -> None:
         os.environ.setdefault(variable, chosen)
     if ranks > cores:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+@contextmanager
+def mpi_environment() -> Iterator[None]:
+    """The environment in which to start MPI: another one if no launcher started this process.
+
+    There, Open MPI leaves a segment of shared memory behind unless told that no message leaves the
+    process.  Open MPI 4 takes the srun of a shell for its launcher, and aborts.
+    """
+    before = dict(os.environ)
     if number_in(WORLD_RANKS, default=1) == 1 and "PMIX_RANK" not in os.environ:
-        # One process of `srun --pty`.  Open MPI 4 would take srun for its launcher, and abort.
+        os.environ.setdefault("OMPI_MCA_btl", "self")
         os.environ.pop("SLURM_STEP_ID", None)
+    try:
+        yield
+    finally:
+        for name in ("OMPI_MCA_btl", "SLURM_STEP_ID"):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)

@@ -26,16 +26,17 @@ _UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it 
 
 class Job:
     """All ranks.  `exit_hooks` are the functions to call before the job ends, successfully or not.
-    `signals` records the signals that came.  At the first one in `requests` the job stops by
+    `started` is the time at which this rank started,
+    and `signals` records the signals that came.  At the first one in `requests` the job stops by
     itself."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, started: float) -> None:
         if not MPI.Is_initialized():  # it was only looked at, by `mpi_library.found`
             MPI.Init_thread()
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
         self.exit_hooks, self.ending = [], threading.Lock()
-        self.signals, self.requests, self.started = [], set(), time.monotonic()
+        self.signals, self.requests, self.started = [], set(), started
         self.kernels = self.gather((socket.gethostname(), kernel()))
         self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
 
@@ -68,7 +69,7 @@ class Job:
             return nullcontext()
         from hpc3d.patience import patience
 
-        return patience(self.name, doing)
+        return patience(self.name, doing, since=self.started)
 
     def on_all_ranks(self, function: Callable[[], Any]) -> Any:
         """The value of `function()` on every rank; what of REFUSED it raises on any is refused on

@@ -19,7 +19,14 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from hpc3d.plain import lines_of, plain, plain_streams, why
-from hpc3d.runtime.environment import LOCAL_RANK, OWN_RANK, WORLD_RANKS, number_in, set_environment
+from hpc3d.runtime.environment import (
+    LOCAL_RANK,
+    OWN_RANK,
+    WORLD_RANKS,
+    mpi_environment,
+    number_in,
+    set_environment,
+)
 from hpc3d.runtime.exit_codes import (
     BAD_INPUT,
     FAILED,
@@ -68,18 +75,19 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
     An end that all ranks agree on (`JobExit`) is the same exit code everywhere.  Anything else
     that goes wrong on one rank is printed once, with its rank, and aborts the job after
     `job.exit_hooks` has been called."""
+    begin = time.monotonic()
     set_environment()
     early = []  # before there is a job
     for number in _ASKING:
         signal.signal(number, lambda number, _: early.append(number))
-    with _starting(name):
+    with _starting(name), mpi_environment():
         try:
             from hpc3d.runtime.job import Job
         except (ImportError, RuntimeError) as error:  # the latter: there is mpi4py and no MPI
             reason = plain(str(error).partition("\n")[0]).rstrip(".")
             print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor says why", file=sys.stderr)
             return BAD_INPUT
-        job = _met(lambda: Job(name), name)
+        job = _met(lambda: Job(name, begin), name)
     sys.excepthook = lambda kind, error, trace: _die(job, error)
     threading.excepthook = lambda args: _die(job, args.exc_value)
     obey_signals(job)

@@ -193,10 +193,13 @@ def open_file(path: Path) -> File:
         check_heaps(path)
         try:
             return h5py.File(path, "r")
+        except BlockingIOError:
+            pass
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
             return h5py.File(path, "r", locking=False)
+    raise ValueError(f"{path}: another process is writing it; wait for it")
 
 
 def attributes(node: Group) -> dict[str, Any]:

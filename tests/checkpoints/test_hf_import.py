@@ -152,6 +152,13 @@ def test_other_arrays_are_refused(files, tmp_path, arrays, said):
     assert not (tmp_path / "back").exists()
 
 
+def test_a_cache_folder_names_its_snapshot(tmp_path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"name its snapshot, {snapshot}$"):
+        Pretrained(tmp_path / "models--a--b")
+
+
 def test_weights_that_are_not_finite_are_taken_on_request(files):
     source = files(**{"transformer.ln_f.bias": DIVERGED})
     found = Pretrained(source, allow_nonfinite=True).read("ln_f.bias")

@@ -57,6 +57,17 @@ def test_a_file_that_is_no_toml_is_refused(text, line, tmp_path):
     assert re.search(elided(line), said)
 
 
+def test_paths_are_expanded_as_a_shell_does(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    config = load(None, ["--run.out", "~/results", "--data.path", "${SCRATCH}/text.txt"])
+    assert (config.run.out, config.data.path) == ("/home/me/results", "/scratch/text.txt")
+    monkeypatch.delenv("SCRATCH")
+    line = r"^run.out = \$SCRATCH/a: the environment has no SCRATCH$"
+    with pytest.raises(ValueError, match=line):
+        load(None, ["--run.out", "$SCRATCH/a"])
+
+
 def test_a_missing_file_is_refused(tmp_path):
     for path in (tmp_path / "missing.toml", tmp_path):
         with pytest.raises(ValueError, match=f"^{path}: .* gpt-"):

@@ -1,6 +1,9 @@
 """Texts and tokens in the formats of others."""
 
+import bz2
+import gzip
 import json
+import lzma
 import struct
 
 import numpy as np
@@ -216,3 +219,9 @@ def test_training_wants_a_token_file_of_them(name, tmp_path):
     (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match=r"^data\.path: .* is no text: .* hpc3d\.prepare "):
         open_tokens(tmp_path / name)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_text_is_refused(pack, tmp_path, prepared):
+    (tmp_path / "a.txt").write_bytes(pack(TEXT.encode()))
+    assert "a.txt is compressed; unpack it first" in prepared("a.txt")

@@ -7,6 +7,7 @@ import pytest
 from hpc3d.runtime import environment
 
 RANKS = "OMPI_COMM_WORLD_LOCAL_SIZE"
+BTL = "OMPI_MCA_btl"
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 
 
@@ -72,20 +73,20 @@ def test_what_the_user_set_stays(machine, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("step", "hidden"),
+    ("step", "alone"),
     [
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "64"}, True),
         ({"SLURM_STEP_NUM_TASKS": "64"}, False),
         ({"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}, False),
     ],
 )
-def test_open_mpi_does_not_take_a_shell_of_srun_for_its_launcher(
-    machine, monkeypatch, step, hidden
-):
-    machine(8, 8, 8, 8)
-    for name in (*environment.WORLD_RANKS, "PMIX_RANK"):
+def test_mpi_starts_without_a_launcher_where_there_is_none(monkeypatch, step, alone):
+    for name in (*environment.WORLD_RANKS, "PMIX_RANK", BTL):
         monkeypatch.delenv(name, raising=False)
     for name, value in {**step, "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
-    environment.set_environment()
-    assert ("SLURM_STEP_ID" in os.environ) == (not hidden)
+    before = dict(os.environ)
+    with environment.mpi_environment():
+        assert ("SLURM_STEP_ID" in os.environ) == (not alone)
+        assert os.environ.get(BTL) == ("self" if alone else None)
+    assert dict(os.environ) == before

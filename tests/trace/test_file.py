@@ -203,6 +203,15 @@ def test_a_damaged_value_is_refused(path):
             trace.events["dur"]
 
 
+def test_a_file_that_is_being_written_is_refused(path):
+    with h5py.File(path, "r+"):
+        code = f"import hpc3d.trace; hpc3d.trace.open({str(path)!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+    assert done.stderr.endswith(f"{path}: another process is writing it; wait for it\n")
+
+
 def test_a_truncated_file_is_refused(path):
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"trace\.h5: .*--merge"):
