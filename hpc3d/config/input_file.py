@@ -393,7 +393,7 @@ class Config:
 
     __pydantic_config__ = STRICT
     name: str = "gpt"
-    """begins the name of the run's folder"""
+    """begins the name of the run's folder (default for other families: model.kind)"""
     seed: int = 1234
     """of the initial weights, of dropout and of the order of the text"""
     mesh: MeshConfig = field(default_factory=MeshConfig)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING
 
 from hpc3d import limits
 from hpc3d.config.backend_rules import wrong_backend
@@ -21,6 +20,7 @@ from hpc3d.config.input_file import (
     AXES,
     CONSTANTS,
     OPTIMIZER_KEYS,
+    Config,
     ModelConfig,
     TrainConfig,
 )
@@ -32,9 +32,6 @@ from hpc3d.model.families import FAMILIES, family_of, with_epsilon
 from hpc3d.pipeline.schedule import find, usual
 from hpc3d.plain import Problems
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
-
-if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
 
 
 def resolve(config: Config, ranks: int, default: bool = False) -> Config:
@@ -58,7 +55,10 @@ def resolve(config: Config, ranks: int, default: bool = False) -> Config:
         config = enlarged_default(config, ranks)
     config = with_cuboid(config, ranks)
     refuse(violations(config, ranks))
-    return replace(config, model=with_epsilon(config.model))
+    name = config.name
+    if name == Config().name and config.model.kind != ModelConfig().kind:
+        name = config.model.kind
+    return replace(config, name=name, model=with_epsilon(config.model))
 
 
 def refuse(problems: Sequence[str]) -> None:

@@ -21,8 +21,8 @@ from hpc3d.runtime.probe import outcome, release
 CONSENT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 # More ranks than cores: Open MPI 4 reads the first, Open MPI 5 the second.
 CROWD_4, CROWD_5 = "OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy"
-IN_A_JOB = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
-CROWD = {CROWD_4: "1", CROWD_5: "slot:oversubscribe"}
+_IN_A_JOB = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
+_CROWD = {CROWD_4: "1", CROWD_5: "slot:oversubscribe"}
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 _OPEN_MPI = "Open MPI"
 # The kinds of `srun --mpi` that libraries take, by how they begin: pmix_v4 is one.
@@ -177,8 +177,8 @@ def oversubscription(launcher: MpiInstall) -> Iterator[Finding]:
         yield Finding(OK, "more ranks than cores", "mpirun starts them")
     else:
         name = CROWD_4 if _is_4(launcher) else CROWD_5
-        verdict = OK if IN_A_JOB & {*os.environ} else WARN
-        remedy = f"export {name}={CROWD[name]}, or mpirun --oversubscribe"
+        verdict = OK if _IN_A_JOB & {*os.environ} else WARN
+        remedy = f"export {name}={_CROWD[name]}, or mpirun --oversubscribe"
         text = "mpirun does not start them"
         yield Finding(verdict, "more ranks than cores", text, remedy if verdict == WARN else "")
     if os.environ.get(YIELD) == "0":

@@ -130,7 +130,7 @@ def write_segment(
 def read_segment(path: Path, rank: int) -> Segment:
     """A segment of `rank`; ValueError if it is truncated, damaged or inconsistent."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             header = json.loads(arrays["header"].tobytes())
             segment = Segment(header, **{name: arrays[name] for name in TABLES if name in arrays})
         _check(segment, rank)

@@ -121,9 +121,14 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
                 owner = file.read(200).strip()
             raise ValueError(f"{folder}: {owner} is at work there; end it first")
         time.sleep(0.1)
-    with naming(folder / "lock"):
-        file.truncate(0)
-        print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+    try:
+        with naming(folder / "lock"):
+            file.truncate(0)
+            print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+    except OSError:
+        with suppress(OSError):  # of what could not be written
+            file.close()
+        raise
     return file
 
 

@@ -105,7 +105,7 @@ def test_a_file_that_is_not_as_it_should_be_is_refused(tmp_path, content):
 
 def test_without_the_package_there_is_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ValueError, match=r"safetensors: pip install 'hpc3d\[exchange\]'"):
+    with pytest.raises(ValueError, match="needs safetensors: pip install safetensors"):
         write(tmp_path / "none", ARRAYS)
 
 

@@ -224,3 +224,11 @@ def test_a_split_of_letters_is_taken():
     config = resolve(load(None, sized({}, "--parallel.split", '{ m = "x" }')), 8)
     assert config.splits()["dense"].m == "x"
     assert config.mesh.sizes()["x"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [([], "gpt"), (["--model.kind", "bert"], "bert"), (["--name", "a"], "a")],
+)
+def test_an_unnamed_run_has_the_name_of_its_family(words, name):
+    assert resolve(load(None, words), 1).name == name
