@@ -77,7 +77,8 @@ def world() -> int:
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        MPI.Init_thread()
+        with environment.mpi_environment():
+            MPI.Init_thread()
     return MPI.COMM_WORLD.size
 
 
