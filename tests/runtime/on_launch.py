@@ -138,6 +138,16 @@ def interrupted_twice_in_products(job):
     terminated_in_products(job)
 
 
+def interrupted_while_saving(job):
+    """The second signal comes while the copy of this process takes its time."""
+    job.requests = {signal.SIGINT}
+    job.exit_hooks.insert(0, lambda: time.sleep(1000))
+    nameless = {"time": time}  # as torch.fx compiles functions
+    for after in (0.2, 0.6):
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+    exec("while True: time.sleep(0.01)", nameless)
+
+
 def unheard(job):
     """Rank 0 fails while the launcher sleeps, which is woken when that rank has ended."""
     launcher, here = os.getppid(), Path(f"/proc/{os.getpid()}/cmdline")

@@ -130,6 +130,12 @@ def test_a_rank_amid_products_ends_when_it_is_told_to(mode, tmp_path):
     wait_for((tmp_path / "0").exists)
 
 
+def test_a_second_interrupt_does_not_wait_for_what_the_first_one_saves(tmp_path):
+    done = alone("tests.runtime.on_launch", "interrupted_while_saving", tmp_path)
+    subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=False)  # the copy
+    assert (done.returncode, done.stderr) == (130, "hpc3d.test: ended by SIGINT\n")
+
+
 def test_an_interrupt_before_there_is_a_job_is_a_line(monkeypatch, capsys):
     def interrupt(name, body):
         raise KeyboardInterrupt

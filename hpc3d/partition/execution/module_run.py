@@ -258,8 +258,9 @@ class StepInputs:
 
     def __call__(self, step: int) -> list[Any]:
         """Flat, in the order of the captured program."""
+        given = self.given(step)
         try:
-            flat = flat_inputs(self.captured, self.given(step))
+            flat = flat_inputs(self.captured, given)
         except ValueError as error:
             raise BadData(f"step {step}: {error}") from None
         for node, value in zip(self.captured.inputs, flat, strict=True):

@@ -47,7 +47,9 @@ def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
     if isinstance(inputs, dict):
         names = captured.program.call_spec.in_spec.child(1).context
         if {*inputs} != {*names}:
-            raise ValueError(f"the inputs are {', '.join(inputs) or 'none'}, not {wanted}")
+            raise ValueError(
+                f"the inputs are {', '.join(map(str, inputs)) or 'none'}, not {wanted}"
+            )
         inputs = tuple(inputs[name] for name in names)
     flat = [*_leaves(inputs)]
     if len(flat) != len(captured.inputs):
