@@ -244,7 +244,7 @@ def test_the_gpu_check_passes_on_it(part, tmp_path):
     words = ["-m", "tests.played", "tests.gpu.child", part, events, "--quick"]
     done = mpirun(1, *words, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    ends = [event for event in map(json.loads, events.open()) if event["event"] == "end"]
+    ends = [event for event in map(json.loads, events.read_text().splitlines()) if event["event"] == "end"]
     assert [event for event in ends if event["outcome"] == "failed"] == []
     assert sum(event["outcome"] == "passed" for event in ends) >= 4
 
