@@ -92,8 +92,8 @@ SAID = {
     [
         case("raise", 2, "auto"),
         case("raise", 0, "mpi", day=0),
-        case("memory", 3, "mpi"),
-        case("exit", 3, "mpi"),
+        case("memory", 3, "mpi", day=1),
+        case("exit", 3, "mpi", day=2),
         case("exit", 0, "auto", ranks=8, day=1),
         case("reader", 0, "auto"),
         case("writer", 0, "mpi"),

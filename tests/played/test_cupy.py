@@ -153,13 +153,16 @@ def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     [
         pytest.param(
             {"mesh__x": 2, "parallel__scheme": "1d-sequence", "parallel__microbatches": 2},
-            marks=pytest.mark.slow,
+            marks=rotating(0, days=3),
         ),
         pytest.param(
             {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches": 4},
-            marks=pytest.mark.slow,
+            marks=rotating(1, days=3),
         ),
-        {"mesh__d": 2, "parallel__zero": 1, "mesh__transport": "host-staged"},
+        pytest.param(
+            {"mesh__d": 2, "parallel__zero": 1, "mesh__transport": "host-staged"},
+            marks=rotating(2, days=3),
+        ),
     ],
     ids=["1d-sequence", "1f1b", "ZeRO"],
 )
@@ -244,7 +247,11 @@ def test_the_gpu_check_passes_on_it(part, tmp_path):
     words = ["-m", "tests.played", "tests.gpu.child", part, events, "--quick"]
     done = mpirun(1, *words, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    ends = [event for event in map(json.loads, events.read_text().splitlines()) if event["event"] == "end"]
+    ends = [
+        event
+        for event in map(json.loads, events.read_text().splitlines())
+        if event["event"] == "end"
+    ]
     assert [event for event in ends if event["outcome"] == "failed"] == []
     assert sum(event["outcome"] == "passed" for event in ends) >= 4
 
