@@ -52,8 +52,8 @@ def set_environment() -> None:
 def mpi_environment() -> Iterator[None]:
     """The environment in which to start MPI: another one if no launcher started this process.
 
-    There, Open MPI leaves a segment of shared memory behind unless told that no message leaves the
-    process.  Open MPI 4 takes the srun of a shell for its launcher, and aborts.
+    There, Open MPI leaves a segment of shared memory behind if it may send messages to others.
+    Open MPI 4 takes the srun of a shell for its launcher, and aborts.
     """
     before = dict(os.environ)
     if number_in(WORLD_RANKS, default=1) == 1 and "PMIX_RANK" not in os.environ:
