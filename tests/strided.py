@@ -1,13 +1,18 @@
-"""Cases of long tables: which of them `make test` runs, and which pairs there are."""
+"""Cases of long tables: which of them `make test` runs, and on which days slow tests run."""
 
+import json
 import os
 import re
 import time
+from functools import cache
+from pathlib import Path
+from zlib import crc32
 
 import pytest
 
 REASON = re.compile(r"runs on one of (\d+) days: DAY=(\d+)")
 TODAY = int(os.environ.get("DAY", time.time() // 86400))
+COSTLY = 5  # CPU seconds: the cases of a slow test function that takes more rotate
 
 
 def rotating(turn, days=7):
@@ -16,12 +21,32 @@ def rotating(turn, days=7):
     return pytest.mark.skipif(turn % days != TODAY % days, reason=reason)
 
 
+daily = rotating(0, days=1)
+
+
+@cache
+def costs():
+    """CPU seconds by test function, as `make test-profile` has measured them."""
+    return json.loads((Path(__file__).parent / "costs.json").read_text(encoding="utf-8"))
+
+
+def mark_costly(item):
+    """Let a slow test that takes long run on one of three days, if no mark names its days."""
+    cost = costs().get(item.nodeid.partition("[")[0], 0)
+    if cost >= COSTLY and item.get_closest_marker("slow") and not _turns(item):
+        item.add_marker(rotating(crc32(item.nodeid.encode()), days=3))
+
+
 def days_of(item):
     """The days of three weeks on which a test runs."""
+    return [day for day in range(21) if all(day % days == turn for days, turn in _turns(item))]
+
+
+def _turns(item):
+    """The pairs (days, turn) of its marks."""
     reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
-    turns = [map(int, found.groups()) for found in map(REASON.fullmatch, reasons) if found]
-    turns = [(turn, days) for days, turn in turns]
-    return [day for day in range(21) if all(day % days == turn for turn, days in turns)]
+    found = filter(None, map(REASON.fullmatch, reasons))
+    return [tuple(map(int, each.groups())) for each in found]
 
 
 def strided(cases, every, first=0, ids=str, days=3):

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from tests.mpi import ROOT, checked
-from tests.strided import rotating
 
 
 def test_calls_are_between_ranks():
@@ -21,7 +20,6 @@ def test_calls_are_between_ranks():
 
 
 @pytest.mark.slow
-@rotating(0, days=3)
 def test_calls_are_measured_against_those_of_mpi():
     out = checked(2, "-m", "hpc3d.bench", "calls", "--rounds", "1", "--json")
     *_, last = out.splitlines()

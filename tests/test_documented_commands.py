@@ -16,7 +16,7 @@ from tests.documented.parsers import wrong
 from tests.documented.scripts import played, reduced, script
 from tests.documented.tables import ELSEWHERE, EXPECTED, REDUCED, SETTINGS, SHOWN
 from tests.mpi import ROOT
-from tests.strided import rotating
+from tests.strided import daily
 
 SECONDS = 280  # of a page
 RUNS = "python", "hpc3d", "mpirun", "ls", "for", "until", "do", "done", "sleep", "kill", "wait"
@@ -112,16 +112,10 @@ def as_typed(name, page, text):
     return reduced(text, REDUCED[pattern]) if pattern else text
 
 
-DAILY = "README.md", "docs/tutorial.md"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[] if page in DAILY else rotating(turn, days=3))
-        for turn, page in enumerate(PLAYED)
-    ],
+    [pytest.param(page, marks=[daily] if page == "README.md" else []) for page in PLAYED],
 )
 def test_the_commands_of_a_page_run(page, tmp_path, some_run):
     for name in ("inputs", "jobs"):

@@ -13,7 +13,6 @@ from hpc3d.runtime.exit_codes import FAILED, STALLED
 from hpc3d.trace.merge import merge
 from tests.mpi import mpirun
 from tests.runs import assert_gone, newest, said, when_running, words
-from tests.strided import rotating
 
 slow = pytest.mark.slow
 NEVER = 1000  # seconds until the watchdog would end a job that has to end by itself
@@ -71,10 +70,8 @@ class Fault:
             assert "in wait_until" in text
 
 
-def case(*values, ranks=4, day=None):
-    """A case with a `day` is close to another one, and runs on that one of three days only."""
-    marks = [slow] if day is None else [slow, rotating(day, days=3)]
-    return pytest.param(*values, ranks, marks=marks)
+def case(*values, ranks=4):
+    return pytest.param(*values, ranks, marks=slow)
 
 
 SAID = {
@@ -91,15 +88,15 @@ SAID = {
     ("fault", "who", "transport", "ranks"),
     [
         case("raise", 2, "auto"),
-        case("raise", 0, "mpi", day=0),
-        case("memory", 3, "mpi", day=1),
-        case("exit", 3, "mpi", day=2),
-        case("exit", 0, "auto", ranks=8, day=1),
+        case("raise", 0, "mpi"),
+        case("memory", 3, "mpi"),
+        case("exit", 3, "mpi"),
+        case("exit", 0, "auto", ranks=8),
         case("reader", 0, "auto"),
         case("writer", 0, "mpi"),
-        case("writer", 7, "auto", ranks=8, day=2),
+        case("writer", 7, "auto", ranks=8),
         case("full disk", 2, "auto"),
-        case("full disk", 0, "auto", ranks=8, day=0),
+        case("full disk", 0, "auto", ranks=8),
     ],
 )
 def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
@@ -117,10 +114,10 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
     ("who", "transport", "ranks"),
     [
         case(0, "mpi", ranks=2),
-        case(0, "mpi", day=0),
+        case(0, "mpi"),
         case(3, "auto"),
-        case(11, "auto", ranks=16, day=1),
-        case(7, "mpi", ranks=8, day=2),
+        case(11, "auto", ranks=16),
+        case(7, "mpi", ranks=8),
     ],
 )
 def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
@@ -135,11 +132,11 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("who", "transport", "ranks"),
     [
-        case(0, "auto", ranks=2, day=0),
+        case(0, "auto", ranks=2),
         case(0, "auto"),
         case(3, "mpi"),
-        case(0, "mpi", ranks=8, day=1),
-        case(7, "auto", ranks=8, day=2),
+        case(0, "mpi", ranks=8),
+        case(7, "auto", ranks=8),
     ],
 )
 def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):

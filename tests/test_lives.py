@@ -22,7 +22,6 @@ from tests.checkpoints.test_saver import whole_ones
 from tests.mpi import ROOT, checked, launcher, surroundings
 from tests.pipeline.mixes import config_of, trainer_of
 from tests.runs import newest, train, wait_for, words
-from tests.strided import rotating
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SAID = re.compile(r"^checkpoint step-(\d+): ", re.MULTILINE)
@@ -89,7 +88,6 @@ def kill_all(process, word):
     process.wait()
 
 
-@rotating(1, days=3)
 def test_25_lives_on_real_ranks(tmp_path):
     """Every fifth ends while it begins."""
     draw, file, printed = random.Random(3), tmp_path / "losses", tmp_path / "printed"

@@ -6,7 +6,6 @@ import pytest
 
 from hpc3d.benchmarks import planned_runs
 from hpc3d.benchmarks.planned_runs import PlannedStep, plans, summary
-from tests.strided import rotating
 
 
 def test_errors_and_the_chosen_plan_of_each_model(capsys):
@@ -22,7 +21,6 @@ def test_errors_and_the_chosen_plan_of_each_model(capsys):
 
 
 @pytest.mark.slow
-@rotating(0, days=3)
 def test_every_plan_of_a_small_model_is_run(monkeypatch, capsys):
     """How long it takes says nothing on a machine that is busy."""
     pytest.importorskip("torch")

@@ -16,8 +16,9 @@ from hpc3d.trace.checks_per_rank import violations
 from tests.elided import elided
 from tests.mpi import checked, mpirun
 from tests.runs import losses, newest, said, train, wait_for, when_running, words
+from tests.strided import daily
 
-STEPS = 8
+STEPS, RANKS = 8, 4
 LINE = re.compile(r"^ *(\d+) +(\d+\.\d+) ", re.MULTILINE)
 
 
@@ -28,10 +29,10 @@ def undisturbed(ranks, folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return undisturbed(8, tmp_path_factory.mktemp("whole"))
+    return undisturbed(RANKS, tmp_path_factory.mktemp("whole"))
 
 
-def part(folder, steps=4, ranks=8, **values):
+def part(folder, steps=4, ranks=RANKS, **values):
     """A run that saves every second step and ends."""
     return train(ranks, folder, train__steps=steps, checkpoint__every=2, **values)
 
@@ -50,11 +51,12 @@ def by_step(run):
     return dict(zip(steps, found, strict=True))
 
 
+@daily
 @pytest.mark.slow
 def test_on_one_layout_it_goes_on_to_the_last_bit(whole, tmp_path):
     """Log and trace go on, too."""
     run = part(tmp_path)
-    said = resumed(8, run)
+    said = resumed(RANKS, run)
     assert losses(run).tolist() == whole.tolist()
     with hpc3d.trace.open(run) as trace:
         assert trace.attrs["complete"] and violations(trace) == []
@@ -118,9 +120,10 @@ def test_a_run_knows_its_text_in_any_folder_and_refuses_another(tmp_path):
     assert "resume: step 2 follows" in out and "data.path was" not in out
 
 
+@daily
 @pytest.mark.slow
 def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
-    run = part(tmp_path, steps=2)
+    run = part(tmp_path, steps=2, ranks=8)
     said = resumed(12, run, steps=3)
     assert "resume: mesh.y was 2, is 3" in said
     resumed(1, run, steps=4)
@@ -142,7 +145,6 @@ def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
 def test_a_killed_run_goes_on_from_what_it_announced(tmp_path_factory):
     """kill -9 of all ranks, somewhere after the second checkpoint; of one rank, at every point, it
     is tests/checkpoints/test_saver.py."""
-    ranks = 8
     tmp_path = tmp_path_factory.mktemp("killed")
 
     def kill():
@@ -150,12 +152,12 @@ def test_a_killed_run_goes_on_from_what_it_announced(tmp_path_factory):
         subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=True)
 
     options = words(tmp_path, train__steps=1000, checkpoint__every=1)
-    killed = mpirun(ranks, "-m", "hpc3d.train", *options, meanwhile=kill)
+    killed = mpirun(RANKS, "-m", "hpc3d.train", *options, meanwhile=kill)
     assert killed.returncode == -signal.SIGKILL
     run = newest(tmp_path)
     done = int(steps_of(run / "checkpoints")[0].name.removeprefix("step-"))
-    resumed(ranks, run, steps=max(STEPS, done + 1))
-    found, whole = by_step(run), undisturbed(ranks, tmp_path_factory.mktemp("whole"))
+    resumed(RANKS, run, steps=max(STEPS, done + 1))
+    found, whole = by_step(run), undisturbed(RANKS, tmp_path_factory.mktemp("whole"))
     assert {*range(done, STEPS)} <= found.keys()
     assert all(found[step] == loss for step, loss in enumerate(whole) if step in found)
     assert not [*(run / "checkpoints").glob("*.tmp")]
@@ -168,7 +170,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path):
     content = bytearray(shard.read_bytes())
     content[7] ^= 1
     shard.write_bytes(content)
-    out = resumed(8, run)
+    out = resumed(RANKS, run)
     assert f"{shard.name} " in out and "resume: step 2 " in out
     assert losses(run).tolist() == whole.tolist()
 
@@ -207,7 +209,7 @@ def test_evaluations_are_those_of_one_rank_and_go_on_with_the_run(tmp_path):
     assert expected[:, 0].tolist() == [2, 5, 7]
     run = part(tmp_path / "parts", 6, mesh__p=2, parallel__microbatches=4, **HELD)
     np.testing.assert_allclose(evaluations(run), expected[:2], rtol=1e-10)
-    resumed(8, run)
+    resumed(RANKS, run)
     np.testing.assert_allclose(evaluations(run), expected, rtol=1e-10)
     log = (run / "train.log").read_text(encoding="utf-8")
     found = re.findall(r"(evaluation after step \d+: .* in \d+\.\d\d s)(, the best so far)?", log)

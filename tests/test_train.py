@@ -21,7 +21,7 @@ from hpc3d.trace.checks_per_rank import violations
 from hpc3d.training import run_folder
 from tests.mpi import ROOT, checked, mpirun
 from tests.runs import losses, newest, said, train, words
-from tests.strided import rotating, strided
+from tests.strided import daily, strided
 
 slow = pytest.mark.slow
 
@@ -329,10 +329,7 @@ def serial(tmp_path_factory):
 @slow
 @pytest.mark.parametrize(
     ("x", "y", "z"),
-    [
-        pytest.param(*case, marks=rotating(turn, 2))
-        for turn, case in enumerate([(2, 3, 2), (3, 3, 3)])
-    ],
+    [(2, 3, 2), (3, 3, 3)],
 )
 def test_any_cuboid_has_the_same_losses(x, y, z, serial, tmp_path):
     path = train(x * y * z, tmp_path, 280, train__steps=STEPS, mesh__x=x, mesh__y=y, mesh__z=z)
@@ -340,7 +337,6 @@ def test_any_cuboid_has_the_same_losses(x, y, z, serial, tmp_path):
 
 
 @slow
-@rotating(2, days=3)
 def test_64_ranks_on_few_cores_have_the_same_losses_and_none_is_taken_for_stopped(
     serial, tmp_path
 ):
@@ -348,6 +344,7 @@ def test_64_ranks_on_few_cores_have_the_same_losses_and_none_is_taken_for_stoppe
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 
+@daily
 @slow
 @pytest.mark.parametrize(("scheme", "ranks"), [("1d", 2), ("2d-summa", 4), ("3d-broadcast", 8)])
 def test_every_scheme_has_the_same_losses(scheme, ranks, serial, tmp_path):

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.mpi import ROOT, mpirun, surroundings
+from tests.strided import rotating
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, rotating(1, days=3)]  # they share what is built
 
 BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
 SOURCES = ("hpc3d", "inputs", "jobs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")

@@ -5,7 +5,6 @@ first, so that both workers end together.  Units that start MPI jobs go to one w
 there are others: jobs take turns (tests/mpi.py), and two workers would wait for each other.
 """
 
-import json
 import re
 from collections import Counter
 from functools import cache
@@ -13,12 +12,13 @@ from pathlib import Path
 
 from xdist.scheduler import LoadFileScheduling
 
+from tests.strided import costs
+
 STARTS_JOBS = re.compile(
     r"from tests\.(mpi|jobs|runs|documented\.scripts) import "
     r".*\b(mpirun|checked|train|played|Case)\b"
 )
 ROOT = Path(__file__).parent.parent
-COSTS = ROOT / "tests" / "costs.json"  # CPU seconds of test functions, by `make test-profile`
 LONG = 60  # CPU seconds of a file whose functions are units of their own
 
 
@@ -36,7 +36,7 @@ class LongestFirst(LoadFileScheduling):
 
     def __init__(self, config, log=None):
         super().__init__(config, log)
-        self.costs = Counter(json.loads(COSTS.read_text(encoding="utf-8")))
+        self.costs = Counter(costs())
         for function, seconds in [*self.costs.items()]:
             self.costs[file_of(function)] += seconds
 

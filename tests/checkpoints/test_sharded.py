@@ -28,7 +28,7 @@ from tests.pipeline.mixes import (
     trained_of,
     trainer_of,
 )
-from tests.strided import strided
+from tests.strided import daily, strided
 
 LAYOUTS = """
 p=1 schedule=none microbatches=2
@@ -99,7 +99,7 @@ def checkpoints(tmp_path_factory):
 def _when(i, j):
     if not ((i + j) % 26 or i > j or i % 2):
         return []
-    return pytest.mark.slow
+    return [daily, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.pipeline.mixes import (
     train,
     words_of,
 )
-from tests.strided import covering
+from tests.strided import covering, daily
 
 SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
 
@@ -35,7 +35,10 @@ QUICK = covering(sorted(MIXES, key=ranks), ("schedule", "scheme", "zero", "conte
 
 @pytest.mark.parametrize(
     "line",
-    [pytest.param(line, marks=[] if line in QUICK else [pytest.mark.slow]) for line in MIXES],
+    [
+        pytest.param(line, marks=[] if line in QUICK else [daily, pytest.mark.slow])
+        for line in MIXES
+    ],
 )
 def test_a_mix_is_serial(line):
     config, expected = config_of(line), serial(alone(line))
@@ -84,6 +87,7 @@ def cases(lines):
     return [Case(ranks(line), next(transports), line) for line in lines]
 
 
+@daily
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # tests.jobs limits each case
 @pytest.mark.parametrize("case", cases(MIXES), ids=str)
@@ -91,6 +95,7 @@ def test_a_mix_on_real_ranks_is_serial(run_in_job, case):
     run_in_job(ON_MPI, case)
 
 
+@daily
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("case", [Case(64, "auto", f"{line} steps=2") for line in LARGE], ids=str)

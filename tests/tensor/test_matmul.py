@@ -10,7 +10,7 @@ import pytest
 from hpc3d.comm.threads import run
 from hpc3d.tensor.matmul import Matmul, Split
 from tests.mpi import checked
-from tests.strided import strided
+from tests.strided import daily, strided
 from tests.tensor.cases import CUBOIDS, SPLITS, sizes, splits
 
 M, K, N = 48, 48, 96
@@ -107,8 +107,8 @@ def test_a_size_that_does_not_divide_names_the_axes():
 @pytest.mark.parametrize(
     ("ranks", "transport"),
     [
-        pytest.param(8, "auto", marks=pytest.mark.slow),
-        pytest.param(12, "mpi", marks=pytest.mark.slow),
+        pytest.param(8, "auto", marks=[daily, pytest.mark.slow]),
+        pytest.param(12, "mpi", marks=[daily, pytest.mark.slow]),
     ],
 )
 def test_the_same_on_real_ranks(ranks, transport):

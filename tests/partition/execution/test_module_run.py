@@ -37,7 +37,7 @@ from tests.partition.execution.modules import (
 )
 from tests.partition.test_plan_file import plan_of
 from tests.runs import losses, newest, said, when_running
-from tests.strided import rotating, strided
+from tests.strided import strided
 
 COMMAND = ("-m", "hpc3d.partition", "run")
 EVERYTHING = (f"{HERE}:in_double", "--torch.inputs", f"{HERE}:batch_of")
@@ -143,10 +143,7 @@ SCHEDULES = {  # by ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ranks",
-    [2, 4, *(pytest.param(n, marks=rotating(turn, days=3)) for turn, n in enumerate([1, 3, 8]))],
-)
+@pytest.mark.parametrize("ranks", SCHEDULES)
 def test_every_schedule_trains_as_torch_does(ranks, tmp_path):
     """Parameters and losses of the whole module after three steps."""
     name, plans = f"{HERE}:eight_layers", []

@@ -30,7 +30,6 @@ from tests.partition.execution.modules import (
     prepared,
     state,
 )
-from tests.strided import rotating
 
 CHAIN, EVERYTHING = f"{HERE}:chain", f"{HERE}:everything"
 BERT, RESNET = "inputs.partition.bert:small", "inputs.partition.resnet:small"
@@ -314,7 +313,7 @@ RUN = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "replicas", "micros", "schedule", "how"),
-    [pytest.param(*case, marks=rotating(turn, days=3)) for turn, case in enumerate(RUN)],
+    RUN,
 )
 def test_torchrun_trains_as_the_whole(name, replicas, micros, schedule, how, tmp_path):
     text = written(name, replicas, micros, schedule, **how)

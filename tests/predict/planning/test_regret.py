@@ -1,4 +1,4 @@
-"""Plans against all layouts that the rules allow, each simulated; of many, a third a day."""
+"""Plans against all layouts that the rules allow, each simulated; of many, a seventh a day."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +14,7 @@ from hpc3d.predict.planning.ranked_layouts import ranked
 from tests.predict.machine.test_between_hosts import hosts
 from tests.predict.planning.brute import every_layout, step
 from tests.predict.planning.test_search import CLUSTER, ROOT, config_of, settled
-from tests.strided import TODAY
+from tests.strided import TODAY, daily
 
 KEYS = [
     *(f"model.{size}" for size in ("layers", "hidden", "heads", "sequence", "vocabulary")),
@@ -23,7 +23,7 @@ KEYS = [
 ]
 HOSTS = hosts(2, wake=2e-5)  # of one core each
 PAIRS = replace(CLUSTER, ranks_per_node=2, links=(Link(2, 2e-6, 100e9), *CLUSTER.links[1:]))
-A_DAY, DAYS = 500, 3  # of more layouts than A_DAY, each is simulated on one of DAYS days
+A_DAY, DAYS = 500, 7  # of more layouts than A_DAY, each is simulated on one of DAYS days
 EIGHT, OTHER = "model.experts=8 model.top_k=4", "model.moe_every=2 model.shared_experts=1"
 
 
@@ -128,6 +128,7 @@ def test_fewer_microbatches_than_stages_and_zero_2_are_found(space, line):
     assert chosen(space, 80e9)[0] <= 1.02 * best
 
 
+@daily
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SPACES)
