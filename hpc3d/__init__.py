@@ -9,7 +9,18 @@ From Python (docs/api.md):
     run = hpc3d.open("results/RUN")         # run.verdict, run.losses, run.timeline()
 """
 
+import signal
+import sys
+
 __version__ = "0.2.0"
+
+# Ctrl-C ends a command that still imports its modules without a traceback.  Later cli.run or
+# launch.run decides.
+if (
+    any(word == "-m" or word.endswith("/hpc3d") for word in sys.argv[:1])
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # what editors and type checkers read; the table below is what runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -49,6 +50,8 @@ class Parser(argparse.ArgumentParser):
 def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
     """The exit code of `body()`, 0 if it returns none; for bad input lines and its code.  One that
     is not `patient` shows by itself that it is at work."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with plain_streams():
         try:
             with patience(verb) if patient else nullcontext():

@@ -1,11 +1,18 @@
 """What the commands share: options that are numbers, and how a command ends."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
+from hpc3d.__main__ import COMMANDS
 from hpc3d.cli import Parser, number_of_ranks, positive, run
 from hpc3d.limits import MOST_RANKS
 from hpc3d.plain import Problems
 from hpc3d.runtime.exit_codes import BAD_INPUT
+from tests.mpi import ROOT
 
 
 def parsed(*words):
@@ -62,6 +69,17 @@ def test_an_interrupt_is_a_line(capsys):
 
     assert run("plan", interrupted) == 130
     assert capsys.readouterr().err == "hpc3d.plan: interrupted\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_interrupt_while_a_command_imports_is_no_traceback(command, tmp_path):
+    interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    for name in ("argparse", "pathlib"):  # each command imports one of them
+        (tmp_path / f"{name}.py").write_text(interrupt)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    words = [sys.executable, "-m", f"hpc3d.{command}", "--help"]
+    done = subprocess.run(words, env=environment, capture_output=True, check=False, timeout=100)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
 def test_a_fault_of_the_program_is_not_taken_for_bad_input():

@@ -61,7 +61,7 @@ def pytest_on(folder, text, *words):
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", folder]
     return subprocess.run(
         [*map(str, command), "-p", "no:cacheprovider", *words, "test_cases.py"],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
+        env={**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
         cwd=folder,
         capture_output=True,
         text=True,

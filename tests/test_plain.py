@@ -425,6 +425,7 @@ def test_a_log_that_cannot_be_written_is_named():
 )
 def test_what_happened_to_a_rank_is_a_line(error, line):
     assert re.fullmatch(elided(line), what_happened(error))
+    assert "--resume" not in what_happened(error, "generate")
 
 
 def test_a_file_that_the_disk_has_no_room_for_is_named(terminal):

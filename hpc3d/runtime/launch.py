@@ -153,23 +153,22 @@ def _explain_single(meant: int) -> list[str]:
 def _die(job: Job, error: BaseException) -> None:
     """Say what happened on this rank, once for the job, save what can be saved, end the job."""
     if job.first_to_fail():
-        job.complain(f"rank {job.rank} {what_happened(error)}")
+        job.complain(f"rank {job.rank} {what_happened(error, job.name)}")
     finish(job)
     job.abort(_exit_code(error))
 
 
-def what_happened(error: BaseException) -> str:
+def what_happened(error: BaseException, command: str = "train") -> str:
+    """What a rank says of the error that ends it."""
+    again = "start again" + ", or go on with --resume" * (command == "train")
     if isinstance(error, SystemExit):
         return f"exited with {plain(str(error.code))}"
     what = plain(str(error))
     if isinstance(error, BadData):
-        return f"failed: {what}; then start again, or go on with --resume"
+        return f"failed: {what}; then {again}"
     if isinstance(error, OSError) and error.errno in _DISK:
         where = f": {plain(str(error.filename))}" if error.filename else ""
-        return (
-            f"failed: {plain(why(error))}{where}; fix that, then start again, or go on with "
-            "--resume"
-        )
+        return f"failed: {plain(why(error))}{where}; fix that, then {again}"
     if isinstance(error, MemoryError):
         return (
             f"failed: out of memory ({what}); use more ranks, parallel.zero, parallel.recompute, "
