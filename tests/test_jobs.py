@@ -1,10 +1,11 @@
 """Cases that share an MPI job keep their own outcomes (tests/jobs.py, tests/turns.py)."""
 
-import json
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-from tests import jobs, turns
+import pytest
+
+from tests import jobs, strided, turns
 from tests.jobs import Case, outcomes_of
 from tests.on_ranks import DONE
 
@@ -43,11 +44,9 @@ def test_a_job_that_ends_early_without_an_error_fails_the_next_case(monkeypatch)
     assert not found[CASES[0]] and "exit 0" in found[CASES[1]]
 
 
-def test_units_that_take_long_come_first_and_long_files_are_divided(monkeypatch, tmp_path):
-    costs = tmp_path / "costs.json"
-    long = turns.LONG + 1
-    costs.write_text(json.dumps({"a.py::one": 5, "b.py::one": long, "b.py::two": 9}))
-    monkeypatch.setattr(turns, "COSTS", costs)
+def test_units_that_take_long_come_first_and_long_files_are_divided(monkeypatch):
+    costs = {"a.py::one": 5, "b.py::one": turns.LONG + 1, "b.py::two": 9}
+    monkeypatch.setattr(turns, "costs", lambda: costs)
     monkeypatch.setattr(turns, "starts_jobs", lambda unit: "job" in unit)
     config = SimpleNamespace(getvalue=lambda name: ["2*popen"], option=SimpleNamespace())
     monkeypatch.setattr("xdist.scheduler.loadscope.parse_tx_spec_config", lambda _: ["", ""])
@@ -66,3 +65,27 @@ def test_units_that_take_long_come_first_and_long_files_are_divided(monkeypatch,
     scheduler._assign_work_unit(workers[1])
     scheduler._assign_work_unit(workers[1])
     assert sent == [[3], [2], [1]]
+
+
+def test_each_case_of_a_costly_slow_test_runs_on_one_of_three_days(request, monkeypatch):
+    file = request.node.parent.nodeid
+    costs = {f"{file}::costly": strided.COSTLY, f"{file}::cheap": 1}
+    monkeypatch.setattr(strided, "costs", lambda: costs)
+
+    def days(name, *marks):
+        item = pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None)
+        for mark in marks:
+            item.add_marker(mark)
+        strided.mark_costly(item)
+        return {day % 3 for day in strided.days_of(item)}
+
+    slow = pytest.mark.slow
+    cases = [days(f"costly[{case}]", slow) for case in range(30)]
+    assert set.union(*cases) == {0, 1, 2} and {len(each) for each in cases} == {1}
+    for always in (
+        days("cheap[1]", slow),
+        days("costly[1]"),
+        days("costly[1]", slow, strided.daily),
+    ):
+        assert always == {0, 1, 2}
+    assert days("costly[1]", slow, strided.rotating(2, days=3)) == {2}
