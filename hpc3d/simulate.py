@@ -18,7 +18,7 @@ from hpc3d.cli import Parser, number_of_ranks, readable_time, run, whole
 from hpc3d.extras import need
 from hpc3d.pipeline.csv_schedule import to_csv
 from hpc3d.pipeline.draw import draw
-from hpc3d.pipeline.ideal_run import MOST_PASSES, TIMES, bounds_of_times, ideal_run, is_time
+from hpc3d.pipeline.ideal_run import MOST_SIMULATED, TIMES, bounds_of_times, ideal_run, is_time
 from hpc3d.pipeline.schedule import SCHEDULES, find
 from hpc3d.plain import counted, plain
 
@@ -184,7 +184,7 @@ def _add_options(add):
     add("--json", action="store_true", help=_SCHEDULE_JSON)
 
 
-_size = whole(0, MOST_PASSES)  # what is too small for a schedule is refused by that
+_size = whole(0, MOST_SIMULATED)  # what is too small for a schedule is refused by that
 
 
 def _time(what):

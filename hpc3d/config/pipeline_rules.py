@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.schedule import Schedule
 
-_MOST_PASSES = 50_000  # of a schedule that is laid out for all steps of a run
+_PASSES_OF_RUN = 50_000  # forward passes of a schedule that is laid out for the whole run
 
 
 def wrong_pipeline(config: Config) -> Iterator[str]:
@@ -63,11 +63,11 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
     """What needs a step to end, under a schedule whose steps overlap."""
     a_step = config.mesh.p * config.parallel.microbatches
     passes = config.train.steps * a_step
-    if passes > _MOST_PASSES:
+    if passes > _PASSES_OF_RUN:
         yield (
             f"train.steps = {config.train.steps}: schedule {schedule.name} is laid out for the "
             f"whole run, here {passes} forward passes; use at most "
-            f"{counted(_MOST_PASSES // a_step, 'step')}"
+            f"{counted(_PASSES_OF_RUN // a_step, 'step')}"
         )
     saving = config.checkpoint
     for key, value, none in (("every", saving.every, 0), ("keep_best", saving.keep_best, "false")):

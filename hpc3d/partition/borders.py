@@ -10,7 +10,7 @@ from hpc3d.partition.stages import Limits
 from hpc3d.partition.step_time import Timed, timed
 
 _NEAR = 16  # places of a border that are tried
-_MOST_PASSES = 100_000  # that are run on the clock to improve a plan
+_BORDER_BUDGET = 100_000  # simulated passes in which the borders of a plan are improved
 
 
 def moved(cuts: Downsets | Chain, limits: Limits, found: Timed, number: int) -> Iterator[Timed]:
@@ -28,7 +28,7 @@ def moved(cuts: Downsets | Chain, limits: Limits, found: Timed, number: int) -> 
 
 def settled(cuts: Downsets | Chain, limits: Limits, found: Timed) -> Timed:
     """A step that no near place of any one border makes shorter, as far as the time allows."""
-    left, borders, still = _MOST_PASSES, len(found.ends) - 1, 0
+    left, borders, still = _BORDER_BUDGET, len(found.ends) - 1, 0
     number = 0
     while borders and still < borders and left > 0:
         best = min(

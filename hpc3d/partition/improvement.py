@@ -20,7 +20,7 @@ from hpc3d.partition.joint_search import Allowed, JointSearch
 
 _NEAR = 6  # places of a border that are tried on each side, by atoms and by blocks
 _AROUND = 60  # atoms on one side of all borders together
-_MOST_PASSES = 600_000  # that are run on the clock to improve an arrangement
+_CLIMB_BUDGET = 600_000  # simulated passes of one climb
 
 
 def improved(
@@ -37,7 +37,7 @@ def improved(
 def _climbed(costs, choice, allowed, places):
     """By one change at a time."""
     best = evaluated(costs, choice, allowed.memory)
-    left, better = _MOST_PASSES, True
+    left, better = _CLIMB_BUDGET, True
     while better and left > 0:
         better = False
         for kind in range(_kinds(choice)):

@@ -23,7 +23,7 @@ from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
-MOST_PASSES = 1_000_000  # that are run on the clock, in all searches together
+SEARCH_BUDGET = 1_000_000  # simulated passes of all searches together
 _LOOK = 32  # passes that one look at how to go on counts for
 
 
@@ -48,7 +48,7 @@ def quickest(
     cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...], passes: int | None = None
 ) -> Timed | None:
     """The shortest step of all numbers of stages and `schedules`, as far as so many `passes` go
-    (None: MOST_PASSES); None if nothing fits."""
+    (None: SEARCH_BUDGET); None if nothing fits."""
     most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more are mostly faster
     kinds = [(name if stages > 1 else "none", stages) for stages in most for name in schedules]
     kinds = [*dict.fromkeys(kinds)]
@@ -56,7 +56,7 @@ def quickest(
         flights: table(cuts, limits._replace(bandwidth=None, latency=0.0, all_in_flight=flights))
         for flights in {name == "gpipe" for name, _ in kinds}
     }
-    best, left, proven = None, passes or MOST_PASSES, cuts.exact
+    best, left, proven = None, passes or SEARCH_BUDGET, cuts.exact
     for number, (name, stages) in enumerate(kinds):
         if best and left <= 0:
             return best

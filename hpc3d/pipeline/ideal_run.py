@@ -13,7 +13,7 @@ from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
 from hpc3d.plain import counted, plain
 
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # seconds, the defaults
-MOST_PASSES = 1_000_000
+MOST_SIMULATED = 1_000_000  # forward passes of one simulation
 _SHORTEST, _LONGEST = 1e-12, 1e9  # seconds of a pass, so that sums and shares of them are numbers
 
 Seconds = float | list[float] | tuple[float, ...]
@@ -70,7 +70,7 @@ def ideal_run(
     `times` are those of TIMES that have other values: seconds of a microbatch on a stage, all
     chunks together, or a list with those of each part of the model, and of a message, or of one
     over each border between parts.  No `chunks`: the only number that the schedule has, or 2.
-    ValueError for what the schedule forbids, and for more than MOST_PASSES.
+    ValueError for what the schedule forbids, and for more than MOST_SIMULATED.
     """
     chunks = chunks if chunks is not None else find(name).chunks or 2
     _refuse_large(stages, microbatches, chunks, steps)
@@ -85,10 +85,10 @@ def ideal_run(
 
 
 def _refuse_large(*sizes: int) -> None:
-    if min(sizes) > 0 and math.prod(sizes) > MOST_PASSES:
+    if min(sizes) > 0 and math.prod(sizes) > MOST_SIMULATED:
         raise ValueError(
             f"--stages x --microbatches x --chunks x --steps = {math.prod(sizes)} forward passes: "
-            f"at most {MOST_PASSES} are simulated"
+            f"at most {MOST_SIMULATED} are simulated"
         )
 
 

@@ -52,7 +52,7 @@ def test_what_was_received_is_held_by_every_microbatch_in_flight():
 
 
 def test_a_search_that_is_cut_off_proves_nothing(monkeypatch):
-    monkeypatch.setattr(step_time, "MOST_PASSES", 64)
+    monkeypatch.setattr(step_time, "SEARCH_BUDGET", 64)
     found = quickest(cuts_of(random_graph(4)), Limits(4, microbatches=4), ("1f1b",))
     assert found and not found.proven
 
@@ -65,7 +65,7 @@ def test_all_searches_together_run_so_many_passes_and_one_step(monkeypatch):
         passes.append(sum(map(len, streams)))
         return run(streams, *rest)
 
-    monkeypatch.setattr(step_time, "MOST_PASSES", 5_000)
+    monkeypatch.setattr(step_time, "SEARCH_BUDGET", 5_000)
     monkeypatch.setattr(step_time, "timeline", counted)
     found = quickest(cuts_of(chain(range(1, 21))), Limits(20, microbatches=16), ("1f1b", "gpipe"))
     assert found and not found.proven

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.pipeline.ideal_run import MOST_PASSES, ideal_run
+from hpc3d.pipeline.ideal_run import MOST_SIMULATED, ideal_run
 
 
 def test_what_is_found_names_what_was_asked():
@@ -20,7 +20,7 @@ def test_a_list_of_equal_parts_is_one_number():
 @pytest.mark.parametrize(
     ("sizes", "times", "line"),
     [
-        ((2, MOST_PASSES), {}, f"at most {MOST_PASSES}"),
+        ((2, MOST_SIMULATED), {}, f"at most {MOST_SIMULATED}"),
         ((2, 2), {"forward": 0, "backward": 0, "weight": 0}, "all 0"),
         ((3, 2), {"comm": [1.0]}, "--comm: 1 numbers for 2 borders"),
     ],
