@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # what editors and type checkers read; the table below is wha
     from hpc3d.library.cube import Cube as Cube
     from hpc3d.pipeline.schedule import SCHEDULES as SCHEDULES
     from hpc3d.tensor.layout import Layout as Layout
-    from hpc3d.tensor.matmul import Matmul as Matmul
+    from hpc3d.tensor.matmul import sharded_matmul as Matmul  # noqa: F401
     from hpc3d.tensor.split import SCHEMES as SCHEMES
     from hpc3d.tensor.split import Split as Split
 
@@ -45,7 +45,7 @@ PUBLIC = {
     "Cube": "hpc3d.library.cube:Cube",
     "Grid": "hpc3d.comm.grid:Grid",
     "Layout": "hpc3d.tensor.layout:Layout",
-    "Matmul": "hpc3d.tensor.matmul:Matmul",
+    "Matmul": "hpc3d.tensor.matmul:sharded_matmul",
     "SCHEDULES": "hpc3d.pipeline.schedule:SCHEDULES",
     "SCHEMES": "hpc3d.tensor.split:SCHEMES",
     "Split": "hpc3d.tensor.split:Split",

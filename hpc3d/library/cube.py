@@ -13,7 +13,7 @@ from hpc3d.comm.threads import meshes, run
 from hpc3d.plain import counted
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.summary import moved_by
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import sharded_matmul
 from hpc3d.tensor.split import SCHEMES, Split
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _check(split, x, w, dy, sizes):
 def _product(mesh: Mesh, split: Split, x: Array, w: Array, dy: Array | None) -> _Done:
     """A rank's blocks of the result, and what it received."""
     recorder = MemoryRecorder(mesh.rank, lambda: 0)
-    product = Matmul(mesh.traced(recorder), split)
+    product = sharded_matmul(mesh.traced(recorder), split)
     block = {
         name: np.ascontiguousarray(whole[getattr(split, name).slices(whole.shape, mesh)])
         for name, whole in (("x", x), ("w", w), ("y", dy))

@@ -15,7 +15,7 @@ from hpc3d.model.layers import Linear, row_axes
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.rows import add_bias, sum_rows
 from hpc3d.tensor.layout import Layout
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import sharded_matmul
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -94,7 +94,7 @@ class MaskedHead(Head):
         self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, table: Parameter
     ) -> None:
         hidden, alike = spec.sizes.hidden, spec.splits["dense"].alike()
-        matmul = Matmul(mesh, alike, spec.keep)
+        matmul = sharded_matmul(mesh, alike, spec.keep)
         self.gelu = GELU[spec.sizes.gelu]
         self.dense = Linear(parameters, "head.dense", (hidden, hidden), matmul, spec.sizes.std)
         super().__init__(mesh, parameters, spec, table)

@@ -16,7 +16,7 @@ from hpc3d.model.layers import Dropout, LayerNorm, Linear, NormSaved
 from hpc3d.model.mlp import Mlp
 from hpc3d.model.spec import recompute_of
 from hpc3d.ops.rows import add_bias
-from hpc3d.tensor.matmul import Matmul, Saved
+from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -56,14 +56,14 @@ class Block:
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
         model, split, family = spec.sizes, spec.splits["dense"], spec.family
-        hidden, product = model.hidden, partial(Matmul, mesh, keep=spec.keep, scales=spec.scales)
+        hidden, std = model.hidden, model.std
+        product = partial(sharded_matmul, mesh, keep=spec.keep, scales=spec.scales)
         self.mesh, self.model, self.number = mesh, model, number
         self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
         self.first_norm = family.first_norm
-        std = last = model.std
-        if self.first_norm:  # the sum of all halves is never normalised (Radford et al. 2019)
-            last = std / sqrt(2 * model.layers)
+        # With pre-norm the sum of all residual branches is not normalized (Radford et al. 2019).
+        last = std / sqrt(2 * model.layers) if self.first_norm else std
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
             biased = part in family.biased

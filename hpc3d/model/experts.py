@@ -48,7 +48,7 @@ from hpc3d.ops.routing import (
 )
 from hpc3d.ops.rows import add_bias, sum_rows
 from hpc3d.tensor.layout import Layout
-from hpc3d.tensor.matmul import Matmul, Saved
+from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameters
     from hpc3d.model.spec import ModelSpec
-    from hpc3d.tensor.matmul import SavedForWeight
+    from hpc3d.tensor.matmul import Matmul, SavedForWeight
     from hpc3d.tensor.split import Split
 
 
@@ -127,7 +127,7 @@ class ExpertMlps:
         count = sizes.experts.count  # type: ignore[union-attr]  # it has some
 
         def linear(part, inputs, outputs, split, std, interleaved=(1, 1)):
-            matmul = Matmul(mesh, split, spec.keep, stacked=True, scales=spec.scales)
+            matmul = sharded_matmul(mesh, split, spec.keep, stacked=True, scales=spec.scales)
             shape, biased = (inputs, count, outputs), part in family.biased
             part = f"{name}.{part}"
             return StackedLinear(parameters, part, shape, matmul, std, biased, interleaved)
@@ -180,7 +180,7 @@ class ExpertMixture:
         sizes, split = spec.sizes, spec.splits["dense"]
         assert sizes.experts
         self.mesh, self.form, self.context = mesh, sizes.experts, spec.context
-        matmul = Matmul(mesh, split.by_rows(), spec.keep)
+        matmul = sharded_matmul(mesh, split.by_rows(), spec.keep)
         shape = (sizes.hidden, self.form.count)
         self.router = Linear(parameters, f"{name}.router", shape, matmul, sizes.std, biased=False)
         self.bias = self._balancing_bias(parameters, f"{name}.router.bias", matmul)

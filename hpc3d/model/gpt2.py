@@ -15,7 +15,7 @@ import numpy as np
 from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, owned, row_axes
 from hpc3d.model.loss import CrossEntropy, LossSaved
 from hpc3d.model.positions import Positions
-from hpc3d.tensor.matmul import Matmul, Saved
+from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -31,7 +31,7 @@ def add_table(
     mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, **how: Any
 ) -> Parameter:
     """A table W[v, h]: one row per token, padded so that the vocabulary divides over its axes."""
-    matmul, sizes = Matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
+    matmul, sizes = sharded_matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
     rows = -(-sizes.vocabulary // count) * count  # type: ignore[operator]  # a number by now
     shape = (rows, sizes.hidden)
@@ -106,7 +106,7 @@ class Head:
         self.norm = spec.family.norm(
             mesh, parameters, "head.norm", sizes.hidden, split.x, sizes.epsilon
         )
-        self.matmul = Matmul(mesh, whole, spec.keep, transposed=True)
+        self.matmul = sharded_matmul(mesh, whole, spec.keep, transposed=True)
         vocabulary: Any = sizes.vocabulary  # a number, where a model is built
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 

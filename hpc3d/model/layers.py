@@ -28,7 +28,7 @@ from hpc3d.ops.product import accumulate
 from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rows import add_bias, dropped, sum_rows
 from hpc3d.tensor.layout import Layout
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import sharded_matmul
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameter, Parameters
     from hpc3d.model.spec import ModelSpec
-    from hpc3d.tensor.matmul import Saved, SavedForWeight
+    from hpc3d.tensor.matmul import Matmul, Saved, SavedForWeight
     from hpc3d.tensor.split import Split
 
 
@@ -284,7 +284,7 @@ class Embedding:
 
     def __init__(self, mesh: Mesh, table: Parameter, split: Split) -> None:
         self.mesh, self.table, self.split = mesh, table, split
-        self.matmul = Matmul(mesh, split)
+        self.matmul = sharded_matmul(mesh, split)
 
     def index(self, micro: Microbatch) -> np.ndarray:
         """The row of this rank's working block of the table for each of its working rows."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc3d.model.layers import Linear
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.swiglu import swiglu, swiglu_grad
-from hpc3d.tensor.matmul import Matmul, Saved
+from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -68,7 +68,7 @@ class Mlp:
         split, hidden, family = spec.splits["dense"], spec.sizes.hidden, spec.family
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
-            matmul = Matmul(mesh, split, spec.keep, scales=spec.scales)
+            matmul = sharded_matmul(mesh, split, spec.keep, scales=spec.scales)
             biased = part in family.biased
             return Linear(parameters, f"{name}.{part}", shape, matmul, std, biased, interleaved)
 

@@ -33,6 +33,7 @@ from hpc3d.ops.float8 import (
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
+    from hpc3d.tensor.split import Split
 
 TILE = 128
 _WHOLE = 0  # the extent of a tile as long as the matrix
@@ -58,16 +59,24 @@ def _as_it_is(block: Array) -> Array:
 EXACT = Operands(_as_it_is, _as_it_is, _as_it_is)
 
 
-def rounded_operands(
-    mesh: Mesh, scales: str, coded: bool, **cuts: tuple[Sequence[str], Sequence[str]]
-) -> Operands:
-    """Operands of float8 by `scales`, block or tensor; `cuts` are the axes that cut the rows and
-    those that cut the columns of each.  `coded` ones are multiplied as float8, too."""
+def rounded_operands(mesh: Mesh, split: Split, scales: str, dense: bool) -> Operands:
+    """Return the rounding of the operands of a product to float8.
+
+    `scales` is "block" or "tensor".  A GPU with float8 multiplies the codes of `dense` operands,
+    those without panels and without stacks, if they have one scale each.
+    """
+    m, n, k = (axes.split() for axes in (split.m, split.n, split.k))
+    # The axes that shard the rows and the columns of what is rounded: working blocks, or X and W
+    # as they are stored if panels of them move.
+    axes: dict[str, tuple[Sequence[str], Sequence[str]]] = {"x": (m, k), "w": (k, n), "dy": (m, n)}
+    if split.panels:
+        axes |= {"x": (split.x[0], split.x[1]), "w": (split.w[0][:1], n)}
+    coded = dense and scales == "tensor" and mesh.pool.float8
     kind = Coding if coded else Rounding
     return Operands(
         **{
-            name: kind(mesh, _TYPES[name], _TILES[scales][name], axes)
-            for name, axes in cuts.items()
+            name: kind(mesh, _TYPES[name], _TILES[scales][name], each)
+            for name, each in axes.items()
         }
     )
 

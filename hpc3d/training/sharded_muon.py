@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.ops.update import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, SMALLEST_NORM
-from hpc3d.tensor.matmul import Matmul, Split
+from hpc3d.tensor.matmul import Split, sharded_matmul
 from hpc3d.training.muon import Exchange, Muon, owners
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import Parameter, WholeMatrix
     from hpc3d.tensor.layout import Layout
+    from hpc3d.tensor.matmul import Matmul
 
 
 class ShardedMuon(Muon):
@@ -97,7 +98,7 @@ class NewtonSchulz:
         s, l = self.shorter, self.longer
         uneven = len(x) % self.mesh.count(l.split())
         replicate = l if uneven else ""
-        make = partial(Matmul, self.mesh, stacked=True)
+        make = partial(sharded_matmul, self.mesh, stacked=True)
         gram = make(Split(m=s, k=l, replicate=replicate), keep="w", transposed=True)
         square = make(Split(m=s if uneven else f"{s} {l}".strip()), keep="")
         apply = make(Split(m=s, n=l, replicate=replicate))

@@ -7,7 +7,7 @@ from hpc3d.comm.threads import run
 from hpc3d.model.families import BERT
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import sharded_matmul
 from hpc3d.tensor.split import SCHEMES, Split
 from tests.model.whole import Model
 
@@ -62,7 +62,7 @@ def test_the_product_is_that_of_one_rank(scheme):
     sizes = {axis: 2 for axis in "xyz" if axis in (split.m + split.n + split.k)}
 
     def rank(mesh):
-        matmul = Matmul(mesh, split.alike())
+        matmul = sharded_matmul(mesh, split.alike())
         here, part = split.x.slices(x.shape, mesh), matmul.w_layout.slices(w.shape, mesh)
         y = matmul.forward(x[here].copy(), w[part].copy())
         dx, dw = matmul.backward(x[here].copy(), w[part].copy(), dy[here].copy())

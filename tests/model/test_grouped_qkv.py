@@ -7,7 +7,7 @@ from hpc3d.comm.threads import Threads, run
 from hpc3d.model.grouped_qkv import GroupedQkv
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSizes
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import sharded_matmul
 from hpc3d.tensor.split import SCHEMES
 
 HEADS, WIDTH, ROWS = 12, 2, 8
@@ -17,7 +17,7 @@ HIDDEN = HEADS * WIDTH
 def layer(mesh, scheme, kv_heads, keep="xw"):
     sizes = ModelSizes(1, HIDDEN, HEADS, 4, 10, kv_heads=kv_heads)
     parameters = Parameters(mesh, "float64")
-    matmul = Matmul(mesh, SCHEMES[scheme], keep)
+    matmul = sharded_matmul(mesh, SCHEMES[scheme], keep)
     made = GroupedQkv(parameters, "layers.0", sizes, matmul, 0.2, True)
     parameters.allocate(3)
     for item in parameters:

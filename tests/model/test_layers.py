@@ -7,7 +7,7 @@ from hpc3d.comm.threads import run
 from hpc3d.model.layers import LayerNorm, Linear
 from hpc3d.model.parameters import Parameters
 from hpc3d.pipeline.gradient_buckets import Buckets
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import sharded_matmul
 from hpc3d.tensor.split import Split
 from tests.model.test_parallel import ON
 from tests.strided import strided
@@ -31,7 +31,8 @@ def branches(mesh, split):
 
     def build(mesh, parameters):
         return [
-            Linear(parameters, name, (24, 24), Matmul(mesh, split), 0.3) for name in ("gate", "up")
+            Linear(parameters, name, (24, 24), sharded_matmul(mesh, split), 0.3)
+            for name in ("gate", "up")
         ]
 
     (gate, up), parameters = parameters_of(mesh, build)
@@ -46,8 +47,8 @@ def twice(mesh, split):
 
     def build(mesh, parameters):
         return [
-            Linear(parameters, "shared", (24, 24), Matmul(mesh, split), 0.3),
-            Linear(parameters, "between", (24, 24), Matmul(mesh, split.next()), 0.3),
+            Linear(parameters, "shared", (24, 24), sharded_matmul(mesh, split), 0.3),
+            Linear(parameters, "between", (24, 24), sharded_matmul(mesh, split.next()), 0.3),
         ]
 
     (shared, between), parameters = parameters_of(mesh, build)
@@ -65,7 +66,7 @@ def odd(mesh, split):
 
     def build(mesh, parameters):
         layers = [
-            Linear(parameters, f"{number}", (24, 24), Matmul(mesh, turn), 0.3)
+            Linear(parameters, f"{number}", (24, 24), sharded_matmul(mesh, turn), 0.3)
             for number, turn in enumerate(turns)
         ]
         return [*layers, LayerNorm(mesh, parameters, "norm", 24, split.y)]

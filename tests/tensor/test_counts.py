@@ -14,7 +14,7 @@ import pytest
 from hpc3d.comm.communicator import Communicator, Self, ready
 from hpc3d.comm.mesh import Mesh
 from hpc3d.comm.threads import run
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import Matmul, sharded_matmul
 from hpc3d.tensor.split import SCHEMES, Split
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.schema import EVENTS, OP, record_type
@@ -58,7 +58,7 @@ def linear(split, sizes, shape, keep="xw", backward=True, coords=None):
     """Words and calls of a linear layer [M, K, N] on one rank of a mesh."""
     m, k, n = shape
     mesh, recorder = still_mesh(sizes, coords)
-    matmul = Matmul(mesh, split, keep)
+    matmul = sharded_matmul(mesh, split, keep)
     x = np.zeros(split.x.block((m, k), mesh), np.float32)
     w = np.zeros(split.w.block((k, n), mesh), np.float32)
     _, saved = matmul.forward_saving(x, w)
@@ -173,7 +173,7 @@ def test_broadcast_and_reduce_move_a_whole_block_to_all_but_one(q):
 
     def rank(mesh):
         recorder = Recorder("unused", {"rank": mesh.rank})
-        matmul = Matmul(mesh.traced(recorder), split, keep="")
+        matmul = sharded_matmul(mesh.traced(recorder), split, keep="")
         x = np.zeros(split.x.block((m, k), mesh), np.float32)
         w = np.zeros(split.w.block((k, n), mesh), np.float32)
         dy = np.zeros(split.y.block((m, n), mesh), np.float32)

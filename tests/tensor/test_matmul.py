@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import hpc3d
 from hpc3d.comm.threads import run
-from hpc3d.tensor.matmul import Matmul, Split
+from hpc3d.tensor.matmul import Split, sharded_matmul
 from tests.mpi import checked
 from tests.strided import daily, strided
 from tests.tensor.cases import CUBOIDS, SPLITS, sizes, splits
@@ -40,7 +41,7 @@ def products(mesh, split, keep, transposed, integers=False):
     x, w, dy, y, dx, dw = operands(integers)
     if transposed:
         w, dw = w.T, dw.T
-    matmul = Matmul(mesh, split, keep, transposed)
+    matmul = sharded_matmul(mesh, split, keep, transposed)
     ours, saved = matmul.forward_saving(stored(x, split.x, mesh), stored(w, matmul.w_layout, mesh))
     our_dx, our_dw = matmul.backward_saved(saved, stored(dy, split.y, mesh))
     return [
@@ -116,6 +117,22 @@ def test_the_same_on_real_ranks(ranks, transport):
     assert out.split() == [*SPLITS, "done"]
 
 
+@pytest.mark.parametrize("scheme", hpc3d.SCHEMES)
+def test_the_public_product_takes_every_scheme(scheme):
+    x, w, dy, *expected = operands(integers=True)
+
+    def rank(mesh):
+        split = hpc3d.SCHEMES[scheme]
+        layouts = split.x, split.w, split.y
+        blocks = [stored(*each, mesh) for each in zip((x, w, dy), layouts, strict=True)]
+        matmul = hpc3d.Matmul(mesh, split)
+        found = matmul.forward(*blocks[:2]), *matmul.backward(*blocks)
+        for ours, matrix, layout in zip(found, expected, (split.y, split.x, split.w), strict=True):
+            np.testing.assert_array_equal(ours, stored(matrix, layout, mesh))
+
+    run({"x": 2, "y": 2, "z": 2}, rank)
+
+
 FUSED = {
     "one rank": (Split(), {}, (True, True, True)),
     "tokens": (Split(m="x"), {"x": 2}, (True, False, False)),
@@ -136,6 +153,6 @@ def test_what_a_device_may_do_in_one_product(what, on_device):
     mesh = SimpleNamespace(
         pool=SimpleNamespace(on_device=on_device), size=lambda axis: sizes.get(axis, 1)
     )
-    matmul = Matmul(mesh, split)
+    matmul = sharded_matmul(mesh, split)
     found = matmul.y_is_complete, matmul.dw_is_complete, matmul.is_local
     assert found == (expected if on_device else (False, False, False))

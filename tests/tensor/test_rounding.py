@@ -10,7 +10,7 @@ import pytest
 
 from hpc3d.comm.threads import run
 from hpc3d.ops.float8 import E4M3, E5M2, Tiles
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import sharded_matmul
 from tests.ops.test_float8 import by_tile
 from tests.pipeline.mixes import alone, config_of, same, train, trainer_of
 from tests.predict.simulation.test_count import counted, every_rank
@@ -43,7 +43,7 @@ def operands(scales):
 
 def compare(mesh, split, keep, scales):
     x, w, dy, *expected = operands(scales)
-    matmul = Matmul(mesh, split, keep, scales=scales)
+    matmul = sharded_matmul(mesh, split, keep, scales=scales)
     y, saved = matmul.forward_saving(stored(x, split.x, mesh), stored(w, matmul.w_layout, mesh))
     found = y, *matmul.backward_saved(saved, stored(dy, split.y, mesh))
     for ours, whole, layout in zip(
@@ -72,7 +72,7 @@ def test_experts_have_scales_of_their_own():
     w *= np.array([1, 10, 100])[:, None]
 
     def rank(mesh, scales):
-        matmul = Matmul(mesh, SPLITS["3d"], stacked=True, scales=scales)
+        matmul = sharded_matmul(mesh, SPLITS["3d"], stacked=True, scales=scales)
         return matmul.forward(x, w)
 
     for scales, (of_x, of_w, _) in TILES.items():

@@ -7,7 +7,7 @@ from itertools import combinations, permutations, product
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.tensor.matmul import Matmul
+from hpc3d.tensor.matmul import sharded_matmul
 from hpc3d.tensor.split import Split
 from tests.elided import elided
 from tests.tensor.test_matmul import compare
@@ -118,4 +118,4 @@ def test_what_the_algebra_has_not_is_no_split(letters, line):
 def test_a_transposed_weight_has_no_panels():
     split = Split(m="x", n="y", panels="y")
     with pytest.raises(ValueError, match="panels"):
-        run({"x": 2, "y": 2}, lambda mesh: Matmul(mesh, split, transposed=True))
+        run({"x": 2, "y": 2}, lambda mesh: sharded_matmul(mesh, split, transposed=True))
