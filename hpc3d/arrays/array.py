@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,6 +63,12 @@ class Array(Protocol):
     def __rmul__(self, other: Any, /) -> Any: ...
     def __truediv__(self, other: Any, /) -> Any: ...
     def __matmul__(self, other: Any, /) -> Any: ...
+
+
+# Types of fields of what a layer saves for its backward pass, a NamedTuple (hpc3d.model.kept).
+# Until then an activation may be rounded or offloaded, and a parameter replace its weight.
+SavedActivation = Annotated[Array, "activation"]
+SavedWeight = Annotated[Array, "weight"]
 
 
 class Empty(Protocol):

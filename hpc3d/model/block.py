@@ -9,6 +9,7 @@ from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.model.context_attention import attention_of
 from hpc3d.model.experts import ExpertMixture
 from hpc3d.model.grouped_qkv import GroupedQkv, GroupedSaved
@@ -19,7 +20,6 @@ from hpc3d.ops.rows import add_bias
 from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameters
@@ -41,7 +41,7 @@ class BlockSaved(NamedTuple):
 class BlockInput(NamedTuple):
     """What is kept instead where backward runs the whole block again: X, and the weights."""
 
-    x: Array
+    x: SavedActivation
     weights: Array
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.arrays.narrow import wide
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import CONTEXT
@@ -24,7 +25,6 @@ from hpc3d.ops.chunked_attention import (
 from hpc3d.ops.random import Mask
 
 if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.communicator import Communicator
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.context import Context
@@ -44,8 +44,8 @@ class RingSaved(NamedTuple):
     """What backward works with: [q|k|v], turned where positions are rotary, the output, and the
     log-sum-exps of the scores."""
 
-    qkv: Array
-    out: Array
+    qkv: SavedActivation
+    out: SavedActivation
     sums: Array
 
 

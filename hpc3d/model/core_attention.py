@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.comm.mesh import CONTEXT
 from hpc3d.ops.attention import AttentionMask, attend, attend_again, attend_grad
 from hpc3d.ops.random import Mask, philox_key
@@ -15,7 +16,6 @@ from hpc3d.tensor.layout import Layout
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.spec import ModelSpec
@@ -25,8 +25,8 @@ class AttentionSaved(NamedTuple):
     """What backward works with: [q|k|v], turned where positions are rotary, and the probabilities
     unless they are recomputed."""
 
-    qkv: Array
-    probabilities: Array | None
+    qkv: SavedActivation
+    probabilities: SavedActivation | None
 
 
 class HeadBlock:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.comm.mesh import CONTEXT, EXPERTS
 from hpc3d.model.layers import Linear, immediately, owned, row_axes
 from hpc3d.model.mlp import Activation, Mlp, MlpSaved
@@ -51,7 +52,6 @@ from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
@@ -158,7 +158,7 @@ class MixtureSaved(NamedTuple):
     slots: Array
     weights: Array
     experts: MlpSaved
-    y: Array
+    y: SavedActivation
     shared: MlpSaved | None
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.arrays.array import Array, SavedActivation, SavedWeight
 from hpc3d.model.layers import Linear, gradient, immediately, row_axes
 from hpc3d.ops.column_blocks import accumulate_columns, join_columns
 from hpc3d.ops.rows import sum_rows
@@ -24,7 +25,6 @@ from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Saved
 
 if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
     from hpc3d.model.parameters import Parameter, Parameters
     from hpc3d.model.spec import ModelSizes
     from hpc3d.tensor.matmul import Matmul, SavedForWeight
@@ -44,10 +44,10 @@ class GroupedSaved(NamedTuple):
     """X and the gathered W as in `Saved`.  Where nothing is gathered or kept of W it is None, and
     joined again from `weights`: copies of W for all microbatches in flight would be large."""
 
-    x: Array
-    w: Array | None
+    x: SavedActivation
+    w: SavedWeight | None
     kept: str
-    weights: list[Array]
+    weights: list[SavedWeight]
 
 
 class GroupedQkv(Linear):

@@ -7,9 +7,9 @@ waited for it (Gist's delayed precision reduction, Jain et al. 2018):
     int8       1 byte an element, and a scale of 4 bytes a row: its largest magnitude / 127
     float8     1 byte an element, e4m3, and a scale of 4 bytes a row: its largest magnitude / 448
 
-All else that is kept, such as weights, moments and choices, stays as it is.  So does what lies in
-memory that several ranks read: it is there once for all of them, and a copy would be there once
-for each.
+Fields of the type `SavedActivation` (hpc3d.arrays.array) are rounded.  All other fields that a
+layer saves, such as weights, moments and choices, stay as they are.  So does an array in memory
+that several ranks read: it is there once for all of them, and a copy would be there once for each.
 
 What waits may also lie outside of the memory of the rank (hpc3d.arrays.host_store), each byte of
 it once out and once back: that of the next block comes back while one is worked on.
@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
+from hpc3d.arrays.array import Array, SavedActivation, SavedWeight
 from hpc3d.arrays.host_store import store_of
 from hpc3d.arrays.pool import contiguous, writeable
 from hpc3d.model.parameters import Parameter
@@ -31,15 +33,8 @@ from hpc3d.ops.quantize import decode_rows, encode_rows
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import Parameters
-
-
-# The fields of what layers save, tuples of arrays and of such tuples, that are activations.
-_ACTIVATIONS = ("x", "rows", "qkv", "probabilities", "out", "slopes", "y")
-
-_WEIGHTS = ("w", "weights")  # those that may be weights
 
 
 class RoundedArray(NamedTuple):
@@ -156,18 +151,29 @@ def _matrix(array: Array) -> Array:
 
 
 def _replaced(
-    saved: Any, function: Callable[[Any], Any], done: dict, names: Sequence[str] = _ACTIVATIONS
+    saved: Any, function: Callable[[Any], Any], done: dict, marked: Any = SavedActivation
 ) -> Any:
-    """A tuple of tuples with `function` applied to the arrays of these names, once each."""
-    if not hasattr(saved, "_asdict"):
+    """Return what a layer saved with `function` applied once to each array of a `marked` type."""
+    if not hasattr(saved, "_fields"):
         return saved
-    changed = {
-        name: _once(value, function, done)
-        if name in names
-        else _replaced(value, function, done, names)
-        for name, value in saved._asdict().items()
-    }
-    return saved._replace(**changed)
+    fields = zip(saved, _are_marked(type(saved), marked))
+    return type(saved)(
+        *[
+            _once(value, function, done) if here else _replaced(value, function, done, marked)
+            for value, here in fields
+        ]
+    )
+
+
+@cache
+def _are_marked(kind: type, marked: Any) -> list[bool]:
+    """Return for each field of a NamedTuple whether its type is or contains `marked`."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [_contains(hint, marked) for hint in hints.values()]
+
+
+def _contains(hint: Any, marked: Any) -> bool:
+    return hint == marked or any(_contains(each, marked) for each in get_args(hint))
 
 
 def _once(value: Any, function: Callable[[Any], Any], done: dict) -> Any:
@@ -223,11 +229,11 @@ class FetchedWeights:
         if not self.items[block]:
             return saved
         names = {id(item.value): item for item in self.items[block]}
-        return _replaced(saved, lambda value: names.get(id(value), value), {}, _WEIGHTS)
+        return _replaced(saved, lambda value: names.get(id(value), value), {}, SavedWeight)
 
     def within(self, saved: Any, block: int) -> Any:
         """The same with the values that are at hand now."""
-        return _replaced(saved, _value_of, {}, _WEIGHTS) if self.items[block] else saved
+        return _replaced(saved, _value_of, {}, SavedWeight) if self.items[block] else saved
 
 
 def _value_of(each: Any) -> Any:

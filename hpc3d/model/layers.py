@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.arrays.pool import writeable
 from hpc3d.ops.embedding import gather_rows, order_of, scatter_rows
 from hpc3d.ops.norm import (
@@ -31,7 +32,6 @@ from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import sharded_matmul
 
 if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameter, Parameters
@@ -143,7 +143,7 @@ class NormSaved(NamedTuple):
     """What backward of a norm needs: its rows as forward left them and what `norm_grad` takes
     beside them: (x - mean) / std and 1 / std, on a device X itself with mean and 1 / std."""
 
-    rows: Array
+    rows: SavedActivation
     scales: Array | tuple
     gamma: Array
 

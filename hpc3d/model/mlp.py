@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.model.layers import Linear
 from hpc3d.ops.gelu import GELU, gelu_grad
 from hpc3d.ops.swiglu import swiglu, swiglu_grad
 from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameters
@@ -49,7 +49,7 @@ class MlpSaved(NamedTuple):
     the activation, or where products do GELU what it was made of."""
 
     up: Saved
-    slopes: Array
+    slopes: SavedActivation
     down: Saved
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.array import Array
 from hpc3d.arrays.narrow import wide
 from hpc3d.arrays.primitive import primitive
 from hpc3d.ops.rows import rounded, row_blocks
@@ -20,7 +21,6 @@ from hpc3d.ops.update import sum_parts
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-    from hpc3d.arrays.array import Array
     from hpc3d.cuda.gpu import Gpu
 
 

@@ -25,6 +25,7 @@ from collections.abc import Collection, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.arrays.array import Array, SavedActivation, SavedWeight
 from hpc3d.comm.communicator import ready
 from hpc3d.ops.product import accumulate_product, product
 from hpc3d.tensor.rounding import EXACT, rounded_operands
@@ -33,7 +34,6 @@ from hpc3d.tensor.split import Split
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import Mesh
     from hpc3d.tensor.layout import Layout
@@ -47,8 +47,8 @@ _NONE = ""  # an axis that no mesh has: of size 1
 class Saved(NamedTuple):
     """X and W for the backward pass: those in `kept` as working blocks, the others as stored."""
 
-    x: Array
-    w: Array
+    x: SavedActivation
+    w: SavedWeight
     kept: str
 
 

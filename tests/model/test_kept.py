@@ -1,14 +1,18 @@
 """What waits for backward in fewer bits: a model in torch that rounds what it keeps, bytes, and
 peaks of memory."""
 
+from functools import partial
+from typing import NamedTuple
+
 import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
 import numpy as np
 import pytest
 import torch
 
+from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.comm.threads import run
 from hpc3d.model.families import GPT2
-from hpc3d.model.kept import KeptForm, RoundedArray
+from hpc3d.model.kept import KeptForm, OffloadedArray, RoundedArray
 from hpc3d.model.microbatch import microbatches
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSizes, ModelSpec
@@ -243,3 +247,47 @@ def test_one_array_is_rounded_once_and_what_ranks_share_stays():
         return form.take([first]).x.tolist() == x.tolist()
 
     assert run({}, rank) == [True]
+
+
+class SquareSaved(NamedTuple):
+    z: SavedActivation
+    moment: Array
+
+
+class Square:
+    """Y = X^2, a layer that saves an activation by a name of its own."""
+
+    adds_residual = False
+
+    def forward(self, x, micro):
+        return x * x, SquareSaved(x, x.sum(0))
+
+    def backward(self, dy, saved, micro, defer):
+        assert not isinstance(saved.moment, RoundedArray | OffloadedArray)
+        return 2 * saved.z * dy
+
+
+@pytest.mark.parametrize("keep_dtype", [None, "int8"])
+@pytest.mark.parametrize("offload", [(), ("activations",)])
+def test_the_type_of_a_field_marks_an_activation_whatever_its_name(keep_dtype, offload):
+    rng = np.random.default_rng(4)
+    x, dy = rng.normal(size=(2, ROWS, H))
+    tokens = np.zeros((B, T), np.int32)
+    (micro,) = microbatches(0, tokens, tokens, 1)
+
+    def rank(mesh, keep_dtype=None, offload=()):
+        spec = ModelSpec(GPT2, SIZES, {"dense": Split()}, keep_dtype=keep_dtype)
+        parameters = Parameters(mesh, "float64", offload=offload)
+        (stage,) = build(mesh, parameters, spec, [LAYER])
+        stage.blocks[0].mlp = Square()
+        parameters.allocate(5)
+        _, saved = stage.forward(x, micro)
+        z = saved[0].mlp.z
+        return z, stage.backward(dy, saved, micro)
+
+    ((z, dx),) = run({}, partial(rank, keep_dtype=keep_dtype, offload=offload))
+    if keep_dtype:
+        assert isinstance(z, RoundedArray)
+    assert isinstance(z.codes if keep_dtype else z, OffloadedArray) == bool(offload)
+    ((_, exact),) = run({}, rank)
+    np.testing.assert_allclose(dx, exact, rtol=0, atol=0.2 if keep_dtype else 0)
