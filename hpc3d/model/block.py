@@ -45,6 +45,62 @@ class BlockInput(NamedTuple):
     weights: Array
 
 
+class PreNorm:
+    """The residual connection around a branch f with pre-norm: y = x + dropout(f(norm(x)))."""
+
+    def __init__(self, norm: LayerNorm, dropout: Dropout, hidden: int) -> None:
+        self.mesh, self.norm, self.dropout, self.hidden = norm.mesh, norm, dropout, hidden
+
+    def branch_input(self, x: Array) -> tuple[Array, Any]:
+        """Return the input of f and what the norm saves, None with post-norm."""
+        return self.norm.forward(x)
+
+    def add(
+        self, x: Array, forward: Callable[..., Any], adds_residual: bool, micro: Microbatch
+    ) -> tuple[Array, Any]:
+        """Return x + dropout(f) and what f saves.  `forward` returns f and these; if it
+        `adds_residual`, it takes a residual."""
+        if adds_residual and not self.dropout.rate:
+            return forward(residual=x)
+        y, saved = forward()
+        y = self.dropout.apply(y, micro, self.hidden)
+        with self.mesh.trace.span("residual"):
+            return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
+
+    def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved]:
+        """Return y, from the sum with the residual, and what the norm saves."""
+        return total, saved
+
+    def total_grad(self, dy: Array, saved: NormSaved) -> Array:
+        """Return the gradient of the sum with the residual."""
+        return dy
+
+    def branch_grad(self, dtotal: Array, micro: Microbatch) -> Array:
+        """Return the gradient of the output of f."""
+        return self.dropout.apply(dtotal, micro, self.hidden)
+
+    def input_grad(self, dbranch: Array, saved: NormSaved, dtotal: Array) -> Array:
+        """Return the gradient of x from those of the input of f and of the sum."""
+        return self.norm.backward(dbranch, saved, residual=dtotal)
+
+
+class PostNorm(PreNorm):
+    """The residual connection with post-norm: y = norm(x + dropout(f(x)))."""
+
+    def branch_input(self, x: Array) -> tuple[Array, Any]:
+        return x, None
+
+    def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved]:
+        return self.norm.forward(total)
+
+    def total_grad(self, dy: Array, saved: NormSaved) -> Array:
+        return self.norm.backward(dy, saved, residual=None)
+
+    def input_grad(self, dbranch: Array, saved: NormSaved, dtotal: Array) -> Array:
+        with self.mesh.trace.span("residual"):
+            return add_bias(dtotal, dbranch, self.mesh.empty(dbranch.shape, dbranch.dtype))
+
+
 class Block:
     """Layer number `number` of the model; X and Y lie alike, in the layout of the split's X.
 
@@ -58,12 +114,11 @@ class Block:
         model, split, family = spec.sizes, spec.splits["dense"], spec.family
         hidden, std = model.hidden, model.std
         product = partial(sharded_matmul, mesh, keep=spec.keep, scales=spec.scales)
-        self.mesh, self.model, self.number = mesh, model, number
+        self.mesh, self.number = mesh, number
         self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
-        self.first_norm = family.first_norm
         # With pre-norm the sum of all residual branches is not normalized (Radford et al. 2019).
-        last = std / sqrt(2 * model.layers) if self.first_norm else std
+        last = std / sqrt(2 * model.layers) if family.first_norm else std
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
             biased = part in family.biased
@@ -76,25 +131,22 @@ class Block:
                 return linear("qkv", (hidden, model.qkv), split, std, (3, model.form.width))
             return GroupedQkv(parameters, name, model, product(split), std, "qkv" in family.biased)
 
-        def norm(part):
-            return family.norm(mesh, parameters, f"{name}.{part}", hidden, split.x, model.epsilon)
+        def residual(norm, drop):
+            norm = family.norm(mesh, parameters, f"{name}.{norm}", hidden, split.x, model.epsilon)
+            connection = PreNorm if family.first_norm else PostNorm
+            return connection(norm, Dropout(mesh, f"{name}.{drop}", split.x, spec), hidden)
 
-        def dropout(part, layout):
-            return Dropout(mesh, f"{name}.{part}", layout, spec)
-
-        self.norm1 = norm("norm1")
+        self.residual1 = residual("norm1", "drop1")
         self.qkv = qkv()
         self.attention = attention_of(mesh, f"{name}.drop_p", spec)
         self.proj = linear("proj", (hidden, hidden), split.next(), last)
-        self.drop1 = dropout("drop1", split.x)
-        self.norm2 = norm("norm2")
+        self.residual2 = residual("norm2", "drop2")
         self.mixes = model.mixes(number)
         self.mlp: Mlp | ExpertMixture = (
             ExpertMixture(mesh, parameters, spec, name, last)
             if self.mixes
             else Mlp(mesh, parameters, spec, name, model.ffn, last)
         )
-        self.drop2 = dropout("drop2", split.x)
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved | BlockInput]:
         """The block of Y and what `backward` needs: with "full", what `_recomputed` needs."""
@@ -112,26 +164,17 @@ class Block:
 
     def forward_saving(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved]:
         """The block of Y and what the backward pass works with."""
-        n1, before1 = self._norm(self.norm1, x, first=True)
+        proj, mlp, residual1, residual2 = self.proj, self.mlp, self.residual1, self.residual2
+        n1, saved_norm1 = residual1.branch_input(x)
         qkv, saved_qkv = self.qkv.forward(n1)
         a, saved_attention = self.attention.forward(qkv, micro)
-        proj, mlp = self.proj, self.mlp
-        x, saved_proj = self._add_residual(
-            x, partial(proj.forward, a), proj.adds_residual, self.drop1, micro
-        )
-        x, after1 = self._norm(self.norm1, x, first=False)
-        n2, before2 = self._norm(self.norm2, x, first=True)
-        y, saved_mlp = self._add_residual(
-            x, partial(mlp.forward, n2, micro), mlp.adds_residual, self.drop2, micro
-        )
-        y, after2 = self._norm(self.norm2, y, first=False)
+        x, saved_proj = residual1.add(x, partial(proj.forward, a), proj.adds_residual, micro)
+        x, saved_norm1 = residual1.output(x, saved_norm1)
+        n2, saved_norm2 = residual2.branch_input(x)
+        y, saved_mlp = residual2.add(x, partial(mlp.forward, n2, micro), mlp.adds_residual, micro)
+        y, saved_norm2 = residual2.output(y, saved_norm2)
         return y, BlockSaved(
-            norm1=before1 or after1,  # type: ignore[arg-type]  # one of them is there
-            qkv_linear=saved_qkv,
-            attention=saved_attention,
-            proj_linear=saved_proj,
-            norm2=before2 or after2,  # type: ignore[arg-type]
-            mlp=saved_mlp,
+            saved_norm1, saved_qkv, saved_attention, saved_proj, saved_norm2, saved_mlp
         )
 
     def backward(
@@ -143,52 +186,13 @@ class Block:
     ) -> Array:
         if isinstance(saved, BlockInput):
             saved = self._recomputed(saved, micro)
-        dy = self._last_norm_grad(self.norm2, dy, saved.norm2)
-        dx = self._apply_dropout(self.drop2, dy, micro)
+        dy = self.residual2.total_grad(dy, saved.norm2)
+        dx = self.residual2.branch_grad(dy, micro)
         dx = self.mlp.backward(dx, saved.mlp, micro, defer)
-        dy = self._first_norm_grad(self.norm2, dx, saved.norm2, dy)
-        dy = self._last_norm_grad(self.norm1, dy, saved.norm1)
-        da = self.proj.backward(
-            self._apply_dropout(self.drop1, dy, micro), saved.proj_linear, defer
-        )
+        dy = self.residual2.input_grad(dx, saved.norm2, dy)
+        dy = self.residual1.total_grad(dy, saved.norm1)
+        da = self.residual1.branch_grad(dy, micro)
+        da = self.proj.backward(da, saved.proj_linear, defer)
         dqkv = self.attention.backward(da, saved.attention, micro)
         dx = self.qkv.backward(dqkv, saved.qkv_linear, defer)
-        return self._first_norm_grad(self.norm1, dx, saved.norm1, dy)
-
-    def _norm(self, norm: LayerNorm, x: Array, first: bool) -> tuple[Array, NormSaved | None]:
-        """norm(x) and what backward needs of it, at the one of the two places where it is; x at
-        the other."""
-        return norm.forward(x) if first == self.first_norm else (x, None)
-
-    def _last_norm_grad(self, norm: LayerNorm, dy: Array, saved: NormSaved) -> Array:
-        """The gradient of what a half of a block ends with, before its norm if that is last."""
-        return dy if self.first_norm else norm.backward(dy, saved, residual=None)
-
-    def _first_norm_grad(
-        self, norm: LayerNorm, dx: Array, saved: NormSaved, residual: Array
-    ) -> Array:
-        """The gradient of what a half of a block begins with: that of the branch, before its norm
-        if that is first, plus that of the residual."""
-        if self.first_norm:
-            return norm.backward(dx, saved, residual)
-        with self.mesh.trace.span("residual"):
-            return add_bias(residual, dx, self.mesh.empty(dx.shape, dx.dtype))
-
-    def _add_residual(
-        self,
-        x: Array,
-        forward: Callable[..., Any],
-        adds_residual: bool,
-        dropout: Dropout,
-        micro: Microbatch,
-    ) -> tuple[Array, Any]:
-        """x + dropout(y) of what `forward` gives, y and what backward needs of it."""
-        if adds_residual and not dropout.rate:
-            return forward(residual=x)
-        y, saved = forward()
-        y = self._apply_dropout(dropout, y, micro)
-        with self.mesh.trace.span("residual"):
-            return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
-
-    def _apply_dropout(self, dropout: Dropout, x: Array, micro: Microbatch) -> Array:
-        return dropout.apply(x, micro, self.model.hidden)
+        return self.residual1.input_grad(dx, saved.norm1, dy)
