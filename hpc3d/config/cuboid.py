@@ -50,7 +50,7 @@ def received_elements(config: Config, parts: int = 1) -> float:
     """Elements that a rank receives forward in a block, the mean of all: [MK (n-1) + KN (m-1) +
     MN (k-1)] / P.  Those that an exchange of tokens moves along e are not among them.  With
     `parts` these ranks have one of so many parts of the experts."""
-    split, sizes = config.splits()["dense"], config.mesh.sizes()
+    split, sizes = config.splits["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
     m, n, k = (
         prod(sizes[axis] for axis in letter.split()) for letter in (split.m, split.n, split.k)

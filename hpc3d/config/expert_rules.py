@@ -52,7 +52,7 @@ def _wrong_numbers(config: Config) -> Iterator[str]:
 
 def _wrong_split(config: Config) -> Iterator[str]:
     """Blocks of X that one rank of several has: the others would have no token to send."""
-    if owned := config.splits()["dense"].own:
+    if owned := config.splits["dense"].own:
         yield (
             f"model.experts = {config.model.experts}: not where one rank on the diagonal of "
             f"{owned} has a block of X ({config.parallel.way}); use scheme 3d"

@@ -7,8 +7,9 @@ ranks get them by broadcast and need no parser.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -407,7 +408,8 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
-    def splits(self) -> dict[str, Split]:
+    @cached_property
+    def splits(self) -> Mapping[str, Split]:
         """Kind of layer -> the split of the first of its products, over the data axes where there
         are some: the blocks, and the ends with them, are dense; experts have one place of e."""
         letters, zero = self.parallel.split, self.parallel.zero

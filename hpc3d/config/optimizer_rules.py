@@ -39,7 +39,7 @@ def _parameters_of(config: Config) -> Parameters:
     model, family = config.model, family_of(config.model)
     found = Parameters(Mesh(config.mesh.sizes(), {}, {}, Self()), "float32", config.parallel.zero)
     sizes = family.sizes(model, model.vocabulary or BLOCK)
-    spec = ModelSpec(family, sizes, config.splits(), context=config.context())
+    spec = ModelSpec(family, sizes, config.splits, context=config.context())
     layers = range(min(model.moe_every, model.layers))
     build(found.mesh, found, spec, [LayerRange(layers, True, True)])
     return found

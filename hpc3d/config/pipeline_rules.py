@@ -20,7 +20,7 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
     """Schedules, parts of the model and data parallelism that do not go together."""
     parallel, layers, parts = config.parallel, config.model.layers, config.mesh.p
     parts *= parallel.chunks
-    split = config.splits()["dense"]
+    split = config.splits["dense"]
     if parts > layers:
         chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
         yield (

@@ -35,7 +35,7 @@ def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
         meant = f"{factors} = {total} ranks" if factors else "1 rank"
         there = f"{'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}"
         yield (f"mesh: {meant}, but there {there}: change [mesh] or use {total}")
-    splits = config.splits().values()
+    splits = config.splits.values()
     axes = " ".join(getattr(split, letter) for split in splits for letter in "mnk").split()
     for axis in ("x", "y", "z"):
         if sizes[axis] > 1 and axis not in axes:
@@ -91,7 +91,7 @@ def _alike(model: ModelConfig) -> bool:
 
 def _wrong_head(config: Config) -> Iterator[str]:
     """Columns of X along several axes where a product of the head wants one."""
-    split = config.splits()["dense"]
+    split = config.splits["dense"]
     if _alike(config.model) and len(split.x[1]) > 1:
         yield (
             f"parallel.split.k = {split.k}: a head of model.kind = {config.model.kind} takes one "
@@ -114,7 +114,7 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
 
 def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
     """The axes that each size divides over, by its key and value."""
-    model, split = config.model, config.splits()["dense"]
+    model, split = config.model, config.splits["dense"]
     sizes, turned, outer = config.mesh.grid().sizes, split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
@@ -149,7 +149,7 @@ def _used(places: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
 def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
     """The axes of rows and of inputs of a product with few columns: a router's, or of a head whose
     Y lies as X does."""
-    split = config.splits()["dense"]
+    split = config.splits["dense"]
     rows, inputs = set(), set()
     if config.model.experts:
         apart = split.by_rows()

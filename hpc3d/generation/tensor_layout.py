@@ -42,7 +42,7 @@ def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) ->
     train = replace(config.train, batch=batch)
     config = resolve(replace(config, model=one_token, train=train), ranks)
     refuse([*untrainable(config)])
-    split, mixes = config.splits()["dense"], config.model.experts > 0
+    split, mixes = config.splits["dense"], config.model.experts > 0
     sequences = sequences_for(config.mesh.sizes(), split, samples, mixes)
     return replace(
         config,

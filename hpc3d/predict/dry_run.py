@@ -51,7 +51,7 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
     yield _model(config)
     yield _learning_rate(config.train)
     yield _text(config, windows)
-    if any(split.own for split in config.splits().values()):
+    if any(split.own for split in config.splits.values()):
         yield f"memory: at least {_size(least(config))} a rank; owners of blocks are not simulated"
         return
     found = summary(simulate(config, config.model.vocabulary, known), config, known)

@@ -25,6 +25,10 @@ class Layout(tuple):
         layout.owned = tuple(owned.split())
         return layout
 
+    def __getnewargs__(self) -> tuple[str, ...]:
+        """Return the arguments of `__new__` for pickle, which copies `owned` itself."""
+        return tuple(" ".join(axes) for axes in self)
+
     def __eq__(self, other: object) -> bool:
         return super().__eq__(other) and self.owned == getattr(other, "owned", ())
 

@@ -198,7 +198,7 @@ def duration(seconds: float) -> str:
 
 def layout_lines(config: Config) -> Iterator[str]:
     """How the model of a configuration lies on the ranks."""
-    parallel, split = config.parallel, config.splits()["dense"]
+    parallel, split = config.parallel, config.splits["dense"]
     yield f"scheme {parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}"
     layers = [len(part) for part in config.layers()]
     parts = f"parts of {' '.join(map(str, layers))} layers"

@@ -221,7 +221,7 @@ def spec_of(config: Config, vocabulary: int) -> ModelSpec:
     return ModelSpec(
         family,
         sizes,
-        config.splits(),
+        config.splits,
         config.keep(),
         config.seed,
         config.parallel.recompute,

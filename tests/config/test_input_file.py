@@ -1,5 +1,6 @@
 """The input file: types, keys, overrides, and the text that a run saves."""
 
+import pickle
 import re
 from pathlib import Path
 
@@ -30,6 +31,14 @@ SHIPPED = Path(__file__).parents[2] / "inputs" / "gpt-3d-64.toml"
 def test_a_wrong_type_is_refused(option, value, line):
     (said,) = problems(f"--{option}", value)
     assert re.match(elided(line), said)
+
+
+def test_a_configuration_that_has_its_splits_can_be_broadcast():
+    config = resolve(load(SHIPPED, []), 64)
+    layouts = [split.x for split in config.splits.values()]
+    received = pickle.loads(pickle.dumps(config))
+    assert received == config and config.splits is config.splits
+    assert [split.x for split in received.splits.values()] == layouts
 
 
 def test_the_shipped_input_is_a_cube():

@@ -222,7 +222,7 @@ def test_a_split_of_letters_is_checked(letters, line):
 
 def test_a_split_of_letters_is_taken():
     config = resolve(load(None, sized({}, "--parallel.split", '{ m = "x" }')), 8)
-    assert config.splits()["dense"].m == "x"
+    assert config.splits["dense"].m == "x"
     assert config.mesh.sizes()["x"] == 8
 
 

@@ -46,7 +46,7 @@ def continued(line, prompt, samples, tokens, how=HOW):
     config = config_of(line)
 
     def rank(mesh):
-        split, mixes = config.splits()["dense"], config.model.experts > 0
+        split, mixes = config.splits["dense"], config.model.experts > 0
         sequences = sequences_for(mesh.sizes, split, samples, mixes)
         wanted = TextRequest(prompt, samples, sequences, tokens)
         decoder, found = decoder_of(mesh, config, wanted.capacity(SEQUENCE)), []

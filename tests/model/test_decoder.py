@@ -84,7 +84,7 @@ def step_by_step(line, tokens, parts):
     config = config_of(line)
 
     def rank(mesh):
-        split, mixes = config.splits()["dense"], config.model.experts > 0
+        split, mixes = config.splits["dense"], config.model.experts > 0
         assert sequences_for(mesh.sizes, split, len(tokens), mixes) == len(tokens)
         decoder, start, found = decoder_of(mesh, config), 0, []
         for count in parts:

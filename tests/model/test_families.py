@@ -142,7 +142,7 @@ def parameters_of(config, part, mesh=None, **how):
     sizes = family.sizes(config.model, config.model.vocabulary)
     mesh = mesh or abstract_mesh({}, {})
     parameters = Parameters(mesh, "float64", config.parallel.zero)
-    (stage,) = build(mesh, parameters, ModelSpec(family, sizes, config.splits(), **how), [part])
+    (stage,) = build(mesh, parameters, ModelSpec(family, sizes, config.splits, **how), [part])
     parameters.allocate(1)
     return parameters, stage
 

@@ -57,7 +57,7 @@ def note(mixture, layer, rows, found):
 def noted(line):
     """(step, layer) -> what the mixtures of all ranks noted in a training of two steps."""
     config, found = config_of(f"{line} {MODEL}"), defaultdict(list)
-    rows = Layout(" ".join(config.splits()["dense"].x[0]), "")
+    rows = Layout(" ".join(config.splits["dense"].x[0]), "")
 
     def train(mesh):
         trainer = trainer_of(mesh, config)

@@ -74,7 +74,7 @@ def config_with(p, micros):
 def by_tally(p, micros):
     config, calibration = config_with(p, micros), ProfileFactors(MACHINE, 1.0, {})
     model = GPT2.sizes(config.model, config.model.vocabulary)
-    how = model, config.splits()["dense"], {"p": 1}, 2, np.dtype(np.float32)
+    how = model, config.splits["dense"], {"p": 1}, 2, np.dtype(np.float32)
     seconds = {}
     for name, part in PARTS.items():
         work = work_of(*how, part)

@@ -1,5 +1,7 @@
 """Where the block of a rank lies: slices of the ranks of a mesh, against their coordinates."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -58,3 +60,9 @@ def test_layouts_are_equal_if_their_owners_are():
 def test_what_does_not_divide_is_refused_with_its_axes():
     with pytest.raises(ValueError, match=r"a dim of 10 .* x 2 x y 3 = 6"):
         run(SIZES, lambda mesh: part(10, ("x", "y"), mesh))
+
+
+@pytest.mark.parametrize("layout", [Layout("x y", "z"), Layout("x", "", owned="y z")], ids=str)
+def test_a_layout_can_be_pickled(layout):
+    received = pickle.loads(pickle.dumps(layout))
+    assert received == layout and received.owned == layout.owned

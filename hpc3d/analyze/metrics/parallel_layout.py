@@ -46,7 +46,7 @@ def layout_of(trace: Trace) -> RunLayout:
 
 def _tensor_axes(config):
     """{loop: the axes that cut it}, of loops that any axis cuts, without the data axes."""
-    split = config.splits()["dense"]
+    split = config.splits["dense"]
     axes = {letter: {*getattr(split, letter).split()}.difference(_DATA) for letter in "mnk"}
     return {letter: names for letter, names in axes.items() if names}
 
@@ -69,7 +69,7 @@ def _kind(config, cut, wide):
 
 def _family(config, cut, wide):
     """As many dimensions as loops are cut; m alone is data parallelism."""
-    split = config.splits()["dense"]
+    split = config.splits["dense"]
     deep = {*split.replicate.split()} & {*split.m.split()} & wide - _DATA
     if cut in ([], ["m"]):
         return None

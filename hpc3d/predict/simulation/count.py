@@ -111,7 +111,7 @@ def every_rank(config: Config, vocabulary: int) -> list[Prediction]:
     """The Prediction of each rank, in rank order: one after the other, or where blocks have owners
     all together, on threads."""
     grid, program = config.mesh.grid(), program_of(config)
-    if any(split.own for split in config.splits().values()):
+    if any(split.own for split in config.splits.values()):
         rank = partial(predict_on, config=config, vocabulary=vocabulary, program=program)
         return threads.run(grid.sizes, rank, partial(pool_of, config))
     places = map(grid.coords, range(grid.size))

@@ -100,7 +100,7 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
     ValueError where a block has an owner (scheme 3d-broadcast): its owner does not do what the
     others do.
     """
-    if any(split.own for split in config.splits().values()):
+    if any(split.own for split in config.splits.values()):
         raise ValueError(
             f"{config.parallel.way}: where blocks have owners, ranks differ, and one cannot stand "
             "for all; simulate scheme 3d"

@@ -192,7 +192,7 @@ def test_a_llama_is_planned_where_whole_heads_of_keys_are_shared():
 def over(searched):
     """Over how many ranks the candidates of a search cut heads."""
     configs = [candidate.config for candidate in searched.allowed_candidates()]
-    sizes = [(config.mesh.sizes(), config.splits()["dense"].y[1]) for config in configs]
+    sizes = [(config.mesh.sizes(), config.splits["dense"].y[1]) for config in configs]
     return {prod(size[axis] for axis in axes) for size, axes in sizes}
 
 
