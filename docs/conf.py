@@ -32,8 +32,8 @@ def with_links(text, folder):
         named = {page: name for name, page in PAGES.items()}
         if path in named:
             return f"[{words}]({named[path]}.md)"
-        if path.parent == HERE and path.exists():
-            return f"{image}[{words}]({path.name})"
+        if HERE in path.parents and path.exists():
+            return f"{image}[{words}]({path.relative_to(HERE).as_posix()})"
         return words if words.startswith("`") else f"{words} (`{path.relative_to(HERE.parent)}`)"
 
     return LINK.sub(link, text)
