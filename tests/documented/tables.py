@@ -22,7 +22,7 @@ ELSEWHERE = {
     r" (apptainer|docker|spack|rattler-build|conda) | export APPTAINERENV_": CLUSTER,
     r" h5(ls|dump) ": "programs of HDF5; tests/trace/test_file.py reads what they show",
     r"README.*hpc3d\.checkpoint \w+ \.\.\.$": "docs/reliability.md has each with its words",
-    r"docs/(models|planning)\.md .*\.(train llama-3d-64|plan gpt-3d-64 --ranks 64)$": "README.md",
+    r"docs/(models|choose-layout)\.md .*\.(train llama-3d-64|plan gpt-3d-64 --ranks 64)$": "README.md",
     r"docs/train-experts\.md .*train moe-switch-64$": "README.md",
     r"docs/fit-memory\.md .*--memory (8\.5|7)MB$|hpc3d\.plan gshard-600b ": "tests/test_plan.py",
     r"docs/(parallelism|long-sequences)\.md .* (gpt-4d-64|long-context-16)( |$)": "README.md",
