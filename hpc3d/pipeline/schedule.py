@@ -34,17 +34,18 @@ _ROUNDS = 4  # of a microbatch per stage, after which a schedule repeats itself
 
 
 def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """One stage: forward and backward of one microbatch after the other.
+    """One stage: the forward and backward pass of one microbatch after the other.
 
-    Gradients accumulate, and the activations of one microbatch are in flight.
+    Gradients accumulate over the microbatches (gradient accumulation).  The activations of one
+    microbatch are in flight.
     """
     return from_pattern("FB" * micros)
 
 
 def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """All forward passes, then all backward passes, the last microbatch first.
+    """GPipe: all forward passes, then all backward passes from the last microbatch to the first.
 
-    GPipe, arXiv:1811.06965.  The bubble is (p-1)(t_f + t_b), (p-1)/(m+p-1) of the step; the
+    arXiv:1811.06965.  The bubble is (p-1)(t_f + t_b), which is (p-1)/(m+p-1) of the step.  The
     activations of all m microbatches are in flight.
     """
     yield from (Instruction("F", mb) for mb in range(micros))
@@ -52,23 +53,25 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def one_f_one_b(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """p-1-i forwards on stage i, then a forward and a backward by turns, then the backwards left.
+    """1F1B: p-1-i warm-up forward passes on stage i, then forward and backward passes alternate.
 
-    PipeDream-flush, arXiv:2006.09503; "1F1B" in arXiv:2104.04473.  The bubble is that of GPipe,
-    (p-1)(t_f + t_b), but only min(m, p-i) activations are in flight.
+    The remaining backward passes drain the pipeline.  The schedule is PipeDream-flush of
+    arXiv:2006.09503, called 1F1B in arXiv:2104.04473.  The bubble is
+    (p-1)(t_f + t_b), as for GPipe, but only min(m, p-i) activations are in flight.
     """
     warmup = min(stages - 1 - stage, micros)
     return from_pattern("F" * warmup + "FB" * (micros - warmup) + "B" * warmup)
 
 
 def interleaved(stage: int, stages: int, micros: int, chunks: int) -> Iterator[Instruction]:
-    """1F1B of v chunks a stage: a group of microbatches passes chunk 0, then chunk 1, ...
+    """Interleaved 1F1B with v model chunks per stage.
 
-    arXiv:2104.04473, section 2.2.  The bubble is (p-1)(t_f + t_b)/v, because the pipeline fills
-    with passes of a v-th of a stage.  The warm-up of stage i is 2(p-1-i) + (v-1)g forward passes
-    of chunks, g the size of a group: up to 2p-1 + (v-1)g chunks are in flight, against p v of
-    1F1B.  A group has p microbatches; where p does not divide m, there are as many groups as p
-    goes into m, of even sizes, the large ones first.
+    arXiv:2104.04473, section 2.2.  A group of microbatches passes chunk 0 of all stages, then
+    chunk 1, and so on.  The bubble is (p-1)(t_f + t_b)/v, because each pass that fills the
+    pipeline takes 1/v of the time of a stage.  With groups of g microbatches, stage i starts
+    with 2(p-1-i) + (v-1)g forward passes of chunks.  Up to 2p-1 + (v-1)g chunks are in flight,
+    compared with p v under 1F1B.  A group has p microbatches.  If p does not divide m, there are
+    floor(m/p) groups of nearly equal sizes, the larger ones first.
     """
     edges = _group_edges(micros, max(1, micros // stages))
     groups = [range(*edge) for edge in pairwise(edges)]
@@ -90,24 +93,23 @@ def _group_edges(micros, groups):
 
 
 def pipedream(stage: int, stages: int, micros: int, steps: int = 1) -> Iterator[Instruction]:
-    """1F1B over the microbatches of all steps without a drain; an update after each backward.
+    """PipeDream: 1F1B over the microbatches of all steps, updated after each backward pass.
 
-    PipeDream, arXiv:1806.03377.  Each microbatch is a minibatch of its own.  Its backward pass
-    uses the weights of its forward pass, so stage i keeps p-i versions of its weights and the
-    activations of p-i microbatches, and its gradients are of weights that are p-1-i updates old.
-    There is no bubble but the fill at the start and the drain at the end of the run.
+    arXiv:1806.03377.  Each microbatch is a separate minibatch.  Its backward pass uses the weights
+    of its forward pass, so stage i stores p-i weight versions and the activations of p-i
+    microbatches.  Its gradients belong to weights that are p-1-i updates old.  The only bubbles
+    are the fill at the start of the run and the drain at its end.
     """
     return _updated(one_f_one_b(stage, stages, steps * micros), every=1)
 
 
 def pipedream_2bw(stage: int, stages: int, micros: int, steps: int = 1) -> Iterator[Instruction]:
-    """1F1B over the microbatches of all steps without a drain; an update after each m backwards.
+    """PipeDream-2BW: 1F1B over the microbatches of all steps, updated every m backward passes.
 
-    PipeDream-2BW, arXiv:2006.09503.  The m microbatches of a step are a generation: their
-    gradients accumulate, and all of them use the weights before the last update,
-    W(t+1) = W(t) - rate dL(W(t-1)), so that with m >= p every stage keeps two versions of its
-    weights.  Activations in flight: p-i on stage i.  No bubble but at the start and the end of
-    the run.
+    arXiv:2006.09503.  The gradients of the m microbatches of a step accumulate, and all of them
+    use the weights before the last update: W(t+1) = W(t) - rate dL(W(t-1)).  With m >= p, every
+    stage therefore stores two weight versions.  On stage i, the activations of p-i microbatches
+    are in flight.  The only bubbles are at the start and the end of the run.
     """
     return _updated(one_f_one_b(stage, stages, steps * micros), every=micros)
 

@@ -11,34 +11,37 @@ from hpc3d.pipeline.instruction import Instruction, from_pattern
 
 
 def zb_h1(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """1F1B whose stage i does W of a microbatch i backward passes late, the rest at the end.
+    """ZB-H1: 1F1B in which stage i delays each W by i backward passes.
 
-    The stage before gets its gradient without waiting for W, and the W that were put off fill the
-    drain: the bubble is (p-1)(T_F + T_B - T_W).  Before a B, stage i has min(m, p-i) activations
-    in flight, those of 1F1B, and beside them the inputs of W of i microbatches (arXiv:2401.10241,
-    table 2).
+    The previous stage receives its gradient without waiting for W, and the delayed W passes fill
+    the drain.  The bubble is (p-1)(T_F + T_B - T_W).  Before a B, stage i has min(m, p-i)
+    activations in flight, as under 1F1B, and the inputs of W of i microbatches
+    (arXiv:2401.10241, table 2).
     """
     return _late_weights(stages - 1 - stage, stage, micros)
 
 
 def zb_h2(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """2(p-1-i) warm-up forwards on stage i, and W of a microbatch 2i backward passes late.
+    """ZB-H2: 2(p-1-i) warm-up forward passes on stage i, and each W delayed by 2i backward passes.
 
-    Twice the warm-up of ZB-H1 also fills the wait for the first backward pass: the bubble is
-    (p-1)(T_F + T_B - 2 T_W).  The price is memory: before a B, min(m, 2p-2i-1) activations in
-    flight, and beside them the inputs of W of 2i microbatches (arXiv:2401.10241, table 2).
+    Twice the warm-up of ZB-H1 also fills the wait for the first backward pass.
+    The bubble is (p-1)(T_F + T_B - 2 T_W).  In exchange, it needs more memory: before a B,
+    min(m, 2p-2i-1) activations are in flight, and the inputs of W of 2i microbatches are saved
+    (arXiv:2401.10241, table 2).
     """
     return _late_weights(2 * (stages - 1 - stage), 2 * stage, micros)
 
 
 def zb_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """Two chunks a stage, down the stages and back up (small letters): stage 0 has both ends.
+    """ZB-V: two chunks per stage, chunk 0 from the first stage to the last and chunk 1 back.
 
-    Warm-up of stage i: 2(p-i)-1 F; i times f F; p-i times f b w.  Steady: F B W f b w.  Drain: the
-    B and b that others wait for, then the W and w that are left.  Where T_F = T_B = T_W, messages
-    are free and m >= 2p-1 there is no bubble, and at most 2p activations of chunks are in flight,
-    the memory of 1F1B (arXiv:2401.10241, section 6; arXiv:2405.15362).  Fewer microbatches run the
-    schedule of 2p-1 without those that are missing.
+    Stage 0 has the embedding and the head.  Small letters are passes of chunk 1.  The warm-up of
+    stage i is 2(p-i)-1 times F, then i times f F, then p-i times f b w.  The steady phase repeats
+    F B W f b w.  The drain first runs the B and b that other stages wait for, then the remaining W
+    and w.  If T_F = T_B = T_W, messages are free and m >= 2p-1, the bubble is zero.  At most 2p
+    chunk activations are in flight, which is the memory of 1F1B (arXiv:2401.10241, section 6;
+    arXiv:2405.15362).  With fewer microbatches, the schedule for 2p-1 runs without the missing
+    ones.
     """
     below, filled = stages - stage, max(micros, 2 * stages - 1)
     steady = filled - 2 * stages + 1 + stage
