@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-project, author, copyright = "hpc3d", "hpc3d contributors", "hpc3d contributors, MIT licence"
+project, author, copyright = "hpc3d", "hpc3d contributors", "hpc3d contributors, MIT license"
 extensions = ["myst_parser"]
 myst_heading_anchors = 3
 html_theme = "pydata_sphinx_theme"
-html_theme_options = {"navigation_with_keys": False, "header_links_before_dropdown": 4}
-html_sidebars = {"**": []}
+html_theme_options = {"navigation_with_keys": False, "navbar_center": []}
+html_sidebars = {"**": ["globaltoc.html"]}
 root_doc = "index"
 # Files outside of docs/ that are pages, too; each needs an empty file here, which setup() makes.
 BESIDE = {
@@ -46,9 +46,14 @@ def read(app, name, source):
 
 
 def contents(app, name, source):
-    if name == root_doc:
-        pages = dict.fromkeys(target for _, _, target in LINK.findall(source[0]))
-        source[0] += "\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
+    """Make a hidden toctree of the links below each heading of the index: the navigation."""
+    if name != root_doc:
+        return
+    _, *sections = re.split(r"^## (.+)\n", source[0], flags=re.MULTILINE)
+    for caption, text in zip(sections[::2], sections[1::2]):
+        pages = dict.fromkeys(target for _, _, target in LINK.findall(text))
+        lines = [f":caption: {caption}", ":hidden:", "", *pages]
+        source[0] += "\n```{toctree}\n" + "\n".join(lines) + "\n```\n"
 
 
 def setup(app):
