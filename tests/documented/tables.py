@@ -21,7 +21,7 @@ ELSEWHERE = {
     r" --hostfile ": "tests/hosts",
     r" (apptainer|docker|spack|rattler-build|conda) | export APPTAINERENV_": CLUSTER,
     r" h5(ls|dump) ": "programs of HDF5; tests/trace/test_file.py reads what they show",
-    r"README.*hpc3d\.checkpoint \w+ \.\.\.$": "docs/reliability.md has each with its words",
+    r"README.*hpc3d\.checkpoint \w+ \.\.\.$": "docs/reliability.md and hugging-face.md",
     r"docs/(models|choose-layout)\.md .*\.(train llama-3d-64|plan gpt-3d-64 --ranks 64)$": "README.md",
     r"docs/train-experts\.md .*train moe-switch-64$": "README.md",
     r"docs/fit-memory\.md .*--memory (8\.5|7)MB$|hpc3d\.plan gshard-600b ": "tests/test_plan.py",
@@ -81,7 +81,7 @@ SETTINGS = {
     "docs/partition.md": {"results/module-STAMP": "results/module-..."},
     "docs/prediction.md": {"RUN_DIR": "results/RUN", "machine M": "machine h100"},
     "docs/reports.md": {} if find_spec("otf2") else {",otf2": ""},
-    "docs/reliability.md": {"TEXT": "inputs/corpus"},
+    "docs/hugging-face.md": {"TEXT": "inputs/corpus"},
     "docs/techniques.md": {
         "INPUT.toml": "gpt-1.3b-8gpu",
         "ranks N": "ranks 8",
