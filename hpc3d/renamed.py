@@ -1,6 +1,6 @@
 """Keys and values of input files that have a new name; the old one is still read.
 
-On the lowest floor: a trace keeps its input file as text and is read without hpc3d.config.
+On the lowest floor, because input files, machine files and traces are read with it.
 """
 
 from __future__ import annotations

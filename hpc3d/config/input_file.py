@@ -3,6 +3,9 @@ rules.
 
 The text below a key is its meaning, which `hpc3d train --help` prints.  Plain dataclasses, so that
 ranks get them by broadcast and need no parser.
+
+The default of a key is what runs did before the key existed: the configuration of an older run,
+which lacks the key, is read with the default.
 """
 
 from __future__ import annotations

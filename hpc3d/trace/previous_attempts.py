@@ -30,29 +30,7 @@ if TYPE_CHECKING:
 
 _ASIDE = re.compile(r"trace-(\d+)\.h5")
 _TIMES = ("t_start", "t_end", "posted", "t_local")
-# Keys that input files did not have at first, with the value that says what was done without.
-ADDED = {
-    "parallel": {
-        "context": "ring",
-        "ulysses": 1,
-        "compression": "none",
-        "compression_rank": 4,
-        "compression_share": 0.01,
-        "offload": [],
-    },
-    "model": {
-        "norm_epsilon": 1e-5,
-        "rope_theta": 10000.0,
-        "experts": 0,
-        "top_k": 1,
-        "capacity": 1.25,
-        "moe_every": 1,
-        "shared_experts": 0,
-        "balance_loss": 0.01,
-        "z_loss": 0.001,
-        "balance_bias": 0.0,
-    },
-}
+_OF_TRAIN = "batch", "dtype", "orthogonalize", "product_dtype", "product_scale"
 _NEVER = np.iinfo(np.int64).max  # later than any time
 _SMALL = {
     "steps": schema.STEPS,
@@ -145,17 +123,24 @@ def _shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def work(config: str) -> Any:
-    """What of a configuration, TOML, makes a step what it is."""
+    """Return the settings of a configuration, TOML, that decide what a step computes.
+
+    A key that the configuration lacks has its default: an older run did what the default does.
+    """
+    from hpc3d.config.input_file import Config, ModelConfig
+    from hpc3d.config.load import to_toml
+    from hpc3d.model.families import with_epsilon
+
     try:
         tree = tables_of(config)
-        train, clock = tree.get("train", {}), tree.get("trace", {}).get("clock")
-        parts = [
-            ADDED.get(name, {}) | tree.get(name, {}) for name in ("mesh", "parallel", "model")
-        ]
-        how = train.get("batch"), train.get("dtype"), train.get("orthogonalize", "in-turn")
-        products = train.get("product_dtype"), train.get("product_scale", "block")
-        return [*parts, *how, *products, clock]
-    except (ValueError, TypeError, AttributeError):
+        kind = tree.get("model", {}).get("kind", ModelConfig.kind)
+        defaults = tables_of(to_toml(Config(model=with_epsilon(ModelConfig(kind=kind)))))
+        mesh, parallel, model, train = (
+            defaults[name] | tree.get(name, {}) for name in ("mesh", "parallel", "model", "train")
+        )
+        clock = tree.get("trace", {}).get("clock")
+        return [mesh, parallel, model, *map(train.get, _OF_TRAIN), clock]
+    except (ValueError, TypeError, AttributeError, KeyError):
         return config
 
 
