@@ -1,4 +1,5 @@
-"""What the commands take at most, stated once; docs/limits.md has the table and the reasons.
+"""Limits of sizes together; config/input_file.py has the bounds of single keys, and
+docs/limits.md the table and the reasons.
 
 Only the standard library: every command reads this before it starts anything.
 """
@@ -8,8 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from math import inf
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,67 +19,6 @@ MOST_PASSES = 2**18  # forward passes of a schedule that is laid out at once
 _MOST_ELEMENTS = 2**56  # of one array of all ranks together: its bytes are counted in int64
 MOST_COUNT = 2**53  # steps, updates or sequences of a run: sums of them stay within int64
 MEMORY_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
-
-# Key of the input file -> its least and its largest value.
-SIZES = {
-    "mesh.p": (1, 1024),
-    **{f"mesh.{axis}": (1, MOST_RANKS) for axis in "dcexyz"},
-    "parallel.ulysses": (1, MOST_RANKS),
-    "parallel.microbatches": (1, MOST_PASSES),
-    "parallel.chunks": (1, MOST_LAYERS),
-    "parallel.compression_rank": (1, 2**20),
-    "model.layers": (1, MOST_LAYERS),
-    "model.hidden": (1, 2**20),
-    "model.heads": (1, 2**20),
-    "model.kv_heads": (1, 2**20),
-    "model.ffn": (1, 2**22),
-    "model.sequence": (1, 2**27),
-    "model.vocabulary": (1, 2**27),
-    "model.padding": (0, 2**27),
-    "model.experts": (0, 2**20),
-    "model.top_k": (1, 2**10),
-    "model.moe_every": (1, MOST_LAYERS),
-    "model.shared_experts": (0, 2**10),
-    "train.steps": (1, INT32),
-    "train.batch": (1, 2**20),
-    "train.warmup": (0, INT32),
-    "train.decay_steps": (1, INT32),
-    "train.cooldown": (1, INT32),
-    "train.eval_every": (0, INT32),
-    "train.eval_batches": (0, INT32),
-    "checkpoint.every": (0, INT32),
-    "checkpoint.keep": (1, INT32),
-    "guard.replicas_every": (0, INT32),
-    "guard.abft_every": (0, INT32),
-    "trace.sync_every": (1, INT32),
-}
-
-# Key of the input file -> its least value, and what it must be below.
-RANGES = {
-    "seed": (0, 2**64),
-    "parallel.bucket_mb": (0, inf),
-    "model.dropout": (0, 1),
-    "model.norm_epsilon": (0, 1),
-    "model.rope_theta": (1, inf),
-    "model.capacity": (0, inf),
-    "model.balance_loss": (0, inf),
-    "model.z_loss": (0, inf),
-    "model.balance_bias": (0, 1),
-    "train.learning_rate": (0, inf),
-    "train.weight_decay": (0, inf),
-    "train.clip": (0, inf),
-    "train.max_minutes": (0, inf),
-    "guard.loss_spike_sigma": (0, inf),
-    "run.watchdog_s": (0.1, 1e9),
-}
-
-
-def out_of_bounds(config: Any) -> Iterator[str]:
-    """Whole numbers that are not within SIZES."""
-    for key, (least, most) in SIZES.items():
-        value = attrgetter(key)(config)
-        if value is not None and not least <= value <= most:
-            yield _out_of_range(key, value, least, most)
 
 
 def too_large(config: Any, products: Sequence[tuple[int, Any]]) -> Iterator[str]:
@@ -113,18 +51,6 @@ def too_many_passes(parallel: Any, stages: int) -> Iterator[str]:
             f"parts {passes} forward passes a step, and {MOST_PASSES} are the most; use "
             f"at most {MOST_PASSES // (stages * parallel.chunks)} microbatches"
         )
-
-
-def _out_of_range(key: str, value: float, least: int, most: int) -> str:
-    """The line against a number that is not within its bounds."""
-    found = f"{key} = {shown(value)}: must be at least {least}"
-    return found if value < least else f"{found} and at most {most}"
-
-
-def shown(value: float) -> str:
-    """A number in few characters, or how many digits it has."""
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
 
 
 def memory() -> int:

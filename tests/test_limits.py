@@ -1,60 +1,16 @@
-"""The bounds of numbers: both sides of each, the products, the table in docs/limits.md."""
+"""The bounds of products and passes, and the memory of this machine."""
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from hpc3d import limits
 from hpc3d.config.input_file import Config
-from hpc3d.config.load import flat, validate
 from hpc3d.config.pipeline_rules import wrong_pipeline
-from hpc3d.config.rules import unknown_values
 from hpc3d.config.size_rules import divisors, wrong_parts
 from hpc3d.model.families import block_products
 from tests.elided import elided
-
-TABLE = Path(__file__).parent.parent / "docs" / "limits.md"
-
-
-def with_value(key, value):
-    tree = value
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    return validate(tree)
-
-
-@pytest.mark.parametrize("key", limits.SIZES)
-def test_a_number_is_within_its_bounds(key):
-    least, most = limits.SIZES[key]
-    for value in (least, most):
-        assert not [*limits.out_of_bounds(with_value(key, value))]
-    low, *_ = unknown_values(with_value(key, least - 1))
-    high, *_ = unknown_values(with_value(key, most + 1))
-    assert re.fullmatch(elided(f"{key} = {least - 1}: ... {least}"), low)
-    assert re.fullmatch(elided(f"{key} = {most + 1}: ... {least} ... {most}"), high)
-
-
-def test_every_whole_number_of_an_input_has_bounds():
-    whole = {key for key, value in flat(Config()).items() if type(value) is int}
-    optional = {"mesh.x", "mesh.y", "mesh.z", "parallel.chunks", "model.vocabulary"}
-    optional |= {
-        "train.decay_steps",
-        "train.cooldown",
-        "model.kv_heads",
-        "model.ffn",
-        "model.padding",
-    }
-    elsewhere = {"seed", "parallel.zero"}  # fixed values, and 64 bits
-    assert (whole | optional) - elsewhere == {*limits.SIZES}
-
-
-def test_a_number_of_many_digits_is_short():
-    (line,) = limits.out_of_bounds(with_value("train.batch", 10**400))
-    found, bounds = line.split(": ")
-    assert found == "train.batch = 10000000000000000000... (401 digits)"
-    assert re.fullmatch(".* 1 .* 1048576", bounds)
 
 
 def test_products_are_bounded():
@@ -130,13 +86,3 @@ def test_memory_is_that_of_the_group(monkeypatch, tmp_path):
     for text, found in (("1048576\n", 1 << 20), ("max\n", whole), ("9" * 18, whole)):
         (tmp_path / "memory.max").write_text(text)
         assert limits.memory() == found
-
-
-def test_the_documentation_has_the_bounds():
-    rows = {}
-    for row in TABLE.read_text(encoding="utf-8").splitlines():
-        names, *bounds = [cell.strip() for cell in row.strip("|").split("|")][:3]
-        for key in re.findall(r"`([a-z.0-9_]+)`", names):
-            rows.setdefault(key, bounds)
-    for key, (least, most) in limits.SIZES.items():
-        assert rows[key] == [str(least), str(most)], key

@@ -12,11 +12,6 @@ if TYPE_CHECKING:
 def wrong_evaluation(config: Config) -> Iterator[str]:
     """Evaluations without a text, and what is to be kept without evaluations."""
     share, every = config.data.validation, config.train.eval_every
-    if isinstance(share, float) and not 0 < share < 1:
-        yield (
-            f"data.validation = {share}: a share of the text must be above 0 and below 1; or name "
-            "a text"
-        )
     if every > 0 and config.torch.factory:
         yield f"train.eval_every = {every}: not for torch modules; use 0"
     elif every > 0 and share in (None, ""):

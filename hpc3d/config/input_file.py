@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
-from typing import Literal
+from math import inf
+from typing import Annotated, Literal
 
 from hpc3d.comm.grid import Grid
+from hpc3d.config.constraints import AtLeast, AtMost, LessThan, MoreThan
+from hpc3d.limits import INT32, MOST_LAYERS, MOST_PASSES, MOST_RANKS
 from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
@@ -40,20 +43,20 @@ class MeshConfig:
     """Ranks along each axis; their product is the number of ranks."""
 
     __pydantic_config__ = STRICT
-    p: int = 1
+    p: Annotated[int, AtLeast(1), AtMost(1024)] = 1
     """stages of the pipeline"""
-    d: int = 1
+    d: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
     """replicas of the model, which share out a batch"""
-    c: int = 1
+    c: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
     """context parallelism: ranks that share out the tokens of every sequence"""
-    e: int = 1
+    e: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
     """expert parallelism: ranks that have experts of their own, and tokens of their own as along
     d"""
-    x: int | None = None
+    x: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
     """tensor parallelism (absent: 1, or the best cuboid where y and z are absent, too)"""
-    y: int | None = None
+    y: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
     """tensor parallelism, as x (absent: as x)"""
-    z: int | None = None
+    z: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
     """tensor parallelism, as x (absent: as x)"""
     order: str = "p d c e x y z"
     """the axes, outermost first: neighbouring ranks differ along the last one"""
@@ -93,7 +96,7 @@ class ParallelConfig:
     """keep gathered blocks for backward, which otherwise gathers them again"""
     zero: Literal[0, 1, 2, 3] = 0
     """what the d replicas share out: 1 the optimiser's state, 2 gradients too, 3 weights too"""
-    bucket_mb: float = 25.0
+    bucket_mb: Annotated[float, AtLeast(0), LessThan(inf)] = 25.0
     """megabytes of gradients per reduction along d"""
     reduce_dtype: Literal["float16", "bfloat16", "float32"] | None = None
     """the type in which gradients cross d, c and e; they are summed in float32 (absent: theirs)"""
@@ -102,20 +105,20 @@ class ParallelConfig:
     compression: Literal["none", "powersgd", "top-k"] = "none"
     """of the gradients of matrices along d, c and e: powersgd sums factors of low rank, top-k the
     largest elements; what is left out is added to the gradient of the next step"""
-    compression_rank: int = 4
+    compression_rank: Annotated[int, AtLeast(1), AtMost(2**20)] = 4
     """powersgd: the columns of the factors"""
-    compression_share: float = 0.01
+    compression_share: Annotated[float, MoreThan(0), AtMost(1)] = 0.01
     """top-k: the share of a matrix that is sent"""
-    microbatches: int = 1
+    microbatches: Annotated[int, AtLeast(1), AtMost(MOST_PASSES)] = 1
     """parts of a batch that run one after the other; their gradients accumulate"""
-    chunks: int | None = None
+    chunks: Annotated[int | None, AtLeast(1), AtMost(MOST_LAYERS)] = None
     """parts of the model that a stage has (absent: what the schedule wants)"""
     layers_per_stage: tuple[int, ...] | None = None
     """the layers of each part of the pipeline in model order, as [3, 2, 2, 1] (absent: even)"""
     context: Literal["ring", "all-to-all", "both"] = "ring"
     """how the ranks along c attend to each other's tokens: keys and values go round a ring, or
     heads are exchanged for tokens, or the latter among neighbours and the ring between them"""
-    ulysses: int = 1
+    ulysses: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
     """of the ranks along c those that exchange heads, with context = "both" """
     attention: Literal["full", "chunked"] | None = None
     """full keeps all T x T probabilities, chunked a sum per row: memory linear in T (absent: full,
@@ -147,27 +150,27 @@ class ModelConfig:
     __pydantic_config__ = STRICT
     kind: Literal[tuple(FAMILIES)] = "gpt2"
     """the family of models"""
-    layers: int = 2
+    layers: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS)] = 2
     """Transformer blocks"""
-    hidden: int = 384
+    hidden: Annotated[int, AtLeast(1), AtMost(2**20)] = 384
     """features of a token, a multiple of heads"""
-    heads: int = 64
+    heads: Annotated[int, AtLeast(1), AtMost(2**20)] = 64
     """heads of attention"""
-    sequence: int = 64
+    sequence: Annotated[int, AtLeast(1), AtMost(2**27)] = 64
     """tokens of a sequence"""
-    vocabulary: int | None = None
+    vocabulary: Annotated[int | None, AtLeast(1), AtMost(2**27)] = None
     """tokens that there are (absent: those of the tokenizer)"""
     tied: bool = True
     """the table of tokens is also the matrix of the head"""
-    kv_heads: int | None = None
+    kv_heads: Annotated[int | None, AtLeast(1), AtMost(2**20)] = None
     """llama, qwen2: heads of keys and values, each shared by heads / kv_heads queries (absent:
     heads)"""
-    ffn: int | None = None
+    ffn: Annotated[int | None, AtLeast(1), AtMost(2**22)] = None
     """llama, qwen2, bert: features of the hidden layer of the MLP (absent: 4 hidden)"""
-    norm_epsilon: float | None = None
+    norm_epsilon: Annotated[float | None, AtLeast(0), LessThan(1)] = None
     """llama, qwen2, bert: what norms add to the mean of squares (absent: 1e-12 of bert, else
     1e-5)"""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, AtLeast(1), LessThan(inf)] = 10000.0
     """llama, qwen2: rotary positions turn the slowest pair of a head by about 1 / rope_theta a
     token"""
     rope_scaling: dict[str, float | str] | None = None
@@ -175,27 +178,27 @@ class ModelConfig:
     { factor = 8, low = 1, high = 4, original = 8192 } (absent: none)"""
     gelu: Literal["tanh", "exact"] = "tanh"
     """by tanh, an approximation, or by the error function (on CPUs: extra exact)"""
-    padding: int | None = None
+    padding: Annotated[int | None, AtLeast(0), AtMost(2**27)] = None
     """bert: the token that fills up sequences, to which no token attends and which is no target
     (absent: none)"""
-    dropout: float = 0.0
+    dropout: Annotated[float, AtLeast(0), LessThan(1)] = 0.0
     """the share of activations that is dropped, from 0 to below 1"""
-    experts: int = 0
+    experts: Annotated[int, AtLeast(0), AtMost(2**20)] = 0
     """gpt2, llama: experts of a mixture in the place of an MLP (0: none)"""
-    top_k: int = 1
+    top_k: Annotated[int, AtLeast(1), AtMost(2**10)] = 1
     """experts that see a token, the likeliest by a router: 1 in Switch, 2 in GShard and Mixtral"""
-    capacity: float = 1.25
+    capacity: Annotated[float, AtLeast(0), LessThan(inf)] = 1.25
     """slots that an expert has for a sequence, over its even share, top_k x sequence / experts: a
     token that finds none is dropped (0: room for all)"""
-    moe_every: int = 1
+    moe_every: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS)] = 1
     """the last of every so many blocks has a mixture, the others an MLP"""
-    shared_experts: int = 0
+    shared_experts: Annotated[int, AtLeast(0), AtMost(2**10)] = 0
     """experts that see all tokens, beside the others: one MLP so many times as wide"""
-    balance_loss: float = 0.01
+    balance_loss: Annotated[float, AtLeast(0), LessThan(inf)] = 0.01
     """the factor of the loss that evens out the load of experts (0: none)"""
-    z_loss: float = 0.001
+    z_loss: Annotated[float, AtLeast(0), LessThan(inf)] = 0.001
     """the factor of the squared logarithm of the router's sum of exponentials (0: none)"""
-    balance_bias: float = 0.0
+    balance_bias: Annotated[float, AtLeast(0), LessThan(1)] = 0.0
     """by how much a step changes the bias by which experts are chosen, up where one had less than
     its share of tokens, else down; it balances without a loss (0: no bias)"""
 
@@ -210,7 +213,7 @@ class DataConfig:
     tokenizer: Literal["byte", "bpe"] | None = None
     """byte has 256 tokens, bpe is for a token file that was made with it (absent: what the token
     file says, byte for text)"""
-    validation: float | str | None = None
+    validation: Annotated[float | str | None, MoreThan(0), LessThan(1)] = None
     """what the model is evaluated on (train.eval_every): the share of the text that is held out,
     its last part, such as 0.05; or a text as in path (absent: nothing)"""
 
@@ -234,11 +237,11 @@ class TrainConfig:
     """The optimisation."""
 
     __pydantic_config__ = STRICT
-    steps: int = 20
+    steps: Annotated[int, AtLeast(1), AtMost(INT32)] = 20
     """training steps"""
-    max_minutes: float = 0.0
+    max_minutes: Annotated[float, AtLeast(0), LessThan(inf)] = 0.0
     """save and stop after the step in which they have passed (0: no limit)"""
-    batch: int = 192
+    batch: Annotated[int, AtLeast(1), AtMost(2**20)] = 192
     """sequences of a step, over all replicas and microbatches"""
     optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion", "muon", "sgd"] = "adamw"
     """adamw-8bit keeps both moments of matrices in 8 bits; adafactor row and column means of a
@@ -248,33 +251,33 @@ class TrainConfig:
     orthogonalize: Literal["in-turn", "sharded"] = "in-turn"
     """by muon, matrices that several ranks have blocks of: in-turn, each of them gets some of the
     matrices whole; sharded, every matrix stays cut, and all of them work on it"""
-    beta1: float | None = None
+    beta1: Annotated[float | None, AtLeast(0), LessThan(1)] = None
     """the part of the mean of gradients that a step keeps (absent: 0.9; muon: 0.95, of its
     matrices)"""
-    beta2: float | None = None
+    beta2: Annotated[float | None, AtLeast(0), LessThan(1)] = None
     """the same of their squares (absent: 0.95); lion: of the mean that the next step begins with
     (absent: 0.99)"""
-    epsilon: float | None = None
+    epsilon: Annotated[float | None, AtLeast(1e-30), LessThan(1)] = None
     """added to the root of the mean of squares (absent: 1e-8)"""
-    learning_rate: float = 3e-3
+    learning_rate: Annotated[float, AtLeast(0), LessThan(inf)] = 3e-3
     """the highest, at the end of the warm-up"""
-    warmup: int = 2
+    warmup: Annotated[int, AtLeast(0), AtMost(INT32)] = 2
     """steps in which the learning rate rises to it, linearly"""
-    min_learning_rate: float | None = None
+    min_learning_rate: Annotated[float | None, AtLeast(0)] = None
     """the lowest, at the end of the decay (absent: a tenth of learning_rate)"""
     decay: Literal["cosine", "linear", "wsd", "wsd-linear", "constant"] = "cosine"
     """how the learning rate falls after the warm-up: wsd (warm-up, stable, decay) stays at the
     highest until the `cooldown`, in which it falls as 1 - sqrt, or linearly with wsd-linear;
     constant does not fall"""
-    cooldown: int | None = None
+    cooldown: Annotated[int | None, AtLeast(1), AtMost(INT32)] = None
     """wsd, wsd-linear: the steps in which the learning rate falls, the last ones of decay_steps
     (absent: a fifth of them)"""
-    decay_steps: int | None = None
+    decay_steps: Annotated[int | None, AtLeast(1), AtMost(INT32)] = None
     """the steps until the learning rate has decayed, after which it stays (absent: the `steps`
     that the run is begun with, also where it is extended later)"""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, AtLeast(0), LessThan(inf)] = 0.1
     """the share of a matrix that a step takes off, times the learning rate"""
-    clip: float = 1.0
+    clip: Annotated[float, AtLeast(0), LessThan(inf)] = 1.0
     """the largest norm of the whole gradient, to which it is scaled down (0: none)"""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     """of parameters and activations; those of 16 bits are summed in float32"""
@@ -286,9 +289,9 @@ class TrainConfig:
     and 128 x 128 weights, or a tensor"""
     backend: Literal["numpy", "cupy"] = "numpy"
     """numpy computes on CPUs, cupy on GPUs"""
-    eval_every: int = 0
+    eval_every: Annotated[int, AtLeast(0), AtMost(INT32)] = 0
     """evaluate on data.validation after every so many steps, and after the last (0: never)"""
-    eval_batches: int = 16
+    eval_batches: Annotated[int, AtLeast(0), AtMost(INT32)] = 16
     """batches of an evaluation, of `batch` sequences each, as far as the text fills them (0: all
     that it fills)"""
     tf32: bool = False
@@ -336,9 +339,9 @@ class CheckpointConfig:
     """How often the state is saved."""
 
     __pydantic_config__ = STRICT
-    every: int = 0
+    every: Annotated[int, AtLeast(0), AtMost(INT32)] = 0
     """save after every so many steps, and after the last (0: never, unless asked to stop)"""
-    keep: int = 2
+    keep: Annotated[int, AtLeast(1), AtMost(INT32)] = 2
     """checkpoints that are kept, the newest ones"""
     keep_best: bool = False
     """save after an evaluation that is the best so far, and keep that checkpoint, too"""
@@ -349,11 +352,11 @@ class GuardConfig:
     """What is checked as a run goes."""
 
     __pydantic_config__ = STRICT
-    replicas_every: int = 100
+    replicas_every: Annotated[int, AtLeast(0), AtMost(INT32)] = 100
     """after every so many steps compare the parameters that ranks hold in common (0: never)"""
-    abft_every: int = 0
+    abft_every: Annotated[int, AtLeast(0), AtMost(INT32)] = 0
     """every so many steps check all products and messages of one (0: never)"""
-    loss_spike_sigma: float = 6.0
+    loss_spike_sigma: Annotated[float, AtLeast(0), LessThan(inf)] = 6.0
     """a line in the log for losses so many standard deviations above those before (0: none)"""
 
 
@@ -364,7 +367,7 @@ class TraceConfig:
     __pydantic_config__ = STRICT
     enabled: bool = True
     """whether there is a trace"""
-    sync_every: int = 100
+    sync_every: Annotated[int, AtLeast(1), AtMost(INT32)] = 100
     """steps from one comparison of several hosts' clocks to the next"""
     clock: Literal["wall", "cpu"] = "wall"
     """with cpu each rank counts its own CPU time: where ranks outnumber cores, that is
@@ -382,7 +385,7 @@ class RunConfig:
     """the folder in which the run makes its own"""
     signal: Literal["USR1", "USR2"] = "USR1"
     """asks the run to save and stop, as SIGTERM, SIGINT and SIGHUP do"""
-    watchdog_s: float = 300.0
+    watchdog_s: Annotated[float, AtLeast(0.1), LessThan(1e9)] = 300.0
     """the run is given up after so many seconds in which nothing moved"""
     tensorboard: bool = False
     """what metrics.jsonl has is written for TensorBoard, too (extra tensorboard)"""
@@ -398,7 +401,7 @@ class Config:
     __pydantic_config__ = STRICT
     name: str = "gpt"
     """begins the name of the run's folder (default for other families: model.kind)"""
-    seed: int = 1234
+    seed: Annotated[int, AtLeast(0), LessThan(2**64)] = 1234
     """of the initial weights, of dropout and of the order of the text"""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -128,15 +128,16 @@ def _toml_value(text: str) -> Any:
 
 
 def stored(text: str) -> Config:
-    """The Config of a text that a checkpoint or a trace keeps, whose whole numbers are within
-    bounds; ValueError if it has none."""
+    """The Config of a text that a checkpoint or a trace keeps, whose numbers are within bounds;
+    ValueError if it has none."""
     from hpc3d import files, limits
+    from hpc3d.config.constraints import out_of_bounds
     from hpc3d.model.families import block_products
 
     tree = files.toml(text)
     renamed.use_new_names(tree)
     config = validate(tree)
-    for line in limits.out_of_bounds(config):
+    for line in out_of_bounds(config):
         raise ValueError(line)
     for line in limits.too_large(config, block_products(config.model)):
         raise ValueError(line)

@@ -14,14 +14,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from inspect import getdoc, getsource
 from itertools import pairwise
-from math import inf, isfinite
+from math import isfinite
 from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from hpc3d.config.constraints import bounds_of
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import hint, known_keys, literal
-from hpc3d.limits import RANGES, SIZES
 from hpc3d.pipeline.schedule import SCHEDULES
 
 _COLUMN, _NARROWEST, _WIDTH = 28, 60, 99
@@ -144,18 +144,10 @@ def schema() -> dict[str, Any]:
             entry = table["properties"][key]
             entry.pop("title", None)
             entry["description"] = text
-            entry.get("anyOf", [entry])[0].update(_bounds(prefix + key))
+            finite = [each for each in bounds_of(Config)[prefix + key] if isfinite(each.limit)]
+            entry.get("anyOf", [entry])[0].update({each.keyword: each.limit for each in finite})
     title = "An input file of hpc3d"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **found}
-
-
-def _bounds(key: str) -> dict[str, float]:
-    """What a JSON schema says of the numbers that a key may be."""
-    if key in SIZES:
-        return dict(zip(("minimum", "maximum"), SIZES[key], strict=True))
-    least, below = RANGES.get(key, (-inf, inf))
-    found = {"minimum": least, "exclusiveMaximum": below}
-    return {name: bound for name, bound in found.items() if isfinite(bound)}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ PIPEDREAM = (
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    (("--data.validation", "1.5"), "data.validation = 1.5: ... above 0 and below 1; ... a text"),
+    (("--data.validation", "1.5"), "data.validation = 1.5: ... above 0 and below 1"),
     (("--data.validation", "1"), "data.validation = 1.0: ... above 0 and below 1"),
     (("--data.validation", "0.0", *EVERY), "data.validation = 0.0: ... above 0"),
     (("--data.validation", "-0.1"), "data.validation = -0.1: ... above 0"),
