@@ -32,7 +32,7 @@ from hpc3d.partition.capture import Captured
 from hpc3d.partition.downsets import Chain
 from hpc3d.partition.model_graph import MOMENTS, graph_of
 from hpc3d.partition.operation_costs import Operations
-from hpc3d.pipeline.schedule_clock import clock_of
+from hpc3d.pipeline.step_model import step_model
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.plain import counted
 from hpc3d.predict.machine.machine import Machine
@@ -291,7 +291,7 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
 def _clock(choice):
     """Of one stage forward and backward follow each other."""
     name = "none" if len(choice.stages) == 1 else choice.schedule
-    return clock_of(name, choice.width, choice.microbatches, choice.chunks)
+    return step_model(name, choice.width, choice.microbatches, choice.chunks)
 
 
 def _parts(costs, choice):

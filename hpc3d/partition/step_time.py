@@ -19,8 +19,8 @@ import numpy as np
 from hpc3d.partition.downsets import Chain, Downsets
 from hpc3d.partition.max_load import path, table
 from hpc3d.partition.stages import Limits
-from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
 SEARCH_BUDGET = 1_000_000  # simulated passes of all searches together

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, Placement
-from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import find, instruction_streams
+from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
 from hpc3d.plain import counted, plain
 

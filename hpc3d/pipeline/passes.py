@@ -14,9 +14,8 @@ schedule to it.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, product
-from typing import NamedTuple
 
-from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, whole
+from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement
 from hpc3d.pipeline.timeline import Cost, refuse_deadlock, timeline
 
 Group = tuple[Instruction, ...]
@@ -148,27 +147,6 @@ def _reduced_late(groups):
             yield from ((Instruction("Reduce", chunk=chunk),) for chunk in sorted(chunks))
             chunks.clear()
         yield group
-
-
-class InFlight(NamedTuple):
-    """Peaks of a stage, in microbatches of one chunk.
-
-    `activations` kept for B: from the start of F to the end of B or BW.  `weight_inputs`, the
-    inputs and gradients kept for W: from the end of B to the end of W.
-    """
-
-    activations: int
-    weight_inputs: int
-
-
-def in_flight(stream: Iterable[Instruction]) -> InFlight:
-    """The peaks of a stream of passes."""
-    live, kept, peak, peak_kept = 0, 0, 0, 0
-    for op, _, _ in whole(stream):
-        live += (op == "F") - (op in ("B", "BW"))
-        kept += (op == "B") - (op == "W")
-        peak, peak_kept = max(peak, live), max(peak_kept, kept)
-    return InFlight(peak, peak_kept)
 
 
 def check(

@@ -3,8 +3,8 @@
 from inspect import getdoc
 
 from hpc3d.pipeline.draw import draw
-from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, Schedule, instruction_streams
+from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, bubble, timeline
 
 _HEAD = """\

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
 from hpc3d.partition.stages import Limits, held, load
-from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
 LOADS = (8, 11, 2, 1, 18, 5, 4, 11)

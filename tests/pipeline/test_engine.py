@@ -3,8 +3,8 @@
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.step_model import in_flight
 from tests.pipeline.mixes import config_of, trainer_of
 from tests.strided import strided
 

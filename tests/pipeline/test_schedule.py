@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from hpc3d.pipeline.closed_forms import StageTimes
-from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, find, instruction_streams
+from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 from hpc3d.pipeline.weight_versions import InPlace
 

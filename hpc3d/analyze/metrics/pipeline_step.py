@@ -20,8 +20,8 @@ from hpc3d.analyze.metrics.pass_spans import spans
 from hpc3d.config.load import stored
 from hpc3d.pipeline.engine import PHASE
 from hpc3d.pipeline.instruction import COMPUTE, Instruction
-from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import SCHEDULES, instruction_streams
+from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, timeline
 from hpc3d.trace.trace_config import one_time
 

@@ -22,7 +22,7 @@ from hpc3d.model.stage import FIRST, LAST
 from hpc3d.pipeline.closed_forms import StageTimes
 from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
-from hpc3d.pipeline.schedule_clock import steady_ends
+from hpc3d.pipeline.step_model import steady_ends
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.pass_costs import NOTHING, LayerSample, PartCosts, replicas_of

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
-from hpc3d.pipeline.schedule_clock import clocked_microbatches, steady_ends
+from hpc3d.pipeline.step_model import simulated_microbatches, steady_ends
 from hpc3d.pipeline.timeline import Cost
 
 _BUILT = 150  # times as long as a pass on the clock takes one of a clock that is made
@@ -60,7 +60,9 @@ class LayerCounts:
         self.pipeline, schedule = pipeline, find(pipeline.schedule)
         self.place = Placement(pipeline.stages, pipeline.chunks, schedule.v_shaped)
         self.splits, self.parts = schedule.splits_backward, range(self.place.parts)
-        self.passes = 4 * self.place.parts * clocked_microbatches(pipeline.stages, pipeline.micros)
+        self.passes = (
+            4 * self.place.parts * simulated_microbatches(pipeline.stages, pipeline.micros)
+        )
         self.left = passes - _BUILT * self.passes
         self.bare, self.layer = [sum(each[:3]) for each in pipeline.bare], sum(pipeline.layer[:3])
         self.stage_of = [self.place.place(part)[0] for part in self.parts]

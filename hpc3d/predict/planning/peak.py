@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpc3d.pipeline.instruction import Placement, whole
+from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
+from hpc3d.pipeline.step_model import kept_by_pass
 from hpc3d.predict.planning.pass_costs import NOTHING, Pass
 
 if TYPE_CHECKING:
@@ -151,30 +152,7 @@ def _moments_of(
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
     parallel, stages = config.parallel, config.mesh.p
-    kinds = _flights(parallel.schedule, stages, parallel.microbatches, parallel.chunks, number)
-    for (op, chunk), states in kinds:
+    sizes = stages, parallel.microbatches, parallel.chunks
+    for (op, chunk), states in kept_by_pass(parallel.schedule, *sizes, number):
         held = (states @ np.array([*forward, *inputs])).max()
         yield held, getattr(works[chunk], _PASS[op]).peak + blocks
-
-
-@cache
-def _flights(name: str, stages: int, micros: int, chunks: int, stage: int) -> list[tuple]:
-    """What a stage keeps as its passes begin: ((op, chunk), rows of [activations, inputs of W]),
-    both in microbatches by chunk, from F to the end of B, and from there to the end of W.  Of the
-    passes of a kind those are left out that keep no more of anything than another."""
-    schedule = find(name)
-    # More microbatches than fill the pipeline twice change nothing.
-    micros = micros if schedule.keeps_all else min(micros, 4 * stages)
-    stream = schedule.stream(stage, Placement(stages, chunks, schedule.v_shaped), micros, 1)
-    live, kept, found = [0] * chunks, [0] * chunks, {}
-    for op, _, chunk in whole(stream):
-        found.setdefault((op, chunk), set()).add((*live, *kept))
-        live[chunk] += (op == "F") - (op in ("B", "BW"))
-        kept[chunk] += (op == "B") - (op == "W")
-    return [(kind, _most(states)) for kind, states in found.items()]
-
-
-def _most(states: set[tuple[int, ...]]) -> np.ndarray:
-    """Those states than which no other has as much of everything, one per row."""
-    table = np.array(sorted(states))
-    return table[[np.all(table >= row, axis=1).sum() == 1 for row in table]]

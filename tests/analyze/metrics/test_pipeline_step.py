@@ -12,8 +12,8 @@ from hpc3d.analyze.metrics.pipeline_step import (
     simulated,
 )
 from hpc3d.pipeline.instruction import Instruction, parse, whole
-from hpc3d.pipeline.passes import in_flight
 from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.step_model import in_flight
 from tests.analyze.traces import STEPS, config_of, opened, trained
 from tests.strided import strided
 

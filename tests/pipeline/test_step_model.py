@@ -1,11 +1,11 @@
-"""The quick clock of a schedule, against the timeline."""
+"""The step model of a schedule, against the timeline."""
 
 import random
 
 import pytest
 
 from hpc3d.pipeline.schedule import instruction_streams
-from hpc3d.pipeline.schedule_clock import clock_of, steady_ends
+from hpc3d.pipeline.step_model import steady_ends, step_model
 from hpc3d.pipeline.timeline import Cost, timeline
 
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
@@ -18,7 +18,7 @@ def test_its_ends_are_those_of_the_timeline(name, chunks, seed):
     stages, micros = draw.randint(2, 5), draw.randint(5, 9)
     costs = [Cost(*(draw.uniform(0, 3) for _ in range(4))) for _ in range(stages * chunks)]
     rows = timeline(*instruction_streams(name, stages, micros, chunks), costs)
-    assert clock_of(name, stages, micros, chunks).ends(costs) == [row[-1][1] for row in rows]
+    assert step_model(name, stages, micros, chunks).ends(costs) == [row[-1][1] for row in rows]
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
@@ -33,21 +33,21 @@ def test_with_many_microbatches_its_ends_are_as_good_as_those_of_the_timeline(na
 
 
 def test_one_stage_alone():
-    assert clock_of("none", 1, 3, 1).ends([Cost(1.0, 2.0, 3.0)]) == [18.0]
+    assert step_model("none", 1, 3, 1).ends([Cost(1.0, 2.0, 3.0)]) == [18.0]
 
 
 def test_peaks_are_of_all_chunks_together():
     """Stage 0 begins with F0 F1 1F0 1F1 F2 1B0 F3, and has 3 and 2 again."""
-    found = clock_of("interleaved", 2, 4, 2).peaks[0]
+    found = step_model("interleaved", 2, 4, 2).peaks[0]
     assert sorted(found) == [((3, 2), True), ((4, 1), True)]
-    assert clock_of("1f1b", 2, 4, 1).peaks == [[((2,), True)], [((1,), True)]]
-    assert clock_of("zb-h1", 3, 6, 1).peaks == 3 * [[((3,), True)]]
+    assert step_model("1f1b", 2, 4, 1).peaks == [[((2,), True)], [((1,), True)]]
+    assert step_model("zb-h1", 3, 6, 1).peaks == 3 * [[((3,), True)]]
 
 
 def test_gradients_are_on_their_way_after_the_first_backward_pass():
     """Under GPipe, and 1F1B of as many microbatches as stages, the fullest moment is before it."""
     for name, micros in (("gpipe", 3), ("1f1b", 2)):
-        assert sorted(clock_of(name, 2, micros, 1).peaks[0]) == [
+        assert sorted(step_model(name, 2, micros, 1).peaks[0]) == [
             ((micros - 1,), True),
             ((micros,), False),
         ]
