@@ -39,13 +39,14 @@ from pathlib import Path
 from hpc3d.cli import Parser, number_of_ranks, rate, readable_time, run, size, whole
 from hpc3d.extras import need
 from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
+from hpc3d.pipeline.schedule import FOR_PARTITIONS
 from hpc3d.plain import plain
 from hpc3d.shipped import shipped
 from hpc3d.trace.segment import replacing
 
 _MACHINE = "machines/h100.toml"
-_OF_TORCHRUN = ("1f1b", "gpipe", "interleaved")
-_SCHEDULES = (*_OF_TORCHRUN, "zb-h1", "zb-h2")
+_SCHEDULES = [each.name for each in FOR_PARTITIONS]
+_OF_GRAPHS = [each.name for each in FOR_PARTITIONS if each.undivided]
 _COMMANDS = {
     "compare": "hpc3d.partition.baselines.__main__",
     "profile": "hpc3d.partition.profiles.__main__",
@@ -98,8 +99,10 @@ def _parser():
     add("--microbatches", type=micros, metavar="M", help="of a step (default: searched; graph: 1)")
     replicas = "of every stage, or of each: 16,8,8; for a module (searched)"
     add("--replicas", type=_counts, metavar="R", help=replicas)
+    asked = ", ".join(each.name for each in FOR_PARTITIONS if each.on_request)
     schedule = (
-        "(default: the one with the shorter step; zb-h2 only if asked for; graph: 1f1b, gpipe)"
+        f"(default: the one with the shorter step; {asked} only if asked for; "
+        f"graph: {', '.join(_OF_GRAPHS)})"
     )
     add("--schedule", choices=_SCHEDULES, help=schedule)
     again = "stages whose forward pass is run again for backward (stage: searched for each)"
@@ -157,8 +160,9 @@ def _of_file(options):
     if any(getattr(options, name) is not None for name in (*_OF_MODULES, "output", "draw")):
         names = ", ".join(f"--{name}" for name in (*_OF_MODULES, "output", "draw"))
         raise ValueError(f"{names} are for a module, not for a graph")
-    if options.schedule not in (None, "1f1b", "gpipe"):
-        raise ValueError(f"--schedule {options.schedule} is for a module; use 1f1b or gpipe")
+    if options.schedule not in (None, *_OF_GRAPHS):
+        known = " or ".join(_OF_GRAPHS)
+        raise ValueError(f"--schedule {options.schedule} is for a module; use {known}")
     graph = cost_file.load(options.graph)
     micros = options.microbatches or 1
     limits = Limits(options.ranks, options.memory, options.bandwidth, micros)
@@ -182,7 +186,8 @@ def _of_module(options):
     captured = captured_of(options.model)
     given = {name: getattr(options, name, None) for name in Wanted._fields}
     if options.output and options.output.suffix == ".py":
-        given["schedules"] = _OF_TORCHRUN
+        known = import_module(_TORCHRUN).SCHEDULES
+        given["schedules"] = tuple(name for name in _SCHEDULES if name in known)
     asked = {name: value for name, value in given.items() if value is not None}
     plan = best_plan(_costs(captured, options), Wanted(**asked))
     _show_whole(captured.whole)

@@ -32,6 +32,7 @@ from hpc3d.partition.capture import Captured
 from hpc3d.partition.downsets import Chain
 from hpc3d.partition.model_graph import MOMENTS, graph_of
 from hpc3d.partition.operation_costs import Operations
+from hpc3d.pipeline.schedule import DEFAULT, ONE_STAGE
 from hpc3d.pipeline.step_model import step_model
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.plain import counted
@@ -57,7 +58,7 @@ class PipelineChoice(NamedTuple):
 
     stages: tuple[StageChoice, ...]
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT
     chunks: int = 1
     zero: int = 0
 
@@ -290,7 +291,7 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
 
 def _clock(choice):
     """Of one stage forward and backward follow each other."""
-    name = "none" if len(choice.stages) == 1 else choice.schedule
+    name = ONE_STAGE if len(choice.stages) == 1 else choice.schedule
     return step_model(name, choice.width, choice.microbatches, choice.chunks)
 
 

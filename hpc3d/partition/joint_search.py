@@ -28,13 +28,13 @@ import numpy as np
 from hpc3d.partition.coarse_chain import Ranges, border_of, places_of, sums_of
 from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, bytes_held
 from hpc3d.partition.model_graph import MOMENTS
+from hpc3d.pipeline.schedule import DEFAULT, find
 
 _BLOCKS = 48  # between the places where the chain is cut
 _MOST_UNITS = 63  # that ranks are given in
 _STEPS = (0.8, 0.97)  # from limit to limit: first far, then around the best
 _NEAR_BEST = 2.0  # what is looked at again on the clock
 _FEW = 6  # numbers of stages that are followed under a limit
-_LATE = {"zb-h1": 1, "zb-h2": 2}  # so many weight gradients fill the wait for the last stage
 
 
 class Allowed(NamedTuple):
@@ -140,20 +140,22 @@ class JointSearch:
 
     def _ways(self):
         """Schedules, numbers of microbatches, and so many in flight on every stage (None: as many
-        as there are stages from there on); what is interleaved comes from 1F1B."""
-        names = ["1f1b" if name == "interleaved" else name for name in self.allowed.schedules]
+        as there are stages from there on).  Schedules of several chunks are made of the default
+        one's arrangements."""
+        names = [name if find(name).chunks else DEFAULT for name in self.allowed.schedules]
         for micros in self.allowed.microbatches:
-            if "1f1b" not in names:
-                yield "1f1b", micros, 1  # one stage has no schedule
+            if DEFAULT not in names:
+                yield DEFAULT, micros, 1  # one stage has no schedule
             for name in dict.fromkeys(names):
-                for flight in _flights(name, micros, self.allowed.stages):
+                for flight in _flight_choices(find(name), micros, self.allowed.stages):
                     yield name, micros, flight
 
     def _that_fit(self, choices):
         wanted = self.allowed.schedules
         found = [*dict.fromkeys(choices)]
-        if "interleaved" in wanted:
-            found += dict.fromkeys(self._all_interleaved(found))
+        for name in wanted:
+            if not find(name).chunks:
+                found += dict.fromkeys(self._all_interleaved(name, found))
         return [
             each
             for each in found
@@ -183,7 +185,7 @@ class JointSearch:
         for each in seen:
             yield from each.found
 
-    def _all_interleaved(self, choices) -> Iterator[PipelineChoice]:
+    def _all_interleaved(self, name, choices) -> Iterator[PipelineChoice]:
         """With two parts of every stage, on as many replicas as stages of others have or on
         equally many."""
         ways = {(each.replicas, each.microbatches): None for each in choices}
@@ -195,23 +197,23 @@ class JointSearch:
             if not 2 < parts <= min(2 * micros, len(self.places) - 1):
                 continue
             if micros not in self.balance:
-                self.balance[micros] = _OfWay(self, "1f1b", micros, None).kinds
+                self.balance[micros] = _OfWay(self, DEFAULT, micros, None).kinds
             if {*replicas} <= self.balance[micros].keys():
-                yield from self._interleaved(replicas, micros)
+                yield from self._interleaved(name, replicas, micros)
 
-    def _interleaved(self, replicas, micros) -> Iterator[PipelineChoice]:
+    def _interleaved(self, name, replicas, micros) -> Iterator[PipelineChoice]:
         """The heaviest part is as light as can be; what has no room is run again.  Nothing, if
         the heaviest stage alone takes longer than what comes near the best."""
         heavy = [np.triu(self.balance[micros][r].load, 1) for r in replicas * 2]
         ends, again = _balanced(heavy), self.allowed.recompute[0]
         loads = np.array([load[cut] for load, cut in zip(heavy, pairwise((0, *ends)))])
-        alone = self.allowed.schedules == ("interleaved",)
+        alone = self.allowed.schedules == (name,)
         if not alone and micros * loads.reshape(2, -1).sum(0).max() > _NEAR_BEST * self.best:
             return
         stages = [
             StageChoice(int(self.places[end]), r, again) for end, r in zip(ends, replicas * 2)
         ]
-        choice = PipelineChoice(tuple(stages), micros, "interleaved", 2, self.allowed.zero)
+        choice = PipelineChoice(tuple(stages), micros, name, 2, self.allowed.zero)
         yield self._with_room(choice) if True in self.allowed.recompute else choice
 
     def _with_room(self, choice):
@@ -243,15 +245,15 @@ def _balanced(loads):
     return ends[1:]
 
 
-def _flights(name, micros, stages):
+def _flight_choices(schedule, micros, stages):
     """Of 1F1B by stage; all of GPipe; of a split backward pass equally many on every stage, by the
     number of stages, of which some are tried."""
-    if name == "gpipe":
+    if schedule.keeps_all:
         return [micros]
-    if name == "1f1b":
+    if not schedule.late_weights:
         return [None]
     some = {min(stages, 2**power) for power in range(1, stages.bit_length() + 1)}
-    return sorted(_LATE[name] * width - _LATE[name] + 1 for width in some)
+    return sorted(schedule.late_weights * (width - 1) + 1 for width in some)
 
 
 class _Under(NamedTuple):
@@ -270,10 +272,11 @@ class _OfWay:
     def __init__(self, search, name, micros, flight):
         self.search, self.allowed = search, search.allowed
         self.name, self.micros, self.flight = name, micros, flight
+        self.schedule = find(name)
         self.width = min(self.allowed.stages, len(search.places) - 1)
-        if flight and name in _LATE:
-            self.width = min(self.width, (flight - 1) // _LATE[name] + 1)
-        elif flight and name != "gpipe":
+        if flight and self.schedule.late_weights:
+            self.width = min(self.width, (flight - 1) // self.schedule.late_weights + 1)
+        elif flight and not self.schedule.keeps_all:
             self.width = min(self.width, flight)
         self.kinds = {r: self._stages(r) for r in self._replicas()}
         self.costs = {}
@@ -299,9 +302,9 @@ class _OfWay:
         sums += costs.run.update * part.trained / (replicas if self.allowed.zero else 1)
         work = part.forward + part.backward + sums / micros
         messages = border[:, None] + border[None]
-        load = work + (0.0 if self.name == "gpipe" else messages)
+        load = work + (0.0 if self.schedule.keeps_all else messages)
         # A W comes after the gradient that others wait for, and those of others fill the wait.
-        late = 1 + _LATE[self.name] if self.name in _LATE else 0
+        late = 1 + self.schedule.late_weights if self.schedule.splits_backward else 0
         weight = work + messages - late * part.weight
         always = part.fixed + micros * rows * part.fed + part.working
         if self.allowed.zero:
@@ -325,7 +328,7 @@ class _OfWay:
         """The arrangements whose stages take no longer."""
         sums = self._sums(limit)
         start = [each[0, -1] for each in sums]
-        fewest = 2 if self.name != "1f1b" else 1
+        fewest = 2 if self.name != DEFAULT else 1
         if len(self.allowed.replicas or ()) > 1:
             fewest = self.allowed.stages
         lefts = [left for left in range(fewest, self.width + 1) if np.isfinite(start[left])]
@@ -380,6 +383,6 @@ class _OfWay:
             loads.append(load[place, end])
             chosen.append(StageChoice(int(self.search.places[end]), r, bool(again[place, end])))
             place, units = end, units - self.allowed.units(r)
-        name = self.name if stages > 1 else "1f1b"
+        name = self.name if stages > 1 else DEFAULT
         choice = PipelineChoice(tuple(chosen), self.micros, name, 1, self.allowed.zero)
         return choice, max(loads)

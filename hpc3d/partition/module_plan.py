@@ -31,6 +31,7 @@ from hpc3d.partition.joint_search import Allowed, JointSearch
 from hpc3d.partition.max_load import lightest
 from hpc3d.partition.stages import Limits, as_size
 from hpc3d.partition.step_time import quickest
+from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 from hpc3d.plain import counted
 from hpc3d.predict.machine.machine import Machine
 
@@ -38,7 +39,7 @@ _MOST_MICROBATCHES = 128  # that are tried
 _LOOKED_AT = 250  # arrangements with one part per stage that are run on the clock
 _AT_LEAST, _IMPROVED = 4, 8  # of these that are improved
 _FAR = 1.1  # from the best, which no improvement makes good
-_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+_SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
 _MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # of a search over all of them
 _MOST_LAID_OUT = 2**14  # forward passes of a schedule
@@ -230,7 +231,7 @@ def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, Pipeli
     replicas and microbatches of the best arrangement, if each stage has equally many."""
     alike = [each for each in choices if len({*each.replicas}) == 1 and each.chunks == 1]
     downsets = costs.graph(1).downsets(_MOST_DOWNSETS)
-    names = [name for name in allowed.schedules if name in ("1f1b", "gpipe")]
+    names = [name for name in allowed.schedules if find(name).undivided]
     plain = False in allowed.recompute and (allowed.replicas or (1,))[1:] == ()
     if not (alike and names and plain) or not downsets or len(downsets) == costs.count + 1:
         return
@@ -239,7 +240,7 @@ def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, Pipeli
     limits = _limits(costs, allowed, replicas, micros)
     found = quickest(cuts, limits, tuple(names), _FEW_PASSES)
     if found:
-        name = "1f1b" if found.schedule == "none" else found.schedule
+        name = found.schedule if len(found.ends) > 1 else DEFAULT
         chain, stages = _along(costs, cuts, found.ends, replicas)
         choice = PipelineChoice(stages, micros, name, 1, allowed.zero)
         if max(bytes_held(chain, choice)) <= allowed.memory:
@@ -277,7 +278,7 @@ def _lightest(costs, allowed):
     cuts = cuts_of(costs.graph(costs.rows(micros, replicas)))
     limits = _limits(costs, allowed, replicas, micros)
     name = allowed.schedules[0]
-    ends = lightest(cuts, limits._replace(sums=None, all_in_flight=name == "gpipe"))
+    ends = lightest(cuts, limits._replace(sums=None, all_in_flight=find(name).keeps_all))
     if ends:
         chain, stages = _along(costs, cuts, ends, replicas)
         choice = PipelineChoice(stages, micros, name, 1, allowed.zero)

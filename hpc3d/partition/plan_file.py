@@ -18,6 +18,7 @@ from hpc3d import files
 from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.module_plan import ModulePlan
+from hpc3d.pipeline.schedule import ONE_STAGE
 
 _FORMAT, _VERSION = "hpc3d-plan", 1
 _REMEDY = "name a file that python -m hpc3d.partition -o has written"
@@ -73,7 +74,7 @@ def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> Sav
         graph=digest_of(captured),
         batch=plan.costs.batch,
         microbatches=choice.microbatches,
-        schedule=choice.schedule if choice.width > 1 else "none",
+        schedule=choice.schedule if choice.width > 1 else ONE_STAGE,
         chunks=choice.chunks,
         zero=choice.zero,
         replicas=[*choice.replicas],

@@ -12,9 +12,10 @@ from hpc3d.partition.downsets import Chain, Downsets, cuts_of
 from hpc3d.partition.max_load import lightest
 from hpc3d.partition.stages import Limits, as_size, held, load
 from hpc3d.partition.step_time import quickest, timed
+from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 from hpc3d.plain import counted
 
-_SCHEDULES = ("1f1b", "gpipe")
+_SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
 _MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # of the table that a search begins with
 
 
@@ -70,10 +71,10 @@ def planned(
     """The best GraphPlan; ValueError if nothing fits, with what would."""
     cuts = cuts_of(graph)
     _refuse_large(cuts, limits)
-    limits = limits._replace(all_in_flight=schedule == "gpipe")
+    limits = limits._replace(all_in_flight=bool(schedule) and find(schedule).keeps_all)
     if objective == "load":
         ends = lightest(cuts, limits)
-        found = ends and timed(cuts, limits, schedule or "1f1b", ends)
+        found = ends and timed(cuts, limits, schedule or DEFAULT, ends)
         proven = cuts.exact
     else:
         found = quickest(cuts, limits, (schedule,) if schedule else _SCHEDULES)

@@ -19,7 +19,7 @@ import numpy as np
 from hpc3d.partition.downsets import Chain, Downsets
 from hpc3d.partition.max_load import path, table
 from hpc3d.partition.stages import Limits
-from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.schedule import ONE_STAGE, find, instruction_streams
 from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
@@ -40,7 +40,7 @@ class Timed(NamedTuple):
 
 def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]) -> Timed | None:
     """The step of a partition; None if a stage does not fit."""
-    search = _Search(cuts, limits, schedule if ends[1:] else "none", len(ends))
+    search = _Search(cuts, limits, schedule if ends[1:] else ONE_STAGE, len(ends))
     return search.step(tuple(ends)) if search.fits(ends) else None
 
 
@@ -50,11 +50,11 @@ def quickest(
     """The shortest step of all numbers of stages and `schedules`, as far as so many `passes` go
     (None: SEARCH_BUDGET); None if nothing fits."""
     most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more are mostly faster
-    kinds = [(name if stages > 1 else "none", stages) for stages in most for name in schedules]
+    kinds = [(name if stages > 1 else ONE_STAGE, stages) for stages in most for name in schedules]
     kinds = [*dict.fromkeys(kinds)]
     tables = {
         flights: table(cuts, limits._replace(bandwidth=None, latency=0.0, all_in_flight=flights))
-        for flights in {name == "gpipe" for name, _ in kinds}
+        for flights in {find(name).keeps_all for name, _ in kinds}
     }
     best, left, proven = None, passes or SEARCH_BUDGET, cuts.exact
     for number, (name, stages) in enumerate(kinds):
@@ -62,7 +62,7 @@ def quickest(
             return best
         search = _Search(cuts, limits, name, stages)
         share = left // (len(kinds) - number)
-        search.run(*tables[name == "gpipe"], share)
+        search.run(*tables[find(name).keeps_all], share)
         left -= share - search.left
         proven &= search.left > 0
         found = [each for each in (best, search.best) if each]

@@ -29,6 +29,7 @@ from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 from hpc3d.plain import counted
 
+ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"  # that other modules name
 _CHUNKS = (2, 3, 4, 6, 8)  # that are tried where a schedule allows any number
 _ROUNDS = 4  # of a microbatch per stage, after which a schedule repeats itself
 
@@ -148,8 +149,10 @@ class Schedule(NamedTuple):
     `Placement`.  `rule` gives a line against (name, stages, micros), or None.
 
     `splits_backward`: its streams have W.  `weights` are what a stage does with older weights, and
-    `update_per_microbatch` makes every microbatch a minibatch.  `keeps_all`: the activations of
-    all microbatches of a step are in flight at once.  `closed_form` is its time, one of
+    `update_per_microbatch` makes every microbatch a minibatch.  `keeps_all`: all forward
+    passes come first, so the activations of all microbatches of a step are in flight at once.
+    `late_weights` is the number of W that a stage defers for each stage before it.  A partitioner
+    uses a schedule `on_request` only if it is asked for.  `closed_form` is its time, one of
     hpc3d.pipeline.closed_forms; without one its timeline is run.
     """
 
@@ -163,12 +166,25 @@ class Schedule(NamedTuple):
     weights: type[InPlace] = InPlace
     update_per_microbatch: bool = False
     keeps_all: bool = False
+    late_weights: int = 0
+    on_request: bool = False
     closed_form: Callable[[int, int, StageTimes], float] | None = None
 
     @property
     def search_chunks(self) -> tuple[int, ...]:
         """The numbers of chunks that a search tries."""
         return (self.chunks,) if self.chunks else _CHUNKS
+
+    @property
+    def undivided(self) -> bool:
+        """Whether a stage has one chunk, and a microbatch one backward pass there."""
+        return self.chunks == 1 and not self.splits_backward
+
+    @property
+    def takes_partitions(self) -> bool:
+        """Whether it runs any partition, with part n on stage n modulo the number of stages."""
+        several = not self.forbids(2, 2, self.chunks or 2)
+        return several and not self.asynchronous and not self.v_shaped
 
     def forbids(self, stages: int, micros: int, chunks: int) -> str | None:
         """One line, with key and remedy, if the schedule does not run with these sizes."""
@@ -213,14 +229,27 @@ class Schedule(NamedTuple):
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        Schedule("none", none, rule=_one_stage),
-        Schedule("gpipe", gpipe, keeps_all=True, closed_form=all_forward_first),
-        Schedule("1f1b", one_f_one_b, closed_form=by_turns),
+        Schedule(ONE_STAGE, none, rule=_one_stage),
+        Schedule(GPIPE, gpipe, keeps_all=True, closed_form=all_forward_first),
+        Schedule(DEFAULT, one_f_one_b, closed_form=by_turns),
         Schedule(
             "interleaved", interleaved, chunks=None, rule=_one_a_stage, closed_form=of_chunks
         ),
-        Schedule("zb-h1", zb_h1, splits_backward=True, closed_form=partial(late_weights, 1)),
-        Schedule("zb-h2", zb_h2, splits_backward=True, closed_form=partial(late_weights, 2)),
+        Schedule(
+            "zb-h1",
+            zb_h1,
+            splits_backward=True,
+            late_weights=1,
+            closed_form=partial(late_weights, 1),
+        ),
+        Schedule(
+            "zb-h2",
+            zb_h2,
+            splits_backward=True,
+            late_weights=2,
+            on_request=True,
+            closed_form=partial(late_weights, 2),
+        ),
         Schedule(
             "zb-v", zb_v, chunks=2, v_shaped=True, splits_backward=True, closed_form=down_and_up
         ),
@@ -237,10 +266,13 @@ SCHEDULES = {
     )
 }
 
+_OF_PARTITIONS = (each for each in SCHEDULES.values() if each.takes_partitions)
+FOR_PARTITIONS = sorted(_OF_PARTITIONS, key=lambda each: each.name != DEFAULT)
+
 
 def usual(stages: int) -> str:
     """The schedule of a run that names none."""
-    return "none" if stages == 1 else "1f1b"
+    return ONE_STAGE if stages == 1 else DEFAULT
 
 
 def find(name: str) -> Schedule:

@@ -141,6 +141,9 @@ def test_a_record_says_what_its_streams_do(name):
     count = Counter(one.op for one in few)
     assert schedule.splits_backward == (count["W"] > 0)
     assert schedule.keeps_all == (in_flight(few) != in_flight(many))
+    if schedule.late_weights:
+        last = instruction_streams(name, 4, 20)[0][3]
+        assert in_flight(last).weight_inputs == 3 * schedule.late_weights + 1
     assert schedule.asynchronous == (count["Step"] > 0) == (schedule.weights is not InPlace)
     assert schedule.update_per_microbatch == (count["Step"] == 5 * stages)
 

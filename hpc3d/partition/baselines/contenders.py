@@ -26,6 +26,7 @@ from hpc3d.partition.evaluation import (
 )
 from hpc3d.partition.model_graph import graph_of
 from hpc3d.partition.operation_costs import Operations
+from hpc3d.pipeline.schedule import DEFAULT, GPIPE
 from hpc3d.predict.machine.machine import Machine
 
 _Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
@@ -66,7 +67,7 @@ class Task(NamedTuple):
 def data_parallel(task: Task) -> Contender:
     """All of the model on every rank."""
     ends = [task.costs.count]
-    return fastest("data parallel", task, pipelines(task, lambda _: ends, "1f1b", [1]))
+    return fastest("data parallel", task, pipelines(task, lambda _: ends, DEFAULT, [1]))
 
 
 def gpipe(task: Task) -> Contender:
@@ -87,13 +88,13 @@ def gpipe_hybrid(task: Task) -> Contender:
     """Two stages or more with equally many layers, and equally many replicas of each."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
     counts = divisors(task.ranks)[1:]
-    return fastest("GPipe hybrid", task, pipelines(task, cut, "gpipe", counts))
+    return fastest("GPipe hybrid", task, pipelines(task, cut, GPIPE, counts))
 
 
 def by_parameters(task: Task) -> Contender:
     """Stages with about equally many parameters, as DeepSpeed's PipelineModule makes them."""
     cut = _by_weight(task.costs, _trained)
-    return fastest("by parameters", task, pipelines(task, cut, "1f1b", divisors(task.ranks)))
+    return fastest("by parameters", task, pipelines(task, cut, DEFAULT, divisors(task.ranks)))
 
 
 def pipedream(task: Task) -> Contender:
@@ -107,7 +108,7 @@ def pipedream(task: Task) -> Contender:
     seconds, found = asynchronous(units, _levels(costs.machine, task.ranks))
     stages = [StageChoice(ends[stage.end - 1], stage.replicas) for stage in found]
     note = f"asynchronous, by its own objective: {share / seconds:.4g} samples/s"
-    return fastest("PipeDream", task, _searched(costs, stages, "1f1b"))._replace(note=note)
+    return fastest("PipeDream", task, _searched(costs, stages, DEFAULT))._replace(note=note)
 
 
 def _levels(machine, ranks):
@@ -149,7 +150,7 @@ def _by_weight(costs, weights):
 
 def _alone(task, ends):
     """Arrangements of stages of one rank."""
-    return _searched(task.costs, [StageChoice(end) for end in ends], "gpipe")
+    return _searched(task.costs, [StageChoice(end) for end in ends], GPIPE)
 
 
 def pipelines(
@@ -173,7 +174,7 @@ def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
     replicas = max(stage.replicas for stage in stages)
     micros = 1
     while micros <= min(most, costs.batch) and replicas <= costs.rows(micros, 1):
-        for again in (micros > 1,) if schedule == "gpipe" else (False, True):
+        for again in (micros > 1,) if schedule == GPIPE else (False, True):
             parts = tuple(stage._replace(recompute=again) for stage in stages)
             yield PipelineChoice(parts, micros, schedule)
         micros *= 2

@@ -23,6 +23,7 @@ from hpc3d.partition.evaluation import (
     StageChoice,
     evaluated,
 )
+from hpc3d.pipeline.schedule import GPIPE
 
 
 def rannc(task: Task) -> Contender:
@@ -44,7 +45,7 @@ def rannc(task: Task) -> Contender:
         StageChoice(int(ends[end - 1]), replicas, plan.microbatches > 1)
         for end, replicas in zip(plan.ends, plan.replicas, strict=True)
     )
-    choice = PipelineChoice(stages, plan.microbatches, "gpipe")
+    choice = PipelineChoice(stages, plan.microbatches, GPIPE)
     step = _offloaded(costs.reordered([*chain.from_iterable(groups)]), choice, task.memory)
     return Contender("RaNNC", choice, step, f"by its own estimate {plan.seconds:.4g} s")
 

@@ -11,6 +11,7 @@ from hpc3d.partition.baselines.rannc_plan import rannc
 from hpc3d.partition.baselines.tensor_pipeline import megatron, megatron_pipeline
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.module_plan import Wanted, planned_module
+from hpc3d.pipeline.schedule import ONE_STAGE
 
 HEAD = (
     "planner                stages  replicas    microbatches  recompute  schedule     "
@@ -66,7 +67,7 @@ def as_row(contender: Contender, batch: int) -> dict[str, Any]:
         list(choice.replicas),
         choice.microbatches,
         "some" if len(again) > 1 else "all" if again == {True} else "none",
-        choice.schedule if choice.stages[1:] else "none",
+        choice.schedule if choice.stages[1:] else ONE_STAGE,
         step.fits,
         max(step.held),
         step.seconds,

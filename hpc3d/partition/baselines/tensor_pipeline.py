@@ -23,6 +23,7 @@ from hpc3d.partition.baselines.layer_cuts import even, layer_runs
 from hpc3d.partition.baselines.tensor_split import SplitOperations, split_roles
 from hpc3d.partition.evaluation import ModelCosts
 from hpc3d.partition.model_graph import graph_of
+from hpc3d.pipeline.schedule import DEFAULT
 
 _WAYS = (1, 2, 4, 8)
 
@@ -65,7 +66,7 @@ def _fastest_split(name, task, pipeline):
             return Contender(name, None, None, "no pairs of linear layers that it would split")
         cut = partial(even, layer_runs(part.costs.graph(1)))
         counts, most = (divisors(part.ranks), 128) if pipeline else ([1], 1)
-        choices = pipelines(part, cut, "1f1b", counts, most)
+        choices = pipelines(part, cut, DEFAULT, counts, most)
         found.append(fastest(name, part, choices, layer_by_layer)._replace(ways=ways))
     return min(found, key=rank_of)
 

@@ -52,7 +52,7 @@ from hpc3d.partition.execution.torch_weights import stored_tensors, values_in
 from hpc3d.partition.factory import function_at, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
-from hpc3d.pipeline.schedule import find
+from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 from hpc3d.plain import counted
 from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.host_map import homes_of
@@ -190,11 +190,12 @@ def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
     """What of a plan cannot be run: a line for each."""
     schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
     if schedule.asynchronous:
-        yield f"schedule {plan.schedule}: not for torch modules; use 1f1b or zb-h1"
+        yield f"schedule {plan.schedule}: not for torch modules; use {DEFAULT}"
     if schedule.v_shaped:
+        split = " or ".join(each.name for each in FOR_PARTITIONS if each.splits_backward)
         yield (
             f"schedule {plan.schedule}: of S stages it wants part S on the last one, where a plan "
-            "has it on the first; use zb-h1 or zb-h2"
+            f"has it on the first; use {split}"
         )
     if max(plan.replicas) > rows:
         samples = counted(rows, "sample")

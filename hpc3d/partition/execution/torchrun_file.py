@@ -31,7 +31,7 @@ from hpc3d.partition.execution.staged_model import StagedModel, staged_model
 from hpc3d.partition.execution.torch_weights import state_of
 from hpc3d.partition.plan_file import SavedPlan
 
-_SCHEDULES = {
+SCHEDULES = {
     "none": "ScheduleGPipe",
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
@@ -68,7 +68,7 @@ def _wrong(plan: SavedPlan) -> Iterator[str]:
     """What of a plan cannot be written: a line for each."""
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
     here = "torch.distributed.pipelining"
-    if plan.schedule not in _SCHEDULES:
+    if plan.schedule not in SCHEDULES:
         yield f"schedule {plan.schedule} is not written for {here}; use 1f1b, gpipe or interleaved"
     if len({*plan.replicas}) > 1:
         counts = " ".join(map(str, plan.replicas))
@@ -330,7 +330,7 @@ CUT = CutModel(
 
 def _schedule(plan):
     """The name of torch's; of one microbatch all are alike."""
-    return _SCHEDULES["gpipe" if plan.chunks == plan.microbatches == 1 else plan.schedule]
+    return SCHEDULES["gpipe" if plan.chunks == plan.microbatches == 1 else plan.schedule]
 
 
 def _constants(model: StagedModel) -> Iterator[str]:

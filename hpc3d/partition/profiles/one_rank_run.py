@@ -21,6 +21,7 @@ from hpc3d.partition.execution.staged_model import staged_model
 from hpc3d.partition.execution.torch_stage import TorchStage
 from hpc3d.partition.execution.torch_weights import values_in
 from hpc3d.pipeline.program import program_of
+from hpc3d.pipeline.schedule import ONE_STAGE
 
 
 class StepSeconds(NamedTuple):
@@ -50,7 +51,7 @@ class OneRankRun:
         every = range(len(captured.pieces))
         self.model = staged_model(captured, [every], (1,), (False,))
         train = TrainConfig(steps=1, batch=batch, dtype=self.model.dtype, learning_rate=0.0)
-        parallel = ParallelConfig(schedule="none", chunks=1)
+        parallel = ParallelConfig(schedule=ONE_STAGE, chunks=1)
         config = Config(mesh=MeshConfig(x=1, y=1, z=1), parallel=parallel, train=train)
         mesh = stage_mesh((1,), batch, Self(Pool()), lambda members: Self(Pool()))
         self.trainer = ModuleTrainer(

@@ -192,7 +192,7 @@ def test_a_plan_decides_what_is_its_own(tmp_path):
         (["--train.batch", 3], {}, "--train.batch: this is the plan's"),
         (["--parallel.zero", 2], {}, "parallel.zero = 2: .* use 0 or 1"),
         ([], {"schedule": "zb-v", "chunks": 2}, "schedule zb-v: .*; use zb-h1 or zb-h2"),
-        ([], {"schedule": "pipedream"}, "schedule pipedream: .*; use 1f1b or zb-h1"),
+        ([], {"schedule": "pipedream"}, "schedule pipedream: .*; use 1f1b"),
         ([], {"replicas": (13, 1)}, "13 replicas cannot share microbatches of 6 samples"),
         ([], {"replicas": (2, 1), "micros": 5}, "12 samples do not divide into 5 microbatches"),
     ],
