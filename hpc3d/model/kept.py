@@ -166,7 +166,7 @@ def _replaced(
 
 
 @cache
-def _are_marked(kind: type, marked: Any) -> list[bool]:
+def _are_marked(kind: Any, marked: Any) -> list[bool]:
     """Return for each field of a NamedTuple whether its type is or contains `marked`."""
     hints = get_type_hints(kind, include_extras=True)
     return [_contains(hint, marked) for hint in hints.values()]
