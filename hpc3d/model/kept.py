@@ -156,7 +156,7 @@ def _replaced(
     """Return what a layer saved with `function` applied once to each array of a `marked` type."""
     if not hasattr(saved, "_fields"):
         return saved
-    fields = zip(saved, _are_marked(type(saved), marked))
+    fields = zip(saved, _are_marked(saved.__class__, marked))
     return type(saved)(
         *[
             _once(value, function, done) if here else _replaced(value, function, done, marked)
