@@ -1,6 +1,7 @@
 """A simulated schedule: the diagram and the numbers of the command."""
 
 import pytest
+from matplotlib import rc_context
 
 import hpc3d
 
@@ -15,6 +16,17 @@ def test_a_schedule_is_text_numbers_and_a_figure():
     assert (found.makespan, found.bubble) == (12, 0.25)
     assert (found.in_flight, found.weight_inputs) == ([2, 1], [0, 0])
     assert found.timeline().figure.axes[0].get_ylabel() == "stage"
+
+
+def test_a_figure_has_the_default_style_whatever_a_matplotlibrc_asks_for(tmp_path):
+    found = hpc3d.simulate_schedule("1f1b", 2, 3)
+    with rc_context({"text.usetex": True, "font.family": "none"}):
+        drawing = found.timeline()
+        drawing.save(tmp_path / "a.png")
+        shown = drawing._repr_png_()
+    assert shown == found.timeline()._repr_png_()
+    found.timeline().save(tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_parts_have_times_of_their_own():

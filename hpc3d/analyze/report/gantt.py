@@ -57,14 +57,15 @@ def gantt(panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]]) -> Figure:
     messages and reductions are thin, since they run beside passes."""
     everything = [span for _, rows in panels for row in rows for span in row]
     first, last = min(span[0] for span in everything), max(span[1] for span in everything)
-    figure, axes = _figure([(title, len(rows)) for title, rows in panels])
-    axes[-1].set_xlim(first, last)
-    for panel, (_, rows) in zip(axes, panels):
-        for stage, row in enumerate(rows):
-            for kind in sorted({span[2] for span in row}):
-                _bars(panel, stage, [span for span in row if span[2] == kind], kind)
-            _labels(panel, stage, row, (last - first) / (_WIDTH * 72))
-    _legend(figure, {span[2] for span in everything})
+    with default_style():
+        figure, axes = _figure([(title, len(rows)) for title, rows in panels])
+        axes[-1].set_xlim(first, last)
+        for panel, (_, rows) in zip(axes, panels):
+            for stage, row in enumerate(rows):
+                for kind in sorted({span[2] for span in row}):
+                    _bars(panel, stage, [span for span in row if span[2] == kind], kind)
+                _labels(panel, stage, row, (last - first) / (_WIDTH * 72))
+        _legend(figure, {span[2] for span in everything})
     return figure
 
 
