@@ -24,7 +24,7 @@ from typing import Any
 from hpc3d.extras import need
 
 NAME = "metrics.jsonl"
-_MOST = 1e300  # beyond it, sums overflow
+_MOST = 1e150  # beyond it, products overflow
 _Record = dict[str, Any]
 _Sink = Callable[[_Record], object]
 
@@ -106,7 +106,7 @@ def _record(line: str | bytes) -> _Record | None:
     """The record that a line is; of a line that two writers or a fault of the disk left, none."""
     try:
         record = json.loads(line)
-    except ValueError:  # also where the bytes are no UTF-8
+    except (ValueError, RecursionError):  # the former also for bytes that are no UTF-8
         return None
     return record if isinstance(record, dict) and _is_sound(record) else None
 

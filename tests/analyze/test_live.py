@@ -145,6 +145,7 @@ def test_parts_flow_into_lines():
         {"seconds": None},
         {"peak_bytes": [1]},
         {"peak_bytes": 10**400},
+        {"seconds": 1e200, "steps": 10**200},  # whose product is the time left
         {"steps": 0},
         {"step": True},
         {"step": None},
@@ -158,9 +159,9 @@ def test_damaged_lines_are_counted_and_left_out(damage, tmp_path):
     line = json.loads((tmp_path / NAME).read_text()) | {"step": 1} | damage
     short = {"step": 1, "loss": 2.0}
     with (tmp_path / NAME).open("a") as file:
-        file.write(f"{json.dumps(line)}\n{json.dumps(short)}\n")
+        file.write(f"{json.dumps(line)}\n{json.dumps(short)}\n{'[' * 10**6}\n")
     found.update(NOW)
-    assert f"2 damaged lines of {NAME} left out" in found.screen(80)
+    assert f"3 damaged lines of {NAME} left out" in found.screen(80)
     assert "step 1 of 10" in found.line()
     records(tmp_path, [1, 2])  # which rewrites the file
     found.update(NOW)
