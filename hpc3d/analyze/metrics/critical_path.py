@@ -107,7 +107,7 @@ def _extent(trace, rows, step):
             begins.append(start + int(shift[0]))
             ends.append((end + int(shift[-1]), rank))
     if not ends:
-        raise ValueError(f"{trace.path}: step {step} was not completed; choose another one")
+        raise ValueError(f"{trace.path}: step {step} was not completed; {recorded_steps(trace)}")
     return min(begins), *max(ends)
 
 
