@@ -22,7 +22,7 @@ from hpc3d.checkpoints.safetensors import Weights
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.load import override, validate
 from hpc3d.config.rules import refuse, resolve
-from hpc3d.data.tokenizer_files import object_in
+from hpc3d.data.tokenizer_files import object_in, refuse_cache
 from hpc3d.model.families import with_epsilon
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ def _weight_files(path: Path) -> list[Weights]:
     """The files with the weights of a folder; or that one file."""
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder")
-    for snapshot in sorted(path.glob("snapshots/*")):
-        raise ValueError(f"{path}: a cache of Hugging Face; name its snapshot, {snapshot}")
+    refuse_cache(path)
     if (path / INDEX).exists() and not (path / WEIGHTS).exists():
         names = object_in(path / INDEX).get("weight_map")
         names = sorted({*map(str, names.values())}) if isinstance(names, dict) else []

@@ -75,6 +75,12 @@ def object_in(path: Path) -> dict[str, Any]:
     return found
 
 
+def refuse_cache(folder: Path) -> None:
+    """Refuse the folder of a model in the cache of Hugging Face, whose files are in snapshots."""
+    for snapshot in sorted(folder.glob("snapshots/*")):
+        raise ValueError(f"{folder}: a cache of Hugging Face; name its snapshot, {snapshot}")
+
+
 def token_in(settings: Mapping[str, Any], key: str) -> str | None:
     """A special token of a tokenizer_config.json, which has it as text or with how it is found."""
     found = settings.get(key)
@@ -87,6 +93,7 @@ def _text(path: Path) -> str:
 
 
 def _of_folder(folder: Path, end_name: str | None) -> BpeTokenizer:
+    refuse_cache(folder)
     for names in _PAIRS:
         vocabulary, merges = (folder / name for name in names)
         if vocabulary.is_file() and merges.is_file():

@@ -112,7 +112,7 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
     Of the `words`, options `--section.key value`, those about the model are for it alone.
     """
     published = path.suffix == ".safetensors" or any(
-        (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX)
+        (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, "snapshots")
     )
     _refuse_others(words, (*_LAYOUT, "model." if published else "data.path"))
     found = _published(path, words) if published else _of_run(path, words)

@@ -60,6 +60,8 @@ def test_a_tokenizer_that_is_none_is_refused(content, tmp_path, prepared):
     assert "no readable tokenizer" in prepared("a.txt", "--tokenizer", str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
     assert "it has no tokenizer.json" in prepared("a.txt", "--tokenizer", str(tmp_path))
+    (tmp_path / "snapshots" / "0123").mkdir(parents=True)
+    assert "name its snapshot, " in prepared("a.txt", "--tokenizer", str(tmp_path))
 
 
 def test_the_end_of_a_document_is_that_of_the_tokenizer(bpe):

@@ -115,6 +115,12 @@ def test_a_folder_may_have_a_tokenizer(tmp_path):
         find_model(theirs, [])
 
 
+def test_a_cache_folder_names_its_snapshot(tmp_path):
+    (tmp_path / "snapshots" / "0123").mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"name its snapshot, {tmp_path}/snapshots/0123$"):
+        find_model(tmp_path, [])
+
+
 def test_a_token_file_gives_its_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
     text, tokens = tmp_path / "text.txt", tmp_path / "tokens.h5"
