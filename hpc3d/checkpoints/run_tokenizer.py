@@ -64,9 +64,12 @@ def _write(folder: Path, rules: str, end_name: str | None) -> None:
 
 
 def refuse_unfit(source: Path, vocabulary: int) -> None:
-    """ValueError where the tokenizer beside published weights, as far as it can be read here, is
-    none, or has more tokens than their model."""
-    path = _home_of(source) / RULES
+    """Refuse a tokenizer beside published weights that is none, as far as it can be read here, or
+    has more tokens than their model, and settings beside it that are no JSON."""
+    home = _home_of(source)
+    for name in (SETTINGS, GENERATION):
+        object_in(home / name)
+    path = home / RULES
     if not path.is_file() or find_spec("tokenizers") is None:
         return
     try:

@@ -146,6 +146,10 @@ def test_weights_are_not_taken_with_a_tokenizer_that_cannot_be_theirs(tmp_path, 
     refuse_unfit(tmp_path, bpe.vocabulary)
     with pytest.raises(ValueError, match=f"^{rules}: it has 280 tokens, and the model 279; put"):
         refuse_unfit(tmp_path, bpe.vocabulary - 1)
+    (tmp_path / "generation_config.json").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"generation_config.json: no JSON: "):
+        refuse_unfit(tmp_path, bpe.vocabulary)
+    (tmp_path / "generation_config.json").unlink()
     rules.write_text("{}")
     with pytest.raises(ValueError, match=f"^{rules}: not the JSON text"):
         refuse_unfit(tmp_path, 1000)
