@@ -15,9 +15,10 @@ import sys
 __version__ = "0.2.0"
 
 # Ctrl-C ends a command that still imports its modules without a traceback.  Later cli.run or
-# launch.run decides.
+# launch.run decides.  `python -m` of another package, which imports this one, is no command.
+_module = any(word.removeprefix("-m").startswith("hpc3d") for word in sys.orig_argv)
 if (
-    any(word == "-m" or word.endswith("/hpc3d") for word in sys.argv[:1])
+    any((word == "-m" and _module) or word.endswith("/hpc3d") for word in sys.argv[:1])
     and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 ):
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -71,15 +71,36 @@ def test_an_interrupt_is_a_line(capsys):
     assert capsys.readouterr().err == "hpc3d.plan: interrupted\n"
 
 
+def interruptible(*words, folder):
+    """Run Python with modules of a folder; tests in a background shell ignore SIGINT."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *words],
+        env=environment,
+        capture_output=True,
+        check=False,
+        timeout=100,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_interrupt_while_a_command_imports_is_no_traceback(command, tmp_path):
     interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
     for name in ("argparse", "pathlib"):  # each command imports one of them
         (tmp_path / f"{name}.py").write_text(interrupt)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    words = [sys.executable, "-m", f"hpc3d.{command}", "--help"]
-    done = subprocess.run(words, env=environment, capture_output=True, check=False, timeout=100)
+    done = interruptible("-m", f"hpc3d.{command}", "--help", folder=tmp_path)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
+def test_a_package_that_imports_this_one_keeps_its_interrupt(tmp_path):
+    """Otherwise Ctrl-C would leave the ranks of hpc3d.run_training behind."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import hpc3d\n")
+    handler = "signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    (tmp_path / "theirs" / "__main__.py").write_text(f"import signal\nassert {handler}\n")
+    done = interruptible("-m", "theirs", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_fault_of_the_program_is_not_taken_for_bad_input():
