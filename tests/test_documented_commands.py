@@ -6,10 +6,11 @@ it is made shorter; if it cannot run here, say in ELSEWHERE where it is run, or 
 
 import re
 import shutil
-from itertools import starmap
+from itertools import pairwise, starmap
 
 import pytest
 
+from hpc3d.runtime.metrics_file import read
 from tests.documented import preparations
 from tests.documented.pages import PAGES, commands, simple, spans
 from tests.documented.parsers import wrong
@@ -54,6 +55,8 @@ def unclassified(name, each):
             f"{each}: say in ELSEWHERE of {where} where it is run, or why it is not; "
             "what commands print stands in blocks of its own"
         )
+    if re.search(r"(^|; )sleep ", each.text):
+        return f"{each}: wait for what the next command needs, in an `until` loop, not for seconds"
     if re.search(r"hpc3d[. ]train\b(?!.*--dry-run)", name) and not entry(REDUCED, name):
         return f"{each}: say in REDUCED of {where} how it is made shorter, or in ELSEWHERE"
     return ""
@@ -130,3 +133,15 @@ def test_the_commands_of_a_page_run(page, tmp_path, some_run):
     printed = played(script(before + typed), tmp_path, SECONDS)
     print(printed)
     assert not [each for each in SHOWN.get(page, []) if not re.search(each, printed)]
+
+
+@pytest.mark.slow
+def test_the_first_run_of_the_tutorial_looks_healthy(tmp_path):
+    """Its losses and gradient norms, of 16 steps, on one rank, whose losses are those of four."""
+    (text,) = (each.text for each in commands("docs/tutorial.md") if "--name tour " in each.text)
+    short = "--train.steps 16 --train.decay_steps 40 --checkpoint.every 0"
+    played(f"python -m hpc3d.train {text.partition('hpc3d.train ')[2]} {short}", tmp_path, SECONDS)
+    (run,) = (tmp_path / "results").iterdir()
+    steps = read(run)
+    assert len(steps) == 16 and max(each["gradient_norm"] for each in steps) < 10
+    assert all(later["loss"] < earlier["loss"] + 0.3 for earlier, later in pairwise(steps))
