@@ -298,18 +298,21 @@ def test_nothing_remains_of_an_earlier_export(original, tmp_path, capsys):
     assert (target / "README.md").read_text() == "theirs"
 
 
-def test_import_makes_a_run_and_says_how_it_goes_on(original, tmp_path, capsys):
+def test_import_makes_a_run_and_says_how_it_goes_on(original, tmp_path, capsys, monkeypatch):
     call(capsys, "export", original, "-o", tmp_path / "out")
     again = tmp_path / "again"
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a text")
     # settings may stand anywhere
-    words = "import", "--train.steps", 3, "--seed=5", tmp_path / "out", "-o", again, "--json"
+    settings = "--train.steps", 3, "--seed=5", "--data.path", "a.txt"
+    words = "import", *settings, tmp_path / "out", "-o", again, "--json"
     code, lines, errors = call(capsys, *words)
     assert (code, errors) == (0, [])
     assert f"train --resume {again}" in lines[-2]
     assert json.loads(lines[-1]) == {"run": str(again), "parameters": 29712, "tensors": 52}
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
     text = (again / "config.toml").read_text()
-    assert "steps = 3" in text and "seed = 5" in text
+    assert "steps = 3" in text and "seed = 5" in text and f'path = "{tmp_path}/a.txt"' in text
     assert call(capsys, "verify", again)[0] == 0
     code, _, errors = call(capsys, *words)
     assert code == 2 and str(again) in errors[0]

@@ -84,6 +84,12 @@ def test_the_newest_record_is_said_after_a_while(clock, capsys):
     assert clock.waits == [FIRST, EVERY, EVERY]
 
 
+def test_the_seconds_count_from_the_start_of_the_command(clock, capsys):
+    with patience("train", since=-40):
+        clock.skip(FIRST)
+    assert capsys.readouterr().err == "hpc3d.train: 42 s: loading\n"
+
+
 def test_what_is_quick_is_silent(clock, capsys):
     with patience("plan"):
         log.info("begun")

@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
+from hpc3d import train as verb
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import load
 from hpc3d.config.rules import resolve
+from hpc3d.data.token_file import write_tokens
+from hpc3d.data.tokenizer import BpeTokenizer, library, train_bpe
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.training import run_folder
+from tests.data.prepared import TEXT
 from tests.mpi import ROOT, checked, mpirun
 from tests.runs import losses, newest, said, train, words
 from tests.strided import daily, strided
@@ -146,6 +150,21 @@ def run(tmp_path_factory):
     secret = {"SOME_TOKEN": "do-not-write-this"}
     stdout = checked(RANKS, "-m", "hpc3d.train", *line, environment=secret)
     return newest(out), stdout
+
+
+def test_a_tokenizer_with_a_mask_needs_no_further_token(tmp_path):
+    """As BERT's own: the vocabulary of the model is that of the tokenizer."""
+    pytest.importorskip("tokenizers")
+    known = library().Tokenizer.from_str(train_bpe([TEXT.encode()], 275).json)
+    known.add_special_tokens(["[MASK]"])
+    made = BpeTokenizer(known.to_str())
+    (tmp_path / "a.txt").write_text(TEXT)
+    write_tokens(tmp_path / "a.h5", [tmp_path / "a.txt"], made)
+    values = {"model__kind": "bert", "model__vocabulary": made.vocabulary}
+    options = words(tmp_path, data__path=tmp_path / "a.h5", **values)
+    opened = verb.prepare(verb.asked(1, options).config, None)
+    opened.lock.close()
+    assert opened.plan.config.model.vocabulary == made.vocabulary == 276
 
 
 def test_a_run_needs_no_reader(tmp_path):

@@ -24,8 +24,8 @@ from hpc3d.shipped import INPUT, find
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-# Of a value that may be of several types: pydantic says which it tried.
 _PATHS = "run.out", "data.path", "data.validation", "data.tokenizer"
+# Of a value that may be of several types: pydantic says which it tried.
 _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
 

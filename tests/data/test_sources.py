@@ -12,7 +12,7 @@ import pytest
 from hpc3d.data import sources
 from hpc3d.data.sources import Source, opened_ids
 from hpc3d.data.token_file import open_tokens
-from hpc3d.data.tokenizer import ByteTokenizer, kind_of
+from hpc3d.data.tokenizer import ByteTokenizer
 from hpc3d.data.tokenizer_files import characters
 from tests.data.prepared import TEXT, call, nano, row
 
@@ -63,11 +63,11 @@ def test_parquet_is_a_document_a_row(tmp_path, prepared):
 # Tokens of nanoGPT
 
 
-def test_characters_of_nanogpt_keep_their_numbers(tmp_path, prepared):
+def test_characters_of_nanogpt_keep_their_numbers(tmp_path, prepared, capsys):
     text = "O for a\nMuse of fire, that would ascend"
     expected = nano(tmp_path, text)
     ids, tokenizer, _ = prepared("train.bin")
-    assert ids == expected and kind_of(tokenizer.name, tokenizer.json) == "characters"
+    assert ids == expected and "tokenizer   characters\n" in capsys.readouterr().out
     assert tokenizer.decode(ids).decode() == text
     assert tokenizer.encode(text.encode()).tolist() == expected
 

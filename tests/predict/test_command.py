@@ -35,6 +35,7 @@ def test_a_step_in_numbers(capsys):
         "machine ranks step_time_s tokens_per_s bubble communication flop mfu hfu memory bytes"
     )
     assert [*found] == wanted.split()
+    assert f"step            {found['step_time_s'] * 1e3:.3f} ms, " in out
     assert found["ranks"] == 64 and 0 < found["mfu"] < found["hfu"] + 1e-12 < 1
     assert found["tokens_per_s"] * found["step_time_s"] == pytest.approx(192 * 64)
     stages = found["memory"]["stages"]

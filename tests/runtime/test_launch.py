@@ -5,10 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 from hpc3d.runtime import launch
+from hpc3d.runtime.environment import WORLD_RANKS
 from tests.mpi import ROOT, mpirun, surroundings
 from tests.runs import said, wait_for, without_patience
 
@@ -143,6 +145,22 @@ def test_an_interrupt_before_there_is_a_job_is_a_line(monkeypatch, capsys):
     monkeypatch.setattr(launch, "_started", interrupt)
     assert launch.run("train", None) == 130
     assert capsys.readouterr().err == "hpc3d.train: ended by SIGINT\n"
+
+
+def test_one_rank_loads_mpi_in_its_environment_and_a_failure_is_a_line(monkeypatch, capsys):
+    chosen = "OMPI_MCA_btl"
+
+    class Module(ModuleType):
+        def __getattr__(self, name):
+            raise ImportError(f"cannot load MPI for {os.environ[chosen]}\n/usr/lib/libmpi.so")
+
+    for name in (*WORLD_RANKS, "PMIX_RANK", chosen):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "hpc3d.runtime.job", Module("job"))
+    assert launch.run("train", None) == 2
+    line = "hpc3d.train: cannot load MPI for self; python -m hpc3d.doctor says why\n"
+    assert capsys.readouterr().err == line
 
 
 @slow
