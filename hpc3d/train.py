@@ -36,7 +36,7 @@ from hpc3d.plain import counted, plain
 from hpc3d.runtime import environment, launch
 
 if TYPE_CHECKING:
-    from hpc3d.comm.device_setup import Hardware
+    from hpc3d.comm.transport import Hardware
     from hpc3d.config.input_file import Config
     from hpc3d.data.batches import Batches
     from hpc3d.data.token_file import Tokens
@@ -85,7 +85,7 @@ def train(job: Job, words: list[str]) -> None:
     if {"-h", "--help"} & set(words):
         job.from_root(lambda: explain(words))
         return
-    from hpc3d.comm.device_setup import hardware
+    from hpc3d.comm.transport import hardware
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.runtime.shared_folder import refuse_unshared
 

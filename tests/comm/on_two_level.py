@@ -1,5 +1,6 @@
 """The cases of communicators on groups of 2 to N of the N ranks of an MPI job, on pretended hosts:
-`on_wire.py HOST ... LONG ...`, of each rank its host, once with blocks of LONG bytes as long ones.
+`on_two_level.py NETWORK HOST ... LONG ...`.  NETWORK is tcp or rdma, each rank has its HOST, and
+blocks of LONG bytes and more count as long.
 """
 
 import sys
@@ -36,13 +37,16 @@ def message_between(comm):
 def body(job):
     from mpi4py import MPI
 
-    from hpc3d.comm import cartesian
-    from hpc3d.comm.mpi import MpiCommunicator
+    from hpc3d.comm import all_pairs, cartesian
+    from hpc3d.comm.two_level import TwoLevel
     from tests.comm.cases import every
 
-    hosts, longs = sys.argv[1 : 1 + job.size], map(int, sys.argv[1 + job.size :])
+    network, *words = sys.argv[1:]
+    hosts, longs = words[: job.size], map(int, words[job.size :])
     cartesian.node_of_rank = lambda comm: hosts[: comm.size]
-    for MpiCommunicator.long, size in product(longs, range(2, job.size + 1)):
+    all_pairs.over_tcp = lambda comm: network == "tcp"
+    for long, size in product(longs, range(2, job.size + 1)):
+        all_pairs.AllPairs.long = TwoLevel.long = long
         group = MPI.COMM_WORLD.Split(job.rank < size)
         if job.rank < size:
             comm = cartesian.build({"x": size}, group).comm("x")
