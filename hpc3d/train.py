@@ -26,11 +26,11 @@ run.watchdog_s; 1 a rank failed (the job ends).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from hpc3d.plain import counted, plain
 from hpc3d.runtime import environment, launch
@@ -46,156 +46,51 @@ if TYPE_CHECKING:
     from hpc3d.training.run_loop import RunningJob, RunPlan
 
 
-class Asked(NamedTuple):
-    """What the command line and the input file ask for, and the folder of the run to go on with,
-    if there is one."""
-
-    config: Config
-    run: Path | None
-
-
-class Opened(NamedTuple):
-    """What rank 0 has opened for a run: its plan, the data, the program of all stages, the lock of
-    its folder, which is held as long as this lives, and what the model is evaluated on."""
-
-    plan: RunPlan
-    batches: Batches
-    program: Program
-    lock: TextIO
-    validation: ValidationBatches | None
-
-
-class RunText(NamedTuple):
-    """What a run reads: to train, and to evaluate the model if it is to; its tokens, and those of
-    a validation text of its own."""
-
-    batches: Batches | None
-    validation: ValidationBatches | None
-    tokens: Tokens | None = None
-    held: Tokens | None = None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     return launch.run("train", lambda job: train(job, list(words)))
 
 
 def train(job: Job, words: list[str]) -> None:
-    """The whole run on one rank."""
+    """Follow a command line on this rank, to the end of its run."""
     if {"-h", "--help"} & set(words):
         job.from_root(lambda: explain(words))
+        return
+    if "--dry-run" in words:
+        job.from_root(lambda: rehearse(job.size, words))
         return
     from hpc3d.comm.transport import hardware
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.runtime.shared_folder import refuse_unshared
+    from hpc3d.runtime.stop_request import Stop
+    from hpc3d.training.run_loop import trained
 
-    if "--dry-run" in words:
-        job.from_root(lambda: rehearse(job.size, words))
-        return
     with job.patience(f"{counted(job.size, 'rank')}: loading the text and making the model"):
-        config, resumed = job.from_root(lambda: asked(job.size, words))
-        ours, homes = hardware(job, config), homes_of(job.gather(job.place()))
-        refuse_unshared(job, homes, lambda: resumed or Path(config.run.out).absolute())
-        opened = job.on_root(lambda: prepare(config, resumed))
-        plan = job.from_root(lambda: opened.plan)
-        program = job.scatter_from_root(lambda: _programs(plan.config, opened.program))
-        from hpc3d.runtime.stop_request import Stop
-        from hpc3d.training.run_loop import trained
-
-        config = plan.config
-        stop = Stop(job, plan.folder, config.run.signal, config.train.max_minutes)
-        text = RunText(opened.batches, opened.validation) if opened else RunText(None, None)
-        run = _begin(job, plan, program, text, ours._replace(homes=homes))
-    with opened.lock if opened else nullcontext():
+        plan = job.from_root(lambda: read_command_line(job.size, words))
+        ours, homes = hardware(job, plan.config), homes_of(job.gather(job.place()))
+        refuse_unshared(job, homes, lambda: plan.resumed or Path(plan.config.run.out).absolute())
+        text = job.on_root(lambda: take_text(plan))
+        tokens, batches, validation = text or (None, None, None)
+        program = job.on_root(lambda: checked_program(plan.config))
+        lock = job.on_root(lambda: open_folder(plan, tokens))
+        plan = job.from_root(lambda: plan)
+        program = job.scatter_from_root(lambda: _programs(plan.config, program))
+        stop = Stop(job, plan.folder, plan.config.run.signal, plan.config.train.max_minutes)
+        run = _begin(job, plan, ours._replace(homes=homes), program, batches, validation)
+    with lock or nullcontext():
         trained(job, plan, run, stop)
 
 
-def _begin(
-    job: Job, plan: RunPlan, program: Program, text: RunText, hardware: Hardware
-) -> RunningJob:
-    """The RunningJob of this rank: mesh, model, optimiser, in the state that it goes on from."""
-    from hpc3d.checkpoints.saver import saver_of
-    from hpc3d.comm.cartesian import build
-    from hpc3d.training.evaluator import Evaluator
-    from hpc3d.training.log import layout_lines
-    from hpc3d.training.run_loop import RunningJob, equipped
-    from hpc3d.training.trainer import Trainer
+def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
+    """Rank 0: return the run that the command line asks for, with its configuration checked.
 
-    config = plan.config
-    mesh = build(config.mesh.sizes(), transport=hardware.transport, device=hardware.device)
-    if hardware.device:
-        from hpc3d.cuda.gpu import use
+    `ranks` is the number of ranks of the job (None: as many as the mesh has).
 
-        job.exit_hooks.append(hardware.device.close)
-        hardware = hardware.with_line(use(mesh.pool, config.train.tf32))
-    mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout_lines(config))
-    trainer = Trainer(mesh, config, config.model.vocabulary, text.batches, program, clock)
-    evaluator = Evaluator(trainer, text.validation) if config.train.eval_every else None
-    for line in plan.notes:
-        log.say(line)
-    start = 0
-    if plan.resumed:
-        from hpc3d.checkpoints.resume import resume
-
-        start = resume(job, plan.folder, trainer, log.say, evaluator=evaluator, texts=plan.texts)
-    saver = saver_of(job, plan, trainer, text.batches, log, evaluator)
-    return RunningJob(trainer, saver, watchdog, log, text.batches, start, evaluator)
-
-
-def explain(words: list[str]) -> None:
-    """Rank 0: what the command does, and every key with its meaning; or keys that are named."""
-    from hpc3d.config.reference import about, manual, page_width
-
-    width = page_width()
-    named = [word.removeprefix("--") for word in words if word not in ("-h", "--help")]
-    if words[0] in ("-h", "--help") and named:
-        print("\n\n".join(about(name, width) for name in named), flush=True)
-        return
-    print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n")
-    print(manual(width=width), flush=True)
-
-
-def rehearse(ranks: int, words: list[str]) -> None:
-    """Rank 0: say what would run; ValueError for what is wrong."""
-    from argparse import ArgumentTypeError
-
-    from hpc3d.checkpoints.resume import continued, with_decay_steps
-    from hpc3d.checkpoints.run_text import described
-    from hpc3d.cli import number_of_ranks
-    from hpc3d.predict.dry_run import dry_run, taken
-
-    words = [word for word in words if word != "--dry-run"]
-    given, machine = taken(words, "--ranks"), taken(words, "--machine")
-    try:
-        asked_for = None if given is None else number_of_ranks(given)
-    except ArgumentTypeError as error:
-        raise ValueError(f"--ranks {given}: {error}") from None
-    config, run = asked(asked_for or (ranks if ranks > 1 else None), words)
-    config, text, _ = _ready(config, run, this_machine=machine is None)
-    changed = []
-    if run:
-        config, changed = continued(run, config, texts=described(text.tokens, text.held))
-    else:
-        config = with_decay_steps(config)
-    lines = [*dry_run(config, machine, text.batches.windows), *_notes(config, text)]
-    lines += [f"resume: {line}" for line in changed]
-    where = run or f"a new folder {config.run.out}/{config.name}-DATE"
-    lines += [f"dry run: nothing is written; the run would be kept in {where}"]
-    print("\n".join(map(plain, lines)), flush=True)
-
-
-def _notes(config: Config, text: RunText) -> Iterator[str]:
-    """Rank 0: a line for a validation text that is not used, or that is trained on."""
-    from hpc3d.checkpoints.run_text import trained_on
-
-    yield from trained_on(text.tokens, text.held, config)
-    if config.data.validation and not config.train.eval_every:
-        yield "nothing is evaluated on data.validation: train.eval_every is 0"
-
-
-def asked(ranks: int | None, words: list[str]) -> Asked:
-    """Rank 0: the Asked of the command line and the input file, for so many ranks (None: as many
-    as its mesh has); ValueError for what is wrong."""
+    Raises
+    ------
+    ValueError
+        If the command line, the input file or the run to resume cannot be used.
+    """
     from hpc3d.checkpoints.resume import (
         checkpointed_config,
         config_of_run,
@@ -207,6 +102,7 @@ def asked(ranks: int | None, words: list[str]) -> Asked:
     from hpc3d.config.backend_rules import untrainable
     from hpc3d.config.rules import refuse, resolve
     from hpc3d.runtime.metrics_file import sinks_of
+    from hpc3d.training.run_loop import RunPlan
 
     run = run_to_resume(words)
     given = words and not words[0].startswith("-")
@@ -218,84 +114,56 @@ def asked(ranks: int | None, words: list[str]) -> Asked:
     config = resolve(config, ranks, default=not (given or run))
     refuse([*untrainable(config)])
     sinks_of(config.run.metrics_hook, config.run.tensorboard)
-    return Asked(config, run)
+    return RunPlan(config, run)
 
 
-def prepare(config: Config, run: Path | None) -> Opened:
-    """Rank 0: open the text, make the folder or take up that of `run`; ValueError for what is
-    wrong."""
-    from hpc3d.checkpoints import run_text, run_tokenizer
-    from hpc3d.checkpoints.resume import continued, with_decay_steps
-    from hpc3d.config import load
-    from hpc3d.training import run_folder as folder
-    from hpc3d.training.run_loop import RunPlan
+def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]:
+    """Rank 0: open the texts of a run, and set the keys of its configuration that they determine.
 
-    config, text, program = _ready(config, run)
-    changed, texts = [], run_text.described(text.tokens, text.held)
-    with ExitStack() as refused:
-        if run:
-            lock = refused.enter_context(folder.claim(run))
-            config, changed = continued(run, config, texts=texts)
-            where = folder.reopen(run, load.to_toml(config))
-        else:
-            config = with_decay_steps(config)
-            where = folder.create(config, load.to_toml(config))
-            lock = refused.enter_context(folder.claim(where))
-        run_tokenizer.keep(where, text.tokens)
-        texts, notes = run_text.recorded(texts, config, where), [*_notes(config, text)]
-        plan = RunPlan(config, where, folder.git_revision(), bool(run), changed, notes, texts)
-        refused.pop_all()  # the lock stays open
-    return Opened(plan, text.batches, program, lock, text.validation)
+    Returns
+    -------
+    tuple
+        The tokens of the training text, the batches of the run, and those of its evaluations.
 
-
-def _ready(
-    config: Config, run: Path | None, this_machine: bool = True
-) -> tuple[Config, RunText, Program]:
-    """Rank 0: `config` with what its text settles, what a run of it, or `run` that goes on, reads,
-    and what it executes; ValueError for what is wrong, also where ranks on `this_machine` outgrow
-    its memory."""
-    from hpc3d.pipeline.program import program_of
-    from hpc3d.training.footprint import refuse_what_cannot_fit
-
-    config, text = _open_text(config, run)
-    if this_machine:
-        refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
-    return config, text, program_of(config)
-
-
-def _open_text(config: Config, run: Path | None) -> tuple[Config, RunText]:
-    """Rank 0: `config` with what its text settles, and the batches of it; ValueError where its
-    tokens are not those that `run` was trained on."""
+    Raises
+    ------
+    ValueError
+        If a text fills no window, or has other tokens than the run that is resumed.
+    """
     from hpc3d import shipped
     from hpc3d.checkpoints import run_text, run_tokenizer
     from hpc3d.checkpoints.resume import checkpointed_texts
     from hpc3d.data.token_file import open_tokens
-
-    config = run_text.located(config, run, checkpointed_texts(run) if run else None)
-    tokens = open_tokens(shipped.text(config.data.path), None if run else config.data.tokenizer)
-    if run:
-        run_tokenizer.refuse_another(run, tokens)
-    config = _settled(config, tokens, run)
-    return config, _text_of(config, tokens)
-
-
-def _text_of(config: Config, tokens: Tokens) -> RunText:
-    """The batches of a run; ValueError where the text does not fill one window of each."""
-    from hpc3d import shipped
     from hpc3d.data.validation import divided
     from hpc3d.training.masking import batches_of, validation_of
 
+    run = plan.resumed
+    config = run_text.located(plan.config, run, checkpointed_texts(run) if run else None)
+    tokens = open_tokens(shipped.text(config.data.path), None if run else config.data.tokenizer)
+    if run:
+        run_tokenizer.refuse_another(run, tokens)
+    plan.config = config = _with_vocabulary(config, tokens, run)
     held = config.data.validation
     named = held and isinstance(held, str)
     trained, held = divided(tokens, shipped.text(held) if named else held)
     batches = batches_of(config, trained)
-    if held is None:
-        return RunText(batches, None, tokens)
-    return RunText(batches, validation_of(config, held), tokens, held.tokens if named else None)
+    validation = None if held is None else validation_of(config, held)
+    other = held.tokens if named else None
+    plan.texts = run_text.described(tokens, other)
+    plan.notes = [*run_text.trained_on(tokens, other, config)]
+    if config.data.validation and not config.train.eval_every:
+        plan.notes.append("nothing is evaluated on data.validation: train.eval_every is 0")
+    return tokens, batches, validation
 
 
-def _settled(config: Config, tokens: Tokens, run: Path | None) -> Config:
-    """`config` with its vocabulary and its tokenizer; ValueError where tokens are too many."""
+def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config:
+    """Return `config` with the vocabulary and the tokenizer of its tokens.
+
+    Raises
+    ------
+    ValueError
+        If the tokenizer has more tokens than `model.vocabulary`.
+    """
     from hpc3d.config.rules import refuse
     from hpc3d.config.size_rules import wrong_tokens
     from hpc3d.model.families import family_of, least_vocabulary
@@ -318,10 +186,146 @@ def _settled(config: Config, tokens: Tokens, run: Path | None) -> Config:
     return replace(config, model=model, data=replace(config.data, tokenizer=tokens.tokenizer))
 
 
+def checked_program(config: Config, this_machine: bool = True) -> Program:
+    """Rank 0: return the program of all pipeline stages.
+
+    Raises
+    ------
+    ValueError
+        If the ranks on `this_machine` need more memory than it has.
+    """
+    from hpc3d.pipeline.program import program_of
+    from hpc3d.training.footprint import refuse_what_cannot_fit
+
+    if this_machine:
+        refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
+    return program_of(config)
+
+
 def _programs(config: Config, program: Program) -> list[Program]:
-    """Rank 0: what each rank runs, the part of its pipeline stage."""
+    """Rank 0: return the program of each rank, that of its pipeline stage."""
     grid = config.mesh.grid()
     return [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
+
+
+def open_folder(plan: RunPlan, tokens: Tokens) -> TextIO:
+    """Rank 0: create the folder of a run, or reopen that of the run that is resumed.
+
+    Returns the lock of the folder, which is held until it is closed.
+
+    Raises
+    ------
+    ValueError
+        If the folder cannot be written to, or the run cannot be resumed.
+    """
+    from hpc3d.checkpoints import run_text, run_tokenizer
+    from hpc3d.config import load
+    from hpc3d.training import run_folder
+
+    with ExitStack() as refused:
+        if plan.resumed:
+            lock = refused.enter_context(run_folder.claim(plan.resumed))
+            _complete(plan)
+            plan.folder = run_folder.reopen(plan.resumed, load.to_toml(plan.config))
+        else:
+            _complete(plan)
+            plan.folder = run_folder.create(plan.config, load.to_toml(plan.config))
+            lock = refused.enter_context(run_folder.claim(plan.folder))
+        run_tokenizer.keep(plan.folder, tokens)
+        plan.texts = run_text.recorded(plan.texts, plan.config, plan.folder)
+        plan.git = run_folder.git_revision()
+        refused.pop_all()  # the lock stays open
+    return lock
+
+
+def _complete(plan: RunPlan) -> None:
+    """Rank 0: set the decay steps, and compare a resumed run with its newest checkpoint."""
+    from hpc3d.checkpoints.resume import continued, with_decay_steps
+
+    if plan.resumed:
+        plan.config, plan.changes = continued(plan.resumed, plan.config, texts=plan.texts)
+    else:
+        plan.config = with_decay_steps(plan.config)
+
+
+def _begin(
+    job: Job,
+    plan: RunPlan,
+    hardware: Hardware,
+    program: Program,
+    batches: Batches | None,
+    validation: ValidationBatches | None,
+) -> RunningJob:
+    """Build the mesh, the model and the optimizer of this rank, in the state to start from."""
+    from hpc3d.checkpoints.saver import saver_of
+    from hpc3d.comm.cartesian import build
+    from hpc3d.training.evaluator import Evaluator
+    from hpc3d.training.log import layout_lines
+    from hpc3d.training.run_loop import RunningJob, equipped
+    from hpc3d.training.trainer import Trainer
+
+    config = plan.config
+    mesh = build(config.mesh.sizes(), transport=hardware.transport, device=hardware.device)
+    if hardware.device:
+        from hpc3d.cuda.gpu import use
+
+        job.exit_hooks.append(hardware.device.close)
+        hardware = hardware.with_line(use(mesh.pool, config.train.tf32))
+    mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout_lines(config))
+    trainer = Trainer(mesh, config, config.model.vocabulary, batches, program, clock)
+    evaluator = Evaluator(trainer, validation) if config.train.eval_every else None
+    for line in plan.notes:
+        log.say(line)
+    start = 0
+    if plan.resumed:
+        from hpc3d.checkpoints.resume import resume
+
+        start = resume(job, plan.folder, trainer, log.say, evaluator=evaluator, texts=plan.texts)
+    saver = saver_of(job, plan, trainer, batches, log, evaluator)
+    return RunningJob(trainer, saver, watchdog, log, batches, start, evaluator)
+
+
+def explain(words: list[str]) -> None:
+    """Rank 0: what the command does, and every key with its meaning; or keys that are named."""
+    from hpc3d.config.reference import about, manual, page_width
+
+    width = page_width()
+    named = [word.removeprefix("--") for word in words if word not in ("-h", "--help")]
+    if words[0] in ("-h", "--help") and named:
+        print("\n\n".join(about(name, width) for name in named), flush=True)
+        return
+    print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n")
+    print(manual(width=width), flush=True)
+
+
+def rehearse(ranks: int, words: list[str]) -> None:
+    """Rank 0: print what would run, for --dry-run.
+
+    Raises
+    ------
+    ValueError
+        If the run would be refused.
+    """
+    from argparse import ArgumentTypeError
+
+    from hpc3d.cli import number_of_ranks
+    from hpc3d.predict.dry_run import dry_run, taken
+
+    words = [word for word in words if word != "--dry-run"]
+    given, machine = taken(words, "--ranks"), taken(words, "--machine")
+    try:
+        asked_for = None if given is None else number_of_ranks(given)
+    except ArgumentTypeError as error:
+        raise ValueError(f"--ranks {given}: {error}") from None
+    plan = read_command_line(asked_for or (ranks if ranks > 1 else None), words)
+    _, batches, _ = take_text(plan)
+    checked_program(plan.config, this_machine=machine is None)
+    _complete(plan)
+    lines = [*dry_run(plan.config, machine, batches.windows), *plan.notes]
+    lines += [f"resume: {line}" for line in plan.changes]
+    where = plan.resumed or f"a new folder {plan.config.run.out}/{plan.config.name}-DATE"
+    lines += [f"dry run: nothing is written; the run would be kept in {where}"]
+    print("\n".join(map(plain, lines)), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import hpc3d.trace
+from hpc3d import train as verb
 from tests.mpi import checked
 
 # Divides over 2 x 2 x 2, 2 x 3 x 2, 3 x 3 x 3 and 4 x 4 x 4, and over 8 ranks in every scheme.
@@ -33,6 +34,15 @@ def train(ranks, out, timeout=250, **values):
     """The folder of a run that must go well."""
     checked(ranks, "-m", "hpc3d.train", *words(out, **values), timeout=timeout)
     return newest(out)
+
+
+def plan_of(words, ranks=1):
+    """Open the run of a command line as rank 0 of `train` does, and return its plan."""
+    plan = verb.read_command_line(ranks, [str(word) for word in words])
+    tokens, *_ = verb.take_text(plan)
+    verb.checked_program(plan.config)
+    verb.open_folder(plan, tokens).close()
+    return plan
 
 
 def newest(out):

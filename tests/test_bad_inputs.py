@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpc3d.trace
-from hpc3d import plan, prepare, report, simulate, train
+from hpc3d import plan, prepare, report, simulate
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat, load
@@ -24,7 +24,7 @@ from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.file import REMEDY
 from tests.elided import elided
 from tests.mpi import mpirun
-from tests.runs import ended, said
+from tests.runs import ended, plan_of, said
 from tests.runs import train as run_of
 from tests.strided import strided
 
@@ -46,7 +46,7 @@ DEEP = "a=" + "[" * 5000
 def refused(words):
     """The lines with which rank 0 refuses the words of a command line; None if it does not."""
     try:
-        train.prepare(*train.asked(1, [str(word) for word in words])).lock.close()
+        plan_of(words)
     except ValueError as error:
         return str(error).splitlines()
     return None

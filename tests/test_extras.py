@@ -42,7 +42,7 @@ def test_the_exact_gelu_is_refused_before_a_run_folder_exists(monkeypatch, tmp_p
     hidden(monkeypatch, "scipy")
     words = ["--model.gelu", "exact", "--run.out", str(tmp_path)]
     with pytest.raises(ValueError, match=r"^model.gelu = exact needs scipy: .*\[exact\]'$"):
-        train.asked(1, words)
+        train.read_command_line(1, words)
     assert not [*tmp_path.iterdir()]
 
 

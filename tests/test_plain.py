@@ -25,7 +25,7 @@ from hpc3d.training.log import Log
 from tests.analyze.small import small
 from tests.checkpoints import drawn_models
 from tests.elided import elided
-from tests.runs import ended
+from tests.runs import ended, plan_of
 from tests.test_bad_inputs import MACHINE, SHIPPED
 
 HOSTILE = {
@@ -166,14 +166,14 @@ def test_what_train_is_told_is_refused_in_a_line(words, evil, terminal, tmp_path
     words = [word.replace("{{", "{").replace("{}", evil) for word in words]
     words = [str(SHIPPED[0]) if word == "INPUT" else word for word in words]
     options = ["--run.out", str(tmp_path / "none")]
-    assert run("train", lambda: train.prepare(*asked(words + options))) == 2
+    assert run("train", lambda: plan_of(words + options)) == 2
     _, lines = terminal.lines()
     assert lines and all(line.startswith("hpc3d.train: ") for line in lines)
     assert len(lines) <= 2 and not (tmp_path / "none").exists()
 
 
 def asked(words):
-    return train.asked(1, words)
+    return train.read_command_line(1, words)
 
 
 @pytest.mark.parametrize("words", [["--run.out", BYTES], [f"--{BYTES}=1"], ["--name", BYTES]])

@@ -15,7 +15,7 @@ from hpc3d.checkpoints.sharded import steps_of
 from hpc3d.trace.checks_per_rank import violations
 from tests.elided import elided
 from tests.mpi import checked, mpirun
-from tests.runs import losses, newest, said, train, wait_for, when_running, words
+from tests.runs import losses, newest, plan_of, said, train, wait_for, when_running, words
 from tests.strided import daily
 
 STEPS, RANKS = 8, 4
@@ -238,7 +238,7 @@ def test_what_cannot_go_on_is_refused(runs, options, line):
     words = [str(word).format(**runs) for word in options]
     before = files_of(runs)
     with pytest.raises(ValueError, match=elided(line)):
-        verb.prepare(*verb.asked(2, words))
+        plan_of(words, ranks=2)
     assert files_of(runs) == before
 
 

@@ -21,6 +21,7 @@ from hpc3d.model.stage import LayerRange, build
 from hpc3d.predict.machine import machine_file
 from hpc3d.shipped import INPUT, MACHINE, find, place, shipped, text
 from hpc3d.tensor.split import Split
+from tests.runs import plan_of
 
 PACKAGE = Path(hpc3d.__file__).parent
 ROOT = PACKAGE.parent
@@ -155,13 +156,10 @@ def test_a_text_that_is_not_there_is_left_as_it_is(word, elsewhere):
 
 
 def test_training_reads_the_default_text_in_an_empty_folder(elsewhere):
-    asked = train.asked(1, ["--run.out", str(elsewhere / "out")])
-    assert asked.config.data.path == "inputs/corpus"
-    opened = train.prepare(*asked)
-    opened.lock.close()
-    assert (
-        opened.plan.config.data.path == "inputs/corpus"
-    )  # what is resumed elsewhere is found there
+    words = ["--run.out", str(elsewhere / "out")]
+    assert train.read_command_line(1, words).config.data.path == "inputs/corpus"
+    # a run that is resumed in another folder finds the text there
+    assert plan_of(words).config.data.path == "inputs/corpus"
 
 
 def test_what_the_program_makes_is_found_by_its_name(elsewhere):

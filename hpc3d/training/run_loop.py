@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
@@ -43,17 +44,23 @@ class RunBatches(Protocol):
     def position(self, done: int) -> dict[str, int]: ...
 
 
-class RunPlan(NamedTuple):
-    """What rank 0 tells the others before the first step: `notes` are lines for the log, `texts`
-    describes what the run reads, for the manifest of its checkpoints."""
+@dataclass
+class RunPlan:
+    """Description of a run: rank 0 completes it step by step, then all ranks get a copy.
+
+    `resumed` is the folder of the run that is resumed, `folder` that of the run once it is open,
+    and `git` the commit of the program.  `changes` has a line for each difference from the run
+    that is resumed, `notes` are lines for the log, and `texts` describes the texts for the
+    manifests of checkpoints.
+    """
 
     config: Config
-    folder: Path
-    git: str
-    resumed: bool
-    changes: list[str]
-    notes: Sequence[str] = ()
-    texts: Mapping[str, Mapping[str, Any]] | None = None
+    resumed: Path | None = None
+    folder: Path = Path()
+    git: str = ""
+    changes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Equipment(NamedTuple):

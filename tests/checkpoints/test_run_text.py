@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from hpc3d import train as verb
 from hpc3d.checkpoints.run_text import described, differences, located, recorded, trained_on
 from hpc3d.config.input_file import Config, DataConfig
 from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
+from tests.runs import plan_of
 
 
 @pytest.fixture
@@ -128,9 +128,7 @@ def test_rank_0_describes_what_it_opened(here):
     """Resolved paths, the texts for the manifest, and the notes for the log."""
     words = ["--data.path", "one.txt", "--data.validation", "one.txt", "--train.eval_every", "1"]
     words += ["--model.sequence", "4", "--train.batch", "4", "--run.out", "out"]
-    opened = verb.prepare(verb.asked(1, words).config, None)
-    opened.lock.close()
-    plan = opened.plan
+    plan = plan_of(words)
     assert plan.config.data.path == plan.texts["data.validation"]["path"] == str(here / "one.txt")
     assert plan.texts == of_run(plan.config, plan.folder)
     (note,) = plan.notes

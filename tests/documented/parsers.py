@@ -187,7 +187,7 @@ def _train(words, ranks):
     if dry:
         ranks = int(_taken(words, "--ranks") or ranks)
         machine_file.load(_taken(words, "--machine") or "h100")
-    train.asked(ranks, words)
+    train.read_command_line(ranks, words)
 
 
 def _called(verb, words, rest):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from hpc3d.runtime.metrics_file import NAME, MetricsFile, MetricsReader, read, sinks_of
-from hpc3d.train import asked
+from hpc3d.train import read_command_line
 from tests.runs import wait_for
 
 
@@ -98,7 +98,7 @@ def test_a_hook_that_is_none_is_refused(hook):
 
 def test_train_refuses_it_before_anything_starts():
     with pytest.raises(ValueError, match=r"^run\.metrics_hook = 'nowhere:take': Mod"):
-        asked(1, ["--run.metrics_hook", "nowhere:take"])
+        read_command_line(1, ["--run.metrics_hook", "nowhere:take"])
 
 
 @pytest.mark.slow

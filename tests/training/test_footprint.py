@@ -96,9 +96,10 @@ def test_what_a_node_cannot_hold_is_refused(monkeypatch):
 
 def test_train_refuses_it_before_a_folder_exists(tmp_path):
     words = ["--model.hidden", "1048576", "--model.heads", "64", "--run.out", str(tmp_path)]
-    asked = train.asked(1, words)
+    plan = train.read_command_line(1, words)
+    train.take_text(plan)
     with pytest.raises(ValueError, match=r"1 rank .* GB, .* GB: "):
-        train.prepare(*asked)
+        train.checked_program(plan.config)
     assert not [*tmp_path.iterdir()]
 
 

@@ -56,7 +56,7 @@ def run(tmp_path, monkeypatch, evaluator=None, **how):
     one.request, one.trainer = int, one
     running = RunningJob(one, one, one, one, None, 0, evaluator and evaluator(one))
     try:
-        trained(one, RunPlan(config, tmp_path, "", False, []), running, one)
+        trained(one, RunPlan(config, folder=tmp_path), running, one)
     except JobExit as end:
         return one.lines, end.code
     return one.lines, None

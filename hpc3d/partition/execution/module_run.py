@@ -159,8 +159,8 @@ def _prepare(asked, model):
             lock = refused.enter_context(run_folder.claim(where))
         run_folder.write_text(where / "plan.json", asked.plan.text())
         refused.pop_all()  # the lock stays open
-    told = RunPlan(config, where, run_folder.git_revision(), bool(resumed), changed)
-    return _Opened(told, lock)
+    plan = RunPlan(config, resumed, where, run_folder.git_revision(), changed)
+    return _Opened(plan, lock)
 
 
 def configuration(asked: RunRequest, model: StagedModel) -> Config:
