@@ -154,8 +154,8 @@ _OF_MODULES = ("machine", "profile", "batch", "replicas", "recompute", "margin",
 
 def _of_file(options):
     from hpc3d.partition import cost_file
+    from hpc3d.partition.evaluation import Limits
     from hpc3d.partition.planner import planned
-    from hpc3d.partition.stages import Limits
 
     if any(getattr(options, name) is not None for name in (*_OF_MODULES, "output", "draw")):
         names = ", ".join(f"--{name}" for name in (*_OF_MODULES, "output", "draw"))
@@ -219,12 +219,12 @@ def _write(path, plan, captured):
 
 def _costs(captured, options):
     """The ModelCosts by a machine or a profile."""
-    from hpc3d.partition.evaluation import ModelCosts
+    from hpc3d.partition.model_graph import costs_of
     from hpc3d.predict.machine import machine_file
 
     if not options.profile:
         machine = machine_file.load(options.machine or shipped(_MACHINE))
-        return ModelCosts.of(captured, machine, options.batch)
+        return costs_of(captured, machine, options.batch)
     from hpc3d.partition import measured_profile
 
     profile = measured_profile.load(options.profile)

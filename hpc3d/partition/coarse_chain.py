@@ -7,8 +7,7 @@ from math import inf
 
 import numpy as np
 
-from hpc3d.partition.evaluation import ModelCosts
-from hpc3d.partition.stages import Wire
+from hpc3d.partition.evaluation import ModelCosts, Wire
 
 _SHORT, _LONG = 1e-6, 64e6  # bytes of messages that show latency and bandwidth
 

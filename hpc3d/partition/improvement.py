@@ -1,6 +1,9 @@
 """An arrangement of a module, made better: one thing at a time, a border, the replicas of two
 stages, or whether a stage is run again; then all borders at once, by a search over the atoms
-around them.  What a border alone costs elsewhere explains why it lies where it does."""
+around them.  What a border alone costs elsewhere explains why it lies where it does.
+
+Of a partition between downsets (`cuts_moved`, `settled`) only the borders are moved.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,23 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hpc3d.partition.downsets import Chain, Downsets
 from hpc3d.partition.evaluation import (
     Evaluated,
+    Limits,
     ModelCosts,
     PipelineChoice,
     busiest,
     bytes_held,
     evaluated,
 )
-from hpc3d.partition.joint_search import Allowed, JointSearch
+from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
 _NEAR = 6  # places of a border that are tried on each side, by atoms and by blocks
 _AROUND = 60  # atoms on one side of all borders together
 _CLIMB_BUDGET = 600_000  # simulated passes of one climb
+_NEAR_CUTS = 16  # downsets that are tried for a border
+_BORDER_BUDGET = 100_000  # simulated passes in which the borders of a plan are improved
 
 
 def improved(
@@ -143,3 +150,33 @@ def next_best(
     fitting = [(other, each.seconds) for other, each in found if each.fits]
     other, seconds = min(fitting, key=lambda each: each[1], default=(None, None))
     return other, seconds, shorter
+
+
+def cuts_moved(
+    cuts: Downsets | Chain, limits: Limits, found: Timed, number: int
+) -> Iterator[Timed]:
+    """The steps with border `number` at other places that are near and fit."""
+    ends = (0, *found.ends)
+    before, here, after = ends[number : number + 3]
+    others = [int(place) for place in cuts.between(before, after) if place != here]
+    others.sort(key=lambda place: abs(cuts.forward[place] - cuts.forward[here]))
+    for place in others[:_NEAR_CUTS]:
+        there = [*found.ends]
+        there[number] = place
+        if step := timed(cuts, limits, found.schedule, there):
+            yield step
+
+
+def settled(cuts: Downsets | Chain, limits: Limits, found: Timed) -> Timed:
+    """A step that no near place of any one border makes shorter, as far as the time allows."""
+    left, borders, still = _BORDER_BUDGET, len(found.ends) - 1, 0
+    number = 0
+    while borders and still < borders and left > 0:
+        best = min(
+            cuts_moved(cuts, limits, found, number), key=lambda each: each.seconds, default=found
+        )
+        better = best.seconds < found.seconds
+        found, still = (best, 0) if better else (found, still + 1)
+        left -= 2 * _NEAR_CUTS * len(found.ends) * limits.microbatches
+        number = (number + 1) % borders
+    return found

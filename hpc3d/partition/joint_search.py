@@ -14,6 +14,23 @@ microbatches are in flight under 1F1B), and how many ranks are left for them:
 
 Lower limits follow until there is nothing.  The chain is cut at some places only, which are
 refined later (hpc3d.partition.improvement).
+
+Where each stage has one rank and one schedule, the downsets of a graph are searched exactly, the
+steps being simulated.  `quickest` goes through chains of downsets, from the first stage to the
+last, and leaves a branch when no step of it can be shorter than the best one known.  With M
+microbatches, f_s and b_s seconds of stage s forward and backward and n_s microbatches in flight
+there, a step lasts at least
+
+    sum_{i<s} (f_i + b_i) + M (f_s + b_s)               to and from stage s, and its own passes
+    sum_i f_i + sum_{i!=s} b_i + M b_s + (M - n_s) f_s  what is left after its first gradient
+    sum_{i<s} (f_i + b_i) + M T                         T: the heaviest stage of the rest
+
+`lightest` minimizes the load of the heaviest stage ("max-load" in Tarnawski et al. 2020,
+arXiv:2006.16423).  If r stages share what a downset I leaves,
+
+    T[I, r] = min over J > I of max(T[J, r - 1], load(J - I))
+
+Over all downsets both are exact; a chain of sorted atoms is the fast path.
 """
 
 from __future__ import annotations
@@ -26,10 +43,21 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.partition.coarse_chain import Ranges, border_of, places_of, sums_of
-from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, bytes_held
-from hpc3d.partition.model_graph import MOMENTS
-from hpc3d.pipeline.schedule import DEFAULT, find
+from hpc3d.partition.downsets import Chain, Downsets
+from hpc3d.partition.evaluation import (
+    MOMENTS,
+    Limits,
+    ModelCosts,
+    PipelineChoice,
+    StageChoice,
+    bytes_held,
+)
+from hpc3d.pipeline.schedule import DEFAULT, ONE_STAGE, find
+from hpc3d.pipeline.step_model import StepModel
+from hpc3d.pipeline.timeline import Cost
 
+SEARCH_BUDGET = 1_000_000  # simulated passes of all searches of downsets together
+_LOOK = 32  # passes that one look at how to continue counts for
 _BLOCKS = 48  # between the places where the chain is cut
 _MOST_UNITS = 63  # that ranks are given in
 _STEPS = (0.8, 0.97)  # from limit to limit: first far, then around the best
@@ -386,3 +414,181 @@ class _OfWay:
         name = self.name if stages > 1 else DEFAULT
         choice = PipelineChoice(tuple(chosen), self.micros, name, 1, self.allowed.zero)
         return choice, max(loads)
+
+
+class Timed(NamedTuple):
+    """A step: its seconds, the schedule, the downsets behind the stages, the microbatches in
+    flight of each, and whether it is `proven` that no step is shorter."""
+
+    seconds: float
+    schedule: str
+    ends: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    proven: bool = False
+
+
+def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]) -> Timed | None:
+    """The step of a partition; None if a stage does not fit."""
+    search = _DownsetSearch(cuts, limits, schedule if ends[1:] else ONE_STAGE, len(ends))
+    return search.step(tuple(ends)) if search.fits(ends) else None
+
+
+def quickest(
+    cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...], passes: int | None = None
+) -> Timed | None:
+    """The shortest step of all numbers of stages and `schedules`, as far as so many `passes` go
+    (None: SEARCH_BUDGET); None if nothing fits."""
+    most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more are mostly faster
+    kinds = [(name if stages > 1 else ONE_STAGE, stages) for stages in most for name in schedules]
+    kinds = [*dict.fromkeys(kinds)]
+    tables = {
+        flights: table(cuts, limits._replace(bandwidth=None, latency=0.0, all_in_flight=flights))
+        for flights in {find(name).keeps_all for name, _ in kinds}
+    }
+    best, left, proven = None, passes or SEARCH_BUDGET, cuts.exact
+    for number, (name, stages) in enumerate(kinds):
+        if best and left <= 0:
+            return best
+        search = _DownsetSearch(cuts, limits, name, stages)
+        share = left // (len(kinds) - number)
+        search.run(*tables[find(name).keeps_all], share)
+        left -= share - search.left
+        proven &= search.left > 0
+        found = [each for each in (best, search.best) if each]
+        best = min(found, key=lambda each: (each.seconds, len(each.ends)), default=None)
+    return best and best._replace(proven=proven)
+
+
+class _DownsetSearch:
+    """The search for a schedule and a number of stages."""
+
+    def __init__(self, cuts, limits, name, stages):
+        self.cuts, self.limits, self.name, self.stages = cuts, limits, name, stages
+        self.micros = limits.microbatches
+        self.model = StepModel(name, stages, self.micros, 1)
+        self.in_flight = self.model.most_in_flight
+        self.rest, self.left, self.best = None, 0, None
+
+    def run(self, following, rest, passes):
+        """Find the best, with a `table`."""
+        self.rest, self.left = rest, passes
+        if np.isfinite(rest[0, self.stages]):
+            self._try_out(tuple(path(following, self.stages)))
+            self.extend((), 0)
+
+    def extend(self, ends, before):
+        """Go through all ways to go on behind the stages that end at `ends`."""
+        here, behind = len(ends), self.stages - len(ends) - 1
+        if behind == 0:
+            self._try_out((*ends, self.cuts.count - 1))
+            return
+        self.left -= _LOOK
+        after = self.cuts.after(before)[:-1]
+        bound = self.least(before, after, here, behind)
+        for place in np.argsort(bound, kind="stable"):
+            if self.left <= 0 or (self.best and bound[place] >= self.best.seconds):
+                return
+            if np.isfinite(bound[place]):
+                self.extend((*ends, int(after[place])), int(after[place]))
+
+    def least(self, before, after, here, behind):
+        """The seconds of a step at least if the next stage ends at one of `after`; inf where it
+        does not fit, or leaves too little for the others."""
+        cuts, micros = self.cuts, self.micros
+        forward = cuts.forward[after] - cuts.forward[before]
+        backward = cuts.backward[after] - cuts.backward[before]
+        reached = cuts.forward[before] + cuts.backward[before]
+        works = reached + micros * (forward + backward)
+        whole = cuts.forward[-1] + cuts.backward[-1]
+        after_first = whole + (micros - 1) * backward + (micros - self.in_flight[here]) * forward
+        others = reached + forward + backward + micros * self.rest[after, behind]
+        bound = np.maximum(np.maximum(works, after_first), others)
+        bound[self.held(before, after, here) > self.room] = np.inf
+        return bound
+
+    @property
+    def room(self):
+        return np.inf if self.limits.memory is None else self.limits.memory
+
+    def held(self, before, after, stage):
+        """Bytes of the stage between two downsets."""
+        saved = self.cuts.saved[after] - self.cuts.saved[before]
+        if self.limits.keeps_received:
+            saved = saved + self.cuts.crossing[before]
+        return self.cuts.fixed(before, after) + self.in_flight[stage] * saved
+
+    def fits(self, ends):
+        """Whether every stage does."""
+        cuts = enumerate(zip((0, *ends[:-1]), ends, strict=True))
+        return all(self.held(*cut, stage) <= self.room for stage, cut in cuts)
+
+    def _try_out(self, ends):
+        """Run the step of a partition that fits, and keep it if it is the shortest."""
+        if not self.fits(ends):
+            return
+        self.left -= 2 * self.stages * self.micros
+        found = self.step(ends)
+        if not self.best or found.seconds < self.best.seconds:
+            self.best = found
+
+    def step(self, ends):
+        """The Timed of a partition."""
+        done = self.model.ends(_stage_costs(self.cuts, ends, self.limits))
+        if self.limits.sums:
+            parameters = map(self.cuts.trained, (0, *ends[:-1]), ends)
+            sums = map(self.limits.sums.seconds, parameters)
+            done = [end + each for end, each in zip(done, sums, strict=True)]
+        return Timed(float(max(done)), self.name, ends, tuple(self.in_flight))
+
+
+def _stage_costs(cuts: Downsets | Chain, ends: tuple[int, ...], limits: Limits) -> list[Cost]:
+    """The stages on the clock: what they compute, and messages of all values that are needed
+    behind a border, those for a later stage too, for they are handed on."""
+    found = []
+    for before, after in zip((0, *ends[:-1]), ends):
+        forward = cuts.forward[after] - cuts.forward[before]
+        backward = cuts.backward[after] - cuts.backward[before]
+        found.append(Cost(forward, backward, 0.0, limits.seconds(cuts.crossing[after])))
+    return found
+
+
+def lightest(cuts: Downsets | Chain, limits: Limits) -> list[int] | None:
+    """The downsets behind the stages of the partition into at most `limits.ranks` with the least
+    load of the heaviest stage, and of those one with few; None if none fits the memory."""
+    following, load = table(cuts, limits)
+    least = load[0].min()
+    return None if np.isinf(least) else path(following, int((load[0] <= least).argmax()))
+
+
+def path(following: np.ndarray, stages: int) -> list[int]:
+    """The downsets behind so many stages, from the first on, by a `table`."""
+    at, ends = 0, []
+    for left in range(stages, 0, -1):
+        at = int(following[at, left])
+        ends.append(at)
+    return ends
+
+
+def table(cuts: Downsets | Chain, limits: Limits) -> tuple[np.ndarray, np.ndarray]:
+    """By downset and number of stages behind it: the next downset of the optimum, and T."""
+    width = min(limits.ranks, cuts.count - 1) + 1
+    load = np.full((cuts.count, width), np.inf)
+    following = np.full((cuts.count, width), -1, np.int32)
+    load[-1, 0] = 0.0
+    seconds = cuts.forward + cuts.backward
+    in_flight = np.minimum(np.arange(1, width), limits.microbatches)
+    if limits.all_in_flight:
+        in_flight = np.full(width - 1, limits.microbatches)
+    for before in range(cuts.count - 2, -1, -1):
+        after = cuts.after(before)
+        stage = seconds[after] - seconds[before] + limits.seconds(cuts.moved(before, after))
+        candidates = np.maximum(load[after, :-1], stage[:, None])
+        if limits.memory is not None:
+            received = cuts.crossing[before] if limits.keeps_received else 0.0
+            saved = (cuts.saved[after] - cuts.saved[before] + received)[:, None] * in_flight
+            fixed = cuts.fixed(before, after)[:, None]
+            candidates[fixed + saved > limits.memory] = np.inf
+        chosen = candidates.argmin(0)
+        load[before, 1:] = candidates[chosen, np.arange(width - 1)]
+        following[before, 1:] = after[chosen]
+    return following, load

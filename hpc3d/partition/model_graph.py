@@ -7,16 +7,22 @@ microbatch in flight, what backward needs.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from math import prod
 
 import torch
 
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value, contracted
-from hpc3d.partition.capture import carries_batch, loss_of, size_of
+from hpc3d.partition.capture import Captured, carries_batch, loss_of, size_of
+from hpc3d.partition.evaluation import MOMENTS, ModelCosts
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.predict.machine.machine import Machine
 
-MOMENTS = 2  # of AdamW, arrays of a parameter's size that the optimiser keeps
+
+def costs_of(captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
+    """The ModelCosts of a captured module, for the batch of its example inputs unless given."""
+    graphs = partial(graph_of, Operations(captured), machine)
+    return ModelCosts(graphs, machine, batch or captured.batch)
 
 
 def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:

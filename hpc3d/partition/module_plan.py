@@ -19,18 +19,18 @@ from hpc3d.partition.coarse_chain import border_of, sums_of
 from hpc3d.partition.downsets import Downsets, cuts_of
 from hpc3d.partition.evaluation import (
     Evaluated,
+    Limits,
     ModelCosts,
     PipelineChoice,
     StageChoice,
+    as_size,
     busiest,
     bytes_held,
     evaluated,
 )
 from hpc3d.partition.improvement import improved, next_best
-from hpc3d.partition.joint_search import Allowed, JointSearch
-from hpc3d.partition.max_load import lightest
-from hpc3d.partition.stages import Limits, as_size
-from hpc3d.partition.step_time import quickest
+from hpc3d.partition.joint_search import Allowed, JointSearch, lightest, quickest
+from hpc3d.partition.model_graph import costs_of
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 from hpc3d.plain import counted
 from hpc3d.predict.machine.machine import Machine
@@ -123,7 +123,7 @@ class ModulePlan(NamedTuple):
 
 def planned_module(captured: Captured, machine: Machine, wanted: Wanted) -> ModulePlan:
     """The fastest ModulePlan of a captured module on a machine: `best_plan` of its costs."""
-    return best_plan(ModelCosts.of(captured, machine, wanted.batch), wanted)
+    return best_plan(costs_of(captured, machine, wanted.batch), wanted)
 
 
 def best_plan(costs: ModelCosts, wanted: Wanted) -> ModulePlan:

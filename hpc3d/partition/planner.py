@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from hpc3d.limits import MOST_PASSES
 from hpc3d.partition.atom_graph import Graph
-from hpc3d.partition.borders import moved, settled
 from hpc3d.partition.downsets import Chain, Downsets, cuts_of
-from hpc3d.partition.max_load import lightest
-from hpc3d.partition.stages import Limits, as_size, held, load
-from hpc3d.partition.step_time import quickest, timed
+from hpc3d.partition.evaluation import Limits, as_size, held, load
+from hpc3d.partition.improvement import cuts_moved, settled
+from hpc3d.partition.joint_search import lightest, quickest, timed
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 from hpc3d.plain import counted
 
@@ -131,7 +130,7 @@ def _borders(graph, cuts, limits, found):
     """Every border, and what the step takes if it alone is moved."""
     borders = []
     for number, (before, here) in enumerate(pairwise((0, *found.ends[:-1]))):
-        others = [*moved(cuts, limits, found, number)]
+        others = [*cuts_moved(cuts, limits, found, number)]
         best = min(others, key=lambda each: each.seconds, default=None)
         borders.append(
             _PlannedBorder(

@@ -99,6 +99,11 @@ class StepModel:
         """By stage all FullMoments that have more of something than the others."""
         return [self._full_moments(passes) for passes in self._streams]
 
+    @property
+    def most_in_flight(self) -> list[int]:
+        """By stage the most microbatches in flight, those of all chunks together."""
+        return [max(sum(each.counts) for each in moments) for moments in self.peaks]
+
     def _full_moments(self, passes):
         counts = _kept(passes, self._placement.chunks).sum(1)
         backward = np.cumsum([0, *(op in ("B", "BW") for op, *_ in passes)])

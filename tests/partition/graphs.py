@@ -4,7 +4,7 @@ import random
 from itertools import pairwise
 
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
-from hpc3d.partition.stages import Limits, held, load
+from hpc3d.partition.evaluation import Limits, held, load
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, makespan, timeline

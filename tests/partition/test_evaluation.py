@@ -4,14 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
 from hpc3d.partition.atom_graph import Atom, Graph, Shared, Value
-from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, RunCosts, StageChoice, evaluated
+from hpc3d.partition.evaluation import (
+    Limits,
+    ModelCosts,
+    PipelineChoice,
+    RunCosts,
+    StageChoice,
+    evaluated,
+    held,
+    load,
+)
 from hpc3d.predict.machine.machine import Link
 from tests.partition.arrangements import MACHINE
-from tests.partition.graphs import LOADS
+from tests.partition.graphs import LOADS, chain
 
 QUIET = replace(MACHINE, links=(Link(0, 0.0, 1e30),))
 
@@ -175,3 +183,16 @@ def test_what_does_not_fit():
 def test_what_cannot_be_run_is_refused(wrong, line):
     with pytest.raises(ValueError, match=line):
         evaluated(costs(), wrong)
+
+
+def test_the_load_is_what_it_computes_and_moves_once():
+    graph = chain((2, 3, 5), nbytes=4.0)
+    assert load(graph, 0b010, Limits(3)) == 9
+    assert load(graph, 0b010, Limits(3, bandwidth=2.0)) == 9 + 4
+    assert load(graph, 0b110, Limits(3, bandwidth=2.0)) == 24 + 2
+
+
+def test_what_is_held_grows_with_the_microbatches_in_flight():
+    atoms = [atom._replace(memory=3.0, saved=2.0) for atom in chain((1, 1)).atoms]
+    graph = type(chain())(atoms, [])
+    assert held(graph, 0b01, 1) == 5 and held(graph, 0b11, 4) == 22

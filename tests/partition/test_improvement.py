@@ -6,14 +6,21 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
 from hpc3d.partition.atom_graph import Atom, Graph, Value
-from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
-from hpc3d.partition.improvement import improved, moved, next_best
-from hpc3d.partition.joint_search import Allowed
+from hpc3d.partition.downsets import Chain
+from hpc3d.partition.evaluation import (
+    Limits,
+    ModelCosts,
+    PipelineChoice,
+    StageChoice,
+    evaluated,
+)
+from hpc3d.partition.improvement import cuts_moved, improved, moved, next_best, settled
+from hpc3d.partition.joint_search import Allowed, quickest, timed
 from tests.partition.arrangements import MACHINE, line
+from tests.partition.graphs import chain
 
 COSTS = line([1.0] * 12, [0.0] * 11)
 POOR = PipelineChoice((StageChoice(3), StageChoice(4), StageChoice(12)), 4)
@@ -81,3 +88,25 @@ def test_a_shorter_step_that_has_no_room_is_told(memory, end, instead, tight):
     other, seconds, found = next_best(costs, choice, step, 0, memory)
     assert step.fits and found == tight
     assert (other and other.stages[0].end, seconds is None) == (instead, instead is None)
+
+
+def test_a_plan_settles_where_no_border_alone_makes_it_better():
+    chance = random.Random(1)
+    cuts = Chain(chain([chance.uniform(1, 9) for _ in range(20)]))
+    limits = Limits(4, microbatches=6)
+    poor = timed(cuts, limits, "1f1b", [3, 8, 12, 20])
+    good, best = settled(cuts, limits, poor), quickest(cuts, limits, ("1f1b",))
+    assert best.seconds <= good.seconds <= 1.05 * best.seconds < 0.9 * poor.seconds
+    for number in range(3):
+        assert all(each.seconds >= good.seconds for each in cuts_moved(cuts, limits, good, number))
+
+
+def test_places_that_do_not_fit_are_left_out():
+    """Two microbatches in flight on the first stage keep 2 bytes an atom, of 8."""
+    graph = chain([1.0] * 6)
+    cuts = Chain(Graph([atom._replace(saved=1.0) for atom in graph.atoms], graph.values))
+    limits = Limits(2, microbatches=2)
+    found = timed(cuts, limits, "1f1b", [3, 6])
+    assert {each.ends[0] for each in cuts_moved(cuts, limits, found, 0)} == {1, 2, 4, 5}
+    tight = limits._replace(memory=8)
+    assert {each.ends[0] for each in cuts_moved(cuts, tight, found, 0)} == {1, 2, 4}

@@ -2,13 +2,23 @@
 
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
+from hpc3d.partition import downsets, joint_search
 from hpc3d.partition.atom_graph import Atom, Graph, Value
-from hpc3d.partition.evaluation import ModelCosts, RunCosts, bytes_held, evaluated
-from hpc3d.partition.joint_search import Allowed, JointSearch
+from hpc3d.partition.downsets import cuts_of
+from hpc3d.partition.evaluation import Limits, ModelCosts, RunCosts, bytes_held, evaluated, load
+from hpc3d.partition.joint_search import Allowed, JointSearch, lightest, quickest, timed
+from hpc3d.pipeline.step_model import StepModel
 from tests.partition.arrangements import MACHINE, line, random_costs
+from tests.partition.graphs import (
+    chain,
+    lightest_of_all,
+    quickest_of_all,
+    random_graph,
+    random_limits,
+    seconds,
+)
 
 ANY = Allowed(4, 1e9, (1, 2, 4), ("1f1b", "gpipe"))
 
@@ -108,3 +118,131 @@ def test_nothing_fits():
     costs, _, _ = random_costs(3)
     assert not JointSearch(costs, ANY._replace(memory=1.0)).fits()
     assert JointSearch(costs, ANY).fits()
+
+
+# Partitions between downsets, with the shortest step
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("seed", range(25))
+def test_it_is_the_shortest_of_all(schedule, seed):
+    graph = random_graph(seed, most=7)
+    limits = random_limits(seed, 2 + seed % 3)
+    found, expected = (
+        quickest(cuts_of(graph), limits, (schedule,)),
+        quickest_of_all(graph, limits, schedule),
+    )
+    if expected is None:
+        assert found is None
+    else:
+        assert found.proven and found.seconds == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("1f1b", 573), ("gpipe", 600)])
+def test_uneven_loads(schedule, expected):
+    """Loads whose lightest heaviest stage takes 600 under 1F1B."""
+    limits = Limits(4, microbatches=8)
+    found = quickest(cuts_of(chain()), limits, (schedule,))
+    assert (found.seconds, found.schedule, found.proven) == (expected, schedule, True)
+
+
+def test_a_step_is_that_of_the_clock():
+    graph, limits = random_graph(3), Limits(3, None, 2.0, 5)
+    cuts = cuts_of(graph)
+    ends = [2, 5, cuts.count - 1]
+    assert not cuts.downsets[2] & ~cuts.downsets[5]
+    stages = [cuts.downsets[end] for end in ends]
+    found = timed(cuts, limits, "1f1b", ends)
+    assert found.seconds == seconds(graph, stages, limits, "1f1b")
+
+
+def test_what_was_received_is_held_by_every_microbatch_in_flight():
+    """Of 3 stages under GPipe 2 have received 4 bytes for each of 5 microbatches."""
+    cuts, limits = cuts_of(chain((3, 3, 3), nbytes=4.0)), Limits(3, 20.0, None, 5)
+    kept = limits._replace(keeps_received=True)
+    assert timed(cuts, kept, "gpipe", [1, 2, 3]) and timed(cuts, limits, "gpipe", [1, 2, 3])
+    assert not timed(cuts, kept._replace(memory=19.0), "gpipe", [1, 2, 3])
+    assert quickest(cuts, kept._replace(memory=19.0), ("gpipe",)).ends == (3,)
+
+
+def test_a_search_that_is_cut_off_proves_nothing(monkeypatch):
+    monkeypatch.setattr(joint_search, "SEARCH_BUDGET", 64)
+    found = quickest(cuts_of(random_graph(4)), Limits(4, microbatches=4), ("1f1b",))
+    assert found and not found.proven
+
+
+def test_all_searches_together_run_so_many_passes_and_one_step(monkeypatch):
+    """Of 20 numbers of stages and two schedules, with 16 microbatches."""
+    run, passes = StepModel.ends, []
+
+    def counted(model, costs):
+        passes.append(2 * len(costs) * 16)
+        return run(model, costs)
+
+    monkeypatch.setattr(joint_search, "SEARCH_BUDGET", 5_000)
+    monkeypatch.setattr(StepModel, "ends", counted)
+    found = quickest(cuts_of(chain(range(1, 21))), Limits(20, microbatches=16), ("1f1b", "gpipe"))
+    assert found and not found.proven
+    assert 5_000 <= sum(passes) <= 5_000 + 2 * 20 * 16
+
+
+# Partitions between downsets, with the lightest heaviest stage
+
+
+def heaviest(graph, limits):
+    """The load of the heaviest stage of what `lightest` finds, computed anew."""
+    cuts = cuts_of(graph)
+    ends = lightest(cuts, limits)
+    if ends is None:
+        return None
+    stages = [cuts.stage(*cut) for cut in zip([0, *ends], ends)]
+    assert sum(stages) == graph.everything and len(stages) <= limits.ranks
+    return max(load(graph, members, limits) for members in stages)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_over_downsets_it_is_the_least_of_all(seed):
+    graph = random_graph(seed, most=7)
+    limits = random_limits(seed, 2 + seed % 3)
+    assert heaviest(graph, limits) == lightest_of_all(graph, limits)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_chain_of_sorted_nodes_is_exact_for_chains(seed, monkeypatch):
+    """What crosses several borders is counted as over all downsets."""
+    graph, limits = random_graph(seed, most=7), random_limits(seed, 2 + seed % 3)
+    exact = heaviest(graph, limits)
+    monkeypatch.setattr(downsets, "MOST_WORK", 0)
+    assert not cuts_of(graph).exact
+    along = heaviest(graph, limits)
+    assert along is None or along >= exact
+    line = chain(range(1, 9), nbytes=3.0)
+    limits = Limits(4, None, 2.0)
+    assert heaviest(line, limits) == lightest_of_all(line, limits)
+
+
+def test_a_branch_that_no_chain_of_the_sorted_nodes_can_cut(monkeypatch):
+    """Nodes 0 2 | 1 3, sorted as 0 1 2 3: two stages of 2 need another order."""
+    atoms = [Atom((number,), 1.0, 0.0) for number in range(4)]
+    graph = Graph(atoms, [Value(0, (2,), 9.0), Value(1, (3,), 9.0)])
+    limits = Limits(2, None, 1.0)
+    assert heaviest(graph, limits) == 2
+    monkeypatch.setattr(downsets, "MOST_WORK", 0)
+    assert heaviest(graph, limits) > 2
+
+
+def test_fewest_stages_of_equal_load():
+    assert len(lightest(cuts_of(chain((9, 1, 1))), Limits(3))) == 2
+
+
+def test_no_partition_fits():
+    graph = random_graph(1)
+    assert lightest(cuts_of(graph), Limits(4, memory=0.5)) is None
+
+
+def test_what_was_received_needs_room_too():
+    """Two nodes of 3 s and 4 bytes between them: the second holds these for a microbatch."""
+    cuts = cuts_of(chain((3, 3), nbytes=4.0))
+    assert lightest(cuts, Limits(2, memory=3.0)) == [1, 2]
+    assert lightest(cuts, Limits(2, memory=4.0, keeps_received=True)) == [1, 2]
+    assert lightest(cuts, Limits(2, memory=3.0, keeps_received=True)) == [2]
