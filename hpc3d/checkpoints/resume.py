@@ -99,8 +99,8 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
 
 
 def checkpointed_config(run: Path) -> Config:
-    """Return the settings with which the newest readable checkpoint of a run was written; those of
-    its config.toml if there is none."""
+    """Return the settings of the newest readable checkpoint of a run, or of its config.toml if no
+    checkpoint is readable."""
     opened = _newest_readable(run)
     return config_of(opened) if opened else config_of_run(run, [])
 

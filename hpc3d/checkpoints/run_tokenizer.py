@@ -64,8 +64,8 @@ def _write(folder: Path, rules: str, end_name: str | None) -> None:
 
 
 def refuse_unfit(source: Path, vocabulary: int) -> None:
-    """Refuse a tokenizer beside published weights that is none, as far as it can be read here, or
-    has more tokens than their model, and settings beside it that are no JSON."""
+    """Refuse an invalid tokenizer beside published weights, one with more tokens than their model,
+    and settings beside it that are no JSON."""
     home = _home_of(source)
     for name in (SETTINGS, GENERATION):
         object_in(home / name)

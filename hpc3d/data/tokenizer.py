@@ -98,11 +98,11 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """Byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2), or whatever else a
-    tokenizer.json of Hugging Face says.
+    """Byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2), or any other
+    tokenizer that a tokenizer.json of Hugging Face describes.
 
-    `end_name` is the token that ends a document and `end` its id; both None where it is not known.
-    Without being told it is the first of ENDS that the vocabulary has.
+    `end_name` is the end-of-document token and `end` its id, by default the first of ENDS in the
+    vocabulary. Both are None if the vocabulary has no such token.
     """
 
     name = "bpe"

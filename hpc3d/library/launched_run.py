@@ -17,7 +17,7 @@ from hpc3d.runtime.exit_codes import BAD_INPUT, STOPPED
 from hpc3d.training.run_folder import FOLDER_FILE
 
 _MOST_SAID = 2000  # characters of what a launcher says
-_LEAVE = 10  # seconds in which ranks that are told to end do
+_LEAVE = 10  # seconds that ranks have to end after a signal
 # What the Makefile sets, too: more ranks than cores, and root's consent, which only root needs.
 _SETTINGS = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",

@@ -1,5 +1,5 @@
-"""Chunks of attention tile by tile (hpc3d/ops/chunked_attention.py), and what the kernels of GPUs
-are told of a tile."""
+"""Tiles of chunked attention (hpc3d/ops/chunked_attention.py), and the description of a tile that
+GPU kernels take."""
 
 from __future__ import annotations
 

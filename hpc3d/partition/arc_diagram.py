@@ -12,7 +12,7 @@ from hpc3d.partition.evaluation import PipelineChoice
 from hpc3d.plain import counted
 
 _STEP, _MARGIN, _LABELS = 22, 40, 170  # pixels: from atom to atom, around, and for names below
-_MOST = 300  # atoms that can be told apart
+_MOST = 300  # atoms that a reader can distinguish
 _COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
 
 

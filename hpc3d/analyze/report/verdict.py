@@ -11,7 +11,7 @@ from hpc3d.analyze.metrics.breakdown import DISJOINT
 from hpc3d.analyze.report.table_format import seconds
 
 _Rows = Sequence[Mapping[str, Any]]
-_LEAST = 0.05  # the share of a step from which on a part of it is told
+_LEAST = 0.05  # smallest share of a step that the verdict mentions
 _NOTHING = 1e-9  # the share of a step that rounding may leave
 _NEAR = 0.1  # by which a measured step may differ from its prediction and be as predicted
 _WORK = {

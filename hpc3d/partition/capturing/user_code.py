@@ -1,4 +1,4 @@
-"""Code of users is called without traces, and what it raises told in a line."""
+"""Call code of users without tracing it, and report its exceptions in one line."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class WholeModule:
         _KNOWN[self.number] = self
 
     def __str__(self) -> str:
-        """What it computes, as far as can be told."""
+        """Description of the computation, as far as it is known."""
         return f"{self.path} {self._text}"
 
     def __call__(
