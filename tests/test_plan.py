@@ -201,7 +201,7 @@ REFUSED = {
     "nothing.toml: there is no such machine": ["--machine", "nothing.toml"],
     "model.hiden: unknown key; did you mean model.hidden?": ["--model.hiden", "3"],
     "model.layers = 0: must be at least 1": ["--model.layers", "0"],
-    "train.tf32 = true: for train.backend = cupy": ["--train.tf32", "true"],
+    "train.tf32 = true: only valid for train.backend = cupy": ["--train.tf32", "true"],
     "machine h100: no rates of float64": ["--train.dtype", "float64"],
     "/no/folder/planned.toml: No such file or directory": [
         "--ranks",
@@ -211,7 +211,7 @@ REFUSED = {
     ],
     "64: not understood": ["64"],
     "model.top_k = 9: ": ["--model.experts", "8", "--model.top_k", "9"],
-    "model.top_k = 2: of mixtures; ": ["--model.top_k", "2"],
+    "model.top_k = 2: only valid for model.experts > 0; ": ["--model.top_k", "2"],
 }
 
 

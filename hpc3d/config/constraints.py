@@ -4,10 +4,12 @@ the check of a configuration."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from operator import attrgetter, ge, gt, le, lt
 from typing import Any, ClassVar, get_type_hints
+
+from hpc3d.model.families import with_epsilon
 
 
 @dataclass(frozen=True)
@@ -36,31 +38,65 @@ class LessThan(Bound):
     words, keyword, holds = "below", "exclusiveMaximum", lt
 
 
+class ValidFor:
+    """A key may differ from its default only if the key `other` has one of `values`, or without
+    `values` if it is above 0."""
+
+    def __init__(self, other: str, *values: Any) -> None:
+        self.other, self.values = other, values
+
+    def holds(self, config: Any) -> bool:
+        value = attrgetter(self.other)(config)
+        return value in self.values if self.values else value > 0
+
+    def __str__(self) -> str:
+        values = " or ".join(map(_text, self.values))
+        return f"{self.other} = {values}" if values else f"{self.other} > 0"
+
+
 @cache
-def bounds_of(table: type, section: str = "") -> dict[str, tuple[Bound, ...]]:
-    """Return {key with its section: the bounds in its annotation} of a dataclass."""
+def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tuple[Any, ...]]:
+    """Return {key with its section: the constraints of a `kind` in its annotation} of a
+    dataclass."""
     found = {}
-    for name, kind in get_type_hints(table, include_extras=True).items():
-        if is_dataclass(kind):
-            found |= bounds_of(kind, f"{name}.")
+    for name, annotated in get_type_hints(table, include_extras=True).items():
+        if is_dataclass(annotated):
+            found |= constraints_of(annotated, kind, f"{name}.")
         else:
-            markers = getattr(kind, "__metadata__", ())
-            found[section + name] = tuple(each for each in markers if isinstance(each, Bound))
+            markers = getattr(annotated, "__metadata__", ())
+            if ours := tuple(each for each in markers if isinstance(each, kind)):
+                found[section + name] = ours
     return found
+
+
+def invalid_keys(config: Any) -> Iterator[str]:
+    """Report every key that differs from its default although other keys rule it out."""
+    model = with_epsilon(type(config.model)(kind=config.model.kind))
+    defaults, config = type(config)(model=model), replace(config, model=with_epsilon(config.model))
+    for key, required in constraints_of(type(config), ValidFor).items():
+        value = attrgetter(key)(config)
+        unmet = [each for each in required if not each.holds(config)]
+        if unmet and value != attrgetter(key)(defaults):
+            conditions, others = map(str, unmet), (each.other for each in unmet)
+            said = f"{key} = {_text(value)}: only valid for {' and '.join(conditions)}"
+            yield f"{said}; leave it out, or change {' and '.join(others)}"
 
 
 def out_of_bounds(config: Any) -> Iterator[str]:
     """Report every number that is not within the bounds of its key."""
-    for key, bounds in bounds_of(type(config)).items():
+    for key, bounds in constraints_of(type(config), Bound).items():
         value = attrgetter(key)(config)
         if isinstance(value, int | float) and not all(
             bound.holds(value, bound.limit) for bound in bounds
         ):
             words = " and ".join(f"{bound.words} {bound.limit}" for bound in bounds)
-            yield f"{key} = {_shortened(value)}: must be {words}"
+            yield f"{key} = {_text(value)}: must be {words}"
 
 
-def _shortened(value: float) -> str:
-    """The text of a number, or its first digits and their count if it is long."""
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
+def _text(value: Any) -> str:
+    """The text of a value; a long number is its first digits and their count."""
+    if value is None:
+        return "absent"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    long = isinstance(value, int | float) and len(text) > 40
+    return f"{text[:20]}... ({len(text)} digits)" if long else text

@@ -18,7 +18,7 @@ from math import inf
 from typing import Annotated, Literal
 
 from hpc3d.comm.grid import Grid
-from hpc3d.config.constraints import AtLeast, AtMost, LessThan, MoreThan
+from hpc3d.config.constraints import AtLeast, AtMost, LessThan, MoreThan, ValidFor
 from hpc3d.limits import INT32, MOST_LAYERS, MOST_PASSES, MOST_RANKS
 from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
@@ -36,6 +36,12 @@ CONSTANTS: dict[str, dict[str, float]] = {  # those of each optimiser, where the
     "muon": {"beta1": 0.95, "beta2": 0.95, "epsilon": 1e-8},
     "sgd": {},
 }
+_OF_MIXTURES = ValidFor("model.kind", "gpt2", "llama"), ValidFor("model.experts")
+
+
+def _with(constant: str) -> tuple[str, ...]:
+    """The optimizers that have a constant."""
+    return tuple(name for name, constants in CONSTANTS.items() if constant in constants)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class MeshConfig:
     """replicas of the model, which share out a batch"""
     c: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
     """context parallelism: ranks that share out the tokens of every sequence"""
-    e: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
+    e: Annotated[int, AtLeast(1), AtMost(MOST_RANKS), ValidFor("model.experts")] = 1
     """expert parallelism: ranks that have experts of their own, and tokens of their own as along
     d"""
     x: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
@@ -98,16 +104,22 @@ class ParallelConfig:
     """what the d replicas share out: 1 the optimiser's state, 2 gradients too, 3 weights too"""
     bucket_mb: Annotated[float, AtLeast(0), LessThan(inf)] = 25.0
     """megabytes of gradients per reduction along d"""
-    reduce_dtype: Literal["float16", "bfloat16", "float32"] | None = None
+    reduce_dtype: Annotated[
+        Literal["float16", "bfloat16", "float32"] | None, ValidFor("parallel.zero", 0, 1)
+    ] = None
     """the type in which gradients cross d, c and e; they are summed in float32 (absent: theirs)"""
     overlap: bool = True
     """reduce gradients along d while backward still runs"""
     compression: Literal["none", "powersgd", "top-k"] = "none"
     """of the gradients of matrices along d, c and e: powersgd sums factors of low rank, top-k the
     largest elements; what is left out is added to the gradient of the next step"""
-    compression_rank: Annotated[int, AtLeast(1), AtMost(2**20)] = 4
+    compression_rank: Annotated[
+        int, AtLeast(1), AtMost(2**20), ValidFor("parallel.compression", "powersgd")
+    ] = 4
     """powersgd: the columns of the factors"""
-    compression_share: Annotated[float, MoreThan(0), AtMost(1)] = 0.01
+    compression_share: Annotated[
+        float, MoreThan(0), AtMost(1), ValidFor("parallel.compression", "top-k")
+    ] = 0.01
     """top-k: the share of a matrix that is sent"""
     microbatches: Annotated[int, AtLeast(1), AtMost(MOST_PASSES)] = 1
     """parts of a batch that run one after the other; their gradients accumulate"""
@@ -162,43 +174,55 @@ class ModelConfig:
     """tokens that there are (absent: those of the tokenizer)"""
     tied: bool = True
     """the table of tokens is also the matrix of the head"""
-    kv_heads: Annotated[int | None, AtLeast(1), AtMost(2**20)] = None
+    kv_heads: Annotated[
+        int | None, AtLeast(1), AtMost(2**20), ValidFor("model.kind", "llama", "qwen2")
+    ] = None
     """llama, qwen2: heads of keys and values, each shared by heads / kv_heads queries (absent:
     heads)"""
-    ffn: Annotated[int | None, AtLeast(1), AtMost(2**22)] = None
+    ffn: Annotated[
+        int | None, AtLeast(1), AtMost(2**22), ValidFor("model.kind", "llama", "qwen2", "bert")
+    ] = None
     """llama, qwen2, bert: features of the hidden layer of the MLP (absent: 4 hidden)"""
-    norm_epsilon: Annotated[float | None, AtLeast(0), LessThan(1)] = None
+    norm_epsilon: Annotated[
+        float | None, AtLeast(0), LessThan(1), ValidFor("model.kind", "llama", "qwen2", "bert")
+    ] = None
     """llama, qwen2, bert: what norms add to the mean of squares (absent: 1e-12 of bert, else
     1e-5)"""
-    rope_theta: Annotated[float, AtLeast(1), LessThan(inf)] = 10000.0
+    rope_theta: Annotated[
+        float, AtLeast(1), LessThan(inf), ValidFor("model.kind", "llama", "qwen2")
+    ] = 10000.0
     """llama, qwen2: rotary positions turn the slowest pair of a head by about 1 / rope_theta a
     token"""
-    rope_scaling: dict[str, float | str] | None = None
+    rope_scaling: Annotated[
+        dict[str, float | str] | None, ValidFor("model.kind", "llama", "qwen2")
+    ] = None
     """llama, qwen2: slower turns for longer sequences, rope_type "llama3" of published configs, as
     { factor = 8, low = 1, high = 4, original = 8192 } (absent: none)"""
-    gelu: Literal["tanh", "exact"] = "tanh"
+    gelu: Annotated[Literal["tanh", "exact"], ValidFor("model.kind", "gpt2", "bert")] = "tanh"
     """by tanh, an approximation, or by the error function (on CPUs: extra exact)"""
-    padding: Annotated[int | None, AtLeast(0), AtMost(2**27)] = None
+    padding: Annotated[int | None, AtLeast(0), AtMost(2**27), ValidFor("model.kind", "bert")] = (
+        None
+    )
     """bert: the token that fills up sequences, to which no token attends and which is no target
     (absent: none)"""
     dropout: Annotated[float, AtLeast(0), LessThan(1)] = 0.0
     """the share of activations that is dropped, from 0 to below 1"""
-    experts: Annotated[int, AtLeast(0), AtMost(2**20)] = 0
+    experts: Annotated[int, AtLeast(0), AtMost(2**20), ValidFor("model.kind", "gpt2", "llama")] = 0
     """gpt2, llama: experts of a mixture in the place of an MLP (0: none)"""
-    top_k: Annotated[int, AtLeast(1), AtMost(2**10)] = 1
+    top_k: Annotated[int, AtLeast(1), AtMost(2**10), *_OF_MIXTURES] = 1
     """experts that see a token, the likeliest by a router: 1 in Switch, 2 in GShard and Mixtral"""
-    capacity: Annotated[float, AtLeast(0), LessThan(inf)] = 1.25
+    capacity: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 1.25
     """slots that an expert has for a sequence, over its even share, top_k x sequence / experts: a
     token that finds none is dropped (0: room for all)"""
-    moe_every: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS)] = 1
+    moe_every: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS), *_OF_MIXTURES] = 1
     """the last of every so many blocks has a mixture, the others an MLP"""
-    shared_experts: Annotated[int, AtLeast(0), AtMost(2**10)] = 0
+    shared_experts: Annotated[int, AtLeast(0), AtMost(2**10), *_OF_MIXTURES] = 0
     """experts that see all tokens, beside the others: one MLP so many times as wide"""
-    balance_loss: Annotated[float, AtLeast(0), LessThan(inf)] = 0.01
+    balance_loss: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 0.01
     """the factor of the loss that evens out the load of experts (0: none)"""
-    z_loss: Annotated[float, AtLeast(0), LessThan(inf)] = 0.001
+    z_loss: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 0.001
     """the factor of the squared logarithm of the router's sum of exponentials (0: none)"""
-    balance_bias: Annotated[float, AtLeast(0), LessThan(1)] = 0.0
+    balance_bias: Annotated[float, AtLeast(0), LessThan(1), *_OF_MIXTURES] = 0.0
     """by how much a step changes the bias by which experts are chosen, up where one had less than
     its share of tokens, else down; it balances without a loss (0: no bias)"""
 
@@ -248,16 +272,24 @@ class TrainConfig:
     matrix's second moment, and no first one; lion steps by the sign of a mean of gradients; muon
     orthogonalises that of a matrix in a block, and does all else as adamw; all with decoupled
     weight decay"""
-    orthogonalize: Literal["in-turn", "sharded"] = "in-turn"
+    orthogonalize: Annotated[
+        Literal["in-turn", "sharded"], ValidFor("train.optimizer", "muon")
+    ] = "in-turn"
     """by muon, matrices that several ranks have blocks of: in-turn, each of them gets some of the
     matrices whole; sharded, every matrix stays cut, and all of them work on it"""
-    beta1: Annotated[float | None, AtLeast(0), LessThan(1)] = None
+    beta1: Annotated[
+        float | None, AtLeast(0), LessThan(1), ValidFor("train.optimizer", *_with("beta1"))
+    ] = None
     """the part of the mean of gradients that a step keeps (absent: 0.9; muon: 0.95, of its
     matrices)"""
-    beta2: Annotated[float | None, AtLeast(0), LessThan(1)] = None
+    beta2: Annotated[
+        float | None, AtLeast(0), LessThan(1), ValidFor("train.optimizer", *_with("beta2"))
+    ] = None
     """the same of their squares (absent: 0.95); lion: of the mean that the next step begins with
     (absent: 0.99)"""
-    epsilon: Annotated[float | None, AtLeast(1e-30), LessThan(1)] = None
+    epsilon: Annotated[
+        float | None, AtLeast(1e-30), LessThan(1), ValidFor("train.optimizer", *_with("epsilon"))
+    ] = None
     """added to the root of the mean of squares (absent: 1e-8)"""
     learning_rate: Annotated[float, AtLeast(0), LessThan(inf)] = 3e-3
     """the highest, at the end of the warm-up"""
@@ -269,7 +301,9 @@ class TrainConfig:
     """how the learning rate falls after the warm-up: wsd (warm-up, stable, decay) stays at the
     highest until the `cooldown`, in which it falls as 1 - sqrt, or linearly with wsd-linear;
     constant does not fall"""
-    cooldown: Annotated[int | None, AtLeast(1), AtMost(INT32)] = None
+    cooldown: Annotated[
+        int | None, AtLeast(1), AtMost(INT32), ValidFor("train.decay", "wsd", "wsd-linear")
+    ] = None
     """wsd, wsd-linear: the steps in which the learning rate falls, the last ones of decay_steps
     (absent: a fifth of them)"""
     decay_steps: Annotated[int | None, AtLeast(1), AtMost(INT32)] = None
@@ -281,24 +315,34 @@ class TrainConfig:
     """the largest norm of the whole gradient, to which it is scaled down (0: none)"""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     """of parameters and activations; those of 16 bits are summed in float32"""
-    product_dtype: Literal["float8"] | None = None
+    product_dtype: Annotated[Literal["float8"] | None, ValidFor("torch.factory", None)] = None
     """of the operands of the layers' products: e4m3 for activations and weights, e5m2 for
     gradients, multiplied and summed as train.dtype (absent: as they are)"""
-    product_scale: Literal["block", "tensor"] = "block"
+    product_scale: Annotated[
+        Literal["block", "tensor"], ValidFor("train.product_dtype", "float8")
+    ] = "block"
     """float8: what has a scale of its own, 128 neighbours in a row of activations and gradients
     and 128 x 128 weights, or a tensor"""
     backend: Literal["numpy", "cupy"] = "numpy"
     """numpy computes on CPUs, cupy on GPUs"""
-    eval_every: Annotated[int, AtLeast(0), AtMost(INT32)] = 0
+    eval_every: Annotated[int, AtLeast(0), AtMost(INT32), ValidFor("torch.factory", None)] = 0
     """evaluate on data.validation after every so many steps, and after the last (0: never)"""
     eval_batches: Annotated[int, AtLeast(0), AtMost(INT32)] = 16
     """batches of an evaluation, of `batch` sequences each, as far as the text fills them (0: all
     that it fills)"""
-    tf32: bool = False
+    tf32: Annotated[
+        bool, ValidFor("train.backend", "cupy"), ValidFor("train.dtype", "float32")
+    ] = False
     """GPUs round the operands of float32 products to 10 bits"""
-    cuda_graph: bool = False
+    cuda_graph: Annotated[bool, ValidFor("train.backend", "cupy"), ValidFor("mesh.p", 1)] = False
     """GPUs run a step as one launch, a CUDA graph"""
-    fused_gelu: bool = False
+    fused_gelu: Annotated[
+        bool,
+        ValidFor("train.backend", "cupy"),
+        ValidFor("model.kind", "gpt2", "bert"),
+        ValidFor("model.gelu", "tanh"),
+        ValidFor("train.product_dtype", None),
+    ] = False
     """GPUs do GELU within products, by cuBLASLt"""
 
     def constants(self) -> dict[str, float]:
@@ -343,7 +387,7 @@ class CheckpointConfig:
     """save after every so many steps, and after the last (0: never, unless asked to stop)"""
     keep: Annotated[int, AtLeast(1), AtMost(INT32)] = 2
     """checkpoints that are kept, the newest ones"""
-    keep_best: bool = False
+    keep_best: Annotated[bool, ValidFor("train.eval_every")] = False
     """save after an evaluation that is the best so far, and keep that checkpoint, too"""
 
 
@@ -354,7 +398,14 @@ class GuardConfig:
     __pydantic_config__ = STRICT
     replicas_every: Annotated[int, AtLeast(0), AtMost(INT32)] = 100
     """after every so many steps compare the parameters that ranks hold in common (0: never)"""
-    abft_every: Annotated[int, AtLeast(0), AtMost(INT32)] = 0
+    abft_every: Annotated[
+        int,
+        AtLeast(0),
+        AtMost(INT32),
+        ValidFor("train.backend", "numpy"),
+        ValidFor("train.dtype", "float32", "float64"),
+        ValidFor("parallel.reduce_dtype", None, "float32"),
+    ] = 0
     """every so many steps check all products and messages of one (0: never)"""
     loss_spike_sigma: Annotated[float, AtLeast(0), LessThan(inf)] = 6.0
     """a line in the log for losses so many standard deviations above those before (0: none)"""
@@ -369,10 +420,10 @@ class TraceConfig:
     """whether there is a trace"""
     sync_every: Annotated[int, AtLeast(1), AtMost(INT32)] = 100
     """steps from one comparison of several hosts' clocks to the next"""
-    clock: Literal["wall", "cpu"] = "wall"
+    clock: Annotated[Literal["wall", "cpu"], ValidFor("train.backend", "numpy")] = "wall"
     """with cpu each rank counts its own CPU time: where ranks outnumber cores, that is
     what an operation costs"""
-    nvtx: bool = False
+    nvtx: Annotated[bool, ValidFor("train.backend", "cupy")] = False
     """NVIDIA's profilers show the names of what a GPU computes"""
 
 

@@ -23,10 +23,9 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
     split = config.splits["dense"]
     if parts > layers:
         chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
-        yield (
-            f"mesh.p = {config.mesh.p}{chunks}: {parts} parts, but model.layers = {layers}: "
-            f"use at most {layers} parts or more layers"
-        )
+        remedy = f"use at most {layers} parts or more layers"
+        key = f"mesh.p = {config.mesh.p}{chunks}"
+        yield f"{key}: {parts} parts, but model.layers = {layers}: {remedy}"
     elif parallel.layers_per_stage is not None:
         yield from _wrong_stages(parallel.layers_per_stage, parts, layers)
     if not isinstance(parallel.recompute, str):
@@ -37,26 +36,20 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
     yield from limits.too_many_passes(parallel, config.mesh.p)
     if schedule.asynchronous:
         yield from _wrong_asynchronous(config, schedule)
-    if (
-        parallel.zero == 2
-        and config.mesh.d * config.mesh.c > 1
-        and {*split.own.split()} & {*split.m.split()}
-    ):
-        yield (
-            f"parallel.zero = 2: not where a weight is on the diagonal only ({parallel.way}); use "
-            "parallel.zero = 1 or 3, or scheme 3d"
-        )
+    diagonal = {*split.own.split()} & {*split.m.split()}
+    if parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and diagonal:
+        where = f"where a weight is on the diagonal only ({parallel.way})"
+        yield f"parallel.zero = 2: not {where}; use parallel.zero = 1 or 3, or scheme 3d"
 
 
 def _wrong_layers(listed: Sequence[int], layers: int) -> Iterator[str]:
-    """Blocks to compute again that there are not, or that are named twice."""
+    """Report blocks to recompute that do not exist, or are named twice."""
+    key = f"parallel.recompute = {list(listed)}"
     if wrong := sorted({layer for layer in listed if not 0 <= layer < layers}):
-        yield (
-            f"parallel.recompute = {list(listed)}: no layer {wrong[0]}; model.layers = {layers} "
-            f"are those from 0 to {layers - 1}"
-        )
+        known = f"model.layers = {layers} are those from 0 to {layers - 1}"
+        yield f"{key}: no layer {wrong[0]}; {known}"
     elif len({*listed}) < len(listed):
-        yield f"parallel.recompute = {list(listed)}: names a layer twice; name each once"
+        yield f"{key}: names a layer twice; name each once"
 
 
 def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
@@ -64,10 +57,10 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
     a_step = config.mesh.p * config.parallel.microbatches
     passes = config.train.steps * a_step
     if passes > _PASSES_OF_RUN:
+        most = counted(_PASSES_OF_RUN // a_step, "step")
         yield (
             f"train.steps = {config.train.steps}: schedule {schedule.name} is laid out for the "
-            f"whole run, here {passes} forward passes; use at most "
-            f"{counted(_PASSES_OF_RUN // a_step, 'step')}"
+            f"whole run, here {passes} forward passes; use at most {most}"
         )
     saving = config.checkpoint
     for key, value, none in (("every", saving.every, 0), ("keep_best", saving.keep_best, "false")):
@@ -84,22 +77,14 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
 
 
 def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[str]:
-    """An uneven distribution of the layers that is invalid."""
+    """Report an invalid distribution of the layers."""
+    key, found = f"parallel.layers_per_stage = {list(stages)}", counted(sum(stages), "layer")
     if len(stages) != parts:
-        yield (
-            f"parallel.layers_per_stage has {len(stages)} numbers for {parts} parts: give one per "
-            "part"
-        )
+        yield f"{key}: {len(stages)} numbers for {parts} parts: give one per part"
     elif min(stages) < 0:
-        yield (
-            f"parallel.layers_per_stage = {list(stages)}: a part with {min(stages)} layers; use 0 "
-            "or more"
-        )
+        yield f"{key}: a part with {min(stages)} layers; use 0 or more"
     elif sum(stages) != layers:
-        yield (
-            f"parallel.layers_per_stage = {list(stages)}: {counted(sum(stages), 'layer')}, but "
-            f"model.layers = {layers}: give each part its layers"
-        )
+        yield f"{key}: {found}, but model.layers = {layers}: give each part its layers"
 
 
 def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
@@ -107,13 +92,8 @@ def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
     if not schedule.update_per_microbatch:
         return
     if config.train.clip:
-        yield (
-            f"train.clip = {config.train.clip}: under schedule {schedule.name} every stage "
-            "updates on its own, and no stage knows the norm of the whole gradient; use "
-            "train.clip = 0"
-        )
+        why = f"under schedule {schedule.name} no stage knows the global norm of the gradient"
+        yield f"train.clip = {config.train.clip}: {why}; use train.clip = 0"
     if config.model.tied and config.mesh.p > 1:
-        yield (
-            f"model.tied = true: under schedule {schedule.name} the two copies of the table would "
-            "part; use model.tied = false"
-        )
+        why = f"under schedule {schedule.name} the two copies of the table would part"
+        yield f"model.tied = true: {why}; use model.tied = false"

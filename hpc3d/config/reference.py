@@ -19,7 +19,7 @@ from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from hpc3d.config.constraints import bounds_of
+from hpc3d.config.constraints import Bound, constraints_of
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import hint, known_keys, literal
 from hpc3d.pipeline.schedule import SCHEDULES
@@ -144,7 +144,8 @@ def schema() -> dict[str, Any]:
             entry = table["properties"][key]
             entry.pop("title", None)
             entry["description"] = text
-            finite = [each for each in bounds_of(Config)[prefix + key] if isfinite(each.limit)]
+            bounds = constraints_of(Config, Bound).get(prefix + key, ())
+            finite = [each for each in bounds if isfinite(each.limit)]
             entry.get("anyOf", [entry])[0].update({each.keyword: each.limit for each in finite})
     title = "An input file of hpc3d"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **found}

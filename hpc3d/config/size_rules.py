@@ -7,11 +7,14 @@ from math import inf, isqrt, prod
 from typing import TYPE_CHECKING
 
 from hpc3d import limits
-from hpc3d.comm.mesh import CONTEXT
-from hpc3d.config.context_rules import unexchanged_heads
-from hpc3d.config.optimizer_rules import wrong_blocks
+from hpc3d.comm.communicator import Self
+from hpc3d.comm.mesh import CONTEXT, Mesh
+from hpc3d.config.parallel_rules import unexchanged_heads
 from hpc3d.model.families import block_products, family_of
-from hpc3d.model.spec import ModelSizes
+from hpc3d.model.parameters import Parameters
+from hpc3d.model.spec import ModelSizes, ModelSpec
+from hpc3d.model.stage import LayerRange, build
+from hpc3d.ops.quantize import BLOCK, in_blocks
 from hpc3d.plain import counted
 from hpc3d.tensor.rounding import TILE
 
@@ -24,7 +27,7 @@ _SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
 
 def violations(config: Config, ranks: int) -> list[str]:
-    return [*_wrong_ranks(config, ranks), *_wrong_sizes(config)] or [*wrong_blocks(config)]
+    return [*_wrong_ranks(config, ranks), *_wrong_sizes(config)] or [*_wrong_blocks(config)]
 
 
 def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
@@ -48,15 +51,11 @@ def wrong_parts(config: Config) -> Iterator[str]:
     model, sequences = config.model, config.train.batch
     micros = config.parallel.microbatches
     if model.hidden % model.heads:
-        yield (
-            f"model.hidden = {model.hidden} does not divide by model.heads = {model.heads}: "
-            "change one of them"
-        )
+        key = f"model.hidden = {model.hidden}"
+        yield f"{key} does not divide by model.heads = {model.heads}: change one of them"
     elif family_of(model).rotary and model.hidden // model.heads % 2:
-        yield (
-            f"model.hidden / model.heads = {model.hidden // model.heads}: rotary positions turn "
-            "pairs of features; use an even number"
-        )
+        width = model.hidden // model.heads
+        yield f"model.hidden / model.heads = {width}: rotary positions need an even number"
     if model.kv_heads and model.heads % model.kv_heads:
         fit = divisors(model.heads)
         below = max(count for count in fit if count < model.kv_heads)
@@ -68,20 +67,16 @@ def wrong_parts(config: Config) -> Iterator[str]:
     yield from wrong_tokens(model)
     yield from _wrong_head(config)
     if sequences % micros:
-        yield (
-            f"train.batch = {sequences} does not divide into parallel.microbatches = {micros}: "
-            f"use a multiple of {micros}, or other parallel.microbatches"
-        )
+        key = f"train.batch = {sequences} does not divide into parallel.microbatches = {micros}"
+        yield f"{key}: use a multiple of {micros}, or other parallel.microbatches"
 
 
 def wrong_tokens(model: ModelConfig) -> Iterator[str]:
     """A token for padding that is not one of the text."""
     last = (model.vocabulary or inf) - 1
     if model.padding is not None and model.padding >= last:
-        yield (
-            f"model.padding = {model.padding}: must be below {last}, the last token of "
-            "model.vocabulary, which stands for masked ones; name another, or raise it"
-        )
+        key = f"model.padding = {model.padding}"
+        yield f"{key}: must be below {last}, the mask token; lower it, or raise model.vocabulary"
 
 
 def _alike(model: ModelConfig) -> bool:
@@ -93,10 +88,8 @@ def _wrong_head(config: Config) -> Iterator[str]:
     """Columns of X along several axes where a product of the head wants one."""
     split = config.splits["dense"]
     if _alike(config.model) and len(split.x[1]) > 1:
-        yield (
-            f"parallel.split.k = {split.k}: a head of model.kind = {config.model.kind} takes one "
-            "axis at most; put the others on m or n"
-        )
+        head = f"a head of model.kind = {config.model.kind}"
+        yield f"parallel.split.k = {split.k}: {head} takes one axis; put the others on m or n"
 
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
@@ -160,19 +153,15 @@ def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
     return rows, inputs
 
 
-def _unshared_keys(
-    model: ModelConfig, axes: Iterable[str], sizes: Mapping[str, int]
-) -> Iterator[str]:
+def _unshared_keys(model: ModelConfig, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
     """Heads of keys that neither divide over the ranks that heads divide over, nor divide them."""
     count, keys = prod(sizes[axis] for axis in axes), model.kv_heads or model.heads
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return
     fit = [n for n in divisors(model.heads) if n % count == 0 or count % n == 0]
     below, above = max(n for n in fit if n < keys), min(n for n in fit if n > keys)
-    yield (
-        f"model.kv_heads = {keys} neither divides over mesh axes {_named(axes, sizes)} = {count} "
-        f"nor divides {count}: use {below} or {above}, or other [mesh] sizes"
-    )
+    over = f"neither divides over mesh axes {_named(axes, sizes)} = {count} nor divides {count}"
+    yield f"model.kv_heads = {keys} {over}: use {below} or {above}, or other [mesh] sizes"
 
 
 def _uneven_tiles(config: Config, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -190,19 +179,38 @@ def _uneven_tiles(config: Config, axes: Axes, sizes: Mapping[str, int]) -> Itera
         )
 
 
-def _indivisible(
-    key: str, value: int, axes: Iterable[str], sizes: Mapping[str, int]
-) -> Iterator[str]:
+def _indivisible(key: str, value: int, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
     count = prod([sizes[axis] for axis in axes])
     if value % count:
-        yield (
-            f"{key} = {value} does not divide over mesh axes {_named(axes, sizes)} = {count}: "
-            f"use a multiple of {count}, or other [mesh] sizes"
-        )
+        over = f"mesh axes {_named(axes, sizes)} = {count}"
+        remedy = f"use a multiple of {count}, or other [mesh] sizes"
+        yield f"{key} = {value} does not divide over {over}: {remedy}"
 
 
 def _named(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
+
+
+def _wrong_blocks(config: Config) -> Iterator[str]:
+    """Report columns of a matrix on a rank that are no whole blocks of 8-bit moments."""
+    if config.train.optimizer != "adamw-8bit":
+        return
+    model, family = config.model, family_of(config.model)
+    mesh = Mesh(config.mesh.sizes(), {}, {}, Self())
+    parameters = Parameters(mesh, "float32", config.parallel.zero)
+    sizes = family.sizes(model, model.vocabulary or BLOCK)
+    spec = ModelSpec(family, sizes, config.splits, context=config.context())
+    layers = range(min(model.moe_every, model.layers))  # as many as differ
+    build(mesh, parameters, spec, [LayerRange(layers, True, True)])
+    for item in parameters:
+        columns = item.updated_layout.block(item.shape, mesh)[-1]
+        if in_blocks(item.shape) and columns % BLOCK:
+            yield (
+                f"train.optimizer = adamw-8bit: a rank has {columns} columns of {item.name}, no "
+                f"multiple of {BLOCK}; use other sizes in [model] or [mesh], or train.optimizer = "
+                "adamw"
+            )
+            return
 
 
 def divisors(number: int) -> list[int]:

@@ -17,8 +17,7 @@ from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
 _BERT_EPSILON = 1e-12
-_QWEN2_KEYS = "kv_heads", "ffn", "norm_epsilon", "rope_theta", "rope_scaling"
-EXPERT_KEYS = {  # -> the field of Experts
+_EXPERT_KEYS = {  # -> the field of Experts
     "experts": "count",
     "moe_every": "every",
     "shared_experts": "shared",
@@ -27,7 +26,7 @@ EXPERT_KEYS = {  # -> the field of Experts
 
 
 def _experts(model):
-    values = {field: getattr(model, key) for key, field in EXPERT_KEYS.items()}
+    values = {field: getattr(model, key) for key, field in _EXPERT_KEYS.items()}
     return Experts(**values) if model.experts else None
 
 
@@ -154,7 +153,6 @@ GPT2 = Family(
     causal=True,
     rotary=False,
     biased=frozenset({"qkv", "proj", "up", "down"}),
-    keys=("gelu", *EXPERT_KEYS),
     first=Embeddings,
     last=Head,
     products=partial(_block_products, gated=False),
@@ -174,7 +172,6 @@ LLAMA = Family(
     causal=True,
     rotary=True,
     biased=frozenset(),
-    keys=(*_QWEN2_KEYS, *EXPERT_KEYS),
     first=Embeddings,
     last=Head,
     products=partial(_block_products, gated=True),
@@ -184,7 +181,7 @@ LLAMA = Family(
     kept=partial(_block_kept, gated=True),
 )
 
-QWEN2 = replace(LLAMA, kind="qwen2", biased=frozenset({"qkv"}), keys=_QWEN2_KEYS)
+QWEN2 = replace(LLAMA, kind="qwen2", biased=frozenset({"qkv"}))
 
 BERT = replace(
     GPT2,
@@ -193,7 +190,6 @@ BERT = replace(
     first_norm=False,
     epsilon=_BERT_EPSILON,
     causal=False,
-    keys=("gelu", "ffn", "norm_epsilon", "padding"),
     first=SegmentedEmbeddings,
     last=MaskedHead,
     head=_dense_and_table_product,

@@ -164,7 +164,6 @@ class Family:
               tokens are masked, and these are the targets
     rotary    whether positions turn q and k, else the first end has a table of them
     biased    the linear layers of a block that have a bias
-    keys      those of the section [model] that not every family has
     first     the end with the token table: (mesh, parameters, spec, table)
     last      the end with the loss: the same
     products  of a block: (sizes, whether it has a mixture of experts) -> WeightProducts, in the
@@ -185,7 +184,6 @@ class Family:
     causal: bool
     rotary: bool
     biased: frozenset[str]
-    keys: tuple[str, ...]
     first: type
     last: type
     products: Callable

@@ -36,7 +36,7 @@ from tests.elided import elided
         ),
         (
             ["--train.fused_gelu", "true", "--train.product_dtype", "float8"],
-            "train.fused_gelu = true: ... products of float8; use false",
+            "train.fused_gelu = true: ... train.product_dtype = absent; ...",
         ),
     ],
 )
@@ -47,8 +47,8 @@ def test_what_a_backend_has_not_is_refused(words, line):
 
 
 def test_torch_modules_have_no_products_of_float8():
-    words = problems("--torch.factory", "a:b", "--train.product_dtype", "float8")
-    assert "train.product_dtype = float8: not for torch modules; leave it out" in words
+    first, *_ = problems("--torch.factory", "a:b", "--train.product_dtype", "float8")
+    assert re.match(elided("train.product_dtype = float8: ... torch.factory = absent; ..."), first)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "cupy"])
@@ -59,8 +59,8 @@ def test_numbers_of_16_bits_have_no_checksums(dtype, backend):
     assert not [*untrainable(config)]
     assert np.dtype(dtype).itemsize == 2  # which NumPy knows by ml_dtypes
     (said,) = problems(*words, "--guard.abft_every", "5")
-    why = f"train.dtype = {dtype}" if backend == "numpy" else "train.backend = cupy"
-    assert re.match(elided(f"guard.abft_every = 5: ... {why}; use 0"), said)
+    assert said.startswith("guard.abft_every = 5: ") and "train.dtype = float32 or float64" in said
+    assert ("train.backend = numpy" in said) == (backend == "cupy")
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,12 @@ def test_numbers_of_16_bits_have_no_checksums(dtype, backend):
         ("float16 --train.dtype bfloat16", "parallel.reduce_dtype = float16: ... bfloat16 ..."),
         (
             "bfloat16 --parallel.zero 2",
-            "parallel.reduce_dtype = bfloat16: ... parallel.zero = 2",
+            "parallel.reduce_dtype = bfloat16: ... parallel.zero = 0 or 1; ...",
         ),
-        ("bfloat16 --guard.abft_every 5", "guard.abft_every = 5: ... parallel.reduce_dtype = bf"),
+        (
+            "bfloat16 --guard.abft_every 5",
+            "guard.abft_every = 5: ... parallel.reduce_dtype = absent or float32; ...",
+        ),
     ],
 )
 def test_gradients_cross_in_types_that_hold_them(words, line):

@@ -21,10 +21,10 @@ WRONG = {
         "parallel.compression = powersgd: ... use train.cuda_graph = false"
     ),
     "--parallel.compression_rank 8": (
-        "parallel.compression_rank = 8: of parallel.compression = powersgd; leave it out"
+        "parallel.compression_rank = 8: ... parallel.compression = powersgd; leave it out, ..."
     ),
     f"{POWERSGD} --parallel.compression_share 0.1": (
-        "parallel.compression_share = 0.1: of parallel.compression = top-k; leave it out"
+        "parallel.compression_share = 0.1: ... parallel.compression = top-k; leave it out, ..."
     ),
     f"{POWERSGD} --parallel.compression_rank 0": (
         "parallel.compression_rank = 0: must be at least 1..."

@@ -24,13 +24,13 @@ PIPEDREAM = (
     (("--data.validation", "0.0", *EVERY), "data.validation = 0.0: ... above 0"),
     (("--data.validation", "-0.1"), "data.validation = -0.1: ... above 0"),
     (("--data.validation", "nan"), "data.validation = nan: ... above 0"),
-    (EVERY, "train.eval_every = 5: ... data.validation, or ... such as 0.05"),
+    (EVERY, "train.eval_every = 5: ... data.validation ... such as 0.05"),
     ((*EVERY, "--data.validation", ""), "train.eval_every = 5: ... data.validation"),
     (("--train.eval_every", "-1"), "train.eval_every = -1: must be at least 0"),
     (("--train.eval_batches", "-1"), "train.eval_batches = -1: must be at least 0"),
-    ((*BEST, *HELD), "checkpoint.keep_best = true: ... train.eval_every, or keep_best = false"),
+    ((*BEST, *HELD), "checkpoint.keep_best = true: ... train.eval_every > 0; ..."),
     ((*BEST, *HELD, *EVERY, *PIPEDREAM), "checkpoint.keep_best = true: ... use false, or ..."),
-    (("--torch.factory", "m:f", *EVERY), "train.eval_every = 5: not for torch modules; use 0"),
+    (("--torch.factory", "m:f", *EVERY), "train.eval_every = 5: ... torch.factory = absent; ..."),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(words, line):
     found = problems(*words, ranks=2)

@@ -11,17 +11,17 @@ from tests.config.test_context_rules import ranks_of
 from tests.elided import elided
 
 FOUR = "--model.experts 4"
-FAMILIES = "model.experts = 4: of model.kind = gpt2 or llama ..."
+FAMILIES = "model.experts = 4: ... model.kind = gpt2 or llama; ..."
 # Options, and the line.
 WRONG = {
-    "--mesh.e 2": "mesh.e = 2: ... use 1, or set model.experts",
-    "--model.top_k 2": "model.top_k = 2: of mixtures; ... set model.experts",
-    "--model.capacity 0": "model.capacity = 0.0: of mixtures; ... set model.experts",
-    "--model.moe_every 2": "model.moe_every = 2: of mixtures; ... set model.experts",
-    "--model.shared_experts 1": "model.shared_experts = 1: of mixtures; ... set model.experts",
-    "--model.balance_loss 0": "model.balance_loss = 0.0: of mixtures; ... set model.experts",
-    "--model.z_loss 0": "model.z_loss = 0.0: of mixtures; ... set model.experts",
-    "--model.balance_bias 0.1": "model.balance_bias = 0.1: of mixtures; ... set model.experts",
+    "--mesh.e 2": "mesh.e = 2: ... model.experts > 0; ...",
+    "--model.top_k 2": "model.top_k = 2: ... model.experts > 0; ...",
+    "--model.capacity 0": "model.capacity = 0.0: ... model.experts > 0; ...",
+    "--model.moe_every 2": "model.moe_every = 2: ... model.experts > 0; ...",
+    "--model.shared_experts 1": "model.shared_experts = 1: ... model.experts > 0; ...",
+    "--model.balance_loss 0": "model.balance_loss = 0.0: ... model.experts > 0; ...",
+    "--model.z_loss 0": "model.z_loss = 0.0: ... model.experts > 0; ...",
+    "--model.balance_bias 0.1": "model.balance_bias = 0.1: ... model.experts > 0; ...",
     f"{FOUR} --model.top_k 5": "model.top_k = 5: ... model.experts = 4 ... use at most 4",
     f"{FOUR} --model.layers 2 --model.moe_every 3": (
         "model.moe_every = 3: none of model.layers = 2 blocks ... use at most 2"
@@ -35,8 +35,10 @@ WRONG = {
     ),
     f"{FOUR} --model.kind bert": FAMILIES,
     f"{FOUR} --model.kind qwen2 --model.kv_heads 4": FAMILIES,
-    "--model.kind bert --model.top_k 2": "model.top_k = 2: of model.kind = gpt2 or llama ...",
-    "--model.kind bert --mesh.e 2": "mesh.e = 2: ... use 1...",
+    "--model.kind bert --model.top_k 2": (
+        "model.top_k = 2: ... model.kind = gpt2 or llama and model.experts > 0; ..."
+    ),
+    "--model.kind bert --mesh.e 2": "mesh.e = 2: ... model.experts > 0; ...",
     f"{FOUR} --model.capacity -1": "model.capacity = -1.0: must be at least 0 ...",
     f"{FOUR} --model.capacity inf": "model.capacity = inf: ...",
     f"{FOUR} --model.capacity nan": "model.capacity = nan: ...",

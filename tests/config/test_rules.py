@@ -15,7 +15,7 @@ RULES = {
     "mesh.x": ("0", "mesh.x = 0: ... 1"),
     "mesh.d": ("-2", "mesh.d = -2: ... 1"),
     "mesh.p": ("0", "mesh.p = 0: ... 1"),
-    "mesh.e": ("2", "mesh.e = 2: ... use 1, or set model.experts"),
+    "mesh.e": ("2", "mesh.e = 2: ... model.experts > 0; ... change model.experts"),
     "mesh.order": ("x y z", "mesh.order = 'x y z': ... p d c e x y z once"),
     "mesh.transport": ("tcp", "mesh.transport: ... 'auto', 'mpi', 'nccl' or 'host-staged'"),
     "parallel.scheme": ("4d", "parallel.scheme: ... '1d', '1d-sequence',"),
@@ -39,12 +39,9 @@ RULES = {
     "train.weight_decay": ("-0.1", "train.weight_decay = -0.1: ... 0"),
     "train.clip": ("inf", "train.clip = inf: ... 0 ... inf"),
     "train.backend": ("torch", "train.backend: ... 'numpy' or 'cupy', not 'torch'"),
-    "train.tf32": ("true", "train.tf32 = true: ... train.backend = cupy ... dtype = float32"),
-    "train.cuda_graph": ("true", "train.cuda_graph = true: ... train.backend = cupy; ... false"),
-    "train.fused_gelu": (
-        "true",
-        "train.fused_gelu = true: ... gpt2 ... model.gelu = tanh",
-    ),
+    "train.tf32": ("true", "train.tf32 = true: ... train.backend = cupy; ..."),
+    "train.cuda_graph": ("true", "train.cuda_graph = true: ... train.backend = cupy; ..."),
+    "train.fused_gelu": ("true", "train.fused_gelu = true: ... train.backend = cupy; ..."),
     "checkpoint.every": ("-1", "checkpoint.every = -1: ... 0"),
     "checkpoint.keep": ("0", "checkpoint.keep = 0: ... 1"),
     "run.watchdog_s": ("0", "run.watchdog_s = 0.0: ... 0.1"),
@@ -129,12 +126,21 @@ def test_a_form_of_rotary_positions_that_is_not_known_is_refused(scaling):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--model.kv_heads", "16"], "model.kv_heads = 16: of model.kind = llama or qwen2 "),
-        (["--model.rope_theta", "5e5"], "model.rope_theta = 500000.0: of model.kind = llama"),
-        (["--model.kind", "llama", "--model.gelu", "exact"], "model.gelu = exact: of model.kind"),
+        (
+            ["--model.kv_heads", "16"],
+            "model.kv_heads = 16: only valid for model.kind = llama or qwen2; ",
+        ),
+        (
+            ["--model.rope_theta", "5e5"],
+            "model.rope_theta = 500000.0: only valid for model.kind = llama",
+        ),
+        (
+            ["--model.kind", "llama", "--model.gelu", "exact"],
+            "model.gelu = exact: only valid for model.kind = gpt2 or ",
+        ),
         ([*LLAMA, "--model.heads", "24", "--model.kv_heads", "16"], "model.heads = 24 does not"),
         (["--model.kind", "llama", "--model.heads", "128"], "model.hidden / model.heads = 3: "),
-        (["--model.padding", "3"], "model.padding = 3: of model.kind = bert alone"),
+        (["--model.padding", "3"], "model.padding = 3: only valid for model.kind = bert; "),
         (
             ["--model.kind", "bert", "--model.vocabulary", "30", "--model.padding", "29"],
             "model.padding = 29: must be below 29",
@@ -153,7 +159,7 @@ def test_what_a_family_does_not_have_is_refused(words, line):
 def test_a_way_to_orthogonalise_is_of_muon_alone():
     sharded = ["--train.orthogonalize", "sharded"]
     (said,) = problems("--train.optimizer", "lion", *sharded)
-    assert said == "train.orthogonalize = sharded: of train.optimizer = muon alone; leave it out"
+    assert re.match(elided("train.orthogonalize = sharded: ... train.optimizer = muon; ..."), said)
     config = load(None, ["--train.optimizer", "muon", *sharded])
     assert resolve(config, 1).train.orthogonalize == "sharded"
 
@@ -168,7 +174,7 @@ def test_a_way_to_orthogonalise_is_of_muon_alone():
 )
 def test_a_key_of_another_optimiser_is_refused(optimizer, key, users):
     (said,) = problems("--train.optimizer", optimizer, f"--train.{key}", "0.5")
-    assert said == f"train.{key} = 0.5: of train.optimizer = {users} alone; leave it out"
+    assert re.match(elided(f"train.{key} = 0.5: ... train.optimizer = {users}; ..."), said)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +182,8 @@ def test_a_key_of_another_optimiser_is_refused(optimizer, key, users):
     [
         ("--train.min_learning_rate 0.01", "train.min_learning_rate = 0.01: ... 0.003"),
         ("--train.min_learning_rate -1", "train.min_learning_rate = -1.0: ..."),
-        ("--train.product_scale tensor", "train.product_scale = tensor: ... float8 ..."),
-        ("--train.cooldown 3", "train.cooldown = 3: ... train.decay = wsd or wsd-linear ..."),
+        ("--train.product_scale tensor", "train.product_scale = tensor: ... float8; ..."),
+        ("--train.cooldown 3", "train.cooldown = 3: ... train.decay = wsd or wsd-linear; ..."),
         ("--train.decay wsd --train.cooldown 19", "train.cooldown = 19: ... 18 of 20 ..."),
     ],
 )

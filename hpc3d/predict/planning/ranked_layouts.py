@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.config.compression_rules import wrong_compression
-from hpc3d.config.expert_rules import wrong_experts
 from hpc3d.config.load import load
-from hpc3d.config.offload_rules import wrong_offload
+from hpc3d.config.parallel_rules import wrong_compression, wrong_experts, wrong_offload
 from hpc3d.config.rules import not_there_yet, refuse, unknown_values
 from hpc3d.model.families import least_vocabulary
 from hpc3d.predict.planning.layouts import bare
@@ -30,9 +28,8 @@ def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
     """The input; Problems if it is refused whatever the layout."""
     config = load(source, overrides)
     alone = bare(config)  # a plan finds a mesh of its own
-    experts = wrong_experts(alone if config.model.experts else config)
     refuse([*unknown_values(config), *not_there_yet(config)])
-    refuse([*experts, *wrong_compression(alone), *wrong_offload(alone)])
+    refuse([*wrong_experts(alone), *wrong_compression(alone), *wrong_offload(alone)])
     return config
 
 

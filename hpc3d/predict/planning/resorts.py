@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.load import load
-from hpc3d.config.offload_rules import wrong_offload
+from hpc3d.config.parallel_rules import wrong_offload
 from hpc3d.config.rules import not_there_yet, unknown_values
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.layouts import problems

@@ -1,0 +1,112 @@
+"""Rules about context parallelism, mixtures of experts, compressed gradients and offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hpc3d.pipeline.schedule import find
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
+
+
+def wrong_context(config: Config) -> Iterator[str]:
+    """Report keys of context parallelism that exclude each other, and uneven sequences."""
+    parallel, c, u = config.parallel, config.mesh.c, config.parallel.ulysses
+    if parallel.context != "both" and u != 1:
+        yield f'parallel.ulysses = {u}: only valid for parallel.context = "both"; leave it out'
+    elif parallel.context == "both" and not (1 < u < c and c % u == 0):
+        fitting = [str(size) for size in range(2, c) if c % size == 0]
+        remedy = f"use {' or '.join(fitting)}" if fitting else 'use context = "ring"'
+        yield f"parallel.ulysses = {u} of mesh.c = {c} ranks exchange heads: {remedy}"
+    else:
+        yield from _uneven_sequences(config)
+        if parallel.attention == "full" and config.context().rings > 1:
+            why = f"a ring (mesh.c = {c}) computes it chunk by chunk"
+            remedy = 'leave it out, or use parallel.context = "all-to-all"'
+            yield f"parallel.attention = full: {why}; {remedy}"
+
+
+def _uneven_sequences(config: Config) -> Iterator[str]:
+    """Report a sequence that does not divide into chunks, of which a rank of a ring has two."""
+    context, length = config.context(), config.model.sequence
+    parts, chunks = context.parts, ""
+    if context.rings > 1:
+        parts, chunks = 2 * parts, " x 2 chunks"
+    if length % parts:
+        below = length // parts * parts
+        nearest = " or ".join(str(size) for size in (below, below + parts) if size)
+        yield (
+            f"model.sequence = {length} does not divide over mesh.c = {context.parts}{chunks}: "
+            f"use {nearest}, or another mesh.c"
+        )
+
+
+def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
+    """Report key heads, sharded over `members` ranks, that do not divide over the ranks that
+    exchange heads."""
+    model, u = config.model, config.context().heads
+    heads = model.kv_heads or model.heads
+    here = max(1, heads // members)
+    if here % u:
+        key = "model.kv_heads" if model.kv_heads else "model.heads"
+        yield (
+            f"{key} = {heads}: a rank has {here} heads of keys, which do not divide over the {u} "
+            f'that exchange heads; use a multiple of {members * u}, or parallel.context = "ring"'
+        )
+
+
+def wrong_experts(config: Config) -> Iterator[str]:
+    """Report a mixture of experts that does not fit the model, the mesh or the number type."""
+    model, e, dtype = config.model, config.mesh.e, config.train.dtype
+    if not model.experts:
+        return
+    key = f"model.experts = {model.experts}"
+    if model.top_k > model.experts:
+        yield f"model.top_k = {model.top_k}: more than {key} allow; use at most {model.experts}"
+    if model.moe_every > model.layers:
+        none = f"none of model.layers = {model.layers} blocks has experts"
+        yield f"model.moe_every = {model.moe_every}: {none}; use at most {model.layers}"
+    if model.experts % e:
+        yield f"{key} does not divide over mesh.e = {e}: use a multiple of {e}, or another mesh.e"
+    if owned := config.splits["dense"].own:  # the others would have no token to send
+        where = f"where one rank on the diagonal of {owned} has a block of X"
+        yield f"{key}: not {where} ({config.parallel.way}); use scheme 3d"
+    if model.balance_bias and dtype in ("float16", "bfloat16"):
+        yield (
+            f"model.balance_bias = {model.balance_bias}: {dtype} rounds its steps away; use "
+            "model.balance_loss and model.balance_bias = 0, or train.dtype = float32"
+        )
+
+
+def wrong_compression(config: Config) -> Iterator[str]:
+    """Report what excludes compressed gradients."""
+    zero, key = config.parallel.zero, f"parallel.compression = {config.parallel.compression}"
+    if config.parallel.compression == "none":
+        return
+    if zero > 1:
+        yield f"{key}: with parallel.zero = {zero} gradients are cut; use parallel.zero = 0 or 1"
+    if config.train.dtype == "float16":
+        yield f"{key}: the loss scale changes between steps; use train.dtype = bfloat16 or float32"
+    if config.train.cuda_graph:
+        yield f"{key}: no CUDA graph records it; use train.cuda_graph = false"
+
+
+def wrong_offload(config: Config) -> Iterator[str]:
+    """Report what cannot be offloaded."""
+    train, listed = config.train, config.parallel.offload
+    key = f"parallel.offload = {[*listed]}"
+    if len({*listed}) < len(listed):
+        yield f"{key}: names something twice; name each once"
+    if "optimizer" in listed and train.optimizer in ("sgd", "adafactor"):
+        small = f"train.optimizer = {train.optimizer} keeps next to nothing"
+        yield f'{key}: {small}; leave "optimizer" out, or use another one'
+    schedule = find(config.parallel.schedule)
+    if "parameters" in listed and schedule.asynchronous:
+        yield (
+            f"{key}: under schedule {schedule.name} passes in flight have weights of their own; "
+            'leave "parameters" out, or use a schedule that is synchronous'
+        )
+    if train.cuda_graph and {*listed} - {"optimizer"}:
+        yield f"{key}: no CUDA graph records copies to the host; use train.cuda_graph = false"
