@@ -67,7 +67,7 @@ def losses(path):
         return trace.steps["loss"][mine]
 
 
-def wait_for(condition, seconds=120, said=str):
+def wait_for(condition, seconds=500, said=str):
     """Wait until `condition()`.  The limit only catches hangs; `said()` is the error message."""
     end = time.monotonic() + seconds
     while not condition():

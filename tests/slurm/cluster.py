@@ -79,7 +79,7 @@ class Cluster:
             env={**self.environment, **environment},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=500,
             check=check,
         ).stdout.strip()
 
@@ -92,7 +92,7 @@ class Cluster:
         words = self.command("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number, state, seconds=120):
+    def wait(self, number, state, seconds=500):
         """What Slurm knows of a job when it is in `state`; a failure if it ends in another one."""
         wait_for(lambda: self.job(number)["JobState"] in {state, *ENDS}, seconds)
         found = self.job(number)

@@ -147,7 +147,6 @@ def test_ranks_that_do_not_find_each_other_are_told_why(cluster):
     assert "2 processes were meant, but MPI sees 1" in cluster.log(job)
 
 
-@pytest.mark.timeout(600)
 def test_its_launcher_and_mpi_are_checked_as_docs_say(cluster):
     words = f"make -C {ROOT} test-mpi NP=2 LAUNCH='{LAUNCHERS[0]}'"
     job = cluster.submit("-n", 2, "-o", "results/check-%j.log", "--wrap", words)

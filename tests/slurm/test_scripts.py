@@ -54,7 +54,7 @@ def begin(site, script, *words, launch="launch", task=None):
 def started(*arguments, **how):
     """What a script starts, here `launch` or `report`, with its words."""
     process = begin(*arguments, **how)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=500)
     assert process.returncode == 0
     return shlex.split(said.splitlines()[1])
 
@@ -159,7 +159,7 @@ def test_only_a_run_that_saved_at_the_signal_is_queued_again(
     if told:
         wait_for((site / "ready").exists)
         process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=120)
+    process.communicate(timeout=500)
     assert process.returncode == code
     asked = site / "asked"
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if again else "")
@@ -170,7 +170,7 @@ def test_only_a_run_that_saved_at_the_signal_is_queued_again(
 def test_a_launcher_that_ends_well_before_the_run_does_is_a_failure(said, code, site):
     program(site / "bin/launch", f"echo {said}")
     process = begin(site, "train.sbatch")
-    process.communicate(timeout=120)
+    process.communicate(timeout=500)
     assert process.returncode == code
 
 
