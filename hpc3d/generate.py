@@ -150,7 +150,7 @@ def _decoder(job: Job, plan: _Plan) -> Decoder:
     """The model of this rank with its values."""
     from hpc3d.checkpoints.sharded import restore
     from hpc3d.comm.cartesian import build
-    from hpc3d.comm.transport import hardware
+    from hpc3d.comm.device_setup import hardware
     from hpc3d.model.decoder import Decoder
     from hpc3d.training.trainer import spec_of
 

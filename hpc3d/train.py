@@ -36,7 +36,7 @@ from hpc3d.plain import counted, plain
 from hpc3d.runtime import environment, launch
 
 if TYPE_CHECKING:
-    from hpc3d.comm.transport import Hardware
+    from hpc3d.comm.device_setup import Hardware
     from hpc3d.config.input_file import Config
     from hpc3d.data.batches import Batches
     from hpc3d.data.token_file import Tokens
@@ -59,7 +59,7 @@ def train(job: Job, words: list[str]) -> None:
     if "--dry-run" in words:
         job.from_root(lambda: rehearse(job.size, words))
         return
-    from hpc3d.comm.transport import hardware
+    from hpc3d.comm.device_setup import hardware
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.runtime.shared_folder import refuse_unshared
     from hpc3d.runtime.stop_request import Stop

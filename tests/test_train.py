@@ -162,9 +162,9 @@ def test_a_tokenizer_with_a_mask_needs_no_further_token(tmp_path):
     write_tokens(tmp_path / "a.h5", [tmp_path / "a.txt"], made)
     values = {"model__kind": "bert", "model__vocabulary": made.vocabulary}
     options = words(tmp_path, data__path=tmp_path / "a.h5", **values)
-    opened = verb.prepare(verb.asked(1, options).config, None)
-    opened.lock.close()
-    assert opened.plan.config.model.vocabulary == made.vocabulary == 276
+    plan = verb.read_command_line(1, options)
+    verb.take_text(plan)
+    assert plan.config.model.vocabulary == made.vocabulary == 276
 
 
 def test_a_run_needs_no_reader(tmp_path):

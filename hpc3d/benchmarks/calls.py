@@ -1,4 +1,4 @@
-"""Collectives over all ranks of an MPI job: those of hpc3d beside MPI's own.
+"""Collectives over all ranks of an MPI job, as they are made here and as MPI makes them.
 
 The bound is what a card must carry, at the rate of one message from the first rank to the last.
 """
@@ -30,14 +30,12 @@ _MESSAGE = 1 << 22  # bytes of the message that tells the rate
 
 def calls(job: Job, options: Namespace) -> None:
     """Print a row for every call and size; nothing bounds what the ranks of one host do."""
-    from hpc3d.arrays.pool import Pool
     from hpc3d.comm.cartesian import build
-    from hpc3d.comm.mpi import MpiCommunicator
 
     if job.size == 1:
         job.refuse("calls are between ranks: mpirun -np 2 python -m hpc3d.bench calls")
-    ours = build({"x": job.size}).comm("x")
-    mpi = MpiCommunicator(job.comm.Dup(), range(job.size), Pool())
+    ours, mpi = (build({"x": job.size}, transport=way).comm("x") for way in ("auto", "mpi"))
+    mpi.long = inf
     hosts = len(set(job.gather(job.place()["host"])))
     rate = _rate_of(job, mpi) if hosts > 1 else inf
     rows = []

@@ -202,18 +202,14 @@ def _rows_first(block: Array, dim: int) -> Array:
 REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 
-def fold(operation: Callable[..., object], blocks: Any, out: Array) -> Array:
-    """Compute blocks[0] o blocks[1] o ... in the order of the members, and return `out`.
-
-    `out` may be one of the first two blocks.  Sums of 16-bit floats are computed in float32 and
-    rounded once.
-    """
+def fold(operation: Callable[..., object], blocks: Any, out: Array) -> None:
+    """blocks[0] o blocks[1] o ..., in the order of the members; `out` may be one of these two.
+    Narrow ones are summed in float32, and rounded once."""
     if isinstance(out, Narrow):
         total = np.empty(out.shape, WIDE)
         fold(operation, [of_type(each) for each in blocks], total)
         out[...] = total
-        return out
+        return
     operation(blocks[0], blocks[1], out=out)
     for block in blocks[2:]:
         operation(out, block, out=out)
-    return out

@@ -12,6 +12,7 @@ there when it is posted, for an MPI that takes memory of devices need not do so 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 class CudaAwareMpi(MpiCommunicator):
     """The members of one MPI communicator `comm`, whose blocks are on `device`."""
+
+    long = inf  # MPI knows better how memory of devices goes over the wire
 
     def __init__(
         self, comm: MPI.Intracomm, device: Cuda, members: Sequence[int], pool: Pool
@@ -75,7 +78,8 @@ class CudaAwareMpi(MpiCommunicator):
         self.device.synchronize()
         return call(integers(block), *how).then(lambda result: result.view(block.dtype))
 
-    def summed(
+    # The other one is for messages that MPI asks for: not with this `long`.
+    def summed(  # type: ignore[override]
         self, call: Callable[..., Any], block: Array, result: Array, *how: object
     ) -> Pending:
         """The pending result of a call of MPI that computes."""

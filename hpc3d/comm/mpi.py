@@ -1,6 +1,16 @@
-"""Communicator on MPI's own non-blocking collectives: host arrays, any number of hosts.
+"""MPI as the communicator: host buffers, non-blocking calls, any hosts.
 
-MPI has no 16-bit floats: they move as integers, and ranks sum them here in float32 (`fold`).
+MPI asks before it sends a long message, and over TCP the answer waits behind what the peer sends.
+Members that receive before they send, as in collectives of Open MPI, so use one direction of the
+wire at a time in about half of all calls.  Hence collectives of long messages are made here, of
+messages that are sent first; each member sends a peer no more than the field's formula says:
+
+    reduce_scatter        each sends part j to member j, and sums what comes
+    all_gather            each sends its block to all (up to 8 members)
+    all_reduce            2 members send all and sum; 3: by slices, reduce_scatter + all_gather
+
+MPI has no floats of 16 bits: they move as integers, and all their sums are made here, in float32
+(`fold`), as are those of short messages.
 """
 
 from __future__ import annotations
@@ -15,7 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hpc3d.arrays.narrow import integers, is_narrow
-from hpc3d.comm.communicator import REDUCTIONS, Communicator, Pending, fold
+from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Communicator, Pending, fold
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -24,7 +34,11 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
 
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
-_MESSAGE = 0  # tag of messages between members
+_MESSAGE, _PART = 0, 1  # tags: of a message between members, and of the first part of a collective
+_CALLS = 1 << 13  # whose parts have different tags; the largest tag may be 2 ** 15 - 1
+# Members.  Of more, MPI's rings are as good for sums; and where several gather on a host, a ring
+# brings them each block over the wire once.
+_MOST = {"all_gather": 8, "all_reduce": 3}
 # While it waits a rank yields its core, and now and then it sleeps, so that the waiting do not
 # keep the working from their caches: with 64 ranks on 2 cores and other programs running, a step
 # takes 3 s, and 10 s with yields alone.  Naps get longer with the wait, up to ten times: stages of
@@ -49,67 +63,91 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 class MpiCommunicator(Communicator):
-    """Members of one MPI communicator.
+    """The members of one MPI communicator.  All of them wait for their collectives in one order.
 
-    All members must wait for their collectives in the same order.
+    Messages of `long` bytes and more are those that MPI asks for.
     """
+
+    long: float = 1 << 16
 
     def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
         super().__init__(comm.rank, comm.size, members, pool)
-        self.comm = comm
+        self.comm, self.in_parts = comm, 0
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Any:
         return self.pool.empty(shape, dtype, "communication")
 
     def _all_gather(self, block):
         whole = self.empty((self.size * block.shape[0], *block.shape[1:]), block.dtype)
-        request = self.comm.Iallgather(integers(block), integers(whole))
-        return arriving(request.Test, whole, block)
-
-    def gather_into(self, block: Array, rows: Array, slots: Sequence[int]) -> Pending:
-        """Gather the block of each member j into `rows[slots[j]]`."""
-        offsets = [slot * block.size for slot in slots]
-        target = [integers(rows), ([block.size] * self.size, offsets)]
-        request = self.comm.Iallgatherv(integers(block), target)
-        return arriving(request.Test, rows, block)
+        if block.nbytes < self.long or self.size > _MOST["all_gather"]:
+            request = self.comm.Iallgather(integers(block), integers(whole))
+            return arriving(request.Test, whole, block)
+        places = whole.reshape(self.size, *block.shape)
+        places[self.rank] = block
+        return self.swapped([block] * self.size, places, self.tag()).then(lambda _: whole)
 
     def _reduce_scatter(self, block):
         part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
-        return self.sum_parts(block, part)
-
-    def sum_parts(self, parts: Array, total: Array) -> Pending:
-        """Sum in `total` the parts that all members have for this one; parts[j] is for j."""
-        if not is_narrow(parts.dtype):
-            request = self.comm.Ireduce_scatter_block(parts, total)
-            return arriving(request.Test, total, parts)
-        received = self.empty((self.size, *total.shape), parts.dtype)
-        request = self.comm.Ialltoall(integers(parts), integers(received))
-        return arriving(request.Test, received, parts).then(
-            lambda received: fold(np.add, received, total)
-        )
+        if part.nbytes < self.long and not is_narrow(block.dtype):
+            return arriving(self.comm.Ireduce_scatter_block(block, part).Test, part, block)
+        parts, flat = block.reshape(self.size, -1), part.reshape(-1)
+        return self.summed(np.add, parts, flat, self.tag()).then(lambda _: part)
 
     def _all_reduce(self, block, op):
-        return self.sum_into(block, self.empty(block.shape, block.dtype), op)
+        total = self.empty(block.shape, block.dtype)
+        return self.sum_into(block, total, op).then(lambda _: total)
 
     def sum_into(self, block: Array, total: Array, op: str) -> Pending:
-        """Compute the sum (or maximum) of the blocks of all members in `total`."""
-        if not is_narrow(block.dtype):
-            request = self.comm.Iallreduce(block, total, OPERATIONS[op])
-            return arriving(request.Test, total, block)
-        slices = slices_of(block.size, self.size)
-        counts = [each.stop - each.start for each in slices]
-        mine = total.reshape(-1)[slices[self.rank]]
-        received = self.empty((self.size, mine.size), block.dtype)
-        request = self.comm.Ialltoallv(
-            [integers(block), counts], [integers(received), [mine.size] * self.size]
-        )
+        """The pending sum (or maximum) of all blocks, in the memory of `total`."""
+        narrow, few = is_narrow(block.dtype), self.size <= _MOST["all_reduce"]
+        if not (narrow or (few and block.nbytes // self.size >= self.long)):
+            return arriving(self.comm.Iallreduce(block, total, OPERATIONS[op]).Test, total, block)
+        flat, into, tag = block.reshape(-1), total.reshape(-1), self.tag()
+        if self.size == 2 or block.nbytes <= SMALL_SUM:
+            return self.summed(REDUCTIONS[op], [flat] * self.size, into, tag)
+        slices = slices_of(flat.size, self.size)
+        totals = [into[each] for each in slices]
+        mine = totals[self.rank]
+        summed = self.summed(REDUCTIONS[op], [flat[each] for each in slices], mine, tag)
 
-        def gather(received):
-            fold(REDUCTIONS[op], received, mine)
-            request = self.comm.Iallgatherv(MPI.IN_PLACE, [integers(total), counts])
-            return arriving(request.Test, total).wait()
+        def finish():
+            summed.wait()
+            self.swapped([mine] * self.size, totals, tag + 1).wait()
+            return into
 
-        return arriving(request.Test, received, block).then(gather)
+        return Pending(finish)
+
+    def summed(
+        self, operation: Callable[..., object], parts: Sequence[Any], out: np.ndarray, tag: int
+    ) -> Pending:
+        """The pending sum of what all members have for this one, in `out`; parts[j] is what this
+        one has for member j.  Blocks are added in the order of the members."""
+        first = 0 if self.rank else 1
+        others = iter(self.empty((self.size - 2, *out.shape), out.dtype))
+        blocks = [out if peer == first else None for peer in range(self.size)]
+        blocks[self.rank] = parts[self.rank]
+        blocks = [next(others) if block is None else block for block in blocks]
+
+        def add(blocks):
+            fold(operation, blocks, out)
+            return out
+
+        return self.swapped(parts, blocks, tag).then(add)
+
+    def swapped(self, sent: Sequence[Any], received: Sequence[Any], tag: int) -> Pending:
+        """The pending blocks received[j] of all peers j, which get sent[j]: see the module."""
+        peers = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
+        requests = [self.comm.Isend(integers(sent[peer]), peer, tag) for peer in peers]
+        requests += [
+            self.comm.Irecv(integers(received[peer]), peer, tag) for peer in reversed(peers)
+        ]
+        return arriving(lambda: MPI.Request.Testall(requests), received, sent)
+
+    def tag(self) -> int:
+        """The tag of the parts of a collective; the next one is that of its second stage, which
+        begins when the call is waited for, perhaps after later calls."""
+        self.in_parts += 1
+        return _PART + 2 * (self.in_parts % _CALLS)
 
     def _broadcast(self, block, root):
         rows = np.array([block.shape[0]])
@@ -117,22 +155,37 @@ class MpiCommunicator(Communicator):
         return self.spread_rows(block, root, int(rows[0]))
 
     def spread_rows(self, block: Array, root: int, rows: int) -> Pending:
-        """Broadcast the block of the root, which has this number of rows."""
+        """The pending block of the root, which has so many rows."""
         mine = self.rank == root
         whole = block if mine else self.empty((rows, *block.shape[1:]), block.dtype)
         return arriving(self.comm.Ibcast(integers(whole), root).Test, whole)
 
     def _reduce(self, block, root):
+        if is_narrow(block.dtype):
+            return self._summed_at(block, root)
         mine = self.rank == root
-        total = self.empty(block.shape, block.dtype) if mine else block[:0].copy()
-        if not is_narrow(block.dtype):
-            request = self.comm.Ireduce(block, total if mine else None, MPI.SUM, root)
-            return arriving(request.Test, total, block)
-        blocks = self.empty((self.size if mine else 0, *block.shape), block.dtype)
-        request = self.comm.Igather(integers(block), integers(blocks) if mine else None, root)
-        return arriving(request.Test, blocks, block).then(
-            lambda blocks: fold(np.add, blocks, total) if mine else total
-        )
+        total = self.empty(block.shape, block.dtype) if mine else None
+        request = self.comm.Ireduce(block, total, MPI.SUM, root)
+        return arriving(request.Test, total if mine else block[:0].copy(), block)
+
+    def _summed_at(self, block: Array, root: int) -> Pending:
+        """The pending sum at the root of blocks that MPI does not add."""
+        tag = self.tag()
+        if self.rank != root:
+            request = self.comm.Isend(integers(block), root, tag)
+            return arriving(request.Test, block[:0].copy(), block)
+        blocks = self.empty((self.size, *block.shape), block.dtype)
+        blocks[root], requests = block, []
+        for peer in range(self.size):
+            if peer != root:
+                requests.append(self.comm.Irecv(integers(blocks[peer]), peer, tag))
+
+        def add(blocks):
+            total = self.empty(block.shape, block.dtype)
+            fold(np.add, blocks, total)
+            return total
+
+        return arriving(lambda: MPI.Request.Testall(requests), blocks).then(add)
 
     def _all_to_all(self, block):
         mixed = self.empty(block.shape, block.dtype)

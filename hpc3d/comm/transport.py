@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.comm import cuda_aware_probe
 from hpc3d.comm.nccl import OLDEST
@@ -24,28 +24,13 @@ from hpc3d.runtime.mpi_library import library_file
 
 if TYPE_CHECKING:
     from hpc3d.cuda.device import Cuda
-    from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
 OVERRIDE = "HPC3D_MPI_DEVICE"
 # What MPI takes of devices: the way of the ranks.
 _WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
 _SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # allows ranks to share a device, since NCCL 2.30
-_RECORDED = ("none", "nccl")  # transports that a CUDA graph can record
 _PATIENCE = 60  # seconds for two ranks that try MPI
-
-
-class Hardware(NamedTuple):
-    """The `device` of this rank (None: its CPU cores), the transport of all ranks, the log `lines`
-    that explain the choice, and the hosts of all ranks."""
-
-    device: Cuda | None
-    transport: str
-    lines: tuple[str, ...] = ()
-    homes: Homes | None = None
-
-    def with_line(self, line: str) -> Hardware:
-        return self._replace(lines=(*self.lines, line))
 
 
 class RankDevice(NamedTuple):
@@ -60,25 +45,14 @@ class RankDevice(NamedTuple):
     aware: bool
 
 
-def hardware(job: Job, config: Any) -> Hardware:
-    """Choose the hardware of this rank for a Config; collective.
-
-    With `train.backend = "cupy"`, bind the device of this rank.  If any rank lacks something that
-    the configuration needs, the job is refused on all ranks.
-    """
-    train, asked = config.train, config.mesh.transport
-    if train.backend == "numpy":
-        return Hardware(None, asked)
-    refuse(job, job.gather(cuda_aware_probe.missing(asked, train.dtype)))
+def choose_transport(job: Job, asked: str, dtype: str) -> tuple[Cuda, str, tuple[str, ...]]:
+    """The device of this rank, bound, the way of all ranks, and the lines that say so, for
+    mesh.transport = `asked` and train.dtype = `dtype`; the job is refused where that cannot be."""
+    refuse(job, job.gather(cuda_aware_probe.missing(asked, dtype)))
     device, devices = _rank_devices(job)
     way, why = job.from_root(lambda: choose(asked, devices, lambda: cuda_aware_support(devices)))
-    if train.cuda_graph and way not in _RECORDED:
-        job.refuse(
-            f"train.cuda_graph = true: transport {way} needs the host in every step; "
-            "use train.cuda_graph = false, or mesh.transport = nccl with a device for each rank"
-        )
     names = ", ".join(sorted({rank_device.name for rank_device in devices}))
-    return Hardware(device, way, (f"on {names}; transport {way}: {why}", *sharing(devices)))
+    return device, way, (f"on {names}; transport {way}: {why}", *sharing(devices))
 
 
 def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.arrays.narrow import integers
-from hpc3d.comm.all_pairs import mpi_communicator
 from hpc3d.comm.communicator import REDUCTIONS, fold
 from hpc3d.comm.mpi import MpiCommunicator, arriving, slices_of
 from hpc3d.comm.shared_memory import SharedMemory
@@ -39,12 +38,7 @@ if TYPE_CHECKING:
 
 
 class TwoLevel(MpiCommunicator):
-    """Members of one MPI communicator, of which member j is on host `hosts[j]`.
-
-    Blocks of `long` bytes and more go in two levels.
-    """
-
-    long = 1 << 16
+    """The members of one MPI communicator, of which member j is on host `hosts[j]`."""
 
     def __init__(
         self, comm: MPI.Comm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
@@ -61,7 +55,7 @@ class TwoLevel(MpiCommunicator):
         here, there = ([members[j] for j in own] for own in (self.table[self.host], self.peers))
         self.node, self.wire = (
             SharedMemory(part[0], here, pool),
-            mpi_communicator(part[1], there, pool),
+            MpiCommunicator(part[1], there, pool),
         )
 
     @property
@@ -89,9 +83,11 @@ class TwoLevel(MpiCommunicator):
             return super()._all_gather(block)
         shape = self.size * block.shape[0], *block.shape[1:]
         whole, region = self.shared(shape, block.dtype)
-        rows = whole.reshape(self.size, *block.shape)
-        gathered = self.wire.gather_into(block, rows, self.peers.tolist())
-        return gathered.then(lambda _: self.seen(whole, region))
+        places = whole.reshape(self.size, *block.shape)
+        places[self.rank] = block
+        sent, received = [block] * self.wire.size, [places[peer] for peer in self.peers]
+        coming = self.wire.swapped(sent, received, self.wire.tag())
+        return coming.then(lambda _: self.seen(whole, region))
 
     def _reduce_scatter(self, block):
         if block.nbytes < self.long:
@@ -105,7 +101,7 @@ class TwoLevel(MpiCommunicator):
             blocks = blocks.reshape(self.node.size, self.size, part.size)
             for peer, total in zip(self.peers, sums, strict=True):
                 fold(np.add, blocks[:, peer], total)
-            self.wire.sum_parts(sums, part.reshape(-1)).wait()
+            self.wire.summed(np.add, sums, part.reshape(-1), self.wire.tag()).wait()
             return part
 
         return self.node.after(self.node.publish(region), finish)

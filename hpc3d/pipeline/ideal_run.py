@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, Placement
 from hpc3d.pipeline.schedule import find, instruction_streams
-from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
 from hpc3d.plain import counted, plain
 
@@ -45,6 +44,8 @@ class IdealRun(NamedTuple):
     def found(self) -> dict[str, Any]:
         """Plain values: what is simulated, the makespan [s], the bubble as arXiv:2401.10241 has
         it, and of each stage the most microbatches in flight and the most that wait for W."""
+        from hpc3d.pipeline.step_model import in_flight  # needs NumPy, unlike --help
+
         peaks = [in_flight(stream) for stream in self.passes]
         keys = ("name", "stages", "microbatches", "chunks", "steps")
         return {

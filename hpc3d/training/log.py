@@ -27,8 +27,8 @@ from hpc3d.trace.segment import naming
 
 if TYPE_CHECKING:
     from hpc3d.arrays.host_store import HostStore
+    from hpc3d.comm.device_setup import Hardware
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.comm.transport import Hardware
     from hpc3d.runtime.job import Job
     from hpc3d.training.evaluator import Evaluation
     from hpc3d.training.trainer import Step

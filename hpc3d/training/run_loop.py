@@ -19,8 +19,8 @@ from hpc3d.training.log import KEPT, Log
 from hpc3d.training.run_folder import FOLDER_FILE, write_text
 
 if TYPE_CHECKING:
+    from hpc3d.comm.device_setup import Hardware
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.comm.transport import Hardware
     from hpc3d.comm.watchdog import Watchdog
     from hpc3d.config.input_file import Config
     from hpc3d.runtime.job import Job

@@ -179,7 +179,7 @@ def test_weights_that_are_not_finite_are_taken_on_request(files):
         ({"n_layer": 10**9}, "n_layer = 1000000000, .* 4"),
         ({"vocab_size": None}, "vocab_size = None, .* 29"),
         ({"n_head": 5}, "model.hidden = 24 .* model.heads = 5"),
-        ({"n_head": 0}, "model.heads = 0: .* 1$"),
+        ({"n_head": 0}, "model.heads = 0: .* 1 "),
         ({"n_head": "4"}, "model.heads: .* '4'"),
         ({"tie_word_embeddings": "no"}, "model.tied: .* 'no'"),
         ({"tie_word_embeddings": False}, "'lm_head.weight'"),

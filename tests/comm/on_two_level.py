@@ -1,6 +1,5 @@
 """The cases of communicators on groups of 2 to N of the N ranks of an MPI job, on pretended hosts:
-`on_two_level.py NETWORK HOST ... LONG ...`.  NETWORK is tcp or rdma, each rank has its HOST, and
-blocks of LONG bytes and more count as long.
+`on_wire.py HOST ... LONG ...`, of each rank its host, once with blocks of LONG bytes as long ones.
 """
 
 import sys
@@ -37,16 +36,13 @@ def message_between(comm):
 def body(job):
     from mpi4py import MPI
 
-    from hpc3d.comm import all_pairs, cartesian
-    from hpc3d.comm.two_level import TwoLevel
+    from hpc3d.comm import cartesian
+    from hpc3d.comm.mpi import MpiCommunicator
     from tests.comm.cases import every
 
-    network, *words = sys.argv[1:]
-    hosts, longs = words[: job.size], map(int, words[job.size :])
+    hosts, longs = sys.argv[1 : 1 + job.size], map(int, sys.argv[1 + job.size :])
     cartesian.node_of_rank = lambda comm: hosts[: comm.size]
-    all_pairs.over_tcp = lambda comm: network == "tcp"
-    for long, size in product(longs, range(2, job.size + 1)):
-        all_pairs.AllPairs.long = TwoLevel.long = long
+    for MpiCommunicator.long, size in product(longs, range(2, job.size + 1)):
         group = MPI.COMM_WORLD.Split(job.rank < size)
         if job.rank < size:
             comm = cartesian.build({"x": size}, group).comm("x")

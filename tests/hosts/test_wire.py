@@ -20,8 +20,8 @@ def hosts():
 @pytest.mark.parametrize(
     ("ranks", "kind", "shares"),
     [
-        ((1, 1), "AllPairs", (1 / 2, 1 / 2, 1)),
-        ((1, 1, 1), "AllPairs", (2 / 3, 2 / 3, 4 / 3)),
+        ((1, 1), "MpiCommunicator", (1 / 2, 1 / 2, 1)),
+        ((1, 1, 1), "MpiCommunicator", (2 / 3, 2 / 3, 4 / 3)),
         ((2, 2), "TwoLevel", (1 / 2, 1 / 2, 1)),
         ((2, 2, 2), "TwoLevel", (2 / 3, 2 / 3, 4 / 3)),
     ],
@@ -41,8 +41,8 @@ def test_cards_carry_what_the_formulas_say(hosts, ranks, kind, shares):
             assert found[op] == pytest.approx(expected, rel=0.05, abs=0.05 * nbytes), op
 
 
-def test_hosts_with_different_numbers_of_ranks_exchange_in_pairs(hosts):
+def test_numbers_of_ranks_that_differ_take_mpi(hosts):
     hosts.rate(None)
     done = hosts.mpirun((2, 1), sys.executable, "-m", "tests.hosts.wire_cases")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)[0] == "AllPairs"
+    assert json.loads(done.stdout)[0] == "MpiCommunicator"

@@ -257,7 +257,7 @@ def test_a_run_on_gpus_has_the_recorder_of_devices(tmp_path):
     [("cupy", "trace__clock", "cpu"), ("numpy", "trace__nvtx", "true")],
 )
 def test_what_a_device_cannot_record_is_refused_in_a_line(backend, key, value):
-    with pytest.raises(ValueError, match=f"{key.replace('__', '.')} = {value}: .* use "):
+    with pytest.raises(ValueError, match=f"{key.replace('__', '.')} = {value}: only valid for "):
         config_of(1, train__backend=backend, **{key: value})
 
 

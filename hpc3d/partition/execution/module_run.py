@@ -34,7 +34,7 @@ from hpc3d.checkpoints.resume import (
 from hpc3d.checkpoints.saver import saver_of
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.comm.cartesian import build_stages
-from hpc3d.comm.transport import Hardware
+from hpc3d.comm.device_setup import Hardware
 from hpc3d.config import load
 from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.rules import refuse
