@@ -15,11 +15,10 @@ microbatches are in flight under 1F1B), and how many ranks are left for them:
 Lower limits follow until there is nothing.  The chain is cut at some places only, which are
 refined later (hpc3d.partition.improvement).
 
-Where each stage has one rank and one schedule, the downsets of a graph are searched exactly, the
-steps being simulated.  `quickest` goes through chains of downsets, from the first stage to the
-last, and leaves a branch when no step of it can be shorter than the best one known.  With M
-microbatches, f_s and b_s seconds of stage s forward and backward and n_s microbatches in flight
-there, a step lasts at least
+If each stage has one rank, the downsets of a graph are searched exactly, and steps are simulated.
+Their search goes through chains of downsets, from the first stage to the last, and leaves a branch
+if no step of it can be shorter than the best one known.  With M microbatches, f_s and b_s seconds
+of stage s forward and backward and n_s microbatches in flight there, a step lasts at least
 
     sum_{i<s} (f_i + b_i) + M (f_s + b_s)               to and from stage s, and its own passes
     sum_i f_i + sum_{i!=s} b_i + M b_s + (M - n_s) f_s  what is left after its first gradient
