@@ -1,6 +1,7 @@
 """Small runs of `train` on real ranks, and what they leave."""
 
 import re
+import signal
 import subprocess
 import time
 from contextlib import suppress
@@ -65,6 +66,12 @@ def losses(path):
         mine = trace.steps["rank"] == 0
         assert (np.diff(trace.steps["step"][mine]) == 1).all()
         return trace.steps["loss"][mine]
+
+
+def interruptible():
+    """Heed SIGINT and SIGHUP in a new process, which those in a background shell ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def wait_for(condition, seconds=500, said=str):

@@ -13,6 +13,7 @@ from hpc3d.limits import MOST_RANKS
 from hpc3d.plain import Problems
 from hpc3d.runtime.exit_codes import BAD_INPUT
 from tests.mpi import ROOT
+from tests.runs import interruptible
 
 
 def parsed(*words):
@@ -71,8 +72,8 @@ def test_an_interrupt_is_a_line(capsys):
     assert capsys.readouterr().err == "hpc3d.plan: interrupted\n"
 
 
-def interruptible(*words, folder):
-    """Run Python with modules of a folder; tests in a background shell ignore SIGINT."""
+def python(*words, folder):
+    """Run Python with modules of a folder."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     return subprocess.run(
         [sys.executable, *words],
@@ -80,7 +81,7 @@ def interruptible(*words, folder):
         capture_output=True,
         check=False,
         timeout=100,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=interruptible,
     )
 
 
@@ -89,7 +90,7 @@ def test_an_interrupt_while_a_command_imports_is_no_traceback(command, tmp_path)
     interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
     for name in ("argparse", "pathlib"):  # each command imports one of them
         (tmp_path / f"{name}.py").write_text(interrupt)
-    done = interruptible("-m", f"hpc3d.{command}", "--help", folder=tmp_path)
+    done = python("-m", f"hpc3d.{command}", "--help", folder=tmp_path)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
@@ -99,7 +100,7 @@ def test_a_package_that_imports_this_one_keeps_its_interrupt(tmp_path):
     (tmp_path / "theirs" / "__init__.py").write_text("import hpc3d\n")
     handler = "signal.getsignal(signal.SIGINT) is signal.default_int_handler"
     (tmp_path / "theirs" / "__main__.py").write_text(f"import signal\nassert {handler}\n")
-    done = interruptible("-m", "theirs", folder=tmp_path)
+    done = python("-m", "theirs", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, b"")
 
 

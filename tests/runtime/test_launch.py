@@ -12,7 +12,7 @@ import pytest
 from hpc3d.runtime import launch
 from hpc3d.runtime.environment import WORLD_RANKS
 from tests.mpi import ROOT, mpirun, surroundings
-from tests.runs import said, wait_for, without_patience
+from tests.runs import interruptible, said, wait_for, without_patience
 
 slow = pytest.mark.slow
 PROMPT = 120  # seconds: a rank that waits for another one would wait until the time limit
@@ -56,9 +56,8 @@ def test_real_ranks_share_the_cores(tmp_path):
 def alone(*words, **environment):
     settings = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", *words]
-    return subprocess.run(
-        command, env=settings, capture_output=True, text=True, timeout=250, check=False
-    )
+    how = {"capture_output": True, "text": True, "timeout": 250, "preexec_fn": interruptible}
+    return subprocess.run(command, env=settings, check=False, **how)
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE"])

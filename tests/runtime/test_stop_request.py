@@ -11,7 +11,7 @@ from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 from hpc3d.runtime.exit_codes import FAILED, STOPPED
 from hpc3d.runtime.stop_request import ENDING, FILE, MINUTES, Stop, reason
 from tests.mpi import checked, mpirun
-from tests.runs import losses, newest, train, when_running, without_patience, words
+from tests.runs import interruptible, losses, newest, train, when_running, without_patience, words
 
 
 def ranks_of(run):
@@ -64,7 +64,8 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, ranks, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_one_rank_without_a_launcher_saves_and_stops(number, tmp_path):
     command = [sys.executable, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": interruptible}
+    with subprocess.Popen(command, **how) as process:
         when_running(tmp_path, lambda run: process.send_signal(number))()
         out, err = (text.decode() for text in process.communicate(timeout=250))
     run = newest(tmp_path)
