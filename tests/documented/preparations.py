@@ -97,5 +97,6 @@ FILES = {
         "mine.jsonl": _lines("text"),
     },
     "docs/generation.md": {"text.txt": _text("The function")},
-    "docs/partition.md": {"model.py": _text(MODULE), "COSTS.json": _text(json.dumps(GRAPH))},
+    "docs/partition-graph.md": {"COSTS.json": _text(json.dumps(GRAPH))},
+    "docs/partition.md": {"model.py": _text(MODULE)},
 }

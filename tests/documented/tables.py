@@ -29,7 +29,7 @@ ELSEWHERE = {
     r"docs/(parallelism|long-sequences)\.md .* (gpt-4d-64|long-context-16)( |$)": "README.md",
     r" python -m hpc3d\.bench (published|partition)": STUDY + "tests/studies",
     r"docs/data\.md .*--tokenizer gpt2$": "tests/data/test_tokenizer_files.py, without a download",
-    r"docs/partition\.md .*(:large|:resnet152_x8|partition compare) ": STUDY
+    r"docs/partition(-study)?\.md .*(:large|:resnet152_x8|partition compare) ": STUDY
     + "tests/partition/test_capture.py and baselines/",
     r"docs/train-experts\.md .*plan switch-c ": STUDY + "tests/test_plan.py plans one of its kind",
     r"docs/partition\.md .*PROFILE\.json": "tests/partition/profiles/test_profile_command.py",
