@@ -1,34 +1,41 @@
-"""The page docs/trace.md: python -m hpc3d.trace.trace_page > docs/trace.md."""
+"""Generator of docs/trace.md: python -m hpc3d.trace.trace_page > docs/trace.md."""
 
 from hpc3d.trace.schema import ATTRIBUTES, ENUMS, LAYOUT, TEXT
 
 _HEAD = """\
 # The trace file
 
-A run leaves `trace.h5`: when each rank did what, what it received, how much memory it held, and
-what a step came to. Reports read this file and nothing else, and so can you. A simulated run
-writes the same tables, and a prediction lies beside the measurement that it is compared with. This
-page is written from the definitions in `hpc3d/trace/schema.py` by
-`python -m hpc3d.trace.trace_page > docs/trace.md`, and a test compares the two.
+This page describes every table and column of `trace.h5`, and shows how to read the file from
+Python and from the shell. A trace contains the events of each rank, the bytes that it received,
+its memory, and the results of every step.
 
-The file is HDF5: one group per table, one dataset per column. Columns of a table have one length,
-but for `/groups/members`. Every dataset has the attributes `units` and `description`, every group
-a `description`. Columns are stored in chunks of 64 Ki rows with HDF5's own filters shuffle, gzip
-and fletcher32, so that every HDF5 program reads them; text has variable length and no filter.
-Enumerations have their names in the type. A program that reads version 1 ignores tables and
-columns that it does not know.
+Reports read only this file, and you can use it for your own analyses. A simulated run writes the
+same tables. A predicted step is stored in the same file as the measured ones.
+`python -m hpc3d.trace.trace_page > docs/trace.md` generates this page from
+`hpc3d/trace/schema.py`, and a test compares the two.
 
-Until a run ends, its trace is `RUN/trace/rank-RRRRR-NNNN.npz`: what a rank recorded between two
-writes, each file whole or absent, so that a run that is killed loses at most what was recorded
-since the last one. `python -m hpc3d.report RUN` makes `trace.h5` of what is there, again when
-ranks have written more since.
+The file is HDF5: one group per table, one dataset per column. All columns of a table have the same
+length, except `/groups/members`. Every dataset has the attributes `units` and `description`, and
+every group has a `description`. Columns are stored in chunks of 64 Ki rows with HDF5's built-in
+filters shuffle, gzip and fletcher32, so every HDF5 program can read them. Strings have variable
+length and no filter. Enumerated types contain their names. A program for version 1 must ignore
+tables and columns that it does not know.
 
-Of a run that goes on (`train --resume`), `trace.h5` has all of it: what was done before the step
-that it went on with, then what was done from there, each step once. Numbers of calls go on, and so
-do times, unless the host was started again or is another one: then the times of the attempt are
-moved by what passed on the wall. What the file was when each attempt ended, with the steps that
-were undone, is `trace-1.h5`, `trace-2.h5` and so on. An attempt on another layout has a file of
-its own, and `missing` names the one before.
+## When the file is written
+
+During a run, each rank writes segments `RUN/trace/rank-RRRRR-NNNN.npz` with the events since its
+previous segment. Writes are atomic, so a killed run loses at most the events since the last
+segment. `python -m hpc3d.report RUN` merges the segments into `trace.h5`, and merges them again if
+there are new ones.
+
+If a run is resumed (`train --resume`), `trace.h5` covers all attempts, and each step appears once:
+the steps before the checkpoint come from the previous attempt, the later ones from the new
+attempt. Call numbers and times continue. If the host was rebooted or replaced, the times of the
+new attempt are shifted by the elapsed wall-clock time.
+
+The files `trace-1.h5`, `trace-2.h5` and so on contain the trace at the end of each earlier
+attempt, including the steps that were repeated later. An attempt with another layout has a
+separate file, and `missing` names the previous one.
 
 ## Attributes of the root
 """
@@ -36,118 +43,149 @@ its own, and `missing` names the one before.
 _TABLES = """\
 ## Tables
 
-Types are those of NumPy. An index counts the rows of the table that is named with it.
+Types are NumPy types. The unit *row of /table* marks an index into another table.
 """
 
 _ENUMERATIONS = """\
 ## Enumerations
 
-The number that is stored, and its name.
+Each value is listed with its name.
 """
 
 _RELATIONS = """\
-## How rows relate
+## How to interpret rows
 
-**A rank's time.** On one `stream` of a rank no row overlaps another one, unless one encloses the
-other; then the inner one has the outer one's row as its `parent`. So the rows of a step without a
-parent add up to at most the step, and what they leave is time in which nothing was recorded.
+`hpc3d.trace.checks_per_rank.violations(trace)` tests the invariants of this section. It returns
+one line for each violated invariant, with the number of rows and the first one.
 
-**Streams.** A rank that computes on a GPU has five, and its rows of computation are what the
-device did, not the host that asked for it:
+### Time of a rank
 
-| stream | rows |
-|---|---|
-| 0 | what the host does by itself: reading, saving, calls of all ranks on the host's numbers |
-| 1 | what the device computes; of a call (`comm`) the time in which it stands still for a block |
-| 2 | calls as they run, of category `copy` with `seq` -1; messages that leave together are one |
-| 3 | the same of calls along d, which have a queue of their own |
-| 4 | copies to the host and from there of what is offloaded, of category `copy` with their bytes |
+On one `stream` of a rank, two rows only overlap if one encloses the other. The `parent` of the
+inner row is then the row of the outer one. The durations of the rows of a step without a parent
+therefore add up to at most the step time. The difference is unrecorded time.
 
-Streams run beside each other, so their times do not add up. A rank's time is that of stream 1, and
-of stream 0 where stream 1 has nothing; rows of the others may go on when their step is over.
-A row begins when the device comes to it: where the host is late, it has a part of the wait for the
-host. `forward_s` and `backward_s` of a step are the rows of stream 1 in these phases. Times come
-from CUDA events, which no step waits for: they are whole half microseconds from a reference that
-is taken at the begin and at the end of each step, while the device has nothing to do, between two
-looks at the host's clock. The row `clock of the device` spans the two looks, so all times of the
-step may be wrong together by half of its duration. Of a CUDA graph that is replayed only the whole
-is known.
+### Streams on a GPU
 
-**A call** posts a collective, a send or a receive, and is waited for later, perhaps at once. The
-row of category `comm` is the wait for its block: `t_start` is when the wait began, `posted` when
-the call was made. Where something lay in between, the call itself is a row of category `copy`,
-with `seq` -1 and no bytes; between the two rows the rank was free to compute while the block was
-in flight. (A broadcast waits when it is called, too: the size of the block goes ahead of it. So
-its row of category `copy` may be long.) Where nothing lay in between, one row spans both and
-`posted` is its `t_start`. The other categories that ranks record are `compute`, with norm and
-update `optimizer`, and on the rank that reads the text `io`.
+A rank on a GPU has five streams. Its compute rows are timed on the device, not on the host that
+launches the kernels:
 
-**A copy** of what is offloaded is a row of category `copy` without a group, `offload` or `fetch`,
-with its `bytes`. On a CPU the rank does nothing else meanwhile; on a GPU it is a row of stream 4,
-and what stream 1 waits for one is a row of category `wait`.
+* **Stream 0** is the host: input, checkpoints, and collectives of all ranks on host memory.
+* **Stream 1** is the computation. For a call (`comm`), it contains the time that the computation
+  is blocked.
+* **Stream 2** contains the calls while they run, with category `copy` and `seq` -1. Grouped
+  messages are one row.
+* **Stream 3** contains the calls along d, which have a separate queue.
+* **Stream 4** contains copies of offloaded arrays to and from the host, with category `copy` and
+  their bytes.
 
-**A group** is the ranks that communicate along one mesh axis, a row of `/groups`: those of
-`/groups/members` from `offset` on, `size` of them. The collectives of a group are numbered by
-`seq`: rows of category `comm` with one `group` and `seq` are one collective, one row per member.
-Messages are numbered by themselves, from each sender to each receiver: `group`, sender, receiver
-and `seq` name the two ends of one. The sender's row is a `send` whose `peer` is the receiver, the
-receiver's is a `recv` whose `peer` is the sender. Nothing is matched by name or by time.
+Streams run concurrently, so their times must not be added. The time of a rank is the time of
+stream 1, and of stream 0 when stream 1 is idle. Rows of other streams may extend beyond the end of
+their step. A row begins when the device reaches it; if the host is late, the row includes a part
+of the wait for the host. `forward_s` and `backward_s` of a step count the rows of stream 1 in
+these phases.
 
-**Bytes** of a collective are what the rank must receive under an algorithm that is optimal in
-bandwidth, whatever the library does. Of a group of g ranks:
+The times come from CUDA events, and no step waits for them. Their resolution is 0.5 us. The
+reference is taken at the beginning and end of each step, while the device is idle, between two
+readings of the host's clock. The row `clock of the device` spans these two readings. All times of
+a step may therefore be shifted together by up to half of its duration. For a replayed CUDA graph,
+only the total time is known.
+
+### Calls
+
+A call posts a collective, a send or a receive, and the rank waits for it later. A row of category
+`comm` is this wait: `t_start` is the start of the wait, and `posted` the time of the call.
+
+* If the rank did something in between, the call itself is a row of category `copy` with `seq` -1
+  and no bytes. The rank could compute between the two rows while the data was in flight.
+* If it waited at once, a single row spans both, and `posted` equals `t_start`.
+* A broadcast also waits when it is called, because the size of the block is sent first. Its row of
+  category `copy` may therefore be long.
+
+Ranks also record the categories `compute`, `optimizer` (the gradient norm and the update) and, on
+the rank that reads the data, `io`.
+
+### Copies of offloaded arrays
+
+A copy of an offloaded array is a row of category `copy` without a group, named `offload` or
+`fetch`, with its `bytes`. On a CPU, the rank does nothing else during the copy. On a GPU, it is a
+row of stream 4. The time that stream 1 waits for it is a row of category `wait`.
+
+### Groups
+
+A group contains the ranks that communicate along one mesh axis. It is a row of `/groups`: its
+members are the `size` entries of `/groups/members` from `offset`.
+
+`seq` numbers the collectives of a group. All rows of category `comm` with the same `group` and
+`seq` belong to one collective, one row per member. Messages are numbered separately for each pair
+of sender and receiver: `group`, sender, receiver and `seq` identify the two rows of one message.
+The row of the sender is a `send` with the receiver as its `peer`, and vice versa for `recv`. Rows
+are never matched by name or time.
+
+### Bytes
+
+The bytes of a collective are the bytes that the rank must receive with a bandwidth-optimal
+algorithm, whatever algorithm the library uses. In a group of g ranks:
 
 | op | bytes |
 |---|---|
 | all_gather, reduce_scatter, all_to_all | (1-1/g) of the gathered size |
 | all_reduce | 2 (1-1/g) of the block |
 | broadcast | the block; 0 at the root |
-| reduce | the block; 0 at the member after the root, where the chain to it begins |
+| reduce | the block; 0 at the member after the root |
 | send, recv | the block |
 
-Received bytes are those of category `comm` without the operation `send`.
+The chain of a reduction begins at the member after the root, so this member receives nothing. The
+received bytes of a rank are the bytes of category `comm` without `send`.
 
-**Clocks.** `t_start` and `posted` are nanoseconds of the monotonic clock of the rank's host, as
-they were read. `t_global` is `t_start` on the clock of rank 0, through `/clock/model`, which is
-fitted to the exchanges in `/clock/samples`; ranks of one host share a clock and a model. To
-compare `posted` between ranks, add `t_global - t_start`. Steps have raw times only. The residual
-of the model and the round trips of the samples say how far hosts can be compared.
+### Clocks
 
-**Experts.** A token counts on one of the ranks that decide where it goes, so the rows of
-`/experts` of a step and a layer add up to all choices of its tokens, over ranks, microbatches and
-experts; those of `/routers` add up to what the routers add to the summed loss of the step. Passes
-that run again, and those of an evaluation, are not counted, nor is a simulated run. Dispatch and
-combine are the calls all_to_all of groups along e: in a forward pass of a layer first the
-dispatch, in a backward pass first the combine.
+`t_start` and `posted` are unmodified readings of the host's monotonic clock in nanoseconds.
+`t_global` is `t_start` on the clock of rank 0, computed with `/clock/model`. This model is fitted
+to the exchanges in `/clock/samples`; the ranks of a host share a clock and a model. To compare
+`posted` between ranks, add `t_global - t_start`. Steps only have raw times. The residual of the
+model and the round trips of the samples bound the accuracy of comparisons between hosts.
 
-**Memory** is that of arrays, by what they are for: what is live at the end of a step, and the
-highest of the step. The peaks of different kinds need not fall together: the peak of the kind
-`all`, what a rank held at one time, is at most their sum, and decides whether a run fits. Older
-traces are without it.
+### Experts
 
-**A prediction** has one row per quantity, -1 where a column does not apply: the quantity `step_s`
+Each token is counted on exactly one of the ranks that route it. The sum of `/experts` over ranks
+and experts is therefore the number of routed tokens of a step and layer, over all microbatches.
+The sum of `/routers` is what the routers add to the summed loss of the step. Recomputed forward
+passes, evaluations and simulated runs are not counted.
+
+Dispatch and combine are the all_to_all calls of groups along e. In a layer's forward pass, the
+dispatch is first; in its backward pass, the combine is first.
+
+### Memory
+
+Each row has the bytes of one kind of arrays: the allocated bytes at the end of a step, and the
+peak during it. Different kinds may reach their peaks at different times. The peak of the kind
+`all` is the largest total at any time. It is at most the sum of the peaks, and it decides whether
+a run fits in memory. Older traces lack this kind.
+
+### Predictions
+
+Each predicted quantity is a row, with -1 in the columns that do not apply. The quantity `step_s`
 with step, stage and rank -1 is the time of any step.
 
-`hpc3d.trace.checks_per_rank.violations(trace)` tests all this, and says where a trace breaks it.
+## How to read a trace
 
-## Reading it
-
-In Python, columns are read when they are asked for. A file that is damaged, or made to harm, is
-refused with a ValueError of one line that says what is wrong:
+In Python, columns are read on access. A damaged or malicious file raises a ValueError with a
+one-line explanation:
 
 ```python
 import hpc3d.trace
 
 with hpc3d.trace.open("results/RUN") as trace:  # or its trace.h5
-    duration = trace.events["dur"]  # NumPy, a whole column
-    mine = trace.events["dur", trace.rows(3)]  # of rank 3 only
+    duration = trace.events["dur"]  # full column as a NumPy array
+    mine = trace.events["dur", trace.rows(3)]  # rows of rank 3
     names = [trace.strings[i] for i in trace.events["name"]]
     trace.groups[0]  # Group(axis="x", members=(0, 1))
     trace.attrs["complete"], trace.attrs["missing"]
-    [*trace.calibration]  # (op, axis) of the calls that were measured by themselves, if any
+    [*trace.calibration]  # (op, axis) of the calls that were timed in isolation
     {call: table.attrs["beta"] for call, table in trace.calibration.items()}  # s/B
 ```
 
-In pandas, with names in place of numbers:
+In pandas, with names instead of numbers:
 
 ```python
     events = trace.events.frame(["rank", "step", "category", "op", "group", "dur", "bytes"])
@@ -155,15 +193,15 @@ In pandas, with names in place of numbers:
     events.groupby(["category", "op", "axis"], observed=True)[["dur", "bytes"]].sum()
 ```
 
-From the shell, with HDF5's tools:
+From the shell, with the HDF5 tools:
 
 ```sh
-h5ls -r trace.h5              # what is there
-h5dump -A trace.h5            # every table and column with its unit and meaning
-h5ls -v -d trace.h5/steps     # a table: types, units, meanings and values
+h5ls -r trace.h5              # list all tables
+h5dump -A trace.h5            # every table and column with its unit and description
+h5ls -v -d trace.h5/steps     # one table: types, units, descriptions and values
 ```
 
-With h5py alone, the rows of rank 3 and what they are:
+With h5py only, the matrix products of rank 3:
 
 ```python
 import h5py
@@ -178,7 +216,7 @@ with h5py.File("trace.h5") as file:
 
 
 def page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     parts = [_HEAD, _attributes(), _TABLES, *map(_section, [*LAYOUT][1:]), _ENUMERATIONS]
     return "\n".join([*parts, *map(_enumeration, ENUMS), _RELATIONS])
 
@@ -188,11 +226,11 @@ def _attributes():
         (f"`{each.name}`", each.type.__name__, each.description, "yes" if each.required else "")
         for each in ATTRIBUTES
     ]
-    return _table(("attribute", "type", "meaning", "always there"), rows)
+    return _table(("attribute", "type", "meaning", "required"), rows)
 
 
 def _section(path):
-    """Heading, description and columns of a table, or of a group of tables."""
+    """Return the heading, description and columns of a table or a group of tables."""
     table = LAYOUT[path]
     rows = [(f"`{c.name}`", _type(c), _unit(c), c.description) for c in table.columns]
     columns = ["", _table(("column", "type", "unit", "meaning"), rows)] if rows else [""]
@@ -204,7 +242,7 @@ def _type(column):
 
 
 def _unit(column):
-    """The unit; of an index the table that it counts."""
+    """Return the unit of a column; for an index, the table that it refers to."""
     if column.unit == "index" and column.into:
         return f"row of /{column.into}"
     return {"1": "", "text": ""}.get(column.unit, column.unit)
