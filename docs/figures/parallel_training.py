@@ -239,9 +239,10 @@ FIGURES = {
 }
 
 
-def main():
+def write(figures):
+    """Write one SVG file for each name and function of `figures`."""
     with matplotlib.rc_context(STYLE):
-        for name, draw in FIGURES.items():
+        for name, draw in figures.items():
             figure = draw()
             path = FOLDER / f"{name}.svg"
             text = StringIO()
@@ -252,4 +253,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    write(FIGURES)
