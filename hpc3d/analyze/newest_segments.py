@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.trace.schema import CATEGORY, OP
+from hpc3d.trace.schema import CATEGORY, MESSAGE_CODES
 from hpc3d.trace.segment import Segment, count_segments, read_segment, segment_path
 
 _COMM = CATEGORY.index("comm")
-_MESSAGES = [OP.index("send"), OP.index("recv")]
 
 
 class Axes(NamedTuple):
@@ -82,7 +81,7 @@ def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Cou
         for number, group in enumerate(segment.header["groups"]):
             own = rows[rows["group"] == number]
             calls[group["axis"]] += int(own["dur"].sum())
-            message = np.isin(own["op"], _MESSAGES)
+            message = np.isin(own["op"], MESSAGE_CODES)
             waits[group["axis"]] += int(own["dur"][message].sum())
             key, rank = (group["axis"], *group["members"]), segment.header["rank"]
             own = own[~message & (own["seq"] >= 0)]

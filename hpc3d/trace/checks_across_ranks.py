@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.trace.schema import MESSAGES
 from hpc3d.trace.trace_config import one_time
 
 if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
     from hpc3d.trace.table import Table
 
-_MESSAGES = ("send", "recv")
 _FROM_ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _COLLECTIVES = (*_FROM_ALL, "broadcast", "reduce")
 _COLUMNS = ("group", "seq", "rank", "peer", "op", "step", "count", "dtype", "bytes")
@@ -55,7 +55,7 @@ def collectives(trace: Trace) -> list[Violation]:
 
 def messages(trace: Trace) -> Iterator[Violation]:
     """A message has two ends and the same bytes at both, and arrives after it was posted."""
-    events, rows = trace.events, _calls(trace, _MESSAGES)
+    events, rows = trace.events, _calls(trace, MESSAGES)
     receives = labelled(events, "op", "recv")[rows]
     group, number, here, there = (events[name][rows] for name in ("group", "seq", "rank", "peer"))
     ends = np.where(receives, (there, here), (here, there))  # sender, receiver

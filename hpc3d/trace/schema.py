@@ -45,6 +45,8 @@ OP = (
     "loss",
     "graph",  # the replay of a CUDA graph
 )
+MESSAGES = ("send", "recv")  # the point-to-point operations
+MESSAGE_CODES = tuple(map(OP.index, MESSAGES))
 MEMORY_KIND = (
     "parameter",
     "gradient",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.comm.communicator import Pending
-from hpc3d.trace.schema import CATEGORY, DTYPE, OP
+from hpc3d.trace.schema import CATEGORY, DTYPE, MESSAGES, OP
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
 AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
-_MESSAGES = ("send", "recv")
 
 
 class Traced:
@@ -83,7 +82,7 @@ class Traced:
 
     def number(self, op: str, peer: int) -> int:
         """The number of this call in its sequence."""
-        key = (op, peer) if op in _MESSAGES else "collective"
+        key = (op, peer) if op in MESSAGES else "collective"
         self.sequence[key] += 1
         return self.sequence[key] - 1
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from hpc3d.analyze.export.pipit import region_names, visits
 from hpc3d.analyze.metrics.collectives import ITEMSIZE
-from hpc3d.trace.schema import STREAM
+from hpc3d.trace.schema import MESSAGES, STREAM
 
 if TYPE_CHECKING:
     from hpc3d.analyze.export.events import Events
@@ -39,8 +39,7 @@ _ROLES = {
     "broadcast": "COLL_ONE2ALL",
     "reduce": "COLL_ALL2ONE",
     "barrier": "BARRIER",
-    "send": "POINT2POINT",
-    "recv": "POINT2POINT",
+    **dict.fromkeys(MESSAGES, "POINT2POINT"),
 }
 _WHERE = ("step", "layer", "microbatch", "stage", "chunk")
 _ENTER, _REQUEST, _LEAVE = range(3)  # what happens at a time

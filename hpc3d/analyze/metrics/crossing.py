@@ -16,6 +16,7 @@ import numpy as np
 
 from hpc3d.analyze.metrics.collectives import block_bytes, communication_matrix
 from hpc3d.analyze.metrics.columns import combinations, hosts
+from hpc3d.trace.schema import MESSAGES
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.wait_states import CallInstances
@@ -78,7 +79,7 @@ def _on_cards(calls, place, count):
     for (group, op, rank, peer), (nbytes, block, times) in zip(kinds.tolist(), amounts):
         of_group = Counter(place[[*groups[group].members]].tolist())
         here, there = place[rank], place[peer] if peer >= 0 else None
-        message = ops.get(op) in ("send", "recv")
+        message = ops.get(op) in MESSAGES
         beyond = there != here if message else len(of_group) > 1
         called[here] += times * beyond
         if beyond:
@@ -95,7 +96,7 @@ def _share(op, with_root, of_group, here):
     size, level = sum(of_group.values()), len({*of_group.values()}) == 1
     if op in ("broadcast", "reduce"):
         return 0 if with_root else 1 / of_group[here] if level else 1
-    if op in ("send", "recv"):
+    if op in MESSAGES:
         return int(op == "recv")
     if op in _LEVELS and level:
         return (len(of_group) - 1) / (size - 1)

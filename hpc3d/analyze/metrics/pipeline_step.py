@@ -23,6 +23,7 @@ from hpc3d.pipeline.instruction import COMPUTE, Instruction
 from hpc3d.pipeline.schedule import SCHEDULES, instruction_streams
 from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, timeline
+from hpc3d.trace.schema import MESSAGES
 from hpc3d.trace.trace_config import one_time
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 _PLACE = ("stage", "step", "microbatch", "chunk")
 _PASS = np.dtype([(name, "i8") for name in ("op", *_PLACE, "start", "end")])
-_MESSAGES = ("send", "recv")
 _TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 
 
@@ -182,7 +182,7 @@ def _ops(events):
     for code, label in events.labels("phase").items():
         number[code] = ops.get(label, -1)
     found = number[events["phase"]]
-    found[labelled(events, "op", _MESSAGES)] = -1
+    found[labelled(events, "op", MESSAGES)] = -1
     again = np.flatnonzero(labelled(events, "phase", ["recompute"]))
     backward = np.flatnonzero(np.isin(found, [COMPUTE.index(op) for op in BACKWARD]))
     after = np.searchsorted(backward, again)

@@ -33,12 +33,12 @@ from hpc3d.analyze.metrics.columns import (
     labelled,
     named,
 )
+from hpc3d.trace.schema import MESSAGES
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
     from hpc3d.trace.reader import Trace
 
-_MESSAGES = ("send", "recv")
 _UNBOUND = ("send", "broadcast", "reduce")  # may end before all have arrived
 _EARLY = ("broadcast",)  # may wait when they are called
 
@@ -93,7 +93,7 @@ class CallInstances:
         """How many each instance had."""
         sizes = np.array([len(group.members) for group in self.trace.groups], int)
         row, events = self.row[self.first], self.trace.events
-        message = labelled(events, "op", _MESSAGES)[row]
+        message = labelled(events, "op", MESSAGES)[row]
         return np.where(message, 2, sizes[events["group"][row]])
 
 
@@ -131,7 +131,7 @@ def _call_instances(trace):
     counted = (events["group"] >= 0) & (events["seq"] >= 0)
     row = np.flatnonzero(labelled(events, "category", ["comm"]) & counted)
     group, rank, peer = (events[name][row].astype("i8") for name in ("group", "rank", "peer"))
-    sends, receives = (labelled(events, "op", [name])[row] for name in ("send", "recv"))
+    sends, receives = (labelled(events, "op", [name])[row] for name in MESSAGES)
     sender = np.where(sends, rank, np.where(receives, peer, -1))
     receiver = np.where(sends, peer, np.where(receives, rank, -1))
     channel = (group * (ranks + 1) + sender + 1) * (ranks + 1) + receiver + 1

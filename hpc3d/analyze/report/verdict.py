@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc3d.analyze.metrics.breakdown import DISJOINT
 from hpc3d.analyze.report.table_format import seconds
+from hpc3d.trace.schema import MESSAGES
 
 _Rows = Sequence[Mapping[str, Any]]
 _LEAST = 0.05  # smallest share of a step that the verdict mentions
@@ -89,7 +90,7 @@ def _lever(tables: Mapping[str, _Rows], parts: Mapping[str, float | None]) -> It
 
 def _call(row: Mapping[str, Any]) -> str:
     """A kind of call in words; what a stage waits for on p is the pipeline's bubble, too."""
-    if row["axis"] == "p" and row["op"] in ("send", "recv"):
+    if row["axis"] == "p" and row["op"] in MESSAGES:
         return "messages between stages (p) and the bubble"
     return f"{row['op'].replace('_', '-')} along {row['axis']}"
 

@@ -20,7 +20,7 @@ from hpc3d.config.load import stored
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
-from hpc3d.trace.schema import CATEGORY, OP
+from hpc3d.trace.schema import CATEGORY, MESSAGES, OP
 from hpc3d.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _COMM = CATEGORY.index("comm")
 _EXTRA = [CATEGORY.index(name) for name in ("copy", "io")]
-_MESSAGES = ("send", "recv")
 _SAME = ("category", "op", "phase", "layer", "microbatch", "chunk", "bytes", "flops")
 _TIMES = ("t_start", "dur", "posted")
 _REMEDY = (
@@ -196,5 +195,5 @@ def _call_of(trace: Trace, row: np.void) -> Call | None:
     if row["category"] != _COMM:
         return None
     op = OP[row["op"]]
-    members = 2 if op in _MESSAGES else len(trace.groups[row["group"]].members)
+    members = 2 if op in MESSAGES else len(trace.groups[row["group"]].members)
     return Call(op, int(row["bytes"]), members)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hpc3d.predict.machine.collective_costs import best
+from hpc3d.trace.schema import MESSAGES
 
 # Of each call what is done inside the hosts; across it is the call itself.
 _INSIDE = {
@@ -20,9 +21,7 @@ _INSIDE = {
     "all_reduce": ("reduce_scatter", "all_gather"),
     "broadcast": ("broadcast",),
     "reduce": ("reduce",),
-    "all_to_all": (),
-    "send": (),
-    "recv": (),
+    **dict.fromkeys(("all_to_all", *MESSAGES), ()),
 }
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 from math import ceil, floor, log2, sqrt
 from typing import NamedTuple
 
+from hpc3d.trace.schema import MESSAGES
+
 _SHORT = 512 * 1024  # bytes: MPICH gathers and scatters by doubling up to here
 
 
@@ -116,8 +118,7 @@ ALGORITHMS = {
     "broadcast": ((binomial, always), (scatter_all_gather, always), (chain, always)),
     "reduce": ((binomial, always), (scatter_all_gather, always), (chain, always)),
     "all_to_all": ((pairwise, always), (bruck, short)),
-    "send": ((message, always),),
-    "recv": ((message, always),),
+    **dict.fromkeys(MESSAGES, ((message, always),)),
 }
 
 

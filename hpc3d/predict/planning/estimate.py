@@ -37,6 +37,7 @@ from hpc3d.predict.planning.peak import (
     working_bytes,
 )
 from hpc3d.predict.simulation.simulator import core_sharing
+from hpc3d.trace.schema import MESSAGES
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import MeshConfig
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.peak import StageContent
 
 _TOKEN = 4  # bytes
-_MESSAGES = ("message", "handled")  # costs for which the program is not run
+_MESSAGE_COSTS = ("message", "handled")  # costs for which the program is not run
 
 
 class Estimate(NamedTuple):
@@ -258,7 +259,7 @@ class Estimator:
         """The cost of a CostKey, which `make()` finds."""
         if key not in self.found:
             self.found[key] = make()
-            self.costs += key.cost not in _MESSAGES
+            self.costs += key.cost not in _MESSAGE_COSTS
         return self.found[key]
 
     def sample(
@@ -392,7 +393,7 @@ class Estimator:
         return legs(self.machine, "send", nbytes, pair).wired + self.machine.wakeup_s
 
     def _in_hand(self, nbytes: float, pair: tuple[int, int]) -> float:
-        return mean(legs(self.machine, op, nbytes, pair).work for op in ("send", "recv"))
+        return mean(legs(self.machine, op, nbytes, pair).work for op in MESSAGES)
 
     def call(self, axis: str, op: str, nbytes: float, members: Sequence[int]) -> Pass:
         """The Pass of a call."""

@@ -17,7 +17,7 @@ import numpy as np
 from hpc3d.arrays.abstract import AbstractArray
 from hpc3d.model.layers import immediately
 from hpc3d.pipeline.engine import DeferredWeightGrads
-from hpc3d.trace.schema import OP
+from hpc3d.trace.schema import MESSAGE_CODES, OP
 
 if TYPE_CHECKING:
     from hpc3d.arrays.abstract import AbstractLease
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
     from hpc3d.predict.simulation.simulated_clock import Clock
-
-
-_MESSAGES = [OP.index("send"), OP.index("recv")]
 
 
 class RecordedPass(NamedTuple):
@@ -126,7 +123,7 @@ class PassRecorder:
         one kind to or from one member."""
         calls = (rows["group"] == group) & (rows["seq"] >= 0)
         if key == "collective":
-            return calls & ~np.isin(rows["op"], _MESSAGES)
+            return calls & ~np.isin(rows["op"], MESSAGE_CODES)
         op, peer = key
         member = self.comms[group].members[peer]
         return calls & (rows["op"] == OP.index(op)) & (rows["peer"] == member)

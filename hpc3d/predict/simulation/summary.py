@@ -11,7 +11,7 @@ import numpy as np
 from hpc3d.analyze.metrics.mfu import model_flops
 from hpc3d.model.families import least_vocabulary
 from hpc3d.predict.simulation.simulator import BYTE_VOCABULARY
-from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, OP
+from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, MESSAGE_CODES, OP
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulator import StageRun
 
 COMM, _COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
-_MESSAGES = [OP.index("send"), OP.index("recv")]
 
 
 def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def bubble(runs: Sequence[StageRun]) -> float:
 def _span_and_work(run: StageRun) -> tuple[int, int]:
     """Nanoseconds from the first to the last pass, and those of them without waits for others."""
     rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != _COPY)]
-    message = np.isin(rows["op"], _MESSAGES)
+    message = np.isin(rows["op"], MESSAGE_CODES)
     passes, waits = rows[~message], rows[message]
     begin, end = passes["t_start"].min(), (passes["t_start"] + passes["dur"]).max()
     inside = (waits["t_start"] >= begin) & (waits["t_start"] < end)

@@ -15,7 +15,16 @@ from hpc3d.config.load import to_toml
 from hpc3d.pipeline.schedule import find
 from hpc3d.trace.checks_across_ranks import SIZE
 from hpc3d.trace.merge import merge
-from hpc3d.trace.schema import CLOCK_SAMPLES, DTYPE, MEMORY, MEMORY_KIND, OP, STEPS, record_type
+from hpc3d.trace.schema import (
+    CLOCK_SAMPLES,
+    DTYPE,
+    MEMORY,
+    MEMORY_KIND,
+    MESSAGE_CODES,
+    OP,
+    STEPS,
+    record_type,
+)
 from hpc3d.trace.segment import segment_path, write_segment
 
 if TYPE_CHECKING:
@@ -26,7 +35,6 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulator import StageRun
 
 _MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # of the events of all ranks together
-_MESSAGES = [OP.index("send"), OP.index("recv")]
 _BROADCAST, _REDUCE = OP.index("broadcast"), OP.index("reduce")
 _ITEM = np.array([SIZE.get(name, 0) for name in DTYPE])
 
@@ -106,7 +114,7 @@ def _tables_of(
     """
     events = run.rows.copy()
     events["rank"], events["step"] = rank, np.where(run.rows["step"] == run.step[1], 0, -1)
-    peers = np.isin(events["op"], _MESSAGES) & (events["peer"] >= 0)
+    peers = np.isin(events["op"], MESSAGE_CODES) & (events["peer"] >= 0)
     events["peer"][peers] += rank - run.rank
     for group, (mine, others) in enumerate(zip(here, there, strict=True)):
         _turn_roots(events, group, rank, mine, others)
@@ -124,7 +132,7 @@ def _turn_peers(
 ) -> None:
     """Name whom member `number` of a context axis sends to and hears from, where those are named
     who are as far from it as the first one's are from that."""
-    messages = np.isin(events["op"], _MESSAGES) & (events["peer"] >= 0)
+    messages = np.isin(events["op"], MESSAGE_CODES) & (events["peer"] >= 0)
     rows = np.flatnonzero((events["group"] == group) & messages)
     others = (events["peer"][rows] - members[number]) // (members[1] - members[0])
     events["peer"][rows] = [members[context.peer(number, int(other))] for other in others]

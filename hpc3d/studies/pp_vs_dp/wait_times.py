@@ -16,13 +16,13 @@ import numpy as np
 
 from hpc3d.predict.simulation.summary import COMM
 from hpc3d.studies.pp_vs_dp.experiment import resolved_config, step
-from hpc3d.trace.schema import OP
+from hpc3d.trace.schema import MESSAGE_CODES
 
 if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-_SEND, _RECV = OP.index("send"), OP.index("recv")
+_SEND, _RECV = MESSAGE_CODES
 _BETWEEN = ("p", "world")
 _UNEVEN = ((4, 4, 4, 4), (5, 4, 4, 3), (6, 4, 3, 3), (8, 3, 3, 2), (10, 2, 2, 2))
 

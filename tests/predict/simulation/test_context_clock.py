@@ -20,7 +20,7 @@ from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, rep
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary, waits_of
 from hpc3d.predict.simulation.write_trace import write_trace
-from hpc3d.trace.schema import OP
+from hpc3d.trace.schema import MESSAGE_CODES
 from tests.pipeline.mixes import config_of
 from tests.predict.fixed import ALPHA, FLOPS, LAUNCH, LINE, MACHINE
 from tests.predict.machine.test_between_hosts import ALPHA as FAR
@@ -144,14 +144,14 @@ def test_mfu_counts_the_square_of_attention_and_hfu_what_is_done():
 def test_a_trace_names_whom_each_rank_sends_to(line, tmp_path):
     config = config_of(line)
     path = write_trace(tmp_path, simulate(config, 29, MACHINE), config, MACHINE)
-    grid, messages = config.mesh.grid(), [OP.index("send"), OP.index("recv")]
+    grid = config.mesh.grid()
     with trace.open(path) as opened:
         events = opened.events.columns()
         for rank in range(grid.size):
             wanted = predict(config, 29, grid.coords(rank)).events
-            here = np.isin(events["op"], messages) & (events["rank"] == rank)
+            here = np.isin(events["op"], MESSAGE_CODES) & (events["rank"] == rank)
             here &= events["peer"] >= 0
-            real = wanted[np.isin(wanted["op"], messages)]
+            real = wanted[np.isin(wanted["op"], MESSAGE_CODES)]
             assert Counter(zip(events["op"][here], events["peer"][here])) == Counter(
                 zip(real["op"].tolist(), real["peer"].tolist())
             )

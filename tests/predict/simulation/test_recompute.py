@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from hpc3d.predict.simulation.count import every_rank, predict
-from hpc3d.trace.schema import CATEGORY, OP, PHASE
+from hpc3d.trace.schema import CATEGORY, MESSAGE_CODES, OP, PHASE
 from tests.pipeline.mixes import config_of
 from tests.predict.simulation.test_count import counted
 from tests.strided import strided
 
 FORWARD, RECOMPUTE = PHASE.index("forward"), PHASE.index("recompute")
-MESSAGES = [OP.index("send"), OP.index("recv")]
 
 MIXES = """
 p=1 schedule=none microbatches=2 layers=2
@@ -32,7 +31,8 @@ def repeated(prediction, phase):
     """The work of blocks in a phase, in all of its details, and how often it was done."""
     events = prediction.events
     chosen = (events["phase"] == phase) & (events["layer"] >= 0)
-    chosen &= (events["category"] != CATEGORY.index("copy")) & ~np.isin(events["op"], MESSAGES)
+    chosen &= events["category"] != CATEGORY.index("copy")
+    chosen &= ~np.isin(events["op"], MESSAGE_CODES)
     what = ("layer", "microbatch", "chunk", "name", "op", "group", "bytes", "flops")
     return Counter(events[chosen][list(what)].tolist())
 
