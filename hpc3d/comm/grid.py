@@ -6,6 +6,8 @@ from functools import cached_property
 from math import prod
 from types import MappingProxyType
 
+AXES = ("p", "d", "c", "e", "x", "y", "z")  # of a mesh
+
 
 @dataclass(frozen=True, eq=False)
 class Grid:

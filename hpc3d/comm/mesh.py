@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
     from hpc3d.comm.communicator import Communicator
 
-AXES = ("p", "d", "c", "e", "x", "y", "z")
 DATA = "d"
 CONTEXT = "c"
 EXPERTS = "e"

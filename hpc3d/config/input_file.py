@@ -17,14 +17,13 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import Annotated, Literal
 
-from hpc3d.comm.grid import Grid
+from hpc3d.comm.grid import AXES, Grid
 from hpc3d.config.constraints import AtLeast, AtMost, LessThan, MoreThan, ValidFor
 from hpc3d.limits import INT32, MOST_LAYERS, MOST_PASSES, MOST_RANKS
 from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
-AXES = ("p", "d", "c", "e", "x", "y", "z")
 _LONG = 1024  # tokens from which on attention is no slower chunk by chunk, in NumPy
 STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
@@ -64,7 +63,7 @@ class MeshConfig:
     """tensor parallelism, as x (absent: as x)"""
     z: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
     """tensor parallelism, as x (absent: as x)"""
-    order: str = "p d c e x y z"
+    order: str = " ".join(AXES)
     """the axes, outermost first: neighbouring ranks differ along the last one"""
     transport: Literal["auto", "mpi", "nccl", "host-staged"] = "auto"
     """how ranks talk: auto takes memory that those of a node share, or NCCL where each has a

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
+from hpc3d.comm.grid import AXES
 from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.constraints import invalid_keys, out_of_bounds
 from hpc3d.config.cuboid import enlarged_default, with_cuboid
-from hpc3d.config.input_file import AXES, Config, ModelConfig, TrainConfig
+from hpc3d.config.input_file import Config, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
 from hpc3d.config.parallel_rules import (
     wrong_compression,

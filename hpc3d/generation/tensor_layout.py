@@ -7,20 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hpc3d import files, renamed
+from hpc3d.comm.grid import AXES
 from hpc3d.config.backend_rules import untrainable
-from hpc3d.config.input_file import (
-    AXES,
-    Config,
-    MeshConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.load import options, override, to_toml, validate
 from hpc3d.config.rules import refuse, resolve, unknown_values
 from hpc3d.model.decoder import sequences_for
 
-_OTHERS = ("p", "d", "c", "e")  # axes that are no tensor axes
 _SIZES = {f"mesh.{axis}" for axis in AXES}
 
 
@@ -76,8 +69,8 @@ def _undisturbed(model: ModelConfig) -> ModelConfig:
 
 def _other_axes(mesh: MeshConfig) -> Iterator[str]:
     """A line for each axis that is no tensor axis."""
-    for axis in _OTHERS:
-        if getattr(mesh, axis) > 1:
+    for axis in AXES:
+        if axis not in "xyz" and getattr(mesh, axis) > 1:
             yield (
                 f"mesh.{axis} = {getattr(mesh, axis)}: a text is continued on tensor axes only: "
                 f"give --mesh.{axis} 1, and the ranks to x, y and z"

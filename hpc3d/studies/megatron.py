@@ -16,14 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.config.input_file import (
-    AXES,
-    Config,
-    MeshConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from hpc3d.comm.grid import AXES
+from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.rules import resolve
 from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulator import simulate

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.analyze.report import palette
-from hpc3d.comm.mesh import AXES, PLANES, WORLD, along
+from hpc3d.comm.grid import AXES
+from hpc3d.comm.mesh import PLANES, WORLD, along
 from hpc3d.trace.schema import CATEGORY
 
 if TYPE_CHECKING:

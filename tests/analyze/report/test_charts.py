@@ -8,7 +8,8 @@ from matplotlib.colors import to_rgb
 
 from hpc3d.analyze.metrics.expert_loads import ExpertLoads
 from hpc3d.analyze.report import charts, palette
-from hpc3d.comm.mesh import AXES, WORLD
+from hpc3d.comm.grid import AXES
+from hpc3d.comm.mesh import WORLD
 from hpc3d.trace.schema import CATEGORY
 
 

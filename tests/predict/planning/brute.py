@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import permutations, product
 
-from hpc3d.config.input_file import AXES
+from hpc3d.comm.grid import AXES
 from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.contexts import contexts, with_context
