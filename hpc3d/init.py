@@ -14,13 +14,14 @@ from pathlib import Path
 
 from hpc3d.cli import Parser, run
 from hpc3d.plain import plain, why
+from hpc3d.shipped import MEASURED
 
 _TEXT = """\
 Makes FOLDER with inputs/, one TOML file an experiment beside machines, models and a text, and
 jobs/, scripts for Slurm that run from there (jobs/README.md). Files that exist are left as they
 are: then nothing is written."""
 
-_NOT = {"__pycache__", "this-machine.toml"}
+_NOT = {"__pycache__", f"{MEASURED}.toml"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from hpc3d.cli import Parser, number_of_ranks, positive, readable_time, run, size
 from hpc3d.plain import counted
 from hpc3d.plain import plain as one_line
-from hpc3d.shipped import shipped
+from hpc3d.shipped import DEFAULT_MACHINE, default_machine
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -73,7 +73,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("input", metavar="INPUT.toml", help="the model, and what else is trained with")
     add("--ranks", type=number_of_ranks, required=True, metavar="N", help="number of ranks")
-    add("--machine", metavar="NAME|FILE", help="of inputs/machines (h100)")
+    add("--machine", metavar="NAME|FILE", help=f"of inputs/machines ({DEFAULT_MACHINE})")
     add("--memory", type=size, metavar="80GB", help="memory of a rank (default: the machine's)")
     add("--top", type=positive, metavar="K", help="layouts that are shown (10)")
     add("--apply", metavar="FILE", help="write the input file with the best layout")
@@ -93,14 +93,13 @@ def plan(options: Namespace, overrides: Sequence[str]) -> None:
 def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     """Print what each technique saves and costs on the layout of the input file."""
     from hpc3d.predict.machine import machine_file
-    from hpc3d.predict.planning.planned_layouts import MACHINE
     from hpc3d.predict.planning.ranking import shown_layout
     from hpc3d.predict.planning.techniques import effects
     from hpc3d.predict.simulation.simulator import load_resolved
 
     if options.apply or options.memory or options.top:
         raise ValueError("--techniques searches no layout: leave --apply, --memory and --top out")
-    machine = machine_file.load(options.machine or shipped(MACHINE))
+    machine = machine_file.load(options.machine or default_machine())
     found = [*effects(options.input, overrides, options.ranks, machine)]
     rows = [each.plain(found[0]) for each in found]
     config = load_resolved(options.input, overrides, options.ranks)
@@ -131,9 +130,9 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
 def _search(options: Namespace, overrides: Sequence[str]) -> None:
     """Find layouts, with a technique where none fits without; print them."""
     from hpc3d.predict.machine import machine_file
-    from hpc3d.predict.planning.planned_layouts import MACHINE, TOP, plan_layouts
+    from hpc3d.predict.planning.planned_layouts import TOP, plan_layouts
 
-    machine = machine_file.load(options.machine or shipped(MACHINE))
+    machine = machine_file.load(options.machine or default_machine())
     memory = options.memory or machine.memory_gb * 1e9
     top = max(options.top or TOP, TOP)  # what is first does not depend on how much is shown
     planned, resorted = plan_layouts(options.input, overrides, options.ranks, machine, memory, top)

@@ -24,6 +24,8 @@ class Kind(NamedTuple):
 
 
 INPUT, MACHINE = Kind("input", "", ("models",)), Kind("machine", "machines")
+DEFAULT_MACHINE = "h100"  # if none is named
+MEASURED = "this-machine"  # the machine that `bench calibrate` writes
 
 
 def shipped(name: Path | str = "") -> Path:
@@ -31,6 +33,11 @@ def shipped(name: Path | str = "") -> Path:
     from importlib.resources import files
 
     return files("hpc3d") / "share" / name
+
+
+def default_machine() -> Path:
+    """The path of the shipped file of DEFAULT_MACHINE."""
+    return shipped(f"{MACHINE.folder}/{DEFAULT_MACHINE}.toml")
 
 
 def find(word: str, kind: Kind) -> Path:

@@ -18,7 +18,7 @@ from hpc3d.predict.calibration.calibrate import machine_of, step_seconds, with_w
 from hpc3d.predict.calibration.calibration_runs import CALIBRATE, CHECK, config_of, settings
 from hpc3d.predict.machine.machine_file import dumps
 from hpc3d.predict.simulation.simulator import simulate
-from hpc3d.shipped import MACHINE, place
+from hpc3d.shipped import MACHINE, MEASURED, place
 from hpc3d.trace.segment import naming
 
 if TYPE_CHECKING:
@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 
-_NAME = "this-machine"
 _RANKS, _ONE_NODE = 8, 4096  # of the largest runs that calibrate; of this machine at most
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:
-    how, out = {"transport": options.transport}, Path(options.machine or place(_NAME, MACHINE))
+    how, out = {"transport": options.transport}, Path(options.machine or place(MEASURED, MACHINE))
     if not out.parent.is_dir():
         raise ValueError(f"--machine {out}: no folder {out.parent}; make it or name another one")
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +93,7 @@ def _this_machine(transport: str) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "name": _NAME,
+        "name": MEASURED,
         "source": f"python -m hpc3d.bench calibrate on {date.today()}: {_processor()}, {cores} "
         f"cores, one thread a rank, mesh.transport {transport}",
         "ranks_per_node": _ONE_NODE,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.load import literal
+from hpc3d.shipped import DEFAULT_MACHINE
 
 if TYPE_CHECKING:
     from hpc3d.analyze.opened_run import OpenedRun
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from hpc3d.library.step_prediction import StepPrediction
     from hpc3d.pipeline.ideal_run import Seconds
 
-_MACHINE = "h100"
 _TOP = 10  # layouts
 
 Options = Mapping[str, Any]
@@ -65,7 +65,7 @@ def predict_step(
     source: Path | str | None = None,
     options: Options | None = None,
     ranks: int | None = None,
-    machine: Path | str = _MACHINE,
+    machine: Path | str = DEFAULT_MACHINE,
 ) -> StepPrediction:
     """What a training step would cost on a machine, a file or a name of inputs/machines
     (docs/prediction.md).
@@ -82,7 +82,7 @@ def find_layouts(
     source: Path | str,
     ranks: int,
     options: Options | None = None,
-    machine: Path | str = _MACHINE,
+    machine: Path | str = DEFAULT_MACHINE,
     memory: float | None = None,
     top: int = _TOP,
 ) -> FoundLayouts:

@@ -41,10 +41,9 @@ from hpc3d.extras import need
 from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.pipeline.schedule import FOR_PARTITIONS
 from hpc3d.plain import plain
-from hpc3d.shipped import shipped
+from hpc3d.shipped import DEFAULT_MACHINE, default_machine
 from hpc3d.trace.segment import replacing
 
-_MACHINE = "machines/h100.toml"
 _SCHEDULES = [each.name for each in FOR_PARTITIONS]
 _OF_GRAPHS = [each.name for each in FOR_PARTITIONS if each.undivided]
 _COMMANDS = {
@@ -82,7 +81,11 @@ def _parser():
         metavar="N",
         help="stages, times their replicas",
     )
-    add("--machine", metavar="NAME|FILE", help="of inputs/machines, for a module (h100)")
+    add(
+        "--machine",
+        metavar="NAME|FILE",
+        help=f"of inputs/machines, for a module ({DEFAULT_MACHINE})",
+    )
     profile = "measured times of a module instead of the machine's, and messages without --machine"
     add("--profile", type=Path, metavar="PROFILE.json", help=profile)
     add(
@@ -223,7 +226,7 @@ def _costs(captured, options):
     from hpc3d.predict.machine import machine_file
 
     if not options.profile:
-        machine = machine_file.load(options.machine or shipped(_MACHINE))
+        machine = machine_file.load(options.machine or default_machine())
         return costs_of(captured, machine, options.batch)
     from hpc3d.partition import measured_profile
 
@@ -236,7 +239,7 @@ def _costs(captured, options):
 def _machine_of(options):
     """What a plan is for, by name."""
     names = [str(each) for each in (options.profile, options.machine) if each]
-    return " ".join(names) or "h100"
+    return " ".join(names) or DEFAULT_MACHINE
 
 
 def _show_whole(modules):

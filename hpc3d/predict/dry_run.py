@@ -12,7 +12,7 @@ from hpc3d.plain import counted
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
-from hpc3d.shipped import MACHINE, find
+from hpc3d.shipped import DEFAULT_MACHINE, MACHINE, MEASURED, find
 from hpc3d.trace.schema import MEMORY_KIND
 from hpc3d.training.footprint import least
 from hpc3d.training.log import duration, layout_lines
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, TrainConfig
     from hpc3d.predict.machine.machine import Machine
 
-MEASURED = "this-machine"  # what `bench calibrate` writes
-_ANY = "h100"  # memory and bytes are the same on each
 _UNMEASURED = (
     "this machine is not measured: python -m hpc3d.bench calibrate measures it, --machine h100 "
     "names another"
@@ -78,8 +76,8 @@ def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
 
 
 def _stand_in() -> Machine:
-    """A machine with rates of every type."""
-    machine = load(_ANY)
+    """A machine with rates of every type; memory and bytes are the same on each."""
+    machine = load(DEFAULT_MACHINE)
     return replace(machine, gemm={"float64": machine.gemm["float32"]} | machine.gemm)
 
 

@@ -20,12 +20,11 @@ from hpc3d.cli import Parser, number_of_ranks, run, size, whole
 from hpc3d.extras import need
 from hpc3d.limits import INT32
 from hpc3d.plain import counted, plain
-from hpc3d.shipped import shipped
+from hpc3d.shipped import DEFAULT_MACHINE, default_machine
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-_MACHINE = "machines/h100.toml"
 _MARGIN = 0.1
 _JSON = """\
 print one JSON object on the last line: batch, memory [B], and rows (name, stages, replicas, ways,
@@ -44,7 +43,7 @@ def _parser():
     add("model", metavar="MODULE:FACTORY", help="what returns a module and its inputs")
     ranks = {"type": number_of_ranks, "required": True, "metavar": "N"}
     add("--ranks", **ranks, help="that every planner may use")
-    add("--machine", metavar="NAME|FILE", help="of inputs/machines (h100)")
+    add("--machine", metavar="NAME|FILE", help=f"of inputs/machines ({DEFAULT_MACHINE})")
     add("--memory", type=size, metavar="32GB", help="of a rank, 10 %% of it left free (machine's)")
     batch = "samples of a step (those of the inputs)"
     add("--batch", type=whole(1, INT32), metavar="B", help=batch)
@@ -61,7 +60,7 @@ def _compare(options: Namespace) -> None:
     from hpc3d.partition.operation_costs import Operations
     from hpc3d.predict.machine import machine_file
 
-    machine = machine_file.load(options.machine or shipped(_MACHINE))
+    machine = machine_file.load(options.machine or default_machine())
     captured = captured_of(options.model)
     memory = (options.memory or machine.memory_gb * 1e9) * (1 - _MARGIN)
     batch = options.batch or captured.batch

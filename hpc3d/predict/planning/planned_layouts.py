@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
-MACHINE = "machines/h100.toml"  # that is shipped: the one to plan for where none is named
 TOP = 10  # layouts that are shown
 
 
