@@ -34,6 +34,34 @@ if TYPE_CHECKING:
 # In memory that they share, members sum all of an all-reduce up to this size each; above, a slice.
 SMALL_SUM = 1 << 14
 
+# Collectives without a root: how often each member receives the full array but for its own part.
+EXCHANGES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+
+
+def received_bytes(op: str, nbytes: Any, size: Any, place: Any = None, root: Any = 0) -> Any:
+    """Bytes that a member of a group must receive in a call; any number may be an array.
+
+    Parameters
+    ----------
+    op : operation
+    nbytes : bytes of the block that goes in; of a broadcast or a message the block that is sent
+    size : number of members
+    place : number of the member (None: a member that receives something)
+    root : number of the root of a broadcast or a reduction, whose chain begins next to it
+    """
+    if op == "all_gather":
+        return nbytes * (size - 1)
+    if op in EXCHANGES:
+        return EXCHANGES[op] * nbytes * (size - 1) // size
+    if op == "broadcast":
+        return nbytes * (place != root)
+    return nbytes * (place != (root + 1) % size) if op == "reduce" else nbytes
+
+
+def received_share(op: str, size: int) -> float:
+    """Bytes that a member must receive in a call, as a share of the full array."""
+    return EXCHANGES[op] * (size - 1) / size if op in EXCHANGES else 1.0
+
 
 class Pending:
     """A block that is in flight."""

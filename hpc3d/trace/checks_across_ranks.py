@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.comm.communicator import EXCHANGES, received_bytes
 from hpc3d.trace.schema import MESSAGES
 from hpc3d.trace.trace_config import one_time
 
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
     from hpc3d.trace.table import Table
 
-_FROM_ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-_COLLECTIVES = (*_FROM_ALL, "broadcast", "reduce")
+_COLLECTIVES = (*EXCHANGES, "broadcast", "reduce")
 _COLUMNS = ("group", "seq", "rank", "peer", "op", "step", "count", "dtype", "bytes")
 SIZE = {
     "float64": 8,
@@ -162,7 +162,7 @@ class GroupCalls:
         posted, ended = _times(self.trace, self.rows)
         known = _comparable(self.trace, self.rows)
         last = self._highest(np.where(known, posted, posted.min(initial=0)))
-        return self.of(*_FROM_ALL) & (self.columns["bytes"] > 0) & known & (ended < last)
+        return self.of(*EXCHANGES) & (self.columns["bytes"] > 0) & known & (ended < last)
 
     def miscounted(self) -> np.ndarray:
         """Whether the bytes are not what the block that went in lets a member receive."""
@@ -171,13 +171,9 @@ class GroupCalls:
         item = item[self.columns["dtype"]]
         block = self.columns["count"] * item
         root = self.places(self.columns["peer"])
-        expected = {
-            "all_gather": block * (size - 1),
-            "reduce_scatter": block * (size - 1) // size,
-            "all_to_all": block * (size - 1) // size,
-            "all_reduce": 2 * block * (size - 1) // size,
-            "broadcast": np.where(self.place == root, 0, self._highest(block)),
-            "reduce": np.where(self.place == (root + 1) % size, 0, block),
-        }
-        wrong = [self.of(op) & (self.columns["bytes"] != each) for op, each in expected.items()]
-        return np.any(wrong, axis=0) & (self._highest(item) > 0) & ~self.partial()
+        wrong = np.zeros(len(block), bool)
+        for op in _COLLECTIVES:
+            sent = self._highest(block) if op == "broadcast" else block
+            expected = received_bytes(op, sent, size, self.place, root)
+            wrong |= self.of(op) & (self.columns["bytes"] != expected)
+        return wrong & (self._highest(item) > 0) & ~self.partial()

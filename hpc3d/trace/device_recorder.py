@@ -276,9 +276,7 @@ class DeviceTraced(Traced):
         with self.recorder.flight("together", self.group, self.stream), self.comm.grouped():
             yield
 
-    def call(
-        self, op: str, block: Array, received: int | None, peer: int, post: Callable[[], Pending]
-    ) -> Pending:
+    def call(self, op: str, block: Array, peer: int, post: Callable[[], Pending]) -> Pending:
         recorder, line = self.recorder, self.recorder.compute
         if recorder.capturing:
             return post()
@@ -302,7 +300,7 @@ class DeviceTraced(Traced):
             recorder.outstanding.remove(posted)
             recorder.stalls.append((begin, end))
             name, number = what
-            about = self.about(seq, peer, block, result, received)
+            about = self.about(op, seq, peer, block, result)
             about |= {"posted": posted, "stream": _COMPUTATION}
             recorder.put(begin, end, name, COMM, number, context, **about)
             return result

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.comm.communicator import Pending
+from hpc3d.comm.communicator import Pending, received_bytes
 from hpc3d.trace.schema import CATEGORY, DTYPE, MESSAGES, OP
 
 if TYPE_CHECKING:
@@ -40,45 +40,30 @@ class Traced:
         self.buffer, self.grouped, self.sequence = comm.buffer, comm.grouped, Counter[Hashable]()
 
     def all_gather(self, block: Array, dim: int = 0) -> Pending:
-        received = block.nbytes * (self.size - 1)
-        post = partial(self.comm.all_gather, block, dim)
-        return self.call("all_gather", block, received, -1, post)
+        return self.call("all_gather", block, -1, partial(self.comm.all_gather, block, dim))
 
     def reduce_scatter(self, block: Array, dim: int = 0) -> Pending:
-        received = block.nbytes * (self.size - 1) // self.size
         post = partial(self.comm.reduce_scatter, block, dim)
-        return self.call("reduce_scatter", block, received, -1, post)
+        return self.call("reduce_scatter", block, -1, post)
 
     def all_reduce(self, block: Array, op: str = "sum") -> Pending:
-        received = 2 * block.nbytes * (self.size - 1) // self.size
-        post = partial(self.comm.all_reduce, block, op)
-        return self.call("all_reduce", block, received, -1, post)
+        return self.call("all_reduce", block, -1, partial(self.comm.all_reduce, block, op))
 
     def broadcast(self, block: Array, root: int) -> Pending:
-        """The block, for all but the root."""
-        received = None if self.rank != root else 0
-        post = partial(self.comm.broadcast, block, root)
-        return self.call("broadcast", block, received, root, post)
+        return self.call("broadcast", block, root, partial(self.comm.broadcast, block, root))
 
     def reduce(self, block: Array, root: int) -> Pending:
-        """The block, for all but the member next to the root, where the chain to it begins."""
-        received = block.nbytes * (self.rank != (root + 1) % self.size)
-        post = partial(self.comm.reduce, block, root)
-        return self.call("reduce", block, received, root, post)
+        return self.call("reduce", block, root, partial(self.comm.reduce, block, root))
 
     def all_to_all(self, block: Array) -> Pending:
-        received = block.nbytes * (self.size - 1) // self.size
-        post = partial(self.comm.all_to_all, block)
-        return self.call("all_to_all", block, received, -1, post)
+        return self.call("all_to_all", block, -1, partial(self.comm.all_to_all, block))
 
     def send(self, block: Array, peer: int) -> Pending:
-        post = partial(self.comm.send, block, peer)
-        return self.call("send", block, block.nbytes, peer, post)
+        return self.call("send", block, peer, partial(self.comm.send, block, peer))
 
     def recv(self, shape: Sequence[int], dtype: DTypeLike, peer: int) -> Pending:
         block = np.empty((0, *shape[1:]), dtype)
-        post = partial(self.comm.recv, shape, dtype, peer)
-        return self.call("recv", block, None, peer, post)
+        return self.call("recv", block, peer, partial(self.comm.recv, shape, dtype, peer))
 
     def number(self, op: str, peer: int) -> int:
         """The number of this call in its sequence."""
@@ -86,10 +71,8 @@ class Traced:
         self.sequence[key] += 1
         return self.sequence[key] - 1
 
-    def call(
-        self, op: str, block: Array, received: int | None, peer: int, post: Callable[[], Pending]
-    ) -> Pending:
-        """Make the call by `post()`; `received` None stands for the bytes of what comes back."""
+    def call(self, op: str, block: Array, peer: int, post: Callable[[], Pending]) -> Pending:
+        """Make the call by `post()`."""
         recorder, seq = self.recorder, self.number(op, peer)
         context, step = recorder.context, recorder.step
         posted = recorder.clock()
@@ -116,21 +99,20 @@ class Traced:
                 number,
                 context,
                 posted=posted,
-                **self.about(seq, peer, block, result, received),
+                **self.about(op, seq, peer, block, result),
             )
             return result
 
         return Pending(finish)
 
-    def about(
-        self, seq: int, peer: int, block: Array, result: Any, received: int | None
-    ) -> dict[str, int]:
+    def about(self, op: str, seq: int, peer: int, block: Array, result: Any) -> dict[str, int]:
         """What the row of a call says of it."""
+        nbytes = (result if op in ("broadcast", "recv") else block).nbytes
         return {
             "group": self.group,
             "seq": seq,
             "peer": -1 if peer < 0 else self.members[peer],
-            "received": result.nbytes if received is None else received,
+            "received": received_bytes(op, nbytes, self.size, self.rank, peer),
             "count": block.size,
             "dtype": _dtype_number(block.dtype),
         }

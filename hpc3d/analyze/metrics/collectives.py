@@ -12,18 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.metrics.columns import combinations, event_values, labelled, named
+from hpc3d.comm.communicator import EXCHANGES, received_share
 from hpc3d.trace.schema import DTYPE
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.wait_states import CallInstances
     from hpc3d.trace.table import Table
 
-_BUS = {
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-}
 ITEMSIZE = dict(zip(DTYPE, (0, 8, 4, 2, 2, 8, 4, 1)))
 
 
@@ -41,7 +36,7 @@ def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.nd
     row = row[along[events["group"][row]]]
     peer, rank, received = (events[key][row] for key in ("peer", "rank", "bytes"))
     arrives, leaves, equal = (
-        labelled(events, "op", ops)[row] for ops in (("recv", "broadcast"), ("reduce",), _BUS)
+        labelled(events, "op", ops)[row] for ops in (("recv", "broadcast"), ("reduce",), EXCHANGES)
     )
     arrives, leaves = arrives & (peer >= 0), leaves & (peer >= 0) & (peer != rank)
     matrix = np.zeros((ranks, ranks))
@@ -94,8 +89,8 @@ def _rates(row):
     """Bytes a second, None where they are not known."""
     if row["size"] <= 0 or row["seconds"] <= 0:
         return {"algbw": None, "busbw": None}
-    algbw, bus = row["size"] / row["seconds"], _BUS.get(row["op"], lambda n: 1)
-    return {"algbw": algbw, "busbw": algbw * bus(row["members"])}
+    algbw = row["size"] / row["seconds"]
+    return {"algbw": algbw, "busbw": algbw * received_share(row["op"], row["members"])}
 
 
 def _instances_in_steps(calls):

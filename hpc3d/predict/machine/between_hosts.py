@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hpc3d.comm.communicator import received_share
 from hpc3d.predict.machine.collective_costs import best
 from hpc3d.trace.schema import MESSAGES
 
@@ -56,19 +57,12 @@ def crossing(machine: Any, members: Sequence[int]) -> Crossing | None:
     return Crossing(len(members), len(hosts), local, link.alpha_s, beta)
 
 
-def counted(op: str, size: int) -> float:
-    """What a trace counts of a call of `size` members, as a share of the block it is about."""
-    if op in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (size - 1) / size
-    return 2 * (size - 1) / size if op == "all_reduce" else 1.0
-
-
 def carried(op: str, nbytes: float, there: Crossing) -> float:
     """Bytes that a host's card receives for a call of a group with this Crossing."""
-    block = nbytes / counted(op, there.size)
+    block = nbytes / received_share(op, there.size)
     if op == "all_to_all":  # to each member on another host a part of its own
         block *= len(there.local)
-    return block * counted(op, there.hosts)
+    return block * received_share(op, there.hosts)
 
 
 def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
@@ -76,9 +70,11 @@ def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
     there = machine.crossing(members) if machine.cores else None
     if there is None:
         return Legs(machine.call(op, nbytes, members), 0.0)
-    block, local = nbytes / counted(op, there.size), len(there.local)
+    block, local = nbytes / received_share(op, there.size), len(there.local)
     inside = _INSIDE[op] if local > 1 else ()
-    work = sum(machine.call(each, block * counted(each, local), there.local) for each in inside)
+    work = sum(
+        machine.call(each, block * received_share(each, local), there.local) for each in inside
+    )
     across = carried(op, nbytes, there)
     work += _handed(machine, op, across / local, there.hosts)
     return Legs(work, best(op, there.hosts, across, there.alpha, there.beta))

@@ -18,7 +18,7 @@ import numpy as np
 
 from hpc3d.arrays.abstract import CostMeter
 from hpc3d.comm.abstract_communicator import AbstractCommunicator
-from hpc3d.comm.communicator import Pending
+from hpc3d.comm.communicator import Pending, received_bytes
 from hpc3d.comm.mesh import CONTEXT, WORLD, Mesh, groups_of, queue_of
 from hpc3d.ops.float8 import E4M3
 from hpc3d.predict.machine.between_hosts import legs
@@ -219,30 +219,27 @@ class TimedCommunicator(AbstractCommunicator):
         super().__init__(rank, len(members), members, pool)
         self.clock, self.axis = pool.meter, axis
 
-    def timed(self, op: str, nbytes: float, pending: Pending) -> Pending:
+    def timed(self, op: str, block: Any, pending: Pending) -> Pending:
+        nbytes = received_bytes(op, block.nbytes, self.size)
         return self.clock.until(self.clock.post(op, nbytes, self.members, self.axis), pending)
 
     def _all_gather(self, block):
-        nbytes = block.nbytes * (self.size - 1)
-        return self.timed("all_gather", nbytes, super()._all_gather(block))
+        return self.timed("all_gather", block, super()._all_gather(block))
 
     def _reduce_scatter(self, block):
-        nbytes = block.nbytes * (self.size - 1) // self.size
-        return self.timed("reduce_scatter", nbytes, super()._reduce_scatter(block))
+        return self.timed("reduce_scatter", block, super()._reduce_scatter(block))
 
     def _all_reduce(self, block, op):
-        nbytes = 2 * block.nbytes * (self.size - 1) // self.size
-        return self.timed("all_reduce", nbytes, super()._all_reduce(block, op))
+        return self.timed("all_reduce", block, super()._all_reduce(block, op))
 
     def _broadcast(self, block, root):
-        return self.timed("broadcast", block.nbytes, super()._broadcast(block, root))
+        return self.timed("broadcast", block, super()._broadcast(block, root))
 
     def _reduce(self, block, root):
-        return self.timed("reduce", block.nbytes, super()._reduce(block, root))
+        return self.timed("reduce", block, super()._reduce(block, root))
 
     def _all_to_all(self, block):
-        nbytes = block.nbytes * (self.size - 1) // self.size
-        return self.timed("all_to_all", nbytes, super()._all_to_all(block))
+        return self.timed("all_to_all", block, super()._all_to_all(block))
 
 
 class ContextTimed(TimedCommunicator):
@@ -297,11 +294,11 @@ class PipelineTimed(TimedCommunicator):
         super().__init__(rank, members, pool, axis)
         self.peers, self.stages, self.sends_done = peers, stages, {}
 
-    def timed(self, op: str, nbytes: float, pending: Pending) -> Pending:
+    def timed(self, op: str, block: Any, pending: Pending) -> Pending:
         ends, now, queue = self.clock.ends, np.array([self.clock.now]), queue_of(self.axis)
         latest = int(self.peers.all_reduce(now, "max").wait()[0])
         ends[queue] = max(ends[queue], latest)
-        return super().timed(op, nbytes, pending)
+        return super().timed(op, block, pending)
 
     def _send(self, block, peer):
         end = self.clock.send_done(block.nbytes, self.pair(peer), self.sends_done.get(peer, 0))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d import __version__
+from hpc3d.comm.communicator import received_bytes
 from hpc3d.comm.mesh import CONTEXT, WORLD, groups_of
 from hpc3d.config.load import to_toml
 from hpc3d.pipeline.schedule import find
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulator import StageRun
 
 _MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # of the events of all ranks together
-_BROADCAST, _REDUCE = OP.index("broadcast"), OP.index("reduce")
 _ITEM = np.array([SIZE.get(name, 0) for name in DTYPE])
 
 
@@ -141,18 +141,15 @@ def _turn_peers(
 def _turn_roots(
     events: np.ndarray, group: int, rank: int, mine: Sequence[int], others: Sequence[int]
 ) -> None:
-    """Name the roots of broadcasts and reductions among the members of this rank's group; the root
-    of a broadcast receives nothing, nor does the member after the root of a reduction."""
-    rows = np.flatnonzero(
-        (events["group"] == group) & np.isin(events["op"], (_BROADCAST, _REDUCE))
-    )
-    root = np.searchsorted(others, events["peer"][rows])
-    behind = events["op"][rows] == _REDUCE
-    receives = (root + behind) % len(mine) != mine.index(rank)
-    whole = events["count"][rows] * _ITEM[events["dtype"][rows]]
-    counted = events["seq"][rows] >= 0
-    events["peer"][rows] = np.where(counted, np.array(mine)[root], events["peer"][rows])
-    events["bytes"][rows] = np.where(counted, whole * receives, 0)
+    """Name the roots of broadcasts and reductions among the members of this rank's group, and
+    what this rank receives in them."""
+    for op in ("broadcast", "reduce"):
+        called = (events["group"] == group) & (events["op"] == OP.index(op))
+        rows = np.flatnonzero(called & (events["seq"] >= 0))
+        root = np.searchsorted(others, events["peer"][rows])
+        nbytes = events["count"][rows] * _ITEM[events["dtype"][rows]]
+        events["peer"][rows] = np.array(mine)[root]
+        events["bytes"][rows] = received_bytes(op, nbytes, len(mine), mine.index(rank), root)
 
 
 def prediction(runs: Sequence[StageRun], found: Mapping[str, Any]) -> dict[str, Any]:
