@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +38,15 @@ _PRODUCTS = {np.dot, np.einsum, np.inner, np.tensordot, np.vdot}
 def wide(dtype: DTypeLike) -> np.dtype:
     """The type in which sums of a type are made: float32, or wider."""
     return np.promote_types(dtype, WIDE)
+
+
+@cache
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of a type by its name, 0 if NumPy does not know it."""
+    try:
+        return np.dtype(dtype).itemsize
+    except TypeError:
+        return 0
 
 
 def is_narrow(dtype: np.dtype) -> bool:

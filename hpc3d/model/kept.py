@@ -50,6 +50,11 @@ class OffloadedArray(NamedTuple):
     kept: Array
 
 
+def stored_type(keep_dtype: str | None, dtype: DTypeLike) -> np.dtype:
+    """The type of the elements of activations of the type `dtype` that wait for backward."""
+    return np.dtype(np.uint8 if keep_dtype == "float8" else keep_dtype or dtype)
+
+
 class KeptForm:
     """How activations of the type `dtype` wait for backward: as they are or rounded, in the memory
     of the rank or offloaded."""
@@ -58,7 +63,7 @@ class KeptForm:
         self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None, offload: bool = False
     ) -> None:
         self.mesh, self.dtype, self.offload = mesh, np.dtype(dtype), offload
-        self.keep_dtype = np.dtype(np.uint8 if keep_dtype == "float8" else keep_dtype or dtype)
+        self.keep_dtype = stored_type(keep_dtype, dtype)
 
     def put_away(self, saved: Any) -> Any:
         """What was saved as it waits, each array once although it has two names."""

@@ -22,7 +22,7 @@ from hpc3d.partition.evaluation import ModelCosts, RunCosts
 from hpc3d.partition.model_graph import graph_of
 from hpc3d.partition.operation_costs import OperationCost, Operations
 from hpc3d.partition.plan_file import digest_of, name_of
-from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
+from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 
 _FORMAT, _VERSION = "hpc3d-profile", 1
 _REMEDY = "name a file that python -m hpc3d.partition profile has written"
@@ -37,7 +37,7 @@ UNIT = Machine(
     memory_gb=1.0,
     memory_bandwidth=1.0,
     launch_s=0.0,
-    gemm=dict.fromkeys(ITEMSIZE, Rates(1.0, (1.0,), (1.0,))),
+    gemm=dict.fromkeys(TYPES, Rates(1.0, (1.0,), (1.0,))),
     links=(Link(0, 0.0, 1.0),),
 )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.comm.communicator import EXCHANGES, received_bytes
-from hpc3d.trace.schema import MESSAGES
+from hpc3d.trace.schema import MESSAGES, item_sizes
 from hpc3d.trace.trace_config import one_time
 
 if TYPE_CHECKING:
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 
 _COLLECTIVES = (*EXCHANGES, "broadcast", "reduce")
 _COLUMNS = ("group", "seq", "rank", "peer", "op", "step", "count", "dtype", "bytes")
-SIZE = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "uint8": 1,
-}
 
 # A table, what is wrong with some of its rows, and their numbers.
 Violation = tuple[str, str, np.ndarray]
@@ -166,14 +157,12 @@ class GroupCalls:
 
     def miscounted(self) -> np.ndarray:
         """Whether the bytes are not what the block that went in lets a member receive."""
-        labels, size = self.trace.events.labels("dtype"), self.size
-        item = np.array([SIZE.get(labels.get(code, ""), 0) for code in range(256)])
-        item = item[self.columns["dtype"]]
+        item = item_sizes(self.trace.events.labels("dtype"))[self.columns["dtype"]]
         block = self.columns["count"] * item
         root = self.places(self.columns["peer"])
         wrong = np.zeros(len(block), bool)
         for op in _COLLECTIVES:
             sent = self._highest(block) if op == "broadcast" else block
-            expected = received_bytes(op, sent, size, self.place, root)
+            expected = received_bytes(op, sent, self.size, self.place, root)
             wrong |= self.of(op) & (self.columns["bytes"] != expected)
         return wrong & (self._highest(item) > 0) & ~self.partial()

@@ -7,10 +7,12 @@ columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from hpc3d.arrays.narrow import itemsize
 
 FORMAT = "hpc3d-trace"
 VERSION = 1
@@ -328,3 +330,10 @@ ATTRIBUTES = (
 def record_type(columns: Sequence[Column]) -> np.dtype:
     """Return the NumPy record type of a table."""
     return np.dtype([(column.name, column.type) for column in columns])
+
+
+def item_sizes(labels: Mapping[int, str]) -> np.ndarray:
+    """Bytes of an element by the code of its type, 0 for an unknown type; `labels` are {code:
+    name}."""
+    names = (labels.get(code, "") for code in range(256))
+    return np.array([itemsize(name) if name in DTYPE else 0 for name in names])

@@ -24,21 +24,16 @@ import os
 from typing import TYPE_CHECKING
 
 from hpc3d import limits
+from hpc3d.arrays.narrow import itemsize
 from hpc3d.model import families
 from hpc3d.model.families import expert_parameters, family_of
+from hpc3d.model.kept import stored_type
 from hpc3d.plain import counted
 from hpc3d.training.gradient_compression import compression_spec
 from hpc3d.training.optimizers import optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
-
-_ITEMSIZE = {
-    **dict.fromkeys(("uint8", "int8", "float8"), 1),
-    **dict.fromkeys(("float16", "bfloat16"), 2),
-    "float32": 4,
-    "float64": 8,
-}
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
@@ -78,11 +73,9 @@ def parameters(config: Config) -> float:
 
 def _bytes_held(config: Config, copies: int) -> float:
     """Bytes of a parameter on each of so many ranks that share it out as parallel.zero says."""
-    e, wide, zero = _itemsize(config), _wide(config), config.parallel.zero
+    e, wide, zero = itemsize(config.train.dtype), _wide(config), config.parallel.zero
     specs = optimizer_of(config).STATES
-    states = sum(
-        (_ITEMSIZE[spec.dtype] if spec.dtype else wide) * spec.density() for spec in specs
-    )
+    states = sum((itemsize(spec.dtype) if spec.dtype else wide) * spec.density() for spec in specs)
     states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
     values = e * ("parameters" not in config.parallel.offload)
@@ -111,20 +104,16 @@ def _activations(config: Config) -> float:
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
     kept = family.blocks_kept(sizes, config.parallel.recompute, config.chunked())
-    waiting = _ITEMSIZE[config.parallel.keep_dtype or config.train.dtype]
+    waiting = stored_type(config.parallel.keep_dtype, config.train.dtype).itemsize
     if "activations" in config.parallel.offload:
         kept /= model.layers
-    size = rows * (kept * waiting + model.vocabulary * _itemsize(config))
+    size = rows * (kept * waiting + model.vocabulary * itemsize(config.train.dtype))
     return size / (mesh.p * mesh.replicas() * _tensor(config))
-
-
-def _itemsize(config: Config) -> int:
-    return _ITEMSIZE[config.train.dtype]
 
 
 def _wide(config: Config) -> int:
     """Bytes of an element of what is summed."""
-    return max(4, _itemsize(config))
+    return max(4, itemsize(config.train.dtype))
 
 
 def _tensor(config: Config) -> int:

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hpc3d.arrays.narrow import Narrow, integers, is_narrow, of_type, widened
+from hpc3d.arrays.narrow import Narrow, integers, is_narrow, itemsize, of_type, widened
 from hpc3d.arrays.pool import Pool, contiguous, lease_of
 from hpc3d.arrays.primitive import PRIMITIVES
 from hpc3d.comm.communicator import fold
@@ -267,6 +267,11 @@ def test_an_op_is_that_of_float32_rounded(name, cache, dtype, monkeypatch):
         np.testing.assert_allclose(
             np.asarray(mine, "f4"), other, rtol=room, atol=room * np.abs(other).max()
         )
+
+
+def test_every_named_type_has_its_size():
+    sizes = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "?!": 0}
+    assert {name: itemsize(name) for name in sizes} == sizes
 
 
 def test_every_op_has_a_rule():

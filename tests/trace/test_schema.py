@@ -26,6 +26,11 @@ def test_everything_in_the_file_explains_itself(path):
     assert phases["forward"] == 0 and phases["other"] == 6
 
 
+def test_elements_have_the_sizes_of_their_types_by_any_code():
+    sizes = schema.item_sizes({0: "none", 7: "bfloat16", 3: "int64", 9: "another"})
+    assert sizes.nonzero()[0].tolist() == [3, 7] and sizes[[3, 7]].tolist() == [8, 2]
+
+
 def defined():
     """The paths of all columns of the definitions, for the calibrations of MEASURED."""
     paths = set()

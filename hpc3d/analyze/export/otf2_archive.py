@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.export.pipit import region_names, visits
-from hpc3d.analyze.metrics.collectives import ITEMSIZE
-from hpc3d.trace.schema import MESSAGES, STREAM
+from hpc3d.trace.schema import MESSAGES, STREAM, item_sizes
 
 if TYPE_CHECKING:
     from hpc3d.analyze.export.events import Events
@@ -232,12 +231,9 @@ def _of_location(events, own):
     columns["posted"] = np.clip(columns["posted"], 0, columns["start"])
     columns["is_call"] = (columns["group"] >= 0) & (columns["seq"] >= 0) & events.one_time
     columns["early"] = columns["is_call"] & (columns["posted"] < columns["start"])
-    op, dtype = (
-        [events.names[key].get(code, "") for code in columns[key].tolist()]
-        for key in ("op", "dtype")
-    )
+    op = [events.names["op"].get(code, "") for code in columns["op"].tolist()]
     columns["name_of_op"] = np.array(op, object)
-    columns["sent"] = columns["count"] * np.array([ITEMSIZE.get(name, 0) for name in dtype], int)
+    columns["sent"] = columns["count"] * item_sizes(events.names["dtype"])[columns["dtype"]]
     return columns
 
 

@@ -13,13 +13,11 @@ import numpy as np
 
 from hpc3d.analyze.metrics.columns import combinations, event_values, labelled, named
 from hpc3d.comm.communicator import EXCHANGES, received_share
-from hpc3d.trace.schema import DTYPE
+from hpc3d.trace.schema import item_sizes
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.wait_states import CallInstances
     from hpc3d.trace.table import Table
-
-ITEMSIZE = dict(zip(DTYPE, (0, 8, 4, 2, 2, 8, 4, 1)))
 
 
 def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.ndarray:
@@ -52,10 +50,7 @@ def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.nd
 
 def block_bytes(events: Table, row: np.ndarray) -> np.ndarray:
     """The size of the blocks that went into calls."""
-    itemsize = np.zeros(256, int)
-    for code, name in events.labels("dtype").items():
-        itemsize[code] = ITEMSIZE.get(name, 0)
-    return events["count"][row] * itemsize[events["dtype"][row]]
+    return events["count"][row] * item_sizes(events.labels("dtype"))[events["dtype"][row]]
 
 
 def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from itertools import compress, pairwise
 from math import ceil, inf, log, log2
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from hpc3d.arrays.narrow import itemsize
 from hpc3d.config.input_file import STRICT
 from hpc3d.predict.machine import between_hosts
 from hpc3d.predict.machine.collective_costs import Level, best, hierarchical_all_reduce
@@ -22,7 +23,7 @@ from hpc3d.predict.machine.collective_costs import Level, best, hierarchical_all
 if TYPE_CHECKING:
     from hpc3d.predict.machine.between_hosts import Crossing
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+TYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")  # of products
 
 
 class Curve:
@@ -191,8 +192,7 @@ class Machine:
         (S. Williams et al., "Roofline", CACM 52(4), 2009); a core finds them in its caches.
         ValueError where the machine has no rates of the type.
         """
-        itemsize = 0 if self.cores else ITEMSIZE.get(dtype, 0)
-        moved = batch * (m * k + k * n + m * n) * itemsize
+        moved = 0 if self.cores else batch * (m * k + k * n + m * n) * itemsize(dtype)
         return self.fused(2.0 * m * n * k * batch, moved, dtype)
 
     def fused(self, flop: float, nbytes: float, dtype: str) -> float:

@@ -17,7 +17,7 @@ from hpc3d import renamed
 from hpc3d.config.load import literal, read
 from hpc3d.plain import Problems
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
-from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
+from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 from hpc3d.shipped import MACHINE, find
 
 _RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # old key: new key
@@ -130,8 +130,8 @@ def _wrong_rates(machine: Machine) -> Iterator[str]:
     if not machine.gemm:
         yield "gemm: none; add [gemm.float32] or that of another type"
     for dtype, rates in machine.gemm.items():
-        if dtype not in ITEMSIZE:
-            yield f"gemm.{dtype}: unknown type; known are {', '.join(ITEMSIZE)}"
+        if dtype not in TYPES:
+            yield f"gemm.{dtype}: unknown type; known are {', '.join(TYPES)}"
         yield from _wrong_knots(f"gemm.{dtype}", flop=rates.flop, rate=rates.rate)
         if _SLOWEST <= rates.peak < max(rates.rate, default=0):
             yield (

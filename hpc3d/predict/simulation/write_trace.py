@@ -14,7 +14,6 @@ from hpc3d.comm.communicator import received_bytes
 from hpc3d.comm.mesh import CONTEXT, WORLD, groups_of
 from hpc3d.config.load import to_toml
 from hpc3d.pipeline.schedule import find
-from hpc3d.trace.checks_across_ranks import SIZE
 from hpc3d.trace.merge import merge
 from hpc3d.trace.schema import (
     CLOCK_SAMPLES,
@@ -24,6 +23,7 @@ from hpc3d.trace.schema import (
     MESSAGE_CODES,
     OP,
     STEPS,
+    item_sizes,
     record_type,
 )
 from hpc3d.trace.segment import segment_path, write_segment
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulator import StageRun
 
 _MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # of the events of all ranks together
-_ITEM = np.array([SIZE.get(name, 0) for name in DTYPE])
+_ITEM_SIZES = item_sizes(dict(enumerate(DTYPE)))
 
 
 def write_trace(
@@ -147,7 +147,7 @@ def _turn_roots(
         called = (events["group"] == group) & (events["op"] == OP.index(op))
         rows = np.flatnonzero(called & (events["seq"] >= 0))
         root = np.searchsorted(others, events["peer"][rows])
-        nbytes = events["count"][rows] * _ITEM[events["dtype"][rows]]
+        nbytes = events["count"][rows] * _ITEM_SIZES[events["dtype"][rows]]
         events["peer"][rows] = np.array(mine)[root]
         events["bytes"][rows] = received_bytes(op, nbytes, len(mine), mine.index(rank), root)
 

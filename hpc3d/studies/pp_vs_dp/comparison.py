@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.predict.machine.machine import ITEMSIZE
+from hpc3d.arrays.narrow import itemsize
 from hpc3d.predict.simulation.summary import exposed, moved
 from hpc3d.studies.pp_vs_dp.experiment import dtype_of, resolved_config, step
 
@@ -66,7 +66,7 @@ def race(
     many = {"microbatches": microbatches}
     stages, piped = step(machine, resolved_config(machine, {"p": ranks}, batch, many, **model))
     replicas, copied = step(machine, resolved_config(machine, {"d": ranks}, batch, **model))
-    wide = 4 / ITEMSIZE[dtype_of(machine)]  # sums are of float32
+    wide = 4 / itemsize(dtype_of(machine))  # sums are of float32
     row = {
         "network": machine.name,
         "ranks": ranks,

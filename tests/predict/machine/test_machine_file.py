@@ -3,13 +3,12 @@
 import re
 from dataclasses import replace
 
-import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
-from hpc3d.predict.machine.machine import ITEMSIZE, CallTable, Link, Machine, Rates
+from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import dumps, load
 from tests.elided import elided
 from tests.predict.machine.test_machine import CLUSTER, FAR, NEAR, SHIPPED, TABLE
@@ -151,7 +150,7 @@ def curves(draw):
 @st.composite
 def machines(draw):
     names = st.text(min_size=1).filter(str.strip).filter(str.isprintable)
-    dtypes = draw(st.sets(st.sampled_from(sorted(ITEMSIZE)), min_size=1))
+    dtypes = draw(st.sets(st.sampled_from(sorted(TYPES)), min_size=1))
     inner = draw(st.lists(st.integers(2, 4), max_size=3))
     links, ranks = [], 1
     for factor in [*inner, 0]:
