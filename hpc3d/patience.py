@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import TextIO
 
-from hpc3d.plain import plain
+from hpc3d.plain import Controls, plain
 
 FIRST = 2  # seconds of silence before the first word
 _EVERY, _REDRAWN = 30, 0.5  # seconds from one line to the next, and of a line on a terminal
@@ -39,8 +39,8 @@ class StatusLine:
     """The last line of a terminal, which is gone while anything else is printed."""
 
     def __init__(self, terminal: TextIO) -> None:
-        self.terminal = getattr(terminal, "stream", terminal)  # past what escapes our controls
-        self.shown, self.begun, self.lock = False, False, threading.RLock()
+        self.terminal, self.lock = terminal, threading.RLock()
+        self.shown = self.begun = False
 
     def show(self, text: str) -> None:
         """Show a text, unless somebody else's line has no end yet."""
@@ -64,9 +64,8 @@ class StatusLine:
             self.begun = True
 
     def _write(self, text: str) -> None:
-        with suppress(OSError):  # the terminal is gone
-            self.terminal.write(text)
-            self.terminal.flush()
+        self.terminal.write(Controls(text))
+        self.terminal.flush()
 
 
 class Above:
@@ -108,7 +107,7 @@ def patience(
 
         def speak():
             wait = FIRST if first is None else first
-            with suppress(OSError, ValueError):  # nobody reads it
+            with suppress(ValueError):  # stderr is closed
                 while not over.wait(wait):
                     passed, wait = time.monotonic() - begin, every
                     say(plain(f"hpc3d.{name}: {passed:.0f} s: {newest.text()}"))

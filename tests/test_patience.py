@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import sys
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import hpc3d
 from hpc3d.patience import FIRST, patience
+from hpc3d.plain import plain_streams
 
 log = logging.getLogger("hpc3d.somewhere")
 REDRAWN, EVERY = 0.5, 30  # seconds between status lines, on a terminal and elsewhere
@@ -138,6 +140,17 @@ def test_on_a_terminal_one_line_is_rewritten_below_what_is_printed(clock, monkey
         print(" of a line")
     assert terminal.shown() == ["a table", "no end of a line", ""]
     assert clock.waits == [0, REDRAWN, REDRAWN, REDRAWN]
+
+
+def test_a_terminal_that_is_gone_is_no_error(clock, monkeypatch):
+    end, start = os.pipe()
+    os.close(end)
+    with open(start, "w") as terminal:
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with plain_streams(), patience("plan", first=0):
+            clock.skip(0)
+            assert sys.stderr.unread
 
 
 def test_only_a_terminal_is_written_to_twice(clock, monkeypatch):
