@@ -45,29 +45,30 @@ def _with(constant: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Ranks along each axis; their product is the number of ranks."""
+    """Sizes of the mesh axes. Their product is the number of ranks."""
 
     __pydantic_config__ = STRICT
     p: Annotated[int, AtLeast(1), AtMost(1024)] = 1
-    """stages of the pipeline"""
+    """Pipeline parallelism: number of pipeline stages."""
     d: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
-    """replicas of the model, which share out a batch"""
+    """Data parallelism: number of model replicas, each with its share of the batch."""
     c: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
-    """context parallelism: ranks that share out the tokens of every sequence"""
+    """Context parallelism: number of ranks that share the tokens of each sequence."""
     e: Annotated[int, AtLeast(1), AtMost(MOST_RANKS), ValidFor("model.experts")] = 1
-    """expert parallelism: ranks that have experts of their own, and tokens of their own as along
-    d"""
+    """Expert parallelism: number of ranks over which the experts are distributed. Each also
+    processes its own share of the batch, as along d."""
     x: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """tensor parallelism (absent: 1, or the best cuboid where y and z are absent, too)"""
+    """Tensor parallelism, first axis. Default: the best cuboid if x, y and z are all absent,
+    otherwise 1."""
     y: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """tensor parallelism, as x (absent: as x)"""
+    """Tensor parallelism, second axis. Default: as for x."""
     z: Annotated[int | None, AtLeast(1), AtMost(MOST_RANKS)] = None
-    """tensor parallelism, as x (absent: as x)"""
+    """Tensor parallelism, third axis. Default: as for x."""
     order: str = " ".join(AXES)
-    """the axes, outermost first: neighbouring ranks differ along the last one"""
+    """Axes from the outermost to the innermost. Neighboring ranks differ along the last axis."""
     transport: Literal["auto", "mpi", "nccl", "host-staged"] = "auto"
-    """how ranks talk: auto takes memory that those of a node share, or NCCL where each has a
-    GPU; mpi is MPI alone; nccl, and host-staged through the memory of the hosts, are for GPUs"""
+    """Transport between ranks. auto uses shared memory within a node, or NCCL if each rank has
+    a GPU. mpi uses MPI only. nccl and host-staged (through host memory) are for GPUs."""
 
     def sizes(self) -> dict[str, int]:
         """Axis -> number of ranks, in the order of the ranks."""
@@ -89,64 +90,69 @@ def grid_of(mesh: MeshConfig) -> Grid:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Which loop each axis splits, what is kept, and in which order microbatches run."""
+    """Parallel algorithms, and what they store, send and recompute."""
 
     __pydantic_config__ = STRICT
     scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
-    """which tensor axes split which loop of a product, and how blocks are stored (README)"""
+    """Tensor-parallel scheme: which mesh axis splits which loop of a product, and how blocks
+    are stored (README). 1d-sequence adds sequence parallelism."""
     split: dict[str, str] | None = None
-    """a scheme of your own, as { m = "x", n = "y", k = "z" }; replicate, own and panels take
-    axes, too (absent: that of scheme)"""
+    """Custom scheme, such as { m = "x", n = "y", k = "z" }. replicate, own and panels also take
+    axes. Default: that of scheme."""
     keep_gathered: bool = True
-    """keep gathered blocks for backward, which otherwise gathers them again"""
+    """Save gathered operands for the backward pass. If false, the backward pass re-gathers
+    them."""
     zero: Literal[0, 1, 2, 3] = 0
-    """what the d replicas share out: 1 the optimiser's state, 2 gradients too, 3 weights too"""
+    """ZeRO stage over the data-parallel ranks: 1 shards the optimizer state, 2 also the
+    gradients, 3 also the parameters (FSDP)."""
     bucket_mb: Annotated[float, AtLeast(0), LessThan(inf)] = 25.0
-    """megabytes of gradients per reduction along d"""
+    """Size in MB of a gradient bucket, which one collective reduces along d."""
     reduce_dtype: Annotated[
         Literal["float16", "bfloat16", "float32"] | None, ValidFor("parallel.zero", 0, 1)
     ] = None
-    """the type in which gradients cross d, c and e; they are summed in float32 (absent: theirs)"""
+    """Type in which gradients are sent along d, c and e. They are summed in float32. Default:
+    the type of the gradient."""
     overlap: bool = True
-    """reduce gradients along d while backward still runs"""
+    """Overlap the gradient all-reduce along d with the backward pass."""
     compression: Literal["none", "powersgd", "top-k"] = "none"
-    """of the gradients of matrices along d, c and e: powersgd sums factors of low rank, top-k the
-    largest elements; what is left out is added to the gradient of the next step"""
+    """Gradient compression for matrices along d, c and e: powersgd sends low-rank factors,
+    top-k the largest elements. The error is added to the next gradient (error feedback)."""
     compression_rank: Annotated[
         int, AtLeast(1), AtMost(2**20), ValidFor("parallel.compression", "powersgd")
     ] = 4
-    """powersgd: the columns of the factors"""
+    """Rank of the factors of powersgd."""
     compression_share: Annotated[
         float, MoreThan(0), AtMost(1), ValidFor("parallel.compression", "top-k")
     ] = 0.01
-    """top-k: the share of a matrix that is sent"""
+    """Fraction of the elements of a matrix that top-k sends."""
     microbatches: Annotated[int, AtLeast(1), AtMost(MOST_PASSES)] = 1
-    """parts of a batch that run one after the other; their gradients accumulate"""
+    """Number of microbatches per step (gradient accumulation)."""
     chunks: Annotated[int | None, AtLeast(1), AtMost(MOST_LAYERS)] = None
-    """parts of the model that a stage has (absent: what the schedule wants)"""
+    """Number of model chunks (virtual stages) per pipeline stage. Default: set by the schedule."""
     layers_per_stage: tuple[int, ...] | None = None
-    """the layers of each part of the pipeline in model order, as [3, 2, 2, 1] (absent: even)"""
+    """Number of layers of each model chunk, in model order, such as [3, 2, 2, 1]. Default:
+    even."""
     context: Literal["ring", "all-to-all", "both"] = "ring"
-    """how the ranks along c attend to each other's tokens: keys and values go round a ring, or
-    heads are exchanged for tokens, or the latter among neighbours and the ring between them"""
+    """Algorithm of context parallelism: ring attention, all-to-all of heads (Ulysses), or both:
+    all-to-all among neighbors and a ring between these groups."""
     ulysses: Annotated[int, AtLeast(1), AtMost(MOST_RANKS)] = 1
-    """of the ranks along c those that exchange heads, with context = "both" """
+    """Size of the all-to-all groups along c, with context = "both"."""
     attention: Literal["full", "chunked"] | None = None
-    """full keeps all T x T probabilities, chunked a sum per row: memory linear in T (absent: full,
-    but in float32 or float64 on CPUs from 1024 tokens on chunked, which is faster there; a ring is
-    chunked)"""
+    """full stores all T x T probabilities. chunked stores one sum per row, so memory is linear
+    in T. Default: full, but chunked in ring attention and on CPUs from 1024 tokens in float32
+    and float64."""
     recompute: Literal["none", "selective", "full"] | tuple[int, ...] = "none"
-    """what backward computes again instead of keeping it: selective the scores and softmax of
-    attention, full whole blocks, a list such as [0, 1] the blocks of these numbers"""
+    """Activation checkpointing: selective recomputes the scores and the softmax of attention in
+    the backward pass, full recomputes blocks, and a list such as [0, 1] recomputes the blocks
+    with these numbers."""
     keep_dtype: Literal["bfloat16", "int8", "float8"] | None = None
-    """of the activations that wait for backward, which works with rounded copies: int8 and float8
-    (e4m3) have a scale per row (absent: train.dtype)"""
+    """Type of saved activations. The backward pass uses the rounded copies. int8 and float8
+    (e4m3) have one scale per row. Default: train.dtype."""
     offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()
-    """what waits outside of a rank's memory until it is needed, as ["optimizer"]: its states,
-    activations until their backward pass, and matrices of blocks between their uses; on CPUs in
-    files in TMPDIR, of GPUs on the host"""
+    """Offloaded data, such as ["optimizer"]: optimizer states, saved activations, or block
+    matrices between their uses. CPUs offload to files in TMPDIR, GPUs to host memory."""
     schedule: str | None = None
-    """the order of microbatches: {schedules} or csv:FILE (absent: none on one stage, else 1f1b)"""
+    """Pipeline schedule: {schedules} or csv:FILE. Default: none on one stage, otherwise 1f1b."""
 
     @property
     def way(self) -> str:
@@ -160,85 +166,88 @@ class ModelConfig:
 
     __pydantic_config__ = STRICT
     kind: Literal[tuple(FAMILIES)] = "gpt2"
-    """the family of models"""
+    """Model family."""
     layers: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS)] = 2
-    """Transformer blocks"""
+    """Number of Transformer blocks."""
     hidden: Annotated[int, AtLeast(1), AtMost(2**20)] = 384
-    """features of a token, a multiple of heads"""
+    """Hidden size, a multiple of heads."""
     heads: Annotated[int, AtLeast(1), AtMost(2**20)] = 64
-    """heads of attention"""
+    """Number of attention heads."""
     sequence: Annotated[int, AtLeast(1), AtMost(2**27)] = 64
-    """tokens of a sequence"""
+    """Sequence length in tokens."""
     vocabulary: Annotated[int | None, AtLeast(1), AtMost(2**27)] = None
-    """tokens that there are (absent: those of the tokenizer)"""
+    """Vocabulary size. Default: that of the tokenizer."""
     tied: bool = True
-    """the table of tokens is also the matrix of the head"""
+    """Tie the token embedding to the output projection."""
     kv_heads: Annotated[
         int | None, AtLeast(1), AtMost(2**20), ValidFor("model.kind", "llama", "qwen2")
     ] = None
-    """llama, qwen2: heads of keys and values, each shared by heads / kv_heads queries (absent:
-    heads)"""
+    """llama, qwen2: number of key and value heads (grouped-query attention). heads / kv_heads
+    query heads share one. Default: heads."""
     ffn: Annotated[
         int | None, AtLeast(1), AtMost(2**22), ValidFor("model.kind", "llama", "qwen2", "bert")
     ] = None
-    """llama, qwen2, bert: features of the hidden layer of the MLP (absent: 4 hidden)"""
+    """llama, qwen2, bert: hidden size of the MLP (SwiGLU in llama and qwen2). Default: 4 x
+    hidden."""
     norm_epsilon: Annotated[
         float | None, AtLeast(0), LessThan(1), ValidFor("model.kind", "llama", "qwen2", "bert")
     ] = None
-    """llama, qwen2, bert: what norms add to the mean of squares (absent: 1e-12 of bert, else
-    1e-5)"""
+    """llama, qwen2, bert: epsilon of the norms. Default: 1e-12 for bert, otherwise 1e-5."""
     rope_theta: Annotated[
         float, AtLeast(1), LessThan(inf), ValidFor("model.kind", "llama", "qwen2")
     ] = 10000.0
-    """llama, qwen2: rotary positions turn the slowest pair of a head by about 1 / rope_theta a
-    token"""
+    """llama, qwen2: base of the rotary position embedding (RoPE)."""
     rope_scaling: Annotated[
         dict[str, float | str] | None, ValidFor("model.kind", "llama", "qwen2")
     ] = None
-    """llama, qwen2: slower turns for longer sequences, rope_type "llama3" of published configs, as
-    { factor = 8, low = 1, high = 4, original = 8192 } (absent: none)"""
+    """llama, qwen2: RoPE scaling for long sequences, rope_type "llama3" of published
+    configurations, as { factor = 8, low = 1, high = 4, original = 8192 }. Default: none."""
     gelu: Annotated[Literal["tanh", "exact"], ValidFor("model.kind", "gpt2", "bert")] = "tanh"
-    """by tanh, an approximation, or by the error function (on CPUs: extra exact)"""
+    """GELU with the tanh approximation, or exact with the error function (on CPUs, exact needs
+    the extra exact)."""
     padding: Annotated[int | None, AtLeast(0), AtMost(2**27), ValidFor("model.kind", "bert")] = (
         None
     )
-    """bert: the token that fills up sequences, to which no token attends and which is no target
-    (absent: none)"""
+    """bert: id of the padding token. No token attends to it, and it is never a target. Default:
+    no padding."""
     dropout: Annotated[float, AtLeast(0), LessThan(1)] = 0.0
-    """the share of activations that is dropped, from 0 to below 1"""
+    """Dropout probability."""
     experts: Annotated[int, AtLeast(0), AtMost(2**20), ValidFor("model.kind", "gpt2", "llama")] = 0
-    """gpt2, llama: experts of a mixture in the place of an MLP (0: none)"""
+    """gpt2, llama: number of experts, which replace the MLP (mixture of experts). 0 disables
+    the mixture."""
     top_k: Annotated[int, AtLeast(1), AtMost(2**10), *_OF_MIXTURES] = 1
-    """experts that see a token, the likeliest by a router: 1 in Switch, 2 in GShard and Mixtral"""
+    """Number of experts per token, selected by the router: 1 in Switch, 2 in GShard and
+    Mixtral."""
     capacity: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 1.25
-    """slots that an expert has for a sequence, over its even share, top_k x sequence / experts: a
-    token that finds none is dropped (0: room for all)"""
+    """Capacity factor: slots of an expert per sequence, relative to top_k x sequence / experts.
+    Tokens beyond the capacity are dropped. 0 drops no token."""
     moe_every: Annotated[int, AtLeast(1), AtMost(MOST_LAYERS), *_OF_MIXTURES] = 1
-    """the last of every so many blocks has a mixture, the others an MLP"""
+    """Interval between mixtures: the last of every moe_every blocks has one, the others an MLP."""
     shared_experts: Annotated[int, AtLeast(0), AtMost(2**10), *_OF_MIXTURES] = 0
-    """experts that see all tokens, beside the others: one MLP so many times as wide"""
+    """Number of shared experts, which process all tokens. They form one MLP of shared_experts
+    times the width."""
     balance_loss: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 0.01
-    """the factor of the loss that evens out the load of experts (0: none)"""
+    """Weight of the load balancing loss. 0 disables it."""
     z_loss: Annotated[float, AtLeast(0), LessThan(inf), *_OF_MIXTURES] = 0.001
-    """the factor of the squared logarithm of the router's sum of exponentials (0: none)"""
+    """Weight of the router z-loss, the squared logsumexp of the router logits. 0 disables it."""
     balance_bias: Annotated[float, AtLeast(0), LessThan(1), *_OF_MIXTURES] = 0.0
-    """by how much a step changes the bias by which experts are chosen, up where one had less than
-    its share of tokens, else down; it balances without a loss (0: no bias)"""
+    """Load balancing without a loss: change per step of the router bias of each expert, up if
+    it received less than its share of tokens, down otherwise. 0 disables it."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text."""
+    """Training and validation text."""
 
     __pydantic_config__ = STRICT
     path: str = "inputs/corpus"
-    """a text file, a folder of *.txt, or a token file of `hpc3d prepare`"""
+    """A text file, a folder of *.txt files, or a token file of `hpc3d prepare`."""
     tokenizer: Literal["byte", "bpe"] | None = None
-    """byte has 256 tokens, bpe is for a token file that was made with it (absent: what the token
-    file says, byte for text)"""
+    """byte has 256 tokens. bpe is for a token file that was made with it. Default: that of the
+    token file, or byte for text."""
     validation: Annotated[float | str | None, MoreThan(0), LessThan(1)] = None
-    """what the model is evaluated on (train.eval_every): the share of the text that is held out,
-    its last part, such as 0.05; or a text as in path (absent: nothing)"""
+    """Validation text (train.eval_every): the fraction of the text to hold out at its end, such
+    as 0.05, or a text as in path. Default: none."""
 
 
 @dataclass(frozen=True)
@@ -248,93 +257,95 @@ class TorchConfig:
 
     __pydantic_config__ = STRICT
     factory: str | None = None
-    """MODULE:FACTORY, a function that returns the module and its example inputs (absent: the model
-    is that of [model])"""
+    """MODULE:FACTORY, a function that returns the module and its example inputs. Default: the
+    model of [model]."""
     inputs: str | None = None
-    """MODULE:FUNCTION, which returns the inputs of a step by its number (absent: the example
-    inputs, in every step)"""
+    """MODULE:FUNCTION, which returns the inputs of a step by its number. Default: the example
+    inputs in every step."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The optimisation."""
+    """Optimization."""
 
     __pydantic_config__ = STRICT
     steps: Annotated[int, AtLeast(1), AtMost(INT32)] = 20
-    """training steps"""
+    """Number of training steps."""
     max_minutes: Annotated[float, AtLeast(0), LessThan(inf)] = 0.0
-    """save and stop after the step in which they have passed (0: no limit)"""
+    """Save and stop after the step in which this many minutes have passed. 0 sets no limit."""
     batch: Annotated[int, AtLeast(1), AtMost(2**20)] = 192
-    """sequences of a step, over all replicas and microbatches"""
+    """Global batch size in sequences, over all replicas and microbatches."""
     optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion", "muon", "sgd"] = "adamw"
-    """adamw-8bit keeps both moments of matrices in 8 bits; adafactor row and column means of a
-    matrix's second moment, and no first one; lion steps by the sign of a mean of gradients; muon
-    orthogonalises that of a matrix in a block, and does all else as adamw; all with decoupled
-    weight decay"""
+    """Optimizer, with decoupled weight decay. adamw-8bit stores both moments of matrices in 8
+    bits. adafactor stores row and column means of the second moment, and no first moment. lion
+    steps by the sign of the momentum. muon orthogonalizes the momentum of block matrices, and
+    uses adamw for the rest."""
     orthogonalize: Annotated[
         Literal["in-turn", "sharded"], ValidFor("train.optimizer", "muon")
     ] = "in-turn"
-    """by muon, matrices that several ranks have blocks of: in-turn, each of them gets some of the
-    matrices whole; sharded, every matrix stays cut, and all of them work on it"""
+    """muon, for matrices sharded over several ranks: in-turn assigns full matrices round-robin
+    to the ranks; sharded keeps every matrix sharded, and all ranks work on it."""
     beta1: Annotated[
         float | None, AtLeast(0), LessThan(1), ValidFor("train.optimizer", *_with("beta1"))
     ] = None
-    """the part of the mean of gradients that a step keeps (absent: 0.9; muon: 0.95, of its
-    matrices)"""
+    """Decay rate of the first moment. Default: 0.9; for the matrices of muon, 0.95."""
     beta2: Annotated[
         float | None, AtLeast(0), LessThan(1), ValidFor("train.optimizer", *_with("beta2"))
     ] = None
-    """the same of their squares (absent: 0.95); lion: of the mean that the next step begins with
-    (absent: 0.99)"""
+    """Decay rate of the second moment. Default: 0.95. lion: decay rate of the momentum for the
+    next step. Default: 0.99."""
     epsilon: Annotated[
         float | None, AtLeast(1e-30), LessThan(1), ValidFor("train.optimizer", *_with("epsilon"))
     ] = None
-    """added to the root of the mean of squares (absent: 1e-8)"""
+    """Term added to the root of the second moment. Default: 1e-8."""
     learning_rate: Annotated[float, AtLeast(0), LessThan(inf)] = 3e-3
-    """the highest, at the end of the warm-up"""
+    """Peak learning rate, at the end of the warmup."""
     warmup: Annotated[int, AtLeast(0), AtMost(INT32)] = 2
-    """steps in which the learning rate rises to it, linearly"""
+    """Number of steps of the linear learning-rate warmup."""
     min_learning_rate: Annotated[float | None, AtLeast(0)] = None
-    """the lowest, at the end of the decay (absent: a tenth of learning_rate)"""
+    """Final learning rate, at the end of the decay. Default: a tenth of learning_rate."""
     decay: Literal["cosine", "linear", "wsd", "wsd-linear", "constant"] = "cosine"
-    """how the learning rate falls after the warm-up: wsd (warm-up, stable, decay) stays at the
-    highest until the `cooldown`, in which it falls as 1 - sqrt, or linearly with wsd-linear;
-    constant does not fall"""
+    """Learning-rate schedule after the warmup. wsd (warmup, stable, decay) stays at the peak
+    until the cooldown, and then falls as 1 - sqrt; wsd-linear falls linearly; constant does not
+    fall."""
     cooldown: Annotated[
         int | None, AtLeast(1), AtMost(INT32), ValidFor("train.decay", "wsd", "wsd-linear")
     ] = None
-    """wsd, wsd-linear: the steps in which the learning rate falls, the last ones of decay_steps
-    (absent: a fifth of them)"""
+    """wsd, wsd-linear: number of steps of the cooldown, the last ones of decay_steps. Default:
+    a fifth of decay_steps."""
     decay_steps: Annotated[int | None, AtLeast(1), AtMost(INT32)] = None
-    """the steps until the learning rate has decayed, after which it stays (absent: the `steps`
-    that the run is begun with, also where it is extended later)"""
+    """Number of steps until the learning rate has decayed; it then stays constant. Default: the
+    steps of the initial run, even if the run is extended later."""
     weight_decay: Annotated[float, AtLeast(0), LessThan(inf)] = 0.1
-    """the share of a matrix that a step takes off, times the learning rate"""
+    """Decoupled weight decay, applied to matrices only."""
     clip: Annotated[float, AtLeast(0), LessThan(inf)] = 1.0
-    """the largest norm of the whole gradient, to which it is scaled down (0: none)"""
+    """Gradient clipping by global norm: the maximum norm. 0 disables it."""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
-    """of parameters and activations; those of 16 bits are summed in float32"""
+    """Type of parameters and activations. The 16-bit types train in mixed precision: sums and
+    master weights are float32, and float16 uses loss scaling."""
     product_dtype: Annotated[Literal["float8"] | None, ValidFor("torch.factory", None)] = None
-    """of the operands of the layers' products: e4m3 for activations and weights, e5m2 for
-    gradients, multiplied and summed as train.dtype (absent: as they are)"""
+    """Type of the operands of the products of layers: float8 is e4m3 for activations and
+    weights, and e5m2 for gradients. Sums have the precision of train.dtype. Default:
+    train.dtype."""
     product_scale: Annotated[
         Literal["block", "tensor"], ValidFor("train.product_dtype", "float8")
     ] = "block"
-    """float8: what has a scale of its own, 128 neighbours in a row of activations and gradients
-    and 128 x 128 weights, or a tensor"""
+    """Scales of float8: one per block (128 elements of a row of activations and gradients, 128
+    x 128 weights), or one per tensor."""
     backend: Literal["numpy", "cupy"] = "numpy"
-    """numpy computes on CPUs, cupy on GPUs"""
+    """numpy computes on CPUs, cupy on GPUs."""
     eval_every: Annotated[int, AtLeast(0), AtMost(INT32), ValidFor("torch.factory", None)] = 0
-    """evaluate on data.validation after every so many steps, and after the last (0: never)"""
+    """Interval in steps between evaluations on data.validation. The last step is also
+    evaluated. 0 disables evaluation."""
     eval_batches: Annotated[int, AtLeast(0), AtMost(INT32)] = 16
-    """batches of an evaluation, of `batch` sequences each, as far as the text fills them (0: all
-    that it fills)"""
+    """Maximum number of batches per evaluation, each of `batch` sequences. 0 evaluates all
+    batches of the text."""
     tf32: Annotated[
         bool, ValidFor("train.backend", "cupy"), ValidFor("train.dtype", "float32")
     ] = False
-    """GPUs round the operands of float32 products to 10 bits"""
+    """On GPUs, round the operands of float32 products to 10 mantissa bits (TF32)."""
     cuda_graph: Annotated[bool, ValidFor("train.backend", "cupy"), ValidFor("mesh.p", 1)] = False
-    """GPUs run a step as one launch, a CUDA graph"""
+    """On GPUs, launch each step as one CUDA graph."""
     fused_gelu: Annotated[
         bool,
         ValidFor("train.backend", "cupy"),
@@ -342,7 +353,7 @@ class TrainConfig:
         ValidFor("model.gelu", "tanh"),
         ValidFor("train.product_dtype", None),
     ] = False
-    """GPUs do GELU within products, by cuBLASLt"""
+    """On GPUs, fuse GELU into the products (cuBLASLt epilogues)."""
 
     def constants(self) -> dict[str, float]:
         """The keys that the optimiser has a use for, and their values."""
@@ -379,24 +390,25 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How often the state is saved."""
+    """Checkpoints."""
 
     __pydantic_config__ = STRICT
     every: Annotated[int, AtLeast(0), AtMost(INT32)] = 0
-    """save after every so many steps, and after the last (0: never, unless asked to stop)"""
+    """Interval in steps between checkpoints. The last step is also saved. 0 saves only if the
+    run is asked to stop."""
     keep: Annotated[int, AtLeast(1), AtMost(INT32)] = 2
-    """checkpoints that are kept, the newest ones"""
+    """Number of checkpoints to keep, the newest ones."""
     keep_best: Annotated[bool, ValidFor("train.eval_every")] = False
-    """save after an evaluation that is the best so far, and keep that checkpoint, too"""
+    """Save after each evaluation with the lowest loss so far, and keep that checkpoint as well."""
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What is checked as a run goes."""
+    """Detection of wrong numbers."""
 
     __pydantic_config__ = STRICT
     replicas_every: Annotated[int, AtLeast(0), AtMost(INT32)] = 100
-    """after every so many steps compare the parameters that ranks hold in common (0: never)"""
+    """Interval in steps between comparisons of replicated parameters. 0 disables them."""
     abft_every: Annotated[
         int,
         AtLeast(0),
@@ -405,43 +417,45 @@ class GuardConfig:
         ValidFor("train.dtype", "float32", "float64"),
         ValidFor("parallel.reduce_dtype", None, "float32"),
     ] = 0
-    """every so many steps check all products and messages of one (0: never)"""
+    """Interval in steps between steps whose products and messages are all verified by checksums
+    (ABFT). 0 disables it."""
     loss_spike_sigma: Annotated[float, AtLeast(0), LessThan(inf)] = 6.0
-    """a line in the log for losses so many standard deviations above those before (0: none)"""
+    """Log a warning for a loss this many standard deviations above the previous ones. 0
+    disables it."""
 
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """What is recorded as a run goes."""
+    """Recording of the trace."""
 
     __pydantic_config__ = STRICT
     enabled: bool = True
-    """whether there is a trace"""
+    """Record a trace."""
     sync_every: Annotated[int, AtLeast(1), AtMost(INT32)] = 100
-    """steps from one comparison of several hosts' clocks to the next"""
+    """Interval in steps between clock comparisons of several hosts."""
     clock: Annotated[Literal["wall", "cpu"], ValidFor("train.backend", "numpy")] = "wall"
-    """with cpu each rank counts its own CPU time: where ranks outnumber cores, that is
-    what an operation costs"""
+    """wall records wall-clock time. cpu records the CPU time of each rank, which is the cost of
+    an operation if ranks outnumber cores."""
     nvtx: Annotated[bool, ValidFor("train.backend", "cupy")] = False
-    """NVIDIA's profilers show the names of what a GPU computes"""
+    """Name GPU kernels for NVIDIA's profilers (NVTX ranges)."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is kept, and how it is ended."""
+    """Output, stop requests and monitoring."""
 
     __pydantic_config__ = STRICT
     out: str = "results"
-    """the folder in which the run makes its own"""
+    """Folder that contains the folder of each run."""
     signal: Literal["USR1", "USR2"] = "USR1"
-    """asks the run to save and stop, as SIGTERM, SIGINT and SIGHUP do"""
+    """Signal that asks the run to save and stop, in addition to SIGTERM, SIGINT and SIGHUP."""
     watchdog_s: Annotated[float, AtLeast(0.1), LessThan(1e9)] = 300.0
-    """the run is given up after so many seconds in which nothing moved"""
+    """Abort the run after this many seconds without progress."""
     tensorboard: bool = False
-    """what metrics.jsonl has is written for TensorBoard, too (extra tensorboard)"""
+    """Also write the records of metrics.jsonl for TensorBoard (extra tensorboard)."""
     metrics_hook: str | None = None
-    """MODULE:FUNCTION, which rank 0 calls with each record of metrics.jsonl, a dict (absent: none)
-    """
+    """MODULE:FUNCTION, which rank 0 calls with each record of metrics.jsonl, a dict. Default:
+    none."""
 
 
 @dataclass(frozen=True)
@@ -450,9 +464,10 @@ class Config:
 
     __pydantic_config__ = STRICT
     name: str = "gpt"
-    """begins the name of the run's folder (default for other families: model.kind)"""
+    """First part of the name of the run's folder. If it is not set, other families use
+    model.kind."""
     seed: Annotated[int, AtLeast(0), LessThan(2**64)] = 1234
-    """of the initial weights, of dropout and of the order of the text"""
+    """Seed of the initial weights, of dropout and of the order of the training text."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -28,16 +28,20 @@ _COLUMN, _NARROWEST, _WIDTH = 28, 60, 99
 _HEAD = """\
 # Configuration
 
-An input file is TOML: a few keys, then the sections below. All of them have defaults, and any is
-an option on the command line: `--parallel.scheme 1d`, `--mesh.x 4`. The resolved configuration
-is in the run's folder, its trace and its checkpoints. Wrong input is one line each, with the key
-and what to do, before anything starts; [limits.md](limits.md) has the bounds. `python -m
-hpc3d.train --help` prints the same keys, `--help train.decay` one of them. An editor that knows
-JSON schemas completes and checks a file whose first line is `#:schema hpc3d.schema.json` beside
-that file of `inputs/`. Keys with a new name are still read by their old one, with a warning
-(`hpc3d/renamed.py` lists them). Paths may begin with `~` and contain `$NAME`. This page is
-written by `python -m hpc3d.config.reference > docs/configuration.md`, and a test compares the
-two; the schema is written with `--json-schema`.
+This reference lists every key of an input file, with its default, its choices and its meaning.
+
+An input file is TOML: top-level keys, then the sections below. Every key has a default and is also
+a command-line option, such as `--parallel.scheme 1d` or `--mesh.x 4`. hpc3d stores the resolved
+configuration in the run's folder, its trace and its checkpoints. It reports every problem on its
+own line, with the key and a fix, before training starts. [limits.md](limits.md) lists the bounds.
+`python -m hpc3d.train --help` prints the same keys, and `--help train.decay` prints one key.
+
+To complete and check input files in an editor, start a file with `#:schema hpc3d.schema.json` and
+copy that file from `inputs/`. Renamed keys are still read under their old names, with a warning
+(`hpc3d/renamed.py`). Paths may begin with `~` and contain `$NAME`.
+
+The command `python -m hpc3d.config.reference > docs/configuration.md` writes this page, and
+`--json-schema` writes the schema.
 """
 
 
@@ -87,16 +91,15 @@ def page() -> str:
 
 
 def _rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
-    """The lines of a Markdown table with one row per key of a dataclass."""
+    """Yield a Markdown list with one item per key of a dataclass."""
     types, texts = get_type_hints(table), meanings(table)
-    yield from ("| key | default | meaning |", "|---|---|---|")
     for item in fields(table):
         if item.name not in skip:
-            default = "absent" if item.default is None else f"`{literal(item.default)}`"
-            meaning, kind = texts[item.name], types[item.name]
-            if choices := choices_of(kind):
-                meaning = f"{', '.join(f'`{choice}`' for choice in choices)}: {meaning}"
-            yield f"| `{item.name}` | {default} | {meaning} |"
+            given = [] if item.default is None else [f"default `{literal(item.default)}`"]
+            if choices := choices_of(types[item.name]):
+                given += ["choices " + ", ".join(f"`{choice}`" for choice in choices)]
+            facts = f" ({'; '.join(given)})" if given else ""
+            yield f"* **`{item.name}`**{facts}: {texts[item.name]}"
 
 
 def _entry(key: str, value: Any, kind: Any, meaning: str, width: int) -> list[str]:

@@ -181,16 +181,12 @@ RANKS = (
 COORDS = Column("coords", "i4", "1", "coordinates [ranks, axes] in the mesh, -1 if unknown", -1)
 
 GROUPS = (
-    Column(
-        "group_id", "i4", "index", "row index, the value of /events/group", 0, "groups"
-    ),
+    Column("group_id", "i4", "index", "row index, the value of /events/group", 0, "groups"),
     Column("axis", TEXT, "text", "mesh axis or axes of the group, or world"),
     Column("size", "i4", "1", "number of members", 1),
     Column("offset", "i8", "index", "index of the first member in members", 0),
 )
-MEMBERS = Column(
-    "members", "i4", "1", "ranks of all groups, concatenated", 0, "ranks"
-)
+MEMBERS = Column("members", "i4", "1", "ranks of all groups, concatenated", 0, "ranks")
 
 CLOCK_SAMPLES = (
     Column("rank", "i4", "1", "rank in the mesh", 0, "ranks"),
@@ -198,9 +194,7 @@ CLOCK_SAMPLES = (
     Column("offset_ns", "f8", "ns", "the peer's clock minus the rank's own"),
     Column("rtt_ns", "i8", "ns", "round-trip time of the exchange", 0),
     Column("round", "i4", "1", "number of the synchronization", 0),
-    Column(
-        "peer", "i4", "1", "reference rank: 0, or the parent in the tree of hosts", 0, "ranks"
-    ),
+    Column("peer", "i4", "1", "reference rank: 0, or the parent in the tree of hosts", 0, "ranks"),
 )
 
 CLOCK_MODEL = (
