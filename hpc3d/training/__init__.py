@@ -1,1 +1,1 @@
-"""What turns a model into a run: data, optimiser, schedule of the learning rate, loop."""
+"""Training: optimizers, learning rate schedules, guards, and the loop of a run."""

@@ -1,16 +1,16 @@
-"""Adafactor: of the second moment of a matrix its rows and its columns alone are kept.
+"""Adafactor: the second moment of a matrix is factored into row and column means.
 
     R_i = b R_i + (1 - b) (mean_j g_ij^2 + eps);  C_j likewise over i;  b = 1 - t^-0.8
     V_ij = R_i C_j / mean(R);  U = g / sqrt(V);  w = (1 - lr decay) w - lr U / max(1, rms(U))
 
-Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with the learning rate as it is given and
-without momentum.  A vector has all of its V.
+Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with the configured learning rate and
+without momentum.  The second moment of a vector is not factored.
 
-The means are those of the whole matrix.  Where it is cut, the sums of its rows go over the axes
-that cut its columns, those of its columns and that of R over the axes that cut its rows, and that
-of U^2 over both: along each axis two calls of all matrices.  Of a block A x B a rank among g that
-cut the columns receives 2 (1 - 1/g) (A + 1) elements, among g that cut the rows
-2 (1 - 1/g) (B + 2); of a stack of experts each counts.
+The means are over the unsharded matrix.  Row sums are all-reduced over the axes that shard the
+columns; column sums and the sum of R over the axes that shard the rows; the sum of U^2 over both.
+Each axis takes two collective calls for all matrices together.  For a block A x B, a rank receives
+2 (1 - 1/g) (A + 1) elements if g ranks shard the columns, and 2 (1 - 1/g) (B + 2) if g ranks shard
+the rows; each expert of a stack counts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import Parameter, WholeMatrix
 
-_Sum = tuple["Array", Iterable[str]]  # a share of a sum, and the axes that it goes over
+_Sum = tuple["Array", Iterable[str]]  # a partial sum and the axes to all-reduce it over
 
 
 class _Step(NamedTuple):
-    """A matrix amid its update: what `Optimizer.matrices` has, and U = rows grad columns."""
+    """Matrix during its update: an item of `Optimizer.matrices`, and U = rows grad columns."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
     axes: tuple[str, ...]
 
     def squares(self) -> Array:
-        """This rank's share of the sum of U^2."""
+        """Return this rank's partial sum of U^2."""
         sums = np.empty_like(self.rows.sum(0))
         sum_squares_scaled(self.arrays[2], self.rows, self.columns, sums)
         return sums
@@ -54,7 +54,7 @@ class _Step(NamedTuple):
 
 
 class _VectorStep(NamedTuple):
-    """The same of a vector, or of this rank's part of one: its U is there."""
+    """Vector, or this rank's slice of one, during its update, with its U."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
@@ -75,7 +75,7 @@ class _VectorStep(NamedTuple):
 
 
 class Adafactor(Optimizer):
-    EPSILON, LARGEST, EXPONENT = 1e-30, 1.0, -0.8  # eps, that of rms(U), and that of t
+    EPSILON, LARGEST, EXPONENT = 1e-30, 1.0, -0.8  # eps, the limit of rms(U), the exponent of t
     STATES = (
         StateSpec("row_means", per=(1, None), of=is_matrix),
         StateSpec("column_means", per=(None, 1), of=is_matrix),
@@ -84,7 +84,7 @@ class Adafactor(Optimizer):
     WHOLE_MATRICES = is_matrix
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """One step with the gradients times `scale`."""
+        """Update the parameters with the gradients times `scale`."""
         self.steps += 1
         decay = learning_rate * self.weight_decay
         # An offloaded value is written back when its batch ends.
@@ -93,7 +93,7 @@ class Adafactor(Optimizer):
             self._descend([*matrices, *self._vector_steps(decay, scale)], learning_rate)
 
     def _descend(self, steps: Sequence[_Step | _VectorStep], learning_rate: float) -> None:
-        """Update all matrices and vectors, each by its U / max(1, rms(U))."""
+        """Update all matrices and vectors by U / max(1, rms(U))."""
         mesh = self.parameters.mesh
         with mesh.trace.span("squares"):
             shares = [(step.squares(), step.axes) for step in steps]
@@ -104,13 +104,13 @@ class Adafactor(Optimizer):
                 step.descend(learning_rate / np.maximum(1.0, rms / self.LARGEST))
 
     def _move(self, state: Array, mean: Array) -> None:
-        """Let a state come nearer to a mean of squares."""
+        """Update the moving average of a state with a mean of squares."""
         rest = self.steps**self.EXPONENT
         state *= 1 - rest
         state += rest * (mean + self.EPSILON)
 
     def _matrix_steps(self, found: Sequence[tuple], scale: float) -> list[_Step]:
-        """Those of all matrices, their states being up to date."""
+        """Update the states of all matrices and return their steps."""
         mesh = self.parameters.mesh
         with mesh.trace.span("squares"):
             rows, columns = self._squares_of_lines(found, scale)
@@ -130,7 +130,7 @@ class Adafactor(Optimizer):
     def _squares_of_lines(
         self, found: Sequence[tuple], scale: float
     ) -> tuple[list[_Sum], list[_Sum]]:
-        """This rank's shares of the sums of squares of rows and of columns."""
+        """Return this rank's partial sums of squares of rows and of columns."""
         rows, columns = [], []
         for part, (_, _, grad), states, _ in found:
             of_rows = np.empty_like(states["row_means"])
@@ -150,7 +150,7 @@ class Adafactor(Optimizer):
         total: Array,
         scale: float,
     ) -> _Step:
-        """That of a matrix, with the sums of squares of its columns and of its row means."""
+        """Return the step of a matrix from its sums of squared columns and of row means."""
         count = _rows(part.item)
         self._move(states["column_means"], squares / count)
         scales = np.sqrt(total / count / states["row_means"]) * scale
@@ -158,7 +158,7 @@ class Adafactor(Optimizer):
         return _Step(part.item, arrays, keep, scales, 1 / np.sqrt(states["column_means"]), axes)
 
     def _vector_steps(self, decay: float, scale: float) -> Iterator[_VectorStep]:
-        """Those of all vectors, each by itself."""
+        """Yield the steps of all vectors."""
         pieces = zip(self.parameters.pieces, self.pieces(decay), strict=True)
         for piece, ((value, master, grad), states, keep) in pieces:
             scaled, second = grad * scale, states["second"]
@@ -172,24 +172,24 @@ class Adafactor(Optimizer):
                 yield _VectorStep(item, arrays, keep, update[part], self._axes_of(item))
 
     def _axes_of(self, item: Parameter) -> tuple[str, ...]:
-        """The axes that cut what is updated of a vector."""
+        """Return the axes that shard the update of a vector."""
         replicas = item.replicas if self.parameters.shared_out(item) else ()
         layout = item.updated_layout
         return (*(axis for dim in layout for axis in dim), *layout.owned, *replicas)
 
 
 def _rows(item: Parameter) -> int:
-    """Those of a matrix, without padding."""
+    """Return the number of rows of a matrix, without padding."""
     return item.rows or item.shape[0]
 
 
 def _elements(item: Parameter) -> int:
-    """Those of a vector or a matrix; of a stack those of one."""
+    """Return the number of elements of a vector or matrix; for a stack, of one matrix."""
     return _rows(item) * (item.shape[-1] if is_matrix(item.name, item.shape) else 1)
 
 
 def _summed(mesh: Mesh, shares: Sequence[_Sum]) -> list[Array]:
-    """The sums of arrays over the axes with each: along an axis all of them in one call."""
+    """All-reduce arrays over their axes, with one call per axis for all arrays."""
     sums = [array for array, _ in shares]
     for axis in mesh.sizes:
         along = [place for place, (_, axes) in enumerate(shares) if axis in axes]

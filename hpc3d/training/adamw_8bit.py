@@ -26,14 +26,17 @@ _STORED = (
 
 
 class AdamW8bit(AdamW):
-    """Keeps 2 + 8 / 256 bytes a parameter of a matrix: codes, and a scale for every 256 columns of
-    a row.  Vectors, and matrices that are narrower than that, have moments in full."""
+    """AdamW with 8-bit moments: 2 + 8 / 256 bytes per element of a matrix.
+
+    Each moment is stored as codes with one scale per 256 columns of a row.  Vectors, and
+    matrices with fewer columns than that, keep moments in full precision.
+    """
 
     STATES = (*(spec._replace(of=_in_full) for spec in AdamW.STATES), *_STORED)
     WHOLE_MATRICES = is_matrix
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """The step of AdamW; moments are in full until they are stored."""
+        """Apply the step of AdamW; moments are in full precision until they are stored."""
         super().update(learning_rate, scale)
         factors = self.factors(learning_rate, scale)
         for part, arrays, states, keep in self.matrices(learning_rate * self.weight_decay):

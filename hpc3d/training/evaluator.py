@@ -1,10 +1,10 @@
-"""Evaluation while a model trains: its loss on text that it is not trained on.
+"""Evaluation of the loss on held-out text during training.
 
-Forward passes alone, on the mesh of the run and through its pipeline, with nothing dropped and
-nothing kept for backward.  Gradients, buckets, optimiser and the passes that an asynchronous
-schedule has in flight are left alone: training goes on as if there had been no evaluation.  Every
-stage takes its newest weights: those of the same number of updates, also where a schedule keeps
-older ones.
+An evaluation runs only forward passes, on the mesh of the run and through its pipeline, without
+dropout and without saved activations.  It does not touch gradients, buckets, the optimizer, or the
+passes that an asynchronous schedule has in flight: training continues as if there had been no
+evaluation.  Every stage uses its newest weights, so all stages have the same number of updates,
+even if a schedule keeps older weights.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation after training step `step` came to: the mean loss of its `tokens` that
-    count, in nat, the share of them that is predicted right, and its seconds."""
+    """Result of an evaluation after training step `step`.
+
+    `loss` is the mean over the `tokens` that count, in nats; `accuracy` is the fraction of these
+    tokens that is predicted correctly.
+    """
 
     step: int
     loss: float
@@ -42,13 +45,13 @@ class Evaluation(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where it is beyond the largest number."""
+        """Return exp(loss), or infinity on overflow."""
         with np.errstate(over="ignore"):
             return float(np.exp(self.loss))
 
 
 class Best(NamedTuple):
-    """The lowest loss of the evaluations of a run, and how many steps were done then."""
+    """Lowest evaluation loss of a run, and the number of steps done at that point."""
 
     step: int
     loss: float
@@ -57,7 +60,8 @@ class Best(NamedTuple):
 class Evaluator:
     """Evaluates the model of a trainer after every `train.eval_every`-th step and the last one.
 
-    Only rank 0 has `batches`; all ranks make it, and ask it, together.  `best` is the Best so far.
+    Only rank 0 has `batches`.  The constructor and the methods are collective.  `best` is the
+    best evaluation so far.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Evaluator:
         self.best: Best | None = None
 
     def after(self, number: int) -> Evaluation | None:
-        """The Evaluation after step `number`, if it is time for one."""
+        """Evaluate after step `number` if it is due; otherwise return None."""
         done, train = number + 1, self.trainer.config.train
         if done % train.eval_every and done != train.steps:
             return None
@@ -95,7 +99,7 @@ class Evaluator:
         return found
 
     def evaluate(self, number: int) -> Evaluation:
-        """The Evaluation of the weights as they are, after step `number`."""
+        """Evaluate the current weights, after step `number`."""
         trace, start = self.mesh.trace, self.trainer.clock()
         with trace.scope(phase="evaluation"):
             loss, right, tokens = self.totals()
@@ -106,8 +110,10 @@ class Evaluator:
         return found
 
     def totals(self) -> tuple[float, float, int]:
-        """The summed loss of all tokens that count, how many are predicted right, and how many
-        they are: of all batches, over all ranks."""
+        """Return the summed loss, the number of correct predictions and the number of tokens.
+
+        They count the tokens with a target, over all batches and ranks.
+        """
         feed = self.feed(self.mesh, self.trainer.config, self.batches, self.program)
         groups, sums, tokens = self.program.stages[self.mesh.coord("p")], np.zeros(2), 0
         for number in range(self.count):
@@ -120,8 +126,11 @@ class Evaluator:
 
 
 def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
-    """What of a configuration, and of `texts` if they are described, the losses of evaluations
-    must have in common to be compared, and the best of them to be among the checkpoints."""
+    """Return the settings that two runs must share for their evaluation losses to be comparable.
+
+    `texts` describes the text files, if known.  The settings include `checkpoint.keep_best`: the
+    best checkpoint must be among those kept.
+    """
     text = config.data.validation or None
     if isinstance(text, str):
         described = (texts or {}).get("data.validation")
@@ -136,8 +145,10 @@ def restored(
     now: Config,
     texts: Mapping[str, Any] | None = None,
 ) -> Best | None:
-    """The Best that a checkpoint's manifest knows, of a run with the configuration `before`; None
-    where what is evaluated `now`, with these `texts`, is another thing."""
+    """Return the `Best` in the manifest of a checkpoint whose run had the configuration `before`.
+
+    Returns None if the evaluation of the configuration `now`, with `texts`, is not comparable.
+    """
     known, earlier = header.get("best"), header.get("texts")
     texts = texts if earlier else None
     if not isinstance(known, dict) or comparable(before, earlier) != comparable(now, texts):

@@ -1,28 +1,28 @@
-"""Sums of gradients over replicas in fewer bytes: of low rank, or of the largest elements.
+"""Compressed gradient all-reduce: low rank (PowerSGD) or the largest elements (top-k).
 
-Of each matrix of a bucket member i of the d replicas has its gradient G_i[m, n].  It adds what
-was left out before, its residual: M_i = G_i + R_i.  All members get the same approximation of the
-sum of M_i, and each keeps the rest of its own as R_i, so that nothing is lost: the sum of what
-is added up over the steps and of the residuals is that of the gradients (error feedback; Stich et
-al., arXiv:1809.07599).
+For each matrix of a bucket, member i of the d replicas has a gradient G_i[m, n].  It adds the
+part left out in earlier steps, its residual: M_i = G_i + R_i.  All members get the same
+approximation of the sum of M_i, and each keeps the remainder of its own as R_i.  Nothing is lost:
+the approximations of all steps plus the residuals equal the sum of the gradients (error feedback;
+Stich et al., arXiv:1809.07599).
 
     powersgd    P = orth(sum of M_i Q),  Q_i = M_i' P,  Q = sum of Q_i,  the sum is P Q'
                 R_i = M_i - P Q_i'                            (Vogels et al., arXiv:1905.13727)
     top-k       each sends its k largest elements, R_i are the others
                                                               (Lin et al., arXiv:1712.01887)
 
-P[m, r] and Q[n, r] have few columns.  Q is there from the step before, at first random numbers of
-the seed and the name.  Of a matrix with more rows than columns M is the transpose: P is then the
-shorter one, and square where r is the full rank, so that nothing is left out.
+P[m, r] and Q[n, r] have few columns.  Q comes from the previous step; initially it is random,
+keyed by seed and name.  For a matrix with more rows than columns, M is the transpose: P is then
+the shorter factor, and square if r is the full rank, so that nothing is left out.
 
-Received by a member, of elements of b bytes, with k = share m n:
+Bytes received by a member, for elements of b bytes and k = share m n:
 
     none        2 (1 - 1/d) m n b
     powersgd    2 (1 - 1/d) r (m + n) b
     top-k       (d - 1) k (b + 4)
 
-Matrices of which that is not less than without compression are summed as they are, and so are
-vectors.  Blocks of experts [m, experts, n] are as many matrices to powersgd, and one to top-k.
+Matrices that would not save bytes, and vectors, are all-reduced without compression.  A stack of
+experts [m, experts, n] counts as `experts` matrices for powersgd, and as one for top-k.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.model.parameters import Parameters
 
-OWN_STATES = RESIDUAL, FACTOR = "residual", "factor"  # the names of what a rank keeps
+OWN_STATES = RESIDUAL, FACTOR = "residual", "factor"  # names of the states of this rank
 _PLACE = "int32"
 
 
 class CompressionSpec(NamedTuple):
-    """How gradients are compressed: powersgd of a `rank`, or top-k of a `share` of elements."""
+    """Settings of gradient compression: powersgd with `rank`, or top-k with `share`."""
 
     kind: str
     rank: int
@@ -62,33 +62,35 @@ class CompressionSpec(NamedTuple):
     seed: int
 
     def received(self, shape: Sequence[int], members: int, itemsize: int) -> float:
-        """Bytes that each of so many members receives for the sum of a matrix, or of a stack."""
+        """Return the bytes that each of `members` receives to reduce a matrix or a stack."""
         if self.kind == "top-k":
             return (members - 1) * self.kept(prod(shape)) * (itemsize + 4)
         sent = self.columns(shape) * (shape[0] + shape[-1]) * prod(shape[1:-1])
         return _whole_sum(sent, members, itemsize)
 
     def saves(self, shape: Sequence[int], members: int, itemsize: int) -> bool:
-        """Whether these are fewer than without compression."""
+        """Return True if compression receives fewer bytes than an all-reduce."""
         return self.received(shape, members, itemsize) < _whole_sum(prod(shape), members, itemsize)
 
     def columns(self, shape: Sequence[int]) -> int:
-        """The columns of P and Q."""
+        """Return the number of columns of P and Q."""
         return min(self.rank, shape[0], shape[-1])
 
     def kept(self, size: int) -> int:
-        """How many elements of a block are sent."""
+        """Return the number of elements that are sent of a block of `size`."""
         return max(1, round(self.share * size))
 
 
 def _whole_sum(size: int, members: int, itemsize: int) -> float:
-    """Bytes that a member receives in an all-reduce."""
+    """Return the bytes that a member receives in an all-reduce."""
     return 2 * (1 - 1 / members) * size * itemsize
 
 
 class GradientCompression:
-    """Which gradients of `parameters` are compressed, and what this rank keeps for them from step
-    to step: as `parameters.own_states`, since it is no other rank's."""
+    """Selects the compressed gradients of `parameters` and holds their states between steps.
+
+    The states are in `parameters.own_states`, because they differ on every rank.
+    """
 
     def __init__(self, parameters: Parameters, spec: CompressionSpec) -> None:
         self.parameters, self.mesh, self.spec = parameters, parameters.mesh, spec
@@ -100,11 +102,11 @@ class GradientCompression:
                 self._start(item, factor)
 
     def takes(self, item: Parameter) -> bool:
-        """Whether the gradient of a parameter is compressed."""
+        """Return True if the gradient of a parameter is compressed."""
         return item in self.residuals
 
     def _saves(self, item: Parameter) -> bool:
-        """Whether it is a matrix that replicas alone sum, of which compression saves bytes."""
+        """Return True if compression saves bytes for a matrix reduced over replicas only."""
         if len(item.shape) < 2 or item.partial != (plane(item.replicas),) or item.sign_rate:
             return False
         members, itemsize = self.mesh.count(item.replicas), self.parameters.wide.itemsize
@@ -122,7 +124,7 @@ class GradientCompression:
         )
 
     def _kept(self, name: str, shapes: dict[Parameter, tuple[int, ...]]) -> dict[Parameter, Array]:
-        """A block of each of the `shapes`, 0 at first, in one flat array."""
+        """Allocate a zero block for each of `shapes`, in one flat array."""
         flat = self.mesh.zeros(
             (sum(map(prod, shapes.values())),), self.parameters.wide, "optimizer"
         )
@@ -130,7 +132,7 @@ class GradientCompression:
         return dict(zip(shapes, _views(flat, shapes.values()), strict=True))
 
     def _start(self, item: Parameter, factor: Array) -> None:
-        """Q of standard normal numbers, the same on all members."""
+        """Initialize Q with standard normal numbers, the same on all members."""
         rows, columns = prod(factor.shape[:-1]), factor.shape[-1]
         drawn = Parameter(f"{item.name}.{FACTOR}", (rows, columns), Layout("", ""), std=1.0)
         block = slice(0, rows), slice(0, columns)
@@ -138,13 +140,13 @@ class GradientCompression:
 
 
 def compression_of(config: Config, parameters: Parameters) -> GradientCompression | None:
-    """That of a configuration for these parameters, None where it has none."""
+    """Return the gradient compression of a configuration, or None."""
     spec = compression_spec(config)
     return spec and GradientCompression(parameters, spec)
 
 
 def compression_spec(config: Config) -> CompressionSpec | None:
-    """What a configuration says of it; None where it has none."""
+    """Return the compression settings of a configuration, or None."""
     parallel = config.parallel
     if parallel.compression == "none":
         return None
@@ -154,7 +156,7 @@ def compression_spec(config: Config) -> CompressionSpec | None:
 
 
 def _views(flat: Array, shapes: Iterable[Sequence[int]]) -> Iterator[Array]:
-    """Blocks of these shapes, one after the other."""
+    """Yield consecutive blocks of these shapes as views of `flat`."""
     start = 0
     for shape in shapes:
         stop = start + prod(shape)
@@ -163,12 +165,12 @@ def _views(flat: Array, shapes: Iterable[Sequence[int]]) -> Iterator[Array]:
 
 
 def _turned(x: Array) -> Array:
-    """The transpose; of experts that of each."""
+    """Return the transpose; of experts, the transpose of each."""
     return x.swapaxes(0, x.ndim - 1)
 
 
 class _CompressedSum(GradientBucket):
-    """A bucket of matrices with their residuals."""
+    """Bucket of matrices with their residuals."""
 
     def __init__(
         self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression
@@ -179,13 +181,13 @@ class _CompressedSum(GradientBucket):
         self.kept = kept
 
     def _add_gradients(self) -> None:
-        """Let the residuals be M."""
+        """Add the gradients to the residuals, which then hold M."""
         for item, residual in zip(self.items, self.residuals, strict=True):
             add_to(residual, item.grad)
 
 
 class _LowRankSum(_CompressedSum):
-    """PowerSGD: the sum of all P of a bucket is in flight from `post` on, that of Q in `wait`."""
+    """PowerSGD: `post` starts the all-reduce of all P of a bucket; `wait` all-reduces Q."""
 
     def __init__(
         self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression
@@ -214,7 +216,7 @@ class _LowRankSum(_CompressedSum):
             replace_columns(self.factors[number], summed)
 
     def _matrices(self) -> list[Array]:
-        """M of each, with no more rows than columns."""
+        """Return M of each matrix, transposed if it has more rows than columns."""
         both = zip(self.residuals, self.high, strict=True)
         return [_turned(each) if high else each for each, high in both]
 
@@ -225,8 +227,10 @@ class _LowRankSum(_CompressedSum):
         return self.comm.buffer((sum(map(prod, shapes)),), self.parameters.wide)
 
     def _bases(self, blocks: Sequence[Array]) -> list[Array]:
-        """Orthonormal bases of what the columns of each P span; those of one size are made
-        together, as if they were experts."""
+        """Return an orthonormal basis of the columns of each P.
+
+        Bases of the same size are computed together, like experts.
+        """
         alike: dict[tuple[int, int], list[int]] = {}
         for number, p in enumerate(blocks):
             alike.setdefault((p.shape[0], p.shape[-1]), []).append(number)
@@ -243,7 +247,7 @@ class _LowRankSum(_CompressedSum):
         return [found[number] for number in range(len(blocks))]
 
     def _coefficients(self, bases: Sequence[Array]) -> Array:
-        """This rank's Q_i of all, of which it has taken its P Q_i' off the residuals."""
+        """Return this rank's Q_i of all matrices, and subtract P Q_i' from the residuals."""
         sent = self._buffer(self._long())
         views = _views(sent, self._long())
         for number, (m, basis, q) in enumerate(zip(self._matrices(), bases, views, strict=True)):
@@ -253,19 +257,19 @@ class _LowRankSum(_CompressedSum):
         return sent
 
     def _expand(self, number: int, basis: Array, q: Array) -> None:
-        """Let the gradient of a matrix be P Q'."""
+        """Set the gradient of a matrix to P Q'."""
         left, right = (q, basis) if self.high[number] else (basis, q)
         self._multiply(left, _turned(right), self.items[number].grad)
 
     def _multiply(self, a: Array, b: Array, out: Array) -> None:
-        """out = a b, of experts that of each."""
+        """Compute out = a b; for experts, each product."""
         flops = 2 * a.size * b.shape[-1]
         with self.mesh.trace.span("compression", "gemm", flops):
             product(a, b, out)
 
 
 class _LargestSum(_CompressedSum):
-    """Top-k: the values and places that all members send are in flight from `post` on."""
+    """Top-k: `post` starts the all-gather of the values and indices of all members."""
 
     def __init__(
         self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression

@@ -1,11 +1,11 @@
-"""A step as one launch: forward, backward and the norm of the gradient are a CUDA graph.
+"""CUDA graph of a training step: forward, backward and gradient norm in one launch.
 
-The first step of a run goes kernel by kernel, so that all is compiled, chosen and in its place;
-the second one is recorded; from then on the host launches the record.  The update is not in it:
-before it all ranks look at loss and norm, and it is two kernels.
+The first step of a run launches each kernel, so that all kernels are compiled and all buffers
+allocated.  The second step is captured, and later steps replay the graph.  The update is not
+captured: all ranks look at loss and norm before it, and it is two kernels.
 
-What changes from step to step (tokens, keys of dropout, the factor of the loss) lies in arrays
-that keep their place (feed.Standing).
+Inputs that change from step to step (tokens, dropout keys, the loss scale) are in arrays with
+fixed addresses (`microbatch_loader._PersistentDeviceCache`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GraphedStep:
-    """Runs the steps of `trainer` by `graph` (hpc3d.cuda.graph)."""
+    """Runs the steps of `trainer` with the CUDA graph `graph` (hpc3d.cuda.graph)."""
 
     def __init__(self, trainer: Any, graph: CudaGraph) -> None:
         self.trainer, self.graph = trainer, graph
@@ -29,7 +29,7 @@ class GraphedStep:
         self.results, self.peak = (), Counter()
 
     def run(self, groups: Sequence[Group], micros: Mapping[int, Microbatch]) -> None:
-        """All passes of a step, and its update."""
+        """Run all passes of a step and its update."""
         trainer = self.trainer
         if self.done:
             trainer.engine.seconds.clear()
@@ -43,7 +43,10 @@ class GraphedStep:
         self.warm = True
 
     def close(self, *results: Any) -> None:
-        """The passes are posted, and gave these arrays: if they were recorded, launch them."""
+        """End the capture, if one is in progress, and launch the graph.
+
+        `results` are the arrays that the passes write.
+        """
         if self.recording:
             self.graph.end()
             self.recording, self.done, self.results = False, True, results
@@ -58,7 +61,7 @@ class GraphedStep:
 
 
 def replay_of(trainer: Any) -> GraphedStep | None:
-    """The GraphedStep of a trainer on a device, None where nothing runs."""
+    """Return the GraphedStep of a trainer; None if its arrays are not on a device."""
     if not trainer.mesh.pool.on_device:
         return None
     from hpc3d.cuda.graph import CudaGraph

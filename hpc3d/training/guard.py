@@ -1,7 +1,8 @@
-"""What keeps a run from going on with wrong numbers, and who says what is wrong.
+"""Guards that stop a run when a number is wrong, and the messages that explain it.
 
-All ranks raise the same `GuardError` at the same step: before the update for numbers that are not
-finite, products and messages, after the step for replicas.  Each brings what it found itself.
+All ranks raise the same `GuardError` at the same step: before the update if numbers are not
+finite or products or messages are corrupt, and after the step if replicas differ.  Each rank's
+exception holds the findings of that rank.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
     from hpc3d.tensor.layout import Layout
     from hpc3d.training.optimizer import StateSpec
 
-SHOWN = 10  # lines about what is wrong
+SHOWN = 10  # at most so many findings are printed
 
 
 class GuardFinding(NamedTuple):
-    """A line, and how near it is to the cause: the smallest number is the nearest."""
+    """Line of a report and its distance from the cause: the smallest `order` is the nearest."""
 
     order: int
     line: str
 
 
 class GuardError(Exception):
-    """A number is wrong on some rank; `found` are the finds of this one."""
+    """Raised on all ranks if any rank has a wrong number; `found` holds this rank's findings."""
 
     def __init__(self, found: list[GuardFinding]) -> None:
         super().__init__(f"{len(found)} found on this rank")
@@ -53,7 +54,7 @@ class Corrupt(GuardError):
 
 
 def guarded(mesh: Mesh, guard: GuardConfig) -> Mesh:
-    """The mesh whose products and messages are checked where a GuardConfig wants it."""
+    """Return the mesh with checked products and messages if the configuration requests it."""
     every = guard.abft_every
     if not every:
         return mesh
@@ -63,8 +64,10 @@ def guarded(mesh: Mesh, guard: GuardConfig) -> Mesh:
 
 
 def lines(wrong: GuardError, found: Sequence[Sequence[GuardFinding]]) -> list[str]:
-    """What to say of the findings of all ranks, one list per rank: those nearest to the cause
-    first."""
+    """Return the report lines for the findings of all ranks, nearest to the cause first.
+
+    `found` has one list per rank.
+    """
     findings = sorted(
         (finding for here in found for finding in here), key=lambda finding: finding.order
     )
@@ -75,19 +78,19 @@ def lines(wrong: GuardError, found: Sequence[Sequence[GuardFinding]]) -> list[st
 
 
 def stop(mesh: Mesh, found: list[GuardFinding], kind: type[GuardError] = Corrupt) -> None:
-    """Raise `kind` on all ranks, each find in the trace of its rank."""
+    """Mark each finding in the trace of this rank, and raise `kind`."""
     for finding in found:
         mesh.trace.mark(f"guard: {finding.line}")
     raise kind(found)
 
 
 def _on_any_rank(mesh: Mesh, count: int) -> bool:
-    """Whether a rank counts something."""
+    """Return True if the count of any rank is not zero."""
     return bool(mesh.world.all_reduce(np.array([float(count)]), "max").wait()[0])
 
 
 def refuse(trainer: Any) -> None:
-    """Raise what explains a loss or norm that is not finite, or a note that is wrong."""
+    """Raise the error that explains a loss or norm that is not finite, or a failed check."""
     mesh, corrupt = trainer.mesh, [GuardFinding(0, line) for line in trainer.mesh.guard.found]
     if _on_any_rank(mesh, len(corrupt)):
         stop(mesh, corrupt)
@@ -95,8 +98,11 @@ def refuse(trainer: Any) -> None:
 
 
 def _not_finite(trainer: Any) -> list[GuardFinding]:
-    """Finds of what is not finite on this rank, nearest to the cause first: its parameters, else
-    its share of the loss and, of the last unit in the model that has any, its gradients."""
+    """Return this rank's findings of numbers that are not finite.
+
+    These are its parameters; if all are finite, its share of the loss and the gradients of the
+    deepest layer that has any.
+    """
     where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
     values = [item for item in trainer.parameters if _count_not_finite(item.value)]
     if values:
@@ -121,18 +127,18 @@ _FAR = 1 << 20  # beyond the last layer
 
 
 def _depth(item: Parameter) -> int:
-    """How deep in the model a parameter lies: backward meets the deepest first."""
+    """Return the depth of a parameter in the model: backward reaches the deepest first."""
     words = item.name.split(".")
     return int(words[1]) if words[0] == "layers" else _FAR if words[0] == "head" else -1
 
 
 def _count_not_finite(block: Array) -> int:
-    """How many elements are not finite."""
+    """Return the number of elements that are not finite."""
     return block.size - int(np.isfinite(on_host(block)).sum())
 
 
 def _described(item: Parameter, block: Array, kind: str) -> str:
-    """A parameter's layer and name, and how many of its elements are not finite."""
+    """Return a line with a parameter's layer, name and count of elements that are not finite."""
     layer, _, name = item.name.removeprefix("layers.").partition(".")
     place = f"layer {layer}, {name}" if item.name.startswith("layers.") else item.name
     count = _count_not_finite(block)
@@ -140,15 +146,18 @@ def _described(item: Parameter, block: Array, kind: str) -> str:
 
 
 class ReplicaCheck:
-    """Compares, after every `every`-th step (0: never), what must have the same bits on several
-    ranks: parameters and the optimiser's states, by a hash of 64 bits each."""
+    """Compares replicated blocks between ranks after every `every`-th step (0: never).
+
+    Parameters and optimizer states must be bit for bit the same; their 64-bit hashes are
+    compared.
+    """
 
     def __init__(self, trainer: Any, every: int) -> None:
         self.trainer, self.mesh, self.every = trainer, trainer.mesh, every
         self.axes = [axis for axis in self.mesh.sizes if self.mesh.size(axis) > 1]
 
     def after(self, number: int) -> None:
-        """Step `number` is done.  Corrupt on all ranks where replicas differ on one."""
+        """Check the replicas after step `number`; raise Corrupt on all ranks if any differ."""
         if not self.every or (number + 1) % self.every:
             return
         with self.mesh.trace.span("hashes of replicas"):
@@ -160,8 +169,10 @@ class ReplicaCheck:
             stop(self.mesh, found)
 
     def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
-        """(name, kind) -> the axes along which this rank's block has copies, and its hash; of
-        those blocks only that have some, or a tied copy."""
+        """Return (name, kind) -> (axes along which this rank's block is replicated, its hash).
+
+        Only blocks with replicas or a tied copy are included.
+        """
         host = odd_numbers(_FACTORS)
         factors = self.mesh.pool.bring(host)
         return {
@@ -174,7 +185,7 @@ class ReplicaCheck:
         }
 
     def blocks(self) -> Iterator[tuple[Parameter, str, set[str], Array]]:
-        """(parameter, kind, the axes along which it has copies, block) of all this rank holds."""
+        """Yield (parameter, kind, axes of replication, block) for all blocks on this rank."""
         parameters, optimizer = self.trainer.parameters, self.trainer.optimizer
         for item in parameters:
             axes = self._replicated(item.layout)
@@ -184,18 +195,18 @@ class ReplicaCheck:
                 yield item, spec.name, own | self._reduced(item, spec), state
 
     def _reduced(self, item: Parameter, spec: StateSpec) -> set[str]:
-        """The axes that cut a matrix and not what an optimiser keeps of it."""
+        """Return the axes that shard a matrix but not its optimizer state."""
         layout = item.updated_layout
         return self._replicated(spec.layout(layout)) - self._replicated(layout)
 
     def _replicated(self, layout: Layout) -> set[str]:
-        """The axes along which the ranks have the same block of a parameter."""
+        """Return the axes along which ranks hold the same block of a parameter."""
         return {*self.axes} - {axis for dim in layout for axis in dim} - {*layout.owned, "p"}
 
     def along(
         self, axis: str, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
     ) -> Iterator[GuardFinding]:
-        """Finds about the copies along an axis; each is said by one rank of a group."""
+        """Yield the findings about the replicas along an axis, on one rank of each group."""
         keys = [key for key, (axes, _) in copies.items() if axis in axes]
         if not keys:
             return
@@ -208,7 +219,7 @@ class ReplicaCheck:
     def _tied_copies(
         self, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]
     ) -> Iterator[GuardFinding]:
-        """Finds about a tied table, of which two pipeline stages have a copy."""
+        """Yield the findings about tied embeddings, replicated on two pipeline stages."""
         comm = self.mesh.comm("p")
         pair = [item for item in self.trainer.parameters if item.tied_peer is not None]
         mine = [copies[item.name, "value"][1] for item in pair] or [0]
@@ -220,7 +231,7 @@ class ReplicaCheck:
                 yield self._finding((item.name, "value"), number, "p", members, [here, there])
 
     def gathered(self, comm: Communicator, hashes: Sequence[int]) -> np.ndarray:
-        """The hashes of all members, a row each, on the host."""
+        """Return the hashes of all members, one row each, on the host."""
         mine = self.mesh.pool.bring(np.array([hashes], np.uint64))
         return to_host(comm.all_gather(mine).wait())
 
@@ -232,7 +243,7 @@ class ReplicaCheck:
         members: Sequence[int],
         hashes: Sequence[int],
     ) -> GuardFinding:
-        """Which of the members have another hash than most of them."""
+        """Return the finding that names the members whose hash differs from the majority."""
         (common, votes), *_ = Counter(hashes).most_common(1)
         ranks = " ".join(map(str, members))
         odd = [member for member, each in zip(members, hashes, strict=True) if each != common]
@@ -243,18 +254,21 @@ class ReplicaCheck:
         return GuardFinding(0, f"{who}: step {number}, {what}")
 
 
-_FACTORS = 1 << 18  # of a hash, for as many words at once: some 2 MiB
+_FACTORS = 1 << 18  # factors of a hash, for as many integers at once: 2 MiB
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, an odd number
 
 
 def odd_numbers(count: int) -> np.ndarray:
-    """The same on all ranks."""
+    """Return `count` random odd numbers, the same on all ranks."""
     return np.random.default_rng(0).integers(0, 1 << 63, count, np.uint64) * 2 + 1
 
 
 def hash_of(block: Array, factors: np.ndarray) -> int:
-    """64 bits that any flip of a bit changes, computed where the block lies: the sum of its words
-    of at most 32 bits, each times an odd number, modulo 2^64 (multilinear, arXiv:1202.4961)."""
+    """Return a 64-bit hash that any bit flip changes, computed on the device of the block.
+
+    The hash is the sum of its integers of at most 32 bits, each times an odd number, modulo 2^64
+    (multilinear, arXiv:1202.4961).
+    """
     words, total = block.reshape(-1).view(f"u{min(4, block.itemsize)}"), 0
     for start in range(0, words.size, factors.size):
         part = words[start : start + factors.size]
@@ -263,8 +277,10 @@ def hash_of(block: Array, factors: np.ndarray) -> int:
 
 
 class LossSpikes:
-    """Counts losses more than `limit` standard deviations (0: none) above the mean of those before
-    them: of the last WINDOW, once LEAST have been seen."""
+    """Counts losses more than `limit` standard deviations (0: off) above the recent mean.
+
+    The mean is over the last WINDOW losses, once LEAST have been seen.
+    """
 
     WINDOW, LEAST = 50, 10
 
@@ -272,7 +288,7 @@ class LossSpikes:
         self.limit, self.count, self.seen = limit, 0, deque(maxlen=self.WINDOW)
 
     def see(self, loss: float) -> str | None:
-        """A line about the loss of the next step where it is a spike, else None."""
+        """Record the loss of the next step; return a message if it is a spike, else None."""
         before = [*self.seen]
         self.seen.append(loss)
         if not self.limit or len(before) < self.LEAST:

@@ -7,13 +7,16 @@ from hpc3d.training.optimizer import Optimizer, StateSpec
 
 
 class Lion(Optimizer):
-    """Keeps half of AdamW's state.  Every element moves by the learning rate: it wants a tenth to
-    a third of AdamW's, and a decay that is as much larger (section 5 of the paper)."""
+    """Lion optimizer; keeps half of AdamW's state.
+
+    Every element moves by the learning rate, so use a tenth to a third of AdamW's learning
+    rate, and a weight decay that is larger by the same factor (section 5 of the paper).
+    """
 
     STATES = (StateSpec("momentum"),)
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """One step with the gradients times `scale`.
+        """Update the parameters with the gradients times `scale`.
 
         w = (1 - lr decay) w - lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
         """

@@ -1,4 +1,4 @@
-"""What a run says of itself, on the terminal, in train.log and in metrics.jsonl."""
+"""Log of a run: the terminal, train.log and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from hpc3d.training.evaluator import Evaluation
     from hpc3d.training.trainer import Step
 
-KEPT = "run kept in "  # begins the last line of a run, which says where it is
-_LISTED = 8  # hosts, by name
-_RECENT = 20  # steps that tell how long the others take
+KEPT = "run kept in "  # prefix of the last line of a run, followed by its folder
+_LISTED = 8  # hosts that are listed by name
+_RECENT = 20  # steps in the median that estimates the time left
 
 
 class Log:
-    """The lines of rank 0, on the terminal and in train.log, and its records in metrics.jsonl."""
+    """Writes rank 0's lines to the terminal and train.log, and its records to metrics.jsonl."""
 
     metrics: MetricsFile | None = None
 
@@ -48,21 +48,21 @@ class Log:
         self.seconds: deque[float] = deque(maxlen=_RECENT + 1)  # the first warms up
 
     def close(self) -> None:
-        """Close train.log and metrics.jsonl, of which every line has been flushed."""
+        """Close train.log and metrics.jsonl; every line has been flushed already."""
         for each in (self.file, self.metrics and self.metrics.file):
             if each:
                 with suppress(OSError):  # again, if the disk is full
                     each.close()
 
     def say(self, line: str, style: str = "") -> None:
-        """A line, on a terminal in a style of hpc3d.runtime.colours."""
+        """Print a line, with a style of hpc3d.runtime.colours on a terminal, and log it."""
         if self.file:
             with suppress(OSError):  # a run needs no terminal: train.log has the line
                 say(plain(line), style)
             self.keep(line)
 
     def warn(self, line: str) -> None:
-        """A line that goes to standard error, too, as all do that say why a job ends."""
+        """Print a line to standard error, as all reasons why a job ends, and log it."""
         if self.file:
             say(f"hpc3d.train: {plain(line)}", "red", sys.stderr)
             self.keep(line)
@@ -92,7 +92,7 @@ class Log:
             self.say("times are CPU time: tokens/s are those of a second of rank 0's")
 
     def record(self, start: int, config: Config) -> None:
-        """Begin the lines of steps, and metrics.jsonl or go on with it, from step `start`."""
+        """Print the header of the step table, and open metrics.jsonl at step `start`."""
         rate = "samples/s" if config.torch.factory else " tokens/s"
         self.say(
             f"step     loss  learning rate  gradient norm {rate}  communication  peak MB  seconds"
@@ -106,7 +106,7 @@ class Log:
             self.metrics = MetricsFile(self.path.parent, start, sinks, notice)
 
     def step(self, done: Step, steps: int) -> None:
-        """A line and a record of a step of so many."""
+        """Log a step of `steps`, and write its record."""
         if not self.metrics:
             return
         rate, number = done.tokens / done.seconds, done.number + 1
@@ -132,12 +132,12 @@ class Log:
         )
 
     def copies(self, store: HostStore, steps: int) -> None:
-        """A line for the copies of what was offloaded in so many steps."""
+        """Log the volume of offload copies per step, and the exposed time if it is known."""
         exposed = "" if store.exposed is None else f", {store.exposed / steps:.3g} s of it exposed"
         self.say(f"offload: {store.copied / steps / 1e6:.1f} MB copied per step{exposed}")
 
     def evaluation(self, done: Evaluation, best: bool) -> None:
-        """A line for an evaluation, which may be the `best` so far."""
+        """Log an evaluation and write its record; `best` marks the best one so far."""
         self.say(
             f"evaluation after step {done.step}: loss {done.loss:.4f}, perplexity "
             f"{done.perplexity:.2f}, accuracy {100 * done.accuracy:.2f} %; {done.tokens} tokens "
@@ -156,7 +156,7 @@ class Log:
 
 
 def differences(config: Config) -> list[str]:
-    """The keys of a settled configuration that are not as they are by default, a line each."""
+    """Return one line for each key of a resolved configuration that differs from its default."""
     usual = flat(Config()) | _settled(config)
     found = {
         key: value
@@ -167,7 +167,7 @@ def differences(config: Config) -> list[str]:
 
 
 def _settled(config: Config) -> dict[str, Any]:
-    """What keys that are absent by default are then settled to."""
+    """Return the resolved values of the keys that are unset by default."""
     train, model = (
         replace(config.train, decay_steps=None),
         replace(config.model, norm_epsilon=None),
@@ -185,7 +185,7 @@ def _settled(config: Config) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it: 8.69 ms, 41 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
+    """Format a time: 8.69 ms, 41 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     units: Sequence[tuple[str, int]] = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -197,7 +197,7 @@ def duration(seconds: float) -> str:
 
 
 def layout_lines(config: Config) -> Iterator[str]:
-    """How the model of a configuration lies on the ranks."""
+    """Yield lines that describe how the model is distributed over the ranks."""
     parallel, split = config.parallel, config.splits["dense"]
     yield f"scheme {parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}"
     layers = [len(part) for part in config.layers()]
@@ -216,7 +216,7 @@ def layout_lines(config: Config) -> Iterator[str]:
 
 
 def _context_line(config: Config) -> str:
-    """How the tokens of a sequence lie on the ranks along c."""
+    """Return a description of how a sequence is partitioned over the ranks along c."""
     context, parts = config.context(), []
     if context.rings > 1:
         tokens = counted(context.chunk, "token")
@@ -228,7 +228,7 @@ def _context_line(config: Config) -> str:
 
 
 def hosts(names: Sequence[str]) -> Iterator[str]:
-    """How many ranks each host has, if there are several; `names` are the hosts of the ranks."""
+    """Yield the number of ranks per host, if there are several; `names` has one host per rank."""
     counts = Counter(names)
     if len(counts) > 1:
         listed = [f"{host} {count}" for host, count in counts.items()]

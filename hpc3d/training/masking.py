@@ -1,7 +1,7 @@
-"""Which tokens are masked, for models that learn what they were (Devlin et al. 2019, section 3.1).
+"""Masking of tokens for masked language models (Devlin et al. 2019, section 3.1).
 
-Of every 100 tokens 15 are targets: 80 % of these are replaced by [MASK], 10 % by another token,
-and 10 % stay.  [MASK] is the tokenizer's own, else the last token of the vocabulary.
+15 % of the tokens are targets: 80 % of these are replaced by [MASK], 10 % by another token, and
+10 % stay.  [MASK] is that of the tokenizer, or the last token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.data.token_file import Tokens
 
-_TARGETS, _MASKED, _REPLACED = 0.15, 0.8, 0.9  # of tokens; of targets, and those before it
-_DRAWS = 4  # of a token, of which three are used: one value of the generator's counter
+_TARGETS, _MASKED, _REPLACED = 0.15, 0.8, 0.9  # fraction of tokens, cumulative ones of targets
+_DRAWS = 4  # per token, of which three are used: one value of the generator's counter
 
 
 def batches_of(config: Config, tokens: Tokens) -> Batches:
-    """The batches that a run with a settled vocabulary learns from."""
+    """Return the training batches of a run whose vocabulary is resolved."""
     sequence, batch = config.model.sequence, config.train.batch
     if family_of(config.model).causal:
         return Batches(tokens, sequence, batch, config.seed)
@@ -33,7 +33,7 @@ def batches_of(config: Config, tokens: Tokens) -> Batches:
 
 
 def validation_of(config: Config, tokens: Tokens) -> ValidationBatches:
-    """The batches that it is evaluated on."""
+    """Return the evaluation batches of a run whose vocabulary is resolved."""
     sequence, train = config.model.sequence, config.train
     if family_of(config.model).causal:
         return ValidationBatches(tokens, sequence, train.batch, train.eval_batches)
@@ -48,17 +48,21 @@ def _masking_of(config: Config, tokens: Tokens) -> Masking:
 
 
 class Masking(NamedTuple):
-    """How tokens below `vocabulary` are masked, by the token `mask`; those that are `padding` are
-    no targets."""
+    """Masking rule of tokens below `vocabulary`, with the token `mask`.
+
+    Tokens equal to `padding` are never targets.
+    """
 
     vocabulary: int
     mask: int
     padding: int | None = None
 
     def masked(self, tokens: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, int32 as `tokens` [B, T]; where nothing is to be predicted the
-        target is IGNORE.  What becomes of token number e is made of draws 4 e to 4 e + 2 of the
-        key."""
+        """Return inputs and targets, int32 like `tokens` [B, T].
+
+        Targets are IGNORE where nothing is predicted.  Token number e uses draws 4 e to 4 e + 2 of
+        `key`.
+        """
         draws = philox_draws(key, 0, _DRAWS * tokens.size)
         drawn, kind, other = draws.reshape(*tokens.shape, _DRAWS).transpose(2, 0, 1)[:3]
         chosen = _below_one(drawn) < _TARGETS
@@ -70,7 +74,7 @@ class Masking(NamedTuple):
         return inputs.astype(np.int32), np.where(chosen, tokens, np.int32(IGNORE))
 
     def _tokens_of(self, draws: np.ndarray) -> np.ndarray:
-        """Tokens at random, neither [MASK] nor padding."""
+        """Return random tokens, neither [MASK] nor padding."""
         left_out = sorted({self.mask, self.padding} - {None})
         tokens = (draws % np.uint64(self.vocabulary - len(left_out))).astype(np.int32)
         for token in left_out:
@@ -79,8 +83,11 @@ class Masking(NamedTuple):
 
 
 class MaskedBatches(Batches):
-    """The batches of a run, masked: by the key (seed, "masking", step), so that they are the same
-    on every mesh, and where a run goes on."""
+    """Masked training batches.
+
+    They depend only on the key (seed, "masking", step), so they are the same on every mesh and in
+    a resumed run.
+    """
 
     AHEAD = 0
 
@@ -97,7 +104,7 @@ class MaskedBatches(Batches):
 
 
 class MaskedValidation(ValidationBatches):
-    """The batches of an evaluation, masked: the same ones every time, whatever the seed."""
+    """Masked evaluation batches: the same in every evaluation and for every seed."""
 
     def __init__(
         self, tokens: Tokens, sequence: int, batch: int, most: int, masking: Masking
@@ -106,12 +113,12 @@ class MaskedValidation(ValidationBatches):
         self._masking = masking
 
     def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of batch `number`, each int32 [batch, sequence] and contiguous."""
+        """Return inputs and targets of a batch, each int32 [batch, sequence] and contiguous."""
         tokens, shifted = super().batch(number)
         inputs, targets = self._masking.masked(tokens, philox_key(("validation", number)))
         return inputs, np.where(shifted == IGNORE, shifted, targets)
 
 
 def _below_one(draws: np.ndarray) -> np.ndarray:
-    """64-bit draws as numbers from 0 to below 1."""
+    """Return 64-bit draws as numbers in [0, 1)."""
     return (draws >> np.uint64(11)) * 2.0**-53

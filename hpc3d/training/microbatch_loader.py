@@ -1,4 +1,4 @@
-"""The microbatches of a run, as the instructions of a schedule number them."""
+"""Loading of microbatches, numbered as in the instructions of a schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceCache:
-    """Brings numbers of microbatches to where the model's arrays are: `cache` of a Microbatch."""
+    """Copies microbatch data to the device of the model's arrays: `cache` of a Microbatch."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.arrays = pool, {}
@@ -31,13 +31,15 @@ class DeviceCache:
         return self.arrays[key]
 
     def begin(self, number: int, micros: Iterable[Microbatch]) -> None:
-        """Forget what was brought for steps before `number`."""
+        """Drop the arrays of steps before `number`."""
         self.arrays = {key: what for key, what in self.arrays.items() if key[0] >= number}
 
 
 class _PersistentDeviceCache(DeviceCache):
-    """The same into arrays that keep their place from step to step: those of a step are filled
-    when it begins."""
+    """Device cache whose arrays keep their addresses from step to step, as a CUDA graph needs.
+
+    They are refilled when a step begins.
+    """
 
     def __call__(self, micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
         key = micro.first, name
@@ -52,10 +54,10 @@ class _PersistentDeviceCache(DeviceCache):
 
 
 class MicrobatchLoader:
-    """Batches, read on rank 0 (elsewhere `batches` = None), broadcast and cut.
+    """Reads batches on rank 0 (elsewhere `batches` = None), broadcasts and splits them.
 
-    Microbatch i of a training step is number i; under an asynchronous schedule the numbers count
-    on from step to step, and the steps that its `program` is ahead are fetched in advance.
+    Microbatch i of a training step is number i.  Under an asynchronous schedule the numbers
+    continue from step to step, and the loader fetches the steps that `program` is ahead.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class MicrobatchLoader:
         self.micros, self.valid = {}, {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, Microbatch]:
-        """number -> Microbatch for all that are needed in step `number`, of the loss times
-        `factor`."""
+        """Return number -> Microbatch for all microbatches that step `number` needs.
+
+        `factor` scales their loss.
+        """
         last = min(number + self.ahead, self.last) if self.asynchronous else number
         for old in [place for place, micro in self.micros.items() if micro.step < number]:
             del self.micros[old]
@@ -98,7 +102,7 @@ class MicrobatchLoader:
         self.micros.update(enumerate(here, first))
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of a whole batch; in memory of this rank's own."""
+        """Return inputs and targets of a full batch, in memory that this rank owns."""
         pair = np.empty((0, *self.shape), np.int32)
         if self.batches is not None:
             with self.mesh.trace.span("read the text", "none"):

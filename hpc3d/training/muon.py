@@ -1,19 +1,19 @@
-"""Muon: the momentum of a matrix, orthogonalised (Jordan et al. 2024,
+"""Muon: orthogonalized momentum of matrices (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon).
 
-    m = b m + (1 - b) g;  O = orthogonalised b m + (1 - b) g;
+    m = b m + (1 - b) g;  O = orthogonalized b m + (1 - b) g;
     w = (1 - lr decay) w - 0.2 sqrt(max(A, B)) lr O
 
-of matrices A x B in the blocks; the factor gives O the size of AdamW's updates, so that its
-learning rates and decays hold (Liu et al., arXiv:2502.16982, section 2.2).  All else is updated as
-by AdamW.  The queries, the keys and the values of a head are columns of three matrices, gate and
-up of SwiGLU of two, and each expert has its own.
+for the matrices A x B of the blocks.  The factor gives O the size of AdamW's updates, so that
+AdamW's learning rates and weight decays remain valid (Liu et al., arXiv:2502.16982, section 2.2).
+AdamW updates all other parameters.  Queries, keys and values of a head are columns of three
+matrices, gate and up of SwiGLU of two, and each expert has its own matrices.
 
-A matrix that is cut is whole on one rank at a time (hpc3d.training.sharded_muon leaves it cut).
-Of those that are cut alike the g ranks that have their blocks take g at a time, and each gets one
-of them whole: an all-to-all along each axis brings the blocks, and another one what has become of
-them.  In each a rank receives (1 - 1/s) of a whole matrix along an axis of s ranks.  Along an axis
-on whose diagonal a rank *owns* a block the others send zeros.
+A sharded matrix is gathered on one rank at a time (hpc3d.training.sharded_muon keeps it sharded).
+Matrices sharded over the same g ranks are assigned round-robin, one per rank: an all-to-all along
+each axis gathers the blocks, and another one returns their updates.  In each, a rank receives
+(1 - 1/s) of an unsharded matrix along an axis of s ranks.  Along an axis on whose diagonal a rank
+*owns* a block, the other ranks send zeros.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SIZE = 0.2  # root mean square of AdamW's updates
 
 
 def is_hidden(name: str, shape: Sequence[int]) -> bool:
-    """A matrix of a block, or a stack of them; no table, and no stack of vectors."""
+    """Select matrices of blocks and stacks of them, but no embedding and no stack of vectors."""
     return name.startswith("layers.") and len(shape) > 1 and shape[0] > 1
 
 
@@ -44,8 +44,10 @@ def _is_other(name: str, shape: Sequence[int]) -> bool:
 
 
 class Cut(NamedTuple):
-    """An axis that cuts the rows (dim 1) or the columns (dim 2) of a stack of blocks; or, with an
-    `owner`, along which that coordinate alone has them."""
+    """Mesh axis that shards the rows (dim 1) or the columns (dim 2) of a stack of blocks.
+
+    With an `owner`, only the rank with that coordinate along the axis has the blocks.
+    """
 
     axis: str
     dim: int
@@ -53,19 +55,19 @@ class Cut(NamedTuple):
 
 
 def owners(mesh: Mesh, layout: Layout) -> list[Cut]:
-    """The axes along which one rank has the block of a layout."""
+    """Return the axes along which one rank owns the block of a layout."""
     return [Cut(axis, 0, layout.owner(axis, mesh)) for axis in layout.owned]
 
 
 def cuts_of(mesh: Mesh, layout: Layout) -> list[Cut]:
-    """All axes that cut a matrix of a layout."""
+    """Return all axes that shard or own a matrix of a layout."""
     rows = [Cut(axis, 1) for axis in reversed(layout[0])]
     columns = [Cut(axis, 2) for axis in reversed(layout[-1])]
     return [*owners(mesh, layout), *rows, *columns]
 
 
 class Exchange:
-    """Turns stacks of blocks into matrices that the axes of `cuts` do not cut, and back."""
+    """Gathers stacks of blocks into matrices along the axes of `cuts`, and scatters them."""
 
     def __init__(self, mesh: Mesh, cuts: Iterable[Cut]) -> None:
         self.mesh = mesh
@@ -74,7 +76,7 @@ class Exchange:
         self.members, self.member = mesh.count(axes), mesh.index(axes)
 
     def gathered(self, blocks: Array) -> Array:
-        """[g n, a, b] -> [n, A, B]: the n matrices that are this rank's turn."""
+        """Gather blocks [g n, a, b] to the n matrices [n, A, B] assigned to this rank."""
         for cut in self.cuts:
             size = self.mesh.size(cut.axis)
             parts = self.mesh.comm(cut.axis).all_to_all(blocks).wait()
@@ -83,7 +85,7 @@ class Exchange:
         return blocks
 
     def _joined(self, parts: Array, dim: int) -> Array:
-        """[s, n, a, b] -> [n, s a, b] or [n, a, s b]."""
+        """Reshape [s, n, a, b] to [n, s a, b] or [n, a, s b]."""
         order = [1, 2, 3]
         order.insert(dim, 0)
         moved = self._moved(parts, order)
@@ -92,7 +94,7 @@ class Exchange:
         return moved.reshape(*shape)
 
     def scattered(self, whole: Array) -> Array:
-        """The reverse: of all g n matrices the blocks of this rank, if it has any."""
+        """Scatter [n, A, B] to this rank's blocks [g n, a, b]; the reverse of `gathered`."""
         for cut in reversed(self.cuts):
             size = self.mesh.size(cut.axis)
             parts = (
@@ -105,7 +107,7 @@ class Exchange:
         return whole
 
     def _divided(self, whole: Array, dim: int, size: int) -> Array:
-        """[n, s a, b] or [n, a, s b] -> [s, n, a, b]."""
+        """Reshape [n, s a, b] or [n, a, s b] to [s, n, a, b]."""
         shape = [*whole.shape]
         shape[dim : dim + 1] = [size, shape[dim] // size]
         order = [0, 1, 2, 3]
@@ -113,13 +115,13 @@ class Exchange:
         return self._moved(whole.reshape(*shape), [dim, *order])
 
     def _spread(self, blocks: Array, owner: int, size: int) -> Array:
-        """[n, a, b] -> [s, n, a, b], zeros for all but the owner."""
+        """Expand [n, a, b] to [s, n, a, b], zero except for the owner."""
         parts = self.mesh.zeros((size, *blocks.shape), blocks.dtype, "workspace")
         parts[owner] = blocks
         return parts
 
     def _moved(self, array: Array, order: Sequence[int]) -> Array:
-        """A copy with its dims in another order."""
+        """Return a transposed copy."""
         turned = array.transpose(*order)
         out = self.mesh.empty(turned.shape, array.dtype, "workspace")
         out[...] = turned
@@ -133,7 +135,7 @@ class Muon(AdamW):
         StateSpec("second", of=_is_other),
     )
     WHOLE_MATRICES = is_hidden
-    BETA1 = 0.9  # of what is updated as by AdamW
+    BETA1 = 0.9  # for the parameters that AdamW updates
 
     def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
         self.momentum = constants["beta1"]
@@ -141,11 +143,11 @@ class Muon(AdamW):
 
     @classmethod
     def at_once(cls, mesh: Mesh) -> int:
-        """As many as have the matrices of a layer in turn."""
+        """Return the number of ranks that share the matrices of a layer."""
         return mesh.count(axis for axis in mesh.sizes if axis != "p")
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """One step with the gradients times `scale`."""
+        """Update the parameters with the gradients times `scale`."""
         super().update(learning_rate, scale)
         decay = learning_rate * self.weight_decay
         for exchange, alike in self._groups():
@@ -159,7 +161,7 @@ class Muon(AdamW):
                 self._update(exchange, matrices, learning_rate, scale)
 
     def _groups(self) -> Iterator[tuple[Exchange, list[WholeMatrix]]]:
-        """The matrices that are cut alike into blocks of one shape, and how they are exchanged."""
+        """Yield the matrices with the same layout and shape, and the exchange of their blocks."""
         groups: dict[Any, list[WholeMatrix]] = {}
         for part in self.parameters.matrices:
             key = part.layout, part.item.shape, part.item.interleaved
@@ -168,15 +170,14 @@ class Muon(AdamW):
             yield self._exchange(layout), alike
 
     def _exchange(self, layout: Layout) -> Exchange:
-        """What brings blocks together for a matrix to be orthogonalised: all of them."""
+        """Return the exchange that gathers the blocks before orthogonalization."""
         mesh = self.parameters.mesh
         return Exchange(mesh, cuts_of(mesh, layout))
 
     def _update(
         self, exchange: Exchange, alike: Sequence[_Matrix], learning_rate: float, scale: float
     ) -> None:
-        """That of as many matrices as there are members, and so many that a member's turn comes
-        once; or of one stack of experts."""
+        """Update up to as many matrices as the exchange has members, or one stack of experts."""
         trace, item = self.parameters.mesh.trace, alike[0].part.item
         with trace.span("momentum"):
             blocks = self._directions(exchange, alike, scale)
@@ -191,7 +192,7 @@ class Muon(AdamW):
                 matrix.descend(blocks, number, rate)
 
     def _directions(self, exchange: Exchange, alike: Sequence[_Matrix], scale: float) -> Array:
-        """The blocks [g n, a, b] of what is orthogonalised, zeros where there are no more."""
+        """Return the blocks [g n, a, b] to orthogonalize, padded with zeros."""
         mesh, (part, *_) = self.parameters.mesh, alike[0]
         experts, (first, *_, last) = _experts(part), part.item.shape
         turns = ceil(len(alike) * experts / exchange.members)
@@ -206,8 +207,10 @@ class Muon(AdamW):
         return blocks
 
     def _orthogonalized(self, whole: Array, count: int, part: WholeMatrix) -> Array:
-        """The first so many of matrices [n, A, B] like `part`, those whose columns they have in
-        turn each by itself."""
+        """Orthogonalize the first `count` of the matrices [n, A, B].
+
+        If a matrix interleaves the columns of several, each of these is orthogonalized separately.
+        """
         mesh, (among, width) = self.parameters.mesh, part.item.interleaved
         out = mesh.empty(whole.shape, whole.dtype, "workspace")
         rows, columns = whole.shape[1], whole.shape[2] // among
@@ -224,7 +227,7 @@ class Muon(AdamW):
 
 
 class _Matrix(NamedTuple):
-    """What `Optimizer.matrices` has of a matrix."""
+    """Item of `Optimizer.matrices`: arrays and momentum of a matrix."""
 
     part: WholeMatrix
     arrays: tuple[Array, Array | None, Array]
@@ -232,7 +235,7 @@ class _Matrix(NamedTuple):
     keep: float
 
     def descend(self, blocks: Array, number: int, rate: float) -> None:
-        """w = keep w - rate O with the blocks of this `number` of O."""
+        """Compute w = keep w - rate O with the blocks of matrix `number` of O."""
         (value, master, _), experts = self.arrays, _experts(self.part)
         if not value.size:
             return
@@ -244,10 +247,10 @@ class _Matrix(NamedTuple):
 
 
 def _experts(part: WholeMatrix) -> int:
-    """The matrices that a block has parts of."""
+    """Return the number of matrices in a block."""
     return part.shape[1] if len(part.shape) > 2 else 1
 
 
 def _by_expert(block: Array) -> Array:
-    """[a, b] or [a, experts, b] as [experts, a, b]."""
+    """Reshape [a, b] or [a, experts, b] to [experts, a, b]."""
     return block.swapaxes(0, 1) if block.ndim > 2 else block.reshape(1, *block.shape)

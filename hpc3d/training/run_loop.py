@@ -1,4 +1,4 @@
-"""The loop of a run: its steps, an early stop, and its end, whatever model is trained."""
+"""Training loop of a run of any model: its steps, an early stop, and its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RunSaver(Protocol):
-    """What saves a run, as hpc3d.checkpoints.saver does: after `saved` steps was the last time."""
+    """Saver of checkpoints (hpc3d.checkpoints.saver); `saved` is the step count of the last."""
 
     saved: int
 
@@ -39,7 +39,7 @@ class RunSaver(Protocol):
 
 
 class RunBatches(Protocol):
-    """The data of a run, which knows where it stands after so many steps."""
+    """Data of a run; `position` returns its position after `done` steps."""
 
     def position(self, done: int) -> dict[str, int]: ...
 
@@ -48,10 +48,10 @@ class RunBatches(Protocol):
 class RunPlan:
     """Description of a run: rank 0 completes it step by step, then all ranks get a copy.
 
-    `resumed` is the folder of the run that is resumed, `folder` that of the run once it is open,
-    and `git` the commit of the program.  `changes` has a line for each difference from the run
-    that is resumed, `notes` are lines for the log, and `texts` describes the texts for the
-    manifests of checkpoints.
+    `resumed` is the folder of the run to resume, `folder` the folder of this run once it is open,
+    and `git` the commit of the program.  `changes` has a line for each difference from the
+    resumed run, `notes` has lines for the log, and `texts` describes the texts for the manifests
+    of checkpoints.
     """
 
     config: Config
@@ -64,7 +64,7 @@ class RunPlan:
 
 
 class Equipment(NamedTuple):
-    """The mesh of a run, and what watches it, logs it, and gives its seconds."""
+    """Mesh of a run with its watchdog, log and clock (in seconds)."""
 
     mesh: Mesh
     watchdog: Watchdog
@@ -73,8 +73,10 @@ class Equipment(NamedTuple):
 
 
 class RunningJob(NamedTuple):
-    """What takes part in the steps, of which number `start` is the first; `batches` on rank 0.  No
-    `evaluator`: there are no evaluations."""
+    """Objects of the training loop, which begins with step `start`; only rank 0 has `batches`.
+
+    `evaluator` is None if there are no evaluations.
+    """
 
     trainer: Trainer
     saver: RunSaver
@@ -88,8 +90,11 @@ class RunningJob(NamedTuple):
 def equipped(
     job: Job, plan: RunPlan, mesh: Mesh, hardware: Hardware, layout: Iterable[str]
 ) -> Equipment:
-    """The mesh of a run as its configuration wants it watched and recorded; the log begins, and
-    says how the model lies on the ranks, in lines of `layout`."""
+    """Set up guards, watchdog, recorder and log of a run.
+
+    The log begins with the header and with the lines of `layout`, which describe how the model is
+    distributed over the ranks.
+    """
     from hpc3d.comm.watchdog import Watchdog
     from hpc3d.training.trace_setup import CLOCKS, recorded
 
@@ -107,7 +112,7 @@ def equipped(
 
 
 def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
-    """The steps of a run, until the last one or a request to stop; JobExit for any other end."""
+    """Run all steps, or until a request to stop.  Raises JobExit unless all steps are done."""
     with closing(run.log):
         try:
             done = _steps(plan, run, stop)
@@ -119,7 +124,7 @@ def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
 
 
 def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
-    """Make the steps, until the last one or a request to stop; how many are done."""
+    """Run the steps until the last one or a request to stop; return the number of steps done."""
     config, trainer, log = plan.config, run.trainer, run.log
     log.record(run.start, config)
     replicas, spikes = (
@@ -146,7 +151,7 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
 
 
 def _evaluate(run: RunningJob, number: int) -> bool:
-    """Evaluate after step `number` if it is time to; whether that is the best so far."""
+    """Evaluate after step `number` if it is due; return True if the result is the best so far."""
     if not run.evaluator or not (found := run.evaluator.after(number)):
         return False
     best = run.evaluator.best
@@ -156,7 +161,7 @@ def _evaluate(run: RunningJob, number: int) -> bool:
 
 
 def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
-    """Save what can be saved, and say why there is no further step."""
+    """Save a checkpoint if possible, and log why there is no further step."""
     run.log.say(f"stopped after step {step.number}, for {reason(step.stop_request)}", "yellow")
     saved = run.saver.stop(step.number)
     run.saver.wait()
@@ -168,8 +173,8 @@ def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
 
 
 def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
-    """After the last step: everything on disk, one trace of all ranks."""
-    run.watchdog.stop()  # the last save may take its time
+    """Finish a run: wait for pending saves, and merge the traces of all ranks."""
+    run.watchdog.stop()  # the last save may exceed the watchdog's limit
     run.saver.wait()
     run.trainer.mesh.trace.synchronise()
     _save_position(plan, run.batches, done)
@@ -188,7 +193,7 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
 
 
 def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoReturn:
-    """All ranks: end the job because of a wrong number, saying once what is known of it."""
+    """End the job on all ranks because of a wrong number, and report the findings once."""
     run.watchdog.stop()
     run.saver.wait()
     for line in lines(wrong, job.gather(wrong.found)):
@@ -205,7 +210,7 @@ def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoR
 
 
 def _save_position(plan: RunPlan, batches: RunBatches | None, done: int) -> None:
-    """Rank 0: where in the data the run ended, for one that goes on from here."""
+    """Write the position in the data, for a resumed run, on rank 0."""
     if batches is not None:
         position = {"step": done, **batches.position(done)}
         write_text(plan.folder / "position.json", json.dumps(position) + "\n")

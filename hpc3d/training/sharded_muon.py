@@ -1,20 +1,21 @@
-"""Muon on matrices that stay cut: its Newton-Schulz steps are sharded products.
+"""Muon on sharded matrices: the Newton-Schulz steps are sharded products.
 
-Let S be the shorter side of a matrix and L the longer one, s the ranks that cut S and l those that
-cut L.  A step X = a X + (b G + c G G) X, with G = X X', is three products (hpc3d.tensor.matmul):
+Let S be the shorter side of a matrix and L the longer one; s ranks shard S and l ranks shard L.
+A step X = a X + (b G + c G G) X, with G = X X', is three products (hpc3d.tensor.matmul):
 
     G[S_sl, S]    = X[S_s, L_l] X'[L_l, S_s]       Split(m="s", k="l"), W transposed
     P[S_sl, S]    = b G + c G[S_sl, S] G[S_sl, S]  Split(m="s l")
     P X[S_s, L_l] = P[S_sl, S] X[S_s, L_l]         Split(m="s", n="l")
 
-of which the last one finds X gathered by the first.  Each rank does 1 / (s l) of the operations,
-and receives
+The last one reuses the X that the first one gathered.  Each rank does 1 / (s l) of the
+operations, and receives
 
     (1 - 1/s) S L / l + (1 - 1/(s l)) S^2 + 2 (1 - 1/l) S^2 / s
 
-elements a step: X over s, G over all, and its sums and P over l.  No rank has more of X than
-S L / l elements.  Where l does not divide the rows of a block, G is summed on all of l instead,
-2 (1 - 1/l) S^2 / s + (1 - 1/s) S^2 elements beside X, and they all square it.
+elements per step: X over s, G over all ranks, and the partial sums and P over l.  No rank holds
+more than S L / l elements of X.  If l does not divide the rows of a block, G is all-reduced over l
+instead, 2 (1 - 1/l) S^2 / s + (1 - 1/s) S^2 elements in addition to X, and all of these ranks
+compute its square.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
 
 
 class ShardedMuon(Muon):
-    """`train.orthogonalize = "sharded"`.  Along an axis on whose diagonal a rank owns a block the
-    ranks still have matrices in turn."""
+    """Muon for `train.orthogonalize = "sharded"`.
+
+    Along an axis with `own` storage, matrices are still assigned to the ranks round-robin.
+    """
 
     def _exchange(self, layout: Layout) -> Exchange:
         mesh = self.parameters.mesh
@@ -58,26 +61,29 @@ class ShardedMuon(Muon):
 
 
 def _is_tall(item: Parameter) -> bool:
-    """Whether its matrices have more rows than columns."""
+    """Return True if the matrices of a parameter have more rows than columns."""
     return item.shape[0] > item.shape[-1] // item.interleaved[0]
 
 
 def _cuts(part: WholeMatrix) -> tuple[Sequence[str], Sequence[str]]:
-    """The axes that cut the shorter side of a matrix, and those that cut the longer one."""
+    """Return the axes that shard the shorter side of a matrix, and those of the longer side."""
     rows, columns = part.layout[0], part.layout[-1]
     return (columns, rows) if _is_tall(part.item) else (rows, columns)
 
 
 def _apart(blocks: Array, item: Parameter) -> Array:
-    """A view of blocks [n, a, b] with the shorter side first and the longer one last; in between
-    are n and the matrices whose columns they have in turn.  One side has two dims."""
+    """Return a view of blocks [n, a, b] with the shorter side first and the longer one last.
+
+    Between them are n and the matrices whose columns are interleaved.  One side has two
+    dimensions.
+    """
     among, width = item.interleaved
     turns = blocks.reshape(*blocks.shape[:2], blocks.shape[2] // (among * width), among, width)
     return turns.transpose(*((2, 4, 0, 3, 1) if _is_tall(item) else (1, 0, 3, 2, 4)))
 
 
 def _stack(apart: Array, item: Parameter) -> Array:
-    """The same as a stack [S_s, matrices, L_l]."""
+    """Reshape the result of `_apart` to a stack [S_s, matrices, L_l]."""
     if _is_tall(item):
         one, two, n, among, longer = apart.shape
         return apart.reshape(one * two, n * among, longer)
@@ -86,14 +92,17 @@ def _stack(apart: Array, item: Parameter) -> Array:
 
 
 class NewtonSchulz:
-    """The steps of `hpc3d.ops.update.orthogonalize` on stacks X[S_s, matrices, L_l] that these
-    axes cut, S being the shorter side."""
+    """Newton-Schulz steps of `hpc3d.ops.update.orthogonalize` on sharded stacks.
+
+    The stacks are X[S_s, matrices, L_l], sharded over the axes `shorter` and `longer`; S is the
+    shorter side.
+    """
 
     def __init__(self, mesh: Mesh, shorter: Sequence[str], longer: Sequence[str]) -> None:
         self.mesh, self.shorter, self.longer = mesh, " ".join(shorter), " ".join(longer)
 
     def orthogonalize(self, x: Array) -> None:
-        """U V^T of each matrix, nearly, where it is U S V^T; in place."""
+        """Replace each matrix U S V^T by approximately U V^T, in place."""
         self._normalize(x)
         s, l = self.shorter, self.longer
         uneven = len(x) % self.mesh.count(l.split())
@@ -106,7 +115,7 @@ class NewtonSchulz:
             self._step(x, gram, square, apply)
 
     def _normalize(self, x: Array) -> None:
-        """X / |X| of each matrix."""
+        """Divide each matrix by its Frobenius norm."""
         with self.mesh.trace.span("norm"):
             squared = self.mesh.empty(x.shape, x.dtype, "workspace")
             np.multiply(x, x, out=squared)
@@ -117,7 +126,7 @@ class NewtonSchulz:
             x /= np.maximum(np.sqrt(squares), SMALLEST_NORM)[:, None]
 
     def _step(self, x: Array, gram: Matmul, square: Matmul, apply: Matmul) -> None:
-        """X = a X + (b G + c G G) X."""
+        """Compute X = a X + (b G + c G G) X."""
         a, b, c = NEWTON_SCHULZ
         g, saved = gram.forward_saving(x, x)
         rows = square.forward(g, g)

@@ -1,4 +1,4 @@
-"""The recorder of a run, and the environment that the run leaves on disk."""
+"""Trace recorder of a run, and the description of its environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.trace.recorder import Recorder
 
-# What the trace and what the training loop reads, in ns and in s: the same clock.
+# Clocks of the trace (ns) and of the training loop (s), from the same source.
 CLOCKS = {
     "wall": (time.monotonic_ns, time.monotonic),
     "cpu": (time.process_time_ns, time.process_time),
@@ -26,7 +26,7 @@ CLOCKS = {
 
 
 def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, transport: str) -> Mesh:
-    """The mesh with a recorder where the run is traced; rank 0 describes the environment."""
+    """Return the mesh with a recorder if the run is traced; rank 0 describes the environment."""
     place = {**job.place(), "device": str(mesh.pool.device)}
     places = job.gather(place)
     sizes = zip(*job.gather([*mesh.sizes.values()]), strict=True)  # d may differ by stage
@@ -64,7 +64,7 @@ def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, trans
 
 
 def recorder_of(folder: Path, header: dict[str, Any], pool: Pool, config: Config) -> Recorder:
-    """The Recorder of the rank, which reads the clock of its device where it has one."""
+    """Return the recorder of this rank, with device timing unless the backend is NumPy."""
     clock, _ = CLOCKS[config.trace.clock]
     if config.train.backend == "numpy":
         from hpc3d.trace.recorder import Recorder

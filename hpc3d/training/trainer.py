@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """What a step came to: `loss` per token, times in seconds, `communication` a share of the
-    step, `peak` the bytes of arrays on the fullest rank, `stop_request` its maximum over ranks,
-    `loss_scale` the factor of the next step's loss (None: it is not adapted)."""
+    """Result of a step.
+
+    `loss` is the mean per token, `communication` the fraction of the step's time, `peak` the bytes
+    of arrays on the rank with the most, and `stop_request` the maximum over ranks.  `loss_scale`
+    is the factor of the next step's loss (None: static).
+    """
 
     number: int
     loss: float
@@ -51,13 +54,13 @@ class Step(NamedTuple):
 
 
 class Trainer:
-    """Model and optimiser of a run on a mesh; only rank 0 has `batches`.
+    """Model and optimizer of a run on a mesh; only rank 0 has `batches`.
 
-    `clock()` gives the seconds that a step and its parts take.  A subclass may train another
-    model: it makes the `stages` of this rank (`hpc3d.pipeline.stage_protocol`) and its `sums`.
+    `clock()` returns seconds and times each step and its passes.  To train another model, override
+    `stages` (see `hpc3d.pipeline.stage_protocol`) and `sums`.
     """
 
-    has_tied_ends = True  # it may have: a table on the first and the last pipeline stage
+    has_tied_ends = True  # possible: a table on the first and the last pipeline stage
 
     def __init__(
         self,
@@ -98,28 +101,31 @@ class Trainer:
         self.scaling, self.skipped = scale_of(train.dtype), False
 
     def _replay(self) -> GraphedStep | None:
-        """What runs steps as one launch, where the mesh is one of devices."""
+        """Return the CUDA graph of a step, if the mesh is on devices."""
         from hpc3d.training.graphed_step import replay_of
 
         return replay_of(self)
 
     def stages(self, placement: Placement) -> Sequence[PipelineStage]:
-        """Those of this rank, one per chunk, their parameters added to `parameters`."""
+        """Build this rank's stages, one per chunk, and add their parameters to `parameters`."""
         spec = spec_of(self.config, self.vocabulary)
         self.shape = spec.sizes
         return build(self.mesh, self.parameters, spec, *self.parts(placement))
 
     def manifest(self) -> dict[str, Any]:
-        """What checkpoints say of the model beside the configuration."""
+        """Return entries of checkpoint manifests that the configuration does not determine."""
         return {}
 
     def sums(self, size: float) -> Buckets:
-        """What sums the gradients of `parameters`, in buckets of `size` bytes."""
+        """Return the gradient reduction of `parameters`, in buckets of `size` bytes."""
         return Buckets(self.parameters, size, compression_of(self.config, self.parameters))
 
     def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
-        """The parts of the model on this rank, one per chunk, and the pipeline stage of the other
-        end where this rank has one and they are two."""
+        """Return this rank's layer ranges, one per chunk, and the peer stage of tied embeddings.
+
+        The peer is None unless this stage has one of embedding and head, and another stage has
+        the other.
+        """
         stage, layers = self.mesh.coord("p"), self.config.layers()
         here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
         parts = [LayerRange(layers[i], i == 0, i == placement.parts - 1) for i in here]
@@ -127,10 +133,10 @@ class Trainer:
         return parts, next(iter(ends - {stage}), None) if stage in ends else None
 
     def step(self, number: int, stop_request: Callable[[], int] = int) -> Step:
-        """Step `number`: forward and backward of its microbatches, reductions over ranks, update.
+        """Run step `number`: forward and backward of its microbatches, reductions, and update.
 
-        `stop_request()` is why this rank asks the run to stop after the step: a number, 0 to go
-        on.
+        `stop_request()` returns a number that says why this rank asks the run to stop after the
+        step; 0 to continue.
         """
         trace, start = self.mesh.trace, self.clock()
         trace.begin_step(number)
@@ -160,7 +166,7 @@ class Trainer:
         return Step(*sums, self.scaling.state().get("factor"))
 
     def update(self) -> None:
-        """Sum the gradients, clip them to the global norm, update and start new ones."""
+        """Reduce the gradients, clip them by global norm, update, and reset them."""
         self.buckets.wait()
         with self.mesh.trace.span("norm of the gradient"):
             squares = self.parameters.sum_of_squares()
@@ -170,8 +176,10 @@ class Trainer:
         self.update_by(local_loss, squares)
 
     def update_by(self, local_loss: float, squares: float) -> None:
-        """Update, with this rank's parts of the summed loss and of the squared norm; where a
-        gradient of a scaled loss overflows, all ranks leave that update out."""
+        """Update, given this rank's parts of the summed loss and of the squared norm.
+
+        If a gradient of a scaled loss overflows, all ranks skip the update.
+        """
         self.local_loss, self.squares = local_loss, squares
         scale, clip = 1 / self.scaling.factor, self.config.train.clip
         if not self.alone:
@@ -185,10 +193,10 @@ class Trainer:
         self.buckets.begin()
 
     def total(self) -> None:
-        """The mean loss of the step and the norm of the gradient, over all ranks.
+        """Compute the mean loss of the step and the gradient norm, over all ranks.
 
-        All ranks see the same sums, so all of them stop or none.  A rank that has found something
-        wrong makes them not finite.  Of a scaled loss the gradient alone may be that.
+        All ranks see the same sums, so either all or none of them stop.  A rank whose checks
+        failed makes the sums not finite.  With loss scaling, only the gradient may overflow.
         """
         self.local_loss, self.squares = value_of(self.local_loss), value_of(self.squares)
         mine = np.array([self.local_loss, self.squares])
@@ -206,8 +214,7 @@ class Trainer:
     def _reduce_step_stats(
         self, communication: float, stop_request: int
     ) -> tuple[float, int, int]:
-        """The mean share of communication, the highest peak of array bytes, the largest request to
-        stop."""
+        """Return the mean communication share, highest peak bytes and maximum stop request."""
         share = self.mesh.world.all_reduce(np.array([communication])).wait()[0] / self.mesh.ranks
         most = np.array([self.mesh.pool.peak["all"], stop_request], np.float64)
         peak, stop_request = self.mesh.world.all_reduce(most, "max").wait()
@@ -215,7 +222,7 @@ class Trainer:
 
 
 def spec_of(config: Config, vocabulary: int) -> ModelSpec:
-    """The ModelSpec of a run's model."""
+    """Return the ModelSpec of a configuration."""
     family = family_of(config.model)
     sizes = replace(family.sizes(config.model, vocabulary), fused_gelu=config.train.fused_gelu)
     return ModelSpec(
