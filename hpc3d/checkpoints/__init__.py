@@ -1,1 +1,1 @@
-"""The state of a run on disk: any layout reads any layout."""
+"""Checkpoints of runs: any layout loads any layout."""

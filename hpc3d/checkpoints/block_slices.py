@@ -1,4 +1,4 @@
-"""Boxes of a tensor: the parts of it that ranks hold and files have."""
+"""Boxes of a tensor: the slices that ranks hold and files store."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 
 class BlockSlices(NamedTuple):
-    """Rows, columns and experts of a tensor [rows, experts, columns]; a matrix is that of one
-    expert, and a vector is one row of it."""
+    """Slice of a tensor [rows, experts, columns]: ranges of rows, columns and experts.
+
+    A matrix has one expert, and a vector is one row of a matrix.
+    """
 
     top: int
     bottom: int
@@ -21,7 +23,7 @@ class BlockSlices(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of an array of its elements: [rows, experts, columns]."""
+        """Shape [rows, experts, columns] of an array of its elements."""
         rows, experts = self.bottom - self.top, self.back - self.front
         return max(0, rows), max(0, experts), max(0, self.right - self.left)
 
@@ -31,11 +33,11 @@ class BlockSlices(NamedTuple):
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """As a manifest has them: those of a matrix are four."""
+        """Edges as a manifest stores them: four for a matrix."""
         return self if self[4:] != (0, 1) else self[:4]
 
     def intersection(self, other: BlockSlices) -> BlockSlices:
-        """The part that both have."""
+        """Return the intersection of two boxes."""
         return BlockSlices(
             max(self.top, other.top),
             min(self.bottom, other.bottom),
@@ -46,13 +48,16 @@ class BlockSlices(NamedTuple):
         )
 
     def index_in(self, outer: BlockSlices) -> tuple[slice, slice, slice]:
-        """The index of this part in an array [rows, experts, columns] of the box `outer`."""
+        """Return the index of this box in an array [rows, experts, columns] of the box `outer`."""
         rows = slice(self.top - outer.top, self.bottom - outer.top)
         experts = slice(self.front - outer.front, self.back - outer.front)
         return rows, experts, slice(self.left - outer.left, self.right - outer.left)
 
     def rectangles(self, columns: int) -> Iterator[BlockSlices]:
-        """The same of the matrix [rows, experts columns], of experts with so many `columns`."""
+        """Yield the rectangles of this box in the matrix [rows, experts x columns].
+
+        `columns` is the number of columns per expert.
+        """
         whole = self.right - self.left == columns
         step = self.back - self.front if whole else 1
         for first in range(self.front, self.back, step):
@@ -61,18 +66,17 @@ class BlockSlices(NamedTuple):
 
 
 def stored_shape(dims: Sequence[int]) -> tuple[int, ...]:
-    """How a tensor of any number of dimensions lies in files: as a vector, or as a matrix [first
-    dimension, all others]."""
+    """Return the shape of a tensor in files: a vector, or [first dimension, all others]."""
     return (prod(dims),) if len(dims) < 2 else (dims[0], prod(dims[1:]))
 
 
 def whole_of(shape: Sequence[int]) -> BlockSlices:
-    """The box of all of a tensor [columns], [rows, columns] or [rows, experts, columns]."""
+    """Return the box of a full tensor [columns], [rows, columns] or [rows, experts, columns]."""
     return box_of([slice(0, size) for size in shape])
 
 
 def box_of(slices: Sequence[slice]) -> BlockSlices:
-    """The box of the same of its dims."""
+    """Return the box of slices of [columns], [rows, columns] or [rows, experts, columns]."""
     *others, columns = slices
     rows = others[0] if others else slice(0, 1)
     experts = others[1] if len(others) > 1 else slice(0, 1)
@@ -82,9 +86,11 @@ def box_of(slices: Sequence[slice]) -> BlockSlices:
 
 
 def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
-    """Elements `start` to `stop` of a block, counted row by row and in a row expert by expert, as
-    few boxes: the end of a row, whole rows, the beginning of a row; and an end of one that begins
-    or ends amid an expert as the same of experts."""
+    """Return elements `start` to `stop` of a block, in row-major order, as few boxes.
+
+    These are the end of a row, full rows, and the beginning of a row.  A range that begins or ends
+    within an expert is split likewise by experts.
+    """
     _, experts, columns = block.shape
     stop = min(stop, block.size)
     widths = [experts * columns, columns] if experts > 1 else [columns]
@@ -92,8 +98,10 @@ def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
 
 
 def _stretches(start: int, stop: int, widths: Sequence[int]) -> list[tuple[int, int]]:
-    """`start` to `stop`, cut so that a stretch lies within a multiple of the last width, or goes
-    from one to another within a multiple of the width before, and so on."""
+    """Split `start` to `stop` into ranges, each aligned to a width or inside one unit of it.
+
+    A range inside a unit of one width is split by the next, finer width.
+    """
     if start >= stop:
         return []
     if not widths:
@@ -124,7 +132,7 @@ def _box(block, start, stop):
 
 
 def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | None:
-    """Why boxes are not the parts of a whole, each element once; None if they are."""
+    """Return why boxes do not cover a tensor exactly once; None if they do."""
     if any(part.intersection(whole) != part for part in parts):
         rows, experts, columns = whole.shape
         sizes = [rows, experts, columns] if experts > 1 else [rows, columns]
@@ -137,9 +145,10 @@ def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | No
 
 
 def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:
-    """What two rectangles of a matrix share; None if they are disjoint.
+    """Return the intersection of two overlapping rectangles of a matrix; None if all are disjoint.
 
-    A line sweeps down the rows; `across` are the rectangles that it crosses, from left to right.
+    A sweep line goes down the rows; `across` holds the rectangles that it crosses, from left to
+    right.
     """
     starts = [(part.top, True, part) for part in parts]
     ends = [(part.bottom, False, part) for part in parts]

@@ -1,4 +1,4 @@
-"""What checkpoints will take of disk and time, reported before the first step."""
+"""Forecast of the disk space and time of checkpoints, reported before the first step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.trainer import Trainer
 
-_LARGEST = 4 << 20  # bytes that are written to find out
-_FILES = 2  # that a rank writes into a checkpoint
+_LARGEST = 4 << 20  # bytes written to measure the disk
+_FILES = 2  # files that a rank writes per checkpoint
 
 
 class Probe(NamedTuple):
-    """Seconds: of a small file, and of a byte of a large one and of its SHA-256."""
+    """Measured seconds: per small file, per written byte, and per byte of SHA-256."""
 
     file: float
     write: float
@@ -35,9 +35,9 @@ class Probe(NamedTuple):
 
 
 def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
-    """Lines about the checkpoints of a run in `folder`; collective over all ranks.
+    """Return log lines about the checkpoints of a run in `folder`; collective over all ranks.
 
-    One rank of each node writes a few megabytes; the job is refused if it cannot.
+    One rank of each node writes a few megabytes.  The job is refused if it cannot.
     """
     share = shares(trainer.parameters, trainer.optimizer)
     host, size = socket.gethostname(), sum(elements.nbytes for *_, elements in share)
@@ -60,7 +60,7 @@ def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
 
 
 def probe(folder: Path, host: str, size: int) -> Probe:
-    """Write a small and a large file into a folder, have them on disk, and remove them."""
+    """Measure the time to write a small and a large file to a folder and flush them to disk."""
     path, block = folder / f"probe-{host}", np.random.default_rng(0).bytes(size)
     small, large = timed(partial(_written, path, block[:1])), timed(partial(_written, path, block))
     digest = timed(partial(hashlib.sha256, block))
@@ -80,9 +80,9 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
-    """Of a checkpoint: each node writes what its ranks have, then rank 0 reads all of it again.
+    """Return the seconds of a checkpoint: each node writes its share, then rank 0 reads it all.
 
-    `ranks` are (host, bytes), `probes` one a node, of which the slowest counts.
+    `ranks` has (host, bytes) per rank, and `probes` one probe per node; the slowest counts.
     """
     slowest = Probe(*map(max, zip(*probes, strict=True)))
     count, held = Counter(host for host, _ in ranks), Counter()
@@ -94,7 +94,7 @@ def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
 
 
 def shortage(folder: Path, size: int, keep: int) -> str | None:
-    """What to do where the disk will not hold those that are kept and the one that is written."""
+    """Return advice if the disk has no room for the kept checkpoints and the next; else None."""
     present = steps_of(folder / "checkpoints")
     has = sum(path.stat().st_size for step in present for path in step.iterdir())
     free, wanted = shutil.disk_usage(folder).free + has, (keep + 1) * size

@@ -1,6 +1,6 @@
-"""Weights as Hugging Face `transformers` has them, in safetensors (see hf_families).
+"""Export of weights in the format of Hugging Face `transformers` (see hf_families).
 
-A folder has config.json and model.safetensors, or several such files and an index of them.
+A folder has config.json and model.safetensors, or several such files and an index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def _written_by(target: Path) -> list[Path]:
-    """The files that `export` writes, the weights first; ValueError if there is no place."""
+    """Return the files that `export` writes, weights first.
+
+    Raises ValueError if `target` is an existing file with another suffix.
+    """
     if target.suffix == ".safetensors":
         return [target]
     if target.is_file():
@@ -37,7 +40,7 @@ def _written_by(target: Path) -> list[Path]:
 
 
 def refuse_to_replace(target: Path) -> None:
-    """ValueError if `export` would write over a file."""
+    """Raise ValueError if `export` would overwrite a file."""
     written = _written_by(target)
     with_it = [target / name for name in TOKENIZER_FILES] if len(written) > 1 else []
     for path in (*written, *with_it):
@@ -46,8 +49,10 @@ def refuse_to_replace(target: Path) -> None:
 
 
 def earlier_files(target: Path) -> list[Path]:
-    """The files of an export that a folder has: those of names that exports write, where weights
-    are among them; else whatever is there is not of an export."""
+    """Return the files of an earlier export in a folder; none unless weights are among them.
+
+    Without weights, the files are not from an export.
+    """
     if not (target / WEIGHTS).is_file():
         return []
     paths = [target / name for name in (WEIGHTS, CONFIG, GENERATION, *TOKENIZER_FILES)]
@@ -57,10 +62,11 @@ def earlier_files(target: Path) -> list[Path]:
 def export(
     opened: Checkpoint, target: Path, special: Mapping[str, int | None] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Write the parameters of a whole checkpoint as a folder that `from_pretrained` loads or,
-    where `target` ends in .safetensors, as that file alone; their shapes by name.  Of a torch
-    module there is the file with its own names.  `special` are ids of
-    tokens that a tokenizer has for itself, by their names in config.json.
+    """Write the parameters of a checkpoint as a folder that `from_pretrained` loads.
+
+    If `target` ends in .safetensors, only that file is written; for a torch module, only the
+    weights, with the names of the module.  `special` are the token ids of a tokenizer, by their
+    names in config.json.  Returns the shapes by name.
     """
     weights, *settings = _written_by(target)
     if config_of(opened).torch.factory:
@@ -85,7 +91,7 @@ def export(
 
 
 def notes(opened: Checkpoint) -> list[str]:
-    """A line for each thing that a model does not do any more once it is exported."""
+    """Return a line for each difference in behavior between a model and its export."""
     model = config_of(opened).model
     if not (model.experts and model.capacity):
         return []
@@ -93,8 +99,10 @@ def notes(opened: Checkpoint) -> list[str]:
 
 
 def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ...]]:
-    """The state_dict of a torch module, as its `load_state_dict` takes it: tensors that it has by
-    several names are there by all of them."""
+    """Export the state_dict of a torch module for `load_state_dict`.
+
+    A tensor with several names is stored under each of them.
+    """
     module, arrays = opened.header["module"], {}
     for name, stored in shapes_in(opened).items():
         whole, dims = whole_of(stored), module["shapes"][name]
@@ -108,14 +116,14 @@ def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ..
 
 
 def _value_of(opened: Checkpoint, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """The whole of a parameter."""
+    """Return the unsharded value of a parameter."""
     value, whole = np.empty(shape, dtype), whole_of(shape)
     opened.fill(value.reshape(whole.shape), name, opened.exact(name), whole)
     return value
 
 
 def _settings_of(family: PublishedFamily, model: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
-    """The config.json of a model whose tokenizer is not known."""
+    """Return the config.json of a model whose tokenizer is unknown."""
     return {
         "model_type": family.types[0],
         "architectures": [family.architecture],

@@ -1,26 +1,26 @@
-"""What Hugging Face `transformers` calls the families and their arrays.
+"""Names of model families and their arrays in Hugging Face `transformers`.
 
-    ours                       GPT2LMHeadModel, transformer.*   LlamaForCausalLM, model.*
+    hpc3d                      GPT2LMHeadModel, transformer.*   LlamaForCausalLM, model.*
     embedding.token            wte.weight                       embed_tokens.weight
     embedding.position         wpe.weight                       none
     layers.N.norm1             h.N.ln_1                         layers.N.input_layernorm
     layers.N.qkv               h.N.attn.c_attn                  layers.N.self_attn.q_proj, k_, v_
-    layers.N.q, k, v           none                             the same, where queries share keys
+    layers.N.q, k, v           none                             same, if queries share keys (GQA)
     layers.N.proj              h.N.attn.c_proj                  layers.N.self_attn.o_proj
     layers.N.norm2             h.N.ln_2                         layers.N.post_attention_layernorm
     layers.N.up                h.N.mlp.c_fc                     layers.N.mlp.gate_proj, up_proj
     layers.N.down              h.N.mlp.c_proj                   layers.N.mlp.down_proj
     head.norm                  ln_f                             norm
-    head.table                 lm_head.weight; where head and embedding are tied, none
+    head.table                 lm_head.weight; none if head and embedding are tied
 
 Qwen2 has Llama's names, with biases of q_proj, k_proj and v_proj.
 
-    ours                       MixtralForCausalLM, model.*; all else as of a Llama
+    hpc3d                      MixtralForCausalLM, model.*; otherwise as Llama
     layers.N.router            layers.N.block_sparse_moe.gate
     layers.N.experts.up        layers.N.block_sparse_moe.experts.E.w1 (gate), w3 (up)
     layers.N.experts.down      layers.N.block_sparse_moe.experts.E.w2
 
-    ours                       BertForMaskedLM, bert.*
+    hpc3d                      BertForMaskedLM, bert.*
     embedding.token, .position, .segment
                                embeddings.word_embeddings, position_, token_type_ .weight
     embedding.norm             embeddings.LayerNorm
@@ -29,13 +29,13 @@ Qwen2 has Llama's names, with biases of q_proj, k_proj and v_proj.
     layers.N.up                encoder.layer.N.intermediate.dense
     layers.N.down, norm2       encoder.layer.N.output.dense, LayerNorm
     head.dense, norm, bias     cls.predictions.transform.dense, LayerNorm, cls.predictions.bias
-    head.table                 cls.predictions.decoder.weight; where it is tied, none
+    head.table                 cls.predictions.decoder.weight; none if it is tied
 
-Our columns of qkv are [q | k | v] for each head, and where several queries share a key q, k and v
-have an array each; those of a gated up are [gate | up] for each unit.  GPT-2 has all of q, all of
-k and all of v side by side, and a weight is [in, out], as ours; Llama has an array for each of
-them, and a weight is [out, in].  Weights of all experts of a layer are one array of ours, [in,
-experts, out]; Mixtral has those of each expert.
+In hpc3d, the columns of qkv are [q | k | v] for each head; with grouped-query attention q, k and v
+are separate arrays.  The columns of a gated up are [gate | up] for each unit.  GPT-2 stores all of
+q, all of k and all of v side by side, with weights [in, out] as in hpc3d.  Llama has a separate
+array for each of them, with weights [out, in].  hpc3d stores the weights of all experts of a layer
+in one array [in, experts, out]; Mixtral stores each expert separately.
 """
 
 from __future__ import annotations
@@ -56,19 +56,18 @@ _PARTS = {"gamma": "weight", "beta": "bias"}
 
 
 class PublishedFamily(NamedTuple):
-    """A family as `transformers` has it.
+    """Description of a family in `transformers`.
 
     types         its model_types, of which the first is written
     architecture  the class of the model
-    prefix        that of all names but those that begin with `bare`
-    block         what stands before the number of a layer
-    ends          {parameter of ours: its name}
-    layers        {layer of ours: the names of the arrays that have its columns}, with {} for the
-                  number of an expert
-    transposed    whether the weights of layers are [out, in]
-    measured      {key of [model]: (name, dimension)}, the arrays that tell a size
-    copies        {name: name of which it is a copy where head and table are two}
-    tied          whether head and table are one where config.json does not tell
+    prefix        prefix of all names except those that begin with `bare`
+    block         prefix of the layer number
+    ends          {hpc3d parameter: name} of embedding and head
+    layers        {hpc3d layer: names of the arrays with its columns}, {} is the expert number
+    transposed    True if the weights of layers are [out, in]
+    measured      {key of [model]: (name, dimension)}, the arrays that determine a size
+    copies        {name: the name it copies, if head and embedding are untied}
+    tied          True if head and embedding are tied unless config.json says otherwise
     settings      its config.json
     """
 
@@ -87,8 +86,10 @@ class PublishedFamily(NamedTuple):
     settings: hf_settings.Settings
 
     def names_of(self, ours: str, expert: int = 0) -> tuple[str, ...]:
-        """The names of the arrays that a parameter of ours is parted into, or what an expert has
-        of it, without the prefix."""
+        """Return the names, without prefix, of the arrays that store an hpc3d parameter.
+
+        For a stack of experts, these are the arrays of one `expert`.
+        """
         if ours in self.ends:
             return (self.ends[ours],)
         _, number, *layer, part = ours.split(".")
@@ -97,13 +98,13 @@ class PublishedFamily(NamedTuple):
         return tuple(f"{self.block}.{number}.{name.format(expert)}.{part}" for name in names)
 
     def full_name_of(self, name: str) -> str:
-        """The same with the prefix."""
+        """Return a name with the prefix, unless it begins with `bare`."""
         return name if name.startswith(self.bare) else self.prefix + name
 
     def shapes_of(
         self, ours: str, shape: Sequence[int], model: ModelConfig
     ) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of the arrays of a parameter of ours of a `shape`."""
+        """Return {name: shape} of the arrays that store an hpc3d parameter of `shape`."""
         if len(shape) < 3:
             return self._shapes_of(self.names_of(ours), ours, shape, model)
         return {
@@ -127,7 +128,7 @@ class PublishedFamily(NamedTuple):
         }
 
     def given(self, ours: str, value: np.ndarray, model: ModelConfig) -> dict[str, np.ndarray]:
-        """{name: array} of a parameter of ours."""
+        """Return {name: array} of the arrays that store an hpc3d parameter."""
         if value.ndim < 3:
             return self._given(self.names_of(ours), ours, value, model)
         return {
@@ -155,7 +156,7 @@ class PublishedFamily(NamedTuple):
     def taken(
         self, ours: str, read: Callable[[str], np.ndarray], model: ModelConfig
     ) -> np.ndarray:
-        """A parameter of ours from the arrays that `read` gives by name."""
+        """Assemble an hpc3d parameter from the arrays that `read` returns by name."""
 
         def matrix(expert=0):
             arrays = [read(name) for name in self.names_of(ours, expert)]
@@ -174,8 +175,10 @@ class PublishedFamily(NamedTuple):
         return np.concatenate(parts, -1).reshape(whole.shape)
 
     def _widths(self, ours: str, columns: int, model: ModelConfig) -> tuple[int, ...]:
-        """The columns of each part of a unit of a parameter of ours: of a head, of a unit of the
-        MLP, or of all."""
+        """Return the columns of each part of an interleaved unit of an hpc3d parameter.
+
+        The unit is a head, a unit of the MLP, or all columns.
+        """
         layer = ours.split(".")[-2]
         if layer == "qkv":
             width = model.hidden // model.heads
@@ -334,7 +337,10 @@ PUBLISHED = {
 
 
 def published(model: ModelConfig) -> PublishedFamily:
-    """What a section [model] is in `transformers`; ValueError for a mixture that it lacks."""
+    """Return the `transformers` family of a section [model].
+
+    Raises ValueError for a mixture of experts that `transformers` lacks.
+    """
     if not model.experts:
         return PUBLISHED[model.kind]
     if model.kind != LLAMA.kind:

@@ -1,6 +1,6 @@
-"""A model in the files of `transformers`: what it is, and its arrays (see hf_families).
+"""Import of a model from files of `transformers` (see hf_families).
 
-The files are not trusted: sizes come from arrays that are there, not from what config.json says.
+The files are not trusted: sizes come from the stored arrays, not from config.json.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
 
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
-# Of older versions: no parameters.  And what BERT has for tasks that are left out here.
+# Buffers of older versions, and BERT's layers for tasks that are not supported here.
 _IGNORED = re.compile(
     r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
 )
 _OF_TRAINING = "dropout", "capacity", "balance_loss", "z_loss"  # keys of [model]
 _FUSED = ".experts.gate_up_proj"
-# How TensorFlow called a norm, in BERT's first files.
+# TensorFlow's names of a norm, in the first files of BERT.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 class Pretrained:
-    """The model in a folder or a file.
+    """Model in a folder or a file.
 
-    `model` has the keys of the section [model] that are known of it, `undecided` those that must
-    be given, each with the reason, and `settings` what config.json says.  ValueError, in one line,
-    if it cannot be trained here, as where a weight is NaN or infinite and not `allow_nonfinite`.
+    `model` has the known keys of the section [model], `undecided` the keys that the user must set,
+    each with the reason, and `settings` the content of config.json.  Raises ValueError, in one
+    line, if the model cannot be trained here.  Unless `allow_nonfinite`, weights that are NaN or
+    infinite are refused.
     """
 
     def __init__(self, path: Path, allow_nonfinite: bool = False) -> None:
@@ -70,7 +71,7 @@ class Pretrained:
 
     @property
     def dtype(self) -> str:
-        """float64 if any array is so, else float32: shorter numbers are widened."""
+        """float64 if any array has that type, else float32: narrower types are widened."""
         stored = {entry.dtype for entry in self.entries.values()}
         return "float64" if "F64" in stored else "float32"
 
@@ -86,7 +87,7 @@ class Pretrained:
         return value
 
     def tied(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the head is the token table; a copy of that is dropped."""
+        """Return True if the head is tied to the token embedding, and drop copies of it."""
         head, table = (self.family.ends[name] for name in ("head.table", "embedding.token"))
         same = head not in self.places or np.array_equal(self.read(head), self.read(table))
         tied = settings.get("tie_word_embeddings", self.family.tied if settings else same)
@@ -98,17 +99,17 @@ class Pretrained:
             self.places.pop(head, None)
         for copy, name in self.family.copies.items():
             place = self.places.pop(copy, None)
-            if place and not tied:  # the one that the model works with
+            if place and not tied:  # the copy that the model uses
                 self.places[name] = place
         return tied
 
     def parameter(self, ours: str, model: ModelConfig) -> np.ndarray:
-        """A parameter by our name, as the `ModelConfig` that was made of this wants it."""
+        """Return a parameter by its hpc3d name, in the shape that `model` needs."""
         value = self.family.taken(ours, self.read, model)
         return value[: model.sequence] if ours == "embedding.position" else value
 
     def check(self, model: ModelConfig) -> None:
-        """ValueError where the arrays are not those of a `model` of the whole sequence."""
+        """Raise ValueError unless the arrays are those of `model` with the full sequence."""
         shapes: dict[str, tuple[int, ...]] = {}
         model = replace(model, sequence=self.model["sequence"])
         for ours, shape in shapes_of(model).items():
@@ -125,7 +126,7 @@ class Pretrained:
                 raise ValueError(f"{self.path}: {name} is {found}: it should be {wanted}")
 
     def _undecided(self, settings: Mapping[str, Any]) -> dict[str, str]:
-        """The keys of [model] that a user must give, each with the reason."""
+        """Return the keys of [model] that the user must set, each with the reason."""
         reasons = {}
         if "heads" not in self.model:
             theirs = {ours: key for key, ours in self.family.settings.sizes.items()}
@@ -138,7 +139,7 @@ class Pretrained:
 
 
 def _weight_files(path: Path) -> list[Weights]:
-    """The files with the weights of a folder; or that one file."""
+    """Return the weight files of a folder, or the one file."""
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder")
     refuse_cache(path)
@@ -158,7 +159,7 @@ def _weight_files(path: Path) -> list[Weights]:
 
 
 def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> PublishedFamily:
-    """The family that config.json names; without a name, the one whose table is there."""
+    """Return the family named in config.json, or else the one whose embedding is present."""
     known = {each: family for family in PUBLISHED.values() for each in family.types}
     if (kind := settings.get("model_type")) is not None:
         if str(kind) not in known:
@@ -174,7 +175,7 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
 
 
 def _places(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, str]]:
-    """{name without prefix: (file, name in it)} of all arrays but buffers."""
+    """Return {name without prefix: (file, stored name)} of all arrays except buffers."""
     found = {}
     for file in files:
         for stored in file.entries:
@@ -194,7 +195,7 @@ def _places(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, s
 
 
 def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str, int]:
-    """The sizes of a model, from the shapes of its arrays."""
+    """Return the sizes of a model, from the shapes of its arrays."""
     for name, _ in family.measured.values():
         if name not in entries or len(entries[name].shape) != 2:
             raise ValueError(f"it has no matrix {name}: it is no {family.architecture}")
@@ -208,16 +209,16 @@ def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """Return the first three names, and the number of others."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + rest
 
 
 def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
-    """The configuration of a run with this model; `words` are options `--section.key value`.
+    """Return the configuration of a run of this model, with options `--section.key value`.
 
-    The model is as it is: given may be what is undecided, what training alone does, and a shorter
-    sequence.
+    The options may set undecided keys, keys that only affect training, and a shorter sequence;
+    other keys of the model cannot change.
     """
     tree = {"model": {**pretrained.model}, "train": {"dtype": pretrained.dtype}}
     renamed.warn(override(tree, words))

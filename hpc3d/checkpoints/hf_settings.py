@@ -1,6 +1,6 @@
-"""What a config.json of Hugging Face `transformers` says of a model, and what [model] does.
+"""Conversion between config.json of Hugging Face `transformers` and the section [model].
 
-A key that is not known, and so may change what the model computes, is refused by its name.
+An unknown key, which may change what the model computes, is refused by name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
 
 CONFIG = "config.json"
-# Of a tokenizer: its rules, how transformers is to take them, its special tokens, how chats look.
+# Tokenizer files: its rules, its settings in transformers, special tokens, chat template.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TOKENIZER_FILES += ("chat_template.jinja",)
-GENERATION = "generation_config.json"  # how the publisher wants texts to be continued
+GENERATION = "generation_config.json"  # the publisher's generation settings
 GELU = {"tanh": "gelu_new", "exact": "gelu"}
 _ACTIVATIONS = {
     **{theirs: ours for ours, theirs in GELU.items()},
@@ -25,20 +25,20 @@ _ACTIVATIONS = {
     "gelu_fast": "tanh",
     "gelu_python": "exact",
 }
-_LLAMA3 = {  # a key of rope_scaling: ours
+_LLAMA3 = {  # key of rope_scaling: hpc3d name
     "factor": "factor",
     "low_freq_factor": "low",
     "high_freq_factor": "high",
     "original_max_position_embeddings": "original",
 }
-_OF_MIXTRAL = {  # a key of [model]: the only value, and what that means
+_OF_MIXTRAL = {  # key of [model]: the only value, and its meaning
     "shared_experts": (0, "no experts that see all tokens"),
     "moe_every": (1, "experts in every block"),
     "balance_bias": (0.0, "no bias of a router"),
 }
 _BALANCE = "router_aux_loss_coef"
-_LARGEST = 1e6  # of such a factor
-# Keys of every model that say how its text, its files and its training are dealt with.
+_LARGEST = 1e6  # upper bound of the factor
+# Keys of any model that concern text, files and training, not what the model computes.
 _HARMLESS = """
     _name_or_path architectures bos_token_id dtype eos_token_id gradient_checkpointing id2label
     initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id
@@ -50,7 +50,7 @@ _HARMLESS = """
 """
 
 
-# Those of BERT: its activation, and what its masked tokens have nothing to do with.
+# Keys of BERT: its activation, and tasks unrelated to masked language modeling.
 _OF_BERT = """
     chunk_size_feed_forward classifier_dropout directionality hidden_act pooler_fc_size
     pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
@@ -58,12 +58,12 @@ _OF_BERT = """
 
 
 class Settings(NamedTuple):
-    """The config.json of a family.
+    """Description of a family's config.json.
 
     sizes     {its key: key of [model]} of single values
-    fixed     {its key: value}, what has only one value here
-    dropouts  its rates of dropout, of which there is one here
-    others    further keys, which `written` gives and `told` reads
+    fixed     {its key: value}, keys with only one supported value
+    dropouts  its dropout rates, for which hpc3d has a single rate
+    others    further keys, which `written` returns and `told` reads
     written   (model) -> {its key: value}
     told      (config.json, known keys of [model]) -> further keys of [model]; ValueError
     """
@@ -76,7 +76,7 @@ class Settings(NamedTuple):
     told: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 
     def of(self, model: ModelConfig) -> dict[str, Any]:
-        """What config.json says of a model, besides its type."""
+        """Return the config.json of a model, except its type."""
         return {
             **self.fixed,
             **{theirs: getattr(model, ours) for theirs, ours in self.sizes.items()},
@@ -85,8 +85,10 @@ class Settings(NamedTuple):
         }
 
     def model(self, settings: Mapping[str, Any], measured: Mapping[str, int]) -> dict[str, Any]:
-        """The keys of [model] that are `measured` and that a config.json tells; ValueError for
-        other sizes, and for what is not here."""
+        """Return the keys of [model] from the `measured` sizes and a config.json.
+
+        Raises ValueError for contradicting sizes and for unsupported settings.
+        """
         self._refuse(settings)
         model = dict(measured)
         for theirs, ours in self.sizes.items():
@@ -102,7 +104,7 @@ class Settings(NamedTuple):
         return model | self.told(told, model)
 
     def rates(self, settings: Mapping[str, Any]) -> list[Any]:
-        """The rates of dropout that are given."""
+        """Return the dropout rates that are set."""
         return [settings[key] for key in self.dropouts if key in settings]
 
     def _refuse(self, settings: Mapping[str, Any]) -> None:
@@ -127,12 +129,12 @@ def _bert_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _bert_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    gelu = _gelu_of(settings, "hidden_act", GELU["exact"])  # theirs, where none is given
+    gelu = _gelu_of(settings, "hidden_act", GELU["exact"])  # the default of transformers
     return {"gelu": gelu, "norm_epsilon": settings.get("layer_norm_eps", 1e-12)}
 
 
 def _gelu_of(settings: Mapping[str, Any], key: str, usual: str) -> str:
-    """Our name of the activation under a key."""
+    """Return the hpc3d name of the activation under a key."""
     name = str(settings.get(key, usual))
     if name not in _ACTIVATIONS:
         raise ValueError(f"{CONFIG}: {key} = {name!r}: known here: {', '.join(_ACTIVATIONS)}")
@@ -173,12 +175,12 @@ def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
         if settings.get("head_dim", width) != width:
             only = f"hidden_size / num_attention_heads = {width:g}"
             raise ValueError(f"{CONFIG}: head_dim = {settings['head_dim']!r}: here it is {only}")
-    epsilon = settings.get("rms_norm_eps", 1e-6)  # theirs, where none is given
+    epsilon = settings.get("rms_norm_eps", 1e-6)  # the default of transformers
     return {"norm_epsilon": epsilon, **_rope(settings)}
 
 
 def no_mixtral(model: ModelConfig) -> str | None:
-    """What of a mixture a Mixtral cannot have, and what it has instead; None if it is one."""
+    """Return a setting that Mixtral does not support and its alternative, or None."""
     for key, (only, what) in _OF_MIXTRAL.items():
         if (value := getattr(model, key)) != only:
             return f"model.{key} = {value}: a Mixtral has {what} ({only})"
@@ -193,8 +195,12 @@ def _mixtral_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Their loss is that of the shares of all layers' choices together, which add up to top_k;
-    ours is the sum of the layers' losses, of shares that add up to 1."""
+    """Convert a Mixtral's settings.
+
+    The load balancing loss of `transformers` uses the fractions of tokens of all layers together,
+    which add up to top_k; that of hpc3d is the sum over layers of losses with fractions that add
+    up to 1.
+    """
     top_k, coefficient = model.get("top_k", 2), settings.get(_BALANCE, 0.001)
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
         raise ValueError(
@@ -205,7 +211,7 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
         raise ValueError(
             f"{CONFIG}: {_BALANCE} = {coefficient!r}: it should be a factor from 0 on"
         )
-    usual = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}  # theirs, where none is given
+    usual = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}  # the defaults of transformers
     balance = coefficient * top_k / model["layers"]
     return {
         **_llama_told({**usual, **settings}, model),
@@ -225,7 +231,7 @@ def _qwen2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
 
 
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling: in one table, rope_parameters, since transformers 5."""
+    """Read rope_theta and rope_scaling; transformers 5 has both in one table, rope_parameters."""
     name = "rope_parameters" if "rope_parameters" in settings else "rope_scaling"
     table = settings.get(name, {})
     if not isinstance(table, dict):

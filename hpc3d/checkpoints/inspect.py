@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether it is all there."""
+"""Contents of a checkpoint, and checks that it is complete."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ log = logging.getLogger(__name__)
 
 
 class Tensor(NamedTuple):
-    """A parameter of global `shape`; `kinds` are its value and what the optimiser keeps of it,
-    `bytes` those of all kinds."""
+    """Parameter of global `shape` in a checkpoint.
+
+    `kinds` are its value and optimizer states, and `bytes` is their total.
+    """
 
     name: str
     shape: tuple
@@ -46,8 +48,10 @@ class Tensor(NamedTuple):
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """The folders of the checkpoints that a path names, the newest first: a checkpoint, or a run
-    with several.  ValueError if it has none."""
+    """Return the checkpoint folders of a path, newest first: a checkpoint or those of a run.
+
+    Raises ValueError if there are none.
+    """
     path = Path(path)
     if (path / "manifest.json").exists() or path in steps_of(path.parent):
         return [path]
@@ -61,7 +65,7 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def latest(parent: Path) -> str:
-    """The name of the checkpoint that was finished last; empty if that is not on record."""
+    """Return the name of the checkpoint that was completed last; empty if not recorded."""
     try:
         return (parent / "latest").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -69,8 +73,10 @@ def latest(parent: Path) -> str:
 
 
 def best_of(folders: Sequence[Path]) -> str:
-    """The name of the checkpoint whose evaluation is the best of a run, by the newest of its
-    `folders` that can be read; empty if that knows of none."""
+    """Return the name of the checkpoint with the best evaluation of a run; empty if unknown.
+
+    The newest readable checkpoint of `folders` names it.
+    """
     for folder in folders:
         with suppress(OSError, ValueError):
             best = Checkpoint(folder).header.get("best")
@@ -79,7 +85,10 @@ def best_of(folders: Sequence[Path]) -> str:
 
 
 def config_of(opened: Checkpoint) -> Config:
-    """The configuration that wrote a checkpoint; ValueError if its manifest has no valid one."""
+    """Return the configuration of the run that wrote a checkpoint.
+
+    Raises ValueError if its manifest has no valid one.
+    """
     try:
         config = stored(opened.header["config"])
         refuse([*unknown_values(config), *wrong_parts(config)])
@@ -92,17 +101,17 @@ def config_of(opened: Checkpoint) -> Config:
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """{name: global shape} of the parameters of a model, in the order of the forward pass."""
+    """Return {name: global shape} of the parameters of a model, in forward order."""
     return {item.name: item.shape for item in _parameters_of(model)}
 
 
 def stateless_of(model: ModelConfig) -> frozenset[str]:
-    """The names of those of which the optimiser keeps nothing."""
+    """Return the names of the parameters without optimizer states."""
     return frozenset(item.name for item in _parameters_of(model) if item.sign_rate)
 
 
 def _parameters_of(model: ModelConfig) -> Parameters:
-    """The parameters of a model, without arrays."""
+    """Return the parameters of a model, without arrays."""
     mesh = Mesh({}, {}, {}, Self())
     found = Parameters(mesh, "float32")
     whole = LayerRange(range(model.layers), True, True)
@@ -114,7 +123,10 @@ def _parameters_of(model: ModelConfig) -> Parameters:
 
 
 def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """The same of the model that a checkpoint is of; ValueError if it has other layers."""
+    """Return {name: global shape} of the parameters of a checkpoint's model.
+
+    Raises ValueError if the checkpoint has another number of layers.
+    """
     if module := opened.header.get("module"):
         return {name: stored_shape(shape) for name, shape in module["shapes"].items()}
     model = config_of(opened).model
@@ -128,14 +140,14 @@ def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _stateless_in(opened: Checkpoint) -> Collection[str]:
-    """The names of those that have a value alone."""
+    """Return the names of the parameters without optimizer states."""
     if module := opened.header.get("module"):
         return module["frozen"]
     return stateless_of(config_of(opened).model)
 
 
 def tensors(opened: Checkpoint) -> Iterator[Tensor]:
-    """The `Tensor`s of a checkpoint."""
+    """Yield the tensors of a checkpoint."""
     stateless, specs = _stateless_in(opened), _specs_in(opened)
     for name, shape in shapes_in(opened).items():
         held = _arrays_of(name, shape, () if name in stateless else specs)
@@ -150,7 +162,7 @@ def tensors(opened: Checkpoint) -> Iterator[Tensor]:
 
 
 def _specs_in(opened: Checkpoint) -> list[StateSpec]:
-    """Those of the states that a checkpoint has of its optimiser."""
+    """Return the specs of the optimizer states in a checkpoint."""
     kinds = kinds_of(opened)
     specs = MASTER, *optimizer_of(config_of(opened)).STATES
     return [spec for spec in specs if spec.name in kinds]
@@ -159,20 +171,22 @@ def _specs_in(opened: Checkpoint) -> list[StateSpec]:
 def _arrays_of(
     name: str, shape: tuple[int, ...], specs: Sequence[StateSpec]
 ) -> dict[str, tuple[int, ...]]:
-    """Kind -> shape of the value and the states of a parameter of a `shape`."""
+    """Return kind -> shape of the value and the states of a parameter of `shape`."""
     states = {spec.name: spec.shape(shape) for spec in specs if spec.of(name, shape)}
     return {"value": shape} | states
 
 
 def kinds_of(opened: Checkpoint) -> tuple[str, ...]:
-    """Those of the arrays in a checkpoint; the value is always one of them."""
+    """Return the kinds of arrays in a checkpoint; the value is always the first."""
     found = {kind for _, kind in opened.sources}
     return ("value", *(kind for kind in state_kinds() if kind in found))
 
 
 def about(opened: Checkpoint) -> dict[str, Any]:
-    """What `show` tells of a checkpoint, as plain values; `active` are the parameters of a mixture
-    that a token meets."""
+    """Return a description of a checkpoint as plain values, for `show`.
+
+    `active` is the number of parameters of a mixture of experts that process a token.
+    """
     config, held = config_of(opened), [*tensors(opened)]
     parallel, written = config.parallel, (opened.folder / "manifest.json").stat().st_mtime
     return {
@@ -197,11 +211,11 @@ def about(opened: Checkpoint) -> dict[str, Any]:
 
 
 def problems(folder: Path) -> list[str]:
-    """A line for everything that is wrong with a checkpoint; reads all of it."""
+    """Return one line per problem of a checkpoint; reads all of it."""
     try:
         opened = Checkpoint(folder)
         shapes = shapes_in(opened)
-        config_of(opened)  # which can be damaged, too
+        config_of(opened)  # may be damaged, too
     except ValueError as error:
         return [str(error)]
     damaged, count = [], len(opened.files)
@@ -213,9 +227,9 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
-    """The first whole one of some checkpoints, and what is wrong with those before it.
+    """Return the first intact checkpoint of `folders`, and the problems of those before it.
 
-    ValueError with all that is wrong if there is no whole one.
+    Raises ValueError with all problems if none is intact.
     """
     wrong = []
     for folder in folders:
@@ -229,9 +243,12 @@ def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
 def inconsistencies(
     opened: Checkpoint, shapes: Mapping[str, tuple[int, ...]], stateless: Collection[str] = ()
 ) -> Iterator[str]:
-    """What cannot be in a manifest: another step than the folder's, tensors that no model of these
-    `shapes` has, and those of which there is not every element once.  What
-    ranks keep for themselves is of no tensor.  Of `stateless` ones there is the value alone."""
+    """Yield the inconsistencies between a manifest and a model with these `shapes`.
+
+    These are a step other than the folder's, tensors that the model lacks, and tensors without
+    exactly one copy of every element.  Rank-local states belong to no tensor.  `stateless`
+    parameters only have a value.
+    """
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != named(step):
         yield f"its manifest is of step {step}"

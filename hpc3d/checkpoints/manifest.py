@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest must be before any of it is used: it may be of anyone's making.
+"""Validation of a checkpoint's manifest before use, because anyone may have written it.
 
 {format, version, step, updates, config, ...,
  files: [{file, bytes, sha256, pieces: [[name, kind, dtype, offset, boxes]]}]}
@@ -20,18 +20,18 @@ from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizers import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
-_BFLOAT16 = "bfloat16"  # NumPy has no letter for it
-_TYPES = {"|u1": 1, "<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # of elements, and their bytes
+_BFLOAT16 = "bfloat16"  # NumPy has no type code for it
+_TYPES = {"|u1": 1, "<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # element types, bytes
 _SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 30  # bytes of a manifest: some ten million boxes
-_MOST = 1 << 62  # of any number of a file
+_MOST = 1 << 62  # upper bound of any number
 _MOST_DIMS = 64  # of a tensor
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The header and the files that a manifest lists; OSError or ValueError for what is wrong."""
+    """Return the header and file list of a manifest; raise OSError or ValueError if invalid."""
     path = folder / "manifest.json"
     size = path.stat().st_size
     _require(path.is_file(), "its manifest is no file")
@@ -48,12 +48,12 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def name_of(dtype: np.dtype) -> str:
-    """What a manifest calls a type."""
+    """Return the name of a type in a manifest."""
     return _BFLOAT16 if dtype.name == _BFLOAT16 else dtype.str
 
 
 def type_of(name: str) -> np.dtype:
-    """The type that a manifest calls so; ValueError with the remedy where it is not installed."""
+    """Return the type for a name in a manifest; raise ValueError if ml_dtypes is missing."""
     if name == _BFLOAT16:
         try:
             import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
@@ -68,7 +68,7 @@ def _require(sound: object, problem: str) -> None:
 
 
 def _number(value: object, most: int = _MOST) -> bool:
-    """Whether it is a whole number, neither negative nor beyond what a file can have."""
+    """Return True if `value` is a nonnegative integer below `most`."""
     return type(value) is int and 0 <= value < most
 
 
@@ -95,13 +95,13 @@ def _check_header(header: Any) -> None:
 
 
 def _sound_best(best: Any) -> bool:
-    """Whether it has the `step` and the `loss` of an evaluation, and nothing else."""
+    """Return True if `best` has exactly the `step` and `loss` of an evaluation."""
     sound = isinstance(best, dict) and {*best} == {"step", "loss"}
     return sound and _number(best["step"], MOST_COUNT) and type(best["loss"]) is float
 
 
 def _sound_text(text: Any) -> bool:
-    """Whether it has the `path`, `from_run`, `sha256` and number of `tokens` of a text."""
+    """Return True if `text` has exactly `path`, `from_run`, `sha256` and `tokens`."""
     if not isinstance(text, dict) or {*text} != {"path", "from_run", "sha256", "tokens"}:
         return False
     return _number(text["tokens"]) and all(
@@ -110,8 +110,7 @@ def _sound_text(text: Any) -> bool:
 
 
 def _sound_module(module: Any) -> bool:
-    """Whether it has the `shapes` of tensors, the names of `frozen` ones, and `aliases`, other
-    names of some."""
+    """Return True if `module` has exactly `shapes`, names of `frozen` tensors, and `aliases`."""
     if not isinstance(module, dict) or {*module} != {"shapes", "frozen", "aliases"}:
         return False
     shapes, frozen, aliases = (module[key] for key in ("shapes", "frozen", "aliases"))
@@ -138,7 +137,7 @@ def _check_files(files: Any) -> None:
 
 
 def _check_file(file: Any) -> None:
-    """One file: a sound size and digest, and pieces that lie in it."""
+    """Check the size and digest of a file, and that its pieces are inside it."""
     name, digest, pieces = file["file"], file.get("sha256"), file.get("pieces")
     _require(_number(file.get("bytes")), f"{name} has no size")
     _require(isinstance(digest, str) and _DIGEST.fullmatch(digest), f"{name} has no SHA-256")
@@ -174,7 +173,7 @@ def _sound_piece(
 
 
 def _sound_box(edges: Any) -> bool:
-    """Whether it is [top, bottom, left, right], of experts with [front, back] behind."""
+    """Return True if `edges` is [top, bottom, left, right], with [front, back] for experts."""
     if not (isinstance(edges, list) and len(edges) in (4, 6) and all(map(_number, edges))):
         return False
     return all(first <= last for first, last in zip(edges[::2], edges[1::2], strict=True))

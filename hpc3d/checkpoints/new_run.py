@@ -1,4 +1,4 @@
-"""A run that begins with given weights: its folder, with a checkpoint before the first step."""
+"""Folder of a run that starts from given weights, with a checkpoint before the first step."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ def initial_state(
     read: Callable[[str], np.ndarray],
     specs: Sequence[StateSpec],
 ) -> InitialState:
-    """The `InitialState` with values `read(name)` and an optimiser with the states `specs` that
-    has seen nothing."""
+    """Return the state with the values `read(name)` and zero optimizer states `specs`."""
 
     def states_of(name, shape):
-        """(kind, shape, type) of each state of a parameter."""
+        """Yield (kind, shape, type) of each state of a parameter."""
         for spec in specs:
             if spec.of(name, shape):
                 yield spec.name, spec.shape(shape), np.dtype(spec.dtype or dtype)
@@ -60,11 +59,12 @@ def initial_state(
 def begin(
     run: Path, config: Config, read: Callable[[str], np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Make the folder of a run that `train --resume` takes; `read(name, model)` gives the value of
-    a parameter, `model` being the section of `config`.  Returns {name: shape} of them.
+    """Create the folder of a run for `train --resume`; return {name: shape} of its parameters.
 
-    It gets its name when all of it is on disk.  ValueError if it is there and not empty.  A run in
-    16 bits begins with values of 32, which its master copies keep.
+    `read(name, model)` returns the value of a parameter for the section `model` of `config`.
+
+    The folder gets its final name once all of it is on disk.  Raises ValueError if it exists and
+    is not empty.  A run in 16 bits starts from float32 values, which become its master copies.
     """
     if run.exists() and not (run.is_dir() and not any(run.iterdir())):
         raise ValueError(f"{run} exists: a run is never written over; name another folder")
@@ -92,7 +92,7 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def _atomic_folder(folder: Path) -> Iterator[Path]:
-    """A folder with a temporary name, which it loses if the block succeeds; else it is removed."""
+    """Create a folder with a temporary name; rename it if the block succeeds, else remove it."""
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:

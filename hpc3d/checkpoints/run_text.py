@@ -1,6 +1,6 @@
-"""Texts of a run: where they are, and whether a resumed run reads the same ones.
+"""Locations of a run's texts, and the check that a resumed run reads the same ones.
 
-The manifest of a checkpoint has for each text {path, from_run, tokens, sha256}; `from_run` is the
+The manifest of a checkpoint has {path, from_run, tokens, sha256} for each text; `from_run` is the
 path relative to the folder of the run, for a project that moved.
 """
 
@@ -23,7 +23,7 @@ _Texts = Mapping[str, Mapping[str, Any]]
 
 
 def described(tokens: Tokens, held: Tokens | None) -> dict[str, dict[str, Any]]:
-    """Return the length and the hash of the training text, and of a validation text of its own."""
+    """Return the length and hash of the training text, and of a separate validation text."""
     texts = {PATH: tokens} | ({} if held is None else {VALIDATION: held})
     return {key: {"tokens": len(each), "sha256": each.sha256} for key, each in texts.items()}
 
