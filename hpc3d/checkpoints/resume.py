@@ -1,4 +1,4 @@
-"""Going on with a run: its folder, what changes, the state of its newest whole checkpoint."""
+"""Resuming a run: its folder, changed settings, and its newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _Differs = Callable[[Checkpoint], str | None]
 
 _MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # no parameter depends on them
-# Keys of [parallel] that say which blocks a rank has, and what it keeps for its gradients.
+# Keys of [parallel] that determine the blocks of a rank and its gradient compression states.
 _OF_LAYOUT = "scheme", "split", "schedule", "chunks", "layers_per_stage", "compression"
 _OF_LAYOUT += ("compression_rank", "compression_share")
 _OF_ANOTHER = "it is of another model or optimiser"
@@ -55,7 +55,7 @@ _NOTHING = "{}: no checkpoint to resume from; train anew"
 
 
 def run_to_resume(words: list[str]) -> Path | None:
-    """The folder that --resume names, which is taken out of the words; None without it."""
+    """Return the folder that --resume names, and remove it from `words`; None without it."""
     for place, word in enumerate(words):
         if word.startswith("--resume="):
             words[place : place + 1] = word.split("=", 1)
@@ -99,15 +99,16 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
 
 
 def checkpointed_config(run: Path) -> Config:
-    """Return the settings of the newest readable checkpoint of a run, or of its config.toml if no
-    checkpoint is readable."""
+    """Return the settings of the newest readable checkpoint of a run, else of its config.toml."""
     opened = _newest_readable(run)
     return config_of(opened) if opened else config_of_run(run, [])
 
 
 def checkpointed_texts(run: Path) -> dict[str, Any]:
-    """Return the texts that the newest readable checkpoint of a run describes; earlier versions
-    describe none."""
+    """Return the text descriptions in the newest readable checkpoint of a run.
+
+    Earlier versions describe no texts.
+    """
     opened = _newest_readable(run)
     return (opened and opened.header.get("texts")) or {}
 
@@ -147,7 +148,7 @@ def _newest_readable(run: Path) -> Checkpoint | None:
 
 
 def with_free_mesh(config: Config, ranks: int) -> Config:
-    """A stored configuration whose mesh gives way, where it is of another number of ranks."""
+    """Reset the mesh of a stored configuration if it has another number of ranks."""
     refuse([*unknown_values(config)])
     mesh = config.mesh
     if mesh.grid().size == ranks or None in (mesh.x, mesh.y, mesh.z):
@@ -161,8 +162,11 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
 
 
 def with_free_schedule(config: Config, stored: Config) -> Config:
-    """`config` whose schedule, chunks and layers of stages are open where those of the `stored`
-    one were not chosen, but followed from a number of stages or a schedule that it has no more."""
+    """Reset schedule, chunks and layers per stage of `config` that followed from `stored`.
+
+    A value is reset if the user did not change it and it was derived from a number of stages or a
+    schedule that no longer applies.
+    """
     now, before = config.parallel, stored.parallel
     free: dict[str, Any] = {}
     if config.mesh.p != stored.mesh.p:
@@ -182,11 +186,12 @@ def continued(
     differs: _Differs | None = None,
     texts: Mapping[str, Any] | None = None,
 ) -> tuple[Config, list[str]]:
-    """`config` as a run that goes on has it, and a line for each thing that may be unexpected.
-    `differs` says why a checkpoint is of another model (None: asks `mismatch`); `texts` describes
-    what is read now.
+    """Return the configuration of the resumed run, and a line per noteworthy difference.
 
-    ValueError, before anything is changed, if it cannot go on.
+    `differs` returns why a checkpoint belongs to another model (None: use `mismatch`); `texts`
+    describes the texts that are read now.
+
+    Raises ValueError, before anything is changed, if the run cannot be resumed.
     """
     opened = _check(run, config, differs or partial(mismatch, config))
     done, before = opened.header["step"], config_of(opened)
@@ -200,8 +205,10 @@ def continued(
 
 
 def changes(stored: Config, config: Config) -> list[str]:
-    """A line for each setting that is not what it was in the `stored` ones of a run; what was open
-    is no such."""
+    """Return a line for each setting that differs from the `stored` ones of a run.
+
+    Settings that were unset do not count.
+    """
     before, now = flat(stored), flat(config)
     usual, constants = stored.train.constants(), config.train.constants()
     for key in usual.keys() & constants.keys():
@@ -214,12 +221,12 @@ def changes(stored: Config, config: Config) -> list[str]:
 
 
 def _written(value: Any) -> Any:
-    """A value as an input file has it."""
+    """Return a value as an input file has it."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _other_share(before: float | str | None, now: float | str | None) -> Iterator[str]:
-    """A line where another part of the text would be held out than until now."""
+    """Report a held-out share of the text that differs from the one before."""
     if before != now and float in (type(before), type(now)):
         was = f"it was {before}" if before else "nothing was held out"
         keep = f"leave it at {before}" if isinstance(before, float) else "name another text"
@@ -230,10 +237,10 @@ def _other_share(before: float | str | None, now: float | str | None) -> Iterato
 
 
 def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
-    """The newest checkpoint that seems whole.
+    """Return the newest checkpoint that appears intact.
 
-    ValueError, before anything is changed, if there is nothing to go on from, as far as that can
-    be seen without reading it all, or nothing left to do.
+    Raises ValueError, before anything is changed, if there is no such checkpoint, as far as can be
+    seen without reading all of it, or if no steps are left.
     """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
@@ -251,7 +258,7 @@ def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
 
 
 def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
-    """A line where the optimiser keeps what that of the `stored` settings did not."""
+    """Report an optimizer with states that the `stored` settings did not have."""
     before, now = stored.train.optimizer, config.train.optimizer
     kept, wanted = (optimizer_of(each).STATES for each in (stored, config))
     if {*wanted} - {*kept}:
@@ -262,9 +269,11 @@ def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
 
 
 def with_decay_steps(config: Config, begun: TrainConfig | None = None) -> Config:
-    """`config` with its `train.decay_steps` settled: where none are given those of the section
-    [train] that a run has `begun` with, so that more steps do not raise the learning rate again.
-    ValueError if the warm-up is longer than that now."""
+    """Resolve `train.decay_steps` of `config`.
+
+    If unset, it takes the value of the section [train] that the run was `begun` with, so that more
+    steps do not raise the learning rate again.  Raises ValueError if the warm-up is longer.
+    """
     steps = config.train.decay_steps or (begun or config.train).decaying()
     config = replace(config, train=replace(config.train, decay_steps=steps))
     refuse([*unknown_values(config)])
@@ -272,8 +281,10 @@ def with_decay_steps(config: Config, begun: TrainConfig | None = None) -> Config
 
 
 def rate_notes(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[str]:
-    """Where the learning rate of a run that was `begun` with another section [train], and has
-    `done` so many steps, does not just decay on: a line each."""
+    """Yield a line for each deviation of the learning rate from its original decay.
+
+    `begun` is the section [train] that the run started with, and `done` its number of steps.
+    """
     if train.curve() != begun.curve():
         rates = ", ".join(
             f"{learning_rate(train, step):.3e} instead of {learning_rate(begun, step):.3e} in "
@@ -299,11 +310,10 @@ def resume(
     evaluator: Evaluator | None = None,
     texts: Mapping[str, Any] | None = None,
 ) -> int:
-    """Take the state of the newest whole checkpoint of a run, and the data from where it ends; the
-    number of the next step.
+    """Restore the newest intact checkpoint of a run, and return the number of the next step.
 
-    `say(line)` logs which one that is, and what is wrong with those after it; `differs` is that of
-    `continued`.  An `evaluator` learns which evaluation was the best, of the same `texts`.
+    `say(line)` logs which checkpoint that is and the problems of newer ones; `differs` is that of
+    `continued`.  An `evaluator` gets the best evaluation so far, if it was on the same `texts`.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
     owned = bool(trainer.parameters.own_states) and _same_layout(opened, trainer.config)
@@ -328,16 +338,14 @@ def resume(
 
 
 def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
-    """Fill a trainer from a checkpoint, also with what the rank keeps for itself if that is
-    `owned` by the rank in it, too."""
+    """Fill a trainer from a checkpoint, including the rank-local states if they are `owned`."""
     restore(opened, trainer.parameters, trainer.optimizer)
     if owned:
         restore_own(opened, trainer.parameters)
 
 
 def _same_layout(opened: Checkpoint, config: Config) -> bool:
-    """Whether each rank of a run has the blocks that it had when the checkpoint was written, and
-    keeps the same for them."""
+    """Return True if each rank has the same blocks and rank-local states as in the checkpoint."""
     before = config_of(opened)
     if before.train.dtype != config.train.dtype:
         return False
@@ -347,22 +355,24 @@ def _same_layout(opened: Checkpoint, config: Config) -> bool:
 
 
 def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
-    """Rank 0: let the data begin where the position in a manifest says; by itself it begins
-    after as many steps of today's batch."""
+    """Start the data of rank 0 at the position in a manifest.
+
+    Without a position, the data starts after as many steps of the present batch size.
+    """
     match header.get("position"):
         case {"sequences": int(sequences)} if batches is not None and sequences >= 0:
             batches.go_on(header["step"], sequences)
 
 
 def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a run that is whole and of this model, the same on all ranks; and
-    what is wrong with those after it.  The job is refused without one."""
+    """Return the newest intact checkpoint of this model, the same on all ranks, and the problems
+    of newer ones.  The job is refused if there is none."""
     wrong = []
     for folder in job.from_root(lambda: steps_of(run / "checkpoints")):
         opened = None
 
         def look(folder=folder):
-            """Read this rank's part of all files; rank 0 also sees whose they are."""
+            """Read this rank's share of the files; rank 0 also checks the model."""
             nonlocal opened
             opened = Checkpoint(folder)
             damage = opened.damage(job.rank, job.size)
@@ -376,7 +386,7 @@ def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, 
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """What `function()` says is wrong, or its OSError or ValueError does, in one line."""
+    """Return the problem that `function()` reports, or its OSError or ValueError, as one line."""
     try:
         return function()
     except (OSError, ValueError) as error:
@@ -384,19 +394,19 @@ def _attempt(function: Callable[[], Any]) -> Any:
 
 
 def _problems_of_all(job: Job, problem: str | None) -> list[str]:
-    """The problems of all ranks, each once."""
+    """Return the distinct problems of all ranks."""
     return [*dict.fromkeys(line for line in job.gather(problem) if line)]
 
 
 def mismatch(config: Config, opened: Checkpoint) -> str | None:
-    """Why a checkpoint is not one of the model and the optimiser of a run; None if it is."""
+    """Return why a checkpoint is not of a run's model and optimizer; None if it is."""
     before = config_of(opened)
     models = (with_epsilon(each.model) for each in (before, config))
     stored, asked = map(asdict, models)
     model, may_change = config.model, {*_MAY_CHANGE}
     shorter = not opened.header["step"] and model.sequence < before.model.sequence
     if shorter and "embedding.position" not in shapes_of(model):
-        may_change.add("sequence")  # nothing of it was seen, and no parameter depends on it
+        may_change.add("sequence")  # no step has used it, and no parameter depends on it
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (

@@ -1,7 +1,7 @@
-"""The tokenizer of a run, in the files of Hugging Face beside its config.toml: generation and
-export need no text, and whoever imports a model takes its tokenizer along.
+"""Tokenizer of a run, in Hugging Face files next to its config.toml.
 
-A run on bytes has no such files: its config.toml says so.
+Generation and export therefore need no text, and an imported model keeps its tokenizer.  A run on
+bytes has no such files; its config.toml names the tokenizer.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from hpc3d.training.run_folder import write_text
 if TYPE_CHECKING:
     from hpc3d.data.token_file import Tokens
 
-_SPECIAL = "special_ids.json"  # in the folder of a run: what was in the config.json of its import
+_SPECIAL = "special_ids.json"  # in the folder of a run: ids from the config.json of its import
 _SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 def _home_of(path: Path) -> Path:
-    """The folder that has the tokenizer of a run, a checkpoint of it, or published weights."""
+    """Return the folder with the tokenizer of a run, a checkpoint, or published weights."""
     if path.parent.name == "checkpoints" and (path.parent.parent / "config.toml").is_file():
         return path.parent.parent
     return path if path.is_dir() else path.parent
 
 
 def kept_tokenizer(path: Path) -> BpeTokenizer | None:
-    """That of a run folder, of one of its checkpoints, or of published weights; None without."""
+    """Return the tokenizer of a run, a checkpoint or published weights; None if it has none."""
     home = _home_of(path)
     return tokenizer_from(str(home)) if (home / RULES).is_file() else None
 
 
 def keep(folder: Path, tokens: Tokens) -> None:
-    """Write what has made the tokens of a run into its folder, unless that has it."""
+    """Write the tokenizer of the tokens to the folder of a run, unless it has one."""
     if tokens.tokenizer != ByteTokenizer.name and not (folder / RULES).exists():
         _write(folder, tokens.json, tokens.end_name)
 
 
 def _write(folder: Path, rules: str, end_name: str | None) -> None:
-    """Write a tokenizer as AutoTokenizer of `transformers` reads it."""
+    """Write a tokenizer in the format of AutoTokenizer of `transformers`."""
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings["clean_up_tokenization_spaces"] = False
     if end_name:
@@ -64,8 +64,10 @@ def _write(folder: Path, rules: str, end_name: str | None) -> None:
 
 
 def refuse_unfit(source: Path, vocabulary: int) -> None:
-    """Refuse an invalid tokenizer beside published weights, one with more tokens than their model,
-    and settings beside it that are no JSON."""
+    """Refuse an invalid tokenizer of published weights.
+
+    It is also refused if it has more tokens than the model, or if its settings are not JSON.
+    """
     home = _home_of(source)
     for name in (SETTINGS, GENERATION):
         object_in(home / name)
@@ -83,8 +85,10 @@ def refuse_unfit(source: Path, vocabulary: int) -> None:
 
 
 def take_along(source: Path, run: Path) -> bool:
-    """Copy the tokenizer of published weights to a run of them, and what their files say of
-    special tokens; whether there is a tokenizer."""
+    """Copy the tokenizer and special token ids of published weights to a run.
+
+    Returns True if there is a tokenizer.
+    """
     home = _home_of(source)
     told = object_in(home / CONFIG)
     if special := {key: told[key] for key in _SPECIAL_IDS if key in told}:
@@ -92,7 +96,7 @@ def take_along(source: Path, run: Path) -> bool:
     if RULES in [*_copied(home, run)]:
         return True
     try:
-        older = tokenizer_from(str(home))  # in GPT-2's two files
+        older = tokenizer_from(str(home))  # GPT-2's two files
     except ValueError:
         return False
     _write(run, older.json, older.end_name)
@@ -100,7 +104,7 @@ def take_along(source: Path, run: Path) -> bool:
 
 
 def _copied(home: Path, target: Path) -> Iterator[str]:
-    """The names of files that were copied: of a tokenizer none without its rules."""
+    """Copy tokenizer files and yield their names; without its rules, no other tokenizer file."""
     for name in (GENERATION, *(TOKENIZER_FILES if (home / RULES).is_file() else ())):
         if (home / name).is_file():
             write_text(target / name, files.read(home / name, files.MOST_JSON).decode())
@@ -108,8 +112,10 @@ def _copied(home: Path, target: Path) -> Iterator[str]:
 
 
 def export(path: Path, target: Path) -> list[str]:
-    """Write the tokenizer of a run, or of a checkpoint of it, into the folder of its exported
-    weights, and the generation_config.json that it was imported with; the names of the files."""
+    """Export the tokenizer of a run or checkpoint, and the generation_config.json of its import.
+
+    Returns the names of the files.
+    """
     home = _home_of(path)
     copied = [*_copied(home, target)]
     if RULES in copied or not _of_bytes(home):
@@ -119,8 +125,10 @@ def export(path: Path, target: Path) -> list[str]:
 
 
 def special_ids(path: Path) -> dict[str, Any]:
-    """What the config.json of an exported model says of special tokens: as it was imported, where
-    its tokenizer has them, else by that."""
+    """Return the special token ids for the config.json of an exported model.
+
+    Ids of the import are used if the tokenizer has them, otherwise those of the tokenizer.
+    """
     home = _home_of(path)
     imported = object_in(home / _SPECIAL)
     if not (tokenizer := kept_tokenizer(home)):
@@ -133,7 +141,7 @@ def special_ids(path: Path) -> dict[str, Any]:
 
 
 def end_ids(path: Path) -> frozenset[int]:
-    """The tokens that end a text, by the files that published weights, or a run of them, have."""
+    """Return the tokens that end a text, from the files of published weights or of their run."""
     home = _home_of(path)
     found: set[int] = set()
     for name in (CONFIG, _SPECIAL, GENERATION):
@@ -143,18 +151,18 @@ def end_ids(path: Path) -> frozenset[int]:
 
 
 def _of_bytes(run: Path) -> bool:
-    """Whether a run was trained on bytes."""
+    """Return True if a run was trained on bytes."""
     return _name_in(run) == ByteTokenizer.name
 
 
 def _name_in(run: Path) -> str | None:
-    """What the config.toml of a run calls its tokenizer, if it has one."""
+    """Return the name of the tokenizer in the config.toml of a run, or None."""
     path = run / "config.toml"
     return load(path, [], of_run=True).data.tokenizer if path.is_file() else None
 
 
 def refuse_another(run: Path, tokens: Tokens) -> None:
-    """ValueError where a run that goes on would read tokens of another tokenizer."""
+    """Raise ValueError if a resumed run would read tokens of another tokenizer."""
     rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
     if (run / RULES).is_file():
         where = str(run / RULES)

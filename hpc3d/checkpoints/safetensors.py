@@ -1,4 +1,4 @@
-"""Arrays in files of safetensors, which hold no code, by way of the package of that name."""
+"""Arrays in safetensors files, which contain no code, with the package of that name."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.flo
 
 
 class Entry(NamedTuple):
-    """An array in a file, of a dtype as the format names it."""
+    """Array in a file; `dtype` is the name in the format."""
 
     dtype: str
     shape: tuple
 
 
 class Weights:
-    """A file to be read from; `entries` has an Entry by name.
+    """Weights file opened for reading; `entries` has an Entry by name.
 
-    ValueError, in one line, if the file is damaged or none of this format.
+    Raises ValueError, in one line, if the file is damaged or has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class Weights:
             raise ValueError(f"{path} is no whole safetensors file: {what}") from None
 
     def read(self, name: str) -> np.ndarray:
-        """The array of a name, as float64 if it is stored so and else as float32."""
+        """Return an array by name: float64 if stored as such, else float32."""
         dtype = self.entries[name].dtype
         if dtype not in _WIDE:
             raise ValueError(
@@ -54,22 +54,22 @@ class Weights:
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write {name: array}.  The file gets its name when all of it is on disk."""
+    """Write {name: array}; the file gets its final name once all of it is on disk."""
     package = _library()
     from safetensors.numpy import save_file
 
     try:
         with replacing(path) as temporary:
-            temporary.touch()  # with the mode that new files get; the package's is 0600
+            temporary.touch()  # with the mode of new files; the package uses 0600
             mode = temporary.stat().st_mode
             save_file(arrays, temporary, {"format": "pt"})
             temporary.chmod(mode)
-    except package.SafetensorError as error:  # of the disk
+    except package.SafetensorError as error:  # from the disk
         raise ValueError(f"{path}: {error}") from None
 
 
 def _library() -> ModuleType:
-    """The package; ValueError with the remedy where it is not installed."""
+    """Return the package; raise ValueError with the fix if it is not installed."""
     need("an exchange of weights", "safetensors")
     import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
     import safetensors

@@ -1,4 +1,4 @@
-"""Checkpoints of a run as it goes."""
+"""Periodic checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Saves the state of a trainer as `how` says: after every `every`-th step and the last one
-    (0: never), of which it keeps `keep`; with `keep_best` also after the best evaluation so far,
-    and that one is kept, too.
+    """Saves the state of a trainer after every `every`-th step and the last one (0: never).
 
-    The rank goes on when its share is copied; a thread writes it, and that of rank 0 finishes the
-    checkpoint.  `header(done)` is plain data for the manifest; `say(line)` logs, on rank 0,
-    what was saved.
+    The newest `keep` checkpoints are kept.  With `keep_best`, the state is also saved after the
+    best evaluation so far, and that checkpoint is kept too.  `how` has these settings.
+
+    Training continues as soon as the rank's share is copied; a thread writes it, and the thread
+    of rank 0 completes the checkpoint.  `header(done)` returns plain data for the manifest;
+    `say(line)` logs, on rank 0, what was saved.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class Saver:
     ) -> None:
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
         self.how, self.say, self.thread, self.saved = how, say, None, 0
-        self.report = ""  # by the thread, of what it has written
-        self.exposed = 0.0  # seconds that the rank did not go on
+        self.report = ""  # set by the thread: what it has written
+        self.exposed = 0.0  # seconds in which training was blocked
 
     def after(self, number: int, best: bool = False) -> None:
-        """Save if it is time to, after step `number`; its evaluation may be the `best` so far."""
+        """Save after step `number` if due; `best` is True if its evaluation is the best so far."""
         if self.thread and not self.thread.is_alive():
             self.wait()
         done, last = number + 1, self.trainer.config.train.steps
@@ -54,7 +55,7 @@ class Saver:
             self.save(done)
 
     def stop(self, number: int) -> bool:
-        """Save after step `number` if that has not been done; whether there is anything to save.
+        """Save after step `number` unless done; return False if there is nothing to save.
 
         An asynchronous schedule has passes in flight that no checkpoint holds.
         """
@@ -65,7 +66,7 @@ class Saver:
         return True
 
     def save(self, done: int) -> None:
-        """Save the state after `done` steps; waits for the one before to be on disk."""
+        """Save the state after `done` steps; waits for the previous save."""
         self.wait()
         trainer, self.saved, begin = self.trainer, done, time.monotonic()
         with trainer.mesh.trace.span("snapshot", "none"):
@@ -77,7 +78,7 @@ class Saver:
         self.thread.start()
 
     def _try_to_write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
-        """`write`, whose error names a file, or the folder."""
+        """Call `write`; its OSError names a file, or else the folder."""
         try:
             self.write(snapshot, header, begin)
         except OSError as error:
@@ -102,7 +103,7 @@ class Saver:
             )
 
     def wait(self) -> None:
-        """Until what was begun is on disk."""
+        """Wait until the pending save is on disk."""
         if not self.thread:
             return
         begin = time.monotonic()
@@ -122,7 +123,7 @@ def saver_of(
     log: Log,
     evaluator: Evaluator | None = None,
 ) -> Saver:
-    """What saves the run; if it does so by itself, what that takes is said first."""
+    """Return the saver of a run; log the cost of its checkpoints first if it saves any."""
     how = plan.config.checkpoint
     if how.every or how.keep_best:
         from hpc3d.checkpoints.cost import forecast

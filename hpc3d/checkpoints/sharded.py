@@ -1,12 +1,13 @@
-"""The state of a run on disk, in pieces that any layout can read.
+"""Sharded checkpoints: the state of a run in pieces that any layout can load.
 
     checkpoints/step-00000123/  manifest.json, rank-00000.bin, ...      checkpoints/latest
 
-A rank writes the parameters and optimiser states whose copy on it counts, each once: what it holds
-of a tensor is a few boxes of it.  What a rank alone keeps (Parameters.own_states) is a vector by
-the rank's name, for runs on the same layout.  The manifest, written last, has the boxes of all
-files and their SHA-256, so a reader takes what its own blocks need, wherever it lies.  A folder
-gets its name when all of it is on disk: a checkpoint is whole or not there.
+Each rank writes one file with the slices of parameters and optimizer states that it owns; each
+element is written once.  A slice of a tensor is a few boxes.  Rank-local states
+(Parameters.own_states) are stored as vectors by the name of the rank, for runs with the same
+layout.  The manifest, written last, lists the boxes and the SHA-256 of all files, so a reader
+loads only the elements of its own blocks.  A folder gets its final name once all of it is on disk:
+a checkpoint is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ if TYPE_CHECKING:
 
 
 class OwnElements(NamedTuple):
-    """This rank's own elements of an array of a parameter, flat: those of the box `block` from its
-    element `first` on; and whether they are the copy that `counts`."""
+    """Flat elements of a parameter's array on this rank.
+
+    They are the elements of the box `block` from `first` on.  `counts` is True if this copy is the
+    one to be saved.
+    """
 
     kind: str
     elements: Array
@@ -53,8 +57,10 @@ class OwnElements(NamedTuple):
 
 
 def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh) -> BlockSlices:
-    """The box of this rank's block of what has a `layout` and a `shape`; without the padding of a
-    table, or of a vector with an element for each of its rows."""
+    """Return the box of this rank's block of an array with this layout and shape.
+
+    The padding rows of an embedding, or of a vector with one element per row, are left out.
+    """
     first, *others = layout.slices(shape, mesh)
     if item.rows:
         first = slice(first.start, max(first.start, min(first.stop, item.rows)))
@@ -62,7 +68,7 @@ def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh)
 
 
 class StoredPiece(NamedTuple):
-    """What a rank holds of one array of a tensor: consecutive elements, at `offset` bytes."""
+    """Consecutive elements of one array of a tensor in a rank's file, at `offset` bytes."""
 
     name: str
     kind: str
@@ -72,7 +78,7 @@ class StoredPiece(NamedTuple):
 
 
 class Snapshot:
-    """A copy of this rank's share of the state, on the host: `pieces` and the bytes of each."""
+    """Copy of this rank's share of the state, on the host: `pieces` and the bytes of each."""
 
     def __init__(self, parameters: Parameters, optimizer: Optimizer) -> None:
         self.pieces, self.arrays, offset = [], [], 0
@@ -90,7 +96,7 @@ class Snapshot:
 def shares(
     parameters: Parameters, optimizer: Optimizer
 ) -> Iterator[tuple[str, str, list[BlockSlices], Array]]:
-    """(name, kind, boxes, their elements) of all arrays whose copy on this rank counts."""
+    """Yield (name, kind, boxes, elements) of all arrays that this rank saves."""
     for item in parameters:
         for own in _own_elements(item, parameters, optimizer):
             if own.counts:
@@ -102,14 +108,14 @@ def shares(
 
 
 def _rank_name(parameters: Parameters) -> str:
-    """What stands for a tensor's name where an array is of a rank."""
+    """Return the name under which rank-local arrays are stored."""
     return f"rank-{parameters.mesh.rank:05d}"
 
 
 def _own_elements(
     item: Parameter, parameters: Parameters, optimizer: Optimizer | None
 ) -> Iterator[OwnElements]:
-    """Those of the value of a parameter, and of all that an optimiser keeps of it."""
+    """Yield this rank's elements of a parameter's value and of its optimizer states."""
     place, mesh = parameters.places[item], parameters.mesh
     block = _block_of(item, item.layout, item.shape, mesh)
     where = block, place.own_value.start - place.value.start, parameters.counts(item)
@@ -128,8 +134,10 @@ def _own_elements(
 
 
 class InitialState(NamedTuple):
-    """The state of a model that has made no step: what `Snapshot` is of a run, for one rank that
-    holds all of it.  The arrays are made one after the other."""
+    """State of a model before its first step, like `Snapshot` for one rank that holds all of it.
+
+    The arrays are created one at a time.
+    """
 
     pieces: list
     arrays: Iterator[np.ndarray]
@@ -137,9 +145,9 @@ class InitialState(NamedTuple):
 
 
 def write_shard(folder: Path, rank: int, snapshot: Snapshot | InitialState) -> None:
-    """rank-00000.bin and, when it is on disk, rank-00000.json with its pieces and SHA-256.
+    """Write rank-00000.bin and, once it is on disk, rank-00000.json with its pieces and SHA-256.
 
-    The second is a message to rank 0, which may give the folder its name as soon as it sees it:
+    The second file signals rank 0, which may rename the folder as soon as it sees the file:
     nothing here touches the folder afterwards.
     """
     path, digest = folder / f"rank-{rank:05d}.bin", hashlib.sha256()
@@ -158,11 +166,13 @@ def write_shard(folder: Path, rank: int, snapshot: Snapshot | InitialState) -> N
 def complete(
     folder: Path, ranks: int, header: Mapping[str, Any], keep: int, spared: str | None = None
 ) -> str | None:
-    """Rank 0: wait for the files of all ranks, write the manifest, give the folder its name, name
-    it the latest, read it again, and remove all before it but `keep` - 1 and the one that is named
-    `spared`; or return what is wrong with it, and remove none.
+    """Complete a checkpoint on rank 0, verify it, and remove older ones.
 
-    Those of later steps are what an attempt left that did not go on from them: they stay.
+    Rank 0 waits for the files of all ranks, writes the manifest, renames the folder, records it as
+    the latest, and reads it back.  Of the older checkpoints, `keep` - 1 and the one named `spared`
+    remain.  If the new checkpoint is damaged, the problem is returned and none is removed.
+
+    Checkpoints of later steps, left by an attempt that was not resumed from them, are kept.
     """
     paths = [folder / f"rank-{rank:05d}.json" for rank in range(ranks)]
     while not all(path.exists() for path in paths):
@@ -174,7 +184,7 @@ def complete(
     for path in paths:
         path.unlink()
     final = folder.with_suffix("")
-    if final.exists():  # one that was not whole, or that another attempt has passed
+    if final.exists():  # incomplete, or superseded by another attempt
         _discard(final)
     os.replace(folder, final)
     sync(final.parent)
@@ -190,8 +200,10 @@ def complete(
 
 
 def _discard(folder: Path) -> None:
-    """Remove a checkpoint: first its manifest, so that what is left of it is not a checkpoint.  A
-    folder that someone made in it stays, and so does what NFS keeps of files that are open."""
+    """Remove a checkpoint, its manifest first, so that the remainder is not a checkpoint.
+
+    Subfolders that a user created stay, and so do files that NFS keeps because they are open.
+    """
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
         if not path.is_dir():
             path.unlink()
@@ -200,18 +212,18 @@ def _discard(folder: Path) -> None:
 
 
 def _describe_error(error: Any) -> Any:
-    """An error in words, with the name of its file."""
+    """Describe an error, with the name of its file."""
     name = getattr(error, "filename", None)
     return f"{Path(name).name}: {why(error)}" if name else error
 
 
 def named(step: int) -> str:
-    """What the checkpoint after so many steps is called."""
+    """Return the name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
 def steps_of(parent: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first."""
+    """Return the checkpoints of a run, newest first."""
     found = [path for path in Path(parent).glob("step-????????") if path.is_dir()]
     return sorted(found, reverse=True)
 
@@ -220,9 +232,9 @@ def steps_of(parent: Path) -> list[Path]:
 
 
 class Checkpoint:
-    """A checkpoint to be read from; `header` is its manifest without the files.
+    """Checkpoint opened for reading; `header` is its manifest without the files.
 
-    ValueError, which names what is wrong, if the manifest or a file's size is.
+    Raises ValueError, which names the problem, if the manifest or the size of a file is wrong.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -244,7 +256,7 @@ class Checkpoint:
                 raise ValueError(f"{path.name} has {size} bytes, not {file['bytes']}")
 
     def _sources(self):
-        """(name, kind) -> [(array of elements, box)]."""
+        """Return (name, kind) -> [(array of elements, box)]."""
         sources = {}
         for file in self.files:
             path, empty = self.folder / file["file"], np.empty(0, np.uint8)
@@ -260,13 +272,14 @@ class Checkpoint:
         return sources
 
     def exact(self, name: str) -> str:
-        """The kind that has the values of a tensor in full: their master copies, where there are
-        any."""
+        """Return the kind with the full-precision values of a tensor: master copies, if any."""
         return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
     def damage(self, number: int = 0, of: int = 1) -> str | None:
-        """What is wrong with the first bad file of every `of`-th from `number` on; None if none
-        was changed."""
+        """Check the SHA-256 of every `of`-th file from `number` on.
+
+        Returns the problem of the first bad file; None if all are intact.
+        """
         for file in self.files[number::of]:
             with (self.folder / file["file"]).open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -275,7 +288,7 @@ class Checkpoint:
         return None
 
     def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:
-        """Copy a box of a tensor into an array of its shape; ValueError for a gap."""
+        """Copy a box of a tensor to an array of its shape; raise ValueError if any is missing."""
         absent = np.ones(array.shape, bool)
         for elements, part in self.sources.get((name, kind), ()):
             both = part.intersection(box)
@@ -290,9 +303,11 @@ class Checkpoint:
 
 
 def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer | None) -> None:
-    """Fill the parameters and the optimiser of a rank, if it has one, whatever layout wrote the
-    checkpoint and in whatever type: values and their master copies come from those that are there
-    in full."""
+    """Fill a rank's parameters and its optimizer, if any, from a checkpoint.
+
+    The checkpoint may have any layout and type: values and master copies are read from the copies
+    in full precision.
+    """
     for item, place in parameters.places.items():
         exact = checkpoint.exact(item.name)
         value, *states = _own_elements(item, parameters, optimizer)
@@ -303,14 +318,14 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
 
 
 def restore_own(checkpoint: Checkpoint, parameters: Parameters) -> None:
-    """Fill what this rank alone keeps from a checkpoint of the same layout."""
+    """Fill the rank-local states from a checkpoint of the same layout."""
     for kind, state in parameters.own_states.items():
         own = OwnElements(kind, state, whole_of(state.shape), 0, True)
         _fill_flat(checkpoint, _rank_name(parameters), kind, own)
 
 
 def _fill_flat(checkpoint: Checkpoint, name: str, kind: str, own: OwnElements) -> None:
-    """Fill elements with those of a stored `kind`; padding stays."""
+    """Fill elements from a stored `kind`; padding is not changed."""
     flat = own.elements
     host, done = on_host(flat), 0
     for part in own.boxes:
