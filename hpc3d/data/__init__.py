@@ -1,1 +1,1 @@
-"""Text, tokens and batches."""
+"""Text, tokenizers, tokens and batches."""

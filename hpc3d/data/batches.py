@@ -1,22 +1,22 @@
-"""Which tokens a training step sees: every window once an epoch, in an order of its own."""
+"""Batches of a run: each epoch visits every window of the text once, in its own order."""
 
 import numpy as np
 
 from hpc3d.data.token_file import Tokens
 from hpc3d.plain import counted
 
-IGNORE = -100  # the target of a token that counts for nothing
+IGNORE = -100  # target of a token that does not count
 
 
 class Batches:
-    """The batches of a run.  Each depends on the tokens, the sizes, `seed` and its step only.
+    """Batches of a run; each depends only on the tokens, the sizes, `seed` and the step.
 
-    A window is `sequence` inputs and AHEAD tokens after the last, the targets; windows start every
-    `sequence` tokens, so that each token is a target once an epoch (the first AHEAD never, nor a
-    last part of a window).  An epoch is a permutation of the windows.  A batch that reaches the
-    end of an epoch goes on in the next one.
+    A window is `sequence` inputs and AHEAD further tokens for the targets.  Windows start
+    every `sequence` tokens, so each token is a target once per epoch, except for the first AHEAD
+    tokens and an incomplete last window.  An epoch is a permutation of the windows.  A batch at
+    the end of an epoch continues in the next one.
 
-    `windows` is their number.  Raises ValueError where the tokens do not fill one window.
+    `windows` is the number of windows.  Raises ValueError if the tokens do not fill one window.
     """
 
     AHEAD = 1
@@ -41,11 +41,11 @@ class Batches:
         return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
 
     def go_on(self, step: int, sequences: int) -> None:
-        """Let `step` begin after the first `sequences`, whatever batches they came in."""
+        """Let `step` begin after the first `sequences`, regardless of earlier batch sizes."""
         self._skipped = sequences - step * self._batch
 
     def position(self, step: int) -> dict[str, int]:
-        """Return where `step` begins: its epoch, its offset there, the sequences before it."""
+        """Return the position of `step`: epoch, offset in it, and the sequences before it."""
         sequences = step * self._batch + self._skipped
         epoch, offset = divmod(sequences, self.windows)
         return {"epoch": epoch, "offset": offset, "sequences": sequences}
@@ -62,6 +62,6 @@ class Batches:
 
 
 def permutation(windows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of an epoch's windows, int64[windows]; any epoch without those before."""
+    """Return the order of an epoch's windows, int64[windows], without computing earlier ones."""
     bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     return np.random.Generator(bits).permutation(windows)

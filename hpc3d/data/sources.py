@@ -1,12 +1,12 @@
-"""What token files are made of: texts, JSON lines, parquet, tokens of nanoGPT and Megatron-LM.
+"""Sources of token files: text, JSON lines, parquet, and tokens of nanoGPT and Megatron-LM.
 
     .txt      a document
-    .jsonl    an object a line, of which a field is a document
-    .parquet  a column, each value of which is a document
-    .bin      of nanoGPT: uint16 ids, the ends of documents among them
-    .bin .idx of Megatron-LM: ids, and where each sequence and each document begins
+    .jsonl    an object per line, with one field as document
+    .parquet  a column, with one document per value
+    .bin      of nanoGPT: uint16 ids, including the ends of documents
+    .bin .idx of Megatron-LM: ids, and the start of each sequence and document
 
-Files are read in pieces.  Whatever is wrong with one is a ValueError of one line.
+Files are read in pieces.  Every problem with a file raises a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hpc3d.data.tokenizer import PIECE, Tokenizer, pieces, reading
 from hpc3d.extras import need
 
 JSONL, PARQUET, BIN = (".jsonl", ".ndjson"), (".parquet",), (".bin",)
-_LINE = 1 << 28  # bytes of a line of JSON at most
-_ROWS = 256  # of parquet at a time
-_OF_A_DOCUMENT = 64  # what a document takes beside its text, in characters
+_LINE = 1 << 28  # upper bound of the bytes of a line of JSON
+_ROWS = 256  # rows of parquet read at a time
+_OF_A_DOCUMENT = 64  # overhead of a document in addition to its text, in characters
 _MEGATRON, _VERSION = b"MMIDIDX\x00\x00", 1
-_HEAD = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, documents and one more
+_HEAD = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, documents + 1
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # code -> type of the ids
 
 
 class _DocumentPart(NamedTuple):
-    """Text of a document, whether it is the last of it, and how many bytes of the file it was."""
+    """Part of a document: its text, True if it is the last part, and its bytes in the file."""
 
     text: bytes
     last: bool
@@ -40,17 +40,17 @@ class _DocumentPart(NamedTuple):
 
 
 class Source:
-    """The tokens of a file by a tokenizer, a piece at a time; `documents` are those so far.
+    """Tokens of a file from a tokenizer, one piece at a time; `documents` counts those so far.
 
-    The `end` of the tokenizer follows each document; where the file has ids, only those documents
-    of Megatron-LM that lack it.
+    The `end` token of the tokenizer follows each document.  If the file has ids, it is added only
+    to documents of Megatron-LM that lack it.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, field: str = "text") -> None:
         self.path, self.tokenizer, self.field, self.documents = path, tokenizer, field, 0
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
-        """Ids, and how many bytes of the file they were."""
+        """Yield ids, and their bytes in the file."""
         if self.path.suffix in BIN:
             yield from self._given_ids()
             return
@@ -59,7 +59,7 @@ class Source:
             self.documents += sum(part.last for part in group)
 
     def _encoded(self, group: Sequence[_DocumentPart]) -> np.ndarray:
-        """The ids of parts, with the ends of documents."""
+        """Return the ids of parts, with an end after each document."""
         end = np.array([self.tokenizer.end])
         with reading(self.path, "no text of this tokenizer", "give another --tokenizer"):
             encoded = self.tokenizer.encode_batch([part.text for part in group])
@@ -87,8 +87,10 @@ class Source:
             yield whole, part.nbytes
 
     def _refuse_wider(self, ids: np.ndarray) -> None:
-        """ValueError where uint16 `ids` look like halves of numbers of 32 bits, or quarters of 64:
-        every second one is next to nothing."""
+        """Raise ValueError if uint16 `ids` look like parts of 32-bit or 64-bit numbers.
+
+        In that case, every second one is close to zero.
+        """
         upper = ids[1::2]
         if len(upper) > 3 and ids.any() and upper.max() <= (self.tokenizer.vocabulary - 1) >> 16:
             raise ValueError(
@@ -97,7 +99,7 @@ class Source:
             )
 
     def _ended(self, part: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """`part` with the end of a document before each of `ends`, where it is not yet."""
+        """Insert the end of a document before each of `ends`, if it is missing there."""
         if self.tokenizer.end is None or not len(ends):
             return part
         lacking = ends[part[ends - 1] != self.tokenizer.end]
@@ -105,13 +107,13 @@ class Source:
 
 
 def training_pieces(texts: Sequence[Path], field: str) -> Iterator[bytes]:
-    """The text of files, for a tokenizer to learn from."""
+    """Yield the text of files, to train a tokenizer."""
     for path in texts:
         yield from (part.text for part in _parts(path, field))
 
 
 def _parts(path: Path, field: str) -> Iterator[_DocumentPart]:
-    """The documents of a file of text."""
+    """Yield the documents of a text file."""
     if path.suffix in JSONL:
         return _json_lines(path, field)
     if path.suffix in PARQUET:
@@ -120,7 +122,7 @@ def _parts(path: Path, field: str) -> Iterator[_DocumentPart]:
 
 
 def _grouped(parts: Iterable[_DocumentPart]) -> Iterator[list[_DocumentPart]]:
-    """Parts, so many at once that they make up a piece: each costs something by itself."""
+    """Group parts to about one piece, because each call of the tokenizer has a fixed cost."""
     group, size = [], 0
     for part in parts:
         group.append(part)
@@ -133,14 +135,14 @@ def _grouped(parts: Iterable[_DocumentPart]) -> Iterator[list[_DocumentPart]]:
 
 
 def _text_file(path: Path) -> Iterator[_DocumentPart]:
-    """One document."""
+    """Yield a text file as one document."""
     for piece in pieces(path):
         yield _DocumentPart(piece, False, len(piece))
     yield _DocumentPart(b"", True, 0)
 
 
 def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
-    """The field of each object."""
+    """Yield the field of each object."""
     found = 0
     with reading(path, "no readable JSON lines", "name another"), path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
@@ -153,7 +155,7 @@ def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
 
 
 def _field(line: bytes, number: int, field: str) -> str:
-    """The text of an object."""
+    """Return the text of a JSON object."""
     if len(line) == _LINE:
         raise ValueError(f"line {number}: longer than {_LINE} bytes, the most that is read")
     try:
@@ -171,7 +173,7 @@ def _field(line: bytes, number: int, field: str) -> str:
 
 
 def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
-    """The values of a column of texts."""
+    """Yield the values of a text column."""
     need(f"{path}: parquet", "pyarrow")
     from pyarrow import parquet
 
@@ -196,7 +198,7 @@ def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
 
 
 def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
-    """A document in pieces; `size` is its part of the file."""
+    """Yield a document in pieces; `size` is its number of bytes in the file."""
     if "\0" in text:
         raise ValueError(f"{where}: it holds NUL characters")
     for start in range(0, max(len(text), 1), PIECE):
@@ -208,12 +210,14 @@ def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
         yield _DocumentPart(piece, last, size if last else 0)
 
 
-# Tokens of other programs
+# Tokens from other programs
 
 
 def opened_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a .bin, mapped into memory, and where documents end, int64; none if that is not
-    known."""
+    """Map the ids of a .bin into memory; return them and the ends of documents, int64.
+
+    There are no ends if they are unknown.
+    """
     index = path.with_suffix(".idx")
     with reading(path, "no readable file of tokens", "name another"):
         size = path.stat().st_size
@@ -225,8 +229,11 @@ def opened_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Of an indexed dataset, whose index has after its head the sizes of sequences i4, the byte
-    where each begins i8, and the first sequence of each document i8, with one after the last."""
+    """Return the ids and the ends of documents of an indexed dataset.
+
+    The index has a header, the sizes of the sequences (i4), their byte offsets (i8), and the first
+    sequence of each document (i8), with one entry after the last.
+    """
     with index.open("rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(_MEGATRON):
@@ -252,7 +259,7 @@ def _megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _length(index: Path, sizes: np.ndarray, starts: np.ndarray, itemsize: int) -> int:
-    """The ids of all sequences, which must lie one after another."""
+    """Return the number of ids of all sequences, which must be contiguous."""
     total = 0
     for first in range(0, len(sizes), PIECE):
         ends = total + np.cumsum(part := sizes[first : first + PIECE], dtype=np.int64)
@@ -263,7 +270,7 @@ def _length(index: Path, sizes: np.ndarray, starts: np.ndarray, itemsize: int) -
 
 
 def _ends(index: Path, firsts: np.ndarray, starts: np.ndarray, total: int) -> np.ndarray:
-    """The id after each document."""
+    """Return the index after the last id of each document."""
     if firsts[0] or firsts[-1] != len(starts) or (np.diff(firsts) < 0).any():
         raise ValueError(f"{index.name} is damaged: documents do not follow each other")
     return np.append(starts, total)[firsts[1:]]

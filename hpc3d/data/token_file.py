@@ -1,8 +1,8 @@
-"""Where tokens come from: text as it lies on disk, or a token file made once from much text.
+"""Token sources: text files, or a token file that was prepared once from a large text.
 
-A token file is HDF5: the dataset `tokens`, 1-D in the smallest unsigned type, and attributes that
-describe it, all readable with h5ls or h5py.  It appears under its name only when it is whole.
-Messages name the key `data.path`, for that is what the user gave.
+A token file is HDF5: the 1-D dataset `tokens` in the smallest unsigned type, and attributes that
+describe it, all readable with h5ls or h5py.  It gets its name only when it is complete.  Messages
+name the key `data.path`, because the user set it.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 _FORMAT = "hpc3d-tokens"
 _VERSION = 1
 SUFFIX = ".h5"
-_MOST_IDS = 1 << 31  # ids are handed out as int32
-_END = "tokenizer_end"  # the attribute that older files have not
-_CHUNK = 1 << 16  # tokens that share a checksum
-_SELF_CHECKING = "v110"  # from 1.10 on HDF5 has checksums over its own structures too
+_MOST_IDS = 1 << 31  # ids are returned as int32
+_END = "tokenizer_end"  # attribute that older files lack
+_CHUNK = 1 << 16  # tokens per checksum
+_SELF_CHECKING = "v110"  # since 1.10, HDF5 also has checksums of its metadata
 _PREPARE = "make it with python -m hpc3d.prepare"
 
 _Report = Callable[[int], None]
@@ -50,11 +50,11 @@ _reading_tokens = partial(reading, fault="no readable token file", remedy=_PREPA
 
 
 class Tokens(contextlib.AbstractContextManager):
-    """A long row of token ids that stays on disk: the documents, each followed by an end.
+    """Sequence of token ids on disk: the documents, each followed by an end token.
 
-    `vocabulary` is the number of different ids, `tokenizer` the name of what made them, `json` its
-    rules, and `end_name` its end of a document, None if that is not known.  `sha256` is the hash
-    of all ids in the smallest unsigned type; `digests` are it and those of documents, if known.
+    `vocabulary` is the number of distinct ids, `tokenizer` the name of the tokenizer, `json` its
+    rules, and `end_name` its end-of-document token, None if unknown.  `sha256` is the hash of all
+    ids in the smallest unsigned type; `digests` contains it and those of the documents, if known.
     """
 
     tokenizer: str
@@ -65,11 +65,11 @@ class Tokens(contextlib.AbstractContextManager):
     end_name: str | None = None
 
     def made_by(self) -> tuple[str, int, str]:
-        """The tokenizer: tokens of two texts mean the same where it is the same."""
+        """Return the identity of the tokenizer; texts with equal ones have compatible tokens."""
         return self.tokenizer, self.vocabulary, self.json
 
     def mask(self) -> int | None:
-        """The token that the tokenizer has for masked ones, None without."""
+        """Return the tokenizer's mask token, or None."""
         added = json.loads(self.json).get("added_tokens", [])
         known = {each["content"]: each["id"] for each in added}
         return next((known[name] for name in MASKS if name in known), None)
@@ -78,23 +78,22 @@ class Tokens(contextlib.AbstractContextManager):
         raise NotImplementedError
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids in [start, stop), int32; ValueError where the file is damaged."""
+        """Return the ids in [start, stop), int32; raise ValueError if the file is damaged."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close open files."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
-    """Open a token file, a text file, or a folder of `*.txt` in the order of their names.
+    """Open a token file, a text file, or a folder of `*.txt` sorted by name.
 
     Text is read as bytes, and nothing is written.  Raises ValueError, one line that begins with
-    `data.path`, for what is missing, empty, no text, damaged or made with another tokenizer than
-    the one that is given.
-    """
+    `data.path`, for a file that is missing, empty, not text, damaged, or made with another
+    tokenizer than the given one."""
     if Path(path).suffix in (*JSONL, *PARQUET, *BIN):
         raise ValueError(f"data.path: {path} is no text: {_PREPARE} {path} -o tokens{SUFFIX}")
     tokens = TokenFile(Path(path)) if Path(path).suffix == SUFFIX else TextTokens(text_files(path))
@@ -109,8 +108,10 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
 
 
 def tokenizer_of(path: str | Path) -> Tokenizer:
-    """Return what makes tokens of such a text, or made those of such a token file; ValueError,
-    one line that begins with `data.path`, where that cannot be read."""
+    """Return the tokenizer of a text or token file.
+
+    Raises ValueError, one line that begins with `data.path`, if the file cannot be read.
+    """
     if Path(path).suffix != SUFFIX:
         return ByteTokenizer()
     with TokenFile(Path(path)) as tokens:
@@ -118,7 +119,7 @@ def tokenizer_of(path: str | Path) -> Tokenizer:
 
 
 class TextTokens(Tokens):
-    """The bytes of text files, of which only the lengths are kept in memory."""
+    """Tokens of text files, which are their bytes; only the lengths are kept in memory."""
 
     tokenizer = ByteTokenizer.name
     vocabulary = ByteTokenizer.vocabulary
@@ -159,9 +160,9 @@ class TextTokens(Tokens):
 
 
 class TokenFile(Tokens):
-    """A token file; also its `documents` (their number), `dtype` and `sha256`.
+    """Token file opened for reading; `documents` is their number.
 
-    Raises ValueError where it is missing, truncated, damaged or of a newer version.
+    Raises ValueError if it is missing, truncated, damaged, or of a newer version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -211,7 +212,7 @@ class TokenFile(Tokens):
 
 
 def _own_dataset(file: "h5py.File", name: str) -> "h5py.Dataset":
-    """Return a dataset that lies in this file; a file from elsewhere may point to another one."""
+    """Return a dataset stored in this file; an untrusted file may link to another one."""
     import h5py
 
     dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
@@ -221,7 +222,7 @@ def _own_dataset(file: "h5py.File", name: str) -> "h5py.Dataset":
 
 
 def verify(path: str | Path) -> None:
-    """Read a whole token file; ValueError where the tokens do not have their SHA-256."""
+    """Read a complete token file; raise ValueError if the tokens do not match their SHA-256."""
     digest = hashlib.sha256()
     with TokenFile(Path(path)) as tokens:
         for start in range(0, len(tokens), PIECE):
@@ -238,11 +239,11 @@ def write_tokens(
     report: _Report = lambda size: None,
     field: str = "text",
 ) -> None:
-    """Write the token file `path` from `texts`, files of hpc3d.data.sources with documents in a
-    `field`, a piece in memory at a time.
+    """Write the token file `path` from `texts`, with one piece in memory at a time.
 
-    `report` is called with the bytes of each piece of text.  Raises ValueError for what is no
-    text and OSError where the disk refuses; `path` then is as it was before.
+    `texts` are files of hpc3d.data.sources with documents in `field`.  `report` is called with the
+    bytes of each piece of text.  Raises ValueError if a file is not text and OSError if a write
+    fails; `path` is then unchanged.
     """
     import h5py
 
@@ -267,14 +268,14 @@ def write_tokens(
 
 
 def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
-    """Lengthen a dataset by `part`."""
+    """Append `part` to a dataset."""
     length = len(dataset)
     dataset.resize((length + len(part),))
     dataset[length:] = part
 
 
 def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
-    """Return the attributes that are known before the tokens are."""
+    """Return the attributes that do not depend on the tokens."""
     end = {_END: _fixed(tokenizer.end_name)} if tokenizer.end_name else {}
     return end | {
         "format": _fixed(_FORMAT),
@@ -287,7 +288,7 @@ def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
 
 
 def _fixed(text: str | list[str]) -> np.ndarray:
-    """Return text of fixed length: over the other kind HDF5 has no checksums."""
+    """Return text as a fixed-length string: HDF5 has no checksums for variable-length strings."""
     import h5py
 
     encoded = np.char.encode(text, "utf-8", "replace")
@@ -295,9 +296,9 @@ def _fixed(text: str | list[str]) -> np.ndarray:
 
 
 class _Disk(io.FileIO):
-    """What HDF5 writes to.  HDF5 crashes where a write fails: here every write seems to succeed.
+    """Output file of HDF5.  HDF5 crashes if a write fails, so every write appears to succeed.
 
-    The first failure ends the writing; `check` raises it.
+    After the first failure nothing more is written; `check` raises the error.
     """
 
     failure: OSError | None = None
@@ -315,14 +316,14 @@ class _Disk(io.FileIO):
         return size if self.failure else super().truncate(size)
 
     def check(self) -> None:
-        """Raise the OSError of the first write that failed."""
+        """Raise the OSError of the first failed write."""
         if self.failure:
             raise OSError(self.failure.errno, self.failure.strerror, self.name)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[_Disk]:
-    """Give a new file that becomes `path` in one step, on disk and whole, or vanishes."""
+    """Yield a new file that replaces `path` atomically, once it is on disk, or is removed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with _Disk(temporary, "w+") as disk:
@@ -336,7 +337,7 @@ def replacing(path: Path) -> Iterator[_Disk]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk."""
+    """Wait until the directory entries of a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

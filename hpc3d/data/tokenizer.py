@@ -1,6 +1,6 @@
-"""Text files, and text to token ids and back: its bytes, or byte-level BPE trained on it.
+"""Text files and tokenizers: bytes, or byte-level BPE trained on the text.
 
-Text is UTF-8 in bytes on both sides.  Id 0 is no text: it ends a document in either vocabulary.
+Text is UTF-8, as bytes, on both sides.  Id 0 ends a document in either vocabulary.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 from hpc3d.extras import need
 from hpc3d.runtime.exit_codes import BadData
 
-END = 0  # in bytes it is NUL, which no text file holds
+END = 0  # the NUL byte, which no text file contains
 END_NAME = "<|end|>"
-# What ends a text in published vocabularies; some also have <|end|> or </s>, for something else.
+# End-of-text tokens in published vocabularies; some also have <|end|> or </s> for another use.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", END_NAME, "<|im_end|>", "[SEP]")
-MASKS = "[MASK]", "<mask>"  # what stands for masked tokens in published vocabularies
-_SMALLEST_BPE = 257  # one id for each byte, and END
+MASKS = "[MASK]", "<mask>"  # mask tokens in published vocabularies
+_SMALLEST_BPE = 257  # one id per byte, and END
 PIECE = 1 << 20  # characters of text, or tokens, in memory at a time
 
 
 @contextlib.contextmanager
 def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
-    """Make one line of whatever reading `path` raises: a damage has many faces."""
+    """Convert exceptions from reading `path` to a one-line BadData; damage raises many kinds."""
     try:
         yield path
     except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
@@ -38,7 +38,7 @@ def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
         raise BadData(f"data.path: {path} is {fault} ({reason}); {remedy}") from error
 
 
-# How files of gzip, bzip2, xz, Zstandard and zip begin.
+# Magic bytes of gzip, bzip2, xz, Zstandard and zip files.
 _COMPRESSED = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"PK\3\4"
 
 reading_text = partial(
@@ -47,7 +47,7 @@ reading_text = partial(
 
 
 def text_files(path: str | Path) -> list[Path]:
-    """Return the file, or the `*.txt` of the folder by name; ValueError without any."""
+    """Return the file, or the `*.txt` of a folder sorted by name; raise ValueError if none."""
     if os.path.isfile(path):
         with open(path, "rb") as file:
             if file.read(6).startswith(_COMPRESSED):
@@ -64,12 +64,12 @@ def text_files(path: str | Path) -> list[Path]:
 
 
 def pieces(text: Path) -> Iterator[bytes]:
-    """Yield a UTF-8 file in pieces of about PIECE characters, cut at ends of lines.
+    """Yield a UTF-8 file in pieces of about PIECE characters, split at line ends.
 
-    Raises ValueError for a file that is no text.
+    Raises ValueError if the file is not text.
     """
     with reading_text(text), open(text, encoding="utf-8", newline="") as file:
-        # a text may be one long line: also readline is bounded
+        # a text may be a single long line, so readline is bounded, too
         while piece := file.read(PIECE) + file.readline(PIECE):
             if "\0" in piece:
                 raise ValueError("it holds NUL bytes")
@@ -77,7 +77,7 @@ def pieces(text: Path) -> Iterator[bytes]:
 
 
 class ByteTokenizer:
-    """The bytes of the text are its tokens."""
+    """Tokenizer whose tokens are the bytes of the text."""
 
     name = "byte"
     vocabulary = 256
@@ -98,20 +98,21 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """Byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2), or any other
-    tokenizer that a tokenizer.json of Hugging Face describes.
+    """Byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2).
 
-    `end_name` is the end-of-document token and `end` its id, by default the first of ENDS in the
-    vocabulary. Both are None if the vocabulary has no such token.
-    """
+    Any other tokenizer in a tokenizer.json of Hugging Face works, too.  `end_name` is the
+    end-of-document token and `end` its id, by default the first of ENDS in the vocabulary.  Both
+    are None if the vocabulary has no such token."""
 
     name = "bpe"
 
     def __init__(self, text: str, end_name: str | None = None) -> None:
-        """Load a tokenizer from its JSON text; ValueError where it is invalid, or has no token
-        `end_name`."""
+        """Load a tokenizer from its JSON text.
+
+        Raises ValueError if it is invalid or has no token `end_name`.
+        """
         self._tokenizer = _loaded(text)
-        # "<|end|>" inside a text is text
+        # "<|end|>" inside a text is ordinary text
         self._tokenizer.encode_special_tokens = True
         self.json = text
         known = self._tokenizer.get_vocab()
@@ -122,7 +123,7 @@ class BpeTokenizer:
         self.end: int | None = known.get(self.end_name)
 
     def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
-        """Return the ids of `text`, uint32, with what begins a `whole` text if anything does."""
+        """Return the ids of `text`, uint32; a `whole` text gets the tokenizer's prefix, if any."""
         with self._encoding([text]):
             ids = self._tokenizer.encode(text.decode(), add_special_tokens=whole).ids
         return np.array(ids, np.uint32)
@@ -136,8 +137,10 @@ class BpeTokenizer:
 
     @contextlib.contextmanager
     def _encoding(self, texts: Sequence[bytes]) -> Iterator[None]:
-        """Make a ValueError of what the library raises where a text has what the tokenizer lacks,
-        which names the character if it is one."""
+        """Convert errors of the library to ValueError if a text cannot be encoded.
+
+        The message names the unknown character, if there is one.
+        """
         try:
             yield
         except UnicodeDecodeError:
@@ -153,18 +156,20 @@ class BpeTokenizer:
         return self._tokenizer.decode(np.asarray(tokens).tolist()).encode()
 
     def has(self, ids: object) -> bool:
-        """Whether this is the id of a token, or a list of such."""
+        """Return True if `ids` is the id of a token, or a list of ids."""
         several = ids if isinstance(ids, list) else [ids]
         return all(type(each) is int and 0 <= each < self.vocabulary for each in several)
 
     def id_of(self, token: object) -> int | None:
-        """The id of a token, None where there is no such."""
+        """Return the id of a token, or None if there is none."""
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
 
 
 def _loaded(text: str) -> Any:
-    """Load a tokenizer that neither pads nor cuts a text nor drops merges at random, whatever its
-    JSON text says; ValueError for any other text."""
+    """Load a tokenizer from its JSON text, without padding, truncation and BPE dropout.
+
+    Raises ValueError if the text is not a tokenizer.
+    """
     bpe = library()
     try:
         loaded = bpe.Tokenizer.from_str(text)
@@ -180,8 +185,11 @@ def _loaded(text: str) -> Any:
 
 
 def same_rules(one: str, other: str) -> bool:
-    """Whether two JSON texts are one tokenizer.  The library's versions write it differently, and
-    how texts are padded or cut is no part of it; it is asked only where the texts differ."""
+    """Return True if two JSON texts describe the same tokenizer.
+
+    Versions of the library write it differently, and padding and truncation do not count.  The
+    library is only used if the texts differ.
+    """
     if one == other or json_of(one) == json_of(other):
         return True
     return json_of(_loaded(one).to_str()) == json_of(_loaded(other).to_str())
@@ -191,7 +199,7 @@ _KINDS = {"BPE": "bpe", "WordPiece": "wordpiece", "Unigram": "unigram", "WordLev
 
 
 def kind_of(name: str, rules: str) -> str:
-    """Return what a tokenizer splits text into, from its name and JSON text in a token file."""
+    """Return the kind of a tokenizer, from its name and JSON text in a token file."""
     found = json_of(rules) if rules else {}
     kind = _KINDS.get(found.get("model", {}).get("type"), name)
     splits = found.get("pre_tokenizer") or {}
@@ -204,14 +212,14 @@ Tokenizer = ByteTokenizer | BpeTokenizer
 
 
 def tokenizer_named(name: str, json: str, end_name: str | None) -> Tokenizer:
-    """Return the tokenizer of a name that a token file has, of its JSON text and its end."""
+    """Return the tokenizer with the name, JSON text and end token of a token file."""
     return BpeTokenizer(json, end_name) if name == BpeTokenizer.name else ByteTokenizer()
 
 
 def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
     """Learn merges from `pieces` of text until there are `vocabulary` ids.
 
-    The same text gives the same tokenizer.  A short text may give fewer ids.
+    The result depends only on the text.  A short text may give fewer ids.
     """
     if vocabulary < _SMALLEST_BPE:
         raise ValueError(
@@ -232,7 +240,7 @@ def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
 
 
 def library() -> ModuleType:
-    """Return the module `tokenizers`; ValueError where it is not installed."""
+    """Return the module `tokenizers`; raise ValueError if it is not installed."""
     need("tokenizer bpe", "tokenizers")
     import tokenizers
 

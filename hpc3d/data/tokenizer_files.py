@@ -1,9 +1,9 @@
-"""Tokenizers in the files of others, each as one tokenizer.json of Hugging Face.
+"""Tokenizers in foreign file formats, each converted to a tokenizer.json of Hugging Face.
 
-    tokenizer.json, or a folder that has one; beside it tokenizer_config.json may name its end
+    tokenizer.json, or a folder with one; tokenizer_config.json next to it may name its end token
     vocab.json and merges.txt, or encoder.json and vocab.bpe: GPT-2's
-    NAME.tiktoken: ranks of byte sequences, as tiktoken keeps them
-    gpt2: the two files of GPT-2 that tiktoken has kept on this machine
+    NAME.tiktoken: ranks of byte sequences, as stored by tiktoken
+    gpt2: the two files of GPT-2 in the cache of tiktoken on this machine
     meta.pkl: the characters of a nanoGPT
 
 The files are not trusted: nothing is unpickled, and nothing is downloaded.
@@ -32,15 +32,17 @@ _GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-_MOST_RANKS = 50_300  # those of GPT-2 and its kin; larger vocabularies cut texts otherwise
+_MOST_RANKS = 50_300  # as in GPT-2 and its relatives; larger vocabularies split texts differently
 _MOST_META = 1 << 24  # bytes of a meta.pkl
 
 _Merges = Sequence[tuple[str, ...]]
 
 
 def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
-    """The tokenizer that a path or the name gpt2 stands for; `end_name` is the token that ends a
-    document, if that is given.  ValueError, in one line, for any other word."""
+    """Return the tokenizer at a path, or of the name gpt2.
+
+    `end_name` is the token that ends a document, if given.  Raises ValueError, in one line, for
+    any other `word`."""
     path = Path(word)
     remedy = f"give --tokenizer byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
     library()
@@ -55,17 +57,17 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
 
 
 def _told_end(folder: Path) -> str | None:
-    """The token that ends a text, by the tokenizer_config.json of a folder."""
+    """Return the end-of-text token in the tokenizer_config.json of a folder."""
     return token_in(settings_in(folder), "eos_token")
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """What the tokenizer_config.json of a folder says; nothing without such a file."""
+    """Return the tokenizer_config.json of a folder; empty if there is none."""
     return object_in(folder / SETTINGS)
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, an empty one without the file; ValueError if it has none."""
+    """Return the JSON object in a file, empty if the file is missing; ValueError if invalid."""
     try:
         found = json.loads(_text(path)) if path.exists() else {}
     except (ValueError, RecursionError) as error:
@@ -76,13 +78,13 @@ def object_in(path: Path) -> dict[str, Any]:
 
 
 def refuse_cache(folder: Path) -> None:
-    """Refuse the folder of a model in the cache of Hugging Face, whose files are in snapshots."""
+    """Refuse the cache folder of a model of Hugging Face; its files are in snapshots."""
     for snapshot in sorted(folder.glob("snapshots/*")):
         raise ValueError(f"{folder}: a cache of Hugging Face; name its snapshot, {snapshot}")
 
 
 def token_in(settings: Mapping[str, Any], key: str) -> str | None:
-    """A special token of a tokenizer_config.json, which has it as text or with how it is found."""
+    """Return a special token of a tokenizer_config.json, stored as text or as an object."""
     found = settings.get(key)
     found = found.get("content") if isinstance(found, dict) else found
     return found if isinstance(found, str) else None
@@ -103,14 +105,13 @@ def _of_folder(folder: Path, end_name: str | None) -> BpeTokenizer:
 
 
 def _of_pair(vocabulary: str, merges: str) -> tuple[dict[str, int], _Merges]:
-    """Of a JSON object {token: id}, and of merges, two tokens a line after a comment."""
+    """Parse a JSON object {token: id}, and merges: two tokens per line after a comment."""
     lines = [line for line in merges.splitlines() if not line.startswith("#version")]
     return json.loads(vocabulary), [tuple(line.split(" ")) for line in lines if line]
 
 
 def _kept_by_tiktoken(name: str) -> str:
-    """A file of GPT-2 that the package tiktoken has downloaded before, under the SHA-1 of its
-    address."""
+    """Return a file of GPT-2 from the cache of tiktoken, stored under the SHA-1 of its URL."""
     key = sha1((_GPT2_URL + name).encode()).hexdigest()
     for folder in _folders_of_tiktoken():
         path = folder / key
@@ -129,13 +130,13 @@ def _folders_of_tiktoken() -> Iterator[Path]:
         if os.environ.get(name):
             yield Path(os.environ[name])
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiktoken"
-    yield Path(tempfile.gettempdir()) / "data-gym-cache"  # of its older versions
+    yield Path(tempfile.gettempdir()) / "data-gym-cache"  # used by older versions
 
 
 def _byte_level(
     numbers: Mapping[str, int], merges: _Merges, end_name: str | None = None
 ) -> BpeTokenizer:
-    """GPT-2's way to cut a text, with a vocabulary and merges of one's own."""
+    """Build a byte-level BPE with GPT-2's pre-tokenizer and the given vocabulary and merges."""
     numbers = {str(token): int(number) for token, number in dict(numbers).items()}
     for pair in merges:  # the library would panic
         if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
@@ -149,8 +150,10 @@ def _byte_level(
 
 
 def _of_ranks(path: Path) -> tuple[dict[str, int], _Merges]:
-    """Of a file of ranks, `base64 rank` a line.  A token was merged of the two parts that merges
-    of lower rank leave of it."""
+    """Parse a file of ranks, `base64 rank` per line.
+
+    A token is the merge of the two parts that remain after all merges of lower rank.
+    """
     lines = _text(path).splitlines()
     ranks = {b64decode(word): int(rank) for word, rank in (line.split() for line in lines if line)}
     if not 256 <= len(ranks) <= _MOST_RANKS:
@@ -179,7 +182,7 @@ def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
 
 
 def _letters() -> dict[int, str]:
-    """The letter that stands for each byte in GPT-2's vocabulary: itself where it can be seen."""
+    """Return the character of each byte in GPT-2's vocabulary; printable ones are unchanged."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in seen]
     return {byte: chr(byte) for byte in seen} | {
@@ -188,8 +191,10 @@ def _letters() -> dict[int, str]:
 
 
 def rules_of_bytes() -> str:
-    """The JSON text of a tokenizer whose ids are those of ByteTokenizer: no merges, and the end of
-    a document where NUL is."""
+    """Return the JSON text of a tokenizer with the ids of ByteTokenizer.
+
+    It has no merges, and the end of a document in place of NUL.
+    """
     letters = {letter: byte for byte, letter in _letters().items() if byte}
     cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     end = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -203,7 +208,7 @@ def rules_of_bytes() -> str:
 
 
 def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
-    """A tokenizer of single characters, {character: id}; none stands for those it lacks."""
+    """Return a tokenizer of single characters, {character: id}; others have no token."""
     bpe = library()
     tokenizer = bpe.Tokenizer(bpe.models.WordLevel(dict(numbers), ""))
     tokenizer.pre_tokenizer = bpe.pre_tokenizers.Split("", "isolated")
@@ -212,7 +217,7 @@ def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
 
 
 def meta_tokenizer(path: Path) -> BpeTokenizer | None:
-    """The characters that nanoGPT's meta.pkl beside a .bin numbers; None without such a file."""
+    """Return the tokenizer of nanoGPT's meta.pkl next to a .bin, or None without that file."""
     meta = path.with_name("meta.pkl")
     if not meta.is_file():
         return None
@@ -225,8 +230,10 @@ def meta_tokenizer(path: Path) -> BpeTokenizer | None:
 
 
 def _plain_pickle(content: bytes) -> Any:
-    """The dicts, texts and numbers of a pickle, read as data: what would make or call anything
-    else is refused, and nothing of it is executed."""
+    """Return the dicts, texts and numbers of a pickle, parsed as data.
+
+    Any other opcode is refused, and nothing is executed.
+    """
     from pickletools import genops
 
     stack: list[Any] = []

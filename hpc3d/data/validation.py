@@ -1,7 +1,7 @@
-"""The text that a model is evaluated on: one of its own, or the last part of what it trains on.
+"""Validation text: a separate text, or the last part of the training text.
 
-An evaluation reads the same windows in the same order every time, whatever the seed, the step, the
-mesh and the microbatches: its losses can be compared.
+Every evaluation reads the same windows in the same order, independent of the seed, the step, the
+mesh and the microbatches, so its losses are comparable.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hpc3d.data.tokenizer import END
 from hpc3d.plain import counted
 
 _KEY = "data.validation"
-_ORDER = 0  # the key of the order of the windows: not the seed of a run
+_ORDER = 0  # key of the order of the windows, independent of the seed of a run
 
 
 class TokenRange(Tokens):
-    """The tokens [start, stop) of others, as a text of its own."""
+    """Tokens [start, stop) of another text, as a text of its own."""
 
     def __init__(self, tokens: Tokens, start: int, stop: int) -> None:
         self.tokens, self.start, self.stop = tokens, start, stop
@@ -37,7 +37,7 @@ class TokenRange(Tokens):
 
 
 class _OtherText(TokenRange):
-    """A text of data.validation, whose faults name this key."""
+    """Separate validation text; its errors name the key data.validation."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         with _of_validation():
@@ -45,12 +45,11 @@ class _OtherText(TokenRange):
 
 
 def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Tokens, Tokens | None]:
-    """What is trained on and what is evaluated on: the last `validation` share of `tokens` is held
-    out, or it names a text or token file; None or "" is no evaluation.
+    """Return the training text and the validation text (None: no evaluation).
 
-    Raises ValueError, one line that begins with data.validation, for a text that cannot be read or
-    has other tokens.
-    """
+    `validation` is the share of `tokens` to hold out at the end, or a text or token file; None or
+    "" disables evaluation.  Raises ValueError, one line that begins with data.validation, if the
+    text cannot be read or has another tokenizer."""
     if not validation:
         return tokens, None
     if isinstance(validation, float):
@@ -70,7 +69,7 @@ def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Toke
 
 @contextmanager
 def _of_validation() -> Iterator[None]:
-    """An error about a text names the key of this one."""
+    """Make errors about a text name the key data.validation."""
     try:
         yield
     except ValueError as error:
@@ -78,12 +77,10 @@ def _of_validation() -> Iterator[None]:
 
 
 class ValidationBatches:
-    """The batches of an evaluation, `count` of them: as many as the windows of `tokens` fill, and
-    at most `most` (0: all).
+    """Batches of an evaluation; `count` is as many as `tokens` fill, at most `most` (0: all).
 
-    A window is that of hpc3d.data.batches.  Where they do not fill the last batch, it ends in
-    sequences without targets.  Raises ValueError where the tokens do not fill one window.
-    """
+    Windows are those of hpc3d.data.batches.  If they do not fill the last batch, it ends in
+    sequences without targets.  Raises ValueError if the tokens do not fill one window."""
 
     def __init__(self, tokens: Tokens, sequence: int, batch: int, most: int) -> None:
         assert sequence > 0 and batch > 0 and most >= 0
@@ -99,7 +96,7 @@ class ValidationBatches:
         self._order = permutation(windows, _ORDER, 0)
 
     def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of batch `number`, each int32 [batch, sequence] and contiguous."""
+        """Return inputs and targets of a batch, each int32 [batch, sequence] and contiguous."""
         batch, sequence = self._shape
         tokens, targets = (np.full(self._shape, value, np.int32) for value in (END, IGNORE))
         windows = self._order[number * batch : (number + 1) * batch].tolist()

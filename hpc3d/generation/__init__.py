@@ -1,1 +1,1 @@
-"""A trained model continues a text."""
+"""Text generation with a trained model."""

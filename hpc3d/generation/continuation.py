@@ -1,4 +1,4 @@
-"""A text, token by token: all ranks run the model, rank 0 chooses."""
+"""Autoregressive decoding: all ranks run the model, and rank 0 samples each token."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.decoder import Decoder
 
-# (logits [samples, vocabulary], number of the token) -> a token per sample, or None to end.
+# (logits [samples, vocabulary], index of the token) -> one token per sample, or None to end.
 _Choose = Callable[[np.ndarray, int], Sequence[int] | None]
 
 
 class TextRequest(NamedTuple):
-    """The ids of the `prompt`, and the most `tokens` of each of the `samples` that continue it.
+    """Ids of the `prompt`, and the number of `samples` with at most `tokens` each.
 
-    The model runs on `sequences`, which divide over the axes: those beyond the samples are copies.
+    The model runs on `sequences`, which are divisible by the axes; those beyond the samples are
+    copies.
     """
 
     prompt: np.ndarray
@@ -29,12 +30,12 @@ class TextRequest(NamedTuple):
     tokens: int
 
     def capacity(self, sequence: int) -> int:
-        """The positions that a model of a `sequence` has to keep."""
+        """Return the positions in the KV cache of a model with context length `sequence`."""
         return min(sequence, len(self.prompt) + self.tokens)
 
 
 def continue_text(decoder: Decoder, wanted: TextRequest, choose: _Choose) -> None:
-    """Let rank 0 `choose` the tokens, one position after another, on all ranks together."""
+    """Generate tokens position by position on all ranks; rank 0 calls `choose`."""
     tokens, unread = np.tile(wanted.prompt, (wanted.sequences, 1)), len(wanted.prompt)
     for number in range(wanted.tokens):
         logits = decoder.forward(_window(decoder, tokens, unread))[: wanted.samples]
@@ -46,10 +47,10 @@ def continue_text(decoder: Decoder, wanted: TextRequest, choose: _Choose) -> Non
 
 
 def _window(decoder: Decoder, tokens: np.ndarray, unread: int) -> np.ndarray:
-    """The last tokens that the decoder has to read: the `unread` ones where they have room.
+    """Return the last tokens that the decoder must read: the `unread` ones, if the cache has room.
 
-    Where they have not, it begins anew: with the newer half of what it keeps, or of a prompt that
-    is longer than that with all that it can keep.
+    Otherwise the cache is cleared, and the decoder reads the last half of its capacity, or, for a
+    prompt that exceeds the capacity, as many tokens as fit.
     """
     kept = decoder.kept
     if kept.length + unread > kept.capacity:
@@ -59,7 +60,7 @@ def _window(decoder: Decoder, tokens: np.ndarray, unread: int) -> np.ndarray:
 
 
 def _agreed(mesh: Mesh, choose: Callable[[], Sequence[int] | None]) -> np.ndarray | None:
-    """What rank 0 chooses, on all ranks."""
+    """Broadcast the choice of rank 0 to all ranks."""
     found = np.empty(0, np.int64)
     if mesh.rank == 0:
         tokens = choose()

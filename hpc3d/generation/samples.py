@@ -1,4 +1,4 @@
-"""What rank 0 does with logits: it draws the tokens of all samples, and gives their texts out."""
+"""Sampling on rank 0: draws the tokens of all samples from logits, and writes their texts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from hpc3d.generation.sampling import Sampling
     from hpc3d.generation.trained_model import TrainedModel
 
-_ENOUGH, _ENDED, _STOPPED = "tokens", "end of text", "user"  # why a text is over
+_ENOUGH, _ENDED, _STOPPED = "tokens", "end of text", "user"  # why generation stopped
 
 
 class Samples:
-    """The continuations of one text, `count` of them; `choose` is what `continue_text` takes.
+    """Continuations of a text, `count` of them; `choose` is the callback of `continue_text`.
 
-    `write(text)` gets the text of the only sample as it comes, that of several at the end.
-    `stopping()` says whether the user wants no more.
+    `write(text)` gets the text of a single sample as it is generated, and that of several at the
+    end.  `stopping()` returns True if the user interrupts.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Samples:
         self.write, self.stopping, self.reason = write, stopping, _ENOUGH
 
     def choose(self, logits: np.ndarray, number: int) -> list[int] | None:
-        """The next token of each sample, or None where there is nothing more to draw."""
+        """Return the next token of each sample, or None to stop."""
         if self.stopping():
             self.reason = _STOPPED
             return None
@@ -62,7 +62,7 @@ class Samples:
             self.write(piece)
 
     def finish(self, prompt: str) -> None:
-        """Write what is left: the end of the only sample, or all texts one after another."""
+        """Write the remaining text of a single sample, or the texts of all samples."""
         ends = [stream.end() for stream in self.streams]
         if len(ends) == 1:
             self.write(f"{ends[0]}\n")
@@ -71,7 +71,7 @@ class Samples:
             self.write(f"=== {number} of {len(ends)}\n{prompt}{stream.text}\n")
 
     def results(self) -> list[dict[str, Any]]:
-        """Text and tokens of each sample, and whether it came to its end, as plain values."""
+        """Return each sample as plain values: text, tokens, True if it reached its end."""
         return [
             {"text": stream.text, "tokens": stream.tokens, "ended": ended}
             for stream, ended in zip(self.streams, self.ended, strict=True)

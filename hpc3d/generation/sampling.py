@@ -1,4 +1,4 @@
-"""Which token comes next: drawn from the logits by a number of (seed, sample, position) alone."""
+"""Sampling of the next token with a counter-based generator keyed by (seed, sample, position)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from hpc3d.runtime.exit_codes import BadData
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn, as `transformers` does: the logits are divided by the `temperature`,
-    then the `top_k` largest stay (0: all), then of these the fewest whose probabilities, the
-    largest first, make up `top_p` (Holtzman et al. 2020, arXiv:1904.09751).
+    """Sampling parameters with the semantics of `transformers`.
 
-    A temperature of 0 takes the largest logit.
-    """
+    The logits are divided by the `temperature`; the `top_k` largest are kept (0: all); of these,
+    the most probable tokens with a total probability of `top_p` are kept (Holtzman et al.  2020,
+    arXiv:1904.09751).  A temperature of 0 takes the largest logit."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -24,11 +23,10 @@ class Sampling(NamedTuple):
     seed: int = 1234
 
     def draw(self, logits: np.ndarray, sample: int, position: int) -> int:
-        """The token, of logits [vocabulary], at a position of a sample.
+        """Draw a token from logits [vocabulary] at a position of a sample.
 
-        The layout of the ranks has no part in it: draw `position` of the stream of (seed, sample)
-        is looked up in the distribution function, in the order of the tokens.
-        """
+        The result does not depend on the layout of the ranks: draw `position` of the stream (seed,
+        sample) is looked up in the cumulative distribution, in token order."""
         if not np.isfinite(logits.max()):
             raise BadData(
                 f"the model gives a logit of {logits.max()}: its weights have diverged; take an "
@@ -38,11 +36,11 @@ class Sampling(NamedTuple):
             return int(logits.argmax())
         chances = self.probabilities(logits).cumsum()
         bits = philox_draws(philox_key((self.seed, "generate", sample)), position, 1)
-        uniform = int(bits[0] >> np.uint64(11)) * 2.0**-53  # times a sum it rounds to less
+        uniform = int(bits[0] >> np.uint64(11)) * 2.0**-53  # the product with the sum rounds down
         return int(np.searchsorted(chances, uniform * chances[-1], side="right"))
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
-        """Those that tokens are drawn with, float64[vocabulary]."""
+        """Return the probabilities of the tokens, float64[vocabulary]."""
         scores = logits.astype(np.float64) / self.temperature
         if 0 < self.top_k < len(scores):
             scores[scores < np.partition(scores, -self.top_k)[-self.top_k]] = -np.inf

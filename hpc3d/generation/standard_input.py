@@ -1,4 +1,4 @@
-"""A text on standard input, whose end a launcher may keep to itself."""
+"""Text on standard input, whose end a launcher may not forward."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 import select
 
 _PIECE = 1 << 16  # bytes
-_PAUSE = 2.0  # seconds after which a text is over, of which something has come
-_NOTHING = 10.0  # seconds after which none comes
+_PAUSE = 2.0  # seconds of silence that end a text
+_NOTHING = 10.0  # seconds of silence before the first byte
 
 
 def standard_input(launched: bool, descriptor: int = 0) -> bytes:
-    """All of it.  `launched` by an mpirun a process may not learn where it ends, as by that of
-    Open MPI 5: there it ends when nothing more has come for a while; ValueError without any."""
+    """Read all of standard input.
+
+    A process `launched` by mpirun may never see its end, as under Open MPI 5: the text then ends
+    when nothing has arrived for a while.  Raises ValueError if nothing arrives."""
     found = b""
     while not launched or _comes(descriptor, _PAUSE if found else _NOTHING):
         piece = os.read(descriptor, _PIECE)
@@ -25,5 +27,5 @@ def standard_input(launched: bool, descriptor: int = 0) -> bytes:
 
 
 def _comes(descriptor: int, seconds: float) -> bool:
-    """Whether something can be read in that time."""
+    """Return True if input arrives within `seconds`."""
     return bool(select.select([descriptor], [], [], seconds)[0])

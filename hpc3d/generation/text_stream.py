@@ -1,4 +1,4 @@
-"""Tokens as they come, as text: a letter is given out when all of its bytes are there."""
+"""Streaming detokenizer: a character is returned once all of its bytes have arrived."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hpc3d.data.tokenizer import Tokenizer
 
-_UNKNOWN = "\ufffd"  # what bytes that are no letter, or not yet, become
+_UNKNOWN = "\ufffd"  # replaces invalid or incomplete bytes
 
 
 class TextStream:
-    """The text of a row of tokens, piece by piece.  What is not UTF-8 becomes U+FFFD.
+    """Text of a sequence of tokens, piece by piece.  Invalid UTF-8 becomes U+FFFD.
 
-    Some tokenizers write a token otherwise at the beginning of a text: a piece is what the text
-    since the piece before that grows by.
-    """
+    Some tokenizers decode a token differently at the beginning of a text, so a piece is the growth
+    of the text since the previous piece."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.tokens, self.text = tokenizer, [], ""
         self._first = self._given = 0
 
     def push(self, token: int) -> str:
-        """The text that is complete with one more token."""
+        """Add a token, and return the text that it completes."""
         self.tokens.append(token)
         piece = self._piece()
         return "" if piece.endswith(_UNKNOWN) else self._out(piece)
 
     def end(self) -> str:
-        """What is left of it."""
+        """Return the remaining text."""
         return self._out(self._piece())
 
     def _piece(self) -> str:

@@ -1,6 +1,6 @@
-"""The model that continues a text: that of a run's checkpoint, or one in files of `transformers`.
+"""Model for generation: from a checkpoint of a run, or from files of `transformers`.
 
-Rank 0 finds out what it is; then every rank opens its weights and takes what its blocks need.
+Rank 0 identifies the model; then every rank opens its weights and reads its own blocks.
 """
 
 from __future__ import annotations
@@ -33,24 +33,22 @@ _LAYOUT = ("mesh.", "parallel.", "train.dtype", "train.backend", "train.tf32")
 
 
 class WeightSource(NamedTuple):
-    """Where values come from: the folder of a checkpoint or, where they are `published`, a folder
-    or a file of `transformers`."""
+    """Location of the parameters: a checkpoint, or files of `transformers` if `published`."""
 
     path: Path
     published: bool
 
     def open(self, model: ModelConfig) -> Checkpoint | PublishedValues:
-        """What `checkpoints.sharded.restore` fills parameters from; ValueError if it cannot be
-        read on this rank."""
+        """Open the source for `checkpoints.sharded.restore`; ValueError if it cannot be read."""
         if self.published:
             return PublishedValues(Pretrained(self.path), model)
         return Checkpoint(self.path)
 
 
 class TrainedModel(NamedTuple):
-    """A model: the configuration that it was trained with, its tokenizer, where its values are.
+    """Model with the configuration of its training, its tokenizer, and its weights.
 
-    A text is over at a token of `ends`; one that is empty begins with `begin`.
+    A token of `ends` ends a text; an empty prompt starts with `begin`.
     """
 
     config: Config
@@ -62,11 +60,11 @@ class TrainedModel(NamedTuple):
 
     @property
     def choices(self) -> int:
-        """Tokens that may be drawn: those that have a text."""
+        """Number of tokens that may be drawn: those with a text."""
         return min(self.config.model.vocabulary, self.tokenizer.vocabulary)
 
     def prompt(self, text: bytes) -> np.ndarray:
-        """The ids of a text, int64; ValueError if the model has none for it."""
+        """Return the ids of a text, int64; raise ValueError if it cannot be encoded."""
         try:
             ids = self.tokenizer.encode(text, whole=True).astype(np.int64)
         except UnicodeDecodeError:
@@ -87,18 +85,18 @@ class TrainedModel(NamedTuple):
 
 
 class PublishedValues:
-    """The parameters in files of `transformers`, to be read like a checkpoint."""
+    """Parameters in files of `transformers`, with the reading interface of a checkpoint."""
 
     def __init__(self, pretrained: Pretrained, model: ModelConfig) -> None:
         self.pretrained, self.model = pretrained, model
         self._last = "", np.empty((0, 0))
 
     def exact(self, name: str) -> str:
-        """The kind that has the values of a tensor in full."""
+        """Return the kind with the full-precision values of a tensor."""
         return "value"
 
     def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:
-        """Copy a box of a parameter into an array of its shape."""
+        """Copy a box of a parameter to an array of its shape."""
         if self._last[0] != name:
             self._last = name, self.pretrained.parameter(name, self.model)
         value = self._last[1]
@@ -107,9 +105,9 @@ class PublishedValues:
 
 
 def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
-    """Rank 0: the model that a path names; ValueError if it cannot continue a text.
+    """Return the model at a path, on rank 0; raise ValueError if it cannot generate text.
 
-    Of the `words`, options `--section.key value`, those about the model are for it alone.
+    `words` are options `--section.key value`; only those about the model are used.
     """
     published = path.suffix == ".safetensors" or any(
         (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, "snapshots")
@@ -131,7 +129,7 @@ def _refuse_others(words: Iterable[str], known: Sequence[str]) -> None:
 
 
 def layout_words(words: Iterable[str]) -> list[str]:
-    """Those of some options that say how ranks share the work."""
+    """Return the options that concern the layout on the ranks."""
     return _words(words, _LAYOUT)
 
 
@@ -159,7 +157,7 @@ def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
 
 
 def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer:
-    """That of the text which a run was trained on."""
+    """Return the tokenizer of the text on which a run was trained."""
     name, vocabulary = config.data.tokenizer, config.model.vocabulary
     if text is None and (kept := kept_tokenizer(path)):
         return kept
@@ -183,7 +181,7 @@ def _published(path: Path, words: Sequence[str]) -> TrainedModel:
 
 
 def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:
-    """That of a folder; without one, a vocabulary of 256 is bytes."""
+    """Return the tokenizer of a folder; without one, a vocabulary of 256 means bytes."""
     file = (path if path.is_dir() else path.parent) / _TOKENIZER
     if file.exists():
         try:
