@@ -1,1 +1,1 @@
-"""Arrays: memory that is used again, and arrays without data."""
+"""Arrays: a pool that reuses memory, 16-bit arrays, and abstract arrays without data."""

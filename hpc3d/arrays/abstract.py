@@ -1,12 +1,12 @@
-"""Arrays without data: the program runs on them and counts what it would do, for any size.
+"""Abstract arrays: the program runs on them and counts its operations, for any size.
 
-An `AbstractArray` has the shape and the type of an array, and lives as long: NumPy's own functions
-take it (NEP 13 and 18) and give AbstractArrays, a view keeps the memory that it shows, and an
-`AbstractPool` counts it like a `Pool` does.  Communicators of them move nothing (comm/), so one
-rank runs alone.  What depends on values (a loss, a lookup) or walks through memory in pieces is a
-primitive with an abstract rule (arrays/primitive.py).
+An `AbstractArray` has the shape, type and lifetime of an array, but no data.  NumPy's functions
+accept it (NEP 13 and 18) and return AbstractArrays, a view keeps its memory alive, and an
+`AbstractPool` counts it like a `Pool`.  Communicators for abstract arrays move no data (comm/), so
+one rank runs without the others.  Operations that depend on values (a loss, a lookup) or iterate
+over memory in pieces are primitives with an abstract rule (arrays/primitive.py).
 
-The `meter` of its arrays' pool is notified of every operation, and may let time pass for it.
+The `meter` of a pool is notified of every operation on its arrays and may advance a clock.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ if TYPE_CHECKING:
 
 
 class CostMeter:
-    """Who is notified of what is computed: nobody.  Times of a machine are in simulated_clock.py.
+    """Base class of meters, which are notified of every operation; this one ignores them.
 
-    `widest` is the widest head that the machine's fused attention takes, and `float8` says whether
-    its rates of products have one of float8.
-    """
+    The clock of a simulated machine is in simulated_clock.py.  `widest` is the largest head size
+    of the machine's fused attention; `float8` is True if the machine has a float8 rate for
+    products."""
 
     widest = 128
     float8 = False
 
     def product(self, m: int, n: int, k: int, dtype: DTypeLike, batch: int = 1) -> None:
-        """`batch` products [m, k] [k, n]."""
+        """Record `batch` products [m, k] [k, n]."""
 
     def kernel(self, name: str, nbytes: int) -> None:
-        """Another operation, which reads and writes `nbytes` in all."""
+        """Record another operation, which reads and writes `nbytes` in total."""
 
     def fused(self, flop: float, nbytes: int, dtype: DTypeLike) -> None:
-        """Products whose results stay inside of a kernel, which reads and writes `nbytes`."""
+        """Record products fused into one kernel, which reads and writes `nbytes`."""
 
     def copied(self, nbytes: int) -> int:
-        """When a copy of `nbytes` is there that leaves the memory or comes back to it."""
+        """Return the time at which an offload copy of `nbytes` completes."""
         return 0
 
     def reach(self, end: int) -> None:
-        """Go on when this moment has come."""
+        """Advance the clock to `end`."""
 
     def counting(self, times: int) -> AbstractContextManager[None]:
-        """A context in which all counts so many times."""
+        """Return a context in which every operation counts `times` times."""
         return nullcontext()
 
 
 class Flags(NamedTuple):
-    """Of an array: not writeable where all members of a communicator share its memory."""
+    """Flags of an array: not writeable if all members of a communicator share its memory."""
 
     writeable: bool
 
 
 class AbstractLease:
-    """Memory of a kind that is not there: its death gives the bytes back."""
+    """Lease of memory that does not exist; its deletion returns the bytes."""
 
     __slots__ = ("give_back", "kind", "shared", "slot_of")
 
@@ -78,8 +78,7 @@ class AbstractLease:
 
 
 class AbstractArray(NDArrayOperatorsMixin):
-    """An array of a `pool` with a shape and a type and no data; `lease` is the memory that it
-    shows."""
+    """Array of a `pool` with a shape and a type but no data; `lease` is its memory."""
 
     __slots__ = ("dtype", "lease", "pool", "shape")
 
@@ -94,11 +93,11 @@ class AbstractArray(NDArrayOperatorsMixin):
         self.pool, self.lease = pool, lease
 
     def like(self, shape: Iterable[int], dtype: DTypeLike | None = None) -> AbstractArray:
-        """An array of its own."""
+        """Return a new array with its own memory."""
         return type(self)(shape, dtype or self.dtype, self.pool)
 
     def made_by(self, name: str, *arrays: AbstractArray) -> Self:
-        """This array, which an operation made of `arrays`."""
+        """Notify the meter that an operation made this array from `arrays`; return the array."""
         self.meter.kernel(name, self.nbytes + sum(array.nbytes for array in arrays))
         return self
 
@@ -117,7 +116,7 @@ class AbstractArray(NDArrayOperatorsMixin):
     T = property(lambda self: self.view(self.shape[::-1]))
 
     def view(self, shape: Iterable[int]) -> AbstractArray:
-        """The same memory in another shape."""
+        """Return a view with another shape."""
         return type(self)(shape, self.dtype, self.pool, self.lease)
 
     def __repr__(self) -> str:
@@ -186,7 +185,7 @@ class AbstractArray(NDArrayOperatorsMixin):
         out: tuple[AbstractArray, ...] | None,
         dtype: np.dtype,
     ) -> AbstractArray:
-        """The product of arrays of the shapes a and b, in `dtype`."""
+        """Record a product of arrays of shapes a and b, and return its result in `dtype`."""
         shape = _product(a, b)
         rows = a[-2] if len(a) > 1 else 1
         columns = b[-1] if len(b) > 1 else 1
@@ -199,12 +198,12 @@ class AbstractArray(NDArrayOperatorsMixin):
 
 
 def _compares(ufunc: np.ufunc) -> bool:
-    """Whether what comes out is true or false."""
+    """Return True if the ufunc returns booleans."""
     return all(kinds.endswith("?") for kinds in ufunc.types if "O" not in kinds)
 
 
 def _indexed(shape: tuple[int, ...], key: tuple[Any, ...]) -> tuple[int, ...]:
-    """The shape of an array of `shape` at a key of slices, integers, None and Ellipsis."""
+    """Return the shape of an array indexed by slices, integers, None and Ellipsis."""
     if Ellipsis in key:
         place = key.index(Ellipsis)
         rest = len(shape) - sum(part is not None for part in key) + 1
@@ -225,7 +224,7 @@ def _reduced(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
 
 
 def _product(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a matrix product, as `np.matmul` has it."""
+    """Return the shape of a matrix product, as in `np.matmul`."""
     if a[-1] != b[-2 if len(b) > 1 else 0]:
         raise ValueError(f"no product of {a} and {b}")
     rows, columns = a[-2:-1], b[-1:] if len(b) > 1 else ()
@@ -244,7 +243,7 @@ def _stacked(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
 
 
 def _dot(a: AbstractArray, b: AbstractArray) -> float:
-    """0, of two vectors."""
+    """Return 0 for two vectors."""
     a.meter.kernel("reduction", a.nbytes + b.nbytes)
     return 0.0
 
@@ -264,8 +263,10 @@ _FUNCTIONS = {
 
 
 def counted(primitive: Primitive) -> Callable[..., Any]:
-    """The rule of a primitive for arrays without data: its abstract one, of which the meter is
-    notified with the bytes of all arrays.  A composite's parts notify it themselves."""
+    """Return the rule of a primitive for abstract arrays.
+
+    It applies the abstract rule and notifies the meter of the bytes of all arrays.  The operations
+    in a composite notify the meter themselves."""
     rule = primitive.abstract_rule
     if rule is primitive.numpy:
         return rule
@@ -289,7 +290,7 @@ has_values.register(AbstractArray, lambda array: False)
 
 
 class AbstractPool(Pool):
-    """Counts arrays without data as `Pool` counts others; they tell `meter` what is computed."""
+    """Pool of abstract arrays: counts bytes like `Pool`; the arrays notify `meter`."""
 
     kind = AbstractArray
 
@@ -310,10 +311,10 @@ class AbstractPool(Pool):
 
 
 class AbstractStore:
-    """A HostStore (hpc3d.arrays.host_store) of arrays without data.
+    """HostStore (hpc3d.arrays.host_store) of abstract arrays.
 
-    A device copies by itself: what is saved takes its memory until the next call, and what is
-    loaded has its own from the beginning.
+    A device copies asynchronously: an array being saved keeps its memory until the next call, and
+    an array being loaded has its memory from the start.
     """
 
     exposed = None

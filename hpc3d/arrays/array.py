@@ -1,4 +1,4 @@
-"""What every block is, wherever it lies: an array of NumPy, one of CuPy, or an `AbstractArray`."""
+"""Array protocol of all blocks: arrays of NumPy or CuPy, or `AbstractArray`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 
 
 class Array(Protocol):
-    """What the program asks of an array itself, as NumPy has it; the rest it asks of primitives
-    (hpc3d.arrays.primitive).  Where a rule is for one kind of array, its type says which."""
+    """Methods that the program uses on arrays directly, with NumPy's semantics.
+
+    All other operations are primitives (hpc3d.arrays.primitive).  A rule for one kind of array is
+    annotated with that type.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -65,13 +68,13 @@ class Array(Protocol):
     def __matmul__(self, other: Any, /) -> Any: ...
 
 
-# Types of fields of what a layer saves for its backward pass, a NamedTuple (hpc3d.model.kept).
-# Until then an activation may be rounded or offloaded, and a parameter replace its weight.
+# Field types of the NamedTuple that a layer saves for backward (hpc3d.model.kept).  Before
+# backward, an activation may be rounded or offloaded, and a weight replaced by its parameter.
 SavedActivation = Annotated[Array, "activation"]
 SavedWeight = Annotated[Array, "weight"]
 
 
 class Empty(Protocol):
-    """A function that makes an uninitialised array."""
+    """Function that returns an uninitialized array."""
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike, /) -> Array: ...

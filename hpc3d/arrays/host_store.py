@@ -1,12 +1,11 @@
-"""Arrays that wait outside of the memory of a rank until they are needed (ZeRO-Offload, Ren et
-al., arXiv:2101.06840; ZeRO-Infinity, Rajbhandari et al., arXiv:2104.07857).
+"""Offloaded arrays, stored outside of the memory of a rank until they are needed (ZeRO-Offload,
+Ren et al., arXiv:2101.06840; ZeRO-Infinity, Rajbhandari et al., arXiv:2104.07857).
 
-On processors they lie in a file that is mapped into memory: the system writes it to disk where it
-needs the memory for others, and reads ahead what is asked for.  A device has memory of its host
-(hpc3d.comm.pinned_store).
+On CPUs they are in a memory-mapped file: the operating system writes it to disk when memory is
+scarce, and reads ahead on request.  On devices they are in host memory (hpc3d.comm.pinned_store).
 
-    save     working array -> kept array
-    load     kept array -> a function that gives a new working array, in flight until it is called
+    save     working array -> stored array
+    load     stored array -> a function that returns a new working array, in flight until called
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ if TYPE_CHECKING:
 
 
 class HostStore(Protocol):
-    """Where the arrays of a `pool` lie that it counts as offloaded.
+    """Store of the offloaded arrays of a `pool`.
 
-    `copied` are the bytes of all copies, and `exposed` the seconds in which the rank did nothing
-    but copy, None where a device copies by itself.
-    """
+    `copied` counts the bytes of all copies, and `exposed` the seconds in which the rank only
+    copied, None if a device copies asynchronously."""
 
     copied: int
     exposed: float | None
@@ -44,12 +42,14 @@ class HostStore(Protocol):
     def save(self, array: Array, kept: Array, trace: Any) -> None: ...
     def load(self, kept: Array, kind: str, trace: Any) -> Callable[[], Array]: ...
     def settle(self) -> None:
-        """Let what comes now follow all that was saved."""
+        """Order all later operations after the pending saves."""
 
 
 class _FilePool(Pool):
-    """Arrays in a file without a name in the folder for temporary files (TMPDIR), counted by
-    their `owner`.  `places` are where in the file each piece of memory begins, by its address."""
+    """Pool in an unnamed file in the folder for temporary files (TMPDIR).
+
+    Its bytes are counted by `owner`.  `places` maps the address of each piece of memory to its
+    file offset."""
 
     def __init__(self, owner: Pool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _FilePool(Pool):
         self.owner.count(OFFLOADED, size)
 
     def memory(self, size: int) -> np.ndarray:
-        """Fresh memory of whole pages; the file grows by as much as it has."""
+        """Allocate memory in full pages; the file grows by at least its present size."""
         size = -(-size // PAGESIZE) * PAGESIZE
         if size > len(self.rest):
             self.rest = self._mapped(max(size, self.size))
@@ -75,7 +75,7 @@ class _FilePool(Pool):
     def _mapped(self, size: int) -> np.ndarray:
         start = self.size
         try:
-            os.posix_fallocate(self.file, start, size)  # a disk full later would kill the process
+            os.posix_fallocate(self.file, start, size)  # a full disk would kill the process later
         except OSError as error:
             what = f"{error.strerror} for {size / 1e6:,.1f} MB more of what parallel.offload moves"
             raise OSError(
@@ -85,7 +85,7 @@ class _FilePool(Pool):
         return np.frombuffer(mmap(self.file, size, offset=start), np.uint8)
 
     def read_ahead(self, array: np.ndarray) -> None:
-        """Let the system read what is not in memory of an array."""
+        """Request read-ahead of the pages of an array."""
         memory = lease_of(array).memory  # type: ignore[union-attr]  # it is one of this pool
         address = memory.ctypes.data
         start = self.places[address] + array.ctypes.data - address
@@ -93,7 +93,7 @@ class _FilePool(Pool):
 
 
 class FileStore:
-    """A HostStore in a file."""
+    """HostStore in a memory-mapped file."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.files = pool, _FilePool(pool)
@@ -130,15 +130,17 @@ class FileStore:
 
 
 def store_of(pool: Pool) -> HostStore:
-    """That of a pool: a file, unless it was given another one."""
+    """Return the host store of a pool: a FileStore, unless another one is set."""
     if pool.store is None:
         pool.store = FileStore(pool)
     return pool.store
 
 
 def walk(store: HostStore, units: Sequence[Sequence[Array]], trace: Any) -> Iterator[list[Any]]:
-    """Copies of kept arrays, unit after unit.  What is written into them is kept when the next
-    ones are asked for, which are on their way meanwhile."""
+    """Yield working copies of stored arrays, unit after unit.
+
+    Changes to them are saved when the next unit is requested, which is prefetched meanwhile.
+    """
     ahead = _asked(store, units[0], trace) if units else []
     for number, unit in enumerate(units):
         arrays = [arrive() for arrive in ahead]

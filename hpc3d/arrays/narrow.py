@@ -1,12 +1,12 @@
-"""Arrays of 16-bit floats on processors: kept and moved in 16 bits, computed in float32.
+"""16-bit float arrays on CPUs: stored and communicated in 16 bits, computed in float32.
 
-A sum in 16 bits goes wrong: 1,000 ones are 256 in bfloat16.  NumPy multiplies matrices of float16
-hundreds of times slower than those of float32, and MPI has neither type.  So what is computed from
-a `Narrow` array is of float32, and rounded once where it is written into another:
+Sums in 16 bits are inaccurate: 1,000 ones add up to 256 in bfloat16.  NumPy's float16 matrix
+products are hundreds of times slower than those in float32, and MPI has neither type.  Operations
+on a `Narrow` array therefore return float32, which is rounded once when written to another:
 
     primitive                     rule for Narrow arrays
-    a composite                   what NumPy does, which asks the ufuncs below
-    with a rule of its own        that: in blocks, whose float32 copies stay in the cache
+    a composite                   NumPy's, which calls the ufuncs below
+    with a narrow rule            that rule: in blocks, whose float32 copies fit in the cache
     any other                     NumPy's, on float32 copies of all operands
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.arrays.primitive import Primitive
 
-with suppress(ImportError):  # an input file that asks for bfloat16 without it is refused
+with suppress(ImportError):  # an input file that requests bfloat16 without it is refused
     import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 
 WIDE, _INTEGERS = np.dtype(np.float32), np.dtype(np.uint16)
@@ -36,7 +36,7 @@ _PRODUCTS = {np.dot, np.einsum, np.inner, np.tensordot, np.vdot}
 
 
 def wide(dtype: DTypeLike) -> np.dtype:
-    """The type in which sums of a type are made: float32, or wider."""
+    """Return the accumulation type: float32, or wider."""
     return np.promote_types(dtype, WIDE)
 
 
@@ -50,12 +50,12 @@ def itemsize(dtype: str) -> int:
 
 
 def is_narrow(dtype: np.dtype) -> bool:
-    """Whether a type is a float of 16 bits; bfloat16 is of the kind V."""
+    """Return True for 16-bit floats; bfloat16 has the kind V."""
     return dtype.itemsize == 2 and dtype.kind in "fV"
 
 
 class Narrow(np.ndarray):
-    """An array of 16-bit floats; results of NumPy's functions are in float32, and plain."""
+    """Array of 16-bit floats; NumPy's functions return plain float32 arrays for it."""
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
         if out is None:
@@ -86,13 +86,13 @@ class Narrow(np.ndarray):
 
 
 def of_type(array: np.ndarray) -> np.ndarray:
-    """The same array, a Narrow one where it has 16-bit floats."""
+    """Return the array, as a Narrow view if it has 16-bit floats."""
     plain = type(array) is np.ndarray
     return np.ndarray.view(array, Narrow) if plain and is_narrow(array.dtype) else array
 
 
 def widened(operand: Any) -> Any:
-    """Float32 copies of Narrow arrays, also of those in a tuple; any other operand itself."""
+    """Return float32 copies of Narrow arrays, also in a tuple; any other operand as it is."""
     if isinstance(operand, Narrow):
         return np.asarray(operand).astype(WIDE)
     if isinstance(operand, tuple) and any(isinstance(each, Narrow) for each in operand):
@@ -102,13 +102,12 @@ def widened(operand: Any) -> Any:
 
 
 def integers(block: Array) -> Array:
-    """A block of 16 bits as integers, which every MPI knows; any other as it is."""
+    """Return a 16-bit block as integers, which every MPI supports; any other as it is."""
     return block.view(_INTEGERS) if block.dtype.itemsize == _INTEGERS.itemsize else block
 
 
 def _blocks(out: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
-    """Blocks of rows of `out`, which fit the cache, and what of elementwise `inputs` belongs to
-    each."""
+    """Yield blocks of rows of `out` that fit the cache, with the matching blocks of `inputs`."""
     if out.ndim == 0:
         yield out, inputs
         return
@@ -125,14 +124,14 @@ def _blocks(out: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
-    """The rule of a primitive for Narrow arrays; None for that of NumPy."""
+    """Return the rule of a primitive for Narrow arrays; None to use NumPy's."""
     if primitive.narrow_rule or primitive.abstract_rule is primitive.numpy:
         return primitive.narrow_rule
     return lambda *given, **named: primitive.numpy(*map(_to_read, given), **named)
 
 
 def _to_read(operand: Any) -> Any:
-    """`widened`, of which what is written into would be lost, and is refused."""
+    """Return `widened` with read-only copies, because a write to a copy would be lost."""
     copies = widened(operand)
     pairs = (
         zip(operand, copies, strict=True) if isinstance(operand, tuple) else [(operand, copies)]

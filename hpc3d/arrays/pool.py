@@ -1,8 +1,8 @@
-"""Arrays whose memory is used again.
+"""Memory pool of the arrays of a rank.
 
-A fresh array of more than 128 KiB costs a page fault every 4 KiB; a training step asks for the
-same sizes over and over.  A `Pool` hands out arrays and takes their memory back when the last view
-of them dies, so a step in the steady state allocates nothing.
+A fresh array of more than 128 KiB costs a page fault per 4 KiB, and a training step requests the
+same sizes repeatedly.  A `Pool` reuses the memory of an array when its last view is deleted, so a
+step allocates nothing in the steady state.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-OFFLOADED = "offloaded"  # the kind of arrays that lie outside of the memory of their pool
+OFFLOADED = "offloaded"  # kind of arrays stored outside of their pool's memory
 
 
 @composite
 def to_host(array: Array) -> np.ndarray:
-    """A copy of an array in the memory of the host."""
+    """Return a copy of an array in host memory."""
     return array.copy()
 
 
 @composite
 def on_host(array: Array) -> np.ndarray:
-    """The array itself; a copy of one that lies on a device."""
+    """Return the array itself, or a host copy if it is on a device."""
     return array
 
 
 @composite
 def has_values(array: Array) -> bool:
-    """Whether an array is more than a shape and a type."""
+    """Return True if an array has data; False for abstract arrays."""
     return True
 
 
 @composite
 def writeable(array: Array) -> bool:
-    """Whether an array is not shared with other ranks."""
+    """Return True if an array is not shared with other ranks."""
     return array.flags.writeable
 
 
 @composite
 def value_of(array: Array | float) -> float:
-    """The only element of an array; a number itself."""
+    """Return the only element of an array; a number is returned as it is."""
     return float(array)
 
 
 @composite
 def from_host(array: Array, values: np.ndarray) -> None:
-    """Write the values of an array of the host into `array`."""
+    """Copy the values of a host array to `array`."""
     array[...] = values
 
 
 class Lease:
-    """Memory on loan: NumPy keeps it as the base of the array, its death returns the memory."""
+    """Loan of memory: the base of a NumPy array, returns the memory when deleted."""
 
     __slots__ = ("__array_interface__", "give_back", "memory")
 
@@ -87,20 +87,19 @@ class Lease:
 
 
 def lent(lease: Lease, dtype: np.dtype) -> np.ndarray:
-    """The array on a lease; one of 16-bit floats is Narrow."""
+    """Return the array of a lease; 16-bit floats as Narrow."""
     return of_type(np.asarray(lease).view(dtype))
 
 
 class Pool:
-    """The arrays of one rank, with the bytes that are live and their peak, by kind.
+    """Arrays of one rank, with live bytes and peak bytes by kind.
 
-    Where they are `on_device`, one call of a product also adds biases, residuals and gradients; a
-    device with `float8` multiplies numbers of 8 bits with one scale for each matrix.
-    """
+    With `on_device`, a product call also adds biases, residuals and gradients.  A device with
+    `float8` multiplies 8-bit floats with one scale per matrix."""
 
     on_device = float8 = False
-    device: Any = "cpu"  # where they are
-    store: Any = None  # where those lie that are offloaded (hpc3d.arrays.host_store.store_of)
+    device: Any = "cpu"  # device of the arrays
+    store: Any = None  # store of offloaded arrays (hpc3d.arrays.host_store.store_of)
 
     def __init__(self) -> None:
         self.free = defaultdict(list)
@@ -108,7 +107,7 @@ class Pool:
         self.peak = Counter()
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation") -> Array:
-        """An uninitialised array of `shape`; its memory returns here when its last view dies."""
+        """Return an uninitialized array; its memory is reused when its last view is deleted."""
         dtype = np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
         size = size_class(nbytes)
@@ -123,7 +122,7 @@ class Pool:
         return lent(Lease(memory, tuple(shape), dtype, give_back), dtype)
 
     def memory(self, size: int) -> np.ndarray:
-        """Fresh memory, as an array of bytes."""
+        """Allocate memory, as an array of bytes."""
         return np.empty(size, np.uint8)
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation") -> Array:
@@ -132,14 +131,14 @@ class Pool:
         return array
 
     def bring(self, array: np.ndarray | float) -> Any:
-        """An array of the host where the others of this pool are."""
+        """Copy a host array to the device of this pool."""
         return array
 
     def synchronize(self) -> None:
-        """Return when all that was asked for is in its place."""
+        """Wait until all requested operations are complete."""
 
     def count(self, kind: str, size: int) -> None:
-        """Book `size` bytes (negative: given back) of `kind`."""
+        """Count `size` bytes of `kind`; negative if they are freed."""
         self.live[kind] += size
         if size > 0:
             self.peak[kind] = max(self.peak[kind], self.live[kind])
@@ -147,28 +146,28 @@ class Pool:
 
     @property
     def held(self) -> int:
-        """The bytes that are live, without those of arrays that lie elsewhere."""
+        """Live bytes, without offloaded arrays."""
         return self.live.total() - self.live[OFFLOADED]
 
     def reset_peak(self) -> None:
-        """Start a new measurement of the peaks, at what is live now."""
+        """Restart the measurement of peaks at the bytes that are live now."""
         self.peak = Counter(self.live)
         self.peak["all"] = self.held
 
 
 def _nameable(dtype: np.dtype) -> np.dtype:
-    """A type of the same size that NumPy's interface has a name for: bfloat16 has none."""
+    """Return a type of the same size with a NumPy type string, which bfloat16 lacks."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 
 def size_class(nbytes: int) -> int:
-    """`nbytes` rounded up to one of eight steps per power of two, at least 64."""
+    """Round `nbytes` up to one of eight steps per power of two, at least 64."""
     step = max(64, 1 << max(0, nbytes.bit_length() - 4))
     return max(64, -(-nbytes // step) * step)
 
 
 def lease_of(array: object) -> Lease | None:
-    """The lease at the bottom of a chain of views, or None."""
+    """Return the lease at the base of a chain of views, or None."""
     while isinstance(array, np.ndarray):
         array = array.base
     return array if isinstance(array, Lease) else None
@@ -176,7 +175,7 @@ def lease_of(array: object) -> Lease | None:
 
 @composite
 def contiguous(block: Array) -> Array:
-    """The block in one piece of memory, row by row."""
+    """Return the block in contiguous row-major memory."""
     return np.ascontiguousarray(block)
 
 

@@ -1,17 +1,16 @@
-"""Primitives: functions on the arrays of one rank, each with a rule for every kind of array.
+"""Primitives: functions on the arrays of one rank, each with a rule per kind of array.
 
     @primitive
     def gelu_tanh(h, out): ...              NumPy
     @gelu_tanh.abstract
-    def _(h, out): ...                      what comes out, for arrays without data
+    def _(h, out): ...                      the result, for abstract arrays
     @gelu_tanh.cuda
-    def _(gpu, h, out): ...                 the CUDA kernels and products that it is
+    def _(gpu, h, out): ...                 the CUDA kernels and products
     @gelu_tanh.narrow
     def _(h, out): ...                      NumPy on 16-bit floats (hpc3d.arrays.narrow)
 
-The type of the first argument chooses the rule.  They stand side by side, as in JAX, where a
-primitive is an implementation, an abstract evaluation and a lowering.
-"""
+The type of the first argument selects the rule.  The rules are next to each other, as in JAX,
+where a primitive has an implementation, an abstract evaluation and a lowering."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
-# A rule takes what its primitive takes; that of CUDA takes a `Gpu` (hpc3d.cuda.gpu) before it.
+# A rule has the arguments of its primitive; a CUDA rule has a `Gpu` (hpc3d.cuda.gpu) first.
 _Rule = Callable[..., Any]
-BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # the rule for arrays of a type
+BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # rule for arrays of a type
 PRIMITIVES: list[Primitive] = []
 
 
 class Primitive:
-    """A function with a rule per kind of array; called with anything else it is `numpy` itself.
+    """Function with a rule per kind of array; for any other argument it calls `numpy`.
 
-    `abstract_rule`, `cuda_rule` and `narrow_rule` are None for a primitive that lacks them.
+    `abstract_rule`, `cuda_rule` and `narrow_rule` are None if the primitive lacks them.
     """
 
     def __init__(self, numpy: _Rule, abstract_rule: _Rule | None = None) -> None:
@@ -45,7 +44,7 @@ class Primitive:
         return rule(first, *rest, **named)
 
     def _choose(self, kind: type) -> _Rule:
-        """The rule for arrays of a type, from now on."""
+        """Select and cache the rule for arrays of a type."""
         backend = BACKENDS.get(kind)
         rule = self.registered.get(kind) or (backend and backend(self)) or self.numpy
         return self.chosen.setdefault(kind, rule)
@@ -63,7 +62,7 @@ class Primitive:
         return rule
 
     def register(self, kind: type, rule: _Rule) -> None:
-        """Let arrays of a type take a rule of their own."""
+        """Register a rule for arrays of a type."""
         self.registered[kind] = rule
         self.chosen.pop(kind, None)
 
@@ -72,13 +71,15 @@ primitive = Primitive
 
 
 def composite(function: _Rule) -> Primitive:
-    """A primitive whose body consists of what arrays without data do by themselves, and so is its
-    abstract rule as well."""
+    """Return a primitive that consists of operations supported by abstract arrays.
+
+    Its body is therefore its abstract rule, too.
+    """
     return Primitive(function, function)
 
 
 def add_backend(kind: type, rule_of: Callable[[Primitive], _Rule | None]) -> None:
-    """Let arrays of a type take `rule_of(primitive)`, instead of what they took before."""
+    """Set `rule_of(primitive)` as the rule of all primitives for arrays of a type."""
     BACKENDS[kind] = rule_of
     for each in PRIMITIVES:
         each.chosen.pop(kind, None)
