@@ -1,1 +1,1 @@
-"""The input file as typed, frozen values, and every rule about sizes."""
+"""Configuration: typed, frozen values of an input file, and their rules."""

@@ -1,4 +1,4 @@
-"""The rules of backends, numpy and cupy, and of types of numbers."""
+"""Rules about the backends numpy and cupy, and about number types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def wrong_backend(config: Config) -> Iterator[str]:
-    """Report what a backend lacks: a transport, a number type, a CUDA graph."""
+    """Report settings that the backend does not support: transport, number type, CUDA graph."""
     train, transport = config.train, config.mesh.transport
     if train.backend == "numpy" and transport in ("nccl", "host-staged"):
         yield f"mesh.transport = {transport}: for GPUs, train.backend = cupy; use auto or mpi"
@@ -26,7 +26,7 @@ def wrong_backend(config: Config) -> Iterator[str]:
 
 
 def _wrong_types(config: Config) -> Iterator[str]:
-    """Report number types that are not installed, save nothing, or lose small gradients."""
+    """Report number types that are not installed, save no memory, or lose small gradients."""
     dtype, kept = config.train.dtype, config.parallel.keep_dtype
     reduced = config.parallel.reduce_dtype
     types = {"train.dtype": dtype, "parallel.keep_dtype": kept, "parallel.reduce_dtype": reduced}
@@ -44,7 +44,7 @@ def _wrong_types(config: Config) -> Iterator[str]:
 
 
 def _wrong_graph(config: Config) -> Iterator[str]:
-    """Report why a step cannot be one launch."""
+    """Report settings that prevent a step from being one CUDA graph."""
     from hpc3d.cuda.cudnn_attention import Flash
 
     key, c, parallel = "train.cuda_graph = true", config.mesh.c, config.parallel
@@ -62,7 +62,7 @@ def _wrong_graph(config: Config) -> Iterator[str]:
 
 
 def known(package: str) -> bool:
-    """Whether a package is here; then it is loaded, and NumPy knows the types that it brings."""
+    """Import a package; return True if it exists, in which case NumPy has its types."""
     try:
         import_module(package)
     except ImportError:
@@ -71,6 +71,6 @@ def known(package: str) -> bool:
 
 
 def untrainable(config: Config) -> Iterator[str]:
-    """What can be simulated, but needs a package to be trained."""
+    """Report settings that can be simulated, but need an optional package for training."""
     if (config.train.backend, config.model.gelu) == ("numpy", "exact"):
         yield from lacking("model.gelu = exact", "scipy")

@@ -1,5 +1,5 @@
-"""Constraints on single keys of an input file: markers for the annotations in input_file.py, and
-the check of a configuration."""
+"""Constraints on single keys of an input file: markers for the annotations in input_file.py,
+and their checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpc3d.model.families import with_epsilon
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound of a number; `keyword` is its name in a JSON schema."""
+    """Bound of a number; `keyword` is its name in a JSON schema."""
 
     limit: float
     words: ClassVar[str]
@@ -39,8 +39,10 @@ class LessThan(Bound):
 
 
 class ValidFor:
-    """A key may differ from its default only if the key `other` has one of `values`, or without
-    `values` if it is above 0."""
+    """Marks a key that may differ from its default only if the key `other` has one of `values`.
+
+    Without `values`, `other` must be above 0.
+    """
 
     def __init__(self, other: str, *values: Any) -> None:
         self.other, self.values = other, values
@@ -70,7 +72,7 @@ def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tupl
 
 
 def invalid_keys(config: Any) -> Iterator[str]:
-    """Report every key that differs from its default although other keys rule it out."""
+    """Report every key that differs from its default although other keys exclude it."""
     model = with_epsilon(type(config.model)(kind=config.model.kind))
     defaults, config = type(config)(model=model), replace(config, model=with_epsilon(config.model))
     for key, required in constraints_of(type(config), ValidFor).items():
@@ -83,7 +85,7 @@ def invalid_keys(config: Any) -> Iterator[str]:
 
 
 def out_of_bounds(config: Any) -> Iterator[str]:
-    """Report every number that is not within the bounds of its key."""
+    """Report every number that is outside of the bounds of its key."""
     for key, bounds in constraints_of(type(config), Bound).items():
         value = attrgetter(key)(config)
         if isinstance(value, int | float) and not all(
@@ -94,7 +96,7 @@ def out_of_bounds(config: Any) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    """The text of a value; a long number is its first digits and their count."""
+    """Return the text of a value; a long number as its first digits and their count."""
     if value is None:
         return "absent"
     text = str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The tensor axes that a file leaves open: the best cuboid that its sizes allow."""
+"""Default of the tensor axes: the best cuboid that the sizes of the model allow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def with_cuboid(config: Config, ranks: int) -> Config:
-    """`config` with x, y and z: those given, or the best that its sizes allow."""
+    """Set x, y and z in `config`, if they are not given, to the best cuboid for its sizes."""
     given = [axis for axis in ("x", "y", "z") if getattr(config.mesh, axis) is not None]
     others = config.mesh.p * config.mesh.d * config.mesh.c * config.mesh.e
     if given or others < 1 or ranks % others:
@@ -37,7 +37,7 @@ def with_cuboid(config: Config, ranks: int) -> Config:
 
 
 def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
-    """`config` on every x * y * z = ranks that breaks no rule."""
+    """Yield `config` on every mesh with x * y * z = ranks that violates no rule."""
     for x, y in product(divisors(ranks), repeat=2):
         if ranks % (x * y) == 0:
             mesh = replace(config.mesh, x=x, y=y, z=ranks // (x * y))
@@ -47,9 +47,10 @@ def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
 
 
 def received_elements(config: Config, parts: int = 1) -> float:
-    """Elements that a rank receives forward in a block, the mean of all: [MK (n-1) + KN (m-1) +
-    MN (k-1)] / P.  Those that an exchange of tokens moves along e are not among them.  With
-    `parts` these ranks have one of so many parts of the experts."""
+    """Return the mean number of elements that a rank receives per block in the forward pass.
+
+    This is [MK (n-1) + KN (m-1) + MN (k-1)] / P.  The all-to-all of tokens along e is not
+    included.  With `parts`, these ranks hold 1/`parts` of the experts."""
     split, sizes = config.splits["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
     m, n, k = (
@@ -69,7 +70,7 @@ def received_elements(config: Config, parts: int = 1) -> float:
 
 
 def enlarged_default(config: Config, ranks: int) -> Config:
-    """The default model, its sizes raised to multiples of `ranks` where no cuboid divides them."""
+    """Return the default model, enlarged to multiples of `ranks` if no cuboid fits it."""
     try:
         with_cuboid(config, ranks)
         return config

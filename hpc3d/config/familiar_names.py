@@ -1,9 +1,9 @@
-"""What keys are called elsewhere (nanoGPT, Megatron-LM, DeepSpeed, transformers, torchtitan), and
-here."""
+"""Names of keys in other programs (nanoGPT, Megatron-LM, DeepSpeed, transformers, torchtitan),
+and their hpc3d equivalents."""
 
 from __future__ import annotations
 
-_ALIKE = {  # key of hpc3d: the same thing by other names
+_ALIKE = {  # key of hpc3d: other names with the same meaning
     "train.learning_rate": "lr max_lr peak_lr",
     "train.min_learning_rate": "min_lr lr_min eta_min",
     "train.decay": "lr_decay_style lr_scheduler lr_scheduler_type lr_schedule decay_type "
@@ -59,7 +59,7 @@ _ALIKE = {  # key of hpc3d: the same thing by other names
     "run.tensorboard": "tensorboard_dir enable_tensorboard",
     "run.metrics_hook": "wandb wandb_log wandb_project report_to enable_wandb",
 }
-_OTHERWISE = {  # other name: what it is here, where it is not the same thing
+_OTHERWISE = {  # other name: its equivalent, if the meaning differs
     "tp tensor_model_parallel_size tensor_parallel_size tp_size tensor_parallel_degree": (
         "here the product of mesh.x, mesh.y and mesh.z"
     ),
@@ -116,5 +116,5 @@ FAMILIAR = _answers()
 
 
 def familiar(name: str) -> str | None:
-    """What a key of other programs is called here, or None where none is known."""
+    """Return the hpc3d equivalent of another program's key, or None if it is unknown."""
     return FAMILIAR.get(name.lower().replace("-", "_"))

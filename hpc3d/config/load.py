@@ -1,4 +1,4 @@
-"""Input files and the options of a command line as a Config, and a Config as the text of a file.
+"""Conversion between Config and input files, with command-line options.
 
 Only the rank that reads a file imports pydantic.
 """
@@ -25,18 +25,16 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _PATHS = "run.out", "data.path", "data.validation", "data.tokenizer"
-# Of a value that may be of several types: pydantic says which it tried.
+# Path components of pydantic errors that name the types of a union.
 _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
 
 def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False) -> Config:
-    """The values of the input `path` (a file, or a name of hpc3d.shipped; None: the default) and
-    of `--section.key value` overrides.
+    """Return the configuration of the input `path` with `--section.key value` overrides.
 
-    Prints a warning for each old name, but not for those in the file of a run (`of_run`), which
-    nobody need edit.  Raises ValueError with one line for every error, each with its key and the
-    remedy.
-    """
+    `path` is a file or a name of hpc3d.shipped; None selects the default.  Prints a warning for
+    each old name, except for those in the file of a run (`of_run`), which nobody needs to edit.
+    Raises ValueError with one line per error, each with its key and the fix."""
     tree = {} if path is None else read(find(path, INPUT))
     notices = renamed.use_new_names(tree)
     if not of_run:
@@ -47,7 +45,7 @@ def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False
 
 
 def _expand_paths(tree: dict[str, Any]) -> None:
-    """Replace `~` and `$NAME` in the paths of a file."""
+    """Expand `~` and `$NAME` in the paths of a file."""
     for key in _PATHS:
         section, name = key.split(".")
         table = tree.get(section)
@@ -57,7 +55,7 @@ def _expand_paths(tree: dict[str, Any]) -> None:
 
 
 def _expanded(key: str, text: str) -> str:
-    """The path `text` of a key without `~` and `$NAME`; ValueError if there is no such name."""
+    """Expand `~` and `$NAME` in a path; raise ValueError if a name is unknown."""
     for name in re.findall(r"\$(\w+|\{[^}]*\})", text):
         if name.strip("{}") not in os.environ:
             raise ValueError(f"{key} = {text:.200}: the environment has no {name.strip('{}')}")
@@ -78,8 +76,10 @@ def read(path: Path | str) -> dict[str, Any]:
 
 
 def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
-    """Apply `--section.key value` (or `--section.key=value`) words to a tree of tables; a notice
-    for each old name."""
+    """Apply `--section.key value` (or `--section.key=value`) to a tree of tables.
+
+    Returns a notice for each old name.
+    """
     pairs = [*options(words)]
     keys, notices = renamed.rename_options([option[2:] for option, _ in pairs])
     for (option, text), name in zip(pairs, keys, strict=True):
@@ -98,7 +98,7 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
 
 
 def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each option of the command line with the text of its value."""
+    """Yield each option of the command line with the text of its value."""
     words = iter(words)
     for word in words:
         if not word.startswith("--"):
@@ -114,7 +114,7 @@ def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _not_text(word: str) -> bool:
-    """Whether a word of the command line has bytes that are no UTF-8."""
+    """Return True if an argument of the command line is not valid UTF-8."""
     return any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
@@ -128,8 +128,10 @@ def _toml_value(text: str) -> Any:
 
 
 def stored(text: str) -> Config:
-    """The Config of a text that a checkpoint or a trace keeps, whose numbers are within bounds;
-    ValueError if it has none."""
+    """Return the Config in the text of a checkpoint or a trace, with its numbers within bounds.
+
+    Raises ValueError if it has none.
+    """
     from hpc3d import files, limits
     from hpc3d.config.constraints import out_of_bounds
     from hpc3d.model.families import block_products
@@ -145,12 +147,12 @@ def stored(text: str) -> Config:
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """A tree of tables as a `Config`; all errors at once."""
+    """Convert a tree of tables to a `Config`; raise all errors at once."""
     import json
 
     from pydantic import ValidationError
 
-    # As JSON a table may stand for a dataclass although types are strict: true is no number.
+    # Strict mode accepts a table for a dataclass only in JSON, and still rejects true as a number.
     text = json.dumps(tree, default=str)
     try:
         return _adapter().validate_json(text, strict=True)
@@ -165,15 +167,17 @@ def validate(tree: dict[str, Any]) -> Config:
 
 @cache
 def _adapter() -> TypeAdapter[Config]:
-    """Made once: it takes milliseconds, and `plan` loads its input again for every resort."""
+    """Return the adapter, cached because building it takes ms and `plan` validates often."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(Config)
 
 
 def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for what pydantic has against a value: an error for each type that it may have; and
-    for keys of other programs in a table that is not known."""
+    """Yield a line for the errors of a value, which pydantic reports once per allowed type.
+
+    For an unknown table, also yield a line for each key that other programs use.
+    """
     first = errors[0]
     if first["type"] == "unexpected_keyword_argument":
         yield f"{key}: unknown key; {hint(key, table=isinstance(first['input'], dict))}"
@@ -191,7 +195,7 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _foreign(key: str, value: Any) -> Iterator[str]:
-    """A line for each key in a table of other programs that has another name here."""
+    """Yield a line for each key in a foreign table that has an hpc3d equivalent."""
     for name, part in value.items() if isinstance(value, dict) else ():
         if said := familiar(name):
             yield f"{key}.{name}: unknown key; {said}"
@@ -199,8 +203,7 @@ def _foreign(key: str, value: Any) -> Iterator[str]:
 
 
 def hint(key: str, table: bool = False) -> str:
-    """The key that an unknown one, or the section that an unknown `table`, may stand for; or those
-    known there."""
+    """Return the likely intended key or section for an unknown one, or the known keys."""
     *sections, name = key.split(".")
     if said := familiar(name):
         return said
@@ -214,12 +217,12 @@ def hint(key: str, table: bool = False) -> str:
 
 
 def known_keys() -> list[str]:
-    """Every key of an input file, with its section, and the sections."""
+    """Return the sections and every key of an input file, as section.key."""
     return [*asdict(Config()), *(key for key in flat(Config()) if "." in key)]
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """{key: value} of a configuration, keys with their section."""
+    """Return {section.key: value} of a configuration."""
     tree = asdict(config)
     tables = {key: tree.pop(key) for key in [*tree] if _is_section(key)}
     nested = {f"{key}.{name}": v for key, names in tables.items() for name, v in names.items()}
@@ -231,7 +234,7 @@ def _is_section(key: str) -> bool:
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as the text of an input file."""
+    """Return the configuration as the text of an input file."""
     top, tables = [], []
     for key, value in asdict(config).items():
         if isinstance(value, dict):
@@ -243,7 +246,7 @@ def to_toml(config: Config) -> str:
 
 
 def literal(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Format a value as TOML."""
     import json
 
     if isinstance(value, dict):

@@ -29,7 +29,7 @@ def wrong_context(config: Config) -> Iterator[str]:
 
 
 def _uneven_sequences(config: Config) -> Iterator[str]:
-    """Report a sequence that does not divide into chunks, of which a rank of a ring has two."""
+    """Report a sequence that does not divide into chunks, two per rank in a ring."""
     context, length = config.context(), config.model.sequence
     parts, chunks = context.parts, ""
     if context.rings > 1:
@@ -44,8 +44,8 @@ def _uneven_sequences(config: Config) -> Iterator[str]:
 
 
 def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
-    """Report key heads, sharded over `members` ranks, that do not divide over the ranks that
-    exchange heads."""
+    """Report key heads, sharded over `members` ranks, that do not divide over the ranks of an
+    all-to-all."""
     model, u = config.model, config.context().heads
     heads = model.kv_heads or model.heads
     here = max(1, heads // members)
@@ -81,7 +81,7 @@ def wrong_experts(config: Config) -> Iterator[str]:
 
 
 def wrong_compression(config: Config) -> Iterator[str]:
-    """Report what excludes compressed gradients."""
+    """Report settings that exclude gradient compression."""
     zero, key = config.parallel.zero, f"parallel.compression = {config.parallel.compression}"
     if config.parallel.compression == "none":
         return
@@ -94,7 +94,7 @@ def wrong_compression(config: Config) -> Iterator[str]:
 
 
 def wrong_offload(config: Config) -> Iterator[str]:
-    """Report what cannot be offloaded."""
+    """Report offload settings that are unsupported or useless."""
     train, listed = config.train, config.parallel.offload
     key = f"parallel.offload = {[*listed]}"
     if len({*listed}) < len(listed):

@@ -1,4 +1,4 @@
-"""Rules about schedules, parts of the model and data parallelism."""
+"""Rules about schedules, model chunks and data parallelism."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.schedule import Schedule
 
-_PASSES_OF_RUN = 50_000  # forward passes of a schedule that is laid out for the whole run
+_PASSES_OF_RUN = 50_000  # most forward passes of a schedule for the full run
 
 
 def wrong_pipeline(config: Config) -> Iterator[str]:
-    """Schedules, parts of the model and data parallelism that do not go together."""
+    """Report incompatible schedules, model chunks and data parallelism."""
     parallel, layers, parts = config.parallel, config.model.layers, config.mesh.p
     parts *= parallel.chunks
     split = config.splits["dense"]
@@ -43,7 +43,7 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
 
 
 def _wrong_layers(listed: Sequence[int], layers: int) -> Iterator[str]:
-    """Report blocks to recompute that do not exist, or are named twice."""
+    """Report blocks to recompute that do not exist or are named twice."""
     key = f"parallel.recompute = {list(listed)}"
     if wrong := sorted({layer for layer in listed if not 0 <= layer < layers}):
         known = f"model.layers = {layers} are those from 0 to {layers - 1}"
@@ -53,7 +53,7 @@ def _wrong_layers(listed: Sequence[int], layers: int) -> Iterator[str]:
 
 
 def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
-    """What needs a step to end, under a schedule whose steps overlap."""
+    """Report settings that need a step to end, under a schedule with overlapping steps."""
     a_step = config.mesh.p * config.parallel.microbatches
     passes = config.train.steps * a_step
     if passes > _PASSES_OF_RUN:
@@ -88,7 +88,7 @@ def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[st
 
 
 def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
-    """What needs all stages at one time, under a schedule where each updates on its own."""
+    """Report settings that need all stages at once, under a schedule that updates per stage."""
     if not schedule.update_per_microbatch:
         return
     if config.train.clip:

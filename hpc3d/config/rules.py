@@ -1,4 +1,4 @@
-"""The check of an input file, and the values that it leaves open."""
+"""Validation of an input file, and resolution of its unset values."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
 
 def resolve(config: Config, ranks: int, default: bool = False) -> Config:
-    """`config` with its mesh settled for `ranks`; a `default` model may grow to fit them.
+    """Resolve the mesh of `config` for `ranks`; a `default` model may grow to fit them.
 
-    Raises ValueError with one line for every rule that is broken, each with key and remedy.
+    Raises ValueError with one line for every violated rule, each with the key and the fix.
     """
     refuse([*unknown_values(config), *not_there_yet(config)])
     config = _with_schedule(config)
@@ -52,7 +52,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def _with_schedule(config: Config) -> Config:
-    """`config` with its schedule and the number of chunks settled."""
+    """Resolve the schedule and the number of chunks of `config`."""
     name = config.parallel.schedule or usual(config.mesh.p)
     wanted = find(name).chunks or 2
     chunks = wanted if config.parallel.chunks is None else config.parallel.chunks
@@ -60,7 +60,7 @@ def _with_schedule(config: Config) -> Config:
 
 
 def unknown_values(config: Config) -> Iterator[str]:
-    """Numbers out of range, names that do not exist, or not here."""
+    """Report numbers out of range and names that do not exist or are not supported."""
     yield from out_of_bounds(config)
     yield from invalid_keys(config)
     yield from _wrong_scaling(config.model.rope_scaling)
@@ -84,7 +84,7 @@ _SCALING = "factor", "low", "high", "original"
 
 
 def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
-    """Report an unknown form of rotary positions."""
+    """Report an unsupported scaling of rotary positions."""
     key = f"model.rope_scaling = {scaling}"
     if scaling is None:
         return
@@ -98,7 +98,7 @@ def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:
-    """Report a decay that does not fit between the learning rates or the steps."""
+    """Report a decay that does not fit the learning rates or the steps."""
     left = train.decaying() - train.warmup
     if train.min_learning_rate is not None and train.min_learning_rate > train.learning_rate:
         key, rate = f"train.min_learning_rate = {train.min_learning_rate}", train.learning_rate
@@ -124,7 +124,7 @@ def _unknown_letters(letters: Mapping[str, str]) -> Iterator[str]:
 
 
 def not_there_yet(config: Config) -> Iterator[str]:
-    """Values of the input format that this version does not run."""
+    """Report values of the input format that this command does not run."""
     if config.torch.factory:
         name = f"torch.factory = {config.torch.factory!r:.80}"
         yield f"{name}: python -m hpc3d.partition run trains it"

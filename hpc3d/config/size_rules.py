@@ -1,4 +1,4 @@
-"""Rules about sizes: what divides over which axes."""
+"""Divisibility rules of sizes over mesh axes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
 
 
 def wrong_parts(config: Config) -> Iterator[str]:
-    """Sizes that do not divide on any mesh."""
+    """Report sizes that do not divide on any mesh."""
     yield from limits.too_large(config, block_products(config.model))
     model, sequences = config.model, config.train.batch
     micros = config.parallel.microbatches
@@ -72,7 +72,7 @@ def wrong_parts(config: Config) -> Iterator[str]:
 
 
 def wrong_tokens(model: ModelConfig) -> Iterator[str]:
-    """A token for padding that is not one of the text."""
+    """Report a padding token that is not a token of the text."""
     last = (model.vocabulary or inf) - 1
     if model.padding is not None and model.padding >= last:
         key = f"model.padding = {model.padding}"
@@ -80,12 +80,12 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
 
 
 def _alike(model: ModelConfig) -> bool:
-    """Whether a product of the head is split so that Y lies as X does."""
+    """Return True if a product of the head has the same layout of Y as of X."""
     return any(each.alike for each in family_of(model).head(_SMALLEST))
 
 
 def _wrong_head(config: Config) -> Iterator[str]:
-    """Columns of X along several axes where a product of the head wants one."""
+    """Report columns of X sharded over several axes if a product of the head supports only one."""
     split = config.splits["dense"]
     if _alike(config.model) and len(split.x[1]) > 1:
         head = f"a head of model.kind = {config.model.kind}"
@@ -93,7 +93,7 @@ def _wrong_head(config: Config) -> Iterator[str]:
 
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
-    """Sizes of the model that do not divide over the axes that split them."""
+    """Report sizes of the model that do not divide over the axes that shard them."""
     model, sizes, needs = config.model, config.mesh.grid().sizes, _needs(config)
     for (key, value), places in needs.items():
         for axes in sorted(places):
@@ -106,15 +106,15 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
 
 
 def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
-    """The axes that each size divides over, by its key and value."""
+    """Return the axes that each size must divide over, by its key and value."""
     model, split = config.model, config.splits["dense"]
     sizes, turned, outer = config.mesh.grid().sizes, split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
     rows, inputs = _single_product(config)
-    whole = {split.y[0], outer.y[0]}  # sequences, of attention and of the loss
+    whole = {split.y[0], outer.y[0]}  # sequences, in attention and in the loss
     if model.experts:
-        whole.add(split.x[0])  # and of a mixture, which fills slots sequence by sequence
+        whole.add(split.x[0])  # a mixture fills slots sequence by sequence
     whole = _used(whole, sizes)
     across = _used({split.y[1], turned.x[1]}, sizes)
     inputs |= {split.x[1], split.of_gradient.w[0], turned.of_gradient.w[0]}
@@ -135,13 +135,15 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
 
 
 def _used(places: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
-    """Without the axes of one rank."""
+    """Remove axes of size 1."""
     return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in places}
 
 
 def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
-    """The axes of rows and of inputs of a product with few columns: a router's, or of a head whose
-    Y lies as X does."""
+    """Return the axes of rows and of inputs of products with a special layout.
+
+    These are the router and a head whose Y has the same layout as its X.
+    """
     split = config.splits["dense"]
     rows, inputs = set(), set()
     if config.model.experts:
@@ -154,7 +156,7 @@ def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
 
 
 def _unshared_keys(model: ModelConfig, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Heads of keys that neither divide over the ranks that heads divide over, nor divide them."""
+    """Report key heads that neither divide over the ranks of the heads nor are divided by them."""
     count, keys = prod(sizes[axis] for axis in axes), model.kv_heads or model.heads
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return
@@ -165,7 +167,7 @@ def _unshared_keys(model: ModelConfig, axes: Axes, sizes: Mapping[str, int]) -> 
 
 
 def _uneven_tiles(config: Config, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Tiles with a scale each that lie in queries and in keys, other ones on other ranks."""
+    """Report scaling tiles that contain both queries and keys, and so depend on the mesh."""
     model, train, count = config.model, config.train, prod(sizes[axis] for axis in axes)
     keys, width = model.kv_heads or model.heads, model.hidden // model.heads
     if (train.product_dtype, train.product_scale) != ("float8", "block") or count == 1:
@@ -192,7 +194,7 @@ def _named(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
 
 
 def _wrong_blocks(config: Config) -> Iterator[str]:
-    """Report columns of a matrix on a rank that are no whole blocks of 8-bit moments."""
+    """Report sharded columns that are not a multiple of the block of 8-bit moments."""
     if config.train.optimizer != "adamw-8bit":
         return
     model, family = config.model, family_of(config.model)
@@ -200,7 +202,7 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
     parameters = Parameters(mesh, "float32", config.parallel.zero)
     sizes = family.sizes(model, model.vocabulary or BLOCK)
     spec = ModelSpec(family, sizes, config.splits, context=config.context())
-    layers = range(min(model.moe_every, model.layers))  # as many as differ
+    layers = range(min(model.moe_every, model.layers))  # one period of layer types
     build(mesh, parameters, spec, [LayerRange(layers, True, True)])
     for item in parameters:
         columns = item.updated_layout.block(item.shape, mesh)[-1]
@@ -214,6 +216,6 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending."""
+    """Return the divisors of a number, ascending."""
     low = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return sorted({*low, *(number // size for size in low)})
