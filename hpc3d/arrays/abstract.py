@@ -33,7 +33,8 @@ class CostMeter:
 
     The clock of a simulated machine is in simulated_clock.py.  `widest` is the largest head size
     of the machine's fused attention; `float8` is True if the machine has a float8 rate for
-    products."""
+    products.
+    """
 
     widest = 128
     float8 = False
@@ -266,7 +267,8 @@ def counted(primitive: Primitive) -> Callable[..., Any]:
     """Return the rule of a primitive for abstract arrays.
 
     It applies the abstract rule and notifies the meter of the bytes of all arrays.  The operations
-    in a composite notify the meter themselves."""
+    in a composite notify the meter themselves.
+    """
     rule = primitive.abstract_rule
     if rule is primitive.numpy:
         return rule

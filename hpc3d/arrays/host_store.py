@@ -1,5 +1,7 @@
-"""Offloaded arrays, stored outside of the memory of a rank until they are needed (ZeRO-Offload,
-Ren et al., arXiv:2101.06840; ZeRO-Infinity, Rajbhandari et al., arXiv:2104.07857).
+"""Offloaded arrays, stored outside of the memory of a rank until they are needed.
+
+See ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al.,
+arXiv:2104.07857).
 
 On CPUs they are in a memory-mapped file: the operating system writes it to disk when memory is
 scarce, and reads ahead on request.  On devices they are in host memory (hpc3d.comm.pinned_store).
@@ -33,7 +35,8 @@ class HostStore(Protocol):
     """Store of the offloaded arrays of a `pool`.
 
     `copied` counts the bytes of all copies, and `exposed` the seconds in which the rank only
-    copied, None if a device copies asynchronously."""
+    copied, None if a device copies asynchronously.
+    """
 
     copied: int
     exposed: float | None
@@ -49,7 +52,8 @@ class _FilePool(Pool):
     """Pool in an unnamed file in the folder for temporary files (TMPDIR).
 
     Its bytes are counted by `owner`.  `places` maps the address of each piece of memory to its
-    file offset."""
+    file offset.
+    """
 
     def __init__(self, owner: Pool) -> None:
         super().__init__()

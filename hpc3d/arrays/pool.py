@@ -95,7 +95,8 @@ class Pool:
     """Arrays of one rank, with live bytes and peak bytes by kind.
 
     With `on_device`, a product call also adds biases, residuals and gradients.  A device with
-    `float8` multiplies 8-bit floats with one scale per matrix."""
+    `float8` multiplies 8-bit floats with one scale per matrix.
+    """
 
     on_device = float8 = False
     device: Any = "cpu"  # device of the arrays

@@ -10,7 +10,8 @@
     def _(h, out): ...                      NumPy on 16-bit floats (hpc3d.arrays.narrow)
 
 The type of the first argument selects the rule.  The rules are next to each other, as in JAX,
-where a primitive has an implementation, an abstract evaluation and a lowering."""
+where a primitive has an implementation, an abstract evaluation and a lowering.
+"""
 
 from __future__ import annotations
 

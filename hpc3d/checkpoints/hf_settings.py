@@ -1,6 +1,6 @@
 """Conversion between config.json of Hugging Face `transformers` and the section [model].
 
-An unknown key, which may change what the model computes, is refused by name.
+An unknown key, which may change the result of the model, is refused by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OF_MIXTRAL = {  # key of [model]: the only value, and its meaning
 }
 _BALANCE = "router_aux_loss_coef"
 _LARGEST = 1e6  # upper bound of the factor
-# Keys of any model that concern text, files and training, not what the model computes.
+# Keys of any model that concern text, files and training, not the result of the model.
 _HARMLESS = """
     _name_or_path architectures bos_token_id dtype eos_token_id gradient_checkpointing id2label
     initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id

@@ -312,7 +312,7 @@ def resume(
 ) -> int:
     """Restore the newest intact checkpoint of a run, and return the number of the next step.
 
-    `say(line)` logs which checkpoint that is and the problems of newer ones; `differs` is that of
+    `say(line)` logs which checkpoint that is and the problems of newer ones; `differs` is as in
     `continued`.  An `evaluator` gets the best evaluation so far, if it was on the same `texts`.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
@@ -365,8 +365,10 @@ def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
 
 
 def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest intact checkpoint of this model, the same on all ranks, and the problems
-    of newer ones.  The job is refused if there is none."""
+    """Return the newest intact checkpoint of this model, and the problems of newer ones.
+
+    All ranks return the same one.  The job is refused if there is none.
+    """
     wrong = []
     for folder in job.from_root(lambda: steps_of(run / "checkpoints")):
         opened = None

@@ -29,7 +29,7 @@ def described(tokens: Tokens, held: Tokens | None) -> dict[str, dict[str, Any]]:
 
 
 def recorded(texts: _Texts, config: Config, run: Path) -> dict[str, dict[str, Any]]:
-    """Return described `texts` of a run with their paths, for the manifest of its checkpoints."""
+    """Add the paths to the described `texts` of a run, for the manifest of its checkpoints."""
     paths = {PATH: config.data.path, VALIDATION: str(config.data.validation)}
     return {
         key: {**text, "path": paths[key], "from_run": os.path.relpath(paths[key], run)}

@@ -29,7 +29,7 @@ class Saver:
 
     Training continues as soon as the rank's share is copied; a thread writes it, and the thread
     of rank 0 completes the checkpoint.  `header(done)` returns plain data for the manifest;
-    `say(line)` logs, on rank 0, what was saved.
+    `say(line)` logs, on rank 0, each checkpoint.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Saver:
     ) -> None:
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
         self.how, self.say, self.thread, self.saved = how, say, None, 0
-        self.report = ""  # set by the thread: what it has written
+        self.report = ""  # set by the thread after writing
         self.exposed = 0.0  # seconds in which training was blocked
 
     def after(self, number: int, best: bool = False) -> None:

@@ -1,5 +1,7 @@
-"""Constraints on single keys of an input file: markers for the annotations in input_file.py,
-and their checks."""
+"""Constraints on single keys of an input file.
+
+They are markers in the annotations of input_file.py; the functions here check them.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,7 @@ class ValidFor:
 
 @cache
 def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tuple[Any, ...]]:
-    """Return {key with its section: the constraints of a `kind` in its annotation} of a
-    dataclass."""
+    """Return {section.key: constraints of type `kind`} from the annotations of a dataclass."""
     found = {}
     for name, annotated in get_type_hints(table, include_extras=True).items():
         if is_dataclass(annotated):

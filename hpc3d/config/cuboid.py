@@ -50,7 +50,8 @@ def received_elements(config: Config, parts: int = 1) -> float:
     """Return the mean number of elements that a rank receives per block in the forward pass.
 
     This is [MK (n-1) + KN (m-1) + MN (k-1)] / P.  The all-to-all of tokens along e is not
-    included.  With `parts`, these ranks hold 1/`parts` of the experts."""
+    included.  With `parts`, these ranks hold 1/`parts` of the experts.
+    """
     split, sizes = config.splits["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence
     m, n, k = (

@@ -1,5 +1,7 @@
-"""Names of keys in other programs (nanoGPT, Megatron-LM, DeepSpeed, transformers, torchtitan),
-and their hpc3d equivalents."""
+"""Names of keys in other programs, and their hpc3d equivalents.
+
+The programs are nanoGPT, Megatron-LM, DeepSpeed, transformers and torchtitan.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False
 
     `path` is a file or a name of hpc3d.shipped; None selects the default.  Prints a warning for
     each old name, except for those in the file of a run (`of_run`), which nobody needs to edit.
-    Raises ValueError with one line per error, each with its key and the fix."""
+    Raises ValueError with one line per error, each with its key and the fix.
+    """
     tree = {} if path is None else read(find(path, INPUT))
     notices = renamed.use_new_names(tree)
     if not of_run:

@@ -44,8 +44,10 @@ def _uneven_sequences(config: Config) -> Iterator[str]:
 
 
 def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
-    """Report key heads, sharded over `members` ranks, that do not divide over the ranks of an
-    all-to-all."""
+    """Report key heads that do not divide over the ranks of an all-to-all.
+
+    The heads are already sharded over `members` ranks.
+    """
     model, u = config.model, config.context().heads
     heads = model.kv_heads or model.heads
     here = max(1, heads // members)

@@ -1,8 +1,9 @@
-"""Every key of an input file with its default, its choices and its meaning: for `train --help`;
-as the page docs/configuration.md: python -m hpc3d.config.reference > docs/configuration.md; and as
-a JSON schema for editors, inputs/hpc3d.schema.json, with --json-schema.
+"""Reference of all keys of an input file, with their defaults, choices and meanings.
 
-Keys and meanings are those of input_file.py, whose source is read for the texts below the keys.
+It is printed by `train --help`, and written as the page docs/configuration.md by
+`python -m hpc3d.config.reference > docs/configuration.md`, or with `--json-schema` as a JSON
+schema for editors, inputs/hpc3d.schema.json.  The meanings are the strings below the keys in the
+source of input_file.py.
 """
 
 from __future__ import annotations

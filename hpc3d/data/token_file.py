@@ -93,7 +93,8 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
 
     Text is read as bytes, and nothing is written.  Raises ValueError, one line that begins with
     `data.path`, for a file that is missing, empty, not text, damaged, or made with another
-    tokenizer than the given one."""
+    tokenizer than the given one.
+    """
     if Path(path).suffix in (*JSONL, *PARQUET, *BIN):
         raise ValueError(f"data.path: {path} is no text: {_PREPARE} {path} -o tokens{SUFFIX}")
     tokens = TokenFile(Path(path)) if Path(path).suffix == SUFFIX else TextTokens(text_files(path))

@@ -42,7 +42,8 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
     """Return the tokenizer at a path, or of the name gpt2.
 
     `end_name` is the token that ends a document, if given.  Raises ValueError, in one line, for
-    any other `word`."""
+    any other `word`.
+    """
     path = Path(word)
     remedy = f"give --tokenizer byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
     library()

@@ -49,7 +49,8 @@ def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Toke
 
     `validation` is the share of `tokens` to hold out at the end, or a text or token file; None or
     "" disables evaluation.  Raises ValueError, one line that begins with data.validation, if the
-    text cannot be read or has another tokenizer."""
+    text cannot be read or has another tokenizer.
+    """
     if not validation:
         return tokens, None
     if isinstance(validation, float):
@@ -80,7 +81,8 @@ class ValidationBatches:
     """Batches of an evaluation; `count` is as many as `tokens` fill, at most `most` (0: all).
 
     Windows are those of hpc3d.data.batches.  If they do not fill the last batch, it ends in
-    sequences without targets.  Raises ValueError if the tokens do not fill one window."""
+    sequences without targets.  Raises ValueError if the tokens do not fill one window.
+    """
 
     def __init__(self, tokens: Tokens, sequence: int, batch: int, most: int) -> None:
         assert sequence > 0 and batch > 0 and most >= 0

@@ -15,7 +15,8 @@ class Sampling(NamedTuple):
 
     The logits are divided by the `temperature`; the `top_k` largest are kept (0: all); of these,
     the most probable tokens with a total probability of `top_p` are kept (Holtzman et al.  2020,
-    arXiv:1904.09751).  A temperature of 0 takes the largest logit."""
+    arXiv:1904.09751).  A temperature of 0 takes the largest logit.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -26,7 +27,8 @@ class Sampling(NamedTuple):
         """Draw a token from logits [vocabulary] at a position of a sample.
 
         The result does not depend on the layout of the ranks: draw `position` of the stream (seed,
-        sample) is looked up in the cumulative distribution, in token order."""
+        sample) is looked up in the cumulative distribution, in token order.
+        """
         if not np.isfinite(logits.max()):
             raise BadData(
                 f"the model gives a logit of {logits.max()}: its weights have diverged; take an "

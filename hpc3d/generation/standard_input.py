@@ -14,7 +14,8 @@ def standard_input(launched: bool, descriptor: int = 0) -> bytes:
     """Read all of standard input.
 
     A process `launched` by mpirun may never see its end, as under Open MPI 5: the text then ends
-    when nothing has arrived for a while.  Raises ValueError if nothing arrives."""
+    when nothing has arrived for a while.  Raises ValueError if nothing arrives.
+    """
     found = b""
     while not launched or _comes(descriptor, _PAUSE if found else _NOTHING):
         piece = os.read(descriptor, _PIECE)

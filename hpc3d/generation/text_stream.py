@@ -14,7 +14,8 @@ class TextStream:
     """Text of a sequence of tokens, piece by piece.  Invalid UTF-8 becomes U+FFFD.
 
     Some tokenizers decode a token differently at the beginning of a text, so a piece is the growth
-    of the text since the previous piece."""
+    of the text since the previous piece.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.tokens, self.text = tokenizer, [], ""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpc3d.tensor.layout import Layout
     from hpc3d.training.optimizer import StateSpec
 
-SHOWN = 10  # at most so many findings are printed
+SHOWN = 10  # maximum number of findings in a report
 
 
 class GuardFinding(NamedTuple):

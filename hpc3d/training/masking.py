@@ -60,7 +60,7 @@ class Masking(NamedTuple):
     def masked(self, tokens: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int32 like `tokens` [B, T].
 
-        Targets are IGNORE where nothing is predicted.  Token number e uses draws 4 e to 4 e + 2 of
+        Targets without a prediction are IGNORE.  Token number e uses draws 4 e to 4 e + 2 of
         `key`.
         """
         draws = philox_draws(key, 0, _DRAWS * tokens.size)

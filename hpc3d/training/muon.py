@@ -1,5 +1,6 @@
-"""Muon: orthogonalized momentum of matrices (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon).
+"""Muon: orthogonalized momentum of matrices.
+
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon:
 
     m = b m + (1 - b) g;  O = orthogonalized b m + (1 - b) g;
     w = (1 - lr decay) w - 0.2 sqrt(max(A, B)) lr O

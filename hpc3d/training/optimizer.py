@@ -102,8 +102,10 @@ _VALUE = "value"
 
 
 class _Update(NamedTuple):
-    """Gradient, parameter values and states of an update, the latter two by name in `arrays`.
-    `item` is the first of the parameters to which they belong."""
+    """Arrays of an update: the gradient, and parameter values and states by name in `arrays`.
+
+    `item` is the first of the parameters to which they belong.
+    """
 
     item: Parameter
     parameters: Parameters
@@ -154,7 +156,7 @@ class Optimizer:
 
     @classmethod
     def at_once(cls, mesh: Mesh) -> int:
-        """Return how many identical layers to update together, to amortize launches."""
+        """Return the number of identical layers to update together, which costs less per layer."""
         return 1
 
     def _zeros(self, spec):
@@ -207,8 +209,11 @@ class Optimizer:
             yield (value, states.get(MASTER.name), update.grad), states, update.keep(decay)
 
     def _stretches(self) -> Iterator[_Update]:
-        """Yield the slices to update, in short stretches if any array is offloaded, so that only a
-        small part of a large model is in memory."""
+        """Yield the slices to update.
+
+        If any array is offloaded, they are short, so that only a small part of a large model is
+        in memory.
+        """
         for piece in self.parameters.pieces:
             update = self._update_of(piece)
             size = update.grad.size

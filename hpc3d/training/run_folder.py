@@ -133,8 +133,10 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
 
 
 def _locked(file: TextIO) -> bool:
-    """Try to lock a file; return False if another process holds the lock.  A file system without
-    locks is trusted."""
+    """Try to lock a file; return False if another process holds the lock.
+
+    A file system without locks is trusted.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A training step, the same on every rank."""
+"""Training step, the same on every rank."""
 
 from __future__ import annotations
 
