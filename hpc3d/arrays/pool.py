@@ -132,7 +132,7 @@ class Pool:
         return array
 
     def bring(self, array: np.ndarray | float) -> Any:
-        """Copy a host array to the device of this pool."""
+        """Return a host array on the device of this pool."""
         return array
 
     def synchronize(self) -> None:

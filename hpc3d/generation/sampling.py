@@ -14,7 +14,7 @@ class Sampling(NamedTuple):
     """Sampling parameters with the semantics of `transformers`.
 
     The logits are divided by the `temperature`; the `top_k` largest are kept (0: all); of these,
-    the most probable tokens with a total probability of `top_p` are kept (Holtzman et al.  2020,
+    the smallest set of most probable tokens that reaches `top_p` is kept (Holtzman et al. 2020,
     arXiv:1904.09751).  A temperature of 0 takes the largest logit.
     """
 
