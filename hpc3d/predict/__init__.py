@@ -1,1 +1,1 @@
-"""What a run would cost: its program, its machine, and the layouts to choose from."""
+"""Prediction of time, memory and communication of a run, and search for the best layout."""

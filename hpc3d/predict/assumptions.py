@@ -1,4 +1,4 @@
-"""What a prediction takes for granted of a mixture of experts, in words."""
+"""Assumptions of a prediction about a mixture of experts, as lines to print."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ if TYPE_CHECKING:
 
 
 def of_mixture(config: Config) -> dict[str, Any]:
-    """Plain values of a mixture whose vocabulary is settled, {} of a dense model: `parameters` and
-    the `active` ones, those that a token meets; `slots` of an expert for a sequence, which are
-    `capacity` times its even share, top_k s / E."""
+    """Return the sizes of a mixture of experts as plain values, or {} for a dense model.
+
+    The vocabulary of `config` must be resolved. `parameters` is the total count and `active` the
+    count that a token uses. `blocks` is the number of blocks with a mixture. `slots` is the number
+    of slots of an expert for a sequence: `capacity` times its even share top_k s / E.
+    """
     model = config.model
     experts = family_of(model).sizes(model, model.vocabulary).experts
     if not experts:
@@ -30,7 +33,10 @@ def of_mixture(config: Config) -> dict[str, Any]:
 
 
 def lines(config: Config) -> list[str]:
-    """The same as lines to print: nothing that is predicted depends on who goes where."""
+    """Return the sizes and assumptions of a mixture as lines to print, or [] for a dense model.
+
+    No prediction depends on the routing of tokens to experts.
+    """
     found = of_mixture(config)
     if not found:
         return []
@@ -49,7 +55,7 @@ def lines(config: Config) -> list[str]:
 
 
 def _short(count: float) -> str:
-    """A count with four digits, as 1.571 T."""
+    """Format a count with four digits and a unit, such as 1.571 T."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""A step of an input file, predicted on a machine: what was simulated and its summary."""
+"""Predicted training step of an input file: the simulation and its summary."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 
 class PredictedStep(NamedTuple):
-    """A settled `config` on a `machine`: the StageRuns, and plain values of their `summary`, with
-    those of evaluations and of a mixture of experts where there are any."""
+    """Simulated step of a resolved `config` on a `machine`.
+
+    `runs` has one StageRun per stage. `summary` has plain values, including those of evaluation
+    and of a mixture of experts if the input uses them.
+    """
 
     config: Config
     machine: Machine
@@ -29,7 +32,7 @@ class PredictedStep(NamedTuple):
     summary: dict[str, Any]
 
     def keep(self, folder: Path) -> Path:
-        """Make the folder and write a simulated trace there; its path."""
+        """Create the folder, write a simulated trace to it and return the trace's path."""
         folder.mkdir(parents=True)
         return write_trace(folder, self.runs, self.config, self.machine)
 
@@ -41,8 +44,11 @@ def predicted_step(
     ranks: int | None = None,
     of_run: bool = False,
 ) -> PredictedStep:
-    """The PredictedStep of an input for as many ranks; ValueError if it breaks a rule or there is
-    no such machine.  `of_run` is that of hpc3d.config.load."""
+    """Predict a training step of an input on so many ranks.
+
+    `of_run` is passed to hpc3d.config.load. Raises ValueError if the input breaks a rule or the
+    machine does not exist.
+    """
     config = load_resolved(source, overrides, ranks, of_run)
     known = load(machine)
     runs = simulate(config, config.model.vocabulary, known)

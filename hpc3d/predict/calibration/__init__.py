@@ -1,1 +1,1 @@
-"""A machine from traces of runs on it."""
+"""Calibration of a machine from traces of runs on it."""

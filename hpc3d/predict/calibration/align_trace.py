@@ -1,9 +1,9 @@
-"""A measured trace beside what arrays without data count: what each stretch of time went into.
+"""Alignment of a measured trace with the products, kernels and calls that the program makes.
 
-A rank on arrays without data (hpc3d.arrays.abstract) makes the rows of a real one, in the same
-order, and records the products and kernels that lie in them and between them.  Where its recorder
-counts these records instead of time, the times of a row say which of it belongs there.  Rows of
-category copy and io have none: the former come and go with time, the latter with data.
+A rank on abstract arrays (hpc3d.arrays.abstract) records the same rows as a real rank, in the same
+order, and also logs the products and kernels between and within them. Its recorder uses the length
+of this log as its clock, so the timestamps of a row are indices into the log. Rows of category
+copy and io are left out: they depend on timing and on data.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TimedKernel(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a trace says of a call, and how many ranks make it."""
+    """Operation, counted bytes and group size of a communication call."""
 
     op: str
     bytes: int
@@ -64,8 +64,11 @@ class Call(NamedTuple):
 
 
 class TimedWork(NamedTuple):
-    """What a rank does between the ends of two rows: its Products and Kernels, the Call of the
-    second row (None if that is no call), and the seconds that it takes."""
+    """Work of a rank between the ends of two consecutive rows, and its duration in seconds.
+
+    `computed` has the Products and TimedKernels. `call` is the Call of the second row, or None if
+    that row is not a call.
+    """
 
     computed: tuple
     call: Call | None
@@ -73,7 +76,7 @@ class TimedWork(NamedTuple):
 
 
 class _MeterLog(CostMeter):
-    """All that the arrays of a rank record, in order."""
+    """Log of all products and kernels of a rank's arrays, in order."""
 
     def __init__(self) -> None:
         self.entries = []
@@ -86,15 +89,18 @@ class _MeterLog(CostMeter):
 
 
 class _ExpectedRows(NamedTuple):
-    """The rows of a rank in a step of the steady state, and the Products and Kernels between the
-    ends of each two of them; the last entry has those after all rows."""
+    """Rows of a rank in a steady-state step, with the Products and TimedKernels between their
+    ends.
+
+    The last entry of `computed` has the work after the last row.
+    """
 
     rows: np.recarray
     computed: list
 
 
 def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) -> _ExpectedRows:
-    """The Script of the rank at `coords` (axis -> coordinate)."""
+    """Return the _ExpectedRows of the rank at `coords` (axis -> coordinate)."""
     log = _MeterLog()
     mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(log))
     ledger = MemoryRecorder(mesh.rank, lambda: len(log.entries))
@@ -110,12 +116,11 @@ def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) 
 
 
 def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
-    """The TimedWork of every rank of an open trace in a step, a list: medians over its steps,
-    without the first `skip` of them.
+    """Return the TimedWork of every rank of an open trace in a step.
 
-    ValueError for a trace of another clock than CPU time (on the wall a rank also waits,
-    and where ranks share a core the work of one is in the times of the other), or one that
-    other code has made.
+    Durations are medians over the steps after the first `skip`. Raises ValueError if other code
+    wrote the trace or if its clock is not CPU time. Wall-clock time includes waiting and, on
+    shared cores, the work of other ranks.
     """
     config = configuration(trace)
     program, grid, found = program_of(config), config.mesh.grid(), []
@@ -132,15 +137,18 @@ def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
 
 
 def _parts(computed: tuple, call: Call | None, before: float, inside: float) -> list[TimedWork]:
-    """The TimedWork before a row and in it; what Python does before a call is part of this call,
-    unless there is something else that it may be."""
+    """Split the time around a row into the TimedWork before it and the TimedWork of its call.
+
+    If nothing is computed before a call, Python's overhead before it is counted as part of the
+    call.
+    """
     if call is None or not computed:
         return [TimedWork(computed, call, before + inside)]
     return [TimedWork(computed, None, before), TimedWork((), call, inside)]
 
 
 def configuration(trace: Trace) -> Config:
-    """The Config of a trace that can be aligned."""
+    """Return the Config of a trace, or raise ValueError if the trace cannot be aligned."""
     config = stored(trace.attrs["config"])
     if config.trace.clock != "cpu":
         raise ValueError(
@@ -151,14 +159,14 @@ def configuration(trace: Trace) -> Config:
 
 
 def _steps_of(trace: Trace, rank: int) -> list[tuple[int, ...]]:
-    """Number, start and end of each step of a rank."""
+    """Return the number, start and end of each step of a rank."""
     mine = trace.steps["rank"] == rank
     columns = (trace.steps[key][mine].tolist() for key in ("step", "t_start", "t_end"))
     return [*zip(*columns, strict=True)]
 
 
 def _rows_of(trace: Trace, rank: int) -> np.recarray:
-    """The rows of a rank in the order in which they ended."""
+    """Return the rows of a rank in the order in which they ended."""
     mine, names = trace.rows(rank), ("step", *_SAME, *_TIMES)
     rows = np.rec.fromarrays([trace.events[name, mine] for name in names], names=[*names])
     return rows[np.argsort(rows.t_start + rows.dur, kind="stable")]
@@ -167,11 +175,11 @@ def _rows_of(trace: Trace, rank: int) -> np.recarray:
 def _aligned(
     rows: np.recarray, expected: _ExpectedRows, step: int, begin: int, end: int
 ) -> np.ndarray | None:
-    """Seconds before each row of a script, from the end of the row before, and in it, [2, rows];
-    the end of the step is a row of no length.  None if the `rows` are others.
+    """Return the seconds before and in each expected row, shape [2, rows], or None if rows differ.
 
-    The time in which a call was made that was waited for later (category copy) is time in this
-    call, although other rows may lie between the two.
+    The time before a row starts at the end of the preceding row. The end of the step is a row of
+    zero length. If a call is waited for after it was posted, the time to post it (category copy)
+    is part of the call, even if other rows lie between the two.
     """
     rows = rows[rows.step == step]
     extra = np.isin(rows.category, _EXTRA)
@@ -191,7 +199,6 @@ def _aligned(
 
 
 def _call_of(trace: Trace, row: np.void) -> Call | None:
-    """The Call of a row, or None."""
     if row["category"] != _COMM:
         return None
     op = OP[row["op"]]

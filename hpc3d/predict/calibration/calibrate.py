@@ -1,12 +1,12 @@
-"""A machine from traces of runs on it.
+"""Machine model fitted to traces of runs on the machine.
 
-What the ranks did from row to row is known, and how long it took (align_trace.py).  Seconds
-of products and calls are means by size, one for every doubling of it.  The bytes a second of each
-kernel, and the launch of any, are those that fit the measured times best.  What Python does
-between two kernels is in there, too.
+align_trace.py says which work each rank did between two rows, and how long it took. The times of
+products and calls are means by size, with one bin per doubling of the size. The bandwidth of each
+kernel and the common launch time are a least-squares fit to the measured times. They include
+Python's overhead between kernels.
 
-The times are CPU times of the ranks.  On the wall a step takes as long as their work, and
-in every call the time in which those that have waited wake up.
+All times are CPU times of the ranks. On the wall clock, a step takes as long as the work of its
+ranks plus, in every call, the wake-up time of the ranks that waited.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 
 _LEAST_S = 1e-7  # no call is faster
 _PROBE_S = 1e-4
-MOST_S = 3e-4  # that a rank which waits oversleeps: a nap (hpc3d.comm.mpi) and the timer's slack
+# Longest plausible wake-up delay: a nap (hpc3d.comm.mpi) and the timer's slack.
+MOST_S = 3e-4
 
 
 def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
-    """The Machine of ranks that did `works` (align_trace.Work) on one node; `facts` are
-    its name, source, ranks_per_node, cores and memory_gb."""
+    """Return the Machine of ranks that did `works` on one node.
+
+    `facts` are its name, source, ranks_per_node, cores and memory_gb.
+    """
     rates = _rates_of(works)
     launch, kernels, bandwidth = _kernels_of(works, rates)
     tables = _tables_of(works, bandwidth)
@@ -53,7 +56,7 @@ def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
 
 
 def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
-    """dtype -> Rates, from rows that are one product."""
+    """Return the Rates by dtype, from rows that contain exactly one product."""
     found = defaultdict(list)
     for work in works:
         if work.call is None and len(work.computed) == 1 and isinstance(work.computed[0], Product):
@@ -69,7 +72,7 @@ def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
 def _octave_means(
     points: Sequence[tuple[float, float]],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Points (x, y) as two tuples: the means of those between 2^(i - 1/2) and 2^(i + 1/2) in x."""
+    """Return the means (x, y) of the points in each octave, 2^(i - 1/2) to 2^(i + 1/2) in x."""
     octaves = defaultdict(list)
     for x, y in points:
         octaves[round(log2(x))].append((x, y))
@@ -78,17 +81,20 @@ def _octave_means(
 
 
 def _rounded(value: float) -> float:
-    """Four digits: there is not more in a measurement."""
+    """Round to four significant digits, the precision of the measurements."""
     return float(f"{value:.4g}")
 
 
 def _kernels_of(
     works: Sequence[TimedWork], rates: Mapping[str, Rates]
 ) -> tuple[float, dict[str, float], float]:
-    """Seconds of a launch, bytes/s by kernel, and bytes/s of all kernels together.
+    """Return the launch time, the bytes/s by kernel, and the bytes/s of all kernels together.
 
-    seconds - products = sum over kernels of launch + bytes / rate, for all rows that are no call,
-    by least squares; a row counts by 1 / sqrt(seconds), as what is a sum of many.
+    Weighted least-squares fit over all rows that are not calls:
+
+    seconds - products = sum over kernels of launch + bytes / rate
+
+    A row has the weight 1 / sqrt(seconds), because its time is a sum of many.
     """
     rows = [work for work in works if work.call is None and _kernels_in(work)]
     names = sorted({each.name for work in rows for each in _kernels_in(work)})
@@ -110,13 +116,13 @@ def _kernels_in(work: TimedWork) -> list[TimedKernel]:
 
 
 def _in_products(work: TimedWork, rates: Mapping[str, Rates]) -> float:
-    """Seconds of the products in a row."""
+    """Return the seconds that the rates predict for the products of a row."""
     products = [each for each in work.computed if isinstance(each, Product)]
     return sum(each.flop / rates[each.dtype].curve(each.flop) for each in products)
 
 
 def _positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
-    """Least squares, without the columns that would come out negative."""
+    """Solve a least-squares problem, dropping columns with negative coefficients."""
     found, used = np.zeros(matrix.shape[1]), np.arange(matrix.shape[1])
     while True:
         part = np.linalg.lstsq(matrix[:, used], values, rcond=None)[0]
@@ -127,7 +133,7 @@ def _positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
 
 
 def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable, ...]:
-    """A CallTable for every operation and number of members."""
+    """Return a CallTable for every operation and group size."""
     found = defaultdict(list)
     for work in works:
         if work.call and work.call.bytes:
@@ -140,7 +146,10 @@ def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable,
 
 
 def _table(found: tuple, bandwidth: float) -> tuple:
-    """At least two knots: beyond a lone one a block is copied."""
+    """Return a table with at least two knots.
+
+    A single knot is extended to twice its bytes, at the memory bandwidth.
+    """
     (bytes_, *more), (seconds, *_) = found
     if more:
         return found
@@ -148,10 +157,10 @@ def _table(found: tuple, bandwidth: float) -> tuple:
 
 
 def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Machine:
-    """`machine` with the wakeup_s that steps took beyond the work of their ranks: the median over
-    pairs (config, seconds) of runs in which each rank had a core.
+    """Return `machine` with the wake-up time that explains the measured step times.
 
-    It is not above MOST_S: what is more was the work of other programs.
+    `timed` has pairs (config, seconds) of runs in which each rank had a core. wakeup_s is the
+    median over these runs, at most MOST_S: any more was the work of other programs.
     """
     found = []
     for config, seconds in timed:
@@ -166,5 +175,5 @@ def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Mach
 
 
 def step_seconds(runs: Sequence[StageRun]) -> float:
-    """Seconds of a simulated step, over all its stages."""
+    """Return the duration of a simulated step over all its stages, in seconds."""
     return (max(run.step[3] for run in runs) - min(run.step[2] for run in runs)) * 1e-9

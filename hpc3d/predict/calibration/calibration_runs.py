@@ -1,6 +1,6 @@
-"""The runs that calibrate a machine, and others that show what the calibration is worth.
+"""Runs that calibrate a machine (CALIBRATE) and independent runs that check it (CHECK).
 
-A line has sizes of the mesh (all others are 1) and keys of the input file without their tables.
+Each line has mesh sizes (omitted sizes are 1) and keys of the input file without their sections.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
 
 
 def settings(line: str, **more: str) -> tuple[int, list[str]]:
-    """The number of ranks of a line, and the options that make a run of it."""
+    """Return the number of ranks of a line and the command-line options of its run."""
     pairs = dict(pair.split("=") for pair in f"{_BASE} {line}".split()) | more
     ranks = prod(int(pairs.get(axis, 1)) for axis in ("p", "d", "x", "y", "z"))
     options = ([f"--{_SECTION[key]}.{key}", value] for key, value in pairs.items())
@@ -66,6 +66,6 @@ def settings(line: str, **more: str) -> tuple[int, list[str]]:
 
 
 def config_of(line: str, **more: str) -> Config:
-    """The Config of a line."""
+    """Return the Config of a line."""
     ranks, words = settings(line, **more)
     return load_resolved(None, words, ranks)

@@ -1,1 +1,1 @@
-"""A machine as a file of facts: rates, links, collectives."""
+"""Machine model: compute rates, links and collective costs, read from a file."""

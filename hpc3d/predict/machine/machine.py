@@ -1,7 +1,7 @@
-"""A machine: how long its ranks take for products, kernels and calls, from a file of facts.
+"""Machine model: the seconds of products, kernels and communication calls.
 
-inputs/machines/*.toml are machines; `load` reads one, `dumps` writes one.  A rate or a table that
-was measured is kept as knots and interpolated, so that what was measured comes out again.
+Machine files are in inputs/machines/*.toml; machine_file.py reads and writes them. Measured rates
+and tables are stored as knots and interpolated, so that the model reproduces the measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")  # of pro
 
 
 class Curve:
-    """y(x) through knots, straight in log-log between them and constant beyond them."""
+    """Curve y(x) through knots, linear in log-log between them and constant beyond them."""
 
     def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
         self.x, self.y = tuple(map(float, x)), tuple(map(float, y))
@@ -45,8 +45,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Rates:
-    """What products of one type reach: `peak` FLOP/s is what MFU counts against, and a product
-    of `flop` floating-point operations reaches `rate` FLOP/s."""
+    """Rates of products of one dtype.
+
+    `peak` FLOP/s is the reference for MFU. A product of `flop` floating-point operations runs at
+    `rate` FLOP/s.
+    """
 
     __pydantic_config__ = STRICT
     peak: float
@@ -60,11 +63,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins `ranks` consecutive ranks (0: all).
+    """Network link that connects `ranks` consecutive ranks (0: all).
 
-    `alpha_s` is the latency of a message; one rank alone sends `bandwidth` bytes/s over the link,
-    all ranks of a node together `node_bandwidth` (0: they do not hinder each other), and one rank
-    to one other `pair_bandwidth` (0: all of its own; less where wires join pairs, not a switch).
+    `alpha_s` is the latency of a message. A single rank sends `bandwidth` bytes/s over the link,
+    and all ranks of a node together at most `node_bandwidth` (0: no shared limit). One rank sends
+    at most `pair_bandwidth` to one other rank (0: its full bandwidth; less if wires connect pairs
+    of ranks without a switch).
     """
 
     __pydantic_config__ = STRICT
@@ -75,18 +79,21 @@ class Link:
     pair_bandwidth: float = 0.0
 
     def beta(self, senders: int, ranks_per_node: int, peers: float = inf) -> float:
-        """Seconds a byte of a group of which `senders` ranks of a node send over the link, each to
-        as many `peers`, while the other ranks of the node do so in groups of their own."""
+        """Return the seconds per byte of a group of which `senders` ranks of a node use the link.
+
+        Each sends to `peers` other ranks, while the other ranks of the node do so in their own
+        groups.
+        """
         common = (self.node_bandwidth or inf) * min(1, senders / ranks_per_node)
         return 1 / min(senders * self.bandwidth, common, peers * (self.pair_bandwidth or inf))
 
 
 @dataclass(frozen=True)
 class CallTable:
-    """A table of measured calls: `seconds` that an `op` takes whose trace says `bytes`.
+    """Measured `seconds` of calls of an `op` by the bytes that a trace counts.
 
-    The group has `members`, `stride` ranks apart (0: any number of them, on one node); `groups`
-    says whether it called "alone" or all groups of the axis "at once".
+    The group has `members`, `stride` ranks apart (0: any stride, on one node). `groups` is "alone"
+    if only this group called, or "at once" if all groups of the axis called concurrently.
     """
 
     __pydantic_config__ = STRICT
@@ -102,21 +109,25 @@ class CallTable:
         return Curve(self.bytes, self.seconds)
 
     def time(self, nbytes: float) -> float:
-        """Seconds: between the knots in log-log, beyond them as alpha + beta nbytes."""
+        """Return the seconds: log-log interpolation between knots, alpha + beta nbytes beyond
+        them."""
         x, y = self.bytes, self.seconds
         if x[0] <= nbytes <= x[-1]:
             return self.curve(nbytes)
         if nbytes > x[-1]:
             return y[-1] + (nbytes - x[-1]) * max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
-        # No negative latency, however the first knots lie.
+        # Limit beta so that the extrapolated latency is not negative.
         beta = min(y[0] / x[0], max(0.0, (y[1] - y[0]) / (x[1] - x[0])))
         return y[0] - (x[0] - nbytes) * beta
 
 
 class Route(NamedTuple):
-    """How the calls of a group go: by a table, else with `alpha` from member to member, `hop`
-    between neighbours of a ring, and beta; `spread` instead of beta if each sends to all others.
-    Several members on several nodes have two `levels`, on a node and across.
+    """Cost parameters of the calls of a group.
+
+    Measured `tables` take precedence. Otherwise a message takes `alpha` between any members and
+    `hop` between neighbors of a ring, plus `beta` per byte, or `spread` per byte if each member
+    sends to all others. `levels` are the (inside, across) Levels of a group with several members
+    on several nodes.
     """
 
     members: int
@@ -135,17 +146,17 @@ def _over_nodes(
     leaving: float,
     tables: dict[str, Callable[[float], float]],
 ) -> Route:
-    """The Route of several members on several nodes; a ring of them takes `leaving` seconds a
-    byte from node to node.
+    """Return the Route of several members on several nodes.
 
-    It leaves each node once, through as many adapters as it has members there.  Its steps
-    overlap, so that their latency is that of the mean hop, as NCCL reckons (src/graph/tuning.cc).
-    A tree has steps inside of nodes and steps across.
+    A ring leaves each node once, through as many adapters as it has members there, and takes
+    `leaving` seconds per byte from node to node. Its steps overlap, so their latency is that of
+    the mean hop, as in NCCL (src/graph/tuning.cc). A tree has steps within nodes and steps across
+    nodes.
     """
     near, far = ceil(log2(inside.members)), ceil(log2(across.members))
     alpha = (near * inside.alpha + far * across.alpha) / (near + far)
     hop = inside.alpha + across.members / size * (across.alpha - inside.alpha)
-    elsewhere = (size - inside.members) / (size - 1)  # of the data of an all-to-all
+    elsewhere = (size - inside.members) / (size - 1)  # off-node share of an all-to-all
     return Route(
         members=size,
         alpha=alpha,
@@ -159,14 +170,15 @@ def _over_nodes(
 
 @dataclass(frozen=True)
 class Machine:
-    """The ranks of a machine and what joins them; `source` tells where the numbers are from.
+    """Model of a machine's ranks and links; `source` says where the numbers come from.
 
-    A node has `ranks_per_node`; where they outnumber its `cores`, they share them (0: each rank
-    has a device).  `memory_gb` is that of a rank.  A kernel takes `launch_s` and the time to move
-    its bytes at `memory_bandwidth`, or at its own rate in `kernels`, in bytes/s.  `links` go from
-    the innermost outwards.  A core makes calls itself, and goes on with its rank `wakeup_s` after
-    what that waited for.  A device's fused attention takes heads up to `max_fused_head_dim` (0:
-    it has none), and copies `host_bandwidth` bytes/s to its host or from there (25e9: PCIe 4 x16).
+    A node has `ranks_per_node` ranks, which share its `cores` if they outnumber them (0 cores:
+    each rank has a device). `memory_gb` is per rank. A kernel takes `launch_s` plus the time to
+    move its bytes at `memory_bandwidth`, or at its own rate in `kernels`, in bytes/s. `links` are
+    ordered from the innermost outwards. Without devices, a core makes the calls itself, and a rank
+    that waited resumes after `wakeup_s`. A device's fused attention supports heads up to
+    `max_fused_head_dim` (0: none). A device copies `host_bandwidth` bytes/s to or from its host
+    (25e9: PCIe 4 x16).
     """
 
     __pydantic_config__ = STRICT
@@ -186,17 +198,17 @@ class Machine:
     host_bandwidth: float = 25e9
 
     def product(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
-        """Seconds of `batch` products [m, k] [k, n].
+        """Return the seconds of `batch` products [m, k] [k, n].
 
-        No product is faster than a launch, and a device moves the operands through its memory
-        (S. Williams et al., "Roofline", CACM 52(4), 2009); a core finds them in its caches.
-        ValueError where the machine has no rates of the type.
+        A product takes at least one launch. A device moves the operands through its memory (S.
+        Williams et al., "Roofline", CACM 52(4), 2009); a core finds them in its caches. Raises
+        ValueError if the machine has no rates of the dtype.
         """
         moved = 0 if self.cores else batch * (m * k + k * n + m * n) * itemsize(dtype)
         return self.fused(2.0 * m * n * k * batch, moved, dtype)
 
     def fused(self, flop: float, nbytes: float, dtype: str) -> float:
-        """Seconds of a kernel of `flop` in products, which moves `nbytes` through its memory."""
+        """Return the seconds of a kernel that multiplies `flop` and moves `nbytes` through memory."""
         if dtype not in self.gemm:
             raise ValueError(
                 f"machine {self.name}: no rates of {dtype} (it has {', '.join(self.gemm)}); add "
@@ -206,15 +218,16 @@ class Machine:
         return max(self.launch_s, computed, nbytes / self.memory_bandwidth)
 
     def kernel(self, name: str, nbytes: float) -> float:
-        """Seconds of an elementwise kernel that reads and writes `nbytes` in all."""
+        """Return the seconds of an elementwise kernel that reads and writes `nbytes` in total."""
         return self.launch_s + nbytes / self.kernels.get(name, self.memory_bandwidth)
 
     def call(self, op: str, nbytes: float, members: Sequence[int]) -> float:
-        """Seconds of a call of the ranks `members` (a tuple or a range) that all groups along
-        their axis make at once; `nbytes` is what a trace counts.
+        """Return the seconds of a call that all groups along an axis make concurrently.
 
-        A call is a launch and its messages (collectives.best); where it was measured, the table
-        has both.  Between hosts of cores it has parts (hpc3d.predict.machine.between_hosts).
+        `members` are the ranks of one group (a tuple or a range) and `nbytes` the bytes that a
+        trace counts. A call is a launch and its messages (collective_costs.best); a measured table
+        includes both. Calls between hosts without devices are split in two
+        (hpc3d.predict.machine.between_hosts).
         """
         if len(members) == 1:
             return 0.0
@@ -230,7 +243,8 @@ class Machine:
         return self.launch_s + seconds
 
     def crossing(self, members: Sequence[int]) -> Crossing | None:
-        """The Crossing of a group (hpc3d.predict.machine.between_hosts); None on one node."""
+        """Return the Crossing of a group (hpc3d.predict.machine.between_hosts), or None on one
+        node."""
         members = members if isinstance(members, range) else tuple(members)
         if members not in self._crossings:
             self._crossings[members] = between_hosts.crossing(self, members)
@@ -238,12 +252,12 @@ class Machine:
 
     @cached_property
     def _crossings(self) -> dict[tuple[int, ...], Crossing | None]:
-        """The crossings that were asked for: members -> Crossing or None."""
+        """Cache of crossings: members -> Crossing or None."""
         return {}
 
     @cached_property
     def anywhere(self) -> dict[tuple[str, int], Callable[[float], float]]:
-        """(op, members) -> the time that was measured of groups with any stride."""
+        """Measured times of groups with any stride: (op, members) -> time function."""
         return {
             (each.op, each.members): each.time
             for groups in ("alone", "at once")
@@ -253,11 +267,11 @@ class Machine:
 
     @cached_property
     def _routes(self) -> dict[tuple[int, ...], Route]:
-        """The routes that were asked for: members -> Route."""
+        """Cache of routes: members -> Route."""
         return {}
 
     def route(self, members: tuple[int, ...]) -> Route:
-        """The Route of two ranks or more, as many of them on one node as on another."""
+        """Return the Route of at least two ranks, the same number of them on each node."""
         on_node, ranks = self.by_node(members), self.ranks_per_node
         here = max(on_node, key=len)
         near, far = self.link(here), self.link(members)
@@ -271,14 +285,14 @@ class Machine:
         return _over_nodes(len(members), inside, across, far.beta(len(here), ranks), tables)
 
     def by_node(self, members: Sequence[int]) -> Collection[list[int]]:
-        """The members on each node."""
+        """Return the members on each node."""
         nodes = defaultdict(list)
         for rank in members:
             nodes[rank // self.ranks_per_node].append(rank)
         return nodes.values()
 
     def link(self, members: Sequence[int]) -> Link:
-        """The innermost link that joins them."""
+        """Return the innermost link that connects the members."""
         low, high = min(members), max(members)
         joins = (not link.ranks or low // link.ranks == high // link.ranks for link in self.links)
         return next(compress(self.links, joins))
@@ -286,8 +300,11 @@ class Machine:
     def tables(
         self, members: Sequence[int], alone_serves: bool
     ) -> dict[str, Callable[[float], float]]:
-        """op -> the time that was measured for such a group: at once with others, or alone where
-        it has its links to itself; for any stride it was measured on one node."""
+        """Return the measured times that apply to a group: op -> time function.
+
+        Tables measured "at once" take precedence. Tables measured "alone" apply if `alone_serves`:
+        the group has its links to itself. Tables without a stride apply on one node.
+        """
         ranks, across = sorted(members), len(self.by_node(members)) > 1
         strides = {there - here for here, there in pairwise(ranks)}
         found = {}

@@ -1,5 +1,4 @@
-"""A machine as a TOML file: reading and writing it, and what it must have: keys and types, then
-the rules about its numbers."""
+"""Reading, validating and writing machine files in TOML."""
 
 from __future__ import annotations
 
@@ -26,15 +25,15 @@ _PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
 def load(path: Path | str) -> Machine:
-    """The Machine of a TOML file, or of a name of hpc3d.shipped.
+    """Return the Machine of a TOML file or of a name in hpc3d.shipped.
 
-    Raises ValueError with one line for every error, each with its key and the remedy.
+    Raises ValueError with one line for every error, each with its key and the fix.
     """
     return _validate(read(find(path, MACHINE)))
 
 
 def dumps(machine: Machine) -> str:
-    """The text of a file that `load` reads as an equal machine."""
+    """Return the text of a TOML file that `load` reads as an equal machine."""
     tree = asdict(machine)
     gemm, links, kernels, measured = map(tree.pop, ("gemm", "links", "kernels", "measured"))
     parts = [_table("", tree)]
@@ -46,27 +45,26 @@ def dumps(machine: Machine) -> str:
 
 
 def _table(head: str, values: Mapping[str, Any]) -> str:
-    """A table as TOML writes it."""
     lines = [f"{_key(name)} = {literal(value)}" for name, value in values.items()]
     return "\n".join([*([head] if head else []), *lines, ""])
 
 
 def _key(name: str) -> str:
-    """A key as TOML writes it."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else literal(name)
 
 
 def _validate(tree: dict[str, Any]) -> Machine:
-    """A tree of tables as a `Machine`; prints a warning for each old name.
+    """Convert a tree of tables to a Machine, and print a warning for each old name.
 
-    Raises ValueError with one line for every error, each with its key and the remedy.
+    Raises ValueError with one line for every error, each with its key and the fix.
     """
     import json
 
     from pydantic import TypeAdapter, ValidationError
 
     renamed.warn(renamed.rename_keys(tree, _RENAMED))
-    # As JSON a table may stand for a dataclass although types are strict: true is no number.
+    # In strict mode, pydantic converts a table to a dataclass only from JSON. Strict mode is needed
+    # to reject true as a number.
     text = json.dumps(tree, default=str)
     try:
         machine = TypeAdapter(Machine).validate_json(text, strict=True)
@@ -79,7 +77,7 @@ def _validate(tree: dict[str, Any]) -> Machine:
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    """One line for one of pydantic's errors."""
+    """Format one of pydantic's errors as a line."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
         return f"{key}: missing; add it"
@@ -89,14 +87,14 @@ def _explain(error: Mapping[str, Any]) -> str:
 
 
 def _hint(*place: str) -> str:
-    """The key that an unknown one may stand for, or those known there."""
+    """Suggest a similar known key, or list the known keys."""
     known = [each.name for each in fields(_PARTS[place[0]] if len(place) > 1 else Machine)]
     near = get_close_matches(place[-1], known, 1)
     return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
 
 
 def _wrong_numbers(machine: Machine) -> Iterator[str]:
-    """Numbers out of range, rates whose knots are invalid."""
+    """Yield errors of numbers out of range."""
     if not (machine.name.strip() and machine.name.isprintable()):
         yield f"name = {machine.name!r}: must not be empty; write one line of printable letters"
     if machine.ranks_per_node < 1:
@@ -126,7 +124,7 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_rates(machine: Machine) -> Iterator[str]:
-    """Rates of products that are missing, or above their own peak."""
+    """Yield errors of missing product rates, invalid knots and rates above their peak."""
     if not machine.gemm:
         yield "gemm: none; add [gemm.float32] or that of another type"
     for dtype, rates in machine.gemm.items():
@@ -141,7 +139,7 @@ def _wrong_rates(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_links(machine: Machine) -> Iterator[str]:
-    """Links that do not go from the innermost outwards."""
+    """Yield errors of links that are not ordered from the innermost outwards."""
     if not machine.links:
         yield "links: none; add [[links]] with ranks = 0, which joins all"
     for place, link in enumerate(machine.links):
@@ -155,7 +153,7 @@ def _wrong_links(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
-    """What is wrong with one of them."""
+    """Yield the errors of one link."""
     if last and link.ranks:
         yield f"{key}.ranks = {link.ranks}: the last link joins all ranks; write 0"
     if not last and link.ranks < 2:
@@ -170,7 +168,7 @@ def _wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
 
 
 def _wrong_tables(machine: Machine) -> Iterator[str]:
-    """Calls that do not exist, or are there twice."""
+    """Yield errors of unknown, invalid and duplicate measured calls."""
     for place, table in enumerate(machine.measured):
         key = f"measured.{place}"
         if table.op not in ALGORITHMS:
@@ -190,7 +188,7 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterator[str]:
-    """What keeps two columns from being knots of a curve; the first must ascend."""
+    """Yield an error if two columns are not the knots of a curve; the first must ascend."""
     (first, x), (second, y) = columns.items()
     if len(x) != len(y) or len(x) < least:
         yield (
@@ -204,5 +202,5 @@ def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterat
 
 
 def _sound(value: float) -> bool:
-    """Whether it is a positive number."""
+    """Return True if a number is positive and finite."""
     return 0 < value < inf
