@@ -208,7 +208,7 @@ class Machine:
         return self.fused(2.0 * m * n * k * batch, moved, dtype)
 
     def fused(self, flop: float, nbytes: float, dtype: str) -> float:
-        """Return the seconds of a kernel that multiplies `flop` and moves `nbytes` through memory."""
+        """Return the seconds of a kernel with `flop` in products and `nbytes` of traffic."""
         if dtype not in self.gemm:
             raise ValueError(
                 f"machine {self.name}: no rates of {dtype} (it has {', '.join(self.gemm)}); add "

@@ -63,8 +63,8 @@ def _validate(tree: dict[str, Any]) -> Machine:
     from pydantic import TypeAdapter, ValidationError
 
     renamed.warn(renamed.rename_keys(tree, _RENAMED))
-    # In strict mode, pydantic converts a table to a dataclass only from JSON. Strict mode is needed
-    # to reject true as a number.
+    # In strict mode, which rejects true as a number, pydantic converts tables to dataclasses only
+    # from JSON.
     text = json.dumps(tree, default=str)
     try:
         machine = TypeAdapter(Machine).validate_json(text, strict=True)

@@ -1,1 +1,1 @@
-"""Which layout has the shortest step."""
+"""Search for the layout with the shortest step."""

@@ -1,8 +1,8 @@
-"""Uneven layers and buckets of other sizes, for the best few of what a search found.
+"""Uneven layers per stage and other bucket sizes for the best layouts of a search.
 
-What else a search decides does not wait for these two, for they gain little where the rest is
-good.  The layers of each part are looked for on the clock of the schedule (layer_counts.py), also
-where even ones do not fit.  Buckets hold a layer's gradient, or 2, 4, ... times as much.
+The rest of the search does not depend on these two, because they gain little on a good layout. The
+schedule simulator evaluates the layers per stage (layer_counts.py), also for layouts that do not
+fit with even layers. A bucket holds the gradient of 1, 2, 4, ... layers.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.planning.estimate import Estimate, Estimator
 
-_FEW = 6  # layouts whose layers are looked into
-_SCHEDULES = 3  # of a candidate
-_LESS = 2  # ways to save less memory that may fit with uneven layers
-_PASSES = 12_000_000  # on the clock, for all layouts together
-_WORTH = 0.01  # of a step
-_BUCKETS = 6  # sizes: those of 1, 2, 4, ... layers
+_FEW = 6  # layouts for which uneven layers are tried
+_SCHEDULES = 3  # schedules per candidate
+_LESS = 2  # memory options that save less and may fit with uneven layers
+_PASSES = 12_000_000  # budget of simulated passes for all layouts together
+_WORTH = 0.01  # least relative gain of a step for non-default keys
+_BUCKETS = 6  # number of bucket sizes: 1, 2, 4, ... layers
 
 
 class Offer(NamedTuple):
-    """An Estimate of the timed candidate of a number."""
+    """Estimate for the timed candidate with index `number`."""
 
     number: int
     estimate: Estimate
 
 
 def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
-    """Layouts with uneven layers that are shorter than with even ones, or fit better."""
+    """Yield layouts with uneven layers that are faster than with even layers, or fit better."""
     estimator = candidates.estimator
     limit = min((each.best.seconds for each in timed if each.fits), default=inf)
     found = [
@@ -61,7 +61,7 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
         left -= share - max(0, search.left)
         if counts:
             candidates.count += 1
-            # Where both are timed by the clock, they compare.
+            # Time both with the schedule simulator, so that they are comparable.
             clocked = estimator.estimate(_with_layers(config, even))._replace(config=config)
             other = estimator.estimate(_with_layers(config, counts))
             yield offer._replace(estimate=clocked)
@@ -70,8 +70,7 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 
 
 def gains(seconds: float, usual: float) -> bool:
-    """Whether a step with keys that are not the usual ones is so much shorter that it is worth
-    them."""
+    """Return True if non-default keys shorten a step enough to be worth setting."""
     return seconds < (1 - _WORTH) * usual
 
 
@@ -80,8 +79,11 @@ def _with_layers(config: Config, counts: Sequence[int]) -> Config:
 
 
 def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
-    """Layouts with even layers that uneven ones may make better: of each candidate with a pipeline
-    the fastest of a few schedules, and the fastest that save less memory than even ones need."""
+    """Yield layouts with even layers that uneven layers may improve.
+
+    These are the fastest few schedules of each candidate with a pipeline, and the fastest
+    estimates that save less memory than even layers need.
+    """
     for number, each in enumerate(timed):
         if each.best.config.mesh.p == 1:
             continue
@@ -95,7 +97,7 @@ def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 
 
 def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
-    """The fastest estimates with less done again than `best` does, or with less of ZeRO."""
+    """Yield the fastest estimates with less recomputation than `best`, or a lower ZeRO stage."""
     config, parallel = best.config, best.config.parallel
     ways = candidates.ways(config)
     way = MemoryOption(parallel.keep_gathered, parallel.recompute, parallel.attention)
@@ -109,7 +111,7 @@ def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
 
 
 def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
-    """Seconds that a layout would take if all stages had as much to do."""
+    """Return the step time that a layout would have if all stages had equal work."""
     config = estimate.config
     stages = [stage_content(each) for each in contents(config)]
     works = estimator.works(config, estimator.parts(config), stages)
@@ -118,7 +120,7 @@ def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
 
 
 def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> LayerPipeline:
-    """What the layers of a layout are given out to, each stage with `memory` bytes."""
+    """Return the LayerPipeline of a layout, with `memory` bytes per stage."""
     parts, parallel, stages = estimator.parts(config), config.parallel, config.mesh.p
     split = find(parallel.schedule).splits_backward
     none = _with_layers(config, (0,) * stages * parallel.chunks)
@@ -138,7 +140,10 @@ def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> Layer
 
 
 def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float]:
-    """Seconds of the sums of a stage with so many layers, as long for a byte as on the first."""
+    """Return the exposed gradient-reduction time of a stage as a function of its layers.
+
+    The time per byte is that of the first stage.
+    """
     chunks = contents(config)
     first = stage_content(chunks[0])
     shown = estimator.shown_sums(config, estimator.parts(config), first)
@@ -153,7 +158,7 @@ def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float
 
 
 def _held_of(estimator: Estimator, config: Config) -> Callable[[int, tuple[int, ...]], float]:
-    """Bytes of a stage whose chunks have so many layers."""
+    """Return the bytes of a stage as a function of the layers of its chunks."""
     parallel, parts = config.parallel, estimator.parts(config)
     place = Placement(config.mesh.p, parallel.chunks, find(parallel.schedule).v_shaped)
     sums, rest = estimator.update(config, stage_content(contents(config)[0]))
@@ -171,13 +176,13 @@ def _held_of(estimator: Estimator, config: Config) -> Callable[[int, tuple[int, 
 
 
 def _mixtures(config: Config, layers: int) -> float:
-    """Of so many layers those with mixtures of experts, in the mean; 0 where all are alike."""
+    """Return the mean number of layers with a mixture of experts, 0 if all layers are the same."""
     every = config.model.moe_every
     return layers / every if every > 1 else 0
 
 
 def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]:
-    """Estimates of a layout with buckets of other sizes, the fastest first."""
+    """Return estimates of a layout with other bucket sizes, fastest first."""
     sizes = bucket_sizes(candidates.estimator, config)
     candidates.count += len(sizes)
     sized = (replace(config.parallel, bucket_mb=size) for size in sizes)
@@ -186,8 +191,10 @@ def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]
 
 
 def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
-    """Megabytes of buckets of 1, 2, 4, ... layers, up to those of a stage; not the configured
-    size."""
+    """Return bucket sizes in megabytes: 1, 2, 4, ... layers, up to a full stage.
+
+    The configured size is left out.
+    """
     sample = estimator.sample(config, config.parallel.zero)
     layer = sample.held[(sample.layers,)]["gradient"] / len(sample.layers.layers)
     whole = max(
@@ -199,6 +206,6 @@ def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
 
 
 def _rounded_up(size: float) -> float:
-    """To two digits, not below `size`, so that what a bucket is to hold fits into it."""
+    """Round up to two digits, so that the intended gradients fit into the bucket."""
     unit = 10.0 ** (ceil(log10(size)) - 2)
     return round(ceil(size / unit * (1 - 1e-12)) * unit, 12)

@@ -1,4 +1,4 @@
-"""What layouts take at least: their work, their words, and their bubble, for a search to go by."""
+"""Lower bounds of step times from compute, communication volume and pipeline bubble."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ _KINDS = {
     "2.5d": "2.5-D",
     "3d": "3-D",
 }
-_SHORT = 2  # candidates with the same p and d that are looked at in any case
-_BOUND_MARGIN = 0.7  # of what one layout computes or moves, another may do without
+_SHORT = 2  # candidates per (p, d, c, e) on the short list
+_BOUND_MARGIN = 0.7  # fraction of a layout's work and communication that is a lower bound
 
 
 class Candidate(NamedTuple):
-    """A layout but for its schedule and what it keeps; `moves` are the seconds of its words by
-    axis, `work` those of them that a core takes for them, and `hidden` those for which a pass need
-    not wait."""
+    """Layout without its schedule and memory options.
+
+    `moves` has the seconds of communication by axis. `work` is the part of them that a core
+    spends, and `hidden` the part that overlaps with computation.
+    """
 
     config: Config
     moves: dict
@@ -53,14 +55,17 @@ class Candidate(NamedTuple):
 
 
 def kind(config: Config) -> str:
-    """What the scheme is called; "none" where there is one rank on all tensor axes."""
+    """Return the class of the scheme, such as "2-D"; "none" with one rank on all tensor axes."""
     mesh = config.mesh
     return "none" if mesh.x * mesh.y * mesh.z == 1 else _KINDS[config.parallel.scheme]
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Of the candidates with the same p, d, c and e those with the shortest words, shortest first:
-    some in all, and one of every kind.  (lists, other candidates)."""
+    """Return (lists of candidates to time first, other candidates).
+
+    There is a list for each (p, d, c, e). It has the candidates with the least communication,
+    shortest first: a fixed number and at least one of every kind.
+    """
     groups, others = {}, []
     for candidate in sorted(candidates, key=lambda candidate: sum(candidate.moves.values())):
         mesh = candidate.config.mesh
@@ -71,7 +76,7 @@ def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], 
 
 
 def _product_type(config: Config, machine: Machine) -> str:
-    """The fastest type in which the products of layers are made."""
+    """Return the fastest dtype in which the matrix products of layers run."""
     train = config.train
     asked = (train.backend, train.product_dtype, train.product_scale)
     coded = asked == ("cupy", "float8", "tensor") and E4M3 in machine.gemm
@@ -79,13 +84,13 @@ def _product_type(config: Config, machine: Machine) -> str:
 
 
 class Bounds:
-    """What layouts take at least on a machine: an ideal step, its pipeline's bubble, its words."""
+    """Lower bounds of layouts on a machine: ideal compute, pipeline bubble, communication."""
 
     def __init__(self, config: Config, ranks: int, vocabulary: int, machine: Machine) -> None:
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
         computed = sum(count * each.computed for count, each in block_products(model))
-        columns = int(computed) // (model.layers * model.hidden)  # of a block's products, as one
+        columns = int(computed) // (model.layers * model.hidden)  # all products of a block as one
         whole = machine.product(rows, columns, model.hidden, _product_type(config, machine))
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
@@ -96,7 +101,7 @@ class Bounds:
         return self.machine.call("all_gather", 1e6, (0, stride))
 
     def candidate(self, config: Config) -> Candidate:
-        """The Candidate of a layout, the heaviest axes innermost if they gain by that."""
+        """Return the Candidate of a layout, with the heaviest axes innermost if that is faster."""
         volume = volumes(config)
         candidate = self.moves(config, volume)
         if self.placed and volume:
@@ -106,17 +111,23 @@ class Bounds:
         return candidate
 
     def calibrate(self, config: Config, parts: PartCosts, fixed: float) -> None:
-        """Learn from the costs of a microbatch what a step computes on any layout, and what all
-        layouts take beside."""
+        """Update the bounds from the costs of a microbatch.
+
+        This sets the compute of a step on any layout, and the `fixed` seconds that all layouts
+        add.
+        """
         micros = config.parallel.microbatches * self.layers / config.mesh.p
         layer = parts.layer.forward + parts.layer.whole
         computed = micros * (layer.seconds - layer.waits.total() - self.launches)
         self.ideal, self.fixed = max(self.ideal, _BOUND_MARGIN * computed), fixed
 
     def least(self, candidate: Candidate) -> float:
-        """Seconds that a step takes at least: what it computes, with the number of microbatches
-        that is best between launches and bubble, and a part of its words, as some are hidden.
-        Ranks that share a core take as long as one alone, or as the work of all of them."""
+        """Return a lower bound on the step time in seconds.
+
+        It is the compute and bubble at the best number of microbatches, plus the fraction of the
+        communication that cannot be hidden. If ranks share a core, it is at least the work of all
+        of them.
+        """
         stages, micros, found = candidate.config.mesh.p, 1, []
         chunks = max(1, self.layers // stages)
         while micros <= candidate.config.train.batch:
@@ -131,13 +142,19 @@ class Bounds:
         )
 
     def shown_context(self, candidate: Candidate) -> float:
-        """Seconds that a candidate waits along c, about, if attention takes what it must."""
+        """Return the approximate exposed seconds of communication along c.
+
+        It overlaps with attention at peak rate.
+        """
         rate, hidden = self.machine.gemm[candidate.config.train.dtype].peak, candidate.hidden
         busy = attention_flops(candidate.config) / rate
         return candidate.moves.get(CONTEXT, 0.0) - min(hidden, busy)
 
     def moves(self, config: Config, volume: Mapping[str, float]) -> Candidate:
-        """The Candidate of a layout, with two calls a product, four a layer."""
+        """Return the Candidate of a layout.
+
+        Communication is estimated with two calls per product and four products per layer.
+        """
         itemsize = np.dtype(config.train.dtype).itemsize
         found, work = {}, 0.0
         for axis, count in volume.items():
@@ -151,7 +168,7 @@ class Bounds:
 
 
 def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
-    """(operation, number, ranks) of the calls along an axis."""
+    """Return (operation, number of calls, ranks) along an axis."""
     grid, layers = config.mesh.grid(), config.model.layers / config.mesh.p
     members = grid.ranks_over(axis.split(), {})
     if axis == "p":
@@ -171,21 +188,24 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
 
 
 def _seconds(sample: LayerSample, sequences: int) -> float:
-    """Of a forward and a backward pass of a layer."""
+    """Return the seconds of a forward and a backward pass of a layer."""
     passes = sample.layer_passes(sequences, halves=False)
     return passes.forward.seconds + passes.whole.seconds
 
 
 def _smallest(config: Config) -> Config:
-    """A model of a layer that computes next to nothing, on one rank: what is left is launches."""
+    """Return a one-layer model on one rank with negligible compute, to measure launches only."""
     model = replace(config.model, layers=1, hidden=1, heads=1, kv_heads=None, ffn=None, sequence=1)
     mesh = MeshConfig(x=1, y=1, z=1)
     return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
 
 
 def volumes(config: Config) -> Counter[str]:
-    """Words that a rank receives in a step along each axis that has ranks, all layers together;
-    with as many microbatches as stages, each of which gathers the weights."""
+    """Return the elements that a rank receives in a step along each axis with several ranks.
+
+    All layers are included. There are as many microbatches as stages, and each gathers the
+    weights.
+    """
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
     copies = mesh.replicas()
@@ -208,7 +228,7 @@ def volumes(config: Config) -> Counter[str]:
 
 
 def _summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
-    """Elements of the blocks' matrices with the axes along which their gradients are summed."""
+    """Return the matrix elements of all blocks with the axes that reduce their gradients."""
     sizes, dense, experts = config.mesh.sizes(), 0, 0.0
     for count, each in block_products(config.model):
         if each.experts > 1:
@@ -219,8 +239,11 @@ def _summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
 
 
 def _slot_words(config: Config) -> float:
-    """4 (1 - 1/e) E C S h: words that a rank receives in a step along e, of all mixtures; along c
-    a rank has slots for its own tokens at most."""
+    """Return the elements that a rank receives in a step along e: 4 (1 - 1/e) E C S h.
+
+    E is the number of experts, C the slots per sequence, S the sequences and h the hidden size,
+    for all mixtures. Along c, a rank has slots for at most its own tokens.
+    """
     model, mesh = config.model, config.mesh
     experts = family_of(model).sizes(model, model.vocabulary).experts
     assert experts
@@ -231,7 +254,7 @@ def _slot_words(config: Config) -> float:
 
 
 def _heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:
-    """The layout with its axes in the order of their words, the last being innermost."""
+    """Return the layout with its axes ordered by communication volume, the heaviest innermost."""
     order, words = config.mesh.order.split(), Counter()
     for group, count in volume.items():
         words.update(dict.fromkeys(group.split(), count))

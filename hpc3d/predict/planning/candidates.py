@@ -1,4 +1,4 @@
-"""What may be done on a mesh: estimates of its schedules, microbatches, ZeRO and recomputation."""
+"""Estimates of schedules, microbatches, ZeRO stages and recomputation on a given mesh."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.bounds import Candidate
     from hpc3d.predict.planning.estimate import Estimate, Estimator
 
-NEAR = 0.1  # of the memory above it: what needs no more may fit, which a simulation tells
-SURE = 0.95  # of the memory: what needs no more fits in any case
-_LONG = 1024  # tokens of sequences whose probabilities are worth looking for other ways
-RECOMPUTE = ("none", "selective", "full")  # more and more
+NEAR = 0.1  # an estimate above the memory by at most this fraction may fit when simulated
+SURE = 0.95  # an estimate of at most this fraction of the memory fits
+_LONG = 1024  # sequence length from which other ways of attention are tried
+RECOMPUTE = ("none", "selective", "full")  # in increasing order
 
 
 class TimedCandidate(NamedTuple):
-    """What a candidate gives: of what may fit the memory the `offers`, fastest first; else what
-    comes closest alone.  What is `sure` to fit takes so many seconds; inf where nothing is."""
+    """Candidate with its estimates.
+
+    `offers` has the estimates that may fit in memory, fastest first, or only the smallest one if
+    none `fits`. `sure` is the step time of the fastest estimate that certainly fits, or inf.
+    """
 
     candidate: Candidate
     offers: list
@@ -42,14 +45,17 @@ class TimedCandidate(NamedTuple):
 
 
 class Candidates:
-    """Estimates by an `estimator` for layouts on so many ranks with `memory` bytes each."""
+    """Estimates by an `estimator` for layouts on a number of ranks with `memory` bytes each."""
 
     def __init__(self, estimator: Estimator, ranks: int, memory: float) -> None:
         self.estimator, self.ranks, self.memory, self.count = estimator, ranks, memory, 0
 
     def ways(self, config: Config) -> list[MemoryOption]:
-        """What backward may do again.  Without tensor axes there is nothing to gather again, and
-        chunk by chunk there are no probabilities to be made again."""
+        """Return the memory options that make sense for a layout.
+
+        Without tensor axes there is nothing to re-gather. With chunked attention there are no
+        probabilities to recompute.
+        """
         config = replace(config, parallel=replace(config.parallel, attention=None))
         mesh, chunked = config.mesh, config.chunked()
         gathers, widest = mesh.x * mesh.y * mesh.z > 1, self.estimator.machine.max_fused_head_dim
@@ -63,10 +69,10 @@ class Candidates:
         ]
 
     def promising(self, config: Config) -> list[Estimate]:
-        """Estimates that tell how good the sizes of `config` are.
+        """Return estimates that show how good the mesh of `config` is.
 
-        What keeps more is faster, so that backward does no more again than it must, and ZeRO 2
-        and 3 are tried where it would do whole layers again.
+        Less recomputation is faster, so a layout recomputes no more than it must. ZeRO 2 and 3 are
+        tried only if full layers would be recomputed otherwise.
         """
         mesh, found = config.mesh, []
         counts = layouts.microbatches(config, self.ranks)
@@ -86,8 +92,11 @@ class Candidates:
         return [*found, *self.split(min(fitting, key=seconds_of))]
 
     def every(self, best: Estimate, limit: Callable[[], float]) -> Iterator[list[Estimate]]:
-        """Lists of estimates of all that may take less than `limit()` seconds on the mesh of
-        `best`, what is most like it first, with no more done again than memory asks for."""
+        """Yield lists of estimates on the mesh of `best` that may take less than `limit()`.
+
+        Numbers of microbatches close to that of `best` come first. Layouts recompute no more than
+        memory requires.
+        """
         config, start = best.config, best.config.parallel.microbatches
         counts = layouts.microbatches(config, self.ranks)
         groups = layouts.zeros(config, self.ranks)
@@ -100,8 +109,8 @@ class Candidates:
     def _needed(
         self, config: Config, micros: int, group: Sequence[int], splits: bool, limit: float
     ) -> Iterator[Estimate]:
-        """Estimates with the ways to save memory that are needed and take less than `limit`."""
-        sure = {}  # what fits in any case: schedule, chunks and ZeRO -> the ways
+        """Yield estimates below `limit` seconds with the memory options that are needed."""
+        sure = {}  # (schedule, chunks, ZeRO stage) -> memory options that certainly fit
         for way in self.ways(config):
             quick = False
             for each in self.options(config, micros, group, way, splits):
@@ -122,8 +131,10 @@ class Candidates:
         ways: Sequence[MemoryOption],
         found: list[Estimate],
     ) -> MemoryOption | None:
-        """The first of `ways` to save memory that fits with so many microbatches, or None; they
-        save more and more.  Adds the estimates that it needs to `found`."""
+        """Return the first of `ways` that fits with `micros` microbatches, or None.
+
+        `ways` are ordered by increasing savings. The estimates made here are added to `found`.
+        """
         low, high = 0, len(ways)
         while low < high:
             middle = (low + high) // 2 if low else 0
@@ -137,7 +148,7 @@ class Candidates:
     def _tries(
         self, config: Config, counts: Sequence[int], group: Sequence[int], way: MemoryOption
     ) -> Iterator[Estimate]:
-        """Estimates with more and more microbatches, until they fit and are no longer faster."""
+        """Yield estimates with more and more microbatches, until they fit and get slower."""
         best = inf
         for micros in counts:
             options = [*self.options(config, micros, group, way)]
@@ -148,7 +159,7 @@ class Candidates:
             best = seconds
 
     def split(self, best: Estimate) -> Iterator[Estimate]:
-        """Estimates of the schedules that split the backward pass, in place of that of `best`."""
+        """Yield estimates of the schedules that split the backward pass, otherwise like `best`."""
         config, parallel = best.config, best.config.parallel
         way = MemoryOption(parallel.keep_gathered, parallel.recompute, parallel.attention)
         yield from self.options(config, parallel.microbatches, (parallel.zero,), way, True)
@@ -161,8 +172,10 @@ class Candidates:
         way: MemoryOption,
         splits: bool = False,
     ) -> Iterator[Estimate]:
-        """Estimates for the schedules that split the backward pass, or for the others, and the
-        values of ZeRO in `group`."""
+        """Yield estimates for all schedules and the ZeRO stages in `group`.
+
+        `splits` selects the schedules that split the backward pass, or the others.
+        """
         named = layouts.schedules(config.mesh.p, micros, config.model.layers)
         named = [each for each in named if find(each[0]).splits_backward == splits]
         for (name, chunks), zero in product(named, group):
@@ -180,21 +193,23 @@ def seconds_of(estimate: Estimate) -> float:
 
 
 def _floor(estimate: Estimate) -> float:
-    """Seconds that no other schedule nor ZeRO saves."""
+    """Return the seconds that no other schedule or ZeRO stage can save."""
     sums = replicas_of(estimate.config, estimate.waits)
     return estimate.seconds - estimate.bubble - sums.total()
 
 
 def _keeps_more(way: MemoryOption, other: MemoryOption) -> bool:
-    """Whether a way to save memory does nothing again that the other does not."""
+    """Return True if a memory option recomputes nothing that the other one does not."""
     less = RECOMPUTE.index(way.recompute) <= RECOMPUTE.index(other.recompute)
     chunks_too = other.attention is not None or way.attention is None
     return way.keep_gathered >= other.keep_gathered and less and chunks_too
 
 
 def _chunks_save(config: Config, widest: int) -> bool:
-    """Whether attention chunk by chunk, which is not the usual one, keeps less: a device's fused
-    attention, for heads up to `widest`, keeps no probabilities either."""
+    """Return True if chunked attention, not being the default, saves memory.
+
+    A device's fused attention, for heads up to `widest`, stores no probabilities either.
+    """
     model, train = config.model, config.train
     if config.chunked() or model.sequence < _LONG:
         return False

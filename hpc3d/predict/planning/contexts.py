@@ -1,4 +1,4 @@
-"""Which layouts cut sequences along the context axis, and what they move along it."""
+"""Layouts with context parallelism, and the communication volume along the context axis."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from hpc3d.model.families import family_of
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
-_FULL = 0.5  # of the memory: what sequences may keep on ranks that do not cut them
-_SPARE = 4  # times as many ranks as that needs to cut them
-_FEW, _ENOUGH = 2, 4  # times as many microbatches as stages: what leaves a bubble, and what hardly
+_FULL = 0.5  # fraction of memory that saved activations may use without context parallelism
+_SPARE = 4  # largest ratio of context ranks to those that memory requires
+_FEW, _ENOUGH = 2, 4  # microbatches per stage that leave a large and a small bubble
 
-_FORWARD_AND_BACKWARD = 3.5  # operations of both, over those forward: 14 for 4
+_FORWARD_AND_BACKWARD = 3.5  # FLOPs of both passes over those of forward: 14 / 4
 
 
 def contexts(c: int) -> Iterator[tuple[str, int]]:
-    """(parallel.context, parallel.ulysses) for so many ranks."""
+    """Yield (parallel.context, parallel.ulysses) for c context ranks."""
     yield from (("ring", 1), ("all-to-all", 1))
     yield from (("both", size) for size in divisors(c)[1:-1])
 
 
 def with_context(config: Config, c: int, context: str, ulysses: int) -> Config:
-    """A layout whose sequences are cut."""
+    """Return a layout with context parallelism."""
     parallel = replace(config.parallel, context=context, ulysses=ulysses)
     return replace(config, mesh=replace(config.mesh, c=c), parallel=parallel)
 
 
 def may_cut(config: Config, c: int, memory: float) -> bool:
-    """Whether a layout may gain by c ranks for each of its own that share sequences.
+    """Return True if a layout may gain from c-way context parallelism.
 
-    As many more replicas take fewer words for the same work.  They are no way out where the batch
-    does not divide over them, where they leave a pipeline too few microbatches, or where what
-    whole sequences keep, as many as a pipeline has in flight, leaves little of `memory`; nor are
-    many more ranks than these need that share sequences.
+    With c times as many replicas instead, ranks do the same work with less communication. That is
+    not possible if the batch does not divide over them, if too few microbatches remain for a
+    pipeline, or if the saved activations of full sequences, as many as a pipeline has in flight,
+    exceed _FULL of `memory`. Many more context ranks than memory requires do not help.
     """
     mesh = config.mesh
     batch, copies, stages = config.train.batch, mesh.d * mesh.e * c, mesh.p
@@ -55,7 +55,7 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
 
 
 def _kept(config: Config) -> float:
-    """Bytes that a rank keeps of a sequence for its backward pass."""
+    """Return the bytes of saved activations per rank and sequence."""
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     sizes = family.sizes(model, model.vocabulary)
     stage = family.blocks_kept(sizes, "none", True) / mesh.p
@@ -64,8 +64,10 @@ def _kept(config: Config) -> float:
 
 
 def ring_words(config: Config) -> float:
-    """Words of keys, values and their gradients that a rank receives in a step from the ranks of
-    its ring; those of gradients have 32 bits at least."""
+    """Return the elements of keys, values and their gradients that a rank receives in its ring.
+
+    The count is per step. Gradients have at least 32 bits.
+    """
     itemsize = np.dtype(config.train.dtype).itemsize
     wide = max(4, itemsize) / itemsize
     hops = config.context().rings - 1
@@ -73,15 +75,17 @@ def ring_words(config: Config) -> float:
 
 
 def exchange_words(config: Config) -> float:
-    """Words that a rank receives in a step from those with which it exchanges heads."""
+    """Return the elements that a rank receives per step in its all-to-all (Ulysses) group."""
     share = 1 - 1 / config.context().heads
     elements = _elements(config, keys=True) + _elements(config, keys=False)
     return 4 * share * elements
 
 
 def attention_flops(config: Config) -> float:
-    """Floating-point operations of attention of a rank in a step, chunk by chunk: backward makes
-    the scores again, and half of them are hidden by a causal mask."""
+    """Return the FLOPs of chunked attention per rank and step.
+
+    The backward pass recomputes the scores, and a causal mask hides half of them.
+    """
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     square = family.attention(family.sizes(model, model.vocabulary))
     rows = config.train.batch * model.sequence / mesh.replicas()
@@ -90,7 +94,7 @@ def attention_flops(config: Config) -> float:
 
 
 def _elements(config: Config, keys: bool) -> float:
-    """Elements of the keys, or of the queries, of a rank in all layers and microbatches."""
+    """Return the elements of a rank's keys, or queries, in all layers and microbatches."""
     model, mesh = config.model, config.mesh
     width = model.hidden * (model.kv_heads or model.heads) / model.heads if keys else model.hidden
     rows = config.train.batch * model.sequence / mesh.replicas()

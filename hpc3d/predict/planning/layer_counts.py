@@ -1,16 +1,16 @@
-"""How many layers each part of a pipeline takes, so that the step is short and every stage fits.
+"""Search for the number of layers per pipeline part with the shortest step that fits in memory.
 
-The first part has the embedding and the last one the head, which take time and memory as well:
-as many layers for every part are not what is shortest.  Layers are equal, so that given out one
-at a time, each to the stage with least to do that has room, they make the heaviest stage as light
-as it can be.  From there, and from even parts, single layers are moved as long as the step gets
-shorter on the clock of its schedule.  With M microbatches, f_s, b_s and w_s seconds of stage s
-forward, backward and in all, a step lasts at least
+The embedding and the head take time and memory on the first and last part, so an even partition is
+not the fastest. Layers are identical. A greedy assignment, one layer at a time to the stage with
+the least work that has memory left, minimizes the work of the heaviest stage. From there, and from
+the even partition, the search moves single layers as long as the schedule simulator finds a
+shorter step. For M microbatches and f_s, b_s and w_s seconds of stage s forward, backward and in
+total, the step time has the lower bound
 
     sum_{i<s} f_i + M w_s + sum_{i<s} b_i
 
-without the last sum where W may follow B, and with chunks M w_s alone; this tells of most moves
-that the clock need not be asked.
+for each s, without the last sum if W may follow B. With chunks, the bound is M w_s. It rejects
+most moves without a simulation.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.step_model import simulated_microbatches, steady_ends
 from hpc3d.pipeline.timeline import Cost
 
-_BUILT = 150  # times as long as a pass on the clock takes one of a clock that is made
-_LOOK = 3  # passes on the clock take as long as a part of a partition that is looked at
-_GAIN = 1e-9  # of a step: what is less is rounding
+# Costs in units of a simulated pass: of a pass when the simulator is built, and of a part of the
+# model when a partition is checked.
+_BUILT = 150
+_LOOK = 3
+_GAIN = 1e-9  # relative gain of a step above rounding errors
 
 
 class LayerPipeline(NamedTuple):
-    """What layers are given out to: a schedule of so many stages, microbatches and chunks.
+    """Pipeline to which layers are assigned: a schedule with stages, microbatches and chunks.
 
-    `bare` are the costs of each part without layers, `layer` those of a layer, both for a
-    microbatch; a stage ends its sums `sums(layers)` seconds after its passes.  `held(stage,
-    layers of its chunks)` are the bytes of a rank, and no more than `memory` fit.
+    `bare` has the costs of each part without layers and `layer` those of a layer, both for one
+    microbatch. A stage ends its gradient reductions `sums(stage, layers)` seconds after its
+    passes. `held(stage, layers of its chunks)` is the bytes of a rank, at most `memory`.
     """
 
     schedule: str
@@ -51,9 +53,9 @@ class LayerPipeline(NamedTuple):
 
 
 class LayerCounts:
-    """The search for the layers of each part, in the order of the model.
+    """Search for the number of layers of each part, in the order of the model.
 
-    It ends after so many `passes` on the clock; `left` are those that it did not need.
+    `passes` is the budget of simulated passes, and `left` its unused rest.
     """
 
     def __init__(self, pipeline: LayerPipeline, passes: int) -> None:
@@ -73,8 +75,11 @@ class LayerCounts:
         self.held = cache(pipeline.held)
 
     def best(self, even: Sequence[int]) -> tuple[int, ...] | None:
-        """The layers of each part in the shortest step that was found; None where `even` parts are
-        as good, where nothing that was found fits, or where the passes are too few."""
+        """Return the layers of each part in the fastest partition found.
+
+        Returns None if the `even` partition is as fast, if no partition found fits in memory, or
+        if the budget is too small.
+        """
         if self.left <= 0:
             return None
         even = tuple(even)
@@ -85,20 +90,25 @@ class LayerCounts:
         return None if found == even or self.excess(found) else found
 
     def level(self, layers: int, order: Sequence[int]) -> tuple[int, ...]:
-        """Layers given out one at a time to the lightest stage that has room, and of equal ones to
-        the first in `order`."""
+        """Return a greedy partition: each layer goes to the lightest stage that has memory left.
+
+        Ties go to the first part in `order`.
+        """
         counts = [0] * len(self.parts)
         heights = [self.level_with(counts, part) for part in self.parts]
         for _ in range(layers):
             lowest = min(order, key=heights.__getitem__)
             counts[lowest] += 1
-            for part in self.parts_of[self.stage_of[lowest]]:  # no other stage has changed
+            for part in self.parts_of[self.stage_of[lowest]]:  # other stages are unchanged
                 heights[part] = self.level_with(counts, part)
         return tuple(counts)
 
     def level_with(self, counts: list[int], part: int) -> tuple[float, float, float]:
-        """By which bytes a stage is too full with a layer more on a part, and the seconds of all
-        its passes and of those of the part."""
+        """Return the sort key of adding a layer to a part.
+
+        The key has the bytes by which the stage exceeds the memory, the seconds of all its passes,
+        and the seconds of the part.
+        """
         stage = self.stage_of[part]
         counts[part] += 1
         over, own = self.over(counts, stage), self.of(counts, part)
@@ -108,7 +118,7 @@ class LayerCounts:
         return over, seconds, own
 
     def descended(self, counts: tuple[int, ...], key: tuple[float, float]) -> tuple[int, ...]:
-        """The counts from which no move of one layer leads to something better."""
+        """Return the counts that no move of a single layer improves."""
         better = True
         while better:
             better = False
@@ -125,18 +135,18 @@ class LayerCounts:
         return counts
 
     def is_hopeless(self, counts: Sequence[int], key: tuple[float, float]) -> bool:
-        """Whether counts cannot be better than those with a key."""
+        """Return True if counts cannot be better than those with `key`."""
         excess, seconds = key
         self.left -= _LOOK * len(self.parts)
         more = self.excess(counts)
         return more > excess or (more == excess and self.least(counts) >= seconds)
 
     def key(self, counts: Sequence[int]) -> tuple[float, float]:
-        """(bytes above the memory, seconds of the step): what is smaller is better."""
+        """Return (bytes above the memory, seconds of the step); smaller is better."""
         return self.excess(counts), self.seconds(counts)
 
     def seconds(self, counts: Sequence[int]) -> float:
-        """Those of a step, from its first pass to the end of its sums, on the clock."""
+        """Return the simulated seconds of a step, from its first pass to its last reduction."""
         pipeline, layer = self.pipeline, self.pipeline.layer
         self.left -= self.passes
         costs = [
@@ -149,7 +159,7 @@ class LayerCounts:
         return max(end + self.sums(counts, stage) for stage, end in enumerate(ends))
 
     def least(self, counts: Sequence[int]) -> float:
-        """The seconds of a step at least."""
+        """Return a lower bound on the seconds of a step."""
         works = [self.pipeline.micros * work for work in self.work(counts)]
         if self.pipeline.chunks > 1:
             return max(works)
@@ -160,27 +170,27 @@ class LayerCounts:
         return max(work + way for work, way in zip(works, accumulate(ways, initial=0.0)))
 
     def work(self, counts: Sequence[int]) -> list[float]:
-        """Seconds of a microbatch on each stage."""
+        """Return the seconds of a microbatch on each stage."""
         found = [0.0] * self.pipeline.stages
         for part, stage in enumerate(self.stage_of):
             found[stage] += self.of(counts, part)
         return found
 
     def of(self, counts: Sequence[int], part: int) -> float:
-        """Seconds of a microbatch on a part."""
+        """Return the seconds of a microbatch on a part."""
         return self.bare[part] + counts[part] * self.layer
 
     def excess(self, counts: Sequence[int]) -> float:
-        """Bytes above the memory, of all stages together."""
+        """Return the bytes above the memory, summed over stages."""
         return sum(self.over(counts, stage) for stage in range(self.pipeline.stages))
 
     def over(self, counts: Sequence[int], stage: int) -> float:
-        """Bytes of a stage above the memory."""
+        """Return the bytes of a stage above the memory."""
         return max(0.0, self.held(stage, self.chunks_of(counts, stage)) - self.pipeline.memory)
 
     def sums(self, counts: Sequence[int], stage: int) -> float:
         return self.pipeline.sums(stage, sum(self.chunks_of(counts, stage)))
 
     def chunks_of(self, counts: Sequence[int], stage: int) -> tuple[int, ...]:
-        """The layers of each chunk of a stage."""
+        """Return the layers of each chunk of a stage."""
         return tuple([counts[part] for part in self.parts_of[stage]])

@@ -1,4 +1,4 @@
-"""The layouts of a model on so many ranks: meshes, and what may be done on each."""
+"""Enumeration of the layouts of a model: meshes, and the options of each mesh."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class MemoryOption(NamedTuple):
-    """What backward keeps instead of doing it again, by the keys of [parallel]; without
-    `attention` that is as usual."""
+    """Values of the keys of [parallel] that trade memory for recomputation in backward.
+
+    `attention` = None selects the default.
+    """
 
     keep_gathered: bool
     recompute: str
@@ -34,20 +36,21 @@ def _options(*ways: tuple[str, ...]) -> tuple[MemoryOption, ...]:
     return tuple(MemoryOption(keep, *way) for way in ways for keep in (True, False))
 
 
-# Fastest first.  Chunk by chunk probabilities are made again, too: on CPUs that is no slower than
-# "selective" and takes less memory at a time; on devices it takes far more kernels.
+# Fastest first. Chunked attention also recomputes the probabilities. On CPUs it is no slower than
+# "selective" and has a lower peak; on devices it launches far more kernels.
 MEMORY_OPTIONS = _options(("none",), ("selective",), ("full",))
 WITH_CHUNKS = {
     "numpy": _options(("none",), ("none", "chunked"), ("full", "chunked")),
     "cupy": (*MEMORY_OPTIONS, *_options(("none", "chunked"), ("full", "chunked"))),
 }
-_ZEROS = ((0, 1), (2,), (3,))  # what gathers and sums in every pass comes last
+_ZEROS = ((0, 1), (2,), (3,))  # in increasing order of communication per pass
 
 
 def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple[int, int, str, int, int, int]]:
-    """(p, d, scheme, x, y, z) of so many ranks; what is the same twice is there once.
+    """Yield each distinct mesh (p, d, scheme, x, y, z) of a number of ranks once.
 
-    3-D on x and y only is 2-D, on y only it is 1-D with sequence parallelism; 2.5-D needs a depth.
+    3-D on x and y only is 2-D. On y only, it is 1-D with sequence parallelism. 2.5-D needs a
+    depth.
     """
     for p in (p for p in divisors(ranks) if p <= layers):
         for d in (d for d in divisors(ranks // p) if batch % d == 0):
@@ -59,7 +62,7 @@ def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple[int, int, str,
 
 
 def _schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
-    """The schemes that have a use for these sizes, with sizes."""
+    """Yield the schemes that apply to these sizes, with their sizes."""
     if z == 1 and x > 1 and y > 1:
         yield from (("2d", x, y, 1), ("2d-summa", x, y, 1))
     elif x == z == 1 < y:
@@ -71,7 +74,7 @@ def _schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
 
 
 def bare(config: Config) -> Config:
-    """`config` without a mesh, and without what belongs to one mesh only."""
+    """Return `config` without a mesh and without the keys that belong to one mesh only."""
     order, transport = config.mesh.order, config.mesh.transport
     parallel = replace(
         config.parallel,
@@ -98,7 +101,7 @@ def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: in
 
 
 def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]]:
-    """The layouts that the rules allow, those together that differ in how they cut sequences."""
+    """Yield lists of valid layouts that differ only in their context parallelism."""
     layers, batch = base.model.layers, base.train.batch
     for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
         if ranks % (c * e):
@@ -113,10 +116,10 @@ def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]
 
 
 def _cut(config: Config, c: int, ranks: int) -> Iterator[Config]:
-    """The layouts with c ranks for each of `config` that the rules allow."""
+    """Yield the valid layouts of `config` with c-way context parallelism."""
     ring = with_context(config, c, "ring", 1)
     if [*wrong_parts(ring), *wrong_pipeline(ring), *violations(ring, ranks)]:
-        return  # whatever the context
+        return  # invalid with any kind of context parallelism
     for context, ulysses in contexts(c):
         cut = with_context(config, c, context, ulysses)
         if not [*wrong_context(cut)] and (cut == ring or not violations(cut, ranks)):
@@ -124,15 +127,17 @@ def _cut(config: Config, c: int, ranks: int) -> Iterator[Config]:
 
 
 def problems(config: Config, ranks: int) -> list[str]:
-    """The rules that a layout breaks."""
+    """Return the rules that a layout breaks."""
     parts = *wrong_parts(config), *wrong_pipeline(config)
     return [*wrong_context(config), *parts, *violations(config, ranks)]
 
 
 @cache
 def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], ...]:
-    """(name, chunks) of the schedules that so many stages may run; those that split the backward
-    pass last, and otherwise by name."""
+    """Return (name, chunks) of the schedules that so many stages may run.
+
+    Schedules that split the backward pass come last. Otherwise the order is by name.
+    """
     if stages == 1:
         return ((usual(stages), 1),)
     most = min(layers // stages, MOST_PASSES // (stages * micros))  # chunks
@@ -148,8 +153,7 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 
 
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The values of ZeRO that make a difference and divide the model, those together that have
-    the same passes."""
+    """Return the ZeRO stages that differ and divide the model, grouped by identical passes."""
     if config.mesh.replicas() == 1:
         return ((0,),)
     allowed = [group for group in _ZEROS if not [*wrong_compression(_with_zero(config, group[0]))]]
@@ -161,15 +165,15 @@ def _with_zero(config: Config, zero: int) -> Config:
 
 
 def orders(config: Config) -> int:
-    """How many orders of the axes there are."""
+    """Return the number of orders of the axes."""
     return factorial(sum(size > 1 for size in config.mesh.sizes().values()))
 
 
 def microbatches(config: Config, ranks: int) -> list[int]:
-    """The numbers of microbatches that the rules allow, ascending.
+    """Return the valid numbers of microbatches in ascending order.
 
-    The sequences of a microbatch must divide over the axes that split them, so that the largest
-    number is a multiple of all others.
+    The sequences of a microbatch must divide over the axes that shard them, so the largest number
+    is a multiple of all others.
     """
     allowed = divisors(config.train.batch // (config.mesh.d * config.mesh.e))
     for most in reversed([size for size in allowed if size * config.mesh.p <= MOST_PASSES]):

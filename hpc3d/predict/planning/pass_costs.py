@@ -1,7 +1,7 @@
-"""What a layer and the two ends of a model cost: the program itself, on a machine's clock, once.
+"""Costs of a layer, the embedding and the head, from the program on a simulated clock.
 
-A step is made of few different passes.  Those of one layer, of the embeddings and of the head are
-run on arrays without data, and hpc3d.predict.planning.estimate puts a step together from them.
+A step consists of few different passes. Those of one layer, of the embedding and of the head run
+on abstract arrays, and hpc3d.predict.planning.estimate combines them into a step.
 """
 
 from __future__ import annotations
@@ -41,17 +41,20 @@ if TYPE_CHECKING:
 
 
 class SingleStage(NamedTuple):
-    """The place of a stage that has no others around it."""
+    """Rank and size of a pipeline with a single stage."""
 
     rank: int = 0
     size: int = 1
 
 
 class Pass(NamedTuple):
-    """Seconds of a pass, and those of its calls, by axis; its bytes, more than there were before:
-    those it leaves behind, its result left out, and those of its peak.  Of the seconds those in
-    which a core is `busy`, and by axis those of calls in which the rank does nothing, `idle`:
-    it waits for its device, or for the card of its host."""
+    """Seconds and bytes of a pass.
+
+    `waits` has the seconds of calls by axis. `left` is the number of bytes that the pass leaves
+    allocated, without its result, and `peak` its peak, both relative to the start. A core is
+    `busy` for some of the seconds. `idle` has the seconds by axis in which the rank waits for its
+    device or for the NIC of its host.
+    """
 
     seconds: float
     waits: Counter
@@ -61,7 +64,7 @@ class Pass(NamedTuple):
     idle: Counter
 
     def __add__(self, other: Pass) -> Pass:
-        """One pass after the other; the second has its peak on top of what the first left."""
+        """Return two passes in sequence; the second has its peak on top of what the first left."""
         left, peak = self.left + other.left, max(self.peak, self.left + other.peak)
         waits, busy = self.waits + other.waits, self.busy + other.busy
         same = self.idle is self.waits and other.idle is other.waits
@@ -69,7 +72,7 @@ class Pass(NamedTuple):
         return Pass(self.seconds + other.seconds, waits, left, peak, busy, idle)
 
     def __mul__(self, times: float) -> Pass:
-        """As many of it, one after the other."""
+        """Return this pass repeated in sequence."""
         if not times:
             return NOTHING
         waits = _multiplied(self.waits, times)
@@ -88,14 +91,14 @@ NOTHING = Pass(0.0, _NONE, 0, 0, 0.0, _NONE)
 
 
 def replicas_of(config: Config, waits: Mapping[str, float]) -> Counter:
-    """Of waits by axis those for sums over replicas."""
+    """Return the waits for gradient reductions, by axis."""
     sizes = config.mesh.sizes()
     planes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
     return Counter({axis: waits[axis] for axis in planes if axis in waits})
 
 
 class PassSeconds(NamedTuple):
-    """Of a part of the model: forward, the whole backward pass, and its two halves."""
+    """Passes of a part of the model: forward, full backward, and the two halves of backward."""
 
     forward: Pass
     whole: Pass
@@ -110,11 +113,11 @@ class PassSeconds(NamedTuple):
 
 
 class _WaitClock(Clock):
-    """A clock that adds up along which axes it waits.
+    """Clock that accumulates the waits by axis.
 
-    `times` as many kernels run on it, and calls have `times` as many bytes, cut where they have
-    more than `most`; products are made `products` times.  `idle` are the waits without what the
-    rank does for them itself.
+    It runs `times` as many kernels. Calls have `times` as many bytes, split into calls of at most
+    `most` bytes. Products run `products` times. `idle` has the waits without the rank's own work
+    for them.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -125,7 +128,7 @@ class _WaitClock(Clock):
 
     @contextmanager
     def repeated(self, times: float, most: float, products: float = 1) -> Iterator[None]:
-        """Here all is done so many times as often, in calls of no more than `most` bytes."""
+        """Repeat all work in this context, with calls of at most `most` bytes."""
         self.times, self.most, self.products = times, most, products
         try:
             yield
@@ -139,7 +142,7 @@ class _WaitClock(Clock):
             self._again(self.products, begin, busy)
 
     def _again(self, times: float, begin: int, busy: int) -> None:
-        """Let what was done since `begin` be done so many times in all."""
+        """Repeat the work since `begin`, so that it has run `times` times in total."""
         self.now += round((times - 1) * (self.now - begin))
         self.busy += round((times - 1) * (self.busy - busy))
 
@@ -150,7 +153,7 @@ class _WaitClock(Clock):
             self._again(self.times, begin, busy)
 
     def cut(self, nbytes: int) -> tuple[int, float]:
-        """How many calls there are, and the bytes of each."""
+        """Return the number of calls and the bytes of each."""
         calls = ceil(self.times * nbytes / self.most) or 1
         return calls, self.times * nbytes / calls
 
@@ -174,7 +177,7 @@ class _WaitClock(Clock):
         return self._waiting(super().until(end, pending))
 
     def _waiting(self, ended: Pending) -> Pending:
-        # A call is waited for through what it returns: it is the one that was posted last.
+        # Each call's Pending is created right after its post, so its axis is the latest one.
         axis = self.latest
 
         def finish():
@@ -187,7 +190,10 @@ class _WaitClock(Clock):
 
 
 class _HostDrivenWaitClock(_WaitClock, HostDrivenClock):
-    """The same where no device moves blocks: what the rank does for a call is a part of it."""
+    """Clock that accumulates the waits by axis on a machine without devices.
+
+    The rank's own work for a call is part of the call.
+    """
 
     def post(self, op: str, nbytes: int, members: Sequence[int], axis: str) -> int:
         self.latest, begin = axis, self.now
@@ -214,12 +220,11 @@ def _seconds(nanoseconds: Mapping[str, int]) -> Counter:
 
 
 class LayerSample:
-    """One layer and both ends of a model, on the first rank of a mesh without data; of a model
-    with mixtures of experts in some blocks as many layers as there are from one to the next, and
-    one of both `kinds`, without a mixture and with one.
+    """One layer, the embedding and the head of a model, on the first rank of an abstract mesh.
 
-    Each has parameters of its own, as on stages of a pipeline, and ends that are on one stage
-    have theirs together: `ends` are groups of FIRST and LAST.
+    If only some blocks have mixtures of experts, `layers` is one period of them, and `kinds` has
+    one layer without and one with a mixture. Each part has its own parameters, as on the stages of
+    a pipeline. `ends` groups FIRST and LAST; a group shares its parameters, as on one stage.
     """
 
     def __init__(
@@ -248,8 +253,11 @@ class LayerSample:
             self.add(*parts)
 
     def add(self, *parts: LayerRange) -> tuple[Parameters, Any, GradientCompression | None]:
-        """Build the stages of `parts`; `held` are the bytes of their parameters, by kind, and
-        those that are there without any, but for what is offloaded."""
+        """Build the stages of `parts` and record the bytes of their parameters in `held`.
+
+        `held` is by kind and leaves out offloaded bytes. `held[()]` has the bytes present without
+        any part.
+        """
         before = Counter(self.pool.live)
         parameters, optimizer, stages = self.built(parts)
         compression = compression_of(self.config, parameters)
@@ -259,7 +267,7 @@ class LayerSample:
         return parameters, optimizer, compression
 
     def built(self, parts: Sequence[LayerRange]) -> tuple[Parameters, Any, list[PipelineStage]]:
-        """The parameters, the optimiser and the stages of `parts`."""
+        """Return the parameters, the optimizer and the stages of `parts`."""
         config = self.config
         kind, parallel = optimizer_of(config), config.parallel
         parameters = Parameters(
@@ -275,8 +283,7 @@ class LayerSample:
         return parameters, kind(parameters, 0.0, **config.train.constants()), stages
 
     def passes(self, part: LayerRange, sequences: int, halves: bool) -> PassSeconds:
-        """The PassSeconds of a part on a microbatch of so many sequences; its halves if asked
-        for."""
+        """Return the PassSeconds of a part on a microbatch, with split backward if `halves`."""
         context, stage = self.context, self.stages[part]
         zeros = np.broadcast_to(np.int32(0), (context.parts * sequences, context.tokens))
         micro = Microbatch(0, 0, zeros, zeros, 1.0, DeviceCache(self.pool))
@@ -291,14 +298,14 @@ class LayerSample:
         return PassSeconds(forward, whole, backward, weight)
 
     def layer_passes(self, sequences: int, halves: bool) -> PassSeconds:
-        """The same of a layer, the mean of those that are there."""
+        """Return the PassSeconds of a layer, the mean over the sample's layers."""
         passes, count = self.passes(self.layers, sequences, halves), len(self.layers.layers)
         return passes if count == 1 else passes * (1 / count)
 
     def forward(
         self, stage: PipelineStage, micro: Microbatch, part: LayerRange
     ) -> tuple[Pass, Any]:
-        """The Pass, and what backward needs."""
+        """Return the Pass of forward and the saved activations."""
         before = self.pool.held
         x = None if part.first else self.block(stage, micro)
         (y, saved), done = self.measured(partial(stage.forward, x, micro))
@@ -314,7 +321,7 @@ class LayerSample:
         saved: Any,
         defer: Callable[..., None],
     ) -> Pass:
-        """The Pass; what it leaves is what `defer` keeps."""
+        """Return the Pass of backward; `left` has the bytes that `defer` keeps."""
         dy = None if part.last else self.block(stage, micro)
         before = self.pool.held - getattr(dy, "nbytes", 0)
         dx, done = self.measured(partial(stage.backward, dy, saved, micro, defer))
@@ -327,7 +334,7 @@ class LayerSample:
         return self.mesh.empty(shape, dtype)
 
     def measured(self, work: Callable[[], Any]) -> tuple[Any, Pass]:
-        """What `work()` returns, and its Pass."""
+        """Run `work()` and return its result and its Pass."""
         clock, live = self.clock, self.pool.held
         waited, idle, same = Counter(clock.waited), Counter(clock.idle), clock.idle is clock.waited
         start, busy = clock.now, clock.busy
@@ -341,9 +348,11 @@ class LayerSample:
         return result, Pass(seconds, waits, left, peak, busy, idle)
 
     def update(self, times: float, most: float, layers: int) -> tuple[Pass, Pass]:
-        """The Pass of the sums of gradients over ranks, and that of the update, so many times of
-        what is in `layers`, in buckets of at most `most` bytes, and of products of so many
-        layers."""
+        """Return the Pass of the gradient reductions and the Pass of the update.
+
+        Both are for `times` the sample's layers, in buckets of at most `most` bytes. The matrix
+        products of the update are those of `layers` layers.
+        """
         first, _, compression = self.layer
         with self.clock.repeated(times, most, times):
             _, sums = self.measured(Buckets(first, most, compression).wait)
@@ -366,9 +375,11 @@ class LayerSample:
 
 @dataclass(frozen=True, eq=False)
 class PartCosts:
-    """The PassSeconds of the parts of a model, and the bytes of a block between them; where some
-    layers have mixtures of experts `layer` is their mean, and `kinds` are one without and one with
-    a mixture."""
+    """PassSeconds of the parts of a model, and the bytes of a block between them.
+
+    If only some layers have mixtures of experts, `layer` is the mean of the layers, and `kinds`
+    has one layer without and one with a mixture.
+    """
 
     layer: PassSeconds
     first: PassSeconds

@@ -1,8 +1,8 @@
-"""The memory of a step put together from the costs of its passes: what the fullest rank holds.
+"""Peak memory of the fullest rank, from the costs of the passes of a step.
 
-A stage goes through its schedule.  As a pass begins it holds the activations of the microbatches
-and chunks that wait for their backward pass and what those between B and W keep, and on top of
-that comes what the pass itself needs.
+A stage runs its schedule. When a pass begins, the stage holds the saved activations of the
+microbatches and chunks that wait for their backward pass, and the tensors saved between B and W.
+The pass adds its own peak.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 
 
 class StageWork(NamedTuple):
-    """The passes of a part of the model on a microbatch."""
+    """Passes of a part of the model on a microbatch."""
 
     forward: Pass
     backward: Pass
@@ -35,8 +35,10 @@ class StageWork(NamedTuple):
 
 
 class StageContent(NamedTuple):
-    """What a part of the model holds: so many layers, and which of the ends; where some layers
-    have mixtures of experts, how many of these do."""
+    """Content of a part of the model: its number of layers, and whether it has embedding and head.
+
+    If only some layers have mixtures of experts, `mixtures` is their number.
+    """
 
     layers: int
     first: bool
@@ -45,7 +47,7 @@ class StageContent(NamedTuple):
 
 
 def contents(config: Config) -> list[tuple[StageContent, ...]]:
-    """The Content of every chunk of every stage."""
+    """Return the StageContent of every chunk of every stage."""
     parallel, v_shaped = config.parallel, find(config.parallel.schedule).v_shaped
     return _contents_of(
         Placement(config.mesh.p, parallel.chunks, v_shaped), *contents_in_order(config)
@@ -53,7 +55,7 @@ def contents(config: Config) -> list[tuple[StageContent, ...]]:
 
 
 def contents_in_order(config: Config) -> list[StageContent]:
-    """The Content of every part, in the order of the model."""
+    """Return the StageContent of every part, in the order of the model."""
     parts, every = config.layers(), config.model.moe_every
     last = len(parts) - 1
     return [
@@ -67,7 +69,7 @@ def _mixtures(part: range, every: int) -> int:
 
 
 def even(config: Config) -> bool:
-    """Whether the parts of a pipeline are alike but for its ends."""
+    """Return True if the parts of a pipeline are identical except for embedding and head."""
     if config.parallel.layers_per_stage:
         return False
     every = config.model.moe_every
@@ -83,21 +85,26 @@ def _contents_of(place: Placement, *contents: StageContent) -> list[tuple[StageC
 
 
 def buckets(gradient: float, megabytes: float) -> int:
-    """How many buckets a gradient of so many bytes fills; one of no size has a tensor."""
+    """Return the number of buckets that a gradient of so many bytes fills.
+
+    With a size of 0, each tensor has its own bucket.
+    """
     return ceil(gradient / max(1.0, 1e6 * megabytes))
 
 
 @cache
 def stage_content(chunks: tuple[StageContent, ...]) -> StageContent:
-    """The Content of a stage."""
+    """Return the StageContent of a stage from those of its chunks."""
     layers, first, last, mixtures = zip(*chunks)
     return StageContent(sum(layers), any(first), any(last), sum(mixtures))
 
 
 @cache
 def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
-    """The StageWork of a Content on a microbatch, its backward pass in halves where it is
-    `split`."""
+    """Return the StageWork of a StageContent on a microbatch.
+
+    `split` selects a backward pass in two halves.
+    """
     ends = [parts.first] * content.first, [parts.last] * content.last
     order, nothing = [*ends[0], *_layers_of(parts, content), *ends[1]], parts.layer * 0
     forward, back = sum(order, nothing).forward, sum(reversed(order), nothing)
@@ -105,7 +112,7 @@ def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
 
 
 def _layers_of(parts: PartCosts, content: StageContent) -> list[PassSeconds]:
-    """The layers of a Content, those with a mixture last."""
+    """Return the passes of the layers of a StageContent, those with a mixture last."""
     if not parts.kinds:
         return [parts.layer * content.layers]
     dense, mixture = parts.kinds
@@ -121,9 +128,11 @@ def working_bytes(
     sums: int,
     rest: int,
 ) -> dict[str, int]:
-    """What the rank of stage `number`, of these `chunks`, holds at the worst moment beside its
-    parameters, by kind.  `gradient` are the bytes of its gradients, `sums` and `rest` those that
-    their sums and the update need."""
+    """Return the peak bytes of a rank of stage `number` beyond its parameters, by kind.
+
+    `gradient` is the bytes of the stage's gradients. `sums` and `rest` are the bytes that the
+    gradient reductions and the update need.
+    """
     parallel, stages = config.parallel, config.mesh.p
     split = find(parallel.schedule).splits_backward
     works = [work_of(parts, content, split) for content in chunks]
@@ -139,8 +148,11 @@ def working_bytes(
 
 
 def messages(stages: int, micros: int, stage: int) -> int:
-    """Blocks beside a pass: one to and one from each neighbour, as far as there are microbatches;
-    on one stage its result."""
+    """Return the number of message blocks during a pass.
+
+    A stage has one block to and one from each neighbor, limited by the number of microbatches. A
+    single stage has its result.
+    """
     neighbours = (stage > 0) + (stage < stages - 1)
     return 2 * min(neighbours, micros) or 1
 
@@ -148,7 +160,7 @@ def messages(stages: int, micros: int, stage: int) -> int:
 def _moments_of(
     config: Config, number: int, works: Sequence[StageWork], blocks: int
 ) -> Iterator[tuple[int, int]]:
-    """(the most bytes that wait as a pass begins, bytes of the pass at its peak), by kind."""
+    """Yield (peak bytes saved at the start, peak bytes of the pass) for each kind of pass."""
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
     parallel, stages = config.parallel, config.mesh.p

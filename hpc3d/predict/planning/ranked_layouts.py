@@ -1,4 +1,4 @@
-"""Layouts of an input that are searched and ranked, for `plan` and for Python."""
+"""Search and ranking of the layouts of an input, for `plan` and the Python API."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.ranking import RankedLayout
     from hpc3d.predict.planning.search import Found
 
-_FEW = 16  # ranks whose layouts are looked into one and all
+_FEW = 16  # largest number of ranks with an exhaustive search
 
 
 def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
-    """The input; Problems if it is refused whatever the layout."""
+    """Return the input's Config, or raise Problems if it is invalid for every layout."""
     config = load(source, overrides)
-    alone = bare(config)  # a plan finds a mesh of its own
+    alone = bare(config)  # the plan chooses the mesh
     refuse([*unknown_values(config), *not_there_yet(config)])
     refuse([*wrong_experts(alone), *wrong_compression(alone), *wrong_offload(alone)])
     return config
@@ -36,7 +36,7 @@ def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
 def ranked(
     config: Config, ranks: int, machine: Machine, memory: float, top: int
 ) -> tuple[Found, Ranking]:
-    """What was found on so many ranks, and its Ranking."""
+    """Search the layouts on a number of ranks and return the result with its Ranking."""
     vocabulary = config.model.vocabulary or least_vocabulary(config.model, BYTE_VOCABULARY)
     search = Search(config, ranks, vocabulary, machine, memory)
     found = search.run(top, _most_costs(ranks))
@@ -47,7 +47,7 @@ def ranked(
 
 
 def searched(found: Found, ranking: Ranking) -> dict[str, int]:
-    """How many layouts there are, and what became of their sizes."""
+    """Return the number of layouts, and how many were timed, pruned, left or simulated."""
     return {
         "layouts": found.considered,
         "timed": len(found.timed),
@@ -59,7 +59,7 @@ def searched(found: Found, ranking: Ranking) -> dict[str, int]:
 
 
 def as_plain(row: RankedLayout) -> dict[str, Any]:
-    """A row as plain values for `--json`."""
+    """Return a row as plain values for `--json`."""
     return {
         "layout": layout(row.config),
         "step_time_s": row.seconds,
@@ -75,10 +75,10 @@ def as_plain(row: RankedLayout) -> dict[str, Any]:
 
 
 def _most_costs(ranks: int) -> int:
-    """How many costs are measured, some 3 ms each."""
+    """Return the budget of measured costs, about 3 ms each."""
     return 2500 if ranks <= _FEW else min(1250, 200 + 2 * ranks)
 
 
 def _most_effort(ranks: int) -> int:
-    """What is simulated, in ms as hpc3d.predict.planning.ranking counts them."""
+    """Return the simulation budget in ms, as hpc3d.predict.planning.ranking estimates it."""
     return 3000 if ranks <= _FEW else min(6000, 500 + 5 * ranks)

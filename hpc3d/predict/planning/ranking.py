@@ -1,4 +1,4 @@
-"""What is reported of a search: the best layouts simulated, those with a name, why others lose."""
+"""Ranking of a search: simulated best layouts, best layouts by scheme, reasons why others lose."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.estimate import Estimate
     from hpc3d.predict.planning.search import Found, Search
 
-_CUBOIDS = ("1d-sequence", "2d", "3d")  # cuboids of 3-D, some flat
+_CUBOIDS = ("1d-sequence", "2d", "3d")  # 3-D cuboids, including those with axes of size 1
 _NAMED = {
     "1-D": lambda config: kind(config) == "1-D",
     "2-D": lambda config: kind(config) == "2-D",
     "cube": lambda config: kind(config) == "3-D" and _is_cube(config.mesh),
     "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in _CUBOIDS,
 }
-_EACH = 2  # candidates that are timed for a name
-_SHOWN = 0.25  # of the effort is left for layouts that are shown beside the fastest
-_RESIZED, _SIZES = 6, 3  # layouts that may have buckets of other sizes, and how many
-_SIZED = 0.25  # of the effort is spent on simulations of them beside
-_NEW, _KIN = 0.9, 0.97  # of an estimate a step takes at least; of what it took for its like
+_EACH = 2  # candidates timed for each name
+_SHOWN = 0.25  # fraction of the budget reserved for layouts shown after the fastest
+_RESIZED, _SIZES = 6, 3  # layouts tried with other bucket sizes, and sizes for each
+_SIZED = 0.25  # fraction of the budget spent in addition on bucket sizes
+_NEW, _KIN = 0.9, 0.97  # lower bound of step / estimate; factor if the family was simulated
 
 
 class RankedLayout(NamedTuple):
-    """A layout with its step: `bubble` and `communication` are shares of it, `waits` seconds by
-    axis, `kinds` the bytes of the fullest rank, on `stage`.  Not `_simulated`: estimated."""
+    """Layout with its step.
+
+    `bubble` and `communication` are fractions of the step. `waits` has the seconds by axis and
+    `kinds` the bytes of the fullest rank, which is on `stage`. `simulated` is False for an
+    estimate.
+    """
 
     config: Config
     seconds: float
@@ -53,13 +57,13 @@ class RankedLayout(NamedTuple):
 
     @property
     def axis(self) -> str:
-        """The axis that is waited for most, or "none"."""
+        """Axis with the longest wait, or "none"."""
         axes = {axis: seconds for axis, seconds in self.waits.items() if axis != "world"}
         return max(axes, key=axes.get) if sum(axes.values()) else "none"
 
 
 class Loser(NamedTuple):
-    """Why `count` layouts lose, and the one of them that is nearest to winning."""
+    """Reason why `count` layouts lose, and the layout among them that is closest to winning."""
 
     reason: str
     count: int
@@ -71,7 +75,7 @@ def _is_cube(mesh: MeshConfig) -> bool:
 
 
 def estimated(estimate: Estimate) -> RankedLayout:
-    """The RankedLayout of an estimate."""
+    """Return the RankedLayout of an estimate."""
     seconds, waits = estimate.seconds, estimate.waits
     return RankedLayout(
         estimate.config,
@@ -87,7 +91,7 @@ def estimated(estimate: Estimate) -> RankedLayout:
 
 
 def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayout:
-    """The RankedLayout of a simulation; the waits are those of the stage that idles least."""
+    """Return the RankedLayout of a simulation, with the waits of the stage that idles least."""
     runs = simulate(config, vocabulary, machine)
     found = summary(runs, config, machine)
     seconds, worst = found["step_time_s"], found["memory"]["worst"]
@@ -107,15 +111,18 @@ def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayou
 
 
 def _simulation_cost(config: Config) -> float:
-    """What it takes to simulate a layout, roughly in ms: its layers, its stages, its passes."""
+    """Return the approximate cost of simulating a layout in ms: its layers, stages and passes."""
     stages, parallel = config.mesh.p, config.parallel
     passes = stages * parallel.microbatches * parallel.chunks
     return 8 * config.model.layers + 10 * stages + passes
 
 
 class Ranking:
-    """The rows of a search: simulations of the most promising offers, as far as `most` [ms of
-    effort] goes, and estimates of the others, corrected by what was simulated."""
+    """Rows of a search.
+
+    The most promising offers are simulated within a budget of `most` ms. The others are estimates,
+    corrected by the simulations.
+    """
 
     def __init__(self, search: Search, found: Found, machine: Machine, most: float) -> None:
         self.search, self.found, self.machine = search, found, machine
@@ -123,8 +130,10 @@ class Ranking:
         self.known, self.ratios, self.peaks = {}, {}, {}
 
     def simulate(self) -> None:
-        """Simulate offers while one may be faster than the fastest that fits; where none fits,
-        at last the smallest."""
+        """Simulate offers as long as one may be faster than the fastest that fits.
+
+        If none fits, simulate the smallest offer last.
+        """
         offers = [offer for each in self.found.timed if each.fits for offer in each.offers]
         quickest = inf
         while offer := self.promising(offers, quickest):
@@ -135,8 +144,10 @@ class Ranking:
             self.run(min(offers, key=self.peak))
 
     def try_buckets(self) -> None:
-        """Simulate buckets of other sizes, too, for layouts that may be the fastest with them, and
-        offer what is worth it."""
+        """Simulate other bucket sizes for layouts that may become the fastest.
+
+        Sizes that are worth setting become offers.
+        """
         kept, self.left = self.left, _SIZED * self.most
         for seconds, other, each in sorted(self._resized(), key=lambda one: one[0]):
             row, cost = self.row(each), _simulation_cost(other.config)
@@ -148,7 +159,7 @@ class Ranking:
         self.left = kept
 
     def _resized(self) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
-        """(likely seconds, estimate, candidate) of the best layouts with other buckets."""
+        """Yield (likely seconds, estimate, candidate) of the best layouts with other buckets."""
         fitting = (
             each for each in self.found.timed if each.fits and each.best.config.mesh.replicas() > 1
         )
@@ -160,33 +171,35 @@ class Ranking:
                         yield ratio * other.seconds, other, each
 
     def _fitting_seconds(self) -> list[float]:
-        """The seconds of the simulated layouts that fit."""
+        """Return the seconds of the simulated layouts that fit."""
         return [row.seconds for row in self.known.values() if self.fits(row)]
 
     def promising(self, offers: Sequence[Estimate], quickest: float) -> Estimate | None:
-        """The most promising of the offers, or None where it is not worth a simulation."""
+        """Return the most promising offer, or None if it is not worth a simulation."""
         near = (offer for offer in offers if self.peak(offer) <= self.room(offer))
         offer = min(near, key=self.least, default=None)
         enough = quickest < inf and self.left < _SHOWN * self.most
         return None if enough or not offer or self.least(offer) > quickest else offer
 
     def least(self, estimate: Estimate) -> float:
-        """Seconds that an estimate may turn out to be at least."""
+        """Return a lower bound on the simulated seconds of an estimate."""
         ratios = self.ratios.get(_family(estimate.config))
         return estimate.seconds * (_KIN * min(ratios) if ratios else _NEW)
 
     def peak(self, estimate: Estimate) -> float:
-        """Bytes that an estimate is likely to turn out to be."""
+        """Return the likely simulated peak of an estimate in bytes."""
         return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:
-        """Bytes that an estimate may have to be simulated: it is to fit the surer, the less effort
-        is left after it."""
+        """Return the largest likely peak for which an estimate is simulated, in bytes.
+
+        The limit decreases with the remaining budget, so that late simulations are likely to fit.
+        """
         left = (self.left - _simulation_cost(estimate.config)) / self.most
         return self.search.candidates.memory * (1 + NEAR * max(-1, left))
 
     def run(self, estimate: Estimate) -> RankedLayout:
-        """The RankedLayout of a layout by simulation."""
+        """Simulate a layout and return its RankedLayout."""
         config = estimate.config
         self.left -= _simulation_cost(config)
         row = _simulated(config, self.search.estimator.vocabulary, self.machine)
@@ -196,14 +209,16 @@ class Ranking:
         return row
 
     def _corrected(self, estimate: Estimate) -> RankedLayout:
-        """The RankedLayout of an estimate, as wrong as others were."""
+        """Return the RankedLayout of an estimate, scaled by the mean error of simulated ones."""
         ratios = [*chain(*self.ratios.values())]
         seconds = estimate.seconds * (fmean(ratios) if ratios else 1)
         return estimated(estimate)._replace(seconds=seconds)
 
     def row(self, each: TimedCandidate) -> RankedLayout:
-        """The RankedLayout of a candidate: the fastest of its layouts that were simulated and fit,
-        or that of an estimate; None if none fits."""
+        """Return the RankedLayout of a candidate, or None if none of its layouts fits.
+
+        It is the fastest simulated layout that fits, otherwise an estimate.
+        """
         known = [self.known[one.config] for one in each.offers if one.config in self.known]
         fitting = filter(self.fits, known)
         new = (one for one in each.offers if one.config not in self.known)
@@ -212,7 +227,7 @@ class Ranking:
         return quickest or next(map(self._corrected, likely), None)
 
     def looked_at(self, each: TimedCandidate) -> RankedLayout:
-        """The RankedLayout of a candidate, by simulation while there is effort left."""
+        """Return the RankedLayout of a candidate, simulated as long as the budget lasts."""
         row = self.row(each)
         while row and not row.simulated and _simulation_cost(row.config) <= self.left:
             self.run(self._offer(row.config))
@@ -220,7 +235,7 @@ class Ranking:
         return row
 
     def best(self, top: int) -> list[RankedLayout]:
-        """The fastest layouts that fit, by simulation where there is one; the first always is."""
+        """Return the fastest layouts that fit; at least the first one is simulated."""
         self.simulate()
         self.try_buckets()
         fitting = [each for each in self.found.timed if each.fits]
@@ -235,7 +250,7 @@ class Ranking:
         return row.peak <= self.search.candidates.memory
 
     def widen(self, mesh: MeshConfig | None = None) -> None:
-        """Time some candidates of every name, too."""
+        """Time some candidates of every name as well."""
         for is_it in _NAMED.values():
             named = sorted(self._named_candidates(is_it, mesh), key=self.search.bounds.least)
             self.found.widen(named[:_EACH], self.search.timed)
@@ -243,21 +258,23 @@ class Ranking:
     def _named_candidates(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> Iterator[Candidate]:
-        """The candidates that have a name, with the p, d, c and e of a mesh if one is given."""
+        """Yield the candidates of a name, restricted to the p, d, c and e of `mesh` if given."""
         found = self.found
         for candidate in [*(each.candidate for each in found.timed), *found.left, *found.cut]:
             if is_it(candidate.config) and (mesh is None or _alike(candidate.config.mesh, mesh)):
                 yield candidate
 
     def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
-        """Name -> the RankedLayout of the best layout of that name, with the p, d, c and e of a
-        mesh if one is given; or None."""
+        """Return the best RankedLayout of each name, or None.
+
+        The p, d, c and e of `mesh` are fixed if it is given.
+        """
         return {name: self._called(is_it, mesh) for name, is_it in _NAMED.items()}
 
     def _called(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> RankedLayout | None:
-        """The best of what was timed, or of what was simulated, among those that have a name."""
+        """Return the best simulated or timed layout of a name."""
         chosen = {id(candidate) for candidate in self._named_candidates(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.candidate) in chosen]
         rows = [row for each in timed[:_EACH] if (row := self.looked_at(each))]
@@ -266,7 +283,7 @@ class Ranking:
         return min(fitting or nearest, key=lambda row: row.seconds, default=None)
 
     def losers(self, best: RankedLayout) -> list[Loser]:
-        """Why all others lose against the row `best`."""
+        """Return the reasons why all other layouts lose against the row `best`."""
         winner, groups = self._offer(best.config), {}
         for each in self.found.timed:
             if winner not in each.offers:
@@ -278,18 +295,18 @@ class Ranking:
         return sorted(losers, key=lambda loser: -loser.count)
 
     def _offer(self, config: Config) -> Estimate:
-        """The estimate of a layout."""
+        """Return the estimate of a layout."""
         offers = chain.from_iterable(each.offers for each in self.found.timed)
         return next(offer for offer in offers if offer.config == config)
 
     def nearest(self, group: Sequence[Estimate]) -> Estimate:
-        """The fastest of those that fit, else the smallest."""
+        """Return the fastest estimate that fits, otherwise the smallest."""
         fitting = [each for each in group if self.fits(each)]
         smallest = min(group, key=lambda each: each.peak)
         return min(fitting, key=lambda each: each.seconds, default=smallest)
 
     def reason(self, each: TimedCandidate, winner: Estimate) -> str:
-        """What a layout takes longest for, more than the winner."""
+        """Return the largest contribution to a layout's step beyond that of the winner."""
         if not each.fits:
             return "memory"
         more = {f"axis {axis}": s - winner.waits[axis] for axis, s in each.best.waits.items()}
@@ -301,7 +318,7 @@ class Ranking:
 
 
 def _family(config: Config) -> tuple[MeshConfig, str, str, bool]:
-    """What layouts have in common whose estimates are wrong alike."""
+    """Return the keys that layouts share if their estimates have similar errors."""
     parallel = config.parallel
     return config.mesh, parallel.scheme, parallel.schedule, parallel.layers_per_stage is None
 
@@ -311,8 +328,7 @@ def _alike(mesh: MeshConfig, other: MeshConfig) -> bool:
 
 
 def layout(config: Config) -> dict[str, dict[str, Any]]:
-    """A layout as tables of the input file, {"mesh": {...}, "parallel": {...}}, without the keys
-    that have their defaults."""
+    """Return the non-default keys of a layout as tables, {"mesh": {...}, "parallel": {...}}."""
     usual = {"mesh": asdict(MeshConfig()), "parallel": asdict(ParallelConfig())}
     values = {table: asdict(getattr(config, table)) for table in usual}
     return {
@@ -322,7 +338,7 @@ def layout(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def shown_layout(config: Config) -> str:
-    """The same on a line, without sizes and counts of 1."""
+    """Format a layout on one line, without sizes and counts of 1."""
     tables = layout(config)
     scheme = {} if kind(config) == "none" else {"scheme": config.parallel.scheme}
     shown = {key: tables["mesh"][key] for key in "pdcxyz" if key in tables["mesh"]}

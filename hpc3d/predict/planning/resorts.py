@@ -1,8 +1,7 @@
-"""What a plan falls back on where no layout fits: techniques that save memory, in the order in
-which they are asked for.
+"""Memory-saving fallbacks of a plan if no layout fits, in the order in which they are tried.
 
-First those that leave every number as it is, then those that change results, the more the later.
-The layouts that come closest tell which technique helps; a search with it finds the rest.
+Fallbacks that leave all results unchanged come first. Later ones change results increasingly. The
+layouts closest to fitting show which fallback helps, and a search with it finds the best layout.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.search import Found, Search
 
 log = logging.getLogger(__name__)
-_NEAREST = 8  # layouts that are asked whether a technique makes them fit
+_NEAREST = 8  # number of layouts for which each fallback is checked
 
 
 class Resort(NamedTuple):
-    """Changes of an input file, keys and values of the command line; `exact` if no number of a
-    run is another with them."""
+    """Changes of keys of an input file; `exact` is True if they change no result of a run."""
 
     changes: tuple[tuple[str, str], ...]
     exact: bool = False
@@ -53,7 +51,7 @@ class Resort(NamedTuple):
         return "which changes no result" if self.exact else "which changes results"
 
     def plain(self) -> dict[str, Any]:
-        """Plain values for `--json`."""
+        """Return plain values for `--json`."""
         return {"changes": dict(self.changes), "exact": self.exact}
 
 
@@ -74,7 +72,7 @@ RESORTS = (
 
 
 class Fit(NamedTuple):
-    """The fastest of the nearest layouts that fit with a resort, and the input changed by it."""
+    """Fastest of the nearest layouts that fits with a fallback, and the changed input."""
 
     resort: Resort
     config: Config
@@ -84,7 +82,7 @@ class Fit(NamedTuple):
 def fits(
     source: Path | str, overrides: Sequence[str], search: Search, found: Found
 ) -> Iterator[Fit]:
-    """A Fit for each resort with which one of the layouts fits that came closest."""
+    """Yield a Fit for each fallback with which one of the nearest layouts fits."""
     nearest = sorted(
         (min(each.offers, key=lambda offer: offer.peak) for each in found.timed),
         key=lambda offer: offer.peak,
@@ -110,6 +108,6 @@ def fits(
 
 
 def _changed(layout: Config, config: Config) -> Config:
-    """A layout with what an input asks for beside it."""
+    """Return a layout with the training and memory keys of an input."""
     kept = {key: getattr(config.parallel, key) for key in ("keep_dtype", "offload")}
     return replace(layout, train=config.train, parallel=replace(layout.parallel, **kept))

@@ -1,9 +1,8 @@
-"""The search for the layout with the shortest step, among those that fit the memory.
+"""Search for the layout with the shortest step among those that fit in memory.
 
-All sizes have a lower bound (bounds.py); in its order they are timed by estimates
-(estimate.py), with the schedule, microbatches, ZeRO and recomputation that suit them,
-until no bound is below the best ones that were found.  The best few then may have uneven layers
-(adaptation.py).
+Every mesh has a lower bound (bounds.py). In the order of the bounds, estimates (estimate.py) time
+each mesh with suitable schedules, microbatches, ZeRO stages and recomputation, until no bound is
+below the best times. The best few may then get uneven layers (adaptation.py).
 """
 
 from __future__ import annotations
@@ -34,15 +33,18 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.estimate import Estimate
 
 log = logging.getLogger(__name__)
-_FEW = 16  # ranks whose layouts are all looked at
-_REACH = 1.4  # times the fastest candidate: what others may gain by being looked into
-_COARSE = 2 / 3  # of what is measured tells how good sizes are, the rest what they do best
+_FEW = 16  # largest number of ranks for which all context options are searched
+_REACH = 1.4  # candidates up to this factor above the fastest are refined
+_COARSE = 2 / 3  # fraction of the cost budget for comparing meshes; the rest refines them
 
 
 class Found(NamedTuple):
-    """What a search found: `timed` candidates, fastest first and those that do not fit last;
-    candidates that were `cut`, since the least they take is too long, and `left` since enough was
-    measured; and how many layouts there are."""
+    """Result of a search.
+
+    `timed` has the timed candidates, fastest first and those that do not fit last. `cut` has the
+    candidates whose lower bound is too long, and `left` those left when the budget was spent.
+    `considered` is the number of layouts.
+    """
 
     timed: list
     cut: list
@@ -54,7 +56,7 @@ class Found(NamedTuple):
         candidates: Sequence[Candidate],
         time: Callable[[Candidate], TimedCandidate],
     ) -> None:
-        """Add what `time` makes of those candidates that are not timed yet."""
+        """Time the candidates that are not timed yet and add them."""
         new = [
             candidate
             for candidate in candidates
@@ -72,7 +74,7 @@ class Found(NamedTuple):
 
 
 class Search:
-    """Layouts of `config` on so many ranks of a machine, with `memory` bytes each."""
+    """Search over the layouts of `config` on a number of ranks with `memory` bytes each."""
 
     def __init__(
         self, config: Config, ranks: int, vocabulary: int, machine: Machine, memory: float
@@ -81,14 +83,14 @@ class Search:
         self.estimator = Estimator(vocabulary, machine)
         self.bounds = Bounds(self.base, ranks, vocabulary, machine)
         self.candidates = Candidates(self.estimator, ranks, memory)
-        self.allowed = 0  # how many candidates there are
+        self.allowed = 0  # number of candidates
 
     def run(self, top: int, most: int) -> Found:
-        """The Found of all layouts; no more than `most` costs are measured for it.
+        """Search all layouts and return the Found, measuring at most `most` costs.
 
-        The candidate with the shortest words of each p, d and c is timed, then others where it was
-        quick, then the rest; at last the best are looked into.
-        Raises ValueError, with one line that says what to change, if the rules allow no layout.
+        The candidate with the least communication of each (p, d, c, e) is timed first, then others
+        of the fast groups, then the rest. Finally, the best are refined. Raises ValueError, with
+        one line that says what to change, if the rules allow no layout.
         """
         candidates = []
         for candidate in self.allowed_candidates():
@@ -116,15 +118,14 @@ class Search:
         return found
 
     def _add(self, found: Found, offers: Sequence[Offer]) -> None:
-        """Add offers to the candidates that they are of."""
+        """Add offers to their candidates."""
         for number, estimate in offers:
             candidate, known, *_ = found.timed[number]
             found.timed[number] = self._offered(candidate, [*known, estimate])
         found.sort()
 
     def _refine(self, found: Found, most: int) -> None:
-        """Look for more in the candidates that may be among the best by it, in turn, as far as
-        `most` costs go."""
+        """Refine the candidates that may become the best, round-robin, within the budget."""
 
         def limit():
             return _REACH * self.limit(found.timed, 1)
@@ -144,7 +145,10 @@ class Search:
         return self.estimator.costs >= most
 
     def _consider(self, candidate: Candidate, found: Found, top: int, most: float) -> float:
-        """Time a candidate, if it may be among the best; the seconds of its step, if it fits."""
+        """Time a candidate if it may be among the best.
+
+        Returns the seconds of its step if it was timed and fits, otherwise inf.
+        """
         if self.bounds.least(candidate) > self.limit(found.timed, top):
             found.cut.append(candidate)
         elif self._spent(most) and found.timed:
@@ -157,25 +161,27 @@ class Search:
         return inf
 
     def calibrate(self, candidates: Sequence[Candidate]) -> None:
-        """Tell the bounds what a layout computes that computes least beside its words."""
+        """Calibrate the bounds with the candidate that has the least communication."""
         config = min(candidates, key=lambda candidate: sum(candidate.moves.values())).config
         fixed = self.estimator.world(config).seconds
         self.bounds.calibrate(config, self.estimator.parts(config), fixed)
 
     def limit(self, timed: Sequence[TimedCandidate], top: int) -> float:
-        """Seconds that a candidate must stay below to be among the best."""
+        """Return the seconds below which a candidate is among the best `top`."""
         seconds = sorted(each.sure for each in timed)
         return seconds[top - 1] if len(seconds) >= top else inf
 
     def allowed_candidates(self) -> Iterator[Candidate]:
-        """The layouts that the rules allow, with their bounds; of those that differ in how they
-        cut sequences the one that waits least for it, unless there are few ranks."""
+        """Yield the valid candidates with their bounds.
+
+        With many ranks, only the context option with the shortest exposed communication is kept.
+        """
         for configs in layouts.every_mesh(self.base, self.ranks, self.memory):
             found = sorted(map(self.bounds.candidate, configs), key=self.bounds.shown_context)
             yield from found if self.ranks <= _FEW else found[:1]
 
     def _refusal(self) -> str:
-        """Why there is no layout: what is wrong with the first one."""
+        """Format why no layout is valid: the problem of the first one."""
         model, train = self.base.model, self.base.train
         mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
@@ -183,7 +189,7 @@ class Search:
         return f"no layout of {ranks} divides this model; the first one: {problem}"
 
     def variants(self, candidate: Candidate) -> int:
-        """How many layouts have the sizes of a candidate."""
+        """Return the number of layouts with the mesh of a candidate."""
         config, layers = candidate.config, self.base.model.layers
         counts = layouts.microbatches(config, self.ranks)
         ways = sum(len(layouts.schedules(config.mesh.p, micros, layers)) for micros in counts)
@@ -192,11 +198,11 @@ class Search:
         return ways * len(self.candidates.ways(config)) * zeros * orders
 
     def timed(self, candidate: Candidate) -> TimedCandidate:
-        """The TimedCandidate of a candidate, as far as it takes to compare it with others."""
+        """Return the TimedCandidate of a candidate, estimated as far as a comparison needs."""
         return self._offered(candidate, self.candidates.promising(candidate.config))
 
     def _offered(self, candidate: Candidate, found: Sequence[Estimate]) -> TimedCandidate:
-        """The TimedCandidate of a candidate with these estimates."""
+        """Return the TimedCandidate of a candidate with these estimates."""
         near = {each.config: each for each in found if self.candidates.fits(each, 1 + NEAR)}
         if not near:
             return TimedCandidate(candidate, [min(found, key=lambda each: each.peak)], False, inf)

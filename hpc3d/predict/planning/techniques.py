@@ -1,5 +1,7 @@
-"""What each technique that saves memory or messages saves and costs on a given layout: steps that
-are simulated with it and without."""
+"""Savings and costs of memory and communication techniques on a given layout.
+
+Each technique is compared with the unchanged input by simulation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# One change of an input file each.
+# Each entry is one change of an input file.
 TECHNIQUES = (
     ("parallel.recompute", "selective"),
     ("parallel.recompute", "full"),
@@ -48,9 +50,11 @@ _OF_MUON = (("train.orthogonalize", "sharded"),)
 
 
 class Effect(NamedTuple):
-    """A step with a change of the input: the peak bytes of the fullest rank, by kind as
-    `summary` has them, the bytes that a rank of stage 0 receives, and seconds; or why it is
-    `refused`."""
+    """Simulated step with a change of the input.
+
+    `memory` has the peak bytes of the fullest rank by kind, as in `summary`, and `received` the
+    bytes that a rank of stage 0 receives. `refused` is the reason if the change is invalid.
+    """
 
     change: str
     memory: dict[str, int]
@@ -59,7 +63,7 @@ class Effect(NamedTuple):
     refused: str = ""
 
     def plain(self, first: Effect) -> dict[str, Any]:
-        """Plain values for `--json`, with the shares of those of the `first`."""
+        """Return plain values for `--json`, with ratios to the `first` effect."""
         if self.refused:
             return {"change": self.change, "refused": self.refused}
         return {
@@ -77,7 +81,7 @@ class Effect(NamedTuple):
 def effects(
     source: Path | str, overrides: Sequence[str], ranks: int, machine: Machine
 ) -> Iterator[Effect]:
-    """That of an input as it is, and those of each technique that it does not have yet."""
+    """Yield the Effect of the unchanged input, then of each technique that it does not use yet."""
     config = load_resolved(source, overrides, ranks)
     yield _effect("as it is", config, machine)
     techniques = TECHNIQUES + (_OF_MUON if config.train.optimizer == "muon" else ())
