@@ -1,1 +1,1 @@
-"""The program itself on abstract arrays and a machine's clock."""
+"""Simulation of the program on abstract arrays with a machine's simulated clock."""

@@ -1,8 +1,7 @@
-"""The CUDA rules of primitives on arrays without data: a meter is notified of the kernels,
-products and workspaces of a GPU.
+"""CUDA backend on abstract arrays: reports kernels, products and workspaces to a meter.
 
-What is launched, and with which arrays, the code decides that a GPU runs: there is no second
-description.
+The GPU code itself decides which kernels are launched with which arrays, so there is no second
+description of it.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class _DeviceShape(AbstractArray):
-    """An array of a device, without data."""
+    """Abstract array on a device."""
 
     __slots__ = ()
 
 
 class DeviceShapes(AbstractPool):
-    """Arrays of a device that count as a `cuda.DevicePool` does."""
+    """Pool of abstract device arrays, with the same accounting as `cuda.DevicePool`."""
 
     kind, on_device = _DeviceShape, True
 
@@ -54,7 +53,7 @@ class DeviceShapes(AbstractPool):
 
 
 class AbstractGpu(Gpu):
-    """Notifies the meter of a pool of what a GPU would do."""
+    """GPU that only reports its work to the meter of a pool."""
 
     def __init__(self, pool: AbstractPool) -> None:
         self.pool, empty = pool, partial(pool.empty, kind="workspace")
@@ -63,7 +62,7 @@ class AbstractGpu(Gpu):
         self.workspace = empty((WORKSPACE,), np.uint8)
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """One of each kind, which counts for all of it."""
+        """Yield one piece of each kind; the meter counts it once per piece of that kind."""
         first, counts = {}, Counter()
         for piece in pieces:
             like = kind(piece)
@@ -100,17 +99,19 @@ class AbstractGpu(Gpu):
         add: AbstractArray | None,
         **epilogue: Any,
     ) -> bool:
-        """cuBLASLt takes everything that is asked of it."""
+        """Report a product; cuBLASLt supports every requested epilogue."""
         self.multiplied(a, b, out)
         return True
 
 
 class _AbstractAttention:
-    """What cuDNN does (cudnn_attention.Flash): of causal attention half of every product, with no
-    scores in memory; five products backward, one of which is made again.
+    """Cost model of cuDNN's fused attention (cudnn_attention.Flash).
 
-    For these it works, in every layer, in the memory that cuDNN 9.19 asks for on an H100: float32
-    for the gradient of q, and for the product of out and its gradient in every row."""
+    Scores are not stored in memory. Causal attention computes half of every product. The backward
+    pass has five products, one of them recomputed. The workspace, shared by all layers, is the one
+    that cuDNN 9.19 requests on an H100: the gradient of q in float32, and a float32 per row for
+    the product of out and its gradient.
+    """
 
     def __init__(self, pool: AbstractPool) -> None:
         self.pool, self.workspaces = pool, [pool.empty((0,), np.uint8, "workspace")]
@@ -144,7 +145,7 @@ class _AbstractAttention:
         return dqkv
 
     def have(self, size: int) -> None:
-        """A workspace of so many bytes, from now on; those that were too small stay, too."""
+        """Ensure a workspace of at least `size` bytes; smaller earlier ones stay allocated."""
         if size > self.workspaces[-1].nbytes:
             self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))
 
@@ -155,7 +156,7 @@ class _AbstractAttention:
 
 
 def _on_pool(primitive: Primitive) -> Callable[..., Any]:
-    """The CUDA rule of a primitive, on the abstract GPU of an array's pool."""
+    """Return the CUDA rule of a primitive, bound to the abstract GPU of an array's pool."""
     rule = primitive.cuda_rule
     if rule is None:
         return counted(primitive)
@@ -169,10 +170,10 @@ value_of.register(_DeviceShape, lambda array: 0.0)
 
 
 def unrecorded(config: Config) -> Config:
-    """A run that launches its kernels one by one: what is recorded does the same."""
+    """Return a config without CUDA graphs; a captured graph does the same work."""
     return replace(config, train=replace(config.train, cuda_graph=False))
 
 
 def pool_of(config: Config, meter: CostMeter | None = None) -> AbstractPool:
-    """The arrays without data of a run's ranks."""
+    """Return a pool of abstract arrays for the ranks of a run."""
     return (DeviceShapes if config.train.backend == "cupy" else AbstractPool)(meter)

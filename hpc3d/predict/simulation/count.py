@@ -1,8 +1,8 @@
-"""What a training step moves, computes and holds, from the program itself: no second description.
+"""Communication, FLOPs and memory of a training step, counted by running the program itself.
 
-One rank at a time runs the trainer on arrays without data (arrays/abstract.py), for any sizes in
-milliseconds, with the recorder that measures real runs.  So the predicted bytes, messages and
-memory are those of a trace, exactly.
+One rank at a time runs the trainer on abstract arrays (arrays/abstract.py), in milliseconds for
+any size, with the recorder that measures real runs. The predicted bytes, messages and memory
+therefore equal those of a trace exactly.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.program import Program
 
-CAPACITY = 1 << 12  # rows at first; a Prediction keeps its table
+CAPACITY = 1 << 12  # initial rows; small, because every Prediction keeps its table
 _COMM = CATEGORY.index("comm")
 
 
 class InMemory(Recorder):
-    """Keeps all rows of a step, however many they are: there is no run to write them to."""
+    """Recorder that keeps all rows of a step in memory."""
 
     def flush(self) -> None:
         pass
 
 
 class ZeroBatches(MicrobatchLoader):
-    """Batches of zeros: which tokens they are changes nothing here."""
+    """Loader of zero batches; token values do not affect a prediction."""
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         pair = AbstractArray((2, *self.shape), np.int32, self.mesh.pool)
@@ -51,10 +51,10 @@ class ZeroBatches(MicrobatchLoader):
 
 
 class Prediction(NamedTuple):
-    """Of one rank and a training step in the steady state.
+    """Predicted steady-state training step of one rank.
 
-    `events` are rows of EVENTS with times of no meaning, `axes` the mesh axis of each group;
-    `peak` the bytes of array memory by kind ("all" for the peak of their sum).
+    `events` has rows of EVENTS without meaningful times, and `axes` the mesh axis of each group.
+    `peak` is the peak of array memory in bytes by kind; "all" is the peak of their sum.
     """
 
     events: np.ndarray
@@ -62,7 +62,7 @@ class Prediction(NamedTuple):
     peak: dict
 
     def moved(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """(axis, op, phase) -> (calls, bytes received)."""
+        """Return {(axis, op, phase): (calls, bytes received)}."""
         calls, received = Counter(), Counter()
         for row in self.events[self.events["category"] == _COMM]:
             key = self.axes[row["group"]], OP[row["op"]], PHASE[row["phase"]]
@@ -71,7 +71,7 @@ class Prediction(NamedTuple):
         return {key: (count, received[key]) for key, count in calls.items()}
 
     def flops(self) -> dict[str, float]:
-        """Floating-point operations by operation."""
+        """Return the floating-point operations by operation."""
         events, total = self.events, {}
         for op in np.unique(events["op"]).tolist():
             if count := float(events["flops"][events["op"] == op].sum()):
@@ -82,10 +82,10 @@ class Prediction(NamedTuple):
 def predict(
     config: Config, vocabulary: int, coords: Mapping[str, int], program: Program | None = None
 ) -> Prediction:
-    """The Prediction of the rank at `coords` (axis -> coordinate) in the second step of a run.
+    """Return the Prediction of the rank at `coords` (axis -> coordinate) in the second step.
 
-    ValueError where a block has an owner (scheme 3d-broadcast): there a rank alone does not know
-    the shapes.
+    Raises ValueError if a block has an owner (scheme 3d-broadcast), because a single rank does not
+    know the shapes then.
     """
     mesh = abstract_mesh(config.mesh.sizes(), coords, pool_of(config))
     return predict_on(mesh, config, vocabulary, program)
@@ -94,7 +94,7 @@ def predict(
 def predict_on(
     mesh: Mesh, config: Config, vocabulary: int, program: Program | None = None
 ) -> Prediction:
-    """The Prediction of the rank of a mesh without data."""
+    """Return the Prediction of the rank of an abstract mesh."""
     config = unrecorded(config)
     recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)
@@ -108,8 +108,10 @@ def predict_on(
 
 
 def every_rank(config: Config, vocabulary: int) -> list[Prediction]:
-    """The Prediction of each rank, in rank order: one after the other, or where blocks have owners
-    all together, on threads."""
+    """Return the Prediction of each rank, in rank order.
+
+    Ranks run one after the other, or concurrently on threads if blocks have owners.
+    """
     grid, program = config.mesh.grid(), program_of(config)
     if any(split.own for split in config.splits.values()):
         rank = partial(predict_on, config=config, vocabulary=vocabulary, program=program)

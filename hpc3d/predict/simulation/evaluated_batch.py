@@ -1,5 +1,4 @@
-"""What a batch of an evaluation takes on a machine that need not be there: its program, on the
-clock of the simulator."""
+"""Simulated time of an evaluation batch on a machine."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float:
-    """Seconds in which all stages evaluate `train.batch` sequences, for a settled `config`.
+    """Return the seconds in which all stages evaluate `train.batch` sequences.
 
-    Where ranks share cores, all that a rank does takes as many times as long as ranks of its stage
-    share one.
+    `config` must be resolved. If ranks share cores, all CPU time is multiplied by the number of
+    ranks of a stage per core.
     """
     config = unrecorded(replace(config, train=replace(config.train, steps=1)))
     grid = config.mesh.grid()

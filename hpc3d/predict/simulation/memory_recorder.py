@@ -1,4 +1,4 @@
-"""A recorder whose rows stay in memory, where they can be taken out and put in again."""
+"""Recorder that keeps its rows in memory, where they can be copied and replayed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _ROWS = record_type(EVENTS)
 
 
 class MemoryRecorder(Recorder):
-    """A recorder of rank `rank` that reads `clock` [ns] and never writes a file."""
+    """Recorder of rank `rank` that reads `clock` [ns] and never writes a file."""
 
     def __init__(self, rank: int, clock: Callable[[], int]) -> None:
         without = float("inf")
         super().__init__(None, {"rank": rank}, every_s=without, clock=clock, most=without)
 
     def rows(self, first: int = 0) -> np.ndarray:
-        """A copy of the rows from number `first` on."""
+        """Return a copy of the rows from index `first`."""
         return np.frombuffer(self.table, _ROWS, self.count)[first:].copy()
 
     def add(self, rows: np.ndarray, now: int) -> None:
-        """Append the rows of a pass that was recorded before: it ends `now`."""
+        """Append the rows of a replayed pass that ends at `now`."""
         end = self.count + len(rows)
         while end > self.capacity:
             self.grow()
@@ -32,4 +32,4 @@ class MemoryRecorder(Recorder):
         self.count, self.latest = end, now
 
     def flush(self) -> None:
-        """Nothing: the rows stay."""
+        """Do nothing: the rows stay in memory."""

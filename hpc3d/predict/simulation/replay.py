@@ -1,8 +1,8 @@
-"""Passes that are run once and replayed.
+"""Recording and replay of passes, so that few of them are run.
 
-On arrays without data one microbatch is like the other: a pass takes the same time, makes the same
-calls and leaves the same memory.  So of thousands of them few are run: the first of its kind, and
-those under which gradients are in flight to be summed.
+On abstract arrays all microbatches are identical: a pass takes the same time, makes the same calls
+and leaves the same memory. Only the first pass of each kind is run, and the passes that overlap
+with gradient reductions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ if TYPE_CHECKING:
 
 
 class RecordedPass(NamedTuple):
-    """What a pass did: when it began, how long it took, was busy and waited for the wire [ns], its
-    rows of the trace, the number of the first call of each sequence and how many follow, bytes by
-    kind that it left behind and that it had at its peaks, against those before,
-    and blanks of what was brought for it, by name."""
+    """Recorded effects of a pass.
+
+    `start`, `length`, `busy` and `wired` (waiting for the network) are in ns. `rows` has its rows
+    of the trace. `first` has the number of the first call of each sequence and `calls` the number
+    of calls. `live` and `peak` have the bytes by kind that remain at the end and at the peak,
+    relative to the start. `brought` has placeholders of the arrays brought to the device for it,
+    by name.
+    """
 
     start: int
     length: int
@@ -49,7 +53,7 @@ class RecordedPass(NamedTuple):
 
 
 class PassRecorder:
-    """Records passes of a rank and replays them: on its clock, its memory and its ledger."""
+    """Recorder of a rank's passes that replays them on its clock, memory and ledger."""
 
     def __init__(self, mesh: Mesh, ledger: MemoryRecorder, clock: Clock) -> None:
         self.mesh, self.ledger, self.clock = mesh, ledger, clock
@@ -58,7 +62,7 @@ class PassRecorder:
 
     @contextmanager
     def record(self, kind: tuple[str, int, int], micro: Microbatch) -> Iterator[None]:
-        """Record what is done in this context as a pass of this kind, if it is the first."""
+        """Record the work in this context as a pass of this kind, if it is the first."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
         before, held, peak = Counter(pool.live), pool.held, pool.peak
@@ -88,7 +92,7 @@ class PassRecorder:
     def replay(
         self, kind: tuple[str, int, int], micro: Microbatch, microbatch: int
     ) -> Iterator[None]:
-        """Do the same again; in this context arrays come and go that outlive the pass."""
+        """Replay a pass; arrays that outlive it are allocated and freed in this context."""
         recorded, pool, before = self.passes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
         rows = self._shifted_rows(recorded, microbatch)
         self.clock.advance(recorded.length, recorded.busy, recorded.wired)
@@ -102,13 +106,13 @@ class PassRecorder:
         changes = {
             name: before[name] + recorded.live.get(name, 0) - pool.live[name] for name in pool.live
         }
-        for name in sorted(changes, key=changes.get):  # what goes first: no peak on the way
+        for name in sorted(changes, key=changes.get):  # free first, which avoids a false peak
             pool.count(name, changes[name])
         high = {name: change + before[name] for name, change in recorded.peak.items()}
         pool.peak |= Counter(high | {"all": held + recorded.peak["all"]})
 
     def _shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
-        """The rows of a pass as those of a microbatch that begins now."""
+        """Return the rows of a pass as those of a microbatch that begins now."""
         rows, now = recorded.rows.copy(), self.clock.now
         for name in ("t_start", "t_global", "posted"):
             rows[name] += now - recorded.start
@@ -119,8 +123,10 @@ class PassRecorder:
         return rows
 
     def _calls(self, rows: np.ndarray, group: int, key: Any) -> np.ndarray:
-        """Which rows are of a sequence of calls: the collectives of a group, or its messages of
-        one kind to or from one member."""
+        """Return a mask of the rows in a sequence of calls.
+
+        A sequence has the collectives of a group, or its messages of one kind with one peer.
+        """
         calls = (rows["group"] == group) & (rows["seq"] >= 0)
         if key == "collective":
             return calls & ~np.isin(rows["op"], MESSAGE_CODES)
@@ -142,19 +148,19 @@ def _differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, in
 
 
 def _placeholder(array: Any) -> np.ndarray:
-    """An array of the host of the same shape and type, with the memory of one element."""
+    """Return a host array of the same shape and dtype that uses the memory of one element."""
     return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
 
 class KeptArrays:
-    """What a replayed pass keeps: those of its arrays that a real one keeps, too."""
+    """Arrays that a replayed pass keeps alive, as the real pass does."""
 
     def __init__(self, arrays: list[Any]) -> None:
         self.arrays = arrays
 
 
 class ReplayedStage:
-    """A `PipelineStage` whose passes are replayed, but for those of the microbatches in `run`."""
+    """PipelineStage that replays all passes except those of the microbatches in `run`."""
 
     def __init__(
         self, stage: PipelineStage, recorder: PassRecorder, chunk: int, run: Collection[int]
@@ -221,7 +227,7 @@ class ReplayedStage:
         return dx
 
     def weight_grad(self, micro: Microbatch, work: Any) -> None:
-        """The weights' gradients that a split backward pass left for later."""
+        """Compute the weight gradients that a split backward pass deferred."""
         kind = self.kind("W", micro)
         if isinstance(work, KeptArrays):
             with self.recorder.replay(kind, micro, self.microbatch):
@@ -231,8 +237,10 @@ class ReplayedStage:
                 work.run()
 
     def _new_array(self, like: Any, given: Any) -> Any:
-        """A new array of an ArraySpec, or the one that was given; anything else is the same
-        again."""
+        """Return a new array for an ArraySpec, and `given` for _SAME_ARRAY.
+
+        Other objects are returned unchanged.
+        """
         if like is _SAME_ARRAY:
             return given
         return self.recorder.mesh.empty(*like) if isinstance(like, ArraySpec) else like
@@ -244,11 +252,11 @@ class ArraySpec(NamedTuple):
     kind: str
 
 
-_SAME_ARRAY = object()  # the result of a pass of a stage without layers: what came in
+_SAME_ARRAY = object()  # result of a stage without layers: its input
 
 
 def _array_spec(array: Any, given: Any) -> Any:
-    """What it takes to make the like of an array, without its memory; other things as they are."""
+    """Return an ArraySpec to recreate an array without its memory; other objects unchanged."""
     if not isinstance(array, AbstractArray):
         return array
     if isinstance(given, AbstractArray) and given.lease is array.lease:
@@ -257,7 +265,7 @@ def _array_spec(array: Any, given: Any) -> Any:
 
 
 def _leases(saved: Any) -> set[AbstractLease]:
-    """The memory that nested tuples, lists and arrays of them hold."""
+    """Return the memory leases held by nested tuples and lists of arrays."""
     if isinstance(saved, AbstractArray):
         return {saved.lease} - {None}
     if isinstance(saved, (tuple, list)):
@@ -266,8 +274,11 @@ def _leases(saved: Any) -> set[AbstractLease]:
 
 
 def microbatches_to_run(groups: Iterable[Group], sizes: Sequence[int]) -> dict[int, set[int]]:
-    """chunk -> the microbatches whose passes must be run: the first forward and the first backward
-    of each of the `sizes` (of microbatches), and those in which gradients are summed."""
+    """Return {chunk: microbatches whose passes must be run}.
+
+    These are the first forward and backward pass for each microbatch size in `sizes`, and the
+    passes in which gradients are reduced.
+    """
     found, run = set(), {}
     for group in groups:
         op, mb, chunk = group[0]

@@ -1,9 +1,9 @@
-"""The time of a rank on a machine: what its arrays compute and its calls move let it pass.
+"""Simulated clock of a rank, advanced by the work of its arrays and its calls.
 
-The model, the optimiser and the engine run as they are; the recorder reads this clock.  All ranks
-along a tensor, data or context axis do the same at the same time, so one of them stands for all:
-what it sends to the next rank of a ring it gets from the one before as soon.  The stages of a
-pipeline tell each other when messages leave.
+The model, the optimizer and the engine run unchanged, and the recorder reads this clock. All ranks
+along a tensor, data or context axis do the same at the same time, so one rank represents them: it
+receives from its predecessor in a ring when it could send to its successor. The stages of a
+pipeline exchange the departure times of messages.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from hpc3d.model.context import Context
     from hpc3d.predict.machine.machine import Machine
 
-_CARD, _HOST = "card", "host"  # whose ends are among those of the queues
-_LONG = 1e6  # bytes of a message by which pairs of ranks are compared
+_CARD, _HOST = "card", "host"  # keys of `ends` for the NIC and for copies to and from the host
+_LONG = 1e6  # message size in bytes by which pairs of ranks are compared
 
 
 class Clock(CostMeter):
-    """Whole nanoseconds from the start of a run, as a trace has them.
+    """Time in integer nanoseconds from the start of a run, as in a trace.
 
-    `busy` is the part of them in which the rank computes, and `ends` is when the last collective
-    of each queue ends: they follow each other, beside what it computes and beside those of the
-    other queue.  `slowdown` is how much longer all that cores do takes where ranks share them.
+    `busy` is the time in which the rank computes. `ends` has the end of the last collective of
+    each queue. Collectives of a queue run in sequence, concurrently with computation and with the
+    other queue. `slowdown` multiplies all CPU time if ranks share cores.
     """
 
     wired = 0
-    count = 1  # times that all counts which is done
+    count = 1  # factor by which all work is counted
 
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
         self.machine, self.slowdown = machine, slowdown
@@ -58,8 +58,10 @@ class Clock(CostMeter):
         return E4M3 in self.machine.gemm
 
     def advance(self, length: int, busy: int, wired: int) -> None:
-        """Let so many ns of a pass go by that is not run, of which the rank is busy, and waits for
-        the card of its host, so many."""
+        """Advance by the nanoseconds of a replayed pass.
+
+        For `busy` of them the rank computes, and for `wired` it waits for its host's NIC.
+        """
         self.now += length
         self.busy += busy
         self.wired += wired
@@ -86,7 +88,10 @@ class Clock(CostMeter):
         self.work(self.machine.fused(flop, nbytes, dtype.name))
 
     def copied(self, nbytes: float) -> int:
-        """A device copies beside what it computes, one block after the other."""
+        """Return the end of a device-host copy.
+
+        Copies run in sequence, concurrently with computation.
+        """
         length = _nanoseconds(self.count * nbytes / self.machine.host_bandwidth)
         self.ends[_HOST] = max(self.now, self.ends[_HOST]) + length
         return self.ends[_HOST]
@@ -98,14 +103,19 @@ class Clock(CostMeter):
         return _nanoseconds(self.machine.call(op, nbytes, members))
 
     def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
-        """When a collective along an axis ends that begins now, or when those before it in its
-        queue have ended."""
+        """Return the end of a collective along an axis.
+
+        It begins now, or when the earlier collectives of its queue have ended.
+        """
         queue = queue_of(axis)
         self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
         return self.ends[queue]
 
     def send_done(self, nbytes: float, members: Sequence[int], last: int) -> int:
-        """When a message has left that is sent now, or at `last`, when the one before has."""
+        """Return the time at which a message has left.
+
+        It is sent now, or at `last`, when the preceding message has left.
+        """
         return max(self.now, last) + self.call("send", nbytes, members)
 
     def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
@@ -113,14 +123,17 @@ class Clock(CostMeter):
         self.now = max(self.now, arrival)
 
     def pass_on(self, nbytes: float, pair: Sequence[int], axis: str) -> int:
-        """When messages arrive that all members of a group along an axis send now, or when the
-        calls before them in their queue have ended; the slowest is that of a `pair`."""
+        """Return the arrival time of messages that all members of a group send along an axis.
+
+        They leave now, or when the earlier calls of their queue have ended. The slowest message is
+        that of `pair`.
+        """
         queue = queue_of(axis)
         self.ends[queue] = self.send_done(nbytes, pair, self.ends[queue])
         return self.ends[queue]
 
     def taken(self, nbytes: float, pair: Sequence[int], end: int, pending: Pending) -> Pending:
-        """A `Pending` of such a message, which arrives at `end`."""
+        """Return a `Pending` that receives a message arriving at `end`."""
 
         def finish():
             self.receive(nbytes, pair, end)
@@ -129,7 +142,7 @@ class Clock(CostMeter):
         return Pending(finish)
 
     def until(self, end: int, pending: Pending) -> Pending:
-        """A `Pending` that is waited for until `end`."""
+        """Return a `Pending` whose wait ends at `end`."""
 
         def finish():
             self.now = max(self.now, end)
@@ -139,12 +152,12 @@ class Clock(CostMeter):
 
 
 class HostDrivenClock(Clock):
-    """Where no device moves blocks: the rank's core does so when it makes the call.
+    """Clock of a machine without devices: the rank's core moves blocks when it makes a call.
 
-    What goes to other hosts the card carries then, one call after the other, whatever the rank
-    does; `wired` are the ns in which the rank waits for it.  Others may have its core then,
-    so that these are not longer where ranks share cores.  What the last one posts is there
-    at once, but those that wait for it have to wake up.
+    The host's NIC carries the data to other hosts, one call after the other, concurrently with the
+    rank. `wired` is the time [ns] in which the rank waits for the NIC. Other ranks may use its
+    core then, so core sharing does not lengthen this time. A block is available as soon as the
+    last member posts it, but waiting ranks need time to wake up.
     """
 
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
@@ -152,12 +165,12 @@ class HostDrivenClock(Clock):
         self.wired = self.since = self.done = 0
 
     def copied(self, nbytes: float) -> int:
-        """A core copies itself; what a disk adds is not known."""
+        """Copy with the core; the time of a disk is not modeled."""
         self.kernel("offload", 2 * nbytes)
         return self.now
 
     def wake_up(self, time: int) -> int:
-        """When a rank goes on that waits until `time`."""
+        """Return the time at which a rank that waits until `time` resumes."""
         return time + _nanoseconds(self.slowdown * self.machine.wakeup_s)
 
     def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
@@ -168,9 +181,9 @@ class HostDrivenClock(Clock):
         return self.wake_up(self.ends[queue])
 
     def _card_done(self, ready: int, seconds: float) -> int:
-        """When the card has carried what is `ready` then and takes it so long.
+        """Return the time at which the NIC has carried data that is ready at `ready`.
 
-        It is busy without a break from `since` on; the last call waits for it until `done`.
+        The NIC is busy without a break since `since`, and the last call waits for it until `done`.
         """
         if seconds:
             begin = max(ready, self.ends[_CARD])
@@ -180,7 +193,7 @@ class HostDrivenClock(Clock):
         return ready
 
     def until(self, end: int, pending: Pending) -> Pending:
-        # A call is waited for through what it returns: it is the one that was posted last.
+        # Each call's Pending is created right after its post, so `since` and `done` are its own.
         begin, done, ended = self.since, self.done, super().until(end, pending)
 
         def finish():
@@ -203,7 +216,7 @@ class HostDrivenClock(Clock):
 
 
 def clock_of(machine: Machine, slowdown: float = 1.0) -> Clock:
-    """The Clock of a machine: HostDrivenClock where its ranks have no devices."""
+    """Return the Clock of a machine, a HostDrivenClock if its ranks have no devices."""
     return (HostDrivenClock if machine.cores else Clock)(machine, slowdown)
 
 
@@ -212,8 +225,10 @@ def _nanoseconds(seconds: float) -> int:
 
 
 class TimedCommunicator(AbstractCommunicator):
-    """A communicator along an axis whose calls take the machine's time; all members call at the
-    same time."""
+    """Communicator along an axis whose calls advance the simulated clock.
+
+    All members call at the same time.
+    """
 
     def __init__(self, rank: int, members: Sequence[int], pool: Pool, axis: str) -> None:
         super().__init__(rank, len(members), members, pool)
@@ -243,11 +258,10 @@ class TimedCommunicator(AbstractCommunicator):
 
 
 class ContextTimed(TimedCommunicator):
-    """The communicator of the first rank along the context axis, whose messages are those of
-    `context`.
+    """Communicator of the first rank along the context axis, with the messages of `context`.
 
-    All members send as far at the same time, so that a message arrives when this rank's own does:
-    when the slowest has.  Those posted together follow each other.
+    All members send at the same time, so a message arrives when the slowest one has left. Messages
+    posted together run in sequence.
     """
 
     def __init__(self, members: Sequence[int], pool: Pool, context: Context) -> None:
@@ -265,8 +279,7 @@ class ContextTimed(TimedCommunicator):
         return self.clock.taken(nbytes, self.slowest(peer), end, pending)
 
     def slowest(self, peer: int) -> tuple[int, int]:
-        """The pair of ranks with the slowest of the messages that all members send as this one
-        does to `peer`."""
+        """Return the pair of ranks with the slowest message when this rank sends to `peer`."""
         if peer not in self.pairs:
             others = (self.context.peer(number, peer) for number in range(self.size))
             pairs = [(rank, self.members[other]) for rank, other in zip(self.members, others)]
@@ -275,11 +288,10 @@ class ContextTimed(TimedCommunicator):
 
 
 class PipelineTimed(TimedCommunicator):
-    """A communicator with members on several stages, of which `stages` (member -> stage) are run.
+    """Communicator with members on several stages; `stages` maps member -> simulated stage.
 
-    `peers` is the communicator of the stages, on threads: it carries times.  A message leaves when
-    it is posted and those before it in flight have left, and a collective begins when the last
-    stage has posted it.
+    `peers` is the communicator of the stage threads and carries times. A message leaves when it is
+    posted and the earlier ones have left. A collective begins when the last stage has posted it.
     """
 
     def __init__(
@@ -322,8 +334,11 @@ class PipelineTimed(TimedCommunicator):
 
 
 def representative(grid: Grid, pool: Pool, peers: Any, context: Context | None = None) -> Mesh:
-    """The mesh of the first rank of a stage, whose number and neighbours `peers` knows; the meter
-    of its `pool` is a Clock.  Sequences are cut by `context`, if they are."""
+    """Return the mesh of the first rank of a stage, which represents the ranks of the stage.
+
+    `peers` has the stage number and the neighbors. The meter of `pool` is a Clock. `context`
+    shards sequences, if given.
+    """
     column = grid.ranks_along("p", {})
     coords = grid.coords(column[peers.rank])
     comms = {

@@ -1,7 +1,8 @@
-"""A training step on a machine that need not be there: the program itself, on its clock.
+"""Simulation of a training step on a machine, by running the program on a simulated clock.
 
-A stage of the pipeline is a thread, on which one rank runs the trainer on arrays without data
-(simulated_clock.py): any number of ranks takes as long as there are stages and layers.
+Each pipeline stage is a thread in which one rank runs the trainer on abstract arrays
+(simulated_clock.py). The simulation time depends on the number of stages and layers, not on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulated_clock import Clock
 
 log = logging.getLogger(__name__)
-_NEAR, _ROUNDS = 1e-3, 4  # how near to the sum of the work a crowded step comes, and in how many
-_SECOND = 1  # the step that is looked at, neither the first nor, where steps overlap, the last
+_NEAR, _ROUNDS = 1e-3, 4  # tolerance and most iterations for the step time on shared cores
+_SECOND = 1  # recorded step: not the first, nor the last, because steps may overlap
 
 
 class StageRun(NamedTuple):
-    """A step of the first rank of a stage.
+    """Simulated step of the first rank of a stage.
 
-    `rows` are those of /events, which index `names` and the mesh axes `axes`; times in ns from the
-    start of the run.  `step` is the row of /steps and `memory` those of /memory; `peak` the bytes
-    of arrays by kind, "all" for the peak of their sum; among them are those of a copy of the
-    token table, `tables`, and of the logits of a microbatch, `logits`.  `busy` are the ns in which
-    the rank did something itself, `wired` those in which it waited for the card of its host.
+    `rows` has its rows of /events, which index `names` and the mesh axes `axes`, with times in ns
+    from the start of the run. `step` is its row of /steps and `memory` its rows of /memory. `peak`
+    is the peak of array memory in bytes by kind, "all" that of their sum. It includes `tables`,
+    the values of token tables, and `logits`, those of a microbatch. `busy` is the time in ns in
+    which the rank works itself, and `wired` the time in which it waits for its host's NIC.
     """
 
     rank: int
@@ -81,8 +82,10 @@ def load_resolved(
     ranks: int | None = None,
     of_run: bool = False,
 ) -> Config:
-    """The Config of an input file for as many ranks, with its vocabulary; ValueError if it breaks
-    a rule.  `of_run` is that of hpc3d.config.load."""
+    """Return the resolved Config of an input file for a number of ranks, with a vocabulary.
+
+    `of_run` is passed to hpc3d.config.load. Raises ValueError if the input breaks a rule.
+    """
     config = load(path, overrides, of_run)
     refuse([*unknown_values(config)])
     mesh = config.mesh
@@ -95,10 +98,10 @@ def load_resolved(
 
 
 def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun]:
-    """The StageRun of each stage, for a settled `config` on a `machine`.
+    """Return the StageRun of each stage for a resolved `config` on a `machine`.
 
-    ValueError where a block has an owner (scheme 3d-broadcast): its owner does not do what the
-    others do.
+    Raises ValueError if a block has an owner (scheme 3d-broadcast), because owners do other work
+    than the other ranks.
     """
     if any(split.own for split in config.splits.values()):
         raise ValueError(
@@ -121,7 +124,7 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
 
 
 def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Clock) -> StageRun:
-    """The StageRun of the stage whose number is that of this member of `peers`."""
+    """Return the StageRun of the stage that this member of `peers` represents."""
     pool = pool_of(config, clock)
     bare = representative(config.mesh.grid(), pool, peers, config.context())
     ledger = MemoryRecorder(bare.rank, lambda: clock.now)
@@ -155,14 +158,14 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
 
 
 def _bytes_of_tables(parameters: Parameters) -> int:
-    """Bytes of the values of token tables: the first stage has one, and the last its copy."""
+    """Return the bytes of token-table values: the first stage's, and the last stage's copy."""
     tables = [item for item in parameters if item.rows and len(item.shape) == 2]
     places = [parameters.places[item].value for item in tables]
     return sum(place.stop - place.start for place in places) * parameters.dtype.itemsize
 
 
 def _bytes_of_logits(trainer: Trainer) -> int:
-    """Bytes of this rank's logits of the largest microbatch; 0 on stages without the head."""
+    """Return the bytes of this rank's logits of the largest microbatch; 0 without the head."""
     train, count = trainer.config.train, trainer.config.parallel.microbatches
     rows = -(-train.batch // count) * trainer.config.model.sequence
     shapes = [
@@ -181,7 +184,7 @@ def replay_passes(
     clock: Clock,
     program: Program,
 ) -> None:
-    """Let an engine run few of the passes of its program and play the others."""
+    """Make an engine run few passes of its program and replay the others."""
     recorder, train = PassRecorder(mesh, ledger, clock), config.train
     count = config.parallel.microbatches
     sizes = [train.batch * (i + 1) // count - train.batch * i // count for i in range(count)]
@@ -193,35 +196,37 @@ def replay_passes(
 
 
 def ranks_per_core(machine: Machine, ranks: int) -> float:
-    """How many ranks of a node share each of its cores; 1 where each has its own device."""
+    """Return the number of ranks that share a core of a node; 1 if each rank has a device."""
     here = min(ranks, machine.ranks_per_node)
     return max(1.0, here / machine.cores) if machine.cores else 1.0
 
 
 class CoreSharing(NamedTuple):
-    """How many ranks share a core of a node: `ranks` in all and `stage` of one stage, where
-    this has all of them; of these so many are in different groups between hosts, `lanes`."""
+    """Number of ranks per core of a node.
+
+    `ranks` counts all ranks and `stage` the ranks of one stage if the node has all of them.
+    `lanes` is the number of different groups between hosts to which these belong.
+    """
 
     ranks: float
     stage: float
     lanes: float
 
     def seconds(self, alone: float, chain: float, busy: float, wired: float) -> float:
-        """How long a step takes that takes `alone` where each rank has its own core.
+        """Return the seconds of a step that takes `alone` seconds if each rank has its own core.
 
-        Ranks of a stage meet in every layer: what they do themselves, a `chain` of these seconds,
-        takes `stage` times as long, and what they wait for the wire, `wired`, does not.  Where
-        they take turns, the blocks of a lane leave when its rank has done its part, in the mean
-        (1 - 1 / lanes) / 2 of the work earlier than those of the last.  Other stages work
-        meanwhile, as far as the cores have time: they must do the work of all ranks, each
-        `busy` so long.
+        Ranks of a stage synchronize in every layer. Their own work, `chain` seconds of the step,
+        takes `stage` times as long; waiting for the network, `wired` seconds, does not. If lanes
+        run alternately, the blocks of a lane leave when its rank is done, on average (1 - 1 /
+        lanes) / 2 of the work before those of the last lane. Other stages use the remaining core
+        time. The cores must do the work of all ranks, `busy` seconds each.
         """
         early = (1 - 1 / self.lanes) / 2 * min(self.stage * busy, wired)
         return max(alone + (self.stage - 1) * chain - early, self.ranks * busy)
 
 
 def core_sharing(config: Config, machine: Machine) -> CoreSharing:
-    """The CoreSharing of a layout."""
+    """Return the CoreSharing of a layout."""
     grid = config.mesh.grid()
     here = range(min(grid.size, machine.ranks_per_node))
     together = max(Counter(grid.coord(rank, "p") for rank in here).values())
@@ -231,8 +236,11 @@ def core_sharing(config: Config, machine: Machine) -> CoreSharing:
 
 
 def _lanes_of(grid: Grid, together: int, here: range) -> int:
-    """How many groups between hosts the ranks of a stage on a host, `together`, are in; 1 where
-    an axis joins all of them, so that they meet, and where none leads to another host."""
+    """Return the number of groups between hosts of the `together` ranks of a stage on a host.
+
+    It is 1 if an axis connects all of them, so that they synchronize, or if no axis leads to
+    another host.
+    """
     lanes, crossing = together, False
     for axis in (axis for axis, size in grid.sizes.items() if axis != "p" and size > 1):
         members = grid.ranks_along(axis, {})
@@ -247,8 +255,10 @@ def _lanes_of(grid: Grid, together: int, here: range) -> int:
 def with_shared_cores(
     sharing: CoreSharing, runs: Callable[[float], list[StageRun]]
 ) -> list[StageRun]:
-    """The StageRuns where ranks share cores; `runs` makes those of ranks whose cores
-    take so many times as long."""
+    """Return the StageRuns if ranks share cores.
+
+    `runs` simulates the stages for a given slowdown of the cores.
+    """
     found = runs(1.0)
     alone, busy = step_length(found), fmean(run.busy for run in found)
     slowdown = sharing.stage if sharing.stage > 1 else max(1.0, sharing.ranks * busy / alone)
@@ -266,5 +276,5 @@ def with_shared_cores(
 
 
 def step_length(runs: Sequence[StageRun]) -> int:
-    """Nanoseconds of a step over all its stages."""
+    """Return the duration of a step over all its stages, in nanoseconds."""
     return max(run.step[3] for run in runs) - min(run.step[2] for run in runs)

@@ -1,4 +1,4 @@
-"""A simulated step in a few numbers: time, bubble, memory, bytes."""
+"""Summary of a simulated step: time, bubble, memory and communication."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ COMM, _COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
 
 
 def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[str, Any]:
-    """Plain values for `--json`; seconds, bytes and FLOP of a step.
+    """Return plain values for `--json`, in seconds, bytes and FLOP per step.
 
-    `memory` has the peaks of a rank of each stage and kind, and of the `worst` stage: activations
-    in flight are of kind activation, gathered blocks and buffers of kind communication; among them
-    are `tables`, the copy of the token table, and the `logits` of a microbatch.  `total` is the
-    sum of the peaks of all ranks.  `bytes` are received by a rank of stage 0, by axis and
-    operation.  Against the machine's peak `mfu` counts what the model needs, with the masked half
-    of attention, and `hfu` all that is done, which chunk by chunk leaves most of that half out.
-    `communication` is a share of the step.
+    `memory` has the peaks of a rank of each stage by kind, and of the `worst` stage. Activations
+    in flight are of kind activation, gathered blocks and buffers of kind communication. They
+    include `tables`, the values of the token tables, and the `logits` of a microbatch. `total` is
+    the sum of the peaks of all ranks. `bytes` has the bytes received by a rank of stage 0, by axis
+    and operation. `mfu` counts the model's FLOPs, including the masked half of attention, against
+    the machine's peak. `hfu` counts the executed FLOPs; chunked attention skips most of the masked
+    half. `communication` is a fraction of the step.
     """
     ranks = config.mesh.grid().size
-    here = ranks // len(runs)  # of a stage
+    here = ranks // len(runs)  # ranks per stage
     seconds = max(run.step[3] for run in runs) / 1e9 - min(run.step[2] for run in runs) / 1e9
     flops = here * sum(run.rows["flops"].sum() for run in runs)
     model = config.model
@@ -57,17 +57,18 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
 
 
 def bubble(runs: Sequence[StageRun]) -> float:
-    """(cost - work) / cost: the share of its time that the busiest stage waits for messages.
+    """Return the bubble (cost - work) / cost: the fraction that the busiest stage waits.
 
-    `cost` is the longest time from the first to the last pass of a stage, `work` what the busiest
-    one does in it: arXiv:2401.10241, section 5.3, its calls of the stage counted as work.
+    `cost` is the longest time from the first to the last pass of a stage, and `work` the longest
+    of these times without waits for messages (arXiv:2401.10241, section 5.3). Calls within a stage
+    count as work.
     """
     spans, works = zip(*map(_span_and_work, runs))
     return 1 - max(works) / max(spans)
 
 
 def _span_and_work(run: StageRun) -> tuple[int, int]:
-    """Nanoseconds from the first to the last pass, and those of them without waits for others."""
+    """Return the time from the first to the last pass, and without waits for messages, in ns."""
     rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != _COPY)]
     message = np.isin(rows["op"], MESSAGE_CODES)
     passes, waits = rows[~message], rows[message]
@@ -77,19 +78,21 @@ def _span_and_work(run: StageRun) -> tuple[int, int]:
 
 
 def communication(runs: Sequence[StageRun], seconds: float) -> float:
-    """The share of a step that the stage which idles least waits for calls, without those for the
-    messages of other stages, which are in the bubble."""
+    """Return the fraction of a step that the least idle stage waits for calls.
+
+    Waits for messages of other stages are left out, because they are part of the bubble.
+    """
     waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
     return (waits.total() - waits["p"]) / seconds
 
 
 def exposed(run: StageRun) -> float:
-    """The share of its step in which a rank waits for calls, messages among them."""
+    """Return the fraction of its step in which a rank waits for calls, including messages."""
     return waits_of(run).total() / run.seconds
 
 
 def waits_of(run: StageRun) -> Counter:
-    """Seconds that a stage waits for calls, by axis."""
+    """Return the seconds that a stage waits for calls, by axis."""
     calls, waits = run.rows[run.rows["category"] == COMM], Counter()
     for group in np.unique(calls["group"]).tolist():
         spent = calls["dur"][calls["group"] == group].sum() / 1e9
@@ -113,7 +116,7 @@ def memory(runs: Sequence[StageRun], here: int, machine: Machine) -> dict[str, A
 
 
 def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
-    """{axis: {operation: {"calls", "bytes"}}} of a rank."""
+    """Return {axis: {operation: {"calls", "bytes"}}} of a rank."""
     found = {}
     for (axis, op), (calls, received) in sorted(moved_by(run.rows, run.axes).items()):
         found.setdefault(axis, {})[op] = {"calls": calls, "bytes": received}
@@ -121,8 +124,10 @@ def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def moved_by(rows: np.ndarray, axes: Sequence[str]) -> dict[tuple[str, str], tuple[int, int]]:
-    """{(axis, operation): (calls, bytes received)} of rows of /events, whose groups are along
-    `axes`."""
+    """Return {(axis, operation): (calls, bytes received)} of rows of /events.
+
+    `axes` has the mesh axis of each group.
+    """
     calls, received = Counter(), Counter()
     for row in rows[rows["category"] == COMM]:
         key = axes[row["group"]], OP[row["op"]]
