@@ -1,1 +1,1 @@
-"""Published results, derived again."""
+"""Reproductions of published results."""

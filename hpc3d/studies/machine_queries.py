@@ -1,6 +1,6 @@
-"""What a part of the model asks of a machine, pass by pass: the questions, without the machine.
+"""Machine requests of a part of the model, recorded pass by pass.
 
-Where the same work is timed on many machines it is taken down once; `Clock` asks at once.
+Recording is useful if the same work is timed on many machines; `Clock` evaluates requests at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Tally(CostMeter):
-    """Counts questions: (method of `Machine`, its arguments) -> how often."""
+    """Meter that counts requests to a machine: (method of `Machine`, its arguments) -> count."""
 
     def __init__(self) -> None:
         self.asked = Counter()
@@ -44,13 +44,13 @@ class Tally(CostMeter):
         return pending
 
     def taken(self) -> Counter:
-        """The questions since the last time."""
+        """Return the counts since the last call and reset them."""
         asked, self.asked = self.asked, Counter()
         return asked
 
 
 class PartWork(NamedTuple):
-    """A part of the model on one rank: its parameters, and what its passes ask."""
+    """Part of the model on one rank: its parameters, and the requests of its passes."""
 
     parameters: int
     forward: Counter
@@ -66,8 +66,10 @@ def work_of(
     part: Any,
     recompute: str = "none",
 ) -> PartWork:
-    """The PartWork of a `part` (hpc3d.model.stage) on a mesh of `sizes` without p, in passes of
-    one microbatch of `sequences`; what is recomputed is in the backward pass."""
+    """Return the PartWork of a `part` (hpc3d.model.stage) on a mesh of `sizes` without p.
+
+    A pass has one microbatch of `sequences`. Recomputation is part of the backward pass.
+    """
     tally = Tally()
     mesh = representative(Grid(sizes), AbstractPool(tally), Self())
     parameters = Parameters(mesh, dtype)

@@ -1,13 +1,13 @@
-"""Steps of Megatron-LM that were published, predicted from facts about the machine alone.
+"""Predictions of published Megatron-LM steps from properties of the machine only.
 
 V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-arXiv:2205.05198: tables 4 and 5, figure 1.  D. Narayanan et al., "Efficient Large-Scale Language
+arXiv:2205.05198: tables 4 and 5, figure 1. D. Narayanan et al., "Efficient Large-Scale Language
 Model Training on GPU Clusters Using Megatron-LM", SC 2021, arXiv:2104.04473: table 1.
 
-Microbatches and chunks of the second are those of its scripts (NVIDIA/Megatron-LM
-examples/sc21/run_table_1.sh), as are dropout, clipping and the overlap of reducing gradients
-with backward, which its smaller models have.  Which facts a machine needs was found with the
-first paper's rows in view, but none of its numbers is fitted to a row.
+For the second paper, microbatches and chunks are those of its scripts (NVIDIA/Megatron-LM
+examples/sc21/run_table_1.sh), as are dropout, clipping and, for its smaller models, the overlap of
+gradient reduction with backward. The rows of the first paper guided which properties the machine
+model needs, but none of its numbers is fitted to a row.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ if TYPE_CHECKING:
 
 SELENE = "machines/a100-selene.toml"
 _SEQUENCE, _VOCABULARY, _DROPOUT = 2048, 51200, 0.1
-_STATE = 18  # bytes a parameter: float16 values; float32 gradients, values and moments
+_STATE = 18  # bytes per parameter: float16 values; float32 gradients, values and moments
 _KINDS = ("parameter", "gradient", "optimizer")
 
 
 class PublishedStep(NamedTuple):
-    """A published step: `t` ranks of tensor parallelism, `p` stages of `chunks` parts, `micro`
-    sequences a microbatch and replica."""
+    """Published training step.
+
+    `t` is the number of tensor-parallel ranks, `p` the number of stages with `chunks` model chunks
+    each, and `micro` the number of sequences per microbatch and replica.
+    """
 
     model: str
     layers: int
@@ -53,7 +56,7 @@ class PublishedStep(NamedTuple):
     seconds: float
 
 
-# arXiv:2205.05198, table 5; without recomputation of everything there is sequence parallelism.
+# arXiv:2205.05198, table 5. Rows without full recomputation use sequence parallelism.
 RECOMPUTATION = [
     PublishedStep("22B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, "1d", "full", True, 1.42),
     PublishedStep("22B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, "1d-sequence", "selective", True, 1.10),
@@ -62,7 +65,7 @@ RECOMPUTATION = [
         "175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, "1d-sequence", "selective", True, 13.75
     ),
 ]
-# Its table 4, the layers of the 22B model: scheme, recomputed, milliseconds of both passes.
+# Its table 4, layers of the 22B model: scheme, recomputation, milliseconds of both passes.
 LAYERS = [
     ("1d", "none", 7.7, 11.9),
     ("1d-sequence", "none", 7.2, 11.8),
@@ -70,17 +73,17 @@ LAYERS = [
     ("1d", "selective", 7.7, 13.2),
     ("1d-sequence", "selective", 7.2, 13.1),
 ]
-# Its figure 1, as calculon-ai/calculon has it: GiB of parameters and optimiser on a rank, which is
-# _STATE bytes for each of 12 L h^2 / (t p) parameters.  Tables of tokens and positions, biases and
-# norms are not among them.
+# Its figure 1, from calculon-ai/calculon: GiB of parameters and optimizer states per rank, which
+# are _STATE bytes for each of 12 L h^2 / (t p) parameters. Token and position tables, biases and
+# norms are left out.
 STATES = [
     ("22B", 48, 6144, 64, 1, 45.5625),
     ("175B", 96, 12288, 96, 8, 45.5625),
     ("530B", 105, 20480, 128, 35, 31.640625),
     ("1T", 128, 25600, 160, 64, 32.958984375),
 ]
-# arXiv:2104.04473, table 1: model, L, h, a, t, p, ranks, batch; of the scripts: sequences a
-# microbatch, chunks; and 1e12 FLOP/s a rank.
+# arXiv:2104.04473, table 1: model, L, h, a, t, p, ranks, batch; from the scripts: sequences per
+# microbatch, chunks; and 1e12 FLOP/s per rank.
 WEAK_SCALING = [
     ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
     ("3.6B", 30, 3072, 32, 2, 1, 64, 512, 16, 1, 138),
@@ -93,9 +96,9 @@ WEAK_SCALING = [
     ("529.6B", 105, 20480, 128, 8, 35, 2520, 2520, 1, 3, 163),
     ("1008B", 128, 25600, 160, 8, 64, 3072, 3072, 1, 1, 163),
 ]
-# What another choice of a microbatch or of chunks would do to rows of it.
+# Rows of WEAK_SCALING with other microbatches or chunks.
 OTHERWISE = [("39.1B", {"micro": 1}), ("39.1B", {"chunks": 2}), ("145.6B", {"chunks": 1})]
-_LATER = 258.74e12  # FLOP/s: the best of later software (see [gemm.float16] of the machine)
+_LATER = 258.74e12  # FLOP/s: best rate of later software (see [gemm.float16] of the machine)
 
 ASSUMED = """\
 Both: dropout 0.1, AdamW, float16 with float32 gradients; what was gathered is kept, where
@@ -105,7 +108,10 @@ messages of stages into t parts, which are sent whole here."""
 
 
 def weak(row: tuple) -> PublishedStep:
-    """The PublishedStep of a row of WEAK_SCALING, whose FLOP/s equation 3 turns into seconds."""
+    """Return the PublishedStep of a row of WEAK_SCALING.
+
+    Equation 3 of the paper converts its FLOP/s to seconds.
+    """
     model, layers, hidden, heads, t, p, ranks, batch, micro, chunks, rate = row
     flop = 96 * batch * _SEQUENCE * layers * hidden**2
     flop *= 1 + _SEQUENCE / (6 * hidden) + _VOCABULARY / (16 * layers * hidden)
@@ -114,7 +120,7 @@ def weak(row: tuple) -> PublishedStep:
 
 
 def config_of(row: PublishedStep) -> Config:
-    """The settled Config of a PublishedStep."""
+    """Return the resolved Config of a PublishedStep."""
     replicas = row.ranks // (row.t * row.p)
     parallel = ParallelConfig(
         scheme=row.scheme,
@@ -135,8 +141,11 @@ def config_of(row: PublishedStep) -> Config:
 
 
 def rows(published: Iterable[PublishedStep], machine: Machine) -> list[dict[str, Any]]:
-    """Of each PublishedStep in `published` a dict: its names, seconds, error, bubble, share of
-    calls."""
+    """Return the prediction of each step in `published` as a dict.
+
+    It has the model, published and predicted seconds, error, bubble, and fraction of
+    communication.
+    """
     return [predicted(row, machine) for row in published]
 
 
@@ -156,13 +165,13 @@ def predicted(row: PublishedStep, machine: Machine) -> dict[str, Any]:
 
 
 def errors(found: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Mean and worst absolute error of rows."""
+    """Return the mean and largest absolute error of rows."""
     sizes = [abs(row["error"]) for row in found]
     return {"mean": sum(sizes) / len(sizes), "worst": max(sizes)}
 
 
 def layers(machine: Machine) -> list[dict[str, Any]]:
-    """The rows of LAYERS, predicted: milliseconds of a layer's forward and backward pass."""
+    """Return predictions of LAYERS: milliseconds of a layer's forward and backward pass."""
     found = []
     for scheme, recompute, *published in LAYERS:
         row = RECOMPUTATION[0]._replace(layers=2, scheme=scheme, recompute=recompute)
@@ -173,7 +182,7 @@ def layers(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _passes(row: PublishedStep, machine: Machine) -> list[float]:
-    """Milliseconds in which a layer runs forward and backward, recomputation included."""
+    """Return the milliseconds of a layer's forward and backward pass, with recomputation."""
     (run,) = simulate(config_of(row), _VOCABULARY, machine)
     inside = run.rows[run.rows["layer"] >= 0]
     forward = inside["phase"] == PHASE.index("forward")
@@ -181,8 +190,11 @@ def _passes(row: PublishedStep, machine: Machine) -> list[float]:
 
 
 def states() -> list[dict[str, Any]]:
-    """The rows of STATES, predicted for a rank of the first stage, with and without what the
-    published figures leave out; one microbatch tells, and no cut into chunks changes it."""
+    """Return predictions of STATES for a rank of the first stage.
+
+    The result has sizes with and without the tables that the published figures leave out. One
+    microbatch suffices, and chunks do not change the sizes.
+    """
     found = []
     for model, count, hidden, heads, p, published in STATES:
         layout = count, hidden, heads, 8, p, 8 * p, 1, 1, 1, "1d-sequence", "selective"
@@ -203,7 +215,7 @@ def states() -> list[dict[str, Any]]:
 
 
 def facts(machine: Machine) -> dict[str, list[float]]:
-    """What facts of the machine do to the two steps of 22B: fact -> their errors without it."""
+    """Return the errors of the two 22B steps without each property of the machine."""
     changed = {"with all": machine, f"products at {_LATER:.5g}": _with_later_products(machine)}
     for name in machine.kernels:
         rates = {other: rate for other, rate in machine.kernels.items() if other != name}
@@ -214,14 +226,14 @@ def facts(machine: Machine) -> dict[str, list[float]]:
 
 
 def _with_later_products(machine: Machine) -> Machine:
-    """The machine with the last knot of float16 as _LATER."""
+    """Return the machine with _LATER as its last float16 rate."""
     rates = machine.gemm["float16"]
     rates = replace(rates, rate=(*rates.rate[:-1], _LATER))
     return replace(machine, gemm=machine.gemm | {"float16": rates})
 
 
 def otherwise(machine: Machine) -> list[dict[str, Any]]:
-    """The rows of OTHERWISE, predicted."""
+    """Return predictions of the rows of OTHERWISE."""
     by_name = {values[0]: weak(values) for values in WEAK_SCALING}
     changed = [(by_name[model]._replace(**change), change) for model, change in OTHERWISE]
     return [predicted(row, machine) | {"change": change} for row, change in changed]

@@ -1,4 +1,4 @@
-"""How well published steps of Megatron-LM are predicted, as text."""
+"""Text report on the predictions of published Megatron-LM steps."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print the predictions on the machine of file `options.machine` (None: Selene's), return
-    them."""
+    """Print and return the predictions on the machine of file `options.machine`.
+
+    The default machine is Selene.
+    """
     machine = load(options.machine or shipped(SELENE))
     found = {
         "recomputation": _steps("arXiv:2205.05198, table 5", RECOMPUTATION, machine),

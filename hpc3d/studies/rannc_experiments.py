@@ -1,8 +1,8 @@
-"""RaNNC's two experiments by prediction: enlarged BERT on 32 devices, enlarged ResNet on 8 and 32.
+"""Predictions of RaNNC's two experiments: enlarged BERT on 32 devices, ResNet on 8 and 32.
 
 M. Tanaka et al., "Automatic Graph Partitioning for Very Large-scale Deep Learning",
 arXiv:2103.16063: RaNNC trained models five times larger than Megatron-LM could, was about as fast
-on the same models, and faster than GPipe in all settings.  Its README has two of its plans
+on the same models, and was faster than GPipe in all settings. Its README has two of its plans
 (tests/partition/baselines/test_rannc_plan.py).
 """
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
 _V100 = "machines/v100-8x4.toml"
-_MARGIN = 0.1  # of the memory, as RaNNC leaves it free
-_NONE = {"fits": False}  # a planner that is not asked
+_MARGIN = 0.1  # fraction of the memory that RaNNC leaves free
+_NONE = {"fits": False}  # row of a planner that was not run
 _TIMES_LARGER, _CLOSE = 5.0, 0.1
 
 _ASSUMED = """\
@@ -45,7 +45,7 @@ memory of the host at no cost in time."""
 
 
 class Setting(NamedTuple):
-    """A model, the samples of a step, and the ranks that share it."""
+    """Model, number of samples per step, and number of ranks."""
 
     model: str
     batch: int
@@ -73,8 +73,11 @@ _OF_RESNET: tuple[_Planner, ...] = (rannc, contenders.gpipe, contenders.torchgpi
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print both experiments on the machine of `options.machine` (None: 32 V100), or with
-    `options.quick` some of their models, and what holds of the paper's claims; return all."""
+    """Print and return both experiments, and which claims of the paper hold.
+
+    The machine is `options.machine`, by default 32 V100. `options.quick` selects some of the
+    models.
+    """
     machine = load(options.machine or shipped(_V100))
     settings = _QUICK if options.quick else {"bert": _BERT, "resnet": _RESNET}
     print(f"{_ASSUMED}\n\nSamples a second; (-): it does not fit")
@@ -86,7 +89,7 @@ def main(options: Namespace) -> dict[str, Any]:
 
 
 def _table(machine, settings, planners) -> Iterator[dict[str, Any]]:
-    """The points, each printed as soon as it is there."""
+    """Yield the points, printing each one when it is finished."""
     known, head = {}, True
     for setting in settings:
         if setting.model not in known:
@@ -101,7 +104,7 @@ def _table(machine, settings, planners) -> Iterator[dict[str, Any]]:
 
 
 def _loaded(model):
-    """The operations of a model, and its parameters in 10^9."""
+    """Return the operations of a model, and its parameters in 10^9."""
     module, inputs = made(model)
     count = sum(each.numel() for each in module.parameters())
     return Operations(capture(module, inputs)), count / 1e9
@@ -114,7 +117,7 @@ def point(
     billions: float,
     planners: Sequence[_Planner],
 ) -> dict[str, Any]:
-    """A model in a setting: what our plan and those of `planners` take, by name."""
+    """Return the plans of a model in a setting by name: ours and those of `planners`."""
     memory = (1 - _MARGIN) * machine.memory_gb * 1e9
     task = Task.of(operations, machine, setting.batch, setting.ranks, memory)
     found = [ours(operations.captured, task), *(planner(task) for planner in planners)]
@@ -128,13 +131,13 @@ def _line(found):
 
 
 def _short(model):
-    """MODULE:FACTORY without the packages of the module."""
+    """Return MODULE:FACTORY without the packages of the module."""
     module, _, factory = model.partition(":")
     return f"{module.rpartition('.')[2]}:{factory}"
 
 
 def _rate(row):
-    """Samples a second, and how: stages x replicas (x ranks of each), and microbatches."""
+    """Format samples per second, stages x replicas (x ranks of each) and microbatches."""
     if not row["fits"]:
         return "-"
     counts = {*row["replicas"]}
@@ -145,7 +148,7 @@ def _rate(row):
 
 
 def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]]) -> dict:
-    """What the paper claims, and in a line for each whether it holds of these points."""
+    """Return the paper's claims, each with a line that says if it holds for these points."""
     gpipe = ("GPipe hybrid", "GPipe, even layers", "GPipe, by time")
     lines = {
         "five times larger": _larger(bert, "Megatron-LM"),
@@ -159,8 +162,10 @@ def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]
 
 
 def _larger(points, other):
-    """The largest that RaNNC trains over the largest that another does; where it trains the
-    largest of all, it may train larger ones."""
+    """Format the ratio of the largest model of RaNNC to the largest of another planner.
+
+    If RaNNC trains the largest model of all, the ratio is a lower bound.
+    """
     ours, theirs = (
         max((each["billions"] for each in points if each["rows"][name]["fits"]), default=0.0)
         for name in ("RaNNC", other)
@@ -178,7 +183,7 @@ def _larger(points, other):
 
 
 def _comparable(points, other):
-    """Samples a second of RaNNC over those of another on models that both train."""
+    """Format the ratio of RaNNC's samples/s to another planner's on models that both train."""
     ratios = [ratio for _, ratio in _ratios(points, "RaNNC", (other,))]
     if not ratios:
         return f'"comparable on the same models" to {other}: there are none'
@@ -190,7 +195,7 @@ def _comparable(points, other):
 
 
 def _better(points, name, others):
-    """Where the samples a second of one are more than the best of others."""
+    """Format if a planner always has more samples/s than others, and where it has less."""
     ratios = dict(_ratios(points, name, others))
     worse = [where for where, ratio in ratios.items() if ratio < 1]
     best = "GPipe" if name == "RaNNC" else "all others"
@@ -201,7 +206,7 @@ def _better(points, name, others):
 
 
 def _ratios(points, name, others) -> Iterator[tuple[str, float]]:
-    """Of every point that one and another train: the model, and samples/s over the best other."""
+    """Yield (model, samples/s relative to the best other) for each point that both train."""
     for each in points:
         rows = each["rows"]
         rates = [rows[other]["samples_s"] for other in others if rows.get(other, _NONE)["fits"]]

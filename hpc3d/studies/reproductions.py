@@ -1,4 +1,4 @@
-"""What is predicted: findings, published steps, the speed-ups of the 3-D paper, RaNNC's plans."""
+"""Entry points of reproductions: findings, published steps, 3-D speed-ups, vTrain, RaNNC."""
 
 from __future__ import annotations
 

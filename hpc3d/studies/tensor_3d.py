@@ -1,7 +1,7 @@
-"""The speed-ups of the 3-D paper, by prediction.
+"""Predictions of the speed-ups in the 3-D paper.
 
 Z. Bian, Q. Xu, B. Wang, Y. You, "Maximizing Parallelism in Distributed Training for Huge Neural
-Networks", arXiv:2105.14450: on 64 V100 the 3-D scheme is 2.32 times as fast as 1-D and 1.57 times
+Networks", arXiv:2105.14450: on 64 V100, the 3-D scheme is 2.32 times as fast as 1-D and 1.57 times
 as fast as 2-D in the average step time, (forward + backward) / batch.
 """
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 V100 = "machines/v100-4x16.toml"
-PAPER = {"1d": 2.32, "2d-summa": 1.57}  # the step of a scheme over that of 3-D
+PAPER = {"1d": 2.32, "2d-summa": 1.57}  # step time of a scheme relative to 3-D
 CLOSE = 0.10
 RANKS = 64
 _GRIDS = {"1d": (64, 1, 1), "2d-summa": (8, 8, 1), "3d": (4, 4, 4)}
 _DTYPES = ("float32", "float16")
 _HIDDEN = (2048, 4096, 6144, 8192, 12288, 16384)
 _BATCH = (64, 128, 192, 256, 512)
-# 1-D on 64 ranks wants 64 heads or a multiple of them.
+# 1-D on 64 ranks requires a multiple of 64 heads.
 _BLOCKS = {"layers": 2, "heads": RANKS, "vocabulary": RANKS}
 
 _UNTOLD = """\
@@ -47,7 +47,7 @@ both speed-ups hold only where 1-D would want such a card."""
 
 
 class _Spent(NamedTuple):
-    """What forward and backward of a layout take: seconds, and bytes of a rank at the peak."""
+    """Seconds of forward and backward of a layout, and peak bytes of a rank."""
 
     seconds: float
     peak: int
@@ -61,7 +61,7 @@ def _model_of(
     keep: bool = False,
     recompute: str = "none",
 ) -> Config:
-    """The configuration of a point, without its scheme and mesh."""
+    """Return the Config of a point without its scheme and mesh."""
     return Config(
         parallel=ParallelConfig(keep_gathered=keep, recompute=recompute),
         model=ModelConfig(hidden=hidden, sequence=sequence, **_BLOCKS),
@@ -70,8 +70,10 @@ def _model_of(
 
 
 def _spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...]) -> _Spent:
-    """The _Spent of a scheme on a grid (x, y, z) of ranks; ValueError where sizes do not
-    divide."""
+    """Return the _Spent of a scheme on a grid (x, y, z) of ranks.
+
+    Raises ValueError if the sizes do not divide.
+    """
     mesh = MeshConfig(**dict(zip("xyz", grid, strict=True)))
     config = replace(config, mesh=mesh, parallel=replace(config.parallel, scheme=scheme))
     (run,) = simulate(resolve(config, RANKS), _BLOCKS["vocabulary"], machine)
@@ -80,8 +82,11 @@ def _spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...])
 
 
 def point(machine: Machine, batch: int, hidden: int, dtype: str, **how: Any) -> dict[str, Any]:
-    """The three schemes at a batch and hidden: milliseconds a sequence, the speed-ups of 3-D over
-    the others, and which of them fit the memory."""
+    """Return the results of the three schemes for a batch and hidden size.
+
+    These are the milliseconds per sequence, the speed-ups of 3-D over the others, and which
+    schemes fit in memory.
+    """
     config = _model_of(batch, hidden, dtype, **how)
     each = {scheme: _spent(machine, config, scheme, grid) for scheme, grid in _GRIDS.items()}
     return {
@@ -101,12 +106,12 @@ def rows(
     batch: Sequence[int] = _BATCH,
     **how: Any,
 ) -> list[dict[str, Any]]:
-    """The points of a sweep, by hidden and then by batch."""
+    """Return the points of a sweep, by hidden size and then by batch."""
     return [point(machine, b, h, dtype, **how) for h, b in product(hidden, batch)]
 
 
 def _close(scheme: str, speedup: float) -> bool:
-    """Whether a speed-up over a scheme is the paper's within CLOSE."""
+    """Return True if a speed-up over a scheme is within CLOSE of the paper's."""
     return abs(speedup / PAPER[scheme] - 1) <= CLOSE
 
 
@@ -115,9 +120,11 @@ def reproduces(row: dict[str, Any]) -> bool:
 
 
 def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """The points at which the paper's speed-ups hold if every scheme has a batch of its own:
-    (hidden, batch of 2-D, batch of 3-D), those that fit the memory.  Of 1-D, a sequence takes as
-    long in any batch, however small."""
+    """Return the points that reproduce the speed-ups if every scheme has its own batch.
+
+    A point is (hidden, batch of 2-D, batch of 3-D) and fits in memory. For 1-D, the time per
+    sequence is the same for any batch, however small.
+    """
     pairs = [
         (flat, cube)
         for flat, cube in product(found, found)
@@ -132,13 +139,15 @@ def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
 
 
 def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
-    """The fastest cuboid at the sizes of a point: its grid, its milliseconds a sequence and how
-    much faster than the cube it is."""
+    """Return the fastest cuboid for the sizes of a point.
+
+    The result has the grid, the milliseconds per sequence, and the speed-up over the cube.
+    """
     timed, config = {}, _model_of(row["batch"], row["hidden"], row["dtype"])
     for grid in cuboids():
         try:
             timed[grid] = _spent(machine, config, "3d", grid).seconds
-        except ValueError:  # the sizes do not divide
+        except ValueError:  # sizes not divisible by the grid
             continue
     grid = min(timed, key=timed.get)
     gain = timed[_GRIDS["3d"]] / timed[grid]
@@ -146,13 +155,13 @@ def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def cuboids() -> list[tuple[int, int, int]]:
-    """All grids of RANKS ranks."""
+    """Return all grids of RANKS ranks."""
     sizes = [n for n in range(1, RANKS + 1) if RANKS % n == 0]
     return [(x, y, RANKS // (x * y)) for x, y in product(sizes, sizes) if RANKS % (x * y) == 0]
 
 
 def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
-    """What the paper may have done instead of what is assumed: label -> machine, options."""
+    """Return alternatives to the assumptions: label -> (machine, options)."""
     inside, outside = machine.links
     ports = inside, replace(outside, node_bandwidth=2 * outside.bandwidth)
     return {
@@ -164,7 +173,7 @@ def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print the sweep on the machine of file `options.machine` (None: 64 V100) and return it."""
+    """Print and return the sweep on the machine of file `options.machine` (None: 64 V100)."""
     machine = load(options.machine or shipped(V100))
     found = {dtype: _sweep(machine, dtype) for dtype in _DTYPES}
     found["variants"] = [
@@ -190,7 +199,7 @@ def _sweep(machine: Machine, dtype: str) -> dict[str, Any]:
 
 
 def _vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The sweep under another assumption, and where the paper's speed-ups hold in it."""
+    """Return and print where a sweep with other assumptions reproduces the speed-ups."""
     found = rows(machine, dtype, **options)
     both = [(row["hidden"], row["batch"]) for row in found if reproduces(row)]
     print(f"   {dtype}, {label}: both hold at (hidden, batch) {both or 'none of the sweep'}")
@@ -198,7 +207,7 @@ def _vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) 
 
 
 def _print_table(found: Sequence[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
-    """A table of cells by hidden and batch."""
+    """Print a table of cells by hidden size and batch."""
     batches = sorted({row["batch"] for row in found})
     print(" " * 10 + "".join(f"{f'batch {batch}':>15s}" for batch in batches))
     for hidden in sorted({row["hidden"] for row in found}):

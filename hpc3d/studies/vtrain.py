@@ -1,13 +1,13 @@
-"""Steps of GPT-2 on A100 that vTrain published: few calibrate a machine, which predicts others.
+"""Predictions of GPT-2 steps on A100 published by vTrain, from a machine fitted to a few of them.
 
-J. Bang et al., "vTrain", MICRO 2024, arXiv:2312.12391; inputs/published has the rows.  Each is a
-step in float16 with tensor (scheme 1d), data and pipeline parallelism (1F1B), on 2 to 8 GPUs of
-one node or on 64 to 512 of many.
+J. Bang et al., "vTrain", MICRO 2024, arXiv:2312.12391; the rows are in inputs/published. Each row
+is a step in float16 with tensor (scheme 1d), data and pipeline parallelism (1F1B), on 2 to 8 GPUs
+of one node or on 64 to 512 GPUs of many nodes.
 
-The rows of many nodes are measured.  Those of one node are called so, but are composed: kernels
-of a layer and of the ends, profiled on an A100 once for each `Profile`, and measured tables of
-all-reduces are put together by vTrain's rules.  Steps that differ only in their layers lie on a
-straight line to the nanosecond, which no measurement does (hpc3d.studies.vtrain_report.bends).
+The rows of many nodes are measured. Those of one node are called measured, but are composed by
+vTrain's rules from kernels of a layer, the embedding and the head, profiled on an A100 once for
+each `Profile`, and from measured tables of all-reduces. Steps that differ only in their layers are
+on a straight line to the nanosecond, unlike any measurement (hpc3d.studies.vtrain_report.bends).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
 _DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
-_FIELDS = range(-len(ROW), 0)  # columns of the file; others are in front of them
-EVERY = 10  # rows, as they are published, of which the first calibrates
+_FIELDS = range(-len(ROW), 0)  # the last columns of the file
+EVERY = 10  # the first of every 10 published rows is used for the calibration
 _VOCABULARY = 50257
 PARTS = {"embedding": FIRST, "block": LAYER, "head": LAST}
 _ATTENTION = ("attend", "attend_again", "attend_grad")
 _VALUE = 2  # bytes
-_UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE  # value and Adam's moments both ways, and the gradient
-# The share of a step that the machine cannot explain, and that by which profiles differ.
+_UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE  # read and write value and Adam's moments; read gradient
+# Relative standard deviations: of a step from the model, and between profiles.
 _NOISE, SPREAD = 0.02, 0.1
-# What is fitted: start, least, most.
+# Fitted values: start, lower bound, upper bound.
 FREE = {
     "launch_s": (20e-6, 1e-6, 1e-3),
     "attention": (5e11, 1e10, 2.039e12),
@@ -57,9 +57,9 @@ FREE = {
 
 
 def read(path: Path | str) -> np.ndarray:
-    """The rows of a file in vTrain's columns below a line of names, .csv or .csv.gz, as ROW.
+    """Return the rows of a .csv or .csv.gz file in vTrain's columns as ROW.
 
-    ValueError, with the row and the remedy, where one cannot be a training step.
+    Raises ValueError, with the row and the fix, if a row cannot be a training step.
     """
     try:
         with warnings.catch_warnings(action="error", category=UserWarning):  # of an empty file
@@ -70,7 +70,7 @@ def read(path: Path | str) -> np.ndarray:
                 "usecols": _FIELDS,
                 "ndmin": 1,
             }
-            Path(path).stat()  # whose errors give the system's reason
+            Path(path).stat()  # its errors have the system's reason
             rows = np.loadtxt(path, ROW, **how)
     except OSError as error:
         raise ValueError(f"{path}: {why(error)}; name a file of rows") from None
@@ -86,7 +86,7 @@ def read(path: Path | str) -> np.ndarray:
 
 
 def _impossible(row: Mapping[str, float]) -> str | None:
-    """Why a row is no training step, or None."""
+    """Return the reason if a row cannot be a training step, otherwise None."""
     for name, value in row.items():
         if not 0 < value < inf:
             return f"{name} = {value}: must be positive"
@@ -99,27 +99,29 @@ def _impossible(row: Mapping[str, float]) -> str | None:
 
 
 class Published(NamedTuple):
-    """What the steps of a file have in common: `recompute` as in the input file; and that a
-    rank's part of the vocabulary is a multiple of `pad`, as Megatron-LM has it, or with 0 that the
-    vocabulary is cut without a rest, as vTrain has it."""
+    """Common properties of the steps of a file.
+
+    `recompute` is as in the input file. With Megatron-LM, a rank's shard of the vocabulary is a
+    multiple of `pad`. With vTrain, `pad` is 0 and the remainder of the vocabulary is cut off.
+    """
 
     recompute: str
     pad: int
 
     def vocabulary(self, t: int) -> int:
-        """The vocabulary that t ranks have together."""
+        """Return the total vocabulary of t ranks."""
         return (
             -(-_VOCABULARY // (self.pad * t)) * self.pad * t if self.pad else _VOCABULARY // t * t
         )
 
 
-# A machine fitted to these rows as if they recomputed multiplies faster than an A100 can.
+# The single-node rows do not recompute: with recomputation, the fit exceeds the peak of an A100.
 COMPOSED = Published(recompute="none", pad=0)
 MEASURED = Published(recompute="full", pad=128)
 
 
 class Profile(NamedTuple):
-    """What the kernels of a rank depend on."""
+    """Sizes on which the kernels of a rank depend."""
 
     hidden: int
     heads: int
@@ -128,7 +130,10 @@ class Profile(NamedTuple):
     micro: int
 
     def work(self, published: Published) -> dict[str, PartWork]:
-        """The Work of each part of the model on one of t ranks; fitted values cover dropout."""
+        """Return the PartWork of each part of the model on one of t ranks.
+
+        Dropout is left out, because the fitted values cover it.
+        """
         vocabulary = published.vocabulary(self.t)
         model = ModelSizes(1, self.hidden, self.heads, self.sequence, vocabulary)
         return {
@@ -146,17 +151,20 @@ class Profile(NamedTuple):
 
 
 class ProfileFactors(NamedTuple):
-    """A machine; how much longer a product with an odd side takes on it; and by profile the time
-    of the layers' kernels against that of the machine, 1 where no row tells."""
+    """Fitted machine with correction factors.
+
+    `odd` is the slowdown of products with an odd side. `factors` has, by profile, the time of the
+    layers' kernels relative to the machine, 1 for profiles without rows.
+    """
 
     machine: Machine
     odd: float
     factors: dict
 
     def seconds(self, asked: Counter) -> list[float]:
-        """[computation, calls] of a pass, from its tally.
+        """Return the seconds [computation, calls] of a pass, from its tally.
 
-        Rows of odd length do not begin at multiples of 16 bytes, which tensor cores want (NVIDIA,
+        Rows of odd length do not begin at multiples of 16 bytes, which tensor cores need (NVIDIA,
         "Matrix Multiplication Background User's Guide").
         """
         spent = [0.0, 0.0]
@@ -167,7 +175,7 @@ class ProfileFactors(NamedTuple):
         return spent
 
     def answer(self, method: str, arguments: tuple) -> float:
-        """What the machine says to a question of a `Tally`."""
+        """Return the machine's seconds for a request of a `Tally`."""
         match method, arguments:
             case "product", (m, n, k, dtype, batch):
                 return self.machine.product(m, n, k, dtype, batch)
@@ -178,7 +186,7 @@ class ProfileFactors(NamedTuple):
 
 
 class Steps:
-    """Rows of ROW, with what their ranks do taken down.  The ranks of a mesh lie p, d, t."""
+    """Rows of ROW with the recorded work of their ranks; the mesh order is p, d, t."""
 
     def __init__(self, rows: np.ndarray, published: Published = COMPOSED) -> None:
         self.rows, self.micros = rows, rows["batch"] // (rows["d"] * rows["micro"])
@@ -187,21 +195,25 @@ class Steps:
         self.work = [profile.work(published) for profile in self.profiles]
 
     def seconds(self, calibration: ProfileFactors) -> np.ndarray:
-        """The predicted seconds of each step."""
+        """Return the predicted seconds of each step."""
         factors = [calibration.factors.get(profile, 1.0) for profile in self.profiles]
         return self.total(self.passes(calibration), np.array(factors)[self.profile], calibration)
 
     def split(self, calibration: ProfileFactors) -> tuple[np.ndarray, np.ndarray]:
-        """The seconds of each step if the layers' kernels took none, and what these add.
+        """Return the seconds of each step without the layers' kernels, and the seconds these add.
 
-        A step is linear in them: its stages are alike, but for the head's, which is the slowest.
+        A step is linear in them: its stages are identical except for the slowest one, with the
+        head.
         """
         passes = self.passes(calibration)
         fixed = self.total(passes, 0.0, calibration)
         return fixed, self.total(passes, 1.0, calibration) - fixed
 
     def passes(self, calibration: ProfileFactors) -> dict[str, np.ndarray]:
-        """part -> [computation or calls][forward or backward, step]: seconds of its passes."""
+        """Return the seconds of the passes of each part of the model.
+
+        The shape of a part is [computation or calls][forward or backward, step].
+        """
         found = {}
         for name in PARTS:
             both = [(work[name].forward, work[name].backward) for work in self.work]
@@ -210,7 +222,7 @@ class Steps:
         return found
 
     def total(self, passes: Any, factors: Any, calibration: ProfileFactors) -> np.ndarray:
-        """The seconds of each step, the layers' computation times `factors`."""
+        """Return the seconds of each step with the layers' computation scaled by `factors`."""
         computation, calls = passes["block"]
         layers = (computation * factors + calls) * self.rows["layers"] / self.rows["p"]
         first, last = sum(passes["embedding"]), sum(passes["head"])
@@ -230,13 +242,16 @@ class Steps:
         return np.array([function(row, self.work[profile], machine) for row, profile in rows])
 
     def message(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
-        """The seconds of an activation or its gradient on the way to the next stage."""
+        """Return the seconds of an activation or its gradient in flight to the next stage."""
         nbytes = _VALUE * float(row["micro"] * row["sequence"] * row["hidden"])
         there = int(row["t"] * row["d"])
         return machine.call("send", nbytes, (0, there)) if row["p"] > 1 else 0.0
 
     def _end_of_step(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
-        """The seconds of the sum of gradients and of Adam on the first stage, which has most."""
+        """Return the seconds of the gradient all-reduce and of Adam on the first stage.
+
+        The first stage has the most parameters.
+        """
         t, d = int(row["t"]), int(row["d"])
         layers = int(row["layers"] // row["p"])
         held = work["embedding"].parameters + work["block"].parameters * layers
@@ -246,7 +261,10 @@ class Steps:
 
 
 def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
-    """Seconds of many steps at once: passes[stage, forward or backward, step], message[step]."""
+    """Return the seconds of many 1F1B steps at once.
+
+    Shapes are passes[stage, forward or backward, step] and message[step].
+    """
     schedule, placement = instruction_streams("1f1b", len(passes), micros)
     rows = timeline(schedule, placement, Cost(1, 1, 1))
     order = sorted((row[0], stage, row[2]) for stage in range(len(rows)) for row in rows[stage])
@@ -261,10 +279,11 @@ def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
 
 
 def calibrate(rows: np.ndarray, base: Machine, profiles: bool = True) -> ProfileFactors:
-    """The ProfileFactors that explains `rows` best, from a machine with what is published of it.
+    """Fit ProfileFactors to `rows`, starting from a machine with published properties.
 
-    The values of FREE, and with `profiles` a factor for each: least squares of the logarithms of
-    the steps, where a factor counts as an error as far as SPREAD makes it unlikely.
+    The fit has the values of FREE and, with `profiles`, a factor for each profile. It is a
+    least-squares fit of the logarithms of the steps, with a Gaussian prior of width SPREAD on the
+    factors.
     """
     need("a calibration by rows", "scipy")
     from scipy.optimize import least_squares
@@ -291,13 +310,13 @@ def calibrate(rows: np.ndarray, base: Machine, profiles: bool = True) -> Profile
 def _changes(
     profile: np.ndarray, fixed: np.ndarray, layers: np.ndarray, measured: np.ndarray, doubt: float
 ) -> np.ndarray:
-    """By how much the layers of each profile take longer: ridge regression of relative errors."""
+    """Return the relative change of the layers of each profile, by ridge regression."""
     share, missing = layers / measured, 1 - (fixed + layers) / measured
     return np.bincount(profile, share * missing) / (np.bincount(profile, share**2) + doubt)
 
 
 def with_values(base: Machine, values: Iterable[float]) -> tuple[Machine, float]:
-    """The machine with values of FREE, and that of `odd`."""
+    """Return the machine with values of FREE, and the value of `odd`."""
     launch, attention, odd = map(float, values)
     kernels = base.kernels | dict.fromkeys(_ATTENTION, attention)
     return replace(base, launch_s=launch, kernels=kernels), odd

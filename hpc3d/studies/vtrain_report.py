@@ -1,4 +1,4 @@
-"""How well the steps that vTrain published are predicted, and the layouts chosen by that."""
+"""Report on predictions of vTrain's published steps, and on layouts chosen by prediction."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 _MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]
 _LAYOUT = ["t", "d", "p", "micro"]
 _SHORT = ["ranks", "hidden", "layers", "batch"]
-_CLOSE = 0.03  # of the best layout's time
+_CLOSE = 0.03  # relative tolerance to the best layout's time
 
 
 class Choice(NamedTuple):
-    """Of one model and number of GPUs: the rows of the layouts that were predicted to be and are
-    the fastest, of `among`, and how much longer than the best the chosen one takes."""
+    """Predicted and actual fastest layout of one model on one number of GPUs.
+
+    `chosen` and `best` are row indices among `among` layouts. `loss` is the relative slowdown of
+    the chosen one.
+    """
 
     chosen: int
     best: int
@@ -31,7 +34,7 @@ class Choice(NamedTuple):
 
 
 def choices(rows: np.ndarray, seconds: np.ndarray) -> Iterator[Choice]:
-    """The Choice of every model, ranks and batch of the rows, from their predicted `seconds`."""
+    """Yield the Choice for every model, number of ranks and batch, from predicted `seconds`."""
     models, model = np.unique(rows[_MODEL], return_inverse=True)
     for number in range(len(models)):
         here = np.flatnonzero(model == number)
@@ -41,9 +44,10 @@ def choices(rows: np.ndarray, seconds: np.ndarray) -> Iterator[Choice]:
 
 
 def bends(rows: np.ndarray) -> float:
-    """How far steps that differ only in their layers, by as many each, lie off a line [ms].
+    """Return the largest deviation from a line of steps that differ only in their layers [ms].
 
-    Rows with d = 1: reductions of gradients have their own steps.
+    The layers have equal increments. Only rows with d = 1 are used, because gradient reductions
+    have their own steps.
     """
     alone = rows[rows["d"] == 1]
     alone = alone[np.argsort(alone["layers"], kind="stable")]
@@ -54,15 +58,18 @@ def bends(rows: np.ndarray) -> float:
 
 
 def _spread(errors: np.ndarray) -> dict[str, float]:
-    """Mean, median, 90th percentile and maximum of absolute errors."""
+    """Return the mean, median, 90th percentile and maximum of absolute errors."""
     size = abs(errors)
     values = size.mean(), np.median(size), np.quantile(size, 0.9), size.max()
     return dict(zip(("mean", "median", "p90", "max"), map(float, values), strict=True))
 
 
 def report(composed: Path | str, measured: Path | str, machine: Path | str) -> dict[str, Any]:
-    """Calibrate the machine of a file on a tenth of the composed rows, predict their others and
-    all measured ones (also files), print how that went and return it."""
+    """Print and return the quality of the predictions.
+
+    A tenth of the rows of the file `composed` calibrates the machine, which predicts the other
+    ones and all rows of the file `measured`.
+    """
     rows, base = read(composed), load(machine)
     held = np.arange(len(rows)) % EVERY > 0
     print(f"{composed}: {len(rows)} rows; every {EVERY}th calibrates, the others are predicted")
@@ -85,14 +92,14 @@ def report(composed: Path | str, measured: Path | str, machine: Path | str) -> d
 def _outcome(
     rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
 ) -> dict[str, Any]:
-    """The errors of the rows `held`, the worst of them, and the layouts that are chosen."""
+    """Return the errors of the rows `held` and the chosen layouts, and print the worst rows."""
     result = {"errors": errors(rows, seconds, held, names), "choices": _chosen(rows, seconds)}
     worst(rows, seconds, held)
     return result
 
 
 def values(calibration: ProfileFactors) -> dict[str, float]:
-    """What was fitted, printed."""
+    """Print and return the fitted values."""
     machine = calibration.machine
     found = {
         "launch_us": machine.launch_s * 1e6,
@@ -106,7 +113,7 @@ def values(calibration: ProfileFactors) -> dict[str, float]:
 def errors(
     rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """The errors of the rows `held`, of all of them and by the columns `names`."""
+    """Return the errors of the rows `held`, of all of them and by the columns `names`."""
     error = seconds * 1e3 / rows["ms"] - 1
     groups = {"all": held}
     for name in names:
@@ -120,7 +127,7 @@ def errors(
 
 
 def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
-    """What the layouts cost that are chosen by the prediction."""
+    """Print and return the losses of the layouts chosen by prediction."""
     found = [*choices(rows, seconds)]
     losses = np.array([choice.loss for choice in found])
     close = int((losses <= _CLOSE).sum())
@@ -135,7 +142,7 @@ def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
 
 
 def _factors(calibration: ProfileFactors) -> None:
-    """The layers' time in each profile against that of the machine."""
+    """Print the layers' time in each profile relative to the machine."""
     print("    factors: hidden, t; microbatch")
     table = {}
     for profile, factor in calibration.factors.items():
@@ -148,7 +155,7 @@ def _factors(calibration: ProfileFactors) -> None:
 
 
 def worst(rows: np.ndarray, seconds: np.ndarray, held: np.ndarray) -> None:
-    """The ten rows that are predicted worst."""
+    """Print the ten rows with the largest errors."""
     error = np.where(held, seconds * 1e3 / rows["ms"] - 1, 0)
     print("    worst rows")
     for row in np.argsort(-abs(error))[:10]:

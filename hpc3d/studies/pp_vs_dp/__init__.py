@@ -1,1 +1,1 @@
-"""The four findings of arXiv:2407.02081."""
+"""Reproduction of the four findings of arXiv:2407.02081."""

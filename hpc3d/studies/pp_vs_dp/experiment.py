@@ -1,4 +1,4 @@
-"""A step of an experiment on a machine: few sizes, the rest as it usually is."""
+"""Simulated step of an experiment, with defaults for most keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def dtype_of(machine: Machine) -> str:
-    """What is trained in: 16-bit values where the machine has rates of them."""
+    """Return the training dtype: float16 if the machine has rates for it."""
     return "float16" if "float16" in machine.gemm else "float32"
 
 
@@ -28,7 +28,7 @@ def resolved_config(
     parallel: Mapping[str, Any] | None = None,
     **model: Any,
 ) -> Config:
-    """The Config of an experiment, with heads of 64."""
+    """Return the resolved Config of an experiment, with heads of 64 features."""
     hidden = model["hidden"]
     return resolve(
         Config(
@@ -45,6 +45,6 @@ def resolved_config(
 
 
 def step(machine: Machine, config: Config) -> tuple[list[StageRun], dict[str, Any]]:
-    """The StageRuns of a step and what they come to."""
+    """Return the StageRuns of a step and their summary."""
     runs = simulate(config, config.model.vocabulary, machine)
     return runs, summary(runs, config, machine)

@@ -1,4 +1,4 @@
-"""The four findings of arXiv:2407.02081 on paper, a figure each, from findings.py."""
+"""Figures of the four findings of arXiv:2407.02081, from the tables of findings.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(found: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
 
 
 def races(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Time of the pipeline over that of the replicas, by tokens and hidden size."""
+    """Plot the time of the pipeline relative to the replicas, by tokens and hidden size."""
     networks = [[*group] for _, group in groupby(found["races"], lambda row: row["network"])]
     figure, panels = empty(WIDTH, 0.6 + 2.7 * len(networks), len(networks))
     for panel, rows in zip(panels, networks):
@@ -82,20 +82,20 @@ def _race_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> QuadMesh:
 
 
 def _edges(middles: Sequence[float]) -> np.ndarray:
-    """The edges of cells with such middles, on a logarithmic axis."""
+    """Return the edges of cells with these centers on a logarithmic axis."""
     logs = np.log(middles)
     between = (logs[1:] + logs[:-1]) / 2
     return np.exp([2 * logs[0] - between[0], *between, 2 * logs[-1] - between[-1]])
 
 
 def _cell(row: dict[str, Any]) -> str:
-    """The ratio, and the reason if the winner is not the one that moves fewer bytes."""
+    """Format the ratio, and the reason if the winner moves more bytes."""
     ratio = f"{row['pipeline_s'] / row['data_s']:.2f}"
     return f"{ratio}\n{_REASONS[row['why']]}" if row["why"] else ratio
 
 
 def partitions(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Memory of all ranks together, in parts, and of the worst one, by stages."""
+    """Plot the memory of all ranks by kind, and of the worst rank, by number of stages."""
     kinds = [[*group] for _, group in groupby(found["partitions"], lambda row: row["partition"])]
     figure, panels = empty(WIDTH, 0.8 + 2.2 * len(kinds), len(kinds), sharey=True)
     for panel, rows in zip(panels, kinds):
@@ -123,13 +123,13 @@ def _partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _closed(row: dict[str, Any]) -> float:
-    """Where the activations end if they are those of the layers in flight and no more [GB]."""
+    """Return the top of the activations by the closed form of layers in flight [GB]."""
     layer = row["activations"] / row["layers_held"]
     return (row["states"] + row["copies"] + row["in_flight"] * layer) / 1e9
 
 
 def _messages(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Steps by the mean size of a message: of gradient buckets, and of calls of tensor axes."""
+    """Plot step times by mean message size, for gradient buckets and tensor-parallel calls."""
     figure, (above, below) = empty(WIDTH, 5.4, 2)
     for overlap, (colour, label) in _OVERLAP.items():
         rows = [row for row in found["buckets"] if row["overlap"] is overlap]
@@ -159,7 +159,7 @@ def _half(panel: Axes, rows: Sequence[dict[str, Any]], colour: str, label: str) 
 
 
 def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Wait and transfer of a mean rank, by axis, as stages get more uneven."""
+    """Plot the wait and transfer times of the mean rank by axis, for uneven stages."""
     rows = found["waiting"]
     figure, (panel,) = empty(WIDTH, 3.4)
     places, bottom = np.arange(len(rows)), np.zeros(len(rows))
@@ -176,7 +176,7 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
 
 
 def _parts(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
-    """(axis, part) -> colour, of the parts that are more than a thousandth of any row's sum."""
+    """Return (axis, part) -> color for the parts above a thousandth of the largest total."""
     shades = {
         "transfer": dict(zip(("x", "p", "d", "world"), (NAVY, BLUE, GREEN, PINK))),
         "wait": dict(zip(("p", "world"), (LIGHT, GREY))),

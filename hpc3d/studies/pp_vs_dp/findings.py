@@ -1,9 +1,9 @@
-"""The four findings of arXiv:2407.02081, each a table from the program's own steps on a machine.
+"""Four findings of arXiv:2407.02081, each a table of simulated steps on a machine.
 
-1. A pipeline can beat data parallelism, and need not.
-2. The memory of all ranks together rises with the stages, and more so with a poor partition.
+1. A pipeline can be faster than data parallelism, but need not be.
+2. The memory of all ranks increases with the number of stages, and more so with a poor partition.
 3. The size of messages matters.
-4. So does waiting, which is not moving bytes.
+4. Waiting matters as well, apart from data transfer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WHY = {"": " ", "bubble": "b", "messages": "m", "passes": "s", "sums": "d"}
 
 
 def findings(machine: Machine) -> dict[str, Any]:
-    """{table: rows}, of plain values in seconds and bytes, and what they are of."""
+    """Return {table: rows} of plain values in seconds and bytes, with the machine and dtype."""
     return {
         "machine": machine.name,
         "dtype": dtype_of(machine),
@@ -45,7 +45,7 @@ def findings(machine: Machine) -> dict[str, Any]:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print the findings on the machine of file `options.machine` (None: H100) and return them."""
+    """Print and return the findings on the machine of file `options.machine` (None: H100)."""
     found = findings(load(options.machine or shipped(H100)))
     report(found)
     return found
@@ -138,7 +138,7 @@ def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, 
 
 
 def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
-    """How many times the product of some values is in the last row what it is in the first."""
+    """Return the product of values in the last row relative to the first row."""
     first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
     return last / first
 
@@ -175,5 +175,5 @@ def _print_waiting(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _blocked(row: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of waiting and of transfer along all axes."""
+    """Return the seconds of waiting and of transfer along all axes."""
     return sum(row["wait_s"].values()), sum(row["transfer_s"].values())

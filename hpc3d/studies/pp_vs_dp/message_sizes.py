@@ -1,4 +1,4 @@
-"""What the size of messages costs: of buckets and of microbatches (arXiv:2407.02081)."""
+"""Costs of small messages, from gradient buckets and microbatches (arXiv:2407.02081)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _RANKS = 16  # replicas
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # MB
-# scheme -> its mesh, and the calls in which most of its bytes go along the innermost axis
+# scheme -> mesh, and the operation that moves most of its bytes along the innermost axis
 _TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
 _MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -29,10 +29,10 @@ def buckets(
     sequence: int = 256,
     sizes: Sequence[int] = _BUCKETS,
 ) -> list[dict[str, Any]]:
-    """Rows by the size of the buckets of gradients that replicas reduce, with and without overlap.
+    """Return rows by the size of gradient buckets, with and without overlap.
 
-    `message` is the mean of a call, in bytes that a rank receives, `half` that with which such a
-    call has half of its bandwidth.
+    `message` is the mean size of a call, in bytes that a rank receives. `half` is the size at
+    which such a call reaches half of its bandwidth.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     half = half_bytes(machine, "all_reduce", range(_RANKS))
@@ -51,7 +51,7 @@ def microbatches(
     sequence: int = 32,
     counts: Sequence[int] = _MICROBATCHES,
 ) -> list[dict[str, Any]]:
-    """Rows by the number of microbatches, of which the messages of tensor axes are parts."""
+    """Return rows by the number of microbatches, which divide the tensor-parallel messages."""
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     return [
         _tensor_row(machine, scheme, count, batch, model) for scheme in _TENSOR for count in counts
@@ -59,9 +59,9 @@ def microbatches(
 
 
 def half_bytes(machine: Machine, op: str, members: Iterable[int]) -> float:
-    """The bytes with which a call reaches half of the bandwidth that it has in the end.
+    """Return the message size at which a call reaches half of its asymptotic bandwidth.
 
-    Hockney's n1/2: alpha / beta of a call of alpha + beta n.
+    This is Hockney's n1/2: alpha / beta of a call of alpha + beta n.
     """
     members, large = tuple(members), 2.0**36
     beta = (machine.call(op, 2 * large, members) - machine.call(op, large, members)) / large
@@ -92,9 +92,10 @@ def _bucket_row(
 def _tensor_row(
     machine: Machine, scheme: str, count: int, batch: int, model: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A step cut into so many microbatches, and its messages with it.
+    """Return a row for a number of microbatches.
 
-    1-D moves as many bytes as before, SUMMA the weights' panels with each microbatch again.
+    With more microbatches, 1-D moves the same bytes, and SUMMA moves the weight panels again for
+    each microbatch.
     """
     mesh, op = _TENSOR[scheme]
     parallel = {"scheme": scheme, "microbatches": count}
@@ -113,7 +114,7 @@ def _tensor_row(
 
 
 def calls(run: StageRun, *axes: str) -> np.ndarray:
-    """The rows of the calls along some axes."""
+    """Return the rows of the calls along some axes."""
     groups = [number for number, axis in enumerate(run.axes) if axis in axes]
     return run.rows[(run.rows["category"] == COMM) & np.isin(run.rows["group"], groups)]
 

@@ -1,4 +1,4 @@
-"""What a pipeline's memory comes to in all, by how the layers are cut (arXiv:2407.02081)."""
+"""Total memory of a pipeline by the partition of its layers (arXiv:2407.02081)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def partitions(
     vocabulary: int = _TABLE,
     counts: Sequence[int] = _STAGES,
 ) -> list[dict[str, Any]]:
-    """Rows for even stages and for those where the first one takes all layers but one a stage."""
+    """Return rows for even stages and for a poor partition.
+
+    In the poor partition, the first stage has all layers except one per other stage.
+    """
     sizes = {"hidden": hidden, "vocabulary": vocabulary, "sequence": 512}
     whole, half = (_memory(machine, [n], microbatches, sizes) for n in (layers, layers // 2))
     layer = (_activations(whole) - _activations(half)) / (layers - layers // 2)
@@ -45,7 +48,7 @@ def _poor(layers: int, count: int) -> list[int]:
 def _memory(
     machine: Machine, stages: Sequence[int], microbatches: int, sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """The `summary` of a step in which a microbatch is one sequence."""
+    """Return the `summary` of a step with one sequence per microbatch."""
     parallel = {"microbatches": microbatches, "layers_per_stage": tuple(stages)}
     model = sizes | {"layers": sum(stages)}
     config = resolved_config(machine, {"p": len(stages)}, microbatches, parallel, **model)
@@ -55,11 +58,12 @@ def _memory(
 def _partition_row(
     found: Mapping[str, Any], stages: Sequence[int], microbatches: int, layer: float
 ) -> dict[str, Any]:
-    """Sums over ranks, and the worst of them.
+    """Return sums over ranks, and the worst rank.
 
-    `in_flight` is the closed form: stage i of p holds min(m, p-i) microbatches of its layers, for
-    even stages and m >= p in all (p+1)/2 L; `layers_held` are the activations over those of a
-    layer.  `copies` are the token tables but one, with their gradients and optimiser state.
+    `in_flight` is the closed form: stage i of p holds min(m, p-i) microbatches of its layers, in
+    total (p+1)/2 L for even stages and m >= p. `layers_held` is the activation memory relative to
+    one layer. `copies` is the memory of all token tables but one, with their gradients and
+    optimizer states.
     """
     ranks, worst = found["memory"]["stages"], found["memory"]["worst"]
     parameters, *others = (_total(ranks, kind) for kind in ("parameter", "gradient", "optimizer"))

@@ -1,8 +1,8 @@
-"""How long the ranks of a simulated step wait for each other, from one rank of each stage.
+"""Wait and transfer times of calls in a simulated step, from one rank of each stage.
 
-As wait_states.py has it from the trace of all ranks: of the time in which a call blocks, the
-wait lies before the last arrival, the transfer after it.  Ranks along a tensor or data axis arrive
-together, so only calls between stages have waits; a send waits for nobody.
+As in wait_states.py, the time in which a call blocks is wait before the last arrival and transfer
+after it. Ranks along a tensor or data axis arrive together, so only calls between stages have
+waits. A send never waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def waiting(
     microbatches: int = 16,
     uneven: Sequence[Sequence[int]] = _UNEVEN,
 ) -> list[dict[str, Any]]:
-    """A row for each way to cut the layers: wait and transfer of a mean rank, by axis."""
+    """Return a row for each partition: wait and transfer times of the mean rank, by axis."""
     mesh = {"p": len(uneven[0]), "d": 2, "x": 2}
     model = {"hidden": hidden, "layers": sum(uneven[0]), "sequence": 512}
     rows = []
@@ -55,7 +55,7 @@ def waiting(
 
 
 def by_axis(runs: Sequence[StageRun]) -> dict[str, tuple[float, float]]:
-    """{axis: (seconds of waiting, seconds of transfer)} of a mean rank, for StageRuns."""
+    """Return {axis: (seconds of waiting, seconds of transfer)} of the mean rank."""
     waits, transfers, last = Counter(), Counter(), _arrivals(runs)
     for run in runs:
         for row in calls(run):
@@ -74,7 +74,7 @@ def calls(run: StageRun) -> np.ndarray:
 
 
 def _arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
-    """Meeting -> when the last of its members made its call [ns]."""
+    """Return {call instance: time at which its last member made the call [ns]}."""
     last = {}
     for run in runs:
         for row in calls(run):
@@ -84,9 +84,9 @@ def _arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
 
 
 def _call_instance(run: StageRun, row: np.void) -> tuple:
-    """What a call is part of: the number of a collective, or a message and its two ends.
+    """Return the key of a call: its collective's number, or a message and its two ends.
 
-    Along the other axes a rank stands for all members.
+    Along the other axes, one rank represents all members.
     """
     axis, rank, peer = run.axes[row["group"]], run.rank, int(row["peer"])
     ends = {_SEND: (rank, peer), _RECV: (peer, rank)}.get(int(row["op"]), ())
