@@ -1,1 +1,1 @@
-"""What `python -m hpc3d.bench` measures and predicts."""
+"""Measurements and predictions of `python -m hpc3d.bench`."""

@@ -1,6 +1,7 @@
-"""Collectives over all ranks of an MPI job, as they are made here and as MPI makes them.
+"""Collectives over all ranks of an MPI job, compared with those of the MPI library.
 
-The bound is what a card must carry, at the rate of one message from the first rank to the last.
+The lower bound is the time of the bytes that a NIC must carry, at the rate of one message from the
+first rank to the last.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator, Pending
     from hpc3d.runtime.job import Job
 
-_SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # of what is gathered, scattered, summed
-_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a block goes round
+_SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # bytes of the full block
+_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # transfers of the block
 _HEAD = ("op", "members", "bytes", "ours ms", "MPI's ms", "bound ms")
 _KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
 _ROUNDS = 5
-_MESSAGE = 1 << 22  # bytes of the message that tells the rate
+_MESSAGE = 1 << 22  # bytes of the message that measures the rate
 
 
 def calls(job: Job, options: Namespace) -> None:
-    """Print a row for every call and size; nothing bounds what the ranks of one host do."""
+    """Print a row for every call and size; on a single host, the bound is 0."""
     from hpc3d.comm.cartesian import build
 
     if job.size == 1:
@@ -59,7 +60,7 @@ def _say(job: Job, row: Sequence[object]) -> None:
 def _seconds(
     job: Job, op: str, size: int, comms: Sequence[Communicator], rounds: int
 ) -> list[float]:
-    """Medians of the calls of communicators in turn, each as its slowest rank sees it."""
+    """Return the medians of calls of communicators, run alternately, on the slowest rank."""
     rows = size // 4 // job.size
     block = np.ones(rows if op == "all_gather" else rows * job.size, np.float32)
     spent = []
@@ -71,7 +72,7 @@ def _seconds(
 
 
 def _duration(job: Job, call: Callable[[], Pending]) -> float:
-    """Seconds until the slowest rank has what `call()` gives."""
+    """Return the seconds until the slowest rank has the result of `call()`."""
     job.comm.Barrier()
     start = time.perf_counter()
     call().wait()
@@ -79,7 +80,7 @@ def _duration(job: Job, call: Callable[[], Pending]) -> float:
 
 
 def _rate_of(job: Job, comm: Communicator) -> float:
-    """Bytes per second from the first rank to the last, at best."""
+    """Return the best rate from the first rank to the last, in bytes per second."""
     last, spent = job.size - 1, []
     message, answer = np.ones(_MESSAGE, np.uint8), np.ones(1, np.uint8)
     for _ in range(3):

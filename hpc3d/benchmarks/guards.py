@@ -1,4 +1,4 @@
-"""What the guards cost: steps that are checked and steps that are not, in turn in one run."""
+"""Cost of the guards: alternating steps with and without checks in one run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _RUNS = {1: "gpt-serial.toml", 8: "gpt-3d-8.toml", 64: "gpt-3d-64.toml"}
-_SHARE = 0.03  # of a step that guards may take
-_EVERY = 100  # steps between comparisons of replicas, as guard.replicas_every has it
+_SHARE = 0.03  # fraction of a step that guards may take
+_EVERY = 100  # steps between comparisons of replicas (guard.replicas_every)
 
 
 def guards(options: Namespace) -> dict[str, Any]:
-    """CPU time, of all ranks together."""
+    """Print and return the CPU time of guards, summed over ranks."""
     results = {}
     for ranks, name in _RUNS.items():
         found = results[f"{name}, {ranks} ranks"] = _measured(ranks, name, options.rounds or 10)
@@ -36,7 +36,7 @@ def guards(options: Namespace) -> dict[str, Any]:
 
 
 def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
-    """The ratio of steps with checks to neighbours without, and what hashes of replicas take."""
+    """Return the ratio of steps with and without checks, and the time of replica hashes."""
 
     from hpc3d import trace
     from hpc3d.benchmarks import harness
@@ -51,13 +51,13 @@ def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
 
 
 def _seconds_of_steps(recorded: Trace) -> Any:
-    """Seconds of all ranks together, a step."""
+    """Return the seconds of each step, summed over ranks."""
     steps = recorded.steps
     return np.bincount(steps["step"], (steps["t_end"] - steps["t_start"]) * 1e-9)
 
 
 def _seconds_of_replicas(recorded: Trace) -> float:
-    """Seconds of all ranks together that the hashes of a comparison of replicas take."""
+    """Return the seconds of hashes per comparison of replicas, summed over ranks."""
     names, events = np.array(recorded.strings), recorded.events
     here = names[events["name"]] == "hashes of replicas"
     count = max(1, int((here & (events["rank"] == 0)).sum()))

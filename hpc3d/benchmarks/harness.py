@@ -1,4 +1,4 @@
-"""Paired measurements: two ways in turn on one machine, and the ratio of their medians."""
+"""Paired measurements: two variants run alternately, and their median ratio."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RandomBatches:
 
 
 def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
-    """Seconds of every call, [function, round]; a first round is not counted."""
+    """Return the seconds of every call, [function, round], without a warm-up round."""
     times = np.empty((rounds + 1, len(functions)))
     for number, turn in enumerate(times):
         log.info("round %d of %d", number, rounds)
@@ -66,7 +66,7 @@ def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
 def ratios(
     ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray
 ) -> dict[str, Any]:
-    """Medians of both, and minimum, median and maximum of the ratio pair by pair."""
+    """Return the medians of both, and the minimum, median and maximum of the pairwise ratio."""
     pairs = np.asarray(ours) / np.asarray(theirs)
     return {
         "ours_s": float(median(ours)),
@@ -80,20 +80,20 @@ def ratios(
 def _serial_trainer(
     config: Config, recorder: Recorder | None = None, vocabulary: int = 256
 ) -> Trainer:
-    """A trainer on one rank, without MPI."""
+    """Return a trainer on one rank, without MPI."""
     (mesh,), _ = meshes({})
     mesh = mesh.traced(recorder) if recorder else mesh
     return Trainer(mesh, config, vocabulary, RandomBatches(config, vocabulary))
 
 
 def _steps_of(trainer: Trainer) -> Callable[[], Step]:
-    """A function that makes the next step of `trainer`."""
+    """Return a function that runs the next step of `trainer`."""
     numbers = iter(range(sys.maxsize))
     return lambda: trainer.step(next(numbers))
 
 
 def against_torch(config: Config, rounds: int) -> dict[str, Any]:
-    """Our training step and that of torch, eager, in one process with one thread each."""
+    """Compare our training step with eager torch, in one process with one thread each."""
     from hpc3d.benchmarks import torch_reference
 
     trainer = _serial_trainer(config)
@@ -103,7 +103,7 @@ def against_torch(config: Config, rounds: int) -> dict[str, Any]:
 
 
 def tracing(config: Config, rounds: int) -> dict[str, Any]:
-    """A step on one rank with and without a recorder, and what an event costs by itself."""
+    """Compare a serial step with and without a recorder, and measure the cost of an event."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(folder, {"rank": 0}, capacity=1 << 20)
         traced, plain = _serial_trainer(config, recorder), _serial_trainer(config)
@@ -118,8 +118,10 @@ def tracing(config: Config, rounds: int) -> dict[str, Any]:
 
 
 def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
-    """A step on `ranks` ranks and on one rank with all cores, in turn; and the seconds of
-    CPU time of all ranks together, by what they went into."""
+    """Compare a step on `ranks` ranks with one rank on all cores, run alternately.
+
+    The result also has the CPU time of all ranks by operation.
+    """
     many, one = [], []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
@@ -135,8 +137,10 @@ def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict
 
 
 def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
-    """Seconds a step that a rank spends reducing gradients over the data axis, with and
-    without overlap, and the bytes that it receives there: the same both ways."""
+    """Compare the gradient reduction along the data axis with and without overlap.
+
+    The result has the seconds per step and rank, and the received bytes, which are equal.
+    """
     found = {"true": [], "false": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
@@ -153,9 +157,16 @@ def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[
 def run(
     ranks: int, arguments: Sequence[str], folder: str, steps: int = 4, verb: str = "train"
 ) -> dict[str, Any]:
-    """Train; the median step, the seconds from the start of the launcher until the first step is
-    done, the seconds a step of every operation, what a rank spends and receives a step along the
-    data axis, and the run's folder."""
+    """Train and return the measurements of the run.
+
+    Returns
+    -------
+    first_s : seconds from the start of the launcher to the end of the first step
+    step_s : median step
+    seconds : seconds per step by operation, summed over ranks
+    data : seconds and received bytes per rank and step along the data axis
+    folder : the run's folder
+    """
     words = [verb, *arguments, "--train.steps", str(steps), "--run.out", folder]
     start, first = time.perf_counter(), None
     for line in printed(ranks, words):
@@ -169,8 +180,10 @@ def run(
 
 
 def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
-    """The lines that `python -m hpc3d.VERB ...` prints on so many ranks, as they come; Problems
-    if it fails."""
+    """Yield the lines printed by `python -m hpc3d.VERB ...` on `ranks` ranks as they arrive.
+
+    Raises Problems if the command fails.
+    """
     launcher = shutil.which("mpirun") or str(Path(sys.executable).with_name("mpirun"))
     verb, *arguments = words
     command = [launcher, "-np", str(ranks), sys.executable, "-m", f"hpc3d.{verb}", *arguments]
@@ -191,7 +204,7 @@ def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
 
 
 def _times(recorded: Trace) -> dict[str, Any]:
-    """The median of the steps after the first, and seconds a step summed over ranks, by op."""
+    """Return the median of the steps after the first, and seconds per step by operation."""
     steps, events = recorded.steps, recorded.events
     counted = steps["step"] > 0
     spans = (steps["t_end"] - steps["t_start"])[counted & (steps["rank"] == 0)] * 1e-9
@@ -205,7 +218,7 @@ def _times(recorded: Trace) -> dict[str, Any]:
 
 
 def _calls_along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
-    """Seconds and bytes a rank and step, after the first, in calls along a mesh axis."""
+    """Return the seconds and bytes per rank and step, after the first, of calls along an axis."""
     groups = [number for number, group in enumerate(recorded.groups) if group.axis == axis]
     events = recorded.events
     calls = np.isin(events["group"], groups) & (events["step"] > 0)
@@ -215,7 +228,7 @@ def _calls_along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
 
 
 def with_sizes(config: Config, **sizes: Any) -> Config:
-    """`config` with other sizes of the model, on one rank; `batch` counts sequences."""
+    """Return `config` with other model sizes; `batch` counts sequences."""
     batch = sizes.pop("batch", config.train.batch)
     model = replace(config.model, **sizes)
     return replace(config, model=model, train=replace(config.train, batch=batch))

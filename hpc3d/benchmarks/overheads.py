@@ -1,4 +1,4 @@
-"""What the code itself costs, in pairs that run one after the other."""
+"""Overheads of the code, measured in pairs of alternating runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def schemes(options: Namespace) -> dict[str, Any]:
 
 
 def _serial_configs() -> dict[str, Config]:
-    """The shapes of gpt-serial.toml, and those with hidden 512."""
+    """Return the configs of gpt-serial.toml as shipped and with hidden 512."""
     from hpc3d.benchmarks import harness
     from hpc3d.config.load import load
     from hpc3d.config.rules import resolve
@@ -108,6 +108,6 @@ def _serial_configs() -> dict[str, Config]:
 
 
 def _pair(found: Mapping[str, float]) -> str:
-    """The other side of a pair and the ratio."""
+    """Format the second time of a pair and the ratio."""
     low, high = found["ratio_min"], found["ratio_max"]
     return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

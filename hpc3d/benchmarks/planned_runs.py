@@ -1,4 +1,4 @@
-"""Plans of torch modules by a profile of this machine, and their steps when they are run."""
+"""Predicted and measured steps of plans of torch modules, from a profile of this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STEPS, _SKIPPED, _ROUNDS = 24, 4, 3
 
 
 class PlannedStep(NamedTuple):
-    """Seconds of a step of a plan of a model, both by name."""
+    """Predicted and measured seconds of a step of a plan of a model, both given by name."""
 
     model: str
     plan: str
@@ -49,8 +49,10 @@ class PlannedStep(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A plan of a model, and the predicted seconds of a step; its file, which is that of another
-    plan where both are one, and its ranks."""
+    """Plan of a model with the predicted seconds of a step, its file and its ranks.
+
+    Identical plans share a file.
+    """
 
     model: str
     name: str
@@ -60,10 +62,11 @@ class _Planned(NamedTuple):
 
 
 def plans(options: Namespace) -> dict[str, Any]:
-    """Predicted and measured steps.
+    """Return the predicted and measured steps of all plans.
 
-    What else runs on the machine makes steps longer only: of a run the first quartile counts, and
-    of `--rounds` runs the least, one plan after the other in every round.
+    Other load on the machine only makes steps longer. Therefore, the measured time of a run is the
+    first quartile of its steps, and that of a plan is the minimum over `--rounds` runs. The plans
+    run alternately in every round.
     """
     with tempfile.TemporaryDirectory() as folder:
         found = [each for model in _MODELS for each in _planned(model, Path(folder))]
@@ -79,7 +82,7 @@ def plans(options: Namespace) -> dict[str, Any]:
 
 
 def _planned(model: str, folder: Path) -> list[_Planned]:
-    """The plans of a model, each by a profile of as many ranks, which is measured now."""
+    """Return the plans of a model, each from a profile measured now on as many ranks."""
     from hpc3d.partition.capture import captured_of
 
     captured = captured_of(_MODELS[model])
@@ -95,7 +98,7 @@ def _planned(model: str, folder: Path) -> list[_Planned]:
 
 
 def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCosts:
-    """Those of a model by a profile of so many ranks."""
+    """Return the costs of a model from a profile on a number of ranks."""
     from hpc3d.partition import measured_profile
 
     path = folder / f"{model}-{ranks}-ranks.json"
@@ -108,7 +111,7 @@ def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCos
 def _plan(
     model: str, captured: Captured, costs: ModelCosts, how: dict[str, Any]
 ) -> tuple[SavedPlan, float]:
-    """A plan, and the seconds of its step."""
+    """Return a plan and the predicted seconds of its step."""
     from hpc3d.partition.module_plan import Wanted, best_plan
     from hpc3d.partition.plan_file import saved
 
@@ -118,7 +121,7 @@ def _plan(
 
 
 def _step(planned: _Planned, folder: str) -> float:
-    """The first quartile of the steps of a run in seconds."""
+    """Return the first quartile of the steps of a run in seconds."""
     done = harness.run(planned.ranks, ["run", str(planned.path)], folder, _STEPS, "partition")
     with opened(done["folder"] / "trace.h5") as trace:
         steps = trace.steps
@@ -132,7 +135,7 @@ def _step(planned: _Planned, folder: str) -> float:
 
 
 def summary(steps: Sequence[PlannedStep]) -> dict[str, Any]:
-    """The errors, and by model what the chosen plan takes beside the fastest that was run."""
+    """Print and return the errors, and by model the chosen plan's time relative to the fastest."""
     errors = [abs(step.predicted / step.measured - 1) for step in steps]
     middle, most = median(errors), max(errors)
     plans = counted(len(steps), "plan")

@@ -1,9 +1,9 @@
-"""The same model in torch, eager: what our gradients and our step time are compared with.
+"""Eager torch implementation of the models, the reference for gradients and step times.
 
-It follows hpc3d.model in sizes, names and the order of columns, [q | k | v] of a head, unless
-these have a weight each, and (gate, up) of a feature, and is otherwise plain torch: linear,
-layer_norm, rms_norm, gelu, silu, scaled_dot_product_attention, cross_entropy.  What a model has is
-seen from its weights: one with segments is BERT, with norms last and no causal mask.
+It has the sizes, names and column order of hpc3d.model: [q | k | v] of a head, unless these have
+separate weights, and (gate, up) of a feature. Otherwise it is plain torch: linear, layer_norm,
+rms_norm, gelu, silu, scaled_dot_product_attention, cross_entropy. The weights determine the
+features of a model: one with segments is BERT, with norms last and no causal mask.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def norm(
 def _projected(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> list[torch.Tensor]:
-    """q, k and v [B, heads, T, D] of x."""
+    """Return q, k and v of x, [B, heads, T, D]."""
     if f"{name}.qkv.weight" in weights:
         qkv = linear(weights, f"{name}.qkv", x).unflatten(-1, (shape.heads, 3, -1))
         return [part.transpose(1, 2) for part in qkv.unbind(3)]
@@ -54,8 +54,10 @@ def _attention(
     shape: Any,
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of x, [B, T, hidden]: causal, or to the tokens that are `seen` [B, T];
-    neighbouring queries share a key."""
+    """Return the attention of x, [B, T, hidden]: causal, or to the tokens that are `seen` [B, T].
+
+    Adjacent queries share a key.
+    """
     q, k, v = _projected(weights, name, x, shape)
     if "embedding.position" not in weights:
         q, k = (_turned(each, shape.rotation) for each in (q, k))
@@ -67,8 +69,11 @@ def _attention(
 
 
 def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
-    """[..., T, D] by complex numbers: the pair (a, b) of features i and i + D / 2 is a + ib, a
-    turn is a product with exp(i angle)."""
+    """Apply rotary embeddings to x, [..., T, D], with complex numbers.
+
+    The pair (a, b) of features i and i + D / 2 is a + ib, and a rotation is a product with exp(i
+    angle).
+    """
     sequence, width = x.shape[-2:]
     frequencies = torch.tensor(rotation.frequencies(width), dtype=x.dtype)
     angles = torch.outer(torch.arange(sequence, dtype=x.dtype), frequencies)
@@ -89,7 +94,7 @@ def _block(
 def _last_norm_block(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any, seen: torch.Tensor
 ) -> torch.Tensor:
-    """A block of BERT."""
+    """Return the output of a BERT block (norms last)."""
     a = linear(weights, f"{name}.proj", _attention(weights, name, x, shape, seen))
     x = norm(weights, f"{name}.norm1", x + a, shape.epsilon)
     h = linear(weights, f"{name}.down", _hidden(weights, name, x, shape))
@@ -99,7 +104,7 @@ def _last_norm_block(
 def _hidden(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> torch.Tensor:
-    """The hidden layer of an MLP."""
+    """Return the hidden layer of an MLP."""
     h = linear(weights, f"{name}.up", x)
     if h.shape[-1] == 2 * shape.ffn:
         return functional.silu(h[..., ::2]) * h[..., 1::2]
@@ -113,7 +118,7 @@ def _gelu(h: torch.Tensor, shape: Any) -> torch.Tensor:
 def loss(
     weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """The mean loss of tokens and targets [B, T] under a dict of weights by our names."""
+    """Return the mean loss of tokens and targets [B, T] for weights by hpc3d's names."""
     if "embedding.segment" in weights:
         logits = _masked_logits(weights, shape, tokens)
     else:
@@ -137,7 +142,7 @@ def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) 
 def _masked_logits(
     weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Those of BERT: all tokens are of segment 0, those that are padding are not seen."""
+    """Return the logits of BERT, with all tokens in segment 0 and padding masked."""
     table, positions = weights["embedding.token"], weights["embedding.position"]
     x = table[tokens] + positions + weights["embedding.segment"][0]
     x = norm(weights, "embedding.norm", x, shape.epsilon)
@@ -153,14 +158,14 @@ def _masked_logits(
 
 
 def weights_of(parameters: Parameters) -> dict[str, torch.Tensor]:
-    """The weights of a serial hpc3d model as leaves that want gradients."""
+    """Return the weights of a serial hpc3d model as leaves that require gradients."""
     return {item.name: torch.tensor(item.value, requires_grad=True) for item in parameters}
 
 
 def training_step(
     parameters: Parameters, shape: Any, train: TrainConfig, tokens: np.ndarray, targets: np.ndarray
 ) -> Callable[[], None]:
-    """A function that trains torch's copy of a serial model for a step, with one thread."""
+    """Return a function that trains torch's copy of a serial model for a step, with one thread."""
     torch.set_num_threads(1)
     weights = weights_of(parameters)
     optimizer = torch.optim.AdamW(weights.values(), lr=train.learning_rate)
