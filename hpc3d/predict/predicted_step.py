@@ -44,7 +44,7 @@ def predicted_step(
     ranks: int | None = None,
     of_run: bool = False,
 ) -> PredictedStep:
-    """Predict a training step of an input on so many ranks.
+    """Predict a training step of an input on a number of ranks.
 
     `of_run` is passed to hpc3d.config.load. Raises ValueError if the input breaks a rule or the
     machine does not exist.

@@ -179,7 +179,7 @@ def _aligned(
 
     The time before a row starts at the end of the preceding row. The end of the step is a row of
     zero length. If a call is waited for after it was posted, the time to post it (category copy)
-    is part of the call, even if other rows lie between the two.
+    is part of the call, even with other rows in between.
     """
     rows = rows[rows.step == step]
     extra = np.isin(rows.category, _EXTRA)

@@ -134,7 +134,7 @@ def problems(config: Config, ranks: int) -> list[str]:
 
 @cache
 def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], ...]:
-    """Return (name, chunks) of the schedules that so many stages may run.
+    """Return (name, chunks) of the schedules for a number of stages and microbatches.
 
     Schedules that split the backward pass come last. Otherwise the order is by name.
     """

@@ -115,7 +115,7 @@ class PassSeconds(NamedTuple):
 class _WaitClock(Clock):
     """Clock that accumulates the waits by axis.
 
-    It runs `times` as many kernels. Calls have `times` as many bytes, split into calls of at most
+    The number of kernels and the bytes of calls are multiplied by `times`, and calls are split at
     `most` bytes. Products run `products` times. `idle` has the waits without the rank's own work
     for them.
     """

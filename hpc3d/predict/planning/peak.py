@@ -85,9 +85,9 @@ def _contents_of(place: Placement, *contents: StageContent) -> list[tuple[StageC
 
 
 def buckets(gradient: float, megabytes: float) -> int:
-    """Return the number of buckets that a gradient of so many bytes fills.
+    """Return the number of buckets that a gradient fills, given in bytes.
 
-    With a size of 0, each tensor has its own bucket.
+    With a bucket size of 0, each tensor has its own bucket.
     """
     return ceil(gradient / max(1.0, 1e6 * megabytes))
 

@@ -34,7 +34,9 @@ _EACH = 2  # candidates timed for each name
 _SHOWN = 0.25  # fraction of the budget reserved for layouts shown after the fastest
 _RESIZED, _SIZES = 6, 3  # layouts tried with other bucket sizes, and sizes for each
 _SIZED = 0.25  # fraction of the budget spent in addition on bucket sizes
-_NEW, _KIN = 0.9, 0.97  # lower bound of step / estimate; factor if the family was simulated
+# Lower bounds of the step time relative to an estimate: without simulations of its family, and
+# after scaling by the smallest ratio that the family's simulations had.
+_NEW, _KIN = 0.9, 0.97
 
 
 class RankedLayout(NamedTuple):
