@@ -61,7 +61,7 @@ part, chunks (parts of a stage), zero, and whether a border has room for a short
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Plan what the command line says; the exit code is 2 for what cannot be planned."""
+    """Run the subcommand or plan; return exit code 2 if the request cannot be planned."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in _COMMANDS:
         return import_module(_COMMANDS[words[0]]).main(words[1:])
@@ -132,12 +132,12 @@ def _parser():
 
 
 def _counts(text):
-    """One number or several with commas."""
+    """Parse one number, or several separated by commas."""
     return tuple(map(whole(1, MOST_RANKS), text.split(",")))
 
 
 def _part(text):
-    """A number from 0 to less than 1."""
+    """Parse a fraction from 0 to less than 1."""
     if not re.fullmatch(r"0?\.[0-9]+|0", text):
         raise ArgumentTypeError(f"{text:.40}: must be a part from 0 to less than 1, such as 0.1")
     return float(text)
@@ -174,7 +174,7 @@ def _of_file(options):
     return _as_json(plan, limits)
 
 
-# New objects before Python looks for cycles: a captured model has millions that stay.
+# Allocations between garbage collections: a captured model keeps millions of objects.
 _SELDOM = 200_000
 
 
@@ -209,7 +209,7 @@ def _of_module(options):
 
 
 def _write(path, plan, captured):
-    """Write a plan, and print the command that runs it."""
+    """Write a plan and print the command that runs it."""
     if path.suffix == ".py":
         text = import_module(_TORCHRUN).torchrun_file(plan, captured)
         command = f"torchrun --nproc-per-node {plan.ranks}"
@@ -221,7 +221,7 @@ def _write(path, plan, captured):
 
 
 def _costs(captured, options):
-    """The ModelCosts by a machine or a profile."""
+    """Return the ModelCosts from a machine description or a measured profile."""
     from hpc3d.partition.model_graph import costs_of
     from hpc3d.predict.machine import machine_file
 
@@ -237,13 +237,13 @@ def _costs(captured, options):
 
 
 def _machine_of(options):
-    """What a plan is for, by name."""
+    """Return the names of the profile and machine that the plan is for."""
     names = [str(each) for each in (options.profile, options.machine) if each]
     return " ".join(names) or DEFAULT_MACHINE
 
 
 def _show_whole(modules):
-    """What could not be traced: a line for each reason."""
+    """Print one line per reason why modules could not be traced."""
     reasons = {}
     for each in modules:
         reasons.setdefault(each.reason, {})[each.path] = None
@@ -328,7 +328,7 @@ def _how(plan):
 
 
 def _some(ids):
-    """The first and the last of some ids, and how many there are."""
+    """Return the first two ids, the last one and their number as text; all of up to four."""
     if len(ids) <= 4:
         return " ".join(map(str, ids))
     return f"{ids[0]} {ids[1]} ... {ids[-1]} ({len(ids)})"

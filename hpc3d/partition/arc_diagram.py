@@ -1,5 +1,8 @@
-"""A planned module as a picture: its atoms on a line, the values between them as arcs, and the
-borders of the stages across."""
+"""Arc diagram of a planned module.
+
+Atoms lie on a horizontal line, values between them are arcs, and vertical lines mark the stage
+borders.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,17 @@ from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.evaluation import PipelineChoice
 from hpc3d.plain import counted
 
-_STEP, _MARGIN, _LABELS = 22, 40, 170  # pixels: from atom to atom, around, and for names below
-_MOST = 300  # atoms that a reader can distinguish
+_STEP, _MARGIN, _LABELS = 22, 40, 170  # pixels: atom spacing, margin, space for the labels below
+_MOST = 300  # the most atoms that a reader can tell apart
 _COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
 
 
 def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
-    """SVG of a Graph whose chain of atoms is cut as `choice` says; an arc is as wide as the
-    logarithm of its bytes.  ValueError for more atoms than a page has room for."""
+    """Return the SVG of a Graph whose chain of atoms is cut into the stages of `choice`.
+
+    The stroke width of an arc grows with the logarithm of its bytes. Raises ValueError if the
+    graph has too many atoms for a page.
+    """
     if len(graph) > _MOST:
         raise ValueError(f"--draw: {len(graph)} atoms are too many for a picture: {_MOST} at most")
     far = max((max(value.targets) - value.source for value in graph.values), default=1)
@@ -40,7 +46,7 @@ def _x(place):
 
 
 def _borders(choice: PipelineChoice, base: float) -> Iterator[str]:
-    """A dashed line after every part, and above it what the part is."""
+    """Yield a label above each part and a dashed line behind all parts but the last."""
     before = 0
     for part, stage in enumerate(choice.stages):
         right, middle = _x(stage.end - 0.5), (_x(before) + _x(stage.end - 1)) / 2

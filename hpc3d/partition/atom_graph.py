@@ -1,8 +1,9 @@
-"""The graph that is cut: atoms, which are never cut themselves, and the values between them.
+"""Graph to be partitioned: indivisible atoms and the values between them.
 
-Atoms lie in a topological order.  A set of atoms is an int with a bit per atom.  A partition into
-stages is convex: no path leaves a stage and comes back, so that stages can be put in an order in
-which values only flow forward; the stages up to any one are a *downset*, closed under inputs.
+Atoms are in topological order. A set of atoms is an int with one bit per atom. A partition into
+stages is convex: no path leaves a stage and returns to it. The stages can therefore be ordered so
+that values only flow forward. The union of the first stages is a *downset*: it is closed under
+inputs.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import networkx as nx
 
 
 class Atom(NamedTuple):
-    """One or more operations, by their `ids`, that stay together.
+    """One or more operations, named by their `ids`, that stay on one stage.
 
-    Seconds of a microbatch forward and backward, of which `weight` for the gradients of weights;
-    bytes: `memory` that its stage holds for it always, `saved` for every microbatch in flight,
-    `parameters` that replicas sum gradients of, `working` while one of its operations runs.
-    `pieces` are the numbers of its pieces in a captured module, `fed` the bytes of a sample in
-    the model's inputs that they read.
+    `forward` and `backward` are the seconds of a microbatch; `weight` is the part of `backward`
+    spent on weight gradients. Sizes are in bytes: `memory` is resident on the stage, `saved` is
+    needed per microbatch in flight, `parameters` are those whose gradients the replicas reduce,
+    and `working` is needed while one of the operations runs. `pieces` are the indices of its
+    pieces in a captured module, and `fed` is the bytes per sample of the model inputs that they
+    read.
     """
 
     ids: tuple
@@ -38,9 +40,12 @@ class Atom(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What atom `source` hands to the atoms `targets` in a microbatch, in bytes: once to each
-    stage that has one of them.  So many bytes of what the source has `saved` are saved for the
-    first target: not in a stage that ends before it."""
+    """Output of atom `source` that the atoms `targets` read.
+
+    `nbytes` are the bytes per microbatch, sent once to each stage that has a target. `saved` is
+    the part of the source's saved bytes that is saved for the first target: a stage that ends
+    before this target does not save them.
+    """
 
     source: int
     targets: tuple[int, ...]
@@ -49,8 +54,11 @@ class Value(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What each of several `atoms` counts as its own, and a stage with some of them holds once: a
-    weight, in bytes of `memory` and `parameters`, or an input (`fed`)."""
+    """Weight or model input that several `atoms` read.
+
+    Each atom includes the `memory` and `parameters` of the weight, or the input's `fed`, in its
+    own bytes. A stage with several of these atoms holds them once.
+    """
 
     atoms: tuple[int, ...]
     memory: float
@@ -59,13 +67,13 @@ class Shared(NamedTuple):
 
 
 class Graph:
-    """Atoms in a topological order, the values between them, and the weights that they share."""
+    """Atoms in topological order, the values between them, and what atoms share."""
 
     def __init__(
         self, atoms: Sequence[Atom], values: Sequence[Value], shared: Sequence[Shared] = ()
     ):
         self.atoms, self.values, self.shared = tuple(atoms), tuple(values), tuple(shared)
-        self.inputs = [0] * len(self.atoms)  # by atom: the set of atoms that it reads from
+        self.inputs = [0] * len(self.atoms)  # by atom: the set of atoms whose values it reads
         for value in self.values:
             for target in value.targets:
                 self.inputs[target] |= 1 << value.source
@@ -78,11 +86,12 @@ class Graph:
         return (1 << len(self)) - 1
 
     def ids(self, members: int) -> list:
-        """The ids of a set of atoms."""
+        """Return the ids of a set of atoms."""
         return [name for atom in bits(members) for name in self.atoms[atom].ids]
 
     def total(self, name: str, members: int) -> float:
-        """The sum of a number of some atoms, with what they share once."""
+        """Return the sum of the field `name` over a set of atoms, counting shared weights and
+        inputs once."""
         found = sum(getattr(self.atoms[atom], name) for atom in bits(members))
         for each in self.shared if name in Shared._fields else ():
             readers = sum(members >> atom & 1 for atom in each.atoms)
@@ -90,7 +99,7 @@ class Graph:
         return found
 
     def bytes_in(self, members: int) -> float:
-        """Of the values that a stage receives."""
+        """Return the bytes of the values that a stage receives."""
         return sum(
             value.nbytes
             for value in self.values
@@ -98,7 +107,7 @@ class Graph:
         )
 
     def bytes_out(self, members: int) -> float:
-        """Of the values that a stage sends, each once."""
+        """Return the bytes of the values that a stage sends, counting each value once."""
         return sum(
             value.nbytes
             for value in self.values
@@ -106,7 +115,7 @@ class Graph:
         )
 
     def ordered(self, order: Sequence[int]) -> Graph:
-        """The same graph with its atoms in another topological order."""
+        """Return the same graph with its atoms in another topological order."""
         place = {atom: number for number, atom in enumerate(order)}
         shared = [
             each._replace(atoms=tuple(sorted(map(place.get, each.atoms)))) for each in self.shared
@@ -115,11 +124,12 @@ class Graph:
         return Graph([self.atoms[atom] for atom in order], values, shared)
 
     def downsets(self, limit: int) -> list[int] | None:
-        """All downsets, the empty one first, by size; None if there are more than `limit`."""
+        """Return all downsets sorted by size, the empty one first; None if there are more than
+        `limit`."""
         return _downsets(tuple(self.inputs), limit)
 
 
-@lru_cache(maxsize=4)  # one graph with other costs is asked again
+@lru_cache(maxsize=4)  # graphs that differ only in costs have the same downsets
 def _downsets(all_inputs, limit):
     found, last = [0], {0}
     while last:
@@ -137,7 +147,7 @@ def _downsets(all_inputs, limit):
 
 
 def bits(members: int) -> Iterator[int]:
-    """The atoms of a set, ascending."""
+    """Yield the atoms of a set in ascending order."""
     while members:
         lowest = members & -members
         yield lowest.bit_length() - 1
@@ -154,10 +164,11 @@ def contracted(
     together: Iterable[Sequence[int]] = (),
     shared: Sequence[Shared] = (),
 ) -> Graph:
-    """The Graph in which every group of atoms is one, with whatever lies on a path from a group
-    back into it: a convex stage that has the one has the other.
+    """Return the Graph with each group in `together` merged into one atom.
 
-    Atoms may come in any order, and cycles of them become one atom, too.
+    An atom on a path from a group back into it joins the group, because a convex stage that
+    contains the group contains the path. Atoms may come in any order; each cycle also becomes one
+    atom.
     """
     edges = nx.DiGraph()
     edges.add_nodes_from(range(len(atoms)))
@@ -188,8 +199,11 @@ def _as_one(atoms):
 
 
 def _shared_by_several(shared, place, merged):
-    """What is still shared by the atoms at new places; what one of them counts several times is
-    taken out of it."""
+    """Return the weights and inputs that several merged atoms still share.
+
+    A merged atom whose members read the same one counts it once: its entry in `merged` is
+    corrected.
+    """
     found = []
     for each in shared:
         readers = Counter(place[atom] for atom in each.atoms)
@@ -206,7 +220,7 @@ def _shared_by_several(shared, place, merged):
 
 
 def _between(values, place):
-    """Values by the places of their ends, without those that stay within one atom."""
+    """Yield the values between the merged atoms; drop those within a single atom."""
     for value in values:
         source = place[value.source]
         targets = sorted({place[target] for target in value.targets} - {source})

@@ -1,4 +1,5 @@
-"""How others cut a model: each baseline gives a layout that is timed under the same costs as ours.
+"""Partitions of other systems, timed under the same costs as ours.
 
-They are written anew from what was published; each module names its source, and what it assumes.
+Each planner is reimplemented from its publication. Its module names the source and the
+assumptions.
 """

@@ -32,7 +32,7 @@ microbatches, recompute, schedule, fits, fullest [B], step [s], samples_s, note)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare what the command line says; the exit code is 2 for what cannot be planned."""
+    """Compare the planners; return exit code 2 if the request cannot be planned."""
     options = _parser().parse_args(argv)
     return run("partition", lambda: _compare(options))
 

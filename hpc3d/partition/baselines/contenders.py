@@ -1,8 +1,8 @@
-"""The arrangements that other planners make of a model, each timed under the same costs as ours.
+"""Pipeline arrangements of other planners, timed under the same costs as ours.
 
-Where a system leaves something to its user, or to a search of a few numbers, the contender has the
-fastest that fits: microbatches in powers of two, recomputation of all stages or none, and how many
-of the ranks are replicas.  GPipe recomputes all stages, as published.
+If a system leaves a choice to the user or to a search over a few numbers, its contender takes the
+fastest option that fits: microbatches in powers of two, recomputation of all stages or none, and
+the number of replicas. GPipe recomputes all stages, as published.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from hpc3d.predict.machine.machine import Machine
 
 _Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
-_MOST_MICROBATCHES = 128  # that are tried
-_SAMPLE = 64  # parts of the batch, one of which shows how long layers take
-_LONG = 64_000_000  # bytes of a message that shows the bandwidth
+_MOST_MICROBATCHES = 128  # the most that are tried
+_SAMPLE = 64  # layer times are taken for 1/64 of the batch
+_LONG = 64_000_000  # bytes of the message that determines the bandwidth
 
 
 class Contender(NamedTuple):
-    """An arrangement by its name, and its step; both None if it has no solution, as `note` tells.
-    With `ways` > 1 every replica is so many ranks, which share each of its layers."""
+    """Arrangement of a planner and its evaluated step.
+
+    `choice` and `step` are None if the planner has no solution; `note` gives the reason. If `ways`
+    > 1, each replica is `ways` ranks that shard every layer.
+    """
 
     name: str
     choice: PipelineChoice | None
@@ -48,7 +51,7 @@ class Contender(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A model, its costs, the ranks to use, and bytes of each that may be used."""
+    """Model with its costs, the number of ranks, and the usable bytes per rank."""
 
     operations: Operations
     costs: ModelCosts
@@ -59,47 +62,50 @@ class Task(NamedTuple):
     def of(
         cls, operations: Operations, machine: Machine, batch: int, ranks: int, memory: float
     ) -> Task:
-        """That of a model on a machine."""
+        """Return the Task of a model on a machine."""
         costs = ModelCosts(partial(graph_of, operations, machine), machine, batch)
         return cls(operations, costs, ranks, memory)
 
 
 def data_parallel(task: Task) -> Contender:
-    """All of the model on every rank."""
+    """Return data parallelism: the full model on every rank."""
     ends = [task.costs.count]
     return fastest("data parallel", task, pipelines(task, lambda _: ends, DEFAULT, [1]))
 
 
 def gpipe(task: Task) -> Contender:
-    """As many stages as ranks, with equally many layers (arXiv:1811.06965)."""
+    """Return GPipe with one stage per rank and equal numbers of layers (arXiv:1811.06965)."""
     runs = layer_runs(task.costs.graph(1))
     stages = max(1, min(task.ranks, sum(run.numbered for run in runs)))
     return fastest("GPipe, even layers", task, _alone(task, even(runs, stages)))
 
 
 def torchgpipe(task: Task) -> Contender:
-    """As many stages as ranks, with about equal times (arXiv:2004.09910, balance_by_time)."""
+    """Return GPipe with one stage per rank and balanced times (torchgpipe's balance_by_time,
+    arXiv:2004.09910)."""
     stages = min(task.ranks, len(layer_runs(task.costs.graph(1))))
     cut = _by_weight(task.costs, lambda chain: chain.forward + chain.backward)
     return fastest("GPipe, by time", task, _alone(task, cut(stages)))
 
 
 def gpipe_hybrid(task: Task) -> Contender:
-    """Two stages or more with equally many layers, and equally many replicas of each."""
+    """Return GPipe with two or more stages of equally many layers and equally many replicas."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
     counts = divisors(task.ranks)[1:]
     return fastest("GPipe hybrid", task, pipelines(task, cut, GPIPE, counts))
 
 
 def by_parameters(task: Task) -> Contender:
-    """Stages with about equally many parameters, as DeepSpeed's PipelineModule makes them."""
+    """Return stages with balanced parameter counts, as in DeepSpeed's PipelineModule."""
     cut = _by_weight(task.costs, _trained)
     return fastest("by parameters", task, pipelines(task, cut, DEFAULT, divisors(task.ranks)))
 
 
 def pipedream(task: Task) -> Contender:
-    """The partition for an asynchronous pipeline, run synchronously; the note has what its own
-    objective promises."""
+    """Return PipeDream's partition for an asynchronous pipeline, run synchronously.
+
+    The note reports the throughput that PipeDream's own objective predicts.
+    """
     costs = task.costs
     share = max(1, costs.batch // task.ranks)
     chain, ends = costs.chain(share), [run.end for run in layer_runs(costs.graph(share))]
@@ -112,7 +118,7 @@ def pipedream(task: Task) -> Contender:
 
 
 def _levels(machine, ranks):
-    """Ranks of a node, and nodes."""
+    """Return the levels of links: ranks within a node, then nodes."""
     node = gcd(ranks, machine.ranks_per_node)
     inside = machine.ranks_per_node > 1
     found = [WorkerLevel(node, _bandwidth(machine, (0, 1)))] if node > 1 and inside else []
@@ -127,17 +133,17 @@ def _bandwidth(machine, ends):
 
 
 def divisors(count: int) -> list[int]:
-    """Of a number, ascending."""
+    """Return the divisors of a number in ascending order."""
     return [each for each in range(1, count + 1) if count % each == 0]
 
 
 def _trained(chain):
-    """Bytes of the parameters of the first atoms."""
+    """Return the parameter bytes of the first 0, 1, 2 ... atoms."""
     return np.array([chain.trained(0, end) for end in range(chain.count)])
 
 
 def _by_weight(costs, weights):
-    """Cuts between layers by what `weights` sums along the chain."""
+    """Return a function that cuts between layers and balances the cumulative `weights`."""
     runs = [run.end for run in layer_runs(costs.graph(1))]
     units = np.diff(weights(costs.chain(max(1, costs.batch // _SAMPLE)))[[0, *runs]])
 
@@ -149,7 +155,7 @@ def _by_weight(costs, weights):
 
 
 def _alone(task, ends):
-    """Arrangements of stages of one rank."""
+    """Yield GPipe arrangements with one rank per stage."""
     return _searched(task.costs, [StageChoice(end) for end in ends], GPIPE)
 
 
@@ -160,7 +166,10 @@ def pipelines(
     counts: Iterable[int],
     most: int = _MOST_MICROBATCHES,
 ) -> Iterator[PipelineChoice]:
-    """Arrangements of so many stages, cut at `cut(stages)`, that all ranks share evenly."""
+    """Yield the arrangements for each number of stages in `counts`, cut at `cut(stages)`.
+
+    All stages have equally many of the task's ranks. At most `most` microbatches are tried.
+    """
     for stages in counts:
         ends = cut(stages)
         if ends is not None:
@@ -169,8 +178,10 @@ def pipelines(
 
 
 def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
-    """Arrangements of stages with up to so many microbatches, which recompute or do not; several
-    microbatches of GPipe always do."""
+    """Yield the stages with powers of two of microbatches, with and without recomputation.
+
+    GPipe always recomputes if it has several microbatches.
+    """
     replicas = max(stage.replicas for stage in stages)
     micros = 1
     while micros <= min(most, costs.batch) and replicas <= costs.rows(micros, 1):
@@ -183,14 +194,15 @@ def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
 def fastest(
     name: str, task: Task, choices: Iterable[PipelineChoice], step: _Stepper = evaluated
 ) -> Contender:
-    """The one with the shortest step of those that fit, else that which needs least."""
+    """Return the arrangement with the shortest step that fits, else the one that needs least
+    memory."""
     found = [Contender(name, choice, step(task.costs, choice, task.memory)) for choice in choices]
     none = Contender(name, None, None, "too few layers for its stages, or samples for its ranks")
     return min(found, key=rank_of, default=none)
 
 
 def rank_of(contender: Contender) -> tuple[int, float]:
-    """What the best has least of: seconds of those that fit, else bytes."""
+    """Return the sort key of a contender: seconds if it fits, else bytes; smaller is better."""
     step = contender.step
     if step is None:
         return 2, 0.0
@@ -198,8 +210,11 @@ def rank_of(contender: Contender) -> tuple[int, float]:
 
 
 def layer_by_layer(costs: ModelCosts, choice: PipelineChoice, memory: float) -> Evaluated:
-    """As `evaluated`, but what a stage computes again it does layer by layer: it keeps what every
-    layer received, and of one microbatch and one layer what backward needs."""
+    """Evaluate an arrangement that recomputes layer by layer.
+
+    Like `evaluated`, but a stage that recomputes saves the input of every layer, and the
+    activations of only one layer of one microbatch at a time.
+    """
     step = evaluated(costs, choice, memory)
     runs, before, held = layer_runs(costs.graph(1)), 0, []
     for stage, flights, nbytes in zip(choice.stages, step.in_flight, step.held):

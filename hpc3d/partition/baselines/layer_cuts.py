@@ -1,10 +1,10 @@
-"""Cuts between the layers of a model, as systems make them that a user tells the layers.
+"""Cuts between the layers of a model, for systems whose users list the layers.
 
-A layer is what a module with a number in its path computes (`layers.3.up` is of `layers.3`), in
-the order of the program; what stands before the first goes with it, and functions of the model
-itself with the layer before them.  `even` is GPipe as it is mostly used (arXiv:1811.06965),
-`balanced` over times is torchgpipe's balance_by_time, over parameters DeepSpeed's
-partition_method="parameters".
+A layer is the operations of a module with a number in its path: `layers.3.up` belongs to
+`layers.3`. Layers are in program order. Functions of the model itself belong to the layer before
+them. `even` puts all atoms before the first layer on its stage: this is the common use of GPipe
+(arXiv:1811.06965). `balanced` over times is torchgpipe's balance_by_time, over parameters
+DeepSpeed's partition_method="parameters".
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from hpc3d.partition.atom_graph import Graph
 
 
 class LayerRun(NamedTuple):
-    """Atoms that follow each other, up to `end` (exclusive); `numbered` where they are a layer
-    and not, for instance, an embedding or the loss."""
+    """Adjacent atoms up to `end` (exclusive).
+
+    `numbered` is True for a layer, and False for an embedding or the loss, for example.
+    """
 
     end: int
     numbered: bool
 
 
 def layer_runs(graph: Graph) -> list[LayerRun]:
-    """The runs of a graph whose ids are `module/operation`, in the order of its atoms."""
+    """Return the runs of a graph whose ids are `module/operation`, in the order of its atoms."""
     found, last, seen = [], None, set()
     for place, atom in enumerate(graph.atoms):
         name, numbered = _layer_of(str(atom.ids[0]))
@@ -39,7 +41,7 @@ def layer_runs(graph: Graph) -> list[LayerRun]:
 
 
 def _layer_of(name):
-    """The path of the layer that an atom is in, and whether it has a number; "" for none."""
+    """Return the path of an atom's layer ("" if none), and True if the path has a number."""
     module, slash, _ = name.rpartition("/")
     parts = module.split(".")
     for count, part in enumerate(parts, 1):
@@ -49,8 +51,10 @@ def _layer_of(name):
 
 
 def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
-    """Ends of stages with equally many numbered layers, or one more in some; None where there are
-    fewer layers than stages."""
+    """Return the ends of stages whose numbers of numbered layers differ by at most one.
+
+    Returns None if there are fewer layers than stages.
+    """
     layers = [number for number, run in enumerate(runs) if run.numbered]
     if len(layers) < stages:
         return [runs[-1].end] if stages == 1 else None
@@ -59,10 +63,11 @@ def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
 
 
 def balanced(weights: Sequence[float], stages: int) -> list[int] | None:
-    """Ends of so many non-empty stages, exclusive, of which the heaviest is as light as can be;
-    None where there are fewer weights.
+    """Return the exclusive ends of non-empty stages that minimize the weight of the heaviest one.
 
-    T[s, j] = min over i < j of max(T[s - 1, i], sum of weights i to j), of equals the first.
+    Among equal cuts the first one is taken. Returns None if there are fewer weights than stages.
+
+      T[s, j] = min over i < j of max(T[s - 1, i], sum of weights i to j)
     """
     count = len(weights)
     if count < stages:

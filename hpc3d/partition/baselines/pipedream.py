@@ -1,15 +1,15 @@
 """PipeDream's partition (A. Harlap et al., arXiv:1806.03377; D. Narayanan et al., SOSP 2019).
 
-It minimises the time that the slowest stage takes for a minibatch, when all stages are busy with
-others: its pipeline is asynchronous, and gradients are of weights that are some steps old.  With
-T(i, j) the seconds of the units i to j forward and backward, w their bytes of parameters and c
-the bytes between two units, on m workers that are joined by links of bandwidth B,
+It minimizes the time of the slowest stage for a minibatch when all stages are busy with different
+minibatches: the pipeline is asynchronous, and gradients refer to weights that are some steps old.
+Let T(i, j) be the seconds of the units i to j forward and backward, w their bytes of parameters
+and c the bytes between two units. On m workers connected by links of bandwidth B,
 
     R(i, j, m) = max(T(i, j), 4 (m - 1) w / (m B)) / m        one stage, with m replicas
     A(i, j, m) = min(R(i, j, m), min over k, m' of max(A(i, k, m - m'), 2 c_k / B, R(k, j, m')))
 
-and on a level of links above, with nodes as its workers, A(i, j, all of a node) stands for T.
-The memory of a worker is not looked at.
+On the next level of links the workers are nodes, and A(i, j, all of a node) replaces T. Memory
+limits are ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 
 
 class ChainCosts(NamedTuple):
-    """A chain of units: seconds of a minibatch in each, forward and backward together, bytes of
-    its parameters, and bytes of what crosses the border behind it."""
+    """Chain of units: seconds per minibatch, forward and backward together, bytes of parameters,
+    and bytes that cross the border behind each unit."""
 
     seconds: np.ndarray
     parameters: np.ndarray
@@ -29,14 +29,14 @@ class ChainCosts(NamedTuple):
 
 
 class WorkerLevel(NamedTuple):
-    """Workers that are joined by links of so many bytes/s: ranks of a node, or nodes."""
+    """Level of workers, ranks of a node or nodes, connected by links of `bandwidth` bytes/s."""
 
     workers: int
     bandwidth: float
 
 
 class AsynchronousStage(NamedTuple):
-    """The units up to `end` (exclusive), on so many replicas."""
+    """Stage of the units up to `end` (exclusive) on `replicas` workers."""
 
     end: int
     replicas: int
@@ -45,7 +45,10 @@ class AsynchronousStage(NamedTuple):
 def asynchronous(
     costs: ChainCosts, levels: tuple[WorkerLevel, ...]
 ) -> tuple[float, list[AsynchronousStage]]:
-    """Seconds between two minibatches, and the stages; `levels` from the innermost outwards."""
+    """Return the seconds between two minibatches, and the stages.
+
+    `levels` are ordered from the innermost to the outermost.
+    """
     seconds = np.concatenate([[0.0], np.cumsum(costs.seconds)])
     parameters = np.concatenate([[0.0], np.cumsum(costs.parameters)])
     alone = _ranges(seconds)
@@ -59,19 +62,19 @@ def asynchronous(
 
 
 def _ranges(sums):
-    """Of every [i, j] the sum from i to j; inf unless i < j."""
+    """Return the sum from i to j for every [i, j]; inf unless i < j."""
     found = sums[None, :] - sums[:, None]
     found[np.tril_indices(len(sums))] = np.inf
     return found
 
 
 class _Level:
-    """A(i, j, m) on one level of links, and where each was cut."""
+    """Table of A(i, j, m) on one level of links, with the best cuts."""
 
     def __init__(self, alone, parameters, crossing, level):
         size, workers = len(alone), level.workers
         self.best = np.full((size, size, workers + 1), np.inf)
-        self.cut = np.zeros((size, size, workers + 1), int)  # 0: a single stage
+        self.cut = np.zeros((size, size, workers + 1), int)  # 0: one stage only
         self.last = np.zeros((size, size, workers + 1), int)  # workers of the last stage
         moved = np.zeros(size)
         moved[1:] = 2 * np.asarray(crossing, float) / level.bandwidth
@@ -86,7 +89,7 @@ class _Level:
                 self._try(m, rear, moved)
 
     def _try(self, m, rear, moved):
-        """Cuts before a last stage of `rear` workers."""
+        """Try all cuts before a last stage of `rear` workers."""
         front = np.maximum(self.best[:, :, m - rear], moved)  # [i, k]
         for end in range(2, len(moved)):
             candidates = np.maximum(front[:, :end], self.single[:end, end, rear])  # [i, k]
@@ -99,8 +102,10 @@ class _Level:
 
 
 def _unfolded(levels, number, start, end, workers):
-    """The stages of units `start` to `end` on workers of a level, each in those of the level
-    below."""
+    """Yield the stages of units `start` to `end` on the workers of a level.
+
+    Stages of a level are unfolded into those of the level below.
+    """
     if number < 0:
         yield AsynchronousStage(end, 1)
         return

@@ -1,11 +1,10 @@
-"""The blocks of RaNNC: the atoms of a graph, grouped into at most 32 that follow each other.
+"""Blocks of RaNNC: the atoms of a graph in at most 32 groups of adjacent atoms.
 
-M. Tanaka et al., arXiv:2103.16063, and nict-wisdom/rannc src/graph/Partitioner.cpp: atoms are
-merged with neighbours while that spares communication and no group becomes much heavier than
-others (coarsening), then atoms at the borders change sides (uncoarsening), then the lightest
-groups of the sorted list are merged (compaction).  A group stays convex and fits the memory.
-
-Where RaNNC measures merged groups, their seconds are added up here.
+M. Tanaka et al., arXiv:2103.16063, and nict-wisdom/rannc src/graph/Partitioner.cpp. Coarsening
+merges neighbors if that saves communication and no group becomes much heavier than the others.
+Uncoarsening moves units across the borders. Compaction merges the lightest groups of the sorted
+list. A group stays convex and fits in memory. RaNNC measures merged groups; here their seconds are
+added.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ import networkx as nx
 from hpc3d.partition.atom_graph import Graph
 
 MOST_BLOCKS = 32
-_FEWEST, _MOST_MEASURED = 5, 200  # groups; of more, RaNNC does not measure merged ones
-_SPREAD = 2  # standard deviations above the mean that a group may weigh
+_FEWEST, _MOST_MEASURED = 5, 200  # groups; RaNNC measures no merges above the second
+_SPREAD = 2  # largest weight of a group, in standard deviations above the mean
 
 
 def blocks(graph: Graph, memory: float, bandwidth: float) -> list[list[int]]:
-    """The atoms of every block, in a topological order of the blocks; a group needs no more than
-    `memory` bytes where a single atom does, and moves values at `bandwidth` bytes/s."""
+    """Return the atoms of every block, with the blocks in topological order.
+
+    Merged groups need at most `memory` bytes. Values move at `bandwidth` bytes/s.
+    """
     groups = _Groups(graph, memory, bandwidth)
     levels = [groups.members()]
     while len(levels[-1]) > _FEWEST:
@@ -38,7 +39,7 @@ def blocks(graph: Graph, memory: float, bandwidth: float) -> list[list[int]]:
 
 
 class _Groups:
-    """Groups of atoms, each named by one of them, and the values between them."""
+    """Groups of atoms, each named by one of its atoms, and the values between them."""
 
     def __init__(self, graph, memory, bandwidth):
         self.graph, self.memory, self.bandwidth = graph, memory, bandwidth
@@ -56,7 +57,7 @@ class _Groups:
         return [frozenset(atoms) for atoms in self.atoms.values()]
 
     def _readers(self, group):
-        """The groups that read from one, with the bytes that they read."""
+        """Return the groups that read from a group, with the bytes that they read."""
         found = defaultdict(float)
         for atom in self.atoms[group]:
             for value in self.made[atom]:
@@ -65,7 +66,7 @@ class _Groups:
         return found
 
     def merge_neighbours(self):
-        """One pass: every group is merged with at most one other, the lightest first."""
+        """Merge every group with at most one other in one pass, the lightest first."""
         weights = self.seconds.values()
         most = fmean(weights) + _SPREAD * pstdev(weights)
         measured, free = len(self.atoms) <= _MOST_MEASURED, set(self.atoms)
@@ -83,7 +84,7 @@ class _Groups:
                 self._join(group, best)
 
     def _merged(self, group, other, most, measured):
-        """The seconds that a merged group would spare; None where it must not be."""
+        """Return the seconds saved by merging two groups; None if they must not be merged."""
         one, two = self.seconds[group], self.seconds[other]
         if max(one, two) > most or (measured and one + two > most):
             return None
@@ -94,7 +95,7 @@ class _Groups:
         return 0.0 if measured else one + two
 
     def _other_way(self, group, other):
-        """Whether a path leads from one group to the other over a third."""
+        """Return True if a path leads from one group to the other through a third."""
         last = max(self.atoms[other])
         todo = [each for each in self.after[group] if each != other]
         seen = {*todo}
@@ -102,7 +103,7 @@ class _Groups:
             here = todo.pop()
             if here == other:
                 return True
-            if min(self.atoms[here]) > last:  # atoms are sorted: nothing leads back from there
+            if min(self.atoms[here]) > last:  # atoms are sorted: no path leads back from here
                 continue
             new = {*self.after[here]} - seen
             seen |= new
@@ -110,13 +111,14 @@ class _Groups:
         return False
 
     def _fits(self, atoms):
-        """Weights, gradients and moments, one microbatch, and what a group sends and receives."""
+        """Return True if weights, gradients, moments, one microbatch and the values sent and
+        received fit."""
         members = sum(1 << atom for atom in atoms)
         kept = self.graph.total("memory", members) + self.graph.total("saved", members)
         return kept + self._over_borders(atoms, atoms) <= self.memory
 
     def _over_borders(self, atoms, inside):
-        """Bytes of the values that atoms make or read and that do not stay inside."""
+        """Return the bytes of values that atoms make or read and that leave or enter `inside`."""
         values = {id(v): v for a in atoms for v in (*self.made[a], *self.read[a])}
         return sum(v.nbytes for v in values.values() if not {v.source, *v.targets} <= inside)
 
@@ -133,7 +135,7 @@ class _Groups:
             self.after[each] = self._readers(each)
 
     def settle(self, finer):
-        """Move groups of a finer level over a border where less then crosses."""
+        """Move units of a finer level across a border if that reduces the traffic over borders."""
         for unit in finer:
             here = self.of[min(unit)]
             if len(self.atoms[here]) == len(unit):
@@ -146,14 +148,16 @@ class _Groups:
                     break
 
     def _sides(self, unit, here):
-        """The groups that a unit may change to: it has no neighbour in its own group on that side,
-        and none in two others."""
+        """Return the groups that a unit may move to.
+
+        On the side of such a group, the unit's neighbors are all in this group.
+        """
         ahead = {self.of[t] for a in unit for v in self.made[a] for t in {*v.targets} - unit}
         behind = {self.of[v.source] for a in unit for v in self.read[a] if v.source not in unit}
         return [min(side) for side in (ahead, behind) if len(side) == 1]
 
     def _crossing(self, unit, group):
-        """Bytes of the values of a unit that would cross if it were in a group."""
+        """Return the bytes of a unit's values that would cross a border if it were in `group`."""
         return self._over_borders(unit, unit | self.atoms[group])
 
     def _move(self, unit, here, there):
@@ -165,7 +169,8 @@ class _Groups:
         self._regroup(set(), here)
 
     def compacted(self):
-        """Neighbours in the sorted list merged, the lightest first."""
+        """Merge neighbors in the sorted list, the lightest first, and return the atoms of each
+        block."""
         edges = nx.DiGraph()
         edges.add_nodes_from(self.atoms)
         edges.add_edges_from((one, two) for one in self.atoms for two in self.after[one])

@@ -27,10 +27,10 @@ from hpc3d.pipeline.schedule import GPIPE
 
 
 def rannc(task: Task) -> Contender:
-    """RaNNC's partition, by its own estimates of time and memory.
+    """Return RaNNC's partition, found with its own estimates of time and memory.
 
-    Its stages move their inputs to the memory of the host and back, which here costs no time; they
-    run GPipe's schedule, which is no slower than its lock-step waves.
+    RaNNC's stages offload their inputs to host memory, which costs no time here. They run GPipe's
+    schedule, which is no slower than RaNNC's lock-step waves.
     """
     costs = task.costs
     least = costs.graph(max(1, costs.batch // (task.ranks * MOST_MICROBATCHES)))
@@ -51,7 +51,7 @@ def rannc(task: Task) -> Contender:
 
 
 def _offloaded(costs, choice, memory) -> Evaluated:
-    """A step whose stages have two of the microbatches that they received, not all of them."""
+    """Evaluate a step whose stages keep only two of the received microbatches in device memory."""
     step = evaluated(costs, choice, memory)
     starts, held = (0, *(stage.end for stage in choice.stages)), []
     for start, stage, nbytes in zip(starts, choice.stages, step.held):
@@ -61,7 +61,7 @@ def _offloaded(costs, choice, memory) -> Evaluated:
 
 
 def _of_blocks(graph, groups):
-    """The chain of blocks, each of which is an atom."""
+    """Return the chain whose atoms are the blocks."""
     ordered, end, together = graph.ordered([*chain.from_iterable(groups)]), 0, []
     for group in groups:
         together.append(range(end, end + len(group)))

@@ -1,20 +1,19 @@
-"""RaNNC's search over a chain of blocks (arXiv:2103.16063; nict-wisdom/rannc
-src/graph/DPStaging.cpp).
+"""RaNNC's search over a chain of blocks.
 
-The stages are the fewest that fit the memory: of pipelines on one node first, as many replicas of
-them as there are nodes; then on more nodes.  A stage has a power of two of replicas, and a step a
-power of two of microbatches.  With more than one, stages recompute, and what they received waits
-in the memory of the host.  For so many stages, blocks and devices one state is kept, that with the
-least
+arXiv:2103.16063; nict-wisdom/rannc src/graph/DPStaging.cpp. The search takes the fewest stages
+that fit in memory. It first tries pipelines on one node, replicated on every node, and then
+pipelines on more nodes. Replicas of a stage and microbatches are powers of two. With several
+microbatches, stages recompute and offload their inputs to host memory. For each number of stages,
+blocks and devices, one state is kept, the one with the least
 
     max over stages of (forward + c) + max over stages of (backward + c)
 
-and of the numbers of microbatches that fit, the one with the shortest step in lock-step waves
+Among the numbers of microbatches that fit, it takes the shortest step in lock-step waves
 
     sum over t of max over active s (forward + c) + max over active s (backward + c)
     + max over stages of parameters / A
 
-where c is bytes in and out / P, and P = 20, A = 10 GiB/s are all that it knows of a network.
+c is bytes in and out / P. P = 20 GiB/s and A = 10 GiB/s are its only model of the network.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MOST_MICROBATCHES = 32
 
 
 class Devices(NamedTuple):
-    """So many devices, on nodes of `node` each, with `memory` bytes that may be used."""
+    """Number of devices, devices per node, and usable bytes per device."""
 
     count: int
     node: int
@@ -40,8 +39,11 @@ class Devices(NamedTuple):
 
 
 class RanncPlan(NamedTuple):
-    """The numbers of blocks before the ends of the stages, the replicas of each, the microbatches,
-    and the seconds of a step by RaNNC's own estimate."""
+    """Plan of RaNNC.
+
+    `ends` are the numbers of blocks before the end of each stage, `replicas` those of each stage,
+    and `seconds` the step time by RaNNC's own estimate.
+    """
 
     ends: list[int]
     replicas: list[int]
@@ -52,8 +54,10 @@ class RanncPlan(NamedTuple):
 def first_feasible(
     chain_of: Callable[[int], Chain], batch: int, devices: Devices
 ) -> RanncPlan | None:
-    """The RanncPlan for a step of `batch` samples; None if nothing fits.  `chain_of` gives the
-    blocks with the costs of so many samples."""
+    """Return the RanncPlan for a step of `batch` samples; None if nothing fits.
+
+    `chain_of(samples)` returns the chain of blocks with the costs of this number of samples.
+    """
     nodes = devices.count // devices.node
     most = 0
     for used in (used for used in range(1, nodes + 1) if nodes % used == 0):
@@ -71,7 +75,7 @@ def first_feasible(
 
 
 def lock_step(forward: Sequence[float], backward: Sequence[float], microbatches: int) -> float:
-    """Seconds of a step in which all stages that have a microbatch wait for the slowest."""
+    """Return the seconds of a step in which all active stages wait for the slowest one."""
     stages, seconds = len(forward), 0.0
     for wave in range(microbatches + stages - 1):
         active = slice(max(0, wave - microbatches + 1), wave + 1)
@@ -87,8 +91,10 @@ def _powers(most) -> Iterator[int]:
 
 
 class _Costs(NamedTuple):
-    """Of a stage between two blocks, [before, after]: seconds forward and backward, of messages
-    and of the sum of gradients; where it does not fit they are inf."""
+    """Seconds of a stage between two blocks, [before, after]; inf if the stage does not fit.
+
+    `moved` is the time of messages and `summed` that of the gradient all-reduce.
+    """
 
     forward: np.ndarray
     backward: np.ndarray
@@ -97,7 +103,7 @@ class _Costs(NamedTuple):
 
 
 def _costs(chain: Chain, memory: float, recompute: bool) -> _Costs:
-    """Those of all stages with the costs of a chain."""
+    """Return the costs of all stages of a chain."""
     found = _Costs(*(np.full((chain.count, chain.count), inf) for _ in _Costs._fields))
     for before in range(chain.count - 1):
         after = chain.after(before)
@@ -115,8 +121,11 @@ def _costs(chain: Chain, memory: float, recompute: bool) -> _Costs:
 
 
 class _State(NamedTuple):
-    """Of the best cut of the first blocks on some devices, [blocks, devices]: what is minimised,
-    the slowest stage forward and backward, and where the last stage begins."""
+    """Best cut of the first blocks on some devices, indexed [blocks, devices].
+
+    `value` is the objective, `forward` and `backward` are those of the slowest stages, and `block`
+    and `device` are where the last stage begins.
+    """
 
     value: np.ndarray
     forward: np.ndarray
@@ -126,8 +135,10 @@ class _State(NamedTuple):
 
 
 class _Table:
-    """The states for `pipelines` replicas of a pipeline on a group of devices; it grows by a stage
-    at a time."""
+    """States for `pipelines` replicas of a pipeline on a group of devices.
+
+    `extended` adds one stage at a time.
+    """
 
     def __init__(self, chain_of, batch, group, pipelines, micros):
         self.devices, self.pipelines, self.micros = group.count, pipelines, micros
@@ -144,7 +155,7 @@ class _Table:
         return _State(*numbers, *(np.zeros(shape, int) for _ in range(2)))
 
     def extended(self) -> RanncPlan | None:
-        """The plan with one stage more; None where none fits."""
+        """Add a stage and return the plan; None if no plan with so many stages fits."""
         stages, last = len(self.states), self.states[-1]
         state = self._empty(inf)
         for end in range(stages, self.blocks + 1):
@@ -154,7 +165,11 @@ class _Table:
         return self._plan() if np.isfinite(state.value[-1, -1]) else None
 
     def _choose(self, last, state, end, devices):
-        """RaNNC compares what a candidate takes with what the kept one and its front take."""
+        """Choose the last stage of the state for `end` blocks on `devices`.
+
+        RaNNC compares the value of a candidate with the larger of the values of the stored
+        candidate and of its front.
+        """
         before = len(self.states) - 1
         starts = slice(before, end if before else 1)
         kept = [
@@ -181,7 +196,7 @@ class _Table:
         state.device[end, devices] = left[column]
 
     def _plan(self):
-        """The stages of the last state, and the step in lock-step waves."""
+        """Return the plan of the last state, with its step in lock-step waves."""
         end, devices, ends, sizes = self.blocks, self.devices, [], []
         rows = []
         for state in self.states[:0:-1]:
@@ -198,7 +213,7 @@ class _Table:
 
 
 def _first_kept(value, front):
-    """The last candidate that replaces the one before it, in their order; None if none fits."""
+    """Return the index of the last candidate that replaced its predecessor; None if none fits."""
     kept, stored, place = None, inf, 0
     while (better := np.flatnonzero(value[place:] < stored)).size:
         kept = place + int(better[0])

@@ -1,4 +1,4 @@
-"""Our plan of a captured module beside those of others: a row for each."""
+"""Table of our plan of a captured module and those of other systems, one row per planner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD = (
 
 
 def everyone(captured: Captured) -> list[Callable[[Task], Contender]]:
-    """Ours, of a captured module, and all others, in the order in which they are shown."""
+    """Return all planners in the order of the table, ours first."""
     return [
         lambda task: ours(captured, task),
         contenders.data_parallel,
@@ -36,7 +36,7 @@ def everyone(captured: Captured) -> list[Callable[[Task], Contender]]:
 
 
 def ours(captured: Captured, task: Task) -> Contender:
-    """The plan of hpc3d.partition.module_plan, which has the reason if there is no plan."""
+    """Return the plan of hpc3d.partition.module_plan, or the reason for its absence as `note`."""
     wanted = Wanted(task.ranks, task.memory, task.costs.batch, margin=0.0)
     try:
         found = planned_module(captured, task.costs.machine, wanted)
@@ -46,7 +46,7 @@ def ours(captured: Captured, task: Task) -> Contender:
 
 
 def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterator[dict]:
-    """The rows, each printed as soon as it is there."""
+    """Yield the rows of the table and print each one as soon as it is available."""
     first = None
     for planner in planners:
         row = as_row(planner(task), task.costs.batch)
@@ -56,7 +56,7 @@ def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterat
 
 
 def as_row(contender: Contender, batch: int) -> dict[str, Any]:
-    """A contender as plain values: seconds, bytes; None for what it does not have."""
+    """Return a contender as plain values in seconds and bytes, with None for missing ones."""
     name, choice, step, note, ways = contender
     row = {"name": name, "note": note, "ways": ways}
     if choice is None or step is None:
@@ -103,7 +103,7 @@ def _line(row, step):
 
 
 def _replicas(row):
-    """Of every stage, and x the ranks that share the layers of each."""
+    """Return the replicas of each stage, and "x" the ranks that shard its layers, as text."""
     counts = row["replicas"]
     text = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
     text = text if len(text) <= 10 else f"{min(counts)} to {max(counts)}"

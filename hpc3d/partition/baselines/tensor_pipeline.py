@@ -1,9 +1,9 @@
-"""Megatron-LM's arrangements: 1-D tensor parallelism with data parallelism (arXiv:1909.08053), and
-with a pipeline too (arXiv:2104.04473).
+"""Megatron-LM's arrangements: 1-D tensor and data parallelism (arXiv:1909.08053), with and without
+a pipeline (arXiv:2104.04473).
 
-Ranks that share layers are neighbours, then come replicas, then stages.  Of 1, 2, 4 and 8 ways to
-split, the fastest that fits is taken; what is computed again is so layer by layer.  The first code
-had neither pipeline nor microbatches.
+The ranks of a tensor-parallel group are adjacent, then come replicas, then stages. The fastest
+that fits of 1, 2, 4 and 8 tensor-parallel ranks is taken. Recomputation is layer by layer. The
+first version of Megatron-LM had neither pipeline nor microbatches.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ _WAYS = (1, 2, 4, 8)
 
 
 class TensorCosts(ModelCosts):
-    """The costs of a model whose replicas are `ways` neighbouring ranks each."""
+    """Costs of a model whose replicas are groups of `ways` adjacent ranks."""
 
     def __init__(self, operations: SplitOperations, costs: ModelCosts) -> None:
         self.ways = operations.ways
         super().__init__(partial(graph_of, operations, costs.machine), costs.machine, costs.batch)
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
-        """As without, between ranks that are so much farther apart."""
+        """Return the seconds of a message between ranks that are `ways` times as far apart."""
         senders, receivers = (self._apart(each) for each in (senders, receivers))
         return super().message(nbytes, senders, receivers)
 
     def summed(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
-        """The first of the ranks of every replica sum their parts, and so do the others."""
+        """Return the seconds of the all-reduce over the first ranks of all replicas.
+
+        The other ranks of the replicas reduce their shards at the same time.
+        """
         return super().summed(nbytes, tuple(self.ways * rank for rank in ranks))
 
     def _apart(self, ranks):
@@ -49,12 +52,13 @@ class TensorCosts(ModelCosts):
 
 
 def megatron(task: Task) -> Contender:
-    """The fastest without a pipeline, on all of the batch at once."""
+    """Return the fastest arrangement without a pipeline or microbatches."""
     return _fastest_split("Megatron-LM", task, pipeline=False)
 
 
 def megatron_pipeline(task: Task) -> Contender:
-    """The fastest with stages of equally many layers, or one, and microbatches."""
+    """Return the fastest arrangement with microbatches and one or more stages of equally many
+    layers."""
     return _fastest_split("Megatron-LM, pipeline", task, pipeline=True)
 
 
@@ -72,7 +76,7 @@ def _fastest_split(name, task, pipeline):
 
 
 def _split(task, ways):
-    """The task of the replicas; None where they have nothing to share."""
+    """Return the task with `ways` ranks per replica; None if no linear layers can be sharded."""
     if ways == 1:
         return task if split_roles(task.operations.captured, 2).rows else None
     operations = SplitOperations(task.operations, ways)

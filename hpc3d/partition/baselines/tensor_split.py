@@ -1,15 +1,17 @@
-"""What a captured model costs with 1-D tensor parallelism, as Megatron-LM has it (M. Shoeybi et
-al., arXiv:1909.08053).
+"""Costs of a captured model under 1-D tensor parallelism (Megatron-LM; M. Shoeybi et al.,
+arXiv:1909.08053).
 
-On t ranks, a linear layer whose input they all have makes 1/t of its columns; what follows works
-on that part, head by head in attention; and the next linear layer sums over the ranks, which is an
-all-reduce of its result.  Backward has one of the gradient of each input that such pairs read.  So
-a Transformer layer has two all-reduces forward and two backward.  Everything else, such as norms,
-dropout and sums, every rank does as a whole.
+On t ranks, a linear layer with a replicated input is column parallel: each rank computes 1/t of
+the output columns. The following operations work on that shard, attention by heads. The next
+linear layer is row parallel, and its result is all-reduced. The backward pass all-reduces the
+gradient of each input of such a pair. A Transformer layer therefore has two all-reduces forward
+and two backward. Every rank computes all other operations, such as norms, dropout and sums, in
+full.
 
-Assumed: a head and its loss, and an embedding of 128 t words or more, are split by words; the loss
-sums three numbers a token over the ranks; no sequence parallelism (arXiv:2205.05198); convolutions
-are not split.  An input of the model that a layer split by columns saves is counted as its result.
+Assumptions: the head with its loss, and embeddings of at least 128 t words, are sharded by
+vocabulary; the loss all-reduces three numbers per token; there is no sequence parallelism
+(arXiv:2205.05198); convolutions are not sharded. A model input that a column-parallel layer saves
+is counted like its result.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from hpc3d.partition.operation_costs import OperationCost, Operations, Work
 from hpc3d.predict.machine.machine import Machine
 
 _aten = torch.ops.aten
-_PADDED = 128  # words: tables with fewer for each rank stay whole where t does not divide them
-_LOSS_SUMS = 3  # numbers of a token: the maximum, the sum of exponentials, the logit of the label
+_PADDED = 128  # rows per rank below which embeddings and indivisible columns are not sharded
+_LOSS_SUMS = 3  # per token: the maximum, the sum of exponentials, the logit of the label
 
-# What works on a part of the columns as on all of them.
+# Operations that work on a shard of the columns as on the full tensor.
 _LOCAL = {
     _aten.view,
     _aten.reshape,
@@ -51,8 +53,8 @@ _LOCAL = {
 
 
 class SplitRoles(NamedTuple):
-    """The operations that t ranks share: linear layers by columns and by rows, what lies between
-    them, embeddings, and losses."""
+    """Operations sharded over t ranks: column- and row-parallel linear layers, the operations
+    between them, embeddings, and losses."""
 
     columns: frozenset[fx.Node]
     rows: frozenset[fx.Node]
@@ -62,7 +64,8 @@ class SplitRoles(NamedTuple):
 
 
 def split_roles(captured: Captured, ways: int) -> SplitRoles:
-    """What of a model `ways` ranks share; nothing where it has no pairs of linear layers."""
+    """Return the operations of a model that `ways` ranks shard; empty sets if it has no layer
+    pairs."""
     barred: set[fx.Node] = set()
     while True:
         found = _Flow(captured, ways, barred)
@@ -80,12 +83,15 @@ def _is_getitem(node):
 
 
 class _Flow:
-    """All linear layers with a whole input split by columns, but those that are barred; `wrong`
-    are those of them whose columns come to something that needs them all."""
+    """Propagation of column shards through a program.
+
+    All linear layers with a replicated input are column parallel unless they are `barred`. `wrong`
+    are the column-parallel layers whose shards reach an operation that needs all columns.
+    """
 
     def __init__(self, captured, ways, barred):
         self.captured, self.ways, self.barred = captured, ways, barred
-        self.origins = {}  # of a value of which every rank has a part: the layers that split it
+        self.origins = {}  # sharded value -> the column-parallel layers that shard it
         self.columns, self.rows, self.tables, self.losses = set(), set(), set(), set()
         self.wrong = set()
         for node in captured.program.graph.nodes:
@@ -114,7 +120,7 @@ class _Flow:
             self._refuse(node)
 
     def _linear(self, node, split):
-        """By rows behind split columns, else by columns."""
+        """Make a layer row parallel behind sharded columns, else column parallel."""
         weight = self._weight(node, 1)
         if split:
             self.rows.add(node)
@@ -128,12 +134,13 @@ class _Flow:
         return count % self.ways == 0 or count >= _PADDED * self.ways
 
     def _weight(self, node, place):
-        """The parameter that is an operand; None where it is computed."""
+        """Return the parameter operand at index `place`; None if the operand is computed."""
         given = node.args[place]
         return given.meta["val"] if given in self.captured.weights else None
 
     def _is_local(self, node, name):
-        """Whether all that a local operation reads of the batch is split, heads included."""
+        """Return True if a local operation reads only sharded values of the batch, with divisible
+        heads."""
         batch = [each for each in node.all_input_nodes if each in self.captured.places]
         if not all(each in self.origins for each in batch):
             return False
@@ -147,7 +154,7 @@ class _Flow:
 
 
 class SplitOperations(Operations):
-    """The operations of one of `ways` ranks."""
+    """Operations of one of `ways` tensor-parallel ranks."""
 
     def __init__(self, operations: Operations, ways: int) -> None:
         self.ways, self.roles = ways, split_roles(operations.captured, ways)
@@ -159,19 +166,19 @@ class SplitOperations(Operations):
         }
 
     def _part(self, node, operation):
-        """An operation of one rank."""
+        """Return the share of an operation that one rank computes."""
         roles, ways = self.roles, self.ways
         if not any(node in group for group in roles):
             return operation
         own = {"forward": _shared(operation.forward, node in roles.rows, ways)}
         own["backward"] = _shared_back(operation, node in roles.rows, ways)
-        if node not in roles.rows | roles.tables:  # these make all of a result
+        if node not in roles.rows | roles.tables:  # these return the full result
             kept = ("saved", "later", "working") + ("nbytes",) * (node not in roles.losses)
             own |= {name: getattr(operation, name) / ways for name in kept}
         return operation._replace(**own)
 
     def costs(self, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
-        """With the seconds of the all-reduces."""
+        """Return the costs of one rank, including the seconds of the all-reduces."""
         found, ranks = super().costs(machine, batch), range(self.ways)
 
         def summed(nbytes):
@@ -190,27 +197,30 @@ class SplitOperations(Operations):
         return found
 
     def _readers_of_whole(self):
-        """One of the layers split by columns for each value that they read."""
+        """Return one column-parallel layer for each value that such layers read."""
         read = {node.args[0]: node for node in self.roles.columns}
         return [node for value, node in read.items() if value in self.kinds]
 
 
 def _shared(work, by_rows, ways):
-    """Of products (batch, m, n, k) a part of k or of n, of the rest a part of all."""
+    """Divide n of the products (batch, m, n, k), or k if `by_rows`, and the other work."""
     place = 3 if by_rows else 2
     return _with_products(work, [(sizes, place) for sizes in work.products], ways)
 
 
 def _shared_back(operation, by_rows, ways):
-    """Of the products (batch, m, k, n) for the input and (batch, k, n, m) for the weight; that for
-    the input is not there where it needs no gradient."""
+    """Divide the backward products (batch, m, k, n) of the input and (batch, k, n, m) of the
+    weight.
+
+    The product of the input is absent if the input needs no gradient.
+    """
     places = (2, 1) if by_rows else (3, 2)
     products = operation.backward.products
     return _with_products(operation.backward, [*zip(products[::-1], places[::-1])][::-1], ways)
 
 
 def _with_products(work, places, ways):
-    """A Work with products of which one size, at a place, is divided."""
+    """Return the Work with one size of each product, at its index in `places`, divided."""
     products = tuple(
         tuple(size / ways if at == place else size for at, size in enumerate(sizes))
         for sizes, place in places
@@ -219,7 +229,7 @@ def _with_products(work, places, ways):
 
 
 def _part_of(captured, roles, ways):
-    """The module with the weights of one rank."""
+    """Return the captured module with the weight shards of one rank."""
     program = captured.program
     state = dict(program.state_dict)
     shares = [(node.args[0], 0) for node in roles.tables]
