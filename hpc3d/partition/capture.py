@@ -1,14 +1,14 @@
-"""What an unmodified torch module computes: a graph of operations, without data or memory.
+"""Capture of an unmodified torch module as a graph of operations, without data or memory.
 
-torch.export traces the module on fake tensors with a batch of any size in dimension 0.  Its
-operations become *pieces*, which a plan never cuts: every value that crosses a border carries the
-batch in its first dimension, so that replicas can share it by rows.  So
+torch.export traces the module on fake tensors with a symbolic batch size in dimension 0. The
+operations are grouped into *pieces*, which a plan never splits. Every value that crosses a border
+carries the batch in dimension 0, so that replicas can split it by rows. Therefore:
 
-* an operation on the batch is a piece of its own;
-* what does not depend on the batch (a transposed weight, a mask) is cheap and has a private copy
-  in every piece that reads it, and a size is computed from the batch that a stage has;
-* what depends on the batch but does not carry it (a mean), and results in tuples, stay with their
-  readers; what shares memory that is written to, or a buffer, stays together.
+* An operation on the batch is a piece of its own.
+* Operations that do not depend on the batch (a transposed weight, a mask) are cheap. Every piece
+  that reads them has a private copy. A size is computed from the batch of the stage.
+* Operations that depend on the batch but do not carry it (a mean), and tuple results, stay with
+  their readers. Operations that share memory or a buffer that one of them writes to stay together.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 class Piece(NamedTuple):
-    """Operations that stay together: `nodes` are its own, `copies` what it computes for itself;
-    `weights` are the names of the parameters and buffers that it reads, `module` the path of the
-    module of its first operation."""
+    """Operations that stay together.
+
+    `nodes` are its own operations and `copies` those that it computes privately. `weights` are the
+    names of the parameters and buffers that it reads. `module` is the path of the module of its
+    first operation.
+    """
 
     nodes: tuple[fx.Node, ...]
     copies: tuple[fx.Node, ...]
@@ -52,8 +55,11 @@ class Piece(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """A module as pieces in the order of the program; `readers` maps a node whose value crosses
-    from piece to piece to the pieces that read it, `places` a node to its piece."""
+    """Module captured as pieces in program order.
+
+    `readers` maps a node whose value crosses between pieces to the pieces that read it. `places`
+    maps a node to its piece.
+    """
 
     program: ExportedProgram
     batch: int
@@ -70,13 +76,14 @@ def capture(
     inputs: tuple | dict,
     with_data: Callable[[], tuple[torch.nn.Module, tuple | dict]] | None = None,
 ) -> Captured:
-    """The pieces of a module that is called with `inputs`, which carry the batch in dimension 0.
+    """Capture a module that is called with `inputs`, which carry the batch in dimension 0.
 
-    The module stays as it was.  A module in it that cannot be traced stays whole, as it behaves in
-    a run of the model with data, which `with_data()` makes where these tensors have none.
+    The module is not changed. A submodule that cannot be traced becomes one opaque operation,
+    whose behavior is recorded in a run with data. If the tensors have no data, `with_data()` makes
+    the module and the inputs for this run.
 
-    ValueError with file and line where it cannot be captured: what it does depends on its data, or
-    nothing carries a batch.
+    Raises ValueError with file and line if the module cannot be captured, for example because its
+    control flow depends on data or no input has a batch.
     """
     batch = _batch_of(inputs)
     whole = WholeModules(partial(_example, module, inputs, with_data), batch)
@@ -101,7 +108,7 @@ def capture(
 
 
 def captured_of(name: str) -> Captured:
-    """The Captured of what `MODULE:FACTORY` makes."""
+    """Return the Captured of the module that `MODULE:FACTORY` makes."""
     return capture(*made(name), partial(made_with_data, name, 0))
 
 
@@ -117,7 +124,7 @@ def _program(model, like, batch):
 
 
 class _SizedByData(ValueError):
-    """Raised for an operation in the module with this `path`."""
+    """Data-dependent tensor size in the module at `path`."""
 
     def __init__(self, node):
         what = "the size of a tensor depends on the values of another"
@@ -130,7 +137,7 @@ def _is_unknown(symbol):
 
 
 def _example(module, inputs, with_data):
-    """A model with data and a function that calls it with so many samples."""
+    """Return a model with data and a function that calls it with a given number of samples."""
     batch = _batch_of(inputs)
     held = [*module.parameters(), *module.buffers(), *tensors(inputs)]
     if any(isinstance(each, FakeTensor) for each in held):
@@ -150,7 +157,7 @@ def _example(module, inputs, with_data):
 
 
 def _refuse_large(module):
-    """ValueError for a model that has no room on this machine with its data."""
+    """Raise ValueError if the model with its data does not fit in this machine's memory."""
     needed = sum(each.numel() * each.element_size() for each in module.parameters())
     if needed > _PART_OF_MEMORY * memory():
         raise ValueError(
@@ -174,7 +181,7 @@ def _explained(error):
 
 
 def _refuse(program):
-    """ValueError for operations whose place cannot be found."""
+    """Raise ValueError for tensors that depend on the batch in two dimensions."""
     for node in program.graph.nodes:
         for tensor in tensors(node.meta.get("val")):
             if sum(isinstance(size, torch.SymInt) for size in tensor.shape) > 1:
@@ -183,7 +190,7 @@ def _refuse(program):
 
 
 def _refuse_trained(program):
-    """ValueError for operations that change a parameter."""
+    """Raise ValueError for operations that write to a parameter."""
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     nodes = program.graph.nodes
     parameters = [node for node in nodes if kinds.get(node.name) is InputKind.PARAMETER]
@@ -212,14 +219,14 @@ def _carries(leaf, batch):
 
 
 def _emptied(module, inputs):
-    """Copies of a module and its inputs, whose tensors are all fake."""
+    """Return copies of a module and its inputs with fake tensors."""
     with without_data():
         known = {id(each): _empty(each) for part in module.modules() for each in _held(part)}
         return copy.deepcopy(module, known), _mapped(inputs, _empty)
 
 
 def _held(part):
-    """The tensors that a module has itself: parameters, buffers, and plain attributes."""
+    """Return a module's own tensors: parameters, buffers and plain attributes."""
     return tensors([*part._parameters.values(), *part._buffers.values(), *vars(part).values()])
 
 
@@ -233,7 +240,7 @@ def _empty(tensor):
 
 
 def _mapped(values, function):
-    """`function` of every leaf of tuples, lists and dicts."""
+    """Apply `function` to every leaf of tuples, lists and dicts."""
     if isinstance(values, dict):
         return {key: _mapped(value, function) for key, value in values.items()}
     if isinstance(values, tuple | list):
@@ -246,8 +253,10 @@ def _mapped(values, function):
 
 
 def _first_names(module):
-    """{every name of a parameter or buffer: the first one of the same tensor}; which of them
-    torch.export takes is left to chance."""
+    """Map every name of a parameter or buffer to the first name of the same tensor.
+
+    Which of the names torch.export uses is arbitrary.
+    """
     named = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -257,8 +266,10 @@ def _first_names(module):
 
 
 def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> Captured:
-    """The operations of a program, grouped by the rules above; tensors that a module has twice go
-    by the first of their `names`."""
+    """Group the operations of a program by the rules of this module.
+
+    A tensor that a module has twice is called by the first of its `names`.
+    """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     signature = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
@@ -282,8 +293,10 @@ def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> C
 
 
 def _followers(nodes, inputs):
-    """The operations whose results depend on the values of the batch, not on its size alone; and
-    all that share memory which such an operation writes to."""
+    """Return the operations whose results depend on the values of the batch, not only on its size.
+
+    Operations that share memory that such an operation writes to also count.
+    """
     follows, memory, before = set(inputs), set(), None
     while before != len(follows):
         before = len(follows)
@@ -298,7 +311,7 @@ def _followers(nodes, inputs):
 
 
 def _memory(node):
-    """The numbers of the storages of an operation's results."""
+    """Return the storage ids of an operation's results."""
     return {each.untyped_storage()._cdata for each in tensors(node.meta.get("val"))}
 
 
@@ -314,7 +327,7 @@ def _is_size(node):
 
 
 def tensors(values: Any) -> list[torch.Tensor]:
-    """All of them in tuples, lists and dicts."""
+    """Return all tensors in nested tuples, lists and dicts."""
     if isinstance(values, torch.Tensor):
         return [values]
     inner = values.values() if isinstance(values, dict) else values
@@ -326,13 +339,13 @@ def tensors(values: Any) -> list[torch.Tensor]:
 
 
 def outputs_of(captured: Captured) -> list[fx.Node]:
-    """What the model returns, each once, of what depends on its inputs."""
+    """Return the distinct outputs of the model that depend on its inputs."""
     (output,) = (node for node in captured.program.graph.nodes if node.op == "output")
     return [node for node in dict.fromkeys(output.all_input_nodes) if node in captured.places]
 
 
 def loss_of(captured: Captured) -> fx.Node | None:
-    """The output that is minimised: the first that is a floating-point number."""
+    """Return the loss: the first output that is a floating-point scalar."""
     for node in outputs_of(captured):
         value = node.meta["val"]
         if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
@@ -341,7 +354,7 @@ def loss_of(captured: Captured) -> fx.Node | None:
 
 
 def size_of(size: torch.SymInt | int, batch: int) -> int:
-    """A size, which may depend on the batch, in numbers."""
+    """Return a size, which may depend on the batch, as a number."""
     if isinstance(size, int):
         return size
     expression = size.node.expr
@@ -349,7 +362,7 @@ def size_of(size: torch.SymInt | int, batch: int) -> int:
 
 
 def carries_batch(node: fx.Node) -> bool:
-    """Whether dimension 0 of a node's value is the batch, or a multiple of it."""
+    """Return True if dimension 0 of a node's value is the batch or a multiple of it."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dim():
         return False
@@ -362,8 +375,11 @@ def carries_batch(node: fx.Node) -> bool:
 
 
 def _sharing(program, nodes, weights, members):
-    """Groups of operations that must stay together: of memory that one of them writes to, and of a
-    buffer that one of them writes to, with all others of the module that has it."""
+    """Yield groups of operations that must stay together because one of them writes to memory.
+
+    A group shares the memory and includes its readers. If the memory is a buffer, the group is its
+    readers and the operations of the module that owns it.
+    """
     memory, written = defaultdict(list), set()
     for node in nodes:
         for value in tensors(node.meta.get("val")):
@@ -384,13 +400,13 @@ def _sharing(program, nodes, weights, members):
 
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes whose values an operation changes in place."""
+    """Yield the nodes whose values an operation changes in place."""
     if isinstance(node.target, WholeModule):
         _, weights = node.args
         names = zip(node.target.weights, weights, strict=True)
         yield from (weight for name, weight in names if name in node.target.call.written)
         return
-    if getattr(node.target, "overloadpacket", None) in _NORMS:  # whose schema does not say so
+    if getattr(node.target, "overloadpacket", None) in _NORMS:  # not declared in their schemas
         *_, mean, variance, in_training = node.args[:6]
         yield from (each for each in (mean, variance) if in_training and each is not None)
         return
@@ -407,7 +423,7 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _module(node):
-    """The path of the module that an operation is in; "" for the model itself."""
+    """Return the path of an operation's module; "" for the model itself."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -431,7 +447,7 @@ class _Joined:
 
 
 def _ordered(program, batch, nodes, weights, inputs, joined):
-    """The Captured of sets of nodes, each set where its last node is computed."""
+    """Return the Captured of sets of nodes, sorted by the first node of each set."""
     groups = defaultdict(list)
     for node in nodes:
         if node in joined.members:
@@ -454,8 +470,11 @@ def _ordered(program, batch, nodes, weights, inputs, joined):
 
 
 def _piece(group, places, weights, writers, order):
-    """A set of nodes with copies of all that they read and that follows no input, and of what
-    writes to the memory of these."""
+    """Return the Piece of a set of nodes.
+
+    Its copies are all operands that depend on no input, and the operations that write to their
+    memory.
+    """
     copies, todo, names = set(), [*group], {}
     while todo:
         node = todo.pop()

@@ -1,4 +1,4 @@
-"""A chain that is cut at some places only, as coarse as a search over all stages needs it."""
+"""Chain with a few candidate cuts, coarse enough for a search over all stages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 from hpc3d.partition.evaluation import ModelCosts, Wire
 
-_SHORT, _LONG = 1e-6, 64e6  # bytes of messages that show latency and bandwidth
+_SHORT, _LONG = 1e-6, 64e6  # message sizes in bytes that determine latency and bandwidth
 
 
 def places_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
-    """Where the chain is cut, 0 and its end among them: `blocks` of little time and memory between
-    borders that little crosses.
+    """Return the candidate cuts of the chain, including 0 and its end.
 
-    From all atoms on, the two neighbours are joined whose share of time or memory is smallest,
-    less what their border takes.
+    The cuts bound `blocks` blocks with small shares of time and memory. Starting from single
+    atoms, the algorithm repeatedly joins the two neighbors with the least share of time or memory,
+    minus the time share of their border. Borders that few bytes cross therefore remain.
     """
     chain = costs.chain(costs.rows(1, 2 * ranks))
     seconds = chain.forward + chain.backward
@@ -33,13 +33,13 @@ def places_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
 
 
 def border_of(costs: ModelCosts, ranks: int) -> Wire:
-    """The Wire of a border, between nodes as soon as there are several."""
+    """Return the Wire of a stage border, between nodes if the ranks span several."""
     last = costs.machine.ranks_per_node if ranks > costs.machine.ranks_per_node else 1
     return _wire(lambda n: costs.message(n, range(last - 1, last), range(last, last + 1)))
 
 
 def sums_of(costs: ModelCosts, replicas: int) -> Wire:
-    """The Wire of sums of gradients."""
+    """Return the Wire of the gradient all-reduce over `replicas` ranks."""
     return _wire(lambda nbytes: costs.summed(nbytes, range(replicas)))
 
 
@@ -49,7 +49,7 @@ def _wire(seconds: Callable[[float], float]) -> Wire:
 
 
 class Ranges:
-    """By two places: what a stage of all atoms between them does and holds for some rows."""
+    """Costs of a stage with `rows` samples, indexed by the cuts before and behind it."""
 
     def __init__(self, costs: ModelCosts, rows: int, places: np.ndarray) -> None:
         chain = costs.chain(rows)

@@ -1,12 +1,12 @@
-"""A graph with costs as JSON, for `python -m hpc3d.partition --graph COSTS.json`:
+"""Graph with costs as JSON, for `python -m hpc3d.partition --graph COSTS.json`.
 
     {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
      "edges": [{"from", "to", "bytes"}],
      "together": [[ids]]}
 
-Seconds of a microbatch, and bytes; what is absent is 0.  Edges from one node with equal bytes are
-one value with several readers, unless their "value" tells them apart.  A group in "together" stays
-on one stage.
+Times are in seconds per microbatch, sizes in bytes; missing values are 0. Edges from one node with
+equal bytes are one value with several readers, unless they differ in "value". The nodes of a group
+in "together" stay on one stage.
 """
 
 from collections import Counter, defaultdict
@@ -22,7 +22,7 @@ from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
 from hpc3d.plain import Problems
 
 MOST_NODES, _MOST_LINES = 100_000, 20
-_MOST = 1e30  # seconds or bytes, so that sums are numbers
+_MOST = 1e30  # seconds or bytes: sums stay finite
 _STRICT = {"extra": "forbid"}
 _NUMBERS = ("forward", "backward", "memory", "saved", "parameters")
 
@@ -56,7 +56,7 @@ class _CostFile:
 
 
 def load(path: Path) -> Graph:
-    """The Graph of a file; ValueError with one line for everything that is wrong with it."""
+    """Return the Graph of a file; raise ValueError with one line per problem."""
     found = _parsed(path)
     problems = [*_wrong(found)]
     if problems:
@@ -80,7 +80,7 @@ def _parsed(path):
 
 
 def _explained(error):
-    """One line for one of pydantic's errors; both of a bad id are the same."""
+    """Return one line for a pydantic error; both errors of an invalid id give the same line."""
     where = [part for part in error["loc"] if part not in ("str", "int")]
     key = ".".join(f"{part!s:.60}" for part in where) or "it"
     known = {

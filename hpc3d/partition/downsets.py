@@ -1,9 +1,9 @@
-"""The places where a graph may be cut: its downsets, each the atoms before a border.
+"""Cuts of a graph: its downsets, each the set of atoms before a border.
 
-`Downsets` has all of them.  Where these are too many, `Chain` has those of one sorted order, the
-first 0, 1, 2 ... atoms.  Both know by downset the sums over its atoms (`forward`, `backward`,
-`saved`) and `crossing`, the bytes of the values that cross the border behind it; and of a stage
-between two downsets the bytes that are `fixed` there and those `trained`.
+`Downsets` has all of them. If there are too many, `Chain` has the first 0, 1, 2 ... atoms of one
+topological order. Both provide for each downset the sums over its atoms (`forward`, `backward`,
+`saved`) and `crossing`, the bytes of the values that cross the border behind it. For a stage
+between two downsets they provide its `fixed` and `trained` bytes.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ import numpy as np
 
 from hpc3d.partition.atom_graph import Graph, bits
 
-MOST_WORK = 5e9  # pairs of downsets, times values: some tens of seconds
+MOST_WORK = 5e9  # pairs of downsets times values: some tens of seconds
 _MOST_DOWNSETS = 5_000
 
 
 def cuts_of(graph: Graph) -> Downsets | Chain:
-    """All downsets of a graph, or where pairs of them are too many its chain."""
+    """Return all downsets of a graph, or its chain if there are too many pairs of them."""
     most = int((MOST_WORK / (1 + len(graph.values))) ** 0.5)
     found = graph.downsets(min(most, _MOST_DOWNSETS))
     return Chain(graph) if found is None else Downsets(graph, found)
 
 
 class _Stages:
-    """Sums over the atoms between two downsets, in which a weight that several of them read counts
-    once: all readers in the stage but one are taken off."""
+    """Sums over the atoms between two downsets.
+
+    A weight or input that several atoms read counts once: all readers in the stage but one are
+    subtracted.
+    """
 
     def _count(self, graph, members):
-        """By downset: sums of what is held, and how many of its atoms have each shared weight."""
+        """Store for each downset its sums of bytes, and the number of readers of each shared
+        weight."""
         self._memory, self._parameters, self._fed = (
             self._sum(graph, name) for name in ("memory", "parameters", "fed")
         )
@@ -41,15 +45,15 @@ class _Stages:
         self._shared = np.array([each[1:] for each in graph.shared]).reshape(-1, 3)
 
     def fixed(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
-        """Bytes that the stage holds always."""
+        """Return the resident bytes of the stage."""
         return self._memory[after] - self._memory[before] - self._again(before, after, 0)
 
     def trained(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
-        """Bytes of its parameters."""
+        """Return the bytes of the stage's parameters."""
         return self._parameters[after] - self._parameters[before] - self._again(before, after, 1)
 
     def fed(self, before: int, after: int | np.ndarray) -> float | np.ndarray:
-        """Bytes of a sample in the model's inputs that the stage reads."""
+        """Return the bytes per sample of the model inputs that the stage reads."""
         return self._fed[after] - self._fed[before] - self._again(before, after, 2)
 
     def _again(self, before, after, column):
@@ -60,7 +64,7 @@ class _Stages:
 
 
 class Downsets(_Stages):
-    """All downsets, by size."""
+    """All downsets of a graph, sorted by size."""
 
     exact = True
 
@@ -77,7 +81,7 @@ class Downsets(_Stages):
             row[list(value.targets)] = 1
         self.nbytes = np.array([value.nbytes for value in graph.values], float)
         self.made = self.members[:, [value.source for value in graph.values]]
-        self.read = self.members @ readers.T  # how many readers of a value are before the border
+        self.read = self.members @ readers.T  # number of readers of a value before the border
         self.open = self.made & (self.read < readers.sum(1))
         self.crossing = self.open @ self.nbytes
 
@@ -85,32 +89,35 @@ class Downsets(_Stages):
         return self.members @ np.array([getattr(atom, name) for atom in graph.atoms], float)
 
     def after(self, before: int) -> np.ndarray:
-        """The numbers of the downsets that hold more than this one."""
+        """Return the indices of the proper supersets of a downset."""
         rest = np.arange(before + 1, self.count)
         return rest[self.members[rest][:, self.members[before]].all(1)]
 
     def between(self, before: int, after: int) -> np.ndarray:
-        """The numbers of the downsets that hold more than the one and less than the other."""
+        """Return the indices of the downsets strictly between two downsets."""
         found = self.after(before)
         return found[(found < after) & (self.members[after] | ~self.members[found]).all(1)]
 
     def moved(self, before: int, after: np.ndarray) -> np.ndarray:
-        """Bytes of the values that enter and that leave a stage between two downsets."""
+        """Return the bytes of the values that enter or leave a stage between two downsets."""
         leaving = self.open[after] & ~self.made[before]
         return self.entering(before, after) + leaving @ self.nbytes
 
     def entering(self, before: int, after: np.ndarray) -> np.ndarray:
-        """Bytes of the values that a stage between two downsets reads from others."""
+        """Return the bytes of the values that a stage between two downsets reads from others."""
         return (self.made[before] & (self.read[after] > self.read[before])) @ self.nbytes
 
     def stage(self, before: int, after: int) -> int:
-        """The set of atoms between two downsets."""
+        """Return the set of atoms between two downsets."""
         return self.downsets[after] & ~self.downsets[before]
 
 
 class Chain(_Stages):
-    """The first 0, 1, 2 ... atoms; of these also the sums `weight`, and by atom what is `working`
-    while it runs `alone`."""
+    """Downsets of the first 0, 1, 2 ... atoms.
+
+    It also has the sums `weight`, and by atom `alone`, the `working` bytes while only this atom
+    runs.
+    """
 
     exact = False
 
@@ -120,7 +127,7 @@ class Chain(_Stages):
         self.saved, self.weight = self._sum(graph, "saved"), self._sum(graph, "weight")
         self.alone = np.array([atom.working for atom in graph.atoms])
         self._count(graph, _running)
-        # Of a value: who read it before or made it, who reads it next, bytes; whether it was made.
+        # Columns: previous reader or maker of a value, next reader, bytes, 1 if it is the maker.
         reads = []
         for value in graph.values:
             ends = pairwise((value.source, *value.targets))
@@ -139,20 +146,22 @@ class Chain(_Stages):
         return _running(np.array([getattr(atom, name) for atom in graph.atoms], float))
 
     def _leaving(self, before):
-        """By the end of a stage that begins there: the bytes of what it made and others read."""
+        """Return the bytes that a stage from `before` makes and later stages read, by the end of
+        the stage."""
         made = self.source >= before
         ends = np.concatenate([self.source[made] + 1, self.last[made] + 1]).astype(int)
         weights = np.concatenate([self.size[made], -self.size[made]])
         return np.cumsum(np.bincount(ends, weights, self.count + 1))[: self.count]
 
     def working(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
-        """Bytes beyond `kept` that backward needs at most of what lies between.
+        """Return the peak bytes of the backward pass between two cuts, in addition to `kept`.
 
-        The backward pass of atom a needs the gradients that it reads and makes, next to
+        The backward pass of atom a needs the gradients that it reads and makes, and at the same
+        time
 
-            what is kept of all atoms up to a,
+            the saved activations of all atoms up to a,
             the gradients of values that are read before and after a,
-            those that were received, and copies of those that are handed on
+            the received gradients, and copies of those that are passed on
         """
         if after not in self._peaks:
             kept = self._kept(after)
@@ -162,12 +171,15 @@ class Chain(_Stages):
         return self._peaks[after][before]
 
     def kept(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
-        """Bytes that are saved of what lies between for every microbatch in flight."""
+        """Return the saved bytes between two cuts per microbatch in flight."""
         kept = self._kept(after)
         return kept[-1] - kept[before]
 
     def _kept(self, after):
-        """Sums over the atoms before each place up to `after` of what is saved by those there."""
+        """Return the cumulative saved bytes of the first 0 to `after` atoms.
+
+        Values that are first saved behind `after` do not count.
+        """
         if after not in self._sums:
             open_ = (self.source < after) & (self.next >= after)
             later = np.bincount(self.source[open_], self.later[open_], after)
@@ -175,13 +187,17 @@ class Chain(_Stages):
         return self._sums[after]
 
     def _handed_on(self, after):
-        """By the beginning of a stage the bytes that it receives and does not need last."""
+        """Return the bytes of values that pass through a stage that ends at `after`, by its
+        beginning."""
         open_ = (self.source < after) & (self.last >= after)
         return np.cumsum(np.bincount(self.source[open_] + 1, self.size[open_], after + 1))[:after]
 
     def _waiting(self, after):
-        """By atom the bytes of gradients that are not whole yet: a reader before `after` has added
-        its own, and another one or the maker of the value is still to come."""
+        """Return by atom the bytes of incomplete gradients.
+
+        A reader before `after` has already added its gradient, but another reader or the maker of
+        the value has not run its backward pass.
+        """
         read = self.reader < after
         start = self.earlier[read] + self.first[read]
         ends = np.concatenate([start, self.reader[read]]).astype(int)
@@ -198,7 +214,7 @@ class Chain(_Stages):
         return self.entering(before, after) + self._leaving(before)[after]
 
     def entering(self, before: int, after: np.ndarray) -> np.ndarray:
-        first = (self.earlier < before) & (self.reader >= before)  # to read it in the stage
+        first = (self.earlier < before) & (self.reader >= before)  # first reader in the stage
         ends, weights = self.reader[first].astype(int) + 1, self.nbytes[first]
         return np.cumsum(np.bincount(ends, weights, self.count + 1))[after]
 
@@ -207,5 +223,5 @@ class Chain(_Stages):
 
 
 def _running(columns):
-    """Sums of the first 0, 1, 2 ... rows."""
+    """Return the sums of the first 0, 1, 2 ... rows."""
     return np.concatenate([np.zeros((1, *columns.shape[1:])), np.cumsum(columns, 0)])

@@ -1,20 +1,20 @@
-"""What a step takes and holds in any arrangement of a captured module on a pipeline, under one
-cost model: for the planner, for those it is compared with, and for reports.
+"""Step time and memory of pipeline arrangements of a captured module.
 
-The module is a chain of atoms, which is cut into parts; a pipeline stage has one part, or several
-of an interleaved schedule, and runs them on its replicas, which share a microbatch by rows.
+One cost model serves the planner, the planners that it is compared with, and reports. The module
+is a chain of atoms, partitioned into parts. A pipeline stage has one part, or several (model
+chunks) under an interleaved schedule. Its replicas split each microbatch by rows.
 
-    step      the schedule on its clock, the sums of gradients of every stage, and the update when
-              all have their sums
-    messages  of a microbatch: bytes / min(replicas at both ends), and a latency for each peer
-    memory    weights, gradients and moments, which replicas share under ZeRO 1
+    step      simulated schedule, gradient all-reduce of every stage, and the update after all of
+              these
+    messages  per microbatch: bytes / min(replicas at both ends), and a latency for each peer
+    memory    weights, gradients and moments, the last sharded over replicas under ZeRO 1
               + the inputs of a step
               + microbatches in flight (saved + received), or with recomputation
                 microbatches in flight (received) + saved and sent of one
               + the gradient of one that is sent while the next one is computed
-              + the gradients that the backward pass has at its fullest moment beyond `saved`
+              + the peak of the gradients in the backward pass beyond `saved`
 
-A rank is that with most rows: ceil(ceil(batch / microbatches) / replicas).
+All numbers are those of the rank with the most rows: ceil(ceil(batch / microbatches) / replicas).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from hpc3d.pipeline.timeline import Cost
 from hpc3d.plain import counted
 from hpc3d.predict.machine.machine import Machine
 
-MOMENTS = 2  # of AdamW, arrays of a parameter's size that the optimiser keeps
+MOMENTS = 2  # AdamW optimizer state: arrays of a parameter's size
 
 
 class Wire(NamedTuple):
-    """What something that moves takes: seconds for nothing, and bytes/s."""
+    """Latency in seconds and bandwidth in bytes/s of a transfer."""
 
     latency: float
     bandwidth: float
@@ -49,13 +49,16 @@ class Wire(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a plan may use: stages at most, bytes of a rank and bytes/s of a link (None: any), the
-    microbatches of a step, and whether all of them are in flight on every stage (GPipe), or no
-    more than there are stages from there on (1F1B).
+    """Resources that a plan may use.
 
-    `latency` is that of a message, and `sums` what replicas take at the end of a step to sum the
-    gradients of a stage (None: there is one of each).  With `keeps_received` a stage also holds
-    what crossed the border before it, for every microbatch in flight.
+    `ranks` bounds the number of stages. `memory` is in bytes per rank and `bandwidth` in bytes/s
+    per link (None: unlimited). `all_in_flight` is True if every stage has all `microbatches` in
+    flight (GPipe), and False if it has at most the number of stages from itself to the last
+    (1F1B).
+
+    `latency` is the latency of a message in seconds. `sums` is the cost of the gradient all-reduce
+    at the end of a step (None: one replica per stage). If `keeps_received`, a stage also stores
+    the values that it received, for every microbatch in flight.
     """
 
     ranks: int
@@ -68,32 +71,38 @@ class Limits(NamedTuple):
     keeps_received: bool = False
 
     def seconds(self, nbytes: float) -> float:
-        """Of a transfer."""
+        """Return the seconds of a transfer."""
         return Wire(self.latency, self.bandwidth or inf).seconds(nbytes)
 
 
 def load(graph: Graph, members: int, limits: Limits) -> float:
-    """Seconds of a stage for a microbatch: what it computes forward and backward, and once per
-    value the transfer of each that enters it and of each that leaves it."""
+    """Return the seconds of a stage per microbatch.
+
+    They are its forward and backward compute time, and one transfer of each value that enters or
+    leaves the stage.
+    """
     computed = graph.total("forward", members) + graph.total("backward", members)
     moved = graph.bytes_in(members) + graph.bytes_out(members)
     return computed + limits.seconds(moved)
 
 
 def held(graph: Graph, members: int, in_flight: float) -> float:
-    """Bytes that a stage holds with so many microbatches in flight."""
+    """Return the bytes of a stage with `in_flight` microbatches in flight."""
     return graph.total("memory", members) + in_flight * graph.total("saved", members)
 
 
 def as_size(nbytes: float) -> str:
-    """A size as an option takes it, not below `nbytes`."""
+    """Return a size in the format of an option, rounded up."""
     unit, name = (1e6, "MB") if nbytes >= 1e7 else (1, "B")
     return f"{-(-nbytes // unit):.0f}{name}"
 
 
 class StageChoice(NamedTuple):
-    """A part of the chain: how many atoms lie before its end, on how many replicas it runs, and
-    whether its forward pass is run again for backward instead of saving what that needs."""
+    """Part of the chain, up to the atom `end` (exclusive).
+
+    It runs on `replicas` ranks. If `recompute`, it recomputes its forward pass in the backward
+    pass instead of saving activations.
+    """
 
     end: int
     replicas: int = 1
@@ -101,11 +110,12 @@ class StageChoice(NamedTuple):
 
 
 class PipelineChoice(NamedTuple):
-    """An arrangement: all parts in the order of the model, the `microbatches` that the batch is
-    cut into, the `schedule`, the parts of each pipeline stage (`chunks`), and whether its replicas
-    share the moments of the optimiser (`zero` = 1).
+    """Pipeline arrangement: all parts in model order, `microbatches` per batch, and the
+    `schedule`.
 
-    Of S pipeline stages, part number n is on n mod S; the parts of a stage have equal replicas.
+    `chunks` is the number of parts per pipeline stage. With `zero` = 1 replicas shard the moments
+    of the optimizer. Part n is on pipeline stage n mod S, where S is the number of stages. All
+    parts of a stage have equally many replicas.
     """
 
     stages: tuple[StageChoice, ...]
@@ -116,23 +126,26 @@ class PipelineChoice(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of pipeline stages."""
+        """Number of pipeline stages."""
         return len(self.stages) // self.chunks
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Of each pipeline stage."""
+        """Number of replicas of each pipeline stage."""
         return tuple(stage.replicas for stage in self.stages[: self.width])
 
     @property
     def ranks(self) -> int:
-        """Those that it uses."""
+        """Number of ranks used."""
         return sum(self.replicas)
 
 
 class RunCosts(NamedTuple):
-    """Seconds that a rank takes beside operations and calls: for a microbatch in a part `forward`
-    and `backward`, for a `step`, and to `update` a byte of parameters."""
+    """Overhead of a rank in seconds, in addition to operations and communication.
+
+    `forward` and `backward` are per microbatch and part, `step` is per step, and `update` is per
+    byte of parameters.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -141,8 +154,11 @@ class RunCosts(NamedTuple):
 
 
 class PartNumbers(NamedTuple):
-    """What a rank does and holds for a part: seconds of a microbatch, without recomputation, of
-    `backward` those for the gradients of weights (`weight`), and bytes."""
+    """Costs of a part on one rank.
+
+    `forward`, `backward` and `weight` are seconds per microbatch without recomputation; `weight`
+    is the share of `backward` spent on weight gradients. The others are bytes.
+    """
 
     forward: float
     backward: float
@@ -157,10 +173,14 @@ class PartNumbers(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """A step: its seconds; by part the seconds of a microbatch forward and backward, with what is
-    run again; by border the bytes that the busiest rank sends of a microbatch, and the seconds of
-    it; by pipeline stage the seconds of its sums of gradients, the microbatches in flight, and the
-    bytes that a rank holds; whether these are within the memory."""
+    """Evaluated step of an arrangement.
+
+    `seconds` is the step time. By part, `forward` and `backward` are the seconds of a microbatch;
+    `backward` includes recomputation. By border, `sent` is the bytes per microbatch that the
+    busiest rank sends, and `messages` their seconds. By pipeline stage, `sums` is the seconds of
+    gradient all-reduces, `in_flight` the microbatches in flight, and `held` the bytes of a rank.
+    `fits` is True if these are within the memory.
+    """
 
     seconds: float
     forward: tuple[float, ...]
@@ -174,12 +194,14 @@ class Evaluated(NamedTuple):
 
 
 class ModelCosts:
-    """The costs of a model on a machine for steps of `batch` samples, by the rows that a rank has
-    of a microbatch: `graph_of` makes the Graph of so many, whose atoms are the same for all, and
-    `run` is what comes with any operations (None: nothing).
+    """Costs of a model on a machine for steps of `batch` samples.
 
-    Ranks of a stage are neighbours, and stages follow each other.  A border that lies anywhere on
-    several nodes is as slow as a link between nodes.
+    Costs depend on the rows, the samples of a microbatch on one rank: `graph_of(rows)` makes the
+    Graph, whose atoms are the same for any number of rows. `run` is the overhead of a run (None:
+    none).
+
+    The ranks of a stage are adjacent, and so are consecutive stages. A border that spans several
+    nodes is as slow as a link between nodes.
     """
 
     def __init__(
@@ -196,11 +218,11 @@ class ModelCosts:
 
     @property
     def count(self) -> int:
-        """The number of atoms."""
+        """Number of atoms."""
         return len(self.graph(1))
 
     def reordered(self, order: list[int]) -> ModelCosts:
-        """The same along another chain of the atoms, which keeps to their order."""
+        """Return the same costs along another topological order of the atoms."""
 
         def graph_of(rows):
             return self.graph(rows).ordered(order)
@@ -208,18 +230,18 @@ class ModelCosts:
         return ModelCosts(graph_of, self.machine, self.batch, self.run)
 
     def rows(self, microbatches: int, replicas: int) -> int:
-        """Samples of a microbatch on the rank with most."""
+        """Return the samples of a microbatch on the rank with the most."""
         microbatch = -(-self.batch // microbatches)
         return -(-microbatch // replicas)
 
     def chain(self, rows: int) -> Chain:
-        """The sums along its atoms, and the bytes that cross between them."""
+        """Return the Chain of the graph for a number of rows, from a cache."""
         if rows not in self._chains:
             self._chains[rows] = Chain(self.graph(rows))
         return self._chains[rows]
 
     def part(self, rows: int, before: int, after: int) -> PartNumbers:
-        """Of the atoms between two places of the chain."""
+        """Return the costs of the atoms between two cuts of the chain."""
         key = rows, before, after
         if key not in self._parts:
             chain = self.chain(rows)
@@ -242,7 +264,10 @@ class ModelCosts:
         return self._parts[key]
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
-        """Seconds in which a stage hands on a microbatch, `nbytes` on the rank with most."""
+        """Return the seconds of sending a microbatch to the next stage.
+
+        `nbytes` is the size on the rank with the most rows.
+        """
         if not nbytes:
             return 0.0
         ends = min(senders[0], receivers[0]), max(senders[-1], receivers[-1])
@@ -251,23 +276,26 @@ class ModelCosts:
         return again * call("send", 0, ends) + call("send", nbytes, ends)
 
     def summed(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
-        """Seconds of the sum of so many bytes over ranks, of which each receives what it lacks
-        twice: of the parts and of the sums."""
+        """Return the seconds of an all-reduce of `nbytes` over ranks.
+
+        Each of n ranks receives (n - 1) / n of the bytes twice: in the reduce-scatter and the
+        all-gather.
+        """
         if not nbytes or len(ranks) == 1:
             return 0.0
         return self.machine.call("all_reduce", 2 * (1 - 1 / len(ranks)) * nbytes, ranks)
 
 
 def _peers(one, other):
-    """With how many ranks of the other stage a rank shares rows, at most."""
+    """Return the largest number of ranks of the other stage with which a rank shares rows."""
     few, many = sorted((one, other))
     return max(-(-(each + 1) * many // few) - each * many // few for each in range(few))
 
 
 def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = None) -> Evaluated:
-    """The step of an arrangement, and whether it fits `memory` bytes of a rank (None: any).
+    """Evaluate the step of an arrangement with `memory` bytes per rank (None: unlimited).
 
-    ValueError for one that cannot be run: its parts, replicas or microbatches do not go together.
+    Raises ValueError if its parts, replicas or microbatches are inconsistent.
     """
     _refuse(costs, choice)
     clock = _clock(choice)
@@ -296,12 +324,12 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
 
 
 def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
-    """Of a rank of every pipeline stage, at most."""
+    """Return the peak bytes of a rank of every pipeline stage."""
     return tuple(_held(costs, choice, [*_parts(costs, choice)], _clock(choice).peaks))
 
 
 def busiest(costs: ModelCosts, choice: PipelineChoice) -> float:
-    """Seconds that the busiest stage computes in a step, which takes longer than that."""
+    """Return the compute time of the busiest stage, a lower bound on the step time."""
     work = [
         part.backward + (1 + stage.recompute) * part.forward
         for stage, part in zip(choice.stages, _parts(costs, choice))
@@ -311,7 +339,7 @@ def busiest(costs: ModelCosts, choice: PipelineChoice) -> float:
 
 
 def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
-    """ValueError for an arrangement that cannot be run."""
+    """Raise ValueError for an arrangement that cannot run."""
     stages, micros, width = choice.stages, choice.microbatches, choice.width
     ends = [0, *(stage.end for stage in stages)]
     if any(after <= before for before, after in pairwise(ends)) or ends[-1] != costs.count:
@@ -336,7 +364,7 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
 
 
 def _clock(choice):
-    """Of one stage forward and backward follow each other."""
+    """Return the schedule simulator; a single part runs the one-stage schedule."""
     name = ONE_STAGE if len(choice.stages) == 1 else choice.schedule
     return step_model(name, choice.width, choice.microbatches, choice.chunks)
 
@@ -349,12 +377,12 @@ def _parts(costs, choice):
 
 
 def _places_of(replicas: tuple[int, ...]) -> list[range]:
-    """The ranks of every stage, one stage after the other."""
+    """Return the ranks of every stage, numbered stage by stage."""
     return [range(last - count, last) for last, count in zip(accumulate(replicas), replicas)]
 
 
 def _borders(costs, choice):
-    """Bytes and seconds of a microbatch over every border."""
+    """Return the bytes and seconds per microbatch over every border."""
     places, sent, seconds = _places_of(choice.replicas), [], []
     for part, stage in enumerate(choice.stages[:-1]):
         here, there = (places[number % choice.width] for number in (part, part + 1))
@@ -365,10 +393,10 @@ def _borders(costs, choice):
 
 
 def _with_sums(costs, choice, parts, ends):
-    """Seconds of the step, and those of every stage for its sums of gradients.
+    """Return the step time, and the seconds of the gradient all-reduces of every stage.
 
-    A weight on several stages is summed once over all their ranks, when the last of them is done.
-    The norm of the gradient needs all sums, and the update needs the norm.
+    A weight on several stages is reduced once over all their ranks, after the last of them
+    finishes. Gradient clipping needs all reductions, and the update needs the gradient norm.
     """
     places, owned = _places_of(choice.replicas), [*_owners(costs, choice)]
     tied = [(sorted(owners), shared.parameters) for shared, owners in owned if len(owners) > 1]
@@ -389,14 +417,14 @@ def _with_sums(costs, choice, parts, ends):
 
 
 def _updated(costs, choice, parts, owned):
-    """Bytes of the parameters that a rank of every stage updates."""
+    """Yield the bytes of the parameters that a rank of every stage updates."""
     for stage, replicas in enumerate(choice.replicas):
         trained = _stage_sum("trained", choice, parts, owned, stage)
         yield trained / replicas if choice.zero else trained
 
 
 def _owners(costs, choice):
-    """Every weight that several atoms share, and by stage how many of its parts have it."""
+    """Yield each shared weight or input, with the number of its parts by stage."""
     ends = [stage.end for stage in choice.stages]
     for shared in costs.graph(1).shared:
         parts = {bisect_right(ends, atom) for atom in shared.atoms}
@@ -407,7 +435,7 @@ _OF_SHARED = {"fixed": "memory", "trained": "parameters", "fed": "fed"}
 
 
 def _stage_sum(name, choice, parts, owned, stage):
-    """Bytes of all parts of a stage, in which what they share counts once."""
+    """Return the bytes of all parts of a stage, counting what they share once."""
     found = sum(getattr(part, name) for part in parts[stage :: choice.width])
     for shared, owners in owned:
         found -= max(0, owners[stage] - 1) * getattr(shared, _OF_SHARED[name])
@@ -415,7 +443,7 @@ def _stage_sum(name, choice, parts, owned, stage):
 
 
 def _held(costs, choice, parts, peaks):
-    """By stage the bytes of a rank, with what is in flight at the FullMoments `peaks`."""
+    """Yield by stage the bytes of a rank at the FullMoments `peaks`."""
     owned = [*_owners(costs, choice)]
     for stage, (replicas, moments) in enumerate(zip(choice.replicas, peaks)):
         fixed, trained, fed = (
@@ -428,7 +456,7 @@ def _held(costs, choice, parts, peaks):
 
 
 def _kept(mine, moments):
-    """Bytes that come and go with the microbatches of a stage's parts."""
+    """Return the bytes of a stage that depend on its microbatches in flight."""
     kept = [part.received + (not choice.recompute) * part.saved for choice, part in mine]
     gradient = max(part.received for _, part in mine)
     most = max(

@@ -1,1 +1,1 @@
-"""What lets torch.export trace a module that it does not take as it is."""
+"""Workarounds that let torch.export trace modules that it does not support directly."""

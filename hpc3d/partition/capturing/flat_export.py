@@ -1,12 +1,11 @@
-"""torch.export with all operations in one graph, also those under torch.no_grad.
+"""torch.export with all operations in one graph, including those under torch.no_grad.
 
-    torch.no_grad             every number that it reads and that may have a gradient goes through
-                              aten.detach, so that nothing inside has one
-    autocast(enabled=False)   as without it, for there is no other autocast around it
+    torch.no_grad             each floating-point operand that may require a gradient passes
+                              through aten.detach, so that nothing inside has a gradient
+    autocast(enabled=False)   no effect, because there is no enclosing autocast
 
-torch.export by itself makes graphs of their own of such blocks, and forgets torch.no_grad in a
-block of autocast; and it traces the forward pass of a torch.autograd.Function, but not its
-backward pass.
+torch.export itself makes separate graphs of such blocks and drops torch.no_grad inside an autocast
+block. It traces the forward pass of a torch.autograd.Function, but not its backward pass.
 """
 
 from __future__ import annotations
@@ -31,8 +30,11 @@ _MODES = _set_grad_enabled, _enter_autocast, autocast_mode._exit_autocast
 
 
 def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> ExportedProgram:
-    """The program of a module that is called with `inputs`; ValueError with the user's line for
-    autocast, for gradients of the user's own, and for what else torch keeps apart."""
+    """Return the exported program of a module that is called with `inputs`.
+
+    Raises ValueError with the user's line for autocast, for custom torch.autograd.Functions, and
+    for other blocks that torch keeps as separate graphs.
+    """
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
     blocks = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"
     passes = replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
@@ -70,7 +72,7 @@ def _checked_apply(cls, *args, **kwargs):
 
 
 class _Modes:
-    """Goes through a program in its order, and knows whether gradients are on."""
+    """Pass over a program in order that tracks whether gradients are enabled."""
 
     def __init__(self, program):
         self.graph = program.graph
@@ -81,7 +83,7 @@ class _Modes:
             if node.op == "placeholder" and kinds[node.name] is not InputKind.PARAMETER
         }
         self.enabled, self.detached = True, {}
-        self.written = {}  # what an operation without gradient has returned -> what it has changed
+        self.written = {}  # result of an in-place operation without gradient -> its operand
 
     def settle(self):
         for node in [*self.graph.nodes]:
@@ -117,7 +119,7 @@ class _Modes:
             self.written[node] = before
 
     def _detached(self, source, reader):
-        """A value without gradient, in the same memory."""
+        """Return the detached value, which shares the memory of `source`."""
         if source not in self.detached:
             with self.graph.inserting_before(reader):
                 copy = self.graph.call_function(_detach, (source,))
@@ -133,7 +135,7 @@ def _has_numbers(node):
 
 
 def _writes_to_its_result(node):
-    """Whether an operation returns its first operand, changed."""
+    """Return True if an operation returns its first operand, modified."""
     schema = getattr(node.target, "_schema", None)
     return schema and any(each.alias_info and each.alias_info.is_write for each in schema.returns)
 
@@ -147,7 +149,7 @@ def _refuse_autocast(node):
 
 
 def where(node: fx.Node) -> str:
-    """The user's line of an operation, in brackets."""
+    """Return the user's file and line of an operation, in parentheses."""
     lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
     found = re.findall(r'File "(.*)", line (\d+)', lines[-1]) if lines else []
     return f" ({found[0][0]}:{found[0][1]})" if found else ""

@@ -1,5 +1,6 @@
-"""What the calls of a module take and return: seen in a run of the model with data, once of a few
-samples and once of twice as many.
+"""Recording of the arguments and results of a module's calls in runs of the model with data.
+
+The model runs once with a few samples and once with twice as many.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 class CannotStayWhole(ValueError):
-    """Why the module with this `path` cannot be called as it is."""
+    """Error for a module at `path` that cannot be called as one opaque operation."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path} cannot stay whole: {why}")
@@ -23,7 +24,7 @@ class CannotStayWhole(ValueError):
 
 
 class Like(NamedTuple):
-    """Shape and type of a tensor; a size (a, b) is a times the samples, and b."""
+    """Shape and dtype of a tensor; a size (a, b) stands for a * samples + b."""
 
     sizes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
@@ -33,11 +34,11 @@ class Like(NamedTuple):
 
 
 class RecordedCall(NamedTuple):
-    """A call: its arguments and its results as `leaves` in tuples, lists and dicts, of which a
-    tensor is a Like and everything else what it is.
+    """Call of a module: its arguments and results as `leaves` of tuples, lists and dicts.
 
-    `written` are the names of buffers that it writes to.  Floating-point operations forward and
-    backward, and the bytes that it saves for backward, are those of a sample.
+    A tensor leaf is a Like; every other leaf is its value. `written` are the names of the buffers
+    that the call writes to. `flop`, forward and backward, and the bytes `saved` for backward are
+    per sample.
     """
 
     taken: TreeSpec
@@ -49,29 +50,30 @@ class RecordedCall(NamedTuple):
     saved: float
 
     def arguments(self, values: Iterable[torch.Tensor]) -> tuple[tuple, dict]:
-        """Its arguments, by place and by name, with these tensors in them."""
+        """Return the positional and keyword arguments with these tensors filled in."""
         return _filled(values, self.taken_leaves, self.taken)
 
     def result(self, values: Iterable[torch.Tensor]) -> Any:
-        """What it returns, with these tensors in it."""
+        """Return the result with these tensors filled in."""
         return _filled(values, self.returned_leaves, self.returned)
 
     def tensors_taken(self, *arguments: tuple | dict) -> list[torch.Tensor] | None:
-        """Those of its arguments, a tuple and a dict; None if these are for another call."""
+        """Return the tensors in a tuple and a dict of arguments; None if another call takes
+        these."""
         return _matching(arguments, self.taken_leaves, self.taken)
 
     def tensors_returned(self, result: Any) -> list[torch.Tensor] | None:
-        """Those of its result; None if another call returns that."""
+        """Return the tensors in a result; None if another call returns this."""
         return _matching(result, self.returned_leaves, self.returned)
 
     @property
     def values(self) -> list[Like]:
-        """The tensors that it takes."""
+        """Shapes and dtypes of the tensor arguments."""
         return [leaf for leaf in self.taken_leaves if isinstance(leaf, Like)]
 
     @property
     def results(self) -> list[Like]:
-        """The tensors that it returns."""
+        """Shapes and dtypes of the tensors in the result."""
         return [leaf for leaf in self.returned_leaves if isinstance(leaf, Like)]
 
 
@@ -94,7 +96,7 @@ def _matching(tree, leaves, spec):
 
 
 class _Seen(NamedTuple):
-    """The same of a run, with all numbers those of its samples."""
+    """Call in one run, with the numbers of all its samples."""
 
     taken: TreeSpec
     taken_leaves: tuple[Any, ...]
@@ -111,8 +113,11 @@ def recorded_calls(
     samples: int,
     paths: Iterable[str],
 ) -> dict[str, list[RecordedCall]]:
-    """All calls of the modules with these paths, in their order, while `run(count)` runs the model
-    with so many samples.  CannotStayWhole if one of them does more than to return tensors."""
+    """Return all calls of the modules at these paths, in order, while `run(count)` runs the model.
+
+    `count` is the number of samples. Raises CannotStayWhole if a module has other effects than to
+    return tensors and to write to its buffers.
+    """
     low, high = (_seen(model, run, count, paths) for count in (samples, 2 * samples))
     return {path: [*_combined(path, low[path], high[path], samples)] for path in paths}
 
@@ -162,7 +167,8 @@ def _combined_leaves(path, few, many, samples):
 
 
 def _combined_leaf(path, few, many, samples):
-    """The Like of a tensor of `samples` and of twice as many; all else must be the same."""
+    """Return the Like of a tensor seen at `samples` and twice as many; other leaves must be
+    equal."""
     if not isinstance(few, torch.Tensor) or not isinstance(many, torch.Tensor):
         if type(few) is not type(many) or few != many:
             raise CannotStayWhole(path, f"it is given {few!r:.40}, for more samples {many!r:.40}")
@@ -179,7 +185,7 @@ def _combined_leaf(path, few, many, samples):
 
 
 class _Watch:
-    """The `forward` of a module, which looks at its calls."""
+    """Replacement of a module's `forward` that records its calls."""
 
     def __init__(self, path, part, calls):
         self.path, self.part, self.calls, self.forward = path, part, calls, part.forward
@@ -215,7 +221,7 @@ class _Watch:
                 raise CannotStayWhole(self.path, f"it {how} a {type(leaf).__name__}")
 
     def _written(self, before, after):
-        """The names of the buffers that a call has written to."""
+        """Return the names of the buffers that a call has written to."""
         changed = {
             key
             for key in before.attributes.keys() | after.attributes.keys()
@@ -238,7 +244,7 @@ class _Watch:
         return frozenset(written)
 
     def _check_origins(self, found, own):
-        """All gradients go to inputs and parameters of the module."""
+        """Raise CannotStayWhole if gradients flow to other modules' parameters."""
         known, todo = {id(each) for each in own}, [each.grad_fn for each in found]
         seen = {each.grad_fn for each in own}
         while todo:
@@ -255,7 +261,7 @@ _CONSTANTS = int | float | bool | str | torch.dtype | torch.device | type(None)
 
 
 class _ModuleState:
-    """What a call must leave as it was, but for buffers."""
+    """State that a call must not change, except for buffers."""
 
     def __init__(self, part, leaves):
         self.attributes = {
@@ -266,7 +272,7 @@ class _ModuleState:
         }
         held = [*part.named_parameters(), *part.named_buffers()]
         self.held = {name: (tensor, tensor._version) for name, tensor in held}
-        # BatchNorm does not count versions of its averages.
+        # BatchNorm does not increment the versions of its running averages.
         self.buffers = {name: tensor.clone() for name, tensor in part.named_buffers()}
         self.versions = [each._version for each in _tensors_in(leaves)]
         self.random = torch.get_rng_state()
@@ -276,7 +282,7 @@ _OF_MODULES = {*vars(torch.nn.Module()), "forward"}
 
 
 def _identity(value):
-    """What tells that an attribute has changed: another object, or more in it."""
+    """Return a fingerprint that changes if an attribute is replaced or a container grows."""
     return id(value), len(value) if isinstance(value, list | dict | set) else 0
 
 
@@ -285,14 +291,14 @@ def _tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _cut_off(leaf):
-    """A tensor that comes from no operations of others, and may be written to."""
+    """Return a writable copy of a tensor that is detached from preceding operations."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad).clone()
 
 
 def _shape_of(leaf):
-    """A tensor without its data."""
+    """Return a tensor without its data."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
@@ -308,7 +314,7 @@ def _kept(kept, value):
 
 
 def _backward(found, own):
-    """The floating-point operations of a backward pass."""
+    """Return the floating-point operations of the backward pass."""
     ends = [each for each in found if each.requires_grad]
     starts = [each for each in own if each.requires_grad]
     if not ends or not starts:

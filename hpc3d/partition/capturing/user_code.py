@@ -1,4 +1,4 @@
-"""Call code of users without tracing it, and report its exceptions in one line."""
+"""Calls of user code without side effects, and one-line reports of its exceptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Torch's generators are afterwards what they were, and nothing is printed meanwhile."""
+    """Restore torch's default generator on exit, and suppress all output until then."""
     state, level = torch.get_rng_state(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -33,12 +33,12 @@ def undisturbed() -> Iterator[None]:
 
 
 def without_data() -> FakeTensorMode:
-    """A context in which tensors have no data."""
+    """Return a context in which new tensors have no data."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def described(error: Exception) -> str:
-    """What an error says in a line, and where in the user's files it was raised."""
+    """Return the first line of an error, and the user's file and line that raised it."""
     told = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

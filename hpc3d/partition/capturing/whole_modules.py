@@ -1,8 +1,8 @@
-"""Modules that torch.export cannot trace, as operations of the program: they stay whole.
+"""Modules that torch.export cannot trace, as opaque operations of the program.
 
-A stand-in has such a module's place while the model is traced.  It calls an operation whose
-results have the shapes that the module's have in a run with data; that operation becomes a
-WholeModule, which calls the module.
+While the model is traced, a stand-in replaces such a module. It calls an operation whose results
+have the shapes that were recorded in a run with data. That operation then becomes a WholeModule,
+which calls the module.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hpc3d.partition.capturing.recorded_calls import (
 from hpc3d.partition.capturing.user_code import described, undisturbed
 from hpc3d.runtime.exit_codes import BadData
 
-_MOST_TRIES = 16  # modules that are found one after the other
+_MOST_TRIES = 16  # the most failed traces that are resolved
 _MOST_SAMPLES = 8
 _numbers = count()
 _Run = Callable[[int], object]
 
 
 class WholeModule:
-    """A call of a module as an operation: of its tensors and its weights, in lists.
+    """Call of a module as one operation on a list of tensors and a list of weights.
 
-    It returns a tensor, or several in a list.  On fake tensors it has their shapes only.
+    It returns a tensor, or a list of several. On fake tensors it only returns the shapes.
     """
 
     __module__ = __name__
@@ -60,7 +60,7 @@ class WholeModule:
         _KNOWN[self.number] = self
 
     def __str__(self) -> str:
-        """Description of the computation, as far as it is known."""
+        """Return a text that identifies the computation, as far as it is known."""
         return f"{self.path} {self._text}"
 
     def __call__(
@@ -74,12 +74,12 @@ class WholeModule:
         return found[0] if len(found) == 1 else found
 
     def like(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of the shapes that it returns."""
+        """Return tensors with the shapes of the results."""
         samples = self._samples(values)
         return [torch.empty(each.shape(samples), dtype=each.dtype) for each in self.call.results]
 
     def _samples(self, values):
-        """Their number, by a size that depends on it."""
+        """Return the number of samples, derived from a size that depends on it."""
         sizes = [
             (a, size - b if b else size)
             for like, value in zip(self.call.values, values, strict=True)
@@ -110,8 +110,10 @@ class WholeModule:
         return [each.clone() if _storage(each) in theirs else each for each in found]
 
     def _bound(self, weights):
-        """The module of this thread, with these tensors as its weights: backward may run parts of
-        it again, so that they stay there."""
+        """Return this thread's copy of the module with the given tensors as its weights.
+
+        Backward may recompute parts of the module, so the tensors remain bound after the call.
+        """
         if not hasattr(self._here, "module"):
             self._here.module = copy.deepcopy(self._module)
         for names, tensor in zip(self._names.values(), weights, strict=True):
@@ -124,7 +126,7 @@ class WholeModule:
 
 
 def _graded(value):
-    """A result that has a gradient, be it zero."""
+    """Return a floating-point result that requires a gradient, even if it is always zero."""
     if value.requires_grad or not (value.is_floating_point() or value.is_complex()):
         return value
     return value.detach().requires_grad_().clone()
@@ -139,7 +141,7 @@ def _held(module, **how):
 
 
 def _without_data(path, module):
-    """A copy of a module whose weights have no data, and which is called without hooks."""
+    """Return a copy of a module whose weights have no data, without forward hooks."""
     for part in module.modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor):
@@ -159,7 +161,7 @@ def _meta(tensor):
 
 
 def _digest(module, call):
-    """The SHA-256 of the source of a module, its settings, its weights and a call of it."""
+    """Return the SHA-256 of a module's source, settings and weight shapes, and of a call."""
     lines = [repr((*call[:4], sorted(call.written)))]
     for path, part in module.named_modules():
         kind = type(part)
@@ -192,7 +194,7 @@ def _(values, weights, number):
 
 
 class _StandIn:
-    """The `forward` of a module that stays whole, while the model is traced."""
+    """Replacement of a module's `forward` while the model is traced."""
 
     def __init__(self, path, part, calls):
         self.path, self.part, self.calls = path, part, iter(calls)
@@ -208,10 +210,10 @@ class _StandIn:
 
 
 class WholeModules:
-    """Those modules of a model that stay whole: they are found one after the other.
+    """Modules of a model that become opaque operations, found one after another.
 
-    `example()` returns the model with data, and a function that calls it with so many samples of
-    its `batch`.
+    `example()` returns the model with data, and a function that calls it with a given number of
+    samples taken from its `batch`.
     """
 
     def __init__(self, example: Callable[[], tuple[torch.nn.Module, _Run]], batch: int) -> None:
@@ -221,14 +223,17 @@ class WholeModules:
         self.calls: dict[str, list[WholeModule]] = {}
 
     def stand_in(self, model: torch.nn.Module) -> None:
-        """Put stand-ins in their places in an empty copy of the model."""
+        """Install the stand-ins in a copy of the model without data."""
         for path, calls in self.calls.items():
             part = model.get_submodule(path)
             part.forward = _StandIn(path, part, calls)
 
     def add(self, model: torch.nn.Module, path: str, reason: str) -> None:
-        """Let a module stay whole that cannot be traced for a reason, and all of its class; where
-        it cannot, the one around it.  ValueError if that is the model itself."""
+        """Make a module that cannot be traced, and all modules of its class, opaque operations.
+
+        If a module cannot be one, its parent is tried. Raises ValueError if that is the model
+        itself.
+        """
         self.tries, why = self.tries + 1, ""
         while path in self.calls:
             path = path.rpartition(".")[0]
@@ -239,7 +244,7 @@ class WholeModules:
                 if any(calls.get(each) for each in _around(path)):
                     self.calls, self.reasons = calls, reasons
                     return
-                path = path.rpartition(".")[0]  # it is a list of modules, which nobody calls
+                path = path.rpartition(".")[0]  # a ModuleList or the like: it is never called
             except CannotStayWhole as error:
                 path, why = error.path.rpartition(".")[0], f"; {error}"
         raise ValueError(f"{reason}{why}")
@@ -263,7 +268,8 @@ class WholeModules:
 
 
 def _alike(model, path):
-    """The paths of a module and of all of its class, but of torch's own."""
+    """Return the path and those of other modules of the same class, unless the class is
+    torch's."""
     kind = type(model.get_submodule(path))
     if kind.__module__.startswith("torch."):
         return [path]
@@ -275,14 +281,16 @@ def _outermost(paths):
 
 
 def _around(path):
-    """A path and those of the modules that this one is in."""
+    """Return a path followed by the paths of the enclosing modules."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
-    """The path of the innermost module that was called when an error was raised; "" for the model
-    itself, or if it was raised elsewhere."""
+    """Return the path of the innermost module that was running when an error was raised.
+
+    Returns "" for the model itself, or if the error was raised elsewhere.
+    """
     paths = {id(part): path for path, part in model.named_modules()}
     while error is not None:
         callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
@@ -293,7 +301,7 @@ def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
 
 
 def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
-    """Put WholeModules in the place of the operations of stand-ins."""
+    """Replace the operations of stand-ins by WholeModules, and return these."""
     graph, found = program.graph, []
     for node in [*graph.nodes]:
         if node.target is torch.ops.hpc3d.whole_module.default:
@@ -308,7 +316,7 @@ def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
 
 
 def _replace(graph, node, new):
-    """Let the readers of a list read the new one, or its only tensor."""
+    """Redirect the readers of a list to the new node, or to its only tensor."""
     if len(new.target.call.results) == 1:
         (new.meta["val"],) = node.meta["val"]
         for reader in [*node.users]:
