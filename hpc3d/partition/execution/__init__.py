@@ -1,1 +1,1 @@
-"""The stages of a plan, as torch modules that run on the engine of hpc3d.pipeline."""
+"""Stages of a plan as torch modules that run on the engine of hpc3d.pipeline."""

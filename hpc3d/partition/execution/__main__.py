@@ -1,4 +1,4 @@
-"""python -m hpc3d.partition run: see hpc3d.partition.execution.module_run."""
+"""Entry point of python -m hpc3d.partition run; see hpc3d.partition.execution.module_run."""
 
 import sys
 from collections.abc import Sequence

@@ -71,8 +71,7 @@ _USAGE = "write run PLAN.json --section.key VALUE ..., or --resume RUN_DIR"
 
 
 class RunRequest(NamedTuple):
-    """What the command line asks for: the plan, the keys of a run, and the folder of the one to go
-    on with, if there is one."""
+    """Command-line request: the plan, the configuration options, and the run to resume, if any."""
 
     plan: SavedPlan
     words: list[str]
@@ -80,21 +79,21 @@ class RunRequest(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """What rank 0 has opened: the plan of the run, and the lock of its folder."""
+    """State that rank 0 opens: the plan of the run and the lock of its folder."""
 
     plan: RunPlan
     lock: TextIO
 
 
 class _Source(NamedTuple):
-    """What rank 0 has of the model: the values of its weights, and the inputs of a step."""
+    """Data of the model on rank 0: the initial weights, and the inputs of each step."""
 
     values: dict[str, torch.Tensor]
     batches: StepInputs
 
 
 def run(job: Job, words: list[str]) -> None:
-    """The whole run on one rank."""
+    """Train on this rank, from the command line to the last step."""
     if {"-h", "--help"} & {*words}:
         job.from_root(lambda: print(__doc__))
         return
@@ -113,7 +112,7 @@ def run(job: Job, words: list[str]) -> None:
 
 
 def asked_for(words: list[str]) -> RunRequest:
-    """Rank 0: the RunRequest of the command line; ValueError for what is wrong."""
+    """Return the RunRequest of a command line on rank 0; raise ValueError if it is invalid."""
     words = list(words)
     resumed = run_to_resume(words)
     given = words and not words[0].startswith("-")
@@ -131,12 +130,12 @@ def asked_for(words: list[str]) -> RunRequest:
 
 
 def _spelled_out(word):
-    """A word of the command line in full."""
+    """Expand the short option --steps."""
     return "--train.steps" + word.removeprefix("--steps") if word.startswith("--steps") else word
 
 
 def _model(plan):
-    """The StagedModel of a plan, without data."""
+    """Return the StagedModel of a plan, without data."""
     captured = captured_of(plan.model)
     split = find(plan.schedule).splits_backward
     pieces = plan.pieces(captured)
@@ -144,7 +143,7 @@ def _model(plan):
 
 
 def _prepare(asked, model):
-    """Rank 0: settle the configuration, and make the folder or take up that of a run."""
+    """Resolve the configuration on rank 0, and create the run folder or reopen a resumed one."""
     config, resumed, changed = configuration(asked, model), asked.resumed, []
     sinks_of(config.run.metrics_hook, config.run.tensorboard)
     program_of(config)
@@ -164,7 +163,7 @@ def _prepare(asked, model):
 
 
 def configuration(asked: RunRequest, model: StagedModel) -> Config:
-    """Rank 0: the Config of a run: the keys that were given, and what the plan says."""
+    """Return the Config of a run on rank 0 from the given options and the plan."""
     plan, resumed = asked.plan, asked.resumed
     config = config_of_run(resumed, asked.words) if resumed else load.load(None, asked.words)
     mesh = MeshConfig(len(plan.replicas), max(plan.replicas), x=1, y=1, z=1)
@@ -187,7 +186,7 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
 
 
 def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
-    """What of a plan cannot be run: a line for each."""
+    """Yield one line for each property of a plan that cannot run."""
     schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
     if schedule.asynchronous:
         yield f"schedule {plan.schedule}: not for torch modules; use {DEFAULT}"
@@ -210,7 +209,7 @@ def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
 
 
 def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
-    """Rank 0: make the module with its data."""
+    """Make the module with its data on rank 0."""
     module, inputs = made_with_data(plan.model, config.seed)
     values = dict(values_in(module, model.captured))
     given = function_at(config.torch.inputs) if config.torch.inputs else lambda step: inputs
@@ -218,7 +217,7 @@ def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
 
 
 def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) -> RunningJob:
-    """The RunningJob of this rank, in the state that it goes on from."""
+    """Return the RunningJob of this rank in its initial or resumed state."""
     config = plan.config
     rows = config.train.batch // config.parallel.microbatches
     mesh, line = build_stages(model.replicas, rows, config.mesh.transport)
@@ -237,7 +236,7 @@ def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) 
 
 
 def _layout(config: Config, model: StagedModel) -> Iterator[str]:
-    """How the model lies on the ranks."""
+    """Yield log lines on the partition of the model over the ranks."""
     counts = [len(program.module.graph.nodes) for program in model.programs]
     replicas = " ".join(map(str, model.replicas))
     yield f"{config.torch.factory}: parts of {' '.join(map(str, counts))} operations"
@@ -250,7 +249,7 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
 
 
 class StepInputs:
-    """The inputs of a module by step: `given(step)`, for steps of `samples`."""
+    """Inputs of a module by step, made by `given(step)` for steps of `samples` samples."""
 
     def __init__(
         self, captured: Captured, given: Callable[[int], tuple | dict], samples: int
@@ -258,7 +257,7 @@ class StepInputs:
         self.captured, self.given, self.samples = captured, given, samples
 
     def __call__(self, step: int) -> list[Any]:
-        """Flat, in the order of the captured program."""
+        """Return the inputs of a step as a flat list in the order of the captured program."""
         given = self.given(step)
         try:
             flat = flat_inputs(self.captured, given)
@@ -279,7 +278,7 @@ class StepInputs:
         return {"sequences": done * self.samples}
 
     def go_on(self, done: int, sequences: int) -> None:
-        """Steps know their inputs by number."""
+        """Do nothing on resume: the step number determines the inputs."""
 
 
 def _described(dtype: torch.dtype, shape: list[int]) -> str:
@@ -287,7 +286,7 @@ def _described(dtype: torch.dtype, shape: list[int]) -> str:
 
 
 def mismatch(model: StagedModel, opened: Checkpoint) -> str | None:
-    """Why a checkpoint is not one of the module and its optimiser; None if it is."""
+    """Return why a checkpoint does not match the module and its optimizer; None if it matches."""
     tensors = stored_tensors(model.captured)
     shapes = {name: stored_shape(dims) for name, dims in tensors["shapes"].items()}
     found = inconsistencies(opened, shapes, tensors["frozen"])

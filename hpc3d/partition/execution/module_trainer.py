@@ -1,4 +1,4 @@
-"""A Trainer of an unmodified torch module."""
+"""Trainer of an unmodified torch module."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class ModuleTrainer(Trainer):
-    """The stages of a StagedModel on a hpc3d.comm.stage_mesh, whose communicators of some ranks
-    `line` makes; only rank 0 has `batches`, the flat inputs of a step by its number.
+    """Trainer of the stages of a StagedModel on a hpc3d.comm.stage_mesh.
 
-    The weights are not those of the module before `fill`.
+    `line` makes the communicator of a list of ranks. Only rank 0 has `batches`, which returns the
+    flat inputs of a step. The weights are undefined before `fill`.
     """
 
     has_tied_ends = False
@@ -94,15 +94,17 @@ class ModuleTrainer(Trainer):
         return TiedBuckets(self.parameters, size, [each for each in shared if each[1]])
 
     def fill(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take the values of parameters, buffers and constants from rank 0, one after the other;
-        elsewhere `values` is empty."""
+        """Broadcast the parameters, buffers and constants from rank 0, one at a time.
+
+        `values` is empty on the other ranks.
+        """
         for name, like in state_of(self.model.captured).items():
             value = shared_by_root(self.mesh.world, values.get(name), like.shape, like.dtype)
             self.torch_weights.fill(name, value)
         self.torch_weights.store()
 
     def update(self) -> None:
-        """Before the update, give all replicas of a stage the same buffers, their mean."""
+        """Average the buffers over the replicas of a stage, then update the weights."""
         written = [name for stage in self.engine.stages for name in stage.program.written]
         self.torch_weights.average(written, self.mesh.comm(DATA))
         super().update()

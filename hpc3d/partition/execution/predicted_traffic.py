@@ -1,7 +1,7 @@
-"""What the ranks of a cut module tell each other in a step, before it runs.
+"""Predicted communication volume and messages of a partitioned model per step.
 
-over a border   forward every value that crosses it, backward the gradients of those that have
-                one: their bytes for all samples once, and a message for each microbatch, value
+over a border   each value that crosses it forward, and the gradients of those that have one
+                backward: their bytes for all samples, and one message for each microbatch, value
                 and pair of ranks that share samples
 sums            2 (n - 1) / n of the bytes of the gradients for each of n replicas, and the same
                 over all ranks that have a weight of several stages
@@ -22,7 +22,7 @@ from hpc3d.partition.execution.torch_weights import is_trained, state_of
 
 
 class BorderTraffic(NamedTuple):
-    """Bytes and messages of a step over a border between parts, all ranks together."""
+    """Bytes and messages per step over a border between parts, summed over all ranks."""
 
     forward: int
     backward: int
@@ -30,14 +30,14 @@ class BorderTraffic(NamedTuple):
 
 
 class SumTraffic(NamedTuple):
-    """Bytes of the gradients that the `ranks` of a group sum in a step, each of them."""
+    """Bytes of gradients per step that each rank of a group all-reduces."""
 
     ranks: tuple[int, ...]
     nbytes: int
 
 
 def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterator[BorderTraffic]:
-    """Over every border between parts of different stages, in the order of the model."""
+    """Yield the traffic over every border between parts of different stages, in model order."""
     width = len(model.replicas)
     for number, program in enumerate(model.programs[:-1]):
         if width == 1:
@@ -52,7 +52,7 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
 
 
 def _pairs(one, other, rows):
-    """Of ranks of two stages that have samples in common."""
+    """Return the number of pairs of ranks of two stages that have samples in common."""
     if one == other:
         return one
     return sum(
@@ -68,7 +68,8 @@ def _nbytes(value, samples):
 
 
 def sum_traffic(model: StagedModel) -> Iterator[SumTraffic]:
-    """Of the replicas of every stage, then of all ranks that share weights of several stages."""
+    """Return the gradient reductions over the replicas of a stage, and over all ranks of tied
+    weights."""
     like, ranks = state_of(model.captured), ranks_of(model.replicas)
     found: dict[tuple[int, ...], int] = {}
     for name, stages in model.owners.items():
@@ -79,7 +80,7 @@ def sum_traffic(model: StagedModel) -> Iterator[SumTraffic]:
 
 
 def traffic_lines(borders: Iterable[BorderTraffic], sums: Iterable[SumTraffic]) -> Iterator[str]:
-    """What a run says of it."""
+    """Yield the log lines that report the predicted traffic."""
     for number, border in enumerate(borders, 1):
         yield (
             f"border {number}: {border.forward / 1e6:.6g} MB forward and "

@@ -1,7 +1,7 @@
-"""Dropout that draws the same numbers on every cut, microbatch and replica.
+"""Dropout with the same random numbers for every partition, microbatch and replica.
 
-Whether an element of a sample is dropped depends on the seed, the name of the operation, the step
-and the number of the sample in the batch, and on nothing else.
+The mask of an element depends only on the seed, the name of the operation, the step, and the index
+of the sample in the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class Draw(NamedTuple):
-    """For whom numbers are drawn: `samples` of the batch of a step from number `first` on."""
+    """Key of random numbers: `samples` samples from index `first` of the batch of a step."""
 
     seed: int
     step: int
@@ -28,9 +28,10 @@ class Draw(NamedTuple):
 
 
 def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
-    """Let the copy of an operation draw its numbers by the name of the `original` and a Draw.
+    """Make the copy of a random operation draw its numbers by the name of the `original` and a
+    Draw.
 
-    ValueError for random operations that have no rule.
+    Raises ValueError for random operations that have no rule.
     """
     packet = getattr(node.target, "overloadpacket", None)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
@@ -47,21 +48,23 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """All arguments of an operation by name."""
+    """Return all arguments of an operation by name, including defaults."""
     schema = node.target._schema.arguments
     given = {each.name: each.default_value for each in schema if each.has_default_value()}
     return given | {each.name: value for each, value in zip(schema, node.args)} | node.kwargs
 
 
 def _batch_dim(node):
-    """The dimension of an operation's result that grows with the batch; None if none does."""
+    """Return the dimension of the result that grows with the batch; None if none does."""
     sizes = node.meta["val"].shape
     return next((dim for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
 
 
 def _factors(name, draw, dim, rate, shape, dtype):
-    """0 or 1 / (1 - rate) for every element of an array of that shape, whose dimension `dim` is
-    that of the samples, or several of each."""
+    """Return 0 or 1 / (1 - rate) for every element of an array.
+
+    Dimension `dim` holds the samples, with one or several rows for each.
+    """
     rows = 1 if dim is None else shape[dim]
     others = [size for place, size in enumerate(shape) if place != dim]
     first = 0 if dim is None else draw.first * rows // draw.samples
@@ -81,13 +84,13 @@ def _dropout_in_place(name, draw, dim, self, p, train):
 
 
 def _feature_dropout(name, draw, dim, input, p, train):
-    """Whole channels are dropped."""
+    """Drop entire channels."""
     shape = [*input.shape[:2], *[1] * (input.dim() - 2)]
     return input * _factors(name, draw, dim, p, shape, input.dtype)
 
 
 def _attention(name, draw, dim, query, key, value, attn_mask, dropout_p, is_causal, **how):
-    """softmax(q k' scale + mask) v with dropout of the probabilities."""
+    """Return softmax(q k' scale + mask) v with dropout of the probabilities."""
     if how.get("enable_gqa"):
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))

@@ -1,4 +1,4 @@
-"""The batch of a step, shared by rows among microbatches and the replicas of a stage."""
+"""Batch of a step, split by rows over microbatches and the replicas of a stage."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class SampleRows(NamedTuple):
-    """This rank's samples of a microbatch of training step `step`: number `first` of its batch and
-    the `samples` from there on.
+    """Samples of this rank in a microbatch of a training step.
 
-    `inputs` are those of the model by their nodes; the gradient is that of the summed losses times
-    `scale`.  All are for `training`.
+    They are the `samples` samples from index `first` of the batch. `inputs` maps the model's input
+    nodes to values. The gradient is that of the summed losses times `scale`. `training` is always
+    True.
     """
 
     step: int
@@ -34,7 +34,7 @@ class SampleRows(NamedTuple):
 
 
 def rows_of(batch: int, microbatches: int, replicas: int, replica: int) -> Iterator[range]:
-    """The samples of a replica in each microbatch, which differ by one where they must."""
+    """Yield the samples of a replica in each microbatch; their counts differ by at most one."""
     for number in range(microbatches):
         first, stop = (batch * end // microbatches for end in (number, number + 1))
         rows = stop - first
@@ -42,7 +42,10 @@ def rows_of(batch: int, microbatches: int, replicas: int, replica: int) -> Itera
 
 
 def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
-    """The inputs of a model in the order of `captured.inputs`; ValueError if they are others."""
+    """Return the inputs of a model in the order of `captured.inputs`.
+
+    Raises ValueError if their number or names differ.
+    """
     wanted = ", ".join(node.name for node in captured.inputs)
     if isinstance(inputs, dict):
         names = captured.program.call_spec.in_spec.child(1).context
@@ -67,10 +70,11 @@ def _leaves(values):
 
 
 class SampleLoader:
-    """Batches, made on rank 0 (elsewhere `batches` = None), broadcast and cut.
+    """Loader that broadcasts batches from rank 0 and splits them by rows.
 
-    `batches(step)` gives the inputs of the model for a training step, flat, all tensors that carry
-    the batch with the same number of `samples`.  Of those that this rank reads it keeps its rows.
+    `batches(step)` returns the flat inputs of the model on rank 0; it is None elsewhere. All
+    tensors that carry the batch have `samples` samples. A rank stores its rows of the inputs in
+    `read` only.
     """
 
     asynchronous = False
@@ -89,7 +93,7 @@ class SampleLoader:
         self.valid: dict[int, int] = {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, SampleRows]:
-        """number -> SampleRows of the microbatches of step `number`, of the mean loss times
+        """Return the SampleRows of step `number` by microbatch, for the mean loss times
         `factor`."""
         self.valid, nodes = {number: self.samples}, self.captured.inputs
         given = self.batches(number) if self.batches else [None] * len(nodes)
@@ -106,7 +110,7 @@ class SampleLoader:
         }
 
     def _told(self, node, value):
-        """An input as rank 0 has it."""
+        """Return an input as rank 0 has it."""
         like = node.meta["val"]
         if not isinstance(like, torch.Tensor):
             return like
@@ -117,7 +121,7 @@ class SampleLoader:
 def shared_by_root(
     world: Communicator, value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The tensor of rank 0, which alone has a `value`; to read, not to write into."""
+    """Broadcast a tensor from rank 0, the only rank with a `value`; do not write to the result."""
     if 0 in shape:
         return torch.empty(*shape, dtype=dtype)
     block = np.empty(0, np.uint8)
@@ -129,7 +133,7 @@ def shared_by_root(
 
 
 def _rows(node, whole, rows):
-    """An input for some samples, in memory of its own."""
+    """Return a copy of an input for a range of samples."""
     if carries_batch(node):
         return whole[rows.start : rows.stop].clone()
     return whole.clone() if isinstance(whole, torch.Tensor) else whole

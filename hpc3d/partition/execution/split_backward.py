@@ -1,14 +1,14 @@
-"""Products whose backward pass comes in two: the gradient of the input in B, those of the weight
-and the bias in W.
+"""Matrix products and convolutions with a split backward pass: input gradients in B, weight
+gradients in W.
 
-torch.autograd computes all of them at once.  Here a product of x with a weight W of the model and
-a bias b is an autograd function of its own,
+torch.autograd computes both at once. Here the product of x with a weight W of the model and a bias
+b is a separate autograd function:
 
     B    dx = dy W'
     W    W.grad += x' dy,   b.grad += sum of dy over all rows
 
-where W is a call for later, which holds x and dy until it is made.  What is computed of a weight
-first, as by a norm of it, is no view of a parameter; such a product stays torch's own.
+W is a deferred call that holds x and dy until it runs. If the operand is computed from a weight,
+as by a norm, it is not a view of a parameter, and torch's own backward pass is used.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _aten = torch.ops.aten
 
 
 def split_backward(node: fx.Node, later: fx.Node) -> None:
-    """Let the copy of an operation, if it is a product with a weight, leave the gradients of its
-    parameters to `later(function, *args)`."""
+    """Make the copy of a product with a weight defer its parameter gradients.
+
+    They are passed to `later(function, *args)`. Other operations are not changed.
+    """
     if getattr(node.target, "overloadpacket", None) in _RULES:
         given = arguments_of(node)
         node.args, node.kwargs = (node.target, later), given
@@ -36,7 +38,7 @@ def split_backward(node: fx.Node, later: fx.Node) -> None:
 def product(
     operation: torch._ops.OpOverload, later: Callable[..., None], **given: Any
 ) -> torch.Tensor:
-    """The result of an operation that has a rule, with all arguments by name."""
+    """Return the result of an operation that has a rule, given all arguments by name."""
     rule = _RULES[operation.overloadpacket]
     x, weight, bias = operands = [given.pop(name, None) for name in rule.names]
     places = [_place(each) for each in (weight, bias)]
@@ -48,7 +50,7 @@ def product(
 
 
 class _Place(NamedTuple):
-    """A view of a parameter, by sizes and strides, and how far behind its beginning it begins."""
+    """View of a parameter by sizes, strides, and its offset from the start of the parameter."""
 
     parameter: torch.nn.Parameter
     shape: tuple[int, ...]
@@ -56,13 +58,15 @@ class _Place(NamedTuple):
     offset: int
 
     def gradient(self) -> torch.Tensor:
-        """That view of the parameter's gradient, which lies in memory as the parameter does."""
+        """Return the same view of the parameter's gradient, which has the memory layout of the
+        parameter."""
         whole = self.parameter.grad
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
 
 
 def _place(tensor):
-    """The _Place of a parameter, or of a view of one in which no element comes twice."""
+    """Return the _Place of a parameter or of its view; None if the view has overlapping
+    elements."""
     if tensor is None:
         return None
     parameter = tensor if tensor._base is None else tensor._base
@@ -73,7 +77,7 @@ def _place(tensor):
 
 
 def _overlaps(tensor):
-    """Whether elements of a view may have one place in memory."""
+    """Return True if elements of a view may share memory."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1 and stride < reach:
@@ -83,9 +87,12 @@ def _overlaps(tensor):
 
 
 class _Rule(NamedTuple):
-    """The `names` of input, weight and bias of an operation; the gradient of the input, of (split,
-    dy, x, weight); what `adds` to the parameters' gradients, of (split, dy, x, weight); and
-    whether a product with such (input, weight, other arguments) has them (`fits`)."""
+    """Rule that splits the backward pass of an operation.
+
+    `names` are the arguments for input, weight and bias. `of_input(split, dy, x, weight)` returns
+    the input gradient, `adds(split, dy, x, weight)` accumulates the parameter gradients, and
+    `fits(x, weight, arguments)` is True if the rule applies.
+    """
 
     names: tuple[str, ...]
     of_input: Callable[..., torch.Tensor]
@@ -94,8 +101,7 @@ class _Rule(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """A product: its operation with those arguments `how` that are no operands, and the places of
-    its parameters."""
+    """Product: its operation, the non-tensor arguments `how`, and the views of its parameters."""
 
     rule: _Rule
     operation: torch._ops.OpOverload
@@ -116,7 +122,7 @@ class _Split(NamedTuple):
 
     @torch.no_grad()
     def add(self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """W."""
+        """Accumulate the weight gradients (W)."""
         self.rule.adds(self, dy, x, weight)
 
 
@@ -166,7 +172,7 @@ def _matrices(split, dy, x, weight):
 
 
 def _is_matrix(x, weight, how):
-    """Whether it is the plain product of rows with one matrix."""
+    """Return True for the plain product of rows with one matrix."""
     return weight.dim() == 2 and how.get("alpha", 1) == how.get("beta", 1) == 1
 
 
@@ -183,7 +189,7 @@ def _convolution(split, dy, x, weight):
 
 
 def _convolved_back(split, dy, x, weight, mask):
-    """Those gradients of a convolution that `mask` asks for."""
+    """Return the gradients of a convolution that `mask` selects."""
     how, places = split.how, weight.dim() - 2
     stride, dilation, between = (
         _by_place(how.get(name, fewest), places)
@@ -198,13 +204,13 @@ def _convolved_back(split, dy, x, weight, mask):
 
 
 def _by_place(number, places):
-    """A number for every dimension of the kernel."""
+    """Return one number for every spatial dimension of the kernel."""
     numbers = [number] if isinstance(number, int) else [*number]
     return numbers * (places if len(numbers) == 1 else 1)
 
 
 def _padding(weight, how):
-    """At both ends of every dimension; None where the ends differ."""
+    """Return the padding on both sides of every dimension; None if the sides differ."""
     kernel, padding = weight.shape[2:], how["padding"]
     if not isinstance(padding, str):
         return _by_place(padding, len(kernel))

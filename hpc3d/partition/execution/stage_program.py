@@ -1,8 +1,8 @@
-"""The parts of a captured module as programs of their own.
+"""Parts of a captured module as separate programs.
 
-A part computes its pieces and private copies of the cheap operations that they read.  What a later
-part needs of it goes through all parts between, which hand it on: so every border has one list of
-values, in the order of the program.
+A part computes its pieces and private copies of the cheap operations that they read. A value that
+a later part needs passes through all parts between. Every border therefore has one list of values,
+in program order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hpc3d.partition.execution.split_backward import split_backward
 
 
 class StageProgram(NamedTuple):
-    """A part of a model.
+    """Program of one part of a model.
 
-    `module` takes a Draw, where the backward pass is `split` what takes the gradients of weights,
-    `sizes` in numbers, and then tensors: those `received` from the part before, `inputs` of the
-    model and `weights` by name.  It returns those `sent` to the next part and the `outputs` of the
-    model that are made here, and writes to the buffers `written`.
+    `module` takes a Draw, a receiver of deferred weight gradients if the backward pass is `split`,
+    the `sizes` as numbers, and then tensors: those `received` from the previous part, the `inputs`
+    of the model, and the `weights` by name. It returns the values `sent` to the next part and the
+    `outputs` of the model that this part computes, and writes to the buffers `written`.
     """
 
     module: fx.GraphModule
@@ -47,9 +47,12 @@ class StageProgram(NamedTuple):
         weights: Mapping,
         later: Callable[..., None] = immediately,
     ) -> tuple[tuple, tuple]:
-        """What is sent and what is put out for the samples of a Draw, given all inputs of the
-        model by their nodes and weights by their names; of a `split` one `later(function,
-        *args)` takes the calls that its backward pass leaves."""
+        """Return the values sent and the model outputs for the samples of a Draw.
+
+        `inputs` maps the input nodes of the model to values, `weights` names to tensors. If the
+        program is `split`, `later(function, *args)` receives the deferred calls of its backward
+        pass.
+        """
         sizes = [size_of(size, draw.samples) for size in self.sizes]
         tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
         deferred = [later] if self.split else []
@@ -63,11 +66,11 @@ def stage_programs(
     redraw: bool = True,
     split: bool = False,
 ) -> list[StageProgram]:
-    """The programs of a model whose pieces are shared out to `parts`, in the order of the
-    pipeline; without `redraw` their random operations stay torch's own, which no Draw decides;
-    with `split` the gradients of the weights of products are left for later.
+    """Return one program for each of the `parts` of the pieces, in pipeline order.
 
-    ValueError if a value would have to flow backward, and for random operations that have no rule.
+    Without `redraw`, random operations use torch's generator and ignore the Draw. With `split`,
+    the weight gradients of products are deferred. Raises ValueError if a value would flow
+    backward, and for random operations that have no rule.
     """
     place = {piece: number for number, part in enumerate(parts) for piece in part}
     crossing = dict(_crossing(captured, place))
@@ -76,7 +79,7 @@ def stage_programs(
 
 
 def _crossing(captured: Captured, place: Mapping[int, int]) -> Iterator:
-    """(value, (the part that makes it, the last one that reads it)) of all that cross borders."""
+    """Yield (value, (part that makes it, last part that reads it)) for values across borders."""
     for node in captured.program.graph.nodes:
         if node in captured.readers:
             first = place[captured.places[node]]
@@ -91,7 +94,7 @@ def _crossing(captured: Captured, place: Mapping[int, int]) -> Iterator:
 
 
 def _emitter(captured, part, crossing, number):
-    """The _Emitter of part `number`."""
+    """Return the _Emitter of part `number`."""
     received = [node for node, (first, last) in crossing.items() if first < number <= last]
     sent = [node for node, (first, last) in crossing.items() if first <= number < last]
     wanted = set()
@@ -103,7 +106,7 @@ def _emitter(captured, part, crossing, number):
 
 
 class _Emitter:
-    """Copies operations into a graph of their own, with placeholders for all that they need."""
+    """Builder that copies operations into a graph with placeholders for their operands."""
 
     def __init__(self, captured, order, received, sent, outputs):
         self.order, self.captured, self.sent, self.outputs = order, captured, sent, outputs
@@ -141,7 +144,7 @@ def _is_size(node):
 
 
 def graded(captured: Captured, programs: Sequence[StageProgram]) -> set[fx.Node]:
-    """Those values that cross borders or are put out which have a gradient."""
+    """Return the values that have a gradient among those that cross borders and the outputs."""
     found = {}
     state = {**captured.program.state_dict, **captured.program.constants}
     with FakeTensorMode() as fake:
@@ -159,7 +162,7 @@ _ROWS = 2
 
 
 def _like(fake, value):
-    """A fake tensor like one of a model, with `_ROWS` samples."""
+    """Return a fake tensor like one of a model, with `_ROWS` samples."""
     if not isinstance(value, torch.Tensor):
         return value
     shape = [size_of(size, _ROWS) for size in value.shape]

@@ -1,4 +1,4 @@
-"""A captured module that is cut into stages: what every rank knows of all of them."""
+"""Captured module partitioned into stages, as every rank knows it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpc3d.partition.execution.torch_weights import state_of
 
 
 class StagedModel(NamedTuple):
-    """`programs` of all parts in the order of the model, of which part number n is on pipeline
-    stage n mod S; `replicas` of the S stages and by part whether it is computed again
-    (`recompute`).
+    """Partitioned model.
 
-    `graded` are the values with a gradient that cross borders, `loss` is the output that is
-    minimised, a mean over samples, and `owners` are the stages of each weight.
+    `programs` are all parts in model order; part n is on pipeline stage n mod S. `replicas` has
+    one number for each of the S stages, and `recompute` is True for each part with recomputation.
+    `graded` are the values with a gradient, `loss` is the output that is minimized, a mean over
+    samples, and `owners` maps each weight to its stages.
     """
 
     captured: Captured
@@ -40,7 +40,7 @@ class StagedModel(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The type of the parameters."""
+        """Data type of the parameters."""
         (dtype,) = _types(self.captured)
         return dtype
 
@@ -53,11 +53,11 @@ def staged_model(
     redraw: bool = True,
     split: bool = False,
 ) -> StagedModel:
-    """The StagedModel of a plan; without `redraw` random operations stay torch's own, with `split`
-    backward passes leave the gradients of weights for later.
+    """Return the StagedModel of a plan.
 
-    ValueError for a model that cannot be trained: without a loss, with several types of
-    parameters, or with random operations that have no rule.
+    Without `redraw`, random operations use torch's generator. With `split`, backward passes defer
+    weight gradients. Raises ValueError if the model cannot be trained: it has no loss, parameters
+    of several types, or random operations that have no rule.
     """
     if len(types := _types(captured)) != 1 or not types <= {"float32", "float64"}:
         found = ", ".join(sorted(types)) or "none"
@@ -88,7 +88,7 @@ def staged_model(
 
 
 def _types(captured):
-    """Those of the parameters that are trained, or of all floating-point ones."""
+    """Return the data types of the trainable parameters."""
     return {
         str(tensor.dtype).removeprefix("torch.")
         for tensor in state_of(captured).values()

@@ -1,4 +1,4 @@
-"""Weights that several stages of a pipeline have: one gradient, counted once."""
+"""Weights shared by several pipeline stages: one gradient, counted once in the norm."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.model.parameters import Parameter, Parameters
 
-Owners = dict[str, tuple[int, ...]]  # of a weight: the stages that have it
+Owners = dict[str, tuple[int, ...]]  # weight -> the stages that have it
 
 
 def owners_of(names: Iterable[Iterable[str]]) -> Owners:
-    """The stages of each weight, given the names on every stage."""
+    """Return the stages of each weight, given the names on every stage."""
     found = defaultdict(list)
     for stage, here in enumerate(names):
         for name in dict.fromkeys(here):
@@ -30,8 +30,10 @@ def owners_of(names: Iterable[Iterable[str]]) -> Owners:
 def lines_of_owners(
     owners: Owners, replicas: Sequence[int], stage: int, line: Line
 ) -> dict[tuple[int, ...], Communicator]:
-    """By the stages that share weights, this one among them: the communicator of all their
-    ranks."""
+    """Return the communicator of all ranks for each group of stages that shares weights.
+
+    Only groups that contain `stage` are included.
+    """
     ranks = ranks_of(replicas)
     groups = sorted({stages for stages in owners.values() if len(stages) > 1 and stage in stages})
     return {
@@ -40,8 +42,10 @@ def lines_of_owners(
 
 
 class TiedBuckets(Buckets):
-    """Buckets that also sum the gradients of weights over all ranks that have them; their
-    `partial` names no axis, so that nobody has summed them before."""
+    """Gradient buckets that also reduce shared weights over all ranks that have them.
+
+    The `partial` of these weights names no axis, so no other reduction includes them.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A part of an unmodified torch module as a stage of hpc3d.pipeline's engine."""
+"""Part of an unmodified torch module as a stage of hpc3d.pipeline's engine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 
 class _Kept(NamedTuple):
-    """What backward needs of a microbatch: tensors that were received, and where the gradients of
-    what was made of them begin, whose values may go (None: it is computed again, with the buffers
-    as they were)."""
+    """Saved state of a microbatch for backward.
+
+    `edges` are the gradient edges of the results, whose values may be freed. They are None if
+    backward recomputes the part, starting from these `buffers`.
+    """
 
     received: Sequence[torch.Tensor]
     edges: Sequence[GradientEdge] | None
@@ -33,9 +35,10 @@ class _Kept(NamedTuple):
 
 
 class TorchStage:
-    """A `PipelineStage` of a StageProgram; the last part of the model has its `loss`.
+    """`PipelineStage` of a StageProgram.
 
-    With `recompute` it keeps of a microbatch what it received only.
+    The last part of the model has its `loss`. With `recompute` it saves only the received tensors
+    of a microbatch.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class TorchStage:
         received = [_tensor(array) for array in _arrays(x)]
         for tensor, has_gradient in zip(received, self.graded_in, strict=True):
             tensor.requires_grad_(has_gradient)
-        # A second forward pass meets the buffers as the first one did, and writes to copies.
+        # Recomputation starts from the same buffers and writes to these copies.
         names = self.program.written if self.recompute else ()
         buffers = {name: self.weights.tensors[name].clone() for name in names}
         with self.trace.span("operations", "gemm"), torch.set_grad_enabled(not self.recompute):
@@ -89,7 +92,7 @@ class TorchStage:
         return tuple(tensor.detach().contiguous().numpy() for tensor in made), kept
 
     def _run(self, received, micro, tensors):
-        """What is sent; of the last part the mean loss of the samples."""
+        """Return the values sent, or the mean loss of the samples for the last part."""
         draw = Draw(self.seed, micro.step, micro.first, micro.samples)
         sent, outputs = self.program.run(draw, received, micro.inputs, tensors, self._later)
         return sent if self.loss is None else [outputs[self.loss]]
@@ -131,7 +134,7 @@ class TorchStage:
 
 
 def spec_of(like: torch.Tensor, samples: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of the array of a value of a captured program, for so many samples."""
+    """Return the shape and dtype of a captured value as an array for `samples` samples."""
     shape = tuple(size_of(size, samples) for size in like.shape)
     return shape, torch.empty(0, dtype=like.dtype).numpy().dtype
 
@@ -141,15 +144,15 @@ def _edges(made):
 
 
 def _arrays(block):
-    """The arrays of a block as a tuple; none of None."""
+    """Return the arrays of a block as a tuple, which is empty for None."""
     return block if isinstance(block, tuple) else () if block is None else (block,)
 
 
 def _tensor(array):
-    """A tensor on an array, which may be one that others read."""
+    """Return a tensor on the memory of an array, or on a copy if the array is read-only."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _gradient(leaf):
-    """That of a tensor, zero where nothing that the loss needs has read it."""
+    """Return the gradient of a tensor, zero if the loss does not depend on it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()

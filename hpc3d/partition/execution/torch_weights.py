@@ -1,8 +1,8 @@
-"""The parameters and buffers of a rank's stages as torch tensors in the house's flat arrays.
+"""Parameters and buffers of a rank's stages as torch tensors in hpc3d's flat arrays.
 
-A parameter and its gradient are views of the blocks of hpc3d.model.parameters: torch adds to the
-gradient, and all else (sums over replicas, clipping, the update, checkpoints) is the house's.
-Buffers and parameters without gradient are frozen there.
+A parameter and its gradient are views of the blocks of hpc3d.model.parameters. torch accumulates
+the gradient; hpc3d does the rest (gradient reduction, clipping, the update, checkpoints). Buffers
+and parameters without gradient are frozen Parameters.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 
 def stored_tensors(captured: Captured) -> dict[str, Any]:
-    """What checkpoints of a model have: the `shapes` of its parameters and buffers by name, the
-    names of those that are `frozen`, and other names of some (`aliases`)."""
+    """Return the description of a model's tensors in checkpoints.
+
+    It has the `shapes` of parameters and buffers by name, the names of the `frozen` ones, and the
+    `aliases`, other names of some.
+    """
     held = captured.program.state_dict
     state = {name: like for name, like in state_of(captured).items() if name in held}
     names = {id(like): name for name, like in state.items()}
@@ -39,7 +42,8 @@ def stored_tensors(captured: Captured) -> dict[str, Any]:
 
 
 def state_of(captured: Captured) -> dict[str, torch.Tensor]:
-    """The parameters, buffers and constants that the operations of a model read, without data."""
+    """Return the parameters, buffers and constants that the operations of a model read, without
+    data."""
     program = captured.program
     return {
         name: program.state_dict.get(name, program.constants.get(name))
@@ -48,7 +52,7 @@ def state_of(captured: Captured) -> dict[str, torch.Tensor]:
 
 
 def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same with the data of a module that the model was captured from."""
+    """Yield the tensors of `state_of` by name, with the data of the captured module."""
     held = dict(module.named_parameters(remove_duplicate=False))
     held |= dict(module.named_buffers(remove_duplicate=False))
     for name in captured.weights.values():
@@ -60,19 +64,19 @@ def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str
 
 
 def _attribute(module, path, otherwise):
-    """A tensor that a module has as a plain attribute."""
+    """Return a tensor that a module has as a plain attribute."""
     for part in path.split("."):
         module = getattr(module, part, otherwise)
     return module
 
 
 class TorchWeights:
-    """Those of one rank, by name: `tensors`, and `items` of the Parameters that they lie in.
+    """Weights of one rank by name: `tensors`, and `items`, the Parameters that store them.
 
-    Of those in `shared` other pipeline stages have a copy, too; this rank's counts where
-    `counted` says so.  Constants lie in no Parameters.  In a backward pass `completed(name)` is
-    called when torch has nothing to add to the gradient of a parameter any more, and `defer` takes
-    calls that may wait.
+    Other pipeline stages also have the weights in `shared`, whose values are True on the stage
+    whose copy counts. Constants are not stored in Parameters. In a backward pass, torch calls
+    `completed(name)` after its last contribution to a parameter's gradient, and `defer` takes
+    calls that may run later.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class TorchWeights:
         self.tensors: dict[str, torch.Tensor] = {}
         self.completed: Callable[[str], object] = _nobody
         self.defer: Callable[..., None] = immediately
-        self._accumulators: list[Node] = []  # of autograd, which does not keep them itself
+        self._accumulators: list[Node] = []  # autograd does not keep them alive
         self.dtype = torch.from_numpy(np.empty(0, parameters.dtype)).dtype
         for name in names:
             if name in captured.program.state_dict:
@@ -107,7 +111,7 @@ class TorchWeights:
         return parameters.add(name, shape, Layout(*[""] * len(shape)), **how)
 
     def bind(self) -> None:
-        """Make the tensors; the arrays of the Parameters exist."""
+        """Create the tensors on the arrays of the Parameters, which must exist."""
         for name, item in self.items.items():
             like = self.like[name]
             if not item.frozen:
@@ -120,19 +124,19 @@ class TorchWeights:
     def _trained(self, name, item, like):
         tensor = torch.nn.Parameter(torch.from_numpy(item.value).view(like.shape))
         tensor.grad = torch.from_numpy(item.grad).view(like.shape)
-        # Also runs where all gradients of the tensor are left for later.
+        # This also runs if all gradients of the tensor are deferred.
         accumulator = get_gradient_edge(tensor).node
         accumulator.register_hook(lambda *_: self.completed(name))
         self._accumulators.append(accumulator)
         return tensor
 
     def fill(self, name: str, value: torch.Tensor) -> None:
-        """Set one that this rank has."""
+        """Set a tensor if this rank has it."""
         if name in self.tensors:
             self.tensors[name].detach().copy_(value)
 
     def average(self, names: Sequence[str], replicas: Communicator) -> None:
-        """Give all replicas the mean of those buffers that are no counters, and `store`."""
+        """Average the floating-point buffers over the replicas, and `store`."""
         floating = [self.tensors[name] for name in names if self.tensors[name].is_floating_point()]
         if floating and replicas.size > 1:
             mine = torch.cat([tensor.reshape(-1) for tensor in floating]).numpy()
@@ -149,12 +153,12 @@ class TorchWeights:
             item.value[...] = self.tensors[name].numpy().reshape(item.shape)
 
     def load(self) -> None:
-        """Read them from there."""
+        """Read buffers of other types from their Parameters."""
         for name, item in self._apart():
             self.tensors[name].copy_(torch.from_numpy(item.value).view(self.like[name].shape))
 
     def _apart(self):
-        """Buffers that are not views of their Parameters."""
+        """Yield the buffers that are not views of their Parameters."""
         for name, item in self.items.items():
             if item.frozen and self.tensors[name].dtype != torch.from_numpy(item.value).dtype:
                 yield name, item
@@ -165,4 +169,4 @@ def is_trained(like: torch.Tensor) -> bool:
 
 
 def _nobody(name: str) -> None:
-    """The `completed` of a rank that no backward pass runs on."""
+    """Ignore completed gradients; used if this rank runs no backward pass."""

@@ -1,11 +1,11 @@
-"""A plan as a Python file for torch's own runtime: what `hpc3d.partition -o PLAN.py` writes.
+"""Plan as a Python file for torch's own runtime, written by `hpc3d.partition -o PLAN.py`.
 
-The file has the operations of each part as source, and trains them as the stages of
-torch.distributed.pipelining under torchrun; of hpc3d it needs nothing.
+The file has the operations of each part as source code, and trains the parts as the stages of
+torch.distributed.pipelining under torchrun. It does not import hpc3d.
 
-    hpc3d.partition.execution.torchrun_loop    as it is, without its docstring
+    hpc3d.partition.execution.torchrun_loop    copied without its module docstring
     class Part0(ModelPart): ...                a part: def forward(self, received ..., inputs)
-    def border_1(rows): ...                    what it receives, by the samples of a microbatch
+    def border_1(rows): ...                    tensors that a part receives, for `rows` samples
     CUT = CutModel(...)                        and main(CUT)
 """
 
@@ -37,15 +37,15 @@ SCHEDULES = {
     "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
 }
-_MOST_NUMBERS = 10_000  # of a constant that is written out
-_KNOWN = {"torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}  # to fx
+_MOST_NUMBERS = 10_000  # the most elements of a constant that is written out
+_KNOWN = {"torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}  # names in fx code
 
 
 def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
-    """The file of a plan of a captured model.
+    """Return the file of a plan of a captured model.
 
-    ValueError for what torch.distributed.pipelining does not have: another number of replicas for
-    a stage, moments shared by replicas, microbatches that differ, other schedules.
+    Raises ValueError for features that torch.distributed.pipelining lacks: stages with different
+    numbers of replicas, sharded moments, unequal microbatches, other schedules.
     """
     refuse([*_whole(captured), *_wrong(plan)])
     pieces = plan.pieces(captured)
@@ -59,13 +59,13 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
 
 
 def _whole(captured: Captured) -> Iterator[str]:
-    """The modules that have no operations to be written: a line for each."""
+    """Yield one line for each module that is an opaque operation without source."""
     for path in dict.fromkeys(each.path for each in captured.whole):
         yield f"{path} stays whole, so that it has no source of operations: write PLAN.json"
 
 
 def _wrong(plan: SavedPlan) -> Iterator[str]:
-    """What of a plan cannot be written: a line for each."""
+    """Yield one line for each property of a plan that cannot be written."""
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
     here = "torch.distributed.pipelining"
     if plan.schedule not in SCHEDULES:
@@ -108,14 +108,14 @@ and the inputs: every process makes the whole model once.  Dropout draws from to
 
 
 def _loop():
-    """The source of torchrun_loop without its docstring."""
+    """Return the source of torchrun_loop without its module docstring."""
     source = inspect.getsource(torchrun_loop)
     docstring = ast.parse(source).body[0]
     return "".join(source.splitlines(keepends=True)[docstring.end_lineno :])
 
 
 def _parts(plan: SavedPlan, model: StagedModel) -> Iterator[str]:
-    """The classes of the parts."""
+    """Yield the source of the class of each part."""
     last = len(model.programs) - 1
     for number, program in enumerate(model.programs):
         names, nodes = plan.parts[number], program.module.graph.nodes
@@ -133,15 +133,18 @@ class Part{number}(ModelPart):
 
 
 def _tuple_of(names):
-    """The source of a tuple of texts, one a line where there are several."""
+    """Return the source of a tuple of strings, one per line if there are several."""
     if len(names) < 2:
         return repr(tuple(names))
     return "(\n" + "".join(f"        {name!r},\n" for name in names) + "    )"
 
 
 class _PartSource:
-    """Turns the graph of a part into the source of a method: weights are attributes of the part,
-    sizes and the device are those of a tensor that carries the batch."""
+    """Converter from the graph of a part to the source of a method.
+
+    Weights become attributes of the part. Sizes and the device come from a tensor that carries the
+    batch.
+    """
 
     def __init__(self, program: StageProgram, loss: fx.Node | None) -> None:
         self.program, self.loss, self.graph = program, loss, program.module.graph
@@ -154,7 +157,7 @@ class _PartSource:
         self.graph.owning_module = None
 
     def text(self) -> str:
-        """The method, indented."""
+        """Return the indented source of the method."""
         rows, where, inputs = map(self._named, ("rows", "device", "inputs"))
         self._place_weights()
         self._place_device(where)
@@ -174,7 +177,7 @@ class _PartSource:
         return "".join(f"    {line}\n" for line in code.src.strip().splitlines())
 
     def _named(self, name):
-        """A placeholder of that name, or one like it if others have it."""
+        """Add a placeholder with this name, or a similar one if it is taken."""
         with self.graph.inserting_before(next(iter(self.graph.nodes))):
             node = self.graph.placeholder(name)
         node.target = node.name
@@ -197,20 +200,20 @@ class _PartSource:
             )
 
     def _inputs_read(self, inputs, also):
-        """Lines that find those inputs which are used, or looked at for their size."""
+        """Yield the lines that read the used inputs, and the input `also`."""
         for node, original in zip(self.inputs, self.program.inputs, strict=True):
             if node.users or node is also:
                 row = "" if carries_batch(original) else "[0]"
                 yield f'{node} = {inputs}["{original.name}"]{row}'
 
     def _sizes_found(self, rows):
-        """Lines that set the sizes which are used."""
+        """Yield the lines that set the sizes that are used."""
         for node, size in zip(self.sizes, self.program.sizes, strict=True):
             if node.users:
                 yield f"{node} = {_size(size, rows.name)}"
 
     def _with_batch(self):
-        """A tensor whose dimension 0 is so many times the samples of a microbatch."""
+        """Return a tensor that carries the batch, and the rows per sample in its dimension 0."""
         program = self.program
         given = zip(self.received + self.inputs, program.received + program.inputs, strict=True)
         for node, original in given:
@@ -229,7 +232,7 @@ class _PartSource:
 
 
 class _Method(CodeGen):
-    """Source with a head and a last statement of our own."""
+    """Code generator with a given function head and last statement."""
 
     def __init__(self, head, last):
         super().__init__()
@@ -243,7 +246,7 @@ class _Method(CodeGen):
 
 
 def _size(size: torch.SymInt | int, rows: str) -> str:
-    """The source of a size that may depend on the samples, whose number is called `rows`."""
+    """Return the source of a size; `rows` is the name of the number of samples."""
     if isinstance(size, int):
         return str(size)
     text = PythonPrinter().doprint(size.node.expr)
@@ -253,7 +256,7 @@ def _size(size: torch.SymInt | int, rows: str) -> str:
 
 
 def _borders(model: StagedModel) -> Iterator[str]:
-    """Functions that tell what crosses each border."""
+    """Yield the source of a function per border that returns the crossing tensors."""
     for number, program in enumerate(model.programs[1:], 1):
         lines = "".join(
             f"        crossing({_like(node.meta['val'])}, graded={node in model.graded}),\n"
@@ -267,13 +270,13 @@ def _borders(model: StagedModel) -> Iterator[str]:
 
 
 def _like(value):
-    """Shape and type of a tensor, as arguments."""
+    """Return the shape and dtype of a tensor as the source of arguments."""
     shape = ", ".join(_size(size, "rows") for size in value.shape)
     return f"[{shape}], {value.dtype}"
 
 
 def _make(model):
-    """The function that calls the user's factory."""
+    """Return the source of the function that calls the user's factory."""
     place, _, call = model.partition(":")
     call = call.strip() if "(" in call else f"{call.strip()}()"
     return f'''\
@@ -283,7 +286,7 @@ def make():
 
 
 def _named(model: StagedModel) -> str:
-    """The function that finds the inputs that parts read in what the factory returns."""
+    """Return the source of the function that maps the factory's inputs to names."""
     captured = model.captured
     spec, count = captured.program.call_spec.in_spec, len(captured.inputs)
     by_place, by_name = tree_unflatten([*range(count)], spec)
@@ -299,7 +302,7 @@ def _named(model: StagedModel) -> str:
 
 
 def _paths(values: Any, path: str) -> Iterator[tuple[int, str]]:
-    """(leaf, source of how to find it) of tuples, lists and dicts."""
+    """Yield (leaf, source of its access path) for nested tuples, lists and dicts."""
     if isinstance(values, int):
         yield values, path
         return
@@ -329,13 +332,15 @@ CUT = CutModel(
 
 
 def _schedule(plan):
-    """The name of torch's; of one microbatch all are alike."""
+    """Return the name of torch's schedule class; with one microbatch and chunk all agree."""
     return SCHEDULES["gpipe" if plan.chunks == plan.microbatches == 1 else plan.schedule]
 
 
 def _constants(model: StagedModel) -> Iterator[str]:
-    """The items of a dict of the tensors that the model makes itself; those that it has as
-    attributes have no data here."""
+    """Yield the items of a dict of the tensors that the model creates in its operations.
+
+    Constants that are attributes of the model have no data here, so they are skipped.
+    """
     names = {name for program in model.programs for name in program.weights}
     captured = model.captured
     for name, value in state_of(captured).items():
