@@ -1,8 +1,8 @@
-"""Partition any model into pipeline stages: from the costs of its operations to a plan."""
+"""Partitioning of any model into pipeline stages, from the costs of its operations to a plan."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m hpc3d.partition`."""
+    """Run `python -m hpc3d.partition`."""
     from hpc3d.partition.__main__ import main
 
     return main(argv)

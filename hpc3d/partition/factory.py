@@ -1,6 +1,6 @@
-"""The user's functions: `MODULE:FACTORY` makes a module and its example inputs.
+"""Calls of the user's `MODULE:FACTORY`, which makes a module and its example inputs.
 
-They are called without traces: torch's generators stay as they were, and nothing is printed.
+The calls leave no side effects: torch's default generator is restored, and output is suppressed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from hpc3d.partition.capturing.user_code import described, undisturbed, without_
 
 
 def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
-    """The module and the example inputs that `MODULE:FACTORY` returns, arguments in a tuple or by
-    name in a dict.  A factory may have arguments, as `MODULE:FACTORY(1024, layers=24)`: literals.
+    """Return the module and the example inputs that `MODULE:FACTORY` makes.
 
-    They are fake tensors where the factory works with such, so that a model of any size takes no
-    memory; torch's generators stay as they were.  ValueError with a line where it cannot be had.
+    The inputs are a tuple of positional arguments or a dict of keyword arguments. The name may
+    include literal arguments of the factory, as in `MODULE:FACTORY(1024, layers=24)`. Tensors are
+    fake if the factory works with fake tensors, so that a model of any size needs no memory.
+    Raises ValueError in one line if the factory fails.
     """
     return _as_pair(name, _called(name, function_at(name)))
 
 
 def made_with_data(name: str, seed: int) -> tuple[torch.nn.Module, tuple | dict]:
-    """The same with their values, drawn with torch's generator at `seed`."""
+    """Return the module and the example inputs with data, drawn with torch's generator at
+    `seed`."""
     make = function_at(name)
     try:
         with undisturbed():
@@ -41,8 +43,10 @@ def made_with_data(name: str, seed: int) -> tuple[torch.nn.Module, tuple | dict]
 
 
 def function_at(name: str) -> Callable[..., Any]:
-    """The function that `MODULE:FUNCTION` names, or with arguments, which are literals, a function
-    that calls it with them."""
+    """Return the function named `MODULE:FUNCTION`.
+
+    If the name includes literal arguments, the result is a function that passes them.
+    """
     place, colon, call = name.partition(":")
     factory, given, _ = call.partition("(")
     if not colon or not place or not factory:
@@ -57,7 +61,7 @@ def function_at(name: str) -> Callable[..., Any]:
 
 
 def _as_pair(name, result):
-    """What a factory returned, as a module and its inputs."""
+    """Return the result of a factory as a module and its inputs."""
     match result:
         case torch.nn.Module() as module, (tuple() | dict()) as inputs:
             return module, inputs
@@ -67,7 +71,7 @@ def _as_pair(name, result):
 
 
 def _literals(name, factory, call):
-    """The arguments of `factory(1024, layers=24)`, by place and by name."""
+    """Return the positional and keyword arguments of `factory(1024, layers=24)`."""
     try:
         found = ast.parse(call.strip(), mode="eval").body
         if ast.unparse(found.func) != factory.strip():
@@ -80,7 +84,7 @@ def _literals(name, factory, call):
 
 
 def _called(name, make):
-    """What a factory returns, with data where it wants to look into its tensors."""
+    """Return the result of a factory, with data if it inspects its tensors."""
     try:
         try:
             with undisturbed(), without_data():
@@ -95,8 +99,10 @@ def _called(name, make):
 
 
 def _asks_for_data(error):
-    """Whether an error is that of a fake tensor: it has no data, and a module cannot be converted
-    to another type."""
+    """Return True if an error comes from a fake tensor, which has no data.
+
+    This includes failed conversions of a module to another type.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     inside = any(f"{os.sep}_subclasses{os.sep}" in frame.filename for frame in frames)
     return inside or any(text in str(error) for text in ("tensor subclasses", "Couldn't swap"))

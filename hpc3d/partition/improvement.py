@@ -1,8 +1,9 @@
-"""An arrangement of a module, made better: one thing at a time, a border, the replicas of two
-stages, or whether a stage is run again; then all borders at once, by a search over the atoms
-around them.  What a border alone costs elsewhere explains why it lies where it does.
+"""Local search that improves the arrangement of a module.
 
-Of a partition between downsets (`cuts_moved`, `settled`) only the borders are moved.
+It changes one thing at a time: a border, the replicas of two stages, or the recomputation of a
+part. Then it moves all borders at once, by a search over the atoms around them. The cost of moving
+a single border also explains its position. For a partition into downsets (`cuts_moved`, `settled`)
+only the borders move.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ from hpc3d.partition.evaluation import (
 )
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
-_NEAR = 6  # places of a border that are tried on each side, by atoms and by blocks
-_AROUND = 60  # atoms on one side of all borders together
-_CLIMB_BUDGET = 600_000  # simulated passes of one climb
-_NEAR_CUTS = 16  # downsets that are tried for a border
-_BORDER_BUDGET = 100_000  # simulated passes in which the borders of a plan are improved
+_NEAR = 6  # positions tried on each side of a border, by atoms and by blocks
+_AROUND = 60  # atoms tried on one side of the borders, summed over borders
+_CLIMB_BUDGET = 600_000  # simulated passes per climb
+_NEAR_CUTS = 16  # downsets tried for a border
+_BORDER_BUDGET = 100_000  # simulated passes for the borders of a plan
 
 
 def improved(
     costs: ModelCosts, choice: PipelineChoice, allowed: Allowed, places: np.ndarray
 ) -> tuple[PipelineChoice, Evaluated]:
-    """The arrangement that no one change makes shorter, as far as the time allows, of one that
-    fits; borders lie anywhere, but are moved far only to `places`."""
+    """Improve an arrangement that fits until no single change shortens its step, within the
+    budget.
+
+    Borders may lie at any atom, but move far only to `places`. Returns the arrangement and its
+    step.
+    """
     for _ in range(2):
         choice, _ = _climbed(costs, choice, allowed, places)
         choice, step = _refined(costs, choice, allowed)
@@ -42,7 +47,7 @@ def improved(
 
 
 def _climbed(costs, choice, allowed, places):
-    """By one change at a time."""
+    """Apply single changes as long as one shortens the step and the budget lasts."""
     best = evaluated(costs, choice, allowed.memory)
     left, better = _CLIMB_BUDGET, True
     while better and left > 0:
@@ -61,8 +66,10 @@ def _climbed(costs, choice, allowed, places):
 
 
 def _refined(costs, choice, allowed):
-    """The best with the same replicas, microbatches and schedule, and all its borders at atoms
-    near to where they are."""
+    """Return the best arrangement with all borders moved to nearby atoms.
+
+    Replicas, microbatches and schedule stay the same.
+    """
     near = _AROUND // max(1, len(choice.stages) - 1)
     ends = [stage.end for stage in choice.stages[:-1]]
     places = {place for end in ends for place in range(end - near, end + near + 1)}
@@ -80,7 +87,7 @@ def _refined(costs, choice, allowed):
 
 
 def _kinds(choice):
-    """How many things there are to change: borders, recomputation, replicas."""
+    """Return the number of possible kinds of change: borders, recomputation, replicas."""
     return 2 * len(choice.stages) - 1 + choice.width
 
 
@@ -100,7 +107,7 @@ def _changed(costs, choice, kind, allowed, places):
 def moved(
     costs: ModelCosts, choice: PipelineChoice, border: int, places: np.ndarray
 ) -> Iterator[PipelineChoice]:
-    """With a border at other places that are near, by atoms and among `places`."""
+    """Yield the arrangement with a border moved to nearby atoms and to nearby `places`."""
     ends = (0, *(stage.end for stage in choice.stages))
     before, here, after = ends[border : border + 3]
     low, high = np.searchsorted(places, [here, here + 1])
@@ -112,8 +119,11 @@ def moved(
 
 
 def _shifted(costs, choice, stage, ranks):
-    """With a replica more of a stage, that was idle or another stage's; the parts that lie between
-    follow by the next moves of borders."""
+    """Yield the arrangements with one more replica of a stage, an idle rank or one of another
+    stage.
+
+    The borders between adapt in later changes.
+    """
     replicas, idle = choice.replicas, ranks - choice.ranks
     if replicas[stage] == costs.rows(choice.microbatches, 1):
         return
@@ -142,8 +152,11 @@ def _with(choice, part, **what):
 def next_best(
     costs: ModelCosts, choice: PipelineChoice, step: Evaluated, border: int, memory: float
 ) -> tuple[PipelineChoice | None, float | None, bool]:
-    """The arrangement with this border where it is next best, its seconds, and whether a shorter
-    one has no room; None where nothing else fits."""
+    """Find the best other position near a border.
+
+    Returns the arrangement and its seconds, both None if no nearby position fits, and True if a
+    nearby position with a shorter step does not fit in memory.
+    """
     others = moved(costs, choice, border, np.arange(0))
     found = [(other, evaluated(costs, other, memory)) for other in others]
     shorter = any(not each.fits and each.seconds < step.seconds for _, each in found)
@@ -155,7 +168,7 @@ def next_best(
 def cuts_moved(
     cuts: Downsets | Chain, limits: Limits, found: Timed, number: int
 ) -> Iterator[Timed]:
-    """The steps with border `number` at other places that are near and fit."""
+    """Yield the steps with border `number` moved to nearby downsets that fit."""
     ends = (0, *found.ends)
     before, here, after = ends[number : number + 3]
     others = [int(place) for place in cuts.between(before, after) if place != here]
@@ -168,7 +181,7 @@ def cuts_moved(
 
 
 def settled(cuts: Downsets | Chain, limits: Limits, found: Timed) -> Timed:
-    """A step that no near place of any one border makes shorter, as far as the time allows."""
+    """Move single borders until none shortens the step, within the budget; return the step."""
     left, borders, still = _BORDER_BUDGET, len(found.ends) - 1, 0
     number = 0
     while borders and still < borders and left > 0:

@@ -1,35 +1,36 @@
-"""Arrangements of a module that may be the best: replicas and recomputation of every stage, the
-borders, the number of stages and the microbatches chosen together.
+"""Search for candidate arrangements of a module.
 
-A step of stages with m microbatches takes about
+It chooses the replicas and recomputation of every stage, the borders, the number of stages and the
+microbatches together. A step with m microbatches takes about
 
     (m - 1) T + sum_s w_s,    T = max_s w_s
 
-where w_s is what stage s needs for a microbatch forward and backward, its messages, and an m-th of
-its sums of gradients and of its update.  For a limit of T the least sum is found exactly, from the
-last stage to the first, by where the stage begins, how many stages there are from it on (so many
-microbatches are in flight under 1F1B), and how many ranks are left for them:
+where w_s is the time of stage s for a microbatch forward and backward, its messages, and 1/m of
+its gradient all-reduces and its update. For an upper limit on T, dynamic programming finds the
+exact minimum of the sum. It proceeds from the last stage to the first. The state is the start of
+the stage, the number of stages from it to the last (the microbatches in flight under 1F1B), and
+the ranks left for them:
 
     G[s, i, d] = min over j, r of w(i, j, r) + G[s-1, j, d-r]    where w(i, j, r) <= T fits
 
-Lower limits follow until there is nothing.  The chain is cut at some places only, which are
-refined later (hpc3d.partition.improvement).
+The limit decreases until no arrangement is left. The chain has a few candidate cuts, which
+hpc3d.partition.improvement refines.
 
-If each stage has one rank, the downsets of a graph are searched exactly, and steps are simulated.
-Their search goes through chains of downsets, from the first stage to the last, and leaves a branch
-if no step of it can be shorter than the best one known.  With M microbatches, f_s and b_s seconds
-of stage s forward and backward and n_s microbatches in flight there, a step lasts at least
+If each stage has one rank, the search over the downsets of a graph is exact, and steps are
+simulated. It is a branch and bound over chains of downsets, from the first stage to the last. With
+M microbatches, f_s and b_s seconds of stage s forward and backward, and n_s microbatches in flight
+there, lower bounds on the step time are
 
     sum_{i<s} (f_i + b_i) + M (f_s + b_s)               to and from stage s, and its own passes
-    sum_i f_i + sum_{i!=s} b_i + M b_s + (M - n_s) f_s  what is left after its first gradient
-    sum_{i<s} (f_i + b_i) + M T                         T: the heaviest stage of the rest
+    sum_i f_i + sum_{i!=s} b_i + M b_s + (M - n_s) f_s  work left after its first gradient
+    sum_{i<s} (f_i + b_i) + M T                         T: the heaviest remaining stage
 
 `lightest` minimizes the load of the heaviest stage ("max-load" in Tarnawski et al. 2020,
-arXiv:2006.16423).  If r stages share what a downset I leaves,
+arXiv:2006.16423). If r stages are left for the atoms outside a downset I,
 
     T[I, r] = min over J > I of max(T[J, r - 1], load(J - I))
 
-Over all downsets both are exact; a chain of sorted atoms is the fast path.
+Both are exact over all downsets; a chain of sorted atoms is the fast path.
 """
 
 from __future__ import annotations
@@ -55,19 +56,23 @@ from hpc3d.pipeline.schedule import DEFAULT, ONE_STAGE, find
 from hpc3d.pipeline.step_model import StepModel
 from hpc3d.pipeline.timeline import Cost
 
-SEARCH_BUDGET = 1_000_000  # simulated passes of all searches of downsets together
-_LOOK = 32  # passes that one look at how to continue counts for
-_BLOCKS = 48  # between the places where the chain is cut
-_MOST_UNITS = 63  # that ranks are given in
-_STEPS = (0.8, 0.97)  # from limit to limit: first far, then around the best
-_NEAR_BEST = 2.0  # what is looked at again on the clock
-_FEW = 6  # numbers of stages that are followed under a limit
+SEARCH_BUDGET = 1_000_000  # simulated passes of all downset searches together
+_LOOK = 32  # cost of expanding one branch, in simulated passes
+_BLOCKS = 48  # number of blocks between candidate cuts
+_MOST_UNITS = 63  # the most units of ranks
+_STEPS = (0.8, 0.97)  # ratio of successive limits: coarse, then near the best
+_NEAR_BEST = 2.0  # candidates within this factor of the best are simulated
+_FEW = 6  # numbers of stages kept per limit
 
 
 class Allowed(NamedTuple):
-    """What a search may choose from: `ranks` and bytes of each, numbers of `microbatches`,
-    `schedules`, `replicas` (None: any; one number: of all stages; several: of each), whether
-    stages may `recompute`, and whether replicas share moments (`zero`)."""
+    """Search space of arrangements.
+
+    It has the number of `ranks`, the `memory` of each in bytes, the allowed `microbatches` and
+    `schedules`, and the `replicas` (None: any; one number: the same for all stages; several: one
+    per stage). `recompute` lists the allowed values of recomputation. With `zero` = 1, replicas
+    shard the moments.
+    """
 
     ranks: int
     memory: float
@@ -79,38 +84,41 @@ class Allowed(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """The most that there can be."""
+        """Largest number of stages."""
         if self.replicas is None:
             return self.ranks // self.unit
         return len(self.replicas) if self.replicas[1:] else self.ranks // self.replicas[0]
 
     @property
     def unit(self) -> int:
-        """Of many ranks so many are given together where replicas are searched."""
+        """Granularity in which ranks are assigned to stages if replicas are searched."""
         return max(1, 2 ** (self.ranks.bit_length() - _MOST_UNITS.bit_length()))
 
     def units(self, replicas: int) -> int:
-        """What a stage takes of what there is: where replicas are known one of the stages."""
+        """Return the units that a stage uses: of ranks, or one stage if replicas are given."""
         return 1 if self.replicas else replicas // self.unit
 
     def replicas_of(self, left: int) -> tuple[int, ...]:
-        """What a stage may have that has `left` stages from itself on."""
+        """Return the allowed replicas of a stage, `left` stages from the end including itself."""
         if self.replicas is None:
             return tuple(range(self.unit, self.ranks + 1, self.unit))
         return self.replicas[-left:][:1] if self.replicas[1:] else self.replicas
 
 
 class Estimated(NamedTuple):
-    """An arrangement and about the seconds of its step."""
+    """Arrangement with the estimated seconds of its step."""
 
     seconds: float
     choice: PipelineChoice
 
 
 class _StageKind(NamedTuple):
-    """By two places, for stages of so many `replicas`: what counts for the limit and in the sum,
-    without recomputation; what this adds; and the bytes that are held always, for a microbatch
-    in flight, that are saved, and that recomputation makes beside these."""
+    """Costs of stages with so many `replicas`, indexed by the cuts before and behind the stage.
+
+    `load` counts for the limit and `weight` in the sum, both without recomputation, which adds
+    `again` to both. Bytes are `always` resident, `received` and `saved` per microbatch in flight,
+    and `made` in addition by recomputation.
+    """
 
     replicas: int
     load: np.ndarray
@@ -124,8 +132,11 @@ class _StageKind(NamedTuple):
     def costs(
         self, flight: int, sending: bool, allowed: Allowed
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Limit, sum (inf where nothing fits), and whether a stage is run again; with so many
-        microbatches in flight, and the gradient of another one where it is `sending`."""
+        """Return the load for the limit, the weight in the sum, and True if a stage recomputes.
+
+        `flight` is the number of microbatches in flight. If `sending`, the gradient of another one
+        is also in memory. The weight is inf if nothing fits.
+        """
         least = self.always + (flight + sending) * self.received + self.saved
         keeps = least + (flight - 1) * self.saved <= allowed.memory
         again = least + self.made <= allowed.memory
@@ -136,8 +147,10 @@ class _StageKind(NamedTuple):
 
 
 class JointSearch:
-    """The search of arrangements of a model over some `places` of its chain (None: those between
-    blocks of it)."""
+    """Search for arrangements of a model over candidate cuts of its chain.
+
+    The cuts are `places` (None: the borders between blocks of the chain).
+    """
 
     def __init__(
         self, costs: ModelCosts, allowed: Allowed, places: np.ndarray | None = None
@@ -151,14 +164,15 @@ class JointSearch:
         self.best = inf
 
     def found(self) -> list[PipelineChoice]:
-        """The arrangements that fit and come near the best, about the shortest step first."""
+        """Return the arrangements that fit and are near the best, shortest estimated step
+        first."""
         found = [each for way in self._ways() for each in self._of_way(*way)]
         near = [each for each in found if each.seconds <= _NEAR_BEST * self.best]
         near.sort(key=lambda each: each.seconds)
         return self._that_fit(each.choice for each in near)
 
     def fits(self) -> bool:
-        """Whether anything does."""
+        """Return True if any arrangement fits in memory."""
         for way in self._ways():
             found = _OfWay(self, *way).under(inf).found
             if self._that_fit(each.choice for each in found):
@@ -166,13 +180,15 @@ class JointSearch:
         return False
 
     def _ways(self):
-        """Schedules, numbers of microbatches, and so many in flight on every stage (None: as many
-        as there are stages from there on).  Schedules of several chunks are made of the default
-        one's arrangements."""
+        """Yield the schedules, microbatches, and microbatches in flight on every stage.
+
+        The last is None if it is the number of stages from a stage to the last. Schedules with
+        several chunks are derived from arrangements of the default schedule.
+        """
         names = [name if find(name).chunks else DEFAULT for name in self.allowed.schedules]
         for micros in self.allowed.microbatches:
             if DEFAULT not in names:
-                yield DEFAULT, micros, 1  # one stage has no schedule
+                yield DEFAULT, micros, 1  # for a single stage, which needs no schedule
             for name in dict.fromkeys(names):
                 for flight in _flight_choices(find(name), micros, self.allowed.stages):
                     yield name, micros, flight
@@ -191,7 +207,7 @@ class JointSearch:
         ]
 
     def _of_way(self, name, micros, flight) -> Iterator[Estimated]:
-        """Under lower and lower limits, at last around the best."""
+        """Search with decreasing limits, then with finer steps around the best limit."""
         search = _OfWay(self, name, micros, flight)
         first = search.under(inf)
         if (micros - 1) * search.least + first.weight > _NEAR_BEST * self.best:
@@ -213,8 +229,10 @@ class JointSearch:
             yield from each.found
 
     def _all_interleaved(self, name, choices) -> Iterator[PipelineChoice]:
-        """With two parts of every stage, on as many replicas as stages of others have or on
-        equally many."""
+        """Yield arrangements with two parts per stage.
+
+        Their replicas are those of the `choices`, or equal for all stages.
+        """
         ways = {(each.replicas, each.microbatches): None for each in choices}
         for micros in self.allowed.microbatches:
             for r in self.allowed.replicas_of(1):
@@ -229,8 +247,11 @@ class JointSearch:
                 yield from self._interleaved(name, replicas, micros)
 
     def _interleaved(self, name, replicas, micros) -> Iterator[PipelineChoice]:
-        """The heaviest part is as light as can be; what has no room is run again.  Nothing, if
-        the heaviest stage alone takes longer than what comes near the best."""
+        """Yield the arrangement with the lightest heaviest part; parts that do not fit recompute.
+
+        It yields nothing if the heaviest stage alone takes longer than the arrangements near the
+        best.
+        """
         heavy = [np.triu(self.balance[micros][r].load, 1) for r in replicas * 2]
         ends, again = _balanced(heavy), self.allowed.recompute[0]
         loads = np.array([load[cut] for load, cut in zip(heavy, pairwise((0, *ends)))])
@@ -244,7 +265,7 @@ class JointSearch:
         yield self._with_room(choice) if True in self.allowed.recompute else choice
 
     def _with_room(self, choice):
-        """Parts of stages that are too full are run again, one after the other."""
+        """Make parts of stages that exceed the memory recompute, one after another."""
         for part, stage in enumerate(choice.stages):
             if bytes_held(self.costs, choice)[part % choice.width] > self.allowed.memory:
                 stages = [*choice.stages]
@@ -259,7 +280,8 @@ class JointSearch:
 
 
 def _balanced(loads):
-    """The places behind parts whose loads are these by two places, the heaviest least."""
+    """Return the ends of parts with these loads [before, after] that minimize the heaviest
+    load."""
     heaviest, following = np.full(len(loads[0]), inf), []
     heaviest[-1] = 0.0
     for load in reversed(loads):
@@ -273,8 +295,12 @@ def _balanced(loads):
 
 
 def _flight_choices(schedule, micros, stages):
-    """Of 1F1B by stage; all of GPipe; of a split backward pass equally many on every stage, by the
-    number of stages, of which some are tried."""
+    """Return the microbatches in flight to try.
+
+    1F1B has as many as stages to the last (None) and GPipe has all. A split backward pass has the
+    same number on every stage; it depends on the number of stages, of which powers of two are
+    tried.
+    """
     if schedule.keeps_all:
         return [micros]
     if not schedule.late_weights:
@@ -284,8 +310,8 @@ def _flight_choices(schedule, micros, stages):
 
 
 class _Under(NamedTuple):
-    """What there is under a limit: the least seconds, their sum and heaviest stage, and those
-    arrangements that come next."""
+    """Result under a limit: the least step time, sum and heaviest load, and the best
+    arrangements."""
 
     seconds: float
     weight: float
@@ -294,7 +320,7 @@ class _Under(NamedTuple):
 
 
 class _OfWay:
-    """The search for a schedule, a number of microbatches and of those in flight."""
+    """Search for one schedule, number of microbatches, and number of them in flight."""
 
     def __init__(self, search, name, micros, flight):
         self.search, self.allowed = search, search.allowed
@@ -311,7 +337,7 @@ class _OfWay:
         self.least = np.min(each, 0).sum() / self.allowed.ranks if each else inf
 
     def _replicas(self):
-        """Without those that leave as many rows to the fullest rank as fewer would."""
+        """Yield the replicas, without those whose fullest rank has as many rows as with fewer."""
         rows = self.search.costs.rows(self.micros, 1)
         wanted = {r for left in range(1, self.width + 1) for r in self.allowed.replicas_of(left)}
         for r in sorted(each for each in wanted if each <= rows):
@@ -330,7 +356,7 @@ class _OfWay:
         work = part.forward + part.backward + sums / micros
         messages = border[:, None] + border[None]
         load = work + (0.0 if self.schedule.keeps_all else messages)
-        # A W comes after the gradient that others wait for, and those of others fill the wait.
+        # W runs after the gradient that others wait for, and W of others fills the wait.
         late = 1 + self.schedule.late_weights if self.schedule.splits_backward else 0
         weight = work + messages - late * part.weight
         always = part.fixed + micros * rows * part.fed + part.working
@@ -341,7 +367,7 @@ class _OfWay:
         return _StageKind(replicas, load, weight, part.forward, always, received, part.saved, sent)
 
     def _table(self, left, replicas):
-        """The costs of a stage that has `left` from itself on."""
+        """Return the costs of a stage that is `left` stages from the end, including itself."""
         flight = min(self.micros, self.flight or left)
         key = flight, replicas
         if key not in self.costs:
@@ -352,7 +378,7 @@ class _OfWay:
         return self.costs[key]
 
     def under(self, limit: float) -> _Under:
-        """The arrangements whose stages take no longer."""
+        """Return the best arrangements whose stages all stay within the limit."""
         sums = self._sums(limit)
         start = [each[0, -1] for each in sums]
         fewest = 2 if self.name != DEFAULT else 1
@@ -369,7 +395,7 @@ class _OfWay:
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
     def _sums(self, limit):
-        """G by the number of stages: [places, units of ranks left]."""
+        """Return G by the number of stages: [cuts, units of ranks left]."""
         shape = len(self.search.places), self._units() + 1
         sums = [np.full(shape, inf)]
         sums[0][-1] = 0.0
@@ -395,7 +421,7 @@ class _OfWay:
         return np.where(load <= limit, weight, inf)
 
     def _traced(self, sums, limit, stages):
-        """The arrangement behind a sum, and the load of its heaviest stage."""
+        """Return the arrangement that attains a sum, and the load of its heaviest stage."""
         place, units, chosen, loads = 0, self._units(), [], []
         for left in range(stages, 0, -1):
             ways = {
@@ -416,8 +442,11 @@ class _OfWay:
 
 
 class Timed(NamedTuple):
-    """A step: its seconds, the schedule, the downsets behind the stages, the microbatches in
-    flight of each, and whether it is `proven` that no step is shorter."""
+    """Simulated step of a partition.
+
+    `seconds` is the step time, `ends` are the downsets behind the stages, and `in_flight` the
+    microbatches in flight of each. `proven` is True if no step is shorter.
+    """
 
     seconds: float
     schedule: str
@@ -427,7 +456,7 @@ class Timed(NamedTuple):
 
 
 def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]) -> Timed | None:
-    """The step of a partition; None if a stage does not fit."""
+    """Return the step of a partition; None if a stage does not fit."""
     search = _DownsetSearch(cuts, limits, schedule if ends[1:] else ONE_STAGE, len(ends))
     return search.step(tuple(ends)) if search.fits(ends) else None
 
@@ -435,9 +464,11 @@ def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]
 def quickest(
     cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...], passes: int | None = None
 ) -> Timed | None:
-    """The shortest step of all numbers of stages and `schedules`, as far as so many `passes` go
-    (None: SEARCH_BUDGET); None if nothing fits."""
-    most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more are mostly faster
+    """Return the shortest step over all numbers of stages and `schedules`; None if nothing fits.
+
+    The search simulates at most about `passes` passes (None: SEARCH_BUDGET).
+    """
+    most = range(min(limits.ranks, cuts.count - 1), 0, -1)  # more stages are usually faster
     kinds = [(name if stages > 1 else ONE_STAGE, stages) for stages in most for name in schedules]
     kinds = [*dict.fromkeys(kinds)]
     tables = {
@@ -459,7 +490,7 @@ def quickest(
 
 
 class _DownsetSearch:
-    """The search for a schedule and a number of stages."""
+    """Branch and bound for one schedule and number of stages."""
 
     def __init__(self, cuts, limits, name, stages):
         self.cuts, self.limits, self.name, self.stages = cuts, limits, name, stages
@@ -469,14 +500,14 @@ class _DownsetSearch:
         self.rest, self.left, self.best = None, 0, None
 
     def run(self, following, rest, passes):
-        """Find the best, with a `table`."""
+        """Find the best step, starting from the optimum of a `table`."""
         self.rest, self.left = rest, passes
         if np.isfinite(rest[0, self.stages]):
             self._try_out(tuple(path(following, self.stages)))
             self.extend((), 0)
 
     def extend(self, ends, before):
-        """Go through all ways to go on behind the stages that end at `ends`."""
+        """Search all continuations of the stages that end at `ends`."""
         here, behind = len(ends), self.stages - len(ends) - 1
         if behind == 0:
             self._try_out((*ends, self.cuts.count - 1))
@@ -491,8 +522,10 @@ class _DownsetSearch:
                 self.extend((*ends, int(after[place])), int(after[place]))
 
     def least(self, before, after, here, behind):
-        """The seconds of a step at least if the next stage ends at one of `after`; inf where it
-        does not fit, or leaves too little for the others."""
+        """Return a lower bound on the step time for each end in `after` of the next stage.
+
+        It is inf if the stage does not fit, or leaves too little for the others.
+        """
         cuts, micros = self.cuts, self.micros
         forward = cuts.forward[after] - cuts.forward[before]
         backward = cuts.backward[after] - cuts.backward[before]
@@ -510,19 +543,19 @@ class _DownsetSearch:
         return np.inf if self.limits.memory is None else self.limits.memory
 
     def held(self, before, after, stage):
-        """Bytes of the stage between two downsets."""
+        """Return the bytes of the stage between two downsets."""
         saved = self.cuts.saved[after] - self.cuts.saved[before]
         if self.limits.keeps_received:
             saved = saved + self.cuts.crossing[before]
         return self.cuts.fixed(before, after) + self.in_flight[stage] * saved
 
     def fits(self, ends):
-        """Whether every stage does."""
+        """Return True if every stage fits."""
         cuts = enumerate(zip((0, *ends[:-1]), ends, strict=True))
         return all(self.held(*cut, stage) <= self.room for stage, cut in cuts)
 
     def _try_out(self, ends):
-        """Run the step of a partition that fits, and keep it if it is the shortest."""
+        """Simulate the step of a partition if it fits, and keep it if it is the shortest."""
         if not self.fits(ends):
             return
         self.left -= 2 * self.stages * self.micros
@@ -531,7 +564,7 @@ class _DownsetSearch:
             self.best = found
 
     def step(self, ends):
-        """The Timed of a partition."""
+        """Return the Timed of a partition."""
         done = self.model.ends(_stage_costs(self.cuts, ends, self.limits))
         if self.limits.sums:
             parameters = map(self.cuts.trained, (0, *ends[:-1]), ends)
@@ -541,8 +574,10 @@ class _DownsetSearch:
 
 
 def _stage_costs(cuts: Downsets | Chain, ends: tuple[int, ...], limits: Limits) -> list[Cost]:
-    """The stages on the clock: what they compute, and messages of all values that are needed
-    behind a border, those for a later stage too, for they are handed on."""
+    """Return the costs of the stages for the schedule simulator.
+
+    A message carries all values needed behind the border, including those that later stages need.
+    """
     found = []
     for before, after in zip((0, *ends[:-1]), ends):
         forward = cuts.forward[after] - cuts.forward[before]
@@ -552,15 +587,17 @@ def _stage_costs(cuts: Downsets | Chain, ends: tuple[int, ...], limits: Limits) 
 
 
 def lightest(cuts: Downsets | Chain, limits: Limits) -> list[int] | None:
-    """The downsets behind the stages of the partition into at most `limits.ranks` with the least
-    load of the heaviest stage, and of those one with few; None if none fits the memory."""
+    """Return the partition with the lightest heaviest stage, as the downsets behind the stages.
+
+    It has at most `limits.ranks` stages, and the fewest among equals. Returns None if none fits.
+    """
     following, load = table(cuts, limits)
     least = load[0].min()
     return None if np.isinf(least) else path(following, int((load[0] <= least).argmax()))
 
 
 def path(following: np.ndarray, stages: int) -> list[int]:
-    """The downsets behind so many stages, from the first on, by a `table`."""
+    """Return the downsets behind each stage of the optimum with `stages` stages in a `table`."""
     at, ends = 0, []
     for left in range(stages, 0, -1):
         at = int(following[at, left])
@@ -569,7 +606,7 @@ def path(following: np.ndarray, stages: int) -> list[int]:
 
 
 def table(cuts: Downsets | Chain, limits: Limits) -> tuple[np.ndarray, np.ndarray]:
-    """By downset and number of stages behind it: the next downset of the optimum, and T."""
+    """Return by downset and number of remaining stages the next downset of the optimum, and T."""
     width = min(limits.ranks, cuts.count - 1) + 1
     load = np.full((cuts.count, width), np.inf)
     following = np.full((cuts.count, width), -1, np.int32)

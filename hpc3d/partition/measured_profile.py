@@ -1,8 +1,7 @@
-"""A profile as a file: what `hpc3d.partition profile` has measured of a module on a machine, and
-the costs of a plan by it.
+"""File with the measurements of `hpc3d.partition profile`, and plan costs derived from it.
 
-The seconds of a piece lie on a line between two numbers of rows that were measured; beyond the
-last one they grow with the rows.  Bytes are counted as without a profile.
+The seconds of a piece are interpolated linearly between the measured numbers of rows. Beyond the
+last one they are proportional to the rows. Bytes are counted as without a profile.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 
 _FORMAT, _VERSION = "hpc3d-profile", 1
 _REMEDY = "name a file that python -m hpc3d.partition profile has written"
-_ONE_NODE = 4096  # ranks; more than a profile is measured with
+_ONE_NODE = 4096  # ranks per node: more than any profile has, so all are on one node
 
-# A second an operation or byte: the shares of what is not measured.
+# One second per operation and byte, for the shares of times that are not measured.
 UNIT = Machine(
     "unit",
     "a second an operation and a byte",
@@ -43,12 +42,12 @@ UNIT = Machine(
 
 
 class ModuleProfile(NamedTuple):
-    """What was measured of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`) while
-    `ranks` ranks of a machine with so many `cores` did so at once.
+    """Measurements of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`).
 
-    `pieces` has by name two lists, the seconds forward and backward of a microbatch of each number
-    of `rows`; `run` the numbers of RunCosts; `calls` those of a CallTable each.  `memory` are the
-    bytes of a rank, and `host` says what the machine is.
+    All `ranks` ranks measured at once, on a machine with so many `cores`. `pieces` maps the name
+    of a piece to two lists, the seconds of a microbatch forward and backward for each number of
+    `rows`. `run` has the fields of RunCosts, and each of the `calls` those of a CallTable.
+    `memory` is the bytes per rank, and `host` describes the machine.
     """
 
     model: str
@@ -63,12 +62,14 @@ class ModuleProfile(NamedTuple):
     calls: list[dict[str, Any]]
 
     def text(self) -> str:
-        """The content of its file."""
+        """Return the content of the profile's file."""
         return json.dumps({"format": _FORMAT, "version": _VERSION, **self._asdict()}) + "\n"
 
     def machine(self, ranks: int) -> Machine:
-        """The Machine that it was measured on, for plans of so many ranks; ValueError if it does
-        not know what messages take."""
+        """Return the Machine of the measurements, for plans of `ranks` ranks.
+
+        Raises ValueError if the profile lacks the message times that several ranks need.
+        """
         if ranks > 1 and not self.calls:
             raise ValueError(
                 "this profile was measured on one rank and has no messages: measure it under "
@@ -92,8 +93,10 @@ class ModuleProfile(NamedTuple):
         )
 
     def costs(self, captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
-        """Those of the model by this profile, with the calls of a machine; ValueError if it is
-        another model."""
+        """Return the measured costs of the model, with the communication times of `machine`.
+
+        Raises ValueError if the profile is that of another model.
+        """
         if digest_of(captured) != self.graph:
             raise ValueError(
                 f"{self.model} computes something else than when it was measured, or this is "
@@ -114,7 +117,7 @@ def _frozen(value):
 
 
 def _link_of(tables):
-    """The Link of what is in no table: messages of two ranks."""
+    """Return the Link for calls without a table, fitted to messages between two ranks."""
     for table in tables:
         if table.op == "send":
             more = table.bytes[-1] - table.bytes[0], table.seconds[-1] - table.seconds[0]
@@ -123,7 +126,7 @@ def _link_of(tables):
 
 
 class MeasuredOperations(Operations):
-    """The operations of a captured module, whose pieces take the seconds of a ModuleProfile."""
+    """Operations of a captured module whose pieces take the times of a ModuleProfile."""
 
     def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
         super().__init__(captured)
@@ -133,12 +136,12 @@ class MeasuredOperations(Operations):
 
     @cached_property
     def weight(self) -> list[float]:
-        """The share of backward of each piece that is for the gradients of weights."""
+        """Share of each piece's backward time that is spent on weight gradients."""
         found = super().costs(UNIT, int(self.rows[0]))
         return [_weight(found[node] for node in each.nodes) for each in self.captured.pieces]
 
     def costs(self, machine: Machine, batch: int) -> dict:
-        """As without a profile, with all seconds of a piece at its first operation."""
+        """Return the costs with the seconds of a piece assigned to its first operation."""
         found = {
             node: each._replace(forward=0.0, backward=0.0, weight=0.0)
             for node, each in super().costs(UNIT, batch).items()
@@ -153,7 +156,7 @@ class MeasuredOperations(Operations):
         return found
 
     def at(self, rows: int) -> np.ndarray:
-        """Seconds [piece, forward or backward] of a microbatch of so many rows."""
+        """Return the seconds [piece, forward or backward] of a microbatch of `rows` rows."""
         known, last = self.rows, self.rows[-1]
         if rows >= last:
             return self.seconds[..., -1] * (rows / last)
@@ -169,7 +172,7 @@ def _weight(costs):
 
 
 def load(path: Path | str) -> ModuleProfile:
-    """The ModuleProfile of a file; ValueError in one line for any other."""
+    """Return the ModuleProfile of a file; raise ValueError in one line if it is invalid."""
     content = files.read(path, files.MOST_JSON, _REMEDY)
     try:
         tree = json.loads(content)

@@ -1,7 +1,7 @@
-"""The graph of a captured module with its costs, as hpc3d.partition.planner cuts it.
+"""Graph of a captured module with its costs, as hpc3d.partition.planner partitions it.
 
-A stage holds, for every parameter, its value, its gradient and what the optimiser keeps; for every
-microbatch in flight, what backward needs.
+A stage stores the value, the gradient and the optimizer state of each of its parameters, and the
+saved activations of every microbatch in flight.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from hpc3d.predict.machine.machine import Machine
 
 
 def costs_of(captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
-    """The ModelCosts of a captured module, for the batch of its example inputs unless given."""
+    """Return the ModelCosts of a captured module; `batch` defaults to that of the example
+    inputs."""
     graphs = partial(graph_of, Operations(captured), machine)
     return ModelCosts(graphs, machine, batch or captured.batch)
 
 
 def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
-    """The Graph of a module for microbatches of `batch` samples; an atom's id is its module and
-    its first operation."""
+    """Return the Graph of a module for microbatches of `batch` samples.
+
+    The id of an atom is its module and its first operation.
+    """
     captured, found = operations.captured, operations.costs(machine, batch)
     weights, reads = _weights(captured), [*_read_inputs(captured)]
     atoms = [
@@ -46,7 +49,7 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 
 
 def _saved_later(operations, found):
-    """Values without bytes of what a piece makes and another one saves."""
+    """Yield values without bytes for the results of a piece that another piece saves."""
     places = operations.captured.places
     for node, saver in operations.savers.items():
         if node in places and places.get(saver, places[node]) != places[node]:
@@ -54,7 +57,7 @@ def _saved_later(operations, found):
 
 
 def _before_loss(captured):
-    """Values without bytes that let the loss be computed last, after what nobody else reads."""
+    """Return values without bytes that make the loss the last atom, behind unread results."""
     loss = loss_of(captured)
     if loss is None:
         return []
@@ -64,7 +67,7 @@ def _before_loss(captured):
 
 
 def _weights(captured):
-    """By name: bytes that a stage holds for a weight, and bytes that are trained."""
+    """Return by name the bytes that a stage stores for a weight, and its trainable bytes."""
     state, found = {**captured.program.state_dict, **captured.program.constants}, {}
     for name in {name for piece in captured.pieces for name in piece.weights}:
         tensor = state[name]
@@ -75,7 +78,7 @@ def _weights(captured):
 
 
 def _shared(captured, weights):
-    """The weights that several pieces read."""
+    """Return the weights that several pieces read."""
     readers = defaultdict(list)
     for number, piece in enumerate(captured.pieces):
         for name in piece.weights:
@@ -88,7 +91,7 @@ def _shared(captured, weights):
 
 
 def _read_inputs(captured):
-    """Of every input the pieces that read it and the bytes of a sample."""
+    """Yield for every input the pieces that read it and its bytes per sample."""
     for node in captured.inputs:
         tensor, readers = node.meta["val"], {captured.places.get(user) for user in node.users}
         if carries_batch(node):
@@ -116,6 +119,6 @@ def _atom(number, piece, found, weights):
 
 
 def _name_of(piece):
-    """The module of a piece and its first operation on the batch."""
+    """Return the module of a piece and its first operation on the batch."""
     first = next(filter(carries_batch, piece.nodes), piece.nodes[0]).name
     return f"{piece.module}/{first}" if piece.module else first

@@ -1,9 +1,9 @@
-"""The plan of a captured module on a machine: stages, the replicas and the recomputation of each,
-microbatches and schedule at once.
+"""Plan of a captured module on a machine.
 
-Arrangements that may be the best come from hpc3d.partition.joint_search; they are run on the clock
-of hpc3d.partition.evaluation, and the best few are improved there.  Where the graph has few
-downsets, the best partition over all of them with as many replicas for every stage is one of them.
+Stages, their replicas and recomputation, microbatches and schedule are chosen together. Candidates
+come from hpc3d.partition.joint_search. They are simulated by hpc3d.partition.evaluation, and
+hpc3d.partition.improvement improves the best few. If the graph has few downsets, the best
+partition over all of them with equally many replicas per stage is also a candidate.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 from hpc3d.plain import counted
 from hpc3d.predict.machine.machine import Machine
 
-_MOST_MICROBATCHES = 128  # that are tried
-_LOOKED_AT = 250  # arrangements with one part per stage that are run on the clock
-_AT_LEAST, _IMPROVED = 4, 8  # of these that are improved
-_FAR = 1.1  # from the best, which no improvement makes good
+_MOST_MICROBATCHES = 128  # the most that are tried
+_LOOKED_AT = 250  # simulated arrangements with one part per stage
+_AT_LEAST, _IMPROVED = 4, 8  # numbers of arrangements that are improved
+_FAR = 1.1  # factor from the best that no improvement makes up for
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
-_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # of a search over all of them
-_MOST_LAID_OUT = 2**14  # forward passes of a schedule
-_CLOSE = 1e-3  # to the least memory that a refusal names
+_MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits of a search over all downsets
+_MOST_LAID_OUT = 2**14  # the most forward passes of a simulated schedule
+_CLOSE = 1e-3  # relative tolerance of the least memory in an error message
 
 
 class Wanted(NamedTuple):
-    """What is asked for: `ranks`, bytes of each (None: the machine's), of which a part is left
-    free (`margin`), and the samples of a step (None: those of the example inputs).
+    """Request for a plan.
 
-    What is None is searched: `replicas` of all stages or of each, `microbatches` of the batch, the
-    `schedule` of those in `schedules`.  `recompute` is "none", "full" or "stage", which is
-    searched for every stage; with `zero` = 1 replicas share the moments of the optimiser.
+    `ranks` is the number of ranks. `memory` is the bytes of each (None: the machine's), of which
+    the fraction `margin` is left free. `batch` is the samples of a step (None: those of the
+    example inputs). If `replicas` (of all stages, or of each), `microbatches` or `schedule` is
+    None, it is searched; schedules are taken from `schedules`. `recompute` is "none", "full", or
+    "stage", which is searched for every stage. With `zero` = 1, replicas shard the moments of the
+    optimizer.
     """
 
     ranks: int
@@ -69,10 +71,13 @@ class Wanted(NamedTuple):
 
 
 class ModuleBorder(NamedTuple):
-    """What lies between two parts: the bytes of a microbatch that the busiest rank sends, the id
-    before it, the seconds of the step if it alone lay where it is next best, behind `instead`
-    (None where it could lie nowhere else), and whether there is `room` for it where the step would
-    be shortest."""
+    """Border between two parts.
+
+    `nbytes` is the bytes per microbatch that the busiest rank sends, and `behind` the id before
+    the border. `next_best` is the step time with only this border moved to the best other position
+    nearby, behind `instead`; both are None if no such position fits. `room` is False if a nearby
+    position with a shorter step does not fit in memory.
+    """
 
     nbytes: float
     behind: str
@@ -82,8 +87,10 @@ class ModuleBorder(NamedTuple):
 
 
 class ModulePlan(NamedTuple):
-    """An arrangement, its `step`, what explains its borders, and the `memory` that it kept to;
-    `costs` has the chain of atoms that its stages end in."""
+    """Arrangement with its `step`, its explained borders, and the `memory` limit.
+
+    The stages end at atoms of the chain in `costs`.
+    """
 
     choice: PipelineChoice
     step: Evaluated
@@ -94,18 +101,20 @@ class ModulePlan(NamedTuple):
 
     @property
     def ids(self) -> list[list[str]]:
-        """Of the atoms of every part, in the order of the model."""
+        """Ids of the atoms of every part, in model order."""
         return self._of_parts("ids")
 
     @property
     def pieces(self) -> list[list[int]]:
-        """The numbers of the pieces of the captured module in every part, in the order of the
-        model; of S pipeline stages, part n is on stage n mod S."""
+        """Indices of the pieces of the captured module in every part, in model order.
+
+        Part n is on stage n mod S of S pipeline stages.
+        """
         return [sorted(pieces) for pieces in self._of_parts("pieces")]
 
     @property
     def load(self) -> float:
-        """Seconds of a microbatch on the heaviest stage, with the messages at its borders."""
+        """Seconds per microbatch of the heaviest stage, including messages at its borders."""
         parts = zip(self.step.forward, self.step.backward, strict=True)
         messages = (0.0, *self.step.messages, 0.0)
         loads = [sum(each) + sum(messages[part : part + 2]) for part, each in enumerate(parts)]
@@ -122,15 +131,15 @@ class ModulePlan(NamedTuple):
 
 
 def planned_module(captured: Captured, machine: Machine, wanted: Wanted) -> ModulePlan:
-    """The fastest ModulePlan of a captured module on a machine: `best_plan` of its costs."""
+    """Return the fastest ModulePlan of a captured module on a machine."""
     return best_plan(costs_of(captured, machine, wanted.batch), wanted)
 
 
 def best_plan(costs: ModelCosts, wanted: Wanted) -> ModulePlan:
-    """The ModulePlan with the shortest step that was found.
+    """Return the ModulePlan with the shortest step that the search finds.
 
-    ValueError if nothing fits the memory of a rank, with what the nearest needs, and for numbers
-    that do not go together.
+    Raises ValueError for inconsistent numbers, and if nothing fits the memory of a rank; the
+    message says how much memory would suffice.
     """
     if not costs.count:
         raise ValueError("the model computes nothing from its inputs")
@@ -173,7 +182,7 @@ def _allowed(costs, wanted, memory):
 
 
 def _refuse_long(costs, wanted):
-    """More passes than a search can lay out for every arrangement."""
+    """Raise ValueError if a schedule has too many passes to simulate every candidate."""
     stages = min(wanted.ranks, costs.count)
     if wanted.microbatches and stages * wanted.microbatches > _MOST_LAID_OUT:
         raise ValueError(
@@ -199,13 +208,13 @@ def _refuse_few(costs, wanted, allowed):
 
 
 def _quickest(costs, allowed):
-    """The best few arrangements on the clock, improved: their costs, choice and step."""
+    """Yield the costs, choice and step of the best few simulated arrangements, improved."""
     search = JointSearch(costs, allowed)
     found = search.found()
     several = [each for each in found if each.chunks > 1]
     found = [each for each in found if each.chunks == 1][:_LOOKED_AT] + several
     found = _sorted_on_the_clock(costs, found)
-    # The best of every schedule and number of stages: small changes do not lead to others.
+    # The best of every schedule and number of stages: small changes do not reach others.
     kinds = {(each.schedule, each.width): each for each in reversed(found)}
     best = sorted(kinds.values(), key=found.index)[:_IMPROVED]
     best += [each for each in found if each not in best][: max(0, _AT_LEAST - len(best))]
@@ -216,7 +225,10 @@ def _quickest(costs, allowed):
 
 
 def _sorted_on_the_clock(costs, choices):
-    """By the seconds of a step, without those whose busiest stage alone is far from the best."""
+    """Sort arrangements by simulated step time.
+
+    Those whose busiest stage alone takes far longer than the best step are dropped.
+    """
     seconds, best = {}, inf
     for choice in sorted(choices, key=lambda each: busiest(costs, each)):
         if busiest(costs, choice) > _FAR * best:
@@ -227,8 +239,10 @@ def _sorted_on_the_clock(costs, choices):
 
 
 def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, PipelineChoice]]:
-    """Of a small graph with branches the partition over all downsets that is fastest with the
-    replicas and microbatches of the best arrangement, if each stage has equally many."""
+    """Yield the fastest partition of a small branched graph over all its downsets.
+
+    Its replicas and microbatches are those of the best arrangement with equal replicas.
+    """
     alike = [each for each in choices if len({*each.replicas}) == 1 and each.chunks == 1]
     downsets = costs.graph(1).downsets(_MOST_DOWNSETS)
     names = [name for name in allowed.schedules if find(name).undivided]
@@ -248,7 +262,7 @@ def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, Pipeli
 
 
 def _limits(costs, allowed, replicas, micros):
-    """Of stages that all have so many replicas."""
+    """Return the Limits for stages with `replicas` replicas each."""
     border = border_of(costs, allowed.ranks)
     return Limits(
         allowed.ranks // replicas,
@@ -262,7 +276,7 @@ def _limits(costs, allowed, replicas, micros):
 
 
 def _along(costs, cuts, ends, replicas):
-    """The chain of the atoms in which stages of a partition follow each other, and these."""
+    """Return the costs along a chain in which the stages are contiguous, and the stages."""
     if not cuts.exact:
         return costs, tuple(StageChoice(int(end), replicas) for end in ends)
     stages = [[*bits(cuts.stage(*cut))] for cut in pairwise((0, *ends))]
@@ -272,8 +286,10 @@ def _along(costs, cuts, ends, replicas):
 
 
 def _lightest(costs, allowed):
-    """The partition whose heaviest stage is lightest, with the fewest microbatches and replicas
-    that are allowed: its costs, choice and step."""
+    """Yield the costs, choice and step of the partition with the lightest heaviest stage.
+
+    It has the first of the allowed microbatches and replicas, which are the fewest.
+    """
     micros, replicas = allowed.microbatches[0], (allowed.replicas or (1,))[0]
     cuts = cuts_of(costs.graph(costs.rows(micros, replicas)))
     limits = _limits(costs, allowed, replicas, micros)
@@ -288,7 +304,7 @@ def _lightest(costs, allowed):
 
 
 def _borders(costs, choice, step, memory):
-    """Every border, and what the step takes if it alone is moved."""
+    """Yield every border with the step time if only this border moves."""
     atoms = costs.graph(1).atoms
     for border, nbytes in enumerate(step.sent):
         other, seconds, tight = next_best(costs, choice, step, border, memory)
@@ -298,7 +314,7 @@ def _borders(costs, choice, step, memory):
 
 
 def _nothing_fits(costs, allowed, wanted):
-    """The line that says how much memory would do."""
+    """Return the error message with the memory that would suffice."""
     low, high = allowed.memory, 2 * allowed.memory
     while not JointSearch(costs, allowed._replace(memory=high)).fits():
         low, high = high, 2 * high

@@ -1,14 +1,14 @@
-"""What the operations of a captured module cost on a machine, for a batch of any size.
+"""Costs of the operations of a captured module on a machine, for any batch size.
 
-The graph runs on fake tensors, which have shapes and an autograd graph but no data.
-Products, convolutions and attention are counted in floating-point operations, all else in bytes:
+The graph runs on fake tensors, which have shapes and an autograd graph but no data. Products,
+convolutions and attention are counted in floating-point operations, all other operations in bytes:
 
     product     2 m n k; backward once more for each operand that needs a gradient
     attention   4 b h s t d, and 10 b h s t d backward: its products again, and four more
     the rest    reads and writes every byte once; backward reads the gradient and what was read
 
-Tensors that backward needs are counted once each, by storage, with the operation that makes them;
-parameters and inputs aside.
+A tensor that backward needs counts once, by storage, with the operation that makes it. Parameters
+and inputs do not count.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ _aten = torch.ops.aten
 
 
 class OperationCost(NamedTuple):
-    """Seconds forward and backward, bytes that are saved for backward, bytes of the result, bytes
-    of the gradients that backward makes and reads at once, the seconds of `backward` that are for
-    the gradients of weights of products, which may come later, and of the bytes that are saved
-    those for operations `later`."""
+    """Cost of an operation for one microbatch.
+
+    `forward` and `backward` are seconds; `weight` is the share of `backward` spent on the weight
+    gradients of products, which may be deferred. Sizes are in bytes: `saved` for backward, of
+    which `later` are saved by other operations; `nbytes` of the result; `working` for the
+    gradients that backward reads and makes at once.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -47,7 +50,8 @@ class OperationCost(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Products (batch, m, n, k), a fused kernel's operations, and bytes that are moved."""
+    """Work of an operation: products (batch, m, n, k), FLOPs of a fused kernel, and bytes
+    moved."""
 
     products: tuple[tuple[int, int, int, int], ...] = ()
     flop: float = 0.0
@@ -55,9 +59,11 @@ class Work(NamedTuple):
 
 
 class _Operation(NamedTuple):
-    """What an operation does forward and backward, the bytes that it saves, makes, needs for
-    gradients, and that another one saves, and which part of backward is for weights and may come
-    later."""
+    """Counts of an operation for one batch size.
+
+    `saved`, `nbytes`, `working` and `later` are bytes as in OperationCost. `weight` is the
+    fraction of backward for weight gradients, which may be deferred.
+    """
 
     forward: Work
     backward: Work
@@ -69,10 +75,10 @@ class _Operation(NamedTuple):
 
 
 class Operations:
-    """The operations of a captured module for a batch of any size.
+    """Operations of a captured module for any batch size.
 
-    They are counted for two sizes; every size of an array is linear in that of the batch, and so
-    is what is counted.  `savers` has for an operation the first other one that saves its result.
+    They are counted for two sizes, since all counts are linear in the batch size. `savers` maps an
+    operation to the first other operation that saves its result.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -85,8 +91,10 @@ class Operations:
         }
 
     def costs(self, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
-        """The OperationCost of each for a microbatch of `batch` samples; operations of repeated
-        layers do the same, and are costed once."""
+        """Return the OperationCost of each operation for a microbatch of `batch` samples.
+
+        Identical operations of repeated layers are costed once.
+        """
         way = (batch - _LOW) / (_HIGH - _LOW)
         found = {
             kind: _cost(machine, _on_the_line(*kind[:2], way), kind[2])
@@ -99,7 +107,7 @@ _LOW, _HIGH = 2, 4
 
 
 def _on_the_line(low, high, way):
-    """Numbers in tuples of tuples, `way` of the way from the one to the other."""
+    """Interpolate between nested tuples of numbers; `way` is 0 at `low` and 1 at `high`."""
     if not isinstance(low, tuple):
         return low + way * (high - low)
     parts = [_on_the_line(*each, way) for each in zip(low, high, strict=True)]
@@ -120,7 +128,7 @@ def _seconds(machine, work, dtype):
 
 
 class _Meter(fx.Interpreter):
-    """Runs a program on fake tensors of a batch, and counts."""
+    """Interpreter that runs a program on fake tensors of a batch and counts."""
 
     def __init__(self, captured, batch):
         super().__init__(captured.program.graph_module, garbage_collect_values=False)
@@ -140,7 +148,7 @@ class _Meter(fx.Interpreter):
         }
 
     def _given(self):
-        """The weights and the inputs of the program."""
+        """Yield the weights and inputs of the program."""
         program, weights = self.captured.program, self.captured.weights
         state = {**program.state_dict, **program.constants}
         for node in (node for node in program.graph.nodes if node.op == "placeholder"):
@@ -153,7 +161,8 @@ class _Meter(fx.Interpreter):
             yield value
 
     def _empty(self, value):
-        """A tensor like one of the program, of this batch; what is no tensor stays."""
+        """Return a tensor like one of the program for this batch; return other values as they
+        are."""
         if not isinstance(value, torch.Tensor):
             return value
         shape = [size if isinstance(size, int) else self._size(size) for size in value.shape]
@@ -174,7 +183,7 @@ class _Meter(fx.Interpreter):
             if maker is not self.node:
                 self.savers.setdefault(maker, self.node)
                 self.later[maker] += storage.nbytes()
-            self.kept.append(value)  # while it lives, no other storage has its number
+            self.kept.append(value)  # no other storage gets its id while it lives
         return value
 
     def run_node(self, node):
@@ -200,7 +209,7 @@ class _Meter(fx.Interpreter):
         return result
 
     def _keep_whole(self, node, operands):
-        """A module that stays whole keeps what it takes, and what its operations save."""
+        """Count the operands of an opaque module and the recorded bytes that it saves."""
         if any(each.requires_grad for each in operands):
             for each in operands:
                 self._saved(each)
@@ -209,7 +218,7 @@ class _Meter(fx.Interpreter):
             self.savings[node] += saved
 
     def _works(self, node, operands, result, saved, flop):
-        """The Work of an operation forward and backward."""
+        """Return the Work of an operation forward and backward."""
         if isinstance(node.target, WholeModule):
             moved = _nbytes([*operands, *tensors(result)]) + saved
             forward, backward = (each * self.batch for each in node.target.call.flop)
@@ -219,7 +228,7 @@ class _Meter(fx.Interpreter):
         return _work(node, operands, result, saved)
 
     def _share_of_weights(self, node, operands, products):
-        """How much of backward, which has so many products, is the one for a weight."""
+        """Return the fraction of the backward products that computes a weight gradient."""
         name = getattr(node.target, "overloadpacket", None)
         if name not in _LATE_WEIGHTS or not products:
             return 0.0
@@ -228,7 +237,7 @@ class _Meter(fx.Interpreter):
         return (is_one and (name != _aten.matmul or weight.dim() == 2)) / products
 
     def _counted(self, node):
-        """The result, and the floating-point operations where torch composes it of products."""
+        """Run an operation and count the FLOPs if torch composes it of products."""
         if getattr(node.target, "overloadpacket", None) not in _COMPOSED:
             return super().run_node(node), 0
         with FlopCounterMode(display=False) as counter:
@@ -237,9 +246,11 @@ class _Meter(fx.Interpreter):
 
 
 def _widest(result, needed, ends):
-    """The bytes of the gradients that are read and made at once at most, where torch runs backward
-    what lies between a result and the `ends` of what it is made of; those of the result and of the
-    `needed` operands where it does not know."""
+    """Return the peak bytes of gradients that a backward pass reads and makes at once.
+
+    The pass covers the autograd graph between a result and the `ends` of its operands. If the
+    graph does not reach them, the bytes of the result and the `needed` operands are returned.
+    """
     todo = [tensor.grad_fn for tensor in tensors(result) if tensor.grad_fn]
     found, known = 0, set()
     while todo:
@@ -255,7 +266,7 @@ def _widest(result, needed, ends):
     return found if known & ends else _nbytes(needed) + _nbytes(result)
 
 
-# Of these the gradient lies where that of the operand does.
+# These nodes return a view of the gradient that they receive.
 _VIEWS = re.compile("(T|View|UnsafeView|Transpose|Permute|Unsqueeze|Squeeze|Alias)Backward")
 
 
@@ -273,7 +284,7 @@ _NOTHING = Work()
 
 
 def _work(node, operands, result, saved):
-    """That of an operation which torch does not compose of products."""
+    """Return the Work of an operation that torch does not compose of products."""
     if not tensors(result) or _is_view(node, operands, result):
         return _NOTHING, _NOTHING
     name = getattr(node.target, "overloadpacket", node.target)
@@ -291,7 +302,7 @@ def _work(node, operands, result, saved):
 
 
 def _is_view(node, operands, result):
-    """Whether an operation moves nothing: its result lies in the memory of an operand."""
+    """Return True if an operation moves no data: its result shares the memory of an operand."""
     schema = getattr(node.target, "_schema", None)
     writes = schema and any(
         each.alias_info and each.alias_info.is_write for each in schema.arguments
@@ -319,7 +330,7 @@ def _matmul(operands, result):
 
 
 def _of_products(operands, sizes):
-    """A product, and backward one for each of its two operands that needs a gradient."""
+    """Return the Work of a product; backward has one for each operand that needs a gradient."""
     batch, m, n, k = sizes
     back = [(batch, m, k, n), (batch, k, n, m)]
     needed = [each for each, operand in zip(back, operands) if operand.requires_grad]
@@ -327,7 +338,7 @@ def _of_products(operands, sizes):
 
 
 def _convolution(operands, result):
-    """As the product of all windows [places, channels x kernel] with the kernels."""
+    """Count the product of all windows [places, channels x kernel] with the kernels."""
     x, weight = operands[:2]
     transposed = result.dim() == x.dim() and x.shape[1] == weight.shape[0] != result.shape[1]
     places = x if transposed else result
@@ -345,7 +356,7 @@ def _attention(operands, result):
 
 
 def _recurrent(operands, result):
-    """Every weight with every token of the sequence."""
+    """Count the product of every weight with every token of the sequence."""
     x, weights = operands[0], [each for each in operands[1:] if each.dim() == 2]
     flop = 2 * _rows(x) * sum(each.numel() for each in weights)
     back = 2 * flop if any(each.requires_grad for each in weights) else 0
@@ -376,10 +387,10 @@ _LATE_WEIGHTS = {
     **dict.fromkeys((_aten.conv1d, _aten.conv2d, _aten.conv3d), 1),
     **dict.fromkeys((_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d), 1),
     _aten.addmm: 2,
-}  # whose backward pass may come in two, by the place of the weight among the tensors
+}  # index of the weight operand, for operations whose backward can be split
 _COMPOSED = {_aten.einsum, _aten.tensordot, _aten.inner, _aten.bilinear, _aten.mv, _aten.dot}
 _LOOKUPS = {_aten.embedding}
-_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # the gradient passes as it is
+_SUMS = {_aten.add, _aten.sub, _aten.add_, _aten.sub_}  # backward passes the gradient through
 
 
 def _nbytes(values):

@@ -1,7 +1,7 @@
-"""A plan as a file: what `hpc3d.partition -o` writes and `hpc3d.partition run` follows.
+"""Plan as a JSON file: `hpc3d.partition -o` writes it and `hpc3d.partition run` executes it.
 
-It is JSON, and holds for one model: the graph that torch.export finds has its SHA-256 in it, so
-that a model which computes something else is refused.
+A plan is valid for one model. It contains the SHA-256 of the graph that torch.export finds, so
+that a model with another computation is rejected.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _REMEDY = "name a file that python -m hpc3d.partition -o has written"
 
 
 class SavedPlan(NamedTuple):
-    """A plan of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`) for steps of `batch`
-    samples.
+    """Plan of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`) for `batch` samples
+    per step.
 
-    By pipeline stage `replicas`; by part, in the order of the model, whether it is computed again
-    (`recompute`), and `parts`, the names of its pieces.  `predicted` is what it was planned with
-    and for: machine, seconds, bytes.
+    `replicas` has one number per pipeline stage. In model order, `recompute` is True for each part
+    with recomputation, and `parts` are the names of the pieces of each part. `predicted` records
+    the machine and the predicted seconds and bytes.
     """
 
     model: str
@@ -50,11 +50,11 @@ class SavedPlan(NamedTuple):
         return sum(self.replicas)
 
     def text(self) -> str:
-        """The content of its file."""
+        """Return the content of the plan's file."""
         return json.dumps({"format": _FORMAT, "version": _VERSION, **self._asdict()}) + "\n"
 
     def pieces(self, captured: Captured) -> list[list[int]]:
-        """The numbers of the pieces of each part; ValueError if the model is another one."""
+        """Return the indices of the pieces of each part; raise ValueError for another model."""
         if digest_of(captured) != self.graph:
             raise ValueError(
                 f"{self.model} computes something else than when it was planned, or this is "
@@ -67,7 +67,7 @@ class SavedPlan(NamedTuple):
 
 
 def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> SavedPlan:
-    """The SavedPlan of a model for a machine, both by name."""
+    """Return the SavedPlan of a model for a machine, both given by name."""
     choice, step = plan.choice, plan.step
     return SavedPlan(
         model=model,
@@ -94,13 +94,15 @@ def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> Sav
 
 
 def name_of(captured: Captured, piece: int) -> str:
-    """That of a piece in plan files: of its first operation."""
+    """Return the name of a piece in plan files, which is that of its first operation."""
     return captured.pieces[piece].nodes[0].name
 
 
 def digest_of(captured: Captured) -> str:
-    """The SHA-256 of what a model computes, for any batch: its operations with their operands, and
-    the shapes and types of all values."""
+    """Return the SHA-256 of the computation of a model for any batch size.
+
+    It covers the operations with their operands, and the shapes and types of all values.
+    """
     lines, nodes = [], captured.program.graph.nodes
     for node in nodes:
         name = captured.weights.get(node, node.name)
@@ -112,12 +114,12 @@ def digest_of(captured: Captured) -> str:
 
 
 def _constants(value):
-    """The operands that are no nodes, and where the others stand."""
+    """Return the operands with nodes replaced by None."""
     return fx.node.map_arg(value, lambda node: None)
 
 
 def _described(value):
-    """Shapes and types, with b for the batch."""
+    """Return shapes and types with b for the batch size."""
     if isinstance(value, torch.Tensor):
         shape = [_described(size) for size in value.shape]
         return str(value.dtype), value.requires_grad, shape
@@ -130,7 +132,7 @@ def _described(value):
 
 
 def load(path: Path | str) -> SavedPlan:
-    """The SavedPlan of a file; ValueError in one line for any other."""
+    """Return the SavedPlan of a file; raise ValueError in one line if it is invalid."""
     content = files.read(path, files.MOST_JSON, _REMEDY)
     try:
         tree = json.loads(content)
@@ -162,7 +164,7 @@ def _list_of(sound):
     return lambda value: isinstance(value, list) and bool(value) and all(map(sound, value))
 
 
-_LONGEST = 10_000  # letters of a name
+_LONGEST = 10_000  # characters of a name
 _SOUND = {
     "model": _text,
     "graph": _text,

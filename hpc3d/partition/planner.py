@@ -1,4 +1,4 @@
-"""From a graph and what may be used to a plan: the objectives by name, and what a plan says."""
+"""Planner of a graph with costs: the objectives by name, and the resulting plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 from hpc3d.plain import counted
 
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
-_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # of the table that a search begins with
+_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # limits of the initial table of a search
 
 
 class _PlannedStage(NamedTuple):
-    """A stage of a plan: its ids, seconds of a microbatch, bytes in and out, and bytes held."""
+    """Stage of a plan: its ids, seconds per microbatch, bytes in and out, and bytes held."""
 
     ids: list
     forward: float
@@ -31,9 +31,12 @@ class _PlannedStage(NamedTuple):
 
 
 class _PlannedBorder(NamedTuple):
-    """What lies between two stages: the bytes of a microbatch that cross it forward, the id before
-    it, and the seconds of the step if it lay where it is next best, behind `instead`; these are
-    None where it could lie nowhere else."""
+    """Border between two stages.
+
+    `nbytes` is the bytes per microbatch that cross it forward, and `behind` the id before it.
+    `next_best` is the step time with the border at the best other position nearby, behind
+    `instead`; both are None if no such position fits.
+    """
 
     nbytes: float
     behind: str | int
@@ -42,7 +45,11 @@ class _PlannedBorder(NamedTuple):
 
 
 class GraphPlan(NamedTuple):
-    """A partition of a graph; `proven` if no other is better, and by what cuts it was found."""
+    """Partition of a graph.
+
+    `proven` is True if no other partition is better. `cuts` is the number of cuts searched, and
+    `all_cuts` is True if these are all downsets of the graph.
+    """
 
     objective: str
     schedule: str
@@ -55,19 +62,22 @@ class GraphPlan(NamedTuple):
 
     @property
     def load(self) -> float:
-        """Of the heaviest stage."""
+        """Load of the heaviest stage in seconds per microbatch."""
         return max(stage.load for stage in self.stages)
 
     @property
     def memory(self) -> float:
-        """Of the fullest stage."""
+        """Bytes of the fullest stage."""
         return max(stage.held for stage in self.stages)
 
 
 def planned(
     graph: Graph, limits: Limits, objective: str = "time", schedule: str | None = None
 ) -> GraphPlan:
-    """The best GraphPlan; ValueError if nothing fits, with what would."""
+    """Return the best GraphPlan.
+
+    Raises ValueError if nothing fits; the message says how much memory would suffice.
+    """
     cuts = cuts_of(graph)
     _refuse_large(cuts, limits)
     limits = limits._replace(all_in_flight=bool(schedule) and find(schedule).keeps_all)
@@ -127,7 +137,7 @@ def _stages(graph, cuts, limits, found):
 
 
 def _borders(graph, cuts, limits, found):
-    """Every border, and what the step takes if it alone is moved."""
+    """Return every border with the step time if only this border moves."""
     borders = []
     for number, (before, here) in enumerate(pairwise((0, *found.ends[:-1]))):
         others = [*cuts_moved(cuts, limits, found, number)]
@@ -148,7 +158,7 @@ def _last(graph, cuts, before, after):
 
 
 def _nothing_fits(cuts: Downsets | Chain, limits):
-    """The line that says how much memory would do."""
+    """Return the error message with the memory that would suffice."""
     low, high = limits.memory, float(cuts.fixed(0, -1) + limits.microbatches * cuts.saved[-1])
     while high - low > 1e-3 * high:
         middle = (low + high) / 2

@@ -1,1 +1,1 @@
-"""Measured times of a module's pieces, for a planner that asks no machine's formulas."""
+"""Measured times of a module's pieces, which replace the formulas of a machine in planning."""

@@ -37,7 +37,7 @@ _REPEATS = 7
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure what the command line says; the exit code is 2 for what cannot be measured."""
+    """Measure the module; return exit code 2 if it cannot be measured."""
     options = _parser().parse_args(argv)
     return launch.run("partition", lambda job: _profile(job, options))
 
@@ -66,7 +66,7 @@ def _profile(job: Job, options: Namespace) -> None:
 
 
 def _made(options):
-    """The OneRankRun of the module that the command line names."""
+    """Return the OneRankRun of the module named on the command line."""
     from hpc3d.partition.capture import captured_of
     from hpc3d.partition.factory import made_with_data
     from hpc3d.partition.profiles.measurement import CLOCK
@@ -121,7 +121,7 @@ def _show(job, constants):
 
 
 def _by_name(captured: Captured, seconds: np.ndarray) -> dict[str, list[list[float]]]:
-    """Of seconds [rows, pass, piece] the lists of each piece."""
+    """Return the seconds [rows, pass, piece] as lists by the name of the piece."""
     from hpc3d.partition.plan_file import name_of
 
     return {

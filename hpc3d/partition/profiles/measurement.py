@@ -1,8 +1,8 @@
-"""The measurements of a profile, which all ranks make at the same time.
+"""Measurements of a profile, which all ranks make at the same time.
 
-Seconds are those of the processor's time of a rank, so that what else runs on the machine counts
-less; what it holds of caches and memory counts.  Pieces are timed in a pass over all of them, and
-scaled to what the pass takes without a clock between them.
+Times are CPU times of the rank's thread: other processes affect them only through caches and
+memory. Pieces are timed in one pass over all of them. Their times are then scaled so that the sum
+equals the time of a pass without timers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hpc3d.partition.profiles.one_rank_run import OneRankRun
 from hpc3d.partition.profiles.piece_timer import PieceTimer
 
 CLOCK = time.thread_time
-_PARTS = 8  # that a model is cut into to see what a part takes beside its operations
+_PARTS = 8  # parts of a model when the overhead of a part is measured
 
 
 def sizes(batch: int) -> list[int]:
-    """Powers of two up to the batch, and the batch."""
+    """Return the powers of two up to the batch, and the batch."""
     return sorted({*(1 << power for power in range(batch.bit_length())), batch})
 
 
 def measured_pieces(run: OneRankRun, rows: Sequence[int], repeats: int) -> Iterator[np.ndarray]:
-    """Seconds [forward or backward, piece] of microbatches of so many rows, one after the other:
-    medians."""
+    """Yield the median seconds [forward or backward, piece] for each number of `rows` per
+    microbatch."""
     timer = PieceTimer(run.captured, run.clock)
     whole = run.stages([range(len(run.captured.pieces))])
     for count in rows:
@@ -45,8 +45,11 @@ def measured_pieces(run: OneRankRun, rows: Sequence[int], repeats: int) -> Itera
 
 
 def measured_run(run: OneRankRun, repeats: int) -> dict[str, float]:
-    """The numbers of RunCosts: of a part by the difference of many parts and one, of a step and an
-    update by steps of the whole batch."""
+    """Return the fields of RunCosts.
+
+    The overhead of a part is the difference between many parts and one. The overheads of a step
+    and of its update come from steps of the full batch.
+    """
     one, many = (run.stages(_parts(run.captured, count)) for count in (1, _PARTS))
     apart = []
     for _ in range(2 * repeats + 1):
@@ -64,7 +67,7 @@ def measured_run(run: OneRankRun, repeats: int) -> dict[str, float]:
 
 
 def _parts(captured: Captured, count: int) -> list[list[int]]:
-    """The pieces in so many parts, or fewer, between which values flow forward."""
+    """Return the pieces in at most `count` parts between which values flow forward."""
     atoms = graph_of(Operations(captured), UNIT, 2).atoms
     count = min(count, len(atoms))
     ends = [len(atoms) * part // count for part in range(count + 1)]

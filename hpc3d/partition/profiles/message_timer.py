@@ -1,6 +1,7 @@
-"""What messages and sums of gradients take between the ranks that measure.
+"""Times of messages and gradient all-reduces between the ranks that measure.
 
-The fastest of many counts: where something else has the core of a rank, the others wait for it.
+Each time is the fastest of many repeats: if another process occupies the core of a rank, all other
+ranks wait for it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.runtime.job import Job
 
-_MORE = 5  # times the repeats of other measurements, which take longer
+_MORE = 5  # factor on the repeats of other measurements, which take longer
 _SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # bytes
 
 
 def timed_calls(job: Job, comm: Communicator, repeats: int) -> list[dict[str, Any]]:
-    """The tables (op, members, bytes, seconds) of a message between two of the ranks and of a sum
-    over all of them, `comm`; none of one rank."""
+    """Return tables (op, members, bytes, seconds) of messages and all-reduces.
+
+    A message is between two ranks, an all-reduce over all ranks of `comm`. One rank has no tables.
+    """
     if job.size == 1:
         return []
     repeats *= _MORE
@@ -35,7 +38,7 @@ def timed_calls(job: Job, comm: Communicator, repeats: int) -> list[dict[str, An
 
 
 def _fastest(job: Job, call: Callable[[], float], repeats: int) -> float:
-    """The least of what `call()` takes on the slowest rank."""
+    """Return the minimum over repeats of the maximum over ranks of `call()`."""
     found = []
     for _ in range(repeats):
         job.comm.Barrier()
@@ -44,7 +47,7 @@ def _fastest(job: Job, call: Callable[[], float], repeats: int) -> float:
 
 
 def _sent(comm: Communicator, size: int) -> float:
-    """Half of what a message to and fro takes between ranks 0 and 1."""
+    """Return half of the round-trip time of a message between ranks 0 and 1."""
     block, start = np.ones(size, np.uint8), time.perf_counter()
     if comm.rank == 0:
         sent = comm.send(block, 1)

@@ -1,5 +1,4 @@
-"""A module in the trainer of a run, on this rank alone: what its passes, its steps and its update
-take there."""
+"""Module in the trainer of a run on one rank, to time its passes, steps and updates."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from hpc3d.pipeline.schedule import ONE_STAGE
 
 
 class StepSeconds(NamedTuple):
-    """Of a step of one microbatch: its passes, its update, and the rest."""
+    """Seconds of a step of one microbatch: its passes, its update, and the rest."""
 
     passes: float
     update: float
@@ -33,9 +32,10 @@ class StepSeconds(NamedTuple):
 
 
 class OneRankRun:
-    """Steps of `batch` samples of a captured module with its data, on a `clock` in seconds.
+    """Steps of `batch` samples of a captured module with data, timed by a `clock` in seconds.
 
-    The inputs of a step are those given, over and over where they are fewer.  The weights stay.
+    Every step has the given inputs, repeated if they have fewer samples. The weights do not
+    change.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OneRankRun:
 
     @property
     def trained_bytes(self) -> int:
-        """Of the parameters that a step updates."""
+        """Bytes of the parameters that a step updates."""
         trained = [each for each in self.weights.values() if each.requires_grad]
         return sum(each.numel() * each.element_size() for each in trained)
 
@@ -71,7 +71,7 @@ class OneRankRun:
         return [*self.inputs.values()]
 
     def micro(self, rows: int) -> SampleRows:
-        """The first samples of the batch as a microbatch."""
+        """Return the first `rows` samples of the batch as a microbatch."""
         inputs = {
             node: value[:rows] if carries_batch(node) else value
             for node, value in self.inputs.items()
@@ -79,7 +79,7 @@ class OneRankRun:
         return SampleRows(0, 0, rows, inputs, 1 / rows)
 
     def stages(self, parts: Sequence[Sequence[int]]) -> list[TorchStage]:
-        """The pieces of the model in parts, which share the weights."""
+        """Return the pieces of the model as stages, which share the weights."""
         programs = stage_programs(self.captured, parts)
         crossing, last = graded(self.captured, programs), len(programs) - 1
         return [
@@ -94,7 +94,7 @@ class OneRankRun:
         ]
 
     def passes(self, stages: Sequence[TorchStage], rows: int) -> tuple[float, float]:
-        """Seconds forward and backward of a microbatch through stages one after the other."""
+        """Return the seconds forward and backward of a microbatch through consecutive stages."""
         micro, times, kept, block = self.micro(rows), [self.clock()], [], None
         for stage in stages:
             block, saved = stage.forward(block, micro)
@@ -107,7 +107,7 @@ class OneRankRun:
         return times[1] - times[0], times[2] - times[1]
 
     def step(self) -> StepSeconds:
-        """Of the next step."""
+        """Run the next step and return its seconds."""
         start = self.clock()
         self.trainer.step(self.steps)
         whole = self.clock() - start
@@ -118,11 +118,11 @@ class OneRankRun:
 
 
 def _nothing(unit):
-    """No other rank waits for gradients."""
+    """Ignore finished gradients: there is no other rank to reduce them with."""
 
 
 def _repeated(captured: Captured, inputs: tuple | dict, batch: int) -> list[Any]:
-    """The inputs in the order of the program, for so many samples."""
+    """Return the inputs in program order, repeated to `batch` samples."""
     places = torch.arange(batch) % captured.batch
     return [
         value[places] if carries_batch(node) else value

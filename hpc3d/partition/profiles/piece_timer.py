@@ -1,8 +1,9 @@
-"""The seconds of every piece of a module in one pass over all of it, forward and backward.
+"""Seconds of every piece of a module in one forward and backward pass.
 
-The pass is that of a run: one program, whose operations find caches and memory as they do there.
-A clock is read between operations, and backward between nodes of the autograd graph; these belong
-to the operation that made them, the sum of a weight's gradients to the first that reads it.
+The pass is the same as in a run: one program, whose operations find the same state of caches and
+memory. The clock is read between operations, and in backward between the nodes of the autograd
+graph. A node belongs to the operation that created it; the accumulation of a weight's gradient
+belongs to the first operation that reads the weight.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class PieceTimer:
-    """Of a captured module, on a `clock` in seconds."""
+    """Timer of the pieces of a captured module by a `clock` in seconds."""
 
     def __init__(self, captured: Captured, clock: Callable[[], float]) -> None:
         self.clock, self.pieces = clock, len(captured.pieces)
         (self.program,) = stage_programs(captured, [range(self.pieces)])
         self.loss = self.program.outputs.index(loss_of(captured))
         self.seconds = np.zeros((2, self.pieces))
-        self.last, self.owners = 0.0, {}  # when the clock was read; node of autograd -> piece
+        self.last, self.owners = 0.0, {}  # last reading of the clock; autograd node -> piece
         self._read_clock(captured)
 
     def _read_clock(self, captured):
-        """Call `_made` after every operation of the program."""
+        """Insert a call of `_made` after every operation of the program."""
         graph = self.program.module.graph
         copies = [node for node in graph.nodes if node.op == "call_function"]
         for copy, piece in zip(copies, _pieces_of(captured), strict=True):
@@ -44,7 +45,7 @@ class PieceTimer:
         self.program.module.recompile()
 
     def _made(self, piece, value):
-        """An operation of a piece has this result."""
+        """Assign the time since the last reading to a piece, and own the nodes of its result."""
         self.seconds[0, piece] += self.clock() - self.last
         for tensor in tensors(value):
             self._own(tensor.grad_fn, piece)
@@ -61,8 +62,10 @@ class PieceTimer:
     def timed(
         self, micro: SampleRows, weights: Mapping[str, torch.Tensor], seed: int = 0
     ) -> np.ndarray:
-        """Seconds [forward or backward, piece] of a microbatch; gradients are added to those of
-        the weights."""
+        """Return the seconds [forward or backward, piece] of a microbatch.
+
+        Gradients are accumulated into those of the weights.
+        """
         self.seconds[...], self.last = 0.0, self.clock()
         draw = Draw(seed, micro.step, micro.first, micro.samples)
         _, outputs = self.program.run(draw, (), micro.inputs, weights)
@@ -85,8 +88,10 @@ class PieceTimer:
 
 
 def _pieces_of(captured: Captured) -> list[int]:
-    """The piece of every operation of a program of all pieces, in its order; that of the first
-    reader of what several have a copy of."""
+    """Return the piece of every operation of a program of all pieces, in program order.
+
+    A copied operation belongs to the first piece that has a copy.
+    """
     copied: dict[fx.Node, int] = {}
     for number, piece in enumerate(captured.pieces):
         for node in piece.copies:
