@@ -1,7 +1,7 @@
-"""How the parts of a model train as stages of torch.distributed.pipelining: the beginning of every
-file that hpc3d.partition.execution.torchrun_file writes.
+"""Training of a partitioned model as stages of torch.distributed.pipelining.
 
-It is copied there as it is, and imports nothing of hpc3d.
+hpc3d.partition.execution.torchrun_file copies this source, without this docstring, to the
+beginning of every file that it writes. It imports nothing from hpc3d.
 """
 
 from __future__ import annotations
