@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 
 class ModelPart(nn.Module):
-    """A part of the model; `reads_weights` are their names there, and it changes the buffers
-    `writes_buffers`.
+    """Part of a model.
 
-    Of `weights`, tensors by name, those that are no parameters become buffers, and belong to the
-    state of the model if they are in `state`.
+    `reads_weights` are the names of its weights in the model, and `writes_buffers` those of the
+    buffers that it changes. Tensors in `weights` that are not parameters become buffers, which are
+    persistent if their names are in `state`.
     """
 
     reads_weights: tuple[str, ...] = ()
@@ -50,8 +50,11 @@ class ModelPart(nn.Module):
 
 
 class ComputedAgain(nn.Module):
-    """A part that keeps of a microbatch what it received, and is computed again for backward, with
-    its buffers as they were before."""
+    """Part with activation checkpointing.
+
+    It saves only the received tensors of a microbatch, and recomputes the rest in backward from
+    the buffers before the forward pass.
+    """
 
     def __init__(self, part: ModelPart) -> None:
         super().__init__()
@@ -70,18 +73,18 @@ class ComputedAgain(nn.Module):
 
 
 def _written(part):
-    """The buffers that a forward pass changes, by name."""
+    """Return the buffers that a forward pass changes, by name."""
     return {name: part.get_buffer(name) for name in part.writes_buffers}
 
 
 class CutModel(NamedTuple):
-    """A model in `parts`, of which number n is on stage n mod `stages`, each with `replicas`.
+    """Model partitioned into `parts`; part n is on stage n mod `stages`, with `replicas` each.
 
-    `make()` returns the model, on whose weights training begins, and the inputs of a step, which
-    `named` gives the names that parts read them by; `undivided` inputs do not carry samples.
-    `borders[n](rows)` is what crosses from part n of a microbatch of so many samples.  `recompute`
-    says which parts are computed again for backward, `constants` are tensors by name that the
-    model makes itself.  The last part returns the loss, a mean over samples.
+    `make()` returns the model with its initial weights, and the inputs of a step. `named` maps the
+    inputs to the names by which parts read them; `undivided` inputs do not carry samples.
+    `borders[n](rows)` returns the tensors that part n sends for a microbatch of `rows` samples.
+    `recompute` is True for parts with activation checkpointing. `constants` are tensors by name
+    that the model creates itself. The last part returns the loss, a mean over samples.
     """
 
     make: Callable[[], tuple[nn.Module, Any]]
@@ -102,13 +105,16 @@ class CutModel(NamedTuple):
 
 
 def crossing(shape: Sequence[int], dtype: torch.dtype, graded: bool) -> torch.Tensor:
-    """A tensor without data, like one that crosses a border; with or without a gradient."""
+    """Return a tensor without data, like one that crosses a border; `graded` if it has a
+    gradient."""
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=graded)
 
 
 class PartTrainer:
-    """The parts of one process of `mesh`, whose axes are "stage" and "replica", in training on
-    steps of `samples` samples; `model` is whole, and has the first weights."""
+    """Trainer of the parts of one process of `mesh`, whose axes are "stage" and "replica".
+
+    `model` is the full model with the initial weights. A step has `samples` samples.
+    """
 
     def __init__(
         self,
@@ -132,7 +138,7 @@ class PartTrainer:
         self.optimizer = torch.optim.AdamW([group], lr=learning_rate)
 
     def _weight(self, model, name):
-        """A tensor of the whole model on this device, of this process alone."""
+        """Return this process's copy of a tensor of the full model on its device."""
         home, _, last = name.rpartition(".")
         held = getattr(model.get_submodule(home), last, self.cut.constants.get(name))
         copied = held.detach().to(self.device, copy=True)
@@ -140,9 +146,9 @@ class PartTrainer:
         return nn.Parameter(copied, held.requires_grad) if trained else copied
 
     def _scheduled(self, here):
-        """The schedule of the stages of this process.
+        """Return the schedule of this process's stages.
 
-        Shapes are given, since torch would find them by a pass on whatever lies in memory.
+        Shapes are given, because torch would infer them by a forward pass on uninitialized memory.
         """
         cut = self.cut
         rows = self.samples // (cut.replicas * cut.microbatches)
@@ -163,13 +169,13 @@ class PartTrainer:
         return cut.schedule(given, cut.microbatches, loss_fn=self._share, scale_grads=False)
 
     def _share(self, loss, target):
-        """What a microbatch adds to the loss."""
+        """Return the contribution of a microbatch to the loss."""
         return loss / self.cut.microbatches
 
     def _owners(self):
-        """For each trained weight here that other processes have, too: their group.
+        """Return the process group of each trained weight that other processes also have.
 
-        All processes make all groups, in the same order.
+        All processes create all groups in the same order.
         """
         cut, stages = self.cut, {}
         for number, part in enumerate(cut.parts):
@@ -184,8 +190,10 @@ class PartTrainer:
         return {name: groups[found[name]] for name in self.trained if found[name] in groups}
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One step of the optimizer; returns the mean loss of the samples, 0 on all stages but
-        the last one."""
+        """Run an optimizer step and return the mean loss of the samples.
+
+        The result is 0 on all stages but the last.
+        """
         self.optimizer.zero_grad()
         mine = {name: self._share_of(name, value) for name, value in inputs.items()}
         more = {"inputs": mine} if mine else {}
@@ -199,7 +207,7 @@ class PartTrainer:
         return loss / self.cut.replicas
 
     def _share_of(self, name, value):
-        """This replica's rows of an input, or the whole of it for each microbatch."""
+        """Return this replica's rows of an input, or the full input for each microbatch."""
         value = value.to(self.device)
         if name in self.cut.undivided:
             return value.expand(self.cut.microbatches, *value.shape)
@@ -207,8 +215,10 @@ class PartTrainer:
         return value[self.replica * rows : (self.replica + 1) * rows]
 
     def _sum_gradients(self):
-        """The mean over replicas, and the sum over the stages that share a weight; by name, so
-        that all processes wait for each other in the same order."""
+        """Average gradients over replicas and add those of stages that share a weight.
+
+        Weights are reduced in the order of their names, which is the same on all processes.
+        """
         sums = []
         for name, group in self.owners.items():
             weight = self.trained[name]
@@ -220,7 +230,7 @@ class PartTrainer:
             each.wait()
 
     def _average_buffers(self):
-        """Give all replicas the mean of those buffers that are no counters."""
+        """Average the floating-point buffers that parts write over the replicas."""
         for part in self.parts if self.cut.replicas > 1 else ():
             for buffer in _written(part).values():
                 if buffer.is_floating_point():
@@ -228,12 +238,12 @@ class PartTrainer:
                     buffer /= self.cut.replicas
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What this process has of the state of the whole model."""
+        """Return this process's part of the state of the full model."""
         return {key: value for part in self.parts for key, value in part.state_dict().items()}
 
 
 def _device():
-    """The GPU of this process, or its processor."""
+    """Return the GPU of this process, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
@@ -251,7 +261,7 @@ def _options():
 
 
 def main(cut: CutModel) -> None:
-    """Train: what a process of torchrun does."""
+    """Train the model in this process of torchrun."""
     options = _options()
     if int(os.environ.get("WORLD_SIZE", "0")) != cut.processes:
         command = f"torchrun --nproc-per-node {cut.processes} {sys.argv[0]}"
@@ -262,7 +272,7 @@ def main(cut: CutModel) -> None:
         torch.cuda.set_device(device)
     try:
         _train(cut, options)
-        dist.barrier()  # nobody leaves while another one still sends
+        dist.barrier()  # no process exits while another one sends
     finally:
         dist.destroy_process_group()
 
@@ -287,7 +297,7 @@ def _train(cut, options):
 
 
 def _batches(cut, place, example):
-    """The function that returns the inputs of a step by name."""
+    """Return the function that returns the inputs of a step by name."""
     module, _, function = (place or "").partition(":")
     given = getattr(import_module(module), function) if place else lambda step: example
 
@@ -299,7 +309,7 @@ def _batches(cut, place, example):
 
 
 def _samples(cut, inputs):
-    """How many a step has."""
+    """Return the number of samples of a step."""
     samples = next(len(value) for name, value in inputs.items() if name not in cut.undivided)
     if samples % (cut.replicas * cut.microbatches):
         shares = f"{cut.microbatches} microbatches of {cut.replicas} replicas"
