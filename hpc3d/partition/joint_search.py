@@ -113,7 +113,7 @@ class Estimated(NamedTuple):
 
 
 class _StageKind(NamedTuple):
-    """Costs of stages with so many `replicas`, indexed by the cuts before and behind the stage.
+    """Costs of stages with `replicas` replicas, indexed by the cuts before and behind the stage.
 
     `load` counts for the limit and `weight` in the sum, both without recomputation, which adds
     `again` to both. Bytes are `always` resident, `received` and `saved` per microbatch in flight,

@@ -44,7 +44,7 @@ UNIT = Machine(
 class ModuleProfile(NamedTuple):
     """Measurements of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`).
 
-    All `ranks` ranks measured at once, on a machine with so many `cores`. `pieces` maps the name
+    All `ranks` ranks measured at once, on a machine with `cores` cores. `pieces` maps the name
     of a piece to two lists, the seconds of a microbatch forward and backward for each number of
     `rows`. `run` has the fields of RunCosts, and each of the `calls` those of a CallTable.
     `memory` is the bytes per rank, and `host` describes the machine.

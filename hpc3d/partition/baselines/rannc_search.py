@@ -155,7 +155,7 @@ class _Table:
         return _State(*numbers, *(np.zeros(shape, int) for _ in range(2)))
 
     def extended(self) -> RanncPlan | None:
-        """Add a stage and return the plan; None if no plan with so many stages fits."""
+        """Add a stage and return the plan; None if no plan with that number of stages fits."""
         stages, last = len(self.states), self.states[-1]
         state = self._empty(inf)
         for end in range(stages, self.blocks + 1):
