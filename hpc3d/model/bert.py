@@ -1,8 +1,8 @@
-"""The two ends of BERT (Devlin et al. 2019, arXiv:1810.04805): embeddings with segments and a
-norm, and the head that tells what masked tokens were.
+"""Embeddings and head of BERT (Devlin et al. 2019, arXiv:1810.04805): embeddings with segments
+and a norm, and the head that predicts masked tokens.
 
-Next-sentence prediction is left out, so all tokens are of segment 0; the table has its two rows,
-so that published weights come and go whole.
+Next-sentence prediction is left out, so all tokens are in segment 0.  The table has both rows, so
+that published weights are imported and exported completely.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SEGMENTS = 2
 
 
 class SegmentedSaved(NamedTuple):
-    """What the backward pass of the embeddings works with."""
+    """Data saved for the backward pass of the embeddings."""
 
     lookup: EmbeddingSaved
     norm: NormSaved
 
 
 class SegmentedEmbeddings(Embeddings):
-    """X[m, h] = norm(table[token] + positions + the row of segment 0), and dropout."""
+    """X[m, h] = norm(table[token] + positions + row of segment 0), followed by dropout."""
 
     def __init__(
         self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, table: Parameter
@@ -76,7 +76,7 @@ class SegmentedEmbeddings(Embeddings):
 
 
 class MaskedLogitsSaved(NamedTuple):
-    """What the backward pass of the logits works with."""
+    """Data saved for the backward pass of the logits."""
 
     dense: Saved
     slopes: Array
@@ -84,10 +84,11 @@ class MaskedLogitsSaved(NamedTuple):
 
 
 class MaskedHead(Head):
-    """Logits Y[m, v] = norm(gelu(X W + b)) table' + b', and their cross-entropy where a target is.
+    """Logits Y[m, v] = norm(gelu(X W + b)) table' + b', and the cross-entropy of masked tokens.
 
-    The product with the table wants X as the blocks leave it, because the table lies as the lookup
-    wants it: so W has the split of which Y lies as X does, `Split.alike`.
+    The product with the table needs X in the layout of the blocks' output, because the table has
+    the layout of the lookup.  W therefore has the split whose Y has the layout of its X,
+    `Split.alike`.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class MaskedHead(Head):
         )
 
     def logits(self, x: Array) -> tuple[Array, MaskedLogitsSaved]:
-        """Y, and what `logits_grad` needs."""
+        """Return Y and the data saved for `logits_grad`."""
         h, saved = self.dense.forward(x)
         with self.mesh.trace.span("gelu"):
             g = self.gelu(h, self.mesh.empty(h.shape, h.dtype))
@@ -116,7 +117,7 @@ class MaskedHead(Head):
     def logits_grad(
         self, dlogits: Array, saved: MaskedLogitsSaved, defer: Callable[..., None]
     ) -> Array:
-        """The gradient of X from that of Y."""
+        """Return the gradient of X from the gradient of Y."""
         defer(self.bias_grad, dlogits)
         dg = super().logits_grad(dlogits, saved.rest, defer)
         with self.mesh.trace.span("gelu"):

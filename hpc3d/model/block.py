@@ -1,6 +1,6 @@
-"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + mlp(norm(x)), of one MLP or of
-a mixture of experts; or with the norms last, norm(x + proj(attention(qkv(x)))), then
-norm(x + mlp(x)).  What differs from family to family is data of `Family`."""
+"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + mlp(norm(x)), with one MLP or
+a mixture of experts; with post-norm, norm(x + proj(attention(qkv(x)))), then norm(x + mlp(x)).
+The differences between families are data of `Family`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class BlockSaved(NamedTuple):
-    """What the backward pass of a block works with: the inputs of its products and norms, and what
-    attention and MLP saved."""
+    """Data saved for the backward pass of a block: the inputs of its products and norms, and the
+    data saved by attention and MLP."""
 
     norm1: NormSaved
     qkv_linear: Saved | GroupedSaved
@@ -39,7 +39,7 @@ class BlockSaved(NamedTuple):
 
 
 class BlockInput(NamedTuple):
-    """What is kept instead where backward runs the whole block again: X, and the weights."""
+    """Data saved with full recomputation: X and the weights."""
 
     x: SavedActivation
     weights: Array
@@ -52,14 +52,16 @@ class PreNorm:
         self.mesh, self.norm, self.dropout, self.hidden = norm.mesh, norm, dropout, hidden
 
     def branch_input(self, x: Array) -> tuple[Array, Any]:
-        """Return the input of f and what the norm saves, None with post-norm."""
+        """Return the input of f and the data that the norm saves, None with post-norm."""
         return self.norm.forward(x)
 
     def add(
         self, x: Array, forward: Callable[..., Any], adds_residual: bool, micro: Microbatch
     ) -> tuple[Array, Any]:
-        """Return x + dropout(f) and what f saves.  `forward` returns f and these; if it
-        `adds_residual`, it takes a residual."""
+        """Return x + dropout(f) and the data that f saves.
+
+        `forward` returns f and its saved data; if it `adds_residual`, it takes a residual.
+        """
         if adds_residual and not self.dropout.rate:
             return forward(residual=x)
         y, saved = forward()
@@ -68,7 +70,7 @@ class PreNorm:
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
     def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved]:
-        """Return y, from the sum with the residual, and what the norm saves."""
+        """Return y, from the sum with the residual, and the data that the norm saves."""
         return total, saved
 
     def total_grad(self, dy: Array, saved: NormSaved) -> Array:
@@ -80,7 +82,7 @@ class PreNorm:
         return self.dropout.apply(dtotal, micro, self.hidden)
 
     def input_grad(self, dbranch: Array, saved: NormSaved, dtotal: Array) -> Array:
-        """Return the gradient of x from those of the input of f and of the sum."""
+        """Return the gradient of x from the gradients of the input of f and of the sum."""
         return self.norm.backward(dbranch, saved, residual=dtotal)
 
 
@@ -102,12 +104,13 @@ class PostNorm(PreNorm):
 
 
 class Block:
-    """Layer number `number` of the model; X and Y lie alike, in the layout of the split's X.
+    """Layer number `number` of the model; X and Y both have the layout of the split's X.
 
-    `recompute` says what backward runs again instead of keeping it (arXiv:2205.05198, section 5):
-    "selective" the probabilities of attention, from q and k; "full" the whole block, with its
-    messages, from X.  One rank with n elements of X, T tokens of h features a sequence and a heads
-    keeps n (16 + a T / h) elements with "none", 16 n with "selective" and n with "full".
+    `recompute` selects activation checkpointing (arXiv:2205.05198, section 5): "selective"
+    recomputes the attention probabilities from q and k; "full" recomputes the whole block, with
+    its communication, from X.  A rank with n elements of X, T tokens of h features per sequence
+    and a heads saves n (16 + a T / h) elements with "none", 16 n with "selective" and n with
+    "full".
     """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:
@@ -117,7 +120,7 @@ class Block:
         self.mesh, self.number = mesh, number
         self.parameters, self.recompute = parameters, recompute_of(spec.recompute, number)
         self.name = name = f"layers.{number}"
-        # With pre-norm the sum of all residual branches is not normalized (Radford et al. 2019).
+        # With pre-norm, the sum of all residual branches is not normalized (Radford et al. 2019).
         last = std / sqrt(2 * model.layers) if family.first_norm else std
 
         def linear(part, shape, split, std, interleaved=(1, 1)):
@@ -149,12 +152,13 @@ class Block:
         )
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved | BlockInput]:
-        """The block of Y and what `backward` needs: with "full", what `_recomputed` needs."""
+        """Return the block of Y and the saved data; with "full", the input of `_recomputed`."""
         y, saved = self.forward_saving(x, micro)
         return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 
     def _recomputed(self, kept: BlockInput, micro: Microbatch) -> BlockSaved:
-        """What the forward pass did not keep: it runs once more, with the weights it had."""
+        """Repeat the forward pass with its original weights and return the data it did not
+        save."""
         newest = self.parameters.value
         self.parameters.use(kept.weights)
         with self.mesh.trace.scope(phase="recompute"):
@@ -163,7 +167,7 @@ class Block:
         return saved
 
     def forward_saving(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved]:
-        """The block of Y and what the backward pass works with."""
+        """Return the block of Y and the data saved for the backward pass."""
         proj, mlp, residual1, residual2 = self.proj, self.mlp, self.residual1, self.residual2
         n1, saved_norm1 = residual1.branch_input(x)
         qkv, saved_qkv = self.qkv.forward(n1)

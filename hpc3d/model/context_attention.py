@@ -1,5 +1,7 @@
-"""Attention to tokens of other ranks: a ring of keys and values, an exchange of heads for tokens,
-and both; and attention chunk by chunk, which is the ring of one rank."""
+"""Context-parallel attention: ring attention, all-to-all of heads (Ulysses), and both.
+
+Chunked attention on one rank is a ring of size 1.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,17 @@ if TYPE_CHECKING:
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.spec import ModelSpec
 
-_CHUNK, _CHUNKS = 256, 64  # tokens of a chunk, about, where no ring says how many, and how many
+_CHUNK, _CHUNKS = 256, 64  # default tokens per chunk and largest number of chunks without a ring
 
 
 def attention_of(mesh: Mesh, name: str, spec: ModelSpec) -> Any:
-    """The core of attention of a model: chunk by chunk or whole, between exchanges or not."""
+    """Return the core attention of a model: chunked or not, with an all-to-all of heads or not."""
     core = (RingAttention if spec.chunked else CoreAttention)(mesh, name, spec)
     return HeadExchange(mesh, spec.context, core) if spec.context.heads > 1 else core
 
 
 class RingSaved(NamedTuple):
-    """What backward works with: [q|k|v], turned where positions are rotary, the output, and the
+    """Data saved for backward: [q|k|v] with rotary positions applied, the output, and the
     log-sum-exps of the scores."""
 
     qkv: SavedActivation
@@ -50,13 +52,13 @@ class RingSaved(NamedTuple):
 
 
 class RingAttention(HeadBlock):
-    """softmax(q k' / sqrt(D) + mask) v, where each rank has some tokens of every sequence: keys
-    and values go round the ring in one message, the next ones while these are at work (Liu et al.
-    2023, arXiv:2310.01889).
+    """softmax(q k' / sqrt(D) + mask) v, where each rank has some tokens of every sequence.
 
-    With K the elements of its k, a rank receives 2 (c - 1) K of them forward; backward as many
-    again and the gradients, which start at the next rank and come home last, in float32 or wider.
-    It keeps the output and one sum per row, and holds the scores of a tile.
+    Keys and values travel around the ring in one message, which overlaps with the computation
+    (Liu et al. 2023, arXiv:2310.01889).  With K the elements of its k, a rank receives 2 (c - 1) K
+    elements forward.  Backward it receives as many again, and the gradients, which start at the
+    next rank and arrive at their owner last, in float32 or wider.  The rank saves the output and
+    one sum per row, and needs memory for the scores of one tile.
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
@@ -65,7 +67,7 @@ class RingAttention(HeadBlock):
         self.pairs = [self._pairs(place) for place in range(self.context.rings)]
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, RingSaved]:
-        """The output [B*t, heads*D], and what `backward` needs."""
+        """Return the output [B*t, heads*D] and the data saved for `backward`."""
         qkv, chunks = self.turned(qkv, micro), self._chunks_seen(micro)
         with self.mesh.trace.span("keys and values"):
             merged = begin_merging(qkv, self.tokens, self.form, self.mesh.empty)
@@ -77,7 +79,7 @@ class RingAttention(HeadBlock):
         return out, RingSaved(qkv, out, merged.sums)
 
     def backward(self, dout: Array, saved: RingSaved, micro: Microbatch) -> Array:
-        """The gradient of [q|k|v] from that of the output."""
+        """Return the gradient of [q|k|v] from the gradient of the output."""
         qkv, out, sums = saved
         chunks, empty = self._chunks_seen(micro), self.mesh.empty
         with self.mesh.trace.span("keys and values"):
@@ -98,7 +100,8 @@ class RingAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def _pairs(self, place: int) -> tuple[ChunkPair, ...]:
-        """Those of this rank's chunks and of chunks at a place of the ring that queries see."""
+        """Return the pairs of this rank's chunks and of visible chunks at ring position
+        `place`."""
         mine, theirs = (list(self._chunks(which)) for which in (self.place, place))
         return tuple(
             ChunkPair(queries, keys, self.causal and position == other, position, other)
@@ -108,7 +111,7 @@ class RingAttention(HeadBlock):
         )
 
     def _chunks(self, place: int) -> Iterator[tuple[slice, int]]:
-        """(rows of a virtual sequence, position of the first) of the chunks at a place."""
+        """Yield (rows of a virtual sequence, position of the first) for the chunks at `place`."""
         starts: Sequence[int]
         if self.context.rings > 1:
             starts, size = self.context.chunks(place), self.context.chunk
@@ -121,8 +124,8 @@ class RingAttention(HeadBlock):
             yield slice(number * size, (number + 1) * size), start
 
     def _span(self, kv: Array, place: int, products: int) -> Any:
-        """The event of attention to the chunks of a place, with so many operations for each of
-        the D features of a score."""
+        """Return the trace event of attention to the chunks at `place`, with `products` FLOPs for
+        each of the D features of a score."""
         scores = sum(
             (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
             for pair in self.pairs[place]
@@ -132,7 +135,7 @@ class RingAttention(HeadBlock):
         return self.mesh.trace.span("attention", "attention", flops)
 
     def _chunks_seen(self, micro: Microbatch) -> Callable[[int], Chunks]:
-        """The `Chunks` of each place of the ring."""
+        """Return a function that gives the `Chunks` of each ring position."""
         drop = self._drop(micro)
 
         def at(place):
@@ -141,7 +144,8 @@ class RingAttention(HeadBlock):
         return at
 
     def _drop(self, micro: Microbatch) -> Mask | None:
-        """That of a matrix [samples heads key, T], with the first row of each sample here."""
+        """Return the dropout `Mask` of a matrix [samples heads key, T] with this rank's first row
+        of each sample, or None."""
         if not self.drops(micro):
             return None
         length, samples = self.context.length, self.samples(micro)
@@ -154,7 +158,7 @@ class RingAttention(HeadBlock):
 
 
 class Ring:
-    """The places of a ring: ranks of a context axis as far apart as so many exchange heads."""
+    """Ring of context-parallel ranks with a stride of `context.heads` ranks."""
 
     def __init__(self, comm: Communicator, context: Context) -> None:
         self.comm, self.size = comm, context.rings
@@ -165,8 +169,11 @@ class Ring:
         )
 
     def around(self, block: Array, home_last: bool = False) -> Iterator[tuple[int, Array]]:
-        """(place, its block) of every place, this one's own first or last, and those before it
-        nearest first; the next one is in flight while one is at work."""
+        """Yield (ring position, its block) for every position, nearest predecessor first.
+
+        This rank's own block comes first, or last if `home_last`.  The next block is in flight
+        while one is used.
+        """
         coming = self._next(block, 1)
         if not home_last:
             yield self.place, block
@@ -181,7 +188,7 @@ class Ring:
         return self.pass_on(block) if hop < self.size else None
 
     def pass_on(self, block: Array) -> Pending:
-        """Send a block to the rank after this one; the pending one of the rank before."""
+        """Send a block to the next rank, and return the pending block of the previous rank."""
         with self.comm.grouped():
             sent = self.comm.send(block, self.after)
             received = self.comm.recv(block.shape, block.dtype, self.before)
@@ -195,11 +202,11 @@ class Ring:
 
 
 class HeadExchange:
-    """Attention on 1/u of the heads and u times as many tokens, for u neighbours on the context
-    axis that exchange them before and after it (Jacobs et al. 2023, arXiv:2309.14509).
+    """Attention on 1/u of the heads and u times as many tokens, by an all-to-all before and after.
 
-    With Q and K the elements of its q and k, a rank receives (1 - 1/u) (2 Q + 2 K) of them forward
-    and as many backward.
+    The u ranks are neighbors on the context axis (Jacobs et al. 2023, arXiv:2309.14509).  With Q
+    and K the elements of its q and k, a rank receives (1 - 1/u) (2 Q + 2 K) elements forward and
+    as many backward.
     """
 
     def __init__(self, mesh: Mesh, context: Context, core: CoreAttention | RingAttention) -> None:
@@ -208,20 +215,20 @@ class HeadExchange:
         self.first = self.comm.rank // self.members * self.members
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, Any]:
-        """The output [B*t, heads*D], and what `backward` needs."""
+        """Return the output [B*t, heads*D] and the data saved for `backward`."""
         out, saved = self.core.forward(
             self.to_heads(qkv, self.core.form.stretches(qkv.shape[1])), micro
         )
         return self.to_tokens(out, [slice(0, out.shape[1] * self.members)]), saved
 
     def backward(self, dout: Array, saved: Any, micro: Microbatch) -> Array:
-        """The gradient of [q|k|v] from that of the output."""
+        """Return the gradient of [q|k|v] from the gradient of the output."""
         whole = self.to_heads(dout, [slice(0, dout.shape[1])])
         dqkv = self.core.backward(whole, saved, micro)
         return self.to_tokens(dqkv, self.core.form.stretches(dqkv.shape[1] * self.members))
 
     def to_heads(self, x: Array, stretches: Sequence[slice]) -> Array:
-        """[B*t, heads] -> [B*u*t, heads/u], for columns that are heads in each of the
+        """Return [B*t, heads] as [B*u*t, heads/u], for columns that are heads in each of the
         `stretches`."""
         rows, columns = x.shape
         u, width = self.members, columns // self.members
@@ -233,7 +240,7 @@ class HeadExchange:
         return self._in_one_piece(parts.swapaxes(0, 1), (u * rows, width))
 
     def to_tokens(self, x: Array, stretches: Sequence[slice]) -> Array:
-        """[B*u*t, heads/u] -> [B*t, heads]: the inverse."""
+        """Return [B*u*t, heads/u] as [B*t, heads], the inverse of `to_heads`."""
         rows, width = x.shape
         u = self.members
         parts = x.reshape(-1, u, self.tokens, width).swapaxes(0, 1)
@@ -247,8 +254,8 @@ class HeadExchange:
     def _columns(
         self, whole: Array, parts: Array, stretches: Sequence[slice]
     ) -> Iterator[tuple[Array, Array]]:
-        """The same heads of [rows, heads] and of [u, rows, heads/u], stretch by stretch, as
-        views [u, rows, ...]."""
+        """Yield views [u, rows, ...] of the same heads in [rows, heads] and in [u, rows, heads/u],
+        one pair per stretch."""
         u, start = self.members, 0
         for stretch in stretches:
             width = (stretch.stop - stretch.start) // u
@@ -257,14 +264,14 @@ class HeadExchange:
             start += width
 
     def _in_one_piece(self, view: Array, shape: Sequence[int]) -> Array:
-        """A view as a matrix."""
+        """Return a contiguous copy of a view as a matrix."""
         out = self.mesh.empty(shape, view.dtype)
         with self.mesh.trace.span("exchange of heads"):
             out.reshape(view.shape)[...] = view
         return out
 
     def _exchange(self, parts: Array) -> Array:
-        """Part j to neighbour j, from all of them."""
+        """Send part j to neighbor j and return the parts received from all neighbors."""
         if self.members == self.comm.size:
             return self.comm.all_to_all(parts).wait()
         blocks = parts.reshape(self.members, -1, parts.shape[1])

@@ -1,4 +1,4 @@
-"""The core of attention as a layer: what lies between the products qkv and proj."""
+"""Core attention layer: the operations between the qkv and proj products."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class AttentionSaved(NamedTuple):
-    """What backward works with: [q|k|v], turned where positions are rotary, and the probabilities
-    unless they are recomputed."""
+    """Data saved for backward: [q|k|v] with rotary positions applied, and the probabilities unless
+    they are recomputed."""
 
     qkv: SavedActivation
     probabilities: SavedActivation | None
 
 
 class HeadBlock:
-    """Which tokens and heads of attention a rank has between the exchanges of a context axis:
-    the tokens of its place in the ring, `tokens` of each of its sequences, and whole heads.
+    """The tokens and heads of attention that a rank has between all-to-all exchanges.
 
-    Rotary positions turn q and k by those tokens' positions; dropout draws by sample, head and
-    positions, so that every mesh drops the same probabilities.
+    With context parallelism, a rank has the tokens of its ring position, `tokens` of each of its
+    sequences, and complete heads.  Rotary positions are those of these tokens.  Dropout is drawn
+    by sample, head and positions, so that every mesh drops the same probabilities.
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
@@ -46,7 +46,7 @@ class HeadBlock:
         self.rotary, self.causal = spec.family.rotary, spec.family.causal
 
     def turned(self, qkv: Array, micro: Microbatch, sign: int = 1) -> Array:
-        """With q and k turned by their positions, in place."""
+        """Apply the rotary positions to q and k of `qkv` in place and return it."""
         if not self.rotary:
             return qkv
         dtype = qkv.dtype
@@ -55,7 +55,7 @@ class HeadBlock:
             return rotate(qkv, table, self.form, sign)
 
     def _table(self, dtype: DTypeLike) -> np.ndarray:
-        """Of the positions of these tokens; where numbers have less than 32 bits, with 32."""
+        """Return the rotary table of this rank's tokens, in float32 or wider."""
         sizes, wide = self.sizes, np.promote_types(dtype, np.float32)
         table = rotary_table(sizes.rotation, sizes.sequence, self.form.width, wide)
         if self.context.rings == 1:
@@ -65,19 +65,19 @@ class HeadBlock:
         return np.ascontiguousarray(table[:, np.concatenate(parts)])
 
     def drops(self, micro: Microbatch) -> bool:
-        """Whether probabilities are dropped."""
+        """Return True if dropout is applied to the probabilities."""
         return self.sizes.dropout > 0 and micro.training
 
     def samples(self, micro: Microbatch) -> range:
-        """The sequences of the microbatch that this rank has tokens of."""
+        """Return the sequences of the microbatch of which this rank has tokens."""
         rows = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
         (here,) = rows.slices((micro.sequences,), self.mesh)
         first = here.start % (micro.sequences // self.context.parts)
         return range(first, first + here.stop - here.start)
 
     def padding(self, micro: Microbatch, place: int) -> Any:
-        """Which tokens [B, t] of these sequences at a place of the ring are padding; None where no
-        token is."""
+        """Return the padding mask [B, t] of these sequences at ring position `place`, or None if
+        the model has no padding token."""
         if self.sizes.padding is None:
             return None
         name = f"attention.padding.{place}"
@@ -90,25 +90,24 @@ class HeadBlock:
         return tokens.reshape(len(samples), self.tokens) == self.sizes.padding
 
     def heads(self) -> range:
-        """The heads of queries that this rank has."""
+        """Return this rank's query heads."""
         columns = Layout(" ".join(self.layout[1])).slices((self.sizes.heads,), self.mesh)[0]
         count = (columns.stop - columns.start) // self.context.heads
         first = columns.start + self.member * count
         return range(first, first + count)
 
     def key(self, micro: Microbatch) -> Any:
-        """Of the draws of a step."""
+        """Return the random key of a step."""
         return micro.cached(
             self.name, lambda micro: philox_key((self.spec.seed, self.name, micro.step))
         )
 
 
 class CoreAttention(HeadBlock):
-    """softmax(q k' / sqrt(D) + mask) v of [q|k|v] on whole sequences and whole heads: nothing is
-    communicated.
+    """softmax(q k' / sqrt(D) + mask) v of [q|k|v] on complete sequences and complete heads.
 
-    With `recompute` "selective" the backward pass makes the probabilities again from q and k
-    (arXiv:2205.05198, section 5).
+    Nothing is communicated.  With `recompute` "selective", the backward pass recomputes the
+    probabilities from q and k (arXiv:2205.05198, section 5).
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
@@ -116,7 +115,7 @@ class CoreAttention(HeadBlock):
         self.selective = spec.recompute == "selective"
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, AttentionSaved]:
-        """The output [B*T, heads*D], and what `backward` needs."""
+        """Return the output [B*T, heads*D] and the data saved for `backward`."""
         qkv = self.turned(qkv, micro)
         empty, seen = self.mesh.empty, self._seen(micro)
         with self.mesh.trace.span("attention", "attention", self._flops(qkv)):
@@ -124,7 +123,7 @@ class CoreAttention(HeadBlock):
         return out, AttentionSaved(qkv, None if self.selective else p)
 
     def backward(self, dout: Array, saved: AttentionSaved, micro: Microbatch) -> Array:
-        """The gradient of [q|k|v] from that of the output."""
+        """Return the gradient of [q|k|v] from the gradient of the output."""
         qkv, p = saved
         if self.selective:
             p = self.recompute(qkv, micro)
@@ -134,19 +133,19 @@ class CoreAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def recompute(self, qkv: Array, micro: Microbatch) -> Any:
-        """The probabilities once more: half of the work."""
+        """Recompute the probabilities, half of the forward FLOPs."""
         trace, half = self.mesh.trace, self._flops(qkv) // 2
         empty, seen = self.mesh.empty, self._seen(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):
             return attend_again(qkv, self.tokens, self.form, empty, **seen)
 
     def _seen(self, micro: Microbatch) -> dict[str, Any]:
-        """Which keys the queries of this rank's samples see, and what of it is dropped."""
+        """Return the attention mask and dropout of this rank's samples as keyword arguments."""
         mask = AttentionMask(self.causal, self.padding(micro, 0))
         return {"drop": self._drop(micro), "mask": mask}
 
     def _drop(self, micro: Microbatch) -> Mask | None:
-        """The `Mask` of this rank's probabilities [B, heads * T * T], or None."""
+        """Return the dropout `Mask` of this rank's probabilities [B, heads * T * T], or None."""
         if not self.drops(micro):
             return None
         square, heads = self.tokens**2, self.heads()
@@ -156,6 +155,6 @@ class CoreAttention(HeadBlock):
         return Mask(self.key(micro), self.sizes.dropout, rows, columns, width)
 
     def _flops(self, qkv: Array) -> int:
-        """Of q k' and p v: 2 products of 2 T D for every row and head."""
+        """Return the FLOPs of q k' and p v: 2 products of 2 T D for every row and head."""
         width, queries = self.form
         return 4 * self.tokens * queries * width * qkv.size // self.form.columns

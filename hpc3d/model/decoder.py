@@ -1,7 +1,7 @@
-"""A model that continues texts: the logits of the token that follows, for sequences of one length.
+"""Decoder for text generation: logits of the next token, for sequences of one length.
 
-The parts are those of training (hpc3d.model.stage), and so every scheme on every tensor layout is;
-attention keeps keys and values (hpc3d.model.key_value_cache), and nothing is saved for backward.
+The layers are those of training (hpc3d.model.stage), so every scheme and tensor layout works.
+Attention uses a key/value cache (hpc3d.model.key_value_cache), and nothing is saved for backward.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 def sequences_for(
     sizes: Mapping[str, int], split: Split, samples: int, mixes: bool = False
 ) -> int:
-    """The fewest sequences, `samples` or more, that divide over the axes that cut rows anywhere,
-    those of routers too where a model `mixes` experts, of axes of these `sizes`: with one new
-    token a sequence is one row."""
+    """Return the smallest number of sequences, at least `samples`, that every row sharding
+    divides.
+
+    `sizes` are the sizes of the mesh axes.  Routers count if the model `mixes` experts.  With one
+    new token, a sequence is one row.
+    """
     ends = split.without_panels()
     splits = split, split.next(), ends, ends.next(), *([split.by_rows()] if mixes else [])
     layouts = [layout for each in splits for layout in (each.x, each.y)]
@@ -42,8 +45,8 @@ def sequences_for(
 
 
 class Decoder:
-    """The whole model of a `spec` on a mesh of tensor axes, its values to be filled in, with room
-    for the keys and values of `capacity` positions of each sequence."""
+    """The full model of a `spec` on a mesh of tensor axes, with key/value caches for `capacity`
+    positions per sequence.  The caller fills in the parameter values."""
 
     def __init__(self, mesh: Mesh, spec: ModelSpec, dtype: DTypeLike, capacity: int) -> None:
         self.mesh, self.parameters = mesh, Parameters(mesh, dtype)
@@ -57,12 +60,14 @@ class Decoder:
         self.parameters.allocate(seed=0)
 
     def forget(self) -> None:
-        """Begin anew, with the first position."""
+        """Restart at the first position."""
         self.kept.length = 0
 
     def forward(self, tokens: np.ndarray) -> Array:
-        """The logits [sequences, vocabulary] of what follows `tokens` [sequences, t], which follow
-        those of the calls before; the same array on all ranks."""
+        """Return the logits [sequences, vocabulary] of the token after `tokens` [sequences, t].
+
+        The tokens continue those of the previous calls.  The result is identical on all ranks.
+        """
         count = tokens.shape[1]
         assert self.kept.length + count <= self.kept.capacity
         micro = Microbatch(0, 0, tokens, tokens, 1.0, self._brought)
@@ -74,11 +79,11 @@ class Decoder:
         return self._logits(contiguous(x.reshape(-1, count, x.shape[1])[:, -1]))
 
     def _brought(self, micro, name, make):
-        """The numbers of a microbatch where the model's arrays are."""
+        """Return `make(micro)` in the memory of the model's arrays."""
         return self.mesh.pool.bring(make(micro))
 
     def _embedded(self, micro: Microbatch, count: int) -> Array:
-        """X of the tokens, at the positions after those that are kept."""
+        """Return X of the tokens, at the positions after the cached ones."""
         first, embeddings = self.kept.length, self.stage.embeddings
         assert embeddings
         x, _ = embeddings.lookup.forward(micro)
@@ -88,14 +93,14 @@ class Decoder:
         return add_repeated(x, rows, 0, self.mesh.empty(x.shape, x.dtype))
 
     def _logits(self, x: Array) -> Array:
-        """Of the last rows X[sequences, h], on all ranks."""
+        """Return the logits of the last rows X[sequences, h] on all ranks."""
         head = self.stage.head
         assert head
         logits, _ = head.logits(x)
         return self._gathered(logits, head.layout)[:, : self.vocabulary]
 
     def _gathered(self, block: Array, layout: Layout) -> Array:
-        """The whole matrix of a `layout` from its blocks."""
+        """Return the full matrix of a `layout` from its blocks."""
         for axis in reversed(layout.owned):
             owner = layout.owner(axis, self.mesh)
             block = self.mesh.comm(axis).broadcast(block, owner).wait()

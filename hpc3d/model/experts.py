@@ -1,18 +1,18 @@
-"""A mixture of experts in the place of a block's MLP: each token goes to `top_k` of them, the rows
-of an exchange along e.
+"""Mixture of experts in place of a block's MLP: each token is routed to `top_k` experts, and an
+all-to-all along e exchanges the rows.
 
-Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert a token, GShard (Lepikhin et al. 2020,
-arXiv:2006.16668) with two, Mixtral (Jiang et al. 2024, arXiv:2401.04088) with room for all.  A
-group is one sequence: each expert has C slots for it, filled in the order of positions, second
-choices after all first ones; who finds none is dropped.  So who is dropped depends on no mesh and
-on no microbatch.
+Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert per token, GShard (Lepikhin et al.
+2020, arXiv:2006.16668) with two, Mixtral (Jiang et al. 2024, arXiv:2401.04088) without dropping.
+A group is one sequence: each expert has C slots for it (its capacity), filled in the order of
+positions, second choices after all first choices.  Tokens beyond the capacity are dropped.  Which
+tokens are dropped therefore depends neither on the mesh nor on the microbatch.
 
     X[rows, h] --route--> choices, weights
       |  dispatch        [e R, E/e, h]      R rows of slots of each expert, for each rank of e
       |  all-to-all
-      |  experts' MLPs   [e R, E/e, h]      one stacked product each, cut by x, y, z as any other
+            |  experts' MLPs   [e R, E/e, h]      one stacked product each, sharded by x, y, z
       |  all-to-all
-      |  combine         the sum of a token's rows, times its weights
+            |  combine         weighted sum of a token's rows
     Y[rows, h]
 """
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 class StackedLinear(Linear):
-    """Y = X W + b of all experts of a rank: X[m, E/e, k], W[k, E/e, n], b[1, E/e, n]."""
+    """Y = X W + b for all experts of a rank: X[m, E/e, k], W[k, E/e, n], b[1, E/e, n]."""
 
     def __init__(
         self,
@@ -117,8 +117,10 @@ class StackedLinear(Linear):
 
 
 class ExpertMlps:
-    """The MLPs of the experts of a rank, on X[rows, E/e, h]: a row of zeros adds nothing to any
-    gradient, because that of what comes out of it is zero."""
+    """MLPs of a rank's experts on X[rows, E/e, h].
+
+    A row of zeros adds nothing to any gradient, because the gradient of its output is zero.
+    """
 
     def __init__(
         self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, last: float
@@ -149,8 +151,11 @@ class ExpertMlps:
 
 
 class MixtureSaved(NamedTuple):
-    """What the backward pass of a mixture works with; `routes` are of the rank's own rows, `slots`
-    and `weights` [rows, top_k] of all rows of X, `y` what came back of the experts."""
+    """Data saved for the backward pass of a mixture.
+
+    `routes` are those of the rank's own rows, `slots` and `weights` [rows, top_k] those of all
+    rows of X, and `y` is the output of the experts after the all-to-all.
+    """
 
     router: Saved
     routes: Routes
@@ -163,13 +168,13 @@ class MixtureSaved(NamedTuple):
 
 
 class ExpertMixture:
-    """The mixture of block `name` on rows of whole sequences, which lie as the block's X does.
+    """Mixture of block `name` on rows of complete sequences, in the layout of the block's X.
 
-    A rank decides on rows of its own: the router's product ends with whole rows, and the choices
-    are gathered along k.  `auxiliary_loss` is this rank's share of the losses of the router in the
-    last forward pass: of every token z lse^2 (Zoph et al. 2022, arXiv:2202.08906) and
-    alpha E sum_i f_i P_i of its sequence (Fedus et al. 2021, equation 4), f_i the share of choices
-    that are i.  Each token counts on one of the ranks that decide on it.
+    A rank routes its own rows: the router's product has complete rows, and the choices are
+    gathered along k.  `auxiliary_loss` is this rank's share of the router's losses in the last
+    forward pass: z lse^2 of every token (Zoph et al. 2022, arXiv:2202.08906) and
+    alpha E sum_i f_i P_i of its sequence (Fedus et al. 2021, equation 4), where f_i is the
+    fraction of choices of expert i.  Each token counts on one of the ranks that route it.
     """
 
     adds_residual = False
@@ -199,8 +204,11 @@ class ExpertMixture:
         self.auxiliary_loss: Any = 0.0
 
     def _precedes(self) -> Array:
-        """1 where a choice of another rank along c precedes one of this rank, int64 [k, pieces, c,
-        k, pieces]: an earlier choice, or as early a one of an earlier piece."""
+        """Return int64 [k, pieces, c, k, pieces], 1 if another c rank's choice precedes this
+        rank's.
+
+        An earlier choice precedes, or the same choice of an earlier run of tokens.
+        """
         starts = self.context.starts()
         here, choice = self.mesh.coord(CONTEXT), np.arange(self.form.top_k)
         mine = (choice[:, None] * self.context.length + starts[here])[..., None, None, None]
@@ -210,9 +218,11 @@ class ExpertMixture:
         return self.mesh.pool.bring(found)
 
     def _balancing_bias(self, parameters, name, matmul):
-        """b_i of arXiv:2408.15664, which choices are made with: it falls by a rate where expert i
-        had more choices than the mean, and rises where it had less.  Its gradient is that excess,
-        times the number of experts."""
+        """Add the bias b_i of arXiv:2408.15664, which affects only the choice of experts.
+
+        It decreases by a fixed rate if expert i had more choices than the mean, and increases if
+        it had fewer.  Its gradient is that excess times the number of experts.
+        """
         if not self.form.balance_bias:
             return None
         return parameters.add(
@@ -224,7 +234,7 @@ class ExpertMixture:
         )
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, MixtureSaved]:
-        """Y, and what backward needs."""
+        """Return Y and the data saved for backward."""
         logits, saved_router = self.router.forward(x)
         with self.mesh.trace.span("routing"):
             routes = route(logits, self.form.top_k, self.bias and self.bias.value)
@@ -241,14 +251,14 @@ class ExpertMixture:
         return self._sum(out, y), MixtureSaved(saved_router, *saved)
 
     def _along_k(self, block: Array) -> Pending:
-        """Of all rows of X what ranks along k have of their own rows."""
+        """Return the pending values for all rows of X, gathered from the ranks along k."""
         matmul = self.router.matmul
         return matmul.gather(block, matmul.split.y, matmul.axes["k"])
 
     def _decide(
         self, routes: Routes, choices: Array, micro: Microbatch
     ) -> tuple[Array, RouterLoss]:
-        """The slots of the choices, and what the losses are made of, which are noted."""
+        """Return the slots of the choices and the inputs of the losses; record the losses."""
         form, tokens, own = self.form, micro.tokens.shape[1], len(routes.lse)
         with self.mesh.trace.span("routing"):
             counts = counts_of(choices, tokens, self.context.pieces, form.count)[None]
@@ -267,7 +277,8 @@ class ExpertMixture:
         return slots, loss
 
     def _note(self, routes: Routes, slots: Array, loss: RouterLoss) -> None:
-        """Note the losses of own rows, and let the trace have them and the load of each expert."""
+        """Record the losses of this rank's own rows, and trace them with the load of each
+        expert."""
         with self.mesh.trace.span("routing"):
             losses = router_loss(routes.probs, routes.lse, loss)
             chosen, kept = load_of(routes.experts, slots, self.form.count)
@@ -275,14 +286,14 @@ class ExpertMixture:
         self.mesh.trace.routed(chosen, kept, losses)
 
     def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
-        """How the slots of a rank's rows of X lie."""
+        """Return the arrangement of the slots for a rank's rows of X."""
         tokens, count = micro.tokens.shape[1], self.form.count
         capacity = self.form.slots(tokens * self.context.parts)
         held = -(-(rows // tokens * min(tokens, capacity)) // self.multiple) * self.multiple
         return SlotForm(tokens, count, capacity, self.parts, held)
 
     def _dispatched(self, x: Array, slots: Array, micro: Microbatch) -> Array:
-        """The rows of X in their slots, [e R, E/e, h]."""
+        """Return the rows of X in their slots, [e R, E/e, h]."""
         form = self._slots(len(x), micro)
         shape = form.parts * form.rows, form.count // form.parts, x.shape[1]
         out = self.mesh.empty(shape, x.dtype)
@@ -319,8 +330,10 @@ class ExpertMixture:
         micro: Microbatch,
         defer: Callable[..., None],
     ) -> Array:
-        """The router's part of the gradient of X, from that of the weights of choices, which each
-        rank along k has of its columns."""
+        """Return the router's part of the gradient of X.
+
+        `dweights` is the gradient of the routing weights, partial on each rank along k.
+        """
         matmul = self.router.matmul
         own = matmul.reduce(dweights, matmul.split.y, matmul.axes["k"]).wait()
         dlogits = self.mesh.empty(saved.routes.probs.shape, saved.y.dtype)
@@ -331,12 +344,12 @@ class ExpertMixture:
         return self.router.backward(dlogits, saved.router, defer)
 
     def _bias_grad(self, choices: Array) -> None:
-        """E times the excess of each expert's choices, which are whole numbers."""
+        """Add E times the excess of each expert's choices, which are integers."""
         with self.mesh.trace.span("gradient"):
             add_excess(self.bias.grad, choices)
 
     def _sum(self, out: Array, other: Array | None) -> Array:
-        """out + other, in the memory of out."""
+        """Return out + other, in the memory of out."""
         if other is None:
             return out
         with self.mesh.trace.span("residual"):
@@ -344,13 +357,15 @@ class ExpertMixture:
 
 
 def _flat(rows: Array) -> Array:
-    """[R, E/e, h] as rows of slots."""
+    """Return [R, E/e, h] as a matrix of slot rows."""
     return rows.reshape(-1, rows.shape[-1])
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """What the rows of slots of an expert are a multiple of, for each rank of e, so that up's Y
-    divides over the ranks along k."""
+    """Return the factor of which an expert's slot rows per rank of e must be a multiple.
+
+    It lets the rows of up's Y divide over the ranks along k.
+    """
     gathered = mesh.size(EXPERTS) * mesh.count(
         [axis for axis in split.n.split() if axis in split.x[0]]
     )

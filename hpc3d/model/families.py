@@ -1,7 +1,7 @@
-"""Families of models: the sizes of each, its block and its two ends, and the list of its products.
+"""Families of models: the sizes, the embedding and head, and the products of each.
 
-Whoever counts parameters, operations or words of a model asks the lists: rules, bounds of the
-planner, MFU, footprints.  A family is one entry of FAMILIES.
+Rules, planner bounds, MFU and memory footprints count the parameters, FLOPs and elements of a
+model from these lists.  A family is one entry of FAMILIES.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _block_products(sizes, mixes, gated):
 
 
 def _mlp_products(sizes, gated, name="", wide=1, **experts):
-    """Of an MLP so many times as `wide` as that of a dense block."""
+    """Return the products of an MLP, `wide` times as wide as that of a dense block."""
     ffn = wide * sizes.ffn
     return (
         WeightProduct(f"{name}up", sizes.hidden, (1 + gated) * ffn, **experts),
@@ -111,20 +111,24 @@ def _final_norm(sizes, centred):
 
 
 def _bert_vectors(sizes):
-    """The segments, the norms of the embeddings and of the head, the bias of its dense product and
-    that of the logits."""
+    """Return the elements of the segment table, the norms of the embeddings and of the head, the
+    bias of the head's dense product, and the bias of the logits."""
     return (SEGMENTS + 2 * 2 + 1) * sizes.hidden + sizes.vocabulary
 
 
 def _full_attention(sizes):
-    """Of q k' and p v, with the masked half: 2 T D for every head, each."""
+    """Return the FLOPs of q k' and p v per token, with the masked half: 2 T D per head and
+    product."""
     return 4 * sizes.sequence * sizes.hidden
 
 
 def _block_kept(sizes, recompute, chunked, mixes, gated):
-    """Korthikanti et al. 2022, section 4, without dropout's masks: the inputs of norms, of qkv, of
-    proj and of up, q, k and v, and what activation and down work with.  Attention keeps its
-    probabilities, or chunk by chunk a sum of every row and head."""
+    """Return the elements that a block saves per token, without dropout's masks.
+
+    Korthikanti et al. 2022, section 4: the inputs of norms, qkv, proj and up; q, k and v; and the
+    inputs of activation and down.  Attention saves its probabilities or, if chunked, one sum per
+    row and head.
+    """
     features = (2 + gated) * sizes.ffn
     rest = 5 * sizes.hidden + sizes.qkv
     rest += _mixture_kept(sizes, features) if mixes else features
@@ -136,8 +140,11 @@ def _block_kept(sizes, recompute, chunked, mixes, gated):
 
 
 def _mixture_kept(sizes, features):
-    """Of every slot, also of an empty one, the inputs of up, what activation and down work with,
-    and the outputs; of shared experts as of an MLP.  What a router keeps is little."""
+    """Return the elements that a mixture saves per token.
+
+    Every slot, even an empty one, saves the input of up, the inputs of activation and down, and
+    the output.  Shared experts save as much as an MLP.  The router's data is negligible.
+    """
     form = sizes.experts
     slots = form.slots_of_token(sizes.sequence)
     return form.shared * features + slots * (2 * sizes.hidden + features)
@@ -200,44 +207,46 @@ FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, BERT)}
 
 
 def family_of(model: Any) -> Family:
-    """The Family of a section [model]."""
+    """Return the Family of a section [model]."""
     return FAMILIES[model.kind]
 
 
 def with_epsilon(model: Any) -> Any:
-    """A section [model] with that of its norms, which is its family's where it is absent."""
+    """Return a section [model] with the epsilon of its norms, by default that of its family."""
     return replace(model, norm_epsilon=_or_usual(model.norm_epsilon, family_of(model).epsilon))
 
 
 def least_vocabulary(model: Any, tokens: int) -> int:
-    """The least vocabulary for so many `tokens` of a tokenizer: where a family masks tokens there
-    is one more, the last, for these."""
+    """Return the smallest vocabulary for a tokenizer with `tokens` tokens.
+
+    A family that masks tokens needs one more, the last, for the mask.
+    """
     return tokens if family_of(model).causal else tokens + 1
 
 
 def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
-    """The WeightProducts of all blocks of the model of a section [model], each after the number of
-    blocks that have it."""
+    """Return pairs of a number of blocks and a WeightProduct for the model of a section
+    [model]."""
     family = family_of(model)
     return family.block_products(family.sizes(model, model.vocabulary))
 
 
 class Total(NamedTuple):
-    """Elements of a model, and those that a token meets: of experts the ones that it goes to."""
+    """Elements of a model, and the elements active per token: those of its routed experts."""
 
     total: float
     active: float
 
 
 def block_weights(model: Any) -> Total:
-    """Elements of the matrices of all blocks."""
+    """Return the number of elements of the matrices of all blocks."""
     products = block_products(model)
     total = sum(count * each.weights for count, each in products)
     return Total(total, sum(count * each.active for count, each in products))
 
 
 def parameters(model: Any) -> Total:
-    """Parameters of the model of a section [model] that has its vocabulary."""
+    """Return the number of parameters of the model of a section [model] with a vocabulary."""
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
     tables = 0 if sizes.tied else sizes.vocabulary
@@ -252,7 +261,7 @@ def parameters(model: Any) -> Total:
 
 
 def _biased(model):
-    """Those of `block_products` that have a bias."""
+    """Return the entries of `block_products` that have a bias."""
     family = family_of(model)
     return [
         (count, each)
@@ -262,18 +271,18 @@ def _biased(model):
 
 
 def _balancing(sizes):
-    """Elements of the biases that balance experts."""
+    """Return the number of elements of the biases that balance experts."""
     balanced = sizes.experts and sizes.experts.balance_bias
     return sizes.blocks()[True] * sizes.experts.count if balanced else 0
 
 
 def expert_weights(model: Any) -> float:
-    """Elements of the matrices of experts, of which each rank along e has some."""
+    """Return the number of elements of the experts' matrices, which are sharded along e."""
     return sum(count * each.weights for count, each in block_products(model) if each.experts > 1)
 
 
 def expert_parameters(model: Any) -> float:
-    """The same with those of their biases."""
+    """Return the number of elements of the experts' matrices and biases."""
     biases = [
         count * each.experts * each.outputs for count, each in _biased(model) if each.experts > 1
     ]

@@ -1,8 +1,8 @@
-"""The two ends of models that continue a text: token and position embeddings; final norm, head
+"""Embeddings and head of decoder-only models: token and position embeddings; final norm, logits
 and loss.
 
-Radford et al. 2019, and Llama without a table of positions.  Between them lie the blocks
-(hpc3d.model.block); hpc3d.model.stage puts the three together.
+GPT-2 (Radford et al. 2019), and Llama, which has no table of positions.  The blocks are in
+hpc3d.model.block; hpc3d.model.stage combines the three.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def add_table(
     mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, **how: Any
 ) -> Parameter:
-    """A table W[v, h]: one row per token, padded so that the vocabulary divides over its axes."""
+    """Add a table W[v, h], with one row per token and padding so that its axes divide the rows."""
     matmul, sizes = sharded_matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
     rows = -(-sizes.vocabulary // count) * count  # type: ignore[operator]  # a number by now
@@ -40,7 +40,7 @@ def add_table(
 
 
 class Embeddings:
-    """X[m, h] = table[token] + positions, unless these are rotary, and dropout."""
+    """X[m, h] = table[token] + positions (unless rotary), followed by dropout."""
 
     name = "embedding"
 
@@ -58,7 +58,7 @@ class Embeddings:
         return self.drop.apply(x, micro, self.shape.hidden), saved
 
     def placed(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
-        """Tokens and positions, and what backward needs."""
+        """Return the sum of token and position embeddings, and the data saved for backward."""
         x, saved = self.lookup.forward(micro)
         if self.positions:
             with self.mesh.trace.span("embedding", "lookup"):
@@ -79,14 +79,14 @@ class Embeddings:
 
 
 class LogitsSaved(NamedTuple):
-    """What the backward pass of the logits works with."""
+    """Data saved for the backward pass of the logits."""
 
     norm: NormSaved
     product: Saved
 
 
 class HeadSaved(NamedTuple):
-    """What the backward pass of the head works with."""
+    """Data saved for the backward pass of the head."""
 
     logits: Any
     loss: LossSaved
@@ -111,9 +111,11 @@ class Head:
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:
-        """The summed loss of this rank's rows, 0 where another rank counts the same rows; of a
-        microbatch that is not for training it comes with the rows that are predicted right
-        (`CrossEntropy.score`)."""
+        """Return the summed loss of this rank's rows, or 0 if another rank counts the same rows.
+
+        If the microbatch is not for training, the loss comes with the number of correctly
+        predicted rows (`CrossEntropy.score`).
+        """
         logits, saved = self.logits(x)
         targets = micro.cached("head.targets", self.targets)
         if not micro.training:
@@ -123,22 +125,22 @@ class Head:
         return loss if self.counts() else 0.0, HeadSaved(saved, saved_loss)
 
     def logits(self, x: Array) -> tuple[Array, Any]:
-        """Y, and what `logits_grad` needs."""
+        """Return Y and the data saved for `logits_grad`."""
         x, saved_norm = self.norm.forward(x)
         logits, saved_product = self.matmul.forward_saving(x, self.table.value)
         return owned(self.mesh, logits), LogitsSaved(saved_norm, saved_product)
 
     def targets(self, micro: Microbatch) -> np.ndarray:
-        """Those of this rank's rows."""
+        """Return the targets of this rank's rows."""
         return micro.rows(micro.targets, self.layout, self.mesh).ravel().astype(np.int64)
 
     def backward(self, micro: Microbatch, saved: HeadSaved, defer: Callable[..., None]) -> Array:
-        """The gradient of X, of the summed loss times its factor."""
+        """Return the gradient of X for the summed loss times its factor."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
         return self.logits_grad(dlogits, saved.logits, defer)
 
     def logits_grad(self, dlogits: Array, saved: Any, defer: Callable[..., None]) -> Array:
-        """The gradient of X from that of Y."""
+        """Return the gradient of X from the gradient of Y."""
         dx, rest = self.matmul.backward_input(saved.product, dlogits)
         defer(self.weight_grad, rest)
         return self.norm.backward(dx.wait(), saved.norm, residual=None)
@@ -150,6 +152,6 @@ class Head:
         self.table.grad += self.matmul.backward_weight(rest).wait()
 
     def counts(self) -> bool:
-        """Whether this rank's rows of the loss are the copy that counts."""
+        """Return True if this rank's copy of its loss rows is the one that counts."""
         split = (*row_axes(self.layout), "p")
         return all(self.mesh.coord(axis) == 0 for axis in self.mesh.sizes if axis not in split)

@@ -1,15 +1,16 @@
-"""The product qkv where several queries share a key: q, k and v have a weight each.
+"""The qkv product of grouped-query attention, with separate weights for q, k and v.
 
 A rank multiplies X once, with [Wq | Wk | Wv] of its heads, in the order of `hpc3d.ops.attention`.
-Where n's axes do not divide the heads of keys, these divide the ranks; Wk and Wv are stored whole
-along n, and the ranks whose queries share a key multiply with the same columns.  4 heads, of which
+If the size of n's axes does not divide the number of key heads, then the key heads divide the
+ranks: Wk and Wv are replicated along n, and ranks whose queries share a key use the same columns.
+Example with 4 heads, where pairs of queries share a key:
 pairs share keys:
 
     over 2 ranks    q0 q1 k0 v0             q2 q3 k1 v1
     over 4 ranks    q0 k0 v0    q1 k0 v0    q2 k1 v1    q3 k1 v1
 
-The gradient of such a Wk or Wv is a partial sum on each rank, zero where it needed nothing; it is
-summed over n's axes when the step ends.
+The gradient of a replicated Wk or Wv is a partial sum on each rank, zero in the columns that the
+rank did not use.  It is reduced over n's axes at the end of the step.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
 
 
 class _Part(NamedTuple):
-    """Weight and bias of q, of k or of v: a rank multiplies with the columns `needed` of its
-    blocks, which are those `joined` of its [q | k | v]."""
+    """Weight and bias of q, k or v.
+
+    A rank multiplies with the columns `needed` of its blocks, which become the columns `joined` of
+    its [q | k | v].
+    """
 
     weight: Parameter
     bias: Parameter | None
@@ -41,8 +45,11 @@ class _Part(NamedTuple):
 
 
 class GroupedSaved(NamedTuple):
-    """X and the gathered W as in `Saved`.  Where nothing is gathered or kept of W it is None, and
-    joined again from `weights`: copies of W for all microbatches in flight would be large."""
+    """X and the gathered W as in `Saved`.
+
+    W is None if no block of W is gathered or saved, and is then joined again from `weights`,
+    because copies of W for all microbatches in flight would be large.
+    """
 
     x: SavedActivation
     w: SavedWeight | None
@@ -83,7 +90,7 @@ class GroupedQkv(Linear):
         std: float,
         biased: bool,
     ) -> tuple[Parameter, Parameter | None]:
-        """Weight and bias, cut over n's axes or whole along them."""
+        """Return the weight and bias, sharded over n's axes or replicated along them."""
         split, how = self.matmul.split, gradient(self.matmul)
         weight, bias, rows = split.w, Layout(" ".join(self.across)), row_axes(split.y)
         if not self._is_cut(shape[1] // self.width):
@@ -100,7 +107,7 @@ class GroupedQkv(Linear):
         return heads % self.mesh.count(self.across) == 0
 
     def _needed(self, heads: int) -> slice:
-        """The columns of its block of so many heads that this rank multiplies with."""
+        """Return the columns of this rank's block of `heads` heads that it multiplies with."""
         members = self.mesh.count(self.across)
         if self._is_cut(heads):
             return slice(0, heads // members * self.width)
@@ -110,7 +117,7 @@ class GroupedQkv(Linear):
     def forward(  # type: ignore[override]
         self, x: Array
     ) -> tuple[Array, GroupedSaved]:
-        """[q | k | v], and what backward needs."""
+        """Return [q | k | v] and the data saved for backward."""
         weights = [part.weight.value for part in self.parts]
         biases = [part.bias.value for part in self.parts if part.bias]
         b = self._joined(biases) if biases else None
@@ -120,7 +127,7 @@ class GroupedQkv(Linear):
         return y, GroupedSaved(saved.x, None, saved.kept.replace("w", ""), weights)
 
     def _joined(self, blocks: Sequence[Array]) -> Array:
-        """The columns that this rank multiplies with, side by side."""
+        """Return the columns that this rank multiplies with, side by side."""
         first = blocks[0]
         out = self.mesh.empty((*first.shape[:-1], self.columns), first.dtype)
         needed = (block[..., part.needed] for block, part in zip(blocks, self.parts, strict=True))
@@ -135,7 +142,7 @@ class GroupedQkv(Linear):
         return super().backward(dy, Saved(x, w, kept), defer)
 
     def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
-        """The gradients of all weights and biases."""
+        """Add the gradients of all weights and biases."""
         dw = self.matmul.backward_weight(rest).wait()
         with self.mesh.trace.span("gradient"):
             sums: Any = sum_rows(dy) if self.parts[0].bias else None
@@ -146,6 +153,6 @@ class GroupedQkv(Linear):
 
 
 def _uncut(layout: Layout) -> Layout:
-    """The layout of whole columns."""
+    """Return the layout with unsharded columns."""
     rows = (" ".join(axes) for axes in layout[:-1])
     return Layout(*rows, "", owned=" ".join(layout.owned))

@@ -1,18 +1,18 @@
-"""What a block keeps for its backward pass, in fewer bits than it was computed with.
+"""Saved activations with fewer bits than the computation uses.
 
-The values that pass forward are the exact ones; backward works with rounded copies of those that
-waited for it (Gist's delayed precision reduction, Jain et al. 2018):
+The forward pass uses exact values; the backward pass uses rounded copies of the saved activations
+(Gist's delayed precision reduction, Jain et al. 2018):
 
     bfloat16   2 bytes an element
     int8       1 byte an element, and a scale of 4 bytes a row: its largest magnitude / 127
     float8     1 byte an element, e4m3, and a scale of 4 bytes a row: its largest magnitude / 448
 
-Fields of the type `SavedActivation` (hpc3d.arrays.array) are rounded.  All other fields that a
-layer saves, such as weights, moments and choices, stay as they are.  So does an array in memory
-that several ranks read: it is there once for all of them, and a copy would be there once for each.
+Fields of the type `SavedActivation` (hpc3d.arrays.array) are rounded.  All other saved fields,
+such as weights, moments and routing choices, stay as they are.  So does an array in memory that
+several ranks share: it exists once for all of them, while each rank would have its own copy.
 
-What waits may also lie outside of the memory of the rank (hpc3d.arrays.host_store), each byte of
-it once out and once back: that of the next block comes back while one is worked on.
+Saved data may also be offloaded from the memory of the rank (hpc3d.arrays.host_store).  Each byte
+is copied out once and back once; the data of the next block is loaded while one is computed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 
 class RoundedArray(NamedTuple):
-    """An array in fewer bits: `codes` of its shape, and the scales of its rows, if there are."""
+    """An array with fewer bits: `codes` of its shape, and the scales of its rows, if any."""
 
     codes: Array
     scales: Array | None
 
 
 class OffloadedArray(NamedTuple):
-    """An array that lies elsewhere."""
+    """An offloaded array."""
 
     kept: Array
 
@@ -56,8 +56,8 @@ def stored_type(keep_dtype: str | None, dtype: DTypeLike) -> np.dtype:
 
 
 class KeptForm:
-    """How activations of the type `dtype` wait for backward: as they are or rounded, in the memory
-    of the rank or offloaded."""
+    """Form of saved activations of type `dtype` until the backward pass: exact or rounded, in the
+    memory of the rank or offloaded."""
 
     def __init__(
         self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None, offload: bool = False
@@ -66,27 +66,26 @@ class KeptForm:
         self.keep_dtype = stored_type(keep_dtype, dtype)
 
     def put_away(self, saved: Any) -> Any:
-        """What was saved as it waits, each array once although it has two names."""
+        """Return saved data in its stored form; an array saved under two names is stored once."""
         if self.keep_dtype != self.dtype:
             with self.mesh.trace.span("round"):
                 saved = _replaced(saved, self._round, {})
         return _replaced(saved, self._save, {}) if self.offload else saved
 
     def ask(self, saved: list[Any]) -> None:
-        """Let what is offloaded of the last of `saved`, if there is one, be in flight."""
+        """Start loading the offloaded arrays of the last entry of `saved`, if there is one."""
         if self.offload and saved:
             saved[-1] = _replaced(saved[-1], self._load, {})
 
     def pop(self, saved: list[Any]) -> Any:
-        """The last of `saved`, taken from it, which is as it was; that before it is in flight
-        from then on."""
+        """Pop the last entry of `saved` as it is, and start loading the entry before it."""
         last = saved.pop()
         self.ask(saved)
         return last
 
     def take(self, saved: list[Any]) -> Any:
-        """The last of `saved`, taken from it, with arrays to work with; that before it is on its
-        way from then on."""
+        """Pop the last entry of `saved` with restored arrays, and start loading the entry before
+        it."""
         last = saved.pop()
         if self.offload:
             last = _replaced(last, self._arrived, {})
@@ -97,7 +96,7 @@ class KeptForm:
         return last
 
     def _save(self, value):
-        """An array, or one in fewer bits, elsewhere."""
+        """Offload an activation or a rounded array."""
         if isinstance(value, RoundedArray):
             return RoundedArray(*map(self._saved, value))
         return self._saved(value) if self._may_change(value) else value
@@ -110,7 +109,8 @@ class KeptForm:
         return OffloadedArray(kept)
 
     def _load(self, value):
-        """The same coming back: what is offloaded is a function that gives it."""
+        """Start loading offloaded arrays: each becomes a function that returns the loaded
+        array."""
         if isinstance(value, RoundedArray):
             return RoundedArray(*map(self._load, value))
         if not isinstance(value, OffloadedArray):
@@ -124,7 +124,7 @@ class KeptForm:
         return value() if callable(value) else value
 
     def _may_change(self, array):
-        """Whether it is an activation that this rank has for itself."""
+        """Return True if `array` is an activation that only this rank stores."""
         return array is not None and array.dtype == self.dtype and writeable(array)
 
     def _round(self, array):
@@ -151,7 +151,7 @@ class KeptForm:
 
 
 def _matrix(array: Array) -> Array:
-    """All rows of an array of any number of dims."""
+    """Return an array of any number of dims as a matrix of its rows."""
     return array.reshape(-1, array.shape[-1])
 
 
@@ -172,7 +172,7 @@ def _replaced(
 
 @cache
 def _are_marked(kind: Any, marked: Any) -> list[bool]:
-    """Return for each field of a NamedTuple whether its type is or contains `marked`."""
+    """Return one bool per field of a NamedTuple: True if its type is or contains `marked`."""
     hints = get_type_hints(kind, include_extras=True)
     return [_contains(hint, marked) for hint in hints.values()]
 
@@ -182,7 +182,7 @@ def _contains(hint: Any, marked: Any) -> bool:
 
 
 def _once(value: Any, function: Callable[[Any], Any], done: dict) -> Any:
-    """`function` of an array, or of each of a list or of those that fused attention keeps."""
+    """Apply `function` to an array, or to each array of a list or tuple (fused attention)."""
     if type(value) in (tuple, list):
         return type(value)(_once(each, function, done) for each in value)
     if id(value) not in done:
@@ -191,11 +191,10 @@ def _once(value: Any, function: Callable[[Any], Any], done: dict) -> Any:
 
 
 class FetchedWeights:
-    """The matrices of a stage's blocks, which lie elsewhere between their uses: while a block is
-    worked on, copies of those of the next one are on their way.
+    """Offloaded matrices of a stage's blocks: the next block's are loaded while one is computed.
 
-    What a block saves for its backward pass names its own matrices; copies of these would be held
-    until then.  `blocks` are their names.
+    The data that a block saves for backward refers to the parameters instead of copies of their
+    values, which would stay in memory until then.  `blocks` are the names of the blocks.
     """
 
     def __init__(self, parameters: Parameters, blocks: Sequence[str]) -> None:
@@ -207,8 +206,8 @@ class FetchedWeights:
         self.asked: dict[int, list[Callable[[], Array]]] = {}
 
     def of(self, block: int, then: int) -> AbstractContextManager[None]:
-        """A context in which those of a block are at hand, and of the one after it on their
-        way."""
+        """Return a context in which the matrices of `block` are loaded and those of `then` are
+        being loaded."""
         return self._at_hand(block, then) if self.items[block] else nullcontext()
 
     @contextmanager
@@ -230,14 +229,14 @@ class FetchedWeights:
         ]
 
     def without(self, saved: Any, block: int) -> Any:
-        """What a block saved, with parameters in place of their values."""
+        """Return a block's saved data with parameters in place of their values."""
         if not self.items[block]:
             return saved
         names = {id(item.value): item for item in self.items[block]}
         return _replaced(saved, lambda value: names.get(id(value), value), {}, SavedWeight)
 
     def within(self, saved: Any, block: int) -> Any:
-        """The same with the values that are at hand now."""
+        """Return a block's saved data with the loaded values in place of parameters."""
         return _replaced(saved, _value_of, {}, SavedWeight) if self.items[block] else saved
 
 

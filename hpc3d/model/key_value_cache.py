@@ -1,6 +1,6 @@
-"""Attention that keeps the keys and values of a text, so that a token more costs one row a sample.
+"""Attention with a key/value cache, so that one more token costs one row per sample.
 
-A `CachedAttention` stands where a block has its core of attention (hpc3d.model.core_attention).
+`CachedAttention` replaces the core attention of a block (hpc3d.model.core_attention).
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 
 
 class KeptPositions:
-    """How many positions all layers have kept, `length`, of at most `capacity`."""
+    """Number of positions in the caches of all layers, `length`, of at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self.length, self.capacity = 0, capacity
 
 
 class CachedAttention:
-    """softmax(q k' / sqrt(D) + mask) v of the new tokens of a microbatch, at the positions from
-    `kept.length` on, with all keys and values before them: whole sequences and whole heads on
-    every rank, so that nothing is communicated.  Rotary positions turn q and k before k is kept.
+    """softmax(q k' / sqrt(D) + mask) v of new tokens, with the cached keys and values.
+
+    The new tokens have the positions from `kept.length` on.  Every rank has complete sequences and
+    complete heads, so nothing is communicated.  Rotary positions are applied to q and k before k
+    is cached.
     """
 
     def __init__(self, mesh: Mesh, spec: ModelSpec, kept: KeptPositions) -> None:
@@ -40,7 +42,7 @@ class CachedAttention:
         self.cache: Any = None  # [2, B, heads, T, D], keys and values
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, None]:
-        """The output [B*t, heads*D]; there is no backward pass."""
+        """Return the output [B*t, heads*D]; there is no backward pass."""
         sequence, first = micro.tokens.shape[1], self.kept.length
         self._turn(qkv, sequence, first)
         if self.cache is None:
@@ -51,12 +53,12 @@ class CachedAttention:
         return out, None
 
     def _flops(self, qkv, seen):
-        """Of q k' and p v: 2 products of 2 `seen` D for every row and head."""
+        """Return the FLOPs of q k' and p v: 2 products of 2 `seen` D for every row and head."""
         width, queries = self.form
         return 4 * seen * queries * width * qkv.size // self.form.columns
 
     def _turn(self, qkv: Array, sequence: int, first: int) -> None:
-        """Turn q and k by their positions, in place."""
+        """Apply the rotary positions to q and k in place."""
         if not self.rotary:
             return
         sizes, wide = self.sizes, np.promote_types(qkv.dtype, np.float32)

@@ -1,8 +1,8 @@
-"""Layers: `forward(x)` returns y and what `backward(dy, saved, defer)` needs of it.
+"""Layers: `forward(x)` returns y and the data that `backward(dy, saved, defer)` needs.
 
-A layer holds parameters and its axes, and nothing of a pass, so it may be used twice, in parallel
-branches, or by several microbatches in flight.  Gradients are added to `Parameter.grad`: those of
-matrices by a call that is handed to `defer`, which makes it at once or when their turn comes.
+A layer stores parameters and its axes, but no state of a pass, so it may be used twice, in
+parallel branches, or by several microbatches in flight.  Gradients are added to `Parameter.grad`.
+Weight gradients go through `defer`, which computes them at once or later.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ if TYPE_CHECKING:
 
 
 def row_axes(layout: Layout) -> tuple[str, ...]:
-    """The axes that split the rows of a block: along them a vector's gradient is partial."""
+    """Return the axes that shard the rows of a block: along them a vector's gradient is
+    partial."""
     return (*layout[0], *layout.owned)
 
 
 def immediately(function: Callable[..., object], *args: Any) -> None:
-    """The `defer` of a backward pass that leaves nothing for later."""
+    """Call `function` at once: the `defer` of a backward pass that postpones nothing."""
     function(*args)
 
 
 def owned(mesh: Mesh, y: Array) -> Array:
-    """y, or a copy where it lies in memory that other ranks read, too."""
+    """Return y, or a copy if y is in memory that other ranks read."""
     if writeable(y):
         return y
     out = mesh.empty(y.shape, y.dtype)
@@ -60,7 +61,7 @@ def owned(mesh: Mesh, y: Array) -> Array:
 
 
 class Linear:
-    """Y = X W + b by a `matmul`; without `biased` there is no b."""
+    """Y = X W + b with a sharded `matmul`; without `biased` there is no b."""
 
     def __init__(
         self,
@@ -84,18 +85,19 @@ class Linear:
 
     @property
     def adds_residual(self) -> bool:
-        """Whether the product is all of Y, so that `forward` takes a residual."""
+        """True if the product completes Y, so that `forward` takes a residual."""
         return self.matmul.y_is_complete
 
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
-        """Y, and what backward needs; a product that is all of Y adds the `residual`."""
+        """Return Y and the data saved for backward; a product that completes Y adds the
+        `residual`."""
         bias = self.bias.value if self.bias else None
         return self.affine(x, self.weight.value, bias, residual)
 
     def affine(
         self, x: Array, w: Array, bias: Array | None, residual: Array | None = None
     ) -> tuple[Array, Saved]:
-        """The same of any W and b."""
+        """Return Y and the saved data for any W and b."""
         if self.matmul.y_is_complete:
             return self.matmul.forward_saving(x, w, bias=bias, residual=residual)
         y, saved = self.matmul.forward_saving(x, w)
@@ -106,7 +108,11 @@ class Linear:
             return add_bias(y, bias, out), saved
 
     def activated(self, x: Array) -> tuple[Array, Saved, Array]:
-        """GELU(Y) as one product with its bias, what backward needs, and Y: on matrices alone."""
+        """Return GELU(Y), the data saved for backward, and Y, with bias and GELU fused to the
+        product.
+
+        It requires a matrix x.
+        """
         assert self.bias
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
         y, saved = self.matmul.forward_saving(
@@ -122,7 +128,7 @@ class Linear:
         return dx.wait()
 
     def weight_grad(self, dy: Array, rest: SavedForWeight) -> None:
-        """The gradients of weight and bias."""
+        """Add the gradients of weight and bias."""
         if self.matmul.y_is_complete and self.matmul.dw_is_complete:
             sums = self.bias.grad if self.bias else None
             self.matmul.add_w(rest, self.weight.grad, sums)
@@ -135,13 +141,16 @@ class Linear:
 
 
 def gradient(matmul: Matmul) -> dict[str, Any]:
-    """How a weight's gradient lies, and the axes over which it is summed when the step ends."""
+    """Return the layout of a weight's gradient, and the axes of its reduction at the end of a
+    step."""
     return {"grad_layout": matmul.dw_layout, "partial": tuple(matmul.split.defer.split())}
 
 
 class NormSaved(NamedTuple):
-    """What backward of a norm needs: its rows as forward left them and what `norm_grad` takes
-    beside them: (x - mean) / std and 1 / std, on a device X itself with mean and 1 / std."""
+    """Data saved for the backward pass of a norm: the rows and the other inputs of `norm_grad`.
+
+    They are (x - mean) / std and 1 / std or, on a device, X with mean and 1 / std.
+    """
 
     rows: SavedActivation
     scales: Array | tuple
@@ -183,7 +192,7 @@ class LayerNorm:
         return y, NormSaved(n, rstd, gamma)
 
     def _moments(self, x: Array) -> tuple[Array | None, Array]:
-        """Mean and sum of squared deviations of whole rows."""
+        """Return the mean and the sum of squared deviations of complete rows."""
         with self.mesh.trace.span("norm", "norm"):
             mean, squares = moments(x)
         count = x.shape[1]
@@ -194,7 +203,7 @@ class LayerNorm:
         return mean, squares
 
     def backward(self, dy: Array, saved: NormSaved, residual: Array | None) -> Array:
-        """The gradient of x, plus `residual` where there is one."""
+        """Return the gradient of x, plus `residual` if given."""
         dbeta = self.beta and self.beta.grad
         if not self.axes:
             with self.mesh.trace.span("norm", "norm"):
@@ -215,8 +224,8 @@ class LayerNorm:
 
 
 class RMSNorm(LayerNorm):
-    """y = x / sqrt(mean(x^2) + epsilon) gamma: one sum a row instead of two (Zhang and Sennrich
-    2019, arXiv:1910.07467)."""
+    """y = x / sqrt(mean(x^2) + epsilon) gamma, with one sum per row instead of two (Zhang and
+    Sennrich 2019, arXiv:1910.07467)."""
 
     centred = False
 
@@ -229,10 +238,10 @@ class RMSNorm(LayerNorm):
 
 
 class Dropout:
-    """Scales each element by 0 or 1 / (1 - rate); the factors are drawn again in backward.
+    """Scale each element by 0 or 1 / (1 - rate); the factors are drawn again in backward.
 
-    Element e of the batch's tensor is dropped by draw e of the key (seed, name, step): every mesh
-    drops the same ones, however the batch is cut into microbatches.
+    Element e of the batch's tensor is dropped by draw e of the key (seed, name, step), so every
+    mesh drops the same elements, however the batch is split into microbatches.
     """
 
     def __init__(self, mesh: Mesh, name: str, layout: Layout, spec: ModelSpec) -> None:
@@ -240,8 +249,10 @@ class Dropout:
         self.rate, self.seed, self.context = spec.sizes.dropout, spec.seed, spec.context
 
     def mask(self, micro: Microbatch, columns: int) -> Mask | None:
-        """That of this rank's block of a tensor with one row per token; None where nothing is
-        dropped: at rate 0, and in a pass that is not for training."""
+        """Return the `Mask` of this rank's block of a tensor with one row per token.
+
+        Returns None if nothing is dropped: at rate 0, or in a pass that is not for training.
+        """
         if not self.rate or not micro.training:
             return None
         _, block = self.layout.slices((micro.tokens.size, columns), self.mesh)
@@ -252,7 +263,7 @@ class Dropout:
         return Mask(key, self.rate, rows, range(block.start, block.stop), columns)
 
     def rows(self, micro: Microbatch) -> range | np.ndarray:
-        """The rows of the batch's tensor that are this rank's of a microbatch."""
+        """Return this rank's rows of a microbatch as row indices of the batch's tensor."""
         tokens = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
         (here,) = tokens.slices((micro.tokens.size,), self.mesh)
         return self.context.rows(here, micro.sequences, micro.first)
@@ -261,7 +272,7 @@ class Dropout:
         return philox_key((self.seed, self.name, micro.step))
 
     def apply(self, x: Array, micro: Microbatch, columns: int) -> Array:
-        """x times the factors; the same for a gradient."""
+        """Return x times the factors; backward applies it to the gradient."""
         mask = self.mask(micro, columns)
         if mask is None:
             return x
@@ -270,7 +281,7 @@ class Dropout:
 
 
 class EmbeddingSaved(NamedTuple):
-    """The rows of the table that were looked up, and the shape of its working block."""
+    """Indices of the looked-up rows, and the shape of the table's working block."""
 
     index: Array  # type: ignore[assignment]  # not the method of a tuple
     shape: tuple
@@ -279,7 +290,7 @@ class EmbeddingSaved(NamedTuple):
 class Embedding:
     """Rows of a table by token: the product of a one-hot X[m, v] with W[v, h].
 
-    The axes of k split the vocabulary; Y has the layout of X of the first layer.
+    The axes of k shard the vocabulary; Y has the layout of X of the first layer.
     """
 
     def __init__(self, mesh: Mesh, table: Parameter, split: Split) -> None:
@@ -287,18 +298,19 @@ class Embedding:
         self.matmul = sharded_matmul(mesh, split)
 
     def index(self, micro: Microbatch) -> np.ndarray:
-        """The row of this rank's working block of the table for each of its working rows."""
+        """Return the row in this rank's working block of the table for each of its working
+        rows."""
         tokens = micro.rows(micro.tokens, Layout(self.split.m), self.mesh)
         axes = self.split.k.split()
         first = self.mesh.index(axes) * (self.table.shape[0] // self.mesh.count(axes))
         return tokens.reshape(-1).astype(np.int64) - first
 
     def order(self, micro: Microbatch) -> np.ndarray:
-        """Its numbers by row of the table."""
+        """Return the indices that sort `index` by row of the table."""
         return order_of(self.index(micro))
 
     def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:
-        """Y, and what backward needs."""
+        """Return Y and the data saved for backward."""
         m, k = self.matmul.axes["m"], self.matmul.axes["k"]
         table = self.matmul.gather(self.table.value, self.split.w, m).wait()
         index = micro.cached("embedding.index", self.index)

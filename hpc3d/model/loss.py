@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is split over ranks."""
+"""Cross-entropy over a vocabulary that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
 
 
 class LossSaved(NamedTuple):
-    """What `softmax_grad` works with: the logits' memory, which holds their exponentials; on a
-    device that has the gradient at once this itself, and None as `rows`."""
+    """Data saved for `softmax_grad`: the logits' memory, which holds their exponentials.
+
+    If a device computes the gradient at once, `logits` is the gradient and `rows` is None.
+    """
 
     logits: Array
     rows: LossRows | None
 
 
 class CrossEntropy:
-    """-log softmax(logits)[target], on logits Y[m, v] with the vocabulary split over n's axes.
+    """-log softmax(logits)[target], on logits Y[m, v] with the vocabulary sharded over n's axes.
 
-    Entries beyond `vocabulary` are padding and get no probability; targets equal to IGNORE count
-    for nothing (Megatron-LM's vocabulary-parallel loss, arXiv:1909.08053, section 3).
+    Entries beyond `vocabulary` are padding with zero probability, and rows whose target is IGNORE
+    do not count (Megatron-LM's vocabulary-parallel loss, arXiv:1909.08053, section 3).
     """
 
     def __init__(self, mesh: Mesh, axes: Iterable[str], vocabulary: int) -> None:
@@ -44,7 +46,7 @@ class CrossEntropy:
         self.axes = [axis for axis in axes if mesh.size(axis) > 1]
 
     def forward(self, logits: Array, targets: np.ndarray, scale: float) -> tuple[Any, LossSaved]:
-        """The summed loss of this rank's rows, and what backward needs; overwrites the logits."""
+        """Return the summed loss of this rank's rows and the saved data; overwrite the logits."""
         if not self.axes:
             with self.mesh.trace.span("loss", "loss"):
                 loss, saved = cross_entropy(logits, targets, self.vocabulary, scale)
@@ -54,19 +56,19 @@ class CrossEntropy:
         return negative_log(sums, valid), LossSaved(logits, LossRows(sums[0], valid, at))
 
     def score(self, logits: Array, targets: np.ndarray) -> Array:
-        """[the summed loss of this rank's rows, how many of them are predicted right], float64,
-        for a pass without backward; overwrites the logits.
+        """Return [the summed loss of this rank's rows, the number of correct rows] as float64.
 
-        A row is right where no logit is above that of its target (`score_rows`): its maximum is
-        known for the loss, so that this takes no further message.
+        It is for a pass without backward, and overwrites the logits.  A row is correct if no logit
+        exceeds the target's (`score_rows`).  The loss needs the row maximum anyway, so this takes
+        no further message.
         """
         sums, _ = self._sums(logits, targets)
         with self.mesh.trace.span("loss", "loss"):
             return score_rows(sums, targets != IGNORE)
 
     def _sums(self, logits: Array, targets: np.ndarray) -> tuple[Array, Any]:
-        """`local_sums` over the whole vocabulary, and where the targets are in this rank's part;
-        the logits become exponentials."""
+        """Return `local_sums` reduced over the full vocabulary, and the positions of the targets
+        in this rank's shard; replace the logits by exponentials."""
         first = self.mesh.index(self.place) * logits.shape[1]
         with self.mesh.trace.span("loss", "loss"):
             top = row_max(logits, max(0, self.vocabulary - first))
@@ -79,6 +81,6 @@ class CrossEntropy:
         return sums, at
 
     def backward(self, saved: LossSaved, scale: float) -> Array:
-        """scale (softmax - onehot) for valid rows, 0 for the others, in the logits' memory."""
+        """Return scale (softmax - onehot), 0 for rows that do not count, in the logits' memory."""
         with self.mesh.trace.span("loss", "loss"):
             return softmax_grad(saved.logits, saved.rows, scale)

@@ -1,4 +1,4 @@
-"""A microbatch: the tokens of a pass, and how many microbatches a batch is."""
+"""Microbatches: the tokens of one pass, and the division of a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
-    """How a microbatch brings numbers to arrays of the host: they are there."""
+    """Return `make(micro)` as it is, for model arrays in host memory."""
     return make(micro)
 
 
 class Microbatch(NamedTuple):
-    """A microbatch: tokens and targets [sequences, T], the same on all ranks; where a context axis
-    cuts sequences, virtual ones (hpc3d.model.context).
+    """Tokens and targets [sequences, T] of one pass, identical on all ranks.
 
-    `first` is the number of its first sequence in the batch of training step `step`; the gradient
-    is that of its summed loss times `scale`.  `cache` brings numbers of the host to where the
-    model's arrays are.  One that is not for `training` has no backward pass: nothing is kept for
-    it, and nothing is dropped.
+    With context parallelism, the sequences are virtual ones (hpc3d.model.context).  `first` is the
+    index of the first sequence in the batch of training step `step`; the loss is scaled by `scale`
+    for the gradient.  `cache` copies host arrays to the memory of the model's arrays.  A
+    microbatch that is not for `training` has no backward pass: nothing is saved, and no dropout is
+    applied.
     """
 
     step: int
@@ -44,15 +44,15 @@ class Microbatch(NamedTuple):
         return len(self.tokens)
 
     def cached(self, name: str, make: Callable[[Microbatch], Any]) -> Any:
-        """`make(micro)`, where the model's arrays are; it is the same under the same name."""
+        """Return `make(micro)` in the memory of the model's arrays, cached under `name`."""
         return self.cache(self, name, make)
 
     def factor(self) -> Any:
-        """`scale` there."""
+        """Return `scale` in the memory of the model's arrays."""
         return self.cached("scale", lambda micro: micro.scale)
 
     def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:
-        """This rank's sequences, for rows that lie as in `layout`."""
+        """Return this rank's sequences of `batch`, for rows with the given `layout`."""
         rows = Layout(" ".join(layout[0]), owned=" ".join(layout.owned))
         return batch[rows.slices(batch.shape[:1], mesh)]
 
@@ -66,10 +66,11 @@ def microbatches(
     cache: Callable[..., Any] = _without_cache,
     context: Context | None = None,
 ) -> Iterator[Microbatch]:
-    """A batch [sequences, T] cut into `count` microbatches, and their sequences by `context`.
+    """Yield `count` microbatches of a batch [sequences, T], sharded along sequences by `context`.
 
-    The gradient is that of the mean loss of the whole batch, or with `alone` of each microbatch:
-    over the tokens whose target is not IGNORE, so that uneven microbatches weigh what they hold.
+    The gradient is that of the mean loss over the whole batch, or of each microbatch if `alone`.
+    Means are over the tokens whose target is not IGNORE, so that uneven microbatches are weighted
+    by their tokens.
     """
     ends = [len(tokens) * number // count for number in range(count + 1)]
     whole, cut = valid_tokens(targets), context.cut if context else np.asarray

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Activation:
-    """GELU, or SwiGLU of pairs of columns, on the rows of a matrix or of a stack of them."""
+    """GELU, or SwiGLU of pairs of columns, applied to a matrix or to a stack of matrices."""
 
     def __init__(self, mesh: Mesh, spec: ModelSpec) -> None:
         self.mesh, self.gated, self.gelu = mesh, spec.family.gated, GELU[spec.sizes.gelu]
 
     def forward(self, h: Array) -> Array:
-        """f(h); h becomes the slopes that `backward` takes."""
+        """Return f(h); overwrite h with the slopes that `backward` needs."""
         width = h.shape[-1] // (1 + self.gated)
         out = self.mesh.empty((*h.shape[:-1], width), h.dtype)
         with self.mesh.trace.span("swiglu" if self.gated else "gelu"):
@@ -33,20 +33,20 @@ class Activation:
         return out
 
     def backward(self, slopes: Array, dg: Array) -> Array:
-        """The gradient of h from that of f(h), in the memory of the slopes."""
+        """Return the gradient of h from the gradient of f(h), in the memory of the slopes."""
         with self.mesh.trace.span("swiglu" if self.gated else "gelu"):
             (swiglu_grad if self.gated else gelu_grad)(_matrix(slopes), _matrix(dg))
         return slopes
 
 
 def _matrix(stack: Array) -> Array:
-    """The rows of a stack [rows, experts, columns] as those of one matrix."""
+    """Return a stack [rows, experts, columns] as one matrix of the same rows."""
     return stack.reshape(len(stack), -1) if stack.ndim == 3 else stack
 
 
 class MlpSaved(NamedTuple):
-    """What the backward pass of an MLP works with: the inputs of its products, and the slopes of
-    the activation, or where products do GELU what it was made of."""
+    """Data saved for the backward pass of an MLP: the inputs of its products, and the slopes of
+    the activation, or the input of GELU if products fuse it."""
 
     up: Saved
     slopes: SavedActivation
@@ -54,7 +54,7 @@ class MlpSaved(NamedTuple):
 
 
 class Mlp:
-    """down(f(up(x))) with `ffn` features between the two; `last` is the std of down's weights."""
+    """down(f(up(x))) with `ffn` hidden features; `last` is the std of down's weights."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Mlp:
     def forward(
         self, x: Array, micro: Microbatch, residual: Array | None = None
     ) -> tuple[Array, MlpSaved]:
-        """Y, and what backward needs; where it `adds_residual`, with that added."""
+        """Return Y, plus the residual if `adds_residual`, and the data saved for backward."""
         if self.fused_gelu:
             g, saved_up, slopes = self.up.activated(x)
         else:

@@ -1,26 +1,26 @@
-"""The parameters of a rank: blocks of flat arrays that the optimiser walks through once.
+"""Parameters of a rank: blocks of flat arrays over which the optimizer makes one pass.
 
-A parameter knows its global shape, how its value and its gradient lie on the mesh, how it starts,
-and the axes along which each rank's gradient is only a partial sum when a step ends.
+A parameter has its global shape, the layouts of its value and gradient, its initialization, and
+the axes along which each rank's gradient is only a partial sum at the end of a step.
 
-On the data axis d the replicas hold the same parameters, and so do the ranks of a context axis c
-that have other tokens of the same sequences, and those of e: the replicas are those of the plane
-c d e.  Experts live at one place of e: their replicas are those of the plane c d.  With ZeRO
-(arXiv:1910.02054) each of them updates one of their number of equal parts of every parameter, its
-*own* part, and keeps the optimiser's state of that part only:
+The replicas on the data axis d have the same parameters.  So do the ranks of a context axis c,
+which have other tokens of the same sequences, and the ranks of e: the replicas form the plane
+c d e.  Experts are sharded along e, so their replicas form the plane c d.  With ZeRO
+(arXiv:1910.02054), every parameter is split into as many equal parts as it has replicas.  Each
+replica updates one, its *own* part, and stores the optimizer state of that part only:
 
     zero    value     gradient   at the end of a step
-    0       whole     whole      all-reduce of gradients; every replica updates everything
-    1       whole     whole      reduce-scatter of gradients, update, all-gather of values
-    2       whole     own part   reduced in every pass; update, all-gather of values
+        0       full      full       all-reduce of gradients; every replica updates everything
+        1       full      full       reduce-scatter of gradients, update, all-gather of values
+        2       full      own part   reduced in every pass; update, all-gather of values
     3       own part  own part   values gathered and gradients reduced in every pass; update
 
-2 and 3 hold for matrices and the token table; vectors and positions, 13 of 12 h + 13 columns a
-layer, are treated as in 1.
+Stages 2 and 3 apply to matrices and the token table; vectors and positions, 13 of 12 h + 13
+columns per layer, are treated as in stage 1.
 
-An optimiser may want whole matrices.  What is an own part above is then a whole block of a matrix:
-of its gradient's layout with 2 and 3; else the stored block, which is dealt to one replica, its
-*owner*: the gradient is reduced to the owner and the value broadcast from there.
+Some optimizers need complete matrices.  An own part above is then a complete block of a matrix:
+with stages 2 and 3 a block of its gradient's layout; otherwise the stored block, which is assigned
+to one replica, its *owner*: the gradient is reduced to the owner, which broadcasts the value.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
 
 
-Which = Callable[[str, Sequence[int]], bool]  # of parameters, by name and global shape
+Which = Callable[[str, Sequence[int]], bool]  # predicate on a parameter's name and global shape
 
 
 def no_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -57,17 +57,17 @@ def no_matrix(name: str, shape: Sequence[int]) -> bool:
 class Parameter:
     """One tensor; `value` and `grad` are this rank's blocks, views of the flat arrays.
 
-    Where it is one of experts, its middle dim is theirs: [inputs, experts, outputs].  `replicas`
-    are the data axes along which ranks have the same of it.  One with a `sign_rate` is no weight
-    of the loss: a step takes this off where its gradient is positive, and adds it where it is
-    negative; the optimiser keeps nothing of it.
+    The middle dim of an expert parameter is the expert: [inputs, experts, outputs].  `replicas`
+    are the data axes along which ranks have the same values.  A parameter with a `sign_rate` is
+    not a weight of the loss: a step subtracts the rate if the gradient is positive and adds it if
+    it is negative, and there is no optimizer state.
 
-    `tied_peer` is the pipeline stage that holds the other copy of a tied table; the gradient of a
-    `completed_last` one, such as that, is complete only when the step ends.  `unit` is the part of
-    the model whose backward pass completes the gradient: layer, norm, ...  One that is `frozen`
-    has a value and nothing else: no gradient, and no state of the optimiser.  One that is not
-    `counted` is a copy of what another pipeline stage has.  The columns of one that is
-    `interleaved` are those of so many matrices in turn, so many columns of each.
+    `tied_peer` is the pipeline stage with the other copy of a tied table.  The gradient of a
+    `completed_last` parameter, such as a tied table, is complete only at the end of the step.
+    `unit` is the part of the model whose backward pass completes the gradient: layer, norm, ...
+    A `frozen` parameter has a value, but no gradient and no optimizer state.  A parameter that is
+    not `counted` is a copy of another pipeline stage's.  `interleaved` (matrices, columns) means
+    that the columns belong to several matrices round-robin, in groups of `columns`.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Parameter:
     mean: float = 0.0
     partial: tuple[str, ...] = ()
     decay: bool = False
-    rows: int | None = None  # rows that are drawn; the padding below them starts at 0
+    rows: int | None = None  # rows that are drawn; the padding below them is initialized to 0
     grad_layout: Layout | None = None
     tied_peer: int | None = None
     completed_last: bool = False
@@ -96,12 +96,12 @@ class Parameter:
 
     @property
     def updated_layout(self) -> Layout:
-        """How the gradient lies, and of a whole matrix what one rank updates."""
+        """Layout of the gradient, and of the block of a complete matrix that one rank updates."""
         return self.grad_layout or self.layout
 
     def start(self, seed: int, mesh: Mesh) -> None:
-        """Set `value` to this rank's block of the initial tensor; each expert's is a tensor of its
-        own."""
+        """Set `value` to this rank's block of the initial tensor; each expert is drawn
+        separately."""
         block = self.layout.slices(self.shape, mesh)
         if not self.std or len(self.shape) < 3:
             initialise(self.value, self, seed, block)
@@ -118,8 +118,8 @@ class Parameter:
 
 
 class FlatSlices(NamedTuple):
-    """Where a parameter lies in the flat arrays: blocks, padded to `parts` equal parts, and this
-    rank's own part of each."""
+    """Slices of a parameter in the flat arrays: its blocks, padded to equal parts, and this rank's
+    own part of each."""
 
     value: slice
     grad: slice
@@ -128,13 +128,13 @@ class FlatSlices(NamedTuple):
 
     @property
     def own(self) -> int:
-        """The elements that this rank updates."""
+        """Number of elements that this rank updates."""
         return self.own_grad.stop - self.own_grad.start
 
 
 class UpdateSlice(NamedTuple):
-    """A stretch that the optimiser updates: slices of value and gradient, and its parameters,
-    whose own parts follow each other."""
+    """Contiguous range that the optimizer updates: slices of value and gradient, and its
+    parameters, whose own parts are adjacent."""
 
     value: slice
     grad: slice
@@ -146,9 +146,11 @@ class UpdateSlice(NamedTuple):
 
 
 class WholeMatrix(NamedTuple):
-    """A block of a matrix that the optimiser updates: its slices of value and gradient, its
-    `shape` and its `layout` on the mesh.  Experts have a stack of matrices, [inputs, experts,
-    outputs]."""
+    """Block of a matrix that the optimizer updates: slices of value and gradient, `shape`,
+    `layout`.
+
+    Experts have a stack of matrices, [inputs, experts, outputs].
+    """
 
     value: slice
     grad: slice
@@ -158,15 +160,15 @@ class WholeMatrix(NamedTuple):
 
 
 class Parameters:
-    """All parameters of this rank on flat arrays `value` and `grad`.
+    """All parameters of this rank in the flat arrays `value` and `grad`.
 
-    Of what this rank updates, `matrices` are blocks of those that `whole_matrices(name, shape)`
-    says, and `pieces` stretches of the others.  `owners` are the replicas that such a matrix is
-    dealt to.  `own_states` are flat arrays that this rank alone keeps from step to step, such as
-    what it left out of gradients.  Gradients of 16-bit values are summed in float32
-    (arXiv:1710.03740, section 3), and cross the data axes in the type `reduced`.  `offload` says
-    what of a model waits outside of the memory of its ranks: where that is "parameters", the
-    values of matrices of blocks lie in another flat array, `elsewhere`.
+    This rank updates `matrices`, the blocks of parameters for which `whole_matrices(name, shape)`
+    is true, and `pieces`, contiguous ranges of the others.  `owners` maps such a matrix to the
+    replica that updates it.  `own_states` are flat arrays that only this rank stores between
+    steps, such as gradient residuals.  Gradients of 16-bit values are summed in float32
+    (arXiv:1710.03740, section 3) and reduced over the data axes in the type `reduced`.  `offload`
+    names the data stored outside of the memory of the ranks: with "parameters", the values of
+    the blocks' matrices are in another flat array, `elsewhere`.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class Parameters:
         offload: Collection[str] = (),
     ) -> None:
         self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
-        self.wide = np.promote_types(dtype, np.float32)  # of gradients and the optimiser's state
+        self.wide = np.promote_types(dtype, np.float32)  # type of gradients and optimizer state
         self.reduced = np.dtype(reduced or self.wide)
         self.whole_matrices, self.offload = whole_matrices, offload
         self.items: list[Parameter] = []
@@ -200,8 +202,7 @@ class Parameters:
         replicas: tuple[str, ...] | None = None,
         **how: Any,
     ) -> Parameter:
-        """A new parameter, with replicas along the data axes; its arrays exist after
-        `allocate`."""
+        """Add a parameter with replicas along the data axes; `allocate` creates its arrays."""
         replicas = self.mesh.data_axes if replicas is None else replicas
         partial = self._summed_over(
             [axis for axis in partial if self.mesh.size(axis) > 1], replicas
@@ -212,25 +213,25 @@ class Parameters:
         return self.items[-1]
 
     def _summed_over(self, axes: Sequence[str], replicas: Sequence[str]) -> tuple[str, ...]:
-        """The groups of the sums over `axes`: the axes of replicas are one, the last."""
+        """Return the reduction groups of `axes`: all axes of replicas form one group, the last."""
         data = [axis for axis in replicas if self.mesh.size(axis) > 1]
         others = [axis for axis in axes if axis not in data]
         over = [axis for axis in data if axis in axes]
         return (*others, *([plane(replicas)] if over and over == data else over))
 
     def parts(self, item: Parameter) -> int:
-        """How many replicas share out what is done for a parameter."""
+        """Return the number of replicas that split the update of a parameter."""
         return self.mesh.count(item.replicas) if self.zero else 1
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self.items)
 
     def allocate(self, seed: int) -> None:
-        """Lay the parameters out and give them their initial values.
+        """Allocate the flat arrays and initialize the parameters.
 
-        Those that are summed over the same axes lie together, in the order in which a backward
-        pass completes them, so that a bucket of gradients is one stretch; among them those that
-        decay, so that an update is a few stretches.
+        Parameters reduced over the same axes are adjacent, in the order in which a backward pass
+        completes them, so that a gradient bucket is one contiguous range.  Among them, parameters
+        with weight decay are adjacent, so that an update has few ranges.
         """
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
@@ -245,7 +246,7 @@ class Parameters:
             self.places[item] = place
         self.value = self.mesh.zeros((values[False],), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
-        if any(map(self.lies_elsewhere, self.items)):  # of those that others own, nothing
+        if any(map(self.lies_elsewhere, self.items)):  # empty if other ranks own all of them
             self.elsewhere = store_of(self.mesh.pool).empty((values[True],), self.dtype)
             self.elsewhere.fill(0)
         self.bind()
@@ -259,10 +260,12 @@ class Parameters:
         ]
 
     def _deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
-        """{matrix: the replica that updates it}: the largest first, to whoever has the least.
+        """Return {matrix: the replica that updates it}, assigned largest first to the least
+        loaded.
 
-        The same on all ranks of a stage, since it goes by global shapes.  A tied table comes first
-        of all, so that its copies on two stages go to the same replica.
+        The result is identical on all ranks of a stage, because it depends on global shapes only.
+        A tied table comes first, so that its copies on two stages are assigned to the same
+        replica.
         """
         owners = {}
         load = {item.replicas: [0] * self.parts(item) for item in matrices}
@@ -274,19 +277,18 @@ class Parameters:
         return owners
 
     def updates(self, item: Parameter) -> bool:
-        """Whether this rank updates a matrix, or its own block of one."""
+        """Return True if this rank updates a matrix, or its own block of one."""
         here = self.mesh.index(item.replicas)
         return self.owners.get(item, here) == here
 
     def matrix(self, item: Parameter) -> WholeMatrix:
-        """The `WholeMatrix` of a matrix."""
+        """Return the `WholeMatrix` of a parameter."""
         place, layout = self.places[item], item.updated_layout
         shape = layout.block(item.shape, self.mesh)
         return WholeMatrix(place.own_value, place.own_grad, item, layout, shape)
 
     def _slices_of(self, item: Parameter, values: int, grads: int) -> FlatSlices:
-        """The place of a parameter behind those that take up the first `values` and `grads`
-        elements."""
+        """Return the slices of a parameter that starts at offsets `values` and `grads`."""
         value = prod(item.layout.block(item.shape, self.mesh))
         if item.frozen:
             place, none = slice(values, values + value), slice(grads, grads)
@@ -306,23 +308,24 @@ class Parameters:
         )
 
     def _stored_whole(self, item: Parameter) -> bool:
-        """Whether every replica stores all of value and gradient."""
+        """Return True if every replica stores the full value and gradient."""
         layouts = (item.layout, item.updated_layout)
         sharded = {axis for layout in layouts for dim in layout for axis in dim}
         return sharded.isdisjoint(item.replicas)
 
     def shared_out(self, item: Parameter) -> bool:
-        """Whether each replica stores all of a value and updates a part of it, or none."""
+        """Return True if each replica stores the full value and updates one part of it, or
+        none."""
         place = self.places[item]
         return item in self.owners or place.own_value != place.value
 
     def _shard(self, item: Parameter, start: int, size: int, own: int) -> slice:
-        """This rank's `own` elements of the `size` of a parameter from `start` on."""
+        """Return the slice of this rank's `own` elements of a parameter of `size` at `start`."""
         start += self.mesh.index(item.replicas) * own if own < size else 0
         return slice(start, start + own)
 
     def lies_elsewhere(self, item: Parameter) -> bool:
-        """Whether the value of a parameter is offloaded."""
+        """Return True if the value of a parameter is offloaded."""
         return (
             "parameters" in self.offload
             and item.name.startswith("layers.")
@@ -330,17 +333,17 @@ class Parameters:
         )
 
     def flat(self, item: Parameter) -> Array:
-        """The flat array in which the value of a parameter lies."""
+        """Return the flat array with the value of a parameter."""
         return self.elsewhere if self.lies_elsewhere(item) else self.value
 
     def read(self, item: Parameter, part: slice) -> Array:
-        """A part of the flat array of a parameter, in memory."""
+        """Return the slice `part` of a parameter's flat array, loaded if it is offloaded."""
         if not self.lies_elsewhere(item):
             return self.value[part]
         return store_of(self.mesh.pool).load(self.elsewhere[part], "workspace", self.mesh.trace)()
 
     def write(self, item: Parameter, part: slice, values: Array) -> None:
-        """Let a part of the flat array of a parameter have other values."""
+        """Write `values` to the slice `part` of a parameter's flat array."""
         if self.lies_elsewhere(item):
             flat = contiguous(values).reshape(-1)
             store_of(self.mesh.pool).save(flat, self.elsewhere[part], self.mesh.trace)
@@ -348,12 +351,12 @@ class Parameters:
             self.value[part].reshape(values.shape)[...] = values
 
     def show(self, item: Parameter) -> None:
-        """Let a parameter show its value where that lies."""
+        """Set `item.value` to a view of its flat array."""
         block = item.layout.block(item.shape, self.mesh)
         item.value = _view(self.flat(item), self.places[item].value, block)
 
     def bind(self) -> None:
-        """Let the parameters show the flat arrays."""
+        """Set the values and gradients of all parameters to views of the flat arrays."""
         for item, place in self.places.items():
             self.show(item)
             if not item.frozen:
@@ -361,37 +364,36 @@ class Parameters:
                 item.grad = _view(self.grad, place.grad, layout.block(item.shape, self.mesh))
 
     def update_by_sign(self) -> None:
-        """A step of this rank's parts of what is no weight of the loss."""
+        """Update this rank's own parts of the parameters with a `sign_rate`."""
         for place, rate in self.by_sign:
             with self.mesh.trace.span("update"):
                 step_by_sign(self.value[place.own_value], self.grad[place.own_grad], rate)
 
     def copy_on_write(self) -> None:
-        """Make the values a copy of themselves: what was saved for backward keeps the old ones."""
+        """Copy the values to a new flat array; data saved for backward keeps the old one."""
         old, self.value = self.value, self.mesh.empty(self.value.shape, self.dtype, "parameter")
         self.value[...] = old
         self.bind()
 
     def use(self, value: Array) -> None:
-        """Let the parameters show the flat array `value`."""
+        """Set the parameters to views of the flat array `value`."""
         if value is not self.value:
             self.value = value
             self.bind()
 
     def sum_of_squares(self) -> Any:
-        """The sum of this rank's share of the gradient's squares, each parameter counted once."""
+        """Return this rank's share of the gradient's squared norm, each parameter counted once."""
         weights = [item for item in self.places if self.counts(item) and not item.sign_rate]
         places = [self.places[item] for item in weights]
         return sum_of_squares(self.grad, [place.own_grad for place in places])
 
     def counts(self, item: Parameter) -> bool:
-        """Whether this rank's own part of a parameter is the copy that counts."""
+        """Return True if this rank's own part of a parameter is the copy that counts."""
         parted = self.parts(item) > 1 and not item.frozen
         return self._counts(item, item.updated_layout, parted)
 
     def counts_state(self, item: Parameter, layout: Layout) -> bool:
-        """The same of a state that the optimiser keeps of a block of a matrix, of its own
-        layout."""
+        """Return True if this rank's block of an optimizer state with its own `layout` counts."""
         return self._counts(item, layout, item in self.owners)
 
     def _counts(self, item: Parameter, layout: Layout, parted: bool) -> bool:
@@ -403,12 +405,12 @@ class Parameters:
 
 
 def _view(flat: Array, part: slice, shape: Sequence[int]) -> Array:
-    """The block of `shape` at the beginning of a padded part."""
+    """Return the block of `shape` at the start of a padded slice."""
     return flat[part][: prod(shape)].reshape(shape)
 
 
 def _merged(items: Sequence[Parameter], parameters: Parameters) -> list[UpdateSlice]:
-    """The pieces to update: neighbours in all arrays that decay alike are one."""
+    """Return the update slices, with adjacent parameters merged if their weight decay is equal."""
     pieces: list[UpdateSlice] = []
     for item in items:
         place = parameters.places[item]
@@ -424,6 +426,6 @@ def _merged(items: Sequence[Parameter], parameters: Parameters) -> list[UpdateSl
 
 
 def _follows(last: UpdateSlice, piece: UpdateSlice) -> bool:
-    """Whether `piece` begins where `last` ends."""
+    """Return True if `piece` starts where `last` ends and has the same weight decay."""
     touch = all(a.stop == b.start for a, b in zip(last[:2], piece[:2], strict=True))
     return touch and last.decay == piece.decay

@@ -1,4 +1,4 @@
-"""Learned positions: a table with a row per position of a sequence."""
+"""Learned positions: a table with one row per position in a sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Positions:
-    """X[m, h] + W[position of a row in its sequence, h], X in the layout of the split's X."""
+    """X[m, h] + W[position of the row in its sequence, h], with X in the layout of the split's
+    X."""
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec) -> None:
         sizes, self.layout = spec.sizes, spec.splits["dense"].x
@@ -34,7 +35,7 @@ class Positions:
         )
 
     def add(self, x: Array, micro: Microbatch) -> Array:
-        """The sum, in new memory."""
+        """Return X plus the positions, in new memory."""
         table = self.table.value
         if self.context.parts > 1:
             table = gather_rows(table, micro.cached("embedding.positions", self._here))
@@ -50,14 +51,14 @@ class Positions:
         self.table.grad += grad
 
     def _here(self, micro: Microbatch) -> np.ndarray:
-        """The positions of the tokens of this rank's virtual sequences."""
+        """Return the positions of the tokens of this rank's virtual sequences."""
         return self.context.positions(self.mesh.coord(CONTEXT))
 
     def _order(self, micro: Microbatch) -> np.ndarray:
-        """Their numbers by position."""
+        """Return the indices that sort this rank's tokens by position."""
         return order_of(self._here(micro))
 
     def _first(self, micro: Microbatch) -> int:
-        """The place in its virtual sequence of the first token of this rank's rows."""
+        """Return the offset in its virtual sequence of the first token of this rank's rows."""
         shape = micro.tokens.size, self.table.shape[1]
         return self.layout.slices(shape, self.mesh)[0].start % self.context.tokens

@@ -1,4 +1,4 @@
-"""What a model is built from and counted by: its sizes, its family, its split."""
+"""Specification of a model: its sizes, its family and its splits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from hpc3d.tensor.split import Split
 
 @dataclass(frozen=True)
 class Experts:
-    """Of the mixtures that every so-many-th block has in the place of its MLP: `count` experts, of
-    which `top_k` see a token, and `shared` ones that see all; factors of what their router adds to
-    the loss, `balance_loss` and `z_loss`; the rate `balance_bias` of a bias that balances them.
+    """Mixture of experts that replaces the MLP in one of every `every` blocks.
 
-    With a `capacity` of 0 there is room for all.
+    It has `count` experts, of which each token is routed to `top_k`, and `shared` experts that
+    process all tokens.  `balance_loss` and `z_loss` are the factors of the router's auxiliary
+    losses; `balance_bias` is the update rate of the balancing bias.  With a `capacity` of 0 no
+    token is dropped.
     """
 
     count: int
@@ -34,25 +35,27 @@ class Experts:
     balance_bias: float = 0.0
 
     def slots(self, tokens: int) -> int:
-        """The slots of an expert for a sequence of so many tokens, ceil(k T capacity / E)."""
+        """Return the slots of an expert for a sequence of T `tokens`, ceil(k T capacity / E)."""
         if not self.capacity:
             return tokens
         wanted = self.top_k * tokens * Fraction(str(self.capacity)) / self.count
         return min(tokens, ceil(wanted))
 
     def slots_of_token(self, tokens: int) -> float:
-        """The slots of all experts for a token of such a sequence, E C / T."""
+        """Return the slots of all experts per token of such a sequence, E C / T."""
         return self.count * self.slots(tokens) / tokens
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model; `std` is that of the initial weights, `rotation` that of rotary
-    positions, `padding` the token that nobody attends to.  With `fused_gelu` a device does GELU
-    within products, where it has whole matrices.
+    """Sizes of a model.
 
-    `kv_heads`, those of keys and values, are as many as `heads` where they are 0, and `ffn`, the
-    features of the hidden layer of the MLP, or of an expert, are 4 hidden.
+    `std` is the standard deviation of the initial weights, `rotation` the parameters of rotary
+    positions, and `padding` the token that no other token attends to.  With `fused_gelu`, a device
+    with complete matrices fuses GELU with products.
+
+    `kv_heads` is the number of key/value heads (0: `heads`), and `ffn` the number of hidden
+    features of the MLP or of an expert (0: 4 hidden).
     """
 
     layers: int
@@ -77,37 +80,41 @@ class ModelSizes:
         object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
 
     def mixes(self, layer: int) -> bool:
-        """Whether a block has a mixture of experts: the last of every `experts.every`."""
+        """Return True if a block has a mixture of experts: the last of every `experts.every`."""
         return self.experts is not None and (layer + 1) % self.experts.every == 0
 
     def blocks(self) -> dict[bool, int]:
-        """Whether a block has a mixture of experts -> the number of such blocks."""
+        """Return {True if a block has a mixture of experts: the number of such blocks}."""
         mixtures = self.layers // self.experts.every if self.experts else 0
         return {False: self.layers - mixtures, True: mixtures}
 
     @property
     def form(self) -> HeadForm:
-        """Of a head of keys, with its queries."""
+        """Form of a key head with its queries."""
         return self.form_over(1)
 
     def form_over(self, members: int) -> HeadForm:
-        """The same on one of so many ranks over which heads are cut: where there are more than
-        heads of keys, several ranks have the queries of one."""
+        """Return the head form on one of `members` ranks over which heads are sharded.
+
+        If there are more ranks than key heads, several ranks share the queries of one key head.
+        """
         queries = self.heads // max(self.kv_heads, members)
         return HeadForm(self.hidden // self.heads, queries)
 
     @property
     def qkv(self) -> int:
-        """Columns of q, k and v together."""
+        """Number of columns of q, k and v together."""
         return self.hidden + 2 * self.hidden * self.kv_heads // self.heads
 
 
 class WeightProduct(NamedTuple):
-    """Y[m, outputs] = X[m, inputs] W, with `rows` rows for every token; `turned` where its split
-    is the next one, that of a second product in a row (Bian et al. 2021, section 3.1.2), `alike`
-    where it is the one of which Y lies as X does, `by_rows` where it is the one of which Y has
-    whole rows.  Of `experts`, each has a W of its own, and a token goes to `rows` of them; it has
-    `slots` rows there, which are computed and moved, full or empty."""
+    """Product Y[m, outputs] = X[m, inputs] W with `rows` rows per token.
+
+    `turned` means the next split, as for the second of two consecutive products (Bian et al. 2021,
+    section 3.1.2); `alike` the split whose Y has the layout of X; `by_rows` the split whose Y has
+    complete rows.  Each of `experts` has its own W, and a token is routed to `rows` of them.  It
+    has `slots` rows there, which are computed and communicated whether full or empty.
+    """
 
     name: str
     inputs: int
@@ -121,31 +128,31 @@ class WeightProduct(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Elements of W, of all experts."""
+        """Number of elements of W over all experts."""
         return self.experts * self.inputs * self.outputs
 
     @property
     def active(self) -> float:
-        """Elements of W, as often as a token meets them."""
+        """Elements of W times the rows per token."""
         return self.rows * self.inputs * self.outputs
 
     @property
     def computed(self) -> float:
-        """Elements of W, as often as rows of a token meet them, empty ones among them."""
+        """Elements of W times the computed rows per token, including empty slots."""
         return self.slots * self.inputs * self.outputs
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a token, forward."""
+        """Forward FLOPs per token."""
         return 2 * self.active
 
 
-# What backward computes again of every block, or the numbers of the blocks that it computes whole.
+# Recomputation of every block, or the numbers of the blocks that are fully recomputed.
 _Recompute = str | Sequence[int]
 
 
 def recompute_of(recompute: _Recompute, layer: int) -> str:
-    """What backward computes again of a block: "none", "selective" or "full"."""
+    """Return the recomputation of a block: "none", "selective" or "full"."""
     if isinstance(recompute, str):
         return recompute
     return "full" if layer in recompute else "none"
@@ -153,26 +160,27 @@ def recompute_of(recompute: _Recompute, layer: int) -> str:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models by its `kind`.
+    """Family of models, identified by its `kind`.
 
     sizes     (the section [model], vocabulary) -> ModelSizes
-    norm      that of blocks and head: (mesh, parameters, name, width, layout, epsilon)
-    first_norm whether a half of a block begins with its norm, else it ends with it
-    epsilon   that of norms where [model] has none
-    gated     whether the MLP is SwiGLU, else GELU
-    causal    whether a token sees those before it alone and is followed by its target; else some
-              tokens are masked, and these are the targets
-    rotary    whether positions turn q and k, else the first end has a table of them
+    norm      type of the norms: (mesh, parameters, name, width, layout, epsilon)
+    first_norm True for pre-norm, False for post-norm
+    epsilon   default epsilon of the norms, if [model] has none
+    gated     True for SwiGLU, False for GELU
+    causal    True if a token attends only to earlier tokens and its target is the next token;
+              False if some tokens are masked, and these are the targets
+    rotary    True for rotary positions, False for a table of positions in the embedding
     biased    the linear layers of a block that have a bias
-    first     the end with the token table: (mesh, parameters, spec, table)
-    last      the end with the loss: the same
-    products  of a block: (sizes, whether it has a mixture of experts) -> WeightProducts, in the
-              order of the forward pass
-    head      of the last end: (sizes) -> the same
-    vectors   elements of the two ends beside tables of tokens and positions, and products: (sizes)
-    attention operations of the core of attention, of a token in a block, forward: (sizes)
-    kept      elements that a block keeps of a token for its backward pass: (sizes, recompute,
-              whether attention is chunked, whether it has a mixture)
+    first     the embedding, with the token table: (mesh, parameters, spec, table)
+    last      the head, with the loss: (mesh, parameters, spec, table)
+    products  of a block: (sizes, True for a mixture of experts) -> WeightProducts, in the order of
+              the forward pass
+    head      of the head: (sizes) -> WeightProducts
+    vectors   elements of embedding and head without products and the tables of tokens and
+              positions: (sizes)
+    attention FLOPs of core attention per token and block, forward: (sizes)
+    kept      elements that a block saves per token for backward: (sizes, recompute, True for
+              chunked attention, True for a mixture of experts)
     """
 
     kind: str
@@ -193,15 +201,17 @@ class Family:
     kept: Callable
 
     def flops(self, sizes: ModelSizes) -> float:
-        """Floating-point operations of a token, forward, of products and attention: one third of
-        those of a step without recomputation.  Of experts those that a token goes to count, and
-        none of a slot that is empty."""
+        """Return the forward FLOPs per token of products and attention.
+
+        They are one third of the FLOPs of a step without recomputation.  Only the experts to which
+        a token is routed count; empty slots do not.
+        """
         blocks = sum(count * product.flops for count, product in self.block_products(sizes))
         head = sum(product.flops for product in self.head(sizes))
         return blocks + sizes.layers * self.attention(sizes) + head
 
     def block_products(self, sizes: ModelSizes) -> list[tuple[int, WeightProduct]]:
-        """The WeightProducts of all blocks, each after the number of blocks that have it."""
+        """Return pairs of a number of blocks and a WeightProduct that each of them has."""
         return [
             (count, product)
             for mixes, count in sizes.blocks().items()
@@ -210,7 +220,7 @@ class Family:
         ]
 
     def blocks_kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool) -> float:
-        """What all blocks keep, as `kept`."""
+        """Return the elements that all blocks save per token, the sum of `kept`."""
         if isinstance(recompute, str):
             counts = {(recompute, mixes): count for mixes, count in sizes.blocks().items()}
         else:
@@ -225,11 +235,13 @@ class Family:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What all parts of a model are built from: its `family` and `sizes`, the `splits` of the
-    products of each kind of layer, the operands that these `keep` for backward, the `seed` of
-    dropout, what backward does again, `recompute`, how sequences are cut, `context` (whole ones
-    unless it is given), whether attention is `chunked`, and what has a scale of its own where
-    products of layers are in float8, a block or a tensor."""
+    """Complete specification of a model for its layers.
+
+    `splits` has the split of the products of each kind of layer, `keep` the operands saved for
+    backward, `seed` the seed of dropout, `recompute` the activation checkpointing, and `context`
+    the sharding of sequences (none by default).  `chunked` selects chunked attention.  `scales` is
+    "block" or "tensor" if the products of layers use float8: the region that has one scale.
+    """
 
     family: Family
     sizes: ModelSizes

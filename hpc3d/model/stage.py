@@ -1,6 +1,6 @@
-"""A stage's part of the model: some of its blocks, and perhaps one of its ends.
+"""Model chunk of a pipeline stage: some of the blocks, and perhaps the embedding or the head.
 
-Forward and backward keep nothing in the stage, so any number of microbatches may be in flight.
+Forward and backward store no state in the stage, so any number of microbatches may be in flight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _ignore(unit: str) -> None:
-    """The `finished` of a backward pass that nobody waits for."""
+    """Ignore the end of a unit: the default `finished` of a backward pass."""
 
 
 def _as_it_is(kept: Any) -> Any:
@@ -36,8 +36,8 @@ def _collect(
     result: tuple[Any, Any],
     form: Callable[[Any], Any] = _as_it_is,
 ) -> Any:
-    """Y of a layer's result; what it keeps is added to `saved`, in a form for the time until its
-    backward pass, if there is one."""
+    """Return Y of a layer's result; append its saved data to `saved`, converted by `form`, if the
+    microbatch has a backward pass."""
     y, kept = result
     if micro.training:
         saved.append(form(kept))
@@ -45,14 +45,14 @@ def _collect(
 
 
 class LayerRange(NamedTuple):
-    """Which blocks of the model, with which of its ends."""
+    """Range of blocks, with the embedding if `first` and the head if `last`."""
 
     layers: range
     first: bool
     last: bool
 
 
-# A model taken apart: one block, and its ends without any.
+# Separate parts of a model: the embedding, one block, the head.
 FIRST = LayerRange(range(0), first=True, last=False)
 LAYER = LayerRange(range(1), first=False, last=False)
 LAST = LayerRange(range(0), first=False, last=True)
@@ -65,11 +65,11 @@ def build(
     parts: Sequence[LayerRange],
     tied_peer: int | None = None,
 ) -> list[Stage]:
-    """The stages of this rank by a `ModelSpec`, one a part, their parameters added to
+    """Return this rank's stages for a `ModelSpec`, one per part, and add their parameters to
     `parameters`.
 
-    A rank with the first part has the token table, as has, of a tied model, one with the last;
-    `tied_peer` is the pipeline stage of the other where these are two.
+    A rank with the first part has the token table; in a tied model, so does a rank with the last.
+    If these are different ranks, `tied_peer` is the pipeline stage of the other.
     """
     table, tied = None, spec.sizes.tied
     if any(part.first or (part.last and tied) for part in parts):
@@ -80,7 +80,7 @@ def build(
 
 
 class Stage:
-    """The part of a model that a rank runs in one go."""
+    """Model chunk that a rank runs as one unit."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class Stage:
 
     @property
     def auxiliary_loss(self) -> Any:
-        """This rank's share of the losses of the routers in the last forward pass."""
+        """This rank's share of the auxiliary losses of the routers in the last forward pass."""
         return sum(block.mlp.auxiliary_loss for block in self.blocks if block.mixes)
 
     def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, list[Any]]:
-        """Y, or of the last part what its head returns; and what backward needs, which is nothing
-        of a microbatch that is not for training.
+        """Return Y, or the head's result for the last part, and the data saved for backward.
 
-        Parts with the embeddings take no x.
+        Nothing is saved if the microbatch is not for training.  Parts with the embedding take no
+        x.
         """
         saved: list[Any] = []
         if self.embeddings:
@@ -134,10 +134,10 @@ class Stage:
         defer: Callable[..., None] = immediately,
         finished: Callable[[str], None] = _ignore,
     ) -> Array | None:
-        """The gradient of x; that of matrices goes through `defer`, which then calls
-        `finished(unit)` for every part of the model that is through.  Empties `saved`.
+        """Return the gradient of x.
 
-        Parts with the head take no dy.
+        Weight gradients go through `defer`, which then calls `finished(unit)` for every completed
+        part of the model.  Empties `saved`.  Parts with the head take no dy.
         """
         if self.head:
             dy = self.head.backward(micro, self.kept.pop(saved), defer)
@@ -152,23 +152,25 @@ class Stage:
         return dy
 
     def _put_away(self, number: int, saved: Any) -> Any:
-        """What a block saved, as it waits for the backward pass."""
+        """Return a block's saved data in the form in which it is stored until the backward
+        pass."""
         return self.kept.put_away(self.weights.without(saved, number))
 
     def _taken(self, number: int, saved: list[Any]) -> Any:
-        """The last of `saved`, taken from it, as a block works with it."""
+        """Pop the last entry of `saved` and restore it for the block's backward pass."""
         return self.weights.within(self.kept.take(saved), number)
 
     @property
     def units(self) -> list[str]:
-        """What `finished` is called with."""
+        """Names of the units that `finished` receives."""
         ends = [end.name for end in (self.embeddings, self.head) if end]
         return [*ends, *(block.name for block in self.blocks)]
 
     def incoming(self, kind: str, micro: Microbatch) -> list[tuple[tuple[int, ...], Any]]:
-        """A block and its gradient are alike."""
+        """Return the shape and type of a received block; an activation and its gradient have the
+        same."""
         return [(self.block_of(micro.tokens.size), self.dtype)]
 
     def block_of(self, tokens: int) -> tuple[int, ...]:
-        """The shape of this rank's block of the activations between stages."""
+        """Return the shape of this rank's block of the activations between stages."""
         return self.layout.block((tokens, self.shape.hidden), self.mesh)

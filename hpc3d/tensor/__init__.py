@@ -1,1 +1,1 @@
-"""The algebra: how matrices lie on the mesh, and the one sharded product."""
+"""Tensor layouts on the mesh and the sharded matrix product."""

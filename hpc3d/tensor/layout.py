@@ -1,4 +1,4 @@
-"""Which mesh axes shard which tensor dims."""
+"""Tensor layouts: the mesh axes that shard each tensor dim."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Layout(tuple):
     """Mesh axes per tensor dim, outermost first: Layout("x y", "z") is A[i_xy, j_z].
 
-    Along an axis that it does not name, every rank holds the same block; along an axis in `owned`,
-    one rank holds the block and the others hold none of its rows.
+    Along an axis that the layout does not name, every rank stores the same block.  Along an axis
+    in `owned`, one rank stores the block and the others store none of its rows.
     """
 
     owned: tuple[str, ...]
@@ -43,40 +43,43 @@ class Layout(tuple):
         return f"[{dims}]" + (f" owned along {' '.join(self.owned)}" if self.owned else "")
 
     def of_experts(self, axes: str) -> Layout:
-        """The same with experts as the middle dim, which `axes` shard: A[i, expert, j]."""
+        """Return the layout with an expert dim, sharded by `axes`, in the middle: A[i, expert,
+        j]."""
         rows, columns = (" ".join(dim) for dim in self)
         return Layout(rows, axes, columns, owned=" ".join(self.owned))
 
     def dim_of(self, axis: str) -> int | None:
-        """The tensor dim that `axis` shards, or None where the tensor is replicated along it."""
+        """Return the tensor dim that `axis` shards, or None if the tensor is replicated along
+        it."""
         return next((dim for dim, axes in enumerate(self) if axis in axes), None)
 
     def owner(self, axis: str, mesh: Mesh) -> int:
-        """The coordinate on `axis` of the rank that owns this block: the diagonal.
+        """Return the coordinate on `axis` of the rank that owns this block: the diagonal.
 
-        It is that of the block's rows, so all column blocks of a row share their owner, and so do
-        the tokens of a sequence that a context axis cuts, whose ranks attend to each other.
+        The owner depends only on the block's rows, so all column blocks of a row have the same
+        owner. The context axis is left out, so that all tokens of a sequence have the same owner,
+        too: their ranks attend to each other.
         """
         return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)
 
     def _holds_rows(self, mesh: Mesh) -> bool:
-        """Whether this rank holds its block, rather than none of its rows."""
+        """Return True if this rank stores its block rather than none of its rows."""
         return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
 
     def slices(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:
-        """The block of a global `shape` that this rank holds."""
+        """Return the slices of a tensor of global `shape` that this rank stores."""
         rows, *rest = (part(*dim, mesh) for dim in zip(shape, self, strict=True))
         if not self._holds_rows(mesh):
             rows = slice(rows.start, rows.start)
         return (rows, *rest)
 
     def block(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """The shape of that block."""
+        """Return the shape of this rank's block of a tensor of global `shape`."""
         return tuple(part.stop - part.start for part in self.slices(shape, mesh))
 
 
 def part(size: int, axes: Sequence[str], mesh: Mesh) -> slice:
-    """This rank's part of a dim of `size` that `axes` shard, outermost first."""
+    """Return this rank's slice of a dim of `size` sharded by `axes`, outermost first."""
     count = mesh.count(axes)
     if size % count:
         sizes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in axes)

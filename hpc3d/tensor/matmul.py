@@ -1,8 +1,8 @@
 """Y[m, n] = X[m, k] W[k, n] on a mesh of ranks.
 
-Each mesh axis splits one loop of the product: m, n or k.  Each matrix lacks one of the three
-letters; the axes on that letter are *foreign* to it: the ranks along them work on the same block.
-A foreign axis stores the block in one of three ways, each a pair of adjoint collectives:
+Each mesh axis shards one loop of the product: m, n or k.  Each matrix lacks one of the three
+loops.  The axes on that loop are *foreign* to it, because the ranks along them work on the same
+block.  A foreign axis stores the block in one of three ways, each a pair of adjoint collectives:
 
                  gather                            reduce
                  stored block -> working block     partial block -> stored block
@@ -10,7 +10,7 @@ A foreign axis stores the block in one of three ways, each a pair of adjoint col
     replicate    nothing                           all-reduce
     own          broadcast from the owner          reduce to the owner
 
-Every published scheme is a choice of letters (hpc3d.tensor.split.SCHEMES):
+Every published scheme is a choice of loops and storage (hpc3d.tensor.split.SCHEMES):
 
     1-D (Megatron)    Split(n="x", replicate="x")     2.5-D   Split(m="z x", n="y", replicate="z")
     1-D + sequence    Split(n="x")                    3-D     Split(m="x", n="y", k="z")
@@ -45,7 +45,8 @@ _NONE = ""  # an axis that no mesh has: of size 1
 
 
 class Saved(NamedTuple):
-    """X and W for the backward pass: those in `kept` as working blocks, the others as stored."""
+    """X and W for the backward pass: working blocks if named in `kept`, stored blocks
+    otherwise."""
 
     x: SavedActivation
     w: SavedWeight
@@ -53,7 +54,7 @@ class Saved(NamedTuple):
 
 
 class SavedForWeight(NamedTuple):
-    """The factors of dW: X as in `Saved`, and the working block of dY."""
+    """Factors of dW: X as in `Saved`, and the working block of dY."""
 
     x: Array
     dy: Array
@@ -61,7 +62,7 @@ class SavedForWeight(NamedTuple):
 
 
 class Matmul:
-    """The product of gathered operands, for every split without panels; see `sharded_matmul`."""
+    """Sharded product of gathered operands, for splits without panels; see `sharded_matmul`."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Matmul:
         self.is_local = self.y_is_complete and self.dw_is_complete and self._complete("n")
 
     def forward_saving(self, x: Array, w: Array, **epilogue: Any) -> tuple[Array, Saved]:
-        """Return Y = X W and what `backward_input` needs.
+        """Return Y = X W and the data saved for `backward_input`.
 
         If `y_is_complete`, the `epilogue` of the product (hpc3d.ops.product) may have a bias, a
         residual and GELU.
@@ -102,8 +103,8 @@ class Matmul:
     def backward_input(
         self, saved: Saved, dy: Array, **epilogue: Any
     ) -> tuple[Pending, SavedForWeight]:
-        """Return the pending dX = dY W', reduced as X was gathered, and what `backward_weight`
-        needs."""
+        """Return the pending dX = dY W', reduced as the adjoint of the gather of X, and the data
+        saved for `backward_weight`."""
         dy = self.rounded.dy(self.gather(dy, self.split.y, self.axes["k"]).wait())
         b = saved.w if "w" in saved.kept else self._gather_w(saved.w).wait()
         dx = self.multiply(dy, self._rounded_w(b).T, self.axes["n"], **epilogue)
@@ -111,13 +112,15 @@ class Matmul:
         return self.reduce(dx, self.split.x, self.axes["n"]), rest
 
     def backward_weight(self, rest: SavedForWeight) -> Pending:
-        """Return the pending dW = X' dY, reduced as W was gathered; may run any time after
-        `backward_input`."""
+        """Return the pending dW = X' dY, reduced as the adjoint of the gather of W.
+
+        It may be called any time after `backward_input`.
+        """
         dw = self.multiply(*self._factors_of_dw(rest), self.axes["m"])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
 
     def gather(self, block: Array, layout: Layout, foreign: Sequence[str]) -> Pending:
-        """Return the pending working block of a stored one."""
+        """Return the pending working block of a stored block."""
         pending = ready(block)
         for axis in reversed(foreign):
             comm = self.mesh.comm(axis)
@@ -130,7 +133,7 @@ class Matmul:
     def reduce(
         self, block: Array, layout: Layout, foreign: Sequence[str], deferred: Collection[str] = ()
     ) -> Pending:
-        """Return the pending stored block of a partial one: the adjoint of `gather`."""
+        """Return the pending stored block of a partial block: the adjoint of `gather`."""
         pending = ready(block)
         for axis in foreign:
             comm = self.mesh.comm(axis)
@@ -147,18 +150,20 @@ class Matmul:
         return self.forward_saving(x, w)[0]
 
     def backward(self, x: Array, w: Array, dy: Array) -> tuple[Array, Array]:
-        """Return the stored blocks of dX and dW from those of X, W and dY."""
+        """Return the stored blocks of dX and dW from the stored blocks of X, W and dY."""
         return self.backward_saved(Saved(x, w, ""), dy)
 
     def backward_saved(self, saved: Saved, dy: Array) -> tuple[Array, Array]:
-        """Return dX and dW."""
+        """Return the stored blocks of dX and dW from the saved operands and dY."""
         dx, rest = self.backward_input(saved, dy)
         dw = self.backward_weight(rest)
         return dx.wait(), dw.wait()
 
     def add_w(self, rest: SavedForWeight, grad: Array, bias_grad: Array | None = None) -> None:
-        """Add dW to `grad`, if `dw_is_complete`; if `y_is_complete`, too, add the column sums of
-        dY to `bias_grad`."""
+        """Add dW to `grad`; requires `dw_is_complete`.
+
+        If `y_is_complete`, the column sums of dY can be added to `bias_grad`.
+        """
         a, b = self._factors_of_dw(rest)
         with self._span(a, b):
             accumulate_product(grad, a, b, bias_grad)
@@ -174,7 +179,7 @@ class Matmul:
 
     @property
     def moves_w(self) -> bool:
-        """Whether gathering W receives blocks of other ranks."""
+        """True if gathering W receives blocks of other ranks."""
         layout = self.w_layout
         stored = {axis for dim in layout for axis in dim} | {*layout.owned}
         return any(self.mesh.size(axis) > 1 and axis in stored for axis in self.axes["m"])
@@ -186,7 +191,7 @@ class Matmul:
         return self.gather(w, self.w_layout, self.axes["m"])
 
     def _rounded_w(self, block: Array) -> Array:
-        """Return W[k, n] of a working block, which may be stored transposed."""
+        """Return W[k, n] from a working block, which may be stored transposed."""
         block = self.rounded.w(block)
         return block.T if self.transposed else block
 
@@ -197,14 +202,14 @@ class Matmul:
         return left.T, right
 
     def _complete(self, letter: str) -> bool:
-        """Whether products are no partial sums over a letter, except over deferred axes."""
+        """Return True if no product is a partial sum over a loop, except over deferred axes."""
         return all(
             self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
         )
 
     def _span(self, a: Array, b: Array) -> AbstractContextManager[Any]:
-        """Return the event of a product [m, k] times [k, n], named by its size; m counts the rows
-        of all experts."""
+        """Return the trace event of a product [m, k] times [k, n], named by its size; m counts the
+        rows of all experts."""
         k, n = b.shape[-2:]
         name = f"gemm m={a.size // k if k else 0} n={n} k={k}"
         return self.mesh.trace.span(name, "gemm", 2 * a.size * n)
@@ -220,7 +225,7 @@ def _in_order(axes: str, layout: Layout) -> list[str]:
     """Return foreign axes in the order of reductions.
 
     Axes that shard come first, in the order of the layout, because the owner of a block depends
-    on its rows.  All-reduces over replicas come last, when the block is small.
+    on its rows.  All-reduces over replicated axes come last, when the block is small.
     """
     order = [*(axis for dim in layout for axis in dim), *layout.owned]
     last = [axis for axis in axes.split() if axis not in order]
@@ -228,13 +233,13 @@ def _in_order(axes: str, layout: Layout) -> list[str]:
 
 
 class Summa(Matmul):
-    """The product on X[m_x, k_y], W[k_x, n_y], Y[m_x, n_y], panel by panel of k; Y never moves.
+    """SUMMA on X[m_x, k_y], W[k_x, n_y], Y[m_x, n_y], panel by panel of k; Y is stationary.
 
     A panel of X is owned by one rank along y and a panel of W by one rank along x: broadcast
-    forward, reduce backward (van de Geijn and Watts 1997; Optimus, arXiv:2104.05343).  No more
-    than one panel of X and of W is ever gathered, so no working block is saved.  Other axes that
-    shard W, such as ZeRO-3's, are gathered first.  Stored blocks are rounded before their panels
-    move, and no epilogue is fused to the products of panels.
+    forward, reduce backward (van de Geijn and Watts 1997; Optimus, arXiv:2104.05343).  At most
+    one panel of X and one of W are gathered at a time, so no working block is saved.  Other axes
+    that shard W, such as the ZeRO-3 axis, are gathered first.  Stored blocks are rounded before
+    their panels are broadcast, and no epilogue is fused with the products of panels.
     """
 
     def __init__(self, mesh: Mesh, split: Split, rounded: Operands) -> None:
@@ -307,7 +312,7 @@ def sharded_matmul(
     stacked: bool = False,
     scales: str | None = None,
 ) -> Matmul:
-    """Return the product of a `split` on a `mesh`.
+    """Return the sharded product for a `split` on a `mesh`.
 
     Parameters
     ----------
@@ -316,9 +321,9 @@ def sharded_matmul(
         q^3 ranks, 1/q^2 of X and of W with "xw", for six collectives in all; 1/q^3 with "", for
         eight.  A split with panels saves none.
     transposed
-        Whether W is stored as [n, k].
+        True if W is stored as [n, k].
     stacked
-        Whether all arrays have experts as their middle dim, X[m, e, k] W[k, e, n].
+        True if all arrays have experts as their middle dim, X[m, e, k] W[k, e, n].
     scales
         "block" or "tensor" rounds the operands to float8 (hpc3d.tensor.rounding).
 

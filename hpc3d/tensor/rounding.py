@@ -1,15 +1,15 @@
-"""Operands of products rounded to float8, alike on every layout.
+"""Rounding of product operands to float8, identical on every layout.
 
-A scale belongs to a tile of the whole matrix, whoever holds parts of it:
+A scale belongs to a tile of the full matrix, which several ranks may share:
 
     scales      X[m, k] and dY[m, n]    W[k, n]         source
     block       1 x 128                 128 x 128       DeepSeek-V3, arXiv:2412.19437, section 3.3
     tensor      all                     all             Micikevicius et al., arXiv:2209.05433
 
-X and W are float8_e4m3fn, dY, whose range is wider, float8_e5m2.  Ranks between which an edge of
-their blocks cuts a tile take the maximum of what each has of it; the rows of a tensor are those of
-one microbatch, on all replicas.  For dW = X' dY, X and dY have the scales of the other products:
-tiles of 128 tokens, as DeepSeek-V3 has them there, would depend on how a batch is cut.
+X and W are float8_e4m3fn; dY, which has a wider range, is float8_e5m2.  Ranks whose blocks share a
+tile all-reduce its maximum.  The rows of a tensor are the rows of one microbatch on all replicas.
+The product dW = X' dY uses the scales of X and dY from the other products.  DeepSeek-V3 uses tiles
+of 128 tokens there, but such tiles would depend on how the batch is split.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TYPES = {"x": E4M3, "w": E4M3, "dy": E5M2}
 
 
 class Operands(NamedTuple):
-    """What is done to each operand of a product before it is multiplied."""
+    """Functions applied to each operand of a product before the multiplication."""
 
     x: Callable[[Array], Array]
     w: Callable[[Array], Array]
@@ -60,14 +60,14 @@ EXACT = Operands(_as_it_is, _as_it_is, _as_it_is)
 
 
 def rounded_operands(mesh: Mesh, split: Split, scales: str, dense: bool) -> Operands:
-    """Return the rounding of the operands of a product to float8.
+    """Return the functions that round the operands of a product to float8.
 
-    `scales` is "block" or "tensor".  A GPU with float8 multiplies the codes of `dense` operands,
-    those without panels and without stacks, if they have one scale each.
+    `scales` is "block" or "tensor".  `dense` means neither panels nor stacks of experts.  Dense
+    operands with one scale each stay float8 codes if the GPU multiplies float8.
     """
     m, n, k = (axes.split() for axes in (split.m, split.n, split.k))
-    # The axes that shard the rows and the columns of what is rounded: working blocks, or X and W
-    # as they are stored if panels of them move.
+    # Axes that shard the rows and the columns of the rounded matrices: working blocks, or the
+    # stored blocks of X and W if their panels are broadcast.
     axes: dict[str, tuple[Sequence[str], Sequence[str]]] = {"x": (m, k), "w": (k, n), "dy": (m, n)}
     if split.panels:
         axes |= {"x": (split.x[0], split.x[1]), "w": (split.w[0][:1], n)}
@@ -82,9 +82,11 @@ def rounded_operands(mesh: Mesh, split: Split, scales: str, dense: bool) -> Oper
 
 
 class _Dim(NamedTuple):
-    """A dim of a rank's block: tiles of `extent`, of which it has numbers `first` to `last` of
-    `total`, from element `offset` of the first; `shared` are the axes along which edges cut
-    tiles."""
+    """Tiles of `extent` along one dim of a rank's block.
+
+    The block has tiles `first` to `last` (exclusive) of `total` and starts at element `offset` of
+    the first.  `shared` names the axes along which block boundaries cut tiles.
+    """
 
     extent: int
     offset: int
@@ -95,12 +97,12 @@ class _Dim(NamedTuple):
 
     @property
     def tiles(self) -> slice:
-        """Its tiles among those that a message has: all where some are shared."""
+        """This block's tiles within a message, which has all tiles if some are shared."""
         return slice(self.first, self.last) if self.shared else slice(self.last - self.first)
 
 
 class Rounding:
-    """Rounds a block of a matrix to a float8 `dtype`, with a scale for each of its `tiles`."""
+    """Round a block of a matrix to a float8 `dtype` with one scale for each of its `tiles`."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class Rounding:
         self.cuts = [[axis for axis in axes if mesh.size(axis) > 1] for axes in cuts]
 
     def __call__(self, block: Array) -> Array:
-        """The rounded copy of a block [m, n], or of a stack [m, e, n] with scales for each e."""
+        """Return the rounded copy of a block [m, n], or of a stack [m, e, n] with scales per e."""
         stack = block if block.ndim == 3 else block.reshape(len(block), 1, -1)
         rows, columns = map(self._dim, (len(stack), stack.shape[2]), self.tiles, self.cuts)
         tiles = Tiles(rows.extent, columns.extent, rows.offset, columns.offset)
@@ -124,7 +126,7 @@ class Rounding:
             return self.rounded(stack, maxima, tiles, block.shape)
 
     def rounded(self, stack: Array, maxima: Array, tiles: Tiles, shape: Sequence[int]) -> Any:
-        """The copy, of `shape`."""
+        """Return the copy of `stack`, rounded to float8 and reshaped to `shape`."""
         out = self.mesh.empty(stack.shape, stack.dtype, "workspace")
         return round_tiles(stack, maxima, tiles, self.dtype, out).reshape(shape)
 
@@ -144,7 +146,7 @@ class Rounding:
         return maxima
 
     def _of_all_ranks(self, maxima: Array, rows: _Dim, columns: _Dim) -> Array:
-        """The maxima of the same tiles with what other ranks have of them."""
+        """Return the maxima of this block's tiles over all ranks that share them."""
         shared = rows.shared + columns.shared
         if not shared:
             return maxima
@@ -159,7 +161,7 @@ class Rounding:
 
 
 class Coding(Rounding):
-    """Rounds a matrix with one scale to what a GPU multiplies as float8."""
+    """Encode a matrix with one scale as float8 codes for the GPU's float8 product."""
 
     def rounded(self, stack: Array, maxima: Array, tiles: Tiles, shape: Sequence[int]) -> Coded:
         codes = self.mesh.empty(shape, np.uint8, "workspace")

@@ -1,4 +1,4 @@
-"""How a product is split: mesh axes on the loops m, n and k, and the published schemes."""
+"""Splits of a product: mesh axes on the loops m, n and k, and the published schemes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ STORAGE = "replicate", "own", "panels"  # a foreign axis that is not named there
 class Split:
     """The mesh axes on each loop of Y[m, n] = X[m, k] W[k, n], outermost first.
 
-    The axes on the letter that a matrix lacks are foreign to it.  A foreign axis shards the
-    block's rows, unless it is named in `replicate` (every rank stores the block) or in `own`
-    (the rank on the diagonal stores it).  An axis of n in `panels` shards X's columns instead,
-    and the product runs panel by panel of k (SUMMA).  The sum of a weight gradient over an axis
-    in `defer` is left to the end of the step; over an axis in `scatter` the gradient is sharded
-    although the weight is replicated.  Those two are for axes of other rows, see `over`.
+    The axes on the loop that a matrix lacks are foreign to it.  A foreign axis shards the block's
+    rows, unless it is named in `replicate` (every rank stores the block) or in `own` (the rank on
+    the diagonal stores it).  An axis of n in `panels` shards X's columns instead, and the product
+    runs panel by panel of k (SUMMA).  The reduction of a weight gradient over an axis in `defer`
+    is left to the end of the step.  Over an axis in `scatter`, the gradient is sharded although
+    the weight is replicated.  `defer` and `scatter` are for axes whose ranks have different rows,
+    see `over`.
 
-    Raises ValueError with a line for everything that the algebra does not have.
+    Raises ValueError with one line for each combination that the algebra does not support.
     """
 
     m: str = ""
@@ -42,35 +43,37 @@ class Split:
 
     @cache  # noqa: B019  there are few splits
     def next(self) -> Split:
-        """The split of the layer that follows: its k is this layer's n, so its X is this Y."""
+        """Return the split of the next layer: its k is this layer's n, so its X is this Y."""
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
         turn = [axis for axis in self.n.split() if axis not in stay]
         return replace(self, n=" ".join([*self.k.split(), *stay]), k=" ".join(turn))
 
     @cache  # noqa: B019
     def without_panels(self) -> Split:
-        """The split without panels that stores X alike: for lookups and the head."""
+        """Return the split without panels that stores X the same way: for lookups and the head."""
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
         turn = [axis for axis in self.n.split() if axis not in stay]
         return replace(self, n=" ".join(turn), k=" ".join([*self.k.split(), *stay]), panels="")
 
     @cache  # noqa: B019
     def alike(self) -> Split:
-        """The split of a product whose Y lies as its X does, and both as X of this one: for a
-        single product between two that store X alike.  As `by_rows`, but X's columns go panel by
-        panel."""
+        """Return the split of a product whose X and Y both have the layout of this split's X.
+
+        It fits a single product between two that store X the same way.  It is `by_rows`, except
+        that X's columns are processed panel by panel.
+        """
         rows = self.by_rows()
         return replace(rows, n=rows.k, k="", panels=rows.k)
 
     @cache  # noqa: B019
     def by_rows(self) -> Split:
-        """The split of a single product whose Y has few columns, such as a router's: X lies as X
-        of this one, and each rank has whole rows of Y.
+        """Return the split of a single product whose Y has few columns, such as a router's: X has
+        the layout of this split's X, and each rank has complete rows of Y.
 
-        An axis of n that shards X's rows, or lets one rank own them, has other rows: it is one
-        more of m, the outermost, for the axes of `over` to stay the innermost of W.  (In which
-        order axes have rows of X is nothing to a product that does not move them.)  Where X is
-        replicated all do the same work.
+        An axis of n that shards X's rows, or along which one rank owns them, has different rows:
+        it becomes the outermost axis of m, so that the axes of `over` stay the innermost of W.
+        (The order of the axes on X's rows does not matter to a product that does not communicate
+        X.) Along axes that replicate X, all ranks do the same work.
         """
         panels = self.panels.split()
         rows = [axis for axis in self.n.split() if axis not in [*self.replicate.split(), *panels]]
@@ -80,11 +83,12 @@ class Split:
 
     @cache  # noqa: B019
     def over(self, axis: str, zero: int = 0, outermost: bool = False) -> Split:
-        """This split on every replica along an axis whose ranks have other rows, such as the data
-        axis; it is the innermost on m, or the `outermost`.
+        """Return this split with an axis whose ranks have different rows, such as the data axis,
+        as the innermost axis of m, or as the `outermost`.
 
-        The replicas store the weights (`zero` < 3) or a shard each (ZeRO-3, arXiv:1910.02054);
-        they sum the gradients when the step ends (`zero` < 2) or a shard each in every pass.
+        The replicas store the full weights (`zero` < 3) or a shard each (ZeRO-3,
+        arXiv:1910.02054). They all-reduce the gradients at the end of the step (`zero` < 2) or
+        reduce-scatter them in every pass.
         """
         return replace(
             self,
@@ -105,12 +109,12 @@ class Split:
 
     @cached_property
     def w_transposed(self) -> Layout:
-        """The layout of a weight stored as [n, k]: the embedding table that is also the head."""
+        """Layout of a weight stored as [n, k]: the embedding table that the head shares."""
         return self._store(self.n, self.k, self.m)
 
     @cached_property
     def of_gradient(self) -> Split:
-        """The split whose W is stored as this one's dW is."""
+        """Split whose W has the layout of this split's dW."""
         stay = [axis for axis in self.replicate.split() if axis not in self.scatter.split()]
         return replace(self, replicate=" ".join(stay))
 
@@ -127,8 +131,8 @@ class Split:
 
 
 def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
-    """A line for every axis on no loop or on several, stored in two ways, or in panels that the
-    algebra does not have; `letters` are the fields of a `Split`."""
+    """Yield one message for every axis on no loop or on several, stored in two ways, or in
+    unsupported panels; `letters` are the fields of a `Split`."""
     axes = {key: letters.get(key, "").split() for key in LOOPS + STORAGE}
     loops = [axis for letter in LOOPS for axis in axes[letter]]
     for axis in sorted({axis for axis in loops if loops.count(axis) > 1}):
