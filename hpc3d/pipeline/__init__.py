@@ -1,1 +1,1 @@
-"""Pipelines: schedules as streams of instructions, passes that lower them, the engine."""
+"""Pipeline parallelism: schedules as instruction streams, passes that lower them, the engine."""

@@ -14,7 +14,8 @@ _TURN = "turn"
 
 
 class ScheduleTable(NamedTuple):
-    """The streams of all stages, where their parts lie, and the number of microbatches."""
+    """Instruction streams of all stages, the placement of the parts, and the number of
+    microbatches."""
 
     streams: list[list[Instruction]]
     placement: Placement
@@ -22,12 +23,12 @@ class ScheduleTable(NamedTuple):
 
 
 def from_csv(path: str) -> ScheduleTable:
-    """The schedule of a file.
+    """Read the schedule of a file.
 
-    Cells hold F, B, W and BW only: passes add the rest.  A first row of the one word `turn` says
-    that the parts of chunk 1 come back up the stages.  Blank cells and rows count for nothing, and
-    rows may have any length.  Raises ValueError with the row and the column, from 1, of what is
-    wrong.
+    Cells contain only F, B, W and BW; passes add the rest.  If the first row is the single word
+    `turn`, the parts of chunk 1 are placed from the last stage back to the first.  Blank cells and
+    rows are ignored, and rows may have any length.  Raises ValueError with the row and the column,
+    from 1, of the error.
     """
     content = files.read(path, files.MOST_SCHEDULE, "name a CSV file with a row for each stage")
     try:
@@ -45,7 +46,7 @@ def to_csv(path: str, streams: Iterable[Iterable[Instruction]], placement: Place
 
 
 def _rows(content):
-    """(row, [(column, text)]) of all rows and cells that are not blank."""
+    """Return (row, [(column, text)]) for all rows and cells that are not blank."""
     try:
         reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
         rows = [(reader.line_num, list(enumerate(map(str.strip, row), 1))) for row in reader]
@@ -81,7 +82,7 @@ def _stream(row, cells):
 
 
 def _pass(text, done):
-    """The instruction of a cell; `done` are the passes F, B, W of the cells to its left."""
+    """Return the instruction of a cell; `done` has the passes F, B, W of the cells to its left."""
     instruction = parse(text)
     op, mb, chunk = instruction
     if op not in COMPUTE:
@@ -97,7 +98,7 @@ def _pass(text, done):
 
 
 def _refuse_gaps(row, stream, micros, chunks):
-    """Every microbatch passes every chunk forward and backward, and from 0 without gaps."""
+    """Raise ValueError unless every microbatch from 0 passes every chunk forward and backward."""
     done = {(op[0], mb, chunk) for op, mb, chunk in stream}
     for letter, chunk, mb in (
         (x, c, m) for x in "FB" for c in range(chunks) for m in range(micros)

@@ -1,4 +1,4 @@
-"""A timeline as text, the way that papers draw schedules."""
+"""Text diagrams of timelines in the style of papers on pipeline schedules."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from hpc3d.pipeline.timeline import Row
 
 
 class Scale(NamedTuple):
-    """Seconds and characters of a cell, how many of the characters are a gap, and cells a line."""
+    """Seconds and characters per cell, characters of the gap, and cells per line."""
 
     unit: float
     width: int
@@ -15,16 +15,17 @@ class Scale(NamedTuple):
     cells: int
 
     def cell(self, time: float) -> int:
-        """The cell that begins nearest to a time; the rounding of sums of times is forgiven."""
+        """Return the cell that starts nearest to a time, up to rounding errors of summed times."""
         return int(round(time / self.unit, 6) + 0.5)
 
 
 def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
-    """A line for each stage, a cell for each `unit` of seconds (0: those of the shortest pass).
+    """Return a diagram with one line per stage and one cell per `unit` seconds.
 
-    A pass is its letter, small for chunk 1, its microbatch, and a line as far as it goes; a bar
-    behind it is a Step; blank is a stage that waits.  What is wider than `columns` is cut, and a
-    last line says so.
+    The default `unit`, 0, is the time of the shortest pass.  A pass is drawn as its letter (small
+    for chunk 1), its microbatch, and a line for the rest of its time.  A bar marks a Step, and
+    blank space means that the stage waits.  A diagram wider than `columns` is truncated, which a
+    last line reports.
     """
     spans = [span for row in rows for span in row]
     heads = [f"{stage:>{len(str(len(rows) - 1))}} |" for stage in range(len(rows))]
@@ -38,7 +39,8 @@ def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
 
 
 def _scale(spans, columns, unit):
-    """Cells as wide as the longest label; wider by a gap if all fit, or if it shows a Step."""
+    """Return a scale with cells as wide as the longest label, plus a gap if it fits or shows a
+    Step."""
     label = max(len(_label(instruction)) for *_, instruction in spans)
     cells = Scale(unit, 0, 0, 0).cell(max(end for _, end, _ in spans))
     steps = any(instruction.op == "Step" for *_, instruction in spans)
@@ -60,7 +62,8 @@ def _line(row, scale):
 
 
 def _label(instruction):
-    """F3, f3 of chunk 1, 2F3 of chunk 2; nothing for what has no microbatch."""
+    """Return the label of an instruction: F3, f3 for chunk 1, 2F3 for chunk 2, or nothing if it
+    has no microbatch."""
     op, mb, chunk = instruction
     letter = op[0].lower() if chunk == 1 else op[0]
     return "" if mb < 0 else f"{chunk if chunk > 1 else ''}{letter}{mb}"

@@ -1,8 +1,8 @@
-"""Runs the lowered stream of a stage: one table, one entry an instruction.
+"""Engine that executes the lowered stream of a stage: one table, one entry per instruction.
 
-A receive is posted where it stands in the stream and waited for where its block is used; a send is
-waited for before the next one on its channel.  So nothing waits for longer than in `passes.check`,
-which lets every group wait for all of its messages.
+A receive is posted at its position in the stream, and its block is awaited at its first use.  A
+send is completed before the next send on its channel.  No stage waits longer than in
+`passes.check`, where every group waits for all of its messages.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ PHASE = {
     "Reduce": "optimizer",
     "Step": "optimizer",
 }
-EVALUATION = dict.fromkeys(PHASE, "evaluation")  # of passes that are for no training step
+EVALUATION = dict.fromkeys(PHASE, "evaluation")  # phases of passes outside of training steps
 
 
 class DeferredWeightGrads:
-    """Weight gradients that wait for their W, each with the layer that it belongs to."""
+    """Weight gradients deferred until their W, each with its layer."""
 
     def __init__(self, trace: MeshRecorder) -> None:
         self.trace = trace
@@ -61,12 +61,12 @@ class DeferredWeightGrads:
 
 
 class Engine:
-    """The stages of this rank (`PipelineStage`), a chunk each, and what is in flight between them.
+    """Pipeline engine of this rank: its stages (`PipelineStage`), one per chunk, and their blocks.
 
     `update()` is called for every `Step`.  `losses` is this rank's share of the summed loss by
-    training step, or what the last part returns of microbatches that are not for training, which
-    have no backward pass.  `seconds` is the time of a run by operation on `clock`, and `peak` the
-    largest number of microbatches and chunks that ever were between F and the end of their B.
+    training step.  For microbatches that are not for training, which have no backward pass, it is
+    the result of the last part.  `seconds` is the time of a run by operation, measured by `clock`.
+    `peak` is the largest number of (microbatch, chunk) pairs between F and the end of their B.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Engine:
         self.stage = mesh.coord("p")
         self.micros: Mapping[int, Microbatch] = {}
         self.phases: Mapping[str, str] = PHASE
-        # By microbatch and chunk; messages by kind before that, those that are sent by channel.
+        # Keys: microbatch and chunk; kind first for messages; peer and kind for sent messages.
         self.saved: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrads] = {}
         self.inbox: dict[tuple[str, int, int], Pending] = {}
@@ -112,8 +112,11 @@ class Engine:
         micros: Mapping[int, Microbatch],
         phases: Mapping[str, str] = PHASE,
     ) -> None:
-        """Execute groups of instructions; `micros` maps the number of a microbatch to a
-        Microbatch, `phases` an operation to what it is in the trace."""
+        """Execute groups of instructions.
+
+        `micros` maps the number of a microbatch to a Microbatch, and `phases` maps an operation to
+        its phase in the trace.
+        """
         self.micros, self.phases, trace = micros, phases, self.mesh.trace
         self.seconds.clear()
         for group in groups:
@@ -126,7 +129,7 @@ class Engine:
         trace.at(self.stage, 0, -1)
 
     def execute(self, instruction: Instruction) -> None:
-        """One entry of the table, for one instruction."""
+        """Execute one instruction with its entry of the table."""
         trace, start = self.mesh.trace, self.clock()
         trace.at(self.stage, instruction.chunk, instruction.mb)
         with trace.scope(phase=self.phases[instruction.op]):
@@ -149,7 +152,7 @@ class Engine:
             self._deliver("F", key, y)
 
     def backward(self, instruction: Instruction, defer: Callable[..., None] = immediately) -> None:
-        """The gradient of the stage's input, and those of its weights where `defer` lets them."""
+        """Run the backward pass of the stage; weight gradients go through `defer`."""
         mb, chunk = key = instruction[1:]
         last = self.placement.last(self.stage, chunk)
         dy = None if last else self.inbox.pop(("B", *key)).wait()
@@ -166,7 +169,8 @@ class Engine:
         self.deferred.pop(instruction[1:]).run()
 
     def finished(self, unit: str) -> None:
-        """The gradient of a part of the model is whole if this backward pass is the last."""
+        """Report a unit's gradient as complete if this backward pass is the last one of the
+        step."""
         if self.closing:
             with self.mesh.trace.scope(phase="optimizer"):
                 self.buckets.finished(unit)
@@ -179,7 +183,7 @@ class Engine:
         self.update()
 
     def _deliver(self, kind: str, key: tuple[int, int], block: Array) -> None:
-        """Keep a block for its Send; or for its use, where the next part is on this stage."""
+        """Store a block for its Send, or for its use if the next part is on this stage."""
         here = self.placement.part(self.stage, key[1])
         stage, chunk = self.placement.place(here + (1 if kind == "F" else -1))
         if stage == self.stage:

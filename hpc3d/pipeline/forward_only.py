@@ -1,4 +1,4 @@
-"""The passes of an evaluation: forward ones alone, for any placement of the parts of a model."""
+"""Instruction streams of an evaluation: forward passes only, for any placement of the model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def forward_only(placement: Placement, micros: int) -> list[list[Instruction]]:
-    """The stream of each stage: in every round it runs the deepest of its parts that has an input.
+    """Return the stream of each stage: in every round it runs its deepest part with an input.
 
-    So no stage waits while it has work, what is near the end of the model leaves it first, and few
-    microbatches wait between two parts.
+    No stage is idle while it has work, microbatches near the end of the model finish first, and
+    few microbatches wait between two parts.
     """
     waiting: list[deque[int]] = [deque() for _ in range(placement.parts)]
     waiting[0].extend(range(micros))

@@ -1,8 +1,8 @@
-"""What the replicas of a data axis say to each other in a step, a bucket of parameters at a time.
+"""Gradient reduction and ZeRO all-gathers over the data axes, in buckets of parameters.
 
-A bucket is a stretch of the flat gradient with a size in bytes that the user chooses: small ones
-begin early, large ones use the network better (the message size n where half of the bandwidth is
-reached is alpha / beta).
+A bucket is a contiguous range of the flat gradient, of a size in bytes that the user chooses.
+Small buckets start early; large ones use the network better (the message size n at which half of
+the bandwidth is reached is alpha / beta).
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 
 class Compression(Protocol):
-    """What sums some gradients in its own way, such as hpc3d.training.gradient_compression."""
+    """Reducer of selected gradients by its own method, as in
+    hpc3d.training.gradient_compression."""
 
     def takes(self, item: Parameter) -> bool: ...
     def bucket(self, parameters: Parameters, items: Sequence[Parameter]) -> GradientBucket: ...
 
 
 class Buckets:
-    """Reduces gradients over the axes where they are partial, and gathers values for ZeRO.
+    """Reduce gradients over the axes where they are partial, and all-gather values for ZeRO.
 
-    `finished(unit)` says that a part of the model has its whole gradient; a bucket whose parts are
-    all finished is in flight from then on.  Gradients that `compression` takes have buckets of
-    its own.
+    `finished(unit)` reports that the gradient of a part of the model is complete.  A bucket starts
+    its reduction once all of its units are finished.  Gradients that `compression` takes have
+    separate buckets.
     """
 
     def __init__(
@@ -54,14 +55,15 @@ class Buckets:
         self.begin()
 
     def bucket(self, shared: type[Bucket], owned: type[Bucket], items: Sequence[Parameter]) -> Any:
-        """A bucket of items that the replicas share out, or that one of them updates."""
+        """Return a bucket of items that the replicas update in parts, or that one of them
+        updates."""
         return (owned if items[0] in self.parameters.owners else shared)(self.parameters, items)
 
     def compresses(self, item: Parameter) -> bool:
         return self.compression is not None and self.compression.takes(item)
 
     def sum_of(self, items: Sequence[Parameter]) -> GradientBucket:
-        """The bucket that sums the gradients of items."""
+        """Return the bucket that reduces the gradients of items."""
         if self.compression and self.compresses(items[0]):
             return self.compression.bucket(self.parameters, items)
         return self.bucket(GradientBucket, _OwnerSum, items)
@@ -73,7 +75,7 @@ class Buckets:
         self.posted: list[GradientBucket] = []
 
     def finished(self, unit: str) -> None:
-        """Post the buckets that waited for `unit` only."""
+        """Mark `unit` as finished and post the buckets that waited only for it."""
         for bucket in [b for b, units in self.left.items() if not b.posted_last]:
             self.left[bucket].discard(unit)
             if not self.left[bucket]:
@@ -85,9 +87,9 @@ class Buckets:
         self.posted.append(bucket)
 
     def wait(self) -> None:
-        """All gradients are complete, summed over the replicas and over the two copies of a table.
+        """Wait until all gradients are summed over the replicas and both copies of a tied table.
 
-        With ZeRO: those of this rank's own parts.
+        With ZeRO, only this rank's own parts are complete.
         """
         for bucket in [*self.left]:
             self.post(bucket)
@@ -99,8 +101,8 @@ class Buckets:
     def _reduce_tied(self, item: Parameter) -> None:
         """Add the gradient of the other copy of a tied table.
 
-        Through `world`, between the hosts, so that no message of the schedule can be taken for
-        it.
+        The message goes through `world`, between hosts, so that it cannot be mistaken for a
+        message of the schedule.
         """
         mine = self.parameters.grad[self.parameters.places[item].own_grad]
         peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # it has one
@@ -110,8 +112,10 @@ class Buckets:
         mine += self.mesh.pool.bring(theirs)
 
     def gather(self) -> None:
-        """Give every replica the parts that the others updated: a bucket while the next is on
-        its way, so that no more than two take memory."""
+        """All-gather the updated values, one bucket while the next is in flight.
+
+        At most two buckets take up memory.
+        """
         ahead = iter(self.gathers)
         for bucket in [None, *self.gathers]:
             if after := next(ahead, None):
@@ -121,9 +125,9 @@ class Buckets:
 
 
 class Bucket:
-    """Neighbouring parameters.  As parts: one row a replica, with its own part of each."""
+    """Adjacent parameters; as parts, one row per replica, with its own part of each."""
 
-    pending: Any  # the call that is under way; None after it
+    pending: Any  # the collective in flight, or None
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
         self.parameters, self.mesh, self.items = parameters, parameters.mesh, items
@@ -141,11 +145,11 @@ class Bucket:
 
 
 class GradientBucket(Bucket):
-    """A bucket of gradients, summed over the axes where they are partial, the data axes last.
+    """Bucket of gradients, reduced over the axes where they are partial, the data axes last.
 
-    The reduction over the first axis is in flight from `post` on; those over others, of vectors
-    only, begin when it is waited for.  Where a tensor axis is the first, all that is
-    `posted_last`: posted early, it would stand before what the pass and other stages wait for.
+    The reduction over the first axis is in flight after `post`; reductions over other axes, for
+    vectors only, start in `wait`.  If the first axis is a tensor axis, the bucket is
+    `posted_last`: posted earlier, it would delay messages that the pass and other stages wait for.
     """
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
@@ -173,7 +177,7 @@ class GradientBucket(Bucket):
         return comm.all_reduce(self._carried(axis))
 
     def _carried(self, axis: str) -> Array:
-        """The gradient, in the type in which it crosses the axis."""
+        """Return the gradient in the type used for communication over the axis."""
         grad, dtype = self.parameters.grad[self.span], self.parameters.reduced
         if dtype == grad.dtype or axis not in {self.replicas, *self.items[0].replicas}:
             return grad
@@ -196,7 +200,7 @@ class GradientBucket(Bucket):
 
 
 class _ValueBucket(Bucket):
-    """A bucket of values, of which each replica has updated its own part."""
+    """Bucket of values of which each replica has updated its own part."""
 
     def post(self) -> None:
         here = zip(self.items, self.places, strict=True)
@@ -212,7 +216,7 @@ class _ValueBucket(Bucket):
 
 
 class _OwnerSum(GradientBucket):
-    """Whole matrices: their sum over the data axis is left to the replica that updates them."""
+    """Bucket of complete matrices: their sum over the data axes is reduced to the owner."""
 
     @property
     def owner(self) -> int:
@@ -229,7 +233,7 @@ class _OwnerSum(GradientBucket):
 
 
 class _OwnerGather(Bucket):
-    """Whole matrices: every replica takes them from the one that has updated them."""
+    """Bucket of complete matrices: the owner broadcasts the updated values to every replica."""
 
     def post(self) -> None:
         here = zip(self.items, self.places, strict=True)
@@ -253,8 +257,11 @@ def _make_buckets(
     size: int,
     apart: Callable[[Parameter], bool] = bool,
 ) -> Iterator[list[Parameter]]:
-    """Lists of neighbours that are summed alike, and updated by the same replicas, each as long as
-    it stays within `size` bytes; those that are `apart` are in others."""
+    """Yield lists of adjacent parameters with the same reduction and the same updating replicas.
+
+    Each list is as long as possible within `size` bytes.  Parameters that are `apart` have
+    separate lists.
+    """
     places, itemsize = parameters.places, parameters.wide.itemsize
     owners = parameters.owners
     for _, alike in groupby(

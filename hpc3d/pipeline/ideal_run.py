@@ -1,4 +1,4 @@
-"""A schedule by itself on an ideal clock: its passes, when they run, and what it costs."""
+"""Simulation of a schedule in isolation: its passes, their times and its cost."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from hpc3d.plain import counted, plain
 
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # seconds, the defaults
 MOST_SIMULATED = 1_000_000  # forward passes of one simulation
-_SHORTEST, _LONGEST = 1e-12, 1e9  # seconds of a pass, so that sums and shares of them are numbers
+_SHORTEST, _LONGEST = 1e-12, 1e9  # bounds in seconds that keep sums and ratios of times finite
 
 Seconds = float | list[float] | tuple[float, ...]
 
 
 class IdealRun(NamedTuple):
-    """`chunks` of each of so many `stages`, `microbatches` of each of so many `steps`; `times` as
-    in `ideal_run`; the `passes` of each stage, where the parts lie, and (start, end, instruction)
-    of each stage in seconds, `rows`."""
+    """Simulated schedule with its sizes, times and result.
+
+    `chunks` are per stage and `microbatches` per step; `times` are as in `ideal_run`.  `passes`
+    are the passes of each stage, `placement` the stages of the parts, and `rows` the (start, end,
+    instruction) of each stage in seconds.
+    """
 
     name: str
     stages: int
@@ -35,15 +38,18 @@ class IdealRun(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its name and sizes, as 1f1b: 2 stages, 3 microbatches, 1 chunk, 1 step."""
+        """Name and sizes, as in "1f1b: 2 stages, 3 microbatches, 1 chunk, 1 step"."""
         sizes = {"stage": self.stages, "microbatch": self.microbatches}
         sizes |= {"chunk": self.chunks, "step": self.steps}
         words = [counted(number, what) for what, number in sizes.items()]
         return plain(f"{self.name}: {', '.join(words)}")
 
     def found(self) -> dict[str, Any]:
-        """Plain values: what is simulated, the makespan [s], the bubble as arXiv:2401.10241 has
-        it, and of each stage the most microbatches in flight and the most that wait for W."""
+        """Return the results as plain values.
+
+        They are the simulated sizes and times, the makespan [s], the bubble as defined in
+        arXiv:2401.10241, and for each stage the peaks of microbatches in flight and waiting for W.
+        """
         from hpc3d.pipeline.step_model import in_flight  # needs NumPy, unlike --help
 
         peaks = [in_flight(stream) for stream in self.passes]
@@ -66,12 +72,13 @@ def ideal_run(
     steps: int = 1,
     times: Mapping[str, Seconds] | None = None,
 ) -> IdealRun:
-    """The IdealRun of a schedule.
+    """Simulate a schedule.
 
-    `times` are those of TIMES that have other values: seconds of a microbatch on a stage, all
-    chunks together, or a list with those of each part of the model, and of a message, or of one
-    over each border between parts.  No `chunks`: the only number that the schedule has, or 2.
-    ValueError for what the schedule forbids, and for more than MOST_SIMULATED.
+    `times` overrides TIMES.  The time of a pass is in seconds per microbatch and stage, for all
+    chunks together, or a list with one value per part of the model.  The time of a message is one
+    value, or a list with one per border between parts.  The default for `chunks` is the number
+    that the schedule requires, or 2.  Raises ValueError if the schedule forbids the sizes, or for
+    more than MOST_SIMULATED forward passes.
     """
     chunks = chunks if chunks is not None else find(name).chunks or 2
     _refuse_large(stages, microbatches, chunks, steps)
@@ -103,7 +110,7 @@ def _refuse_times(times: Mapping[str, Seconds]) -> None:
 
 
 def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | list[Cost]:
-    """The Cost of all stages, or where a list is given the Costs of the parts."""
+    """Return the Cost of all stages, or a Cost per part if a list is given."""
     if not any(isinstance(value, list | tuple) for value in times.values()):
         return Cost(**times)  # type: ignore[arg-type]  # no lists are among them
     parts, lists = stages * chunks, {}
@@ -117,15 +124,15 @@ def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | lis
             raise ValueError(
                 f"--{name}: {len(value)} numbers for {count} {what}: give one for each, or one"
             )
-    lists["comm"].append(0.0)  # nothing behind the last part
+    lists["comm"].append(0.0)  # no message follows the last part
     return [Cost(*each) for each in zip(*(lists[name] for name in TIMES), strict=True)]
 
 
 def bounds_of_times() -> str:
-    """What a time may be, in words."""
+    """Return the valid range of a time as text."""
     return f"must be 0 or more seconds, of {_SHORTEST:g} to {_LONGEST:g}"
 
 
 def is_time(value: float) -> bool:
-    """Whether a number of seconds is within these bounds."""
+    """Return True if a number of seconds is within the bounds."""
     return value == 0 or _SHORTEST <= value <= _LONGEST

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline do, one instruction after the other, and where their parts lie."""
+"""Instructions of pipeline stages, and the placement of the model's parts on stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "W", "BW")
-# A message, the same message as its peer names it, and how many parts further that peer is.
+# Message -> (the peer's name for it, distance to the peer in parts).
 MESSAGES = {
     "SendF": ("RecvF", +1),
     "RecvF": ("SendF", -1),
@@ -23,10 +23,10 @@ _WRITTEN = re.compile(
 class Instruction(NamedTuple):
     """One operation of a stage on microbatch `mb` (-1: on none) of model chunk `chunk`.
 
-    F is a forward pass, B the gradient of its input, W that of its weights, BW both in one.  RecvF
-    and SendF move an activation, RecvB and SendB its gradient.  Reduce sums the gradients of a
-    chunk over the data axis, Step is the optimiser.  Text puts a chunk other than 0 in front:
-    F3, 1B0, Reduce, 1Reduce, Step.
+    F is a forward pass, B the gradient of its input, W the gradient of its weights, and BW both in
+    one.  RecvF and SendF transfer an activation, RecvB and SendB its gradient.  Reduce sums the
+    gradients of a chunk over the data axis, and Step is the optimizer update.  As text, a chunk
+    other than 0 comes first: F3, 1B0, Reduce, 1Reduce, Step.
     """
 
     op: str
@@ -38,7 +38,7 @@ class Instruction(NamedTuple):
 
 
 def parse(text: str) -> Instruction:
-    """The instruction that is written as `text`; raises ValueError if none is."""
+    """Return the instruction that `text` describes; raise ValueError if it is invalid."""
     written = _WRITTEN.fullmatch(text)
     chunk, op, mb = written.groups() if written else ("", "", "")
     numbered = op not in ("Reduce", "Step")
@@ -51,9 +51,9 @@ def parse(text: str) -> Instruction:
 
 
 def from_pattern(pattern: Iterable[str]) -> Iterator[Instruction]:
-    """A stream from its pattern of letters: F, B, W of chunk 0, small letters for chunk 1.
+    """Yield the stream of a pattern of letters: F, B, W for chunk 0, small letters for chunk 1.
 
-    Each letter takes its microbatches in order: "FFBFB" is F0 F1 B0 F2 B1.
+    Each letter gets its microbatches in order: "FFBFB" is F0 F1 B0 F2 B1.
     """
     count: Counter[str] = Counter()
     for letter in pattern:
@@ -62,7 +62,7 @@ def from_pattern(pattern: Iterable[str]) -> Iterator[Instruction]:
 
 
 def whole(stream: Iterable[Instruction]) -> Iterator[Instruction]:
-    """The stream with BW for each B that has no W: such a B is the whole backward pass."""
+    """Yield the stream with BW for each B without a W: such a B is the full backward pass."""
     stream = list(stream)
     split = {(mb, chunk) for op, mb, chunk in stream if op == "W"}
     for instruction in stream:
@@ -72,15 +72,15 @@ def whole(stream: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 class Placement(NamedTuple):
-    """Which part of the model is which chunk of which stage.
+    """Mapping between the parts of the model and the chunks of the stages.
 
-    A part is a piece of the model in model order: part 0 has the embedding, the last the head.
-    The parts go down the stages again for each chunk,
+    A part is a segment of the model in model order: part 0 has the embedding, the last the head.
+    Chunk by chunk, the parts are placed on the stages from first to last,
 
         stage 0: 0 4    1: 1 5    2: 2 6    3: 3 7        (stages=4, chunks=2)
 
-    or with `v_shaped`, of two chunks, down and back up, so that stage 0 has both ends of the
-    model:
+    or, with `v_shaped` and two chunks, from first to last and back, so that stage 0 has both the
+    embedding and the head:
 
         stage 0: 0 7    1: 1 6    2: 2 5    3: 3 4
     """
@@ -99,7 +99,7 @@ class Placement(NamedTuple):
         return chunk * self.stages + stage
 
     def place(self, part: int) -> tuple[int, int]:
-        """The (stage, chunk) of a part."""
+        """Return the (stage, chunk) of a part."""
         chunk, stage = divmod(part, self.stages)
         return (self.parts - 1 - part if self.v_shaped and chunk == 1 else stage), chunk
 
@@ -110,15 +110,15 @@ class Placement(NamedTuple):
         return self.part(stage, chunk) == self.parts - 1
 
     def neighbour(self, stage: int, chunk: int, further: int) -> tuple[int, int] | None:
-        """The (stage, chunk) of the part that is `further` in model order; None at its ends."""
+        """Return the (stage, chunk) of the part `further` parts away in model order, or None."""
         part = self.part(stage, chunk) + further
         return self.place(part) if 0 <= part < self.parts else None
 
     def other(self, stage: int, instruction: Instruction) -> tuple[int, Instruction]:
-        """The stage at the other end of a message, and the message as that stage names it.
+        """Return the peer stage of a message, and the peer's name for the message.
 
-        Raises ValueError where there is no such part: before the first part, after the last one,
-        and between two parts on one stage."""
+        Raises ValueError if there is no such part (before the first part or after the last one),
+        or if both parts are on one stage."""
         op, further = MESSAGES[instruction.op]
         place = self.neighbour(stage, instruction.chunk, further)
         if place is None or place[0] == stage:
@@ -126,10 +126,10 @@ class Placement(NamedTuple):
         return place[0], Instruction(op, instruction.mb, place[1])
 
     def needs(self, stage: int, instruction: Instruction) -> list[tuple[int, Instruction]]:
-        """The passes, each with its stage, whose results a pass works on.
+        """Return the passes, each with its stage, whose results a pass needs.
 
-        F needs F of the part before; B and BW need B of the part after, and their own F; W needs
-        its own B.  Where a B is named, a BW is as good.
+        F needs F of the previous part.  B and BW need B of the next part and their own F.  W needs
+        its own B.  A BW satisfies the need for a B.
         """
         op, mb, chunk = instruction
         if op == "W":

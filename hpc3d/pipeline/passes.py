@@ -1,14 +1,14 @@
-"""Passes from schedules to what an engine runs: stream in, stream out.
+"""Passes that lower schedules to executable programs: stream in, stream out.
 
-    add_steps      the optimiser, where the schedule does not say when
-    add_messages   between stages, in an order that cannot deadlock; a B that has no W is a BW
-    fuse           what stands between two passes becomes one group
-    add_reductions the reduction of gradients over the data axis, under the last backward pass
+    add_steps      the optimizer, if the schedule has no Step
+    add_messages   between stages, in an order without deadlock; a B without a W becomes BW
+    fuse           the messages between two passes become one group
+    add_reductions gradient reductions over the data axis, overlapped with the last backward pass
 
-The contract of a lowered schedule: the messages of a group are posted together, and the group is
-complete when all of them are; a message is complete when both ends have posted it; a stage runs
-its groups in order; nothing else orders them.  So no order may rely on a buffer.  `check` holds a
-schedule to it.
+Contract of a lowered schedule: the messages of a group are posted together, and the group is
+complete when all of them are.  A message is complete when both ends have posted it.  A stage runs
+its groups in order, and nothing else orders them, so no order may rely on buffering.  `check`
+verifies a schedule against this contract.
 """
 
 from collections import defaultdict
@@ -24,9 +24,9 @@ Group = tuple[Instruction, ...]
 def lower(
     streams: Iterable[Iterable[Instruction]], placement: Placement, overlap: bool = True
 ) -> list[list[Group]]:
-    """The groups of each stage: all passes, one after the other.
+    """Return the groups of each stage after all passes.
 
-    Raises ValueError, with instructions as the streams name them, if these wait for each other.
+    Raises ValueError, with the original names of the instructions, if the streams deadlock.
     """
     complete = [_add_steps(stream) for stream in streams]
     moved = _add_messages(complete, placement)
@@ -34,7 +34,7 @@ def lower(
 
 
 def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
-    """The stream with a Step at its end, unless it has steps of its own, or no gradients."""
+    """Return the stream with a final Step, unless it has Steps or no gradients."""
     stream, step = list(stream), Instruction("Step")
     backward = any(instruction.op in COMPUTE[1:] for instruction in stream)
     return stream if step in stream or not backward else [*stream, step]
@@ -43,20 +43,20 @@ def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
 def _add_messages(
     streams: Iterable[Iterable[Instruction]], placement: Placement
 ) -> list[list[Instruction]]:
-    """The streams with the messages that their passes need from other stages and owe to them.
+    """Return the streams with the messages between stages that their passes need.
 
-    A message has a time: the end of the pass that makes it, on an ideal clock where F, B and W
-    take 1 and messages nothing.  Both ends post it before the first pass that starts then or
-    later: the sender right after the pass that makes it, the receiver no later than right before
-    the pass that needs it.  Messages of one time are ordered by sender and content, which both
-    ends know.
+    The time of a message is the end of the pass that produces it, on an ideal clock where F, B and
+    W take 1 and messages nothing.  Both ends post it before the first pass that starts then or
+    later: the sender right after the pass that produces it, the receiver no later than right
+    before the pass that needs it.  Messages with equal times are ordered by sender and content,
+    which both ends know.
 
-    So all messages have one order, each stage posts its own in this order, and no schedule can
-    deadlock.  Proof: suppose that nothing moves.  Each stage that is not done stands at a group
+    All messages therefore have one order, each stage posts its own in this order, and no schedule
+    can deadlock.  Proof: suppose that no stage can proceed.  Each unfinished stage is at a group
     with a message that its peer has not posted; let m be the first of all these messages.  The
-    peer stands at a group before m, all of whose messages come before m, and one of them is not
-    posted by its own peer either: then m was not the first.  It also follows that a pair of
-    stages has one order for its messages, which can do without tags.
+    peer is at a group before m, whose messages all come before m, and one of them is not posted by
+    its own peer either: then m was not the first.  It also follows that each pair of stages has
+    one order for its messages, so no tags are needed.
     """
     rows = timeline(streams, placement, Cost(*[placement.chunks] * 3))
     posts: list[list[tuple[float, Instruction]]] = [[] for _ in rows]
@@ -68,7 +68,7 @@ def _add_messages(
 
 
 def _sends(rows, placement):
-    """(time, stage, send) of all messages, in the order of all."""
+    """Return (time, stage, send) for all messages, in their global order."""
     return sorted(
         (time, stage, Instruction(f"Send{op[0]}", mb, chunk))
         for stage, row in enumerate(rows)
@@ -78,13 +78,13 @@ def _sends(rows, placement):
 
 
 def _goes_on(placement, stage, op, chunk):
-    """Whether another stage has the part that works on the result of a pass."""
+    """Return True if another stage has the part that uses the result of a pass."""
     place = placement.neighbour(stage, chunk, 1 if op == "F" else -1)
     return place is not None and place[0] != stage
 
 
 def _merged(row, posts):
-    """The instructions of a row, each after the messages of the time when it starts."""
+    """Yield the instructions of a row, each after the messages up to its start time."""
     posts = iter([*posts, (float("inf"), None)])
     time, message = next(posts)
     for start, _, instruction in row:
@@ -98,7 +98,8 @@ def _merged(row, posts):
 
 
 def _fuse(stream: Iterable[Instruction]) -> Iterator[Group]:
-    """Groups: the messages between two other instructions are one, each of the others is one."""
+    """Yield groups: the messages between two other instructions form one, each other instruction
+    forms its own."""
     for moves, run in groupby(stream, key=_is_message):
         group = tuple(run)
         yield from [group] if moves else zip(group)
@@ -109,12 +110,13 @@ def _is_message(instruction):
 
 
 def add_reductions(groups: Iterable[Group], overlap: bool) -> Iterator[Group]:
-    """The groups with a Reduce of each chunk that has new gradients before each Step.
+    """Add a Reduce of each chunk with new gradients before each Step.
 
-    With `overlap` it joins the last W or BW of the chunk, so that reductions run while this pass
-    still computes, or stands after the message that another stage waits for: what it takes to post
-    them would delay every stage before.  These stages have the time of the drain for theirs.
-    Without, it stands alone before the Step.
+    With `overlap`, the Reduce joins the last W or BW of the chunk, so that reductions overlap with
+    this pass.  If another stage waits for the message after the pass, the Reduce follows that
+    message, because posting the reductions first would delay all earlier stages.  These stages
+    overlap their reductions with the drain.  Without `overlap`, the Reduce is a separate group
+    before the Step.
     """
     return _reduced_early(groups) if overlap else _reduced_late(groups)
 
@@ -152,12 +154,12 @@ def _reduced_late(groups):
 def check(
     programs: Sequence[Sequence[Group]], placement: Placement, micros: int, passes: str = "FBW"
 ) -> None:
-    """Run the lowered streams of all stages by the contract; ValueError for the first fault.
+    """Run the lowered streams of all stages by the contract; ValueError for the first error.
 
-    Every stage does F, B and W, or BW, of all `micros` microbatches (of all steps together) and
-    chunks once and in this order, or of these the `passes` that there are, none before its input
-    has come; every receive has its send and every send its receive; both ends of a pair of stages
-    name its messages in one order; and no stage waits for ever.
+    Every stage runs F, B and W, or BW, of all `micros` microbatches (of all steps together) and
+    chunks once and in this order; `passes` restricts the check to the passes that exist.  No pass
+    precedes its input, every receive has a send and every send a receive, both ends of a pair of
+    stages have the same message order, and there is no deadlock.
     """
     streams = [list(chain.from_iterable(groups)) for groups in programs]
     for stage, stream in enumerate(streams):
@@ -167,7 +169,7 @@ def check(
 
 
 def _check_passes(stage, stream, placement, micros, passes):
-    """All passes of a stage once, after what they need from this stage and after its receives."""
+    """Check that a stage runs all passes once, after their local inputs and their receives."""
     done = set()
     for instruction in stream:
         for need in _needs_here(stage, instruction, placement):
@@ -186,7 +188,8 @@ def _check_passes(stage, stream, placement, micros, passes):
 
 
 def _needs_here(stage, instruction, placement):
-    """What must come before on the same stage: passes, or the receive of what others made."""
+    """Return the required predecessors on the same stage: passes, or receives of remote
+    results."""
     op, mb, chunk = instruction
     if op.startswith("Send"):
         return [Instruction(op[-1], mb, chunk)]
@@ -197,7 +200,7 @@ def _needs_here(stage, instruction, placement):
 
 
 def _results(instruction):
-    """What may be done once only, with BW as B and W."""
+    """Return the passes or messages that may occur only once; BW counts as B and W."""
     op, mb, chunk = instruction
     if op in ("Reduce", "Step"):
         return []
@@ -205,7 +208,7 @@ def _results(instruction):
 
 
 def _check_pairs(streams, placement):
-    """Sends and receives of each pair of stages: the same messages in the same order."""
+    """Check that each pair of stages sends and receives the same messages in the same order."""
     sent, received = defaultdict(list), defaultdict(list)
     for stage, stream in enumerate(streams):
         for instruction in filter(_is_message, stream):
@@ -220,7 +223,7 @@ def _check_pairs(streams, placement):
 
 
 def _check_pair(sender, receiver, sent, received):
-    # Each send has its receive, or a pass of the receiver would have come before its input.
+    # Each send has its receive; otherwise a pass of the receiver would precede its input.
     for send, receive in sorted(set(received) - set(sent)):
         raise ValueError(f"stage {receiver}: {receive} has no {send} on stage {sender}")
     for (send, due), (_, receive) in zip(sent, received):
@@ -232,7 +235,7 @@ def _check_pair(sender, receiver, sent, received):
 
 
 def _check_rendezvous(programs, placement):
-    """Run the groups until nothing moves; raise if this is not the end."""
+    """Run the groups until none can proceed; raise ValueError if some are left."""
     heads, moved = [0] * len(programs), True
     posted: set[tuple[int, Instruction]] = set()
     while moved:

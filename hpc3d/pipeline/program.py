@@ -1,4 +1,4 @@
-"""What the stages of a run execute: the schedule of its input file, lowered."""
+"""Programs of the stages of a run: the lowered schedule of its input file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STEP = (Instruction("Step"),)
 
 
 class Program(NamedTuple):
-    """The groups of instructions of every stage, and where the parts of the model lie.
+    """Groups of instructions of every stage, and the placement of the model's parts.
 
-    They are those of one training step, or under an asynchronous schedule those of all steps,
-    where microbatches of up to `ahead` steps more are in flight before a step is over.  A training
-    step has so many `updates`, and what only evaluates has none; where microbatches are `alone`,
-    each is a minibatch with an update of its own.  `weights` are what the schedule does with older
-    ones.
+    A synchronous schedule has the groups of one training step.  An asynchronous schedule has the
+    groups of all steps, and microbatches of up to `ahead` more steps are in flight before a step
+    ends.  A training step has `updates` updates; an evaluation has none.  If microbatches are
+    `alone`, each is a minibatch with its own update.  `weights` is the class that manages older
+    weights.
     """
 
     stages: list | dict
@@ -37,29 +37,29 @@ class Program(NamedTuple):
     weights: type
 
     def of(self, stage: int) -> Program:
-        """The program without the groups of other stages."""
+        """Return the program with the groups of `stage` only."""
         return self._replace(stages={stage: self.stages[stage]})
 
     @property
     def training(self) -> bool:
-        """Whether there are backward passes."""
+        """True if there are backward passes."""
         return self.updates > 0
 
     def steps(self, stage: int) -> Iterator[Sequence[Group]]:
-        """The groups of a stage, training step by training step."""
+        """Return an iterator over the groups of a stage, one training step at a time."""
         groups = self.stages[stage]
         return cut(groups, self.updates) if self.asynchronous else repeat(groups)
 
 
 def cut(groups: Sequence[Group], updates: int) -> Iterator[Sequence[Group]]:
-    """Groups cut after every `updates`-th Step; those after the last one belong to it."""
+    """Split groups after every `updates`-th Step; groups after the last Step belong to it."""
     ends = [place for place, group in enumerate(groups, 1) if group == STEP]
     edges = [0, *ends[updates - 1 : -1 : updates], len(groups)]
     return (groups[start:stop] for start, stop in pairwise(edges))
 
 
 def program_of(config: Any) -> Program:
-    """The program of a run; ValueError for what the schedule forbids or `check` finds."""
+    """Return the program of a run; ValueError if the schedule forbids it or `check` fails."""
     parallel, stages = config.parallel, config.mesh.p
     schedule = find(parallel.schedule)
     asynchronous, alone = schedule.asynchronous, schedule.update_per_microbatch
@@ -78,8 +78,11 @@ def program_of(config: Any) -> Program:
 
 
 def forward_program_of(config: Any) -> Program:
-    """The program that evaluates a batch of a run on its mesh: forward passes alone, through the
-    parts of the model where its schedule has them, with the newest weights of each stage."""
+    """Return the program that evaluates a batch of a run on its mesh.
+
+    It has forward passes only, through the parts of the model as placed by the schedule, with the
+    newest weights of each stage.
+    """
     parallel = config.parallel
     schedule, micros = find(parallel.schedule), parallel.microbatches
     placement = Placement(config.mesh.p, parallel.chunks, schedule.v_shaped)

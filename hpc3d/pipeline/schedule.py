@@ -1,10 +1,10 @@
-"""Pipeline schedules: for each stage the order of its passes, as a stream of instructions.
+"""Pipeline schedules: the order of passes on each stage, as a stream of instructions.
 
-A schedule says nothing of messages, reductions or the optimiser: `hpc3d.pipeline.passes` adds
-them.  A B of which the stream has no W is the whole backward pass.  docs/schedules.md draws all of
-them.  In the texts p is the number of stages, i a stage from 0, m the microbatches of a step,
-v the chunks of a stage, t_f and t_b the times of a forward and a whole backward pass of a stage;
-"bubble" is the time of a step that a stage waits, messages not counted.
+A schedule has no messages, reductions or optimizer updates: `hpc3d.pipeline.passes` adds them.  A
+B without a W in the stream is the full backward pass.  docs/schedules.md draws all schedules.  In
+the docstrings, p is the number of stages, i a stage from 0, m the microbatches of a step, v the
+chunks of a stage, and t_f and t_b the times of a forward and a full backward pass of a stage.
+"Bubble" is the idle time of a stage per step, without messages.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 from hpc3d.plain import counted
 
-ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"  # that other modules name
-_CHUNKS = (2, 3, 4, 6, 8)  # that are tried where a schedule allows any number
-_ROUNDS = 4  # of a microbatch per stage, after which a schedule repeats itself
+ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"  # names that other modules use
+_CHUNKS = (2, 3, 4, 6, 8)  # searched if a schedule allows any number
+_ROUNDS = 4  # rounds of a microbatch per stage until a schedule is periodic
 
 
 def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
@@ -88,7 +88,7 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int) -> Iterator[I
 
 
 def _group_edges(micros, groups):
-    """Where groups of even sizes begin and end, the large ones first."""
+    """Return the edges of groups of nearly equal sizes, the larger ones first."""
     size, larger = divmod(micros, groups)
     return accumulate((size + (group < larger) for group in range(groups)), initial=0)
 
@@ -116,7 +116,7 @@ def pipedream_2bw(stage: int, stages: int, micros: int, steps: int = 1) -> Itera
 
 
 def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]:
-    """The stream with a Step after each `every`-th backward pass."""
+    """Yield the stream with a Step after each `every`-th backward pass."""
     for instruction in stream:
         yield instruction
         if instruction.op == "B" and (instruction.mb + 1) % every == 0:
@@ -124,7 +124,7 @@ def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]
 
 
 def _anything(name, stages, micros):
-    """The rule of schedules that take all sizes."""
+    """Return None: the rule of schedules that support all sizes."""
 
 
 def _one_stage(name, stages, micros):
@@ -141,19 +141,21 @@ def _one_a_stage(name, stages, micros):
 
 
 class Schedule(NamedTuple):
-    """A schedule and the sizes that it runs with.
+    """Pipeline schedule and the sizes that it supports.
 
-    `generate` makes the stream of a stage from (stage, stages, micros), and from the number of
-    chunks where `chunks` is None, which allows any.  Where it is `asynchronous` one stream runs
-    through all training steps, whose number `generate` also takes.  `v_shaped` is that of
-    `Placement`.  `rule` gives a line against (name, stages, micros), or None.
+    `generate` returns the stream of a stage from (stage, stages, micros).  It also takes the
+    number of chunks if `chunks` is None, which allows any number.  If the schedule is
+    `asynchronous`, one stream runs through all training steps, and `generate` also takes their
+    number.  `v_shaped` is as in `Placement`.  `rule` returns an error message for (name, stages,
+    micros), or None.
 
-    `splits_backward`: its streams have W.  `weights` are what a stage does with older weights, and
-    `update_per_microbatch` makes every microbatch a minibatch.  `keeps_all`: all forward
-    passes come first, so the activations of all microbatches of a step are in flight at once.
-    `late_weights` is the number of W that a stage defers for each stage before it.  A partitioner
-    uses a schedule `on_request` only if it is asked for.  `closed_form` is its time, one of
-    hpc3d.pipeline.closed_forms; without one its timeline is run.
+    `splits_backward` means that the streams have W.  `weights` is the class that manages older
+    weights, and `update_per_microbatch` makes every microbatch a minibatch.  `keeps_all` means
+    that all forward passes come first, so the activations of all microbatches of a step are in
+    flight at once.  `late_weights` is the number of W that a stage defers for each stage before
+    it.  A partitioner considers an `on_request` schedule only if the user asks for it.
+    `closed_form` computes its time (hpc3d.pipeline.closed_forms); without one, its timeline is
+    simulated.
     """
 
     name: str
@@ -172,22 +174,23 @@ class Schedule(NamedTuple):
 
     @property
     def search_chunks(self) -> tuple[int, ...]:
-        """The numbers of chunks that a search tries."""
+        """Numbers of chunks that a search tries."""
         return (self.chunks,) if self.chunks else _CHUNKS
 
     @property
     def undivided(self) -> bool:
-        """Whether a stage has one chunk, and a microbatch one backward pass there."""
+        """True if a stage has one chunk, and each microbatch one backward pass there."""
         return self.chunks == 1 and not self.splits_backward
 
     @property
     def takes_partitions(self) -> bool:
-        """Whether it runs any partition, with part n on stage n modulo the number of stages."""
+        """True if the schedule runs any partition, with part n on stage n modulo the stages."""
         several = not self.forbids(2, 2, self.chunks or 2)
         return several and not self.asynchronous and not self.v_shaped
 
     def forbids(self, stages: int, micros: int, chunks: int) -> str | None:
-        """One line, with key and remedy, if the schedule does not run with these sizes."""
+        """Return an error message with key and fix if the schedule does not support these
+        sizes."""
         sizes = {"mesh.p": stages, "parallel.microbatches": micros, "parallel.chunks": chunks}
         for key, size in sizes.items():
             if size < 1:
@@ -199,19 +202,19 @@ class Schedule(NamedTuple):
     def stream(
         self, stage: int, placement: Placement, micros: int, steps: int
     ) -> list[Instruction]:
-        """The stream of a stage, as a list."""
+        """Return the stream of a stage as a list."""
         extra = [steps] if self.asynchronous else [placement.chunks] if not self.chunks else []
         return list(self.generate(stage, placement.stages, micros, *extra))
 
     def seconds(self, micros: int, chunks: int, times: StageTimes) -> float:
-        """The time of a step, from its first pass to its last."""
+        """Return the time of a step, from its first pass to its last."""
         if len(times.forward) == 1:
             return micros * sum(times.work())
         return (self.closed_form or self._on_the_clock)(micros, chunks, times)
 
     def _on_the_clock(self, micros: int, chunks: int, times: StageTimes) -> float:
-        """That time on the timeline, where rounds after the first few take as long as the last of
-        them."""
+        """Return the time of a step from its timeline; after the first few rounds, all take as
+        long as the last of them."""
         stages = len(times.forward)
         placement = Placement(stages, chunks, self.v_shaped)
         by_stage = [Cost(*each, times.message).share(chunks) for each in zip(*times[:3])]
@@ -271,14 +274,14 @@ FOR_PARTITIONS = sorted(_OF_PARTITIONS, key=lambda each: each.name != DEFAULT)
 
 
 def usual(stages: int) -> str:
-    """The schedule of a run that names none."""
+    """Return the default schedule for a number of stages."""
     return ONE_STAGE if stages == 1 else DEFAULT
 
 
 def find(name: str) -> Schedule:
-    """The schedule of that name; csv:FILE is the one that a file holds.
+    """Return the schedule called `name`; csv:FILE reads a schedule from a file.
 
-    Raises ValueError for names that are not known and files that are no schedules.
+    Raises ValueError for unknown names and invalid files.
     """
     from hpc3d.pipeline.csv_schedule import from_csv
 
@@ -296,7 +299,7 @@ def find(name: str) -> Schedule:
 
 
 def _from_table(name, table):
-    """The schedule of a file, which has the sizes of the file only."""
+    """Return the schedule of a file, which supports only the sizes of the file."""
 
     def rule(name, stages, micros):
         if stages != table.placement.stages:
@@ -321,10 +324,10 @@ def _from_table(name, table):
 def instruction_streams(
     name: str, stages: int, micros: int, chunks: int = 1, steps: int = 1
 ) -> tuple[list[list[Instruction]], Placement]:
-    """The stream of each stage, and where the parts of the model lie.
+    """Return the stream of each stage, and the placement of the model's parts.
 
-    A synchronous schedule is one step, which is run again in each; an asynchronous one is `steps`
-    steps, whose microbatches count on.  Raises ValueError for sizes that the schedule forbids.
+    A synchronous schedule covers one step, which is repeated.  An asynchronous schedule covers
+    `steps` steps with consecutive microbatch numbers.  Raises ValueError for unsupported sizes.
     """
     schedule = find(name)
     problem = schedule.forbids(stages, micros, chunks)

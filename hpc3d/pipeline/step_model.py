@@ -1,7 +1,7 @@
-"""How long the passes of a step take and what its stages keep in memory, for many costs.
+"""Step time and memory peaks of a schedule for many costs.
 
-The order of the passes depends on the schedule alone.  It is found once, so that a search can ask
-for the time of thousands of costs.  hpc3d.pipeline.timeline is the reference.
+The order of the passes depends only on the schedule.  It is computed once, so that a search can
+evaluate thousands of costs.  hpc3d.pipeline.timeline is the reference.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hpc3d.pipeline.schedule import find, instruction_streams
 from hpc3d.pipeline.timeline import Cost
 
 _KINDS = ("F", "B", "W", "BW")
-_NOWHERE, _START = -2, -1  # after all passes: the source of no input, the start of a stage
+_NOWHERE, _START = -2, -1  # indices after all passes: no remote input; start of a stage
 _FILL, _ROUNDS = 4, 4  # microbatches per stage until a schedule is steady, and to measure its pace
-# Change of the microbatches whose activations and whose inputs of W a stage keeps.
+# Change of the microbatches whose activations and whose inputs of W a stage saves.
 _KEPT = {"F": (1, 0), "B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}
 
 
 class InFlight(NamedTuple):
     """Peaks of a stage, in microbatches of one chunk.
 
-    `activations` are kept from F to the end of B or BW; `weight_inputs`, the inputs and gradients
+    `activations` are saved from F to the end of B or BW; `weight_inputs`, the inputs and gradients
     of the products that W computes, from the end of B to the end of W.
     """
 
@@ -37,20 +37,22 @@ class InFlight(NamedTuple):
 
 
 class FullMoment(NamedTuple):
-    """Microbatches in flight on a stage, by chunk, from F to the end of W or BW; and whether the
-    gradient of an earlier one may still be in flight."""
+    """Microbatches in flight on a stage, by chunk, from F to the end of W or BW.
+
+    `sending` is True if the gradient of an earlier microbatch may still be in flight.
+    """
 
     counts: tuple[int, ...]
     sending: bool
 
 
 def in_flight(stream: Iterable[Instruction]) -> InFlight:
-    """Peaks of a stream of passes."""
+    """Return the peaks of a stream of passes."""
     return InFlight(*_kept([*whole(stream)], 1).max((0, 2)).tolist())
 
 
 def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
-    """Microbatches that a stage keeps, [before each pass and at the end, 2, chunks].
+    """Return the microbatches that a stage saves, [before each pass and at the end, 2, chunks].
 
     The second axis has activations and inputs of W.  With one chunk, all chunks count together.
     """
@@ -61,7 +63,7 @@ def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
 
 
 def _fullest(states: np.ndarray) -> np.ndarray:
-    """The rows than which no other has as much of everything."""
+    """Return the rows that no other row equals or exceeds in every column."""
     states = np.unique(states, axis=0)
     return states[[np.all(states >= row, axis=1).sum() == 1 for row in states]]
 
@@ -70,13 +72,13 @@ def _fullest(states: np.ndarray) -> np.ndarray:
 def kept_by_pass(
     name: str, stages: int, micros: int, chunks: int, stage: int
 ) -> list[tuple[tuple[str, int], np.ndarray]]:
-    """Return ((op, chunk), fullest states) of the passes of a stage, as these passes begin.
+    """Return ((op, chunk), fullest states) for the passes of a stage, when these passes start.
 
-    A row of the states has the microbatches by chunk whose activations the stage keeps, then
-    those whose inputs of W it keeps.
+    A row of the states has the microbatches by chunk whose activations the stage saves, then
+    the microbatches whose inputs of W it saves.
     """
     schedule = find(name)
-    # More microbatches than fill the pipeline twice change nothing.
+    # More microbatches than twice the fill of the pipeline change nothing.
     micros = micros if schedule.keeps_all else min(micros, 4 * stages)
     placement = Placement(stages, chunks, schedule.v_shaped)
     passes = [*whole(schedule.stream(stage, placement, micros, 1))]
@@ -88,7 +90,7 @@ def kept_by_pass(
 
 
 class StepModel:
-    """A schedule for a number of stages, microbatches and chunks."""
+    """Order of the passes of a schedule for given numbers of stages, microbatches and chunks."""
 
     def __init__(self, name: str, stages: int, micros: int, chunks: int) -> None:
         streams, self._placement = instruction_streams(name, stages, micros, chunks)
@@ -96,12 +98,12 @@ class StepModel:
 
     @cached_property
     def peaks(self) -> list[list[FullMoment]]:
-        """By stage all FullMoments that have more of something than the others."""
+        """By stage, all FullMoments that no other one dominates."""
         return [self._full_moments(passes) for passes in self._streams]
 
     @property
     def most_in_flight(self) -> list[int]:
-        """By stage the most microbatches in flight, those of all chunks together."""
+        """By stage, the largest number of microbatches in flight, over all chunks together."""
         return [max(sum(each.counts) for each in moments) for moments in self.peaks]
 
     def _full_moments(self, passes):
@@ -112,10 +114,10 @@ class StepModel:
 
     @cached_property
     def _order(self):
-        """All passes, each after those that it needs; and the last pass of every stage.
+        """All passes in dependency order, and the last pass of every stage.
 
-        A pass has the numbers of the one before it on its stage and of the one that it needs from
-        another stage, the border between these, and its part and kind.
+        A pass is (index of the previous pass on its stage, index of the pass that it needs from
+        another stage, border between these, part and kind).
         """
         streams = [deque(passes) for passes in self._streams]
         numbers: dict[tuple[int, Instruction], int] = {}
@@ -137,7 +139,7 @@ class StepModel:
         return found, last
 
     def _from_another(self, stage, instruction):
-        """The pass of another stage that a pass needs, if there is one."""
+        """Return the pass of another stage that a pass needs, or None."""
         needs = self._placement.needs(stage, instruction)
         return next((need for need in needs if need[0] != stage), None)
 
@@ -149,7 +151,8 @@ class StepModel:
         return numbers[need], min(part, self._placement.part(need[0], need[1].chunk)), kind
 
     def ends(self, costs: Sequence[Cost]) -> list[float]:
-        """Seconds until each stage has ended its last pass, with the Cost of every part."""
+        """Return the end time in seconds of the last pass of each stage; `costs` has one per
+        part."""
         seconds = [cost.seconds()[kind] for cost in costs for kind in _KINDS]
         messages, (passes, last) = [cost.comm for cost in costs], self._order
         ends = [0.0] * len(passes) + [-inf, 0.0]
@@ -165,10 +168,10 @@ step_model = lru_cache(maxsize=1024)(StepModel)
 def steady_ends(
     name: str, stages: int, micros: int, chunks: int, costs: Sequence[Cost]
 ) -> list[float]:
-    """Ends of the passes for any number of microbatches, at the cost of a few of them.
+    """Return the ends of the passes for any number of microbatches by simulating a few of them.
 
-    After the first rounds every round takes the same time.  Exact where one stage is busy all the
-    time; within 2 % where loops of messages set the pace.
+    After the first rounds, every round takes the same time.  The result is exact if one stage is
+    always busy, and within 2 % if message loops set the pace.
     """
     few = simulated_microbatches(stages, micros)
     ends = step_model(name, stages, few, chunks).ends(costs)
@@ -181,5 +184,5 @@ def steady_ends(
 
 
 def simulated_microbatches(stages: int, micros: int) -> int:
-    """How many of the microbatches `steady_ends` simulates."""
+    """Return the number of microbatches that `steady_ends` simulates."""
     return micros - stages * max(0, micros // stages - _FILL - _ROUNDS)

@@ -1,4 +1,4 @@
-"""A schedule on an ideal clock: when each pass of each stage starts and ends."""
+"""Schedule simulator with an ideal clock: start and end times of each pass of each stage."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ Row = list[tuple[float, float, Instruction]]
 
 
 class Cost(NamedTuple):
-    """Seconds of a microbatch in a whole stage, all chunks together, and of a message; or in one
-    part of the model, and of a message between that and the next part."""
+    """Seconds of a microbatch in a full stage, all chunks together, and of a message.
+
+    In a list with one Cost per part, the times are those of one part and of a message from it to
+    the next part.
+    """
 
     forward: float
     backward: float
@@ -20,12 +23,12 @@ class Cost(NamedTuple):
     comm: float = 0.0
 
     def share(self, chunks: int) -> Cost:
-        """That of one of `chunks` equal chunks."""
+        """Return the cost of one of `chunks` equal chunks."""
         forward, backward, weight = (seconds / chunks for seconds in self[:3])
         return Cost(forward, backward, weight, self.comm)
 
     def seconds(self) -> dict[str, float]:
-        """Those of each operation; others take none."""
+        """Return the seconds of each pass; other operations take no time."""
         passes = {"F": self.forward, "B": self.backward, "W": self.weight}
         return {**passes, "BW": self.backward + self.weight}
 
@@ -33,25 +36,25 @@ class Cost(NamedTuple):
 def timeline(
     streams: Iterable[Iterable[Instruction]], placement: Placement, cost: Cost | Sequence[Cost]
 ) -> list[Row]:
-    """(start, end, instruction) of each stage, in seconds from the start of the run.
+    """Return (start, end, instruction) of each stage, in seconds from the start of the run.
 
-    `cost` is that of all stages, or a list has one for each part of the model.  The streams hold
-    passes, and Reduce and Step, which take no time; a B that has no W comes out as BW.  An
-    instruction starts when the one before it on its stage has ended and its inputs are there:
-    results of its own stage at once, those of another after the time of a message over their
-    border.  Sends never block.  Raises ValueError, with instructions as the streams name them, if
-    these wait for each other.
+    `cost` applies to all stages, or is a list with one Cost per part of the model.  The streams
+    contain passes, and Reduce and Step, which take no time; a B without a W becomes BW.  An
+    instruction starts when the previous one on its stage has ended and its inputs are available:
+    results of its own stage at once, results of another stage after the message time of their
+    border.  Sends never block.  Raises ValueError, with the original names of the instructions, if
+    they deadlock.
     """
     return _Clock(streams, placement, cost).run()
 
 
 def makespan(rows: Iterable[Row]) -> float:
-    """Seconds from the first start to the last end of all stages."""
+    """Return the seconds from the first start to the last end over all stages."""
     return max(row[-1][1] for row in rows) - min(row[0][0] for row in rows)
 
 
 def bubble(rows: Iterable[Row]) -> float:
-    """(cost - m (T_F + T_B + T_W)) / cost: the share of its time that the worst stage waits.
+    """Return (cost - m (T_F + T_B + T_W)) / cost: the idle fraction of the worst stage.
 
     `cost` is the longest time from the first start to the last end of a stage: arXiv:2401.10241,
     section 5.3.
@@ -62,17 +65,17 @@ def bubble(rows: Iterable[Row]) -> float:
 
 
 def refuse_deadlock(stuck: dict[int, str]) -> None:
-    """Raise ValueError if there are stages that are `stuck`, at the text given for each."""
+    """Raise ValueError if any stages are `stuck`; the values describe their positions."""
     if stuck:
         where = ", ".join(f"stage {stage} at {text}" for stage, text in sorted(stuck.items()))
         raise ValueError(f"deadlock: {where}; each waits for another: change their order")
 
 
 class _Clock:
-    """Stages that run until they need a result that is not there, and go on when it is.
+    """Simulate each stage until it needs a missing result, and resume it when the result exists.
 
-    Every instruction is looked at once when it is reached and once when its input comes, so the
-    time is linear in their number.
+    Every instruction is visited once when it is reached and once when its input arrives, so the
+    time is linear in the number of instructions.
     """
 
     def __init__(self, streams, placement, cost):
@@ -84,8 +87,8 @@ class _Clock:
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]
         self.rows: list[Row] = [[] for _ in self.streams]
-        self.ends = {}  # (stage, pass) -> when it ended
-        self.waiting = {}  # (stage, pass) -> the stages that wait for it
+        self.ends = {}  # (stage, pass) -> end time
+        self.waiting = {}  # (stage, pass) -> stages waiting for it
 
     def run(self):
         ready = list(range(len(self.streams)))
@@ -101,7 +104,7 @@ class _Clock:
         return self.rows
 
     def advance(self, stage) -> Iterator[int]:
-        """Run a stage as far as it goes; yields the stages that wait for what it has done."""
+        """Run a stage as far as possible; yield the stages that waited for its results."""
         row = self.rows[stage]
         clock = row[-1][1] if row else 0.0
         while len(row) < len(self.streams[stage]):
@@ -118,7 +121,7 @@ class _Clock:
             yield from self.finish(stage, instruction, clock)
 
     def _arrival(self, place, need):
-        """When the result of a pass is at a (stage, chunk)."""
+        """Return the time when the result of a pass arrives at a (stage, chunk)."""
         stage, instruction = need
         if stage == place[0]:
             return self.ends[need]

@@ -1,7 +1,7 @@
-"""Which weights a microbatch meets: what pipelines that do not drain between updates must keep.
+"""Weight versions that pipelines without a flush between updates must store.
 
-A layer saves the weights of its forward for its backward.  So a microbatch keeps the version that
-it met for as long as an update writes its result elsewhere: that is all of weight stashing.
+A layer saves the weights of its forward pass for its backward pass.  A microbatch therefore keeps
+its version if each update writes to new memory: this is all that weight stashing needs.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 class InPlace:
-    """Synchronous schedules: no microbatch is in flight while the weights change."""
+    """In-place updates for synchronous schedules: no microbatch is in flight during an update."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
 
     def before_forward(self, generation: int) -> None:
-        """Show the weights for a microbatch of this generation (a batch, counted from 0)."""
+        """Select the weights for a microbatch of this generation (a batch, counted from 0)."""
 
     def before_update(self) -> None:
-        """Make room for the next version."""
+        """Allocate memory for the next version, if needed."""
 
 
 class Stashed(InPlace):
-    """PipeDream (arXiv:1806.03377): forward takes the newest weights of its stage.
+    """Weight stashing of PipeDream (arXiv:1806.03377): forward uses the stage's newest weights.
 
-    Stage i of p updates after every backward, so microbatch k meets k - (p - 1 - i) updates.
+    Stage i of p updates after every backward, so microbatch k sees k - (p - 1 - i) updates.
     """
 
     def before_update(self) -> None:
@@ -36,9 +36,9 @@ class Stashed(InPlace):
 
 
 class DoubleBuffered(InPlace):
-    """PipeDream-2BW (arXiv:2006.09503): W(t+1) = W(t) - nu grad f(W(t-1)), two versions in all.
+    """PipeDream-2BW (arXiv:2006.09503): W(t+1) = W(t) - nu grad f(W(t-1)), with two versions.
 
-    Generation t takes W(t-1) on every stage; those before the first are the first.
+    Generation t uses W(t-1) on every stage, and W(0) for t = 0.
     """
 
     def __init__(self, parameters: Parameters) -> None:

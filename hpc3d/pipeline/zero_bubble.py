@@ -1,8 +1,8 @@
 """Schedules that split the backward pass in two, so that W fills the bubble.
 
-The gradient of a stage's input (B) is what the stage before waits for; the gradient of its
-weights (W) can wait for a gap.  Zero Bubble, arXiv:2401.10241; p stages, m microbatches, a stage
-i from 0, T_F, T_B, T_W the times of the passes.
+The previous stage waits for the gradient of a stage's input (B), while the gradient of its weights
+(W) can be deferred.  Zero Bubble, arXiv:2401.10241; p stages, m microbatches, a stage i from 0,
+T_F, T_B, T_W the times of the passes.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def zb_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def _late_weights(warmup: int, lag: int, micros: int) -> Iterator[Instruction]:
-    """`warmup` F, then F B W by turns; each W is of the microbatch `lag` before that of the B."""
+    """Yield `warmup` F, then F B W round-robin; each W is `lag` microbatches behind the B."""
     warmup = min(warmup, micros)
     pattern = "F" * warmup
     for done in range(micros):
