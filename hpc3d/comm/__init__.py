@@ -1,1 +1,1 @@
-"""What ranks say to each other: the mesh and its communicators."""
+"""Communication: the mesh of ranks and its communicators."""

@@ -1,4 +1,4 @@
-"""Communicators of arrays without data: they move nothing, and give blocks of the right shape."""
+"""Communicators for abstract arrays: they move no data and return blocks of the right shape."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 
 class AbstractCommunicator(Communicator):
-    """Takes the memory that the communicators of real ranks take; arrays with data go through.
+    """Communicator that allocates as much memory as those of real ranks; arrays with data pass
+    through.
 
-    That is the whole of what is gathered.  Ranks of one node (comm/shared_memory.py) also copy
-    what is reduced, unless it lies in a `buffer`, and read one total of large sums; devices
+    Gathered blocks are allocated in full.  Ranks of one node (comm/shared_memory.py) also copy
+    blocks to be reduced, unless they are in a `buffer`, and share one total of large sums; devices
     (hpc3d.comm.nccl) do neither.
     """
 
     @property
     def _of_node(self) -> bool:
-        """Whether its members are ranks of a node, not devices."""
+        """True if the members are ranks of a node, not devices."""
         return not self.pool.on_device
 
     def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> AbstractArray:
@@ -42,13 +43,13 @@ class AbstractCommunicator(Communicator):
         return self.like(block, block.shape) if self._of_node and not ours else block
 
     def like(self, block: Any, shape: Sequence[int], kind: str = "communication") -> Any:
-        """A block of another shape that came from elsewhere."""
+        """Return a received block of another shape with the type of `block`."""
         if isinstance(block, AbstractArray):
             return self.pool.empty(shape, block.dtype, kind)
         return np.resize(block, shape)
 
     def shared(self, block: Any) -> Any:
-        """A block that all ranks of a node read in one memory."""
+        """Mark a block as one that all ranks of a node read in the same memory, and return it."""
         if self._of_node and isinstance(block, AbstractArray):
             block.lease.shared = True  # type: ignore[union-attr]  # it is one of a pool
         return block
@@ -93,7 +94,7 @@ class AbstractCommunicator(Communicator):
 def abstract_mesh(
     sizes: Mapping[str, int], coords: Mapping[str, int], pool: Pool | None = None
 ) -> Mesh:
-    """The mesh of one rank of `sizes` at `coords`, alone and without data."""
+    """Return the mesh of one rank of `sizes` at `coords`, in isolation and without data."""
     pool, grid = pool or AbstractPool(), Grid(sizes)
     world = AbstractCommunicator(grid.rank(coords), grid.size, None, pool)
     comms = {

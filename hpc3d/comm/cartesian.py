@@ -1,4 +1,4 @@
-"""The mesh of an MPI job: one Cartesian communicator, one sub-communicator an axis."""
+"""Mesh of an MPI job: one Cartesian communicator, and one sub-communicator per axis."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def build(
     transport: str = "auto",
     device: Cuda | None = None,
 ) -> Mesh:
-    """The mesh of `sizes` (axis -> number of ranks, the last varies fastest) on `comm`.
+    """Return the mesh of `sizes` (axis -> number of ranks, the last varies fastest) on `comm`.
 
-    Groups of ranks that share a node talk through shared memory, those with equally many on each
-    of several hosts through that and MPI, the others through MPI; `transport="mpi"` lets all of
-    them use MPI.  With a `device` (hpc3d.cuda.device) blocks are there, and `transport` is one of
-    hpc3d.comm.transport; the world's are on the host.
+    Groups of ranks on one node use shared memory.  Groups with equally many ranks on each of
+    several hosts use shared memory and MPI (two-level).  All others use MPI, and with
+    `transport="mpi"` every group does.  With a `device` (hpc3d.cuda.device), blocks are in device
+    memory, and `transport` is one of hpc3d.comm.transport; blocks of the world communicator are in
+    host memory.
     Collective: all ranks make the same calls.
     """
     grid, pool = Grid(sizes), Pool()
@@ -42,7 +43,8 @@ def build(
     nodes = [None] * cart.size if transport == "mpi" else node_of_rank(cart)
 
     def talk(line, members):
-        """The communicator of the ranks of `line`, named by their ranks in the mesh."""
+        """Return the communicator of the ranks of `line`; `members` are their ranks in the
+        mesh."""
         if line.size == 1:
             return Self(pool, cart.rank)
         return _communicator_of(line, members, pool, [nodes[rank] for rank in members])
@@ -67,15 +69,18 @@ def build(
 def _line(
     cart: MPI.Cartcomm, name: str, members: Sequence[int], sizes: Mapping[str, int]
 ) -> MPI.Intracomm:
-    """MPI's communicator of a group of hpc3d.comm.mesh.groups_of; collective over `cart`."""
+    """Return the MPI communicator of a group (hpc3d.comm.mesh.groups_of); collective over
+    `cart`."""
     if name in sizes:
         return cart.Sub([name == other for other in sizes])
     return cart.Split(min(members), members.index(cart.rank))  # type: ignore[return-value]
 
 
 def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") -> tuple[Mesh, Line]:
-    """The hpc3d.comm.stage_mesh of an MPI job, whose ranks talk as those of `build` do, and what
-    makes communicators of some ranks."""
+    """Return the stage mesh (hpc3d.comm.stage_mesh) of an MPI job, and a factory of communicators.
+
+    The ranks use the transports of `build`; the factory takes a list of ranks.
+    """
     comm, pool = MPI.COMM_WORLD.Dup(), Pool()
     nodes = [None] * comm.size if transport == "mpi" else node_of_rank(comm)
 
@@ -92,7 +97,7 @@ def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") ->
 def _communicator_of(
     line: MPI.Intracomm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
 ) -> Communicator:
-    """The communicator of the ranks of `line`, of which member j is on host `hosts[j]`."""
+    """Return the communicator of the ranks of `line`, with member j on host `hosts[j]`."""
     numbers = set(Counter(hosts).values())
     if None in hosts or len(numbers) > 1 or numbers == {1}:
         return MpiCommunicator(line, members, pool)
@@ -104,7 +109,7 @@ def _communicator_of(
 
 
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:
-    """The first rank of each rank's node, or None where the node cannot share memory."""
+    """Return the first rank of each rank's node, or None if the node cannot share memory."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     can_share = node.allreduce(usable(node.size), MPI.LAND)
     first = node.bcast(comm.rank)

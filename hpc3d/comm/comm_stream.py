@@ -1,10 +1,10 @@
-"""The streams of a device: what it computes and what it sends, each in the order of the program,
-and the dependencies between the two.
+"""CUDA streams for computation and communication, each in program order, and their dependencies.
 
-A call on a stream of communication follows all that was computed before it, and what is computed
-after its wait follows it.  The host waits for neither.  An array that a call reads or writes lives
-until something follows the call, whenever Python drops it: memory that is freed is handed out
-again for the next thing to be computed, which must not run beside a call that still reads it.
+A call on a communication stream starts after all previous computation, and computation after its
+wait starts after the call.  The host waits for neither.  An array that a call reads or writes is
+kept alive until something is ordered after the call, even if Python drops it earlier: freed memory
+is reused for the next computation, which must not run concurrently with a call that still reads
+it.
 
     computation     x = ...  |record a             |wait b   y + ...
     communication            |wait a   all-gather  |record b
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class AsyncCall:
-    """Calls that are under way together: their `arrays` on the device, those that the host has
-    `host_buffers` them, and the event at their end."""
+    """Calls in flight together: their `arrays` on the device, the `host_buffers` lent by the host,
+    and the event at their end."""
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
@@ -35,11 +35,12 @@ class AsyncCall:
 
 
 class CommStream:
-    """The calls of a rank's communicators in one queue (hpc3d.comm.mesh), in program order on
-    one stream: they must not overtake each other in another order on another rank.
+    """Calls of a rank's communicators in one queue (hpc3d.comm.mesh), in program order on one
+    stream.
 
-    `device` has the stream `compute` and those of its `queues`; `group` is NCCL's context in which
-    calls are posted together.
+    One stream prevents the calls from overtaking each other in a different order on another rank.
+    `device` has the `compute` stream and the streams of its `queues`; `group` is NCCL's context in
+    which calls are posted together.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class CommStream:
     def post(
         self, call: Callable[..., object], *arrays: Array, host_buffers: Sequence[np.ndarray] = ()
     ) -> AsyncCall:
-        """Make `call(stream=...)`, which reads and writes `arrays` of the device and those that
-        are `host_buffers` by the host; its AsyncCall."""
+        """Start `call(stream=...)` and return its AsyncCall.
+
+        The call reads and writes `arrays` on the device and `host_buffers` on the host.
+        """
         if self.open:
             return self.add(self.open, call, arrays, host_buffers)
         flight = self.add(self.begin(), call, arrays, host_buffers)
@@ -62,7 +65,7 @@ class CommStream:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """The calls in this context are one: none waits for another."""
+        """Group the calls in this context, so that none waits for another."""
         self.open = flight = self.begin()
         try:
             with self.group():
@@ -72,8 +75,11 @@ class CommStream:
         self.end(flight)
 
     def finish(self, flight: AsyncCall) -> None:
-        """Let all that is computed from now on follow a flight: memory of the device, which is
-        used again in that order only, may be free now; what the host lent is not."""
+        """Order all later computation after a flight.
+
+        Device memory may be freed now, because it is reused only in that order; host buffers may
+        not.
+        """
         self.compute.wait_event(flight.done)
         flight.arrays.clear()
 
@@ -94,8 +100,11 @@ class CommStream:
         return flight
 
     def end(self, flight: AsyncCall) -> None:
-        """Nobody may ask for the events of a graph that is being captured; all of its calls must
-        be waited for."""
+        """Record the end of a flight.
+
+        Events of a graph that is being captured must not be queried; all of its calls must be
+        waited for.
+        """
         flight.done = self.sending.record()
         if self.sending.is_capturing():
             return

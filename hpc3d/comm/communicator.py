@@ -1,14 +1,14 @@
-"""What ranks along one mesh axis say to each other.
+"""Collectives and messages between the ranks along one mesh axis.
 
-Every call returns a `Pending`; its `wait()` gives the block, so overlap is only a question of
-where `wait()` stands.  This module settles dims and contiguity once: an implementation moves
-contiguous blocks along dim 0 and nothing else.  Blocks that come out of a call may lie in memory
-that all members share: read them, do not write into them.
+Every call returns a `Pending`; its `wait()` returns the block, so overlap depends only on where
+`wait()` is called.  This module handles dims and contiguity: an implementation only moves
+contiguous blocks along dim 0.  The resulting blocks may be in memory shared by all members, so
+they must not be written to.
 
     all_gather       [n, ...]   -> [g*n, ...]    the blocks of the g members, in order
     reduce_scatter   [g*n, ...] -> [n, ...]      this member's part of the sum
     all_reduce       [...]      -> [...]         the sum (or maximum)
-    broadcast        [n, ...]   -> [n, ...]      the root's block; the others bring zero rows of it
+    broadcast        [n, ...]   -> [n, ...]      the root's block; the others pass zero rows of it
     reduce           [n, ...]   -> [n, ...]      the sum at the root, zero rows elsewhere
     all_to_all       [g*n, ...] -> [g*n, ...]    part j goes to member j
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-# In memory that they share, members sum all of an all-reduce up to this size each; above, a slice.
+# Up to this size, each member sums the full all-reduce in shared memory; above it, one slice.
 SMALL_SUM = 1 << 14
 
 # Collectives without a root: how often each member receives the full array but for its own part.
@@ -64,41 +64,41 @@ def received_share(op: str, size: int) -> float:
 
 
 class Pending:
-    """A block that is in flight."""
+    """Block in flight."""
 
     def __init__(self, finish: Callable[..., Any]) -> None:
         self.finish = finish
 
     def wait(self) -> Any:
-        """The block; call it once."""
+        """Return the block; call it once."""
         return self.finish()
 
     def then(self, function: Callable[[Any], Any]) -> Pending:
-        """The pending result of `function` applied to the block."""
+        """Return the pending result of `function` applied to the block."""
         return Pending(lambda: function(self.wait()))
 
 
 def ready(block: Any) -> Pending:
-    """A `Pending` that has arrived."""
+    """Return a `Pending` for a block that is already available."""
     return Pending(lambda: block)
 
 
 def all_of(pending: Sequence[Pending]) -> Pending:
-    """The blocks of all in a tuple, or the block of the only one."""
+    """Return the pending tuple of all blocks, or the only block."""
     if len(pending) == 1:
         return pending[0]
     return Pending(lambda: tuple(each.wait() for each in pending))
 
 
 class Communicator:
-    """`size` members along one axis, of which this is number `rank`.
+    """Communicator of `size` members along one axis; this member has number `rank`.
 
     `members` are their ranks in the mesh.  A subclass moves contiguous blocks along dim 0 in
     `_all_gather`, `_reduce_scatter`, `_all_reduce`, `_broadcast`, `_reduce`, `_all_to_all`,
     `_send` and `_recv`.
 
-    A watchdog looks at how many `calls` were made and how many are `done`, and at the call (op,
-    number, bytes, peer) that this rank is `waiting` in.
+    For the watchdog, `calls` and `done` count the calls started and completed, and `waiting` is
+    the call (op, number, bytes, peer) in which this rank currently waits.
     """
 
     calls = done = 0
@@ -118,20 +118,21 @@ class Communicator:
     ) -> None:
         self.rank, self.size = rank, size
         self.members = tuple(members if members is not None else range(size))
-        self.pool: Any = pool or Pool()  # with arrays of its own kind
+        self.pool: Any = pool or Pool()  # its arrays are of its own kind
 
     @property
     def readers(self) -> tuple[int, int]:
-        """This member's number among those that read a gathered block in one memory, where it is
-        not writeable, and how many they are."""
+        """Index and number of the members that read a gathered block in the same read-only
+        memory."""
         return self.rank, self.size
 
     def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """An array that this communicator reduces without copying it first."""
+        """Return an array that this communicator reduces without copying it first."""
         return self.pool.empty(shape, dtype, "communication")
 
     def wrapped(self, wrapper: Any, axis: str) -> Any:
-        """What a wrapper of hpc3d.comm.mesh puts before the calls along an axis."""
+        """Return this communicator wrapped by a wrapper of hpc3d.comm.mesh for the calls along
+        `axis`."""
         return wrapper.wrap(self, axis)
 
     def all_gather(self, block: Array, dim: int = 0) -> Pending:
@@ -170,7 +171,7 @@ class Communicator:
         return self.call("all_to_all", block.nbytes, None, move)
 
     def grouped(self) -> AbstractContextManager:
-        """A context whose messages are posted together, so that no one waits for another."""
+        """Return a context whose messages are posted together, so that none waits for another."""
         return nullcontext()
 
     def send(self, block: Array, peer: int) -> Pending:
@@ -182,8 +183,10 @@ class Communicator:
         return self.call("recv", nbytes, peer, partial(self._recv, shape, dtype, peer))
 
     def call(self, op: str, nbytes: int, peer: int | None, move: Callable[[], Pending]) -> Pending:
-        """The pending block of `move()`; `peer` is the root or the other member, if there is
-        one."""
+        """Return the pending block of `move()` and count the call.
+
+        `peer` is the root or the other member, if any.
+        """
         self.calls += 1
         waiting = self.waiting = op, self.calls, nbytes, peer
         finish, self.waiting = move().finish, None
@@ -198,7 +201,7 @@ class Communicator:
 
 
 class Self(Communicator):
-    """The communicator of an axis of size 1: every block is already where it should be."""
+    """Communicator of an axis of size 1, where every call returns its block."""
 
     def __init__(self, pool: Pool | None = None, member: int = 0) -> None:
         super().__init__(0, 1, (member,), pool)
@@ -223,7 +226,7 @@ class Self(Communicator):
 
 
 def _rows_first(block: Array, dim: int) -> Array:
-    """`block` with `dim` exchanged with dim 0 (its own inverse)."""
+    """Return `block` with `dim` exchanged with dim 0 (its own inverse)."""
     return block if dim == 0 else block.swapaxes(0, dim)
 
 
@@ -231,8 +234,10 @@ REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 
 def fold(operation: Callable[..., object], blocks: Any, out: Array) -> None:
-    """blocks[0] o blocks[1] o ..., in the order of the members; `out` may be one of these two.
-    Narrow ones are summed in float32, and rounded once."""
+    """Combine blocks[0] o blocks[1] o ... into `out`, in the order of the members.
+
+    `out` may be one of the first two blocks.  Narrow types are summed in float32 and rounded once.
+    """
     if isinstance(out, Narrow):
         total = np.empty(out.shape, WIDE)
         fold(operation, [of_type(each) for each in blocks], total)

@@ -1,12 +1,12 @@
-"""MPI on the memory of devices, where MPI takes it (hpc3d.comm.cuda_aware_probe finds that out).
+"""CUDA-aware MPI communicators on device memory (hpc3d.comm.cuda_aware_probe tests the support).
 
-MPI knows nothing of streams: before each call the host waits until all is computed.  So what MPI
-reads is there, and the output buffer is no longer in use.  After the wait the block is there for
-whatever is computed next.
+MPI does not know CUDA streams, so before each call the host waits until all computation is done.
+The input is then complete, and the output buffer is no longer in use.  After the wait, the block
+is available to all later computation.
 
-Blocks of 16 bits are moved as integers, which every MPI knows, and summed in float32.  A sum is
-there when it is posted, for an MPI that takes memory of devices need not do so in the background
-(Open MPI 5.0: CUDA with UCX, non-blocking reductions).
+Blocks of 16 bits are moved as integers, which every MPI supports, and summed in float32.
+Reductions complete when they are posted, because a CUDA-aware MPI may not support them in the
+background (Open MPI 5.0: CUDA with UCX, non-blocking reductions).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class CudaAwareMpi(MpiCommunicator):
-    """The members of one MPI communicator `comm`, whose blocks are on `device`."""
+    """Communicator on the MPI communicator `comm`, with blocks on `device`."""
 
-    long = inf  # MPI knows better how memory of devices goes over the wire
+    long = inf  # MPI chooses the protocol for device memory itself
 
     def __init__(
         self, comm: MPI.Intracomm, device: Cuda, members: Sequence[int], pool: Pool
@@ -74,15 +74,15 @@ class CudaAwareMpi(MpiCommunicator):
         return super()._recv(shape, carried, peer).then(lambda block: block.view(dtype))
 
     def moved(self, call: Callable[..., Any], block: Array, *how: object) -> Pending:
-        """The pending result of a call that only moves a block."""
+        """Return the pending result of a call that only moves a block."""
         self.device.synchronize()
         return call(integers(block), *how).then(lambda result: result.view(block.dtype))
 
-    # The other one is for messages that MPI asks for: not with this `long`.
+    # Signature differs: the base method is for long messages, which this `long` excludes.
     def summed(  # type: ignore[override]
         self, call: Callable[..., Any], block: Array, result: Array, *how: object
     ) -> Pending:
-        """The pending result of a call of MPI that computes."""
+        """Return the pending result of an MPI call that computes."""
         wide = widened(block)
         total = result if wide is block else self.empty(result.shape, wide.dtype)
         self.device.synchronize()
@@ -91,8 +91,10 @@ class CudaAwareMpi(MpiCommunicator):
 
 
 class CudaAwareMessages(HostStaged):
-    """The same for messages only: all else goes through the hosts, for an MPI that takes memory of
-    devices in `direct`'s messages."""
+    """CUDA-aware sends and receives; all collectives go through the hosts.
+
+    It is for an MPI that supports device memory only in messages, as used by `direct`.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""CUDA devices as CuPy finds them, and whether MPI may be given their memory.
+"""CUDA devices found by CuPy, and a test of MPI's support for device memory.
 
-No device pointer goes to an MPI that does not say that it takes them, for that ends the process;
-one that says so is tried in a process of its own: `python -m hpc3d.comm.cuda_aware_probe`.
+A device pointer is passed only to an MPI that reports CUDA support, because others crash the
+process.  The reported support is tested in a separate process: `python -m
+hpc3d.comm.cuda_aware_probe`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _DRIVER = "/proc/driver/nvidia/version"
 EXTRAS = "python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, by the driver)"
 _WHEELS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 TAKEN, STAGED, WRONG = "taken", "staged", "wrong"
-# What a launcher tells its processes begins so; what the user tells MPI has the endings, too.
+# Prefixes of a launcher's variables; user settings of MPI have them, too (see _KEPT).
 _LAUNCHED = ("OMPI_", "PMI", "PRTE_LAUNCHED", "SLURM_")
-_SIZES = 2, 1 << 18  # rows of blocks that are tried
+_SIZES = 2, 1 << 18  # rows of the test blocks
 _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
 
 
 def devices() -> Iterator[Finding]:
-    """The devices of this process, with driver, runtime and NCCL; a note where CuPy is not."""
+    """Yield the devices of this process with driver, runtime and NCCL, or a note without CuPy."""
     if find_spec("cupy") is None:
         here = "an NVIDIA driver is here, but not CuPy" if os.path.exists(_DRIVER) else "no CuPy"
         yield Finding(OK, "GPU", f"{here}, so no GPU backend: {EXTRAS}")
@@ -57,7 +58,7 @@ def devices() -> Iterator[Finding]:
 
 
 def present() -> bool:
-    """Whether CuPy is here and finds a device."""
+    """Return True if CuPy is installed and finds a device."""
     if find_spec("cupy") is None:
         return False
     import cupy
@@ -66,7 +67,7 @@ def present() -> bool:
 
 
 def _versions(runtime: Any) -> Iterator[Finding]:
-    """CUDA's driver must not be older than its runtime by a major version."""
+    """Yield the CUDA versions; the driver must not be a major version older than the runtime."""
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     text = f"driver for {_dotted(driver)}, runtime {_dotted(needed)}"
     if driver // 1000 < needed // 1000:
@@ -77,7 +78,7 @@ def _versions(runtime: Any) -> Iterator[Finding]:
 
 
 def _dotted(version: int) -> str:
-    """12090 is CUDA 12.9."""
+    """Return a CUDA version as text: 12090 is 12.9."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
@@ -90,7 +91,7 @@ def _described(number: int, properties: Mapping[str, Any]) -> Finding:
 
 
 def nccl_version() -> int:
-    """NCCL's version as a number, 0 without NCCL; CuPy would warn of that in five lines."""
+    """Return NCCL's version as a number, 0 without NCCL; suppress CuPy's five-line warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -101,12 +102,12 @@ def nccl_version() -> int:
 
 
 def release_of(whole: int) -> str:
-    """23203 is NCCL 2.32.3."""
+    """Return an NCCL version as text: 23203 is 2.32.3."""
     return f"{whole // 10000}.{whole // 100 % 100}.{whole % 100}"
 
 
 def nccl() -> Iterator[Finding]:
-    """NCCL and the type bfloat16, which CuPy's wheels do not bring."""
+    """Yield findings on NCCL and the type bfloat16, which CuPy's wheels do not include."""
     if found := nccl_version():
         yield Finding(OK, "NCCL", release_of(found))
     else:
@@ -116,7 +117,7 @@ def nccl() -> Iterator[Finding]:
 
 
 def device_map(job: Job) -> Iterator[Finding]:
-    """Which device each rank of a node takes: its number there, modulo the devices."""
+    """Yield the device of each rank of a node: its local rank modulo the number of devices."""
     place, taken = job.place(), None
     if present():
         import cupy
@@ -138,21 +139,23 @@ def device_map(job: Job) -> Iterator[Finding]:
 
 
 def missing(asked: str, dtype: str) -> str | None:
-    """What this process lacks for train.backend = cupy, in a line with the remedy; None if
-    nothing.  `asked` is mesh.transport, `dtype` train.dtype."""
+    """Return the requirement of train.backend = cupy that this process lacks, with a fix, or None.
+
+    `asked` is mesh.transport, `dtype` train.dtype.
+    """
     what, remedy = next(_lacks(asked, dtype), (None, None))
     return what and f"train.backend = cupy: {what}: {remedy}; or use train.backend = numpy"
 
 
 def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
-    """What is missing, and the remedy, the first thing first: the next one may not be asked."""
+    """Yield (missing requirement, fix); later checks are invalid after the first one yielded."""
     if find_spec("cupy") is None:
         yield "CuPy is not installed here", EXTRAS
     from hpc3d.cuda.device import imported
 
     try:
         cupy = imported()
-    except Exception as error:  # an ImportError, or what a library of CUDA raises
+    except Exception as error:  # an ImportError, or an error of a CUDA library
         yield f"CuPy cannot be imported ({f'{error}'.strip().partition(chr(10))[0]})", EXTRAS
     if int(cupy.__version__.partition(".")[0]) < 14:
         yield f"CuPy {cupy.__version__} is older than 14", EXTRAS
@@ -175,7 +178,7 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
 
 
 def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether MPI takes device memory: what it says, and two ranks that try it if it says so."""
+    """Yield whether MPI supports device memory: its own claim, tested by two ranks if positive."""
     answer, problem = tried(mpirun, seconds, environment)
     if answer == STAGED:
         yield Finding(OK, "CUDA-aware MPI", "no: messages go through the host's memory")
@@ -187,8 +190,10 @@ def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterat
 
 
 def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[str, str]:
-    """What two ranks say of MPI and the memory of devices (TAKEN, STAGED, WRONG), and what was
-    wrong.  They are a job of their own, whatever job this process is in."""
+    """Test CUDA-aware MPI with two ranks; return TAKEN, STAGED or WRONG, and the problem.
+
+    The ranks form a separate job, even if this process is part of one.
+    """
     forgotten = [word for name in os.environ if _told_by_launcher(name) for word in ("-u", name)]
     words = [mpirun, "-np", "2", sys.executable, "-m", "hpc3d.comm.cuda_aware_probe"]
     code, printed = outcome(["env", *forgotten, *words], seconds, **environment)
@@ -200,26 +205,26 @@ def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[
 
 
 def _told_by_launcher(name: str) -> bool:
-    """Whether a variable of the environment says that this process is one of a job."""
+    """Return True if an environment variable marks this process as part of a job."""
     return name.startswith(_LAUNCHED) and not name.startswith(_KEPT)
 
 
 def surroundings() -> dict[str, str]:
-    """What two ranks of our own need besides what the user has set; `library` says the same."""
+    """Return the environment variables that two test ranks need beyond the user's; see
+    `library`."""
     return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
         library.CROWD_5: "slot:oversubscribe"
     }
 
 
 def says_yes(path: str | None) -> bool:
-    """Whether the library at `path`, which is started, says that it takes device memory."""
+    """Return True if the initialized MPI library at `path` reports CUDA support."""
     query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
     return bool(query and query())
 
 
 def _attempt() -> str:
-    """One of two ranks: every call of a CudaAwareMpi communicator from device memory, with results
-    that are known."""
+    """Run one of two ranks: test every call of a CudaAwareMpi communicator with known results."""
     from mpi4py import MPI
 
     if not says_yes(library.library_file()):
@@ -233,7 +238,8 @@ def _attempt() -> str:
 
 
 def _right(comm: CudaAwareMpi) -> bool:
-    """Whether two members get what they must, in few bytes and in many, of 4 and of 2 each."""
+    """Return True if two members get correct results for small and large blocks of 4 and 2
+    bytes."""
     return all(
         _right_blocks(comm, rows, dtype) for rows in _SIZES for dtype in ("float32", "float16")
     )

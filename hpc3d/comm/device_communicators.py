@@ -1,4 +1,4 @@
-"""The communicators along the axes of a mesh of devices, by each way of cluster.transport."""
+"""Communicators along the axes of a mesh of devices, for each transport."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ Lines = Mapping[str, tuple[MPI.Intracomm, Sequence[int]]]
 def communicators(
     transport: str, cart: MPI.Cartcomm, lines: Lines, pool: DevicePool
 ) -> dict[str, Communicator]:
-    """{axis: communicator} for `lines`, parts of `cart`, with their blocks in `pool` on a
-    device.  Collective over `cart`, for the same axes in the same order."""
+    """Return {axis: communicator} for `lines`, parts of `cart`, with blocks in `pool` on a device.
+
+    Collective over `cart`, for the same axes in the same order.
+    """
     pool.device.meanwhile.append(MPI.COMM_SELF.Iprobe)
     return _MAKERS[transport](cart, lines, pool)
 
@@ -68,8 +70,7 @@ def _by_messages(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str
 
 
 def _through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
-    """{axis: what a HostStaged is made of}; hosts receive in memory that devices copy
-    themselves."""
+    """Return {axis: arguments of a HostStaged}; hosts receive in pinned memory."""
     pinned, traffic = pool.device.pinned, _comm_streams(pool.device, nullcontext)
     return {
         axis: {
@@ -85,7 +86,7 @@ def _through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
 def _comm_streams(
     device: Cuda, group: Callable[[], AbstractContextManager]
 ) -> dict[str, CommStream]:
-    """The CommStream of each queue."""
+    """Return the CommStream of each queue."""
     return {queue: CommStream(device, group, queue) for queue in QUEUES}
 
 

@@ -1,4 +1,4 @@
-"""What a rank computes on and how ranks talk: settled once, the same way on all ranks."""
+"""Device and transport of a rank, chosen once and consistently on all ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-_RECORDED = ("none", "nccl")  # ways that a CUDA graph can have in it
+_RECORDED = ("none", "nccl")  # transports that a CUDA graph can contain
 
 
 class Hardware(NamedTuple):
-    """The `device` of a rank (None: its CPU core), the way of hpc3d.comm.transport that its
-    blocks go, the `lines` that say so, and the Homes of all ranks."""
+    """Device and transport of a rank.
+
+    `device` is None on a CPU, `transport` is one of hpc3d.comm.transport, `lines` are log lines
+    that explain the choice, and `homes` maps all ranks to their hosts.
+    """
 
     device: Cuda | None
     transport: str
@@ -26,10 +29,10 @@ class Hardware(NamedTuple):
 
 
 def hardware(job: Job, config: Any) -> Hardware:
-    """The Hardware of this rank that a Config asks for.
+    """Return the Hardware of this rank for a Config.
 
-    With a backend cupy the device is the current one from here on, and the job is refused on all
-    ranks where one of them lacks something.
+    With the backend cupy, the device becomes the current one.  If any rank lacks a requirement,
+    the job is refused on all ranks.
     """
     train, asked = config.train, config.mesh.transport
     if train.backend == "numpy":

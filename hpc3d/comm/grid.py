@@ -1,4 +1,4 @@
-"""Ranks on named axes: which rank is where.  Arithmetic only; nobody talks to anybody."""
+"""Arithmetic of ranks and coordinates on named axes, without communication."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ AXES = ("p", "d", "c", "e", "x", "y", "z")  # of a mesh
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Axes with sizes, outermost first: the last one varies fastest, as in MPI's Cartesian
-    communicators and in arrays in C order.
+    """Axes with sizes, outermost first: the last varies fastest, as in MPI Cartesian communicators
+    and C-ordered arrays.
 
         Grid({"p": 2, "x": 3})     x=0  x=1  x=2
                              p=0    0    1    2
@@ -28,7 +28,7 @@ class Grid:
     >>> list(grid.ranks_along("x", {"p": 1}))
     [3, 4, 5]
 
-    Coordinates that are left out are 0.
+    Omitted coordinates are 0.
     """
 
     sizes: Mapping[str, int]
@@ -38,7 +38,7 @@ class Grid:
 
     @cached_property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return prod(self.sizes.values())
 
     @cached_property
@@ -50,33 +50,35 @@ class Grid:
         return found
 
     def stride(self, axis: str) -> int:
-        """The distance between the ranks of neighbours along an axis."""
+        """Return the distance between the ranks of neighbors along an axis."""
         return self._strides[axis]
 
     def rank(self, coords: Mapping[str, int]) -> int:
-        """The rank at `coords`."""
+        """Return the rank at `coords`."""
         rank = 0
         for axis, place in coords.items():
             rank += place * self._strides[axis]
         return rank
 
     def coord(self, rank: int, axis: str) -> int:
-        """The coordinate of a rank on an axis."""
+        """Return the coordinate of a rank on an axis."""
         return rank // self._strides[axis] % self.sizes[axis]
 
     def coords(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank, axis -> coordinate."""
+        """Return the coordinates of a rank, axis -> coordinate."""
         return {axis: self.coord(rank, axis) for axis in self.sizes}
 
     def ranks_along(self, axis: str, coords: Mapping[str, int]) -> range:
-        """The ranks that differ from the one at `coords` along `axis` only, itself among them."""
+        """Return the ranks that differ from the one at `coords` along `axis` only, including
+        itself."""
         stride = self._strides[axis]
         first = self.rank(coords) - coords.get(axis, 0) * stride
         return range(first, first + self.sizes[axis] * stride, stride)
 
     def ranks_over(self, axes: Iterable[str], coords: Mapping[str, int]) -> tuple[int, ...]:
-        """The ranks that differ from the one at `coords` along `axes` only, the last of which
-        varies fastest; axes that the grid lacks have one rank.
+        """Return the ranks that differ from the one at `coords` along `axes` only.
+
+        The last axis varies fastest; an axis that the grid lacks has one rank.
 
         >>> Grid({"d": 2, "x": 2, "c": 2}).ranks_over(("c", "d"), {"x": 1})
         (2, 6, 3, 7)

@@ -1,11 +1,12 @@
-"""Blocks of a device through the memory of its host, for an MPI that reads no device memory.
+"""Communication of device blocks staged through host memory, for an MPI without CUDA support.
 
-A block goes in chunks: while one is in flight between hosts, the next one leaves its device.
+A block is sent in chunks: while one is in flight between hosts, the next one is copied from its
+device.
 
     device    |0 out|1 out|2 out|         |0 in|1 in|2 in|
     hosts           |  0  |  1  |  2  |
 
-Blocks of 16 bits are moved as integers, which every MPI knows, and summed in float32.
+Blocks of 16 bits are moved as integers, which every MPI supports, and summed in float32.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from hpc3d.comm.comm_stream import CommStream
     from hpc3d.cuda.device import DevicePool, Pinned
 
-CHUNK = 4 << 20  # bytes of what a block has of each member
+CHUNK = 4 << 20  # bytes of a chunk per member
 
 
 class HostStaged(Communicator):
-    """The members of the communicator `comm` of hosts, all with devices; it may not ask that its
-    arrays die in an order (as Node does), for here they live until a device has read them.
+    """Host-staged communicator over the host communicator `comm`; all members have devices.
 
-    Copies run on the stream of communication of `traffic`, from and to arrays of `pinned`, a pool
-    of memory that the device copies by itself.
+    `comm` must not require a certain order of freeing its arrays (as SharedMemory does), because
+    they stay alive until a device has read them.  Copies run on the communication stream of
+    `traffic`, from and to arrays of `pinned`, a pool of pinned memory.
     """
 
     def __init__(
@@ -86,14 +87,16 @@ class HostStaged(Communicator):
     def moved(
         self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
     ) -> Pending:
-        """The pending result of a call of hosts that only moves; `given` and `taken` are the
-        numbers of members whose parts a block and a result have."""
+        """Return the pending result of a host call that only moves data.
+
+        `given` and `taken` are the numbers of members whose parts a block and a result have.
+        """
         return self.staged(call, integers(block), integers(result), given, taken, result)
 
     def summed(
         self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
     ) -> Pending:
-        """The same, of one that computes."""
+        """Return the pending result of a host call that computes, as `moved`."""
         wide = widened(block)
         total = result if wide is block else self.buffer(result.shape, wide.dtype)
         pending = self.staged(call, wide, total, given, taken, total)
@@ -112,8 +115,10 @@ class HostStaged(Communicator):
         return self._arriving(coming, target, taken, result)
 
     def out(self, block: Array, parts: int) -> Iterator[np.ndarray]:
-        """The chunks of a block of as many parts, on the host one after the other; all of them
-        have begun to leave the device when the first one is there."""
+        """Yield the chunks of a block of `parts` parts on the host.
+
+        All copies from the device have started when the first chunk is yielded.
+        """
         flat, leaving = block.reshape(parts, -1), []
         for columns in _chunks_of(flat):
             chunk = contiguous(flat[:, columns])
@@ -127,7 +132,8 @@ class HostStaged(Communicator):
     def _arriving(
         self, coming: Sequence[Pending], target: Array, parts: int, result: Array
     ) -> Pending:
-        """The pending result, of which `target` shows the memory and hosts have the chunks."""
+        """Return the pending result; `target` is a view of its memory, and hosts receive the
+        chunks."""
 
         def finish():
             chunks = [pending.wait() for pending in coming]
@@ -140,7 +146,7 @@ class HostStaged(Communicator):
         return Pending(finish)
 
     def bring(self, host: np.ndarray, place: Any) -> None:
-        """Copy an array of the host to its place, before what is computed next."""
+        """Copy a host array to `place`, ordered before the next computation."""
         chunk: Any = (
             place if place.flags.c_contiguous else self.pool.empty(place.shape, place.dtype)
         )
@@ -152,18 +158,18 @@ class HostStaged(Communicator):
 
 
 def _chunks_of(flat: Array) -> list[slice]:
-    """Slices of the columns of [parts, n], CHUNK bytes of each part."""
+    """Return slices of the columns of [parts, n], CHUNK bytes of each part."""
     step = CHUNK // flat.itemsize
     return [slice(start, start + step) for start in range(0, flat.shape[1], step)]
 
 
 def widened(block: Array) -> Array:
-    """What sums of a block are made of: float32 for 16 bits."""
+    """Return a block in the type of its sums: float32 for 16-bit types."""
     return block.astype(WIDE) if is_narrow(block.dtype) else block
 
 
 def narrowed(total: Array, result: Array) -> Array:
-    """A sum in the type of `result`, and there."""
+    """Return a sum in the memory and type of `result`."""
     if total is not result:
         result[...] = total.astype(result.dtype)
     return result

@@ -1,4 +1,4 @@
-"""Where a rank stands: named axes, a coordinate on each, a communicator along each."""
+"""Mesh of ranks: named axes, this rank's coordinates, and a communicator along each axis."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ if TYPE_CHECKING:
 DATA = "d"
 CONTEXT = "c"
 EXPERTS = "e"
-PLANES = "c d", "d e", "c d e"  # of ranks that have other tokens and the same weights
-WORLD = "world"  # what the group of all ranks lies along
+PLANES = "c d", "d e", "c d e"  # groups of ranks with different tokens and the same weights
+WORLD = "world"  # axis name of the group of all ranks
 
 
 def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes along which ranks have other tokens and the same weights: what the gradients are
-    summed over.  Where there are several, they span a plane."""
+    """Return the axes along which ranks have different tokens and the same weights.
+
+    Gradients are reduced over them.  Several such axes span a plane.
+    """
     return *expert_data_axes(sizes), *([EXPERTS] if sizes.get(EXPERTS, 1) > 1 else [])
 
 
 def expert_data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The same for the weights of experts, of which the ranks along e have others."""
+    """Return the data axes of expert weights, which are sharded along e."""
     return (CONTEXT, DATA) if sizes.get(CONTEXT, 1) > 1 else (DATA,)
 
 
 def plane(axes: Sequence[str]) -> str:
-    """The name of the group of the ranks along these data axes."""
+    """Return the name of the group of ranks along these data axes."""
     return " ".join(axes)
 
 
 def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]:
-    """Name -> ranks of every group of the rank at `coords`: along each axis with more than one
-    rank, and over the planes of several data axes."""
+    """Return name -> ranks for every group of the rank at `coords`: along each axis with more than
+    one rank, and over the planes of several data axes."""
     groups: dict[str, Sequence[int]] = {
         axis: grid.ranks_along(axis, coords) for axis, size in grid.sizes.items() if size > 1
     }
@@ -51,19 +53,22 @@ def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]
 
 
 def queue_of(axis: str) -> str:
-    """The queue of the calls along an axis.  A queue runs its calls in the order of the program,
-    beside the other one: what replicas sum at the end of a step is long, and nothing that a pass
-    waits for stands behind it."""
+    """Return the queue of the calls along an axis.
+
+    Each queue runs its calls in program order, concurrently with the other queue.  The long
+    gradient reductions at the end of a step have their own queue, so that no communication of a
+    pass is queued behind them.
+    """
     return "replicas" if axis in (DATA, *PLANES) else "blocks"
 
 
 def along(axis: str) -> str:
-    """Where a call goes, in words."""
+    """Return a description of the ranks of a call."""
     return "over all ranks" if axis == WORLD else f"along {axis}"
 
 
 class MeshRecorder(Protocol):
-    """What the program tells the recorder of its mesh, such as that of hpc3d.trace.recorder."""
+    """Recorder interface that a mesh uses, as implemented by hpc3d.trace.recorder."""
 
     step: int
     layer: int
@@ -91,7 +96,7 @@ class MeshRecorder(Protocol):
 
 
 class _MeshGuard(Protocol):
-    """What it tells the guard of its mesh, such as hpc3d.comm.abft.checker; `found` are lines."""
+    """Guard interface that a mesh uses, as in hpc3d.comm.abft.checker; `found` are error lines."""
 
     found: Sequence[str]
 
@@ -102,15 +107,15 @@ class _MeshGuard(Protocol):
 
 
 class Wrapper(Protocol):
-    """What may stand before the communicators of a mesh: `wrap` gives one that has their calls."""
+    """Wrapper of a mesh's communicators: `wrap` returns one that intercepts the calls."""
 
     def wrap(self, comm: Communicator, axis: str) -> Any: ...
 
 
 class Scope:
-    """A context whose events are of another layer or phase; after it they are what they were.
+    """Context that sets the layer or phase of events and restores them on exit.
 
-    To enter it and to leave it is the same: recorder and scope exchange their values.
+    Entering and leaving are the same operation: recorder and scope exchange their values.
     """
 
     __slots__ = ("layer", "phase", "recorder")
@@ -129,7 +134,7 @@ class Scope:
 
 
 class NullRecorder:
-    """The recorder of a mesh that nobody traces."""
+    """Recorder of an untraced mesh."""
 
     step = layer = -1
     phase = "other"
@@ -176,7 +181,7 @@ class NullRecorder:
 
 
 class NullGuard:
-    """The guard of a mesh whose products and messages nobody checks."""
+    """Guard of a mesh without checks of products and messages."""
 
     found: Sequence[str] = ()
 
@@ -194,14 +199,14 @@ class NullGuard:
 
 
 class Mesh:
-    """Axes with sizes, this rank's coordinates, one communicator per axis, one for each plane of
-    several data axes, and one for all ranks.
+    """Named axes with sizes, this rank's coordinates, and the communicators of this rank.
 
-    An absent axis has size 1, coordinate 0 and the `Self` communicator.  Weights have replicas
-    along the `data_axes`, those of experts along the `expert_data_axes`; the name of such a
-    `plane` is that of its communicator.  Ranks are in the order of a `Grid`, so those along the
-    last axis lie next to each other on a node.  Blocks are in the memory of `pool`, which may be a
-    device's; the world speaks of arrays of the host.
+    There is one communicator per axis, one for each plane of several data axes, and one for all
+    ranks.  An absent axis has size 1, coordinate 0 and the `Self` communicator.  Weights have
+    replicas along the `data_axes`, expert weights along the `expert_data_axes`; the name of such a
+    `plane` is that of its communicator.  Ranks are in the order of a `Grid`, so ranks along the
+    last axis are adjacent on a node.  Blocks are in the memory of `pool`, which may be a device's;
+    the world communicator uses host arrays.
     """
 
     def __init__(
@@ -233,15 +238,15 @@ class Mesh:
         return self.comms.get(axis, self.alone)
 
     def count(self, axes: Iterable[str]) -> int:
-        """The number of ranks in the plane that `axes` span."""
+        """Return the number of ranks in the plane that `axes` span."""
         return self._plane(axes)[0]
 
     def index(self, axes: Iterable[str]) -> int:
-        """This rank's place in that plane, the last axis varying fastest."""
+        """Return this rank's index in the plane that `axes` span, with the last axis fastest."""
         return self._plane(axes)[1]
 
     def _plane(self, axes: Iterable[str]) -> tuple[int, int]:
-        """That number and this place."""
+        """Return the number of ranks and this rank's index in the plane that `axes` span."""
         axes = tuple(axes)
         if axes not in self.planes:
             grid = Grid({axis: self.size(axis) for axis in axes})
@@ -256,15 +261,16 @@ class Mesh:
         return self.pool.zeros(shape, dtype, kind)
 
     def traced(self, recorder: Any) -> Mesh:
-        """This mesh with every collective and every span written to `recorder`."""
+        """Return this mesh with every collective and every span written to `recorder`."""
         return self._wrapped(recorder, recorder, self.guard)
 
     def guarded(self, ledger: Any) -> Mesh:
-        """This mesh with every product and every call checked by `ledger`; below the trace."""
+        """Return this mesh with every product and call checked by `ledger`, inside of the
+        trace."""
         return self._wrapped(ledger, self.trace, ledger)
 
     def _wrapped(self, wrapper: Wrapper, trace: MeshRecorder, guard: _MeshGuard) -> Mesh:
-        """This mesh with its communicators as `wrapper` wraps them."""
+        """Return this mesh with its communicators wrapped by `wrapper`."""
         comms = {axis: comm.wrapped(wrapper, axis) for axis, comm in self.comms.items()}
         world = wrapper.wrap(self.world, WORLD) if self.ranks > 1 else self.world
         found = Mesh(self.sizes, self.coords, comms, world, trace, guard, self.pool)
@@ -272,7 +278,7 @@ class Mesh:
         return found
 
     def wrapped(self, comm: Communicator, axis: str) -> Communicator:
-        """Another communicator of this rank, as those of the mesh are wrapped."""
+        """Return another communicator of this rank, wrapped like those of the mesh."""
         for wrapper in self.wrappers:
             comm = comm.wrapped(wrapper, axis)
         return comm

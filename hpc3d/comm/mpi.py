@@ -1,16 +1,17 @@
-"""MPI as the communicator: host buffers, non-blocking calls, any hosts.
+"""MPI communicator: host buffers, non-blocking calls, any hosts.
 
-MPI asks before it sends a long message, and over TCP the answer waits behind what the peer sends.
-Members that receive before they send, as in collectives of Open MPI, so use one direction of the
-wire at a time in about half of all calls.  Hence collectives of long messages are made here, of
-messages that are sent first; each member sends a peer no more than the field's formula says:
+MPI uses a rendezvous for long messages, and over TCP the reply waits behind the data that the peer
+sends.  Members that receive before they send, as in collectives of Open MPI, therefore use one
+direction of the network at a time in about half of all calls.  This module implements collectives
+of long messages by messages that are sent first.  Each member sends a peer no more than the usual
+formula says:
 
-    reduce_scatter        each sends part j to member j, and sums what comes
-    all_gather            each sends its block to all (up to 8 members)
+    reduce_scatter        each member sends part j to member j, and sums the received parts
+    all_gather            each member sends its block to all others (up to 8 members)
     all_reduce            2 members send all and sum; 3: by slices, reduce_scatter + all_gather
 
-MPI has no floats of 16 bits: they move as integers, and all their sums are made here, in float32
-(`fold`), as are those of short messages.
+MPI has no 16-bit floats: they are moved as integers and all their sums are computed here, in
+float32 (`fold`), as are those of short messages.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
 
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
-_MESSAGE, _PART = 0, 1  # tags: of a message between members, and of the first part of a collective
-_CALLS = 1 << 13  # whose parts have different tags; the largest tag may be 2 ** 15 - 1
-# Members.  Of more, MPI's rings are as good for sums; and where several gather on a host, a ring
-# brings them each block over the wire once.
+_MESSAGE, _PART = 0, 1  # tags of messages between members and of the first part of a collective
+_CALLS = 1 << 13  # calls whose parts have different tags; the largest tag may be 2 ** 15 - 1
+# Largest numbers of members.  Above them, MPI's rings are as fast for sums, and if several members
+# on a host gather, a ring sends each block over the network only once.
 _MOST = {"all_gather": 8, "all_reduce": 3}
-# While it waits a rank yields its core, and now and then it sleeps, so that the waiting do not
-# keep the working from their caches: with 64 ranks on 2 cores and other programs running, a step
-# takes 3 s, and 10 s with yields alone.  Naps get longer with the wait, up to ten times: stages of
-# a pipeline wait for long.
+# A waiting rank yields its core, and sometimes sleeps, so that waiting ranks do not evict the
+# caches of working ones: with 64 ranks on 2 cores and other programs running, a step takes 3 s,
+# but 10 s with yields only.  Sleeps grow with the wait, up to tenfold, because pipeline stages
+# wait for a long time.
 _YIELDS, _NAP = 8, 200e-6
 
 
 def wait_until(done: Callable[[], bool]) -> None:
     """Return when `done()` is true.
 
-    Now and then MPI gets its turn to move the messages of this rank: a peer may wait for one of
+    MPI progress is called now and then to move this rank's messages: a peer may wait for one of
     them before it does what `done` waits for.
     """
     tries = 0
@@ -63,9 +64,9 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 class MpiCommunicator(Communicator):
-    """The members of one MPI communicator.  All of them wait for their collectives in one order.
+    """Communicator on one MPI communicator; all members wait for their collectives in one order.
 
-    Messages of `long` bytes and more are those that MPI asks for.
+    Messages of `long` bytes and more use MPI's rendezvous.
     """
 
     long: float = 1 << 16
@@ -98,7 +99,7 @@ class MpiCommunicator(Communicator):
         return self.sum_into(block, total, op).then(lambda _: total)
 
     def sum_into(self, block: Array, total: Array, op: str) -> Pending:
-        """The pending sum (or maximum) of all blocks, in the memory of `total`."""
+        """Return the pending sum (or maximum) of all blocks, in the memory of `total`."""
         narrow, few = is_narrow(block.dtype), self.size <= _MOST["all_reduce"]
         if not (narrow or (few and block.nbytes // self.size >= self.long)):
             return arriving(self.comm.Iallreduce(block, total, OPERATIONS[op]).Test, total, block)
@@ -120,8 +121,10 @@ class MpiCommunicator(Communicator):
     def summed(
         self, operation: Callable[..., object], parts: Sequence[Any], out: np.ndarray, tag: int
     ) -> Pending:
-        """The pending sum of what all members have for this one, in `out`; parts[j] is what this
-        one has for member j.  Blocks are added in the order of the members."""
+        """Return the pending sum of all members' blocks for this one, in `out`.
+
+        parts[j] is this rank's block for member j.  Blocks are added in the order of the members.
+        """
         first = 0 if self.rank else 1
         others = iter(self.empty((self.size - 2, *out.shape), out.dtype))
         blocks = [out if peer == first else None for peer in range(self.size)]
@@ -135,7 +138,8 @@ class MpiCommunicator(Communicator):
         return self.swapped(parts, blocks, tag).then(add)
 
     def swapped(self, sent: Sequence[Any], received: Sequence[Any], tag: int) -> Pending:
-        """The pending blocks received[j] of all peers j, which get sent[j]: see the module."""
+        """Return the pending blocks received[j] from all peers j, which get sent[j] (sent
+        first)."""
         peers = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
         requests = [self.comm.Isend(integers(sent[peer]), peer, tag) for peer in peers]
         requests += [
@@ -144,8 +148,10 @@ class MpiCommunicator(Communicator):
         return arriving(lambda: MPI.Request.Testall(requests), received, sent)
 
     def tag(self) -> int:
-        """The tag of the parts of a collective; the next one is that of its second stage, which
-        begins when the call is waited for, perhaps after later calls."""
+        """Return the tag of a collective's parts; the next tag is for its second stage.
+
+        The second stage starts when the call is waited for, perhaps after later calls.
+        """
         self.in_parts += 1
         return _PART + 2 * (self.in_parts % _CALLS)
 
@@ -155,7 +161,7 @@ class MpiCommunicator(Communicator):
         return self.spread_rows(block, root, int(rows[0]))
 
     def spread_rows(self, block: Array, root: int, rows: int) -> Pending:
-        """The pending block of the root, which has so many rows."""
+        """Return the pending block of the root, which has `rows` rows."""
         mine = self.rank == root
         whole = block if mine else self.empty((rows, *block.shape[1:]), block.dtype)
         return arriving(self.comm.Ibcast(integers(whole), root).Test, whole)
@@ -169,7 +175,7 @@ class MpiCommunicator(Communicator):
         return arriving(request.Test, total if mine else block[:0].copy(), block)
 
     def _summed_at(self, block: Array, root: int) -> Pending:
-        """The pending sum at the root of blocks that MPI does not add."""
+        """Return the pending sum at the root of blocks of a type that MPI cannot add."""
         tag = self.tag()
         if self.rank != root:
             request = self.comm.Isend(integers(block), root, tag)
@@ -201,7 +207,7 @@ class MpiCommunicator(Communicator):
 
 
 def arriving(done: Callable[[], bool], result: Any, source: object = None) -> Pending:
-    """A pending `result`, there when `done()`; `source`, which MPI reads, lives until then."""
+    """Return a pending `result`, complete when `done()`; `source`, read by MPI, is kept alive."""
 
     def finish(source=source):
         wait_until(done)
@@ -211,6 +217,6 @@ def arriving(done: Callable[[], bool], result: Any, source: object = None) -> Pe
 
 
 def slices_of(count: int, size: int) -> list[slice]:
-    """The slice of `count` elements that each of `size` members has."""
+    """Return the slice of `count` elements of each of `size` members."""
     bounds = [count * member // size for member in range(size + 1)]
     return [slice(*pair) for pair in pairwise(bounds)]

@@ -1,9 +1,9 @@
-"""NCCL as the communicator: arrays on devices, calls on streams of their own (Traffic).
+"""NCCL communicator: arrays on devices, calls on separate streams (CommStream).
 
-The host posts a call and goes on; `wait()` lets the device wait, not the host.  Communicators on
-two streams may wait for each other for ever, where one rank begins with the calls of one and
-another with those of the other (NVIDIA/nccl issues 195 and 592); since release 2.26 NCCL begins
-them in the order of the host (NCCL_LAUNCH_ORDER_IMPLICIT), which is the same on all ranks.
+The host posts a call and continues; `wait()` makes the device wait, not the host.  Communicators
+on two streams may deadlock if one rank starts with the calls of one and another rank with those of
+the other (NVIDIA/nccl issues 195 and 592).  Since release 2.26, NCCL starts them in host order
+(NCCL_LAUNCH_ORDER_IMPLICIT), which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ OLDEST, _IN_ORDER = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT"
 def split(
     library: ModuleType, comm: MPI.Intracomm, lines: Mapping[str, tuple[int, int]]
 ) -> tuple[Any, dict[str, Any]]:
-    """NCCL's communicator of all ranks of `comm`, which is MPI's, and {axis: part of it} for the
-    `lines`, {axis: (number of this rank's line, place in it)}, in the same order on all ranks.
+    """Return NCCL's communicator of all ranks of the MPI communicator `comm`, and its parts.
 
-    `library` is CuPy's module.  Nothing is in flight meanwhile, and no rank is in no line.
+    The parts are {axis: communicator} for the `lines`, {axis: (number of this rank's line, index
+    in it)}, in the same order on all ranks.  `library` is CuPy's module.  No call may be in
+    flight, and every rank must be in a line.
     """
     os.environ[_IN_ORDER] = "1"
     name = comm.bcast(library.get_unique_id() if comm.rank == 0 else None)
@@ -64,7 +65,7 @@ def split(
 
 
 def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
-    """The context in which NCCL's calls are posted together."""
+    """Return a function that gives a context in which NCCL's calls are posted together."""
 
     @contextmanager
     def group():
@@ -78,10 +79,10 @@ def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
 
 
 class Nccl(Communicator):
-    """The members of one NCCL communicator `nccl`, all with devices.
+    """Communicator on one NCCL communicator `nccl`; all members have devices.
 
-    `host` is the MPI communicator of the same members: it tells how many rows a block has that
-    only its root knows.
+    `host` is the MPI communicator of the same members: it communicates the number of rows of a
+    block that only its root knows.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Nccl(Communicator):
         )
 
     def _all_to_all(self, block):
-        """All-to-all, of sends and receives that are posted together: NCCL has none of its own."""
+        """All-to-all by grouped sends and receives, because NCCL has no all-to-all."""
         mixed = self.buffer(block.shape, block.dtype)
         count = block.shape[0] // self.size
         with self.grouped():
@@ -141,9 +142,9 @@ class Nccl(Communicator):
         *how: object,
         of: Array | None = None,
     ) -> Pending:
-        """Call `function` from `source` to `target`; the pending target, or `of`.
+        """Call `function` from `source` to `target`; return the pending target, or `of`.
 
-        It has as many elements as `counted`, and there is no call of none.
+        The call has as many elements as `counted`; without elements, there is no call.
         """
         result = target if of is None else of
         if not counted.size:

@@ -1,12 +1,12 @@
-"""Arrays of a device that wait in memory of its host, in pages that stay in their place.
+"""Offloading of device arrays to pinned host memory.
 
-Copies have a stream of their own, in the order of the program, beside what is computed:
+Copies run on a separate stream, in program order, concurrently with the computation:
 
     computation   ... block 3         |wait a  ... block 2       |wait b  ... block 1
     copies        |fetch 2, record a           |fetch 1, record b
 
-What is copied follows all that was computed before.  An array that leaves keeps its memory until
-the next one does, and one that comes has its own from the beginning.
+A copy starts after all earlier computation.  An array that is saved keeps its device memory until
+the next save, and an array that is loaded has its memory from the start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _OwnedPinned(Pinned):
-    """Pinned arrays that another pool counts."""
+    """Pinned arrays that are counted in another pool."""
 
     def __init__(self, owner: DevicePool) -> None:
         super().__init__(owner.device.pinned.allocate)
@@ -41,7 +41,7 @@ class _OwnedPinned(Pinned):
 
 
 class PinnedStore:
-    """A HostStore (hpc3d.arrays.host_store) of the arrays of a device."""
+    """HostStore (hpc3d.arrays.host_store) of device arrays."""
 
     exposed = None
 

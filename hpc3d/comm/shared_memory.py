@@ -1,14 +1,14 @@
-"""Ranks of one node: collectives in memory that they share, without a copy that is not needed.
+"""Communicator of the ranks of one node: collectives in shared memory without unnecessary copies.
 
-A gathered block exists once a group, not once a rank: each member writes its part, raises its
-flag and reads the whole.  A product is written where its peers can read it, and each member sums
-its own slice of all partial blocks.  Nothing is copied through a message queue.
+A gathered block exists once per group, not once per rank: each member writes its part, sets its
+flag and reads the full block.  A product is written to memory that its peers can read, and each
+member sums its own slice of all partial blocks.  Nothing is copied through a message queue.
 
-Contract.  All members make the same calls in the same order and drop the arrays they got from here
-at the same points of the program, as reference counting does by itself.  Hence the members'
-allocators agree without talking, and memory dropped before a member's post number t may be written
-again by whoever has seen post t+1 of all members.  The posts carry the region's number: members
-that disagree stop with an error.
+Contract.  All members make the same calls in the same order and drop the arrays obtained here at
+the same points of the program, as reference counting does by itself.  The members' allocators
+therefore agree without communication.  Memory dropped before a member's post number t may be
+rewritten by any member that has seen post t+1 of all members.  The posts contain the number of the
+region: members that disagree stop with an error.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 SHARED = "/dev/shm"
 _SEGMENT = 1 << 20
-# A member's line in the flag page, in 8-byte words: its last post, then what its last _RING posts
-# were about: region, and a value.
+# Row of a member in the flag page, in 8-byte words: its last post, then the region and a value for
+# each of its last _RING posts.
 _RING = 63
 _LINE = 1 + 2 * _RING
 
 
 def usable(node_ranks: int) -> bool:
-    """Whether this node can share memory between its `node_ranks` ranks.
+    """Return True if the `node_ranks` ranks of this node can share memory.
 
-    Flags and blocks are ordered by x86's stores; another architecture would need fences here.
+    The order of flags and blocks relies on x86's stores; another architecture would need fences.
     """
     if platform.machine() not in ("x86_64", "AMD64") or not os.path.isdir(SHARED):
         return False
@@ -54,7 +54,7 @@ def usable(node_ranks: int) -> bool:
 
 
 class Region:
-    """`size` slots of shared memory, one a member."""
+    """Region of shared memory with `size` slots, one per member."""
 
     def __init__(self, number: int, memory: np.ndarray, size: int) -> None:
         self.memory, self.slot = memory, memory.size // size
@@ -62,13 +62,13 @@ class Region:
         self.freed_at = -1
 
     def blocks(self, count: int, dtype: DTypeLike) -> np.ndarray:
-        """The first `count` elements of every slot, [size, count]."""
+        """Return the first `count` elements of every slot, [size, count]."""
         whole = of_type(self.memory.view(dtype))
         return whole.reshape(-1, self.slot // whole.itemsize)[:, :count]
 
 
 class SharedLease(Lease):
-    """A lease on part of a region; `slot_of` is the communicator whose own slot it is, if any."""
+    """Lease on part of a region; `slot_of` is the communicator whose own slot it is, if any."""
 
     __slots__ = ("region", "slot_of")
 
@@ -85,7 +85,7 @@ class SharedLease(Lease):
 
 
 class SharedMemory(MpiCommunicator):
-    """The members of one MPI communicator that all live on this node."""
+    """Communicator on one MPI communicator whose members are all on this node."""
 
     def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
         super().__init__(comm, members, pool)
@@ -96,7 +96,8 @@ class SharedMemory(MpiCommunicator):
         self.posted = self.seen = 0
 
     def _segment(self, size: int) -> np.ndarray:
-        """`size` bytes that all members map, in a file that has no name and so cannot be left."""
+        """Return `size` bytes that all members map, in an unnamed file that cannot be left
+        behind."""
         handle = path = None
         if self.rank == 0:
             handle = os.open(SHARED, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -110,7 +111,7 @@ class SharedMemory(MpiCommunicator):
         return memory
 
     def region(self, nbytes: int) -> Region:
-        """A region with slots of at least `nbytes`; the same one on all members."""
+        """Return a region with slots of at least `nbytes`, the same one on all members."""
         size = self.size * size_class(nbytes)
         stock = self.free[size]
         if stock and stock[0].freed_at < self.seen:
@@ -124,7 +125,7 @@ class SharedMemory(MpiCommunicator):
     def lend(
         self, region: Region, memory: np.ndarray, shape: Sequence[int], dtype: DTypeLike
     ) -> np.ndarray:
-        """An array on `memory` of `region`, free again when the views are dead."""
+        """Return an array on `memory` of `region`, which is freed when all views are dead."""
         shape, booked = tuple(shape), prod(shape) * np.dtype(dtype).itemsize
         self.pool.count("communication", booked)
 
@@ -139,7 +140,8 @@ class SharedMemory(MpiCommunicator):
         self.free[region.memory.size].append(region)
 
     def publish(self, region: Region | None = None, value: int = 0) -> int:
-        """Raise this member's flag: what it wrote so far may be read.  The number of the post."""
+        """Set this member's flag, which publishes its writes so far; return the number of the
+        post."""
         self.posted += 1
         if self.posted - self.seen >= _RING:
             self.wait_for_all(self.posted - _RING + 1)
@@ -158,7 +160,7 @@ class SharedMemory(MpiCommunicator):
         for line in range(0, self.size * _LINE, _LINE):
             if flags[line] < post:
                 wait_until(lambda line=line: flags[line] >= post)  # type: ignore[misc]  # a default
-            # A member that is _RING - 1 posts ahead may be writing over its note of this one.
+            # A member that is _RING - 1 posts ahead may be overwriting its entry for this post.
             if flags[line + place] != region and flags[line] < post + _RING - 1:
                 raise RuntimeError(
                     f"members {self.members} no longer agree on their shared memory: they made "
@@ -175,7 +177,7 @@ class SharedMemory(MpiCommunicator):
         return array
 
     def placed(self, block: np.ndarray) -> tuple[np.ndarray, Region]:
-        """`block` in a `buffer` of this communicator, and the region: itself, or a copy."""
+        """Return `block` in a `buffer` of this communicator (itself or a copy), and the region."""
         lease: Any = lease_of(block)
         ours = isinstance(lease, SharedLease) and lease.slot_of is self
         if ours and block.ctypes.data == lease.memory.ctypes.data:
@@ -222,7 +224,8 @@ class SharedMemory(MpiCommunicator):
         return self.after(self.publish(region), finish)
 
     def _sum_by_slices(self, block: np.ndarray, op: str) -> Pending:
-        """Each member sums a slice of all blocks into one shared total, which all then read."""
+        """Sum a slice of all blocks on each member into one shared total, which all members
+        read."""
         block, region = self.placed(block)
         result = self.region(-(-block.nbytes // self.size))
         total = self.lend(result, result.memory[: block.nbytes], block.shape, block.dtype)
@@ -264,7 +267,7 @@ class SharedMemory(MpiCommunicator):
         return self.after(self.publish(region), finish)
 
     def after(self, post: int, finish: Callable[[], Any]) -> Pending:
-        """The pending result of `finish`, once all members have made this post."""
+        """Return the pending result of `finish`, called once all members have made this post."""
 
         def meet_and_finish():
             self.wait_for_all(post)

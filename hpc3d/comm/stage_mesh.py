@@ -1,8 +1,8 @@
-"""The mesh of a pipeline whose stages may have different numbers of replicas.
+"""Mesh of a pipeline whose stages may have different numbers of replicas.
 
-Ranks are numbered stage by stage.  The replicas of a stage share the rows of a microbatch in
-order; where two stages have equally many, a rank sends its rows to the one with the same number,
-otherwise every rank sends to those that need some of its rows.
+Ranks are numbered stage by stage.  The replicas of a stage split the rows of a microbatch in
+order.  If two stages have equally many replicas, a rank sends its rows to the replica with the
+same number.  Otherwise every rank sends to those that need some of its rows.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from hpc3d.comm.communicator import Communicator, Pending
 from hpc3d.comm.mesh import DATA, Mesh
 
-# What makes the communicator of some ranks, this one among them; all of them call it.
+# Factory of the communicator of some ranks, including this one; collective over them.
 Line = Callable[[Sequence[int]], Communicator]
 
 
 def ranks_of(replicas: Sequence[int]) -> list[range]:
-    """The ranks of every stage."""
+    """Return the ranks of every stage."""
     return [range(first, stop) for first, stop in pairwise(accumulate(replicas, initial=0))]
 
 
 def place_of(replicas: Sequence[int], rank: int) -> tuple[int, int]:
-    """The stage of a rank, and its number among the replicas."""
+    """Return the stage of a rank and its index among the replicas."""
     return next(
         (stage, ranks.index(rank))
         for stage, ranks in enumerate(ranks_of(replicas))
@@ -34,7 +34,7 @@ def place_of(replicas: Sequence[int], rank: int) -> tuple[int, int]:
 
 
 def shares(rows: int, replicas: int) -> list[range]:
-    """The rows of each replica, which differ by one where they must."""
+    """Return the rows of each replica; their numbers differ by at most one."""
     return [
         range(rows * place // replicas, rows * (place + 1) // replicas)
         for place in range(replicas)
@@ -47,7 +47,7 @@ def stage_mesh(
     world: Communicator,
     line: Line,
 ) -> Mesh:
-    """The mesh with the axes p and d, for microbatches of `rows` samples."""
+    """Return the mesh with the axes p and d, for microbatches of `rows` samples."""
     stages, (stage, place) = ranks_of(replicas), place_of(replicas, world.rank)
     comms: dict[str, Communicator] = {}
     if len(stages) > 1 and len({*replicas}) == 1:
@@ -63,8 +63,8 @@ def stage_mesh(
 class SplitRows(Communicator):
     """Messages between stages with different numbers of replicas.
 
-    A block has one or several rows for each of this rank's samples; every peer that shares samples
-    gets or brings their rows.
+    A block has one or several rows for each of this rank's samples.  Each peer that shares samples
+    sends or receives their rows.
     """
 
     def __init__(
@@ -77,20 +77,21 @@ class SplitRows(Communicator):
         super().__init__(stage, len(stages), first, world.pool)
 
     def wrapped(self, wrapper: Any, axis: str) -> Any:
-        """Messages between ranks are what is wrapped."""
+        """Wrap the messages between ranks."""
         found = copy(self)
         found.world = wrapper.wrap(self.world, axis)
         return found
 
     def _shared(self, peer: int) -> Iterator[tuple[int, slice]]:
-        """The ranks of another stage that share samples with this one, and these of its own."""
+        """Yield the ranks of another stage that share samples with this rank, and the shared
+        samples."""
         for rank, theirs in zip(self.stages[peer], self.rows[peer], strict=True):
             first, stop = max(self.mine.start, theirs.start), min(self.mine.stop, theirs.stop)
             if first < stop:
                 yield rank, slice(first - self.mine.start, stop - self.mine.start)
 
     def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
-        """The same in rows of a block."""
+        """Yield the ranks of another stage that share samples, and the shared rows of a block."""
         each = rows // len(self.mine)
         for rank, samples in self._shared(peer):
             yield rank, slice(samples.start * each, samples.stop * each)

@@ -1,4 +1,4 @@
-"""Threads as ranks: the whole program under plain pytest, without MPI."""
+"""Communicators between threads as ranks: the full program under plain pytest, without MPI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpc3d.comm.stage_mesh import Line, stage_mesh
 
 
 class ThreadGroup:
-    """What the members of one communicator share: a slot each, a barrier, and the mail."""
+    """Shared state of the members of one communicator: a slot each, a barrier, and a mailbox."""
 
     def __init__(self, members: Sequence[int]) -> None:
         self.members = members
@@ -29,7 +29,7 @@ class ThreadGroup:
 
 
 class Threads(Communicator):
-    """Members are threads of this process.  Results are copies, never a peer's memory."""
+    """Communicator between threads of this process; results are copies, never a peer's memory."""
 
     def __init__(self, group: ThreadGroup, rank: int, pool: Pool) -> None:
         super().__init__(rank, len(group.members), group.members, pool)
@@ -38,7 +38,7 @@ class Threads(Communicator):
         self.awaited: Counter[int] = Counter()
 
     def share(self, block: np.ndarray) -> list[np.ndarray]:
-        """The blocks of all members; they stay valid until `leave`."""
+        """Return the blocks of all members; they stay valid until `leave`."""
         self.group.slots[self.rank] = block
         self.group.barrier.wait()
         return self.group.slots
@@ -93,7 +93,7 @@ class Threads(Communicator):
 
 
 def _sum_of(blocks: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
-    """The blocks summed (or maximised) in the order of the members."""
+    """Return the sum (or maximum) of the blocks, in the order of the members."""
     total = of_type(np.empty_like(blocks[0]))
     fold(REDUCTIONS[op], blocks, total)
     return total
@@ -102,7 +102,7 @@ def _sum_of(blocks: Sequence[np.ndarray], op: str = "sum") -> np.ndarray:
 def meshes(
     shape: Mapping[str, int], pool_of: Callable[[], Pool] = Pool
 ) -> tuple[list[Mesh], list[ThreadGroup]]:
-    """One `Mesh` a rank of `shape`, in rank order, and the groups behind them."""
+    """Return one `Mesh` per rank of `shape`, in rank order, and the groups that they use."""
     grid = Grid(shape)
     world = ThreadGroup(range(grid.size))
     groups: dict[tuple[str, Sequence[int]], ThreadGroup] = {}
@@ -121,11 +121,10 @@ def meshes(
 def run(
     shape: Mapping[str, int], function: Callable[[Mesh], Any], pool_of: Callable[[], Pool] = Pool
 ) -> list[Any]:
-    """Call `function(mesh)` once a rank, on threads; the results in rank order.
+    """Call `function(mesh)` once per rank, on threads; return the results in rank order.
 
-    `shape` names the axes and their sizes, the last varies fastest; `pool_of` makes the pool of a
-    rank.  The first exception of any
-    rank is raised here; the other ranks are woken up and end.
+    `shape` has the axes and their sizes, the last varies fastest; `pool_of` makes the pool of a
+    rank.  The first exception of any rank is raised here; the other ranks are woken up and end.
     """
     ranks, groups = meshes(shape, pool_of)
     return _on_threads(ranks, groups, function)
@@ -134,7 +133,11 @@ def run(
 def run_stages(
     replicas: Sequence[int], rows: int, function: Callable[[Mesh, Line], Any]
 ) -> list[Any]:
-    """The same on a hpc3d.comm.stage_mesh, with what makes communicators of some ranks."""
+    """Call `function(mesh, line)` once per rank of a stage mesh (hpc3d.comm.stage_mesh), on
+    threads.
+
+    `line` makes the communicator of some ranks.  Returns the results in rank order.
+    """
     size, pool = sum(replicas), Pool()
     world = ThreadGroup(range(size))
     groups: dict[tuple[int, ...], ThreadGroup] = {}
@@ -173,7 +176,7 @@ def _on_threads(
                 with group.arrived:
                     group.arrived.notify_all()
 
-    # Ranks that wait for each other for ever do not keep the process.
+    # Daemon threads, so that deadlocked ranks do not keep the process alive.
     threads = [threading.Thread(target=work, args=(mesh,), daemon=True) for mesh in ranks]
     for thread in threads:
         thread.start()

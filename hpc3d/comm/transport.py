@@ -1,10 +1,10 @@
-"""How ranks with devices talk to each other: the ways there are, and the one that a job takes.
+"""Transports between ranks with devices, and the choice of the transport of a job.
 
-    nccl            NCCL, where each rank has a device of its own
-    mpi             MPI on the memory of devices, where it takes that (CudaAwareMpi)
-    mpi-messages    the same for messages, the rest by the hosts (CudaAwareMessages)
-    host-staged     MPI through the memory of the hosts (HostStaged)
-    none            one rank, which talks to nobody
+    nccl            NCCL, if each rank has its own device
+    mpi             MPI on device memory, if MPI supports it (CudaAwareMpi)
+    mpi-messages    MPI on device memory for messages, host staging otherwise (CudaAwareMessages)
+    host-staged     MPI through host memory (HostStaged)
+    none            a single rank without communication
 
 Nothing is tried that might end the job: see hpc3d.comm.cuda_aware_probe.
 """
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 OVERRIDE = "HPC3D_MPI_DEVICE"
-# What MPI takes of devices: the way of the ranks.
+# MPI's support for device memory -> transport.
 _WAYS = {"none": "host-staged", "p2p": "mpi-messages", "full": "mpi"}
 _SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"  # allows ranks to share a device, since NCCL 2.30
-_PATIENCE = 60  # seconds for two ranks that try MPI
+_PATIENCE = 60  # timeout in seconds of the two ranks that test MPI
 
 
 class RankDevice(NamedTuple):
-    """What a rank has: its host, the device (as all see it, and by name), NCCL's version (0: no
-    NCCL), whether that may share a device, and whether MPI says that it takes their memory."""
+    """Device and libraries of a rank: its host, its device (globally identified, and by name),
+    NCCL's version (0: no NCCL), True if NCCL may share a device, True if MPI claims CUDA
+    support."""
 
     host: str
     device: str
@@ -46,8 +47,11 @@ class RankDevice(NamedTuple):
 
 
 def choose_transport(job: Job, asked: str, dtype: str) -> tuple[Cuda, str, tuple[str, ...]]:
-    """The device of this rank, bound, the way of all ranks, and the lines that say so, for
-    mesh.transport = `asked` and train.dtype = `dtype`; the job is refused where that cannot be."""
+    """Bind this rank's device and choose the transport of all ranks.
+
+    `asked` is mesh.transport and `dtype` train.dtype.  Returns the device, the transport, and log
+    lines that explain the choice.  The job is refused if the request cannot be met.
+    """
     refuse(job, job.gather(cuda_aware_probe.missing(asked, dtype)))
     device, devices = _rank_devices(job)
     way, why = job.from_root(lambda: choose(asked, devices, lambda: cuda_aware_support(devices)))
@@ -56,7 +60,7 @@ def choose_transport(job: Job, asked: str, dtype: str) -> tuple[Cuda, str, tuple
 
 
 def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
-    """The device of this rank, bound, and the Seats of all ranks."""
+    """Return this rank's bound device, and the RankDevices of all ranks."""
     from hpc3d.cuda.device import bound
 
     place = job.place()
@@ -65,7 +69,7 @@ def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
 
 
 def explained(job: Job) -> Iterator[Finding]:
-    """The way that ranks would take here, where all of them have devices: for the doctor."""
+    """Yield the default transport for `doctor`, if all ranks have devices."""
     if all(job.gather(cuda_aware_probe.present())):
         _, devices = _rank_devices(job)
         way, why = job.from_root(
@@ -75,7 +79,7 @@ def explained(job: Job) -> Iterator[Finding]:
 
 
 def refuse(job: Job, problems: Sequence[str | None]) -> None:
-    """Refuse the job for what ranks lack (None: nothing): a line for each thing."""
+    """Refuse the job with one line per problem of its ranks (None: no problem)."""
     ranks: dict[str | None, list[int]] = {}
     for rank, problem in enumerate(problems):
         ranks.setdefault(problem, []).append(rank)
@@ -86,8 +90,8 @@ def refuse(job: Job, problems: Sequence[str | None]) -> None:
 
 
 def _rank_device(host: str, device: Cuda) -> RankDevice:
-    """The Seat of a rank on its `device`."""
-    there = f"{device.bus} {device.uuid}"  # parts of one device have the same bus
+    """Return the RankDevice of a rank on its `device`."""
+    there = f"{device.bus} {device.uuid}"  # the parts of one device have the same bus
     several = os.environ.get(_SEVERAL) == "1"
     aware = cuda_aware_probe.says_yes(library_file())
     return RankDevice(host, there, str(device), cuda_aware_probe.nccl_version(), several, aware)
@@ -96,12 +100,13 @@ def _rank_device(host: str, device: Cuda) -> RankDevice:
 def choose(
     asked: str, devices: Sequence[RankDevice], cuda_aware_support: Callable[[], tuple[str, str]]
 ) -> tuple[str, str]:
-    """The way of ranks with these `devices`, and why; `asked` is mesh.transport.
+    """Return the transport of ranks with these `devices` and the reason; `asked` is
+    mesh.transport.
 
-    `cuda_aware_support()` is what MPI takes of devices ("none", "p2p" or "full"), and how that is
-    known.
+    `cuda_aware_support()` returns MPI's support for device memory ("none", "p2p" or "full") and
+    the evidence for it.
 
-    ValueError where it cannot be as asked.
+    Raises ValueError if the requested transport is impossible.
     """
     if len(devices) == 1:
         return "none", "there is one rank"
@@ -127,7 +132,7 @@ def _refuse_if(wrong: bool, asked: str, problem: str) -> None:
 
 
 def _against_nccl(asked: str, devices: Sequence[RankDevice]) -> str | None:
-    """Why these ranks cannot use NCCL; None if they can."""
+    """Return the reason why these ranks cannot use NCCL, or None if they can."""
     without = [rank for rank, rank_device in enumerate(devices) if not rank_device.nccl]
     if without:
         return f"no NCCL on ranks {spans(without)}"
@@ -141,7 +146,7 @@ def _against_nccl(asked: str, devices: Sequence[RankDevice]) -> str | None:
 
 
 def sharing(devices: Sequence[RankDevice]) -> list[str]:
-    """A line for each device that several ranks share."""
+    """Return a line for each device that several ranks share."""
     there: dict[tuple[str, str, str], list[int]] = {}
     for rank, rank_device in enumerate(devices):
         there.setdefault((rank_device.host, rank_device.device, rank_device.name), []).append(rank)
@@ -153,8 +158,11 @@ def sharing(devices: Sequence[RankDevice]) -> list[str]:
 
 
 def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
-    """What MPI takes of devices, and how that is known: the user says so, or MPI does and two
-    ranks in processes of their own have tried it.  Rank 0 asks for all."""
+    """Return MPI's support for device memory, and the evidence for it.
+
+    The evidence is the user's setting, or MPI's claim with a test by two ranks in separate
+    processes.  Rank 0 asks for all ranks.
+    """
     said = os.environ.get(OVERRIDE)
     if said is not None and said not in _WAYS:
         raise ValueError(f"{OVERRIDE}={said}: use none, p2p or full, or unset it")

@@ -1,17 +1,18 @@
-"""Ranks of several hosts, equally many on each: shared memory inside a host, the wire between.
+"""Two-level communicator: shared memory inside each host, MPI between hosts with equally many
+ranks.
 
-A lane has one member of each host.  What crosses the wire does so once a host, and each lane
-brings its share; all members of a host read the result in the memory that they share.
+A lane has one member of each host.  Data crosses the network once per host, and each lane
+transfers its share.  All members of a host read the result in shared memory.
 
-                    in a host                          on the wire, by lanes
+                    inside a host                      on the network, by lanes
     all_gather                                         blocks, into shared memory
     reduce_scatter  sum the parts of this lane     ->  reduce_scatter of them
     all_reduce      sum this lane's slice          ->  all_reduce of it, into shared memory
     broadcast       the root's block is shared     ->  broadcast of this lane's slice
     reduce          sum this lane's slice          ->  reduce of it, to the root's host
 
-Short blocks, messages and all_to_all go as MPI has them.  Sums of 16-bit floats are rounded once
-in a host and once between hosts.
+Short blocks, messages and all_to_all use MPI directly.  Sums of 16-bit floats are rounded once
+inside a host and once between hosts.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class TwoLevel(MpiCommunicator):
-    """The members of one MPI communicator, of which member j is on host `hosts[j]`."""
+    """Communicator on one MPI communicator, with member j on host `hosts[j]`."""
 
     def __init__(
         self, comm: MPI.Comm, members: Sequence[int], pool: Pool, hosts: Sequence[int | None]
@@ -67,13 +68,13 @@ class TwoLevel(MpiCommunicator):
         return super().buffer(shape, dtype) if short else self.node.buffer(shape, dtype)
 
     def shared(self, shape: Sequence[int], dtype: np.dtype) -> tuple[np.ndarray, Region]:
-        """An array that the members on this host share, and its region."""
+        """Return an array that the members on this host share, and its region."""
         nbytes = prod(shape) * dtype.itemsize
         region = self.node.region(-(-nbytes // self.node.size))
         return self.node.lend(region, region.memory[:nbytes], shape, dtype), region
 
     def seen(self, whole: np.ndarray, region: Region | None = None) -> np.ndarray:
-        """`whole`, once all members on this host have written their share of it."""
+        """Return `whole` once all members on this host have written their share of it."""
         whole.flags.writeable = False
         self.node.wait_for_all(self.node.publish(region))
         return whole
@@ -159,18 +160,18 @@ class TwoLevel(MpiCommunicator):
         return self.node.after(self.node.publish(region), finish)
 
     def _slice_of(self, count: int) -> slice:
-        """This lane's share of `count` elements."""
+        """Return this lane's slice of `count` elements."""
         return slices_of(count, self.node.size)[self.lane]
 
     def _summed_here(
         self, region: Region, block: np.ndarray, operation: Callable[..., object]
     ) -> np.ndarray:
-        """This lane's slice of the sum of the blocks of this host, which lie in `region`."""
+        """Return this lane's slice of the sum of this host's blocks, which are in `region`."""
         mine = self._slice_of(block.size)
         total = self.empty((mine.stop - mine.start,), block.dtype)
         fold(operation, region.blocks(block.size, block.dtype)[:, mine], total)
         return total
 
     def _host_of(self, member: int) -> int:
-        """The number of a member's host, which is its place in a lane."""
+        """Return the index of a member's host, which is its index in a lane."""
         return int(np.argwhere(self.table == member)[0, 0])

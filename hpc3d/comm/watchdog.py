@@ -1,11 +1,11 @@
-"""A job in which nothing moves any more ends, and every rank that still can says where it is.
+"""Watchdog that ends a job without progress after every responsive rank has reported its position.
 
-    RUN/watchdog/rank-00003.txt    the call that rank 3 waits in, the calls of all its groups, and
+    RUN/watchdog/rank-00003.txt    the call in which rank 3 waits, the calls of all its groups, and
                                    the stacks of its threads
-    RUN/watchdog/summary.txt       the line that one of them printed
+    RUN/watchdog/summary.txt       the line printed by one of the ranks
 
-A thread on every rank looks, a few times in `run.watchdog_s`, whether a call was completed, a step
-began or memory was lent.  It reads what is counted anyway: the rank that works pays nothing.
+A thread on every rank checks, several times per `run.watchdog_s`, if a call was completed, a step
+began or memory was lent.  It reads existing counters, so the working rank has no overhead.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-_LOOKS = 20  # in the seconds that are allowed, but one a second at least
-GRACE = 6  # looks more, in which the others report, too
-LATER = 6  # and more, in which the ranks of rank 0's node end the job: what they say is heard
-TOLD = 10  # seconds after SIGTERM, if no wait was half as long before: a peer may have gone
+_LOOKS = 20  # checks in the allowed time, but at least one per second
+GRACE = 6  # further checks in which the other ranks report, too
+LATER = 6  # further checks on other nodes: rank 0's node ends the job, so that its output arrives
+TOLD = 10  # seconds after SIGTERM, if no wait was half as long before: a peer may have ended
 _SILENT = "silent: stopped, or gone"
-ANSWER = 2  # seconds that a file system has: one may have been lost with the link to its server
-_SHOWN = 6  # groups of ranks in the line that is printed
+ANSWER = 2  # timeout in seconds of file systems: the link to a file server may be down
+_SHOWN = 6  # groups of ranks in the printed line
 
 
 class Watchdog:
-    """Ends a job with STALLED when nothing moved for `seconds` on this rank.
+    """End a job with STALLED if there was no progress for `seconds` on this rank.
 
-    `mesh` is that below the trace, whose communicators count their calls; `homes` has the nodes of
-    the ranks.  After SIGTERM a rank that waits for others in vain leaves sooner, alone.
+    `mesh` is the mesh inside of the trace, whose communicators count their calls; `homes` has the
+    nodes of the ranks.  After SIGTERM, a rank that waits for others in vain exits earlier, by
+    itself.
     """
 
     def __init__(self, job: Job, mesh: Mesh, run_dir: Path, seconds: float, homes: Homes) -> None:
@@ -55,13 +56,13 @@ class Watchdog:
         self.grace = GRACE if homes.nodes[job.rank] == homes.nodes[0] else GRACE + LATER
         self.leads = homes.nodes[job.rank] == job.rank
         self.seconds, self.period = seconds, min(1.0, seconds / _LOOKS)
-        self.silence = self.longest = 0.0  # seconds: now, and before the rank moved again
+        self.silence = self.longest = 0.0  # seconds without progress: now, and the longest so far
         self.moved: object = None
         self.looked = time.monotonic()
         self.over, self.thread = Event(), Thread(target=self.watch, daemon=True)
 
     def step(self, number: int) -> None:
-        """Step `number` begins; from the first one on, this rank is watched."""
+        """Record that step `number` begins; watching starts with the first step."""
         self.place.step = number
         if not self.thread.ident:
             self.thread.start()
@@ -75,8 +76,11 @@ class Watchdog:
             self.act()
 
     def look(self) -> None:
-        """Count the seconds of silence.  Those in which this thread did not get to look do not
-        count: the whole rank was stopped then, or waited for a core."""
+        """Count the seconds without progress.
+
+        Time in which this thread could not run does not count: the whole rank was stopped then, or
+        waited for a core.
+        """
         before, self.moved = self.moved, self._movement()
         gap, self.looked = time.monotonic() - self.looked, time.monotonic()
         if self.moved == before:
@@ -85,12 +89,15 @@ class Watchdog:
             self.silence, self.longest = 0.0, max(self.longest, self.silence)
 
     def _movement(self) -> tuple[object, ...]:
-        """What is another from look to look while the rank works."""
+        """Return counters that change between checks while the rank makes progress."""
         return self.place.done(), self.pool.live["activation"], len(self.job.signals)
 
     def act(self) -> None:
-        """Report where this rank was silent for too long, or another was and this one for half of
-        it; end the job when the others had the time to report."""
+        """Report if this rank had no progress for too long, or for half of it if another has
+        reported.
+
+        End the job when the others have had the time to report.
+        """
         if self._deserted():
             self.leave()
         elif self.silence > self.seconds + self.grace * self.period:
@@ -104,19 +111,19 @@ class Watchdog:
         return self.silence > self.seconds / 2 and self.reports.begun()
 
     def _deserted(self) -> bool:
-        """Whether this rank was asked to end, and waits for others that may have ended."""
+        """Return True if this rank was asked to end and waits for others that may have ended."""
         told = {*ENDING} & {*self.job.signals} and self.place.waiting()
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 
     def leave(self) -> None:
-        """End this rank alone."""
+        """End only this rank."""
         if self.job.first_to_fail():
             what = f"asked to end and left: nothing moved for {self.silence:.0f} s"
             self.job.complain(f"rank {self.job.rank} was {what}, {self.place}")
         leave(self.job)
 
     def end(self) -> None:
-        """Save what can be saved and end the job, unless it is ending; one rank says why."""
+        """Save the state and end the job, unless it is ending; one rank reports the reason."""
         if self.job.ending.acquire(blocking=False):
             save_in_child(self.job)
             if self.reports.sum_up(self.seconds):
@@ -128,7 +135,8 @@ class Watchdog:
 
 
 class RankPosition:
-    """Where a rank is: in a call along one of the axes of `comms`, or in none, of `step`."""
+    """Position of a rank: the call along one of the axes of `comms` in which it waits, and
+    `step`."""
 
     def __init__(self, comms: Mapping[str, Communicator]) -> None:
         self.comms, self.step = comms, -1
@@ -137,7 +145,7 @@ class RankPosition:
         return self.step, *(comm.done for comm in self.comms.values())
 
     def waiting(self) -> tuple[str, tuple[str, int, int, int | None]] | None:
-        """The axis and the call that this rank waits in; None if it is in none."""
+        """Return the axis and the call in which this rank waits, or None."""
         calls = ((axis, comm.waiting) for axis, comm in self.comms.items())
         return next(((axis, call) for axis, call in calls if call), None)
 
@@ -151,14 +159,14 @@ class RankPosition:
         return f"in {op}{other} {along(axis)} (call {number}{size}) of step {self.step}"
 
     def groups(self) -> Iterator[str]:
-        """A line for each group that this rank is in."""
+        """Yield a line for each group of this rank."""
         for axis, comm in self.comms.items():
             calls = f"{comm.calls} calls, {comm.done} done"
             yield f"{axis}: ranks {spans(comm.members)}: {calls}"
 
 
 class Reports:
-    """What the ranks of a job say in `folder`, one file per rank."""
+    """Reports of the ranks of a job in `folder`, one file per rank."""
 
     def __init__(self, job: Job, folder: Path, homes: Homes) -> None:
         self.job, self.folder, self.homes, self.spoken = job, folder, homes, False
@@ -166,7 +174,8 @@ class Reports:
         self.asked: Thread | None = None
 
     def _promptly(self, ask: Callable[[], Any], otherwise: Any) -> Any:
-        """What `ask()` finds in the folder, `otherwise` where that does not answer."""
+        """Return the result of `ask()`, or `otherwise` if the file system does not answer in
+        time."""
         if self.asked and self.asked.is_alive():
             return otherwise
         found = [otherwise]
@@ -179,17 +188,17 @@ class Reports:
         return self.folder / f"rank-{rank:05d}.txt"
 
     def begun(self) -> bool:
-        """Whether any rank has reported."""
+        """Return True if any rank has reported."""
         return self._promptly(self.folder.is_dir, False)
 
     def speak(self, place: RankPosition, silence: float) -> None:
-        """Say where this rank is, once."""
+        """Write the position of this rank, once."""
         if not self.spoken:
             self.spoken = True
             self._promptly(lambda: self.write(place, silence), None)
 
     def write(self, place: RankPosition, silence: float) -> None:
-        with suppress(OSError):  # a full disk does not keep the job from its end
+        with suppress(OSError):  # a full disk must not keep the job from ending
             self.folder.mkdir(exist_ok=True)
             with self.path(self.job.rank).open("w") as file:
                 lines = [place, f"for {silence:.1f} s", *place.groups(), ""]
@@ -197,7 +206,10 @@ class Reports:
                 faulthandler.dump_traceback(file)
 
     def take_back(self) -> None:
-        """This rank was but slow; unless the job ends, and those that were stopped are woken."""
+        """Remove the report of this rank, which was only slow.
+
+        Keep it if the job is ending: ranks that were stopped are woken up then.
+        """
         if self.spoken and self._promptly(lambda: not self.summary.exists(), False):
             self.spoken = False
             with suppress(OSError):
@@ -205,8 +217,7 @@ class Reports:
                 self.folder.rmdir()
 
     def sum_up(self, seconds: float) -> bool:
-        """Print which ranks are where after `seconds`, unless another rank did; whether it did
-        not."""
+        """Print the positions of the ranks after `seconds`; return False if another rank did."""
         line = f"nothing moved for {seconds:g} s: "
         if places := self._promptly(self.places, None):
             line += f"{places}; stacks in {self.folder}"
@@ -214,12 +225,12 @@ class Reports:
             line += f"{self.folder} does not answer, either"
         if not self._promptly(lambda: self.noted(line), True):
             return False
-        self.job.first_to_fail()  # the others need not say that they ended
+        self.job.first_to_fail()  # the other ranks need not report that they ended
         self.job.complain(line)
         return True
 
     def noted(self, line: str) -> bool:
-        """Whether no rank had summed up before; better twice than never."""
+        """Write the summary; return False if another rank had written it, True in doubt."""
         try:
             with self.summary.open("x") as file:
                 print(line, file=file)
@@ -230,7 +241,7 @@ class Reports:
         return True
 
     def places(self) -> str:
-        """Which ranks are where: first those that the others may be waiting for."""
+        """Return the positions of the ranks, first those for which the others may be waiting."""
         places: dict[str, list[int]] = {}
         for rank in range(self.job.size):
             places.setdefault(self.said(rank), []).append(rank)
@@ -241,7 +252,7 @@ class Reports:
         return "; ".join(parts)
 
     def said(self, rank: int) -> str:
-        """Where a rank says that it is."""
+        """Return the position that a rank has reported."""
         try:
             return self.path(rank).read_text().partition("\n")[0]
         except OSError:
@@ -249,5 +260,5 @@ class Reports:
 
 
 def _suspicion(where: str) -> int:
-    """0 for ranks that said nothing, 1 for those in no call, 2 for those that wait for others."""
+    """Return 0 for silent ranks, 1 for ranks in no call, 2 for ranks that wait for others."""
     return 0 if where == _SILENT else 1 + ("(call" in where)

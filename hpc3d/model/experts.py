@@ -10,9 +10,9 @@ tokens are dropped therefore depends neither on the mesh nor on the microbatch.
     X[rows, h] --route--> choices, weights
       |  dispatch        [e R, E/e, h]      R rows of slots of each expert, for each rank of e
       |  all-to-all
-            |  experts' MLPs   [e R, E/e, h]      one stacked product each, sharded by x, y, z
+      |  experts' MLPs   [e R, E/e, h]      one stacked product each, sharded by x, y, z
       |  all-to-all
-            |  combine         weighted sum of a token's rows
+      |  combine         weighted sum of a token's rows
     Y[rows, h]
 """
 

@@ -66,7 +66,7 @@ def microbatches(
     cache: Callable[..., Any] = _without_cache,
     context: Context | None = None,
 ) -> Iterator[Microbatch]:
-    """Yield `count` microbatches of a batch [sequences, T], sharded along sequences by `context`.
+    """Yield `count` microbatches of a batch [sequences, T], with sequences sharded by `context`.
 
     The gradient is that of the mean loss over the whole batch, or of each microbatch if `alone`.
     Means are over the tokens whose target is not IGNORE, so that uneven microbatches are weighted

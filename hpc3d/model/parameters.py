@@ -10,9 +10,9 @@ c d e.  Experts are sharded along e, so their replicas form the plane c d.  With
 replica updates one, its *own* part, and stores the optimizer state of that part only:
 
     zero    value     gradient   at the end of a step
-        0       full      full       all-reduce of gradients; every replica updates everything
-        1       full      full       reduce-scatter of gradients, update, all-gather of values
-        2       full      own part   reduced in every pass; update, all-gather of values
+    0       full      full       all-reduce of gradients; every replica updates everything
+    1       full      full       reduce-scatter of gradients, update, all-gather of values
+    2       full      own part   reduced in every pass; update, all-gather of values
     3       own part  own part   values gathered and gradients reduced in every pass; update
 
 Stages 2 and 3 apply to matrices and the token table; vectors and positions, 13 of 12 h + 13

@@ -57,7 +57,7 @@ class Layout(tuple):
         """Return the coordinate on `axis` of the rank that owns this block: the diagonal.
 
         The owner depends only on the block's rows, so all column blocks of a row have the same
-        owner. The context axis is left out, so that all tokens of a sequence have the same owner,
+        owner.  The context axis is left out, so that all tokens of a sequence have the same owner,
         too: their ranks attend to each other.
         """
         return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)

@@ -1,4 +1,4 @@
-"""A communicator that notes what it was given and what came, and compares notes with its peers."""
+"""Communicator that records checksums of its blocks and compares them with those of its peers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Pending
     from hpc3d.comm.mesh import MeshRecorder
 
-_ROWS = 64  # of a fresh table of notes
+_ROWS = 64  # initial rows of the table of checksums
 
 
 class CallRecord(NamedTuple):
-    """A call: its name, number of elements and type, and where in the program it was made."""
+    """Record of a call: its name, number of elements and type, and its location in the program."""
 
     op: str
     size: int
@@ -34,22 +34,23 @@ class CallRecord(NamedTuple):
 
 
 def place(where: MeshRecorder | CallRecord) -> str:
-    """The step, layer and phase of a trace or a note, in words."""
+    """Return the step, layer and phase of a trace or a record as text."""
     layer = f"layer {where.layer}, " if where.layer >= 0 else ""
     return f"step {where.step}, {layer}{where.phase}"
 
 
 class CheckedCommunicator(Communicator):
-    """A communicator whose calls are noted in a ledger while it is active.
+    """Communicator that records its calls in a ledger while the ledger is active.
 
-    A row of `rows` is a call: for each member what was given to it, then what came from it.  Of a
-    sum only one number comes; behind it stands the norm of the sums of the rows that were given.
+    Each row of `rows` is a call: first the checksum of the block given to each member, then that
+    of the block received from each member.  A sum has only one received checksum; the norm of the
+    signed row sums of this rank's block follows it.
     """
 
     def __init__(self, comm: Communicator, ledger: Any, axis: str) -> None:
         super().__init__(comm.rank, comm.size, comm.members, comm.pool)
         self.comm, self.ledger, self.axis = comm, ledger, axis
-        # Of these nothing is noted.
+        # These calls are not recorded.
         self.buffer = comm.buffer  # type: ignore[method-assign]
         self.grouped = comm.grouped  # type: ignore[method-assign]
         self.rows = np.zeros((_ROWS, 2 * self.size), np.uint64)
@@ -91,7 +92,7 @@ class CheckedCommunicator(Communicator):
         return pending.then(lambda total: self.same(row, total))
 
     def open(self, op: str, block: np.ndarray) -> int:
-        """A new row; its number."""
+        """Add a row for a call and return its number."""
         if len(self.notes) == len(self.rows):
             self.rows, self.came = (
                 np.concatenate([table, np.zeros_like(table)]) for table in (self.rows, self.came)
@@ -106,7 +107,8 @@ class CheckedCommunicator(Communicator):
     def _moving(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
     ) -> Pending:
-        """Note a call in which a member gives `parts` parts, and gets one of each of `givers`."""
+        """Record a call in which a member gives `parts` parts, and gets one from each of
+        `givers`."""
         if not self.ledger.active:
             return pending
         row = self.open(op, block)
@@ -123,7 +125,10 @@ class CheckedCommunicator(Communicator):
         return pending.then(check)
 
     def watched(self, whole: np.ndarray, givers: list[int]) -> list[int]:
-        """Whose parts this member looks at: where all see one memory, one of them each."""
+        """Return the givers whose parts this member checks.
+
+        If several members read the same memory, each of them checks different parts.
+        """
         if whole.flags.writeable:
             return givers
         number, readers = self.comm.readers
@@ -136,7 +141,7 @@ class CheckedCommunicator(Communicator):
     def adding(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, gets: bool = True
     ) -> Pending:
-        """Note a call that sums `parts` parts over the members; this one `gets` one of them."""
+        """Record a call that sums `parts` parts over the members; this one `gets` one of them."""
         if not self.ledger.active:
             return pending
         row, signs = self.open(op, block), self.ledger.signs
@@ -173,9 +178,10 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    @quiet  # and its generators, which run here
+    @quiet  # also for its generators, which run here
     def compare(self) -> list[str]:
-        """Exchange the notes with all members; lines about what is wrong in what this one got."""
+        """Exchange the records with all members; return one line per error in this rank's
+        results."""
         count = len(self.notes)
         mine = np.zeros((1, count + 1, 2 * self.size), np.uint64)
         mine[0, :count], mine[0, count, 0] = (
@@ -191,7 +197,7 @@ class CheckedCommunicator(Communicator):
         return found
 
     def moves(self, everyone: np.ndarray) -> Iterator[str]:
-        """Blocks whose bits are not those that were given."""
+        """Yield a line for each received block whose bits differ from those sent."""
         count = len(self.notes)
         given = everyone[:, :count, self.rank].T
         wrong = self.came[:count] & (given != self.rows[:count, self.size :])
@@ -201,7 +207,7 @@ class CheckedCommunicator(Communicator):
             )
 
     def totals(self, everyone: np.ndarray) -> Iterator[str]:
-        """Sums that are not those of what was given; nothing is said where that overflows."""
+        """Yield a line for each wrong sum, except for sums that may overflow."""
         for row, (share, size) in self.sums.items():
             given, note = everyone[:, row].view(np.float64), self.notes[row]
             off = abs(given[self.rank, self.size] - given[:, self.rank].sum())
@@ -212,16 +218,17 @@ class CheckedCommunicator(Communicator):
                 yield self.line(note, what)
 
     def peaks(self, everyone: np.ndarray) -> Iterator[str]:
-        """Maxima that are not the same everywhere, said by the members of a minority."""
+        """Yield a line for each maximum that differs between ranks, on the members in the
+        minority."""
         for row in self.maxima:
             got = everyone[:, row, self.size].tolist()
             if 2 * got.count(got[self.rank]) <= len(got) and len(set(got)) > 1:
                 yield self.line(self.notes[row], "the maximum is not that of the other ranks")
 
     def messages(self, count: int) -> Iterator[str]:
-        """Messages whose bits are not those that were sent.
+        """Yield a line for each message whose bits differ from those sent.
 
-        Those that the other end has not noted yet stay for the next time.
+        Messages that the other end has not recorded yet are checked in the next comparison.
         """
         table = np.zeros((count, 6), np.uint64)
         for column, notes in ((0, self.sent), (3, self.arrived)):
@@ -250,7 +257,7 @@ class CheckedCommunicator(Communicator):
         self.sent = {key: letter for key, letter in self.sent.items() if key not in seen}
 
     def forget(self) -> None:
-        """Drop messages whose other end was not noted."""
+        """Drop messages whose other end was not recorded."""
         self.sent, self.arrived = {}, {}
 
     def line(self, note: CallRecord, what: str) -> str:

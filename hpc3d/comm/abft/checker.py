@@ -1,16 +1,18 @@
-"""Every product and message of a step is noted, and the notes are compared before the update.
+"""Algorithm-based fault tolerance for every product and message of a step.
+
+Checksums are recorded during the step and compared before the update:
 
     product                        C s = A (B s) up to rounding, at once (hpc3d.comm.abft.checksum)
-    all_gather, broadcast,         the sum of the bits that a member gave = the sum of those that
-    all_to_all, send and recv      came from it, exactly
-    reduce_scatter, all_reduce,    the signed sums of what all members gave for a part add up to
-    reduce                         that of the part, up to rounding
+    all_gather, broadcast,         checksum of the bits that a member gave = checksum of the bits
+    all_to_all, send and recv      that were received from it, exactly
+    reduce_scatter, all_reduce,    the signed sums of all members' contributions to a part add up
+    reduce                         to the signed sum of the result, up to rounding
     all_reduce of the maximum      all members got the same bits
 
-Nothing is sent at the time.  When the step has its gradients the members of each axis exchange
-their notes, one row per call, in one all-gather; what comes later, such as values that ZeRO
-gathers after the update, is compared in the next step that is checked.  Products inside attention,
-and what is computed element by element, are not checked.
+The records are exchanged later.  When the gradients of the step are complete, the members of each
+axis exchange their records, one row per call, in one all-gather.  Later calls, such as ZeRO's
+all-gather of values after the update, are compared in the next checked step.  Products inside
+attention and elementwise operations are not checked.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class AbftChecker:
-    """The notes of a rank, for every `every`-th step; `found` says what is wrong here."""
+    """Checksum records of a rank for every `every`-th step; `found` lists the errors on this
+    rank."""
 
     def __init__(self, rank: int, every: int = 1) -> None:
         self.rank, self.every = rank, every
@@ -39,28 +42,29 @@ class AbftChecker:
         self.found: list[str] = []
         self.signs, self.active = Signs(), False
         self.trace: MeshRecorder = NullRecorder()
-        # The newest product, if it lives, and the signed sums of its rows.
+        # The newest product, if it still exists, and the signed sums of its rows.
         self.latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
     def wrap(self, comm: Communicator, axis: str) -> CheckedCommunicator:
-        """`comm` with every call noted."""
+        """Return `comm` with every call recorded."""
         self.comms.append(CheckedCommunicator(comm, self, axis))
         return self.comms[-1]
 
     def begin(self, number: int, trace: MeshRecorder) -> None:
-        """Step `number` begins; `trace` knows what runs."""
+        """Start step `number`; `trace` provides the current layer and phase."""
         self.trace, self.active = trace, number % self.every == 0
         if self.every > 1:
             for comm in self.comms:
                 comm.forget()
 
     def end(self) -> None:
-        """What is said between steps is not noted."""
+        """End the step; calls between steps are not recorded."""
         self.active = False
 
     @quiet
     def product(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
-        """Check that C = A B; of stacks [rows, experts, columns] the product of every expert."""
+        """Check that C = A B; for stacks [rows, experts, columns], check the product of each
+        expert."""
         if not self.active or not c.size:
             return
         if c.ndim == 2:
@@ -73,7 +77,7 @@ class AbftChecker:
             self.latest = weakref.ref(c), sums
 
     def _sums(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, which: str = "") -> np.ndarray:
-        """The signed sums of the rows of C, once they are checked to be those of A B."""
+        """Return the signed sums of the rows of C after checking them against A B."""
         signs = self.signs(c.shape[1], c.dtype)
         sums, difference = c @ signs, a @ (b @ signs)
         difference -= sums
@@ -85,7 +89,8 @@ class AbftChecker:
     def _product_line(
         self, a: np.ndarray, b: np.ndarray, c: np.ndarray, row: int, which: str
     ) -> str:
-        """What to say of a product with a wrong row: the column is that which is farthest off."""
+        """Return the message for a wrong row of a product, with the column of the largest
+        error."""
         again = a[row] @ b
         off = np.nan_to_num(np.abs(again - c[row]), nan=np.inf)
         column = int(off.argmax())
@@ -96,17 +101,18 @@ class AbftChecker:
         )
 
     def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:
-        """The signed sums of the rows of a block: those that `product` has made of it already."""
+        """Return the signed sums of the rows of a block, reused if `product` has computed them."""
         product, sums = self.latest
         return sums.reshape(parts, -1) if product() is block else self.signs.rows(block, parts)
 
     def compare(self) -> int:
-        """Compare the notes of all members of every axis; how many were found wrong on this rank.
+        """Compare the records of all members of every axis; return the number of errors on this
+        rank.
 
-        Collective: all ranks call it at the same place of a step.
+        Collective: all ranks call it at the same point of a step.
         """
         if self.active:
-            self.active = False  # the exchange itself is not noted
+            self.active = False  # the exchange itself is not recorded
             for comm in self.comms:
                 self.found += comm.compare()
             self.active = True
