@@ -50,7 +50,7 @@ class Tensor(NamedTuple):
 def checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint folders of a path, newest first: a checkpoint or those of a run.
 
-    Raises ValueError if there are none.
+    Raises ValueError without a checkpoint.
     """
     path = Path(path)
     if (path / "manifest.json").exists() or path in steps_of(path.parent):

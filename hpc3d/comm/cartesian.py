@@ -43,8 +43,7 @@ def build(
     nodes = [None] * cart.size if transport == "mpi" else node_of_rank(cart)
 
     def talk(line, members):
-        """Return the communicator of the ranks of `line`; `members` are their ranks in the
-        mesh."""
+        """Return the communicator of `line`; `members` are its ranks in the mesh."""
         if line.size == 1:
             return Self(pool, cart.rank)
         return _communicator_of(line, members, pool, [nodes[rank] for rank in members])

@@ -162,7 +162,7 @@ class BpeTokenizer:
         return all(type(each) is int and 0 <= each < self.vocabulary for each in several)
 
     def id_of(self, token: object) -> int | None:
-        """Return the id of a token, or None if there is none."""
+        """Return the id of a token, or None for an unknown token."""
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
 
 

@@ -63,7 +63,7 @@ def _told_end(folder: Path) -> str | None:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a folder; empty if there is none."""
+    """Return the tokenizer_config.json of a folder; empty if the file does not exist."""
     return object_in(folder / SETTINGS)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class LossSaved(NamedTuple):
     """Data saved for `softmax_grad`: the logits' memory, which holds their exponentials.
 
-    If a device computes the gradient at once, `logits` is the gradient and `rows` is None.
+    If a device computes the gradient at once, `logits` is the gradient and `rows` is absent.
     """
 
     logits: Array

@@ -75,7 +75,7 @@ class ModuleBorder(NamedTuple):
 
     `nbytes` is the bytes per microbatch that the busiest rank sends, and `behind` the id before
     the border. `next_best` is the step time with only this border moved to the best other position
-    nearby, behind `instead`; both are None if no such position fits. `room` is False if a nearby
+    nearby, behind `instead`; both are absent if no such position fits. `room` is False if a nearby
     position with a shorter step does not fit in memory.
     """
 

@@ -35,7 +35,7 @@ class _PlannedBorder(NamedTuple):
 
     `nbytes` is the bytes per microbatch that cross it forward, and `behind` the id before it.
     `next_best` is the step time with the border at the best other position nearby, behind
-    `instead`; both are None if no such position fits.
+    `instead`; both are absent if no such position fits.
     """
 
     nbytes: float

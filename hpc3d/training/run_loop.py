@@ -75,7 +75,7 @@ class Equipment(NamedTuple):
 class RunningJob(NamedTuple):
     """Objects of the training loop, which begins with step `start`; only rank 0 has `batches`.
 
-    `evaluator` is None if there are no evaluations.
+    Without evaluations, `evaluator` has the value None.
     """
 
     trainer: Trainer

@@ -195,7 +195,7 @@ class Trainer:
     def total(self) -> None:
         """Compute the mean loss of the step and the gradient norm, over all ranks.
 
-        All ranks see the same sums, so either all or none of them stop.  A rank whose checks
+        All ranks see the same sums, so either all ranks stop or no rank does.  A rank whose checks
         failed makes the sums not finite.  With loss scaling, only the gradient may overflow.
         """
         self.local_loss, self.squares = value_of(self.local_loss), value_of(self.squares)
