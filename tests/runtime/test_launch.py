@@ -133,8 +133,11 @@ def test_a_rank_amid_products_ends_when_it_is_told_to(mode, tmp_path):
 
 def test_a_second_interrupt_does_not_wait_for_what_the_first_one_saves(tmp_path):
     done = alone("tests.runtime.on_launch", "interrupted_while_saving", tmp_path)
+    wait_for(lambda: any(tmp_path.iterdir()))
     subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=False)  # the copy
     assert (done.returncode, done.stderr) == (130, "hpc3d.test: ended by SIGINT\n")
+    # If the first copy had been waited for, there would be another one of the second signal.
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 def test_an_interrupt_before_there_is_a_job_is_a_line(monkeypatch, capsys):
