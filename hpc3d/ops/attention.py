@@ -1,8 +1,9 @@
-"""Multi-head attention on whole heads and whole sequences: nothing is communicated.
+"""Multi-head attention on complete heads and complete sequences, without communication.
 
-The rows of a block are whole sequences of T tokens, its columns whole heads, each D wide.  With
-one query a key they are [q | k | v] of head after head; where g queries share keys and values
-(Ainslie et al. 2023, arXiv:2305.13245), all q, then all k, then all v: q 0 to g - 1 belong to k 0.
+The rows of a block are complete sequences of T tokens; its columns are complete heads of width D.
+With one query per key, the columns are [q | k | v] head after head. With grouped-query attention
+(Ainslie et al. 2023, arXiv:2305.13245), g queries share a key and a value, and the columns are all
+q, then all k, then all v: q 0 to g - 1 belong to k 0.
 """
 
 from __future__ import annotations
@@ -25,29 +26,34 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-SCORES = 1 << 18  # bytes of the probabilities that are worked on at a time
+SCORES = 1 << 18  # bytes of the probabilities of a chunk of heads
 
 
 class HeadForm(NamedTuple):
-    """The features of a head, D, and the queries that share a key, g."""
+    """Width D of a head and number g of queries per key."""
 
     width: int
     queries: int = 1
 
     @property
     def columns(self) -> int:
-        """Of a head of keys in qkv."""
+        """Number of columns of qkv per key head."""
         return (self.queries + 2) * self.width
 
     def turned(self, columns: int) -> tuple[int, int]:
-        """(parts, turned): the columns of qkv are again and again so many `parts`, each D wide,
-        of which q and k are the first `turned`."""
+        """Return the layout of the columns for rotary embeddings as (parts, turned).
+
+        The columns of qkv repeat groups of `parts` vectors of width D. The first `turned` vectors
+        of a group are q and k, which are rotated.
+        """
         heads = 1 if self.queries == 1 else columns // self.columns
         return heads * (self.queries + 2), heads * (self.queries + 1)
 
     def stretches(self, columns: int) -> list[slice]:
-        """The columns of qkv in which all heads follow each other: q, k and v, or of one query a
-        key all of them at once."""
+        """Return the column slices of qkv in which the heads are contiguous.
+
+        These are q, k and v, or one slice with all columns if each key has one query.
+        """
         if self.queries == 1:
             return [slice(0, columns)]
         keys = columns // self.columns * self.width
@@ -56,9 +62,12 @@ class HeadForm(NamedTuple):
 
 
 class AttentionMask(NamedTuple):
-    """The keys that a query sees: with `causal` those up to its own, and none that `padding`,
-    booleans [B, T] of this rank's samples, says is padding.  One that sees none has the output
-    0."""
+    """Attention mask: causal, padding, or both.
+
+    With `causal`, a query attends only to keys up to its own position. `padding`, bool [B, T] for
+    the samples of this rank, marks keys that no query attends to. The output of a query without
+    any key is 0.
+    """
 
     causal: bool = True
     padding: Array | None = None
@@ -68,7 +77,8 @@ CAUSAL = AttentionMask()
 
 
 def heads_of(qkv: Array, sequence: int, form: HeadForm) -> tuple[Array, Array, Array]:
-    """q [B, heads, g, T, D], k and v [B, heads, T, D], views of qkv [B*T, heads*(g+2)*D]."""
+    """Return q [B, heads, g, T, D], k and v [B, heads, T, D] as views of qkv [B*T,
+    heads*(g+2)*D]."""
     width, g = form
     if g == 1:
         q, k, v = _by_kind(qkv, sequence, form)
@@ -81,7 +91,7 @@ def heads_of(qkv: Array, sequence: int, form: HeadForm) -> tuple[Array, Array, A
 
 
 def queries_of(x: Array, sequence: int, form: HeadForm) -> Array:
-    """[B*T, heads*g*D] as [B, heads, g, T, D]."""
+    """Return x [B*T, heads*g*D] as a view [B, heads, g, T, D]."""
     width, g = form
     heads = x.shape[1] // (g * width)
     return x.reshape(-1, sequence, heads, g, width).transpose(0, 2, 3, 1, 4)
@@ -90,26 +100,29 @@ def queries_of(x: Array, sequence: int, form: HeadForm) -> Array:
 def _chunks_of(
     batch: int, heads: int, form: HeadForm, sequence: int, itemsize: int
 ) -> tuple[int, int, int, int]:
-    """The shape [chunks, T, heads, g*T] of all probabilities, where those of a chunk stay in the
-    cache: the heads of a chunk are a divisor of `heads`, at least 1."""
+    """Return the shape [chunks, T, heads, g*T] of all probabilities.
+
+    The number of heads per chunk divides `heads`, and is the largest for which a chunk fits in the
+    cache, at least 1.
+    """
     fit = max(1, SCORES // (form.queries * sequence**2 * itemsize))
     chunk = next(count for count in range(min(fit, heads), 0, -1) if heads % count == 0)
     return batch * heads // chunk, sequence, chunk, form.queries * sequence
 
 
 def _places(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
-    """The index (sample, heads) of every chunk."""
+    """Return the index (sample, heads) of every chunk."""
     return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
 
 
 def _together(q: Array) -> Array:
-    """[heads, g, T, D] -> [heads, g*T, D]: the queries of a key below each other."""
+    """Reshape [heads, g, T, D] to [heads, g*T, D]: the queries of a key are stacked."""
     heads, g, sequence, width = q.shape
     return q.reshape(heads, g * sequence, width)
 
 
 def _apart(p: Array, g: int) -> Array:
-    """P[head, key, g*query] -> [head, g, query, key], a view."""
+    """Return P[head, key, g*query] as a view [head, g, query, key]."""
     heads, keys, queries = p.shape
     return p.reshape(heads, keys, g, queries // g).transpose(0, 2, 3, 1)
 
@@ -117,10 +130,11 @@ def _apart(p: Array, g: int) -> Array:
 def _softmaxes(
     q: Array, k: Array, probabilities: Array, mask: AttentionMask
 ) -> Iterator[tuple[tuple[int, slice], Array]]:
-    """Computes chunk after chunk of the probabilities softmax(q k' / sqrt(D) + mask).
+    """Compute the probabilities softmax(q k' / sqrt(D) + mask) chunk by chunk.
 
-    Yields the place of each with its P[head, key, g*query], which lies as [key, head, g*query]:
-    the softmax runs down the columns of a matrix, so that every operation is on long rows.
+    Yields the index of each chunk and its P[head, key, g*query]. The memory layout is [key, head,
+    g*query]: the softmax reduces over the columns of a matrix, so that every operation works on
+    long rows.
     """
     _, sequence, chunk, queries = probabilities.shape
     dtype = probabilities.dtype
@@ -143,18 +157,20 @@ def _softmaxes(
 
 
 def _finite(top: Array) -> Array:
-    """The largest score of every query, or 0 where it sees no key."""
+    """Return the largest score of every query, or 0 if it attends to no key."""
     return np.where(top == -np.inf, 0, top)
 
 
 def _positive(sums: Array) -> Array:
-    """Sums of exponentials, or 1 where a query sees no key."""
+    """Return the sums of exponentials, or 1 if a query attends to no key."""
     return np.where(sums == 0, 1, sums)
 
 
 def _factors_of(drop: Mask, place: tuple[int, slice], like: Array) -> np.ndarray:
-    """Those of the probabilities [heads, key, g*query] of a chunk, out of those of all: a row of
-    `drop` is a sample, its columns are [head, g, key, query]."""
+    """Return the dropout factors of a chunk of probabilities [heads, key, g*query].
+
+    A row of `drop` is a sample; its columns are [head, g, key, query].
+    """
     sample, heads = place
     count, keys, queries = like.shape
     of_head = keys * queries
@@ -172,10 +188,10 @@ def attend(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> tuple[Array, Array]:
-    """softmax(q k' / sqrt(D) + mask) v, and the probabilities that backward needs.
+    """Compute softmax(q k' / sqrt(D) + mask) v, and the probabilities for the backward pass.
 
-    qkv [B*T, heads*(g+2)*D] -> [B*T, heads*g*D] and [chunks, T, heads, g*T].  What is multiplied
-    with v are the probabilities times the factors of `drop`, a `Mask`.
+    qkv [B*T, heads*(g+2)*D] -> [B*T, heads*g*D] and [chunks, T, heads, g*T]. Before the product
+    with v, the probabilities are multiplied by the factors of the dropout mask `drop`.
     """
     q, k, v = heads_of(qkv, sequence, form)
     batch, heads, g, _, width = q.shape
@@ -231,7 +247,7 @@ def attend_again(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Array:
-    """The probabilities of `attend` alone: whether some of them are dropped changes none."""
+    """Recompute the probabilities of `attend`, before dropout."""
     q, k, _ = heads_of(qkv, sequence, form)
     shape = _chunks_of(*k.shape[:2], form, sequence, qkv.itemsize)
     probabilities = empty(shape, qkv.dtype)
@@ -273,8 +289,11 @@ def attend_grad(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Array:
-    """The gradient of qkv: ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D), the
-    last summed over the queries of a key, as that of v is."""
+    """Compute the gradient of qkv.
+
+    ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D). The gradients of k and v
+    are summed over the queries of a key.
+    """
     chunk, queries = probabilities.shape[2:]
     q, k, v = heads_of(qkv, sequence, form)
     dqkv = empty(qkv.shape, qkv.dtype)
@@ -328,7 +347,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     ds = gpu.empty(kept.shape, kept.dtype)
     gpu.multiply(v, d.swapaxes(1, 2), ds)
     given = {"p": kept, "dweights": ds, **_masked(kept, form.width, drop, mask)}
-    del given["padding"]  # their probabilities are 0
+    del given["padding"]  # the probabilities of padding are 0
     gpu.launch("causal_softmax_grad", *kept.shape[:2], **given)
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
     gpu.multiply(ds, q, grads[1])
@@ -336,7 +355,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
 
 
 def _empty_probabilities(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """Narrow ones, in the chunks that those in float32 have."""
+    """Allocate 16-bit probabilities in the chunks of the float32 computation."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     return empty(_chunks_of(batch, heads, form, sequence, WIDE.itemsize), qkv.dtype)
 
@@ -348,7 +367,7 @@ def _samples(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """Of every sample its rows, its chunks of probabilities, and what is dropped and masked."""
+    """Yield the rows, the chunks of probabilities, and the dropout and mask of every sample."""
     batch = qkv.shape[0] // sequence
     each = len(probabilities) // max(1, batch)
     for sample in range(batch):
@@ -363,7 +382,7 @@ def _samples(
 def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
-    """Heads of queries of all samples, and probabilities, of q k' and its softmax."""
+    """Meter q k' and return the number of query heads of all samples and the probabilities."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
     count = batch * heads * form.queries
@@ -376,7 +395,7 @@ def _out_columns(qkv: Array, form: HeadForm) -> int:
 
 
 def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
-    """Dropout inside of attention takes the time of a kernel of its own."""
+    """Meter dropout within attention as a separate kernel."""
     if drop is not None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
@@ -384,13 +403,14 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
 def _by_cudnn(
     gpu: Gpu, qkv: Array, form: HeadForm, drop: Mask | None, mask: AttentionMask
 ) -> bool:
-    """It knows of no padding."""
+    """Return True if cuDNN computes this attention. It does not support padding."""
     flash = gpu.flash and mask.padding is None
     return flash and qkv.size and gpu.flash.suits(qkv.dtype, form.width, drop)
 
 
 def _contiguous(gpu: Gpu, qkv: Array, sequence: int, form: HeadForm) -> Array:
-    """q, k and v [3, B heads g, T, D] in one piece; k and v once for each of their queries."""
+    """Return a contiguous copy [3, B heads g, T, D] of q, k and v; k and v repeat for each
+    query."""
     q, k, v = heads_of(qkv, sequence, form)
     if form.queries == 1:
         whole = gpu.contiguous(_by_kind(qkv, sequence, form))
@@ -402,7 +422,7 @@ def _contiguous(gpu: Gpu, qkv: Array, sequence: int, form: HeadForm) -> Array:
 
 
 def _gradient_of(qkv: Array, grads: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """dqkv from the gradients [3, B heads g, T, D] of q, k and v."""
+    """Return dqkv from the gradients [3, B heads g, T, D] of q, k and v."""
     dqkv = empty(qkv.shape, qkv.dtype)
     if form.queries == 1:
         kinds = _by_kind(dqkv, sequence, form)
@@ -419,7 +439,7 @@ def _gradient_of(qkv: Array, grads: Array, sequence: int, form: HeadForm, empty:
 
 
 def _by_kind(qkv: Array, sequence: int, form: HeadForm) -> Array:
-    """q, k and v [3, B, heads, T, D] of heads with one query a key, a view of qkv."""
+    """Return q, k and v as a view [3, B, heads, T, D] of qkv, for one query per key."""
     return qkv.reshape(-1, sequence, qkv.shape[1] // form.columns, 3, form.width).transpose(
         3, 0, 2, 1, 4
     )
@@ -428,7 +448,7 @@ def _by_kind(qkv: Array, sequence: int, form: HeadForm) -> Array:
 def _softmax(
     gpu: Gpu, q: Array, k: Array, empty: Empty, drop: Mask | None, mask: AttentionMask
 ) -> tuple[Array, Array]:
-    """The probabilities [B heads, key, query], and those times dropout's factors."""
+    """Return the probabilities [B heads, key, query] before and after dropout."""
     shape = (*q.shape[:2], q.shape[1])
     p = empty(shape, q.dtype)
     gpu.multiply(k, q.swapaxes(1, 2), p)
@@ -439,7 +459,7 @@ def _softmax(
 
 
 def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dict[str, Any]:
-    """The arguments of the softmax besides its arrays."""
+    """Return the arguments of the softmax kernels other than the arrays of scores."""
     given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
     given |= {"causal": mask.causal, "padding": mask.padding}
     if mask.padding is not None:
@@ -450,6 +470,6 @@ def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dic
 
 
 def _dropped_again(gpu: Gpu, p: Array, drop: Mask) -> Array:
-    """The probabilities times dropout's factors once more."""
+    """Apply the dropout factors to the probabilities again."""
     rows = p.reshape(len(drop.rows), len(drop.columns))
     return dropped(rows, drop, gpu.empty(rows.shape, p.dtype)).reshape(p.shape)

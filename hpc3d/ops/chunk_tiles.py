@@ -1,5 +1,4 @@
-"""Tiles of chunked attention (hpc3d/ops/chunked_attention.py), and the description of a tile that
-GPU kernels take."""
+"""Tiles of chunked attention (hpc3d/ops/chunked_attention.py), and their GPU kernel arguments."""
 
 from __future__ import annotations
 
@@ -16,13 +15,16 @@ if TYPE_CHECKING:
     from hpc3d.ops.attention import HeadForm
     from hpc3d.ops.random import Mask
 
-# On a GPU: tokens of a tile of scores, on either side, and bytes of the tiles of several heads.
+# On a GPU: queries and keys of a tile of scores, and bytes of the tiles of one batch of heads.
 _TILE, _SCORES = 1024, 1 << 26
 
 
 class ChunkPair(NamedTuple):
-    """A chunk of queries and one of keys, as rows of their blocks, with the positions in the
-    sequence at which they begin; where `masked`, queries do not see later keys."""
+    """A chunk of queries and a chunk of keys, as row slices of their blocks.
+
+    The positions are the offsets in the sequence at which the chunks begin. With `masked`, queries
+    do not attend to later keys.
+    """
 
     queries: slice
     keys: slice
@@ -32,11 +34,12 @@ class ChunkPair(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What of a block of keys is attended to: pairs of chunks, of heads of a `form`.
+    """Pairs of chunks of queries and keys to compute, for heads of the given `form`.
 
-    `padding`, booleans [B, t], says which keys are not seen.  What is multiplied with v are the
-    probabilities times the factors of `drop`: draws of a matrix [samples heads key, T], in which
-    `rows` are the first of each sample of this rank, as far apart as its heads and keys.
+    `padding`, bool [B, t], marks keys that no query attends to. Before the product with v, the
+    probabilities are multiplied by the factors of `drop`. These are draws of a matrix [samples
+    heads key, T]; `rows` holds the first row of each sample of this rank, with a stride of heads
+    times keys.
     """
 
     pairs: Sequence[ChunkPair]
@@ -47,8 +50,11 @@ class Chunks(NamedTuple):
     def tiles(
         self, kv: Array, tokens: int, nbytes: int
     ) -> Iterator[tuple[tuple[int, slice], ChunkPair]]:
-        """(sample, heads) and part of a pair, for tiles of so many `tokens` on either side at
-        most, as many heads at a time as have `nbytes` of scores."""
+        """Yield (sample, heads) and a part of a pair for each tile.
+
+        A tile has at most `tokens` rows and columns, and as many heads as fit in `nbytes` of
+        scores.
+        """
         _, batch, heads, _, _ = kv.shape
         g = self.form.queries
         for tile in (tile for pair in self.pairs for tile in _cut(pair, g, tokens)):
@@ -59,8 +65,12 @@ class Chunks(NamedTuple):
                     yield (sample, slice(first, min(first + count, heads))), tile
 
     def meter(self, kv: Array, inward: int, outward: int, kernels: Sequence[str]) -> None:
-        """Tell the meter of so many products that end in scores, and that begin with them, and of
-        `kernels` of whole attention that take as long for a score."""
+        """Meter the products and kernels of all pairs.
+
+        `inward` is the number of products that yield scores, `outward` the number of products that
+        take scores as an operand. `kernels` names kernels of unchunked attention that take the
+        same time per score.
+        """
         _, batch, heads, _, width = kv.shape
         sizes = Counter((_count(pair.queries), _count(pair.keys)) for pair in self.pairs)
         for (m, n), pairs in sizes.items():
@@ -76,7 +86,7 @@ def _count(rows: slice) -> int:
 
 
 def _cut(pair: ChunkPair, g: int, tokens: int) -> Iterator[ChunkPair]:
-    """The tiles of a pair of chunks."""
+    """Split a pair of chunks into tiles."""
     rows = max(1, tokens // g)
     for q in range(pair.queries.start, pair.queries.stop, rows):
         queries = slice(q, min(q + rows, pair.queries.stop))
@@ -90,7 +100,7 @@ def _cut(pair: ChunkPair, g: int, tokens: int) -> Iterator[ChunkPair]:
 
 
 class GpuTile(NamedTuple):
-    """A tile of `chunks` on a GPU: heads of a sample, and its queries and keys."""
+    """A tile of `chunks` on a GPU: some heads of one sample, with their queries and keys."""
 
     gpu: Gpu
     chunks: Chunks
@@ -99,27 +109,29 @@ class GpuTile(NamedTuple):
 
     @property
     def work(self) -> tuple[int, int]:
-        """Heads of queries, and the queries of each."""
+        """Number of query heads, and number of queries of each."""
         return _count(self.at[1]) * self.chunks.form.queries, _count(self.tile.queries)
 
     def queries(self, q: Array) -> Array:
-        """Those of the tile, or their gradients, [heads, g*query, D] in one piece."""
+        """Return the queries of the tile, or their gradients, as a contiguous [heads, g*query,
+        D]."""
         part = q[self.at][:, :, self.tile.queries]
         heads, g, tokens, width = part.shape
         return self.gpu.contiguous(part).reshape(heads, g * tokens, width)
 
     def keys(self, kv: Array) -> list[Array]:
-        """Keys and values of the tile, or their gradients, [heads, key, D], views."""
+        """Return views [heads, key, D] of the keys and values of the tile, or of their
+        gradients."""
         return [each[self.at][:, self.tile.keys] for each in kv]
 
     def scores(self, k: Array, q: Array) -> Array:
-        """k q' [heads, key, g*query]."""
+        """Return k q' [heads, key, g*query]."""
         scores = self.gpu.empty((len(k), k.shape[1], q.shape[1]), k.dtype)
         self.gpu.multiply(k, q.swapaxes(1, 2), scores)
         return scores
 
     def given(self, sequence: int) -> dict[str, Any]:
-        """The arguments of the kernels of the softmax besides scores and sums."""
+        """Return the arguments of the softmax kernels other than scores and sums."""
         tile, (width, g), padding = self.tile, self.chunks.form, self.chunks.padding
         keys = _count(tile.keys)
         return {
@@ -135,7 +147,7 @@ class GpuTile(NamedTuple):
         }
 
     def _drop(self) -> Mask | None:
-        """That of the first head of queries."""
+        """Return the dropout mask of the first query head of the tile."""
         (sample, heads), tile, drop = self.at, self.tile, self.chunks.drop
         if drop is None:
             return None
@@ -145,7 +157,7 @@ class GpuTile(NamedTuple):
         return drop._replace(rows=range(row, row + _count(tile.keys)), columns=columns)
 
     def add(self, added: Array, out: Array, sequence: int, kept: Array | None = None) -> None:
-        """out = kept out + added [heads, g*query, D], in this part of out [B*t, heads*g*D]."""
+        """Set out = kept out + added [heads, g*query, D] in this tile of out [B*t, heads*g*D]."""
         (sample, heads), (width, g) = self.at, self.chunks.form
         rows = out[sample * sequence :][self.tile.queries]
         columns = len(added) * g * width
@@ -155,12 +167,12 @@ class GpuTile(NamedTuple):
 
 
 def gpu_tiles(gpu: Gpu, chunks: Chunks, kv: Array) -> Iterator[GpuTile]:
-    """All tiles."""
+    """Yield all tiles of `chunks` for the keys and values `kv`."""
     for at, tile in gpu.pieces(chunks.tiles(kv, _TILE, _SCORES), _kind):
         yield GpuTile(gpu, chunks, at, tile)
 
 
 def _kind(piece: tuple[tuple[int, slice], ChunkPair]) -> tuple[int, ...]:
-    """What tiles have in common that launch the same."""
+    """Return a key that is equal for tiles with identical kernel launches."""
     (_, heads), tile = piece
     return _count(heads), _count(tile.queries), _count(tile.keys), tile.masked

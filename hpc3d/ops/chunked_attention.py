@@ -1,13 +1,13 @@
-"""Attention a pair of chunks at a time: the scores of one pair exist, never those of all.
+"""Chunked attention: only the scores of one tile exist at a time, never the full matrix.
 
-What a chunk of keys adds to the rows of a chunk of queries is merged with what others have added:
-with the log-sum-exp L of the scores so far and that of the new ones, l,
+The contribution of a chunk of keys to the rows of a chunk of queries is merged with the earlier
+contributions. With the log-sum-exp L of the scores so far and l of the new scores,
 
     out <- out exp(L - L') + p v exp(l - L')    L' = log(exp L + exp l)
 
 so that keys may come in any order, and from other ranks (Milakov and Gimelshein 2018,
-arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889).  Backward
-makes the probabilities again from L.
+arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889). The
+backward pass recomputes the probabilities from L.
 """
 
 from __future__ import annotations
@@ -36,21 +36,27 @@ if TYPE_CHECKING:
     from hpc3d.arrays.primitive import Primitive
     from hpc3d.ops.random import Mask
 
-_TILE = 256  # tokens of a tile of scores, on either side: 256 KB of float32
-_SCORES = 1 << 18  # bytes of the tiles of several heads that are worked on at a time
+_TILE = 256  # queries and keys of a tile of scores: 256 KB of float32
+_SCORES = 1 << 18  # bytes of the score tiles of the heads in one batch
 
 
 class Merged(NamedTuple):
-    """Attention to the keys so far: its output [B*t, heads*g*D] and the log-sum-exp of the scores
-    [B, heads, g, t], -inf before the first, both in float32 or wider."""
+    """Attention to the keys so far, in float32 or wider.
+
+    `out` is the output [B*t, heads*g*D], `sums` the log-sum-exp of the scores [B, heads, g, t],
+    -inf before the first key.
+    """
 
     out: Array
     sums: Array
 
 
 class ChunkGrad(NamedTuple):
-    """What backward works with besides q and keys: the gradient of the output [B*t, heads*g*D],
-    the log-sum-exps of all scores, and sum(dout out) of every row [B, heads, g, t]."""
+    """Inputs of the backward pass other than q and the keys.
+
+    `dout` is the gradient of the output [B*t, heads*g*D], `sums` the log-sum-exp of all scores,
+    and `dots` sum(dout out) of every row [B, heads, g, t].
+    """
 
     dout: Array
     sums: Array
@@ -59,7 +65,7 @@ class ChunkGrad(NamedTuple):
 
 @primitive
 def keys_and_values(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """K and V of qkv [B*t, heads*(g+2)*D] in one piece, [2, B, heads, t, D]: a message."""
+    """Copy k and v of qkv [B*t, heads*(g+2)*D] into one message buffer [2, B, heads, t, D]."""
     _, k, v = heads_of(qkv, sequence, form)
     both = empty((2, *k.shape), qkv.dtype)
     both[0], both[1] = k, v
@@ -81,7 +87,7 @@ def _empty_merged(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Me
 
 @primitive
 def begin_merging(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Merged:
-    """Attention of the queries of qkv to no keys yet."""
+    """Return the initial state of a merge: zero output and log-sum-exp -inf."""
     merged = _empty_merged(qkv, sequence, form, empty)
     merged.out[...], merged.sums[...] = 0, -np.inf
     return merged
@@ -92,8 +98,10 @@ begin_merging.abstract(_empty_merged)
 
 @primitive
 def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
-    """Let the queries of qkv [B*t, heads*(g+2)*D] attend to keys and values [2, B, heads, t, D],
-    pair by pair of chunks."""
+    """Merge attention to a block of keys and values into `merged`, one pair of chunks at a time.
+
+    The queries are those of qkv [B*t, heads*(g+2)*D]; keys and values are [2, B, heads, t, D].
+    """
     sequence, form = kv.shape[3], chunks.form
     q, _, _ = heads_of(qkv, sequence, form)
     out = queries_of(merged.out, sequence, form)
@@ -138,7 +146,7 @@ def _(gpu, qkv, kv, merged, chunks):
 
 @composite
 def end_merging(merged: Merged, dtype: np.dtype, empty: Empty) -> Array:
-    """The output in the type of the model."""
+    """Return the output in the data type of the model."""
     if merged.out.dtype == dtype:
         return merged.out
     out = empty(merged.out.shape, dtype)
@@ -148,7 +156,7 @@ def end_merging(merged: Merged, dtype: np.dtype, empty: Empty) -> Array:
 
 @primitive
 def row_dots(dout: Array, out: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """sum(dout out) of every row of a head, [B, heads, g, t]."""
+    """Compute sum(dout out) over the features of each head, [B, heads, g, t]."""
     a, b = queries_of(dout, sequence, form), queries_of(out, sequence, form)
     dots = empty(a.shape[:-1], wide(dout.dtype))
     np.einsum("bhgtd,bhgtd->bhgt", a, b, out=dots, dtype=dots.dtype)
@@ -179,10 +187,11 @@ def chunks_grad(
     chunks: Chunks,
     empty: Empty,
 ) -> Array:
-    """The gradients of keys and values [2, B, heads, t, D] from these queries; those of the
-    queries are added to `dq` [B*t, heads*g*D].  Both are in float32 or wider.
+    """Return the gradients of keys and values [2, B, heads, t, D] from these queries.
 
-    p = exp(s - L), ds = p (dp - sum(dout out)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D)."""
+    The gradient of the queries is added to `dq` [B*t, heads*g*D]. Both are in float32 or wider. p
+    = exp(s - L), ds = p (dp - sum(dout out)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D).
+    """
     sequence, form, drop = kv.shape[3], chunks.form, chunks.drop
     q, _, _ = heads_of(qkv, sequence, form)
     dout, dq = queries_of(grad.dout, sequence, form), queries_of(dq, sequence, form)
@@ -240,7 +249,7 @@ def _(gpu, qkv, kv, grad, dq, chunks, empty):
 
 @primitive
 def join_grads(qkv: Array, dq: Array, dkv: Array, form: HeadForm, empty: Empty) -> Array:
-    """The gradient of qkv from those of its parts."""
+    """Assemble the gradient of qkv from the gradients of q, k and v."""
     sequence = dkv.shape[3]
     dqkv = empty(qkv.shape, qkv.dtype)
     q, k, v = heads_of(dqkv, sequence, form)
@@ -255,7 +264,8 @@ def _(qkv, dq, dkv, form, empty):
 
 
 def _as_numpy(op: Primitive) -> None:
-    """Let an op do on devices and in 16 bits what it does in NumPy: fills and copies."""
+    """Register the NumPy rule of a primitive for devices and 16-bit arrays: only fills and
+    copies."""
     op.cuda(lambda gpu, *args: op.numpy(*args))
     op.narrow(op.numpy)
 
@@ -265,14 +275,16 @@ for _op in (keys_and_values, begin_merging, end_merging, join_grads):
 
 
 def _together(q: Array) -> Array:
-    """[heads, g, t, D] -> [heads, g*t, D]: the queries of a key below each other."""
+    """Reshape [heads, g, t, D] to [heads, g*t, D]: the queries of a key are stacked."""
     heads, g, tokens, width = q.shape
     return q.reshape(heads, g * tokens, width)
 
 
 def _by_columns(k: Array, q: Array) -> Array:
-    """k q' of [heads, key, D] and [heads, g*query, D] as [key, heads, g*query]: what is done to a
-    query's scores runs down a column, on long rows."""
+    """Return k q' of [heads, key, D] and [heads, g*query, D] as [key, heads, g*query].
+
+    Reductions over the keys of a query run down a column, so that operations work on long rows.
+    """
     heads, keys, _ = k.shape
     scores = np.empty((keys, heads, q.shape[1]), q.dtype)
     np.matmul(k, q.swapaxes(1, 2), out=scores.swapaxes(0, 1))
@@ -280,7 +292,7 @@ def _by_columns(k: Array, q: Array) -> Array:
 
 
 def _column_sums(scores: Array) -> Array:
-    """The sum over keys, [heads, g*query]: one product with a vector of ones."""
+    """Return the sums over keys, [heads, g*query], as one product with a vector of ones."""
     flat = scores.reshape(len(scores), -1)
     return (np.ones(len(flat), flat.dtype) @ flat).reshape(scores.shape[1:])
 
@@ -288,8 +300,10 @@ def _column_sums(scores: Array) -> Array:
 def _scores(
     q: Array, k: Array, at: tuple[int, slice], tile: ChunkPair, padding: Array | None
 ) -> tuple[Array, Array]:
-    """S[key, heads, g*query] = k q' / sqrt(D) of a tile, -inf for keys that are hidden; and the
-    scaled q."""
+    """Return the scores S[key, heads, g*query] = k q' / sqrt(D) of a tile, and the scaled q.
+
+    The scores of hidden keys are -inf.
+    """
     scaled = _together(q) * q.dtype.type(1 / sqrt(q.shape[-1]))
     scores = _by_columns(k[at][:, tile.keys], scaled)
     if tile.masked:
@@ -302,21 +316,26 @@ def _scores(
 
 @lru_cache(64)
 def _later(ahead: int, keys: int, g: int, queries: int, dtype: np.dtype) -> np.ndarray:
-    """[key, g*query]: -inf where a key is later than the query, the first keys being so many
-    tokens ahead of the first queries; else 0."""
+    """Return the causal mask [key, g*query]: -inf if a key is later than the query, else 0.
+
+    The first key is `ahead` tokens ahead of the first query.
+    """
     later = ahead + np.arange(keys)[:, None] > np.arange(queries)
     return np.tile(np.where(later, -np.inf, 0).astype(dtype), g)
 
 
 def _finite(sums: Array) -> Array:
-    """Maxima or log-sum-exps, 0 where no key is seen."""
+    """Return maxima or log-sum-exps, with 0 for queries that attend to no key."""
     return np.where(np.isneginf(sums), 0, sums)
 
 
 def _factors(
     drop: Mask, at: tuple[int, slice], tile: ChunkPair, scores: Array, form: HeadForm
 ) -> Array:
-    """Those of a tile [key, heads, g*query], out of those of all [heads, g, key, query]."""
+    """Return the dropout factors of a tile [key, heads, g*query].
+
+    The random draws are indexed by [heads, g, key, query].
+    """
     sample, heads = at
     g = form.queries
     each = np.arange(heads.start * g, heads.stop * g)[:, None] * drop.width

@@ -1,7 +1,7 @@
-"""Where the tokens of a mixture of experts go, and what comes back.
+"""Routing of tokens in a mixture of experts: selection, dispatch, combination, and gradients.
 
-A *choice* is one of the top_k experts of a token; a *slot* is a row of the buffer [e R, E/e, h]
-that experts work on, or -1 of a choice that is dropped.
+A *choice* is one of the top_k routed experts of a token. A *slot* is a row of the capacity buffer
+[e R, E/e, h] that the experts process; the slot of a dropped choice is -1.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 
 class Routes(NamedTuple):
-    """What a router decides of n tokens: `experts` int64[n, k] in falling order of their
-    probability, `weights` [n, k] of what they answer, `probs` [n, E], `lse` [n] of the logits."""
+    """Routing decisions for n tokens.
+
+    `experts` is int64[n, k] in descending order of probability, `weights` [n, k] are the gate
+    weights of their outputs, `probs` is [n, E], and `lse` [n] is the log-sum-exp of the logits.
+    """
 
     experts: Array
     weights: Array
@@ -35,8 +38,11 @@ class Routes(NamedTuple):
 
 
 class SlotForm(NamedTuple):
-    """How slots lie: sequences of which a rank has `tokens`, `count` experts on `parts` ranks,
-    `capacity` slots of each for a sequence, in `rows` rows for each rank of e."""
+    """Layout of the slots.
+
+    A rank has `tokens` tokens of each sequence. `count` experts are sharded over `parts` ranks.
+    Each expert has `capacity` slots per sequence, in `rows` rows of the buffer for each rank of e.
+    """
 
     tokens: int
     count: int
@@ -46,8 +52,12 @@ class SlotForm(NamedTuple):
 
 
 class RouterLoss(NamedTuple):
-    """What the losses of a router are made of beside its routes: `shares` [S, E], f of every
-    sequence; the number of the `first` of its rows among these; `balance` = alpha E, and `z`."""
+    """Inputs of the router losses other than the routes.
+
+    `shares` [S, E] is the fraction f of every sequence, `first` the index of the first row of this
+    block among their tokens, `tokens` the tokens per sequence, `balance` = alpha E, and `z` the
+    coefficient of the z-loss.
+    """
 
     shares: Array
     first: int
@@ -58,9 +68,11 @@ class RouterLoss(NamedTuple):
 
 @primitive
 def route(logits: Array, top_k: int, bias: Array | None = None) -> Routes:
-    """The experts with the largest p (+ bias), p the softmax of a token's logits; of equal ones
-    the lower.  With one choice its weight is p (Switch), else p over the sum of the chosen
-    (GShard), which is the softmax of their logits."""
+    """Select the experts with the largest p (+ bias), where p is the softmax of a token's logits.
+
+    Ties go to the lower index. If top_k = 1, the weight is p (Switch). Otherwise, it is p divided
+    by the sum over the selected experts (GShard), which equals the softmax of their logits.
+    """
     top = logits.max(1, initial=-np.inf)
     probs = np.exp(logits - top[:, None])
     sums = probs.sum(1)
@@ -98,8 +110,11 @@ def _(gpu, logits, top_k, bias=None):
 
 @primitive
 def counts_of(choices: Array, tokens: int, pieces: int, count: int) -> Array:
-    """int64[S, k, pieces, E]: how many of the first, second, ... choices of the tokens in each
-    piece of a sequence are this expert."""
+    """Count the choices of each expert, int64[S, k, pieces, E].
+
+    The counts are separate for each sequence, rank of choice (first, second, ...) and piece of a
+    sequence.
+    """
     rows, top_k = choices.shape
     sequence, token = np.divmod(np.arange(rows), tokens)
     piece = token // (tokens // pieces)
@@ -125,8 +140,11 @@ def _(gpu, choices, tokens, pieces, count):
 
 @primitive
 def before_of(counts: Array, precedes: Array) -> Array:
-    """int64[S, k, pieces, E]: how many choices of other ranks, whose `counts` [c, S, k, pieces, E]
-    are all ranks', precede these; `precedes` [k, pieces, c, k, pieces] is 1 of those that do."""
+    """Count the choices of other ranks that precede those of this rank, int64[S, k, pieces, E].
+
+    `counts` [c, S, k, pieces, E] are those of all ranks. `precedes` [k, pieces, c, k, pieces] is 1
+    for the groups that come earlier.
+    """
     found = np.tensordot(precedes, counts, ([2, 3, 4], [0, 2, 3]))  # [k, pieces, S, E]
     return np.ascontiguousarray(found.transpose(2, 0, 1, 3))
 
@@ -145,7 +163,10 @@ def _(gpu, counts, precedes):
 
 
 def _sizes(counts: Array) -> dict[str, int]:
-    """Of the counts of all ranks [c, S, k, pieces, E]; a group is a choice and a piece."""
+    """Return the kernel arguments for the counts [c, S, k, pieces, E] of all ranks.
+
+    A group is a choice and a piece.
+    """
     ranks, sequences, top_k, pieces, count = counts.shape
     return {
         "ranks": ranks,
@@ -157,14 +178,17 @@ def _sizes(counts: Array) -> dict[str, int]:
 
 @primitive
 def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Array:
-    """int64[n, k]: those of a sequence take the slots of their expert in the order of their
-    positions, second choices after all first ones; `before` are choices of other ranks that take
-    slots before these do (`before_of`)."""
+    """Assign slots to choices, int64[n, k].
+
+    The choices of a sequence take the slots of their expert in order of position, second choices
+    after all first choices. `before` counts the choices of other ranks that take earlier slots
+    (`before_of`).
+    """
     (rows, top_k), (tokens, count, capacity, parts, held) = choices.shape, form
     sequences, here = rows // tokens, count // parts
     queues = choices.reshape(sequences, tokens, top_k).swapaxes(1, 2)
     queues = queues.reshape(sequences, top_k * tokens)
-    order = np.argsort(queues, axis=1, kind="stable")  # by expert, and as they stand in the queue
+    order = np.argsort(queues, axis=1, kind="stable")  # by expert, stable within the queue
     heads = np.take_along_axis(_lower(queues, count), queues, 1)
     places = np.empty_like(queues)
     np.put_along_axis(places, order, np.arange(top_k * tokens)[None], 1)
@@ -180,7 +204,7 @@ def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Arr
 
 
 def _lower(queues: Array, count: int) -> Array:
-    """int64[S, E]: how many in each queue are lower experts than this."""
+    """Count the choices of lower-numbered experts in each queue, int64[S, E]."""
     sequences = len(queues)
     numbers = queues + 1 + (count + 1) * np.arange(sequences)[:, None]
     found = np.bincount(numbers.ravel(), minlength=sequences * (count + 1))
@@ -206,8 +230,10 @@ def _(gpu, choices, form, before=None):
 
 @primitive
 def shares_of(counts: Array, tokens: int, dtype: DTypeLike) -> Array:
-    """[S, E]: the share of the choices of a sequence of so many tokens that are this expert, from
-    the `counts` [c, S, k, pieces, E] of all ranks."""
+    """Return the fraction of the choices of each sequence that each expert receives, [S, E].
+
+    `tokens` is the length of a sequence; `counts` [c, S, k, pieces, E] are those of all ranks.
+    """
     return (counts.sum((0, 2, 3)) / (tokens * counts.shape[2])).astype(dtype)
 
 
@@ -226,7 +252,7 @@ def _(gpu, counts, tokens, dtype):
 
 @primitive
 def load_of(choices: Array, slots: Array, count: int) -> tuple[Array, Array]:
-    """int64[E] each: the choices that fell on an expert, and those of them that found a slot."""
+    """Count the routed choices of each expert and those that found a slot, int64[E] each."""
     kept = choices[slots >= 0]
     return np.bincount(choices.ravel(), minlength=count), np.bincount(kept, minlength=count)
 
@@ -246,7 +272,7 @@ def _(gpu, choices, slots, count):
 
 @primitive
 def add_excess(grad: Array, choices: Array) -> None:
-    """Add E times the excess of each expert's choices over the mean, which are whole numbers."""
+    """Add E times the excess of each expert's choices over the mean, which is an integer."""
     found = np.bincount(choices.ravel(), minlength=grad.size)
     grad += grad.size * found - choices.size
 
@@ -264,7 +290,7 @@ def _(gpu, grad, choices):
 
 @primitive
 def dispatch(x: Array, slots: Array, out: Array) -> Array:
-    """The rows of X in their slots, and zeros in the others."""
+    """Copy the rows of x into their slots, and fill the other slots with zeros."""
     out.fill(0)
     for rows in row_blocks(x):
         for _, kept, at in _kept(slots[rows]):
@@ -273,7 +299,7 @@ def dispatch(x: Array, slots: Array, out: Array) -> Array:
 
 
 def _kept(slots: Array) -> Iterator[tuple[int, Array, Array]]:
-    """Of first choices, second ones and so on: which tokens have a slot, and these slots."""
+    """Yield, for each choice index, the tokens that have a slot, and their slots."""
     for choice, column in enumerate(slots.T):
         kept = np.flatnonzero(column >= 0)
         yield choice, kept, column[kept]
@@ -295,7 +321,8 @@ def _(gpu, x, slots, out):
 
 
 def _takers(gpu: Gpu, slots: Array, rows: int) -> Array:
-    """int64[rows]: the number of the choice that has a slot, -1 of none."""
+    """Return the index of the choice that occupies each slot, int64[rows], or -1 if it is
+    empty."""
     takers = gpu.empty((rows,), np.int64)
     takers.fill(-1)
     gpu.launch("takers_of", 1, slots.size, slots=slots, takers=takers, size=slots.size)
@@ -304,7 +331,7 @@ def _takers(gpu: Gpu, slots: Array, rows: int) -> Array:
 
 @primitive
 def dispatch_grad(dslots: Array, slots: Array, out: Array) -> Array:
-    """The gradient of X: the sum of those of its slots."""
+    """Compute the gradient of x: the sum of the gradients of its slots."""
     out.fill(0)
     for rows in row_blocks(out):
         for _, kept, at in _kept(slots[rows]):
@@ -331,7 +358,7 @@ def _(gpu, dslots, slots, out):
 
 @primitive
 def combine(y: Array, slots: Array, weights: Array, out: Array) -> Array:
-    """The sum over a token's choices of the weight times the row of the slot."""
+    """Sum, over the choices of each token, the weight times the row of the slot."""
     out.fill(0)
     for rows in row_blocks(out):
         for choice, kept, at in _kept(slots[rows]):
@@ -362,7 +389,7 @@ def _(gpu, y, slots, weights, out):
 def combine_grad(
     dout: Array, y: Array, slots: Array, weights: Array, out: Array
 ) -> tuple[Array, Array]:
-    """The gradient of the slots, in `out`, and that of the weights from these columns."""
+    """Return the gradient of the slots, in `out`, and of the weights from these columns."""
     out.fill(0)
     dweights = np.zeros_like(weights)
     for rows in row_blocks(dout):
@@ -393,7 +420,10 @@ def _(gpu, dout, y, slots, weights, out):
 
 @primitive
 def router_loss(probs: Array, lse: Array, loss: RouterLoss) -> tuple[Any, Any]:
-    """The sums over the rows of `Routes` of alpha E f P of their sequence, and of z lse^2."""
+    """Return the balance loss and the z-loss of these rows.
+
+    They are the sums over the rows of alpha E f P, with f of their sequence, and of z lse^2.
+    """
     balance = loss.balance * float(np.vdot(_shares(loss, len(lse)), probs))
     return balance, loss.z * float(np.dot(lse, lse))
 
@@ -412,7 +442,7 @@ def _(gpu, probs, lse, loss):
 
 
 def _shares(loss: RouterLoss, rows: int) -> Array:
-    """[n, E]: the shares of the sequence of every row."""
+    """Return the shares of the sequence of every row, [n, E]."""
     return loss.shares[(loss.first + np.arange(rows)) // loss.tokens]
 
 
@@ -420,7 +450,7 @@ def _shares(loss: RouterLoss, rows: int) -> Array:
 def route_grad(
     dweights: Array, routes: Routes, loss: RouterLoss, scale: float, out: Array
 ) -> Array:
-    """The gradient of the logits: of what the weights do, and of the losses times `scale`."""
+    """Compute the gradient of the logits from the weights, and from the losses times `scale`."""
     experts, weights, probs, lse = routes
     dprobs = _shares(loss, len(lse)) * (loss.balance * scale)
     chosen = np.arange(len(experts))[:, None], experts

@@ -1,8 +1,7 @@
-"""What is done to the rows of a block: biases and their gradients, dropout, tables added again and
-again.
+"""Operations on the rows of a block: bias, dropout, periodic tables, and their gradients.
 
-NumPy at the speed of the cache: every function works through its rows in blocks that stay in the
-cache, in place, and without a temporary of the whole size.
+The NumPy rules run at cache speed: each function processes its rows in cache-sized blocks, in
+place, and without a temporary of the full size.
 """
 
 from __future__ import annotations
@@ -26,14 +25,16 @@ CACHE = 1 << 17  # bytes of one operand of a block
 
 
 def row_blocks(x: Array) -> list[slice]:
-    """Slices of the rows of `x` that fit the cache."""
+    """Split the rows of `x` into slices that fit in the cache."""
     rows = max(1, CACHE // max(1, x[:1].nbytes))
     return [slice(start, start + rows) for start in range(0, x.shape[0], rows)]
 
 
 def rounded(*arrays: Array) -> Iterator[tuple[slice, list[Array]]]:
-    """Of Narrow arrays the rows that fit the cache, in float32, and which ones they are; what is
-    written there is rounded into the arrays before the next ones."""
+    """Yield cache-sized row slices of 16-bit arrays, with float32 copies of these rows.
+
+    Values written to the copies are rounded into the arrays before the next slice.
+    """
     for rows in row_blocks(arrays[0]):
         copies = [widened(each[rows]) for each in arrays]
         yield rows, copies
@@ -43,7 +44,7 @@ def rounded(*arrays: Array) -> Iterator[tuple[slice, list[Array]]]:
 
 @composite
 def add_bias(y: Array, bias: Array, out: Array) -> Array:
-    """y + b, of a bias or of a block like y."""
+    """Compute y + b, where b is a bias vector or a block of the shape of y."""
     return np.add(y, bias, out=out)
 
 
@@ -58,7 +59,7 @@ def _(gpu, y, bias, out):
 
 @composite
 def sum_rows(y: Array) -> Array:
-    """The sum over rows, the gradient of a bias; one product with a vector of ones."""
+    """Return the sum over rows, the gradient of a bias, as one product with a vector of ones."""
     return np.ones(y.shape[0], wide(y.dtype)) @ y
 
 
@@ -78,7 +79,7 @@ def _(gpu, y):
 
 
 def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
-    """total (+)= the sum of the rows of y."""
+    """Set total (+)= the sum of the rows of y."""
     rows, columns = y.shape
     strips = gpu.strips(rows)
     partial = gpu.empty((strips, columns), np.float32)
@@ -89,8 +90,10 @@ def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
 def add_strips(
     gpu: Gpu, partial: Array, add: bool, total: Array, other: Array | None = None
 ) -> None:
-    """total (+)= the sum of the strips; where there is another, it is that of the second half
-    of their columns."""
+    """Set total (+)= the sum of the strips.
+
+    If `other` is given, it receives the sum of the second half of their columns.
+    """
     sums, columns = 1 if other is None else 2, total.size
     given = {"partial": partial, "total": total, "other": other, "add": add}
     gpu.launch("sum_strips", sums, columns, strips=len(partial), columns=columns, **given)
@@ -98,7 +101,7 @@ def add_strips(
 
 @primitive
 def dropped(x: Array, mask: Mask, out: Array) -> Array:
-    """x times the factors of a `Mask`; the same for a gradient."""
+    """Multiply x, or a gradient, by the factors of a dropout mask."""
     for rows in row_blocks(x):
         np.multiply(x[rows], mask.factors(rows, slice(None), wide(x.dtype)), out=out[rows])
     return out
@@ -121,7 +124,8 @@ def _(gpu, x, mask, out):
 
 @primitive
 def add_repeated(x: Array, table: Array, first: int, out: Array) -> Array:
-    """x plus the rows of a table again and again, from its row `first` on."""
+    """Add the rows of a table to the rows of x periodically, starting at row `first` of the
+    table."""
     return np.add(x, table[(first + np.arange(len(x))) % len(table)], out=out)
 
 
@@ -143,7 +147,8 @@ def _(gpu, x, table, first, out):
 
 @primitive
 def sum_repeated(dx: Array, first: int, period: int) -> Array:
-    """The sum of all rows of x that `add_repeated` adds the same row of its table to."""
+    """Return the gradient of the table of `add_repeated`: the sum over the rows that share an
+    entry."""
     rows = -(-(first + len(dx)) // period) * period
     whole = np.zeros((rows, dx.shape[1]), dx.dtype)
     whole[first : first + len(dx)] = dx
