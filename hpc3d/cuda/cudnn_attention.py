@@ -1,9 +1,9 @@
-"""Attention by cuDNN's fused kernels, which keep no probabilities (FlashAttention-2, Dao 2023,
+"""Attention by cuDNN's fused kernels, which save no probabilities (FlashAttention-2, Dao 2023,
 arXiv:2307.08691).
 
 The package nvidia-cudnn-frontend (module `cudnn`, 1.16 or newer) builds a graph of one operation,
-which runs on pointers.  So nothing is copied: q, k and v are strided views of qkv, and their
-gradients of dqkv.
+which runs on pointers. Nothing is copied: q, k and v are strided views of qkv, and their gradients
+are strided views of dqkv.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # the types that it takes, as cuDNN names them
-_Q, _K, _V, _OUT, _STATS, _DOUT, _DQ, _DK, _DV = range(
-    1, 10
-)  # the numbers of the tensors in the graphs
-_LINE = 400  # characters of what cuDNN says
-RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # those that the frontend looks for
+TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # supported dtypes, with cuDNN's names
+_Q, _K, _V, _OUT, _STATS, _DOUT, _DQ, _DK, _DV = range(1, 10)  # tensor identifiers in the graphs
+_LINE = 400  # maximum length of a cuDNN error message, in characters
+RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # libraries that the frontend looks for
 
 
 class Case(NamedTuple):
-    """What a graph is built for: `queries` heads of q for each of the `heads` of k and v."""
+    """Key of a graph: shapes, dtype and mask.
+
+    `queries` is the number of query heads for each of the `heads` of k and v.
+    """
 
     batch: int
     heads: int
@@ -44,13 +45,14 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool) -> Case:
-        """Of an array [B*T, heads*(g+2)*D], whose `form` is (D, g) (hpc3d.ops.attention)."""
+        """Return the case of an array [B*T, heads*(g+2)*D] with `form` (D, g)
+        (hpc3d.ops.attention)."""
         (rows, columns), (width, queries) = qkv.shape, form
         heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
         return cls(rows // sequence, heads, queries, sequence, width, name, causal)
 
     def layout(self, tensor: int) -> tuple[list[int], list[int]]:
-        """The shape [B, heads, T, D] of a tensor, and its strides in elements."""
+        """Return the shape [B, heads, T, D] of a tensor, and its strides in elements."""
         batch, heads, queries, sequence, width, *_ = self
         count = heads * (1 if tensor in (_K, _V, _DK, _DV) else queries)
         if tensor == _STATS:
@@ -61,39 +63,46 @@ class Case(NamedTuple):
         return [batch, count, sequence, width], [sequence * row, head, row, 1]
 
     def places(self, array: Any) -> list[int]:
-        """Where q, k and v begin in an array like qkv: they are [q | k | v] of head after head,
-        or with several queries a key all q, then all k, then all v."""
+        """Return the addresses of q, k and v in an array with the layout of qkv.
+
+        The columns are [q | k | v] head after head, or, with several queries per key, all q, then
+        all k, then all v.
+        """
         heads, queries, width = self.heads, self.queries, self.width
         keys = (1, 2) if queries == 1 else (queries * heads, (queries + 1) * heads)
         return [array.data.ptr + head * width * array.dtype.itemsize for head in (0, *keys)]
 
     @property
     def operation(self) -> dict[str, float]:
-        """The arguments of forward and backward: of causal attention query i sees the keys up to
-        i."""
+        """Arguments of the forward and backward operations.
+
+        With the causal mask, query i attends to keys up to i.
+        """
         bound = {"diagonal_band_right_bound": 0} if self.causal else {}
         return {"attn_scale": 1 / sqrt(self.width), **bound}
 
 
 class AttentionGraph(NamedTuple):
-    """A graph that is ready to run, and the memory that it works in."""
+    """A graph that is ready to run, and its workspace."""
 
     graph: Any
     workspace: Any
 
 
 class Flash:
-    """Attention, forward and backward, on the arrays of one device.
+    """Fused attention, forward and backward, on the arrays of one device.
 
-    `empty(shape, dtype)` makes an array (with `.data.ptr`, `.shape` and `.dtype`), `scratch` one
-    to work in, `stream` is the pointer of the stream on which everything runs, `capability` that
-    of the device, which is the current one, as CuPy has it ("90").  Arrays are contiguous.
+    `empty(shape, dtype)` allocates an array (with `.data.ptr`, `.shape` and `.dtype`), and
+    `scratch` a workspace. `stream` is the pointer of the stream on which everything runs.
+    `capability` is the compute capability of the current device, as CuPy reports it ("90"). Arrays
+    are contiguous.
 
-    The first call of a shape builds its graph, and must not be captured in a CUDA graph; a later
-    one asks `empty` for what it returns, for nothing else, and never waits for the device.
+    The first call with a shape builds its graph, and must not be captured in a CUDA graph. Later
+    calls use `empty` only for the arrays that they return, and never wait for the device.
 
-    A deterministic backward pass works in memory for 2 bytes a score on Hopper, B heads T^2 of
-    them; another one sums the gradient of q in an order that differs from run to run.
+    On Hopper, a deterministic backward pass needs a workspace of 2 bytes per score, that is B
+    heads T^2 scores. A nondeterministic one sums the gradient of q in an order that differs
+    between runs.
     """
 
     def __init__(
@@ -111,12 +120,12 @@ class Flash:
         with self.told("be started"):
             self.handle = self.cudnn.create_handle()
             self.cudnn.set_stream(handle=self.handle, stream=stream)
-        # Its bindings report every object that is left at the end of the program.
+        # The bindings of cuDNN report every object that still exists at interpreter exit.
         atexit.register(self.plans.clear)
 
     @staticmethod
     def missing() -> str | None:
-        """What is missing here, in one word, so that it cannot be loaded; None: nothing is."""
+        """Return the name of the missing package or library, or None if cuDNN can be loaded."""
         preload()
         try:
             frontend().backend_version()
@@ -127,26 +136,26 @@ class Flash:
         return None if sum(map(loads, RUNTIMES)) == 1 else "one-libcudart"
 
     def suits(self, dtype: DTypeLike, width: int, drop: object = None) -> bool:
-        """Whether it takes arrays of `dtype` with heads of `width`; it drops no probabilities."""
+        """Return True if cuDNN supports `dtype` and heads of `width`. Dropout is not supported."""
         return takes(dtype, width, drop, self.widest)
 
     @staticmethod
     def replays(sequence: int) -> bool:
-        """Whether a CUDA graph of calls may run later.
+        """Return True if calls with this sequence length can be replayed from a CUDA graph.
 
-        Of other sequences some versions copy the lengths, from memory of the host that is gone
-        by then.
+        For other lengths, some versions of cuDNN copy the lengths from host memory that has been
+        freed by the time of the replay.
         """
         return sequence % 128 == 0
 
     def forward(
         self, qkv: Any, sequence: int, form: tuple[int, int], causal: bool = True
     ) -> tuple[Any, Any]:
-        """softmax(q k' / sqrt(D) + mask) v, and what backward needs beside it.
+        """Compute softmax(q k' / sqrt(D) + mask) v, and the statistics for the backward pass.
 
         qkv [B*T, heads*(g+2)*D] -> out [B*T, heads*g*D], and stats [B, heads*g, T, 1] in float32:
-        the logarithm of the sum of exponentials of every row of scores.  Raises RuntimeError where
-        cuDNN cannot, as with T = 1.
+        the log-sum-exp of every row of scores. Raises RuntimeError if cuDNN does not support the
+        case, such as T = 1.
         """
         case = Case.of(qkv, sequence, form, causal)
         plan = self.plan(self.attention, case)
@@ -166,7 +175,7 @@ class Flash:
         form: tuple[int, int],
         causal: bool = True,
     ) -> Any:
-        """The gradient of qkv from that of out, and what forward returned."""
+        """Compute the gradient of qkv from the gradient of out and the results of `forward`."""
         assert dout.shape == out.shape and dout.dtype == out.dtype == qkv.dtype
         case = Case.of(qkv, sequence, form, causal)
         plan = self.plan(self.attention_grad, case)
@@ -177,7 +186,7 @@ class Flash:
         return dqkv
 
     def attention(self, graph: Any, case: Case) -> None:
-        """Describe the forward pass: what goes in, the operation, what comes out."""
+        """Describe the forward pass: inputs, operation and outputs."""
         q, k, v = (self.input(graph, case, tensor) for tensor in (_Q, _K, _V))
         made = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **case.operation)
         self.outputs(case, (_OUT, _STATS), made)
@@ -195,7 +204,8 @@ class Flash:
         return graph.tensor(dim=shape, stride=strides, data_type=kind, uid=tensor)
 
     def outputs(self, case: Case, tensors: Sequence[int], made: Sequence[Any]) -> None:
-        """Say how what an operation made shall lie; else it would stay inside of the graph."""
+        """Set the layout of the outputs of an operation; without it, they stay internal to the
+        graph."""
         for tensor, result in zip(tensors, made, strict=True):
             shape, strides = case.layout(tensor)
             result.set_output(True).set_uid(tensor).set_dim(shape).set_stride(strides)
@@ -205,7 +215,7 @@ class Flash:
         return getattr(self.cudnn.data_type, "FLOAT" if tensor == _STATS else TYPES[case.dtype])
 
     def plan(self, describe: Callable[[Any, Case], None], case: Case) -> AttentionGraph:
-        """The plan of a pass, built at its first call."""
+        """Return the plan of a pass, which is built at the first call."""
         key = describe.__name__, case
         if key not in self.plans:
             with self.told(f"build {describe.__name__} of {case}"):
@@ -230,9 +240,10 @@ class Flash:
         return graph
 
     def memory(self, size: int) -> Any:
-        """At least `size` bytes for a plan; plans share them, as they run one after another.
+        """Return a workspace of at least `size` bytes. Plans share it, because they run one at a
+        time.
 
-        Older plans keep what they had: a CUDA graph may hold its address.
+        Older plans keep their workspace, since a CUDA graph may hold its address.
         """
         if self.workspace is None or self.workspace.shape[0] < size:
             self.workspace = self.scratch((max(size, 1),), np.dtype(np.uint8))
@@ -244,20 +255,20 @@ class Flash:
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
-        """What cuDNN raises in here becomes a RuntimeError of one line."""
+        """Convert cuDNN's exceptions within the block to a RuntimeError of one line."""
         try:
             yield
         except (RuntimeError, ValueError, self.cudnn.cudnnGraphNotSupportedError) as error:
             version = self.cudnn.backend_version_string()
-            reason = " ".join(f"{error}".split())[:_LINE]  # it may go through engine by engine
+            reason = " ".join(f"{error}".split())[:_LINE]  # the message may list every engine
             raise RuntimeError(f"cuDNN {version} cannot {what}: {reason}") from error
 
 
 def preload() -> None:
-    """Load from where pip put them the libraries that would be looked for elsewhere.
+    """Load libraries from where pip installed them if they would be searched for elsewhere.
 
-    The frontend finds the CUDA runtime only by its bare name, cuDNN also in the first folder of
-    packages; cuDNN finds NVRTC, and that its other half, only by their bare names.
+    The frontend finds the CUDA runtime only by its bare name, and cuDNN also in the first folder
+    of packages. cuDNN finds NVRTC, and NVRTC its builtins library, only by their bare names.
     """
     with suppress(ImportError):
         from cuda.pathfinder import load_nvidia_dynamic_lib
@@ -270,10 +281,10 @@ def preload() -> None:
 
 
 def frontend() -> ModuleType:
-    """The module `cudnn`.
+    """Import and return the module `cudnn`.
 
-    It would import torch too, where that is installed: for seconds, and with every CUDA library
-    that torch finds.  It needs it only to take torch's tensors.
+    The frontend would also import torch if it is installed. This takes seconds and loads every
+    CUDA library that torch finds. The frontend needs torch only to accept its tensors.
     """
     absent = sys.modules.setdefault("torch") is None
     try:
@@ -285,7 +296,7 @@ def frontend() -> ModuleType:
 
 
 def loads(name: str) -> bool:
-    """Whether the loader finds a library by its bare name."""
+    """Return True if the loader finds a library by its bare name."""
     try:
         ctypes.CDLL(name)
     except OSError:
@@ -294,12 +305,13 @@ def loads(name: str) -> bool:
 
 
 def takes(dtype: DTypeLike, width: int, drop: object, most: int) -> bool:
-    """The same for a device whose widest head is `most`."""
+    """Return True if cuDNN supports this attention on a device whose maximum head width is
+    `most`."""
     return drop is None and np.dtype(dtype).name in TYPES and width % 8 == 0 and width <= most
 
 
 def _widest(capability: int) -> int:
-    """The widest head of which cuDNN computes the gradient on a device (its support matrix)."""
+    """Return the maximum head width of the backward pass on a device (cuDNN's support matrix)."""
     if capability < 80:
         return 0
     return 256 if capability == 90 else 128

@@ -1,6 +1,6 @@
-"""The GPU of a rank: its streams, its memory, and copies between it and its host.
+"""The GPU of a rank: its streams, its memory, and copies between host and device.
 
-CuPy (v14) is a value here, so that a played one may stand for it.
+CuPy (v14) is passed as a value, so that tests can replace it with a mock.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hpc3d.arrays.pool import Pool, contiguous, from_host, on_host, to_host, val
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-_DONE, _NOT_READY = 0, 600  # CUDA's answers about an event: cudaSuccess, cudaErrorNotReady
-GRACE = 1.0  # seconds that calls have to end by themselves, when the job ends
+_DONE, _NOT_READY = 0, 600  # results of cudaEventQuery: cudaSuccess, cudaErrorNotReady
+GRACE = 1.0  # seconds that pending calls have to finish when the job ends
 QUEUES = ("blocks", "replicas", "offload")
-_FLOAT8 = 89  # the compute capability from which products are of float8, too
+_FLOAT8 = 89  # minimum compute capability of float8 products
 
 
 def imported() -> ModuleType:
-    """CuPy, after what lets it know bfloat16."""
+    """Import CuPy, after ml_dtypes, which adds bfloat16."""
     with suppress(ImportError):
         import ml_dtypes  # noqa: F401
     import cupy
@@ -39,15 +39,20 @@ def imported() -> ModuleType:
 
 
 def bound(local_rank: int) -> Cuda:
-    """The Cuda of the rank with this number on its node, as MPI counts them: its own, if there are
-    enough.  Where a launcher shows each rank one device, that is number 0."""
+    """Return the Cuda device of a rank, given its local rank on the node.
+
+    Each rank has its own device if there are enough. If a launcher shows each rank one device,
+    that is device 0.
+    """
     cupy = imported()
     return Cuda(local_rank % cupy.cuda.runtime.getDeviceCount(), cupy)
 
 
 def _register(device: Cuda) -> None:
-    """What CuPy's arrays do where NumPy's do something else.  Who wants a value waits as `device`
-    does, not as CuPy would."""
+    """Register array operations in which CuPy differs from NumPy.
+
+    Reading a value waits as `device.synchronize` does, not as CuPy would.
+    """
     cupy, kind = device.cupy, device.array_type
 
     def read(array):
@@ -66,13 +71,15 @@ def _register(device: Cuda) -> None:
 
 
 class Cuda:
-    """Device `number` of this process.  It is the current one from here on, and so is its stream
-    `compute`: neither waits for CUDA's default stream, nor does that wait for them.
+    """Device `number` of this process, which becomes the current device.
 
-    `queues` are the streams of communication (Traffic), `pinned` a pool of memory of the host that
-    the device copies by itself.  While the host waits it calls the functions of `meanwhile`: other
-    ranks may need an answer of MPI, and NCCL reports its errors only to those who ask.  `aborts`
-    are functions that end calls which nobody answers.
+    Its stream `compute` becomes the current stream. Its streams do not synchronize with CUDA's
+    default stream.
+
+    `queues` are the streams of communication (Traffic), and `pinned` is a pool of page-locked host
+    memory for asynchronous copies. While the host waits, it calls the functions in `meanwhile`:
+    other ranks may need MPI progress, and NCCL reports errors only when polled. The functions in
+    `aborts` abort calls that no peer will complete.
     """
 
     def __init__(self, number: int, cupy: ModuleType | None = None) -> None:
@@ -96,16 +103,18 @@ class Cuda:
         return f"{self.name} ({self.number})"
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Any:
-        """An uninitialised array of the device."""
+        """Allocate an uninitialized array on the device."""
         return self.cupy.empty(shape, dtype)
 
     def upload(self, host: np.ndarray) -> Any:
-        """An array of the device with the values of `host`, which may change at once.  The host
-        does not wait."""
+        """Copy `host` to a new array on the device, without waiting.
+
+        `host` may be overwritten immediately.
+        """
         return self.fill(self.empty(host.shape, host.dtype), host)
 
     def fill(self, array: Any, host: np.ndarray) -> Any:
-        """Let `array`, which is in one piece, have the values of `host`, as `upload` does."""
+        """Copy `host` into the contiguous `array`, without waiting, as `upload` does."""
         staging = self.pinned.empty(host.shape, host.dtype, "communication")
         staging[...] = host
         array.set(staging, stream=self.compute)
@@ -115,14 +124,15 @@ class Cuda:
         return array
 
     def download(self, array: Any) -> np.ndarray:
-        """A copy of an array, in pinned memory of the host, when all before it is computed."""
+        """Return a copy of an array in pinned host memory, after all preceding work has
+        finished."""
         host = self.pinned.empty(array.shape, array.dtype, "communication")
         array.get(stream=self.compute, out=host, blocking=False)
         self.synchronize()
         return host
 
     def synchronize(self) -> None:
-        """Return when all is computed that was asked for."""
+        """Wait for all work posted on the stream `compute`."""
         event = self.compute.record()
         while not self.reached(event):
             for function in self.meanwhile:
@@ -130,17 +140,19 @@ class Cuda:
             os.sched_yield()
 
     def reached(self, event: Any) -> bool:
-        """Whether the device has come to an event; raises what has gone wrong on the device, of
-        which `event.done` says nothing."""
+        """Return True if the device has reached an event.
+
+        Raises errors of the device, which `event.done` does not report.
+        """
         status = self.cupy.cuda.runtime.eventQuery(event.ptr)
         if status not in (_DONE, _NOT_READY):
             event.synchronize()
         return status == _DONE
 
     def close(self) -> None:
-        """At the end of a job: give up calls that still wait for others, which may have gone.
+        """Abort calls that still wait for peers at the end of a job, since these may have exited.
 
-        Not in a child that is to save something: the device does not know it.
+        A forked child that writes a checkpoint does nothing, because it cannot use the device.
         """
         until = time.monotonic() + GRACE
         for stream in self.queues.values():
@@ -150,14 +162,14 @@ class Cuda:
                 time.sleep(GRACE / 100)
 
     def abort(self) -> None:
-        """Call `aborts` for as long as it takes, but no longer than that."""
+        """Call `aborts`, for at most GRACE seconds."""
         calls = threading.Thread(target=lambda: [each() for each in self.aborts], daemon=True)
         calls.start()
         calls.join(GRACE)
 
 
 class Pinned(Pool):
-    """Arrays of the host in memory that `allocate(size)` keeps in its place."""
+    """Pool of host arrays in page-locked memory from `allocate(size)`."""
 
     def __init__(self, allocate: Callable[[int], Any]) -> None:
         super().__init__()
@@ -168,7 +180,8 @@ class Pinned(Pool):
 
 
 class Loan:
-    """Memory of a device on loan: the arrays on it keep it, and its death calls `end`."""
+    """Device memory on loan. The arrays in it hold a reference, and its destruction calls
+    `end`."""
 
     __slots__ = ("end", "memory")
 
@@ -180,8 +193,10 @@ class Loan:
 
 
 class DevicePool(Pool):
-    """The arrays of a rank on its `device`, counted by kind.  CuPy's own pool uses their memory
-    again, in the order of the stream `compute`."""
+    """Pool of a rank's arrays on its `device`, counted by kind.
+
+    CuPy's own pool reuses their memory in the order of the stream `compute`.
+    """
 
     on_device = True
 
@@ -201,12 +216,12 @@ class DevicePool(Pool):
         return self.device.cupy.ndarray(tuple(shape), dtype, pointer)
 
     def bring(self, array: np.ndarray | float) -> Any:
-        """An array with the values of one of the host, or a number as float32."""
+        """Copy a host array, or a number as float32, to a new array on the device."""
         values = array if isinstance(array, np.ndarray) else np.array(array, np.float32)
         return self.device.fill(self.empty(values.shape, values.dtype), values)
 
     def refill(self, array: Any, values: ArrayLike) -> None:
-        """Let an array that was brought have other values."""
+        """Overwrite an array that `bring` returned."""
         self.device.fill(array, np.asarray(values, array.dtype))
 
     def synchronize(self) -> None:
@@ -215,7 +230,7 @@ class DevicePool(Pool):
         self.device.synchronize()
 
     def reserved(self) -> tuple[int, int]:
-        """Bytes of the device that arrays have, those that nobody counts among them, and that
-        CuPy's pool holds."""
+        """Return the bytes in use by arrays, counted or not, and the bytes that CuPy's pool
+        reserves."""
         pool = self.device.cupy.get_default_memory_pool()
         return pool.used_bytes(), pool.total_bytes()

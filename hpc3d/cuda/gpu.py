@@ -1,7 +1,7 @@
-"""What the CUDA rules of primitives run on: kernels, products and memory of a device.
+"""Interface of the CUDA rules of primitives to the kernels, products and memory of a device.
 
-All is posted on the current stream, and nothing waits for the device.  Sums, moments and the
-gradients of parameters are float32, losses and norms float64 [1].
+All work is posted on the current stream, and nothing waits for the device. Sums, moments and
+parameter gradients are float32; losses and norms are float64 [1].
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from hpc3d.cuda.cudnn_attention import Flash
     from hpc3d.cuda.device import DevicePool
 
-WORKSPACE = 32 << 20  # bytes that cuBLASLt may take for a product, as NVIDIA advises for Hopper
+WORKSPACE = 32 << 20  # bytes of cuBLASLt's workspace, as NVIDIA recommends for Hopper
 
 
 class Gpu:
-    """`launch(name, rows, columns, **arguments)` starts a kernel (kernel_loader.Kernels),
-    `multiply` is Lt.product and `coded` Lt.coded_product, `flash` a Flash or None, `empty(shape,
-    dtype)` an array of the device, `bring(array)` one with a host's values."""
+    """Kernels, products and memory of one device.
+
+    `launch(name, rows, columns, **arguments)` launches a kernel (kernel_loader.Kernels).
+    `multiply` is Lt.product, `coded` is Lt.coded_product, and `flash` is a Flash or None.
+    `empty(shape, dtype)` allocates an array on the device, and `bring(array)` copies one from the
+    host.
+    """
 
     def __init__(
         self,
@@ -45,19 +49,20 @@ class Gpu:
         self.unsupported = set()
 
     def strips(self, rows: int) -> int:
-        """The partial sums in which kernels sum over `rows` rows."""
+        """Return the number of partial sums in a kernel that sums over `rows` rows."""
         return launch_table.strips(rows)
 
     def blocks(self, name: str, size: int) -> int:
-        """The blocks of threads of a kernel on a flat array."""
+        """Return the number of thread blocks of a kernel on a flat array."""
         return launch_table.kernels()[name].launch(None, 1, size).grid[0]
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """The pieces of a rule's work; those of one `kind` launch the same."""
+        """Yield the pieces of work of a rule. Pieces of equal `kind` have identical kernel
+        launches."""
         yield from pieces
 
     def by_arrays(self, primitive: Primitive, *arrays: Array) -> None:
-        """What has no kernel, by the operations that arrays of a device have themselves."""
+        """Run a primitive that has no kernel by the array operations of its NumPy rule."""
         primitive.numpy(*arrays)
 
     def contiguous(self, x: Array) -> Array:
@@ -79,8 +84,11 @@ class Gpu:
     def multiply_with(
         self, a: Array, b: Array, out: Array, add: Array | None, **epilogue: Any
     ) -> bool:
-        """Whether cuBLASLt did a product with an epilogue: what it cannot do once, such as a
-        vector at an odd address, is not asked for again."""
+        """Return True if cuBLASLt computed a product with an epilogue.
+
+        Unsupported cases, such as a vector at an unaligned address, are cached and not tried
+        again.
+        """
         (name, vector), *_ = epilogue.items()
         key = name, a.shape, a.strides, b.shape, b.dtype, vector.data.ptr % 16
         if key in self.unsupported:
@@ -93,12 +101,15 @@ class Gpu:
 
 
 def add_gpu(kind: type, gpu: Gpu) -> None:
-    """Let arrays of a type take the CUDA rules of primitives, on `gpu`."""
+    """Register the CUDA rules of primitives, run on `gpu`, for arrays of a type."""
     add_backend(kind, lambda primitive: primitive.cuda_rule and partial(primitive.cuda_rule, gpu))
 
 
 def use(pool: DevicePool, tf32: bool = False) -> str:
-    """Let CuPy's arrays take the CUDA rules, with workspaces of `pool`; what does attention."""
+    """Register the CUDA rules for CuPy's arrays, with workspaces from `pool`.
+
+    Returns a log line that names the attention implementation.
+    """
     from hpc3d.cuda.cublaslt import Lt
     from hpc3d.cuda.cudnn_attention import Flash
     from hpc3d.cuda.kernel_loader import Kernels
@@ -110,6 +121,6 @@ def use(pool: DevicePool, tf32: bool = False) -> str:
     if not missing:
         flash = Flash(pool.empty, device.compute.ptr, device.capability, scratch=empty)
     gpu = Gpu(Kernels(), lt.product, flash, empty, pool.bring, lt.coded_product)
-    gpu.workspace = workspace  # lt has its address alone
+    gpu.workspace = workspace  # lt holds only the address
     add_gpu(device.array_type, gpu)
     return f"attention by products: no {missing}" if missing else "attention by cuDNN"

@@ -1,4 +1,4 @@
-"""What is posted on a device, recorded once and launched again by one call of the host."""
+"""CUDA graphs: work on a device, captured once and replayed by one call of the host."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 
 class CudaGraph:
-    """What is posted between `begin` and `end` on the stream `compute` of a `device`, and on
-    streams that wait for it and are waited for.  Nothing of it runs before `launch`.
+    """CUDA graph of the work posted between `begin` and `end` on the stream `compute` of a
+    `device`.
 
-    Its arrays are in memory of its own, so nothing else can take that between two launches.  What
-    it reads from outside must keep its place.
+    It includes streams that wait for this stream and that it waits for. Nothing runs before
+    `launch`. Its arrays are in a private memory pool, so that no other array reuses this memory
+    between two launches. External inputs must keep their addresses.
     """
 
     def __init__(self, device: Cuda) -> None:
@@ -23,8 +24,11 @@ class CudaGraph:
         self.pool, self.memory, self.graph = self.cuda.MemoryPool(), ExitStack(), None
 
     def begin(self) -> None:
-        """Memory that no array has is given back before: the graph wants as much once more.  And
-        what Python forgot is removed now, for nothing may be in between."""
+        """Begin the capture.
+
+        Unused memory is freed first, because the graph allocates the same amount again. Garbage is
+        collected now, because no memory may be freed during the capture.
+        """
         gc.collect()
         self.device.synchronize()
         self.device.cupy.get_default_memory_pool().free_all_blocks()

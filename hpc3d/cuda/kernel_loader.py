@@ -1,7 +1,7 @@
-"""Loads the CUDA kernels of `kernels/*.cu` onto this process's device, by CuPy's NVRTC.
+"""Loader of the CUDA kernels in `kernels/*.cu`, compiled by CuPy's NVRTC.
 
-They are compiled when a kernel of their text is launched for the first time, and kept on disk by
-CuPy, so that the ranks of a node compile once.
+A source is compiled when one of its kernels is first launched. CuPy caches the result on disk, so
+that the ranks of a node compile only once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hpc3d.cuda import launch_table
 if TYPE_CHECKING:
     from hpc3d.cuda.launch_table import Kernel
 
-_ADDED = "--device-as-default-execution-space"  # by CuPy itself; NVRTC refuses it twice
+_ADDED = "--device-as-default-execution-space"  # added by CuPy; NVRTC rejects duplicates
 _NULL = np.uint64(0)
-_BFLOAT16 = 80  # the compute capability from which there is bfloat16
+_BFLOAT16 = 80  # minimum compute capability of bfloat16
 
 
 class Kernels:
@@ -33,7 +33,7 @@ class Kernels:
             self.reals.remove("bfloat16")
 
     def __call__(self, name: str, rows: int, columns: int, /, **given: Any) -> None:
-        """Launch a kernel on work of that size, on the current stream."""
+        """Launch a kernel for work of the given size on the current stream."""
         kernel = launch_table.kernels()[name]
         real, values = kernel.bind(lambda array: array.dtype.name, given)
         launch = kernel.launch(real, rows, columns)
