@@ -1,6 +1,6 @@
-"""Products of matrices on a GPU, with what is fused to them, by cuBLASLt.
+"""Matrix products on a GPU with fused epilogues, by cuBLASLt.
 
-It takes the stream and the workspace of every call, so a product can be captured in a CUDA graph.
+Every call specifies the stream and the workspace, so a product can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hpc3d.cuda.cublaslt_library import (
 )
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
-# How cuBLASLt may add the parts of a sum that it splits: in any way, or not in the type of out.
+# Reduction schemes allowed for split-k: any, or all but reduction in the type of out.
 _ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2
 
 
 class Lt:
     """cuBLASLt on one stream of the current device.
 
-    `workspace` is the address of memory that nothing else uses, a multiple of 256, and its bytes.
-    With `tf32` the operands of float32 products are rounded to TF32; their sums never are.
+    `workspace` is the address, a multiple of 256, and the size in bytes of memory that nothing
+    else uses. With `tf32`, the operands of float32 products are rounded to TF32; sums never are.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class Lt:
         gelu_at: Any = None,
         scale: float = 1.0,
     ) -> None:
-        """out[m, n] = scale a[m, k] b[k, n] + add[m, n] + bias[n], summed in float32.
+        """Compute out[m, n] = scale a[m, k] b[k, n] + add[m, n] + bias[n], accumulated in float32.
 
-        Arrays have CuPy's `data.ptr`, `shape`, `strides` and `dtype`: a and b are both float32,
-        float16 or bfloat16, out is so or float32, all others are as out.  `add` may be out itself.
-        Of a and b either stride may be one element: a transposed view.  All matrices may be
-        batches, [g, m, k], which share the bias.
+        Arrays have CuPy's `data.ptr`, `shape`, `strides` and `dtype`. a and b have the same type:
+        float32, float16 or bfloat16. out has this type or float32, and all other arrays have the
+        type of out. `add` may be out itself. In a and b, either stride may be one element, so
+        transposed views are allowed. All matrices may be batches, [g, m, k], which share the bias.
 
-        `bias_grad[n]` becomes the sum of the rows of b: what X' dY, a weight's gradient, wants.
-        `gelu_input[m, n]` becomes what out would have been, and out the tanh-GELU of it.
-        With `gelu_at[m, n]` out is what it would have been times the slope of that GELU there.
+        `bias_grad[n]` receives the sum of the rows of b, as needed with X' dY, the gradient of a
+        weight. `gelu_input[m, n]` receives the result before activation, and out its tanh-GELU.
+        With `gelu_at[m, n]`, out is the result times the slope of that GELU there.
 
-        The host does not wait.  Where k is 0, out is written by the operators of the arrays, so
-        the stream must be the current one.
+        The host does not wait. If k is 0, out is written by the operators of the arrays, so the
+        stream must be the current one.
 
-        Raises Unsupported, before anything is written, where cuBLASLt has no kernel that does all
-        of it: the product is then to be had with less fused to it.
+        Raises Unsupported, before anything is written, if no cuBLASLt kernel supports the
+        combination. The caller can then retry with a smaller epilogue.
         """
         vector = bias if bias_grad is None else bias_grad
         matrix = gelu_input if gelu_at is None else gelu_at
@@ -85,11 +85,12 @@ class Lt:
         self.run(plan, a, b, out, add, scale)
 
     def coded_product(self, a: Any, b: Any, out: Any) -> None:
-        """out[m, n] = a[m, k] b[k, n] of matrices in float8 (hpc3d.ops.float8.Coded), summed in
-        float32: a lies as [m, k] and b as [n, k], the only way that cuBLASLt takes them, with m, k
-        and n multiples of 16.  Out is float32, float16 or bfloat16.
+        """Compute out[m, n] = a[m, k] b[k, n] of float8 matrices (hpc3d.ops.float8.Coded).
 
-        Raises Unsupported, before anything is written, where there is no kernel.
+        Sums are accumulated in float32. a is stored as [m, k] and b as [n, k], the only layout
+        that cuBLASLt accepts. m, k and n are multiples of 16. out is float32, float16 or bfloat16.
+
+        Raises Unsupported, before anything is written, if there is no kernel.
         """
         if not (a.size and b.size):
             return _without_terms(b, out, None, None, None, None)
@@ -104,7 +105,8 @@ class Lt:
         self.run(plan, left, right, out, None, 1.0)
 
     def planned(self, key: tuple[tuple | None, ...], vector: Any, matrix: Any) -> ProductPlan:
-        """A new plan with its algorithm, for which the alignment of every address matters."""
+        """Return a new plan with its algorithm, which depends on the alignment of every
+        address."""
         plan = ProductPlan(self.library, key, self.tf32)
         plan.point(vector, matrix)
         for name, operand in plan.operands.items():
@@ -118,7 +120,7 @@ class Lt:
         self.library.set("MatmulPreference", self.preference, attribute, value)
 
     def _fastest(self, plan: ProductPlan) -> Any:
-        """The algorithm that the heuristics of cuBLASLt propose."""
+        """Return the algorithm that cuBLASLt's heuristics propose."""
         found, count = Heuristic(), c_int()
         told = self.handle, plan.operation, *plan.layouts.values(), self.preference
         answer = 1, byref(found), byref(count)
@@ -159,7 +161,7 @@ def _without_terms(
     bias_grad: Any,
     gelu: Any,
 ) -> None:
-    """The product where a or b is empty: sums of no terms, or nothing at all to write."""
+    """Compute the product if a or b is empty: sums of no terms, or no output at all."""
     if bias_grad is not None and b.size:
         raise Unsupported("cuBLASLt has no bias_grad of a product without rows")
     if gelu is not None and out.size:

@@ -1,6 +1,6 @@
-"""libcublasLt by ctypes: the functions that products need, their attributes and their errors.
+"""ctypes bindings of libcublasLt: the functions that products need, their attributes and errors.
 
-Numbers, types and sizes are those of cublasLt.h, the same in CUDA 12 and 13.
+Constants, types and sizes are those of cublasLt.h, identical in CUDA 12 and 13.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: returned b
 
 
 class Unsupported(RuntimeError):
-    """cuBLASLt has no such product here; nothing was computed or written."""
+    """cuBLASLt does not support a product here. Nothing was computed or written."""
 
 
 class Heuristic(ctypes.Structure):
@@ -77,7 +77,7 @@ _ATTRIBUTES = {
 
 
 def load() -> ctypes.CDLL:
-    """cuBLASLt: that of NVIDIA's wheel, as cuda.pathfinder finds it, else the linker's."""
+    """Load cuBLASLt from NVIDIA's wheel, as found by cuda.pathfinder, or else by the linker."""
     names = NAMES
     with suppress(ImportError, RuntimeError):
         from cuda.pathfinder import load_nvidia_dynamic_lib
@@ -93,7 +93,7 @@ def load() -> ctypes.CDLL:
 
 
 class Library:
-    """The functions of cuBLASLt, each of them an error where it fails."""
+    """Functions of cuBLASLt, which raise an exception on failure."""
 
     def __init__(self, dll: Any) -> None:
         for name, arguments in _FUNCTIONS.items():
@@ -102,14 +102,15 @@ class Library:
         self.dll = dll
 
     def call(self, name: str, *arguments: Any, refusals: Sequence[int] = ()) -> None:
-        """RuntimeError where it fails; Unsupported if with a status of `refusals`."""
+        """Call a function, and raise RuntimeError on failure, or Unsupported if it is in
+        `refusals`."""
         status = getattr(self.dll, name)(*arguments)
         if status != SUCCESS:
             failure = Unsupported if status in refusals else RuntimeError
             raise failure(f"{name}: {self.dll.cublasLtGetStatusName(status).decode()}")
 
     def create(self, kind: str, *arguments: Any) -> int:
-        """A new object of the library; it lives as long as the process."""
+        """Create an object of the library, which lives as long as the process."""
         made = c_void_p()
         self.call(f"cublasLt{kind}Create", byref(made), *arguments)
         return made.value

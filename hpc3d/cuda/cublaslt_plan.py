@@ -1,8 +1,8 @@
-"""One kind of product as it is described to cuBLASLt.
+"""Descriptor, layouts and algorithm of one kind of cuBLASLt product.
 
-cuBLASLt is column-major: D = alpha op(A) op(B) + beta C.  A row-major matrix is its own transpose
-there, so out = a b is computed as out' = b' a': A is b, B is a, C is what is added, D is out, and
-what is said of a row of D holds for a column of out.
+cuBLASLt is column-major: D = alpha op(A) op(B) + beta C. A row-major matrix is its own transpose
+there, so out = a b is computed as out' = b' a': A is b, B is a, C is the added matrix, and D is
+out. A statement about a row of D holds for a column of out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
 _FLOAT8 = {"float8_e4m3fn": 28, "float8_e5m2": 29}
-_MULTIPLE = 16  # of the sizes of matrices of float8
+_MULTIPLE = 16  # required divisor of the sizes of float8 matrices
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32 = 68, 77  # cublasComputeType_t
 
 _ROLES = ("a", "b", "out", "add", "bias", "bias_grad", "gelu_input", "gelu_at")
@@ -35,7 +35,10 @@ _EPILOGUES = {
 
 
 class Operand(NamedTuple):
-    """What a plan depends on of an array; `alignment` of its address in bytes, at most 256."""
+    """Properties of an array on which a plan depends.
+
+    `alignment` is the alignment of its address in bytes, at most 256.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -48,17 +51,20 @@ class Operand(NamedTuple):
 
     @property
     def steps(self) -> list[int]:
-        """The strides in elements."""
+        """Strides in elements."""
         return [stride // self.dtype.itemsize for stride in self.strides]
 
     @property
     def batches(self) -> tuple[int, int]:
-        """How many matrices, and the step from one to the next."""
+        """Number of matrices, and the stride between them."""
         return (self.shape[0], self.steps[0]) if len(self.shape) == 3 else (1, 0)
 
     def columns(self) -> tuple[bool, int, int, int]:
-        """Whether it is transposed once more in column-major order, its rows and columns there,
-        and the step from one of these columns to the next."""
+        """Return (transposed, rows, columns, leading dimension) of the matrix in column-major
+        order.
+
+        `transposed` is True if the matrix must be transposed once more in this order.
+        """
         (rows, columns), (down, across) = self.shape[-2:], self.steps[-2:]
         if (columns == 1 or across == 1) and (rows == 1 or down >= columns):
             return False, columns, rows, down if rows > 1 else columns
@@ -71,7 +77,10 @@ class Operand(NamedTuple):
 
 
 def operand_of(array: Any, dtype: str | None = None) -> tuple | None:
-    """An Operand as a tuple, None of None; bits of 8 may be those of another `dtype`."""
+    """Return the fields of an Operand as a tuple, or None for None.
+
+    `dtype` overrides the dtype of an array of 8-bit codes.
+    """
     if array is None:
         return None
     address = array.data.ptr | 256
@@ -80,7 +89,10 @@ def operand_of(array: Any, dtype: str | None = None) -> tuple | None:
 
 
 class ProductPlan:
-    """Descriptor, layouts and, once it is asked for, algorithm: all but the addresses."""
+    """Plan of a product: everything except the addresses.
+
+    The plan consists of the descriptor, the layouts and, after its selection, the algorithm.
+    """
 
     def __init__(self, library: Library, key: Sequence[tuple | None], tf32: bool = False) -> None:
         """`key` has an Operand as a tuple, or None, for each of _ROLES."""
@@ -105,7 +117,7 @@ class ProductPlan:
         return f"{out.dtype} {out.shape} = {a.dtype} {a.shape} x {b.shape}{fused}"
 
     def layout(self, name: str) -> int:
-        """The layout of a matrix; the operation says whether to transpose it."""
+        """Create the layout of a matrix, and set its transposition in the operation."""
         operand = self.operands[name]
         transposed, rows, columns, step = operand.columns()
         if name in "AB":
@@ -128,7 +140,7 @@ class ProductPlan:
                 self.set("EPILOGUE_AUX_BATCH_STRIDE", given[role].batches[1])
 
     def point(self, vector: Any, matrix: Any) -> None:
-        """Give the addresses of what is fused: bias or bias_grad, gelu_input or gelu_at."""
+        """Set the addresses of the epilogue's arrays: bias or bias_grad, gelu_input or gelu_at."""
         if vector is not None:
             self.set("BIAS_POINTER", vector.data.ptr)
         if matrix is not None:
@@ -139,7 +151,7 @@ class ProductPlan:
 
 
 def _check_shapes(given: Mapping[str, Operand]) -> None:
-    """out[.., m, n] = a[.., m, k] b[.., k, n]."""
+    """Assert the shapes of out[.., m, n] = a[.., m, k] b[.., k, n]."""
     a, b, out = (given[role].shape for role in ("a", "b", "out"))
     assert len(a) in (2, 3) and a[-1] == b[-2] and a[:-2] == b[:-2] == out[:-2], (a, b, out)
     assert out[-2:] == (a[-2], b[-1]), (a, b, out)
@@ -161,7 +173,10 @@ def _check_types(given: Mapping[str, Operand]) -> None:
 
 
 def _check_float8(a: Operand, b: Operand) -> None:
-    """Where k is not along the rows of both, cuBLASLt has nothing: here that is a mistake."""
+    """Reject float8 products that cuBLASLt does not support.
+
+    It requires k to be contiguous in both operands. The caller guarantees this.
+    """
     assert b.dtype.name in _FLOAT8 and not a.columns()[0] and b.columns()[0], (a, b)
     if a.dtype.name == b.dtype.name == "float8_e5m2":
         raise Unsupported("cuBLASLt has no product of two matrices of e5m2")
@@ -174,11 +189,11 @@ def _check_float8(a: Operand, b: Operand) -> None:
 
 
 def _check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
-    """Refuse what cuBLASLt is documented, or known, not to do: its heuristics do not always tell.
+    """Reject epilogues that cuBLASLt does not support: its heuristics do not always report them.
 
-    Known are from NVIDIA's nvmath-python (epilog_protocol.py) that the slope of GELU and the sum
-    want k > 1, and the sum an A that is not transposed, and from PyTorch (pull request 194497)
-    that some kernels fault where what is fused does not lie at a multiple of 16 bytes.
+    NVIDIA's nvmath-python (epilog_protocol.py) shows that the slope of GELU and the sum require k
+    > 1, and that the sum requires an A that is not transposed. According to PyTorch (pull request
+    194497), some kernels fault if an epilogue's array is not aligned to 16 bytes.
     """
     if fused not in _EPILOGUES:
         raise Unsupported(f"no epilogue of cuBLASLt has {' and '.join(fused)} together")

@@ -27,7 +27,7 @@ class CudaGraph:
         """Begin the capture.
 
         Unused memory is freed first, because the graph allocates the same amount again. Garbage is
-        collected now, because no memory may be freed during the capture.
+        collected now, because it must not be collected during the capture.
         """
         gc.collect()
         self.device.synchronize()

@@ -24,7 +24,10 @@ _BFLOAT16 = 80  # minimum compute capability of bfloat16
 
 
 class Kernels:
-    """Called as (name, rows, columns, **parameters), like launches.Kernel.launch and .bind."""
+    """Compiled kernels, called as (name, rows, columns, **parameters).
+
+    The arguments are those of launch_table.Kernel.launch and .bind.
+    """
 
     def __init__(self) -> None:
         self.functions = {}
@@ -47,7 +50,7 @@ class Kernels:
         return self.functions[expression]
 
     def load(self, source: str) -> None:
-        """Compile all kernels of a text."""
+        """Compile all kernels of a source."""
         ours = [kernel for kernel in launch_table.kernels().values() if kernel.source == source]
         names = [*dict.fromkeys(k.expression(real) for k in ours for real in self.reals)]
         module = cupy.RawModule(
@@ -57,8 +60,11 @@ class Kernels:
 
 
 def options() -> tuple[str, ...]:
-    """Those of the compiler.  CuPy knows a compiled text by the text and the options, and does not
-    look into the headers: the digest of ours is an option."""
+    """Return the options of the compiler.
+
+    CuPy's cache key consists of the source and the options, but not of the headers. Therefore, a
+    digest of our headers is one of the options.
+    """
     headers = "".join(path.read_text() for path in sorted(launch_table.FOLDER.glob("*.cuh")))
     digest = sha256(headers.encode()).hexdigest()
     ours = [option for option in launch_table.OPTIONS if option != _ADDED]
@@ -66,7 +72,7 @@ def options() -> tuple[str, ...]:
 
 
 def _in_register(value: Any) -> np.generic:
-    """What is handed to a kernel: a number of the parameter's type, or an address."""
+    """Return a kernel argument: a scalar of the parameter's type, or an address."""
     if isinstance(value, np.generic):
         return value
     if value is None:

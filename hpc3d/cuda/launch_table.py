@@ -1,7 +1,7 @@
-"""The CUDA kernels of `kernels/*.cu` as data: what they are called, take, and are launched with.
+"""Table of the CUDA kernels in `kernels/*.cu`: names, parameters and launch configurations.
 
-Names, parameters, the most threads of a block and how a grid covers the work are read from the
-text of the kernels.  Nothing here needs a GPU.
+Names, parameters, the maximum number of threads per block and the mapping of the work to a grid
+are parsed from the source of the kernels. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 
 FOLDER = Path(__file__).parent / "kernels"
 REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # T, by dtype
-# NVRTC's, besides the architecture and FOLDER among the folders of headers: lambdas have no
-# __device__ in front of them.
+# Options of NVRTC other than the architecture and the include path FOLDER. Lambdas have no
+# __device__ qualifier.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
-_LOAD = 16  # bytes that a thread loads at once
+_LOAD = 16  # bytes per load of a thread
 WARP = 32
-ROWS_PER_STRIP, STRIPS = 64, 128  # of the first pass of a sum over rows, at least and at most
-BLOCKS = 2048  # of a grid that strides
+ROWS_PER_STRIP, STRIPS = 64, 128  # first pass of a sum: minimum rows per strip, maximum strips
+BLOCKS = 2048  # maximum size of a grid-stride launch
 
 _SCALARS = {
     "int": np.int32,
@@ -43,9 +43,9 @@ _POINTEES = {
 
 
 class Launch(NamedTuple):
-    """Blocks of a grid and threads of a block, each (x, y); no kernel takes dynamic memory.
+    """Blocks per grid and threads per block, each (x, y). No kernel uses dynamic shared memory.
 
-    A grid of one row per block has none where there are no rows: CUDA wants no launch then.
+    A grid of one row per block is empty if there are no rows: CUDA does not allow such a launch.
     """
 
     grid: tuple[int, int]
@@ -53,27 +53,28 @@ class Launch(NamedTuple):
 
 
 def whole(size: int, part: int) -> int:
-    """How many parts cover `size`, at least one."""
+    """Return the number of parts that cover `size`, at least one."""
     return max(1, -(-size // part))
 
 
 def strips(rows: int) -> int:
-    """The partial sums that the first pass of a sum over `rows` rows leaves to sum_strips."""
+    """Return the number of partial sums that the first pass of a sum over rows leaves to
+    sum_strips."""
     return min(STRIPS, whole(rows, ROWS_PER_STRIP))
 
 
 def block_per_row(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """As many threads as a row has packs, in whole warps."""
+    """Assign one block to each row, with one thread per pack, rounded up to full warps."""
     return Launch((rows, 1), (min(most, WARP * whole(columns, WARP * pack)), 1))
 
 
 def row_of(elements: int) -> Callable[[int, int, int, int], Launch]:
-    """One row per block, where a thread has so many elements of any type."""
+    """Return a shape with one block per row and `elements` elements per thread, for any type."""
     return lambda rows, columns, pack, most: block_per_row(rows, columns, elements, most)
 
 
 def strided(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """All elements, as many times as it takes."""
+    """Cover all elements with a grid-stride loop."""
     return Launch((min(BLOCKS, whole(rows * columns, pack * most)), 1), (most, 1))
 
 
@@ -86,22 +87,22 @@ def one_block(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def tiles_of_strips(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """32 packs of columns by a strip of rows."""
+    """Assign 32 packs of columns and one strip of rows to each block."""
     return Launch((whole(columns, WARP * pack), strips(rows)), (WARP, most // WARP))
 
 
 def tiles_of_columns(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """32 columns of a sum."""
+    """Assign 32 columns of a sum to each block."""
     return Launch((whole(columns, WARP), rows), (WARP, most // WARP))
 
 
 def row_by_tiles(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """A row by 32 packs of columns."""
+    """Assign 32 packs of columns of one row to each block."""
     return Launch((rows, whole(columns, WARP * pack)), (most, 1))
 
 
 def tiles_of_queries(rows: int, columns: int, pack: int, most: int) -> Launch:
-    """Of `rows` matrices 8 packs of their `columns` columns."""
+    """Assign 8 packs of columns of one of `rows` matrices to each block."""
     return Launch((rows, whole(columns, 8 * pack)), (8, most // 8))
 
 
@@ -113,10 +114,11 @@ SHAPES = {
     )
 }
 
-# Before each kernel stands how (rows, columns) of the work become a launch: a name of SHAPES, or
-# `row_of` a number of elements.  Of flat arrays rows is 1; of sum_repeated and its like it is the
-# rows of the result; of sum_strips, one or two sums; of attention, B heads matrices of T columns.
-# The arrays that it reads before it writes them follow; of others all are one or the other.
+# A comment before each kernel states how (rows, columns) of the work map to a launch: a name in
+# SHAPES, or `row_of` and a number of elements. For flat arrays, rows is 1; for sum_repeated and
+# similar kernels, the rows of the result; for sum_strips, one or two sums; for attention, B heads
+# matrices of T columns. The arrays that a kernel reads before it writes them follow. All other
+# arrays are either only read or only written.
 _DECLARATION = re.compile(
     r"// Launch: (\w+)(?: (\d+))?(?:; reads and writes ([\w, ]+))?\n"
     r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)(?:, \d+)?\)\s+"
@@ -125,8 +127,11 @@ _DECLARATION = re.compile(
 
 
 class Kernel(NamedTuple):
-    """One kernel; `parameters` by name with their C++ types, T that of the template; `updated` are
-    those that it reads before it writes them."""
+    """Declaration of one kernel.
+
+    `parameters` maps names to C++ types, where T is the template parameter. `updated` lists the
+    arrays that the kernel reads before it writes them.
+    """
 
     name: str
     source: str
@@ -138,26 +143,27 @@ class Kernel(NamedTuple):
 
     @property
     def instances(self) -> list[str]:
-        """What to compile: the name, for each type that T may be."""
+        """C++ names to compile, one for each type T."""
         return [self.expression(real) for real in REALS] if self.template else [self.name]
 
     def expression(self, real: str | None) -> str:
-        """The name in C++ where T is the dtype named `real`."""
+        """Return the C++ name for T = the dtype named `real`."""
         return f"{self.name}<{REALS[real]}>" if self.template else self.name
 
     def launch(self, real: str | None, rows: int, columns: int) -> Launch:
-        """The grid and the block for work of that size."""
+        """Return the grid and block for work of the given size."""
         pack = _LOAD // (2 if real in ("float16", "bfloat16") else 4)
         return self.shape(rows, columns, pack, self.threads)
 
     def bind(
         self, dtype_of: Callable[[Any], str], given: Mapping[str, Any]
     ) -> tuple[str | None, list[Any]]:
-        """The dtype of T and the values in the order of the parameters: numbers as NumPy scalars
-        of the parameter's type, arrays and None (null) as they are.
+        """Return the dtype of T, and the arguments in the order of the parameters.
 
-        `dtype_of(array)` is the name of an array's dtype.  An array of another dtype than the
-        parameter's would be read as garbage: it is an error, as is a missing or unknown name.
+        Numbers become NumPy scalars of the parameter's type; arrays and None (null) are unchanged.
+        `dtype_of(array)` returns the name of an array's dtype. An array whose dtype differs from
+        the parameter's would be read as garbage. This fails an assertion, as does a missing or
+        unknown name.
         """
         assert given.keys() == self.parameters.keys(), f"{self.name}: {[*given]}"
         reals = {dtype_of(given[n]) for n in self.pointers("T") if given[n] is not None}
@@ -174,7 +180,7 @@ class Kernel(NamedTuple):
         return [n for n, kind in self.parameters.items() if kind in (f"{to}*", f"const {to}*")]
 
     def pointee(self, name: str, real: str | None) -> str | None:
-        """The dtype that a pointer points to, None of a number."""
+        """Return the dtype that a pointer points to, or None for a scalar parameter."""
         kind, star, _ = self.parameters[name].removeprefix("const ").partition("*")
         return {**_POINTEES, "T": real}[kind] if star else None
 
@@ -184,18 +190,18 @@ class Kernel(NamedTuple):
 
 
 def text(source: str) -> str:
-    """The CUDA C++ of a source; it includes files of FOLDER."""
+    """Return the CUDA C++ code of a source, which includes headers from FOLDER."""
     return (FOLDER / f"{source}.cu").read_text(encoding="utf-8")
 
 
 def sources() -> list[str]:
-    """The names of all files of kernels."""
+    """Return the names of all kernel source files."""
     return sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 
 @cache
 def kernels() -> dict[str, Kernel]:
-    """All kernels by name, as their texts declare them."""
+    """Return all kernels by name, as declared in their sources."""
     found = {}
     for source in sources():
         for shape, elements, updated, template, threads, name, listed in _declared(source):
@@ -213,6 +219,6 @@ def _declared(source: str) -> list[tuple[str, ...]]:
 
 
 def parameter(declared: str) -> tuple[str, str]:
-    """Name and type of one parameter, as `const T* x`."""
+    """Return the name and type of one parameter declared as `const T* x`."""
     kind, _, name = " ".join(declared.split()).rpartition(" ")
     return name, kind
