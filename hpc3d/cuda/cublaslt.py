@@ -20,7 +20,7 @@ from hpc3d.cuda.cublaslt_library import (
 )
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
-# Reduction schemes allowed for split-k: any, or all but reduction in the type of out.
+# Allowed reduction schemes for split-k: any, or only in the compute type.
 _ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2
 
 

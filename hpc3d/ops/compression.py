@@ -1,6 +1,6 @@
-"""What compression of gradients does on one rank: bases of subspaces, and largest elements.
+"""Local operations of gradient compression: orthonormal bases and largest elements.
 
-Devices do it by the operations of their arrays, as NumPy does.
+On devices, they use the operations of the arrays, as in NumPy.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from hpc3d.arrays.primitive import composite, primitive
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-_PASSES = 3  # of Gram-Schmidt; where the last halves a column, only rounding was left of it
+_PASSES = 3  # of Gram-Schmidt; if the last pass halves a column, only rounding errors were left
 
 
 @composite
 def orthonormalise(p: Array) -> None:
-    """Make the columns of p[m, r], or of each p[:, e] of p[m, e, r], orthonormal and let them span
-    what they did, column by column in one order; one that depends on those before becomes 0."""
+    """Orthonormalize the columns of p[m, r], or of each p[:, e] of p[m, e, r], in place.
+
+    The span of the columns is preserved. Columns are processed one by one in a fixed order. A
+    column that depends linearly on the preceding ones becomes 0.
+    """
     scale = np.abs(p).max(0)
     p /= scale + (scale == 0)
     stack = p.swapaxes(0, 1) if p.ndim == 3 else p[None]
@@ -44,7 +47,7 @@ def _(gpu, p):
 
 @composite
 def replace_columns(q: Array, total: Array) -> None:
-    """Let the columns of q be those of `total` that are not 0."""
+    """Replace the columns of q by the nonzero columns of `total`."""
     q *= np.abs(total).max(0) == 0
     q += total
 
@@ -56,9 +59,13 @@ def _(gpu, q, total):
 
 @primitive
 def take_largest(flat: Array, values: Array, places: Array) -> None:
-    """Move the elements of the largest magnitude out of a flat array, which has 0 there after it:
-    as many as `values` holds, with their `places` in int32, ascending.  Of equal ones those at
-    lower places are taken, and NaN is the largest of all, so that it is seen."""
+    """Move the elements of largest magnitude from a flat array to `values`, and set them to 0
+    there.
+
+    The size of `values` is the number of elements. `places` receives their indices in int32,
+    ascending. Ties go to the lower index. NaN counts as the largest magnitude, so that it is
+    noticed.
+    """
     size = np.abs(flat)
     size = np.where(np.isnan(size), np.inf, size)
     least = np.partition(size, size.size - values.size)[size.size - values.size]
@@ -81,7 +88,7 @@ def _(gpu, flat, values, places):
 
 @primitive
 def add_at(flat: Array, values: Array, places: Array) -> None:
-    """Add `values` to a flat array at `places`, which are all different."""
+    """Add `values` to a flat array at the indices `places`, which are distinct."""
     flat[places] += values
 
 

@@ -1,4 +1,4 @@
-"""The parts of the cross-entropy that one rank computes, on its columns of the logits."""
+"""Rank-local operations of the cross-entropy, on a rank's columns of the logits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 
 class LossRows(NamedTuple):
-    """Of every row of logits the sum of its exponentials, whether it is `valid`, and where its
-    target is: the indices of these entries, or what a device finds them by."""
+    """Saved values of each row of logits for the backward pass.
+
+    `sums` are the sums of exponentials. `valid` is True if the row has a target. `at` holds the
+    indices of the target entries, or the arrays from which a device finds them.
+    """
 
     sums: Array
     valid: Array
@@ -29,7 +32,7 @@ class LossRows(NamedTuple):
 def cross_entropy(
     logits: Array, targets: Array, vocabulary: int, scale: float
 ) -> tuple[Any, tuple[Array, LossRows | None]]:
-    """The summed loss where the vocabulary is whole, and logits with what `softmax_grad` needs."""
+    """Compute the summed loss of an unsharded vocabulary, and the inputs of `softmax_grad`."""
     top, valid = row_max(logits, vocabulary), targets != IGNORE
     sums, at = local_sums(logits, top, targets)
     return negative_log(sums, valid), (logits, LossRows(sums[0], valid, at))
@@ -37,7 +40,7 @@ def cross_entropy(
 
 @cross_entropy.cuda
 def _(gpu, logits, targets, vocabulary, scale):
-    """The gradient at once, in the logits' memory."""
+    """Compute the gradient in the same pass, in the memory of the logits."""
     rows, columns = logits.shape
     losses = gpu.empty((rows,), np.float32)
     given = {"targets": targets, "scale": scale, "loss": losses}
@@ -48,7 +51,7 @@ def _(gpu, logits, targets, vocabulary, scale):
 
 @primitive
 def row_max(logits: Array, columns: int) -> Array:
-    """The maximum of each row; columns from `columns` on are padding and become -inf."""
+    """Return the maximum of each row. Columns from `columns` on are padding and become -inf."""
     logits[:, columns:] = -np.inf
     return logits.max(1, initial=-np.inf)
 
@@ -76,7 +79,10 @@ def _(gpu, logits, columns):
 
 @primitive
 def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
-    """Sum of exponentials and target logit a row, [2, rows]; logits become exponentials."""
+    """Return the sum of exponentials and the target logit of each row, [2, rows].
+
+    The logits are overwritten by their exponentials.
+    """
     rows, columns = _targets(logits, index)
     logits -= top[:, None]
     sums = np.zeros((2, logits.shape[0]), logits.dtype)
@@ -87,7 +93,7 @@ def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
 
 
 def _targets(logits: Array, index: Array) -> tuple[Array, Array]:
-    """The rows whose index is a column of these logits, and the columns."""
+    """Return the rows whose index is a column of these logits, and these columns."""
     rows = np.flatnonzero((index >= 0) & (index < logits.shape[1]))
     return rows, index[rows]
 
@@ -107,7 +113,7 @@ def _(logits, top, index):
 
 @local_sums.cuda
 def _(gpu, logits, top, index):
-    """The logits stay as they are."""
+    """Compute the sums without changing the logits."""
     sums = gpu.empty((2, logits.shape[0]), np.float32)
     given = {"top": top, "index": index, "sums": sums, "columns": logits.shape[1]}
     gpu.launch("local_sums", *logits.shape, logits=logits, **given)
@@ -116,7 +122,7 @@ def _(gpu, logits, top, index):
 
 @primitive
 def negative_log(sums: Array, valid: Array) -> Any:
-    """The sum over valid rows of log(sum of exponentials) - target logit."""
+    """Sum log(sum of exponentials) - target logit over the valid rows."""
     return float(np.where(valid, np.log(sums[0]) - sums[1], 0).sum(dtype=np.float64))
 
 
@@ -134,9 +140,11 @@ def _(gpu, sums, valid):
 
 @primitive
 def score_rows(sums: Array, valid: Array) -> Array:
-    """Of valid rows [`negative_log`, how many have no logit above that of their target], float64:
-    a prediction that others tie with counts as right."""
-    right = np.count_nonzero(valid & (sums[1] == 0))  # the highest logit was taken off
+    """Return [`negative_log`, number of correct predictions] of the valid rows, float64.
+
+    A prediction is correct if no logit exceeds that of the target, so ties count as correct.
+    """
+    right = np.count_nonzero(valid & (sums[1] == 0))  # logits are relative to the maximum
     return np.array([negative_log(sums, valid), right], np.float64)
 
 
@@ -154,7 +162,8 @@ def _(gpu, sums, valid):
 
 @primitive
 def softmax_grad(exponentials: Array, rest: LossRows | None, scale: float) -> Array:
-    """scale (softmax - onehot) for valid rows, 0 for the others, in the exponentials' memory."""
+    """Compute scale (softmax - onehot) for valid rows, 0 for others, in the exponentials'
+    memory."""
     total, valid, at = rest
     real = wide(exponentials.dtype)
     exponentials *= np.where(valid, scale / total, 0).astype(real)[:, None]

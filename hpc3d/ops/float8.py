@@ -1,11 +1,10 @@
-"""Float8: rounding by tiles, each with the scale that takes its largest magnitude to the largest
-number of the type.
+"""Float8 rounding by tiles. The scale of a tile maps its largest magnitude to the largest number.
 
     float8_e4m3fn    1 sign, 4 bits of exponent, 3 of mantissa; up to 448, no infinities
     float8_e5m2      1 sign, 5 bits of exponent, 2 of mantissa; up to 57344
 
-Micikevicius et al. 2022, arXiv:2209.05433.  What is larger saturates; a tile with something in it
-that is not finite is not finite as a whole, or has NaN where that was.
+Micikevicius et al. 2022, arXiv:2209.05433. Larger numbers saturate. If an element of a tile is not
+finite, the complete tile is not finite, or it has NaN at that element.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ if TYPE_CHECKING:
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-_FORM = {E4M3: (3, -6), E5M2: (2, -14)}  # bits of mantissa, least exponent of normal numbers
-_EXPONENT = {"float32": 0xFF << 23, "float64": 0x7FF << 52}  # where its bits are
+_FORM = {E4M3: (3, -6), E5M2: (2, -14)}  # bits of mantissa, minimum exponent of normal numbers
+_EXPONENT = {"float32": 0xFF << 23, "float64": 0x7FF << 52}  # bit mask of the exponent
 
 
 class Tiles(NamedTuple):
-    """Tiles [height, width] of a block whose first element is element (top, left) of one."""
+    """Tiling [height, width] of a block whose first element has the offset (top, left) in a
+    tile."""
 
     height: int
     width: int
@@ -36,31 +36,31 @@ class Tiles(NamedTuple):
     left: int = 0
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """How many tiles down and across such a block lies in."""
+        """Return the number of tile rows and tile columns that a block of this size covers."""
         return -(-(self.top + rows) // self.height), -(-(self.left + columns) // self.width)
 
     def rows_of(self, rows: slice) -> np.ndarray:
-        """The number of the tile of each of these rows of the block."""
+        """Return the tile index of each of these rows of the block."""
         return (self.top + np.arange(rows.start, rows.stop)) // self.height
 
     def columns_of(self, columns: int) -> np.ndarray:
-        """The number of the tile of each of its columns."""
+        """Return the tile index of each column of the block."""
         return (self.left + np.arange(columns)) // self.width
 
 
 def encode(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The nearest numbers of a float8, ties to even; beyond its largest that one."""
+    """Round to the nearest float8 numbers, ties to even. Larger magnitudes saturate."""
     most = LARGEST[dtype]
     with np.errstate(invalid="ignore"):  # NaN stays NaN
         return np.clip(x, -most, most).astype(dtype)
 
 
 def nearest(x: np.ndarray, dtype: str) -> np.ndarray:
-    """x, which is overwritten, as the numbers that `encode` has.
+    """Round x in place to the values of `encode`.
 
-    With p the power of two below |x|, numbers of d bits of mantissa have steps of p 2^-d.  Of
-    1.5 p 2^(m - d) and its neighbours a float of m bits has no others: adding that and taking it
-    away rounds to a step, ties to even.
+    Let p be the largest power of two not above |x|. Numbers with d bits of mantissa have a spacing
+    of p 2^-d, as have floats with m bits around 1.5 p 2^(m - d). Adding and subtracting this
+    number therefore rounds to the spacing, ties to even.
     """
     (digits, lowest), most = _FORM[dtype], LARGEST[dtype]
     np.clip(x, -most, most, out=x)
@@ -73,14 +73,14 @@ def nearest(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def divisors(maxima: np.ndarray, most: float) -> np.ndarray:
-    """The scales maxima / most; 1 instead of 0."""
+    """Return the scales maxima / most, with 1 in place of 0."""
     scales = maxima / most
     return np.where(scales == 0, scales.dtype.type(1), scales)
 
 
 @primitive
 def tile_maxima(x: Array, tiles: Tiles, maxima: Array) -> None:
-    """maxima[i, e, j] = max |x| over tile (i, j) of expert e of x[m, e, n]."""
+    """Compute maxima[i, e, j] = max |x| over tile (i, j) of expert e of x[m, e, n]."""
     maxima.fill(0)
     if not x.size:
         return
@@ -94,12 +94,12 @@ def tile_maxima(x: Array, tiles: Tiles, maxima: Array) -> None:
 
 
 def _row_blocks(x: Array) -> list[slice]:
-    """Slices of the rows of x that fit the cache and end where x does."""
+    """Split the rows of x into slices that fit in the cache and end within x."""
     return [slice(rows.start, min(rows.stop, len(x))) for rows in row_blocks(x)]
 
 
 def _starts(numbers: np.ndarray) -> np.ndarray:
-    """Where in a rising sequence another number begins."""
+    """Return the indices at which the value of an ascending sequence changes."""
     return np.flatnonzero(np.diff(numbers, prepend=-1))
 
 
@@ -113,7 +113,7 @@ def _(x, tiles, maxima):
 
 @tile_maxima.cuda
 def _(gpu, x, tiles, maxima):
-    """Of rows first, then over the rows of a tile."""
+    """Reduce within rows first, then over the rows of a tile."""
     rows, experts, columns = x.shape
     down, _, across = maxima.shape
     partial = maxima if tiles.height == 1 else gpu.empty((rows, experts, across), np.float32)
@@ -136,7 +136,8 @@ def _(gpu, x, tiles, maxima):
 
 @primitive
 def round_tiles(x: Array, maxima: Array, tiles: Tiles, dtype: str, out: Array) -> Array:
-    """out = s round(x / s), s = maxima / the largest number of a float8 `dtype`, tile by tile."""
+    """Compute out = s round(x / s) by tile, s = maxima / the largest number of the float8
+    `dtype`."""
     if not x.size:
         return out
     scales, across = divisors(maxima, LARGEST[dtype]), tiles.columns_of(x.shape[2])
@@ -181,9 +182,12 @@ def _(gpu, x, maxima, tiles, dtype, out):
 
 
 class Coded(NamedTuple):
-    """A matrix for the product of a GPU that has float8: the bits of numbers of a float8 `kind`,
-    `codes` uint8 row by row, times a `scale` [1], or its transpose where it is `turned`.  What is
-    made of it has the type `dtype`."""
+    """Float8 matrix for products on a GPU that supports them.
+
+    `codes` holds the bits of float8 numbers of type `kind` as uint8, row-major. The matrix is the
+    numbers times `scale` [1], or its transpose if `turned`. Results computed from it have the type
+    `dtype`.
+    """
 
     codes: Array
     scale: Array
@@ -206,7 +210,10 @@ class Coded(NamedTuple):
 
 @primitive
 def encode_tensor(x: Array, largest: Array, kind: str, codes: Array, scale: Array) -> None:
-    """codes = round(x / scale) of a matrix, scale[1] = `largest`, max |x|, over that of `kind`."""
+    """Set codes = round(x / scale) of a matrix, with scale[1] = `largest` / the maximum of `kind`.
+
+    `largest` is max |x|.
+    """
     scale[...] = divisors(largest.reshape(1), LARGEST[kind])
     with np.errstate(invalid="ignore"):
         codes[...] = encode(x / scale, kind).view(np.uint8)
@@ -227,20 +234,19 @@ def _(gpu, x, largest, kind, codes, scale):
 
 @primitive
 def multiply_coded(out: Array, a: Coded, b: Coded) -> Array:
-    """out[m, n] = a[m, k] b[k, n]: on devices alone."""
+    """Compute out[m, n] = a[m, k] b[k, n], on devices only."""
     raise NotImplementedError
 
 
 @multiply_coded.cuda
 def _(gpu, out, a, b):
-    """Tensor cores want the sum along the rows of both factors as they lie: a as [m, k], b as
-    [n, k]."""
+    """Store a as [m, k] and b as [n, k]: tensor cores require k to be contiguous in both."""
     gpu.multiply_coded(_lying(gpu, a, False), _lying(gpu, b, True), out)
     return out
 
 
 def _lying(gpu: Any, matrix: Coded, turned: bool) -> Coded:
-    """The same matrix with codes that are turned, or not."""
+    """Return the matrix with codes stored transposed if `turned`, else row-major."""
     if matrix.turned == turned:
         return matrix
     return matrix._replace(codes=gpu.contiguous(matrix.codes.T), turned=turned)

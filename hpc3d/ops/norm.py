@@ -1,8 +1,7 @@
-"""LayerNorm and RMSNorm, of whole rows and of rows whose features are split over ranks.  Each
-backward stands under its forward.
+"""LayerNorm and RMSNorm, for complete rows and for rows whose features are sharded over ranks.
 
-RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) is LayerNorm with the mean 0, and without beta:
-`mean` and `beta` are None, and of sums there is the one that is left.
+RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) is LayerNorm with mean 0 and without beta:
+`mean` and `beta` are None, and only the remaining one of the two row sums exists.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ if TYPE_CHECKING:
 def norm(
     x: Array, gamma: Array, beta: Array | None, epsilon: float, empty: Empty
 ) -> tuple[Array, tuple[Array, Any, Array]]:
-    """y = (x - mean) / sqrt(var + epsilon) gamma + beta of whole rows, and what `norm_grad` needs
-    between dy and the residual."""
+    """Compute y = (x - mean) / sqrt(var + epsilon) gamma + beta of complete rows.
+
+    Also returns the arguments of `norm_grad` between dy and the residual.
+    """
     mean, squares = (None, row_squares(x)) if beta is None else moments(x)
     rstd = 1 / np.sqrt(squares / x.shape[1] + epsilon)
     n, y = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
@@ -36,7 +37,7 @@ def norm(
 
 @norm.cuda
 def _(gpu, x, gamma, beta, epsilon, empty):
-    """Keeps x itself, with the mean and the factor of every row."""
+    """Save x itself, with the mean and the reciprocal deviation of every row."""
     y = empty(x.shape, x.dtype)
     rstd = gpu.empty(x.shape[:1], np.float32)
     mean = None if beta is None else gpu.empty(x.shape[:1], np.float32)
@@ -55,8 +56,10 @@ def norm_grad(
     dbeta: Array | None,
     empty: Empty,
 ) -> Array:
-    """dx plus `residual` unless None, by what `norm` saved; adds the gradients of gamma and beta
-    to theirs."""
+    """Return dx, plus `residual` unless it is None, from the values that `norm` saved.
+
+    The gradients of gamma and beta are added to `dgamma` and `dbeta`.
+    """
     n, rstd, gamma = saved
     sums, *vectors = normalise_sums(n, dy, gamma, dbeta is not None)
     for total, vector in zip((dgamma, dbeta), vectors, strict=True):
@@ -79,7 +82,10 @@ def _(gpu, dy, saved, residual, dgamma, dbeta, empty):
 
 @primitive
 def moments(x: Array) -> Array:
-    """Mean and sum of squared deviations of every row, [2, rows]: two passes, never E[x^2]."""
+    """Return the mean and the sum of squared deviations of every row, [2, rows].
+
+    Uses two passes, never E[x^2].
+    """
     result = np.empty((2, x.shape[0]), wide(x.dtype))
     average = np.full(x.shape[1], 1 / x.shape[1], result.dtype)
     for rows in row_blocks(x):
@@ -106,7 +112,7 @@ def _(gpu, x):
 
 @primitive
 def row_squares(x: Array) -> Array:
-    """The sum of squares of every row, [rows]."""
+    """Return the sum of squares of every row, [rows]."""
     result = np.empty(x.shape[0], wide(x.dtype))
     for rows in row_blocks(x):
         np.einsum("ij,ij->i", x[rows], x[rows], out=result[rows])
@@ -130,7 +136,8 @@ def _(gpu, x):
 
 @primitive
 def combine_moments(parts: Array, count: int) -> tuple[Array, Array]:
-    """Moments of the whole rows from those of `parts` [g, 2, rows], `count` numbers each.
+    """Combine the moments of `parts` [g, 2, rows], each over `count` elements, to those of full
+    rows.
 
     Chan, Golub and LeVeque 1979: M2 = sum M2_i + count sum (mean_i - mean)^2.
     """
@@ -164,7 +171,7 @@ def normalise(
     n: Array,
     y: Array,
 ) -> tuple[Array, Array]:
-    """n = (x - mean) rstd and y = n gamma + beta."""
+    """Compute n = (x - mean) rstd and y = n gamma + beta."""
     for rows in row_blocks(x):
         centred = x[rows] if mean is None else np.subtract(x[rows], mean[rows, None], out=n[rows])
         np.multiply(centred, rstd[rows, None], out=n[rows])
@@ -199,8 +206,11 @@ def _(gpu, x, mean, rstd, gamma, beta, n, y):
 def normalise_sums(
     n: Array, dy: Array, gamma: Array, centred: bool = True
 ) -> tuple[Array, Array, Array | None]:
-    """What the backward of a norm sums: dn n and, where it is `centred`, before that dn over
-    features [1 or 2, rows]; and dgamma, dbeta over rows."""
+    """Return the sums of the backward pass of a norm: row sums [1 or 2, rows], dgamma and dbeta.
+
+    The row sums are those of dn n over features, preceded by those of dn if `centred`. dgamma and
+    dbeta are sums over rows.
+    """
     real = wide(n.dtype)
     sums, ones = np.empty((1 + centred, n.shape[0]), real), np.ones(n.shape[0], real)
     dgamma = np.zeros(gamma.shape, real)
@@ -243,7 +253,7 @@ def _add_columns(
     dbeta: Array | None,
     add: bool,
 ) -> None:
-    """The gradients of gamma and beta (+)= sums over rows of dy n and dy."""
+    """Set the gradients of gamma and beta (+)= the sums over rows of dy n and dy."""
     count, columns = x.shape
     dbeta = gpu.empty(dgamma.shape, dgamma.dtype) if dbeta is None else dbeta
     partial = gpu.empty((gpu.strips(count), 2 * columns), np.float32)
@@ -256,8 +266,10 @@ def _add_columns(
 def normalise_grad(
     n: Array, rstd: Array, dy: Array, gamma: Array, means: Array, residual: Array | None, dx: Array
 ) -> Array:
-    """(residual +) rstd (dn - mean(dn) - n mean(dn n)) with dn = dy gamma; `means` has those that
-    `normalise_sums` sums, [1 or 2, rows]."""
+    """Compute (residual +) rstd (dn - mean(dn) - n mean(dn n)) with dn = dy gamma.
+
+    `means` [1 or 2, rows] are the means of the row sums that `normalise_sums` returns.
+    """
     for rows in row_blocks(n):
         d = np.multiply(dy[rows], gamma, out=dx[rows])
         if len(means) == 2:

@@ -1,9 +1,9 @@
-"""Numbers in 8 bits and scales: moments by blocks, and rows of any matrix.
+"""8-bit quantization with scales: moments by block, and matrices by row.
 
-Moments are those of Dettmers et al., arXiv:2110.02861: a number is its block's scale, the largest
-absolute value in it, times one of 256 levels, the nearest, by dynamic quantisation (section 1.3):
-a level is a power of ten and a linear fraction, the fewer bits of which are left the smaller the
-power is.  An element of a row is the row's scale times its code:
+Moments follow Dettmers et al., arXiv:2110.02861: a number is the scale of its block, which is the
+block's largest magnitude, times the nearest of 256 levels of dynamic quantization (section 1.3). A
+level is a power of ten times a linear fraction; the smaller the power, the fewer bits remain for
+the fraction. An element of a row is the row's scale times its code:
 
     codes int8     integers from -127 to 127
     codes uint8    the bits of float8_e4m3fn, which reaches to 448
@@ -24,20 +24,23 @@ from hpc3d.ops.rows import row_blocks
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-BLOCK = 256  # numbers with a scale
+BLOCK = 256  # numbers per scale
 _BLOCKS_AT_ONCE = 64  # that stay in a core's cache
 _DECADES = 7
 _LARGEST_CODE = {"int8": 127, "uint8": LARGEST[E4M3]}
 
 
 def in_blocks(shape: Sequence[int]) -> bool:
-    """Whether a parameter's moments have 8 bits: a matrix with a block in a row at least."""
+    """Return True if a parameter has 8-bit moments: a matrix with at least one block per row."""
     return len(shape) > 1 and shape[0] > 1 and shape[-1] >= BLOCK
 
 
 def _levels(signed: bool) -> np.ndarray:
-    """The 256 levels, ascending, float32; of moments that are never negative with one more bit of
-    fraction, since they want none for the sign."""
+    """Return the 256 levels, ascending, float32.
+
+    The levels of second moments, which are never negative, have one more bit of fraction instead
+    of a sign.
+    """
     found = [0.0, 1.0]
     for decade in range(_DECADES):
         edges = np.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
@@ -50,12 +53,12 @@ LEVELS = np.stack([_levels(signed=True), _levels(signed=False)])  # of first and
 
 
 def dequantized(codes: np.ndarray, scales: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """The numbers [n, BLOCK] of codes and of the scales [n] of their blocks."""
+    """Return the numbers [n, BLOCK] from their codes and the scales [n] of their blocks."""
     return levels[codes] * scales[:, None]
 
 
 def quantize(x: np.ndarray, levels: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
-    """The codes and scales of numbers [n, BLOCK]; of two levels as near the lower."""
+    """Quantize numbers [n, BLOCK] to codes and scales. Ties between two levels go to the lower."""
     scales[...] = np.abs(x).max(1)
     shares = x / np.where(scales > 0, scales, 1)[:, None].astype(x.dtype)
     codes[...] = np.searchsorted((levels[:-1] + levels[1:]) / 2, shares)
@@ -70,10 +73,10 @@ def adamw_8bit(
     constants: Mapping[str, float],
     factors: Sequence[float],
 ) -> None:
-    """What `adamw` does to whole blocks; `moments` are the codes of the first and the second, and
-    the scales of both.
+    """Update complete blocks as `adamw` does, with 8-bit moments.
 
-    A second moment above 0 has no code of 0: the first would be divided by epsilon.
+    `moments` are the codes of the first and second moments, and the scales of both. A nonzero
+    second moment never gets code 0: otherwise, the first moment would be divided by epsilon.
     """
     first, second, *scales = moments
     scale, rate, root, keep = factors
@@ -121,9 +124,10 @@ def _(gpu, value, master, grad, moments, constants, factors):
 
 @primitive
 def encode_rows(x: Array, codes: Array, scales: Array) -> None:
-    """codes[m, n] = round(x[m, n] / scales[m]), scales[m] = max |x[m]| / the largest code.
+    """Set codes[m, n] = round(x[m, n] / scales[m]), scales[m] = max |x[m]| / the largest code.
 
-    The scale of a row that is not finite is not finite, and so are its rows decoded.
+    If a row has an element that is not finite, its scale is not finite, and neither is the decoded
+    row.
     """
     for rows in row_blocks(x):
         part = x[rows]
@@ -135,7 +139,7 @@ def encode_rows(x: Array, codes: Array, scales: Array) -> None:
 
 
 def _rounded(quotients: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The codes of numbers."""
+    """Round quotients to codes."""
     return np.rint(quotients) if dtype == np.int8 else encode(quotients, E4M3).view(dtype)
 
 
@@ -158,7 +162,7 @@ def _(gpu, x, codes, scales):
 
 @primitive
 def decode_rows(codes: Array, scales: Array, out: Array) -> Array:
-    """codes[m, n] scales[m]."""
+    """Compute out[m, n] = codes[m, n] scales[m]."""
     for rows in row_blocks(out):
         part = codes[rows] if codes.dtype == np.int8 else codes[rows].view(E4M3).astype(WIDE)
         with np.errstate(invalid="ignore"):

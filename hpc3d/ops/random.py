@@ -1,7 +1,7 @@
-"""Numbers that depend on (seed, name, global index) and on nothing else, so not on the mesh.
+"""Random numbers that depend only on (seed, name, global index), and hence not on the mesh.
 
-Element e of a tensor is made of draw e (or e / 4) of the counter-based generator Philox4x64-10
-(Salmon et al., SC'11), whose key is a digest of the seed and the name.
+Element e of a tensor is computed from draw e (or e / 4) of the counter-based generator
+Philox4x64-10 (Salmon et al., SC'11), whose key is a digest of the seed and the name.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-_DRAWS = 4  # 64-bit numbers for each value of Philox's counter
-_SHORT = 1 << 14  # numbers that are drawn sooner than a generator is made for each of their rows
+_DRAWS = 4  # 64-bit numbers per value of Philox's counter
+_SHORT = (
+    1 << 14
+)  # below this count, drawing all numbers is faster than positioning a generator per row
 
 
 def philox_key(name: object) -> np.ndarray:
-    """The two words of Philox's key for the stream of that name."""
+    """Return the two 64-bit words of the Philox key of the stream with this name."""
     return np.frombuffer(blake2b(repr(name).encode(), digest_size=16).digest(), np.uint64)
 
 
 class _Generator(local):
-    """One a thread, turned to a place of a stream whenever it is needed: a new one takes ten times
-    as long, since it asks the system for a seed."""
+    """One generator per thread, which is repositioned for every use.
+
+    A new generator takes ten times as long, because it requests a seed from the system.
+    """
 
     def __init__(self) -> None:
         self.philox = np.random.Philox(0)
@@ -43,7 +47,7 @@ _generator = _Generator()
 
 
 def philox_draws(key: np.ndarray, first: int, count: int) -> np.ndarray:
-    """The 64-bit draws number `first` to `first + count` of the stream with that key."""
+    """Return the 64-bit draws `first` to `first + count` of the stream with this key."""
     skipped = first % _DRAWS
     counter = np.array([first // _DRAWS, 0, 0, 0], np.uint64)
     stream = _generator.philox
@@ -51,15 +55,17 @@ def philox_draws(key: np.ndarray, first: int, count: int) -> np.ndarray:
     return stream.random_raw(skipped + count)[skipped:]
 
 
-# _Rows of a block: a stretch, or the number of each.
+# Rows of a block: a contiguous range, or the index of each row.
 _Rows = slice | range | np.ndarray
 
 
 def _by_rows(
     rows: _Rows, columns: slice | range, width: int, make: Callable[[int, int], np.ndarray]
 ) -> np.ndarray:
-    """`make(first, count)` for every run of consecutive global indices of a 2-D block, stacked;
-    its `rows` and `columns` are those in a matrix with `width` columns."""
+    """Stack `make(first, count)` over the runs of consecutive global indices of a 2-D block.
+
+    `rows` and `columns` are the indices of the block in a matrix with `width` columns.
+    """
     count = columns.stop - columns.start
     if isinstance(rows, np.ndarray) and rows.size:
         first, stop = int(rows.min()), int(rows.max()) + 1
@@ -68,7 +74,7 @@ def _by_rows(
             return whole[rows - first, columns.start : columns.stop]
     parts = []
     for first, number in _runs(rows):
-        if count == width or number * width <= _SHORT:  # whole rows are one run
+        if count == width or number * width <= _SHORT:  # complete rows are one run
             whole = make(first * width, number * width).reshape(number, width)
             parts.append(whole[:, columns.start : columns.stop])
         else:
@@ -78,7 +84,7 @@ def _by_rows(
 
 
 def _runs(rows: _Rows) -> list[tuple[int, int]]:
-    """The first and the number of rows that follow each other, again and again."""
+    """Return (first, count) of each run of consecutive rows."""
     if not isinstance(rows, np.ndarray):
         return [(rows.start, rows.stop - rows.start)] if rows.stop > rows.start else []
     ends = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
@@ -86,7 +92,7 @@ def _runs(rows: _Rows) -> list[tuple[int, int]]:
 
 
 def normal(key: np.ndarray, rows: _Rows, columns: slice | range, width: int) -> np.ndarray:
-    """A block of independent standard normal numbers, float64 (Box and Muller)."""
+    """Return a block of independent standard normal numbers, float64 (Box and Muller)."""
 
     def make(first, count):
         bits = philox_draws(key, first, count)
@@ -100,7 +106,7 @@ def normal(key: np.ndarray, rows: _Rows, columns: slice | range, width: int) -> 
 def keep_mask(
     key: np.ndarray, rate: float, rows: _Rows, columns: slice | range, width: int
 ) -> np.ndarray:
-    """A block of booleans, each False with probability `rate` (a multiple of 2^-16)."""
+    """Return a block of booleans, each False with probability `rate` (a multiple of 2^-16)."""
     limit = np.uint16(min(round(rate * 2**16), 2**16 - 1))
 
     def make(first, count):
@@ -112,11 +118,12 @@ def keep_mask(
 
 
 class Mask(NamedTuple):
-    """Dropout of a block of a matrix with `width` columns: a factor 0 or 1 / (1 - rate) for each
-    of its elements, drawn when it is needed, so that they never all exist.
+    """Dropout mask of a block of a matrix with `width` columns.
 
-    `rows` and `columns` are those of the block in the matrix, `key` that of its stream; rows that
-    are no stretch are an array, which on a device is there.
+    Each element has a factor 0 or 1 / (1 - rate). Factors are drawn on demand, so that they never
+    all exist at once. `rows` and `columns` are the indices of the block in the matrix, and `key`
+    is the key of its random stream. Rows that are not contiguous are an array, on the device if
+    the block is there.
     """
 
     key: np.ndarray
@@ -126,13 +133,16 @@ class Mask(NamedTuple):
     width: int
 
     def factors(self, rows: slice, columns: slice, dtype: DTypeLike) -> np.ndarray:
-        """Those of slices of the block."""
+        """Return the factors of slices of the block."""
         kept = keep_mask(self.key, self.rate, self.rows[rows], self.columns[columns], self.width)
         return kept * np.dtype(dtype).type(1 / (1 - self.rate))
 
 
 def cuda_mask(mask: Mask | None, key: str) -> dict[str, Any]:
-    """The arguments of a kernel for dropout, the key under the name `key`; null without."""
+    """Return the dropout arguments of a kernel, with the stream's key under the name `key`.
+
+    Without a mask, they are null.
+    """
     if mask is None:
         names = "first_row", "first_column", "width", "limit", "factor"
         return {key: None, **dict.fromkeys(names, 0)}
@@ -148,7 +158,7 @@ def cuda_mask(mask: Mask | None, key: str) -> dict[str, Any]:
 
 @primitive
 def initialise(value: Array, item: Any, seed: int, block: tuple[slice, slice]) -> None:
-    """Set `value` to the `block`, slices of rows and columns, of a parameter's initial tensor."""
+    """Set `value` to a `block`, slices of rows and columns, of a parameter's initial tensor."""
     value.fill(item.mean)
     if item.std:
         rows, columns = block

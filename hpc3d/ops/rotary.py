@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864)."""
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Rotation(NamedTuple):
-    """How fast the pairs of a head turn: pair i by base^(-2 i / width) a position.
+    """Rotation frequencies of the pairs of a head: base^(-2 i / width) per position for pair i.
 
-    Those that turn in more than `original` / `low` positions are `factor` times slower, those
-    within `original` / `high` are as they are, and between the two lies a line: the form "llama3"
-    of Llama 3.1's config (Grattafiori et al. 2024, arXiv:2407.21783, and transformers'
-    modeling_rope_utils); with a factor of 1 nothing changes.
+    Pairs with a period above `original` / `low` positions rotate `factor` times more slowly. Pairs
+    with a period below `original` / `high` are unchanged, with linear interpolation in between.
+    This is the form "llama3" of Llama 3.1's config (Grattafiori et al. 2024, arXiv:2407.21783, and
+    transformers' modeling_rope_utils). With a factor of 1, nothing changes.
     """
 
     base: float = 10000.0
@@ -34,29 +34,29 @@ class Rotation(NamedTuple):
     original: int = 8192
 
     def frequencies(self, width: int) -> np.ndarray:
-        """Of the width / 2 pairs of a head, in radians a position."""
+        """Return the frequencies of the width / 2 pairs of a head, in radians per position."""
         plain = np.exp(-log(self.base) / width * np.arange(0, width, 2))
         if self.factor == 1.0:
             return plain
-        turns = self.original * plain / (2 * pi)  # in the positions of the original
+        turns = self.original * plain / (2 * pi)  # rotations within the original context length
         kept = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
         return kept * plain + (1 - kept) * plain / self.factor
 
 
 @cache
 def rotary_table(rotation: Rotation, sequence: int, width: int, dtype: DTypeLike) -> np.ndarray:
-    """Cosines and sines of the angles at the positions of a sequence, [2, T, width / 2]."""
+    """Return cosines and sines of the angles at the positions of a sequence, [2, T, width / 2]."""
     angles = np.arange(sequence)[:, None] * rotation.frequencies(width)
     return np.stack([np.cos(angles), np.sin(angles)]).astype(dtype)
 
 
 @primitive
 def rotate(x: Array, table: Array, form: HeadForm, sign: int = 1) -> Array:
-    """Turns q and k of x [B*T, heads*(g+2)*D], which has the form of qkv, in place; with the sign
-    -1 back, which is the gradient.
+    """Rotate q and k of x [B*T, heads*(g+2)*D], which has the layout of qkv, in place.
 
-    The pairs (i, i + D / 2) of a head turn by the angle of their position, as in Llama's published
-    weights: (a, b) -> (a cos - b sin, b cos + a sin).  `table` [2, T, D / 2] is that of the rows.
+    With sign -1, rotate back, which is the gradient. The pairs (i, i + D / 2) of a head rotate by
+    the angle of their position, as in Llama's published weights: (a, b) -> (a cos - b sin, b cos +
+    a sin). `table` [2, T, D / 2] is the rotary table for the positions of the rows.
     """
     _, sequence, half = table.shape
     parts, turned = form.turned(x.shape[1])
@@ -74,7 +74,7 @@ def rotate(x: Array, table: Array, form: HeadForm, sign: int = 1) -> Array:
 
 @rotate.narrow
 def _(x, table, form, sign=1):
-    """A sample at a time."""
+    """Rotate one sample at a time in float32."""
     for sample in x.reshape(-1, table.shape[1], x.shape[1]):
         sample[...] = rotate(widened(sample), table, form, sign)
     return x
