@@ -1,1 +1,1 @@
-"""CUDA: streams, graphs, cuBLASLt, cuDNN and our own kernels."""
+"""CUDA: streams, graphs, cuBLASLt, cuDNN and custom kernels."""

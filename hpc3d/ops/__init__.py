@@ -1,1 +1,1 @@
-"""Primitives: what one rank does to its own arrays, by NumPy, by CUDA, and without data."""
+"""Primitives: operations on one rank's arrays, with NumPy, CUDA and abstract rules."""

@@ -1,4 +1,4 @@
-"""Causal attention of new tokens to the keys and values of all before them, which are kept."""
+"""Causal attention of new tokens to the cached keys and values of all earlier tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hpc3d.ops.attention import HeadForm, heads_of
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
 
-SCORES = 1 << 22  # bytes of the scores that are worked on at a time
+SCORES = 1 << 22  # bytes of the scores of one batch of heads
 
 
 @primitive
 def attend_cached(
     qkv: Array, sequence: int, form: HeadForm, cache: Array, first: int, empty: Empty
 ) -> Array:
-    """softmax(q k' / sqrt(D) + mask) v of `sequence` = t new tokens a sample, at the positions
-    from `first` on: qkv [B*t, heads*(g+2)*D] -> [B*t, heads*g*D].
+    """Compute softmax(q k' / sqrt(D) + mask) v of `sequence` = t new tokens per sample.
 
-    `cache` [2, B, heads, T, D] has the keys and values of the positions before; those of the new
-    ones are added.  This is inference: nothing is kept for a backward pass.
+    qkv [B*t, heads*(g+2)*D] -> [B*t, heads*g*D]. The new tokens have the positions from `first`
+    on. `cache` [2, B, heads, T, D] holds the keys and values of the earlier positions; those of
+    the new tokens are appended. This is inference: nothing is saved for a backward pass.
     """
     q, k, v = heads_of(qkv, sequence, form)
     batch, heads, g, _, width = q.shape
@@ -82,7 +82,7 @@ def _(gpu, qkv, sequence, form, cache, first, empty):
 
 
 def _extended(cache: Array, k: Array, v: Array, first: int) -> list[Array]:
-    """The keys and the values of all positions [B, heads, first + t, D], the new ones added."""
+    """Append new keys and values to the cache, and return all of them [B, heads, first + t, D]."""
     seen = first + k.shape[2]
     for kept, new in zip(cache, (k, v), strict=True):
         kept[:, :, first:seen] = new

@@ -1,4 +1,4 @@
-"""Matrices side by side, and sums of some of their columns."""
+"""Concatenation of matrices by columns, and accumulation into column slices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @composite
 def join_columns(out: Array, *parts: Array) -> Array:
-    """out = [part | part | ...] of matrices with the same rows, or of vectors."""
+    """Concatenate matrices with the same rows, or vectors: out = [part | part | ...]."""
     start = 0
     for part in parts:
         stop = start + part.shape[-1]

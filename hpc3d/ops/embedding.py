@@ -1,4 +1,4 @@
-"""Lookup in a table by token, and its gradient."""
+"""Embedding lookup by token, and its gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @primitive
 def gather_rows(table: Array, index: Array) -> Array:
-    """The rows of a table with these indices, zeros for indices outside."""
+    """Return the rows of a table with these indices, and zeros for indices out of range."""
     absent = (index < 0) | (index >= table.shape[0])
     rows = table[np.where(absent, 0, index)]
     rows[absent] = 0
@@ -40,9 +40,9 @@ def _(gpu, table, index):
 
 
 def order_of(index: np.ndarray) -> np.ndarray:
-    """The places of numbers, int64[n], in ascending order of them, equal ones as they stand.
+    """Return the indices that sort an integer array, int64[n], stably.
 
-    NumPy sorts 16 bits by their digits, six times as fast as more.
+    NumPy uses a radix sort for 16-bit integers, which is six times as fast as for wider ones.
     """
     lowest = index.min(initial=0)
     few = index.max(initial=0) - lowest <= np.iinfo(np.uint16).max
@@ -51,8 +51,10 @@ def order_of(index: np.ndarray) -> np.ndarray:
 
 @primitive
 def scatter_rows(dy: Array, index: Array, order: Array, shape: Sequence[int]) -> Array:
-    """The sum of the rows of `dy` with the same index, for indices inside `shape`; `order` sorts
-    them."""
+    """Sum the rows of `dy` with equal indices, for indices within `shape`.
+
+    `order` sorts the indices.
+    """
     total = np.zeros(shape, np.promote_types(dy.dtype, np.float32))
     order = order[(index[order] >= 0) & (index[order] < shape[0])]
     rows, starts = np.unique(index[order], return_index=True)

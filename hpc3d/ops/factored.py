@@ -1,8 +1,8 @@
-"""Second moments by rows and columns, and the update that they give.
+"""Factored second moments by rows and columns, and the update from them.
 
-A block is one of a matrix [inputs, outputs] or of a stack of them, [inputs, experts, outputs].
-What there is for each row has one column, what there is for each column has one row; a sum over
-all of a matrix lacks its first dim and has one column.
+A block is a block of a matrix [inputs, outputs] or of a stack of matrices, [inputs, experts,
+outputs]. Values per row have one column, and values per column have one row. A sum over a complete
+matrix lacks the first dimension and has one column.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 _CHUNK = 1 << 14  # elements that stay in a core's cache
-_DEVICE_CHUNK = 1 << 24  # that a device takes at once
+_DEVICE_CHUNK = 1 << 24  # elements that a device processes at once
 
 
 def _bands(block: Array) -> Iterator[slice]:
-    """Rows of a block, so many as are done at once."""
+    """Yield slices of the rows of a block that are processed at once."""
     chunk = _CHUNK if isinstance(block, np.ndarray) else _DEVICE_CHUNK
     step = max(1, chunk // max(1, prod(block.shape[1:])))
     for start in range(0, len(block), step):
@@ -32,7 +32,7 @@ def _bands(block: Array) -> Iterator[slice]:
 
 @primitive
 def sum_squares_of_lines(grad: Array, scale: float, rows: Array, columns: Array) -> None:
-    """rows and columns = the sums of (scale grad)^2 over the other dim."""
+    """Set rows and columns to the sums of (scale grad)^2 over the other dimension."""
     columns.fill(0)
     for band in _bands(grad):
         squares = grad[band] * scale
@@ -53,7 +53,7 @@ def _(gpu, grad, scale, rows, columns):
 
 @primitive
 def sum_squares_scaled(grad: Array, rows: Array, columns: Array, sums: Array) -> None:
-    """sums = the sum of (rows grad columns)^2 over all of a matrix."""
+    """Set sums to the sum of (rows grad columns)^2 over each matrix."""
     sums.fill(0)
     for band in _bands(grad):
         update = grad[band] * rows[band]
@@ -81,7 +81,7 @@ def descend_scaled(
     columns: Array,
     keep: float,
 ) -> None:
-    """w = keep w - rows grad columns."""
+    """Update w = keep w - rows grad columns."""
     exact = value if master is None else master
     for band in _bands(grad):
         update = grad[band] * rows[band]

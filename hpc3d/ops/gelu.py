@@ -1,4 +1,4 @@
-"""GELU, whose forward leaves its slope for the backward: without a power, in place."""
+"""GELU. The forward pass computes the slope for the backward pass, in place and without powers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _GELU_A = 0.044715
 
 @primitive
 def gelu_tanh(h: Array, out: Array) -> Array:
-    """out = h s with s = (1 + tanh u) / 2, u = c (h + a h^3); h becomes the slope d out / d h.
+    """Compute out = h s with s = (1 + tanh u) / 2, u = c (h + a h^3); h becomes d out / d h.
 
-    d out / d h = s (1 + (1 - s) 2 h u'), h u' = 3 u - 2 c h   (Hendrycks and Gimpel 2016, GPT-2's
-    form).  Forward has all that the slope needs; backward is one multiplication.
+    d out / d h = s (1 + (1 - s) 2 h u'), h u' = 3 u - 2 c h (Hendrycks and Gimpel 2016, GPT-2's
+    form). The forward pass has all terms of the slope, so the backward pass is one multiplication.
     """
     for rows in row_blocks(h):
         x, s = h[rows], out[rows]
@@ -63,7 +63,8 @@ def _(gpu, h, out):
 
 @primitive
 def gelu_exact(h: Array, out: Array) -> Array:
-    """out = h Phi(h), Phi the normal distribution; h becomes the slope Phi(h) + h phi(h)."""
+    """Compute out = h Phi(h), Phi the normal distribution; h becomes the slope Phi(h) + h
+    phi(h)."""
     from scipy.special import erf
 
     for rows in row_blocks(h):
@@ -106,7 +107,7 @@ GELU = {"tanh": gelu_tanh, "exact": gelu_exact}
 
 @composite
 def gelu_grad(slope: Array, dg: Array) -> Array:
-    """dh = slope dg, in the memory of the slope."""
+    """Compute dh = slope dg, in the memory of the slope."""
     return np.multiply(slope, dg, out=slope)
 
 

@@ -1,4 +1,4 @@
-"""Products of blocks on one rank, and what devices can do in the same pass through memory."""
+"""Matrix products of blocks on one rank, with operations that devices fuse into them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-_PANEL, _BLOCK = 1 << 23, 1 << 21  # bytes of the float32 copies of columns of b and of rows of a
+_PANEL, _BLOCK = 1 << 23, 1 << 21  # bytes of the float32 copies of a panel of b and a block of a
 
 
 @composite
 def product(a: Array, b: Array, out: Array) -> Array:
-    """out[m, n] = a[m, k] b[k, n]; on devices (+ bias[n]) (+ residual[m, n]), too.
+    """Compute out[m, n] = a[m, k] b[k, n], on devices optionally + bias[n] + residual[m, n].
 
-    Of stacks one product an expert e: out[m, e, n] = a[m, e, k] b[k, e, n].
+    Stacks have one product per expert e: out[m, e, n] = a[m, e, k] b[k, e, n].
     """
     a, b, total = _matrices(a, b, out)
     np.matmul(a, b, out=total)
@@ -45,7 +45,7 @@ def _(gpu, a, b, out, bias=None, residual=None, **gelu):
 
 @product.narrow
 def _(a, b, out):
-    """Panels of columns of b times blocks of rows of a: so much is in float32 at a time."""
+    """Multiply blocks of rows of a by panels of columns of b, to limit the float32 copies."""
     a, b, total = _matrices(a, b, out)
     inner = a[..., :1, :].size
     for columns in _pieces(b.shape[-1], inner, _PANEL):
@@ -56,19 +56,19 @@ def _(a, b, out):
 
 
 def _pieces(count: int, size: int, nbytes: int) -> Iterator[slice]:
-    """Slices of `count` vectors of `size` elements, so many bytes of float32 each."""
+    """Yield slices of `count` vectors of `size` elements, each of about `nbytes` of float32."""
     step = max(16, nbytes // (4 * max(1, size)))
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _matrices(*blocks: Array) -> list[Array]:
-    """Blocks as `np.matmul` has them: stacks [m, e, k] as [e, m, k]."""
+    """Return blocks in the layout of `np.matmul`: stacks [m, e, k] as [e, m, k]."""
     return [block.swapaxes(0, 1) if block.ndim == 3 else block for block in blocks]
 
 
 @primitive
 def accumulate(grad: Array, dw: Array) -> None:
-    """Add dW to the sum of the microbatches' gradients."""
+    """Add dW to the gradient accumulated over microbatches."""
     grad += dw
 
 
@@ -84,13 +84,13 @@ def _(gpu, grad, dw):
 
 @primitive
 def accumulate_product(grad: Array, a: Array, b: Array, sums: Array | None = None) -> None:
-    """Add a b to `grad`, and the sum of the rows of b to `sums`: on devices alone."""
+    """Add a b to `grad`, and the sum of the rows of b to `sums`, on devices only."""
     raise NotImplementedError
 
 
 @accumulate_product.cuda
 def _(gpu, grad, a, b, sums=None):
-    """The sums come with the product where cuBLASLt has that, else in two passes over b."""
+    """Fuse the sums into the product if cuBLASLt supports it, else use two passes over b."""
     if sums is None:
         a, b, total = _matrices(a, b, grad)
         gpu.multiply(a, b, total, add=total)

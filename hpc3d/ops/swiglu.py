@@ -1,7 +1,8 @@
-"""SwiGLU (Shazeer 2020, arXiv:2002.05202), whose forward leaves its slopes for the backward.
+"""SwiGLU (Shazeer 2020, arXiv:2002.05202). The forward pass saves its slopes for the backward
+pass.
 
-The columns of H [rows, 2 width] are pairs (gate, up), one a feature: so a rank that has some of
-the columns has both of what it multiplies.
+The columns of H [rows, 2 width] are pairs (gate, up), one per feature, so that a rank with a shard
+of the columns has both factors of its products.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
 @primitive
 def swiglu(h: Array, out: Array) -> Array:
-    """out = silu(a) b of the pairs (a, b), silu(a) = a s with s = 1 / (1 + exp(-a)); h becomes the
-    slopes d out / da = b s (1 + a (1 - s)) and d out / db = silu(a)."""
+    """Compute out = silu(a) b of the pairs (a, b), silu(a) = a s with s = 1 / (1 + exp(-a)).
+
+    h is overwritten by the slopes d out / da = b s (1 + a (1 - s)) and d out / db = silu(a).
+    """
     pairs = h.reshape(*out.shape, 2)
     for rows in row_blocks(out):
         a, b, y = pairs[rows, :, 0], pairs[rows, :, 1], out[rows]
@@ -55,7 +58,7 @@ def _(gpu, h, out):
 
 @primitive
 def swiglu_grad(slopes: Array, dg: Array) -> Array:
-    """dh = the slopes times dg, in their memory."""
+    """Compute dh = slopes times dg, in the memory of the slopes."""
     pairs = slopes.reshape(*dg.shape, 2)
     for rows in row_blocks(dg):
         pairs[rows] *= dg[rows, :, None]

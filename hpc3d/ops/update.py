@@ -1,5 +1,7 @@
-"""What the optimiser does to flat arrays: norms of gradients, and the update itself; and to whole
-matrices, Newton-Schulz steps towards the nearest one whose singular values are 1."""
+"""Optimizer kernels: gradient norms, updates of flat arrays, and orthogonalization of matrices.
+
+Orthogonalization takes Newton-Schulz steps toward the nearest matrix whose singular values are 1.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
 
 _CHUNK = 1 << 14  # elements that stay in the cache through an update
-# Of x -> a x + b x^3 + c x^5, which brings singular values in (0, 1] to about 0.7 to 1.2 in five
-# steps (Jordan et al., https://kellerjordan.github.io/posts/muon).
+# Coefficients of x -> a x + b x^3 + c x^5, which maps singular values in (0, 1] to about 0.7 to
+# 1.2 in five steps (Jordan et al., https://kellerjordan.github.io/posts/muon).
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 NEWTON_SCHULZ_STEPS = 5
-SMALLEST_NORM = 1e-7  # that is divided by: a matrix of zeros stays one
+SMALLEST_NORM = 1e-7  # lower bound of the divisor, so that a zero matrix stays zero
 
 
 @composite
 def sum_of_squares(flat: Array, parts: Iterable[slice]) -> Any:
-    """That of slices of a flat array."""
+    """Return the sum of squares over slices of a flat array."""
     shares = [flat[part] for part in parts]
     return sum((float(np.dot(share, share)) for share in shares), 0.0)
 
@@ -46,7 +48,7 @@ def _(gpu, flat, parts):
 
 
 def _joined_slices(parts: Iterable[slice]) -> list[slice]:
-    """Slices, those that touch as one."""
+    """Merge adjacent slices."""
     whole = []
     for part in sorted(parts, key=lambda part: part.start):
         if whole and whole[-1].stop == part.start:
@@ -58,7 +60,7 @@ def _joined_slices(parts: Iterable[slice]) -> list[slice]:
 
 @composite
 def step_by_sign(value: Array, grad: Array, rate: float) -> None:
-    """value -= rate sign(gradient)."""
+    """Update value -= rate sign(gradient)."""
     value -= rate * np.sign(grad)
 
 
@@ -68,7 +70,7 @@ def _(gpu, value, grad, rate):
 
 
 def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
-    """The sum of float32 [n], or total + it."""
+    """Return the sum of float32 [n], added to `total` if it is given."""
     add, total = total is not None, gpu.empty((1,), np.float64) if total is None else total
     given = {"partial": partial, "total": total, "parts": partial.size, "add": add}
     gpu.launch("sum_parts", 1, partial.size, **given)
@@ -76,7 +78,7 @@ def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
 
 
 def _stretches(size: int) -> list[slice]:
-    """Slices of a flat array that fit the cache."""
+    """Split a flat array into slices that fit in the cache."""
     edges = [*range(0, size, _CHUNK), size]
     return [slice(*edge) for edge in pairwise(edges)]
 
@@ -91,7 +93,7 @@ def adamw(
     constants: Mapping[str, float],
     factors: Sequence[float],
 ) -> None:
-    """Update a stretch of values and its state, in pieces that fit the cache."""
+    """Apply an AdamW update to a slice of values and its state, in cache-sized chunks."""
     scale, rate, root, keep = factors
     beta1, beta2, epsilon = (constants[key] for key in ("beta1", "beta2", "epsilon"))
     exact = value if master is None else master
@@ -138,7 +140,7 @@ def lion(
     constants: Mapping[str, float],
     factors: Sequence[float],
 ) -> None:
-    """Update a stretch of values and its momentum, in pieces that fit the cache."""
+    """Apply a Lion update to a slice of values and its momentum, in cache-sized chunks."""
     scale, rate, keep = factors
     beta1, beta2 = constants["beta1"], constants["beta2"]
     exact = value if master is None else master
@@ -200,10 +202,10 @@ def _(gpu, value, master, grad, factors):
 
 @composite
 def orthogonalize(matrix: Array, empty: Empty) -> None:
-    """X[m, n] = U V^T, nearly, where X = U S V^T; in place.
+    """Overwrite X[m, n] = U S V^T by approximately U V^T.
 
-    X / |X| is multiplied, five times, from its shorter side: with A = X X^T,
-    X = a X + (b A + c A A) X.
+    X / |X| is multiplied five times from its shorter side: with A = X X^T, X = a X + (b A + c A A)
+    X.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if tall else matrix
@@ -231,14 +233,14 @@ def _(gpu, matrix, empty):
 
 
 def orthogonalize_flops(shape: tuple[int, int]) -> int:
-    """Of the products of `orthogonalize`."""
+    """Return the FLOPs of the products in `orthogonalize`."""
     short = min(shape)
     return NEWTON_SCHULZ_STEPS * (4 * prod(shape) * short + 2 * short**3)
 
 
 @composite
 def nesterov(grad: Array, momentum: Array, out: Array, scale: float, beta: float) -> None:
-    """g = scale grad;  m = b m + (1 - b) g;  out = b m + (1 - b) g, one more step ahead."""
+    """Compute g = scale grad; m = b m + (1 - b) g; out = b m + (1 - b) g (Nesterov look-ahead)."""
     np.multiply(grad, scale * (1 - beta), out=out)
     momentum *= beta
     momentum += out
