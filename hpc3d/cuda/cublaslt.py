@@ -105,8 +105,10 @@ class Lt:
         self.run(plan, left, right, out, None, 1.0)
 
     def planned(self, key: tuple[tuple | None, ...], vector: Any, matrix: Any) -> ProductPlan:
-        """Return a new plan with its algorithm, which depends on the alignment of every
-        address."""
+        """Return a new plan with its algorithm.
+
+        The choice of the algorithm depends on the alignment of every address.
+        """
         plan = ProductPlan(self.library, key, self.tf32)
         plan.point(vector, matrix)
         for name, operand in plan.operands.items():

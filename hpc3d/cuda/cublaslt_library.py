@@ -13,7 +13,7 @@ from typing import Any
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
 SUCCESS = 0
-REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: returned before anything runs
+REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: before anything runs
 
 
 class Unsupported(RuntimeError):
@@ -102,8 +102,10 @@ class Library:
         self.dll = dll
 
     def call(self, name: str, *arguments: Any, refusals: Sequence[int] = ()) -> None:
-        """Call a function, and raise RuntimeError on failure, or Unsupported if it is in
-        `refusals`."""
+        """Call a function of the library.
+
+        Raises Unsupported if its status is in `refusals`, and RuntimeError on any other failure.
+        """
         status = getattr(self.dll, name)(*arguments)
         if status != SUCCESS:
             failure = Unsupported if status in refusals else RuntimeError

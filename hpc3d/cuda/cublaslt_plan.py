@@ -30,7 +30,7 @@ _EPILOGUES = {
     ("gelu_input",): 160,  # GELU_AUX
     ("bias", "gelu_input"): 164,  # GELU_AUX_BIAS
     ("gelu_at",): 192,  # DGELU
-    ("bias_grad",): 256,  # BGRADA: the sum of op(A) = b' over k, as long as D has rows
+    ("bias_grad",): 256,  # BGRADA: sums op(A) = b' over k, one per row of D
 }
 
 
@@ -60,8 +60,7 @@ class Operand(NamedTuple):
         return (self.shape[0], self.steps[0]) if len(self.shape) == 3 else (1, 0)
 
     def columns(self) -> tuple[bool, int, int, int]:
-        """Return (transposed, rows, columns, leading dimension) of the matrix in column-major
-        order.
+        """Return the column-major layout (transposed, rows, columns, leading dimension).
 
         `transposed` is True if the matrix must be transposed once more in this order.
         """

@@ -1,9 +1,8 @@
-"""Attention by cuDNN's fused kernels, which save no probabilities (FlashAttention-2, Dao 2023,
-arXiv:2307.08691).
+"""Attention by cuDNN's fused kernels, which save no probabilities.
 
-The package nvidia-cudnn-frontend (module `cudnn`, 1.16 or newer) builds a graph of one operation,
-which runs on pointers. Nothing is copied: q, k and v are strided views of qkv, and their gradients
-are strided views of dqkv.
+The algorithm is FlashAttention-2 (Dao 2023, arXiv:2307.08691). The package nvidia-cudnn-frontend
+(module `cudnn`, 1.16 or newer) builds a graph of one operation, which runs on pointers. Nothing is
+copied: q, k and v are strided views of qkv, and their gradients are strided views of dqkv.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool) -> Case:
-        """Return the case of an array [B*T, heads*(g+2)*D] with `form` (D, g)
-        (hpc3d.ops.attention)."""
+        """Return the case of an array [B*T, heads*(g+2)*D] with the HeadForm (D, g)."""
         (rows, columns), (width, queries) = qkv.shape, form
         heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
         return cls(rows // sequence, heads, queries, sequence, width, name, causal)
@@ -204,8 +202,10 @@ class Flash:
         return graph.tensor(dim=shape, stride=strides, data_type=kind, uid=tensor)
 
     def outputs(self, case: Case, tensors: Sequence[int], made: Sequence[Any]) -> None:
-        """Set the layout of the outputs of an operation; without it, they stay internal to the
-        graph."""
+        """Set the layout of the outputs of an operation.
+
+        Without it, they would stay internal to the graph.
+        """
         for tensor, result in zip(tensors, made, strict=True):
             shape, strides = case.layout(tensor)
             result.set_output(True).set_uid(tensor).set_dim(shape).set_stride(strides)
@@ -240,10 +240,10 @@ class Flash:
         return graph
 
     def memory(self, size: int) -> Any:
-        """Return a workspace of at least `size` bytes. Plans share it, because they run one at a
-        time.
+        """Return a workspace of at least `size` bytes.
 
-        Older plans keep their workspace, since a CUDA graph may hold its address.
+        Plans share it, because they run one after another. Older plans keep their workspace, since
+        a CUDA graph may hold its address.
         """
         if self.workspace is None or self.workspace.shape[0] < size:
             self.workspace = self.scratch((max(size, 1),), np.dtype(np.uint8))
@@ -305,8 +305,7 @@ def loads(name: str) -> bool:
 
 
 def takes(dtype: DTypeLike, width: int, drop: object, most: int) -> bool:
-    """Return True if cuDNN supports this attention on a device whose maximum head width is
-    `most`."""
+    """Return True if cuDNN supports this attention for head widths up to `most`."""
     return drop is None and np.dtype(dtype).name in TYPES and width % 8 == 0 and width <= most
 
 

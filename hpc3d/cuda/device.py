@@ -124,8 +124,7 @@ class Cuda:
         return array
 
     def download(self, array: Any) -> np.ndarray:
-        """Return a copy of an array in pinned host memory, after all preceding work has
-        finished."""
+        """Return a copy of an array in pinned host memory, after all preceding work."""
         host = self.pinned.empty(array.shape, array.dtype, "communication")
         array.get(stream=self.compute, out=host, blocking=False)
         self.synchronize()
@@ -180,8 +179,10 @@ class Pinned(Pool):
 
 
 class Loan:
-    """Device memory on loan. The arrays in it hold a reference, and its destruction calls
-    `end`."""
+    """Device memory on loan.
+
+    The arrays in this memory hold a reference to the loan. Its destruction calls `end`.
+    """
 
     __slots__ = ("end", "memory")
 
@@ -230,7 +231,9 @@ class DevicePool(Pool):
         self.device.synchronize()
 
     def reserved(self) -> tuple[int, int]:
-        """Return the bytes in use by arrays, counted or not, and the bytes that CuPy's pool
-        reserves."""
+        """Return the device memory in use and the memory reserved by CuPy's pool, in bytes.
+
+        Memory in use includes arrays that are not counted.
+        """
         pool = self.device.cupy.get_default_memory_pool()
         return pool.used_bytes(), pool.total_bytes()

@@ -57,8 +57,10 @@ class Gpu:
         return launch_table.kernels()[name].launch(None, 1, size).grid[0]
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """Yield the pieces of work of a rule. Pieces of equal `kind` have identical kernel
-        launches."""
+        """Yield the pieces of work of a rule.
+
+        Pieces of equal `kind` have identical kernel launches.
+        """
         yield from pieces
 
     def by_arrays(self, primitive: Primitive, *arrays: Array) -> None:

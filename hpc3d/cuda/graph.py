@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
 
 class CudaGraph:
-    """CUDA graph of the work posted between `begin` and `end` on the stream `compute` of a
-    `device`.
+    """CUDA graph of the work that a `device` receives between `begin` and `end`.
 
-    It includes streams that wait for this stream and that it waits for. Nothing runs before
-    `launch`. Its arrays are in a private memory pool, so that no other array reuses this memory
-    between two launches. External inputs must keep their addresses.
+    It captures the stream `compute`, and streams that wait for this stream and that it waits for.
+    Nothing runs before `launch`. Its arrays are in a private memory pool, so that no other array
+    reuses this memory between two launches. External inputs must keep their addresses.
     """
 
     def __init__(self, device: Cuda) -> None:

@@ -58,8 +58,7 @@ def whole(size: int, part: int) -> int:
 
 
 def strips(rows: int) -> int:
-    """Return the number of partial sums that the first pass of a sum over rows leaves to
-    sum_strips."""
+    """Return the number of partial sums of the first pass of a sum, the input of sum_strips."""
     return min(STRIPS, whole(rows, ROWS_PER_STRIP))
 
 

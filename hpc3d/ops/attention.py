@@ -77,8 +77,10 @@ CAUSAL = AttentionMask()
 
 
 def heads_of(qkv: Array, sequence: int, form: HeadForm) -> tuple[Array, Array, Array]:
-    """Return q [B, heads, g, T, D], k and v [B, heads, T, D] as views of qkv [B*T,
-    heads*(g+2)*D]."""
+    """Return views q [B, heads, g, T, D], k and v [B, heads, T, D] of qkv.
+
+    The shape of qkv is [B*T, heads*(g+2)*D].
+    """
     width, g = form
     if g == 1:
         q, k, v = _by_kind(qkv, sequence, form)
@@ -409,8 +411,10 @@ def _by_cudnn(
 
 
 def _contiguous(gpu: Gpu, qkv: Array, sequence: int, form: HeadForm) -> Array:
-    """Return a contiguous copy [3, B heads g, T, D] of q, k and v; k and v repeat for each
-    query."""
+    """Return a contiguous copy [3, B heads g, T, D] of q, k and v.
+
+    k and v are repeated for each of their queries.
+    """
     q, k, v = heads_of(qkv, sequence, form)
     if form.queries == 1:
         whole = gpu.contiguous(_by_kind(qkv, sequence, form))

@@ -113,15 +113,16 @@ class GpuTile(NamedTuple):
         return _count(self.at[1]) * self.chunks.form.queries, _count(self.tile.queries)
 
     def queries(self, q: Array) -> Array:
-        """Return the queries of the tile, or their gradients, as a contiguous [heads, g*query,
-        D]."""
+        """Return the queries of the tile, or their gradients.
+
+        The result [heads, g*query, D] is contiguous.
+        """
         part = q[self.at][:, :, self.tile.queries]
         heads, g, tokens, width = part.shape
         return self.gpu.contiguous(part).reshape(heads, g * tokens, width)
 
     def keys(self, kv: Array) -> list[Array]:
-        """Return views [heads, key, D] of the keys and values of the tile, or of their
-        gradients."""
+        """Return views [heads, key, D] of keys and values of the tile, or of their gradients."""
         return [each[self.at][:, self.tile.keys] for each in kv]
 
     def scores(self, k: Array, q: Array) -> Array:

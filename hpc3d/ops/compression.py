@@ -59,12 +59,11 @@ def _(gpu, q, total):
 
 @primitive
 def take_largest(flat: Array, values: Array, places: Array) -> None:
-    """Move the elements of largest magnitude from a flat array to `values`, and set them to 0
-    there.
+    """Move the elements of largest magnitude from a flat array to `values`.
 
-    The size of `values` is the number of elements. `places` receives their indices in int32,
-    ascending. Ties go to the lower index. NaN counts as the largest magnitude, so that it is
-    noticed.
+    The array is 0 at their indices afterward. The size of `values` is the number of elements.
+    `places` receives their indices in int32, ascending. Ties go to the lower index. NaN counts as
+    the largest magnitude, so that it is noticed.
     """
     size = np.abs(flat)
     size = np.where(np.isnan(size), np.inf, size)

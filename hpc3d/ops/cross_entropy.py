@@ -162,8 +162,10 @@ def _(gpu, sums, valid):
 
 @primitive
 def softmax_grad(exponentials: Array, rest: LossRows | None, scale: float) -> Array:
-    """Compute scale (softmax - onehot) for valid rows, 0 for others, in the exponentials'
-    memory."""
+    """Compute scale (softmax - onehot) for valid rows, and 0 for other rows.
+
+    The result overwrites the exponentials.
+    """
     total, valid, at = rest
     real = wide(exponentials.dtype)
     exponentials *= np.where(valid, scale / total, 0).astype(real)[:, None]

@@ -27,8 +27,10 @@ _EXPONENT = {"float32": 0xFF << 23, "float64": 0x7FF << 52}  # bit mask of the e
 
 
 class Tiles(NamedTuple):
-    """Tiling [height, width] of a block whose first element has the offset (top, left) in a
-    tile."""
+    """Tiling of a block into tiles [height, width].
+
+    The first element of the block has the offset (top, left) in its tile.
+    """
 
     height: int
     width: int
@@ -136,8 +138,7 @@ def _(gpu, x, tiles, maxima):
 
 @primitive
 def round_tiles(x: Array, maxima: Array, tiles: Tiles, dtype: str, out: Array) -> Array:
-    """Compute out = s round(x / s) by tile, s = maxima / the largest number of the float8
-    `dtype`."""
+    """Round tiles to float8: out = s round(x / s), s = maxima / the largest number of `dtype`."""
     if not x.size:
         return out
     scales, across = divisors(maxima, LARGEST[dtype]), tiles.columns_of(x.shape[2])

@@ -63,8 +63,10 @@ def _(gpu, h, out):
 
 @primitive
 def gelu_exact(h: Array, out: Array) -> Array:
-    """Compute out = h Phi(h), Phi the normal distribution; h becomes the slope Phi(h) + h
-    phi(h)."""
+    """Compute out = h Phi(h), Phi the normal distribution.
+
+    h is overwritten by the slope Phi(h) + h phi(h).
+    """
     from scipy.special import erf
 
     for rows in row_blocks(h):

@@ -136,8 +136,7 @@ def _(gpu, x):
 
 @primitive
 def combine_moments(parts: Array, count: int) -> tuple[Array, Array]:
-    """Combine the moments of `parts` [g, 2, rows], each over `count` elements, to those of full
-    rows.
+    """Combine the moments of `parts` [g, 2, rows], over `count` elements each.
 
     Chan, Golub and LeVeque 1979: M2 = sum M2_i + count sum (mean_i - mean)^2.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-_PANEL, _BLOCK = 1 << 23, 1 << 21  # bytes of the float32 copies of a panel of b and a block of a
+_PANEL, _BLOCK = 1 << 23, 1 << 21  # bytes of float32 copies of b and of a
 
 
 @composite

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 BLOCK = 256  # numbers per scale
-_BLOCKS_AT_ONCE = 64  # that stay in a core's cache
+_BLOCKS_AT_ONCE = 64  # blocks that fit in a core's cache
 _DECADES = 7
 _LARGEST_CODE = {"int8": 127, "uint8": LARGEST[E4M3]}
 
@@ -49,7 +49,7 @@ def _levels(signed: bool) -> np.ndarray:
     return np.array(sorted(found), np.float32)
 
 
-LEVELS = np.stack([_levels(signed=True), _levels(signed=False)])  # of first and second moments
+LEVELS = np.stack([_levels(signed=True), _levels(signed=False)])  # first, second moments
 
 
 def dequantized(codes: np.ndarray, scales: np.ndarray, levels: np.ndarray) -> np.ndarray:

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 _DRAWS = 4  # 64-bit numbers per value of Philox's counter
-_SHORT = (
-    1 << 14
-)  # below this count, drawing all numbers is faster than positioning a generator per row
+# Below this count, drawing all numbers is faster than positioning a generator for each row.
+_SHORT = 1 << 14
 
 
 def philox_key(name: object) -> np.ndarray:

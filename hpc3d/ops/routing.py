@@ -321,8 +321,7 @@ def _(gpu, x, slots, out):
 
 
 def _takers(gpu: Gpu, slots: Array, rows: int) -> Array:
-    """Return the index of the choice that occupies each slot, int64[rows], or -1 if it is
-    empty."""
+    """Return the index of the choice in each slot, int64[rows], or -1 if it is empty."""
     takers = gpu.empty((rows,), np.int64)
     takers.fill(-1)
     gpu.launch("takers_of", 1, slots.size, slots=slots, takers=takers, size=slots.size)

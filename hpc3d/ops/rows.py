@@ -124,8 +124,7 @@ def _(gpu, x, mask, out):
 
 @primitive
 def add_repeated(x: Array, table: Array, first: int, out: Array) -> Array:
-    """Add the rows of a table to the rows of x periodically, starting at row `first` of the
-    table."""
+    """Add the rows of a table to the rows of x periodically, from its row `first` on."""
     return np.add(x, table[(first + np.arange(len(x))) % len(table)], out=out)
 
 
@@ -147,8 +146,10 @@ def _(gpu, x, table, first, out):
 
 @primitive
 def sum_repeated(dx: Array, first: int, period: int) -> Array:
-    """Return the gradient of the table of `add_repeated`: the sum over the rows that share an
-    entry."""
+    """Return the gradient of the table of `add_repeated`.
+
+    Each row is the sum over the rows of dx to which this row of the table was added.
+    """
     rows = -(-(first + len(dx)) // period) * period
     whole = np.zeros((rows, dx.shape[1]), dx.dtype)
     whole[first : first + len(dx)] = dx

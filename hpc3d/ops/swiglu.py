@@ -1,5 +1,4 @@
-"""SwiGLU (Shazeer 2020, arXiv:2002.05202). The forward pass saves its slopes for the backward
-pass.
+"""SwiGLU (Shazeer 2020, arXiv:2002.05202), with slopes saved for the backward pass.
 
 The columns of H [rows, 2 width] are pairs (gate, up), one per feature, so that a rank with a shard
 of the columns has both factors of its products.
