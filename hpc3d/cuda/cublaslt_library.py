@@ -1,6 +1,6 @@
 """ctypes bindings of libcublasLt: the functions that products need, their attributes and errors.
 
-Constants, types and sizes are those of cublasLt.h, identical in CUDA 12 and 13.
+Constants, types and sizes match cublasLt.h, and are identical in CUDA 12 and 13.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Library:
             raise failure(f"{name}: {self.dll.cublasLtGetStatusName(status).decode()}")
 
     def create(self, kind: str, *arguments: Any) -> int:
-        """Create an object of the library, which lives as long as the process."""
+        """Create an object of the library, which exists until the process ends."""
         made = c_void_p()
         self.call(f"cublasLt{kind}Create", byref(made), *arguments)
         return made.value

@@ -26,7 +26,7 @@ _BFLOAT16 = 80  # minimum compute capability of bfloat16
 class Kernels:
     """Compiled kernels, called as (name, rows, columns, **parameters).
 
-    The arguments are those of launch_table.Kernel.launch and .bind.
+    The arguments match launch_table.Kernel.launch and .bind.
     """
 
     def __init__(self) -> None:

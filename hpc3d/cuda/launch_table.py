@@ -16,7 +16,7 @@ import numpy as np
 
 FOLDER = Path(__file__).parent / "kernels"
 REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # T, by dtype
-# Options of NVRTC other than the architecture and the include path FOLDER. Lambdas have no
+# Options of NVRTC besides the architecture and the include path FOLDER. Lambdas have no
 # __device__ qualifier.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 _LOAD = 16  # bytes per load of a thread
@@ -58,7 +58,7 @@ def whole(size: int, part: int) -> int:
 
 
 def strips(rows: int) -> int:
-    """Return the number of partial sums of the first pass of a sum, the input of sum_strips."""
+    """Return the number of partial sums of `rows` rows, the input of sum_strips."""
     return min(STRIPS, whole(rows, ROWS_PER_STRIP))
 
 

@@ -193,7 +193,8 @@ def attend(
     """Compute softmax(q k' / sqrt(D) + mask) v, and the probabilities for the backward pass.
 
     qkv [B*T, heads*(g+2)*D] -> [B*T, heads*g*D] and [chunks, T, heads, g*T]. Before the product
-    with v, the probabilities are multiplied by the factors of the dropout mask `drop`.
+    with v, the probabilities are multiplied by the factors of the dropout mask `drop`. With cuDNN,
+    (out, stats) of `Flash.forward` replace the probabilities.
     """
     q, k, v = heads_of(qkv, sequence, form)
     batch, heads, g, _, width = q.shape
@@ -249,7 +250,7 @@ def attend_again(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Array:
-    """Recompute the probabilities of `attend`, before dropout."""
+    """Recompute the probabilities of `attend`, before dropout, or (out, stats) with cuDNN."""
     q, k, _ = heads_of(qkv, sequence, form)
     shape = _chunks_of(*k.shape[:2], form, sequence, qkv.itemsize)
     probabilities = empty(shape, qkv.dtype)
@@ -463,7 +464,7 @@ def _softmax(
 
 
 def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dict[str, Any]:
-    """Return the arguments of the softmax kernels other than the arrays of scores."""
+    """Return the scalar and mask arguments of the softmax kernels."""
     given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
     given |= {"causal": mask.causal, "padding": mask.padding}
     if mask.padding is not None:

@@ -52,8 +52,8 @@ class Chunks(NamedTuple):
     ) -> Iterator[tuple[tuple[int, slice], ChunkPair]]:
         """Yield (sample, heads) and a part of a pair for each tile.
 
-        A tile has at most `tokens` rows and columns, and as many heads as fit in `nbytes` of
-        scores.
+        A tile has at most `tokens` rows and columns. The number of heads is the largest whose
+        scores fit in `nbytes`, at least 1.
         """
         _, batch, heads, _, _ = kv.shape
         g = self.form.queries
@@ -132,7 +132,7 @@ class GpuTile(NamedTuple):
         return scores
 
     def given(self, sequence: int) -> dict[str, Any]:
-        """Return the arguments of the softmax kernels other than scores and sums."""
+        """Return the arguments of the softmax kernels besides scores and sums."""
         tile, (width, g), padding = self.tile, self.chunks.form, self.chunks.padding
         keys = _count(tile.keys)
         return {

@@ -52,7 +52,7 @@ class Merged(NamedTuple):
 
 
 class ChunkGrad(NamedTuple):
-    """Inputs of the backward pass other than q and the keys.
+    """Inputs of the backward pass besides q and the keys.
 
     `dout` is the gradient of the output [B*t, heads*g*D], `sums` the log-sum-exp of all scores,
     and `dots` sum(dout out) of every row [B, heads, g, t].

@@ -142,7 +142,7 @@ def _(gpu, sums, valid):
 def score_rows(sums: Array, valid: Array) -> Array:
     """Return [`negative_log`, number of correct predictions] of the valid rows, float64.
 
-    A prediction is correct if no logit exceeds that of the target, so ties count as correct.
+    A prediction is correct if no logit exceeds the target's logit, so ties count as correct.
     """
     right = np.count_nonzero(valid & (sums[1] == 0))  # logits are relative to the maximum
     return np.array([negative_log(sums, valid), right], np.float64)

@@ -207,8 +207,8 @@ def normalise_sums(
 ) -> tuple[Array, Array, Array | None]:
     """Return the sums of the backward pass of a norm: row sums [1 or 2, rows], dgamma and dbeta.
 
-    The row sums are those of dn n over features, preceded by those of dn if `centred`. dgamma and
-    dbeta are sums over rows.
+    The row sums are sums over features: of dn n, and in front of them of dn if `centred`. dgamma
+    and dbeta are sums over rows.
     """
     real = wide(n.dtype)
     sums, ones = np.empty((1 + centred, n.shape[0]), real), np.ones(n.shape[0], real)

@@ -52,11 +52,11 @@ class SlotForm(NamedTuple):
 
 
 class RouterLoss(NamedTuple):
-    """Inputs of the router losses other than the routes.
+    """Inputs of the router losses besides the routes.
 
-    `shares` [S, E] is the fraction f of every sequence, `first` the index of the first row of this
-    block among their tokens, `tokens` the tokens per sequence, `balance` = alpha E, and `z` the
-    coefficient of the z-loss.
+    `shares` [S, E] is the fraction f of every sequence. `first` is the index of the block's first
+    row among the rows of these sequences. `tokens` is the number of tokens per sequence, `balance`
+    is alpha E, and `z` is the coefficient of the z-loss.
     """
 
     shares: Array
@@ -140,10 +140,10 @@ def _(gpu, choices, tokens, pieces, count):
 
 @primitive
 def before_of(counts: Array, precedes: Array) -> Array:
-    """Count the choices of other ranks that precede those of this rank, int64[S, k, pieces, E].
+    """Count the choices of other ranks that precede this rank's choices, int64[S, k, pieces, E].
 
-    `counts` [c, S, k, pieces, E] are those of all ranks. `precedes` [k, pieces, c, k, pieces] is 1
-    for the groups that come earlier.
+    `counts` [c, S, k, pieces, E] includes all ranks. `precedes` [k, pieces, c, k, pieces] is 1 for
+    the groups that come earlier.
     """
     found = np.tensordot(precedes, counts, ([2, 3, 4], [0, 2, 3]))  # [k, pieces, S, E]
     return np.ascontiguousarray(found.transpose(2, 0, 1, 3))
@@ -232,7 +232,7 @@ def _(gpu, choices, form, before=None):
 def shares_of(counts: Array, tokens: int, dtype: DTypeLike) -> Array:
     """Return the fraction of the choices of each sequence that each expert receives, [S, E].
 
-    `tokens` is the length of a sequence; `counts` [c, S, k, pieces, E] are those of all ranks.
+    `tokens` is the length of a sequence; `counts` [c, S, k, pieces, E] includes all ranks.
     """
     return (counts.sum((0, 2, 3)) / (tokens * counts.shape[2])).astype(dtype)
 
@@ -252,7 +252,7 @@ def _(gpu, counts, tokens, dtype):
 
 @primitive
 def load_of(choices: Array, slots: Array, count: int) -> tuple[Array, Array]:
-    """Count the routed choices of each expert and those that found a slot, int64[E] each."""
+    """Count the choices of each expert, in total and with a slot, int64[E] each."""
     kept = choices[slots >= 0]
     return np.bincount(choices.ravel(), minlength=count), np.bincount(kept, minlength=count)
 

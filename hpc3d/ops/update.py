@@ -176,6 +176,7 @@ def _(gpu, value, master, grad, momentum, constants, factors):
 
 @primitive
 def descend(value: Array, master: Array | None, grad: Array, factors: Sequence[float]) -> None:
+    """Update w = keep w - rate grad in cache-sized chunks."""
     rate, keep = factors
     exact = value if master is None else master
     for part in _stretches(value.size):
