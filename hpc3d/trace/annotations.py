@@ -1,6 +1,4 @@
-"""What is put into a trace file after it was merged: what calls cost by themselves, and what a
-model of the run predicts.
-"""
+"""Supplements of a merged trace file: measured costs of calls, and predictions of a model."""
 
 from __future__ import annotations
 
@@ -20,21 +18,24 @@ if TYPE_CHECKING:
 
 
 class Calibration(NamedTuple):
-    """Measured times of calls: `rows`, a mapping of the columns of CALIBRATION, and the line
-    t = alpha + beta bytes through them, in s and s/B."""
+    """Measured times of calls.
+
+    `rows` maps the columns of CALIBRATION to their values.  The line t = alpha + beta bytes fits
+    them, in s and s/B.
+    """
 
     rows: Mapping[str, Any]
     alpha: float
     beta: float
 
 
-Measured = Mapping[tuple[str, str], Calibration]  # of calls of an operation along an axis
+Measured = Mapping[tuple[str, str], Calibration]  # by operation and axis
 
 
 def write_calibration(path: Path | str, measured: Measured) -> None:
-    """Put {(op, axis): Calibration} into a trace file, in place of those that it has of these.
+    """Write {(op, axis): Calibration} into a trace file; replace existing ones of these keys.
 
-    The file is replaced by a changed copy: whoever reads it sees the old or the new one.
+    A changed copy replaces the file atomically: readers see the old or the new one.
     """
     for op, axis in measured:
         if op not in OP or not axis or {"/", "."} & {*axis}:
@@ -46,9 +47,9 @@ def write_calibration(path: Path | str, measured: Measured) -> None:
 
 
 def write_prediction(path: Path | str, rows: Mapping[str, Any]) -> None:
-    """Put a mapping of the columns of PREDICTION into a trace file, in place of the one it has.
+    """Write a mapping of the columns of PREDICTION into a trace file; replace an existing one.
 
-    The file is replaced by a changed copy: whoever reads it sees the old or the new one.
+    A changed copy replaces the file atomically: readers see the old or the new one.
     """
     with _changing(path) as file:
         add_supplements(file, {}, rows)
@@ -56,7 +57,7 @@ def write_prediction(path: Path | str, rows: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _changing(path):
-    """The copy of a file that is a trace."""
+    """Open a copy of a file for changes, after checking that it is a trace."""
     Trace(path).close()
     with changing(Path(path)) as file:
         yield file
@@ -65,7 +66,7 @@ def _changing(path):
 def add_supplements(
     file: File, measured: Measured, predicted: Mapping[str, Any] | None = None
 ) -> None:
-    """Put calibrations and, unless it is empty, a prediction into a file open for writing."""
+    """Write calibrations and, unless it is empty, a prediction into a file open for writing."""
     for (op, axis), (rows, alpha, beta) in measured.items():
         path = f"calibration/{op}/{axis}"
         remove(file, path)
@@ -77,7 +78,7 @@ def add_supplements(
 
 
 def _whole(columns, rows):
-    """The rows; ValueError unless they have all columns, of one length."""
+    """Return the rows; ValueError unless they have all columns, of equal length."""
     lacking = [column.name for column in columns if column.name not in rows]
     if lacking:
         raise ValueError(f"there is no column {', '.join(lacking)}")
@@ -87,7 +88,7 @@ def _whole(columns, rows):
 
 
 def supplements(path: Path, run_id: str) -> tuple[Measured, dict[str, np.ndarray]]:
-    """The calibrations and the prediction of a trace file; none if it is not of this run."""
+    """Return the calibrations and the prediction of a trace file, none if of another run."""
     try:
         with Trace(path) as trace:
             if trace.attrs["run_id"] != run_id:
@@ -97,5 +98,5 @@ def supplements(path: Path, run_id: str) -> tuple[Measured, dict[str, np.ndarray
                 for key, table in trace.calibration.items()
             }
             return measured, trace.prediction.columns()
-    except ValueError:  # there is no file, or a damaged one
+    except ValueError:  # the file is missing or damaged
         return {}, {}

@@ -1,7 +1,7 @@
-"""What the ranks of a trace must agree on: the calls of a group, and the two ends of a message.
+"""Checks across ranks of a trace: calls of a group, and the two ends of a message.
 
-Rows belong together by their numbers (`seq`), not by their times.  Where a trace is not complete,
-what it lacks is not asked for; ranks whose clocks were not compared are not compared, either.
+Rows are matched by their numbers (`seq`), not by their times.  Incomplete traces are not checked
+for missing rows.  Times are not compared between ranks whose clocks were not compared.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _COLLECTIVES = (*EXCHANGES, "broadcast", "reduce")
 _COLUMNS = ("group", "seq", "rank", "peer", "op", "step", "count", "dtype", "bytes")
 
-# A table, what is wrong with some of its rows, and their numbers.
+# A table, a problem of some of its rows, and the numbers of these rows.
 Violation = tuple[str, str, np.ndarray]
 
 
 def collectives(trace: Trace) -> list[Violation]:
-    """Members make the same calls in the same order; none has the result before all have come."""
+    """Check that members make the same calls in the same order and that none ends too early."""
     calls = GroupCalls(trace)
     wrong = {
         "a call in a group that its rank is not in": calls.place < 0,
@@ -45,7 +45,7 @@ def collectives(trace: Trace) -> list[Violation]:
 
 
 def messages(trace: Trace) -> Iterator[Violation]:
-    """A message has two ends and the same bytes at both, and arrives after it was posted."""
+    """Check that messages have two ends with equal bytes and arrive after they were sent."""
     events, rows = trace.events, _calls(trace, MESSAGES)
     receives = labelled(events, "op", "recv")[rows]
     group, number, here, there = (events[name][rows] for name in ("group", "seq", "rank", "peer"))
@@ -65,7 +65,7 @@ def messages(trace: Trace) -> Iterator[Violation]:
 
 
 def _calls(trace, ops):
-    """The rows in which ranks wait for calls of these operations."""
+    """Return the rows in which ranks wait for calls of these operations."""
     comm = labelled(trace.events, "category", "comm")
     return np.flatnonzero(comm & labelled(trace.events, "op", *ops))
 
@@ -76,14 +76,14 @@ def labelled(events: Table, column: str, *names: str) -> np.ndarray:
 
 
 def _times(trace, rows):
-    """When calls were posted and when they ended, on rank 0's clock."""
+    """Return the times when calls were posted and when they ended, on rank 0's clock."""
     names = "t_global", "t_start", "posted", "dur"
     begin, start, posted, duration = (trace.events[name][rows] for name in names)
     return posted + (begin - start), begin + duration
 
 
 def _comparable(trace, rows):
-    """Whether the clock of a row's rank was compared with rank 0's, or is it."""
+    """Return True for rows of ranks whose clock is rank 0's or was compared with it."""
     if trace.attrs.get("kind") == "simulated":
         return np.ones(len(rows), bool)
     host = trace.ranks["host_id"]
@@ -93,10 +93,11 @@ def _comparable(trace, rows):
 
 
 class GroupCalls:
-    """The collectives of a trace.
+    """Collectives of a trace.
 
-    `rows` of /events by group, number and rank, their `columns`, the `size` of their group and
-    the `place` of their rank in it; `call` numbers calls, and `first` has the first row of each.
+    `rows` of /events are sorted by group, number and rank.  `columns` are their values, `size` the
+    size of their group and `place` the index of their rank in it.  `call` numbers the calls, and
+    `first` has the first row of each call.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -112,12 +113,12 @@ class GroupCalls:
         self.place = self.places(self.columns["rank"])
 
     def changes(self, name: str) -> np.ndarray:
-        """Whether each row has another value than the one before."""
+        """Return True for each row whose value differs from the previous row."""
         values = self.columns[name]
         return np.append(np.ones(len(values[:1]), bool), values[1:] != values[:-1])
 
     def places(self, ranks: np.ndarray) -> np.ndarray:
-        """The place of a rank in the group of each row, -1 where it is not in it."""
+        """Return the index of a rank in the group of each row, -1 if it is not a member."""
         members = [np.array(group.members, int) for group in self.trace.groups]
         places = (group * self.world + ranks for group, ranks in enumerate(members))
         known = np.concatenate([*places, [-1]])
@@ -132,31 +133,31 @@ class GroupCalls:
         return np.isin(self.columns["op"], codes)
 
     def repeated(self) -> np.ndarray:
-        """Whether a rank made the call of a row before."""
+        """Return True for rows whose rank made the same call before."""
         return ~(self.changes("group") | self.changes("seq") | self.changes("rank"))
 
     def partial(self) -> np.ndarray:
-        """Whether the call of a row lacks members."""
+        """Return True for rows of calls that lack members."""
         return np.bincount(self.call)[self.call] < self.size
 
     def unlike(self, name: str) -> np.ndarray:
-        """Whether a row differs from the first of its call."""
+        """Return True for rows that differ from the first row of their call."""
         values = self.columns[name]
         return values != values[self.first][self.call]
 
     def _highest(self, values: np.ndarray) -> np.ndarray:
-        """The highest of its call, for each row."""
+        """Return the maximum over the rows of the same call, for each row."""
         return np.maximum.reduceat(values, self.first)[self.call] if len(values) else values
 
     def early(self) -> np.ndarray:
-        """Whether a member has what all members send before the last has posted the call."""
+        """Return True for rows whose exchange ends before the last member has posted it."""
         posted, ended = _times(self.trace, self.rows)
         known = _comparable(self.trace, self.rows)
         last = self._highest(np.where(known, posted, posted.min(initial=0)))
         return self.of(*EXCHANGES) & (self.columns["bytes"] > 0) & known & (ended < last)
 
     def miscounted(self) -> np.ndarray:
-        """Whether the bytes are not what the block that went in lets a member receive."""
+        """Return True for rows whose received bytes do not match the size of their input block."""
         item = item_sizes(self.trace.events.labels("dtype"))[self.columns["dtype"]]
         block = self.columns["count"] * item
         root = self.places(self.columns["peer"])

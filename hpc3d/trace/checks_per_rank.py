@@ -1,7 +1,7 @@
-"""What holds in every sound trace, and where one breaks it.
+"""Invariants of a valid trace, and the rows that violate them.
 
-A rank does one thing at a time, what is inside of another lies inside of its time, and a step
-holds what was done in it; what takes several ranks is in hpc3d.trace.checks_across_ranks.
+A rank does one thing at a time, an event lies within the time of its parent, and within its step.
+Invariants of several ranks are in hpc3d.trace.checks_across_ranks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
 
 
 def violations(trace: Trace) -> list[str]:
-    """What is wrong with an open trace, a line each with the number of rows and the first one.
+    """Return the violations of an open trace, one line each with the count and the first row.
 
-    What a trace lacks that is not complete is no violation.  Between hosts the corrected clocks
-    are compared: what they are uncertain by, a message may seem to come too early.
+    Missing data of an incomplete trace is no violation.  Hosts are compared by their corrected
+    clocks: within the clock uncertainty, a message may seem to arrive too early.
     """
     checks = (
         *(order, overlap, _nesting, inside, _steps, memory, _together, _evaluations),
@@ -56,7 +56,7 @@ def violations(trace: Trace) -> list[str]:
 
 
 def _damages(trace):
-    """What cannot be read, and values less than they may be: such rows cannot be compared."""
+    """Yield unreadable data and values below their minimum: such rows cannot be compared."""
     for name in _REFERENCES:
         _, problems = _attempt(partial(getattr, trace, name))
         yield from problems
@@ -78,7 +78,7 @@ def _damages_of(name, table, column):
 
 
 def _attempt(function):
-    """What a function returns, and none or one line with the reason why it cannot."""
+    """Return a function's result and a list with its error message, if any."""
     try:
         return function(), []
     except ValueError as error:
@@ -93,7 +93,7 @@ def _where(table, rows):
 
 
 def order(trace: Trace) -> Iterator[Violation]:
-    """Rows are sorted, and where /index/rank_ptr says."""
+    """Check that rows are sorted and match /index/rank_ptr."""
     rank, start = trace.events["rank"], trace.events["t_start"]
     same = rank[1:] == rank[:-1]
     unsorted = np.where(same, start[1:] < start[:-1], rank[1:] < rank[:-1])
@@ -105,7 +105,7 @@ def order(trace: Trace) -> Iterator[Violation]:
 
 
 def overlap(trace: Trace) -> Iterator[Violation]:
-    """On a stream of a rank, nothing begins before the one before has ended, unless inside."""
+    """Check that events of one stream of a rank with the same parent do not overlap."""
     lasting = np.flatnonzero(trace.events["dur"] > 0)
     names = "rank", "stream", "parent", "t_start", "dur"
     columns = {name: trace.events[name][lasting] for name in names}
@@ -118,7 +118,7 @@ def overlap(trace: Trace) -> Iterator[Violation]:
 
 
 def _nesting(trace: Trace) -> Iterator[Violation]:
-    """An event lies inside of its parent, on the same stream of the same rank, after it."""
+    """Check that an event lies within its parent, on the same stream and rank, and after it."""
     parent = trace.events["parent"]
     child = np.flatnonzero(parent >= 0)
     parent = parent[child]
@@ -137,8 +137,10 @@ def _interval(events):
 
 
 def inside(trace: Trace) -> Iterator[Violation]:
-    """An event lies inside of its step, and those on one stream do not take longer than it; a call
-    that runs beside what a device computes may go on when its step is over."""
+    """Check that events lie within their step and that those of one stream fit in its duration.
+
+    A call that runs concurrently with a device's computation may continue after its step.
+    """
     events, step = trace.events, trace.steps
     cell = _cells(trace)
     known = np.flatnonzero(cell >= 0)
@@ -157,7 +159,7 @@ def inside(trace: Trace) -> Iterator[Violation]:
 
 
 def _cells(trace):
-    """The row of /steps that each event belongs to, -1 for none."""
+    """Return the row of /steps for each event, -1 for none."""
     events, steps = (
         (table["rank"].astype("i8") << 32) + table["step"] for table in (trace.events, trace.steps)
     )
@@ -167,7 +169,7 @@ def _cells(trace):
 
 
 def _steps(trace: Trace) -> Iterator[Violation]:
-    """Steps follow each other, and a complete trace has those of all ranks."""
+    """Check that steps do not overlap and that a complete trace has the steps of all ranks."""
     rank, number = trace.steps["rank"], trace.steps["step"]
     start, end = trace.steps["t_start"], trace.steps["t_end"]
     yield "steps", "ends before it begins", np.flatnonzero(end < start)
@@ -181,13 +183,13 @@ def _steps(trace: Trace) -> Iterator[Violation]:
 
 
 def memory(trace: Trace) -> Iterator[Violation]:
-    """The peak of a step is at least what was live at its end."""
+    """Check that the peak of a step is at least the live bytes at its end."""
     low = trace.memory["peak"] < trace.memory["bytes"]
     yield "memory", "its peak is less than its bytes", np.flatnonzero(low)
 
 
 def _evaluations(trace: Trace) -> Iterator[Violation]:
-    """After a step comes one evaluation at most, and all have one order; none is a step's work."""
+    """Check that at most one evaluation follows a step, in order, and none is within a step."""
     steps = trace.evaluation["step"]
     yield "evaluation", "not after the one before", 1 + np.flatnonzero(np.diff(steps) <= 0)
     inside = labelled(trace.events, "phase", "evaluation") & (trace.events["step"] >= 0)
@@ -195,14 +197,17 @@ def _evaluations(trace: Trace) -> Iterator[Violation]:
 
 
 def _loads(trace: Trace) -> Iterator[Violation]:
-    """No expert has more tokens in its slots than chose it."""
+    """Check that each expert keeps at most the tokens that were routed to it."""
     table = trace.experts
     yield "experts", "kept more than were chosen", np.flatnonzero(table["kept"] > table["chosen"])
 
 
 def _together(trace: Trace) -> Iterator[Violation]:
-    """What `all` kinds come to is their sum at the end of a step; the peak of that is at least
-    the peak of each, and at most the sum of these."""
+    """Check the kind `all` against the other kinds.
+
+    Its bytes are their sum at the end of a step.  Its peak is at least each of their peaks and at
+    most the sum of these.
+    """
     table = trace.memory
     cells, cell = np.unique(
         (table["rank"].astype("i8") << 32) + table["step"], return_inverse=True

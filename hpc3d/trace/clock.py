@@ -1,18 +1,18 @@
-"""One time for all hosts: how far each host's clock is from that of rank 0, and how it drifts.
+"""Common time of all hosts: offset and drift of each host's clock against the clock of rank 0.
 
-Ranks of a node share its monotonic clock, so one rank a node, its leader, exchanges messages.
+Ranks of a node share its monotonic clock, so one rank per node, the leader, exchanges messages.
 Node i > 0 asks the node whose number is i without its highest bit: a tree of log2(nodes) rounds,
 as in HCA3 (Hunold and Carpen-Amarie, CLUSTER'18), in each of which all pairs exchange at once.
-An exchange stamps t1 when it asks and t3 when the answer t2 is there; then the other clock is
+An exchange records t1 when it asks and t3 when the answer t2 arrives.  The other clock is then
 ahead by
 
     offset = t2 - (t1 + t3) / 2,    within half of the round trip t3 - t1
 
-(Cristian 1989).  Each exchange bounds the offset; what bounds of all exchanges of a
-synchronisation have in common (SKaMPI's envelope, Worsch, Reussner and Augustin 2002) is never
-wider than the shortest round trip, and its middle is a knot of a piecewise-linear model of the one
-clock against the other.  Models compose from rank 0 down the tree, so that a drift between two
-exchanges does not add up.  All exchanges are kept.
+(Cristian 1989).  Each exchange bounds the offset.  The intersection of the bounds of all exchanges
+of a synchronization (SKaMPI's envelope, Worsch, Reussner and Augustin 2002) is never wider than
+the shortest round trip.  Its middle is a knot of a piecewise-linear model of one clock against the
+other.  Models compose from rank 0 down the tree, so drift between two exchanges does not
+accumulate.  All exchanges are stored.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from hpc3d.comm.communicator import Communicator
 
-# A synchronisation ends when none of so many exchanges was shorter than the shortest before, or
-# after so many ns: a busy machine answers at once only now and then.
+# A synchronization ends after this many exchanges without a shorter round trip, or after this many
+# ns: a busy machine answers promptly only now and then.
 IN_VAIN, LONGEST = 50, 200_000_000
 
 _STOP = -1
@@ -38,8 +38,7 @@ Sample = tuple[int, int, int, int, int, int]  # a row of CLOCK_SAMPLES
 
 
 class Clocks:
-    """The clocks of the nodes of a job; `nodes` has something of its own for that of every rank of
-    `comm`."""
+    """Clocks of the nodes of a job; `nodes` has the node of every rank of `comm`."""
 
     def __init__(
         self, comm: Communicator, nodes: Sequence[Hashable], clock: Callable[[], int]
@@ -89,12 +88,12 @@ class Clocks:
 
 
 def parent(place: int) -> int:
-    """The number of a node without its highest bit."""
+    """Return the number of a node without its highest bit."""
     return place - (1 << place.bit_length() - 1)
 
 
 def children(place: int, nodes: int) -> Iterator[int]:
-    """The nodes that ask this one, in the order of the rounds."""
+    """Yield the nodes that ask this one, in the order of the rounds."""
     bit = 1 << place.bit_length()
     while place + bit < nodes:
         yield place + bit
@@ -102,8 +101,12 @@ def children(place: int, nodes: int) -> Iterator[int]:
 
 
 class Model(NamedTuple):
-    """rank 0's time = t + offset + drift (t - t0) for the last t0 <= t, the first one before it;
-    `residual` is how far 99 of 100 samples lie from it at most, in ns, less their half trip."""
+    """Piecewise-linear model: rank 0's time = t + offset + drift (t - t0).
+
+    The segment with the last t0 <= t applies; before all segments, the first one does.
+    `residual` is the 99th percentile of the samples' distance from the model in ns, less half of
+    their round trip.
+    """
 
     t0: np.ndarray
     offset: np.ndarray
@@ -111,13 +114,13 @@ class Model(NamedTuple):
     residual: float
 
     def to_global(self, t: np.ndarray) -> np.ndarray:
-        """Local times, int64 [n], on rank 0's clock."""
+        """Convert local times, int64 [n], to rank 0's clock."""
         piece = np.maximum(np.searchsorted(self.t0, t, "right") - 1, 0)
         ahead = self.offset[piece] + self.drift[piece] * (t - self.t0[piece])
         return t + np.rint(ahead).astype(np.int64)
 
     def rows(self, rank: int) -> np.ndarray:
-        """The model as rows of CLOCK_MODEL."""
+        """Return the model as rows of CLOCK_MODEL."""
         rows = np.zeros(len(self.t0), record_type(CLOCK_MODEL))
         rows["rank"], rows["resid_p99_ns"] = rank, self.residual
         rows["t0"], rows["offset_ns"], rows["drift"] = self.t0, self.offset, self.drift
@@ -132,9 +135,9 @@ def as_rows(samples: ArrayLike) -> np.ndarray:
 
 
 def knot(samples: np.ndarray) -> tuple[float, float, float]:
-    """(time, offset, width of the bounds) of the exchanges of one synchronisation.
+    """Return (time, offset, width of the bounds) of the exchanges of one synchronization.
 
-    Where their bounds have nothing in common, because a clock was set, those of the shortest.
+    If their bounds do not intersect, because a clock was set, the shortest exchange is used.
     """
     half = samples["rtt_ns"] / 2
     low, high = (samples["offset_ns"] - half).max(), (samples["offset_ns"] + half).min()
@@ -145,9 +148,9 @@ def knot(samples: np.ndarray) -> tuple[float, float, float]:
 
 
 def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
-    """The model through the knots of all synchronisations; IDENTITY without any.
+    """Return the model through the knots of all synchronizations; IDENTITY without samples.
 
-    `above` is the model of the peer that was asked.
+    `above` is the model of the peer's clock.
     """
     samples = as_rows(samples)
     if not len(samples):
@@ -163,27 +166,30 @@ def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
 
 
 def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
-    """The model through the knots that tell something: the narrowest one, and of those whose
-    bounds it misses always the narrowest, until it misses none.  The knots of a round in which
-    the machine was busy are wide, and would only make it worse."""
+    """Return the model through the informative knots.
+
+    Starts with the narrowest knot and adds the narrowest one whose bounds the model misses, until
+    it misses none.  Knots of rounds on a busy machine are wide and would only add error.
+    """
     kept = [int(width.argmin())]
     while True:
         model = _straight(t0[sorted(kept)], offset[sorted(kept)])
         away = np.abs(model.to_global(t0) - t0 - offset) - width / 2
-        missed = np.setdiff1d(np.flatnonzero(away > 1), kept)  # 1 ns: of rounding
+        missed = np.setdiff1d(np.flatnonzero(away > 1), kept)  # 1 ns of rounding
         if not len(missed):
             return model
         kept.append(int(missed[width[missed].argmin()]))
 
 
 def _straight(t0: np.ndarray, offset: np.ndarray) -> Model:
-    """The model that is straight from knot to knot."""
+    """Return the model that is linear between the knots."""
     drift = np.diff(offset) / np.maximum(1, np.diff(t0)) if len(t0) > 1 else np.zeros(1)
     pieces = slice(len(drift))
     return Model(t0[pieces], offset[pieces], drift, 0.0)
 
 
 def _through(above: Model, here: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """The offset to rank 0 at local times `here`, from that to a peer with the model `above`."""
+    """Return the offset to rank 0 at local times `here`, from the offset to a peer with the model
+    `above`."""
     there = here + np.rint(offset).astype(np.int64)
     return offset + (above.to_global(there) - there)

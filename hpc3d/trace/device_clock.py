@@ -1,16 +1,16 @@
-"""When a device passes places of its streams, on the clock of its host.
+"""Times of points in a device's streams, on the clock of its host.
 
-A moment is an event in a stream, for which nobody waits.  Events tell the time between two of
-them (cudaEventElapsedTime), so one of them must be known on the host's clock: the reference, which
-is recorded while the device has nothing to do, between two looks at the clock.
+A moment is an event recorded in a stream; nothing waits for it.  Events give the time between two
+of them (cudaEventElapsedTime), so one of them must be known on the host's clock: the reference,
+which is recorded while the device is idle, between two readings of the clock.
 
     host      |before     |after          reference  (before + after) / 2
     device         |reference      |x     x          reference + rate (x - reference)
 
-The first is wrong by half of `after - before` at most, some us; events add 0.5 us and float32 6e-8
-of the time since the reference, which is therefore renewed at the begin of every step and at its
-end.  `rate` is how fast the host's clock runs against the device's, by the first reference and
-the last one: after a second of a run it is known to 1e-5, later better.
+The error of the reference is at most half of `after - before`, some us.  Events add 0.5 us, and
+float32 adds 6e-8 of the time since the reference, which is therefore renewed at the beginning and
+at the end of every step.  `rate` is the speed of the host's clock relative to the device's, from
+the first and the last reference: after one second of a run it is known to 1e-5, later better.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ import numpy as np
 if TYPE_CHECKING:
     from hpc3d.cuda.device import Cuda
 
-_STOCK = 1024  # events that are there before the first step
-CHUNK = 64  # moments that get their times together
-_FIRST, _MOST = 16, 8  # looks for the first reference, and at most for another one
+_STOCK = 1024  # events created before the first step
+CHUNK = 64  # moments whose times are resolved together
+_FIRST, _MOST = 16, 8  # readings for the first reference, and extra readings at most
 _MILLISECOND = 1_000_000  # ns
-_LONG = 1e9  # ns after which two references tell the rate
+_LONG = 1e9  # ns between two references before the rate is measured
 
 
 class Reference:
-    """An event, its time in ns on the host's clock, and the host's ns in one of the device's;
-    `until` is the time of the next one."""
+    """Event with its time in ns on the host's clock, and the host's ns per ns of the device.
+
+    `until` is the time of the next reference.
+    """
 
     __slots__ = ("event", "rate", "time", "until")
 
@@ -44,10 +46,11 @@ class Reference:
 
 
 class DeviceClock:
-    """What a device's events tell on the host's `clock` [ns].
+    """Times of a device's events on the host's `clock` [ns].
 
-    `device` has the stream `compute`, in which references are recorded; `create()` makes an event,
-    `elapsed(event, later)` are the ms between two.  Events come from a stock and return to it.
+    References are recorded in the stream `compute` of `device`.  `create()` makes an event, and
+    `elapsed(event, later)` returns the ms between two events.  Events come from a pool and return
+    to it.
     """
 
     def __init__(
@@ -61,13 +64,14 @@ class DeviceClock:
         self.stock = [create() for _ in range(_STOCK)]
         self.references: deque[Reference] = deque()
         self.lines: list[Line] = []
-        self.shortest, self.passed = float("inf"), 0.0  # ns: a look, since the first reference
+        self.shortest, self.passed = float("inf"), 0.0  # ns: a reading, since the first reference
         self.compare(_FIRST)
 
     def compare(self, looks: int = 1) -> tuple[int, int]:
-        """Wait until all is computed, and have a new reference; the looks before and after it.
+        """Wait for the device and record a new reference; return the clock before and after it.
 
-        Of several the closest, and no more when it is nearly as close as any before.
+        Of several readings the shortest counts.  Readings stop when one takes at most twice as
+        long as the shortest so far.
         """
         self.device.synchronize()
         best = self.look()
@@ -82,8 +86,10 @@ class DeviceClock:
         return before, after
 
     def look(self) -> tuple[int, int, int, Any]:
-        """How long it takes to look at the clock, let the stream come to an event and look again;
-        both looks, and the event."""
+        """Record an event and wait for it between two readings of the clock.
+
+        Returns the time between the readings, both readings, and the event.
+        """
         event = self.stock.pop() if self.stock else self.create()
         before = self.clock()
         self.device.compute.record(event)
@@ -92,7 +98,7 @@ class DeviceClock:
         return after - before, before, after, event
 
     def _refer(self, event: Any, time: int) -> None:
-        """Let `event`, passed at `time`, be the reference of all moments from now on."""
+        """Make `event`, passed at `time`, the reference of all later moments."""
         if self.references:
             last = self.references[-1]
             self.passed += self.elapsed(last.event, event) * _MILLISECOND
@@ -109,12 +115,11 @@ class DeviceClock:
 
 
 class Line:
-    """The moments of a stream, by number.
+    """Moments of a stream, by number.
 
-    `times` are those of the moments from number `first` on, in ns on the host's clock, as far as
-    they are known; `taken` are the events of the others, and `turns` the references of these with
-    the number of the first moment of each.  Moments that are new pay for old ones: nothing is left
-    to do after a step.
+    `times` are the known times of the moments from number `first` on, in ns on the host's clock.
+    `taken` are the events of the later moments, and `turns` their references, each with the
+    number of its first moment.  New moments resolve old ones, so no work remains after a step.
     """
 
     def __init__(self, stream: Any, clock: DeviceClock) -> None:
@@ -128,22 +133,22 @@ class Line:
 
     @property
     def known(self) -> int:
-        """The number of the first moment whose time is not known."""
+        """Number of the first moment whose time is unknown."""
         return self.first + len(self.times)
 
     @property
     def last(self) -> Any:
-        """The event of the last moment."""
+        """Event of the last moment."""
         return self.taken[-1]
 
     def turn(self, reference: Reference) -> None:
-        """The next moments have this reference."""
+        """Use this reference for the next moments."""
         if not self.taken:
             self.turns.clear()
         self.turns.append((reference, self.count))
 
     def mark(self) -> int:
-        """The number of the moment at which the stream comes here."""
+        """Record a moment in the stream and return its number."""
         stock = self.clock.stock
         event = stock.pop() if stock else self.clock.create()
         self.stream.record(event)
@@ -154,19 +159,21 @@ class Line:
         return self.count - 1
 
     def _keep_up(self) -> None:
-        """Give the oldest CHUNK moments their times, as far as they are past."""
+        """Resolve the times of the oldest CHUNK moments, as far as they have passed."""
         left = CHUNK
         while left and (settled := self._settle(left)):
             left -= settled
 
     def catch_up(self) -> None:
-        """Give all moments that are past their times."""
+        """Resolve the times of all moments that have passed."""
         while self._settle(CHUNK) or self._settle(1):
             pass
 
     def _settle(self, most: int) -> int:
-        """How many of the oldest moments got their times: up to `most` of one reference, if the
-        last of these is past."""
+        """Resolve up to `most` of the oldest moments of one reference and return their number.
+
+        It is 0 if the last of them has not passed.
+        """
         while len(self.turns) > 1 and self.turns[1][1] <= self.known:
             self.turns.popleft()
         end = self.turns[1][1] if len(self.turns) > 1 else self.count
@@ -180,8 +187,10 @@ class Line:
         return count
 
     def at(self, events: Sequence[Any]) -> np.ndarray:
-        """When events of the first turn were passed: on the stream of the references, not after
-        the next one."""
+        """Return the times of events of the first reference.
+
+        In the stream of the references, they are not later than the next reference.
+        """
         reference, elapsed = self.turns[0][0], self.clock.elapsed
         passed = np.array([elapsed(reference.event, event) for event in events])
         times = reference.time + np.rint(reference.rate * _MILLISECOND * passed).astype("i8")
@@ -189,7 +198,7 @@ class Line:
         return times if until is None else np.minimum(times, until)
 
     def between(self, start: int, end: int) -> float:
-        """The ns from one moment to another, both of which are past."""
+        """Return the ns between two moments that have passed."""
         known = self.known
         if start < known <= end:
             self.catch_up()
@@ -199,6 +208,6 @@ class Line:
         return self.times[end - self.first] - self.times[start - self.first]
 
     def forget(self, number: int) -> None:
-        """Nobody asks any more for moments before this one."""
+        """Drop the times of moments before this one."""
         del self.times[: number - self.first]
         self.first = number

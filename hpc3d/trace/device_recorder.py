@@ -1,16 +1,16 @@
-"""The recorder of a rank that computes on a device.
+"""Recorder of a rank that computes on a device.
 
-Its spans are what the device does, not the host, which only posts it and goes on.  So a row of a
-stream is laid down with the numbers of two moments (device_clock.py) in place of its start and
-its duration, and `flush` puts the times there.  Nothing waits for the device inside of a step.
+Its spans are timed on the device, not on the host, which launches kernels asynchronously.  A row
+of a device stream first stores the numbers of two moments (device_clock.py) instead of its start
+and duration, and `flush` replaces them by times.  Within a step, nothing waits for the device.
 
-    stream 0, host             what the host does by itself, calls of the whole world
-    stream 1, computation      spans; `comm`: it stands still until a block is there
-    stream 2, communication    calls as they run, of category `copy`
-    stream 3, replicas         those along the data axis
-    stream 4, offload          copies to the host and from there
+    stream 0, host             activity of the host, calls of the world communicator
+    stream 1, computation      spans; `comm`: computation is blocked until a block arrives
+    stream 2, communication    calls while they run, of category `copy`
+    stream 3, replicas         calls along the data axis
+    stream 4, offload          copies to and from the host
 
-A call on the host's arrays, and a span of no operation, are those of the host.
+Calls on host arrays and spans without an operation belong to stream 0.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ _PASSES = {
     "backward_s": ["backward", "backward_input", "backward_weight", "recompute"],
 }
 
-# What begins a range of NVTX, and what ends it.
+# Functions that push and pop an NVTX range.
 _Ranges = tuple[Callable[[str], object], Callable[[], object]]
 
 
 class DeviceRecorder(Recorder):
-    """A Recorder of what `device` does on its stream `compute` and those of its `queues`.
+    """Recorder of the streams of `device`: its stream `compute` and its `queues`.
 
-    `timing` are CuPy's Event and get_elapsed_time; `ranges`, where NVIDIA's profilers are to show
-    the names of spans, what begins a range of NVTX and what ends it.  What goes into a CUDA graph
-    has no moments: it is not recorded, and its operations are those of the launch of the graph.
+    `timing` are CuPy's Event and get_elapsed_time.  `ranges` are the functions that push and pop
+    an NVTX range, if NVIDIA's profilers should show the names of spans.  Work that is captured
+    into a CUDA graph has no moments and is not recorded; its flops are counted when the graph is
+    launched.
     """
 
     def __init__(
@@ -74,21 +75,21 @@ class DeviceRecorder(Recorder):
         self.lines = {_COMPUTATION: self.compute} | queues
         self.stalls: list[
             tuple[int, int]
-        ] = []  # pairs of moments between which computation stood still in this step
-        self.outstanding: set[int] = set()  # moments of calls that were not waited for yet
+        ] = []  # pairs of moments between which computation was blocked in this step
+        self.outstanding: set[int] = set()  # moments of calls whose wait has not ended
         self.flying, self.process = False, os.getpid()
-        self.captured = 0.0  # operations of what goes into a graph
+        self.captured = 0.0  # flops of the work that is captured into a graph
 
     @property
     def communication(self) -> float:
-        """Nanoseconds in which computation stood still for calls; waits for the device."""
+        """Nanoseconds in which computation was blocked by calls; waits for the device."""
         if self.stalls:
             self.device.compare()
         return self.blocked + sum(self.compute.between(*pair) for pair in self.stalls)
 
     @property
     def capturing(self) -> bool:
-        """Whether what is posted now goes into a graph."""
+        """True if the current work is captured into a CUDA graph."""
         return self.compute.stream.is_capturing()
 
     def span(
@@ -104,7 +105,7 @@ class DeviceRecorder(Recorder):
         return Ranged(self.ranges, name, span) if self.ranges else span
 
     def wrap(self, comm: Communicator, axis: str) -> Traced:
-        """`comm` recorded; that of the world speaks of the host's arrays."""
+        """Return `comm` with its calls recorded; the world communicator uses host arrays."""
         traced = super().wrap(comm, axis)
         if axis == WORLD:
             return traced
@@ -118,8 +119,10 @@ class DeviceRecorder(Recorder):
 
     @contextmanager
     def flight(self, op: str, group: int, stream: int, received: int = 0) -> Iterator[None]:
-        """What is posted here is one row of a stream of communication, which begins when all has
-        been computed up to the last moment, and the stream is free."""
+        """Record the enclosed calls as one row of a communication stream.
+
+        The stream first waits for the last moment of the computation.
+        """
         if self.flying or self.capturing:
             yield
             return
@@ -141,18 +144,18 @@ class DeviceRecorder(Recorder):
         self.put(before, after - before, name, _HOST, OP_NUMBER["none"], self.context)
 
     def end_step(self, *results: Any) -> None:
-        """Close a step when the device has computed all of it."""
+        """Close a step after the device has finished it."""
         self.device.compare()
         super().end_step(*results)
 
     def end_evaluation(self, *results: Any) -> None:
-        """The same of an evaluation."""
+        """Close an evaluation after the device has finished it."""
         self.device.compare()
         super().end_evaluation(*results)
 
     def flush(self) -> None:
-        """Write the rows whose moments are past; the others wait for the next segment."""
-        if os.getpid() == self.process:  # a child that saves what there is has no device
+        """Write the rows whose moments have passed; the others wait for the next segment."""
+        if os.getpid() == self.process:  # a forked child that saves the table has no device
             for line in self.lines.values():
                 line.catch_up()
         rows = np.frombuffer(self.table, _ROWS, self.count).copy()
@@ -168,11 +171,11 @@ class DeviceRecorder(Recorder):
         self.forget(later)
 
     def _lay(self, rows: np.ndarray) -> None:
-        """Let the table be these rows."""
+        """Replace the contents of the table by these rows."""
         self.table[: rows.nbytes], self.count = rows.tobytes(), len(rows)
 
     def _tell_times(self, rows: np.ndarray) -> None:
-        """Put times in place of the numbers of moments."""
+        """Replace the numbers of moments by times."""
         for stream, line in self.lines.items():
             here, times = np.flatnonzero(rows["stream"] == stream), np.array(line.times)
             for column in ("t_start", "posted", "dur"):
@@ -181,7 +184,7 @@ class DeviceRecorder(Recorder):
             rows["dur"][here] -= rows["t_start"][here]
 
     def forget(self, later: np.ndarray) -> None:
-        """The times that no row will ask for: neither those `later` nor that of a call."""
+        """Drop the times that neither the rows `later` nor outstanding calls need."""
         self.stalls.clear()
         for stream, line in self.lines.items():
             needed = later["posted"][later["stream"] == stream].tolist()
@@ -190,7 +193,7 @@ class DeviceRecorder(Recorder):
 
 
 def _with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
-    """The rows of steps with the seconds that the device spent in passes, not the host."""
+    """Return the rows of steps with forward and backward times measured on the device."""
     steps = np.array(steps, record_type(STEPS))
     place = np.searchsorted(steps["step"], rows["step"])
     inside = np.append(steps["step"], -1)[place] == rows["step"]
@@ -203,7 +206,7 @@ def _with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
 
 
 class DeviceSpan(Span):
-    """The context of one event of computation."""
+    """Context manager that records one event of computation."""
 
     __slots__ = ()
     recorder: DeviceRecorder
@@ -225,14 +228,14 @@ class DeviceSpan(Span):
 
 
 class DeviceWait(DeviceSpan):
-    """The context of a wait of computation."""
+    """Context manager that records one wait of the computation."""
 
     __slots__ = ()
     category = WAIT
 
 
 class Ranged:
-    """A span that is a range of NVTX, too."""
+    """Span that is also an NVTX range."""
 
     __slots__ = ("name", "ranges", "span")
 
@@ -252,12 +255,12 @@ class Ranged:
 
 
 class DeviceTraced(Traced):
-    """A communicator whose blocks are on a device.
+    """Communicator whose blocks are on a device.
 
-    The row of category comm is the time in which computation stands still for the block, `posted`
-    when it came to the call.  The call as it runs is a row of `stream`, one for all that are made
-    together.  A call that kept the host, and so perhaps the device, from what
-    comes next is a row of category copy of computation, too.
+    The row of category comm is the time in which computation is blocked until the block arrives;
+    `posted` is the moment of the call.  The running call is a row of `stream`; grouped calls share
+    one row.  A call that blocked the host, and so perhaps the device, before later work is also a
+    row of category copy in the computation stream.
     """
 
     recorder: DeviceRecorder
@@ -270,7 +273,7 @@ class DeviceTraced(Traced):
 
     @contextmanager
     def _departing(self) -> Iterator[None]:
-        """The communicator's `group`, as one flight."""
+        """Group calls of the communicator and record them as one row."""
         if not self.recorder.capturing:
             self.recorder.compute.mark()
         with self.recorder.flight("together", self.group, self.stream), self.comm.grouped():
@@ -310,7 +313,7 @@ class DeviceTraced(Traced):
     def _hold(
         self, posted: int, left: int | None, what: tuple[int, int], context: Context, step: int
     ) -> None:
-        """The row of a call that took the host its time, until the moment `left`."""
+        """Record a call that blocked the host until the moment `left`."""
         if left is None:
             return
         recorder, (name, number) = self.recorder, what

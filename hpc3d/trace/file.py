@@ -1,8 +1,8 @@
-"""The trace file as HDF5: one dataset a column, each with its unit and meaning.
+"""The trace file in HDF5: one dataset per column, each with its unit and description.
 
-The only module of the package that needs h5py, and imports it where it does: most ranks never
-open a trace.  A file that is read is not trusted: nothing outside of it is followed, and nothing
-is read before its type is known and its size is one that the file can hold.
+Only this module of the package needs h5py.  Its functions import it, because most ranks never open
+a trace.  Files are not trusted when they are read: links out of the file are not followed, and
+data is read only if its type is known and the file can hold its size.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _CHUNK = 64 * 1024  # rows
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # by HDF5's numbers
-_SHRINKS = 1100  # times at most: of zeros, deflate makes a 1032nd
-# What a file system without locks says.  Traces are written under another name, by one process.
+_SHRINKS = 1100  # upper bound of the compression ratio: deflate shrinks zeros by 1032
+# Errors of file systems without locks.  One process writes a trace, under a temporary name.
 _WITHOUT_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS
 _LONGEST, _MOST_TEXT = 4096, 1 << 26  # characters of a text in a table, and of a column
-_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # at most
+_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # upper limits
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 
@@ -41,7 +41,7 @@ REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 
 def create(path: Path) -> File:
-    """A new trace file, to be used in a `with`.  Whole chunks are written, which need no cache."""
+    """Create a trace file, to be used in a `with`.  Writes of full chunks need no cache."""
     import h5py
 
     file = h5py.File(path, "w", rdcc_nbytes=0, locking=False)
@@ -50,9 +50,9 @@ def create(path: Path) -> File:
 
 
 def write_table(file: Group, path: str, columns: Sequence[Column], data: Any = None) -> Group:
-    """Write a table from a mapping of its columns; without data it is empty and can grow.
+    """Write a table from a mapping of its columns and return its group.
 
-    Returns its group.
+    Without data the table is empty and can grow.
     """
     group = _require_group(file, path)
     for column in columns:
@@ -65,7 +65,7 @@ def write_table(file: Group, path: str, columns: Sequence[Column], data: Any = N
 
 
 def _require_group(file, path):
-    """The group at `path`; it and those above it are described."""
+    """Return the group at `path`; create and describe it and its parents as needed."""
     names = path.split("/")
     for depth, name in enumerate(names, 1):
         file = _child(file, name) if _has(file, name) else file.create_group(name)
@@ -74,14 +74,14 @@ def _require_group(file, path):
 
 
 def _describe(names: Sequence[str]) -> str:
-    """The description of the group that lies under these names."""
+    """Return the description of the group with this path."""
     if names[0] == "calibration":
         names = ("calibration", "<op>", "<axis>")[: len(names)]
     return LAYOUT["/".join(names)].description
 
 
 def _write_text(group, column, values):
-    """Text of variable length, which HDF5 lets no filter touch."""
+    """Write variable-length text, which HDF5 cannot filter."""
     import h5py
 
     return group.create_dataset(column.name, data=values.astype(object), dtype=h5py.string_dtype())
@@ -111,9 +111,9 @@ def _stored_type(column):
 
 
 class Growing:
-    """A table that grows by record arrays.
+    """Table that grows by record arrays.
 
-    It writes whole chunks: a part of one would be compressed again with the next rows.
+    It writes full chunks: a partial chunk would be compressed again with the next rows.
     """
 
     def __init__(self, file: Group, path: str, columns: Sequence[Column]) -> None:
@@ -130,7 +130,7 @@ class Growing:
             self._write(waiting - waiting % _CHUNK)
 
     def close(self) -> None:
-        """Write the rows that fill no chunk."""
+        """Write the remaining rows, which do not fill a chunk."""
         if self.waiting:
             self._write(sum(map(len, self.waiting)))
 
@@ -145,7 +145,7 @@ class Growing:
 
 @contextmanager
 def changing(path: Path) -> Iterator[File]:
-    """A copy of a trace file, to be changed, that replaces it if the block succeeds."""
+    """Open a copy of a trace file for changes.  It replaces the file if the block succeeds."""
     import h5py
 
     with replacing(path) as temporary:
@@ -156,7 +156,7 @@ def changing(path: Path) -> Iterator[File]:
 
 
 def remove(group: Group, path: str) -> None:
-    """Remove the group at `path`, if there is one."""
+    """Remove the group at `path` if it exists."""
     name, _, rest = path.partition("/")
     if _has(group, name):
         if rest:
@@ -170,7 +170,7 @@ def remove(group: Group, path: str) -> None:
 
 @contextmanager
 def explained(path: Path, remedy: str = REMEDY) -> Iterator[None]:
-    """Turn what is wrong inside of a file into one line with its name and the remedy."""
+    """Turn an error in a file into a one-line ValueError with its path and the remedy."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, MemoryError) as error:
@@ -179,7 +179,7 @@ def explained(path: Path, remedy: str = REMEDY) -> Iterator[None]:
 
 
 def open_file(path: Path) -> File:
-    """An HDF5 file, to be closed."""
+    """Open an HDF5 file for reading; the caller closes it."""
     import h5py
 
     if not path.is_file():
@@ -203,12 +203,12 @@ def open_file(path: Path) -> File:
 
 
 def attributes(node: Group) -> dict[str, Any]:
-    """{name: value} of the attributes of a group, as plain values; large ones are left out."""
+    """Return {name: value} of a group's attributes as Python values, without large ones."""
     return {key: _plain(node.attrs[key]) for key in node.attrs if _small(node.attrs.get_id(key))}
 
 
 def _small(attribute):
-    """Whether an attribute is one value or some numbers."""
+    """Return True if an attribute is a scalar or numeric, and small."""
     number = np.issubdtype(attribute.dtype, np.number)
     return attribute.get_storage_size() <= _ATTRIBUTE_BYTES and (number or attribute.shape == ())
 
@@ -222,7 +222,7 @@ def _has(group: Group, name: str) -> bool:
 
 
 def _child(group: Group, name: str) -> Group:
-    """The group under a name: asked of the link, for to follow one opens its file."""
+    """Return the subgroup with this name.  A link is never followed: that opens its file."""
     import h5py
 
     node = _linked(group, name)
@@ -232,7 +232,7 @@ def _child(group: Group, name: str) -> Group:
 
 
 def find(file: Group, path: str) -> Group | None:
-    """The group at a path, or None."""
+    """Return the group at a path, or None."""
     for name in path.split("/"):
         if not _has(file, name):
             return None
@@ -251,7 +251,7 @@ def _linked(group, name):
 
 
 def sound(group: Group, column: Column) -> Dataset | None:
-    """The dataset of a column, None if the group has none; ValueError if it cannot be read."""
+    """Return the dataset of a column, None if it is missing; ValueError if it cannot be read."""
     import h5py
 
     if not _has(group, column.name):
@@ -268,7 +268,7 @@ def sound(group: Group, column: Column) -> Dataset | None:
 
 
 def _fits(dataset):
-    """Whether the file can hold as much as a dataset says, and the memory, too."""
+    """Return True if the file can hold a dataset's declared size and memory can, too."""
     plan = dataset.id.get_create_plist()
     filters = {plan.get_filter(number)[0] for number in range(plan.get_nfilters())}
     if not filters <= _FILTERS.keys():
@@ -279,14 +279,14 @@ def _fits(dataset):
 
 
 def read(dataset: Dataset, rows: slice) -> np.ndarray:
-    """Some rows, a slice, of a column as an array; text as an array of str."""
+    """Return the rows of a column in a slice as an array; text as an array of str."""
     import h5py
 
     return _read_text(dataset, rows) if h5py.check_string_dtype(dataset.dtype) else dataset[rows]
 
 
 def _read_text(dataset, rows):
-    """Few rows at a time: each may be as long as the file, and all of them the same."""
+    """Read a few rows at a time: each text may be as long as the file, and all may share it."""
     numbers, texts, size = range(len(dataset))[rows], [], 0
     step = max(1, _MOST_TEXT // dataset.file.id.get_filesize())
     for part in (numbers[i : i + step] for i in range(0, len(numbers), step)):
@@ -301,7 +301,7 @@ def _read_text(dataset, rows):
 
 
 def labels(dataset: Dataset) -> dict[int, str]:
-    """{value: name} of an enumerated column, as the file has it; empty for another."""
+    """Return {value: name} of an enumerated column as stored in the file; empty for others."""
     import h5py
 
     codes = h5py.check_enum_dtype(dataset.dtype) or {}

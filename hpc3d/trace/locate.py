@@ -1,5 +1,4 @@
-"""The trace of a run's folder: merged when it is missing, or has less than the ranks have
-written."""
+"""Location of a run's trace, which is merged if it is missing or lacks segments."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from hpc3d.trace.trace_config import configured
 
 
 def trace_of(run_dir: Path | str, again: bool = False) -> Path:
-    """The path of the trace of a run; its segments are merged if it lacks some, or `again`.
+    """Return the path of a run's trace; merge its segments if it lacks some, or if `again`.
 
-    ValueError if the folder has neither segments nor a trace.
+    Raises ValueError if the folder has neither segments nor a trace.
     """
     path, segments = Path(run_dir) / "trace.h5", count_segments(run_dir)
     if not segments and (again or not path.exists()):
@@ -25,13 +24,13 @@ def trace_of(run_dir: Path | str, again: bool = False) -> Path:
 
 
 def _has(path, segments):
-    """Whether a trace has as many segments as there are."""
+    """Return True if a trace contains at least the existing number of segments."""
     with Trace(path) as trace:
         return trace.attrs.get("segments", 0) >= sum(segments.values())
 
 
 def _absent(run_dir):
-    """Why a folder has no trace, and what to do."""
+    """Return the reason why a folder has no trace, and a remedy."""
     if (run_dir / "trace.h5").exists():
         return f"{run_dir}: no segments to be merged; leave --merge out, its trace.h5 is there"
     if count_segments(run_dir.absolute().parent):

@@ -1,6 +1,6 @@
-"""All segments of a run in one trace file, sorted by (rank, t_start).
+"""Merge of all segments of a run into one trace file, sorted by (rank, t_start).
 
-One rank at a time: the memory it takes is twice the events of one rank, and one chunk of each
+Ranks are merged one at a time.  Peak memory is twice the events of one rank plus one chunk of each
 column.
 """
 
@@ -20,8 +20,8 @@ from hpc3d.trace.segment import TABLES, count_segments, read_segment, replacing,
 from hpc3d.trace.trace_config import configured
 
 log = logging.getLogger(__name__)
-_WHERE = {"samples": "clock/samples"}  # tables that lie elsewhere in the file than in a segment
-_SAME = ("run_id", "world_size", "axes", "axis_sizes")  # on all ranks of a run
+_WHERE = {"samples": "clock/samples"}  # tables whose path in the file differs from a segment's
+_SAME = ("run_id", "world_size", "axes", "axis_sizes")  # equal on all ranks of a run
 _OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
 RUN = (*_SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
 _OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
@@ -30,11 +30,10 @@ _OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
 def merge(run_dir: Path | str) -> Path:
     """Merge the segments of a run into RUN/trace.h5 and return its path.
 
-    An enclosing event comes before those inside it.  What is missing or damaged is left out; then
-    the attribute `complete` is False and `missing` says what, a line each.  Of a run that went on
-    from an earlier attempt, the file has what was done before, too (previous_attempts.py).  A
-    calibration and a prediction of the run that the file has are kept.  ValueError if no segment
-    can be read.
+    An enclosing event precedes the events inside it.  Missing or damaged data is left out; then
+    the attribute `complete` is False, and `missing` lists the missing data, one item per line.
+    The trace of a resumed run includes its earlier attempts (previous_attempts.py).  An existing
+    calibration or prediction of the run is kept.  Raises ValueError if no segment can be read.
     """
     run_dir, path = Path(run_dir), Path(run_dir) / "trace.h5"
     count = count_segments(run_dir)
@@ -56,7 +55,7 @@ def merge(run_dir: Path | str) -> Path:
 
 
 class _Merge:
-    """The tables of the file as they grow, rank by rank; `before` is what they begin with."""
+    """Tables of the file, which grow rank by rank; `before` is the earlier attempt to continue."""
 
     def __init__(self, file, before):
         self.file, self.before = file, before
@@ -66,12 +65,12 @@ class _Merge:
         }
         self.strings, self.groups = {}, {}
         self.headers, self.n_events, self.missing = {}, {}, []
-        self.steps, self.begun = {}, {}  # those that a rank completed, the last one it has
+        self.steps, self.begun = {}, {}  # rank -> completed steps, last step that it began
         self.clocks, self.leaders = {}, {}  # node -> Model, first rank of a node -> Model
 
     @property
     def first(self):
-        """The header that those of the other ranks must agree with."""
+        """Header of the first rank; the headers of the other ranks must agree with it."""
         return next(iter(self.headers.values()))
 
     @property
@@ -79,7 +78,7 @@ class _Merge:
         return self.first["run_id"]
 
     def add(self, rank, paths):
-        """The events, steps, memory and samples of a rank."""
+        """Add the events and the other tables of a rank."""
         now = [self.before.followed(part) for part in self._read(rank, paths)]
         parts = self.before.parts(rank) + now
         if not parts:
@@ -97,7 +96,7 @@ class _Merge:
             self.tables[name].append(rows)
 
     def _read(self, rank, paths):
-        """The segments of a rank; those that do not belong here are named in `missing`."""
+        """Yield the valid segments of a rank; describe the others in `missing`."""
         for path in paths:
             try:
                 part = read_segment(path, rank)
@@ -108,13 +107,13 @@ class _Merge:
                 yield part
 
     def _describe(self, rank, header, last):
-        """What is known of a rank, from its header and the `last` segments of all attempts."""
+        """Store the description of a rank, from its header and the `last` segments of attempts."""
         whole = _OPTIONAL | header
         self.headers[rank] = {key: whole[key] for key in (*RUN, *_OWN, *_OPTIONAL)}
         self.headers[rank]["dropped"] = sum(part.header["dropped"] for part in last)
 
     def _check(self, header, path):
-        """ValueError if a segment has not the header of one of this run."""
+        """Raise ValueError if a segment's header is not valid for this run."""
         absent = [key for key in (*RUN, *_OWN) if key not in header]
         if absent:
             raise ValueError(f"{path.name} has a header without {', '.join(absent)}")
@@ -126,7 +125,7 @@ class _Merge:
             raise ValueError(f"{path.name} knows more than {header['world_size']} ranks")
 
     def _set_time(self, rank, parts):
-        """When events began on rank 0's clock, by the samples that a node's first rank has."""
+        """Compute the times on rank 0's clock, from the samples of the node's first rank."""
         node = _node(self.headers[rank])
         if samples := [row for part in parts for row in part.samples.tolist()]:
             above = self.leaders.get(samples[0][-1], IDENTITY)
@@ -136,7 +135,7 @@ class _Merge:
             part.events["t_global"] = clock.to_global(part.events["t_start"])
 
     def _renumber(self, parts):
-        """Names and groups as the file numbers them, parents as if the segments were one."""
+        """Renumber names and groups as in the file, and parents as in one concatenated segment."""
         rows = 0
         for part in parts:
             groups = [(group["axis"], tuple(group["members"])) for group in part.header["groups"]]
@@ -149,7 +148,7 @@ class _Merge:
             rows += len(part.events)
 
     def finish(self):
-        """Write what is known only at the end; ValueError if no segment could be read."""
+        """Write the tables that depend on all ranks; ValueError if no segment could be read."""
         if not self.headers:
             raise ValueError(f"no segment of the trace can be read: {self.missing[0]}")
         for table in self.tables.values():
@@ -168,7 +167,7 @@ class _Merge:
         self.file.attrs.update(_attributes(first, self.headers.values(), self.missing))
 
     def _missing(self, rank, steps):
-        """What the file lacks of a rank; `steps` are those that any rank completed."""
+        """Return the missing data of a rank; `steps` are the steps that any rank completed."""
         if rank not in self.headers:
             return ["no segment"]
         own, node, found = self.steps[rank], _node(self.headers[rank]), []
@@ -187,7 +186,7 @@ class _Merge:
         return found
 
     def _unfinished(self, steps):
-        """The steps that a run was to do and that no rank completed."""
+        """Yield a line for the configured steps that no rank completed."""
         wanted = configured(self.first["config"], "train", "steps")
         done = 1 + int(steps.max(initial=-1))
         if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
@@ -217,7 +216,7 @@ class _Merge:
         write_table(self.file, "groups", [*schema.GROUPS, schema.MEMBERS], columns)
 
     def _write_clock(self):
-        """What was the model before, and what is it now, of each rank."""
+        """Write the clock models of the current and the earlier attempt of each rank."""
         nodes = {rank: _node(header) for rank, header in self.headers.items()}
         rows = [self.clocks[node].rows(rank) for rank, node in nodes.items()]
         rows += [self.before.clock(rank) for rank in nodes]
@@ -225,19 +224,19 @@ class _Merge:
 
 
 def _node(header):
-    """What ranks that share a clock have in common; older segments know their host only."""
+    """Return the node of a rank, whose ranks share a clock; older segments only have the host."""
     return header["host"] if header["node"] is None else header["node"]
 
 
 def _numbers(table, keys):
-    """The number of each key in `table`, which grows by the new ones; then -1, for index -1."""
+    """Return the number of each key in `table`, which gets new keys, and -1 for index -1."""
     return np.array([table.setdefault(key, len(table)) for key in keys] + [-1])
 
 
 def _nested(events, first_row):
-    """Rows by start; of those with one start the longest first, for it encloses the others.
+    """Sort rows by start; with equal starts, the longest is first because it encloses the others.
 
-    Parents, rows of `events`, become rows of /events, where these begin at `first_row`.
+    Parents change from rows of `events` to rows of /events, where these begin at `first_row`.
     """
     order = np.lexsort((-events["dur"], events["t_start"]))
     row = np.full(len(order) + 1, -1)
@@ -248,7 +247,7 @@ def _nested(events, first_row):
 
 
 def _named(steps):
-    """Ascending numbers of steps as text: steps 0 to 3, 7."""
+    """Format ascending step numbers as text: steps 0 to 3, 7."""
     runs = np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1)
     parts = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     return f"step{'s'[: len(steps) > 1]} {', '.join(parts)}"

@@ -1,11 +1,11 @@
-"""What a run recorded before the attempt that goes on with it now.
+"""Events that earlier attempts of a resumed run recorded.
 
     RUN/trace-1.h5, RUN/trace-2.h5, ...     the trace as it was when the next attempt began
 
-An attempt begins with the step after its checkpoint.  What was done from that step on is undone:
-it stays in the file of its attempt.  What was done before is continued, where the work is shared
-out in the same way: the numbers of calls go on, and so do times, by the clock of the host.  Where
-that was started again, or it is another host, all times of the attempt are moved by the same.
+An attempt begins with the step after its checkpoint.  Earlier work from that step on is undone and
+stays in the file of its attempt.  Work before that step is continued if the layout is the same:
+call numbers continue, and so do times on the clock of the host.  If the host was rebooted or is
+another one, all times of the attempt are shifted by the same amount.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _SMALL = {
 
 @contextmanager
 def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothing]:
-    """What a run's segments, `count[rank]` of them, go on from: an Earlier, or Nothing."""
+    """Yield the work that a run continues, whose attempt has `count[rank]` segments.
+
+    Yields an Earlier, or Nothing.
+    """
     with ExitStack() as stack:
         began: Any = _begin(run_dir, count) if aside(run_dir) else None
         try:
@@ -56,9 +59,9 @@ def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothi
 
 
 def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing | None:
-    """What the attempt that `began` goes on from, all of which can be read; None without any.
+    """Return the earlier work that the attempt `began` continues, or None if there is none.
 
-    The `stack` closes its file.
+    All of its segments are readable.  The `stack` closes its file.
     """
     for path in aside(run_dir):
         trace = stack.enter_context(Trace(path))
@@ -74,14 +77,14 @@ def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing
 
 
 def aside(run_dir: Path) -> list[Path]:
-    """The traces of earlier attempts, the latest first."""
+    """Return the traces of earlier attempts, the latest first."""
     found = {path: _ASIDE.fullmatch(path.name) for path in run_dir.glob("trace-*.h5")}
     numbers = {path: int(match[1]) for path, match in found.items() if match}
     return sorted(numbers, key=lambda path: numbers[path], reverse=True)
 
 
 class _Begin(NamedTuple):
-    """The first step of an attempt, when each rank began, raw in ns, and the header of a rank."""
+    """First step of an attempt, start time of each rank (raw, ns), and header of one rank."""
 
     step: int
     times: dict
@@ -89,8 +92,10 @@ class _Begin(NamedTuple):
 
 
 def _begin(run_dir: Path, count: Mapping[int, int]) -> _Begin | None:
-    """The _Begin of the attempt with `count[rank]` segments; None if no part of a step is
-    there."""
+    """Return the _Begin of the attempt with `count[rank]` segments.
+
+    None if no readable segment has an event of a step.
+    """
     steps, times = [], {}
     header: dict[str, Any] = {}
     for rank in count:
@@ -104,7 +109,7 @@ def _begin(run_dir: Path, count: Mapping[int, int]) -> _Begin | None:
 
 
 def _first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
-    """The first segment of a rank that has a part of a step and can be read."""
+    """Return the first readable segment of a rank that has an event of a step."""
     for number in range(count):
         try:
             part = read_segment(segment_path(run_dir, rank, number), rank)
@@ -116,16 +121,16 @@ def _first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
 
 
 def _shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """How work is shared out, by the attributes of a trace or the header of a segment."""
+    """Return the layout and the work of a run, from a trace's attributes or a segment's header."""
     axes = attrs["axes"]
     mesh = axes.split() if isinstance(axes, str) else axes
     return attrs["world_size"], mesh, attrs["axis_sizes"], work(attrs["config"])
 
 
 def work(config: str) -> Any:
-    """Return the settings of a configuration, TOML, that decide what a step computes.
+    """Return the settings of a TOML configuration that determine the work of a step.
 
-    A key that the configuration lacks has its default: an older run did what the default does.
+    A missing key has its default: older versions did what the default does.
     """
     from hpc3d.config.input_file import Config, ModelConfig
     from hpc3d.config.load import to_toml
@@ -145,7 +150,7 @@ def work(config: str) -> Any:
 
 
 class Nothing:
-    """No trace to go on from; `missing` says what of the run is elsewhere."""
+    """No earlier trace to continue; `missing` describes steps that are stored elsewhere."""
 
     ranks, created = (), None
 
@@ -153,21 +158,24 @@ class Nothing:
         self.missing = missing
 
     def parts(self, rank: int) -> list[Segment]:
-        """What a rank did before, as segments."""
+        """Return the earlier events of a rank as segments."""
         return []
 
     def followed(self, segment: Segment) -> Segment:
-        """A segment that comes after that."""
+        """Return a later segment, shifted to continue the earlier ones."""
         return segment
 
     def clock(self, rank: int) -> np.ndarray:
-        """The rows of its clock model."""
+        """Return the rows of the rank's clock model."""
         return np.zeros(0, schema.record_type(schema.CLOCK_MODEL))
 
 
 class Earlier:
-    """The part of a trace that an attempt goes on from: `ends` of its ranks are how many rows they
-    have and until when, raw in ns; what follows is moved by `shift` ns and by `number` calls."""
+    """The part of an earlier trace that an attempt continues.
+
+    `ends` has the number of events of each rank and the time of their end (raw, ns).  Later
+    segments are shifted by `shift` ns and by `number` calls.
+    """
 
     missing = ()
 
@@ -181,12 +189,12 @@ class Earlier:
         self.shift = self.moved(began)
 
     def column(self, rank: int, name: str) -> np.ndarray:
-        """A column of the events of a rank that were not undone."""
+        """Return a column of the events of a rank that were not undone."""
         start, count = self.trace.rows(rank).start, self.ends[rank][0]
         return self.trace.events[name, start : start + count]
 
     def end(self, rank: int) -> tuple[int, int]:
-        """How many events of a rank were not undone, and when the last of them ended."""
+        """Return the number of events of a rank that were not undone, and the end of the last."""
         rows, steps = self.trace.rows(rank), self.of(rank, "steps")
         start, step, dur = (self.trace.events[name, rows] for name in ("t_start", "step", "dur"))
         undone = start[step >= self.first], steps["t_start"][steps["step"] >= self.first]
@@ -196,12 +204,15 @@ class Earlier:
         return int(count), int(last)
 
     def of(self, rank: int, name: str) -> np.ndarray:
-        """The rows of a rank in a table other than the events."""
+        """Return the rows of a rank in a table other than the events."""
         return self.tables[name][self.tables[name]["rank"] == rank]
 
     def moved(self, began: _Begin) -> int:
-        """0 where the clock of every rank went on; else as much as the clock on the wall says, or
-        as is needed."""
+        """Return the shift of later times in ns.
+
+        It is 0 if the clock of every rank continued.  Otherwise the wall clock determines the
+        shift, and the end of the earlier events is a lower bound.
+        """
         late = max(self.ends[rank][1] - time for rank, time in began.times.items())
         if late < 0:
             return 0
@@ -223,13 +234,13 @@ class Earlier:
         return [Segment(self.header(rank), events, *others)] if count else []
 
     def header(self, rank: int) -> dict[str, Any]:
-        """The header of the attempt that goes on, as if that of a segment of a rank."""
+        """Return the header of the continuing attempt, adapted to an earlier segment of a rank."""
         names = "local_rank", "device", "pid", "coords", "dropped", "host_id"
         own = {name: self.trace.ranks[name, rank : rank + 1].tolist()[0] for name in names}
         groups = [{"axis": axis, "members": members} for axis, members in self.trace.groups]
         known = own["host_id"] >= 0
         own |= {"rank": rank, "host": self.trace.strings[own["host_id"]] if known else ""}
-        own["node"] = None  # of this attempt: nothing says that the rank is where it was
+        own["node"] = None  # a node of this attempt: the rank may have run on another one before
         return self.now | own | {"groups": groups, "strings": self.trace.strings}
 
     def followed(self, segment: Segment) -> Segment:
@@ -244,7 +255,7 @@ class Earlier:
 
 
 def _records(table: Table, columns: Sequence[Column]) -> np.ndarray:
-    """A table as a record array."""
+    """Return a table as a record array."""
     rows = np.zeros(len(table), schema.record_type(columns))
     for column in columns:
         rows[column.name] = table[column.name]
@@ -252,7 +263,7 @@ def _records(table: Table, columns: Sequence[Column]) -> np.ndarray:
 
 
 def _wall_seconds(before: str, after: str) -> int:
-    """From one time in ISO 8601 to another; 0 where one is not a time."""
+    """Return the seconds between two ISO 8601 times, 0 if one of them is invalid."""
     try:
         return int(
             (datetime.fromisoformat(after) - datetime.fromisoformat(before)).total_seconds()

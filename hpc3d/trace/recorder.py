@@ -1,7 +1,8 @@
-"""The recorder of one rank: a preallocated table of events, filled at one packed row an event.
+"""Recorder of one rank: a preallocated table of events with one packed row per event.
 
-A step touches no file, and allocates only where the table is full, which doubles it: once or twice
-in a run.  Between steps the table is written as a closed segment when it is half full or old.
+Within a step, no file is accessed, and memory is allocated only if the table is full: its size
+then doubles, once or twice per run.  Between steps, the table is written as a closed segment if it
+is half full or old.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ COMPUTE, OPTIMIZER, WAIT, _IO, _MARKER = map(
     CATEGORY.index, ("compute", "optimizer", "wait", "io", "marker")
 )
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
-MOST = (1 << 30) // ROW.size  # rows of a table: 1 GiB a rank
+MOST = (1 << 30) // ROW.size  # rows of a table: 1 GiB per rank
 _NANOSECONDS = 1_000_000_000
 
 Context = tuple[int, int, int, int, int]  # phase, microbatch, stage, chunk, layer
 
 
 class Recorder:
-    """Events, steps, memory and loads of experts of a rank.
+    """Events, steps, memory and expert loads of a rank.
 
-    `header` is that of the segments (hpc3d.trace.segment) without groups and strings; `clocks`
-    compares the hosts' clocks (hpc3d.trace.clock), unless there is but one time; `step`,
-    `layer`, `phase` and the place in the pipeline are set by the code that runs and stamped on
-    every event: on a call as they were when it was posted.  The table has `capacity` rows first
-    and `most` at last; events beyond are only counted, as `dropped`.
+    `header` is the header of the segments (hpc3d.trace.segment) without groups and strings.
+    `clocks` compares the hosts' clocks (hpc3d.trace.clock), unless there is only one time.
+    Training code sets `step`, `layer`, `phase` and the position in the pipeline, which are stored
+    with every event; a call has their values from when it was posted.  The table starts with
+    `capacity` rows and grows to at most `most`; further events are only counted, as `dropped`.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Recorder:
         self.table = bytearray(capacity * ROW.size)
         self.count = self.dropped = self.segments = 0
         self.strings: dict[str, int] = {}
-        # Rows of the tables of these names.
+        # Rows of the tables with these names.
         self.steps: Any = []
         self.memory: list[tuple[int, ...]] = []
         self.samples: list[Sample] = []
@@ -89,8 +90,8 @@ class Recorder:
         self.router_sums = RouterSums()
         self.step, self.layer, self.phase = -1, -1, "other"
         self.at(0, 0, -1)
-        self.blocked = 0  # nanoseconds in calls since the step began
-        self.latest = 0  # when a call was made, a row ended or a step began, whichever was last
+        self.blocked = 0  # nanoseconds in calls since the beginning of the step
+        self.latest = 0  # time of the latest call, end of a row, or beginning of a step
         self.flushed = self.started = clock()
 
     @property
@@ -102,16 +103,16 @@ class Recorder:
         self.phase_number = _PHASE_NUMBER[name]
 
     def scope(self, layer: int | None = None, phase: str | None = None) -> Scope:
-        """A context whose events are of this layer and phase, as far as they are given."""
+        """Return a context whose events have this layer and phase; None leaves one unchanged."""
         return Scope(self, layer, phase)
 
     def at(self, stage: int, chunk: int, microbatch: int) -> None:
-        """What runs now is this microbatch (-1: none) on this chunk of this stage."""
+        """Set the current pipeline stage, model chunk and microbatch (-1: none)."""
         self.stage, self.chunk, self.microbatch = stage, chunk, microbatch
 
     @property
     def context(self) -> Context:
-        """What `put` stamps on an event."""
+        """Context that `put` stores with an event."""
         return self.phase_number, self.microbatch, self.stage, self.chunk, self.layer
 
     @property
@@ -125,25 +126,27 @@ class Recorder:
     def span(
         self, name: str, op: str = "elementwise", flops: float = 0
     ) -> AbstractContextManager[Any]:
-        """A context whose time is one event of computation, or of reading (op "none")."""
+        """Return a context that records an event of computation, or of input (op "none")."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
 
     def copying(self, name: str, nbytes: int) -> AbstractContextManager[Any]:
-        """A context whose time is a copy of `nbytes` to or from where arrays are offloaded."""
+        """Return a context that records a copy of `nbytes` to or from offloaded storage."""
         return CopySpan(self, self.name(name), COPY, nbytes)
 
     def waiting(self, name: str) -> AbstractContextManager[Any]:
-        """A context whose time is a wait for such a copy."""
+        """Return a context that records a wait for such a copy."""
         return CopySpan(self, self.name(name), WAIT, 0)
 
     def mark(self, name: str) -> None:
-        """A moment worth a row: it takes no time."""
+        """Record a marker: an event without duration."""
         self.put(self.clock(), 0, self.name(name), _MARKER, OP_NUMBER["none"], self.context)
 
     def routed(self, chosen: Array, kept: Array, losses: tuple[Any, Any]) -> None:
-        """What the router of this layer decided of tokens that are for training and are counted
-        here alone (`RouterSums.add`); a pass that runs again decides the same, and arrays without
-        values nothing."""
+        """Add the routing decisions of this layer for training tokens that only this rank counts.
+
+        See `RouterSums.add`.  Recomputed passes would count twice and are skipped, as are arrays
+        without values.
+        """
         if self.phase != "recompute" and has_values(chosen):
             self.router_sums.add(self.layer, chosen, kept, *losses)
 
@@ -166,7 +169,10 @@ class Recorder:
         step: int | None = None,
         stream: int = 0,
     ) -> None:
-        """One row, for a span of `duration` ns that began at `start`, in this step or another."""
+        """Append a row for an event of `duration` ns that began at `start`.
+
+        Its step is the current one by default.
+        """
         if not stream:
             self.latest = start + duration
         if self.count == self.capacity and not self.grow():
@@ -184,7 +190,7 @@ class Recorder:
         self.count += 1
 
     def grow(self) -> bool:
-        """Whether there is room for more rows: twice as many as before, up to `most`."""
+        """Double the table, up to `most` rows; return True if it grew."""
         more = min(self.capacity, self.most - self.capacity)
         if more > 0:
             self.table.extend(bytes(more * ROW.size))
@@ -192,7 +198,7 @@ class Recorder:
         return more > 0
 
     def wrap(self, comm: Communicator, axis: str) -> Traced:
-        """`comm` with every call recorded as communication along `axis`."""
+        """Return `comm` with every call recorded as communication along `axis`."""
         self.header["groups"].append({"axis": axis, "members": list(comm.members)})
         return Traced(comm, self, len(self.header["groups"]) - 1)
 
@@ -216,8 +222,10 @@ class Recorder:
         backward_s: float,
         skipped: bool = False,
     ) -> None:
-        """Close a step: its row, the memory by kind, the loads of experts, and a segment if one is
-        due."""
+        """Close a step: record its row, the memory by kind and the expert loads.
+
+        Writes a segment if one is due.
+        """
         now = self.clock()
         # fmt: off
         self.steps.append((
@@ -238,8 +246,10 @@ class Recorder:
     def end_evaluation(
         self, step: int, loss: float, tokens: int, accuracy: float, seconds: float
     ) -> None:
-        """Close an evaluation after `step`: its row, which rank 0 has, and a segment if one is
-        due."""
+        """Close an evaluation after `step`: record its row on rank 0.
+
+        Writes a segment if one is due.
+        """
         if self.rank == 0:
             self.evaluations.append((step, loss, tokens, accuracy, seconds))
         self._flush_if_due(self.clock())
@@ -249,7 +259,7 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write what there is as a closed segment and begin the next one."""
+        """Write the recorded rows as a closed segment and begin the next one."""
         events = np.frombuffer(self.table, record_type(EVENTS), self.count)
         steps = np.array(self.steps, record_type(STEPS))
         memory = np.array(self.memory, record_type(MEMORY))
@@ -267,7 +277,7 @@ class Recorder:
 
 
 class Span:
-    """The context of one event that is no call."""
+    """Context manager that records one event other than a call."""
 
     __slots__ = ("flops", "name", "op", "recorder", "start")
 
@@ -288,7 +298,7 @@ class Span:
 
 
 class CopySpan:
-    """The context of one copy, or of a wait for one."""
+    """Context manager that records one copy, or a wait for one."""
 
     __slots__ = ("category", "name", "nbytes", "recorder", "start")
 

@@ -1,4 +1,4 @@
-"""What the routers of a rank decide in a training step, summed over its microbatches."""
+"""Routing decisions of a rank in a training step, summed over its microbatches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RouterRow = tuple[int, int, int, float, float]
 
 
 class RouterSums:
-    """Sums by layer, where the arrays are.
+    """Sums by layer, on the device of the arrays.
 
-    They keep their place for a whole run: a CUDA graph that is replayed adds to them without the
+    They keep their addresses for the whole run: a replayed CUDA graph adds to them without the
     host, which reads them at the end of a step.
     """
 
@@ -26,15 +26,15 @@ class RouterSums:
         self.layers: dict[int, list[Any]] = {}
 
     def add(self, layer: int, *parts: Array | float) -> None:
-        """Add the choices of each expert and those that found a slot, int64[E] each, and the
-        losses of balance and of z."""
-        if layer not in self.layers:  # the first ones are added, too: no graph compiles
+        """Add the tokens routed to each expert and those within its capacity, int64[E] each, and
+        the balance loss and the z-loss."""
+        if layer not in self.layers:  # not stored but added below: compiles before a graph capture
             self.layers[layer] = [np.zeros_like(part) for part in parts]
         for total, part in zip(self.layers[layer], parts, strict=True):
             total += part
 
     def take(self, rank: int, step: int) -> tuple[list[ExpertRow], list[RouterRow]]:
-        """The rows of /experts and of /routers for a step; the sums begin again at 0."""
+        """Return the rows of /experts and /routers of a step; reset the sums to 0."""
         experts: list[ExpertRow] = []
         routers: list[RouterRow] = []
         for layer, totals in sorted(self.layers.items()):
