@@ -1,1 +1,1 @@
-"""What the doctor examines."""
+"""Checks of `hpc3d.doctor`."""

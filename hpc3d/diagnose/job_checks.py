@@ -1,6 +1,7 @@
-"""What ranks find out together: where they are, whether they are alike, how they exchange.
+"""Checks across the ranks of a job: placement, equal versions, shared folder, communication.
 
-A check is called on all ranks and yields the same findings on each; rank 0 may print them.
+A check is collective: all ranks call it, and it yields the same findings on each.  Rank 0 may
+print them.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
 
 _SMALL, _LARGE = 8, 4 << 20  # bytes of a message
 _EXCHANGES, _LARGE_EXCHANGES = 200, 10
-_SUMMED = 1 << 17  # numbers
+_SUMMED = 1 << 17  # elements
 
 
 def places(job: Job) -> Iterator[Finding]:
-    """Hosts, the ranks on each, and the cores they may use."""
+    """Report the hosts, the ranks on each, and the cores that they may use."""
     hosts, everyone = defaultdict(list), job.gather(place(job))
     for rank, where in enumerate(everyone):
         hosts[where["host"]].append(rank)
@@ -59,12 +60,12 @@ def places(job: Job) -> Iterator[Finding]:
 
 
 def place(job: Job) -> dict[str, Any]:
-    """This rank's host, number on it, and cores: those it is bound to, and how many there are."""
+    """Return this rank's host, local rank, bound cores, and the core count of the node."""
     return job.place() | {"bound": os.sched_getaffinity(0), "cores": cores_of_node()}
 
 
 def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
-    """Whether MPI sees that the ranks of a host share it: it then numbers them 0, 1, 2."""
+    """Check that MPI numbers the ranks of a host 0, 1, 2, ..., so it sees that they share it."""
     if sorted(numbers) != list(range(len(numbers))):
         text = f"MPI numbers the ranks of {host} {spans(numbers)}: it sees several nodes there"
         remedy = (
@@ -75,7 +76,7 @@ def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
 
 
 def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
-    """Whether ranks of a host wait for a core: `used` of its `cores`."""
+    """Check if ranks of a host compete for cores: they use `used` of its `cores`."""
     if used < min(ranks, cores):
         text = f"{ranks} ranks of {host} share {counted(used, 'core')} of {cores}"
         remedy = "mpirun --bind-to none, or srun with --cpus-per-task (jobs/README.md)"
@@ -87,7 +88,7 @@ def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[
 
 
 def alike(job: Job) -> Iterator[Finding]:
-    """Whether all ranks run the same versions, from the same sources."""
+    """Check that all ranks run the same versions from the same sources."""
     mine = {
         "hpc3d": hpc3d.__version__,
         "sources": _sources(),
@@ -110,8 +111,10 @@ def alike(job: Job) -> Iterator[Finding]:
 
 
 def _unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
-    """Which hosts have which of the values `found` of the ranks: 2.1 on hn1, 2.0 on hn2; ranks
-    where those of a host differ."""
+    """Format which hosts have which of the ranks' values `found`: 2.1 on hn1, 2.0 on hn2.
+
+    If the ranks of one host differ, ranks are listed instead of hosts.
+    """
     ranks, parts = defaultdict(list), []
     for rank, value in enumerate(found):
         ranks[value].append(rank)
@@ -123,7 +126,7 @@ def _unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
 
 
 def _sources() -> str:
-    """A short hash of hpc3d's own files, but for inputs, which belong to the machine."""
+    """Return a short hash of hpc3d's files, except the machine-dependent inputs in `share`."""
     top, whole = Path(hpc3d.__file__).parent, hashlib.sha256()
     for path in sorted(top.rglob("*")):
         if not {"__pycache__", "share"} & {*path.relative_to(top).parts} and path.is_file():
@@ -132,7 +135,7 @@ def _sources() -> str:
 
 
 def one_folder(job: Job, folder: Path) -> Iterator[Finding]:
-    """Whether all hosts see the same `folder`: in it, one of rank 0's."""
+    """Check that all ranks see the same `folder`, using a subfolder that rank 0 creates."""
     made, homes = None, homes_of(job.gather(job.place()))
     if job.rank == 0:
         with suppress(OSError):
@@ -151,7 +154,7 @@ def one_folder(job: Job, folder: Path) -> Iterator[Finding]:
 
 
 def sums(job: Job) -> Iterator[Finding]:
-    """A sum over all ranks by MPI, whose result is known."""
+    """Check an MPI all-reduce over all ranks against the known result."""
     if job.size == 1:
         return
     comm = build({"x": job.size}, job.comm, transport="mpi").comm("x")
@@ -159,7 +162,7 @@ def sums(job: Job) -> Iterator[Finding]:
 
 
 def transport(job: Job) -> Iterator[Finding]:
-    """The same and a gather on each node, by the memory that its ranks share."""
+    """Check an all-reduce and an all-gather on each node, through shared memory if possible."""
     node = job.comm.Split_type(MPI.COMM_TYPE_SHARED)
     if max(job.gather(node.size)) == 1:
         return
@@ -173,21 +176,21 @@ def transport(job: Job) -> Iterator[Finding]:
 
 
 def _known_sum(comm: Communicator) -> bool:
-    """Whether a sum of whole numbers over `comm` is what it must be."""
+    """Return True if an integer all-reduce over `comm` gives the exact result."""
     numbers = np.arange(_SUMMED, dtype=np.int64)
     total = comm.all_reduce(numbers + comm.rank).wait()
     return np.array_equal(total, comm.size * numbers + sum(range(comm.size)))
 
 
 def _known_gather(comm: Communicator) -> bool:
-    """Whether each member's block comes from it."""
+    """Return True if an all-gather returns each member's block."""
     block = np.full(_SUMMED // comm.size, comm.rank)
     whole = comm.all_gather(block).wait().reshape(comm.size, -1)
     return (whole == np.arange(comm.size)[:, None]).all()
 
 
 def _verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
-    """The finding of a trial that each rank judged."""
+    """Return the finding of a test whose result each rank has checked."""
     wrong = [rank for rank, good in enumerate(job.gather(bool(right))) if not good]
     if not wrong:
         return Finding(OK, subject, text)
@@ -196,12 +199,12 @@ def _verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
 
 
 def link(job: Job) -> Iterator[Finding]:
-    """Messages between rank 0 and the last one: the latency and the bandwidth."""
+    """Measure the latency and bandwidth of messages between rank 0 and the last rank."""
     if job.size == 1:
         return
     latency = min(_exchanges(job, np.zeros(_SMALL, np.uint8), _EXCHANGES))
     transfer = min(_exchanges(job, np.zeros(_LARGE, np.uint8), _LARGE_EXCHANGES))
-    job.barrier()  # asleep, for the ranks between may sit on the same cores
+    job.barrier()  # sleeps, because the other ranks may share the same cores
     latency, transfer = job.comm.bcast((latency, transfer))
     rate = f"{size(_LARGE)} at {size(_LARGE / transfer)}/s"
     text = f"{_SMALL} B in {latency * 1e6:.1f} us, {rate}, at best"
@@ -209,7 +212,7 @@ def link(job: Job) -> Iterator[Finding]:
 
 
 def _exchanges(job: Job, block: np.ndarray, times: int) -> list[float]:
-    """Seconds of messages one way, half of the way there and back, as rank 0 sees it."""
+    """Return the one-way times of messages in seconds: half of each round trip on rank 0."""
     last, spent = job.size - 1, []
     for _ in range(times):
         before = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Whether all ranks of a job reach each other: a message each way, and no waiting for ever.
+"""Check that all ranks of a job reach each other: messages both ways, with a time limit.
 
-Where hosts have no network in common that MPI uses, its first collective call waits for ever, or
-MPI ends the job with words of its own.  So what ranks find goes to rank 0 as published names of
-MPI, by the launcher, which has reached all hosts.
+If hosts have no common network that MPI uses, the first collective call of MPI hangs, or MPI ends
+the job with its own message.  Therefore ranks send their results to rank 0 as published names of
+MPI, through the launcher, which has reached all hosts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hpc3d.runtime.finding import FAIL, Finding
 
 _WITHIN = 5  # s, for the messages
 _LATER = 2  # s by which another rank may be late
-ALL_PAIRS = 128  # ranks; of more each meets those at distances 1, 2, 4, ...
+ALL_PAIRS = 128  # ranks; in larger jobs, each exchanges with ranks at distances 1, 2, 4, ...
 _SIZE = 64  # bytes of a message
-_SPOKEN = 0.2  # s until what is printed has left the host
+_SPOKEN = 0.2  # s until printed output has left the host
 _REMEDY = """\
 export OMPI_MCA_btl_tcp_if_include=NAME, an interface by which these hosts see each other (ip -br
 addr); a firewall between them has to let all ports through"""
 
 
 class Board:
-    """What ranks tell each other by the launcher; nothing where it does not pass it on."""
+    """Messages between ranks through the launcher; empty if the launcher does not support them."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.job, self.works = comm, os.environ.get("PMIX_NAMESPACE", ""), True
@@ -44,7 +44,7 @@ class Board:
             self.works = False
 
     def read(self, what: str, until: float) -> list[str]:
-        """What each rank tells until a time, "" for one that does not."""
+        """Return the text of each rank, "" for ranks without one by the time `until`."""
         return [self.text(what, rank, until) for rank in range(self.comm.size)]
 
     def text(self, what: str, rank: int, until: float) -> str:
@@ -62,9 +62,10 @@ class Board:
 
 
 def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = _WITHIN) -> Finding | None:
-    """On rank 0 the Finding that ranks do not reach each other, or None.
+    """Return the Finding that ranks do not reach each other, or None if they do, on rank 0.
 
-    The others do not come back where some are not reached: the caller ends the job.
+    Other ranks return None, unless a peer is unreachable: then they exit, and the caller ends the
+    job.
     """
     board, end = Board(comm), time.monotonic() + within
     board.tell("host", socket.gethostname())
@@ -89,7 +90,7 @@ def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = _WITHIN) -> Findi
 
 
 def peers(rank: int, size: int) -> list[int]:
-    """Those that a rank exchanges messages with."""
+    """Return the ranks that a rank exchanges messages with."""
     if size <= ALL_PAIRS:
         return [other for other in range(size) if other != rank]
     steps = [1 << power for power in range((size - 1).bit_length())]
@@ -97,7 +98,7 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 def _exchange(comm: MPI.Intracomm, end: float) -> list[int]:
-    """Exchange a message with each peer; those from or to which none has passed at `end`."""
+    """Exchange a message with each peer; return the peers with incomplete messages at `end`."""
     kept, waiting = [], []
     for peer in peers(comm.rank, comm.size):
         sent, received = np.zeros(_SIZE, np.uint8), np.empty(_SIZE, np.uint8)
@@ -110,13 +111,13 @@ def _exchange(comm: MPI.Intracomm, end: float) -> list[int]:
 
 
 def numbers(text: str) -> list[int]:
-    """Those of `spans`."""
+    """Return the numbers in a text formatted by `spans`."""
     found = re.findall(r"(\d+)(?:-(\d+))?", text)
     return [each for first, last in found for each in range(int(first), int(last or first) + 1)]
 
 
 def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str], within: float) -> Finding:
-    """What is wrong where the `pairs` of ranks do not reach each other."""
+    """Return the Finding for the `pairs` of ranks that do not reach each other."""
     apart = defaultdict(set)
     for pair in pairs:
         apart[tuple(hosts[rank] or f"rank {rank}" for rank in pair)].update(pair)
@@ -128,8 +129,8 @@ def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str], within: float)
 
 
 def _announce(hosts: Sequence[str]) -> None:
-    """Say what comes, for MPI may end the job at its first message, and its own words name neither
-    the hosts nor the remedy."""
+    """Print a notice, because MPI may end the job at its first message, and MPI's own message
+    names neither the hosts nor the remedy."""
     between = ", ".join(dict.fromkeys(filter(None, hosts)))
     line = f"the first messages between {between}; if MPI ends the job here: {_REMEDY}"
     print("hpc3d.doctor: " + " ".join(line.split()), file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""What a process can find out about its machine without starting MPI: packages, cores, memory.
+"""Checks of the local machine that do not need MPI: packages, cores, memory.
 
-A check yields findings.  Nothing here is needed to train, and all of it may fail on the machine
-that it is asked about: a check that raises is a finding, too.
+A check yields findings.  Training needs none of them, and each may fail on an unusual machine: a
+check that raises is also reported as a finding.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hpc3d.runtime.probe import installed, outcome, release
 
 _OLDEST = (3, 11)
 _BOUND = re.compile(r"([\w.-]+)\s*>=\s*([\d.]+)")
-# h5py alone: a wrong HDF5 library aborts the process that loads it.
+# h5py needs a subprocess: a wrong HDF5 library aborts the process that loads it.
 _LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
-# Files that a launcher holds open.  With 32 ranks Open MPI 5 crashes or hangs if it may have 128,
+# Open files of a launcher.  With 32 ranks, Open MPI 5 crashes or hangs with a limit of 128 files,
 # and runs with 192.
 _FILES, _FILES_OF_RANK = 64, 6
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -33,7 +33,7 @@ FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
 
 
 def python() -> Iterator[Finding]:
-    """Its version, and where it is."""
+    """Report the version and the path of Python."""
     found = f"{platform.python_version()}, {sys.executable}"
     if sys.version_info[:2] < _OLDEST:
         yield Finding(FAIL, "Python", found, "use {}.{} or newer".format(*_OLDEST))
@@ -42,7 +42,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Those that hpc3d cannot do without: their versions, and whether they can be loaded."""
+    """Check the versions of required packages, and that they can be loaded."""
     found, wrong = [], []
     for name, least in requirements():
         version = installed(name)
@@ -63,7 +63,7 @@ def packages() -> Iterator[Finding]:
 
 
 def requirements() -> list[tuple[str, str]]:
-    """(package, lower bound) of each that hpc3d requires: from its metadata or its source."""
+    """Return (package, lower bound) of each requirement, from metadata or the source tree."""
     try:
         lines = [line for line in metadata.requires("hpc3d") or [] if "extra" not in line]
     except metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def requirements() -> list[tuple[str, str]]:
 
 
 def threads(ranks: int) -> Iterator[Finding]:
-    """Cores, and the threads that `ranks` ranks of this node start on them."""
+    """Check the cores, and the threads that each of the node's `ranks` ranks starts on them."""
     cores = environment.cores_of_node()
     bound, share = len(os.sched_getaffinity(0)), max(1, cores // ranks)
     asked = {
@@ -94,7 +94,7 @@ def threads(ranks: int) -> Iterator[Finding]:
 
 
 def _blas() -> Iterator[Finding]:
-    """The library that multiplies matrices."""
+    """Report the BLAS library of NumPy."""
     import numpy as np
 
     library = np.show_config(mode="dicts")["Build Dependencies"].get("blas", {})
@@ -112,11 +112,11 @@ def _blas() -> Iterator[Finding]:
 
 
 def quota(cores: int) -> Iterator[Finding]:
-    """Whether a container gives less time than it shows cores."""
+    """Check if a container's CPU quota is less than the cores that it shows."""
     try:
         share, period = QUOTA.read_text().split()
         time = float(share) / float(period)
-    except (OSError, ValueError):  # none, "max", or an older kernel's files
+    except (OSError, ValueError):  # no quota, "max", or files of an older kernel
         return
     if time < cores:
         remedy = f"give the container its cores as a set (--cpuset-cpus), or use {time:.0f} ranks"
@@ -124,7 +124,7 @@ def quota(cores: int) -> Iterator[Finding]:
 
 
 def shared_memory(ranks: int) -> Iterator[Finding]:
-    """Where ranks of a node gather and reduce; without it they use MPI."""
+    """Check the shared memory for collectives within a node; without it ranks use MPI."""
     from hpc3d.comm.shared_memory import SHARED, usable
 
     remedy = "give the container more: docker run --shm-size=8g, or a mount of /dev/shm"
@@ -150,7 +150,7 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
 
 
 def limits(ranks: int) -> Iterator[Finding]:
-    """What the shell allows a process: open files, the size of a file, locked memory."""
+    """Check the process limits: open files, file size, locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = _FILES + _FILES_OF_RANK * ranks
     if _below(soft, need):
@@ -177,7 +177,7 @@ def _number(limit: int) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as people read them."""
+    """Format bytes for people, with three or four digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

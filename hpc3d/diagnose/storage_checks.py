@@ -1,4 +1,4 @@
-"""The folder that runs are kept in: room, what a checkpoint asks of it, where it lies."""
+"""Checks of the folder of runs: free space, operations of a checkpoint, file system."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELSEWHERE = "choose another folder with --run.out, or make room"
 
 
 def storage(folder: Path) -> Iterator[Finding]:
-    """Room, and whether a file can be written, synced and renamed as checkpoints are."""
+    """Check the free space, and that files can be written, synced and renamed."""
     try:
         with scratch(folder) as there:
             replaced(Path(there))
@@ -36,18 +36,18 @@ def storage(folder: Path) -> Iterator[Finding]:
 
 
 def _standing(folder: Path | str) -> Path:
-    """The folder, or the nearest above it that exists: runs make what is missing."""
+    """Return the folder, or its nearest existing parent: runs create missing folders."""
     folder = Path(folder).absolute()
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
 def scratch(folder: Path) -> tempfile.TemporaryDirectory:
-    """A folder in `folder` that is gone after the `with`."""
+    """Return a temporary folder in `folder`, removed at the end of a `with`."""
     return tempfile.TemporaryDirectory(prefix=".doctor-", dir=_standing(folder))
 
 
 def replaced(folder: Path) -> None:
-    """Write a file, sync it, rename it over another, sync the folder: a checkpoint's moves."""
+    """Write a file, sync it, rename it over another and sync the folder, as a checkpoint does."""
     new, old = folder / "new", folder / "old"
     old.touch()
     with new.open("wb") as file:
@@ -63,7 +63,7 @@ def replaced(folder: Path) -> None:
 
 
 def lies_on(folder: Path) -> Iterator[Finding]:
-    """A word about folders that lie on a network or in memory."""
+    """Report a folder on a network file system or in memory."""
     kind = file_system(_standing(folder))
     if kind.startswith(_NETWORK):
         text = f"{folder} is on a network file system ({kind})"
@@ -77,11 +77,11 @@ def lies_on(folder: Path) -> Iterator[Finding]:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that holds `path`, by the longest mount point above it."""
+    """Return the type of the file system of `path`, from its longest parent mount point."""
     mounts = {}
     for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
         _, point, kind, *_ = line.split(" ")
         point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)
-        mounts[Path(point)] = kind  # the last of several on one point lies on top
+        mounts[Path(point)] = kind  # the last mount on the same point hides the others
     path = Path(path).resolve()
     return next(mounts[place] for place in (path, *path.parents) if place in mounts)

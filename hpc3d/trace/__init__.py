@@ -1,8 +1,8 @@
-"""Where each millisecond and each byte went: one HDF5 schema, measured or simulated."""
+"""Traces of runs: time and bytes of every event in one HDF5 schema, measured or simulated."""
 
 
 def __getattr__(name):
-    """`hpc3d.trace.open`, resolved when it is asked for: a rank that only records stays light."""
+    """Import `hpc3d.trace.open` on access, so that ranks that only record do not load it."""
     if name != "open":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hpc3d.trace.reader import open

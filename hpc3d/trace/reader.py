@@ -1,12 +1,12 @@
-"""A trace that is read.
+"""Reader of a trace.
 
     with hpc3d.trace.open("results/RUN") as trace:     # or its trace.h5
-        trace.events["dur"]                            # a column, a NumPy array
-        trace.events["dur", trace.rows(3)]             # what of it rank 3 recorded
+        trace.events["dur"]                            # a column, as a NumPy array
+        trace.events["dur", trace.rows(3)]             # its rows of rank 3
         trace.events.frame(["rank", "op", "dur"])      # columns in pandas
 
-The file is not trusted: hpc3d.trace.file sees to its structure, hpc3d.trace.table to its values,
-and here to how tables refer to each other.
+The file is not trusted: hpc3d.trace.file checks its structure, hpc3d.trace.table its values, and
+this module the references between tables.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hpc3d.trace.table import Table
 
 
 class Group(NamedTuple):
-    """Ranks that communicate along an axis."""
+    """Ranks that communicate along a mesh axis."""
 
     axis: str
     members: tuple
 
 
 def open(path: Path | str) -> Trace:
-    """The trace of a run's folder, or of its file trace.h5, to be used in a `with` or closed.
+    """Open the trace of a run folder, or a trace.h5; use it in a `with`, or close it.
 
-    ValueError if the file is not a sound one, or the folder has none yet.
+    Raises ValueError if the file is damaged, or if the folder has no trace.h5 yet.
     """
     path = Path(path)
     if not path.is_dir():
@@ -44,10 +44,10 @@ def open(path: Path | str) -> Trace:
 
 
 class Trace:
-    """A trace file; `attrs` are the attributes of its root.
+    """Trace file; `attrs` are the attributes of its root.
 
-    Tables and columns that this version does not know are ignored; a table that the file lacks is
-    empty.  ValueError, when it is asked for, if a table is damaged.
+    Tables and columns that this version does not know are ignored.  A table that the file lacks is
+    empty.  Access to a damaged table raises ValueError.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -93,7 +93,7 @@ class Trace:
 
     @cached_property
     def events(self) -> Table:
-        """What the ranks did, sorted by (rank, t_start): columns EVENTS."""
+        """Events of the ranks, sorted by (rank, t_start): columns EVENTS."""
         return self._table("events", schema.EVENTS)
 
     @cached_property
@@ -113,32 +113,32 @@ class Trace:
 
     @cached_property
     def experts(self) -> Table:
-        """How many choices fell on each expert: columns EXPERTS."""
+        """Routed and kept tokens of each expert: columns EXPERTS."""
         return self._table("experts", schema.EXPERTS)
 
     @cached_property
     def routers(self) -> Table:
-        """The losses of the routers of experts: columns ROUTERS."""
+        """Losses of the mixture-of-experts routers: columns ROUTERS."""
         return self._table("routers", schema.ROUTERS)
 
     @cached_property
     def clock_model(self) -> Table:
-        """Pieces of the clocks' offsets from rank 0's: columns CLOCK_MODEL."""
+        """Linear segments of the clocks' offsets from rank 0's: columns CLOCK_MODEL."""
         return self._table("clock/model", schema.CLOCK_MODEL)
 
     @cached_property
     def clock_samples(self) -> Table:
-        """Exchanges between clocks: columns CLOCK_SAMPLES."""
+        """Message exchanges between clocks: columns CLOCK_SAMPLES."""
         return self._table("clock/samples", schema.CLOCK_SAMPLES)
 
     @cached_property
     def prediction(self) -> Table:
-        """What a model of the run predicts: columns PREDICTION."""
+        """Quantities predicted by a model of the run: columns PREDICTION."""
         return self._table("prediction", schema.PREDICTION)
 
     @cached_property
     def calibration(self) -> dict[tuple[str, str], Table]:
-        """{(op, axis): what such calls cost}: columns CALIBRATION, `attrs` alpha and beta."""
+        """{(op, axis): measured times of calls}: columns CALIBRATION, `attrs` alpha and beta."""
         found = {
             (op, axis): self._table(f"calibration/{op}/{axis}", schema.CALIBRATION)
             for op in self._groups_in("calibration")
@@ -157,14 +157,14 @@ class Trace:
 
     @cached_property
     def strings(self) -> list[str]:
-        """Names of events and hosts, a list."""
+        """Names of events and hosts."""
         names = self._strings["name"].tolist()
         self._require(len({*names}) == len(names), "/strings has a name twice")
         return names
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The groups of ranks that `events["group"]` counts, a list of Group."""
+        """Groups of ranks that `events["group"]` indexes."""
         table, members = self._groups, self._table("groups", [schema.MEMBERS])["members"].tolist()
         offset, end = table["offset"], np.cumsum(table["size"], dtype="i8")
         whole = end[-1:].sum() == len(members) and (offset == end - table["size"]).all()
@@ -184,7 +184,7 @@ class Trace:
         return pointers
 
     def rows(self, rank: int) -> slice:
-        """The rows of a rank in `events`, a slice."""
+        """Return the rows of a rank in `events` as a slice."""
         if not 0 <= rank < len(self.ranks):
             raise ValueError(f"{self.path} has ranks 0 to {len(self.ranks) - 1}, not {rank}")
         return slice(*self.rank_ptr[rank : rank + 2].tolist())

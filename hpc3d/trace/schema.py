@@ -327,7 +327,9 @@ def record_type(columns: Sequence[Column]) -> np.dtype:
 
 
 def item_sizes(labels: Mapping[int, str]) -> np.ndarray:
-    """Bytes of an element by the code of its type, 0 for an unknown type; `labels` are {code:
-    name}."""
+    """Return the bytes of an element for each type code, 0 for an unknown type.
+
+    `labels` is {code: name}.
+    """
     names = (labels.get(code, "") for code in range(256))
     return np.array([itemsize(name) if name in DTYPE else 0 for name in names])

@@ -1,11 +1,11 @@
-"""A segment: what one rank recorded between two flushes, closed and safe on disk.
+"""Segment: the events of one rank between two flushes, closed and synced to disk.
 
     RUN/trace/rank-00003-0000.npz    of rank 3: header and strings (JSON), events, steps, memory,
                                      samples of its host's clock, evaluations,
-                                     loads of experts, losses of their routers
+                                     expert loads, router losses
 
-A killed run loses at most the segment that was not yet closed.  `hpc3d.trace.file.merge` makes
-one file of all of them.
+A killed run loses at most the segment that was not yet closed.  `hpc3d.trace.merge.merge` merges
+all segments into one file.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
 
 
 class Segment(NamedTuple):
-    """Header and record arrays of a segment; its indices count within the segment."""
+    """Header and record arrays of a segment; indices refer to rows of the segment."""
 
     header: dict
     events: np.ndarray
     steps: np.ndarray
     memory: np.ndarray
     samples: np.ndarray
-    # Older segments have none of these.
+    # Older segments lack these tables.
     evaluation: np.ndarray = np.zeros(0, record_type(EVALUATION))
     experts: np.ndarray = np.zeros(0, record_type(EXPERTS))
     routers: np.ndarray = np.zeros(0, record_type(ROUTERS))
@@ -60,7 +60,7 @@ class Segment(NamedTuple):
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name that takes the place of `path`, safe on disk, if the block succeeds."""
+    """Yield a temporary path; its file is synced and replaces `path` if the block succeeds."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with naming(path):
@@ -69,12 +69,12 @@ def replacing(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
             sync(path.parent)
     finally:
-        with suppress(OSError):  # of a disk that went read-only
+        with suppress(OSError):  # the disk became read-only
             temporary.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on disk."""
+    """Sync a file, or the directory entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -85,7 +85,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """An OSError that names no file, as those of writing do, names this one, in one line."""
+    """Add this path to an OSError without a file name, such as an error of writing."""
     try:
         yield
     except OSError as error:
@@ -95,12 +95,12 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 def segment_path(run_dir: Path | str, rank: int, number: int) -> Path:
-    """Where the `number`-th segment of a rank lies."""
+    """Return the path of the `number`-th segment of a rank."""
     return Path(run_dir) / "trace" / f"rank-{rank:05d}-{number:04d}.npz"
 
 
 def count_segments(run_dir: Path | str) -> dict[int, int]:
-    """{rank: number of segments} of a run, counted to the last one; empty without a trace."""
+    """Return {rank: number of its last segment + 1} of a run; empty without a trace."""
     count: dict[int, int] = {}
     for path in sorted((Path(run_dir) / "trace").glob("rank-*.npz")):
         if match := _NAME.fullmatch(path.name):
@@ -112,12 +112,11 @@ def count_segments(run_dir: Path | str) -> dict[int, int]:
 def write_segment(
     path: Path | str, header: Mapping[str, Any], strings: Iterable[str], *tables: np.ndarray
 ) -> None:
-    """Write a segment: afterwards it is whole and on disk, or not there at all.
+    """Write a segment atomically: afterwards it is complete and on disk, or absent.
 
-    `header` is plain data (JSON); the tables are record arrays, those of `TABLES` in their order,
-    of which the last may be left out.
-    `events["name"]` indexes `strings`, `events["group"]` indexes `header["groups"]`, and
-    `events["parent"]` the rows of this segment.
+    `header` is plain data (JSON).  The tables are record arrays in the order of `TABLES`; the last
+    ones may be omitted.  `events["name"]` indexes `strings`, `events["group"]` indexes
+    `header["groups"]`, and `events["parent"]` indexes the rows of this segment.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,13 +127,13 @@ def write_segment(
 
 
 def read_segment(path: Path, rank: int) -> Segment:
-    """A segment of `rank`; ValueError if it is truncated, damaged or inconsistent."""
+    """Read a segment of `rank`; ValueError if it is truncated, damaged or inconsistent."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             header = json.loads(arrays["header"].tobytes())
             segment = Segment(header, **{name: arrays[name] for name in TABLES if name in arrays})
         _check(segment, rank)
-    except Exception as error:  # on damaged bytes zipfile, NumPy and json raise nearly anything
+    except Exception as error:  # zipfile, NumPy and json raise many types on damaged bytes
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{Path(path).name} cannot be read ({reason})") from error
     return segment

@@ -1,4 +1,4 @@
-"""Columns of a trace file, each read when it is asked for, in NumPy and in pandas."""
+"""Columns of a trace file, read on access, as NumPy arrays or in pandas."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from hpc3d.trace.schema import Column
 
 _ALL = slice(None)
-_KEPT = 2**28  # bytes of columns that are kept at most
-_MOST_INTEGER = 2**60  # ns are 36 years: sums and differences of a few are within int64
+_KEPT = 2**28  # upper limit of cached columns in bytes
+_MOST_INTEGER = 2**60  # ns, 36 years: sums and differences of a few fit in int64
 
 
 class Table:
-    """Columns of one length; `attrs` are the attributes of the table.
+    """Columns of equal length; `attrs` are the attributes of the table.
 
-    `tables` are those whose rows the values of a column may count, by name.
+    `tables` are the tables, by name, that the values of a column may index.
 
-    `table["dur"]` is a NumPy array, and `table["dur", 10:20]` some rows of it; a table that the
-    file lacks has no rows.  What is read can be used as what it is: a code has a name, an index
-    a row, and a number is one; or ValueError.
+    `table["dur"]` is a NumPy array, and `table["dur", 10:20]` a slice of its rows.  A table that
+    the file lacks has no rows.  Values are checked when they are read: codes have names, indices
+    are in range, and numbers are finite.  If not, a ValueError is raised.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class Table:
         return name in self._datasets
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the columns."""
+        """Iterate over the names of the columns."""
         return iter(self._datasets)
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return next(map(len, self._datasets.values()), 0)
 
     def __getitem__(self, key: str | tuple[str, slice]) -> np.ndarray:
-        """A column, or a slice of its rows, as an array; text as an array of str."""
+        """Return a column, or a slice of its rows, as an array; text as an array of str."""
         name, rows = key if isinstance(key, tuple) else (key, _ALL)
         if self._absent and name in self._columns:
             return self._columns[name].empty
@@ -80,7 +80,7 @@ class Table:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Whole columns, those last asked for, stay in memory meanwhile, and are read-only."""
+        """Cache the most recently used full columns in this context; they are read-only."""
         self._kept = {}
         try:
             yield
@@ -95,17 +95,17 @@ class Table:
         return values
 
     def columns(self) -> dict[str, np.ndarray]:
-        """{name: array} of all columns."""
+        """Return {name: array} of all columns."""
         return {name: self[name] for name in self}
 
     def labels(self, name: str) -> dict[int, str]:
-        """{value: name} of an enumerated column, as the file has it; empty for another."""
+        """Return {value: name} of an enumerated column as stored in the file; empty for others."""
         if self._absent:
             return {}
         return labels(self._dataset(name))
 
     def frame(self, columns: Iterable[str] | None = None, rows: slice = _ALL) -> DataFrame:
-        """Columns, all by default, as a pandas DataFrame; enumerations and names as categories."""
+        """Return columns, by default all, as a DataFrame; enumerations and names as categories."""
         need("a frame", "pandas")
         from pandas import DataFrame
 
@@ -113,7 +113,7 @@ class Table:
         return DataFrame(series)
 
     def _series(self, name, rows):
-        """A column for pandas; one value a row, so coordinates are a tuple each."""
+        """Return a column for pandas with one value per row; coordinates become tuples."""
         from pandas import Categorical
 
         values, column = self[name, rows], self._columns[name]
@@ -134,8 +134,8 @@ class Table:
         return self._datasets[name]
 
     def _check(self, column, values):
-        """ValueError for a number that is not finite or out of range, a code without a name, and
-        an index of nothing."""
+        """Raise ValueError for a number that is not finite or out of range, a code without a name,
+        or an index outside of its table."""
         wrong = np.zeros(values.shape, bool)
         if column.unit == "enum":
             wrong = ~np.isin(np.arange(256), [*self.labels(column.name)])[values]

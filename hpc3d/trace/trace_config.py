@@ -1,4 +1,4 @@
-"""The settings of a run, read from the configuration that its trace keeps as text."""
+"""Settings of a run, read from the configuration text in its trace."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ if TYPE_CHECKING:
 
 
 def tables_of(config: str) -> dict[str, Any]:
-    """The tables of a configuration in TOML, with the names of today; ValueError or TypeError if
-    it is not TOML."""
+    """Return the tables of a TOML configuration with renamed keys updated.
+
+    Raises ValueError or TypeError if it is not TOML.
+    """
     tables = toml(config)
     use_new_names(tables)
     return tables
 
 
 def configured(config: str, section: str, key: str) -> Any:
-    """A value of a configuration in TOML, None where it has none; `config` may be any text."""
+    """Return a value of a TOML configuration, or None; `config` may be any text."""
     try:
         return tables_of(config)[section][key]
     except (ValueError, KeyError, TypeError):
@@ -28,5 +30,5 @@ def configured(config: str, section: str, key: str) -> Any:
 
 
 def one_time(trace: Trace) -> bool:
-    """Whether the clocks of the ranks tell the same time: not those that count CPU time."""
+    """Return True if the ranks' clocks measure a common time; CPU-time clocks do not."""
     return configured(trace.attrs["config"], "trace", "clock") != "cpu"

@@ -1,4 +1,4 @@
-"""Calls of a communicator as events."""
+"""Communicator that records its calls as events."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
-AT_ONCE = 20_000  # ns between a call and its wait in which nothing worth a row can have happened
+AT_ONCE = 20_000  # ns between a call and its wait that are too short for a separate row
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 
 
 class Traced:
-    """A communicator whose calls are events: group, sequence number, bytes, time.
+    """Communicator that records the group, sequence number, bytes and time of its calls.
 
-    A row spans the wait for a block; it begins with the call where nothing lies between the two.
-    Otherwise the call is a row of its own, of category copy, without number and bytes, and the
-    rank was free in between.  The collectives of a group are numbered; messages are numbered by
-    themselves from each sender to each receiver, so that (group, sender, receiver, number) names
-    the two ends of one.
+    A row spans the wait for a block.  If the rank did nothing between the call and the wait, the
+    row begins with the call.  Otherwise the call is a separate row of category copy without number
+    and bytes, and the rank was free in between.  The collectives of a group are numbered; messages
+    are numbered separately for each sender and receiver, so (group, sender, receiver, number)
+    identifies the two ends of a message.
     """
 
     def __init__(self, comm: Communicator, recorder: Any, group: int) -> None:
@@ -66,13 +66,13 @@ class Traced:
         return self.call("recv", block, peer, partial(self.comm.recv, shape, dtype, peer))
 
     def number(self, op: str, peer: int) -> int:
-        """The number of this call in its sequence."""
+        """Return the number of this call in its sequence."""
         key = (op, peer) if op in MESSAGES else "collective"
         self.sequence[key] += 1
         return self.sequence[key] - 1
 
     def call(self, op: str, block: Array, peer: int, post: Callable[[], Pending]) -> Pending:
-        """Make the call by `post()`."""
+        """Post the call with `post()` and return a Pending that records it when waited for."""
         recorder, seq = self.recorder, self.number(op, peer)
         context, step = recorder.context, recorder.step
         posted = recorder.clock()
@@ -106,7 +106,7 @@ class Traced:
         return Pending(finish)
 
     def about(self, op: str, seq: int, peer: int, block: Array, result: Any) -> dict[str, int]:
-        """What the row of a call says of it."""
+        """Return the columns of a call's row that describe its group, peer and data."""
         nbytes = (result if op in ("broadcast", "recv") else block).nbytes
         return {
             "group": self.group,
@@ -120,5 +120,5 @@ class Traced:
 
 @cache
 def _dtype_number(dtype: np.dtype) -> int:
-    """The code of a type, that of none where the trace has no name for it."""
+    """Return the code of a dtype, or the code of "none" if the trace has no name for it."""
     return DTYPE.index(dtype.name) if dtype.name in DTYPE else 0
