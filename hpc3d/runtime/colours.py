@@ -1,4 +1,4 @@
-"""Lines in colours, where a terminal shows them."""
+"""Colored output on terminals."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import TextIO
 from hpc3d.plain import Controls
 from hpc3d.runtime.launcher import launcher
 
-# What SGR calls them (ECMA-48, 8.3.117).
+# SGR parameters (ECMA-48, 8.3.117).
 _STYLES = {"faint": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 _TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 
 
 def say(line: str, style: str = "", stream: TextIO | None = None) -> None:
-    """Print a line to standard output, or another stream; in a style (faint, bold, red, green,
-    yellow) if it ends on a terminal."""
+    """Print a line to a stream (None: standard output).
+
+    If the stream shows colors, the line has the `style`: faint, bold, red, green or yellow.
+    """
     stream = sys.stdout if stream is None else stream
     if style and in_colour(stream):
         line = Controls(f"\x1b[{_STYLES[style]}m{line}\x1b[0m")
@@ -27,8 +29,11 @@ def say(line: str, style: str = "", stream: TextIO | None = None) -> None:
 
 
 def in_colour(stream: TextIO) -> bool:
-    """Whether what is written there is shown in colours: on a terminal, and with FORCE_COLOR
-    (force-color.org) anywhere, unless NO_COLOR is set (no-color.org)."""
+    """Return True if output to a stream shall be colored.
+
+    NO_COLOR disables colors (no-color.org).  FORCE_COLOR enables them for any stream
+    (force-color.org).  Otherwise, only a terminal shows colors.
+    """
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -37,8 +42,11 @@ def in_colour(stream: TextIO) -> bool:
 
 
 def _on_terminal(stream: TextIO) -> bool:
-    """Whether a stream ends on a terminal.  Open MPI gives ranks one of its own, whatever it does
-    with what they write there; then its launcher's streams say so."""
+    """Return True if a stream ends on a terminal.
+
+    Open MPI always gives ranks a pseudo-terminal, so under a launcher the launcher's own stream
+    is inspected instead.
+    """
     started = launcher()
     if started is None:
         return stream.isatty()

@@ -1,6 +1,6 @@
-"""What the launcher and the user tell a rank by variables, and the threads that it may have.
+"""Environment variables of the launcher and the user, and the number of threads per rank.
 
-Nothing here imports NumPy or MPI, which read the environment when they are loaded.
+This module imports neither NumPy nor MPI, which read the environment when they are loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OWN_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def number_in(names: Iterable[str], default: int) -> int:
-    """The first number that an environment variable of `names` begins with."""
+    """Return the leading number of the first variable in `names` that starts with one."""
     for name in names:
         digits = os.environ.get(name, "").split("(")[0].split(",")[0]
         if digits.isdigit():
@@ -26,9 +26,9 @@ def number_in(names: Iterable[str], default: int) -> int:
 
 
 def cores_of_node() -> int:
-    """How many cores of this node the job may use, whatever the launcher bound this rank to.
+    """Return the number of cores of this node that the job may use, ignoring this rank's binding.
 
-    The launcher's own cores are those that it was given; a container may allow fewer.
+    The launcher's own affinity shows the cores of the job; a container may allow fewer.
     """
     bound = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
@@ -38,7 +38,7 @@ def cores_of_node() -> int:
 
 
 def set_environment() -> None:
-    """Share the node's cores among its ranks; let waiting ranks yield where cores are fewer."""
+    """Divide the node's cores among its ranks; if there are too few, waiting ranks yield."""
     cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
     threads = min(cores // ranks, len(os.sched_getaffinity(0)))
     chosen = next(filter(None, map(os.environ.get, THREAD_VARIABLES)), str(max(1, threads)))
@@ -50,10 +50,11 @@ def set_environment() -> None:
 
 @contextmanager
 def mpi_environment() -> Iterator[None]:
-    """The environment in which to start MPI: another one if no launcher started this process.
+    """Set the environment for MPI initialization, and restore it afterwards.
 
-    There, Open MPI leaves a segment of shared memory behind if it may send messages to others.
-    Open MPI 4 takes the srun of a shell for its launcher, and aborts.
+    It only changes if no launcher started this process.  Then Open MPI would leave a shared-memory
+    segment behind unless its only transport is `self`.  Open MPI 4 would also mistake the srun of
+    an interactive shell for its launcher, and abort.
     """
     before = dict(os.environ)
     if number_in(WORLD_RANKS, default=1) == 1 and "PMIX_RANK" not in os.environ:

@@ -1,26 +1,27 @@
-"""How a job ends: its exit codes, which README lists."""
+"""Exit codes of a job, which README lists."""
 
 from __future__ import annotations
 
-FAILED = 1  # a rank failed, and the job with it
+FAILED = 1  # a rank failed, which ends the job
 BAD_INPUT = 2
-CHECK_FAILED = 3  # something that was stored or computed is wrong
+CHECK_FAILED = 3  # stored or computed data are wrong
 NOT_FINITE = 4
-STALLED = 5  # nothing moved for run.watchdog_s
-STOPPED = 75  # before its last step, on request, with everything saved: sysexits' EX_TEMPFAIL
-INTERRUPTED = 130  # by Ctrl-C, with what there was printed: 128 + SIGINT
+STALLED = 5  # no progress for run.watchdog_s
+STOPPED = 75  # on request, before the last step, with a checkpoint: EX_TEMPFAIL of sysexits
+INTERRUPTED = 130  # by Ctrl-C, after printing partial results: 128 + SIGINT
 
 
-# What bad input raises: a path that is too long, a number beyond NumPy's, a size beyond memory.
+# Exceptions of invalid input, such as a path that is too long, a number that overflows NumPy's
+# types, or a size beyond memory.
 REFUSED = (ValueError, OSError, OverflowError, MemoryError, RecursionError)
 
 
 class BadData(ValueError):
-    """What was given, as a text to train on, is not what it should be: one line, with a remedy."""
+    """Invalid input data, such as a training text.  The message is one line with a fix."""
 
 
 class JobExit(Exception):
-    """All ranks end the job with `code`; what there is to say has been said."""
+    """End the job with exit code `code` on all ranks; every message has been printed."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

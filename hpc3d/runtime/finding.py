@@ -1,4 +1,4 @@
-"""A finding: a verdict on a subject, with the remedy."""
+"""Findings of diagnostic checks: a verdict on a subject, with a remedy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 
 class Finding(NamedTuple):
-    """`verdict` (OK, WARN, FAIL) on a `subject`: the `text`, what to do where it is wrong, and the
-    lines that something else `printed`."""
+    """Result of a diagnostic check.
+
+    Attributes
+    ----------
+    verdict
+        OK, WARN or FAIL.
+    subject, text
+        The object of the check, and the result in words.
+    remedy
+        Instructions for fixing the problem, one per line.
+    printed
+        Output lines of another program.
+    """
 
     verdict: str
     subject: str
@@ -21,7 +32,7 @@ class Finding(NamedTuple):
     printed: tuple = ()
 
     def lines(self) -> list[str]:
-        """As people read it: a line, under it what was printed, and the remedy."""
+        """Return the printable lines: the result, then the program output and the remedy."""
         remedy = self.remedy.split("\n") if self.remedy else []
         return [
             plain(f"{self.verdict:5} {self.subject}: {self.text}"),
@@ -31,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def examine(check: Callable[..., Iterable[Finding]], *args: Any) -> Iterator[Finding]:
-    """The findings of a check; what it raises is one, too."""
+    """Yield the findings of a check; an exception becomes a finding, too."""
     try:
         yield from check(*args)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Copies of this process, which other threads of it may keep from being made."""
+"""Fork with a timeout, since other threads of this process may block a fork."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import faulthandler
 import os
 from pathlib import Path
 
-_COPIED = 5  # seconds until a process has been copied, where nothing is in the way
+_COPIED = 5  # s, upper limit on the time of a fork that is not blocked
 
 
 def fork_or_end() -> int:
-    """`os.fork()`, or the end of this process where that does not come back: OpenBLAS ends its
-    threads before, and a product on another thread, which waits for them, waits for ever."""
+    """Call `os.fork()`, and end this process if the call does not return.
+
+    OpenBLAS stops its threads before a fork.  A product on another thread that waits for them
+    then deadlocks.
+    """
     with Path(os.devnull).open("w") as nowhere:
         faulthandler.dump_traceback_later(_COPIED, exit=True, file=nowhere)
         if child := os.fork():

@@ -1,7 +1,7 @@
-"""Where the ranks of a job are at home: their nodes, and the names of these for people to read.
+"""Map from ranks to nodes, and host names for messages.
 
-Ranks of a node have one kernel and one clock.  A name is not enough to tell nodes apart: machines
-may have been given the same one, and a container may have the name of its neighbour.
+Ranks of a node share one kernel and one clock.  Host names do not identify nodes: two machines or
+two containers may have the same name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ CLOCKS = "/proc/self/ns/time"
 
 
 def kernel() -> tuple[str, str]:
-    """What ranks have in common that share a clock: the start of their kernel, and the name space
-    of its times."""
+    """Return an identifier shared by ranks with the same clock: boot ID and time namespace."""
     boot = clocks = ""
     with suppress(OSError):
         boot = BOOT.read_text(encoding="ascii").strip()
@@ -28,7 +27,7 @@ def kernel() -> tuple[str, str]:
 
 
 def namesakes(kernels: Iterable[tuple[str, tuple[str, str]]]) -> str | None:
-    """What is wrong where kernels of one name are several, of each rank's (host, kernel)."""
+    """Return a message if different kernels share one host name, given (host, kernel) per rank."""
     ranks = {}
     for rank, each in enumerate(kernels):
         ranks.setdefault(each, []).append(rank)
@@ -44,7 +43,7 @@ def namesakes(kernels: Iterable[tuple[str, tuple[str, str]]]) -> str | None:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """Ascending ranks as text: 0-2 4-7."""
+    """Return ascending ranks as ranges: 0-2 4-7."""
     runs = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -55,7 +54,7 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 class Homes(NamedTuple):
-    """The name of every rank's host, and the first rank of its node."""
+    """Host name of each rank, and first rank of its node."""
 
     hosts: list
     nodes: list
@@ -64,15 +63,18 @@ class Homes(NamedTuple):
         return len(set(self.nodes)) > 1
 
     def leaders(self) -> list[int]:
-        """The first rank of each node."""
+        """Return the first rank of each node."""
         return list(dict.fromkeys(self.nodes))
 
     def ranks(self, node: int) -> list[int]:
         return [rank for rank, home in enumerate(self.nodes) if home == node]
 
     def named(self, ranks: Sequence[int]) -> str:
-        """Ascending ranks with their hosts: all of hn2; rank 3 (hn1); ranks 2-3 (hn1) and 4 (hn2).
-        Where all are on one node it is not named."""
+        """Return ascending ranks with their hosts as text.
+
+        Examples: all of hn2; rank 3 (hn1); ranks 2-3 (hn1) and 4 (hn2).  The host is omitted if
+        the job uses only one node.
+        """
         if not self.several():
             return f"rank{'s'[: len(ranks) > 1]} {spans(ranks)}"
         here = {self.nodes[rank]: [] for rank in ranks}
@@ -90,11 +92,11 @@ class Homes(NamedTuple):
 
 
 def homes_of(places: Sequence[Mapping[str, Any]]) -> Homes:
-    """The Homes of a job, of whose ranks these are the places (`Job.place`)."""
+    """Return the Homes of a job from the `Job.place` of each rank."""
     return Homes([place["host"] for place in places], [place["node"] for place in places])
 
 
 def listed(words: Sequence[str]) -> str:
-    """Words as people list them: a, b and c."""
+    """Join words to an English list: a, b and c."""
     *most, last = words
     return f"{', '.join(most)} and {last}" if most else last

@@ -1,4 +1,4 @@
-"""What can be asked of this machine from outside of the program: commands and packages."""
+"""Queries of this machine: output of commands and versions of packages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def outcome(
     command: Sequence[object], seconds: float, **environment: str
 ) -> tuple[int | None, str]:
-    """The exit code of a command and what it printed; None for one that took too long.
+    """Run a command; return its exit code (None after a timeout of `seconds`) and its output.
 
-    It is ended with all of its process group.  Its output goes to a file: a pipe might be held
-    open by what it started.
+    A command that times out is ended with its process group.  The output goes to a file, because
+    child processes could hold a pipe open.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
         process = subprocess.Popen(
@@ -45,7 +45,7 @@ def outcome(
 
 
 def _end(process: Popen) -> None:
-    """End a process, which gets the time to end its ranks, then the rest of its group."""
+    """Terminate a process, give it 2 s to end its ranks, then kill its process group."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(2)
@@ -55,7 +55,7 @@ def _end(process: Popen) -> None:
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, or None."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -63,7 +63,7 @@ def installed(name: str) -> str | None:
 
 
 def release(version: str) -> list[int]:
-    """A version's numbers, without zeros at the end: 2.0.0rc1 is as good as 2."""
+    """Return the numbers of a version without trailing zeros: 2.0.0rc1 equals 2."""
     numbers = re.match(r"[\d.]*", version)[0].strip(".").split(".")
     while len(numbers) > 1 and not int(numbers[-1]):
         numbers.pop()

@@ -1,7 +1,7 @@
-"""Whether all hosts of a job see the folder that it will write to.
+"""Check that all hosts of a job share the output folder.
 
-Rank 0 leaves a key there, an empty file, for as long as it takes; the first rank of each other
-node looks for it.  A job on one node leaves nothing.
+Rank 0 temporarily creates a key, an empty file, in the folder, and the first rank of each other
+node looks for it.  A job on one node creates no file.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-SEEN_WITHIN = 3  # s: hosts see with a delay what others make
+SEEN_WITHIN = 3  # s, since network file systems show new files with a delay
 REMEDY = "name a folder that all hosts share (--run.out), or start in one"
 
 
 def refuse_unshared(job: Job, homes: Homes, place: Callable[[], Path]) -> None:
-    """Refuse the job where not all of its hosts see the folder that `place()` names on rank 0, or
-    in which that folder will be made."""
+    """Refuse the job unless all of its hosts see the output folder.
+
+    `place()` returns the folder on rank 0.  If it does not exist yet, its nearest existing parent
+    is checked.
+    """
     if not homes.several():
         return
     asked = place() if job.rank == 0 else None
@@ -40,7 +43,7 @@ def refuse_unshared(job: Job, homes: Homes, place: Callable[[], Path]) -> None:
 
 
 def _unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
-    """The first ranks of the nodes that do not see the file `key`, which is gone afterwards."""
+    """Return the first rank of each node that does not see the file `key`, and delete the file."""
     looks = key and job.rank and job.rank in homes.leaders()
     try:
         sees = job.gather(appears(key) if looks else True)
@@ -52,8 +55,10 @@ def _unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
 
 
 def _left_key(folder: Path) -> str | None:
-    """The name of a new empty file in `folder`, or in the first above it that exists; None where
-    it cannot be written, which is said when the folder is made."""
+    """Create an empty file in `folder` or its nearest existing parent, and return its path.
+
+    Returns None if it cannot be written; creating the folder later reports the error.
+    """
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     key = there / f".hpc3d-{secrets.token_hex(8)}"
     try:
@@ -64,12 +69,12 @@ def _left_key(folder: Path) -> str | None:
 
 
 def appears(path: Path | str) -> bool:
-    """Whether a file or folder is there or comes."""
+    """Return True if a path exists or appears within SEEN_WITHIN seconds."""
     until = time.monotonic() + SEEN_WITHIN
     while not Path(path).exists():
         if time.monotonic() > until:
             return False
         with suppress(OSError):
-            os.listdir(os.path.dirname(path))  # a client of NFS then asks its server again
+            os.listdir(os.path.dirname(path))  # makes an NFS client query its server again
         time.sleep(0.1)
     return True

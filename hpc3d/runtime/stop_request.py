@@ -1,7 +1,7 @@
-"""Why a run stops before its last step: a signal, the end of its minutes, the file STOP.
+"""Requests to stop a run early: a signal, the time limit, or the file STOP.
 
-A rank requests a stop (a number), the trainer takes the largest request at the end of a step, and
-so all ranks stop after the same one.
+A rank's request is a number.  At the end of each step the trainer takes the maximum over ranks, so
+all ranks stop after the same step.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what ends other processes
-MINUTES, FILE = 1001, 1002  # beyond the numbers of signals
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that end a process by default
+MINUTES, FILE = 1001, 1002  # larger than any signal number
 
 
 class Stop:
-    """The stop requests of this rank of a job, of a run in `folder`; rank 0 looks at the clock and
-    at the folder.  From now on the signals of ENDING are requests, too."""
+    """Stop requests of this rank for a run in `folder`.
+
+    Rank 0 checks the time limit of `minutes` (0: none) and the file STOP.  The signals of ENDING
+    and SIG`name` become requests, too.
+    """
 
     def __init__(self, job: Job, folder: Path, name: str, minutes: float) -> None:
         self.job, self.file = job, folder / "STOP"
@@ -29,7 +32,7 @@ class Stop:
         job.requests = self.signals
 
     def request(self) -> int:
-        """0 to go on; else the number of a signal, MINUTES or FILE."""
+        """Return 0 to continue, or the request: a signal number, MINUTES or FILE."""
         if told := [number for number in self.job.signals if number in self.signals]:
             return told[0]
         if self.job.rank:
@@ -40,11 +43,11 @@ class Stop:
 
 
 def reason(request: int) -> str:
-    """A request in words."""
+    """Return a request in words."""
     words = {MINUTES: "train.max_minutes have passed", FILE: "there is a file STOP in the folder"}
     return words.get(request) or f"{signal.Signals(request).name} came"
 
 
 def ended_by(number: int) -> str:
-    """The line of a process that a signal has ended before it could stop by itself."""
+    """Return the message for a process that a signal ended before it could stop."""
     return f"ended by {signal.Signals(number).name}"
