@@ -1,4 +1,4 @@
-"""The MPI job as a whole: what ranks settle before there is a mesh, and how they end together."""
+"""The MPI job: collective calls before the mesh exists, and a common end of all ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,25 @@ from hpc3d.runtime.exit_codes import BAD_INPUT, REFUSED, JobExit
 from hpc3d.runtime.host_map import kernel, namesakes
 from hpc3d.runtime.launcher import end_later, launcher
 
-_OUTLIVED = 2  # seconds by which it is known that a rank failed after it has gone
-_UNHEARD = 5  # seconds that a launcher takes to end a job, if it hears that it should
+_OUTLIVED = 2  # s for which a failed rank's mark outlives its process
+_UNHEARD = 5  # s until a launcher that received an abort has ended the job
 
 
 class Job:
-    """All ranks.  `exit_hooks` are the functions to call before the job ends, successfully or not.
-    `started` is the time at which this rank started,
-    and `signals` records the signals that came.  At the first one in `requests` the job stops by
-    itself."""
+    """All ranks of an MPI job.
+
+    Attributes
+    ----------
+    exit_hooks
+        Functions to call before the job ends, successfully or not.
+    started
+        Start time of this rank.
+    signals
+        Signals received so far.  The first one in `requests` makes the job stop by itself.
+    """
 
     def __init__(self, name: str, started: float) -> None:
-        if not MPI.Is_initialized():  # it was only looked at, by `mpi_library.found`
+        if not MPI.Is_initialized():  # `mpi_library.found` imports MPI without initializing it
             MPI.Init_thread()
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
@@ -41,17 +48,24 @@ class Job:
         self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
 
     def namesakes(self) -> str | None:
-        """What is wrong where two hosts have one name: Open MPI takes them for one, and waits in
-        its next call for ever."""
+        """Return a message if two hosts share a name.
+
+        Open MPI treats them as one host, and its next call deadlocks.
+        """
         return namesakes(self.kernels) if "Open MPI" in self.library() else None
 
     def from_root(self, function: Callable[[], Any]) -> Any:
-        """The value of `function()`, called on rank 0 alone; what of REFUSED it raises is
-        refused on all ranks."""
+        """Call `function()` on rank 0 and return its value on all ranks.
+
+        If it raises an exception of REFUSED, all ranks end the job.
+        """
         return self.comm.bcast(self.on_root(function))
 
     def on_root(self, function: Callable[[], Any]) -> Any:
-        """The same, for rank 0 alone: None on the others."""
+        """Call `function()` on rank 0 and return its value there, None on the other ranks.
+
+        If it raises an exception of REFUSED, all ranks end the job.
+        """
         value, problems = None, ()
         if self.rank == 0:
             try:
@@ -64,7 +78,7 @@ class Job:
         return value
 
     def patience(self, doing: str = "") -> AbstractContextManager[None]:
-        """Rank 0 says what goes on if the block takes long: `doing`, or the newest record."""
+        """Show progress on rank 0 while the block runs: `doing`, or the newest log record."""
         if self.rank:
             return nullcontext()
         from hpc3d.patience import patience
@@ -72,8 +86,11 @@ class Job:
         return patience(self.name, doing, since=self.started)
 
     def on_all_ranks(self, function: Callable[[], Any]) -> Any:
-        """The value of `function()` on every rank; what of REFUSED it raises on any is refused on
-        all, each line once."""
+        """Call `function()` on every rank and return its value.
+
+        If it raises an exception of REFUSED on any rank, all ranks end the job; each distinct
+        line of the messages is printed once.
+        """
         value, problems = None, []
         try:
             value = function()
@@ -84,7 +101,7 @@ class Job:
         return value
 
     def refuse(self, *problems: str) -> NoReturn:
-        """End the job on all ranks with a line of rank 0 for each problem."""
+        """End the job on all ranks; rank 0 prints one line per problem."""
         if self.rank == 0:
             for problem in problems:
                 self.complain(plain(problem))
@@ -94,21 +111,21 @@ class Job:
         print(f"hpc3d.{self.name}: {text}", file=sys.stderr, flush=True)
 
     def scatter_from_root(self, function: Callable[[], Sequence[Any]]) -> Any:
-        """This rank's value of the list, one a rank, that `function()` makes on rank 0."""
+        """Scatter the list that `function()` returns on rank 0, one value per rank."""
         return self.comm.scatter(function() if self.rank == 0 else None)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
+        """Return the values of all ranks, in rank order."""
         return self.comm.allgather(value)
 
     def barrier(self) -> None:
-        """Wait for all ranks, asleep: rank 0 may have work that takes seconds."""
+        """Wait for all ranks without spinning, since rank 0 may work for seconds."""
         request = self.comm.Ibarrier()
         while not request.Test():
             time.sleep(0.005)
 
     def place(self) -> dict[str, Any]:
-        """This rank's host, process, number on its node and the first rank of that; collective."""
+        """Return this rank's host, process id, local rank and first rank of its node; collective."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         mine = node.bcast(self.rank), MPI.Get_processor_name(), kernel()
         first = self.gather(mine).index(mine)
@@ -116,15 +133,15 @@ class Job:
         return own | {"local_rank": node.rank, "node": first}
 
     def library(self) -> str:
-        """The MPI library, in one line."""
+        """Return the name and version of the MPI library in one line."""
         line = MPI.Get_library_version().split(",")[0].split("\n")[0]
         return " ".join(line.split())
 
     def first_to_fail(self) -> bool:
-        """Whether nothing of this job has said yet on this host that it failed.
+        """Return True on the first failing rank of this job on this host.
 
-        The first to bind an abstract address has it until its process has ended, and a child that
-        outlives it for a while, in which others end; no file is left.
+        The first rank to bind an abstract socket address holds it until its process and a child
+        end.  The child outlives it while the other ranks end.  No file remains.
         """
         try:
             failure = socket.socket(socket.AF_UNIX)
@@ -140,23 +157,27 @@ class Job:
 
 
 def end_job(code: int) -> None:
-    """End all ranks now; at least this one, if the launcher does not listen.  Exit handlers do not
-    run.  Needs no `Job`."""
+    """End all ranks now, or at least this one if the launcher does not respond.
+
+    Exit handlers do not run.  No `Job` is needed.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
-    if MPI.COMM_WORLD.size == 1:  # there is nobody that MPI would have to end
+    if MPI.COMM_WORLD.size == 1:  # there are no other ranks to abort
         os._exit(code)
     end_later(launcher())
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    # Not a thread of Python's, for MPI waits for the launcher without letting others run.
+    # Not a Python thread: MPI_Abort waits for the launcher without releasing the GIL.
     faulthandler.dump_traceback_later(_UNHEARD, exit=True, file=nowhere)
     MPI.COMM_WORLD.Abort(code)
 
 
 def _linger(descriptor: int) -> None:
-    """Leave a process that has but this file open, for a while.  It is a program of its own, for
-    which no copy of this process is made, whatever its other threads do."""
+    """Start a child that keeps this file descriptor open for _OUTLIVED seconds.
+
+    It executes another program (`sleep`), because other threads may block a fork of this process.
+    """
     import subprocess
 
     quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)

@@ -1,7 +1,7 @@
-"""How a job starts and ends: threads, yielding, one clear line for bad input, no rank left behind.
+"""Start and end of a job: environment, signals, error messages, and termination of all ranks.
 
-Nothing here imports NumPy or MPI before `set_environment` has run: both read the environment when
-they are loaded.
+This module imports NumPy and MPI only after `set_environment`, because both read the environment
+when they are loaded.
 """
 
 from __future__ import annotations
@@ -50,40 +50,40 @@ _DISK = (
     errno.EIO,
     errno.ESTALE,
 )
-_MEETING = 60  # seconds until the first message; MPI has been initialised everywhere before
-_SPOKEN = 0.5  # seconds until what is printed has left the host
-_ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # for the end of a job: run.signal
-_POKE = signal.SIGURG  # of our own, for the main thread; ignored by default
-_BUSY_ALONE = 5  # seconds that the main thread has for a call of BLAS or HDF5
-_BUSY = 0.1  # the same if a launcher will kill this process soon
-_SAVED = 60  # seconds that a copy of this process has to save what can be saved
+_MEETING = 60  # s until the first collective call completes, after MPI was initialized
+_SPOKEN = 0.5  # s until printed output has left the host
+_ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # requests to stop: run.signal
+_POKE = signal.SIGURG  # wakes the main thread; ignored by default
+_BUSY_ALONE = 5  # s granted to the main thread for a BLAS or HDF5 call
+_BUSY = 0.1  # s, if a launcher will soon kill this process
+_SAVED = 60  # s granted to a forked child for the exit hooks
 
 
 def run(name: str, body: Callable[[Job], int | None]) -> int:
-    """`_started(name, body)`, whose output is plain text."""
+    """Run `body(job)` on every rank with sanitized output; return the exit code."""
     with plain_streams():
         try:
             return _started(name, body)
-        except KeyboardInterrupt:  # before there is a job
+        except KeyboardInterrupt:  # before the job exists
             print(f"hpc3d.{name}: {ended_by(signal.SIGINT)}", file=sys.stderr)
             return INTERRUPTED
 
 
 def _started(name: str, body: Callable[[Job], int | None]) -> int:
-    """`body(job)` on every rank of the job; its exit code, or the end of the whole job.
+    """Run `body(job)` on every rank; return the exit code, or abort the job.
 
-    An end that all ranks agree on (`JobExit`) is the same exit code everywhere.  Anything else
-    that goes wrong on one rank is printed once, with its rank, and aborts the job after
-    `job.exit_hooks` has been called."""
+    `JobExit`, which all ranks raise together, sets the same exit code on all ranks.  Any other
+    error of a rank is printed once, with its rank, and aborts the job after the exit hooks.
+    """
     begin = time.monotonic()
     set_environment()
-    early = []  # before there is a job
+    early = []  # signals received before the job exists
     for number in _ASKING:
         signal.signal(number, lambda number, _: early.append(number))
     with _starting(name), mpi_environment():
         try:
             from hpc3d.runtime.job import Job
-        except (ImportError, RuntimeError) as error:  # the latter: there is mpi4py and no MPI
+        except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
             reason = plain(str(error).partition("\n")[0]).rstrip(".")
             print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor says why", file=sys.stderr)
             return BAD_INPUT
@@ -111,7 +111,7 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
 
 
 def _starting(name: str) -> AbstractContextManager[None]:
-    """Rank 0 says so where it takes long until all ranks are there."""
+    """Show progress on rank 0 while the ranks start."""
     ranks = number_in(WORLD_RANKS, default=1)
     if ranks == 1 or number_in(OWN_RANK, default=0):
         return nullcontext()
@@ -121,9 +121,12 @@ def _starting(name: str) -> AbstractContextManager[None]:
 
 
 def _met(make: Callable[[], Job], name: str) -> Job:
-    """The job that `make()` makes with its first call among all ranks; where that does not end,
-    as between hosts that do not reach each other, this process says so and ends all of them.  It
-    must not just leave: the ranks that it did reach would end with Open MPI's own error."""
+    """Return the job of `make()`, whose first collective call must complete in _MEETING seconds.
+
+    Otherwise, for example if hosts do not reach each other, one rank per host prints a message and
+    all ranks are aborted.  A mere exit would make the ranks that were reached end with an error of
+    Open MPI.
+    """
     from hpc3d.runtime.job import end_job
 
     def end():
@@ -144,14 +147,14 @@ def _met(make: Callable[[], Job], name: str) -> Job:
 
 
 def _explain_single(meant: int) -> list[str]:
-    """Why this process is alone although the launcher meant `meant` of them."""
+    """Explain why MPI sees one process although the launcher started `meant`."""
     from hpc3d.runtime.mpi_library import mismatch_report
 
     return [f"{meant} processes were meant, but MPI sees 1", *mismatch_report(meant)]
 
 
 def _die(job: Job, error: BaseException) -> None:
-    """Say what happened on this rank, once for the job, save what can be saved, end the job."""
+    """Report the error of this rank once per host, call the exit hooks, and abort the job."""
     if job.first_to_fail():
         job.complain(f"rank {job.rank} {what_happened(error, job.name)}")
     finish(job)
@@ -159,7 +162,7 @@ def _die(job: Job, error: BaseException) -> None:
 
 
 def what_happened(error: BaseException, command: str = "train") -> str:
-    """What a rank says of the error that ends it."""
+    """Return the message for an error that ends a rank."""
     again = "start again" + ", or go on with --resume" * (command == "train")
     if isinstance(error, SystemExit):
         return f"exited with {plain(str(error.code))}"
@@ -183,15 +186,16 @@ def _exit_code(error: BaseException) -> int:
 
 
 def obey_signals(job: Job) -> None:
-    """End this rank at a signal of ENDING, or save what can be saved.
+    """Install the signal handling of this rank.
 
     The first signal of `job.requests` asks the job to stop by itself: this rank saves its trace
-    now, and continues.  At a second signal, or at any other one, it ends.
+    now, and continues.  A second signal of ENDING, or one that is not in `job.requests`, ends the
+    rank.
 
-    Python calls signal handlers on the main thread only, which may wait inside MPI forever.
-    Therefore a thread reads the signals from a pipe.  It acts itself while the main thread
-    communicates.  Otherwise the main thread acts, between two bytecodes: a copy of this process
-    that is made during a product of BLAS or a call of HDF5 would hang.
+    Python calls signal handlers only on the main thread, which may wait inside MPI forever.
+    Therefore a thread reads the signals from a pipe.  While the main thread communicates, this
+    thread acts itself.  Otherwise the main thread acts between two bytecodes, because a fork
+    during a BLAS product or an HDF5 call would deadlock.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
@@ -215,20 +219,20 @@ def obey_signals(job: Job) -> None:
 
     for number in (*_ASKING, *ENDING):
         if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGTERM:
-            signal.signal(number, lambda *_: None)  # at its default a signal ends the process
+            signal.signal(number, lambda *_: None)  # the default action ends the process
     signal.signal(_POKE, lambda *_: act())
     signal.set_wakeup_fd(tell)
     threading.Thread(target=listen, daemon=True).start()
 
 
 def _must_end(job: Job, signals: list[int]) -> bool:
-    """Whether these signals leave no time to stop after the current step."""
+    """Return True if these signals leave no time to finish the current step."""
     asked = [number for number in signals if number in ENDING]
     return len(asked) > 1 or any(number not in job.requests for number in asked)
 
 
 def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
-    """Call `act()` on this or on the main thread, until this process ends if it must."""
+    """Call `act()` on this or the main thread; repeat until the process ends if it must."""
     last = time.monotonic() + (_BUSY_ALONE if job.size == 1 else _BUSY)
     while True:
         if _in_a_call() or time.monotonic() > last:
@@ -241,9 +245,9 @@ def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
 
 
 def _in_a_call() -> bool:
-    """Whether the main thread is in communication, and hence in no product of BLAS."""
+    """Return True if the main thread communicates, and hence is in no BLAS product."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    # torch.fx compiles functions in namespaces without a name.
+    # torch.fx compiles functions in namespaces without __name__.
     module = frame.f_globals.get("__name__") or ""
     return module.startswith(("hpc3d.comm.", "hpc3d.runtime."))
 
@@ -251,7 +255,9 @@ def _in_a_call() -> bool:
 def leave(job: Job, number: int = signal.SIGTERM) -> None:
     """End this process because of a signal, unless it is ending already."""
     if job.ending.acquire(blocking=False):
-        os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread, which may be spinning
+        os.setpriority(
+            os.PRIO_PROCESS, os.getpid(), 19
+        )  # yield to the child: the main thread may be spinning
         _report_end(job, number)
         save_in_child(job)
         time.sleep(1)
@@ -259,14 +265,14 @@ def leave(job: Job, number: int = signal.SIGTERM) -> None:
 
 
 def _report_end(job: Job, number: int) -> None:
-    """Print what ended this process, if no launcher does."""
+    """Print which signal ended this process, if no launcher reports it."""
     if job.size == 1:
         with suppress(RuntimeError):  # the signal came while this thread was printing
             job.complain(ended_by(number))
 
 
 def _keep(job: Job) -> None:
-    """Save what can be saved now: this process may be killed before it has stopped."""
+    """Call the exit hooks in a child now: this process may be killed before it stops."""
     if job.exit_hooks and job.ending.acquire(blocking=False):
         try:
             child = save_in_child(job)
@@ -280,10 +286,10 @@ def _keep(job: Job) -> None:
 
 
 def save_in_child(job: Job) -> int:
-    """Do what is to be done at the end of the job, in a process with a session of its own.
+    """Call the exit hooks in a child process with its own session; return its process id.
 
-    Open MPI's launcher kills its processes a quarter of a second after SIGTERM, or as soon as one
-    of them has gone; this one has the time to finish.
+    Open MPI's launcher kills its processes 0.25 s after SIGTERM, or as soon as one of them has
+    ended.  The child survives and can finish.
     """
     child = fork_or_end()
     if child == 0:
@@ -295,13 +301,13 @@ def save_in_child(job: Job) -> int:
 
 
 def finish(job: Job) -> None:
-    """Do what the job wants done at its end, once."""
+    """Call the exit hooks of the job once."""
     with job.ending:
         _call_all(job)
 
 
 def _call_all(job: Job) -> None:
-    """Call the functions of `job.exit_hooks`; nothing may stop us here."""
+    """Call the functions of `job.exit_hooks`; errors are printed and do not stop the others."""
     while job.exit_hooks:
         try:
             job.exit_hooks.pop(0)()

@@ -1,7 +1,7 @@
-"""What started the ranks of this host, and its end where it outlives them.
+"""The launcher of the ranks on this host, and its termination if it outlives them.
 
-A launcher that is asked to end a job waits for the daemons of all hosts, also for one that it does
-not reach any more: mpirun was seen to wait for minutes after a link was lost.
+A launcher that ends a job waits for the daemons of all hosts, even of an unreachable one: mpirun
+was seen to wait for minutes after a link was lost.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 
 from hpc3d.runtime.fork import fork_or_end
 
-# Open MPI's and MPICH's, as /proc names them; never a shell, nor a batch system's own.
+# Names in /proc of the launchers of Open MPI and MPICH; never a shell or a batch system's daemon.
 _LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy")
-HEARD = 8  # seconds in which a launcher ends a job that it can end
-AGAIN = 2  # seconds between signals: an mpirun that waits for a host waits on after the first
+HEARD = 8  # s within which a working launcher ends a job
+AGAIN = 2  # s between signals: the first one does not end an mpirun that waits for a host
 _SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 
 def born(pid: int) -> str | None:
-    """When process `pid` was started, in ticks; None if it is not alive."""
+    """Return the start time of process `pid` in clock ticks, or None if it is not alive."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -32,8 +32,10 @@ def born(pid: int) -> str | None:
 
 
 def launcher() -> tuple[int, str | None] | None:
-    """The process id of the launcher that started this process, or of its daemon on this host,
-    and when that was started; None where something else did."""
+    """Return process id and start time of this process's launcher, or of its daemon on this host.
+
+    Returns None if no launcher started this process.
+    """
     pid = os.getppid()
     with suppress(OSError):
         if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() in _LAUNCHERS:
@@ -42,9 +44,9 @@ def launcher() -> tuple[int, str | None] | None:
 
 
 def end_later(found: tuple[int, str | None] | None) -> None:
-    """End the launcher `found` by signals if it does not end by itself; returns at once.
+    """End the launcher `found` by signals if it does not end by itself; return at once.
 
-    A process of its own does so, for this one ends before.
+    A child process sends the signals, because this process ends earlier.
     """
     if found is None or fork_or_end():
         return

@@ -1,11 +1,11 @@
-"""What a run comes to as it happens: metrics.jsonl in its folder, a JSON object a line.
+"""Metrics of a run: metrics.jsonl in its folder, one JSON object per line.
 
-A step has `step`, `steps` (of the run), `loss`, `learning_rate`, `gradient_norm`, `tokens`,
+A training step has `step`, `steps` (of the run), `loss`, `learning_rate`, `gradient_norm`, `tokens`,
 `seconds`, `tokens_per_s`, `communication` (a share of the step), `peak_bytes` (of the fullest
 rank) and `time` (seconds since 1970).  An evaluation has the `step` after which it was made,
 `validation_loss`, `perplexity`, `accuracy`, `evaluated_tokens`, `evaluation_seconds` and `time`.
-What is no finite number is null.
-A run in float16 adds `loss_scale`, the factor of the next step's loss.
+Values that are not finite are null.
+A float16 run adds `loss_scale`, the loss scale of the next step.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ _Sink = Callable[[_Record], object]
 
 
 class MetricsFile:
-    """Writes the records of a run that begins with step `start`; those of later steps, which an
-    earlier attempt had done, are dropped.  Each goes to all `sinks`, too; one that raises is
-    reported by `say` and gets no more."""
+    """Writer of the metrics of a run that starts after `start` steps.
+
+    Records of later steps, from an earlier attempt, are removed.  Each new record also goes to all
+    `sinks`; a sink that raises is reported through `say` and disabled.
+    """
 
     def __init__(
         self, folder: Path, start: int, sinks: Iterable[_Sink], say: Callable[[str], object]
@@ -43,7 +45,7 @@ class MetricsFile:
         self.file, self.sinks, self.say = self.path.open("a", encoding="utf-8"), [*sinks], say
 
     def _keep(self, start: int) -> None:
-        """Drop later steps than those before `start`: at once, wherever this is interrupted."""
+        """Atomically remove the records that were written after more than `start` steps."""
         kept = self.path.with_suffix(".tmp")
         with kept.open("w", encoding="utf-8") as file:
             file.writelines(line for line, record in _lines(self.path) if _done(record) <= start)
@@ -54,32 +56,37 @@ class MetricsFile:
         try:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-        except OSError as error:  # of writing: it names no file
+        except OSError as error:  # a write error does not name its file
             error.filename = str(self.path)
             raise
         for sink in [*self.sinks]:
             try:
                 sink(record)
-            except Exception as error:  # whatever a function of the user's does
+            except Exception as error:  # user functions may raise anything
                 self.sinks.remove(sink)
                 self.say(f"metrics: {type(error).__name__}: {error}; it gets no more of them")
 
 
 def read(folder: Path) -> list[_Record]:
-    """The records of a run so far.  A last line that is being written, or was when a run was
-    killed, is left out."""
+    """Return the records of a run so far, without an incomplete last line."""
     return MetricsReader(folder).more()[1]
 
 
 class MetricsReader:
-    """Reads what is new in the records of a run; `damaged` counts the other lines."""
+    """Incremental reader of the metrics of a run; `damaged` counts invalid lines."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.at, self.file, self.damaged = folder / NAME, 0, None, 0
 
     def more(self) -> tuple[bool, list[_Record]]:
-        """The records since the last call, and whether they are all of them from the first: a run
-        that goes on writes its file anew.  A last line that is not whole is left for later."""
+        """Read the new records; an incomplete last line is left for the next call.
+
+        Returns
+        -------
+        tuple
+            True if the records start from the first one, since a resumed run rewrites its file,
+            and the records since the last call.
+        """
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -95,7 +102,7 @@ class MetricsReader:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, _Record]]:
-    """Each whole line that is a record, and the record."""
+    """Yield each complete line that is a record, and the record."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.endswith("\n") and (record := _record(line)):
@@ -103,23 +110,23 @@ def _lines(path: Path) -> Iterator[tuple[str, _Record]]:
 
 
 def _record(line: str | bytes) -> _Record | None:
-    """The record that a line is; of a line that two writers or a fault of the disk left, none."""
+    """Parse a line; return None if two writers or a disk fault damaged it."""
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # the former also for bytes that are no UTF-8
+    except (ValueError, RecursionError):  # ValueError: also invalid UTF-8
         return None
     return record if isinstance(record, dict) and _is_sound(record) else None
 
 
 def _is_sound(record: _Record) -> bool:
-    """Whether the step is an integer and all values are numbers, or None for NaN."""
+    """Return True if the step is an integer and each value a number, or None for NaN."""
     known = [value for value in record.values() if value is not None]
     numbers = all(type(value) in (int, float) for value in known)
     return type(record.get("step")) is int and numbers and all(abs(each) < _MOST for each in known)
 
 
 def _done(record: _Record) -> int:
-    """How many steps were done when it was written."""
+    """Return the number of completed steps at the time of a record."""
     return record["step"] + ("loss" in record)
 
 
@@ -128,8 +135,11 @@ def _finite(value: Any) -> Any:
 
 
 def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) -> list[_Sink]:
-    """What else gets the records of a run in a `folder` (None: no folder yet, it is only asked
-    whether it could be); ValueError where there is no such function or package."""
+    """Return the additional sinks of a run's metrics: a user function and TensorBoard.
+
+    With `folder` = None, only the availability of TensorBoard is checked.  Raises ValueError if
+    the function or the package does not exist.
+    """
     sinks = [_function(hook)] if hook else []
     if tensorboard:
         need("run.tensorboard", "tensorboardX")
@@ -138,13 +148,13 @@ def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) ->
 
 
 def _function(hook: str) -> _Sink:
-    """The function that MODULE:FUNCTION names."""
+    """Import the function MODULE:FUNCTION."""
     module, _, name = hook.partition(":")
-    if os.getcwd() not in sys.path:  # as with `python -m`, where `hpc3d` was called
+    if os.getcwd() not in sys.path:  # as `python -m` does; the `hpc3d` script does not
         sys.path.append(os.getcwd())
     try:
         found = getattr(import_module(module), name)
-    except Exception as error:  # an import runs what is the user's
+    except Exception as error:  # an import runs user code
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"run.metrics_hook = {hook!r}: {reason}; give MODULE:FUNCTION that can be imported"
@@ -155,11 +165,11 @@ def _function(hook: str) -> _Sink:
 
 
 def _board(folder: Path) -> _Sink:
-    """A sink that writes scalars for TensorBoard."""
+    """Return a sink that writes scalars for TensorBoard."""
     from tensorboardX import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=1)
-    atexit.register(writer.close)  # a thread writes
+    atexit.register(writer.close)  # tensorboardX writes on a thread
 
     def write(record):
         for key, value in record.items():

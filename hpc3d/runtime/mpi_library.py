@@ -1,6 +1,6 @@
-"""MPI as it is installed here: the library that mpi4py loads, the mpirun on PATH, the launcher.
+"""Installed MPI: the library that mpi4py loads, the mpirun on PATH, and the launcher.
 
-Nothing here starts MPI: where its parts do not fit together that may end the process.
+Except for `world`, nothing here initializes MPI: incompatible parts may end the process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from hpc3d.runtime.probe import outcome, release
 
 CONSENT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-# More ranks than cores: Open MPI 4 reads the first, Open MPI 5 the second.
+# Oversubscription: Open MPI 4 reads the first variable, Open MPI 5 the second.
 CROWD_4, CROWD_5 = "OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy"
 _IN_A_JOB = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
 _CROWD = {CROWD_4: "1", CROWD_5: "slot:oversubscribe"}
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 _OPEN_MPI = "Open MPI"
-# The kinds of `srun --mpi` that libraries take, by how they begin: pmix_v4 is one.
+# Prefixes of the `srun --mpi` types that a library supports: pmix matches pmix_v4.
 _WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
 _LIBRARIES = Path("/usr/lib")
 INSTALL = (
@@ -35,7 +35,7 @@ INSTALL = (
 
 
 class MpiInstall(NamedTuple):
-    """One MPI: its maker, version (None if unknown) and a file of it (None if unknown)."""
+    """MPI installation: maker, version and path of a file; None if unknown."""
 
     maker: str
     version: str | None
@@ -43,7 +43,7 @@ class MpiInstall(NamedTuple):
 
     @property
     def abi(self) -> str:
-        """Libraries and launchers with the same one fit together."""
+        """ABI; libraries and launchers with the same one are compatible."""
         return "Open MPI" if self.maker == _OPEN_MPI else "MPICH"
 
     def __str__(self) -> str:
@@ -51,9 +51,9 @@ class MpiInstall(NamedTuple):
 
 
 def _loaded() -> MpiInstall:
-    """The MPI that mpi4py loads; it is not started by this.
+    """Return the MPI that mpi4py loads, without initializing it.
 
-    mpi4py raises whatever its loader raises without one.
+    Without an MPI library, mpi4py raises the error of its loader.
     """
     import mpi4py
 
@@ -65,15 +65,15 @@ def _loaded() -> MpiInstall:
 
 
 def found() -> MpiInstall | None:
-    """The same, or None without one."""
+    """Return the MPI that mpi4py loads, or None if there is none."""
     try:
         return _loaded()
-    except Exception:  # a RuntimeError of mpi4py's, an ImportError of the linker's
+    except Exception:  # RuntimeError of mpi4py, ImportError of the linker
         return None
 
 
 def world() -> int:
-    """The number of processes that MPI sees, which starts it."""
+    """Initialize MPI and return its number of processes."""
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
@@ -83,7 +83,7 @@ def world() -> int:
 
 
 def library_file() -> str | None:
-    """The file of the MPI library in this process."""
+    """Return the path of the MPI library in this process."""
     files = re.findall(r"/.*/lib(?:p?mpi|mpich)(?:_[a-z]+\d*)?\.so[.\d]*$", _maps(), re.MULTILINE)
     return files[0] if files else None
 
@@ -104,7 +104,7 @@ def on_path() -> MpiInstall | None:
 
 
 def _maker_of(printed: str) -> str:
-    """Whose mpirun prints this as its version."""
+    """Return the maker of the mpirun that prints this version text."""
     for word, maker in (("Open MPI", _OPEN_MPI), ("OpenRTE", _OPEN_MPI), ("Intel", "Intel MPI")):
         if word in printed:
             return maker
@@ -112,18 +112,18 @@ def _maker_of(printed: str) -> str:
 
 
 def library() -> Iterator[Finding]:
-    """Whether mpi4py finds an MPI library, and which."""
+    """Check that mpi4py finds an MPI library, and report which."""
     try:
         import mpi4py
 
         yield Finding(OK, "MPI library", f"{_loaded()} (mpi4py {mpi4py.__version__})")
-    except Exception as error:  # a RuntimeError of mpi4py's, an ImportError of the linker's
+    except Exception as error:  # RuntimeError of mpi4py, ImportError of the linker
         text = f"{error}".strip().splitlines()[0]
         yield Finding(FAIL, "MPI library", f"cannot be loaded: {text}", _to_load())
 
 
 def _to_load() -> str:
-    """The remedy if mpi4py finds no library: Debian's MPICH has a name that it does not try."""
+    """Return the remedy if mpi4py finds no library: it does not try the name of Debian's MPICH."""
     if not (files := [*_LIBRARIES.glob("*/libmpich.so.12")]):
         return INSTALL
     folder = Path(sys.prefix, "lib", "mpich")
@@ -134,7 +134,7 @@ def _to_load() -> str:
 
 
 def mpirun(mpi: MpiInstall, launcher: MpiInstall | None) -> Iterator[Finding]:
-    """Whether the `launcher` on PATH (None: there is no mpirun) belongs to the library `mpi`."""
+    """Check that the `launcher` on PATH (None: no mpirun) belongs to the library `mpi`."""
     if launcher is None:
         verdict = WARN if shutil.which("srun") else FAIL
         yield Finding(verdict, "mpirun", "not on PATH", put_on_path(mpi))
@@ -157,7 +157,7 @@ def mpirun(mpi: MpiInstall, launcher: MpiInstall | None) -> Iterator[Finding]:
 
 
 def put_on_path(mpi: MpiInstall) -> str:
-    """How the mpirun of a library is found."""
+    """Return the remedy that puts the mpirun of a library on PATH."""
     beside = Path(mpi.path or "/").parents[1 if mpi.path else 0] / "bin" / "mpirun"
     if beside.is_file():
         return f'put its own first: export PATH="{beside.parent}:$PATH"'
@@ -165,7 +165,7 @@ def put_on_path(mpi: MpiInstall) -> str:
 
 
 def root() -> Iterator[Finding]:
-    """Whether Open MPI starts ranks for this user."""
+    """Check that Open MPI starts ranks for this user."""
     missing = [name for name in CONSENT if os.environ.get(name) != "1"]
     if os.geteuid() == 0 and missing:
         remedy = f"export {' '.join(f'{name}=1' for name in missing)}, or be another user"
@@ -173,7 +173,7 @@ def root() -> Iterator[Finding]:
 
 
 def oversubscription(launcher: MpiInstall) -> Iterator[Finding]:
-    """Whether Open MPI's mpirun starts more ranks than there are cores, and how they wait."""
+    """Check that Open MPI's mpirun allows oversubscription, and that idle ranks yield."""
     if allows_more(launcher):
         yield Finding(OK, "more ranks than cores", "mpirun starts them")
     else:
@@ -188,7 +188,7 @@ def oversubscription(launcher: MpiInstall) -> Iterator[Finding]:
 
 
 def allows_more(launcher: MpiInstall) -> bool:
-    """Whether the environment, or a file, of Open MPI asks it to start them."""
+    """Return True if the environment or Open MPI's parameter file allows oversubscription."""
     if _is_4(launcher):
         return os.environ.get(CROWD_4) in ("1", "true")
     file = Path(launcher.path).resolve().parents[1] / "etc" / "prte-mca-params.conf"
@@ -201,7 +201,7 @@ def _is_4(launcher: MpiInstall) -> bool:
 
 
 def slurm(mpi: MpiInstall) -> Iterator[Finding]:
-    """The job, where this is in one, and what srun offers, where it is set up."""
+    """Report the Slurm job, if any, and check the `--mpi` types of srun."""
     inside = "SLURM_JOB_ID" in os.environ
     if inside:
         tasks = environment.number_in(("SLURM_NTASKS",), default=1)
@@ -216,7 +216,7 @@ def slurm(mpi: MpiInstall) -> Iterator[Finding]:
 
 
 def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
-    """Whether srun offers the MPI a way to start that it takes."""
+    """Check that srun offers a `--mpi` type that the MPI library supports."""
     text = f"srun offers {', '.join(kinds) or 'no way to start MPI'}"
     taken = [kind for way in _WAYS[mpi.abi] for kind in kinds if kind.startswith(way)]
     if taken:
@@ -226,18 +226,18 @@ def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
 
 
 def started_by_other_mpi(mpi: MpiInstall) -> bool:
-    """Whether the mpirun of another MPI started this process: to start MPI may end it."""
+    """Return True if the mpirun of another MPI started this process: MPI_Init may end it."""
     return _starter() is not None and _starter() != mpi.abi
 
 
 def _starter() -> str | None:
-    """Whose mpirun started this process, by its ABI; None where none did."""
+    """Return the ABI of the mpirun that started this process, or None."""
     names = {"OMPI_COMM_WORLD_SIZE": "Open MPI", "MPI_LOCALNRANKS": "MPICH"}
     return next((abi for name, abi in names.items() if name in os.environ), None)
 
 
 def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
-    """Why each of the `meant` processes that a launcher started is alone."""
+    """Explain why each of the `meant` processes of a launcher sees only itself."""
     if _starter() is None:
         return Finding(FAIL, "launcher", *_of_slurm(meant, mpi))
     text = f"the mpirun of {_starter()} started {meant} processes, each is alone: "
@@ -247,7 +247,7 @@ def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
 
 
 def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
-    """The same where no mpirun did it: what is wrong, and the remedy."""
+    """Return the problem and the remedy for singletons that no mpirun started."""
     kind = _WAYS[mpi.abi][0]
     remedy = f"srun --mpi={kind} python -m hpc3d... (srun --mpi=list names what there is)\n"
     remedy += f"or mpirun python -m hpc3d... in the job, with the mpirun of {mpi.maker}"
@@ -259,9 +259,9 @@ def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
 
 
 def mismatch_report(meant: int) -> list[str]:
-    """What to say where a launcher started `meant` processes and MPI sees one: a few lines.
+    """Return the lines to print if a launcher started `meant` processes and MPI sees one.
 
-    Quick, and nothing is started: for rank 0 of a job that cannot go on.
+    Rank 0 of such a job calls it.  It is fast and starts no process.
     """
     mpi, path = _loaded(), shutil.which("mpirun")
     told = [
