@@ -14,8 +14,8 @@ import sys
 
 __version__ = "0.2.0"
 
-# Ctrl-C ends a command that still imports its modules without a traceback.  Later cli.run or
-# launch.run decides.  `python -m` of another package, which imports this one, is no command.
+# End a command on Ctrl-C without a traceback while its modules are imported.  Later cli.run or
+# launch.run handles the signal.  `python -m` of another package is not one of our commands.
 _module = any(word.removeprefix("-m").startswith("hpc3d") for word in sys.orig_argv)
 if (
     any((word == "-m" and _module) or word.endswith("/hpc3d") for word in sys.argv[:1])
@@ -24,7 +24,7 @@ if (
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # what editors and type checkers read; the table below is what runs
+if TYPE_CHECKING:  # for editors and type checkers; at run time PUBLIC is used
     from hpc3d.comm.grid import Grid as Grid
     from hpc3d.comm.threads import run as run_threads  # noqa: F401
     from hpc3d.config.load import load as load_config  # noqa: F401
@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # what editors and type checkers read; the table below is wha
     from hpc3d.tensor.split import SCHEMES as SCHEMES
     from hpc3d.tensor.split import Split as Split
 
-# The Python interface.  A name is imported when it is first asked for: a rank pays for nothing
-# that it does not use.
+# The Python interface.  A name is imported on first access, so that ranks only import modules that
+# they use.
 PUBLIC = {
     "Cube": "hpc3d.library.cube:Cube",
     "Grid": "hpc3d.comm.grid:Grid",

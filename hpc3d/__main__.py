@@ -20,14 +20,14 @@ USAGE = """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first word names; the exit code is 2 for any other word."""
+    """Run the command named by the first argument; return 2 if there is no such command."""
     command, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in COMMANDS:
         return import_module(f"hpc3d.{command}").main(words)
     from hpc3d.runtime import environment
 
     if environment.number_in(environment.OWN_RANK, default=0):
-        return 0  # a launcher that sees a failure ends the others, before the first has spoken
+        return 0  # on a failure the launcher would end rank 0 before it has printed
     from hpc3d.plain import plain_streams
 
     with plain_streams():
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def complete(words: list[str]) -> int:
-    """Print what a shell completes `hpc3d` by."""
+    """Print the completion script of a shell."""
     from hpc3d.library.completion import SHELLS, script
     from hpc3d.runtime.exit_codes import BAD_INPUT
 
@@ -47,7 +47,7 @@ def complete(words: list[str]) -> int:
 
 
 def answer(word: str) -> int:
-    """Print what is asked for without a command."""
+    """Handle the options that need no command."""
     import hpc3d
 
     if word in ("-h", "--help"):
@@ -60,7 +60,7 @@ def answer(word: str) -> int:
 
 
 def listing() -> str:
-    """What hpc3d is, how commands are written, and one line a command."""
+    """Return the help text: description, usage, and one line per command."""
     import hpc3d
 
     lines = [f"  {command:<12}{summary(command)}" for command in COMMANDS]
@@ -68,7 +68,10 @@ def listing() -> str:
 
 
 def summary(command: str) -> str:
-    """The first line of a command's text.  Parsed, its module costs no NumPy and no MPI."""
+    """Return the first line of a command's module docstring.
+
+    The module is parsed, not imported, so that NumPy and MPI are not loaded.
+    """
     import ast
     from importlib.resources import files
 
@@ -80,7 +83,7 @@ def summary(command: str) -> str:
 
 
 def refuse(word: str) -> int:
-    """The exit code for a word that is no command, of which one line says so."""
+    """Print an error for an unknown command, and return the exit code."""
     from difflib import get_close_matches
 
     from hpc3d.runtime.exit_codes import BAD_INPUT

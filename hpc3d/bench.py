@@ -53,7 +53,7 @@ _MODULES = {
     "studies.reproductions": ("findings", "published", "speedups", "vtrain", "partition"),
 }
 _BENCHMARKS = {name: module for module, names in _MODULES.items() for name in names}
-_SINGLE = {"step", "trace", "calibrate"}  # those that compute in this process, with one thread
+_SINGLE = {"step", "trace", "calibrate"}  # run in this process, with one thread
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def _parser():
 
 
 class Names(argparse.Action):
-    """Names of benchmarks; that which runs on the ranks of mpirun stands alone."""
+    """Argparse action for benchmark names; `calls`, which needs mpirun, excludes the others."""
 
     def __call__(self, parser, options, names, option=None):
         if "calls" in names and len(names) > 1:
@@ -95,7 +95,7 @@ class Names(argparse.Action):
 
 
 def _benchmark(name: str) -> Callable[..., Any]:
-    """The function of a benchmark, whose module is loaded only now."""
+    """Import and return the function of a benchmark."""
     return getattr(import_module(f"hpc3d.{_BENCHMARKS[name]}"), name)
 
 

@@ -32,7 +32,7 @@ _EXITS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the exit code is 2 for bad input, 3 for damage."""
+    """Run the command line; return 2 for invalid input, 3 for a damaged checkpoint."""
     words, settings = parted(sys.argv[1:] if argv is None else argv, ("--name", "--seed"))
     options = _parser().parse_args(words)
     return run("checkpoint", lambda: _act(options, settings))
@@ -87,7 +87,7 @@ def _parser() -> Parser:
 
 
 def show(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
-    """One line per checkpoint of a run; of a single one also its tensors."""
+    """Print one line per checkpoint of a run, or one checkpoint with its tensors."""
     from hpc3d.checkpoints.inspect import about, best_of, checkpoints, latest
     from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 
@@ -116,7 +116,7 @@ def _about_or_problem(folder: Path) -> dict[str, Any]:
 
 
 def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
-    """Name, date, layout and size of a checkpoint, or what is wrong with it."""
+    """Return a line with name, date, layout and size of a checkpoint, or its problem."""
     name = Path(found["folder"]).name
     if "problem" in found:
         return f"{name}  not whole: {found['problem']}"
@@ -134,7 +134,7 @@ def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
 
 
 def _print_tensors(found: Mapping[str, Any]) -> None:
-    """The tensors of a checkpoint, those that all layers have alike in one row."""
+    """Print the tensors of a checkpoint, with one row for identical tensors of all layers."""
 
     def row(tensor):
         name = re.sub(r"^layers\.\d+\.", "layers.*.", tensor["name"])
@@ -151,7 +151,7 @@ def _print_tensors(found: Mapping[str, Any]) -> None:
 
 
 def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
-    """Read checkpoints as a whole; `whole` says whether nothing is wrong with any."""
+    """Read all data of the checkpoints; `whole` is true if no problem was found."""
     from hpc3d.checkpoints.inspect import checkpoints, problems
 
     found = []
@@ -165,7 +165,7 @@ def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
 
 
 def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
-    """Write the newest whole checkpoint of a run, or the one that is named."""
+    """Export the named checkpoint, or the newest complete one of a run."""
     from hpc3d.checkpoints import hf_export, run_tokenizer
     from hpc3d.checkpoints.inspect import checkpoints, newest_whole
 
@@ -181,7 +181,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     files = [] if alone else run_tokenizer.export(opened.folder, options.output)
     written = {hf_export.WEIGHTS, *([] if module else [hf_export.CONFIG]), *files}
     for path in earlier:
-        if path.name not in written:  # with these weights it would mislead
+        if path.name not in written:  # it does not belong to the new weights
             path.unlink()
     count = sum(map(prod, shapes.values()))
     print(plain(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
@@ -200,7 +200,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
 
 
 def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
-    """Make a run of the weights of others."""
+    """Create a run from weights of Hugging Face transformers."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured
     from hpc3d.checkpoints.run_text import located

@@ -1,4 +1,4 @@
-"""What the commands have in common that need no launcher: their parser, and how they end."""
+"""Argument parser and error handling of the commands that need no launcher."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of `python -m hpc3d.<verb>`: keeps the lines of its description, takes no
-    abbreviations, and says in one line what is wrong."""
+    """Argument parser of `python -m hpc3d.<verb>`.
+
+    It keeps the line breaks of its description, accepts no abbreviated options, and reports an
+    error in one line.
+    """
 
     def __init__(
         self, verb: str, description: str | None, epilog: str = _EXITS, **how: Any
@@ -42,14 +45,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {plain(message)}; see --help\n")
 
     def parse_known_args(self, *words: Any, **how: Any) -> Any:
-        """Parse a command line, as `parse_args` does first.  Its help needs no reader."""
+        """Parse a command line, also for `parse_args`; --help tolerates a closed pipe."""
         with plain_streams():
             return super().parse_known_args(*words, **how)
 
 
 def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
-    """The exit code of `body()`, 0 if it returns none; for bad input lines and its code.  One that
-    is not `patient` shows by itself that it is at work."""
+    """Run the body of a command and return its exit code.
+
+    `body()` returns the code, or None for 0.  Invalid input is printed and returns BAD_INPUT.  If
+    `patient`, progress lines are shown.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with plain_streams():
@@ -67,14 +73,16 @@ def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
 
 
 def complain(verb: str, lines: Iterable[str]) -> None:
-    """Say what is wrong."""
+    """Print error lines to standard error."""
     for line in lines:
         print(f"hpc3d.{verb}: {plain(line)}", file=sys.stderr)
 
 
 def parted(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """A command line without its options `--section.key value`, and those; `also` names options
-    without a section that are of them."""
+    """Split a command line into its own arguments and the options `--section.key value`.
+
+    `also` names options without a section that belong to the latter.
+    """
     ours, settings, words = [], [], iter(words)
     for word in words:
         name, equals, _ = word.partition("=")
@@ -86,7 +94,7 @@ def parted(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[str], l
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """The type of an option that takes whole numbers between two."""
+    """Return an argparse type for integers from `least` to `most`."""
 
     def number(text):
         digits = text.strip()
@@ -100,7 +108,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def readable_time(seconds: float) -> str:
-    """A predicted time as text: 1.234 s or 56.789 ms."""
+    """Format a predicted time: 1.234 s or 56.789 ms."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
 
 
@@ -113,7 +121,7 @@ def _bytes(text, bare):
     return float(number[1]) * units[number[2]]
 
 
-size = partial(_bytes, bare=1e9)  # 80GB, 40GiB or 80, which are GB
-rate = partial(_bytes, bare=1)  # of a second: 10GB, or bytes
+size = partial(_bytes, bare=1e9)  # 80GB or 40GiB; a bare number is in GB
+rate = partial(_bytes, bare=1)  # per second: 10GB; a bare number is in bytes
 positive = whole(1, INT32)
 number_of_ranks = whole(1, MOST_RANKS)

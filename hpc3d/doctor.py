@@ -39,7 +39,7 @@ _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _JSON = """\
 print one JSON object on the last line: verdict (the worst one), findings (verdict, subject, text,
 remedy, printed)"""
-# What a launcher prints where it cannot start ranks, and what to do.
+# Launcher messages if ranks cannot be started -> remedy.
 _SAID = {
     "as root": f"export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1, or be another user",
     "not enough slots": "mpirun --oversubscribe; in a job, ask for more tasks",
@@ -56,7 +56,7 @@ with mpi_environment():
     from mpi4py import MPI
 """
 _BY_HAND = "by hand it may say more: mpirun -np 2 python -m hpc3d.doctor"
-_SHOWN = 8  # lines of what was printed
+_SHOWN = 8  # last lines of the output that are shown
 _CLOCKS_APART = 1  # s
 _INSTALL_H5PY = "where it is about a filter: install h5py again, with pip's own wheel"
 _HANGS = """\
@@ -65,7 +65,7 @@ or a host name that has no address: getent hosts $(hostname)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, print; the exit code is 3 where something FAILs."""
+    """Run the checks and print the findings; return 3 if a check FAILs."""
     options = _parsed(argv)
     if not _started():
         return run("doctor", lambda: _conclude(told(_alone(options)), options))
@@ -74,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     mpi = mpi_library.found()
     if mpi is None or mpi_library.started_by_other_mpi(mpi) or mpi_library.world() == 1 < meant:
         if environment.number_in(environment.OWN_RANK, default=0):
-            return 0  # a launcher that sees a failure ends the others, before the first has spoken
+            return 0  # on a failure the launcher would end rank 0 before it has printed
         return _conclude(told(_lonely(options, meant)), options)
     _unmet(options)
     return launch.run("doctor", lambda job: _meet(job, options))
 
 
 def _unmet(options: Namespace) -> None:
-    """End the job if its ranks do not reach each other, which rank 0 says."""
+    """End the job with a finding if its ranks do not reach each other."""
     from hpc3d.diagnose import meeting
 
     if found := meeting.meet():
@@ -89,7 +89,7 @@ def _unmet(options: Namespace) -> None:
 
 
 def _parsed(argv: Sequence[str] | None) -> Namespace:
-    """The options of the command line."""
+    """Parse the command line."""
     parser = Parser("doctor", __doc__, _EXITS)
     add = parser.add_argument
     add("--out", type=Path, default="results", metavar="DIR", help="of runs (default: results)")
@@ -104,7 +104,7 @@ def _parsed(argv: Sequence[str] | None) -> Namespace:
 
 
 def _seconds(text: str) -> float:
-    """A positive number of them."""
+    """Parse a timeout between 0 and 3600 s."""
     value = float(text)
     if not 0 < value < 3600:
         raise argparse.ArgumentTypeError(f"{text}: seconds between 0 and 3600 are needed")
@@ -112,13 +112,13 @@ def _seconds(text: str) -> float:
 
 
 def _started() -> bool:
-    """Whether a launcher started this process; a shell or a batch script in a job did not."""
+    """Return True if a launcher started this process, not a shell or batch script in a job."""
     step = environment.number_in(("SLURM_STEP_NUM_TASKS",), default=1)
     return step > 1 or any(name in os.environ for name in _STARTED)
 
 
 def told(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings, each printed as it comes."""
+    """Print each finding as it is made, and return all."""
     found = []
     for finding in findings:
         found.append(finding)
@@ -127,7 +127,7 @@ def told(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _conclude(found: Sequence[Finding], options: Namespace) -> int:
-    """Print what it comes to; the exit code."""
+    """Print the number of findings per verdict; return the exit code."""
     verdicts = [finding.verdict for finding in found]
     counts = {verdict: verdicts.count(verdict) for verdict in (FAIL, WARN, OK)}
     print(", ".join(f"{number} {verdict}" for verdict, number in counts.items()), flush=True)
@@ -139,7 +139,7 @@ def _conclude(found: Sequence[Finding], options: Namespace) -> int:
 
 
 def _alone(options: Namespace) -> Iterator[Finding]:
-    """What one process finds, and two ranks that it starts."""
+    """Run the checks of one process, and of two ranks that it starts."""
     yield from _local(options)
     mpi, launcher = mpi_library.found(), mpi_library.on_path()
     if mpi is None:
@@ -158,7 +158,7 @@ def _alone(options: Namespace) -> Iterator[Finding]:
 
 
 def _local(options: Namespace) -> Iterator[Finding]:
-    """What one process finds by itself."""
+    """Run the checks that need one process only."""
     ranks = environment.number_in(environment.LOCAL_RANKS, default=1)
     most = max(ranks, environment.cores_of_node())
     yield from node_checks.python()
@@ -174,7 +174,7 @@ def _local(options: Namespace) -> Iterator[Finding]:
 
 
 def hdf5(folder: Path) -> Iterator[Finding]:
-    """A table of a trace, compressed as all are, written and read where runs are kept."""
+    """Write and read a compressed trace table in the folder of runs."""
     import numpy as np
 
     from hpc3d.trace.file import create, open_file, write_table
@@ -184,7 +184,7 @@ def hdf5(folder: Path) -> Iterator[Finding]:
     rows["t_local"] = np.arange(1000)
     try:
         there = storage_checks.scratch(folder)
-    except OSError:  # which `storage` has reported
+    except OSError:  # `storage` has reported it
         return
     try:
         with there as name:
@@ -205,7 +205,7 @@ def hdf5(folder: Path) -> Iterator[Finding]:
 
 
 def one_rank(options: Namespace) -> Iterator[Finding]:
-    """Whether MPI starts in a process that no launcher started."""
+    """Check that MPI initializes in a process without a launcher."""
     code, printed = outcome([sys.executable, "-c", _ONE_RANK], options.timeout)
     if code == 0:
         yield Finding(OK, "1 rank", "starts without mpirun")
@@ -214,7 +214,7 @@ def one_rank(options: Namespace) -> Iterator[Finding]:
 
 
 def two_ranks(mpirun: str, options: Namespace) -> Iterator[Finding]:
-    """What two ranks find that are started here, or why they could not be."""
+    """Start two ranks and yield their findings, or the reason of a failed start."""
     words = ["-m", "hpc3d.doctor", "--together", "--json", "--out", options.out]
     command = [mpirun, "-np", "2", sys.executable, *words]
     code, printed = outcome(command, options.timeout, **cuda_aware_probe.surroundings())
@@ -229,7 +229,7 @@ def two_ranks(mpirun: str, options: Namespace) -> Iterator[Finding]:
 def not_started(
     subject: str, command: str, code: int | None, printed: str, timeout: float
 ) -> Finding:
-    """Return what ranks that did not come to an end printed, with a remedy."""
+    """Return a finding with the output of ranks that failed or timed out, and a remedy."""
     said = [line.strip() for line in printed.split("\n") if re.search("[a-z]", line)]
     if code is None:
         text, remedy = f"nothing more within {timeout:g} s", _HANGS
@@ -240,7 +240,7 @@ def not_started(
 
 
 def _lonely(options: Namespace, meant: int) -> Iterator[Finding]:
-    """What a process finds that is alone, though a launcher started `meant` of them."""
+    """Run the checks of a singleton, although a launcher started `meant` processes."""
     if not options.together:
         yield from _local(options)
     mpi = mpi_library.found()
@@ -248,14 +248,14 @@ def _lonely(options: Namespace, meant: int) -> Iterator[Finding]:
 
 
 def _meet(job: Job, options: Namespace) -> NoReturn:
-    """End with the same exit code on all ranks, of which rank 0 prints what they find."""
+    """Run the collective checks, print the findings on rank 0, and end all ranks."""
     findings = together(job, options)
     found = told(findings) if job.rank == 0 else list(findings)
     raise JobExit(job.comm.bcast(_conclude(found, options) if job.rank == 0 else None))
 
 
 def together(job: Job, options: Namespace) -> Iterator[Finding]:
-    """What ranks find together; only rank 0 finds by itself."""
+    """Run the collective checks, after the local checks on rank 0."""
     from hpc3d.diagnose import job_checks
 
     if job.rank == 0 and not options.together:
@@ -275,7 +275,7 @@ def together(job: Job, options: Namespace) -> Iterator[Finding]:
 
 
 def clocks(job: Job) -> Iterator[Finding]:
-    """How far the clocks of hosts are from that of rank 0's, by which files and logs are dated."""
+    """Compare the hosts' clocks, which date files and logs, with the clock of rank 0's host."""
     from hpc3d.comm.cartesian import build
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.trace.clock import Clocks
@@ -295,7 +295,7 @@ def clocks(job: Job) -> Iterator[Finding]:
 
 
 def apart(compared: Clocks, samples: Sequence[Any]) -> list[float]:
-    """Seconds by which each host's clock is ahead of rank 0's, from the `samples` of all ranks."""
+    """Return each host's clock offset from rank 0's host [s], from the `samples` of all ranks."""
     from hpc3d.trace.clock import as_rows, knot, parent
 
     ahead = [0.0]

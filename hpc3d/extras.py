@@ -1,6 +1,6 @@
-"""Packages that only some inputs need: they are asked for before anything starts.
+"""Optional packages, which are checked before a command starts.
 
-A training rank does not import them.
+This check imports none of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from hpc3d.plain import Problems
 
-# The extra of hpc3d that installs a package.  The others come with hpc3d.
+# Package -> extra of hpc3d that installs it.  Other packages are dependencies of hpc3d.
 EXTRAS = {
     "otf2": "otf2",
     "pyarrow": "parquet",
@@ -22,7 +22,7 @@ EXTRAS = {
 
 
 def lacking(what: str, *packages: str) -> Iterator[str]:
-    """A line for each of `packages` that `what` needs and that is not installed."""
+    """Yield a message for each of `packages` that `what` needs and that is not installed."""
     for package in packages:
         if find_spec(package) is None:
             source = f"'hpc3d[{EXTRAS[package]}]'" if package in EXTRAS else package
@@ -30,6 +30,6 @@ def lacking(what: str, *packages: str) -> Iterator[str]:
 
 
 def need(what: str, *packages: str) -> None:
-    """ValueError with a line for each package that is lacking."""
+    """Raise ValueError with one line per missing package."""
     if lines := [*lacking(what, *packages)]:
         raise Problems(lines)

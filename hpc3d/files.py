@@ -1,6 +1,6 @@
-"""Small files, and texts in TOML, of anyone's making: read within bounds.
+"""Bounded reading of small files and TOML from untrusted sources.
 
-A device or a pipe might never end, and what is large takes long to be parsed.
+A device or a pipe might never end, and a large file takes long to parse.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from typing import Any
 
 from hpc3d.plain import told
 
-_MOST_TEXT = 2**20  # bytes of an input file or of a machine
-MOST_JSON = 2**25  # bytes of a config.json, or of an index of weights
+_MOST_TEXT = 2**20  # bytes of an input or machine file
+MOST_JSON = 2**25  # bytes of a config.json or a weight index
 MOST_SCHEDULE = 2**24  # bytes of a schedule as a CSV file
-MOST_PARTS = 100  # of a key a.b.c: the time to parse one goes with their square
+MOST_PARTS = 100  # parts of a key a.b.c: parsing time is quadratic in them
 
 
 def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") -> bytes:
-    """The bytes of a regular file.
+    """Return the bytes of a regular file.
 
-    ValueError, in one line, for what is not a file, cannot be read or is larger than `most` bytes.
+    Raises ValueError with one line if it is no regular file, is unreadable or exceeds `most`
+    bytes.
     """
     path = Path(path)
     try:
@@ -37,8 +38,8 @@ def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") 
 
 
 def toml(text: str) -> dict[str, Any]:
-    """The tree of tables of a text in TOML; ValueError if it is not TOML, or too large."""
-    import tomllib  # which ranks need not load
+    """Parse TOML into nested tables; ValueError if it is invalid or too large."""
+    import tomllib  # training ranks do not load it
 
     if len(text) > _MOST_TEXT:
         raise ValueError(f"{len(text)} characters; at most {_MOST_TEXT} are read")

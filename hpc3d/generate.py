@@ -46,7 +46,7 @@ _MOST_SEED = 2**64 - 1
 
 
 class _Plan(NamedTuple):
-    """What all ranks do."""
+    """Inputs of the generation, identical on all ranks."""
 
     config: Config
     source: WeightSource
@@ -54,7 +54,7 @@ class _Plan(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """What rank 0 has read: the options, the model, the text to continue; and the plan."""
+    """Data read by rank 0: options, model and prompt; and the resulting plan."""
 
     options: Namespace
     model: TrainedModel
@@ -63,20 +63,20 @@ class _Reading(NamedTuple):
 
 
 class _Words(Parser):
-    """The parser of rank 0, whose errors all ranks hear of."""
+    """Parser on rank 0, whose errors are raised and end all ranks."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see --help")
 
 
 class _Screen:
-    """Rank 0's standard output, for as long as somebody reads it and nobody presses Ctrl-C."""
+    """Standard output of rank 0, until its reader closes it or the user presses Ctrl-C."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
 
     def write(self, text: str) -> None:
-        """Show a text as it is, but for what a terminal would obey."""
+        """Print a text, with terminal control characters escaped except tabs."""
         for part in re.split("(\t)", text):
             sys.stdout.write(part)
         sys.stdout.flush()
@@ -85,7 +85,7 @@ class _Screen:
         return signal.SIGINT in self.job.signals
 
     def unwanted(self) -> bool:
-        """Whether no more text is wanted."""
+        """Return True if the output is closed or interrupted."""
         return sys.stdout.unread or self.interrupted()
 
 
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(job: Job, words: list[str]) -> None:
-    """The whole continuation on one rank."""
+    """Generate text on this rank of the job."""
     if {"-h", "--help"} & {*words}:
         job.from_root(lambda: _parser().print_help())
         return
@@ -115,7 +115,7 @@ def generate(job: Job, words: list[str]) -> None:
 
 
 def _prepare(job: Job, words: Sequence[str]) -> _Reading:
-    """Rank 0: read all that there is to read; ValueError for what is wrong."""
+    """Rank 0: read the command line, the model and the prompt; ValueError if invalid."""
     from hpc3d.generation.continuation import TextRequest
     from hpc3d.generation.standard_input import standard_input
     from hpc3d.generation.tensor_layout import laid_out
@@ -140,14 +140,14 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
 
 
 def _summary(config: Config, model: TrainedModel) -> str:
-    """The model and how ranks share it, in a line."""
+    """Return one line with the model and its layout."""
     sizes = [f"{axis} {size}" for axis, size in config.mesh.sizes().items() if size > 1]
     how = f"{' '.join(sizes)}, {config.parallel.way}" if sizes else "one rank"
     return f"{model.source.path}: {config.model.kind} on {how}, {config.train.dtype}"
 
 
 def _decoder(job: Job, plan: _Plan) -> Decoder:
-    """The model of this rank with its values."""
+    """Build the model of this rank and load its parameters."""
     from hpc3d.checkpoints.sharded import restore
     from hpc3d.comm.cartesian import build
     from hpc3d.comm.device_setup import hardware
@@ -170,7 +170,7 @@ def _decoder(job: Job, plan: _Plan) -> Decoder:
 
 
 def _samples(opened: _Reading, screen: _Screen) -> Samples:
-    """Rank 0: what draws the tokens; the text to continue is the first that is shown."""
+    """Rank 0: return the sampler of tokens; a single sample first shows the prompt."""
     from hpc3d.generation.samples import Samples
     from hpc3d.generation.sampling import Sampling
 
@@ -182,7 +182,7 @@ def _samples(opened: _Reading, screen: _Screen) -> Samples:
 
 
 def _conclude(opened: _Reading, samples: Samples, screen: _Screen) -> bool:
-    """Rank 0: show what is left; whether the user has stopped it."""
+    """Rank 0: print the remaining output; return True if the user interrupted."""
     samples.finish(opened.prompt)
     if opened.options.json:
         screen.write(json.dumps(_result(opened, samples)) + "\n")
@@ -190,7 +190,7 @@ def _conclude(opened: _Reading, samples: Samples, screen: _Screen) -> bool:
 
 
 def _result(opened: _Reading, samples: Samples) -> Mapping[str, Any]:
-    """What --json tells."""
+    """Return the object that --json prints."""
     config, options = opened.plan.config, opened.options
     return {
         "model": str(opened.model.source.path),
@@ -222,7 +222,7 @@ def _parser() -> _Words:
 
 
 def _number(least: float, most: float) -> Callable[[str], float]:
-    """The type of an option that takes numbers between two."""
+    """Return an argparse type for numbers from `least` to `most`."""
 
     def number(text):
         value = float(text)

@@ -45,7 +45,9 @@ def _init(options: Namespace) -> None:
             for source, target in copies:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
-            (folder / "results").mkdir(exist_ok=True)  # Slurm makes no folder for its logs
+            (folder / "results").mkdir(
+                exist_ok=True
+            )  # Slurm does not create a folder for its logs
         except OSError as error:
             raise ValueError(f"{folder}: cannot write there ({why(error)})") from None
     print(plain(f"{len(copies)} files written to {folder}. Now:"))
@@ -55,7 +57,7 @@ def _init(options: Namespace) -> None:
 
 
 def _copies(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:
-    """(file, its copy) of all that lies in a folder."""
+    """Yield (file, path of its copy) for all files in a folder."""
     for path in sorted(source.rglob("*")):
         if path.is_file() and not _NOT & {*path.relative_to(source).parts}:
             yield path, target / path.relative_to(source)

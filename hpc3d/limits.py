@@ -1,7 +1,7 @@
-"""Limits of sizes together; config/input_file.py has the bounds of single keys, and
-docs/limits.md the table and the reasons.
+"""Limits on combinations of sizes.
 
-Only the standard library: every command reads this before it starts anything.
+Bounds of single keys are in config/input_file.py; docs/limits.md has the table and the reasons.
+This module uses only the standard library, because every command imports it first.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-INT32 = 2**31 - 1  # of the columns of a trace
+INT32 = 2**31 - 1  # type of the columns of a trace
 MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
-MOST_PASSES = 2**18  # forward passes of a schedule that is laid out at once
-_MOST_ELEMENTS = 2**56  # of one array of all ranks together: its bytes are counted in int64
-MOST_COUNT = 2**53  # steps, updates or sequences of a run: sums of them stay within int64
+MOST_PASSES = 2**18  # forward passes of a schedule held in memory
+_MOST_ELEMENTS = 2**56  # of one global array: its bytes are counted in int64
+MOST_COUNT = 2**53  # steps, updates or sequences of a run: their sums fit into int64
 MEMORY_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def too_large(config: Any, products: Sequence[tuple[int, Any]]) -> Iterator[str]:
-    """Products of sizes that no array can have, and meshes of more ranks than are worked with;
-    `products` are those of all blocks, each after the number of blocks that have it."""
+    """Yield a message for each array and mesh beyond the limits.
+
+    `products` has pairs (number of blocks, matrix product in each of them).
+    """
     model, ranks = config.model, config.mesh.grid().size
     if ranks > MOST_RANKS:
         yield f"mesh: {ranks} ranks; at most {MOST_RANKS}"
@@ -54,8 +56,8 @@ def too_many_passes(parallel: Any, stages: int) -> Iterator[str]:
 
 
 def memory() -> int:
-    """The bytes of memory that the processes of this machine, or of its container, have."""
+    """Return the memory [B] of this machine, or the limit of its container."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+    with suppress(OSError, ValueError):  # no such file, or its content is "max"
         found = min(found, int(MEMORY_OF_GROUP.read_text()))
     return found

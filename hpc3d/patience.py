@@ -1,8 +1,8 @@
-"""A word from what takes long: the newest record of what goes on, after two seconds and from then
-on: on a terminal in one line that is written anew, elsewhere as a line every half minute.
+"""Progress of long operations: the newest log record, shown after two seconds.
 
-The parts of the program tell where they are as records of `logging`, as often as they like, which
-costs next to nothing; only a command that has a `Patience` shows any of them.
+On a terminal one status line is updated; elsewhere a line is printed every 30 s.  All modules log
+their progress with `logging`, which costs almost nothing.  Only a command inside `patience` shows
+the records.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import TextIO
 
 from hpc3d.plain import Controls, plain
 
-FIRST = 2  # seconds of silence before the first word
-_EVERY, _REDRAWN = 30, 0.5  # seconds from one line to the next, and of a line on a terminal
+FIRST = 2  # s until the first progress line
+_EVERY, _REDRAWN = 30, 0.5  # s between lines, and between updates of a status line
 _ERASED = "\r\x1b[K"
 
 
 class Newest(logging.Handler):
-    """Keeps the newest record."""
+    """Log handler that keeps the newest record."""
 
     record = None
 
@@ -36,14 +36,14 @@ class Newest(logging.Handler):
 
 
 class StatusLine:
-    """The last line of a terminal, which is gone while anything else is printed."""
+    """Status line at the bottom of a terminal, erased while other output is printed."""
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal, self.lock = terminal, threading.RLock()
         self.shown = self.begun = False
 
     def show(self, text: str) -> None:
-        """Show a text, unless somebody else's line has no end yet."""
+        """Show a text, unless other output has an unfinished line."""
         encoding = self.terminal.encoding or "utf-8"
         visible = text.encode(encoding, "backslashreplace").decode(encoding)
         with self.lock:
@@ -58,7 +58,7 @@ class StatusLine:
                 self.shown = False
 
     def close(self) -> None:
-        """Erase it, and show no more."""
+        """Erase the status line and disable it."""
         with self.lock:
             self.erase()
             self.begun = True
@@ -69,7 +69,7 @@ class StatusLine:
 
 
 class Above:
-    """A stream to the terminal that has a StatusLine."""
+    """Output stream to a terminal that has a StatusLine."""
 
     def __init__(self, stream: TextIO, status: StatusLine) -> None:
         self.stream, self.status = stream, status
@@ -89,9 +89,11 @@ class Above:
 def patience(
     name: str, doing: str = "", first: float | None = None, since: float | None = None
 ) -> Iterator[None]:
-    """Lines on stderr, `hpc3d.NAME: 40 s: what goes on`, as long as the block lasts: at first
-    `doing`.  Inside of another one it only tells that one what it does.  The seconds count from
-    the time `since` (None: now)."""
+    """Print progress lines to stderr while the block runs: `hpc3d.NAME: 40 s: PROGRESS`.
+
+    The first text is `doing`.  Inside another `patience`, `doing` is only logged.  `first` is the
+    delay of the first line [s], and the seconds count from the time `since` (None: now).
+    """
     log, begin = logging.getLogger("hpc3d"), time.monotonic() if since is None else since
     inside = any(isinstance(handler, Newest) for handler in log.handlers)
     log.setLevel(logging.INFO)
@@ -122,8 +124,10 @@ def patience(
 
 @contextmanager
 def _speaking() -> Iterator[tuple[Callable[[str], object], float]]:
-    """What says a line on stderr, and how often.  On a terminal the line is rewritten, and stays
-    below all that is printed meanwhile."""
+    """Yield a function that prints a progress line to stderr, and the interval [s].
+
+    On a terminal the line is rewritten, and stays below other output.
+    """
     stdout, stderr = sys.stdout, sys.stderr
     if not stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda line: print(line, file=stderr, flush=True), _EVERY

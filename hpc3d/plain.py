@@ -1,9 +1,8 @@
-"""Text of others, made plain: of files, arguments and the environment.
+"""Sanitized output of text from files, arguments and the environment.
 
-Such text may hold what a terminal obeys or hides, an end of a line, or bytes that are no letters.
-`plain` shows all of these as escapes, so that one line stays one line and looks like what it is;
-the streams of a command, `plain_streams`, do so with all that is printed, but for ends of lines.
-The escapes, \\u001b, are those of JSON and TOML, in whose strings they may stand.
+Such text may have control characters, line breaks, or invalid bytes.  `plain` escapes all of them,
+so that one line stays one visible line.  Inside `plain_streams` everything that a command prints
+is escaped, except line breaks.  The escapes, such as \\u001b, are valid in JSON and TOML strings.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _MEMORY = (
     "what fits)"
 )
 _LONGEST_LINE = 1000  # characters
-_NO_READER = (errno.EPIPE, errno.EIO)  # of a closed pipe, of a terminal that is gone
+_NO_READER = (errno.EPIPE, errno.EIO)  # from a closed pipe, from a closed terminal
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 class Problems(ValueError):
-    """Several things that are wrong, a line each."""
+    """Several errors, one line each."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self.lines = [*map(plain, lines)]
@@ -33,10 +32,10 @@ class Problems(ValueError):
 
 
 def plain(text: str) -> str:
-    """A text as one line of letters that can be seen.
+    """Return a text as one line of printable characters.
 
-    What Unicode calls not printable is escaped: controls, marks of direction, separators of lines,
-    spaces but the common one, surrogates (bytes that were no UTF-8).
+    Characters that Unicode defines as not printable are escaped: controls, direction marks, line
+    separators, spaces except U+0020, and surrogates (invalid UTF-8 bytes).
     """
     if text.isprintable():
         return text
@@ -49,12 +48,12 @@ def escape(letter: str) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """The same of each line of a text of several."""
+    """Sanitize each line of a text."""
     return "\n".join(map(plain, text.split("\n")))
 
 
 def plain_in(tree: Any) -> Any:
-    """The same of each text in dicts, lists and tuples."""
+    """Sanitize all strings in nested dicts, lists and tuples."""
     match tree:
         case str():
             return plain(tree)
@@ -66,7 +65,7 @@ def plain_in(tree: Any) -> Any:
 
 
 def lines_of(error: BaseException) -> list[str]:
-    """What an error says, a line for each problem."""
+    """Return the message of an error, one line per problem."""
     if isinstance(error, Problems):
         return [*map(_shortened, error.lines)]
     if isinstance(error, OSError):
@@ -77,7 +76,7 @@ def lines_of(error: BaseException) -> list[str]:
 
 
 def _shortened(line: str) -> str:
-    """A line without the middle of a long text that it quotes from a file."""
+    """Shorten a long line by its middle, usually text quoted from a file."""
     if len(line) <= _LONGEST_LINE:
         return line
     half = _LONGEST_LINE // 2
@@ -85,33 +84,35 @@ def _shortened(line: str) -> str:
 
 
 def told(error: OSError) -> str:
-    """An OSError in words: its file, if it names one, and why."""
+    """Return the file of an OSError, if known, and the reason."""
     return f"{error.filename!s:.200}: {why(error)}" if error.filename else why(error)
 
 
 def why(error: OSError) -> str:
-    """The reason of an OSError: the system's words, or those that it was raised with."""
+    """Return the reason of an OSError: the system's message, or its own."""
     return error.strerror or str(error).rstrip(".")
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, in words: 1 rank, 1,024 ranks, 2 batches."""
+    """Return a number with its noun: 1 rank, 1,024 ranks, 2 batches."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith(('ch', 's', 'x')) else 's'}"
 
 
 class Controls(str):
-    """A text that has what a terminal is to obey: our own, around text that is plain."""
+    """Sanitized text with our own terminal control sequences."""
 
     __slots__ = ()
 
 
 class Plain:
-    """A text stream that escapes what is written to it, and what it has no letters for.  A write
-    of "\\r" alone ends a line that the next one replaces, one of "\\t" alone is a tab, and one of
-    Controls stays as it is.  Output that cannot be written because its reader is gone (`unread`)
-    is discarded; so is any that cannot be written if the stream is not `needed`."""
+    """Text stream that escapes control characters, and characters outside its encoding.
+
+    A write of only "\\r" or "\\t", or of Controls, is not escaped.  If the reader has closed the
+    stream, `unread` is set and all output is discarded.  If the stream is not `needed`, any other
+    write error has the same effect.
+    """
 
     def __init__(self, stream: TextIO, needed: bool = True) -> None:
         self.stream, self.needed, self.unread = stream, needed, False
@@ -133,7 +134,7 @@ class Plain:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Discard this output and all that follows if the reader is gone."""
+        """Discard this and all later output if the reader has closed the stream."""
         try:
             yield
         except OSError as error:
@@ -144,7 +145,7 @@ class Plain:
 
 
 def _discard(stream: TextIO) -> None:
-    """Connect a stream to the null device, also for the output that it still holds."""
+    """Connect a stream, including its buffered output, to the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -152,7 +153,7 @@ def _discard(stream: TextIO) -> None:
 
 @contextmanager
 def plain_streams() -> Iterator[None]:
-    """Use `Plain` streams as standard output and error, which need no reader.
+    """Use `Plain` streams as standard output and error, which tolerate a closed reader.
 
     At the end, output that cannot be written is discarded.  Otherwise Python would complain about
     it when it exits.

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
-# Of a technique's effect: the value that has a share, its unit and that unit's name.
+# Relative effect of a technique -> its absolute value, unit and name of the unit.
 _SHARES = {
     "of_peak": ("peak_bytes", 1e6, "MB"),
     "of_received": ("received_bytes", 1e6, "MB"),
     "of_step_time": ("step_time_s", 1e-3, "ms"),
 }
-_LEAST_CHANGE = 5e-4  # that is shown
+_LEAST_CHANGE = 5e-4  # smallest relative change that is shown
 _JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
 searched, applied, and mixture as simulate has it; a layout has layout (tables of the input file),
@@ -58,7 +58,7 @@ step_time_s and their shares of those of the first, of_..., or refused"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan what the command line says; the exit code is 2 for what cannot be planned."""
+    """Run the command line; return 2 for invalid input or if no layout fits."""
     options, overrides = _parser().parse_known_args(argv)
     return run("plan", lambda: plan(options, overrides))
 
@@ -83,7 +83,7 @@ def _parser() -> Parser:
 
 
 def plan(options: Namespace, overrides: Sequence[str]) -> None:
-    """Search, print, write the input file; or compare techniques."""
+    """Search for layouts, or compare techniques."""
     if options.techniques:
         _techniques(options, overrides)
     else:
@@ -91,7 +91,7 @@ def plan(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
-    """Print what each technique saves and costs on the layout of the input file."""
+    """Print the savings and costs of each technique on the layout of the input file."""
     from hpc3d.predict.machine import machine_file
     from hpc3d.predict.planning.ranking import shown_layout
     from hpc3d.predict.planning.techniques import effects
@@ -114,7 +114,7 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 def _effect_line(row: Mapping[str, Any], first: bool) -> str:
-    """A row of the table: bytes and seconds, each with its change from the first row."""
+    """Return a table row: bytes and seconds, each with its change from the first row."""
     if "refused" in row:
         return f"{row['change']:<32}  not here: {row['refused']}"
     line = f"{row['change']:<32}"
@@ -128,13 +128,13 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
 
 
 def _search(options: Namespace, overrides: Sequence[str]) -> None:
-    """Find layouts, with a technique where none fits without; print them."""
+    """Find and print layouts, with an added technique if none fits without it."""
     from hpc3d.predict.machine import machine_file
     from hpc3d.predict.planning.planned_layouts import TOP, plan_layouts
 
     machine = machine_file.load(options.machine or default_machine())
     memory = options.memory or machine.memory_gb * 1e9
-    top = max(options.top or TOP, TOP)  # what is first does not depend on how much is shown
+    top = max(options.top or TOP, TOP)  # so that the ranking does not depend on --top
     planned, resorted = plan_layouts(options.input, overrides, options.ranks, machine, memory, top)
     _report(options, planned, memory, resorted)
 
@@ -142,7 +142,7 @@ def _search(options: Namespace, overrides: Sequence[str]) -> None:
 def _report(
     options: Namespace, planned: PlannedLayouts, memory: float, resorted: ResortedLayouts | None
 ) -> None:
-    """Print what was found, and write the input file."""
+    """Print the layouts, and write the input file of --apply."""
     from hpc3d.predict.assumptions import lines, of_mixture
     from hpc3d.predict.planning.planned_layouts import TOP, gigabytes
     from hpc3d.predict.planning.ranked_layouts import searched
@@ -174,12 +174,12 @@ def _report(
 
 
 def _mark(fit: Fit) -> str:
-    """What stands before a layout with a technique."""
+    """Return the mark of a layout whose technique changes results, or a blank."""
     return " " if fit.resort.exact else "*"
 
 
 def _resort_lines(resorted: ResortedLayouts) -> Iterator[str]:
-    """What is said of a technique before the layouts with it are shown."""
+    """Yield the lines that explain the added technique."""
     from hpc3d.predict.planning.planned_layouts import nearest_in_words
     from hpc3d.predict.planning.ranking import estimated
 
@@ -198,7 +198,7 @@ def _told(
     named: Mapping[str, Mapping[str, RankedLayout | None]],
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
-    """The rows as plain values."""
+    """Return the layouts as values for JSON."""
     from hpc3d.predict.planning.ranked_layouts import as_plain
 
     return {
@@ -220,7 +220,7 @@ def _here(mesh: MeshConfig) -> str:
 
 
 def _apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:
-    """Write the input file `path` with the mesh and the parallelism that were planned."""
+    """Write the input file `path` with the planned mesh and parallelism."""
     from hpc3d.config.load import load
     from hpc3d.config.rules import resolve
     from hpc3d.predict.planning.planned_layouts import input_with
@@ -238,8 +238,7 @@ def show(
     memory: float,
     mark: str = " ",
 ) -> None:
-    """Print the layouts: the best, after whose number is a `mark`, those with a name, those that
-    lose."""
+    """Print the best layouts, each with `mark`, the named schemes, and the slower layouts."""
     print("         step    memory  bubble  comm.  axis  layout")
     for number, row in enumerate(best, 1):
         print(f"{number:3d}{mark}{line(row)}")
@@ -254,7 +253,7 @@ def show(
 
 
 def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
-    """Print what was looked at."""
+    """Print the statistics of the search."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
     print(f"{len(found.cut):5d} were cut: what they take at least is longer")
     if found.left:
@@ -269,7 +268,7 @@ def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
 
 
 def line(row: RankedLayout) -> str:
-    """The columns of a layout."""
+    """Return the table row of a layout."""
     from hpc3d.predict.planning.planned_layouts import gigabytes
     from hpc3d.predict.planning.ranking import shown_layout
 
@@ -287,7 +286,7 @@ def _over(row: RankedLayout, memory: float) -> str:
 
 
 def _because(reason: str, row: RankedLayout) -> str:
-    """What layouts lose by, and how much of it the nearest has."""
+    """Return why layouts lose, with the value of the nearest of them."""
     from hpc3d.predict.planning.planned_layouts import held
     from hpc3d.predict.planning.ranking import shown_layout
 

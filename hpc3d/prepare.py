@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(arguments: argparse.Namespace) -> int:
-    """Check or prepare.  The key `data.path` is the input file's, not this verb's."""
+    """Check or write a token file.  Errors omit `data.path`, a key that this command lacks."""
     try:
         return _check(arguments) if arguments.verify else prepare(arguments)
     except ValueError as error:
@@ -52,7 +52,7 @@ def _work(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = Parser(
         "prepare",
         "Turn UTF-8 texts into one token file, which data.path then names.",
@@ -79,7 +79,7 @@ def _parser() -> Parser:
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Write the token file and print what it holds."""
+    """Write the token file and print a summary of it."""
     start = time.perf_counter()
     output = _new_file(arguments)
     texts = [text for path in arguments.texts for text in text_files(shipped.text(path))]
@@ -93,7 +93,7 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Read a token file as a whole and print what it holds."""
+    """Verify all data of a token file and print a summary of it."""
     if arguments.texts or arguments.output:
         raise ValueError("--verify takes a token file and neither TEXT nor -o")
     if not arguments.verify.is_file():
@@ -109,7 +109,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _new_file(arguments: argparse.Namespace) -> Path:
-    """Return the name of the token file; ValueError where it must not be written."""
+    """Return the path of the token file; ValueError if it must not be written."""
     output = arguments.output
     if not arguments.texts or output is None:
         raise ValueError("TEXT... and -o FILE.h5 are needed; see --help")
@@ -149,7 +149,7 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
 
 
 def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
-    """A tokenizer that can part the documents of texts; ids come as they are."""
+    """Return the tokenizer; ValueError if texts need an end-of-document token that it lacks."""
     if tokenizer.end is None and any(text.suffix not in BIN for text in texts):
         raise ValueError(
             "no token of the tokenizer is known to end a document: name it, such as --end '<eos>'"
@@ -158,7 +158,7 @@ def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
 
 
 def _of_numbers(path: Path) -> BpeTokenizer:
-    """That of the ids in a .bin."""
+    """Return the tokenizer of the ids in a .bin file."""
     if tokenizer := meta_tokenizer(path):
         return tokenizer
     raise ValueError(
@@ -168,7 +168,7 @@ def _of_numbers(path: Path) -> BpeTokenizer:
 
 
 def _refuse_others(numbered: Sequence[Path], tokenizer: BpeTokenizer, name: str) -> None:
-    """ValueError where the meta.pkl beside a .bin has other characters than the tokenizer."""
+    """Raise ValueError if the meta.pkl next to a .bin differs from the tokenizer."""
     for path in numbered:
         meta = meta_tokenizer(path)
         if meta and not same_rules(meta.json, tokenizer.json):
@@ -179,7 +179,7 @@ def _refuse_others(numbered: Sequence[Path], tokenizer: BpeTokenizer, name: str)
 
 
 def _progress(size: int) -> Callable[[int], None]:
-    """Return what tells how much of `size` bytes is done."""
+    """Return a function that logs the progress through `size` bytes."""
     done = 0
 
     def report(piece: int) -> None:
@@ -191,7 +191,7 @@ def _progress(size: int) -> Callable[[int], None]:
 
 
 def _describe(path: Path, as_json: bool, **results: float) -> None:
-    """Print what a token file holds, and `results`."""
+    """Print a summary of a token file, and `results`."""
     with TokenFile(path) as tokens:
         held = {
             "file": str(path),

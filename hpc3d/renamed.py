@@ -1,6 +1,6 @@
-"""Keys and values of input files that have a new name; the old one is still read.
+"""Renamed keys and values of input files, which are still read under their old names.
 
-On the lowest floor, because input files, machine files and traces are read with it.
+This module has no dependencies, because input files, machine files and traces are read with it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ VALUES = {  # section -> {key: {old value: new value}}
 
 
 def use_new_names(tree: dict[str, Any]) -> list[str]:
-    """Rename the keys and values of an input file, a tree of tables, in place; the notices.
+    """Rename keys and values of an input file, a tree of tables, in place; return notices.
 
-    ValueError where a key is given by its old and by its new name.
+    Raises ValueError if a key is given under both its old and its new name.
     """
     notices = []
     for section, table in tree.items():
@@ -34,8 +34,10 @@ def use_new_names(tree: dict[str, Any]) -> list[str]:
 
 
 def rename_keys(table: dict[str, Any], names: Mapping[str, str], prefix: str = "") -> list[str]:
-    """Rename keys of one table in place, {old: new}; the notices, in which `prefix` precedes
-    each key.  ValueError as above."""
+    """Rename keys of one table in place; return notices, with `prefix` before each key.
+
+    Raises ValueError if a key is given under both its old and its new name.
+    """
     found = [(old, new) for old, new in names.items() if old in table]
     for old, new in found:
         _refuse_both(prefix + old, prefix + new, table=[prefix + key for key in table])
@@ -46,7 +48,7 @@ def rename_keys(table: dict[str, Any], names: Mapping[str, str], prefix: str = "
 def _rename_values(
     table: dict[str, Any], names: Mapping[str, Mapping[str, str]], prefix: str
 ) -> list[str]:
-    """Rename values of one table in place, {key: {old: new}}; the notices."""
+    """Rename values of one table in place, {key: {old: new}}; return notices."""
     notices = []
     for key, values in names.items():
         old = table.get(key)
@@ -57,9 +59,9 @@ def _rename_values(
 
 
 def rename_options(keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The new name of each `section.key` of a command line, and the notices.
+    """Return the new name of each `section.key` of a command line, and notices.
 
-    ValueError as above.
+    Raises ValueError if a key is given under both its old and its new name.
     """
     new_names, notices = [], []
     for old in keys:

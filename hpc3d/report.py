@@ -43,7 +43,7 @@ The trace is merged first if the ranks have written more than it has."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print and write a report; the exit code is 2 for what cannot be reported."""
+    """Print and write a report; return 2 for invalid input."""
     options = _parser().parse_args(argv)
     return run("report", lambda: _report(options))
 
@@ -137,7 +137,7 @@ def _report(options):
 
 
 def _cleared(out):
-    """The output folder without the report that it had."""
+    """Remove an earlier report from the output folder; return the folder."""
     try:
         clear(out)
     except OSError as error:
@@ -148,12 +148,12 @@ def _cleared(out):
 
 
 def _folders(report):
-    """Of the exports of each run, within exports/."""
+    """Return the subfolder of each run in exports/."""
     return [str(n) if len(report.runs) > 1 else "" for n in range(1, 1 + len(report.runs))]
 
 
 def _plain(report):
-    """The tables of a report as JSON has them."""
+    """Return the tables of a report as values for JSON."""
     keys = ("label", "run_id", "about", "missing", "violations")
     runs = [{**{key: getattr(run, key) for key in keys}, **run.tables} for run in report.runs]
     over = {key: rows for key, rows in report.tables.items() if key != "runs"}
@@ -162,7 +162,7 @@ def _plain(report):
 
 
 def _trace_path(path, again):
-    """The trace of a run, merged now if it lacks segments."""
+    """Return the trace of a run, after merging segments that it lacks."""
     if path.is_dir():
         return trace_of(path, again)
     if again:

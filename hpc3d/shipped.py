@@ -1,6 +1,6 @@
-"""What comes with the program: inputs, machines, texts and published rows, found by name.
+"""Shipped data files, found by name: inputs, machines, texts and published measurements.
 
-In the source they lie in inputs/, of which hpc3d/share is a link; a wheel has files there.
+In the source tree, hpc3d/share is a link to inputs/; in a wheel it has the files.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ _INPUTS = "inputs"
 
 
 class Kind(NamedTuple):
-    """Files of TOML: what users call one, their folder in inputs/, and those in it that have more
-    of them."""
+    """Kind of TOML files: title in messages, folder in inputs/, and subfolders with more files."""
 
     title: str
     folder: str
@@ -24,27 +23,27 @@ class Kind(NamedTuple):
 
 
 INPUT, MACHINE = Kind("input", "", ("models",)), Kind("machine", "machines")
-DEFAULT_MACHINE = "h100"  # if none is named
+DEFAULT_MACHINE = "h100"  # default of --machine
 MEASURED = "this-machine"  # the machine that `bench calibrate` writes
 
 
 def shipped(name: Path | str = "") -> Path:
-    """The path of what comes with the program as `name` in inputs/."""
+    """Return the path of the shipped file or folder `name`."""
     from importlib.resources import files
 
     return files("hpc3d") / "share" / name
 
 
 def default_machine() -> Path:
-    """The path of the shipped file of DEFAULT_MACHINE."""
+    """Return the path of the shipped file of DEFAULT_MACHINE."""
     return shipped(f"{MACHINE.folder}/{DEFAULT_MACHINE}.toml")
 
 
 def find(word: str, kind: Kind) -> Path:
-    """The path of the file of a `kind` that `word` names: a path with or without .toml, or a name.
+    """Return the path of a file of a `kind`, given its path with or without .toml, or its name.
 
-    Names are those of the files in inputs/ of the current folder, then of those that are shipped.
-    A path that exists wins.  ValueError, with the names, where there is no such file.
+    An existing path takes precedence, then inputs/ of the current folder, then the shipped files.
+    Raises ValueError with all names if there is no such file.
     """
     known = names(kind)
     for path in (word, f"{word}.toml", known.get(_name_of(word, kind), "")):
@@ -54,14 +53,14 @@ def find(word: str, kind: Kind) -> Path:
 
 
 def names(kind: Kind) -> dict[str, Path]:
-    """{name: path} of the files of a kind."""
+    """Return {name: path} of all files of a kind."""
     places = shipped(kind.folder), Path(_INPUTS, kind.folder)
     folders = [place / folder for place in places for folder in (*kind.below, "")]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
 
 
 def _name_of(word: Path | str, kind: Kind) -> str:
-    """`word` without what says where shipped files of a kind lie."""
+    """Strip the folders of a kind and .toml from `word`."""
     name = str(Path(word)).removesuffix(".toml")
     for folder in (*Path(_INPUTS, kind.folder).parts, *kind.below):
         name = name.removeprefix(f"{folder}/")
@@ -69,7 +68,7 @@ def _name_of(word: Path | str, kind: Kind) -> str:
 
 
 def _unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
-    """What is wrong with a `word` that names no file of a kind, and what it may stand for."""
+    """Return the error message for an unknown `word`, with the closest name."""
     wrong = "is a folder" if os.path.isdir(word) else f"there is no such {kind.title}"
     near = get_close_matches(_name_of(word, kind), known, 1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -77,7 +76,7 @@ def _unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
 
 
 def text(word: Path | str) -> Path | str:
-    """`word`, a path, or the path of what is shipped by this name, as inputs/corpus is."""
+    """Return `word` if that path exists or nothing shipped matches, else the shipped path."""
     parts = Path(word).parts
     name = Path(*parts[parts[:1] == (_INPUTS,) :])
     there = shipped(name)
@@ -86,7 +85,9 @@ def text(word: Path | str) -> Path | str:
 
 
 def place(name: str, kind: Kind) -> Path:
-    """Where a file of a kind that the program makes is found by `name`: in inputs/ if the current
-    folder has that, else there itself."""
+    """Return the path for a new file of a kind, so that `find` finds it by `name`.
+
+    The file goes to the folder of its kind in inputs/ if that exists, else to the current folder.
+    """
     folder = Path(_INPUTS, kind.folder)
     return (folder if folder.is_dir() else Path()) / f"{name}.toml"

@@ -57,7 +57,7 @@ evaluation_batch_s, the seconds of a batch of an evaluation, and of a mixture of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate what the command line says; the exit code is 2 for what cannot be simulated."""
+    """Run the command line; return 2 for invalid input."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["schedule"]:
         options = _schedule_parser().parse_args(words[1:])
@@ -104,7 +104,7 @@ def _step(options, overrides):
 
 
 def _batches(train, seconds):
-    """How many batches an evaluation has at most, and how long they take."""
+    """Return the batches, time and interval of evaluations in words."""
     often = f"every {train.eval_every} steps" if train.eval_every > 1 else "every step"
     if not train.eval_batches:
         return f"all that the text fills, {often}"
@@ -184,7 +184,7 @@ def _add_options(add):
     add("--json", action="store_true", help=_SCHEDULE_JSON)
 
 
-_size = whole(0, MOST_SIMULATED)  # what is too small for a schedule is refused by that
+_size = whole(0, MOST_SIMULATED)  # each schedule checks its own minimum
 
 
 def _time(what):
@@ -195,7 +195,7 @@ def _time(what):
 
 
 def _times(text):
-    """A number of seconds, or a list of some with commas."""
+    """Parse seconds: one number, or a comma-separated list."""
     values = [_seconds(each) for each in text.split(",")]
     return values if len(values) > 1 else values[0]
 

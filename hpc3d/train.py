@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(job: Job, words: list[str]) -> None:
-    """Follow a command line on this rank, to the end of its run."""
+    """Run a command line on this rank until the end of training."""
     if {"-h", "--help"} & set(words):
         job.from_root(lambda: explain(words))
         return
@@ -286,7 +286,7 @@ def _begin(
 
 
 def explain(words: list[str]) -> None:
-    """Rank 0: what the command does, and every key with its meaning; or keys that are named."""
+    """Rank 0: print the help with all keys, or the help of the named keys."""
     from hpc3d.config.reference import about, manual, page_width
 
     width = page_width()

@@ -30,7 +30,7 @@ sees the folder, over ssh too. What ranks do inside of a step is as new as their
 half a minute at most. A run that has ended is shown once. Where the output is no terminal, a line
 is added when a step is done."""
 
-_TOP, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"  # to there; erase the rest
+_TOP, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"  # cursor home; erase the rest
 _STYLES = {"ended": "green", "stopped": "yellow", "failed": "red"}
 
 
@@ -72,12 +72,12 @@ def _watch(options: Namespace) -> None:
 
 
 def _print(live: LiveRun) -> None:
-    """The whole screen."""
+    """Print the full screen once."""
     print("\n".join(live.screen(_size().columns)), flush=True)
 
 
 def _redraw(live: LiveRun) -> None:
-    """The whole screen in the place of the last one."""
+    """Replace the previous screen."""
     size = _size()
     sys.stdout.write(Controls(_TOP))
     for number, line in enumerate(live.screen(size.columns)[: size.lines - 1]):
@@ -88,7 +88,7 @@ def _redraw(live: LiveRun) -> None:
 
 
 def _adding() -> Callable[[LiveRun], None]:
-    """What prints a line of a run when there is something new."""
+    """Return a function that prints a line if the run has progressed."""
     said: tuple[int, str] | None = None
 
     def add(live: LiveRun) -> None:
@@ -105,7 +105,7 @@ def _size() -> os.terminal_size:
 
 
 def _shows(letters: str) -> bool:
-    """Whether standard output has these letters."""
+    """Return True if the encoding of standard output has these characters."""
     try:
         letters.encode(sys.stdout.encoding or "utf-8")
     except UnicodeError:
@@ -114,7 +114,7 @@ def _shows(letters: str) -> bool:
 
 
 def _run(given: Path | None) -> Path:
-    """The folder of a run; ValueError if there is no run."""
+    """Return the run folder (None: the newest); ValueError if there is none."""
     if given is None:
         runs = [path.parent for path in Path("results").glob("*/config.toml")]
         if not runs:

@@ -1,1 +1,1 @@
-"""hpc3d from Python: docs/api.md."""
+"""Python interface of hpc3d (docs/api.md)."""

@@ -1,9 +1,8 @@
-"""What the commands do, for Python: train, predict, plan and simulate, and what they find as
-values.
+"""Python interface of the commands train, simulate and plan, with their results as objects.
 
-Each raises ValueError with the lines that the command would print.  `options` are values of the
-input file by key, as {"train.steps": 3, "mesh.x": 2}; `source` is a file, or the name of one that
-comes with hpc3d.
+Each function raises ValueError with the lines that the command would print.  `options` maps keys
+of the input file to values, for example {"train.steps": 3, "mesh.x": 2}.  `source` is an input
+file, or the name of one shipped with hpc3d.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Options = Mapping[str, Any]
 
 
 def open_run(path: Path | str) -> OpenedRun:
-    """The run in a folder results/NAME-STAMP, or of a trace; ValueError for any other path."""
+    """Open the run in a folder results/NAME-STAMP or of a trace; ValueError for other paths."""
     from hpc3d.analyze.opened_run import OpenedRun
 
     return OpenedRun(path)
@@ -42,14 +41,31 @@ def run_training(
     out: Path | str = "results",
     resume: OpenedRun | Path | str | None = None,
 ) -> OpenedRun:
-    """Train the input `source` (None: the default model) on so many ranks of this machine, by
-    mpirun, into a new folder in `out`, and open the run.
+    """Train the input `source` (None: the default model) with mpirun on this machine.
 
-    With `resume` that run goes on in its folder from its last checkpoint, on this or any other
-    layout.  Blocks until the run has ended, and prints nothing: train.log in its folder has what
-    the command prints.  An interrupt, as Ctrl-C or a notebook's button, ends the ranks.
-    ValueError with what `train` refuses, RuntimeError if a rank or a check fails, with what it
-    said and the exit code (README.md).
+    The call blocks until the run has ended.  It prints nothing: train.log in the run folder has
+    the output of the command.  An interrupt (Ctrl-C, or a notebook's stop button) ends the ranks.
+
+    Parameters
+    ----------
+    ranks
+        Number of ranks.
+    out
+        Parent of the new run folder.
+    resume
+        A run to resume in its folder from its last checkpoint, on the same or any other layout.
+
+    Returns
+    -------
+    OpenedRun
+        The finished run.
+
+    Raises
+    ------
+    ValueError
+        If `train` rejects the input.
+    RuntimeError
+        If a rank or a check fails; the message has its output and exit code (README.md).
     """
     from hpc3d.library.launched_run import launched
 
@@ -67,10 +83,10 @@ def predict_step(
     ranks: int | None = None,
     machine: Path | str = DEFAULT_MACHINE,
 ) -> StepPrediction:
-    """What a training step would cost on a machine, a file or a name of inputs/machines
-    (docs/prediction.md).
+    """Predict the cost of a training step on a machine (docs/prediction.md).
 
-    `ranks` may be any number; None is the product of [mesh].
+    `machine` is a file or a name in inputs/machines.  `ranks` may be any number (None: the product
+    of [mesh]).
     """
     from hpc3d.library.step_prediction import StepPrediction
     from hpc3d.predict.predicted_step import predicted_step
@@ -86,11 +102,11 @@ def find_layouts(
     memory: float | None = None,
     top: int = _TOP,
 ) -> FoundLayouts:
-    """The `top` layouts with the shortest steps on so many ranks of a machine, whose `memory` [B]
-    a rank may fill (None: the machine's); where none fits as it is, with the first technique that
-    helps (docs/planning.md).
+    """Find the `top` layouts with the shortest steps on `ranks` ranks of a machine.
 
-    ValueError if none fits with any.
+    `memory` [B] is the limit per rank (None: that of the machine).  If no layout fits, the first
+    memory-saving technique that makes one fit is added (docs/planning.md).  Raises ValueError if
+    no layout fits with any technique.
     """
     from hpc3d.library.found_layouts import FoundLayouts
     from hpc3d.predict.machine.machine_file import load
@@ -99,7 +115,7 @@ def find_layouts(
     for name, value in {"ranks": ranks, "top": top}.items():
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} = {value!r}: must be a whole number, 1 or more")
-    more = max(top, _TOP)  # what is first does not depend on how much is shown
+    more = max(top, _TOP)  # so that the ranking does not depend on `top`
     found = plan_layouts(source, _words(options), ranks, load(machine), memory, more)
     return FoundLayouts(*found, top)
 
@@ -112,12 +128,19 @@ def simulate_schedule(
     steps: int = 1,
     **times: Seconds,
 ) -> StageTimeline:
-    """A pipeline schedule on an ideal clock: a pass starts when the one before it on its stage has
-    ended and its input has come; messages never wait for each other (docs/schedules.md).
+    """Simulate a pipeline schedule with ideal timing (docs/schedules.md).
 
-    `name` is one of `hpc3d.SCHEDULES`, or csv:FILE.  `times` are seconds of a microbatch on a
-    stage: `forward`, `backward` (the part for the input) and `weight` (1 each), and `comm` of a
-    message (0); or lists with a number for each part of the model, and for each border of `comm`.
+    A pass starts when the previous pass of its stage has ended and its input has arrived; messages
+    never wait for each other.
+
+    Parameters
+    ----------
+    name
+        One of `hpc3d.SCHEDULES`, or csv:FILE.
+    **times
+        Seconds per microbatch and stage: `forward`, `backward` (input gradient) and `weight`
+        (weight gradient), 1 by default; and `comm` of a message, 0 by default.  A list has one
+        value per model chunk, and for `comm` one per boundary between chunks.
     """
     from hpc3d.library.stage_timeline import StageTimeline
     from hpc3d.pipeline.ideal_run import ideal_run
@@ -126,13 +149,13 @@ def simulate_schedule(
 
 
 def _words(options: Options | None) -> list[str]:
-    """Options as the words of a command line, where text stays text."""
+    """Convert options to command-line arguments; strings stay strings."""
     return [word for key, value in (options or {}).items() for word in (f"--{key}", _text(value))]
 
 
 def _text(value: Any) -> str:
-    """A value as TOML has it: what is no number, truth value, list or table is a text."""
+    """Format a value as TOML; unknown types become strings."""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        return str(int(value))  # NumPy's, too
+        return str(int(value))  # also NumPy integers
     known = isinstance(value, bool | float | list | tuple | dict)
     return literal(value if known else str(value))

@@ -1,6 +1,6 @@
-"""Completion of `hpc3d` in a shell: `hpc3d --completion bash`.
+"""Shell completion of `hpc3d`: `hpc3d --completion bash`.
 
-The script is made from the commands themselves, their help and the keys of an input file.
+The script is generated from the commands, their help and the keys of an input file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpc3d.shipped import INPUT, MACHINE, names
 
 SHELLS = "bash", "zsh", "fish"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-_OF_INPUTS = "train", "plan", "simulate", "partition", "generate"  # which take keys
+_OF_INPUTS = "train", "plan", "simulate", "partition", "generate"  # accept input keys
 
 _BASH = """\
 _hpc3d() {{
@@ -46,7 +46,7 @@ complete -o filenames -F _hpc3d hpc3d
 
 
 def script(shell: str, commands: Iterable[str]) -> str:
-    """What a shell reads to complete `hpc3d` with these commands."""
+    """Return the completion script of a shell for these commands."""
     options = {command: _options(command) for command in commands}
     if shell == "fish":
         return _fish(options)
@@ -79,7 +79,7 @@ def _fish(options: dict[str, list[str]]) -> str:
 
 
 def _options(command: str) -> list[str]:
-    """The options of a command, as its help has them, and the keys of those that take an input."""
+    """Return the options in a command's help, and the input keys if the command accepts them."""
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said), suppress(SystemExit):
         import_module(f"hpc3d.{command}").main(["--help"])
@@ -89,7 +89,7 @@ def _options(command: str) -> list[str]:
 
 
 def _values() -> dict[str, list[str]]:
-    """Key -> the values that it may have, where these are a few."""
+    """Return the allowed values of each key that has a finite set of them."""
     found: dict[str, list[str]] = {}
     for section, table in get_type_hints(Config).items():
         for key, kind in _hints(table).items():

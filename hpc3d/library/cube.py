@@ -1,4 +1,4 @@
-"""A cube of ranks for a notebook: threads of this process that multiply together."""
+"""Sharded matrix products in a notebook, with threads as ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST = 512  # threads
 
 
 class Received(NamedTuple):
-    """What a rank received in calls of one kind, in bytes, the mean over ranks."""
+    """Calls of one collective, and bytes received by them, as means over ranks."""
 
     axis: str
     operation: str
@@ -34,7 +34,7 @@ class Received(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """A rank's blocks of a product, and {(axis, operation): (calls, bytes)}."""
+    """Blocks of a rank after a product, and {(axis, operation): (calls, bytes)}."""
 
     mesh: Mesh
     blocks: tuple[Array, ...]
@@ -42,10 +42,11 @@ class _Done(NamedTuple):
 
 
 class Cube:
-    """Ranks along the axes x, y and z, one thread each.
+    """Cuboid of ranks with the axes x, y and z, one thread per rank.
 
-    Matrices are given and returned whole; each rank gets its block, and `calls` has what the last
-    product moved (arXiv:2105.14450, section 3; docs/theory.md has the formulas).
+    Arguments and results are full matrices; each rank works on its block.  `calls` has the
+    communication volume of the last product (arXiv:2105.14450, section 3; formulas in
+    docs/theory.md).
 
         cube = Cube(x=2, y=2, z=2)
         y = cube.matmul(x, w)                    # x @ w, by the 3-D algorithm
@@ -67,32 +68,36 @@ class Cube:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return prod(self.sizes.values())
 
     def shard(self, whole: np.ndarray, layout: Layout) -> list[np.ndarray]:
-        """The block of a matrix that each rank stores, in rank order, z varying fastest; `layout`
-        is one of `layouts`.  ValueError where a dim does not divide."""
+        """Return the block of each rank, in rank order with z varying fastest.
+
+        `layout` is a value of `layouts()`.  Raises ValueError if a dimension is not divisible.
+        """
         return [
             np.ascontiguousarray(whole[layout.slices(whole.shape, mesh)])
             for mesh in meshes(self.sizes)[0]
         ]
 
     def layouts(self, scheme: str | Split = "3d") -> dict[str, Layout]:
-        """How a scheme stores each matrix: {"x": ..., "w": ..., "y": ...}."""
+        """Return the layout of each matrix in a scheme: {"x": ..., "w": ..., "y": ...}."""
         split = _split(scheme)
         return {"x": split.x, "w": split.w, "y": split.y}
 
     def matmul(self, x: np.ndarray, w: np.ndarray, scheme: str | Split = "3d") -> np.ndarray:
-        """The product of x [m, k] and w [k, n], float32 or float64; ValueError where the blocks
-        of a scheme (a name of `SCHEMES`, or a `Split`) are not whole, or it does not use an axis
-        of the cube."""
+        """Return the product of x [m, k] and w [k, n], both float32 or both float64.
+
+        `scheme` is a name in `SCHEMES`, or a `Split`.  Raises ValueError if a dimension is not
+        divisible, or the scheme does not use an axis of the cube.
+        """
         return self._run(scheme, x, w)[0]
 
     def gradients(
         self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, scheme: str | Split = "3d"
     ) -> tuple[np.ndarray, np.ndarray]:
-        """dx = dy w^T and dw = x^T dy, of the same shapes as x and w."""
+        """Return dx = dy w^T and dw = x^T dy, with the shapes of x and w."""
         return self._run(scheme, x, w, dy)
 
     def _run(self, scheme, x, w, dy=None):
@@ -114,7 +119,7 @@ class Cube:
 
 
 def _split(scheme: str | Split) -> Split:
-    """The Split of a scheme."""
+    """Return the Split of a scheme."""
     if not isinstance(scheme, str):
         return scheme
     if scheme not in SCHEMES:
@@ -123,7 +128,7 @@ def _split(scheme: str | Split) -> Split:
 
 
 def _refuse_idle(split: Split, sizes: Mapping[str, int]) -> None:
-    """ValueError for an axis whose ranks would all do the same."""
+    """Raise ValueError if all ranks along an axis would do identical work."""
     cut = f"{split.m} {split.n} {split.k}".split()
     for axis, size in sizes.items():
         if size > 1 and axis not in cut:
@@ -131,7 +136,7 @@ def _refuse_idle(split: Split, sizes: Mapping[str, int]) -> None:
 
 
 def _check(split, x, w, dy, sizes):
-    """ValueError where matrices do not fit together, or have no whole blocks."""
+    """Raise ValueError if shapes or types do not match, or a dimension is not divisible."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"x {x.shape} and w {w.shape}: there is no product of these")
     if x.dtype != w.dtype or x.dtype not in (np.float32, np.float64):
@@ -147,7 +152,7 @@ def _check(split, x, w, dy, sizes):
 
 
 def _product(mesh: Mesh, split: Split, x: Array, w: Array, dy: Array | None) -> _Done:
-    """A rank's blocks of the result, and what it received."""
+    """Compute the result blocks of a rank, and record its communication."""
     recorder = MemoryRecorder(mesh.rank, lambda: 0)
     product = sharded_matmul(mesh.traced(recorder), split)
     block = {
@@ -165,7 +170,7 @@ def _product(mesh: Mesh, split: Split, x: Array, w: Array, dy: Array | None) -> 
 
 
 def _calls(results: Sequence[_Done]) -> list[Received]:
-    """The means over ranks, by axis and operation."""
+    """Return the means over ranks by axis and operation."""
     calls: Counter[tuple[str, str]] = Counter()
     received = calls.copy()
     for done in results:

@@ -1,4 +1,4 @@
-"""The fastest layouts on so many ranks, for a notebook."""
+"""Planned layouts for a notebook."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _COLUMNS = "step_time_s", "simulated", "bubble", "communication", "axis", "peak_
 
 
 class FoundLayouts(list[dict[str, Any]]):
-    """Layouts, the fastest first, as `python -m hpc3d.plan --json` has them: `layout` (tables of
-    an input file), `step_time_s` (an estimate where not `simulated`), `bubble` and `communication`
-    as shares of it, the `axis` that is waited for most, `peak_bytes` of the fullest rank.
+    """Layouts in the format of `python -m hpc3d.plan --json`, the fastest first.
 
-    `technique` is what all are with where nothing fits as it is, as "train.optimizer=adafactor";
-    else None.
+    A layout has `layout` (tables of an input file), `step_time_s` (an estimate unless
+    `simulated`), `bubble` and `communication` as shares of the step, the `axis` with the longest
+    waits, and `peak_bytes` of the fullest rank.
+
+    `technique` is a setting of all layouts, for example "train.optimizer=adafactor", if no layout
+    fits without it; otherwise None.
     """
 
     def __init__(
@@ -37,12 +39,15 @@ class FoundLayouts(list[dict[str, Any]]):
         super().__init__(map(as_plain, self._rows))
 
     def frame(self) -> pd.DataFrame:
-        """The layouts in words and their numbers, s and B, in pandas."""
+        """Return a pandas table of the layouts; times in s, memory in B."""
         return _frame(map(_row, self._rows))
 
     def losers(self) -> pd.DataFrame:
-        """Why others lose: `reason`, how many do (`count`), and of the nearest of them what
-        `frame` has of a layout."""
+        """Return a pandas table of the slower layouts, grouped by `reason`.
+
+        `count` is the number of layouts in a group; the columns of `frame` describe its nearest
+        layout.
+        """
         losers = self._planned.ranking.losers(self._rows[0])
         return _frame(
             {"reason": reason, "count": count, **_row(nearest)}
@@ -50,13 +55,13 @@ class FoundLayouts(list[dict[str, Any]]):
         )
 
     def config(self, place: int = 0) -> Config:
-        """The configuration with the layout at a place of the list, settled."""
+        """Return the resolved configuration with the layout at index `place`."""
         return self._rows[place].config
 
     def write(self, path: Path | str, place: int = 0) -> Path:
-        """Write the input file with the layout at a place of the list; its path.
+        """Write an input file with the layout at index `place`; return its path.
 
-        OSError where nothing can be written.
+        Raises OSError if the file cannot be written.
         """
         text = input_with(self._planned.config, self._rows[place].config)
         Path(path).write_text(text, encoding="utf-8")

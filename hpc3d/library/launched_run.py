@@ -1,4 +1,4 @@
-"""Training, started from Python on real ranks: `mpirun -np N python -m hpc3d.train`."""
+"""Launch training on MPI ranks from Python: `mpirun -np N python -m hpc3d.train`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from hpc3d.plain import Problems
 from hpc3d.runtime.exit_codes import BAD_INPUT, STOPPED
 from hpc3d.training.run_folder import FOLDER_FILE
 
-_MOST_SAID = 2000  # characters of what a launcher says
-_LEAVE = 10  # seconds that ranks have to end after a signal
-# What the Makefile sets, too: more ranks than cores, and root's consent, which only root needs.
+_MOST_SAID = 2000  # characters of launcher output in an error
+_LEAVE = 10  # s granted to the ranks after a signal
+# Same settings as in the Makefile: allow oversubscription, and allow root to run mpirun.
 _SETTINGS = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
 }
 _CONSENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-# A line of ours on standard error, but for how long it is at work; it may stand after words of
-# the launcher.
+# Our lines on standard error except progress lines.  The launcher may prefix them.
 _SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 
 
 def launched(ranks: int, words: list[str]) -> Path:
-    """Train with the words of a command line on so many processes; the folder of the run, also of
-    one that stopped early, with everything saved.
+    """Train with command-line arguments on `ranks` processes; return the run folder.
 
-    ValueError, with the lines of the command, for what it refuses; RuntimeError if a rank or a
-    check fails, with what it said and the exit code.
+    A run that stopped early on request counts as finished.  Raises ValueError with the lines of
+    the command if it rejects the input, and RuntimeError with its output and exit code if a rank
+    or a check fails.
     """
     command = [*_launcher(ranks), sys.executable, "-m", "hpc3d.train", *words]
     with TemporaryDirectory(prefix="hpc3d-") as scratch:
@@ -51,8 +50,10 @@ def launched(ranks: int, words: list[str]) -> Path:
 
 
 def _launcher(ranks: int) -> list[str]:
-    """What starts so many ranks; one rank needs nothing.  An mpirun on PATH, such as a cluster's,
-    goes before the one that was installed beside this Python."""
+    """Return the launch command of `ranks` ranks, empty for one rank.
+
+    An mpirun on PATH, such as a cluster's, precedes the one installed next to this Python.
+    """
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks = {ranks!r}: must be a whole number, 1 or more")
     if ranks == 1:
@@ -67,7 +68,7 @@ def _launcher(ranks: int) -> list[str]:
 
 
 def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
-    """Run a command with further environment variables, and end it if this is interrupted.
+    """Run a command with additional environment variables; end it on an interrupt.
 
     Returns its exit code and its standard error.
     """
@@ -80,7 +81,7 @@ def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # an interrupt of the notebook is not one of the ranks
+        start_new_session=True,  # an interrupt of the notebook does not reach the ranks
     )
     try:
         _, err = process.communicate()

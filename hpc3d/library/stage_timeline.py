@@ -1,4 +1,4 @@
-"""A pipeline schedule that was simulated, for a notebook."""
+"""Simulated pipeline schedule for a notebook."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ if TYPE_CHECKING:
 
 
 class StageTimeline:
-    """The stages of a schedule over time.
+    """Timeline of the stages of a schedule; its text form is the usual diagram.
 
-    `makespan` [s] from the first start to the last end; `bubble`, the share of its time that the
-    worst stage waits, as arXiv:2401.10241, section 5.3, has it; and of each stage `in_flight`, the
-    most microbatches (of a chunk) whose activations it holds at one time, and `weight_inputs`, the
-    most whose W is still to come.  As text it is the diagram of papers.
+    Attributes
+    ----------
+    makespan
+        Time from the first start to the last end [s].
+    bubble
+        Idle share of the worst stage, as defined in arXiv:2401.10241, section 5.3.
+    in_flight
+        Peak number of microbatches (of a chunk) with saved activations, per stage.
+    weight_inputs
+        Peak number of microbatches whose W pass is still pending, per stage.
     """
 
     def __init__(self, ideal: IdealRun) -> None:
@@ -29,7 +35,7 @@ class StageTimeline:
         self.weight_inputs: list[int] = found["weight_inputs"]
 
     def timeline(self) -> Drawing:
-        """The diagram as a figure, a row for each stage."""
+        """Draw the diagram as a figure with one row per stage."""
         from hpc3d.analyze.metrics.pass_spans import spans
         from hpc3d.analyze.report.gantt import gantt
 

@@ -1,4 +1,4 @@
-"""What a training step would cost on a machine, for a notebook."""
+"""Predicted cost of a training step for a notebook."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 
 class StepPrediction(dict[str, Any]):
-    """A predicted step: the values that `python -m hpc3d.simulate --json` has, by name.
+    """Predicted step: the values of `python -m hpc3d.simulate --json` by name.
 
-    `step_time_s` [s]; `tokens_per_s`; `bubble`, the share of its time in which the busiest stage
-    waits for messages; `communication`, the share of the step that it waits for other calls;
-    `flop` of all ranks; `mfu` and `hfu` (arXiv:2205.05198), shares of the machine's peak; `memory`
-    [B]: the peaks of the `stages`, of the `worst` and in `total`, and whether it `fits`; `bytes`
-    that a rank of stage 0 receives, by axis and operation.  `config` is the settled configuration.
+    `step_time_s` [s]; `tokens_per_s`; `bubble`, the share of the time that the busiest stage waits
+    for messages; `communication`, the share of the step that it waits for other calls; `flop` of
+    all ranks; `mfu` and `hfu` (arXiv:2205.05198), shares of the machine's peak; `memory` [B]: the
+    peaks of the `stages`, of the `worst` stage and in `total`, and `fits`, true if it fits;
+    `bytes` received by a rank of stage 0, by axis and operation.  `config` is the resolved
+    configuration.
     """
 
     def __init__(self, step: PredictedStep) -> None:
@@ -41,12 +42,12 @@ class StepPrediction(dict[str, Any]):
 
     @property
     def memory(self) -> pd.DataFrame:
-        """The peaks [B] of a rank of each stage by kind; `all` is the peak of their sum."""
+        """Peak memory [B] of a rank of each stage by kind; `all` is the peak of their sum."""
         return _frame([{"stage": n, **row} for n, row in enumerate(self["memory"]["stages"])])
 
     @property
     def received(self) -> pd.DataFrame:
-        """Calls and bytes that a rank of stage 0 receives in the step, by axis and op."""
+        """Calls and received bytes per step of a rank of stage 0, by axis and operation."""
         return _frame(
             [
                 {"axis": axis, "op": op, **each}
@@ -58,7 +59,7 @@ class StepPrediction(dict[str, Any]):
     def keep(self, folder: Path | str) -> OpenedRun:
         """Write the step of all ranks as a trace to a new folder, and open it as a run.
 
-        ValueError if the folder is there, or the trace would be too large.
+        Raises ValueError if the folder exists, or the trace would be too large.
         """
         folder = Path(folder)
         if folder.exists():
@@ -66,7 +67,7 @@ class StepPrediction(dict[str, Any]):
         return OpenedRun(self._step.keep(folder).parent)
 
     def timeline(self) -> Drawing:
-        """The step as a figure, a row for each rank."""
+        """Draw the step as a figure with one row per rank."""
         with TemporaryDirectory() as folder:
             return self.keep(Path(folder, "step")).timeline()
 

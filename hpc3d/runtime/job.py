@@ -125,7 +125,7 @@ class Job:
             time.sleep(0.005)
 
     def place(self) -> dict[str, Any]:
-        """Return this rank's host, process id, local rank and first rank of its node; collective."""
+        """Return host, process id, local rank and first rank of this rank's node; collective."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         mine = node.bcast(self.rank), MPI.Get_processor_name(), kernel()
         first = self.gather(mine).index(mine)

@@ -255,9 +255,7 @@ def _in_a_call() -> bool:
 def leave(job: Job, number: int = signal.SIGTERM) -> None:
     """End this process because of a signal, unless it is ending already."""
     if job.ending.acquire(blocking=False):
-        os.setpriority(
-            os.PRIO_PROCESS, os.getpid(), 19
-        )  # yield to the child: the main thread may be spinning
+        os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread may be spinning
         _report_end(job, number)
         save_in_child(job)
         time.sleep(1)

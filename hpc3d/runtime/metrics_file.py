@@ -1,8 +1,8 @@
 """Metrics of a run: metrics.jsonl in its folder, one JSON object per line.
 
-A training step has `step`, `steps` (of the run), `loss`, `learning_rate`, `gradient_norm`, `tokens`,
-`seconds`, `tokens_per_s`, `communication` (a share of the step), `peak_bytes` (of the fullest
-rank) and `time` (seconds since 1970).  An evaluation has the `step` after which it was made,
+A training step has `step`, `steps` (of the run), `loss`, `learning_rate`, `gradient_norm`,
+`tokens`, `seconds`, `tokens_per_s`, `communication` (a share of the step), `peak_bytes` (of the
+fullest rank) and `time` (seconds since 1970).  An evaluation has the `step` that it follows,
 `validation_loss`, `perplexity`, `accuracy`, `evaluated_tokens`, `evaluation_seconds` and `time`.
 Values that are not finite are null.
 A float16 run adds `loss_scale`, the loss scale of the next step.
@@ -137,7 +137,7 @@ def _finite(value: Any) -> Any:
 def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) -> list[_Sink]:
     """Return the additional sinks of a run's metrics: a user function and TensorBoard.
 
-    With `folder` = None, only the availability of TensorBoard is checked.  Raises ValueError if
+    With `folder` = None, TensorBoard is only checked for and gets no sink.  Raises ValueError if
     the function or the package does not exist.
     """
     sinks = [_function(hook)] if hook else []

@@ -89,12 +89,12 @@ def library_file() -> str | None:
 
 
 def _maps() -> str:
-    """The files that this process has mapped, one a line."""
+    """Return the memory map of this process, one mapped file per line."""
     return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
 
 
 def on_path() -> MpiInstall | None:
-    """The mpirun that PATH leads to, as it names itself; None without one."""
+    """Return the mpirun on PATH, identified by its --version output, or None."""
     path = shutil.which("mpirun")
     if path is None:
         return None
