@@ -1,6 +1,6 @@
 """Optional packages, which are checked before a command starts.
 
-This check imports none of them.
+This check does not import them.
 """
 
 from __future__ import annotations

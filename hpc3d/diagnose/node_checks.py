@@ -1,6 +1,6 @@
 """Checks of the local machine that do not need MPI: packages, cores, memory.
 
-A check yields findings.  Training needs none of them, and each may fail on an unusual machine: a
+A check yields findings.  Training does not need them, and each may fail on an unusual machine: a
 check that raises is also reported as a finding.
 """
 

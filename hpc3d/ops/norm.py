@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm, for complete rows and for rows whose features are sharded over ranks.
 
 RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) is LayerNorm with mean 0 and without beta:
-`mean` and `beta` are None, and only the remaining one of the two row sums exists.
+`mean` and `beta` do not exist, and only the remaining one of the two row sums exists.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def norm_grad(
     dbeta: Array | None,
     empty: Empty,
 ) -> Array:
-    """Return dx, plus `residual` unless it is None, from the values that `norm` saved.
+    """Return dx, plus a given `residual`, from the values that `norm` saved.
 
     The gradients of gamma and beta are added to `dgamma` and `dbeta`.
     """

@@ -65,7 +65,7 @@ def _loaded() -> MpiInstall:
 
 
 def found() -> MpiInstall | None:
-    """Return the MPI that mpi4py loads, or None if there is none."""
+    """Return the MPI that mpi4py loads, or None without an MPI."""
     try:
         return _loaded()
     except Exception:  # RuntimeError of mpi4py, ImportError of the linker

@@ -59,7 +59,7 @@ def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothi
 
 
 def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing | None:
-    """Return the earlier work that the attempt `began` continues, or None if there is none.
+    """Return the earlier work that the attempt `began` continues, or None for a new run.
 
     All of its segments are readable.  The `stack` closes its file.
     """
