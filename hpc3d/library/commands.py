@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _TOP = 10  # layouts
 
-Options = Mapping[str, Any]
+_Options = Mapping[str, Any]
 
 
 def open_run(path: Path | str) -> OpenedRun:
@@ -36,7 +36,7 @@ def open_run(path: Path | str) -> OpenedRun:
 
 def run_training(
     source: Path | str | None = None,
-    options: Options | None = None,
+    options: _Options | None = None,
     ranks: int = 1,
     out: Path | str = "results",
     resume: OpenedRun | Path | str | None = None,
@@ -79,7 +79,7 @@ def run_training(
 
 def predict_step(
     source: Path | str | None = None,
-    options: Options | None = None,
+    options: _Options | None = None,
     ranks: int | None = None,
     machine: Path | str = DEFAULT_MACHINE,
 ) -> StepPrediction:
@@ -97,7 +97,7 @@ def predict_step(
 def find_layouts(
     source: Path | str,
     ranks: int,
-    options: Options | None = None,
+    options: _Options | None = None,
     machine: Path | str = DEFAULT_MACHINE,
     memory: float | None = None,
     top: int = _TOP,
@@ -148,7 +148,7 @@ def simulate_schedule(
     return StageTimeline(ideal_run(name, stages, microbatches, chunks, steps, times))
 
 
-def _words(options: Options | None) -> list[str]:
+def _words(options: _Options | None) -> list[str]:
     """Convert options to command-line arguments; strings stay strings."""
     return [word for key, value in (options or {}).items() for word in (f"--{key}", _text(value))]
 
