@@ -17,7 +17,7 @@ def test_watch_shows_the_newest_run_once(tmp_path, monkeypatch, capsys):
     assert watch.main(["results/old", "--once"]) == 0
     assert watch.main(["results/none"]) == 2
     said = capsys.readouterr()
-    assert said.out == "new   begins\nold   begins\n"
+    assert said.out == "new   starting\nold   starting\n"
     assert [line.partition(":")[0] for line in said.err.splitlines()] == ["hpc3d.watch"] * 2
 
 
@@ -28,7 +28,7 @@ def test_watch_goes_on_until_the_run_has_ended(tmp_path, monkeypatch, capsys):
     )
     assert watch.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines] == ["begins", "ended"]
+    assert [line.split()[-1] for line in lines] == ["starting", "ended"]
 
 
 def test_on_a_terminal_the_screen_is_written_anew_in_its_place(tmp_path, monkeypatch, capsys):
@@ -48,7 +48,7 @@ def test_elsewhere_a_line_is_added_when_there_is_something_new(tmp_path, monkeyp
     )
     assert watch.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"{tmp_path.name}   {state}" for state in ("begins", "ended")]
+    assert lines == [f"{tmp_path.name}   {state}" for state in ("starting", "ended")]
 
 
 @pytest.mark.parametrize("every", ["0", "x", "nan", "1e9"])

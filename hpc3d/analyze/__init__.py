@@ -1,1 +1,1 @@
-"""What a run costs: its trace as tables and figures."""
+"""Analysis of a run from its trace: metrics, reports and exports."""

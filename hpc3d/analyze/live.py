@@ -1,7 +1,8 @@
-"""A run as it goes: what its folder says now, in a few lines for a terminal.
+"""Status of a live run from its folder, in a few lines for a terminal.
 
-The steps are those of metrics.jsonl, of which only what is new is read; what ranks do inside of a
-step is that of the newest segment of each (hpc3d.analyze.newest_segments).  Files are only read.
+Steps come from metrics.jsonl, of which only new lines are read. The communication inside a step
+comes from the newest trace segment of each rank (hpc3d.analyze.newest_segments). The folder is
+only read.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from typing import Any
 
 import numpy as np
 
-from hpc3d.analyze.newest_segments import Axes, NewestSegments
+from hpc3d.analyze.newest_segments import AxisShares, NewestSegments
 from hpc3d.plain import counted
 from hpc3d.runtime.metrics_file import NAME, MetricsReader
 from hpc3d.training.log import KEPT, duration
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
-_QUIET = 60  # seconds without a step, at least, after which a run is called silent
-_TAIL = 2000  # bytes of a log that say how it ends
-_RECENT = 20  # steps that tell how fast it is now
-_LATE, _NAMED = 2, 3  # times its share of late calls that a rank is named for; ranks at most
-_SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # of a step
-_ENDS = (  # what stands in the log, and what it means
+_QUIET = 60  # minimum number of seconds without a step before a run counts as silent
+_TAIL = 2000  # bytes at the end of the log that are searched for the final state
+_RECENT = 20  # number of steps for the current speed
+_LATE, _NAMED = 2, 3  # late calls relative to the mean rank; maximum number of ranks
+_SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # keys of a step
+_FINAL_STATES = (  # text in the log, state
     ("stopped after step", "stopped"),
     (KEPT, "ended"),
     ("go on from the last checkpoint", "failed"),
     ("nothing was saved (checkpoint.every)", "failed"),
 )
-OVER = {meaning for _, meaning in _ENDS}
+OVER = {final for _, final in _FINAL_STATES}
 
 
 class LiveRun:
-    """A run in a `folder`, as it is at each `update`; `bars` are eight letters of growing
+    """Run in a `folder`, as of the last `update`. `bars` are eight characters of increasing
     height."""
 
     def __init__(self, folder: Path, bars: str = BARS) -> None:
         self.folder, self.bars = folder, bars
         self.reader, self.segments = MetricsReader(folder), NewestSegments(folder)
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.losses: list[float] = []
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.evaluated: dict[str, Any] | None = None
@@ -54,10 +55,10 @@ class LiveRun:
         self.peak = self.incomplete = 0
 
     def update(self, now: float) -> None:
-        """Read what is new; `now` are the seconds since 1970."""
-        anew, records = self.reader.more()
-        if anew:
-            self._forget()
+        """Read the new records. `now` is the Unix time in seconds."""
+        restarted, records = self.reader.more()
+        if restarted:
+            self._reset()
         for record in records:
             if "loss" in record and not _is_complete(record):
                 self.incomplete += 1
@@ -72,23 +73,24 @@ class LiveRun:
         self.now, self.state = now, state(self.folder, self.recent, now)
 
     def line(self) -> str:
-        """All of it in one line."""
-        parts = [f"{self.folder.name}   {self.state}"]
+        """Return the status in one line."""
+        items = [f"{self.folder.name}   {self.state}"]
         if self.recent:
             step, _, *left = self._progress()
             rate = f"{self.recent[-1]['tokens_per_s']:,.0f} tokens/s"
-            parts = [f"{parts[0]}: {step}", f"loss {self.losses[-1]:.4f}", rate, *left[:1]]
-        return ", ".join(parts)
+            items = [f"{items[0]}: {step}", f"loss {self.losses[-1]:.4f}", rate, *left[:1]]
+        return ", ".join(items)
 
     def screen(self, width: int) -> list[str]:
-        """The lines about it, none wider than `width`; the first ends with its state."""
+        """Return the status in lines of at most `width` characters. The first line ends with the
+        state."""
         name = self.folder.name[: max(8, width - len(self.state) - 3)]
         lines = [f"{name}   {self.state}"]
         if self.recent:
             lines += [*flow(self._progress(), width), *self._losses(width)]
             lines += [*flow(self._rates(), width), *flow(self._evaluations(), width)]
         if damaged := self.reader.damaged + self.incomplete:
-            lines.append(f"{counted(damaged, 'damaged line')} of {NAME} left out")
+            lines.append(f"skipped {counted(damaged, 'damaged line')} of {NAME}")
         if axes := self.segments.axes():
             lines += ["", *self._axes(axes, width)]
         return [line[:width] for line in lines]
@@ -96,15 +98,15 @@ class LiveRun:
     def _progress(self) -> list[str]:
         last = self.recent[-1]
         done, steps = last["step"] + 1, last["steps"]
-        parts = [f"step {done} of {steps}", f"{done / steps:.0%}"]
+        items = [f"step {done} of {steps}", f"{done / steps:.0%}"]
         seconds = median(record["seconds"] for record in [*self.recent][1:] or self.recent)
         if self.state not in OVER and done < steps:
-            parts.append(f"{duration(seconds * (steps - done))} left")
-            parts.append(f"the last {duration(max(0.0, self.now - last['time']))} ago")
-        return parts
+            items.append(f"{duration(seconds * (steps - done))} left")
+            items.append(f"last step {duration(max(0.0, self.now - last['time']))} ago")
+        return items
 
     def _losses(self, width: int) -> list[str]:
-        text = f"loss {self.losses[-1]:.4f}, {self.losses[0]:.4f} at first"
+        text = f"loss {self.losses[-1]:.4f}, initially {self.losses[0]:.4f}"
         room = width - len(text) - 2
         if room < len(self.bars):
             return [text, sparkline(self.losses, width, self.bars)]
@@ -117,7 +119,7 @@ class LiveRun:
         )
         return [
             f"{rate:,.0f} tokens/s",
-            f"{duration(seconds)} a step",
+            f"{duration(seconds)} per step",
             f"communication {share:.1%}",
             f"peak {self.peak / 1e6:,.1f} MB on the fullest rank",
         ]
@@ -131,57 +133,57 @@ class LiveRun:
         )
         return [f"validation {last}", "the best so far" if last == best else f"best {best}"]
 
-    def _axes(self, axes: Axes, width: int) -> Iterator[str]:
+    def _axes(self, axes: AxisShares, width: int) -> Iterator[str]:
         first, last = axes.steps[0], axes.steps[-1]
         which = f"step {first}" if first == last else f"steps {first} to {last}"
-        yield f"{which}, means of {counted(axes.ranks, 'rank')}"
+        yield f"{which}, mean of {counted(axes.ranks, 'rank')}"
         yield "axis     in calls   waiting"
         for axis, share in sorted(axes.calls.items(), key=lambda each: -each[1]):
             bar = self.bars[-1] * round(min(40, width - 30) * axes.waits[axis])
             yield f"{axis:8s} {share:8.1%} {axes.waits[axis]:9.1%}  {bar}".rstrip()
-        yield from flow(_late(axes), width)
+        yield from flow(_stragglers(axes), width)
 
 
 def _is_complete(record: dict[str, Any]) -> bool:
-    """Whether a step has every number that is shown of one."""
+    """Return true if the record of a step has every number that the status shows."""
     return (record.get("steps") or 0) > 0 and all(record.get(key) is not None for key in _SHOWN)
 
 
 def state(run: Path, steps: Sequence[dict[str, Any]], now: float) -> str:
-    """Whether a run goes on; `steps` are its newest records."""
+    """Return the state of a run, such as "running". `steps` are its newest records."""
     log, lock = run / "train.log", run / "lock"
-    works = _works(lock)
-    begins = works and _changed(lock) > _changed(log)
-    said = "" if begins else _tail(log)
-    last = said.rfind("\nstep     loss")  # of the newest attempt
-    for words, meaning in _ENDS:
-        if said.find(words, max(last, 0)) >= 0:
-            return meaning
-    if works is False:
+    alive = _is_alive(lock)
+    starting = alive and _modified(lock) > _modified(log)
+    tail = "" if starting else _tail(log)
+    attempt = tail.rfind("\nstep     loss")  # header of the newest attempt
+    for text, final in _FINAL_STATES:
+        if tail.find(text, max(attempt, 0)) >= 0:
+            return final
+    if alive is False:
         return "failed"
-    if begins or not steps:
-        return "begins"
+    if starting or not steps:
+        return "starting"
     silent = now - steps[-1]["time"]
     usual = median(record["seconds"] for record in steps)
     return "running" if silent < max(_QUIET, 5 * usual) else f"silent for {duration(silent)}"
 
 
-def _works(lock: Path) -> bool | None:
-    """Whether the process of rank 0 is alive; None if it is, or was, on another host."""
+def _is_alive(lock: Path) -> bool | None:
+    """Return true if the process of rank 0 is alive, or None if it is on another host."""
     match _tail(lock).split():
         case [_, number, _, host] if number.isdecimal() and host == platform.node():
             try:
-                os.kill(int(number), 0)  # which sends nothing
+                os.kill(int(number), 0)  # signal 0 only tests if the process exists
             except (ProcessLookupError, OverflowError):
                 return False
             except PermissionError:
-                pass  # it is another user's
+                pass  # a process of another user
             return True
     return None
 
 
-def _changed(path: Path) -> int:
-    """When a file was written to last; long ago for a file that does not exist."""
+def _modified(path: Path) -> int:
+    """Return the modification time of a file in ns, or 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -189,7 +191,7 @@ def _changed(path: Path) -> int:
 
 
 def _tail(path: Path) -> str:
-    """The end of a text."""
+    """Return the end of a text file, or "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
@@ -198,34 +200,35 @@ def _tail(path: Path) -> str:
         return ""
 
 
-def _late(axes: Axes) -> list[str]:
-    """Which ranks others waited for more often than for most."""
+def _stragglers(axes: AxisShares) -> list[str]:
+    """Name the ranks that others wait for more often than for most ranks."""
     total = axes.late.total()
     if not total:
         return []
-    least = min(1.0, _LATE / axes.ranks) * total
-    often = [each for each in axes.late.most_common(_NAMED) if each[1] >= least]
+    threshold = min(1.0, _LATE / axes.ranks) * total
+    often = [each for each in axes.late.most_common(_NAMED) if each[1] >= threshold]
     if axes.ranks < _LATE or not often:
-        return ["no rank is late more often than others"]
-    parts = [f"rank {rank} in {count / total:.0%}" for rank, count in often]
-    return [f"last to arrive: {parts[0]}", *parts[1:], f"of {total} calls"]
+        return ["no straggler"]
+    items = [f"rank {rank} in {count / total:.0%}" for rank, count in often]
+    return [f"last to arrive: {items[0]}", *items[1:], f"of {total} calls"]
 
 
-def flow(parts: Iterable[str], width: int) -> list[str]:
-    """Parts with commas between them, in lines that end where the next part has no room."""
+def flow(items: Iterable[str], width: int) -> list[str]:
+    """Join texts with commas, and break the lines where the next text does not fit."""
     lines: list[str] = []
-    for part in parts:
-        if lines and len(lines[-1]) + 2 + len(part) <= width:
-            lines[-1] += f", {part}"
+    for item in items:
+        if lines and len(lines[-1]) + 2 + len(item) <= width:
+            lines[-1] += f", {item}"
         else:
-            lines.append(part)
+            lines.append(item)
     return lines
 
 
 def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
-    """Values as bars of eight heights, at most `width`: each the mean of a stretch of them."""
-    parts = np.array_split(np.asarray(values, float), min(width, len(values)))
-    means = np.array([part.mean() for part in parts])
+    """Return values as at most `width` bars of eight heights. A bar is the mean of consecutive
+    values."""
+    runs = np.array_split(np.asarray(values, float), min(width, len(values)))
+    means = np.array([run.mean() for run in runs])
     low, high = np.nanmin(means, initial=np.inf), np.nanmax(means, initial=-np.inf)
     heights = np.nan_to_num((means - low) / ((high - low) or 1.0))
     found = (bars[round(7 * height)] for height in heights)

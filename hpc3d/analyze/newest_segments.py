@@ -1,7 +1,7 @@
-"""What ranks of a run that goes on do inside of its steps, from the newest segment of each.
+"""Communication of a live run by mesh axis, from the newest trace segment of each rank.
 
-They write one every half minute and when they end (hpc3d.trace.segment).  Files are only read, and
-those that cannot be are passed over.
+A rank writes a segment every half minute and at its end (hpc3d.trace.segment). Segments are
+only read, and unreadable ones are skipped.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from hpc3d.trace.segment import Segment, count_segments, read_segment, segment_p
 _COMM = CATEGORY.index("comm")
 
 
-class Axes(NamedTuple):
-    """Shares of the time of a step, means of `ranks` in `steps`: axis -> the share in calls, and
-    that of waiting for members that came later.  `late` counts of whom: rank -> calls that it was
-    the last to join."""
+class AxisShares(NamedTuple):
+    """Communication by mesh axis, as means of `ranks` ranks over `steps`.
+
+    Attributes
+    ----------
+    calls, waits
+        {axis: share of the step time in calls, or waiting for late members}.
+    late
+        {rank: number of calls that it joined last}.
+    """
 
     ranks: int
     steps: range
@@ -32,18 +38,18 @@ class Axes(NamedTuple):
 
 
 class NewestSegments:
-    """The newest segments of a run, which are read again when there are others."""
+    """Newest segments of a run, which are read again after the run has written new ones."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.counts = run, dict[int, int]()
-        self.found: Axes | None = None
+        self.found: AxisShares | None = None
 
-    def axes(self) -> Axes | None:
-        """The Axes of these segments, None without any with a step."""
+    def axes(self) -> AxisShares | None:
+        """Return the communication by axis, or None if no segment contains a step."""
         counts = count_segments(self.run)
         if counts != self.counts:
             self.counts = counts
-            self.found = _inside([*self._readable()])
+            self.found = _axis_shares([*self._readable()])
         return self.found
 
     def _readable(self) -> Iterator[Segment]:
@@ -54,13 +60,13 @@ class NewestSegments:
                 continue
 
 
-def _inside(segments: Sequence[Segment]) -> Axes | None:
+def _axis_shares(segments: Sequence[Segment]) -> AxisShares | None:
     if not any(len(segment.steps) for segment in segments):
         return None
     spent = sum(int((each.steps["t_end"] - each.steps["t_start"]).sum()) for each in segments)
     calls, waits, late = _calls(segments)
     numbers = np.concatenate([segment.steps["step"] for segment in segments])
-    return Axes(
+    return AxisShares(
         len(segments),
         range(int(numbers.min()), int(numbers.max()) + 1),
         {axis: blocked / spent for axis, blocked in calls.items()},
@@ -70,8 +76,12 @@ def _inside(segments: Sequence[Segment]) -> Axes | None:
 
 
 def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Counter[int]]:
-    """Nanoseconds in calls and of waiting, by axis, and who was last.  A call of a group waits
-    until the last of its members has made it; a message is waited for as long as it takes."""
+    """Return the ns in calls and the ns of waiting by axis, and the number of late arrivals by
+    rank.
+
+    A collective waits until its last member has called it. The complete duration of a message
+    counts as waiting.
+    """
     calls, waits, late = Counter[str](), Counter[str](), Counter[int]()
     joined: dict[tuple, list[tuple[int, int, int]]] = {}
     for segment in segments:
@@ -90,8 +100,8 @@ def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Cou
                 joined.setdefault((*key, seq), []).append((posted, rank, start, start + dur))
     for (axis, *members, _), arrivals in joined.items():
         if len(arrivals) < len(members):
-            continue  # another segment has the others
-        last, who, *_ = max(arrivals)
-        late[who] += 1
+            continue  # the other members are in other segments
+        last, late_rank, *_ = max(arrivals)
+        late[late_rank] += 1
         waits[axis] += sum(max(0, min(end, last) - start) for _, _, start, end in arrivals)
     return calls, waits, late

@@ -1,4 +1,4 @@
-"""A run from Python: its losses, tables and figures, read when they are asked for."""
+"""Python interface to a run: its losses, tables and figures, which are computed on access."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class Drawing(NamedTuple):
-    """A figure that a notebook shows."""
+    """Figure that a notebook displays."""
 
     figure: Figure
     title: str
 
     def save(self, path: Path | str) -> None:
-        """Write it; the ending says as what: .png, .svg, .pdf."""
+        """Write the figure in the format of the file extension: .png, .svg or .pdf."""
         with default_style():
             self.figure.savefig(path)
 
@@ -43,9 +43,15 @@ class Drawing(NamedTuple):
 
 
 class OpenedRun:
-    """A run in a `folder`, or a simulated one, or a trace; ValueError for any other path.
+    """Run in a folder, a simulated run, or a trace.
 
-    Times are seconds, sizes bytes.  What is slow, the analysis of a step, is done once a step.
+    Times are in seconds and sizes in bytes. The analysis of a step is slow, so its result is
+    cached.
+
+    Raises
+    ------
+    ValueError
+        For any other path.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -64,62 +70,87 @@ class OpenedRun:
 
     @cached_property
     def config(self) -> Config:
-        """The configuration of the run, settled: `run.config.mesh.x`."""
+        """Return the resolved configuration of the run, as in `run.config.mesh.x`."""
         return stored(self._of(None).config)
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl (docs/watching.md)."""
+        """Return the records of metrics.jsonl (docs/watching.md)."""
         return metrics_file.read(self.folder)
 
     @property
     def losses(self) -> list[float | None]:
-        """The loss of each step, nat a token."""
+        """Return the loss of each step in nat per token."""
         return [row["loss"] for row in self._of(None).tables["loss"]]
 
     @property
     def verdict(self) -> str:
-        """What a step is made of, the largest lever, who is late, in a few sentences."""
+        """Return a summary: the composition of a step, its largest cost, and stragglers."""
         return " ".join(verdict(self._of(None).tables))
 
     @property
     def tables(self) -> list[str]:
-        """The names of the tables that have rows, for `table`."""
+        """Return the names of the tables that have rows, as arguments of `table`."""
         return [name for name, rows in self._of(None).tables.items() if rows]
 
     def table(self, name: str) -> pd.DataFrame:
-        """A table of the report, in SI units; ValueError for a name that is not in `tables`."""
+        """Return a table of the report in SI units.
+
+        Raises
+        ------
+        ValueError
+            If the name is not in `tables`.
+        """
         from pandas import DataFrame
 
         if name not in self.tables:
-            raise ValueError(f"{name}: no such table; there are {', '.join(self.tables)}")
+            raise ValueError(f"{name}: no such table; use one of {', '.join(self.tables)}")
         return DataFrame(self._of(None).tables[name])
 
     def events(self, columns: list[str] | None = None) -> pd.DataFrame:
-        """Every event of every rank, or some of its columns (docs/trace.md); times are in ns."""
+        """Return every event of every rank, with all or some columns (docs/trace.md). Times are in
+        ns."""
         with trace.open(self._trace) as opened:
             return opened.events.frame(columns)
 
     def timeline(self, step: int | None = None) -> Drawing:
-        """What every rank does in a step (None: one that took the median time), with the critical
-        path; ValueError where there is no such step or ranks have no common time."""
+        """Return the timeline of all ranks in a step, with its critical path.
+
+        By default, the step is one with the median time.
+
+        Raises
+        ------
+        ValueError
+            If the step does not exist, or the ranks have no common clock.
+        """
         run = self._of(step)
         if run.timeline is None:
-            raise ValueError(f"{self.path}: ranks counted their own time; there is no timeline")
+            raise ValueError(
+                f"{self.path}: no timeline, because each rank measured its own CPU time; train"
+                ' with trace.clock = "wall"'
+            )
         return self._drawn("timeline", step)
 
     def pipeline(self, step: int | None = None) -> Drawing:
-        """The passes of each stage in a step, above their schedule on an ideal clock; ValueError
-        for a run of one stage."""
+        """Return the passes of each pipeline stage in a step, above the ideal schedule.
+
+        Raises
+        ------
+        ValueError
+            If the run has a single stage.
+        """
         return self._drawn("pipeline", step)
 
     def figure(self, name: str) -> Drawing:
-        """A figure of the report: ranks, phases, path, waits, traffic, memory, ..."""
+        """Return a figure of the report, such as ranks, phases, path, waits, traffic or memory."""
         return self._drawn(name, None)
 
     def report(self, out: Path | str | None = None) -> Path:
-        """Write what `python -m hpc3d.report` does, to a folder (None: `report` in the run's); the
-        path of its page."""
+        """Write the files of `python -m hpc3d.report` to a folder, and return the path of the HTML
+        page.
+
+        By default, the folder is `report` in the folder of the run.
+        """
         from hpc3d.analyze.report.run_analysis import compare
         from hpc3d.analyze.report.write import clear, write
 
@@ -136,7 +167,7 @@ class OpenedRun:
         pictures = {each.name: each for each in figure_list.of_run(self._of(step))}
         if name not in pictures:
             raise ValueError(
-                f"{name}: no such figure of this run; there are {', '.join(pictures)}"
+                f"{name}: no such figure of this run; use one of {', '.join(pictures)}"
             )
         return Drawing(plot_matplotlib.draw(pictures[name].chart), pictures[name].title)
 

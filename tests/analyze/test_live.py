@@ -44,7 +44,7 @@ def dead():
 
 def test_a_run_goes_on_is_silent_and_ends(tmp_path):
     last = {"time": 1000.0, "seconds": 2.0}
-    assert state(tmp_path, [], 0) == "begins"
+    assert state(tmp_path, [], 0) == "starting"
     assert state(tmp_path, [last], 1059) == "running"
     assert state(tmp_path, [last], 1061) == "silent for 1 min 1 s"
     assert state(tmp_path, [last | {"seconds": 30.0}], 1149) == "running"
@@ -74,7 +74,7 @@ def test_a_run_that_is_taken_up_begins(tmp_path):
     log.write_text("step     loss\nrun kept in results/a\n")
     locked(tmp_path, os.getpid())
     os.utime(log, (1000, 1000))
-    assert state(tmp_path, [{"time": 1000.0, "seconds": 2.0}], 1001) == "begins"
+    assert state(tmp_path, [{"time": 1000.0, "seconds": 2.0}], 1001) == "starting"
     os.utime(log)
     assert state(tmp_path, [], 1001) == "ended"
 
@@ -87,9 +87,9 @@ def test_the_screen_has_progress_loss_and_axes(tmp_path):
     found = live(tmp_path)
     found.update(found.recent[-1]["time"] + 1)
     text = "\n".join(found.screen(100))
-    assert "step 4 of 10, 40%, 12 s left, the last 1.00 s ago" in text
-    assert "loss 3.0000, 6.0000 at first  █▆▃▁" in text
-    assert "1,000 tokens/s, 2.00 s a step, communication 50.0%, peak 10.0 MB" in text
+    assert "step 4 of 10, 40%, 12 s left, last step 1.00 s ago" in text
+    assert "loss 3.0000, initially 6.0000  █▆▃▁" in text
+    assert "1,000 tokens/s, 2.00 s per step, communication 50.0%, peak 10.0 MB" in text
     assert "validation 3.2500 after step 3, the best so far" in text
     assert "\nx           30.0%" in text
     line = f"{tmp_path.name}   running: step 4 of 10, loss 3.0000, 1,000 tokens/s, 12 s left"
@@ -118,7 +118,7 @@ def test_a_rank_that_is_late_is_named(tmp_path):
     assert live(tmp_path).screen(80)[-1] == "last to arrive: rank 1 in 100%, of 4 calls"
     segment(tmp_path, 0, 1, calls[:2] + later[2:])
     segment(tmp_path, 1, 1, later[:2] + calls[2:])
-    assert live(tmp_path).screen(80)[-1] == "no rank is late more often than others"
+    assert live(tmp_path).screen(80)[-1] == "no straggler"
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
@@ -161,7 +161,7 @@ def test_damaged_lines_are_counted_and_left_out(damage, tmp_path):
     with (tmp_path / NAME).open("a") as file:
         file.write(f"{json.dumps(line)}\n{json.dumps(short)}\n{'[' * 10**6}\n")
     found.update(NOW)
-    assert f"3 damaged lines of {NAME} left out" in found.screen(80)
+    assert f"skipped 3 damaged lines of {NAME}" in found.screen(80)
     assert "step 1 of 10" in found.line()
     records(tmp_path, [1, 2])  # which rewrites the file
     found.update(NOW)

@@ -47,8 +47,8 @@ def test_a_timeline_is_shown_and_saved(run, tmp_path):
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda run: run.table("x"), "x: no such table; there are "),
-        (lambda run: run.figure("x"), "x: no such figure of this run; there are "),
+        (lambda run: run.table("x"), "x: no such table; use one of "),
+        (lambda run: run.figure("x"), "x: no such figure of this run; use one of "),
         (lambda run: run.pipeline(), "pipeline: no such figure"),
         (lambda run: run.timeline(step=99), ".*step 99"),
         (lambda run: hpc3d.open("nowhere"), "nowhere"),

@@ -105,8 +105,8 @@ SHOWN = {
         r"change +memory +received +step\n *as it is +[\d.,]+ MB +[\d.,]+ MB +[\d.,]+ m?s\n",
     ],
     "docs/watching.md": [
-        r"loss [\d.]+, [\d.]+ at first",
-        r"[\d,]+ tokens/s, \S+ m?s a step, communication [\d.]+%,?\s+peak [\d.]+ MB on the f",
-        r"steps? \d+.*, means? of \d+ ranks\n *axis +in calls +waiting\n",
+        r"loss [\d.]+, initially [\d.]+",
+        r"[\d,]+ tokens/s, \S+ m?s per step, communication [\d.]+%,?\s+peak [\d.]+ MB on the f",
+        r"steps? \d+.*, mean of \d+ ranks\n *axis +in calls +waiting\n",
     ],
 }

@@ -1,1 +1,1 @@
-"""The events of a trace for other programs."""
+"""Export of the events of a trace to other tools."""

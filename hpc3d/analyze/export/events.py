@@ -1,4 +1,4 @@
-"""What is exported of a trace, whatever the format."""
+"""Events of a trace in the form that all export formats use."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Events:
-    """The events of some steps, sorted by rank and start, and whose they are.
+    """Events of some steps, sorted by rank and start.
 
-    `columns` are COLUMNS (hpc3d.analyze.export.formats) and the times `start`, `end`, `posted` and
-    `wait`, in ns from the first start on any rank; `names` are {code: name} of the columns that
-    hold codes.  `links` are pairs of rows, [links, 2]: a send and its receive, and a call that
-    others waited for and each of those that did.  Where ranks have no time in common (`one_time`),
-    because they counted their CPU time, there are no links, and wait is 0.  `steps` are (rank,
-    step, begin, end), `rows` the slice of each rank, `coords` its
-    coordinates on `axes`.
+    Attributes
+    ----------
+    columns
+        COLUMNS of hpc3d.analyze.export.formats, and the times `start`, `end`, `posted` and `wait`
+        in ns since the first start on any rank.
+    names
+        {code: name} of each column that holds codes.
+    links
+        Pairs of rows, [links, 2]: a send and its receive, or a call and a call that waited for it.
+    one_time
+        True if the ranks share a clock. With CPU time, there are no links, and `wait` is 0.
+    steps
+        Tuples (rank, step, start, end).
+    rows
+        Slice of the events of each rank.
+    coords
+        Coordinates of each rank on `axes`.
     """
 
     columns: dict

@@ -1,4 +1,4 @@
-"""The events of a trace for other programs, each a file or a folder."""
+"""Export formats, each of which writes a file or a folder."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ FORMATS = {
 def events_of(
     trace: Trace, calls: CallInstances, first: int = 0, last: int | None = None
 ) -> Events:
-    """The Events of the steps from `first` to `last`; `calls` are `waits.calls_of(trace)`."""
+    """Return the Events of the steps from `first` to `last`, by default of all steps.
+
+    `calls` is the result of `calls_of(trace)`. Raises ValueError if there are no such events.
+    """
     step = trace.events["step"]
     chosen = (step >= first) & (step <= (step.max(initial=0) if last is None else last))
     rows = np.flatnonzero(chosen)
     if not len(rows):
-        asked = f"{first} to {'the last one' if last is None else last}"
-        raise ValueError(f"{trace.path}: no events of steps {asked}; {recorded_steps(trace)}")
+        steps = f"{first} to {'the last one' if last is None else last}"
+        raise ValueError(f"{trace.path}: no events of steps {steps}; {recorded_steps(trace)}")
     columns = {key: event_values(trace, key, rows) for key in COLUMNS}
     start = trace.events["t_global"][rows]
     shift, zero = start - trace.events["t_start"][rows], start.min()
@@ -71,7 +74,7 @@ def events_of(
 
 
 def _coords(trace, axes):
-    """The coordinates of every rank; where a trace has none, those on a full mesh."""
+    """Return the coordinates of every rank. A trace without coordinates has a full mesh."""
     if "coords" in trace.ranks:
         return trace.ranks["coords"].tolist()
     grid = Grid(dict(axes))
@@ -79,10 +82,13 @@ def _coords(trace, axes):
 
 
 def _links(calls, rows, size):
-    """Pairs of places in `rows`: who was waited for and who waited, and both ends of messages."""
+    """Return pairs of indices in `rows`: an awaited call and the call that waited, and ends of
+    messages."""
     ranks = calls.trace.attrs["world_size"]
     key = calls.instance.astype("i8") * ranks + calls.rank
-    order = np.argsort(key, kind="stable")  # of a rank's rows the one with the call comes first
+    order = np.argsort(
+        key, kind="stable"
+    )  # a broadcast has two rows per rank; the call comes first
     op = calls.trace.events["op"][calls.row]
     names = calls.trace.events.labels("op")
     receives = np.isin(op, [code for code, name in names.items() if name == "recv"])
@@ -92,14 +98,14 @@ def _links(calls, rows, size):
     keys = calls.instance[wanted].astype("i8") * ranks + source[wanted]
     found = order[np.minimum(np.searchsorted(key[order], keys), max(0, len(order) - 1))]
     known = key[found] == keys
-    place = np.full(size, -1)
-    place[rows] = np.arange(len(rows))
-    pairs = place[calls.row[np.stack([found[known], wanted[known]], -1)]]
+    index = np.full(size, -1)
+    index[rows] = np.arange(len(rows))
+    pairs = index[calls.row[np.stack([found[known], wanted[known]], -1)]]
     return pairs[(pairs >= 0).all(1)]
 
 
 def _steps(trace, first, last, shift, of_rank, zero):
-    """(rank, step, begin, end) of completed steps; a rank's clock is that of its first event."""
+    """Yield (rank, step, start, end) of completed steps, shifted like the rank's first event."""
     table = [trace.steps[key].tolist() for key in ("rank", "step", "t_start", "t_end")]
     for rank, step, begin, end in zip(*table):
         own = shift[of_rank[rank]]
@@ -108,6 +114,6 @@ def _steps(trace, first, last, shift, of_rank, zero):
 
 
 def export(formats: Iterable[str], events: Events, folder: Path) -> list[Path]:
-    """Write the Events in some of FORMATS, and return the paths."""
+    """Write events in some of FORMATS, and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     return [FORMATS[name](events, folder) for name in formats]

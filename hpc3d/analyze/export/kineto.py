@@ -1,13 +1,13 @@
-"""The files of PyTorch's profiler, a rank each, which Holistic Trace Analysis reads.
+"""Files of the PyTorch profiler, one per rank, for Holistic Trace Analysis.
 
     TraceAnalysis(trace_dir="hta").get_comm_comp_overlap()
 
-An event is a kernel on a stream of its rank's device: computation on stream 7, calls on a stream
-for each mesh axis, from where they were posted to where they ended, for this is how long a kernel
-of NCCL lasts.  What launched a kernel tells which step it belongs to.  Times are whole
-microseconds, rounded down, so that what does not overlap in the trace does not overlap here.  What
-the host of a device does is not on the device; copies of what is offloaded are on a stream of
-their own; the calls as they run are not there a second time.
+An event is a kernel on a stream of the device of its rank. Computation is on stream 7, offload
+copies are on a separate stream, and calls are on one stream per mesh axis, from their posting
+to their end, like an NCCL kernel. The launch of a kernel links it to its step. Times are
+rounded down to microseconds, so that events that do not overlap in the trace do not overlap
+here. Host work is not on the device. Events of the communication streams are omitted, because
+they duplicate the calls.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hpc3d.trace.schema import STREAM
 if TYPE_CHECKING:
     from hpc3d.analyze.export.events import Events
 
-COMPUTE, _COPIES, _CALLS = 7, 8, 20  # the streams of computation and of copies; the first of calls
-_HOST = 1  # process and thread of the launches and steps
+COMPUTE, _COPIES, _CALLS = 7, 8, 20  # streams: computation, copies, first axis
+_HOST = 1  # process and thread of launches and steps
 _ON_HOST, _COMMUNICATION, _OFFLOAD = map(STREAM.index, ("host", "communication", "offload"))
 
 
@@ -32,7 +32,7 @@ def write(events: Events, folder: Path) -> Path:
     path = folder / "hta"
     path.mkdir(parents=True, exist_ok=True)
     for rank, rows in enumerate(events.rows):
-        # The first "rank" in the file tells Holistic Trace Analysis whose it is.
+        # Holistic Trace Analysis takes the first "rank" in the file as the rank of the file.
         about = {"backend": "nccl", "rank": rank, "world_size": len(events.rows)}
         head = {"schemaVersion": 1, "distributedInfo": about}
         with (path / f"rank-{rank:05d}.json").open("w", encoding="utf-8") as file:
@@ -59,7 +59,7 @@ def _lines(events, rank, rows):
 
 
 def _launched(events, row, number):
-    """A kernel, and what launched it."""
+    """Yield a kernel and its launch."""
     launch, of_step = {"correlation": number}, {"External id": number}
     when = row["posted"], row["posted"]
     yield _complete("cudaLaunchKernel", "cuda_runtime", *when, _HOST, _HOST, launch | of_step)
@@ -68,14 +68,14 @@ def _launched(events, row, number):
 
 def _complete(name, category, begin, end, process, thread, values):
     times = {"ts": begin // 1000, "dur": end // 1000 - begin // 1000}
-    place = {"pid": process, "tid": thread}
-    return {"ph": "X", "cat": category, "name": name, **times, **place, "args": values}
+    lane = {"pid": process, "tid": thread}
+    return {"ph": "X", "cat": category, "name": name, **times, **lane, "args": values}
 
 
 def _kernel(events, row, values):
     names = {key: names.get(row[key], "") for key, names in events.names.items()}
     if row["group"] < 0 or row["seq"] < 0:
-        # Holistic Trace Analysis takes for a copy what is called Memcpy.
+        # Holistic Trace Analysis identifies copies by the name Memcpy.
         copies = row["stream"] == _OFFLOAD
         stream, kind = (_COPIES, "gpu_memcpy") if copies else (COMPUTE, "kernel")
         name = f"Memcpy {names['name']}" if copies else names["name"]

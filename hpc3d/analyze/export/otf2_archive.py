@@ -1,14 +1,14 @@
-"""The Open Trace Format 2, which Vampir and the other tools around Score-P read.
+"""Open Trace Format 2 for Vampir and other tools of the Score-P ecosystem.
 
-A location is a stream of a rank, a location group a rank, and a node of the system tree a host;
-regions are events, calls with the axis that they go along.  Groups of ranks are communicators, and
-calls have the records that MPI's have: blocking ones where a call was waited for as soon as it was
-made, otherwise a request where it was posted and its completion where it ends.  The tag of a
-message is its number.  A metric adds up the bytes and the FLOP of each location, and attributes
-say where in a step an event was.  Where ranks have no time in common there are no records of MPI,
-which would relate them.
+Each stream of a rank is a location, each rank a location group, and each host a node of the system
+tree. Regions are events; the name of a call includes its axis. Groups of ranks are communicators,
+and calls have MPI records: blocking records if the wait immediately follows the call, otherwise a
+request at the call and a completion at its end. The tag of a message is its number. A metric
+accumulates the bytes and FLOP of each location, and attributes give the step, layer, microbatch,
+stage, chunk and phase of an event. With CPU time, there are no MPI records, because they would
+relate the clocks of different ranks.
 
-The bindings: https://perftools.pages.jsc.fz-juelich.de/cicd/otf2/tags/latest/python/
+Python bindings: https://perftools.pages.jsc.fz-juelich.de/cicd/otf2/tags/latest/python/
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _ROLES = {
     "barrier": "BARRIER",
     **dict.fromkeys(MESSAGES, "POINT2POINT"),
 }
-_WHERE = ("step", "layer", "microbatch", "stage", "chunk")
-_ENTER, _REQUEST, _LEAVE = range(3)  # what happens at a time
+_ATTRIBUTES = ("step", "layer", "microbatch", "stage", "chunk")
+_ENTER, _REQUEST, _LEAVE = range(3)  # actions
 
 
 def write(events: Events, folder: Path) -> Path:
-    """Write the folder otf2, in which trace.otf2 is what to open, and return its path."""
+    """Write the folder otf2, whose main file is trace.otf2, and return its path."""
     import otf2
 
     path = folder / "otf2"
     with otf2.writer.open(str(path), "trace", timer_resolution=10**9) as archive:
         archive.creator = "hpc3d"
         if not events.one_time:
-            archive.description = "Each rank counted its own CPU time."
+            archive.description = "Each rank measured its own CPU time."
         definitions = _Definitions(otf2, archive.definitions, events)
         for (rank, stream), location in definitions.locations.items():
             own = events.rows[rank].start + np.flatnonzero(
@@ -64,7 +64,7 @@ def write(events: Events, folder: Path) -> Path:
 
 
 class _Definitions:
-    """What the records of an archive refer to."""
+    """Definitions of an archive, to which its records refer."""
 
     def __init__(self, otf2: Any, registry: Any, events: Events) -> None:
         self.otf2, self.registry, self.events = otf2, registry, events
@@ -72,26 +72,28 @@ class _Definitions:
         self.regions: dict[tuple, Any] = {}
         self.locations = dict(self._locations())
         self.communicators = self._communicators()
-        self.place = {
-            (number, rank): place
+        self.rank_in_group = {
+            (number, rank): index
             for number, group in enumerate(events.groups)
-            for place, rank in enumerate(group.members)
+            for index, rank in enumerate(group.members)
         }
-        self.where = {key: registry.attribute(key, "", otf2.Type.INT64) for key in _WHERE}
+        self.attributes = {
+            key: registry.attribute(key, "", otf2.Type.INT64) for key in _ATTRIBUTES
+        }
         self.phase = registry.attribute("phase", "", otf2.Type.STRING)
         self.metric = self._metric()
 
     def _locations(self):
-        """{(rank, stream): location}; calls belong to the first of a rank."""
+        """Yield ((rank, stream), location)."""
         registry, kinds = self.registry, self.otf2.LocationType
         machine = registry.system_tree_node("hosts", "machine")
         for rank, rows in enumerate(self.events.rows):
             host = self.events.hosts.get(rank) or "host"
             node = registry.system_tree_node(host, "node", machine)
             axes = (axis for axis, _ in self.events.axes)
-            place = [f"{axis}={at}" for axis, at in zip(axes, self.events.coords[rank])]
+            coords = [f"{axis}={index}" for axis, index in zip(axes, self.events.coords[rank])]
             process = registry.location_group(
-                " ".join([f"rank {rank}", *place]), system_tree_parent=node
+                " ".join([f"rank {rank}", *coords]), system_tree_parent=node
             )
             for stream in np.unique(self.events.columns["stream"][rows]).tolist() or [0]:
                 kind = kinds.ACCELERATOR_STREAM if stream else kinds.CPU_THREAD
@@ -100,7 +102,8 @@ class _Definitions:
                 yield (rank, stream), registry.location(label, type=kind, group=process)
 
     def _communicators(self):
-        """One for each group of the trace, within that of all ranks."""
+        """Return one communicator per group of the trace, with the communicator of all ranks as
+        parent."""
         registry, kinds = self.registry, self.otf2.GroupType
         first: dict[int, Any] = {}
         for (rank, _), location in self.locations.items():
@@ -113,18 +116,18 @@ class _Definitions:
 
         everyone = tuple(first.values())
         registry.group("ranks", kinds.COMM_LOCATIONS, mpi, members=everyone)
-        whole = communicator("all ranks", everyone, None)
+        world = communicator("all ranks", everyone, None)
         return [
             communicator(
                 f"axis {axis}: {' '.join(map(str, members))}",
                 tuple(first[rank] for rank in members),
-                whole,
+                world,
             )
             for axis, members in self.events.groups
         ]
 
     def _metric(self):
-        """Bytes and FLOP of a location from its start on."""
+        """Return the metric class with the accumulated bytes and FLOP of a location."""
         otf2 = self.otf2
 
         def sum_of(name, meaning, kind, unit):
@@ -136,7 +139,8 @@ class _Definitions:
         return self.registry.metric_class((moved, computed), otf2.MetricOccurrence.SYNCHRONOUS)
 
     def region(self, number: int, op: str) -> Any:
-        """The region of an event; one for all of its name and operation."""
+        """Return the region of an event, which is common to all events of the same name and
+        operation."""
         key = self.names[number], op
         if key not in self.regions:
             role = getattr(self.otf2.RegionRole, _ROLES.get(op, "FUNCTION"))
@@ -147,20 +151,20 @@ class _Definitions:
 
 
 class _Records:
-    """Writes what happened at a location."""
+    """Writer of the records of a location."""
 
     def __init__(self, definitions: _Definitions, writer: Any) -> None:
         self.definitions, self.writer = definitions, writer
         self.total = [0, 0.0]  # bytes and FLOP
 
     def write(self, own: np.ndarray) -> None:
-        """The records of events, by their numbers."""
+        """Write the records of the events with these indices."""
         columns = _of_location(self.definitions.events, own)
         lists = {key: values.tolist() for key, values in columns.items()}
         rows = [dict(zip(lists, values)) for values in zip(*lists.values())]
-        acts = self._enter, self._request, self._leave
-        for time, act, place in zip(*(each.tolist() for each in _sequence(columns))):
-            acts[act](time, rows[place])
+        actions = self._enter, self._request, self._leave
+        for time, action, index in zip(*(each.tolist() for each in _sequence(columns))):
+            actions[action](time, rows[index])
 
     def _enter(self, time, row):
         region = self.definitions.region(row["number"], row["name_of_op"])
@@ -172,7 +176,7 @@ class _Records:
                 self.writer.mpi_collective_begin(time)
 
     def _request(self, time, row):
-        """A call that is made before it is waited for."""
+        """Write the request of a call with a deferred wait."""
         if row["name_of_op"] == "send":
             self.writer.mpi_isend(time, *self._message(row), row["number"])
         elif row["name_of_op"] == "recv":
@@ -189,7 +193,7 @@ class _Records:
         self.writer.leave(time, self.definitions.region(row["number"], row["name_of_op"]))
 
     def _complete(self, time, row):
-        """The end of a call."""
+        """Write the completion of a call."""
         op, early, request = row["name_of_op"], row["early"], (row["number"],) * row["early"]
         if op == "send" and early:
             self.writer.mpi_isend_complete(time, *request)
@@ -202,30 +206,30 @@ class _Records:
             end(time, *self._collective(row), *request)
 
     def _message(self, row):
-        """Peer, communicator, tag and bytes."""
+        """Return peer, communicator, tag and bytes."""
         group = row["group"]
         communicator = self.definitions.communicators[group]
         return self._peer(row), communicator, row["seq"], row["bytes"]
 
     def _collective(self, row):
-        """Operation, communicator, root, and bytes sent and received."""
+        """Return operation, communicator, root, and the bytes sent and received."""
         op = getattr(self.definitions.otf2.CollectiveOp, _COLLECTIVES[row["name_of_op"]])
         communicator = self.definitions.communicators[row["group"]]
         return op, communicator, self._peer(row), row["sent"], row["bytes"]
 
     def _peer(self, row):
-        """The place of a peer or root in the group."""
+        """Return the rank of a peer or root within the group."""
         none = self.definitions.otf2.CollectiveRoot.NONE
-        return self.definitions.place.get((row["group"], row["peer"]), none)
+        return self.definitions.rank_in_group.get((row["group"], row["peer"]), none)
 
     def _attributes(self, row):
         known = self.definitions
-        found = {known.where[key]: row[key] for key in _WHERE if row[key] >= 0}
+        found = {known.attributes[key]: row[key] for key in _ATTRIBUTES if row[key] >= 0}
         return found | {known.phase: known.events.names["phase"].get(row["phase"], "")}
 
 
 def _of_location(events, own):
-    """The columns of some events, and what their records need."""
+    """Return the columns of some events, and additional columns for their records."""
     columns = {key: values[own] for key, values in events.columns.items()}
     columns["number"] = own
     columns["posted"] = np.clip(columns["posted"], 0, columns["start"])
@@ -238,15 +242,15 @@ def _of_location(events, own):
 
 
 def _sequence(columns):
-    """Times, what happens then, and to which event, in order."""
-    times, enters, places = visits(columns["start"], columns["end"])
+    """Return the times, actions and event indices of all records in order."""
+    times, enters, index = visits(columns["start"], columns["end"])
     early = np.flatnonzero(columns["early"])
     early = early[np.argsort(columns["posted"][early], kind="stable")]
     posted = columns["posted"][early]
-    at = np.searchsorted(times, posted, "right")
-    acts = np.where(enters, _ENTER, _LEAVE)
+    position = np.searchsorted(times, posted, "right")
+    actions = np.where(enters, _ENTER, _LEAVE)
     return (
-        np.insert(times, at, posted),
-        np.insert(acts, at, _REQUEST),
-        np.insert(places, at, early),
+        np.insert(times, position, posted),
+        np.insert(actions, position, _REQUEST),
+        np.insert(index, position, early),
     )

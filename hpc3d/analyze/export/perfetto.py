@@ -1,8 +1,9 @@
-"""The trace event format that ui.perfetto.dev and chrome://tracing open.
+"""Trace Event Format for ui.perfetto.dev and chrome://tracing.
 
-A process is a rank and a thread is one of its streams; slices are events, with all that the trace
-knows of them as arguments; arrows go from sends to receives, and from who was waited for to who
-waited.  The format: "Trace Event Format", docs/getting-started/other-formats of Perfetto.
+A rank is a process, and each of its streams a thread. A slice is an event, and its arguments
+are all columns of the event. Arrows connect a send to its receive, and an awaited call to the
+calls that waited for it. Format: "Trace Event Format", docs/getting-started/other-formats of
+Perfetto.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpc3d.trace.schema import STREAM
 if TYPE_CHECKING:
     from hpc3d.analyze.export.events import Events
 
-_STEPS = -1  # the thread of the training steps
+_STEPS = -1  # thread of the training steps
 
 
 def write(events: Events, folder: Path) -> Path:
@@ -44,22 +45,22 @@ def _lines(events):
 
 def _processes(events):
     for rank, rows in enumerate(events.rows):
-        name = f"rank {rank} {_place(events.coords[rank], events.axes)}".strip()
-        clock = "" if events.one_time else "its own CPU time"
-        parts = filter(None, (name, events.hosts.get(rank), clock))
-        yield _meta("process_name", rank, 0, name=", ".join(parts))
+        name = f"rank {rank} {_coordinates(events.coords[rank], events.axes)}".strip()
+        clock = "" if events.one_time else "CPU time of this rank"
+        labels = filter(None, (name, events.hosts.get(rank), clock))
+        yield _meta("process_name", rank, 0, name=", ".join(labels))
         yield _meta("process_sort_index", rank, 0, sort_index=rank)
         yield _meta("thread_name", rank, _STEPS, name="steps")
         streams = np.unique(events.columns["stream"][rows]).tolist()
         for stream in streams:
-            does = f", {STREAM[stream]}" if any(streams) and stream < len(STREAM) else ""
-            yield _meta("thread_name", rank, stream, name=f"stream {stream}{does}")
+            role = f", {STREAM[stream]}" if any(streams) and stream < len(STREAM) else ""
+            yield _meta("thread_name", rank, stream, name=f"stream {stream}{role}")
 
 
-def _place(coords, axes):
-    """The coordinates of a rank on the axes that have more than one."""
-    parts = [f"{axis}={at}" for (axis, size), at in zip(axes, coords) if size > 1]
-    return f"({' '.join(parts)})" if parts else ""
+def _coordinates(coords, axes):
+    """Return the coordinates of a rank on the axes with more than one rank."""
+    shown = [f"{axis}={index}" for (axis, size), index in zip(axes, coords) if size > 1]
+    return f"({' '.join(shown)})" if shown else ""
 
 
 def _meta(what, rank, thread, **values):
@@ -67,19 +68,19 @@ def _meta(what, rank, thread, **values):
 
 
 def _slice(name, category, begin, end, rank, thread, values):
-    """A slice; the format has microseconds, of which we write three decimals."""
+    """Return a slice. Times are in microseconds with three decimals."""
     times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
-    place = {"pid": rank, "tid": thread}
-    return {"name": name, "cat": category, "ph": "X", **times, **place, "args": values}
+    lane = {"pid": rank, "tid": thread}
+    return {"name": name, "cat": category, "ph": "X", **times, **lane, "args": values}
 
 
 def _slices(events, rows):
-    """The events of a rank."""
+    """Yield the events of a rank."""
     names = events.names
     for row in records(events, rows):
         values = {key: names[key].get(row[key], "") for key in ("phase", "op", "axis")}
-        counted = ("step", "stage", "chunk", "layer", "microbatch", "seq", "peer")
-        values |= {key: row[key] for key in counted if row[key] >= 0}
+        indices = ("step", "stage", "chunk", "layer", "microbatch", "seq", "peer")
+        values |= {key: row[key] for key in indices if row[key] >= 0}
         values |= {key: row[key] for key in ("bytes", "flops") if row[key] > 0}
         if row["seq"] >= 0:
             values["posted_us"] = row["posted"] / 1e3
@@ -91,14 +92,17 @@ def _slices(events, rows):
 
 
 def records(events: Events, rows: slice) -> Iterator[dict[str, Any]]:
-    """The events of a slice of rows, {column: value} each."""
+    """Return the events of a slice of rows as dictionaries {column: value}."""
     columns = {key: values[rows].tolist() for key, values in events.columns.items()}
     return (dict(zip(columns, values)) for values in zip(*columns.values()))
 
 
 def _arrows(events):
-    """An arrow is two events of one id, which lie in the slices that they join: the start where
-    the call was made, the end just before the other one returned."""
+    """Yield the two events of each arrow, which have a common id.
+
+    The arrow starts in the first slice when its call was made, and ends in the second slice
+    just before its call returned.
+    """
     columns = events.columns
     source, target = events.links.T
     ends = np.maximum(columns["end"][target] - 1, columns["start"][target])
@@ -106,6 +110,6 @@ def _arrows(events):
     head = [ends.tolist(), *(columns[key][target].tolist() for key in ("rank", "stream"))]
     ops = columns["op"][target].tolist()
     for number, (op, *ends) in enumerate(zip(ops, *tail, *head), 1):
-        what = {"name": events.names["op"].get(op, ""), "cat": "flow", "id": number}
-        yield {**what, "ph": "s", "ts": ends[0] / 1e3, "pid": ends[1], "tid": ends[2]}
-        yield {**what, "ph": "f", "bp": "e", "ts": ends[3] / 1e3, "pid": ends[4], "tid": ends[5]}
+        arrow = {"name": events.names["op"].get(op, ""), "cat": "flow", "id": number}
+        yield {**arrow, "ph": "s", "ts": ends[0] / 1e3, "pid": ends[1], "tid": ends[2]}
+        yield {**arrow, "ph": "f", "bp": "e", "ts": ends[3] / 1e3, "pid": ends[4], "tid": ends[5]}

@@ -1,1 +1,1 @@
-"""What is computed from a trace."""
+"""Metrics that are computed from a trace."""

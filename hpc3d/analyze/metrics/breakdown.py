@@ -1,7 +1,7 @@
-"""Where the time of a step and the memory of a rank went.
+"""Breakdown of the time of a step and of the memory of a rank.
 
-An event counts for its own time, without the events that it encloses; only events in completed
-steps count.  Times are seconds, means over ranks and steps.
+Times are exclusive: an event does not include the events inside it. Only events in completed
+steps count. Times are in seconds, as means over ranks and steps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hpc3d.analyze.metrics.columns import (
     combinations,
     event_values,
     hosts,
-    labelled,
     named,
     overlapped,
     own_time,
     slices,
+    with_label,
 )
 from hpc3d.analyze.metrics.intervals import in_common, merged
 from hpc3d.analyze.metrics.step import ratio, step_seconds
@@ -38,34 +38,35 @@ DISJOINT = ("compute_s", "wait_s", "transfer_s", "copy_s", "other_s", "unrecorde
 
 
 def breakdown(trace: Trace, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Seconds of a step by any of category, phase, axis, op, name, layer, chunk, microbatch, and
-    by rank, stage and step.
+    """Return the seconds of a step by any of category, phase, axis, op, name, layer, chunk,
+    microbatch, rank, stage and step.
 
-    Rows with one rank, stage and step, as far as these are keys, are means over the ranks and
-    steps that they stand for, and add up to the mean step of these, of which `share` is a part:
-    one row of each has what no event accounts for, of category `unrecorded`.  Without the key
-    category the others are of category `recorded`.
+    Rows with the same rank, stage and step, as far as these are keys, add up to the mean step
+    of the ranks and steps that they represent, and `share` is relative to this step. One of
+    these rows has category `unrecorded`, the time without any event. Without the key category,
+    the other rows have category `recorded`.
     """
-    whole = [key for key in CELL_KEYS if key in keys]
-    parts = [key for key in keys if key not in CELL_KEYS]
-    columns = [cell_values(trace, key) for key in whole]
+    of_cells = [key for key in CELL_KEYS if key in keys]
+    of_events = [key for key in keys if key not in CELL_KEYS]
+    columns = [cell_values(trace, key) for key in of_cells]
     groups, group = combinations([*columns, np.zeros(len(trace.steps), int)])
     count = np.bincount(group)
-    kinds, own, seconds = _sums(trace, parts, group)
-    seconds /= count[own]
+    kinds, group_of_kind, seconds = _totals(trace, of_events, group)
+    seconds /= count[group_of_kind]
     step = np.bincount(group, step_seconds(trace)) / count
-    rest = step - np.bincount(own, seconds, len(groups))
-    where, nothing = named(trace, whole, groups), dict.fromkeys(parts, "")
-    rows = [where[place] | row for place, row in zip(own.tolist(), kinds)]
-    rows += [row | nothing | {"category": "unrecorded"} for row in where]
-    times = np.append(seconds, rest).tolist(), np.append(step[own], step).tolist()
+    rest = step - np.bincount(group_of_kind, seconds, len(groups))
+    cell_rows, no_keys = named(trace, of_cells, groups), dict.fromkeys(of_events, "")
+    rows = [cell_rows[index] | row for index, row in zip(group_of_kind.tolist(), kinds)]
+    rows += [row | no_keys | {"category": "unrecorded"} for row in cell_rows]
+    times = np.append(seconds, rest).tolist(), np.append(step[group_of_kind], step).tolist()
     return [
         row | {"seconds": time, "share": ratio(time, of)} for row, time, of in zip(rows, *times)
     ]
 
 
-def _sums(trace, keys, group):
-    """The combinations of keys in each group of steps, the groups, and their seconds in all."""
+def _totals(trace, keys, group):
+    """Return the combinations of keys in each group of steps, their groups, and their total
+    seconds."""
     cell, duration = cells(trace), own_time(trace)
     inside = np.flatnonzero(cell >= 0)
     columns = [event_values(trace, key, inside) for key in keys]
@@ -76,15 +77,23 @@ def _sums(trace, keys, group):
 
 
 def rank_rows(trace: Trace, calls: CallInstances) -> list[dict[str, Any]]:
-    """What a step is made of, one row per rank; `calls` are `waits.calls_of(trace)`.
+    """Return the composition of the mean step of each rank.
 
-    compute_s (with the optimiser), wait_s and transfer_s (`waits`: the two parts of the time in
-    which the rank is blocked in a call, together exposed_s), copy_s (calls that are waited for
-    later, without those of broadcasts, which block), other_s and unrecorded_s add up to step_s.
-    outstanding_s is the part of compute_s in which a call of the rank was outstanding: posted and
-    not waited for yet.  The call may have been over long before, so this is an upper bound of the
-    communication that computation hides.  Where ranks count their CPU time, only the sum of
-    wait_s and transfer_s is known, exposed_s; each of the two is None.
+    compute_s (including the optimizer), wait_s, transfer_s, copy_s, other_s and unrecorded_s add
+    up to step_s. wait_s and transfer_s are the two parts of the time that the rank is blocked in a
+    call (see wait_states.py), and exposed_s is their sum. copy_s is the time in calls with a
+    deferred wait, except broadcasts, which block.
+
+    outstanding_s is the part of compute_s during which a call of the rank was outstanding: posted,
+    but not yet waited for. The call may have completed long before, so this is an upper bound of
+    the communication hidden by computation.
+
+    With CPU time, only exposed_s is known; wait_s and transfer_s are `None`.
+
+    Parameters
+    ----------
+    calls
+        Result of `calls_of(trace)`.
     """
     spent = defaultdict(lambda: defaultdict(float))
     for row in breakdown(trace, ("rank", "stage", "category")):
@@ -100,13 +109,14 @@ def rank_rows(trace: Trace, calls: CallInstances) -> list[dict[str, Any]]:
 
 
 def copy_rows(trace: Trace) -> list[dict[str, Any]]:
-    """What is copied to where arrays are offloaded and back, by name and phase: copies, their
-    bytes and seconds, and how long the rank stood still for them, exposed_s: while it copied
-    itself, or waited for what its device copied beside.
+    """Return the offload copies by name and phase: count, bytes, seconds and exposed seconds.
+
+    exposed_s is the time that a rank is blocked: it copies itself, or it waits for a copy of
+    its device.
     """
     events = trace.events
-    alone = (events["group"] < 0) & np.isin(events["step"], trace.steps["step"])
-    copies, waits = (alone & labelled(events, "category", [name]) for name in ("copy", "wait"))
+    local = (events["group"] < 0) & np.isin(events["step"], trace.steps["step"])
+    copies, waits = (local & with_label(events, "category", [name]) for name in ("copy", "wait"))
     rows = np.flatnonzero(copies | waits)
     if not copies.any():
         return []
@@ -125,14 +135,23 @@ def copy_rows(trace: Trace) -> list[dict[str, Any]]:
     }
     found = [dict(zip(means, values)) for values in zip(*means.values())]
     return [
-        what | row | {"byte_per_s": ratio(row["bytes"], row["seconds"])}
-        for what, row in zip(named(trace, keys, kinds), found)
+        names | row | {"byte_per_s": ratio(row["bytes"], row["seconds"])}
+        for names, row in zip(named(trace, keys, kinds), found)
     ]
 
 
 def _parts(times, early, wait):
-    """The parts of a rank's step from its `times` by category, of which `early` is blocked in
-    calls of category copy, and its `wait` in calls, None if that is not known."""
+    """Split the step of a rank into its parts.
+
+    Parameters
+    ----------
+    times
+        Seconds by category.
+    early
+        Seconds blocked in calls of category copy.
+    wait
+        Seconds waiting in calls, or None if unknown.
+    """
     compute = sum(times.pop(category, 0.0) for category in WORK)
     blocked, waited = times.pop("comm", 0.0) + early, times.pop("wait", 0.0)
     copy, unrecorded = times.pop("copy", 0.0) - early, times.pop("unrecorded")
@@ -147,34 +166,38 @@ def _steps_of_ranks(trace):
 
 
 def _in_calls(calls, time):
-    """The `time` of calls in ns as seconds a rank and step, [ranks]."""
+    """Return the `time` of calls, given in ns, as seconds per rank and step, [ranks]."""
     steps = _steps_of_ranks(calls.trace)
     total = np.bincount(calls.rank, time * calls.inside, len(steps))
     return (total / np.maximum(1, steps) * 1e-9).tolist()
 
 
 def _outstanding(trace, calls):
-    """Seconds a step in which each rank computes while a call of its own is outstanding, [ranks].
+    """Return the seconds per step that each rank computes while one of its calls is outstanding,
+    [ranks].
 
-    Calls that are outstanding at one time count once.
+    Simultaneous outstanding calls count once.
     """
     events, steps = trace.events, _steps_of_ranks(trace)
-    work = np.flatnonzero(labelled(events, "category", WORK) & (cells(trace) >= 0))
+    work = np.flatnonzero(with_label(events, "category", WORK) & (cells(trace) >= 0))
     start, busy = events["t_global"][work], slices(events["rank"][work], len(steps))
     end = start + events["dur"][work]
-    away = np.flatnonzero(calls.inside & (calls.posted < calls.start))
-    away = away[np.argsort(calls.rank[away], kind="stable")]
-    posted, waited = calls.posted[away], calls.start[away]
+    pending = np.flatnonzero(calls.inside & (calls.posted < calls.start))
+    pending = pending[np.argsort(calls.rank[pending], kind="stable")]
+    posted, waited = calls.posted[pending], calls.start[pending]
     seconds = [
-        in_common(merged(posted[there], waited[there]), merged(start[here], end[here]))
-        for there, here in zip(slices(calls.rank[away], len(steps)), busy)
+        in_common(merged(posted[sent], waited[sent]), merged(start[computed], end[computed]))
+        for sent, computed in zip(slices(calls.rank[pending], len(steps)), busy)
     ]
     return (np.array(seconds) / np.maximum(1, steps) * 1e-9).tolist()
 
 
 def imbalance_rows(trace: Trace) -> list[dict[str, Any]]:
-    """The load imbalance, max / mean over ranks of the time in computation (with the optimiser),
-    in the whole step (phase `all`) and by phase; and the rank with the most."""
+    """Return the compute imbalance, max / mean over ranks, in the full step (phase `all`) and by
+    phase.
+
+    Compute time includes the optimizer. `rank` is the rank with the maximum.
+    """
     ranks = np.unique(trace.steps["rank"])
     work = defaultdict(lambda: np.zeros(len(ranks)))
     for row in breakdown(trace, ("rank", "phase", "category")):
@@ -194,8 +217,10 @@ def imbalance_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def memory_rows(trace: Trace) -> list[dict[str, Any]]:
-    """The highest peak of each kind of memory in bytes, one row per rank; the last row, of rank
-    None, has their sums over the ranks."""
+    """Return the highest peak of each kind of memory in bytes, one row per rank.
+
+    The last row, of rank None, is the sum over the ranks.
+    """
     memory, kinds = trace.memory, trace.memory.labels("kind")
     (ranks, rank), (codes, kind) = (
         np.unique(memory[key], return_inverse=True) for key in ("rank", "kind")

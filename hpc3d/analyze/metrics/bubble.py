@@ -1,4 +1,4 @@
-"""Why the stages of a pipeline are idle: they fill, they wait, they drain."""
+"""Idle time of pipeline stages: warmup, steady phase and drain."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ BACKWARD = ("B", "BW")
 
 
 def bubble_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The idle time of each stage, in seconds, in three parts that add up to it.
+    """Return the idle time of each stage in seconds, split into three parts.
 
-    `rows` are those of one training step of a synchronous schedule, as `Passes.measured` of
-    pipeline_step.py and pipeline/timeline.py give them.  A stage is idle when it is in no
-    pass between the first start and the last end of all stages.  warmup_s is idle before its first
-    backward pass begins, drain_s after that and after its last forward pass has ended, and
-    steady_s the rest.
+    A stage is idle when it runs no pass between the first start and the last end of all stages.
+    warmup_s is the idle time before its first backward pass starts, drain_s the idle time after
+    its first backward pass has started and its last forward pass has ended, and steady_s the rest.
+
+    Parameters
+    ----------
+    rows
+        Passes of each stage in one training step of a synchronous schedule, such as
+        `StepPasses.measured` of pipeline_step.py or `timeline` of hpc3d.pipeline.timeline.
     """
     first = min(row[0][0] for row in rows if row)
     last = max(end for row in rows for _, end, _ in row)
     found = []
     for stage, row in enumerate(rows):
-        filled = min((start for start, _, what in row if what.op in BACKWARD), default=last)
-        forwards = [end for _, end, what in row if what.op == "F"]
+        filled = min((start for start, _, each in row if each.op in BACKWARD), default=last)
+        forwards = [end for _, end, each in row if each.op == "F"]
         edges = np.array([first, filled, max([filled, *forwards]), last])
         passes = np.array([span[:2] for span in row], float).reshape(-1, 2).T
         idle = np.diff(edges - before(passes, edges)).tolist()

@@ -1,8 +1,8 @@
-"""Who receives how much from whom, and how fast.
+"""Communication matrix, and bandwidth of collectives and messages.
 
-Sizes and rates are those of nccl-tests (doc/PERFORMANCE.md): S is the whole array, of an
-all-gather what comes out and of a reduce-scatter what goes in; algbw = S / t; busbw = algbw times
-a factor for the n members, which makes it the rate of each member's link.
+Sizes and rates follow nccl-tests (doc/PERFORMANCE.md). S is the size of the complete array: the
+result of an all-gather, or the input of a reduce-scatter. algbw = S / t. busbw is algbw times a
+factor for n members that makes it the rate of the link of each member.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.analyze.metrics.columns import combinations, event_values, labelled, named
+from hpc3d.analyze.metrics.columns import combinations, event_values, named, with_label
 from hpc3d.comm.communicator import EXCHANGES, received_share
 from hpc3d.trace.schema import item_sizes
 
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 
 def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.ndarray:
-    """Bytes a step that go from each rank to each other, [sender, receiver], along a mesh axis or
-    along all: whose data it is, whatever way the library sends it.
+    """Return the bytes per step from each rank to each other rank, [sender, receiver].
 
-    A message counts where it is received.  What is broadcast comes from the root, and what is
-    reduced goes to it; what a rank receives in other collectives comes from the other members in
-    equal parts.
+    The matrix describes whose data a rank receives, independent of the route that the library
+    takes. A message counts at its receiver. The root sends a broadcast and receives a reduction.
+    In other collectives, a rank receives equal shares from all other members.
+
+    Parameters
+    ----------
+    axis
+        Mesh axis; by default all axes.
     """
     events, groups = calls.trace.events, calls.trace.groups
     ranks, row = calls.trace.attrs["world_size"], calls.row[calls.inside]
@@ -34,7 +38,7 @@ def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.nd
     row = row[along[events["group"][row]]]
     peer, rank, received = (events[key][row] for key in ("peer", "rank", "bytes"))
     arrives, leaves, equal = (
-        labelled(events, "op", ops)[row] for ops in (("recv", "broadcast"), ("reduce",), EXCHANGES)
+        with_label(events, "op", ops)[row] for ops in (("recv", "broadcast"), ("reduce",), EXCHANGES)
     )
     arrives, leaves = arrives & (peer >= 0), leaves & (peer >= 0) & (peer != rank)
     matrix = np.zeros((ranks, ranks))
@@ -49,18 +53,18 @@ def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.nd
 
 
 def block_bytes(events: Table, row: np.ndarray) -> np.ndarray:
-    """The size of the blocks that went into calls."""
+    """Return the bytes of the input blocks of some calls."""
     return events["count"][row] * item_sizes(events.labels("dtype"))[events["dtype"][row]]
 
 
 def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """Number, median time and rates of what happened inside of steps, by axis, operation, members
-    and size in bytes; a message has the operation send.
+    """Return the number, median time and rates of calls by axis, operation, members and size in
+    bytes.
 
-    The time is from the last arrival to the last end, of a message to the end of the receive, on
-    rank 0's clock.  Where a member does something else between its call and its wait the end may
-    be late: `later` is the share of such calls.  A time that is not positive, because clocks
-    disagree, has no rate.
+    Both ends of a message count as one `send`. The time is from the last arrival to the last
+    end (for a message, the end of the receive), on the clock of rank 0. A member may do other
+    work between its call and its wait, so that the recorded end is late: `later` is the share
+    of such calls. A time that is not positive, because the clocks disagree, has no rate.
     """
     kinds, kind, time, later = _instances_in_steps(calls)
     order = np.lexsort((time, kind))
@@ -81,7 +85,7 @@ def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
 
 
 def _rates(row):
-    """Bytes a second, None where they are not known."""
+    """Return algbw and busbw in bytes per second, or None if they are unknown."""
     if row["size"] <= 0 or row["seconds"] <= 0:
         return {"algbw": None, "busbw": None}
     algbw = row["size"] / row["seconds"]
@@ -89,25 +93,37 @@ def _rates(row):
 
 
 def _instances_in_steps(calls):
-    """The kinds (axis, op, members, size), and of each instance that is whole and inside of steps
-    its kind, its time in ns, and the share of calls that were not waited for at once."""
+    """Return the kinds of complete call instances in steps, and the data of each instance.
+
+    Returns
+    -------
+    kinds
+        Distinct (axis, op, members, size).
+    kind
+        Index of the kind of each instance.
+    time
+        Duration of each instance in ns.
+    later
+        Share of its calls with a deferred wait.
+    """
     events, row, first = calls.trace.events, calls.row, calls.first
     axis, members = event_values(calls.trace, "axis", row[first]), calls.members
     op = np.minimum.reduceat(events["op"][row], first)  # the code of send is below that of recv
     size, size_of = np.unique(_sizes(calls, members), return_inverse=True)
-    whole = np.add.reduceat(calls.inside & calls.ending, first, dtype=int) == members
-    kinds, kind = combinations([each[whole] for each in (axis, op, members, size_of)])
+    complete = np.add.reduceat(calls.inside & calls.ending, first, dtype=int) == members
+    kinds, kind = combinations([each[complete] for each in (axis, op, members, size_of)])
     kinds[:, 3] = size[kinds[:, 3]]
-    # A send ends when its rank has time for it.
-    ending = calls.ending & ~labelled(events, "op", ["send"])[row]
+    # Sends are excluded, because a send ends whenever its rank waits for it.
+    ending = calls.ending & ~with_label(events, "op", ["send"])[row]
     time = np.maximum.reduceat(np.where(ending, calls.end, calls.posted), first) - calls.last
     later = ending & (calls.posted < calls.start)
     later, ends = (np.add.reduceat(each, first, dtype=int) for each in (later, ending))
-    return kinds, kind, time[whole], (later / np.maximum(1, ends))[whole]
+    return kinds, kind, time[complete], (later / np.maximum(1, ends))[complete]
 
 
 def _sizes(calls, members):
-    """S of each instance, in bytes: the largest block that went in, of all-gathers all of them."""
+    """Return S of each instance in bytes: its largest input block, times the members for an
+    all-gather."""
     events, row, first = calls.trace.events, calls.row, calls.first
     block = np.maximum.reduceat(block_bytes(events, row), first)
-    return block * np.where(labelled(events, "op", ["all_gather"])[row[first]], members, 1)
+    return block * np.where(with_label(events, "op", ["all_gather"])[row[first]], members, 1)

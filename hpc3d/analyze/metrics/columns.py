@@ -1,10 +1,11 @@
-"""The columns of /events as analyses want them: by step, by name, in combinations.
+"""Columns of /events for analyses: by step, by name, and in combinations.
 
-Tables are made by keys.  The keys rank, stage and step belong to a cell, which is a rank in a
-step, a row of /steps; the others, columns of /events or the axis of a group, belong to an event.
+Tables have keys. The keys rank, stage and step belong to a cell, which is one rank in one step (a
+row of /steps). All other keys, the columns of /events and the axis of a group, belong to an event.
 
-A rank's time counts once.  Where it computes on a device, calls run beside what it computes: they
-belong to no cell.  The host's time is what is left of it while the device computes nothing.
+The time of a rank counts once. On a device, communication streams run concurrently with
+computation, so their events belong to no cell, and the host time excludes the time in which the
+device computes.
 """
 
 from __future__ import annotations
@@ -28,36 +29,39 @@ CELL_KEYS = ("rank", "stage", "step")
 
 
 def recorded_steps(trace: Trace) -> str:
-    """The steps that a trace has, in words."""
+    """Describe the steps of a trace in words."""
     numbers = trace.steps["step"]
     if not len(numbers):
-        return "it has no step"
-    return f"it has steps {numbers.min()} to {numbers.max()}"
+        return "the trace has no steps"
+    return f"the trace has steps {numbers.min()} to {numbers.max()}"
 
 
 def cells(trace: Trace) -> np.ndarray:
-    """The row of /steps in which each event lies, -1 for those in no completed step, and those
-    that run beside."""
+    """Return the row of /steps of each event, or -1.
+
+    The row is -1 for events outside of completed steps and for events on communication streams.
+    """
     if not len(trace.steps):
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
     steps, events = (
         (table["rank"].astype("i8") << 32) + table["step"] for table in (trace.steps, trace.events)
     )
     order = np.argsort(steps)
-    place = np.searchsorted(steps[order], events)
-    place = order[np.minimum(place, len(steps) - 1)]
-    return np.where((steps[place] == events) & ~overlapped(trace), place, -1)
+    row = np.searchsorted(steps[order], events)
+    row = order[np.minimum(row, len(steps) - 1)]
+    return np.where((steps[row] == events) & ~overlapped(trace), row, -1)
 
 
 def overlapped(trace: Trace) -> np.ndarray:
-    """Which events are calls as they run on a device, beside what it computes."""
+    """Return a mask of the events that run concurrently with computation on a device."""
     return trace.events["stream"] >= COMMUNICATION
 
 
 def cell_values(trace: Trace, key: str) -> np.ndarray:
-    """The value of a cell's key in each row of /steps.
+    """Return the value of a cell key in each row of /steps.
 
-    The stage of a rank is the highest that its events name: until the first pass they name 0.
+    The stage of a rank is the highest stage in its events, because events before its first pass
+    have stage 0.
     """
     if key != "stage":
         return trace.steps[key].astype("i8")
@@ -68,7 +72,7 @@ def cell_values(trace: Trace, key: str) -> np.ndarray:
 
 
 def event_values(trace: Trace, key: str, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
-    """The value of an event's key in the given rows of /events, a whole number."""
+    """Return the integer value of an event key in the given rows of /events."""
     if key != "axis":
         return trace.events[key][rows]
     numbers = {axis: number for number, axis in enumerate(_axes(trace))}
@@ -77,8 +81,10 @@ def event_values(trace: Trace, key: str, rows: slice | np.ndarray = slice(None))
 
 
 def own_time(trace: Trace) -> np.ndarray:
-    """Duration of each event without those of the events that it encloses, in ns; of the host's
-    without the time in which its device computes, or waits for a block."""
+    """Return the exclusive time of each event in ns: its duration without the events inside it.
+
+    Host events also exclude the time in which the device computes or waits for a block.
+    """
     duration, parent = trace.events["dur"], trace.events["parent"]
     nested = parent >= 0
     own = duration - np.bincount(parent[nested], duration[nested], len(duration))
@@ -86,7 +92,7 @@ def own_time(trace: Trace) -> np.ndarray:
 
 
 def _hidden(trace):
-    """How much of each event of the host lies in those of computation on its device, in ns."""
+    """Return the part of each host event in ns during which the device computes."""
     events, hidden = trace.events, np.zeros(len(trace.events), "i8")
     start, end = events["t_start"], events["t_start"] + events["dur"]
     for rows in slices(events["rank"], trace.attrs["world_size"]):
@@ -98,7 +104,7 @@ def _hidden(trace):
 
 
 def labels(trace: Trace, key: str) -> dict[int, str | None]:
-    """{value: name} of a key; empty for a key whose values are numbers."""
+    """Return {value: name} of a key, empty if its values are numbers."""
     if key == "axis":
         return dict(enumerate(_axes(trace)))
     return dict(enumerate(trace.strings)) if key == "name" else trace.events.labels(key)
@@ -108,14 +114,14 @@ def _axes(trace):
     return sorted({group.axis for group in trace.groups} | {""})
 
 
-def labelled(events: Table, column: str, names: Iterable[str]) -> np.ndarray:
-    """Which events have one of these names in an enumerated column."""
+def with_label(events: Table, column: str, names: Iterable[str]) -> np.ndarray:
+    """Return a mask of the events that have one of these names in an enumerated column."""
     codes = [code for code, name in events.labels(column).items() if name in names]
     return np.isin(events[column], codes)
 
 
 def named(trace: Trace, keys: Sequence[str], values: np.ndarray) -> list[dict[str, Any]]:
-    """A row {key: name} for each row of `values` [rows, keys]."""
+    """Return {key: name} for each row of `values`, [rows, keys]."""
     names = [labels(trace, key) for key in keys]
     return [
         {key: name.get(value, value) for key, name, value in zip(keys, names, row)}
@@ -124,8 +130,15 @@ def named(trace: Trace, keys: Sequence[str], values: np.ndarray) -> list[dict[st
 
 
 def combinations(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The combinations of whole numbers that occur in the columns, [combinations, columns], in
-    order; and the number of the one that each row has."""
+    """Return the distinct rows of integer columns, and the index of the combination of each row.
+
+    Returns
+    -------
+    combinations
+        Sorted distinct rows, [combinations, columns].
+    index
+        Index of the combination of each row, [rows].
+    """
     lowest = [int(column.min(initial=0)) for column in columns]
     sizes = [1 + int(column.max(initial=low)) - low for column, low in zip(columns, lowest)]
     shifted = [_shifted(*each) for each in zip(columns, lowest, sizes)]
@@ -134,19 +147,19 @@ def combinations(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]
 
 
 def _shifted(column, low, size):
-    """A column from 0 on, in a type that holds `size` values."""
+    """Shift a column to start at 0, in a type that holds `size` values."""
     shifted = column.astype("i8") - low
     return shifted.astype("u4") if size <= 1 << 32 else shifted
 
 
 def slices(ranks: np.ndarray, count: int) -> list[slice]:
-    """The rows of each of `count` ranks in a sorted column of ranks."""
+    """Return the slice of each of `count` ranks in a sorted column of ranks."""
     bounds = np.searchsorted(ranks, np.arange(count + 1))
     return [slice(*edge) for edge in pairwise(bounds.tolist())]
 
 
 def hosts(trace: Trace) -> dict[int, str | None]:
-    """{rank: name of its host}, None where it is not known."""
+    """Return {rank: host name}, with None for an unknown host."""
     names, ranks = trace.strings, trace.ranks
     pairs = zip(ranks["rank"].tolist(), ranks["host_id"].tolist())
     return {rank: names[host] or None if 0 <= host < len(names) else None for rank, host in pairs}

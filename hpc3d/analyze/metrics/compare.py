@@ -1,4 +1,4 @@
-"""Runs side by side: where two of them differ, and how runs scale with the ranks."""
+"""Comparison of runs: time differences, received bytes, scaling, and gains over 1-D and 2-D."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ T95 = (
 _MODEL = ("layers", "hidden", "heads", "sequence")
 _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
-_ALL = "all"  # the axes and operations
-_Z95 = 1.96  # of the normal distribution, two-sided 95 %
-FEWEST = 6  # steps whose extremes enclose the median with 95 % confidence: 1 - 2^(1 - n)
-CONSTANT = 0.1  # that the work of a rank may differ by in weak scaling
+_ALL = "all"  # axes and operations
+_Z95 = 1.96  # normal distribution, two-sided 95 %
+FEWEST = 6  # with n steps, their extremes enclose the median with probability 1 - 2^(1 - n) > 95 %
+CONSTANT = 0.1  # tolerance for the work of a rank in weak scaling
 
 
 # Two runs
@@ -41,28 +41,29 @@ CONSTANT = 0.1  # that the work of a rank may differ by in weak scaling
 def difference_rows(
     one: Steady, other: Steady, keys: Sequence[str] = ("category", "phase", "axis", "op")
 ) -> list[dict[str, Any]]:
-    """Seconds a rank and step in two open traces by keys of `breakdown`, and how much more they
-    are in the other, that of the largest size first; the first row is the whole step.
+    """Return the seconds per rank and step in two traces by keys of `breakdown`, and their
+    difference.
 
-    `low` and `high` bound the difference with 95 % confidence: Welch's interval over steps, which
-    are taken for independent, with the degrees of freedom rounded down; None where a run has one
-    step only.
+    The first row is the complete step; the others are sorted by the absolute difference. `low`
+    and `high` bound the difference with 95 % confidence: Welch's interval over the steps, which
+    are assumed independent, with the degrees of freedom rounded down. They are `None` if a run
+    has only one step.
     """
     ours, theirs = (_by_step(trace, keys) for trace in (one, other))
-    rows = [dict(what) | _difference(ours[what], theirs[what]) for what in {**ours, **theirs}]
+    rows = [dict(key) | _difference(ours[key], theirs[key]) for key in {**ours, **theirs}]
     return sorted(rows, key=lambda row: (row["category"] != "step", -abs(row["difference_s"])))
 
 
 def _by_step(trace, keys):
-    """Seconds in each step of every row, which is named by its items (key, name)."""
+    """Return the seconds in each step of every row, by the items (key, name) of the row."""
     columns = dict.fromkeys(("category", *keys))
     steps = np.unique(trace.steps["step"])
     found = defaultdict(lambda: np.zeros(len(steps)))
-    whole = tuple((dict.fromkeys(columns, "") | {"category": "step"}).items())
+    step_key = tuple((dict.fromkeys(columns, "") | {"category": "step"}).items())
     for row in breakdown(trace, ("step", *keys)):
-        place = np.searchsorted(steps, row["step"])
-        for what in (tuple((key, row[key]) for key in columns), whole):
-            found[what][place] += row["seconds"]
+        index = np.searchsorted(steps, row["step"])
+        for row_key in (tuple((key, row[key]) for key in columns), step_key):
+            found[row_key][index] += row["seconds"]
     return found
 
 
@@ -79,67 +80,73 @@ def _difference(ours, theirs):
 
 
 def _margin(*samples):
-    """Half of Welch's 95 % interval of the difference of two means."""
-    parts = np.array([sample.var(ddof=1) / len(sample) for sample in samples])
-    if not parts.any():
+    """Return half the width of Welch's 95 % interval for the difference of two means."""
+    variances = np.array([sample.var(ddof=1) / len(sample) for sample in samples])
+    if not variances.any():
         return 0.0
-    free = parts.sum() ** 2 / sum(parts**2 / [len(sample) - 1 for sample in samples])
-    place = min(max(1, int(free + 1e-9)), len(T95)) - 1
-    return float(T95[place] * np.sqrt(parts.sum()))
+    free = variances.sum() ** 2 / sum(variances**2 / [len(sample) - 1 for sample in samples])
+    index = min(max(1, int(free + 1e-9)), len(T95)) - 1
+    return float(T95[index] * np.sqrt(variances.sum()))
 
 
 # Several runs
 
 
 def received_rows(times: Sequence[Sequence[dict[str, Any]]], timed: bool) -> list[dict[str, Any]]:
-    """What ranks receive by axis and operation in several runs, of which `times` are the tables
-    of `time_rows`: all of it, and then the most first.
+    """Return the bytes that a rank receives by axis and operation in several runs, largest first.
 
-    Of the n-th run, from 1, bytes_n and seconds_n are the bytes that a rank receives in a step and
-    its time in such calls (None unless `timed`), difference_n is by which part of the bytes of the
-    first run it receives more; None where that receives none.
+    The first row is the total. For run n, counted from 1, bytes_n is the number of bytes that a
+    rank receives per step, seconds_n its time in these calls (None unless `timed`), and
+    difference_n the relative difference of the bytes to the first run (None if the first run
+    receives none).
+
+    Parameters
+    ----------
+    times
+        Rows of `time_rows`, one list per run.
     """
     runs = [_received(time) for time in times]
     first = runs[0]
-    where = {what: None for run in runs for what, (received, _) in run.items() if received}
+    kinds = {kind: None for run in runs for kind, (received, _) in run.items() if received}
     rows = []
-    for axis, op in where:
+    for axis, op in kinds:
         row: dict[str, Any] = {"axis": axis, "op": op}
-        for place, run in enumerate(runs, 1):
+        for number, run in enumerate(runs, 1):
             received, seconds = run[axis, op]
-            row |= {f"bytes_{place}": received, f"seconds_{place}": seconds if timed else None}
-            if place > 1:
+            row |= {f"bytes_{number}": received, f"seconds_{number}": seconds if timed else None}
+            if number > 1:
                 more = received - first[axis, op][0]
-                row[f"difference_{place}"] = ratio(more, first[axis, op][0])
+                row[f"difference_{number}"] = ratio(more, first[axis, op][0])
         rows.append(row)
-    places = range(1, len(runs) + 1)
+    numbers = range(1, len(runs) + 1)
     return sorted(
-        rows, key=lambda row: (row["axis"] != _ALL, -max(row[f"bytes_{each}"] for each in places))
+        rows, key=lambda row: (row["axis"] != _ALL, -max(row[f"bytes_{each}"] for each in numbers))
     )
 
 
 def _received(time):
-    """{(axis, operation): (bytes, seconds)} of calls, and of all of them."""
+    """Return {(axis, operation): (bytes, seconds)} of the calls, and the total."""
     found = defaultdict(lambda: (0.0, 0.0))
     for row in time:
         if row["axis"]:
-            for what in ((row["axis"], row["op"]), (_ALL, _ALL)):
-                received, seconds = found[what]
-                found[what] = received + row["bytes"], seconds + row["seconds"]
+            for kind in ((row["axis"], row["op"]), (_ALL, _ALL)):
+                received, seconds = found[kind]
+                found[kind] = received + row["bytes"], seconds + row["seconds"]
     return found
 
 
-# Runs of many sizes
+# Scaling
 
 
 def run_row(trace: Steady) -> dict[str, Any]:
-    """Sizes and rates of a run, a row of `scaling_rows`; None for what is not known.
+    """Return the sizes and rates of a run as input of `scaling_rows`, with None for unknown
+    values.
 
-    step_s is the median over steps of the slowest rank; forward_s and backward_s are medians over
-    steps of the mean over ranks.  average_step_s = (forward_s + backward_s) / batch is the
-    "average step time" of arXiv:2105.14450: passes only, without the messages between stages, the
-    sums of gradients over replicas and the optimiser, which step_s has.  Of both times there is
-    `relative_error`.
+    step_s is the median step time of the slowest rank. forward_s and backward_s are medians
+    over steps of the mean over ranks. average_step_s = (forward_s + backward_s) / batch is the
+    "average step time" of arXiv:2105.14450. Unlike step_s, it excludes the messages between
+    stages, the gradient reduction over replicas and the optimizer. average_step_error and
+    step_error are the results of `relative_error`.
     """
     config, ranks, layout = configuration(trace), trace.attrs["world_size"], layout_of(trace)
     _, step = np.unique(trace.steps["step"], return_inverse=True)
@@ -173,22 +180,23 @@ def run_row(trace: Steady) -> dict[str, Any]:
 
 
 def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
-    """The standard error of the logarithm of their median; None for less than FEWEST values, or
-    some that are not positive.
+    """Return the standard error of the logarithm of the median of some values.
 
-    From two order statistics (McKean and Schrader 1984; Price and Bonett 2002): of n values the
-    c-th lowest and highest are z = (n + 1 - 2 c) / sqrt(n) standard errors from it.
+    The result is `None` for fewer than FEWEST values, or if a value is not positive and finite.
+    It is computed from two order statistics (McKean and Schrader 1984; Price and Bonett 2002):
+    of n values, the c-th lowest and the c-th highest are z = (n + 1 - 2 c) / sqrt(n) standard
+    errors away from the median.
     """
     count, ordered = len(values), np.sort(values)
     if count < FEWEST or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
         return None
-    place = max(1, round((count + 1) / 2 - _Z95 * (count / 4) ** 0.5))
-    errors = 2 * (count + 1 - 2 * place) / count**0.5
-    return float(np.log(ordered[count - place] / ordered[place - 1]) / errors)
+    order = max(1, round((count + 1) / 2 - _Z95 * (count / 4) ** 0.5))
+    errors = 2 * (count + 1 - 2 * order) / count**0.5
+    return float(np.log(ordered[count - order] / ordered[order - 1]) / errors)
 
 
 def _interval(key, value, *errors):
-    """The 95 % interval of a ratio of two medians, as columns: log-normal, by their errors."""
+    """Return the columns of the 95 % log-normal interval of a ratio of two medians."""
     if value is None or None in errors:
         return {f"{key}_low": None, f"{key}_high": None}
     factor = exp(_Z95 * hypot(*errors))
@@ -201,20 +209,21 @@ def _sizes(config):
         return dict.fromkeys((*keys, "block_weights"))
     if config.torch.factory:
         return dict.fromkeys((*keys, "block_weights")) | {"batch": config.train.batch}
-    parts = vars(config.train) | vars(config.model) | vars(config.parallel)
-    return {key: parts[key] for key in keys} | {
+    values = vars(config.train) | vars(config.model) | vars(config.parallel)
+    return {key: values[key] for key in keys} | {
         "block_weights": block_weights(config.model).active
     }
 
 
 def scaling_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of `run_row` with how they scale.
+    """Return the rows of `run_row` with their scaling relative to the first run.
 
-    `scaling` is strong where the run does the work of the first one, weak where its ranks do as
-    much each (parameters of the blocks times tokens, within CONSTANT, all else being the same),
-    other where neither holds, it is not known, or one is measured and the other simulated.
-    speedup is, for the same work, the ratio of the step times, in weak scaling that of the rates
-    of FLOP/s, and None for another load; efficiency is that by the ratio of the ranks.
+    `scaling` is "strong" if the run does the work of the first run, and "weak" if each rank
+    does the same work (parameters of the blocks times tokens, within CONSTANT) with otherwise
+    equal settings. It is "other" in all other cases, if the work is unknown, and between a
+    measured and a simulated run. speedup is the ratio of the step times in strong scaling, the
+    ratio of the FLOP/s in weak scaling, and else None. efficiency is the speedup divided by the
+    ratio of the rank counts.
     """
     return [{**run, **_scaling(run, runs[0])} for run in runs]
 
@@ -245,26 +254,26 @@ def _kind_of_scaling(run, first):
 
 
 def _work(run):
-    """What a rank does in a step: weights of all blocks that a token meets, times tokens."""
+    """Return the work of a rank per step: active weights of all blocks, times tokens."""
     tokens = run["batch"] * run["sequence"]
     return run["block_weights"] * tokens / run["ranks"]
 
 
 def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a scheme of tensor parallelism gains over others, of rows of `run_row`.
+    """Return the gain of each run over 1-D and 2-D tensor parallelism, from rows of `run_row`.
 
-    over_1d and over_2d say how many times the average step time of the best 1-D or 2-D run is
-    this run's (arXiv:2105.14450: 2.32 and 1.57 for 3-D on 64 ranks), step_over_1d and
-    step_over_2d the same of the whole steps.  Only runs of one model and batch on as many ranks,
-    stages and replicas are compared.  Each ratio has a 95 % interval.  No rows where no two of
-    them differ in their scheme.
+    over_1d and over_2d are the average step time of the best 1-D or 2-D run divided by that of
+    this run (arXiv:2105.14450: 2.32 and 1.57 for 3-D on 64 ranks). step_over_1d and
+    step_over_2d are the ratios of the complete step times. Only runs with the same model,
+    batch, and number of ranks, stages and replicas are compared. Each ratio has a 95 %
+    interval. The result is empty if no two comparable runs differ in their scheme.
     """
     rows = [run | _gains(run, runs) for run in runs if run["family"]]
     return rows if any(row[key] for row in rows for key in ("over_1d", "over_2d")) else []
 
 
 def _gains(run, runs):
-    """How many times the best peers of another family take what a run takes."""
+    """Return the step times of the best peers of each other family, relative to this run."""
     peers = [each for each in runs if all(each[key] == run[key] for key in _PEERS)]
     gains = {}
     for family in ("1d", "2d"):

@@ -1,11 +1,11 @@
-"""The critical path of a step: what would have to be faster for the step to be faster.
+"""Critical path of a step: the work that must become faster to make the step faster.
 
-The path is walked back from the last end of any rank.  Time in a row of the rank that it is on
-counts for this row, and time between two rows for the host.  A row in which the rank is blocked in
-a call counts, as communication, from the arrival that the call waited for (wait_states.py);
-at this arrival the path goes on with the rank that arrived.  So the pieces lie end to end, and no
-wait is among them.  On a device the path keeps to what it computes: calls that run beside, and
-what the host does meanwhile, are not on it.
+The path is traced backward from the last end on any rank. Time inside an event of the current
+rank is attributed to this event, and time between two events to the host. An event in which the
+rank is blocked in a call is attributed from the arrival that the call waited for
+(wait_states.py); at this arrival, the path continues on the rank that arrived. The segments are
+therefore contiguous and contain no waiting. On a device, the path only contains computation:
+concurrent communication streams and concurrent host work are excluded.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _HOST = {"category": "host", "axis": "", "layer": -1, "phase": "other", "op": "n
 
 
 class PathSegment(NamedTuple):
-    """A piece of the path: what `rank` does from `start` to `end`, in seconds from the first begin
-    of the step on any rank."""
+    """Segment of the critical path on one rank. Times are in seconds since the first start of the
+    step."""
 
     rank: int
     start: float
@@ -53,10 +53,20 @@ class PathSegment(NamedTuple):
 
 
 def critical_path(trace: Trace, calls: CallInstances, step: int) -> list[PathSegment]:
-    """The PathSegments of a step, in order, from the first begin to the last end of any rank.
+    """Return the segments of the critical path of a step in order, from its first start to its
+    last end.
 
-    `calls` are `waits.calls_of(trace)`.  Of events that enclose others only these are seen.
-    ValueError if the trace has no events of the step.
+    Only innermost events count, and not the events that enclose them.
+
+    Parameters
+    ----------
+    calls
+        Result of `calls_of(trace)`.
+
+    Raises
+    ------
+    ValueError
+        If the trace has no events of the step, or the step was not completed.
     """
     rows = _Rows(trace, calls, step)
     first, last, rank = _extent(trace, rows, step)
@@ -68,8 +78,11 @@ def critical_path(trace: Trace, calls: CallInstances, step: int) -> list[PathSeg
 
 
 class _Rows:
-    """The rows of a step, by rank, on rank 0's clock, and for each the arrival that it waited for
-    and of which rank: its own start if it waited for none."""
+    """Events of a step by rank, with times on the clock of rank 0.
+
+    `until` and `by` are the arrival that each event waited for and its rank. If the event did
+    not wait, `until` is its own start.
+    """
 
     def __init__(self, trace, calls, step):
         events, size = trace.events, len(trace.events)
@@ -83,10 +96,10 @@ class _Rows:
         self.end = self.start + events["dur"][rows]
         self.shift = self.start - events["t_start"][rows]
         self.until, self.by = self.start.copy(), self.rank.copy()
-        place = np.full(size, -1)
-        place[calls.row] = np.arange(len(calls.row))
-        mine = np.flatnonzero(place[rows] >= 0)
-        call = place[rows[mine]]
+        call_of_row = np.full(size, -1)
+        call_of_row[calls.row] = np.arange(len(calls.row))
+        mine = np.flatnonzero(call_of_row[rows] >= 0)
+        call = call_of_row[rows[mine]]
         waited = calls.until[call] > self.start[mine]
         mine, call = mine[waited], call[waited]
         self.until[mine], self.by[mine] = calls.until[call], calls.by[call]
@@ -94,9 +107,11 @@ class _Rows:
 
 
 def _extent(trace, rows, step):
-    """First begin and last end of a step on rank 0's clock, and the rank that ends last.
+    """Return the first start and last end of a step on the clock of rank 0, and the rank that ends
+    last.
 
-    A begin is moved to that clock as the rank's first event is, an end as its last one.
+    The start of a rank is shifted to this clock like its first event, and the end like its last
+    event.
     """
     steps = trace.steps
     columns = [steps[key][steps["step"] == step] for key in ("rank", "t_start", "t_end")]
@@ -112,38 +127,39 @@ def _extent(trace, rows, step):
 
 
 class _Walk:
-    """The way back.  It uses every row once at most, so it ends also where clocks disagree."""
+    """Backward walk along the path. It uses every event at most once, so it also ends if clocks
+    disagree."""
 
     def __init__(self, rows, first):
         self.rows, self.first = rows, first
         self.unused = [part.stop for part in rows.of]
 
     def back(self, rank, now):
-        """(rank, start, end, row of /events) of each piece, the last one first; row -1 is the
+        """Yield (rank, start, end, row of /events) of each segment, last one first; row -1 is the
         host."""
         rows = self.rows
         while now > self.first:
-            place = self.take(rank, now)
-            end = self.first if place is None else min(now, rows.end[place])
+            index = self.take(rank, now)
+            end = self.first if index is None else min(now, rows.end[index])
             if end < now:
                 yield rank, end, now, -1
-            if place is None:
+            if index is None:
                 return
-            now = max(self.first, rows.start[place], min(end, rows.until[place]))
+            now = max(self.first, rows.start[index], min(end, rows.until[index]))
             if now < end:
-                yield rank, now, end, rows.row[place]
-            rank = rows.by[place]
+                yield rank, now, end, rows.row[index]
+            rank = rows.by[index]
 
     def take(self, rank, now):
-        """The last unused row of a rank that starts before now, or None."""
+        """Return the last unused event of a rank that starts before `now`, or None."""
         begin = self.rows.of[rank].start
-        place = begin - 1 + np.searchsorted(self.rows.start[begin : self.unused[rank]], now)
-        self.unused[rank] = max(begin, place)
-        return place if place >= begin else None
+        index = begin - 1 + np.searchsorted(self.rows.start[begin : self.unused[rank]], now)
+        self.unused[rank] = max(begin, index)
+        return index if index >= begin else None
 
 
 def _described(trace, rows):
-    """What the fields of _HOST are for each row of /events; those of _HOST for row -1."""
+    """Return the fields of _HOST for each row of /events; row -1 has the values of _HOST."""
     columns = []
     for key, other in _HOST.items():
         names, values = labels(trace, key), event_values(trace, key, rows).tolist()
@@ -154,12 +170,12 @@ def _described(trace, rows):
 
 
 def path_rows(segments: Sequence[PathSegment], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Seconds and share of a critical path by any fields of its PathSegments, the largest
+    """Return the seconds and share of a critical path by any fields of its segments, largest
     first."""
-    seconds, whole = defaultdict(float), sum(each.seconds for each in segments)
+    seconds, length = defaultdict(float), sum(each.seconds for each in segments)
     for each in segments:
         seconds[tuple(getattr(each, key) for key in keys)] += each.seconds
     return [
-        dict(zip(keys, values)) | {"seconds": time, "share": ratio(time, whole)}
+        dict(zip(keys, values)) | {"seconds": time, "share": ratio(time, length)}
         for values, time in sorted(seconds.items(), key=lambda item: -item[1])
     ]

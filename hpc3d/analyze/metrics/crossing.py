@@ -1,10 +1,11 @@
-"""What crosses from host to host: of each host the calls, and the bytes that its card receives.
+"""Traffic between hosts: calls and bytes of each host, and the bytes that its NIC receives.
 
-A group with as many ranks on each of its h hosts sends in two levels, inside of a host and then
-between hosts, so a host's card carries what one member of a group of h would: of an all-gather and
-a reduce-scatter (h - 1)/h of the whole block, of an all-reduce twice that, of a broadcast and a
-reduction the block once a host.  Where hosts have different numbers of its ranks MPI's own
-collectives send, and there, as in an all-to-all, a byte crosses as often as ranks want it.
+A group with the same number of ranks on each of its h hosts communicates in two levels, inside
+a host and then between hosts. The NIC of a host therefore receives as much as one member of a
+group of h: (h - 1)/h of the complete block for an all-gather or reduce-scatter, twice that for
+an all-reduce, and one block per host for a broadcast or reduction. If hosts have different
+numbers of its ranks, MPI's own collectives communicate. There, and in an all-to-all, every rank
+receives its data separately.
 """
 
 from __future__ import annotations
@@ -25,27 +26,29 @@ _LEVELS = ("all_gather", "reduce_scatter", "all_reduce")
 _UNKNOWN = "unknown"
 
 
-def crossing_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """One row per host, none of one host alone: its ranks and, of a step, their calls that leave
-    it, the bytes that they receive, those of them that come from other hosts, and what the card
-    receives."""
-    matrix, names, place = _host_matrix(calls)
+def host_traffic_rows(calls: CallInstances) -> list[dict[str, Any]]:
+    """Return one row per host with its traffic per step, or nothing for a single host.
+
+    A row has the number of ranks, their calls with other hosts, the bytes that they receive,
+    the part of it that comes from other hosts, and the bytes that the NIC receives.
+    """
+    matrix, names, host_of = _host_matrix(calls)
     if len(names) < 2:
         return []
-    called, on_cards = _on_cards(calls, place, len(names))
+    called, received = _nic_traffic(calls, host_of, len(names))
     columns = {
         "host": names,
-        "ranks": np.bincount(place).tolist(),
+        "ranks": np.bincount(host_of).tolist(),
         "calls": called.tolist(),
         "bytes": matrix.sum(0).tolist(),
         "crossing": (matrix.sum(0) - matrix.diagonal()).tolist(),
-        "on_cards": on_cards.tolist(),
+        "on_cards": received.tolist(),
     }
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def crossing_pair_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """One row per pair of hosts: whose data goes to whom in a step, in bytes."""
+def host_pair_rows(calls: CallInstances) -> list[dict[str, Any]]:
+    """Return the bytes per step from host to host, one row per pair."""
     matrix, names, _ = _host_matrix(calls)
     if len(names) < 2:
         return []
@@ -55,18 +58,20 @@ def crossing_pair_rows(calls: CallInstances) -> list[dict[str, Any]]:
 
 
 def _host_matrix(calls: CallInstances) -> tuple[np.ndarray, list[str], np.ndarray]:
-    """Bytes a step from host to host, [sender, receiver]; the hosts' names; each rank's host."""
+    """Return the bytes per step [sender host, receiver host], the host names, and the host of each
+    rank."""
     of_ranks = [host or _UNKNOWN for host in hosts(calls.trace).values()]
     names = [*dict.fromkeys(of_ranks)]
-    place = np.array([names.index(host) for host in of_ranks], int)
+    host_of = np.array([names.index(host) for host in of_ranks], int)
     matrix = np.zeros((len(names), len(names)))
     if len(names) > 1:
-        np.add.at(matrix, (place[:, None], place[None, :]), communication_matrix(calls))
-    return matrix, names, place
+        np.add.at(matrix, (host_of[:, None], host_of[None, :]), communication_matrix(calls))
+    return matrix, names, host_of
 
 
-def _on_cards(calls, place, count):
-    """Of each host the calls of a step that go beyond it, and the bytes that its card receives."""
+def _nic_traffic(calls, host_of, count):
+    """Return the calls of each host with other hosts, and the bytes that its NIC receives, per
+    step."""
     events, groups = calls.trace.events, calls.trace.groups
     row = calls.row[calls.inside]
     kinds, kind = combinations([events[key][row] for key in ("group", "op", "rank", "peer")])
@@ -77,12 +82,12 @@ def _on_cards(calls, place, count):
     ops = events.labels("op")
     called, received = np.zeros((2, count))
     for (group, op, rank, peer), (nbytes, block, times) in zip(kinds.tolist(), amounts):
-        of_group = Counter(place[[*groups[group].members]].tolist())
-        here, there = place[rank], place[peer] if peer >= 0 else None
+        of_group = Counter(host_of[[*groups[group].members]].tolist())
+        here, there = host_of[rank], host_of[peer] if peer >= 0 else None
         message = ops.get(op) in MESSAGES
-        beyond = there != here if message else len(of_group) > 1
-        called[here] += times * beyond
-        if beyond:
+        inter_host = there != here if message else len(of_group) > 1
+        called[here] += times * inter_host
+        if inter_host:
             host = there if ops.get(op) == "reduce" else here
             share = _share(ops.get(op), here == there, of_group, here)
             received[host] += share * (block if ops.get(op) == "reduce" else nbytes)
@@ -91,8 +96,11 @@ def _on_cards(calls, place, count):
 
 
 def _share(op, with_root, of_group, here):
-    """Of what a rank on host `here` receives, of a reduction what it gives: the share that a card
-    receives.  `of_group` are the numbers of the group's ranks by host."""
+    """Return the share of the bytes of a rank that the NIC of its host `here` receives.
+
+    For a reduction, the bytes are those that the rank sends. `of_group` is the number of ranks
+    of the group on each host.
+    """
     size, level = sum(of_group.values()), len({*of_group.values()}) == 1
     if op in ("broadcast", "reduce"):
         return 0 if with_root else 1 / of_group[here] if level else 1

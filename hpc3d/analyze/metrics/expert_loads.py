@@ -1,8 +1,8 @@
-"""Where the tokens of mixtures of experts went, and what it cost that some experts had more.
+"""Load of experts in mixture-of-experts models, and the cost of load imbalance.
 
-An expert has the same number of slots for every sequence, and all of them are computed, full or
-not.  So an imbalance makes no product longer: what it costs are the tokens that find no slot, and
-the slots that find no token.
+Every expert has the same capacity (number of slots) for each sequence and computes all of its
+slots, used or not. Imbalance therefore slows down no matrix product. Its costs are dropped
+tokens, which exceed the capacity of their expert, and unused capacity.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.columns import combinations, event_values, labelled, named
+from hpc3d.analyze.metrics.columns import combinations, event_values, named, with_label
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import step_seconds
 from hpc3d.comm.mesh import EXPERTS
@@ -28,9 +28,17 @@ _PASS = ("phase", "rank", "group", "step", "microbatch", "chunk", "layer")  # tw
 
 
 class ExpertLoads(NamedTuple):
-    """The choices of all ranks by step, layer and expert, int64[steps, layers, E]: those `chosen`,
-    and those `kept`, which found a slot; losses of routers [steps, layers] in nat a token, times
-    their factors; and the `slots` of an expert in a step, None where they are not known."""
+    """Routed tokens of all ranks by step, layer and expert.
+
+    Attributes
+    ----------
+    chosen, kept
+        Routed tokens, and those within the capacity of the expert, int64[steps, layers, experts].
+    balance, z
+        Auxiliary losses of the routers in nat per token, including their factors, [steps, layers].
+    slots
+        Capacity of an expert in a step, or None if unknown.
+    """
 
     steps: np.ndarray
     layers: np.ndarray
@@ -42,18 +50,19 @@ class ExpertLoads(NamedTuple):
 
     @property
     def load(self) -> np.ndarray:
-        """Choices of an expert over those of the mean one of its step and layer."""
+        """Return the routed tokens of each expert relative to the mean expert of its step and
+        layer."""
         return _over(self.chosen, self.chosen.mean(2, keepdims=True))
 
     def of(self, steps: np.ndarray) -> ExpertLoads:
-        """The same of some steps."""
+        """Return the loads of some steps."""
         some = np.isin(self.steps, steps)
         by_step = (values[some] for values in self[2:6])
         return ExpertLoads(self.steps[some], self.layers, *by_step, self.slots)
 
 
 def loads_of(trace: Trace) -> ExpertLoads | None:
-    """The ExpertLoads of an open trace, None where there are no experts."""
+    """Return the ExpertLoads of an open trace, or None if the model has no experts."""
     table = trace.experts
     if not len(table):
         return None
@@ -70,7 +79,7 @@ def loads_of(trace: Trace) -> ExpertLoads | None:
 
 
 def _losses(trace, steps, layers):
-    """Both losses [2, steps, layers] in nat a token of the batch."""
+    """Return both auxiliary losses in nat per token of the batch, [2, steps, layers]."""
     table, found = trace.routers, np.zeros((2, len(steps), len(layers)))
     where = np.searchsorted(steps, table["step"]), np.searchsorted(layers, table["layer"])
     for total, name in zip(found, ("balance_loss", "z_loss")):
@@ -80,27 +89,33 @@ def _losses(trace, steps, layers):
 
 
 def _slots(config: Config) -> int | None:
-    """The slots of an expert for the sequences of a step: of each rank along c for its tokens."""
+    """Return the capacity of an expert for all sequences of a step.
+
+    Each context-parallel rank has a separate capacity for its tokens.
+    """
     model, context = config.model, config.context()
     form = family_of(model).sizes(model, model.vocabulary).experts
     if form is None:
         return None
-    here = min(context.tokens, form.slots(model.sequence))
-    return config.train.batch * context.parts * here
+    per_rank = min(context.tokens, form.slots(model.sequence))
+    return config.train.batch * context.parts * per_rank
 
 
-def _over(value, whole):
-    """value / whole, 0 where there is nothing."""
-    shape = np.broadcast_shapes(np.shape(value), np.shape(whole))
-    return np.divide(value, whole, out=np.zeros(shape), where=np.asarray(whole) > 0)
+def _over(value, total):
+    """Return value / total, and 0 if the total is 0."""
+    shape = np.broadcast_shapes(np.shape(value), np.shape(total))
+    return np.divide(value, total, out=np.zeros(shape), where=np.asarray(total) > 0)
 
 
 # Tables
 
 
 def router_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
-    """One row per step and layer: the load of the fullest expert and of the emptiest, the shares
-    of choices that are dropped and of slots that stay empty, and both losses."""
+    """Return one row per step and layer with its highest and lowest load, dropped tokens and
+    losses.
+
+    `dropped` is the share of the routed tokens, and `empty` the unused share of the capacity.
+    """
     load, chosen, kept = loads.load, loads.chosen.sum(2), loads.kept.sum(2)
     count = loads.chosen.shape[2]
     columns = {
@@ -122,8 +137,11 @@ def router_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
 
 
 def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
-    """One row per layer and expert, over all steps: its share of the choices, its load, and the
-    shares of its choices that are dropped and of its slots that stay empty."""
+    """Return one row per layer and expert with its share of the routed tokens and its load, over
+    all steps.
+
+    `dropped` is the share of its routed tokens, and `empty` the unused share of its capacity.
+    """
     chosen, kept = loads.chosen.sum(0), loads.kept.sum(0)
     share = _over(chosen, chosen.sum(1, keepdims=True))
     dropped, slots = _over(chosen - kept, chosen), (loads.slots or 0) * len(loads.steps)
@@ -131,52 +149,52 @@ def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
         {
             "layer": int(layer),
             "expert": expert,
-            "share": float(share[place, expert]),
-            "load": float(share[place, expert] * chosen.shape[1]),
-            "dropped": float(dropped[place, expert]),
-            "empty": 1 - int(kept[place, expert]) / slots if slots else None,
+            "share": float(share[index, expert]),
+            "load": float(share[index, expert] * chosen.shape[1]),
+            "dropped": float(dropped[index, expert]),
+            "empty": 1 - int(kept[index, expert]) / slots if slots else None,
         }
-        for place, layer in enumerate(loads.layers.tolist())
+        for index, layer in enumerate(loads.layers.tolist())
         for expert in range(chosen.shape[1])
     ]
 
 
 def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, Any]]:
-    """Dispatch and combine by axis and phase: calls, bytes, and where ranks have one time seconds
-    blocked = wait + transfer, a rank and step.
+    """Return dispatch and combine by axis and phase: calls, bytes and times per rank and step.
 
-    In a forward pass a layer's first exchange is its dispatch, in a backward pass its combine.
+    If `timed`, blocked_s = wait_s + transfer_s. The first exchange of a layer is its dispatch
+    in a forward pass, and its combine in a backward pass.
     """
-    events, place = calls.trace.events, _exchanges(calls)
-    row = calls.row[place]
+    events, index = calls.trace.events, _exchanges(calls)
+    row = calls.row[index]
     axis, phase = (event_values(calls.trace, key, row) for key in ("axis", "phase"))
-    backward = labelled(events, "phase", _BACKWARD)[row]
-    kinds, kind = combinations([axis, phase, (_turn(events, row) + backward) % 2])
+    backward = with_label(events, "phase", _BACKWARD)[row]
+    kinds, kind = combinations([axis, phase, (_order_in_pass(events, row) + backward) % 2])
     per = 1 / len(calls.trace.steps)
     columns = {"calls": np.ones(len(row)), "bytes": events["bytes"][row]}
     if timed:
-        blocked, wait = (getattr(calls, name)[place] * 1e-9 for name in ("blocked", "wait"))
+        blocked, wait = (getattr(calls, name)[index] * 1e-9 for name in ("blocked", "wait"))
         columns |= {"blocked_s": blocked, "wait_s": wait, "transfer_s": blocked - wait}
-    sums = {name: np.bincount(kind, each, len(kinds)) * per for name, each in columns.items()}
-    values = zip(*(each.tolist() for each in sums.values()))
-    what = named(calls.trace, ("axis", "phase"), kinds[:, :2])
-    part = ("dispatch", "combine")
+    means = {name: np.bincount(kind, each, len(kinds)) * per for name, each in columns.items()}
+    values = zip(*(each.tolist() for each in means.values()))
+    keys = named(calls.trace, ("axis", "phase"), kinds[:, :2])
+    exchange = ("dispatch", "combine")
     return [
-        {**names, "what": part[turn], **dict(zip(sums, each))}
-        for names, turn, each in zip(what, kinds[:, 2].tolist(), values)
+        {**names, "what": exchange[turn], **dict(zip(means, each))}
+        for names, turn, each in zip(keys, kinds[:, 2].tolist(), values)
     ]
 
 
 def _exchanges(calls):
-    """The places in `calls` of the ends of exchanges along e, inside of steps."""
+    """Return the indices in `calls` of the completed expert-parallel exchanges in steps."""
     events, row = calls.trace.events, calls.row
     along = np.array([group.axis == EXPERTS for group in calls.trace.groups], bool)
-    here = calls.inside & calls.ending & labelled(events, "op", ["all_to_all"])[row]
-    return np.flatnonzero(here)[along[events["group"][row[here]]]]
+    exchanges = calls.inside & calls.ending & with_label(events, "op", ["all_to_all"])[row]
+    return np.flatnonzero(exchanges)[along[events["group"][row[exchanges]]]]
 
 
-def _turn(events, row):
-    """0 for the first exchange of a layer in a pass, 1 for the second one."""
+def _order_in_pass(events, row):
+    """Return 0 for the first exchange of a layer in a pass and 1 for the second."""
     _, which = combinations([events[key][row] for key in _PASS])
     order = np.lexsort((events["seq"][row], which))
     first = np.flatnonzero(np.diff(which[order], prepend=-1))
@@ -188,27 +206,27 @@ def _turn(events, row):
 def cost_row(
     trace: Steady, loads: ExpertLoads, calls: CallInstances | None = None
 ) -> dict[str, Any]:
-    """What the imbalance of experts cost in the mean step of `loads`.
+    """Return the cost of load imbalance in the mean step of `loads`.
 
-    `dropped` is a share of the choices, `empty` one of the slots, and `dropped_even` and
-    `empty_even` what they were if all experts had the same; `empty_flop` is what the products of
-    empty slots are forward and backward, without what runs again.  `wait_s` is what a
-    mean rank waits in exchanges along e, and `rank` whom ranks wait for longest there, with its
-    `experts` and their `load`, the tokens in their slots over those of the mean expert; these are
-    None without `calls`, and where nothing is exchanged.
+    `dropped` is a share of the routed tokens and `empty` a share of the capacity;
+    `dropped_even` and `empty_even` are the values for a balanced load. `empty_flop` is the
+    number of operations in unused slots, forward and backward, without recomputation. `wait_s`
+    is the mean wait of a rank in expert-parallel exchanges. `rank` is the rank that others wait
+    for longest there, with its `experts` and their `load`, the tokens in their slots relative
+    to the mean expert. Without `calls` or without exchanges, these values are `None`.
     """
     chosen, kept = int(loads.chosen.sum()), int(loads.kept.sum())
     return {
         "slots": loads.slots,
         "highest": float(loads.load.max(2).mean()),
         "dropped": (chosen - kept) / max(1, chosen),
-        **_of_slots(trace, loads, chosen, kept),
+        **_capacity_use(trace, loads, chosen, kept),
         **_waits(trace, loads, calls),
     }
 
 
-def _of_slots(trace, loads, chosen, kept):
-    """What the number of slots tells, None where it is not known."""
+def _capacity_use(trace, loads, chosen, kept):
+    """Return the values that depend on the capacity, or None if it is unknown."""
     if not loads.slots:
         return dict.fromkeys(("dropped_even", "empty", "empty_even", "empty_flop"))
     slots, model = loads.slots * loads.chosen.size, configuration(trace).model
@@ -222,31 +240,31 @@ def _of_slots(trace, loads, chosen, kept):
 
 
 def _waits(trace, loads, calls):
-    """What a mean rank waits in exchanges along e, and for whom."""
-    place = _exchanges(calls) if calls else np.zeros(0, int)
-    if not len(place):
+    """Return the mean wait of a rank in expert-parallel exchanges, and the rank that others wait
+    for."""
+    index = _exchanges(calls) if calls else np.zeros(0, int)
+    if not len(index):
         return dict.fromkeys(("wait_s", "wait_share", "rank", "experts", "load"))
-    wait, ranks = calls.wait[place] * 1e-9, trace.attrs["world_size"]
+    wait, ranks = calls.wait[index] * 1e-9, trace.attrs["world_size"]
     total, steps = wait.sum(), step_seconds(trace).sum()
-    rank = int(np.bincount(calls.by[place], wait, ranks).argmax())
+    rank = int(np.bincount(calls.by[index], wait, ranks).argmax())
     return {
         "wait_s": float(total / len(trace.steps)),
         "wait_share": float(total / steps) if steps else None,
         "rank": rank,
-        **_held(trace, loads, rank),
+        **_experts_of(trace, loads, rank),
     }
 
 
-def _held(trace, loads, rank):
-    """The experts of each layer that a rank has, and the tokens in their slots over those of the
-    mean expert."""
-    at = trace.attrs["axes"].split().index(EXPERTS)
+def _experts_of(trace, loads, rank):
+    """Return the experts of a rank in each layer, and their load relative to the mean expert."""
+    axis = trace.attrs["axes"].split().index(EXPERTS)
     count = loads.chosen.shape[2]
-    here = count // trace.attrs["axis_sizes"][at]
-    first = int(trace.ranks["coords"][rank, at]) * here
+    per_rank = count // trace.attrs["axis_sizes"][axis]
+    first = int(trace.ranks["coords"][rank, axis]) * per_rank
     kept = loads.kept.sum((0, 1))
-    last = first + here - 1
+    last = first + per_rank - 1
     return {
-        "experts": f"{first} to {last}" if here > 1 else f"{first}",
+        "experts": f"{first} to {last}" if per_rank > 1 else f"{first}",
         "load": float(_over(kept[first : last + 1].mean(), kept.mean())),
     }

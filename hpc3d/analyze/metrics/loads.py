@@ -1,5 +1,9 @@
-"""What runs do in a step: the keys of their configuration that decide the work, whatever layout
-shares it out; and all in which runs differ, to be known before their times are compared."""
+"""Work of a training step, and all differences between runs that affect a comparison of their
+times.
+
+The work is defined by the configuration keys that determine what is computed, independent of
+the layout.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +21,37 @@ if TYPE_CHECKING:
 
 SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
 _TRAIN = ("train.batch", "train.dtype", "train.optimizer")
-WORK, LAYOUT, MANNER = "work", "layout", "how it runs"
-_GROUPS = {  # of the keys of a section; those outside of sections are under ""
+WORK, LAYOUT, EXECUTION = "work", "layout", "how it runs"
+_GROUPS = {  # {section: group}, with "" for keys outside of sections
     **dict.fromkeys(("", "model", "data", "torch", "train"), WORK),
     **dict.fromkeys(("mesh", "parallel"), LAYOUT),
-    **dict.fromkeys(("checkpoint", "guard", "trace", "run"), MANNER),
+    **dict.fromkeys(("checkpoint", "guard", "trace", "run"), EXECUTION),
 }
 _EXCEPTIONS = {
-    # They change numbers: what is rounded, what is left out.
+    # They change results, by rounding or compression.
     **dict.fromkeys(("parallel.keep_dtype", "parallel.reduce_dtype"), WORK),
     **{f"parallel.compression{end}": WORK for end in ("", "_rank", "_share")},
-    # They do not change what is trained.
-    **dict.fromkeys(("name", "mesh.transport", "train.max_minutes"), MANNER),
-    **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), MANNER),
+    # They do not affect training, except for rounding.
+    **dict.fromkeys(("name", "mesh.transport", "train.max_minutes"), EXECUTION),
+    **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
-_FEW = 2  # runs, of one value, that are always named
-_OF_MACHINE = ("hosts", "MPI", "program")  # of what heads the report of a run
+_ALWAYS_NAMED = 2  # maximum number of runs with one value that are always listed
+_OF_MACHINE = ("hosts", "MPI", "program")  # titles at the top of the report of a run
 
 
 def group_of(key: str) -> str:
-    """What a key of the configuration decides: WORK, what is trained; LAYOUT, how that is shared
-    out; or MANNER, how it runs: on what, what is recorded and saved, and where."""
+    """Return the group of a configuration key.
+
+    WORK is what is trained, LAYOUT is how it is parallelized, and EXECUTION is everything else:
+    the machine, and what is recorded and saved, and where.
+    """
     section, dot, _ = key.rpartition(".")
     return _EXCEPTIONS.get(key) or _GROUPS[section if dot else ""]
 
 
 def load_of(trace: Trace) -> dict[str, Any] | None:
-    """{key: value} of the keys that decide the work of a step, None if they are not known."""
+    """Return {key: value} of the keys that determine the work of a step, or None if they are
+    unknown."""
     config = configuration(trace)
     if config is None:
         return None
@@ -55,8 +63,10 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
 
 
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
-    """Whether a trace is measured or simulated, and the keys of its load but for SIZES, as text;
-    None if they are not known."""
+    """Return the kind of a trace (measured or simulated) and its load without SIZES as text.
+
+    The result is `None` if the load is unknown.
+    """
     if load is None:
         return None
     keys = [f"{key} = {value}" for key, value in load.items() if key not in SIZES]
@@ -64,28 +74,36 @@ def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
 
 
 def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
-    """What one must know to compare runs beside that in which they differ, a line each: whose
-    configuration is not known, and where ranks take turns on the cores."""
+    """Return warnings about a comparison of runs, one line each.
+
+    They name runs with an unknown configuration, and runs with more ranks than cores.
+    """
     if len(traces) < 2:
         return []
     named = [*zip(traces, labels)]
     unknown = [label for trace, label in named if configuration(trace) is None]
-    whose = f"the configuration of {' and '.join(unknown)} is not known: no keys are compared"
-    turns = [f"{label}: {line}" for trace, label in named if (line := outnumbered(trace))]
-    return [whose, *turns] if unknown else turns
+    missing = f"the configuration of {' and '.join(unknown)} is unknown, so no keys are compared"
+    crowded = [f"{label}: {line}" for trace, label in named if (line := outnumbered(trace))]
+    return [missing, *crowded] if unknown else crowded
 
 
 def differing(
     traces: Sequence[Trace], labels: Sequence[str], abouts: Sequence[Mapping[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """{group: {key: who has which value}} of all in which runs differ: of every key of their
-    configurations, of the tokens of a step, of the kind of their traces, and of machine and
-    program in `abouts`, what heads their reports.
+    """Return {group: {key: runs with each value}} of all differences between runs.
 
-    Keys that an older run has not are as by default; those of no run are compared where the
-    configuration of one is not known.
+    The comparison covers every configuration key, the tokens a step, the kind of the traces, and
+    the machine and program in `abouts`. A key that an older run lacks has its default. If the
+    configuration of any run is unknown, no keys are compared.
+
+    Parameters
+    ----------
+    labels
+        Label of each run.
+    abouts
+        Text at the top of the report of each run, by title.
     """
-    found: dict[str, dict[str, str]] = {WORK: {}, LAYOUT: {}, MANNER: {}}
+    found: dict[str, dict[str, str]] = {WORK: {}, LAYOUT: {}, EXECUTION: {}}
     if len(traces) < 2:
         return found
     for group, key, values in _compared(traces, abouts):
@@ -95,7 +113,7 @@ def differing(
 
 
 def _compared(traces, abouts):
-    """(group, key, the value of each run as text)."""
+    """Yield (group, key, value of each run as text)."""
     configs = [configuration(trace) for trace in traces]
     if None not in configs:
         known = [flat(replace(each, model=with_epsilon(each.model))) for each in configs]
@@ -103,27 +121,27 @@ def _compared(traces, abouts):
             yield group_of(key), key, [_written(each[key]) for each in known]
     tokens = [int(trace.steps["tokens"].max(initial=0)) for trace in traces]
     yield WORK, "tokens a step", [f"{each:,}" for each in tokens]
-    yield MANNER, "trace", [trace.attrs.get("kind") or "measured" for trace in traces]
+    yield EXECUTION, "trace", [trace.attrs.get("kind") or "measured" for trace in traces]
     for key in _OF_MACHINE:
-        yield MANNER, key, [_about(each, key) for each in abouts]
+        yield EXECUTION, key, [_about(each, key) for each in abouts]
 
 
 def _about(about, key):
-    return about.get(key, "unknown").replace(";", ",")  # ; parts the values of runs
+    return about.get(key, "unknown").replace(";", ",")  # ";" separates the values of runs
 
 
 def _written(value):
-    """A value as an input file has it, "absent" where it is not there."""
+    """Format a value as in an input file, or "absent" if it is `None`."""
     return "absent" if value is None else literal(value)
 
 
 def _whose(values, labels):
-    """Each value, and the runs that have it; last that of the most, where these are many."""
+    """List each value with its runs. A frequent value comes last, without its runs."""
     found = {}
     for value, label in zip(values, labels):
         found.setdefault(value, []).append(label)
     usual = max(found, key=lambda value: len(found[value]))
-    many = len(found[usual]) > _FEW
-    last = [f"{usual} in the others"] if many else []
+    many = len(found[usual]) > _ALWAYS_NAMED
+    last = [f"{usual} in all others"] if many else []
     named = [each for each in found.items() if not (many and each[0] == usual)]
     return "; ".join([*(f"{value} in {' and '.join(names)}" for value, names in named), *last])

@@ -1,7 +1,7 @@
-"""How much of what the hardware could compute a run has used.
+"""Model FLOPs utilization (MFU) and hardware FLOPs utilization (HFU) of a run.
 
-MFU and HFU are those of arXiv:2205.05198: the floating-point operations of the model,
-and those that were done, over what the peak rate would do in the time of a step.
+MFU and HFU are defined in arXiv:2205.05198: the floating-point operations of the model, or
+those that were executed, divided by the operations at peak rate during a step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.analyze.metrics.columns import cells, labelled
+from hpc3d.analyze.metrics.columns import cells, with_label
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import rate, ratio, slowest_seconds
 from hpc3d.model.families import family_of
@@ -24,37 +24,39 @@ _PRODUCTS = ("gemm", "attention", "graph")
 
 
 def model_flops(model: ModelConfig, batch: int, vocabulary: int) -> float:
-    """Operations of a step on `batch` sequences without recomputation: equation 7, for GPT-2
+    """Return the FLOP of a step on `batch` sequences, without recomputation.
 
-    72 B L s h^2 (1 + s / (6 h) + V / (12 h L)).
-
-    `model` is a section [model] with the layers L, hidden h and sequence s.  What counts are the
-    products of its family, 2 m n k for [m, k] times [k, n], and attention with its masked half,
-    forward and twice that backward; of experts those alone that a token goes to.
+    For GPT-2, this is equation 7: 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)), where `model` is
+    the section [model] with L layers, hidden size h and sequence length s. The count includes
+    the matrix products of the model family, 2 m n k for [m, k] times [k, n], and attention
+    including its masked half. The backward pass counts twice the forward pass. A token counts
+    only the experts that it is routed to.
     """
     family = family_of(model)
     return 3 * batch * model.sequence * family.flops(family.sizes(model, vocabulary))
 
 
 def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
-    """FLOP of a step, FLOP/s of all ranks in the median time of the slowest rank, and MFU and HFU
-    if the `peak` FLOP/s of one rank is given; None stands for what is not known.
+    """Return the FLOP of a step, the FLOP/s of all ranks, and MFU and HFU if `peak` is given.
 
-    model_flop is equation 7 for the run's configuration.  recorded_flop is the sum over the ranks
-    of the events of products, attention and CUDA graphs.  Whole attention counts its masked
-    half, too (4 s h a token and layer forward, twice that backward), so that the two are equal
-    but for
+    The rates refer to the median step time of the slowest rank. `peak` is the peak FLOP/s of one
+    rank. Unknown values are `None`.
 
-    * the vocabulary, which is padded to a multiple of the ranks that share it;
-    * the dense product of BERT's head, which under scheme 1d all ranks of x do;
-    * recomputation, which only recorded_flop has;
-    * slots of experts, of which it has the empty ones, and none of what is dropped;
-    * attention chunk by chunk, which leaves out chunks that a causal mask hides: forward it does
-      (n + 1) / 2n of 4 s h with n chunks on one rank, (2 r + 1) / 4r on a ring of r ranks, and
-      backward 5/2 of that, as it makes the scores again.
+    model_flop is equation 7 for the configuration of the run. recorded_flop is the sum over ranks
+    of the recorded matrix products, attention and CUDA graphs. Attention on complete sequences
+    also counts its masked half (4 s h per token and layer forward, twice that backward), so both
+    values are equal except for
 
-    So MFU is that of model_flop and HFU that of recorded_flop.  Where ranks count their CPU
-    time there is neither a rate nor MFU and HFU.
+    * the vocabulary, which is padded to a multiple of the ranks that shard it;
+    * the dense product in the head of BERT, which all ranks along x repeat with scheme 1d;
+    * recomputation, which only recorded_flop includes;
+    * expert capacity: recorded_flop includes unused slots and excludes dropped tokens;
+    * chunked attention, which skips chunks that a causal mask hides. The forward pass takes
+      (n + 1) / 2n of 4 s h with n chunks on one rank, or (2 r + 1) / 4r on a ring of r ranks. The
+      backward pass takes 5/2 of that, because it recomputes the scores.
+
+    MFU uses model_flop and HFU recorded_flop. With CPU time, the rates, MFU and HFU are
+    unknown.
     """
     step = float(np.median(slowest_seconds(trace)))
     model, recorded = _of_model(trace), recorded_flops(trace)
@@ -71,13 +73,13 @@ def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
 
 
 def recorded_flops(trace: Trace) -> float:
-    """Operations of a step in the products and the attention that all ranks recorded."""
-    return _sum_of(trace, labelled(trace.events, "op", _PRODUCTS))
+    """Return the operations per step in the matrix products and attention of all ranks."""
+    return _sum_of(trace, with_label(trace.events, "op", _PRODUCTS))
 
 
 def _of_model(trace):
-    """Equation 7; where the configuration leaves the vocabulary to the tokenizer, that of the
-    recorded products of the head, 2 B s h V forward."""
+    """Return equation 7. An unset vocabulary is derived from the recorded products of the head, 2
+    B s h V."""
     config = configuration(trace)
     if config is None or config.torch.factory:
         return None
@@ -85,7 +87,7 @@ def _of_model(trace):
     vocabulary = model.vocabulary
     if vocabulary is None:
         events = trace.events
-        forward = labelled(events, "op", ["gemm"]) & labelled(events, "phase", ["forward"])
+        forward = with_label(events, "op", ["gemm"]) & with_label(events, "phase", ["forward"])
         head = _sum_of(trace, forward & (events["layer"] == -1))
         family = family_of(model)
         others = sum(each.flops for each in family.head(family.sizes(model, 0)))
@@ -94,6 +96,6 @@ def _of_model(trace):
 
 
 def _sum_of(trace, events):
-    """The operations of a step in some of the events."""
+    """Return the operations per step in some of the events."""
     inside = events & (cells(trace) >= 0)
     return float(trace.events["flops"][inside].sum()) / len(np.unique(trace.steps["step"]))

@@ -1,7 +1,8 @@
-"""How a run shared out its work: what was really cut, which is not always what its scheme could.
+"""Layout of a run: the dimensions that are really sharded, which depend on the mesh and the
+scheme.
 
-A scheme cuts the loops m, n and k of its products along axes.  Where such an axis has one rank,
-its loop is whole: 3-D on x=16 y=4 z=1 cuts m and n, as 2-D does.
+A scheme shards the loops m, n and k of its matrix products along axes. A loop whose axes have
+one rank is not sharded: 3-D on x=16 y=4 z=1 shards m and n, as 2-D does.
 """
 
 from __future__ import annotations
@@ -18,9 +19,17 @@ _DATA = {DATA, CONTEXT}
 
 
 class RunLayout(NamedTuple):
-    """The layout of a run: its `kind`, such as "3d, 1f1b", or "" on one rank; the `family` of its
-    tensor parallelism (1d, 2d, 2.5d or 3d: the loops that are cut), None without any; and the
-    `sizes` of the mesh axes."""
+    """Layout of a run.
+
+    Attributes
+    ----------
+    kind
+        Scheme, schedule and other techniques, such as "3d, 1f1b"; "" on one rank.
+    family
+        Dimension of the tensor parallelism (1d, 2d, 2.5d or 3d, from the sharded loops), or None.
+    sizes
+        {mesh axis: number of ranks}.
+    """
 
     kind: str
     family: str | None
@@ -28,36 +37,37 @@ class RunLayout(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Kind and sizes: "3d, 1f1b, p=2 x=2 y=2 z=2"."""
+        """Return kind and sizes, such as "3d, 1f1b, p=2 x=2 y=2 z=2"."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
         return ", ".join(part for part in (self.kind, mesh or "1 rank") if part)
 
 
 def layout_of(trace: Trace) -> RunLayout:
-    """The RunLayout of a run; without a configuration its kind is the run's id."""
+    """Return the RunLayout of a run. Without a configuration, its kind is the id of the run."""
     sizes = dict(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     config = configuration(trace)
     if config is None:
         return RunLayout(trace.attrs["run_id"], None, sizes)
     wide = {axis for axis, size in sizes.items() if size > 1}
-    cut = [letter for letter, axes in _tensor_axes(config).items() if axes & wide]
-    return RunLayout(_kind(config, cut, wide), _family(config, cut, wide), sizes)
+    sharded = [loop for loop, axes in _tensor_axes(config).items() if axes & wide]
+    return RunLayout(_kind(config, sharded, wide), _family(config, sharded, wide), sizes)
 
 
 def _tensor_axes(config):
-    """{loop: the axes that cut it}, of loops that any axis cuts, without the data axes."""
+    """Return {loop: tensor axes that shard it}, for loops with such axes."""
     split = config.splits["dense"]
-    axes = {letter: {*getattr(split, letter).split()}.difference(_DATA) for letter in "mnk"}
-    return {letter: names for letter, names in axes.items() if names}
+    axes = {loop: {*getattr(split, loop).split()}.difference(_DATA) for loop in "mnk"}
+    return {loop: names for loop, names in axes.items() if names}
 
 
-def _kind(config, cut, wide):
-    """Scheme, schedule and ZeRO, as far as the run has axes for them."""
+def _kind(config, sharded, wide):
+    """Name the scheme, schedule, context parallelism and ZeRO, as far as their axes have several
+    ranks."""
     parallel, parts = config.parallel, []
-    if cut:
+    if sharded:
         name = "split" if parallel.split else parallel.scheme
-        along = "" if len(cut) == len(_tensor_axes(config)) else f" along {' '.join(cut)}"
-        parts.append(f"{name}{along}")
+        complete = len(sharded) == len(_tensor_axes(config))
+        parts.append(name if complete else f"{name} along {' '.join(sharded)}")
     if "p" in wide:
         parts.append(parallel.schedule or "pipeline")
     if "c" in wide:
@@ -67,10 +77,13 @@ def _kind(config, cut, wide):
     return ", ".join(parts)
 
 
-def _family(config, cut, wide):
-    """As many dimensions as loops are cut; m alone is data parallelism."""
+def _family(config, sharded, wide):
+    """Return the dimension of the tensor parallelism: the number of sharded loops.
+
+    A mesh that only shards m is data parallelism.
+    """
     split = config.splits["dense"]
     deep = {*split.replicate.split()} & {*split.m.split()} & wide - _DATA
-    if cut in ([], ["m"]):
+    if sharded in ([], ["m"]):
         return None
-    return "2.5d" if len(cut) == 2 and deep else f"{len(cut)}d"
+    return "2.5d" if len(sharded) == 2 and deep else f"{len(sharded)}d"

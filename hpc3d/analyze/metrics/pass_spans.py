@@ -1,4 +1,4 @@
-"""What the stages of a pipeline do over time, as spans with a kind and a label."""
+"""Pipeline timelines as labeled spans for Gantt charts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ if TYPE_CHECKING:
 
 
 class PassSpan(NamedTuple):
-    """What a stage does from `start` to `end` [s]: a kind of `KINDS`, after the number of its
-    chunk unless it is 0, such as F or 1BW, and the text on it."""
+    """Activity of a stage from `start` to `end` [s].
+
+    `kind` is a kind of hpc3d.analyze.report.gantt, preceded by the index of its chunk unless it
+    is 0, such as F or 1BW. `label` is the text on the span.
+    """
 
     start: float
     end: float
@@ -20,7 +23,7 @@ class PassSpan(NamedTuple):
 
 
 def spans(timeline: Iterable[Row]) -> list[list[PassSpan]]:
-    """The rows of a timeline of `hpc3d.pipeline.timeline` as those of a panel."""
+    """Convert the rows of a timeline of hpc3d.pipeline.timeline to the rows of a panel."""
     return [[PassSpan(start, end, *_kind(what)) for start, end, what in row] for row in timeline]
 
 

@@ -1,7 +1,8 @@
-"""What the stages of a pipeline did in a training step, beside their schedule on an ideal clock.
+"""Measured passes of the pipeline stages in a training step, and the ideal schedule for
+comparison.
 
-Rows are those of `hpc3d.pipeline.timeline`: for each stage its passes as (start, end, instruction)
-in seconds, from the start of the first pass of all.
+As in hpc3d.pipeline.timeline, each stage has one row of passes (start, end, instruction), in
+seconds since the start of the first pass on any stage.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.analyze.metrics.bubble import BACKWARD
-from hpc3d.analyze.metrics.columns import labelled, overlapped
+from hpc3d.analyze.metrics.columns import overlapped, with_label
 from hpc3d.analyze.metrics.pass_spans import spans
 from hpc3d.config.load import stored
 from hpc3d.pipeline.engine import PHASE
@@ -32,19 +33,18 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.timeline import Row
     from hpc3d.trace.reader import Trace
 
-_PLACE = ("stage", "step", "microbatch", "chunk")
-_PASS = np.dtype([(name, "i8") for name in ("op", *_PLACE, "start", "end")])
+_PASS_KEYS = ("stage", "step", "microbatch", "chunk")
+_PASS = np.dtype([(name, "i8") for name in ("op", *_PASS_KEYS, "start", "end")])
 _TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 
 
 def pipeline_of_step(
     trace: Trace, step: int
 ) -> tuple[list[dict[str, Any]], list[tuple[str, list[list[PassSpan]]]]]:
-    """The table of a step, one row per stage, and its measured and simulated panel for
-    `draw_gantt`.
+    """Return the table of a step, one row per stage, and its measured and simulated panels.
 
-    Both are empty if the run had neither stages nor microbatches, and if it counted CPU
-    time, for then its ranks have no clock in common.
+    Both are empty if the run has neither pipeline stages nor microbatches, and with CPU time,
+    because the ranks then have no common clock.
     """
     config = configuration(trace)
     if not config or config.mesh.p * config.parallel.microbatches == 1:
@@ -53,34 +53,37 @@ def pipeline_of_step(
     rows = passes.measured(step)
     if not one_time(trace) or not any(rows):
         return [], []
-    shown = _between(passes.rows(), _pairs(rows)) if runs_on(config) else rows
+    shown = _between(passes.rows(), _pairs(rows)) if is_asynchronous(config) else rows
     ideal = simulated(config, step, rows)
     table = _stage_rows(passes, step, idle_shares(shown), ideal)
     return table, _panels(config, step, shown, ideal)
 
 
 def configuration(trace: Trace) -> Config | None:
-    """The Config of a run; None where the trace has none that this version reads."""
+    """Return the Config of a run, or None if the trace has no valid configuration."""
     text = trace.attrs["config"]
     if not text.strip():
         return None
     try:
         config = stored(text)
-        _ = config.splits  # nothing but this checks the letters of a split
+        _ = config.splits  # raises an error for invalid loop dimensions
     except (ValueError, TypeError):
         return None
     return config
 
 
-def runs_on(config: Config) -> bool:
-    """Whether the passes of one training step run into those of the next: asynchronous."""
+def is_asynchronous(config: Config) -> bool:
+    """Return true if the schedule is asynchronous: passes of consecutive steps overlap."""
     schedule = SCHEDULES.get(config.parallel.schedule)
     return bool(schedule and schedule.asynchronous)
 
 
 def _between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) -> list[Row]:
-    """The passes of `rows` between the first start and the last end of the `chosen` ones, pairs
-    of stage and instruction, cut there; in seconds from this start."""
+    """Return all passes between the first start and the last end of the `chosen` ones.
+
+    The passes are clipped to this interval, and times are relative to its start. `chosen`
+    contains pairs of stage and instruction.
+    """
     times = [
         (start, end)
         for stage, row in enumerate(rows)
@@ -99,7 +102,7 @@ def _between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) -
 
 
 def _pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
-    """The stage and the instruction of each pass."""
+    """Return the stage and instruction of each pass."""
     return {(stage, what) for stage, row in enumerate(rows) for *_, what in row}
 
 
@@ -107,12 +110,12 @@ def _pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
 
 
 class StepPasses:
-    """The passes of a run as one rank of each stage made them: the one with the lowest number.
+    """Passes of a run on one rank per stage, the one with the lowest number.
 
-    A stage has a rank for each place on the data and tensor axes, `ranks[stage]` of them; they
-    make the same passes at nearly the same time, since they wait for each other.  A pass lasts
-    from the start of the first to the end of the last event that the rank recorded in it, but for
-    messages: a receive is posted long before the pass that waits for it.
+    All ranks of a stage run the same passes at nearly the same time, because they wait for each
+    other; `ranks[stage]` is their number. A pass lasts from the start of the first event to the
+    end of the last event in it, without messages, because a receive is posted long before the
+    pass that waits for it.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -120,11 +123,11 @@ class StepPasses:
         self.table = _merged(events)
 
     def measured(self, step: int) -> list[Row]:
-        """The rows of a training step: the passes between its begin and its end on each rank."""
+        """Return the rows of a training step."""
         return self.rows(self.table["step"] == step)
 
     def rows(self, chosen: slice | np.ndarray = slice(None)) -> list[Row]:
-        """The rows of the chosen passes, or of the whole run."""
+        """Return the rows of some passes, by default of all."""
         table, rows = self.table[chosen], [[] for _ in range(1 + max(self.ranks, default=-1))]
         zero = table["start"].min(initial=2**62)
         for op, stage, _, mb, chunk, start, end in table.tolist():
@@ -133,37 +136,40 @@ class StepPasses:
         return rows
 
     def in_flight(self, step: int) -> dict[int, int]:
-        """{stage: peak} in a step: microbatches and chunks between F and the end of B or BW."""
+        """Return {stage: maximum number of microbatches and chunks in flight} in a step.
+
+        A microbatch is in flight from the start of its F to the end of its B or BW.
+        """
         return {
             stage: max(accumulate(_changes(row), initial=self.before(stage, step)))
             for stage, row in enumerate(self.measured(step))
         }
 
     def before(self, stage: int, step: int) -> int:
-        """What is in flight on a stage when a step begins."""
+        """Return the number of microbatches in flight on a stage at the start of a step."""
         earlier = (self.table["stage"] == stage) & (self.table["step"] < step)
         count = Counter(COMPUTE[op] for op in self.table["op"][earlier].tolist())
         return count["F"] - count["B"] - count["BW"]
 
 
 def _changes(row):
-    """What enters (1) and leaves (-1) a stage, in the order of time."""
+    """Return the changes of the number in flight in order of time: 1 for F, -1 for B and BW."""
     enter = [(start, 1) for start, _, what in row if what.op == "F"]
     leave = [(end, -1) for _, end, what in row if what.op in ("B", "BW")]
     return [change for _, change in sorted(enter + leave)]
 
 
 def _events_of_passes(trace):
-    """{stage: its number of ranks}, and what the first of them recorded in passes: _PASS records,
-    one an event."""
+    """Return {stage: number of ranks}, and the _PASS records of the events on the first rank of
+    each stage."""
     events = trace.events
-    columns = {name: events[name].astype("i8") for name in _PLACE} | {"op": _ops(events)}
+    columns = {name: events[name].astype("i8") for name in _PASS_KEYS} | {"op": _ops(events)}
     inside = np.all([values >= 0 for values in columns.values()], axis=0)
     inside = np.flatnonzero(inside & ~overlapped(trace))
-    where = (columns["stage"][inside] << 32) + events["rank"][inside]
-    places = np.unique(where)
-    stages, first, counts = np.unique(places >> 32, return_index=True, return_counts=True)
-    inside = inside[np.isin(where, places[first])]
+    stage_rank = (columns["stage"][inside] << 32) + events["rank"][inside]
+    pairs = np.unique(stage_rank)
+    stages, first, counts = np.unique(pairs >> 32, return_index=True, return_counts=True)
+    inside = inside[np.isin(stage_rank, pairs[first])]
     table = np.empty(len(inside), _PASS)
     for name, values in columns.items():
         table[name] = values[inside]
@@ -173,17 +179,17 @@ def _events_of_passes(trace):
 
 
 def _ops(events):
-    """The place in COMPUTE of the pass that each event belongs to, -1 for none.
+    """Return the index in COMPUTE of the pass of each event, or -1.
 
-    What is computed again belongs to the backward pass that goes on after it.
+    Recomputation belongs to the backward pass that follows it.
     """
-    ops = {PHASE[op]: place for place, op in enumerate(COMPUTE)}
-    number = np.full(256, -1)
+    ops = {PHASE[op]: index for index, op in enumerate(COMPUTE)}
+    op_of_phase = np.full(256, -1)
     for code, label in events.labels("phase").items():
-        number[code] = ops.get(label, -1)
-    found = number[events["phase"]]
-    found[labelled(events, "op", MESSAGES)] = -1
-    again = np.flatnonzero(labelled(events, "phase", ["recompute"]))
+        op_of_phase[code] = ops.get(label, -1)
+    found = op_of_phase[events["phase"]]
+    found[with_label(events, "op", MESSAGES)] = -1
+    again = np.flatnonzero(with_label(events, "phase", ["recompute"]))
     backward = np.flatnonzero(np.isin(found, [COMPUTE.index(op) for op in BACKWARD]))
     after = np.searchsorted(backward, again)
     found[again] = np.append(found[backward], -1)[after]
@@ -191,8 +197,8 @@ def _ops(events):
 
 
 def _merged(events):
-    """One record for all events of a pass; sorted by start."""
-    keys = [events[name] for name in ("op", *_PLACE)]
+    """Merge the events of each pass into one record, sorted by start."""
+    keys = [events[name] for name in ("op", *_PASS_KEYS)]
     code = np.ravel_multi_index(keys, [1 + key.max(initial=0) for key in keys])
     order = np.argsort(code, kind="stable")
     first = np.flatnonzero(np.diff(code[order], prepend=-1))
@@ -206,8 +212,17 @@ def _merged(events):
 
 
 class Ideal(NamedTuple):
-    """A schedule on an ideal clock: the rows of a step, what its passes cost, and for each stage
-    the largest number of microbatches and chunks in flight."""
+    """Ideal schedule of a step.
+
+    Attributes
+    ----------
+    rows
+        Passes of each stage.
+    cost
+        Cost of the passes.
+    in_flight
+        {stage: maximum number of microbatches and chunks in flight}.
+    """
 
     rows: list
     cost: Cost
@@ -215,16 +230,16 @@ class Ideal(NamedTuple):
 
 
 def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
-    """The Ideal of a step whose measured rows are `rows`: messages take no time, and a pass takes
-    the same on all stages, the mean over stages and chunks of the medians of its kind.
+    """Simulate the schedule of a step with instantaneous messages and identical stages.
 
-    So what the clock leaves out, such as stages of uneven weight, shows as the distance of the
-    measured rows from these.  An asynchronous schedule is simulated from the first step on.  None
-    if the schedule is not there any more, or another: a CSV file is read again.
+    The time of a pass is the mean, over stages and chunks, of the medians of its kind. Effects
+    outside of this model, such as unbalanced stages, appear as differences between the measured
+    rows and these. An asynchronous schedule is simulated from its first step. The result is
+    None if the schedule no longer exists or has changed, such as a CSV file.
     """
     parallel, stages = config.parallel, config.mesh.p
     # The first stage is p-1 microbatches ahead of the last one: less than p steps.
-    steps = min(config.train.steps, step + 1 + stages) if runs_on(config) else 1
+    steps = min(config.train.steps, step + 1 + stages) if is_asynchronous(config) else 1
     try:
         passes, placement = instruction_streams(
             parallel.schedule or "", stages, parallel.microbatches, parallel.chunks, steps
@@ -240,10 +255,7 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
 
 
 def _mean_cost(rows, chunks):
-    """The Cost of a microbatch in a stage.
-
-    A backward pass in one is all of its `backward`.
-    """
+    """Return the Cost of a microbatch in a stage. A full backward pass counts as `backward`."""
     seconds, medians = defaultdict(list), defaultdict(list)
     for stage, row in enumerate(rows):
         for start, end, (op, _, chunk) in row:
@@ -260,8 +272,11 @@ def _mean_cost(rows, chunks):
 def _stage_rows(
     passes: StepPasses, step: int, idle: Mapping[int, float], ideal: Ideal | None
 ) -> list[dict[str, Any]]:
-    """One row per stage: its ranks and passes, seconds in the passes of each kind, idle share, and
-    the peaks in flight; without `ideal` the simulated columns hold None."""
+    """Return one row per stage: ranks, passes, seconds per kind of pass, idle share and peak in
+    flight.
+
+    Without `ideal`, the simulated columns are `None`.
+    """
     rows, peaks = passes.measured(step), passes.in_flight(step)
     idle_ideal = idle_shares(ideal.rows) if ideal else {}
     return [
@@ -281,14 +296,13 @@ def _stage_rows(
 
 
 def _seconds(row, op):
-    """In the passes of a kind; None if there was none."""
+    """Return the seconds in the passes of a kind, or None if there were none."""
     times = [end - start for start, end, what in row if what.op == op]
     return sum(times) if times else None
 
 
 def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
-    """{stage: share of the time from the first start to the last end of all stages in which it
-    was in no pass}."""
+    """Return {stage: idle share of the time from the first start to the last end}."""
     start = min(row[0][0] for row in rows if row)
     end = max(each[1] for row in rows for each in row)
     busy = [sum(end - start for start, end, _ in row) for row in rows]
@@ -298,14 +312,14 @@ def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
 def _panels(
     config: Config, step: int, rows: Sequence[Row], ideal: Ideal | None
 ) -> list[tuple[str, list[list[PassSpan]]]]:
-    """What was measured above what was simulated."""
+    """Return the measured panel and, if available, the simulated panel."""
     schedule = config.parallel.schedule
     found = [(f"measured: schedule {schedule}, step {step}, {_mean_idle(rows)}", spans(rows))]
     if ideal:
         times = ideal.cost.share(config.parallel.chunks).seconds()
         present = {what.op for row in ideal.rows for *_, what in row}
         text = ", ".join(f"{op} {times[op] * 1e3:.3g} ms" for op in COMPUTE if op in present)
-        title = f"simulated: means of the stages' medians ({text}), messages take no time"
+        title = f"simulated: mean over stages of median times ({text}), instantaneous messages"
         found.append((f"{title}, {_mean_idle(ideal.rows)}", spans(ideal.rows)))
     return found
 

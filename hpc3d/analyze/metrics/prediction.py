@@ -1,4 +1,4 @@
-"""What a model predicted of a run, beside what was measured."""
+"""Predicted and measured step time and memory of a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _COLUMNS = ("quantity", "stage", "rank", "step", "value")
 
 
 def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
-    """The rows of /prediction that are of any step, with what was measured and the ratio
-    predicted / measured.
+    """Return the predictions for all steps with the measured values and predicted / measured.
 
-    step_s is the median over steps of the slowest rank; peak_KIND_bytes is the highest peak of a
-    kind of memory on the rank.  None where the trace does not tell: older ones are without the
-    peak of all kinds together, and CPU time is not that of a step.
+    step_s is the median step time of the slowest rank. peak_KIND_bytes is the highest peak of a
+    kind of memory on a rank. A measured value is `None` if it is unknown: older traces lack the
+    peak of all kinds together, and CPU time is not the time of a step.
     """
     known = _peaks(trace)
     if one_time(trace):
@@ -29,14 +28,14 @@ def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
     rows = zip(*(trace.prediction[key].tolist() for key in _COLUMNS))
     return [
         {"quantity": quantity, "stage": stage, "rank": rank, "predicted": value}
-        | _beside(value, known.get((quantity, rank)))
+        | _measured(value, known.get((quantity, rank)))
         for quantity, stage, rank, step, value in rows
         if step == -1
     ]
 
 
 def _peaks(trace):
-    """{(quantity, rank): bytes} of the highest peak of each kind on each rank."""
+    """Return {(quantity, rank): bytes} of the highest peak of each kind on each rank."""
     names, peaks = trace.memory.labels("kind"), {}
     columns = (trace.memory[key].tolist() for key in ("kind", "rank", "peak"))
     for kind, rank, peak in zip(*columns):
@@ -45,5 +44,5 @@ def _peaks(trace):
     return peaks
 
 
-def _beside(predicted, measured):
+def _measured(predicted, measured):
     return {"measured": measured, "ratio": ratio(predicted, measured)}

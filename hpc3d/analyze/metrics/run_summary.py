@@ -1,4 +1,4 @@
-"""What a run was: the lines that head its report."""
+"""Description of a run at the top of its report."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
     from hpc3d.trace.reader import Trace
 
-_SHOWN = 8  # hosts that are named
-TURNS = "they take turns, so times are longer than on a core each"
+_SHOWN = 8  # maximum number of listed hosts
+CORES_SHARED = "ranks share cores, so times are longer than with one core per rank"
 
 
 def about(trace: Steady) -> dict[str, str]:
-    """{title: text} of what is known of a run, from its `Steady` trace."""
+    """Return {title: text} of the known properties of a run."""
     attrs, config = trace.attrs, configuration(trace)
     known = {
         "run": attrs["run_id"],
@@ -46,7 +46,7 @@ def _ranks(attrs):
 
 
 def _hosts(trace):
-    """The hosts and their ranks, and what these compute on."""
+    """List the hosts with their numbers of ranks, and their device."""
     count = Counter(name or "unknown" for name in hosts(trace).values())
     named = [f"{name} ({ranks})" for name, ranks in count.most_common(_SHOWN)]
     more = [f"{len(count) - _SHOWN} more"] if len(count) > _SHOWN else []
@@ -54,28 +54,29 @@ def _hosts(trace):
 
 
 def _cores(trace: Trace) -> str | None:
-    """How many CPU cores rank 0's host has for its ranks; None if that is not known."""
+    """Return the number of CPU cores for the ranks of rank 0's host, or None if unknown."""
     count, host = trace.attrs.get("cores"), trace.ranks["host_id"]
     if not isinstance(count, int) or count < 1:
         return None
     ranks = int((host == host[0]).sum())
-    share = f": {TURNS}" if ranks > count else ""
-    return f"{count} for {counted(ranks, 'rank')} a host{share}"
+    share = f": {CORES_SHARED}" if ranks > count else ""
+    return f"{count} for {counted(ranks, 'rank')} per host{share}"
 
 
 def outnumbered(trace: Trace) -> str | None:
-    """A line where ranks outnumber cores, else None."""
+    """Return a warning if ranks outnumber cores, else None."""
     text = _cores(trace)
-    return f"cores: {text}" if text and text.endswith(TURNS) else None
+    return f"cores: {text}" if text and text.endswith(CORES_SHARED) else None
 
 
 def _configured(config):
-    """What the configuration says of the work and of how it is shared out."""
+    """Return the texts that describe the work and the layout."""
     model, train, parallel = config.model, config.train, config.parallel
     if config.torch.factory:
         return {
             "model": f"torch module {config.torch.factory}",
-            "batch": f"{counted(train.batch, 'sample')} a step, {train.dtype}, {train.optimizer}",
+            "batch": f"{counted(train.batch, 'sample')} per step,"
+            f" {train.dtype}, {train.optimizer}",
             "layout": f"schedule {parallel.schedule}, microbatches {parallel.microbatches}, "
             f"chunks {parallel.chunks}; ZeRO {parallel.zero}",
         }
@@ -84,7 +85,7 @@ def _configured(config):
         "model": f"{model.kind}: layers {model.layers}, hidden {model.hidden}, heads {model.heads}"
         f", sequence {model.sequence}{vocabulary}",
         "batch": f"{counted(train.batch, 'sequence')} ="
-        f" {counted(train.batch * model.sequence, 'token')} a step,"
+        f" {counted(train.batch * model.sequence, 'token')} per step,"
         f" {train.dtype}, {train.optimizer}",
         "layout": f"scheme {parallel.scheme}; schedule {parallel.schedule or 'none'},"
         f" microbatches {parallel.microbatches}, chunks {parallel.chunks}; ZeRO {parallel.zero}",
@@ -93,30 +94,30 @@ def _configured(config):
 
 
 def _techniques(config):
-    """What is not as usual of what saves memory or bytes."""
-    usual, parallel, train = ParallelConfig(), config.parallel, config.train
+    """Yield the techniques that save memory or communication and differ from their defaults."""
+    default, parallel, train = ParallelConfig(), config.parallel, config.train
     for key in ("recompute", "keep_dtype", "offload", "reduce_dtype", "compression"):
-        if (value := getattr(parallel, key)) != getattr(usual, key):
+        if (value := getattr(parallel, key)) != getattr(default, key):
             listed = ", ".join(map(str, value)) if isinstance(value, tuple) else value
             yield f"{key} {listed}"
     if train.product_dtype:
-        yield f"products in {train.product_dtype}, scale by {train.product_scale}"
+        yield f"matrix products in {train.product_dtype}, scaled by {train.product_scale}"
 
 
 def _program(attrs):
     version, git = attrs.get("hpc3d_version"), str(attrs.get("git") or "")
-    changed = ", with changes that were not committed" if git.endswith("+") else ""
+    changed = " with uncommitted changes" if git.endswith("+") else ""
     revision = git.removesuffix("+")[:12]
     return f"hpc3d {version}" + (f", git {revision}{changed}" if git else "")
 
 
 def _trace(trace):
-    """Of what kind the trace is, how large, and how far its clocks can be trusted."""
+    """Describe the kind and size of the trace, and the accuracy of its clocks."""
     steps = np.unique(trace.steps["step"])
     kind = trace.attrs.get("kind") or "measured"
     completed = counted(len(steps), "completed step")
     text = f"{kind}: {counted(len(trace.events), 'event')} of {completed}"
-    doubt = trace.clock_model["resid_p99_ns"]
-    if len(doubt) and np.nanmax(doubt) > 0:
-        text += f"; clocks agree to {np.nanmax(doubt) * 1e-3:.1f} us (99 %)"
+    error = trace.clock_model["resid_p99_ns"]
+    if len(error) and np.nanmax(error) > 0:
+        text += f"; clocks agree to {np.nanmax(error) * 1e-3:.1f} us (99 %)"
     return text

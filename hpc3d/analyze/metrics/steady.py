@@ -1,7 +1,7 @@
-"""Which steps of a run its averages are over: all but the first one that was recorded.
+"""Steps that averages include: all except the first recorded step.
 
-In the first step memory is touched for the first time, connections are made and caches are cold:
-it is longer than the others, and no part of what a long run costs.
+The first step touches memory for the first time, opens connections and has cold caches. It
+takes longer than the others and is not representative of a long run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class Steady:
-    """An open trace whose table of steps is without the first one, where it has others; all else
-    is that of the trace."""
+    """Open trace without the first step in its table of steps, if it has others."""
 
     def __init__(self, trace: Trace) -> None:
         step = trace.steps["step"]
@@ -29,7 +28,7 @@ class Steady:
 
 
 class Rows:
-    """Some `rows` of a table."""
+    """Subset of the rows of a table."""
 
     def __init__(self, table: Table, rows: np.ndarray) -> None:
         self.table, self.rows = table, rows
@@ -42,13 +41,13 @@ class Rows:
 
 
 def averaged(steady: Steady) -> str:
-    """Over which steps averages are, in words."""
-    whole, steps = (
+    """Describe the averaged steps in words."""
+    recorded, steps = (
         np.unique(table["step"]).tolist() for table in (steady.trace.steps, steady.steps)
     )
     if steady.attrs.get("kind") == "simulated":
         return "of the simulated step"
-    if len(whole) == 1:
-        return f"of step {steps[0]} alone, the first one, which warms up; train for more steps"
+    if len(recorded) == 1:
+        return f"only step {steps[0]}, which is the warmup; train for more steps"
     span = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    return f"over {span}; step {whole[0]}, the first one, warms up and is left out"
+    return f"over {span}, without step {recorded[0]}, which is the warmup"

@@ -1,9 +1,9 @@
-"""The numbers of a report: what a step costs, by phase, mesh axis and operation.
+"""Tables of step time, loss and memory peaks, by phase, mesh axis and operation.
 
-Means are over the rows of /steps, one per rank and step; totals are over the events inside these
-steps.  An event counts for its own time, without the events that it encloses, so that times add
-up to the step's.  Tables are lists of rows, rows map columns to values in SI units, with
-None for unknown values.
+Means are over the rows of /steps, one per rank and step. Totals are over the events in these
+steps. Times are exclusive: an event does not include the events inside it, so that times add up
+to the step. A table is a list of rows {column: value} in SI units, with None for unknown
+values.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hpc3d.analyze.metrics.columns import (
     cells,
     combinations,
     event_values,
-    labelled,
     named,
     overlapped,
     own_time,
+    with_label,
 )
 from hpc3d.trace.trace_config import one_time
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _KEYS = ("category", "phase", "axis", "op")
-_ROUNDING = 1e-5  # of a loss, by which two are one but for the order of sums in float32
+_ROUNDING = 1e-5  # relative loss difference due to the order of float32 reductions
 
 
 def time_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Seconds, share of the step, calls, bytes received (of sends none) and flop, a rank and step.
+    """Return seconds, share of the step, calls, bytes received and FLOP per rank and step.
 
-    The last row is the time of the steps that no event accounts for.
+    Sends receive no bytes. The last row is the time of the steps without any event.
     """
     inside = np.flatnonzero(cells(trace) >= 0)
     kinds, kind = combinations([event_values(trace, key, inside) for key in _KEYS])
     measures = {
         "seconds": own_time(trace)[inside] * 1e-9,
         "calls": np.ones(len(inside)),
-        "bytes": (trace.events["bytes"] * ~labelled(trace.events, "op", ["send"]))[inside],
+        "bytes": (trace.events["bytes"] * ~with_label(trace.events, "op", ["send"]))[inside],
         "flop": trace.events["flops"][inside],
     }
     sums = [np.bincount(kind, values, len(kinds)) for values in measures.values()]
@@ -64,9 +64,11 @@ def time_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def between_rows(trace: Trace) -> list[dict[str, Any]]:
-    """What ranks did between steps: how often a rank did it, the seconds of one, on average and at
-    most, and of all on a rank.  Evaluations have a table of their own."""
-    evaluation = labelled(trace.events, "phase", ["evaluation"])
+    """Return the work of the ranks between steps, except evaluations, which have a separate table.
+
+    A row has the count per rank, the mean and longest seconds of one, and the total per rank.
+    """
+    evaluation = with_label(trace.events, "phase", ["evaluation"])
     between = np.flatnonzero((trace.events["step"] < 0) & ~evaluation & ~overlapped(trace))
     if not len(between):
         return []
@@ -86,13 +88,14 @@ def between_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Time of a step (of its slowest rank), its passes, tokens/s, communication in `time`: calls
-    and their waits, also those of category copy.
+    """Return the quantiles of the step time (slowest rank), pass times, tokens/s and
+    communication.
 
-    Where ranks count their CPU time there is no rate: the step took longer on the wall.
+    Communication is the share of calls and their waits in `time`, including calls of category
+    copy. With CPU time, tokens/s is unknown, because the wall-clock time is longer.
     """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
-    low, quarter, median, most, high = np.percentile(
+    low, lower, median, upper, high = np.percentile(
         slowest_seconds(trace), (0, 25, 50, 75, 100)
     ).tolist()
     communication = [row for row in time if row["category"] in ("comm", "wait") or row["axis"]]
@@ -103,9 +106,9 @@ def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "first": int(steps[0]),
         "last": int(steps[-1]),
         "step_s_min": low,
-        "step_s_25": quarter,
+        "step_s_25": lower,
         "step_s_median": median,
-        "step_s_75": most,
+        "step_s_75": upper,
         "step_s_max": high,
         "forward_s": finite(np.median(means_of(step, trace.steps["forward_s"]))),
         "backward_s": finite(np.median(means_of(step, trace.steps["backward_s"]))),
@@ -119,7 +122,7 @@ def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def slowest_seconds(trace: Trace) -> np.ndarray:
-    """Seconds of each completed step on its slowest rank."""
+    """Return the seconds of each completed step on its slowest rank."""
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     seconds = np.zeros(len(steps))
     np.maximum.at(seconds, step, step_seconds(trace))
@@ -127,13 +130,14 @@ def slowest_seconds(trace: Trace) -> np.ndarray:
 
 
 def median_step(trace: Trace | Steady) -> int:
-    """A step that took the median time of all."""
+    """Return a step with the median time."""
     order = slowest_seconds(trace).argsort(kind="stable")
     return int(np.unique(trace.steps["step"])[order[(len(order) - 1) // 2]])
 
 
 def peak_rows(trace: Trace) -> list[dict[str, Any]]:
-    """The highest peak of each kind of memory over ranks and steps, and a rank that has it."""
+    """Return the highest peak of each kind of memory over ranks and steps, and the rank that has
+    it."""
     memory = {name: trace.memory[name] for name in ("kind", "rank", "peak")}
     labels = trace.memory.labels("kind")
     rows = []
@@ -146,7 +150,7 @@ def peak_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def loss_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Loss and norm of the gradient by step, means over the ranks that know them."""
+    """Return loss and gradient norm by step, as means over the ranks that have them."""
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     loss, norm = (means_of(step, trace.steps[name]) for name in ("loss", "grad_norm"))
     return [
@@ -156,7 +160,7 @@ def loss_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def evaluation_rows(trace: Trace) -> list[dict[str, Any]]:
-    """One row per evaluation; its perplexity is the exponential of its loss."""
+    """Return one row per evaluation. The perplexity is the exponential of the loss."""
     table, keys = trace.evaluation, ("step", "loss", "accuracy", "tokens", "seconds")
     rows = [dict(zip(keys, row)) for row in zip(*(table[key].tolist() for key in keys))]
     with np.errstate(over="ignore"):
@@ -169,12 +173,15 @@ def evaluation_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
-    """One row per run: its steps, its loss after the last step that all runs have, the largest
-    difference of its losses from those of the first run, and its last and best evaluations."""
+    """Return one row per run: steps, loss, loss difference to the first run, and evaluations.
+
+    The loss is that of the last common step. The loss difference is the largest one over all
+    steps. The evaluations are the last and the best one.
+    """
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
     step = max(set.intersection(*map(set, losses)), default=None)
     if all(loss is None for own in losses for loss in own.values()):
-        step = None  # of simulated steps there are no losses
+        step = None  # simulated steps have no losses
     return [
         {"run": run.label}
         | run.tables["step"][0]
@@ -187,7 +194,7 @@ def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _peaks(rows):
-    """Bytes of the fullest rank at one time, and of what lies outside of its memory."""
+    """Return the highest memory peak and the highest offloaded bytes of any rank."""
     ranks = [row for row in rows if row["rank"] is not None]
     peaks = {"peak_bytes": "all", "offloaded_bytes": "offloaded"}
     most = {
@@ -197,37 +204,43 @@ def _peaks(rows):
 
 
 def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each run whose losses are those of the first one but for rounding; `rows` are
-    those of `comparison_rows`."""
+    """Return a line for each run whose losses equal those of the first run up to rounding.
+
+    `rows` are the result of `comparison_rows`.
+    """
     found = []
     for row in rows[1:]:
-        far = row["loss_difference"]
-        if far is not None and row["loss"] is not None and far <= _ROUNDING * abs(row["loss"]):
-            how = "to the last bit" if far == 0 else f"to {far:.0e} nat"
-            found.append(f"the losses of {row['run']} are those of {rows[0]['run']}, {how}")
+        difference = row["loss_difference"]
+        if (
+            difference is not None
+            and row["loss"] is not None
+            and difference <= _ROUNDING * abs(row["loss"])
+        ):
+            precision = "to the last bit" if difference == 0 else f"to {difference:.0e} nat"
+            found.append(f"the losses of {row['run']} equal those of {rows[0]['run']} {precision}")
     return found
 
 
 def _evaluated(rows):
-    """The last loss of some evaluations, and the lowest one."""
+    """Return the last and the lowest loss of some evaluations."""
     known = [row["loss"] for row in rows if row["loss"] is not None]
     last = rows[-1]["loss"] if rows else None
     return {"validation_loss": last, "validation_best": min(known, default=None)}
 
 
 def _largest_difference(losses, others):
-    """Of losses by step, in the steps that both have."""
+    """Return the largest difference of two {step: loss} at their common steps."""
     pairs = [(loss, others.get(step)) for step, loss in losses.items()]
     return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)
 
 
 def step_seconds(trace: Trace) -> np.ndarray:
-    """Seconds of each row of /steps."""
+    """Return the seconds of each row of /steps."""
     return (trace.steps["t_end"] - trace.steps["t_start"]) * 1e-9
 
 
 def means_of(index: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Mean of the values of each index that are numbers, or not a number if none is."""
+    """Return the mean of the finite values of each index, or NaN if none is finite."""
     number = np.isfinite(values)
     count = np.bincount(index[number], minlength=index.max() + 1)
     total = np.bincount(index[number], values[number], minlength=index.max() + 1)
@@ -235,15 +248,15 @@ def means_of(index: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def finite(value: float) -> float | None:
-    """A number, None if it is not one."""
+    """Return a number, or None if it is not finite."""
     return float(value) if np.isfinite(value) else None
 
 
 def rate(trace: Trace, amount: float, seconds: float) -> float | None:
-    """An amount a second; None where it is not known, or the seconds are CPU time."""
+    """Return an amount per second, or None if it is unknown or the seconds are CPU time."""
     return ratio(amount, seconds) if one_time(trace) else None
 
 
-def ratio(part: float | None, whole: float | None) -> float | None:
-    """A part of a whole, None if there is no whole or the part is not known."""
-    return part / whole if whole and part is not None else None
+def ratio(part: float | None, total: float | None) -> float | None:
+    """Return part / total, or None if the part is unknown or the total is 0 or unknown."""
+    return part / total if total and part is not None else None

@@ -1,12 +1,13 @@
-"""Who is waited for, and whether a rank is slower than the others by more than their scatter.
+"""Ranks that others wait for, and a significance test for stragglers.
 
-Where all ranks are alike, one of them is still the last one to come, most of the time by chance.
-So a rank is called a straggler only if
+Even among identical ranks, one rank arrives last, usually by chance. A rank is therefore a
+straggler only if both conditions hold:
 
-* it works (is not blocked in calls) longer than every other in so many steps that chance would
-  have it so for any of the ranks with a probability of CHANCE at most, by Chernoff's bound: the
-  longest in k of n steps, each with probability 1/R, P <= exp(-n D(k/n || 1/R)), for R ranks;
-* and in the median step it works longer than the median of the others by LEAST of a step.
+* It has the longest busy time (not blocked in calls) in k of n steps, and the probability that
+  this happens to any rank by chance is at most CHANCE. By Chernoff's bound for R identical ranks,
+  this probability is at most R exp(-n D(k/n || 1/R)).
+* In the median step, its busy time exceeds the median of the other ranks by at least LEAST of a
+  step.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ LEAST = 0.01
 
 
 def straggler_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """Who is waited for, one row per rank, the worst first.
+    """Return one row per rank, sorted by the time that others wait for it.
 
-    In `last` of its `meetings` the rank was the last to arrive, after others; `imposed_s` are the
-    seconds a step that all others together wait for its arrivals, `wait_s` those that it waits
-    itself.  A wait
-    counts against the rank that was waited for, although that may have waited for another before:
-    the critical path tells.  `work_s` is the median step without what it is blocked in calls.
-    `straggler` is yes or no, None where there are too few steps to tell either from chance.
+    `meetings` is the number of calls of the rank, and `last` the number of these at which it
+    arrived last, after other ranks. `imposed_s` is the time per step that all other ranks wait
+    for it, and `wait_s` its own wait. A wait is attributed to the rank that arrived last, even
+    if this rank waited for another one before; the critical path shows this. `work_s` is the
+    median busy time. `straggler` is yes or no, or None if there are too few steps to decide.
     """
     inside, ranks = calls.inside, calls.trace.attrs["world_size"]
     steps = len(np.unique(calls.trace.steps["step"]))
@@ -45,7 +45,7 @@ def straggler_rows(calls: CallInstances) -> list[dict[str, Any]]:
     imposed, waited = (np.bincount(rank[inside], wait, ranks) for rank in (calls.by, calls.rank))
     host, work = hosts(calls.trace), work_of(calls)
     slow = straggler(work, float(np.median(step_seconds(calls.trace))))
-    told = chance(work.shape[1], work.shape[1], ranks) <= CHANCE if work.size else False
+    decidable = chance(work.shape[1], work.shape[1], ranks) <= CHANCE if work.size else False
     median = np.median(work, axis=1) if work.size else np.zeros(ranks)
     return [
         {
@@ -56,27 +56,33 @@ def straggler_rows(calls: CallInstances) -> list[dict[str, Any]]:
             "imposed_s": float(imposed[rank]),
             "wait_s": float(waited[rank]),
             "work_s": float(median[rank]),
-            "straggler": ("yes" if rank == slow else "no") if told else None,
+            "straggler": ("yes" if rank == slow else "no") if decidable else None,
         }
         for rank in np.argsort(-imposed, kind="stable").tolist()
     ]
 
 
 def work_of(calls: CallInstances) -> np.ndarray:
-    """Seconds that each rank was not blocked in calls, [ranks, steps], in steps of all ranks."""
+    """Return the busy seconds of each rank in the steps of all ranks, [ranks, steps]."""
     trace, inside = calls.trace, calls.inside
-    steps, place = np.unique(trace.steps["step"], return_inverse=True)
+    steps, index = np.unique(trace.steps["step"], return_inverse=True)
     shape = trace.attrs["world_size"], len(steps)
     spent = np.full(shape, np.nan)
-    spent[trace.steps["rank"], place] = step_seconds(trace)
-    at = np.searchsorted(steps, trace.events["step"][calls.row[inside]])
+    spent[trace.steps["rank"], index] = step_seconds(trace)
+    step = np.searchsorted(steps, trace.events["step"][calls.row[inside]])
     blocked = np.zeros(shape)
-    np.add.at(blocked, (calls.rank[inside], at), calls.blocked[inside] * 1e-9)
+    np.add.at(blocked, (calls.rank[inside], step), calls.blocked[inside] * 1e-9)
     return (spent - blocked)[:, ~np.isnan(spent).any(axis=0)]
 
 
 def straggler(work: np.ndarray, step: float) -> int | None:
-    """The rank that `work` [ranks, steps] names, of steps of `step` seconds; None if none."""
+    """Return the straggler among `work` [ranks, steps], or None.
+
+    Parameters
+    ----------
+    step
+        Median step time in seconds.
+    """
     ranks, steps = work.shape
     if ranks < 2 or not steps:
         return None
@@ -88,10 +94,10 @@ def straggler(work: np.ndarray, step: float) -> int | None:
 
 
 def chance(count: int, steps: int, ranks: int) -> float:
-    """A bound of the probability that any of `ranks` that are alike is the longest in `count` of
-    some steps, or in more."""
-    part, even = count / steps, 1 / ranks
-    if part <= even:
+    """Return an upper bound of the probability that any of `ranks` identical ranks is the slowest
+    in at least `count` steps."""
+    share, even = count / steps, 1 / ranks
+    if share <= even:
         return 1.0
-    rest = (1 - part) * log((1 - part) / (1 - even)) if part < 1 else 0.0
-    return ranks * exp(-steps * (part * log(part / even) + rest))
+    rest = (1 - share) * log((1 - share) / (1 - even)) if share < 1 else 0.0
+    return ranks * exp(-steps * (share * log(share / even) + rest))

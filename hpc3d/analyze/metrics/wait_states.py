@@ -1,20 +1,20 @@
-"""How long ranks wait for each other, and for whom.
+"""Wait states: how long ranks wait for each other in calls, and for whom.
 
-What ranks do together is a call instance: a collective, which (group, number) names, or a message
-with its two ends, which (group, sender, receiver, number) names.  A member arrives when it makes
-its call, and is blocked from when it waits for the result until it has it.  Of this time
+A call instance is a collective, identified by (group, number), or a message with its two ends,
+identified by (group, sender, receiver, number). A member arrives when it makes its call. It is
+blocked from the start of its wait for the result until it has the result. This time has two parts,
+on the clock of rank 0:
 
-    wait       lies before the last arrival: max(0, min(end, last arrival) - start)
-    transfer   is the rest
+    wait       before the last arrival: max(0, min(end, last arrival) - start)
+    transfer   the rest
 
-on the clock of rank 0: wait at N x N, late sender and late receiver of Scalasca (Geimer et al.
-2010).  A broadcast blocks when it is called, too: how much is coming goes ahead of the block.  So
-the row of its call, where it has one of its own (category copy), belongs to the instance as well.
+They correspond to wait at NxN, late sender and late receiver of Scalasca (Geimer et al. 2010). A
+broadcast also blocks when it is called, because the size is sent before the block. Its instance
+therefore includes the event of the call itself (category copy), if it has a separate one.
 
-A send, a broadcast and a reduction may end before the last arrival.  Then the call did
-not wait for it, but for what it needs: a block that is broadcast for its root, the others for
-nobody.  A call that ended before an arrival that it needs is a violation: the clocks disagree, by
-the time between the two at least.
+A send, a broadcast or a reduction may end before the last arrival, because it does not need all
+members: a receiver of a broadcast only waits for the root, and a sender for nobody. A call that
+ended before a required arrival is a violation: the clocks disagree at least by the difference.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hpc3d.analyze.metrics.columns import (
     cells,
     combinations,
     event_values,
-    labelled,
     named,
+    with_label,
 )
 from hpc3d.trace.schema import MESSAGES
 
@@ -39,20 +39,32 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
     from hpc3d.trace.reader import Trace
 
-_UNBOUND = ("send", "broadcast", "reduce")  # may end before all have arrived
-_EARLY = ("broadcast",)  # may wait when they are called
+_UNBOUND = ("send", "broadcast", "reduce")  # operations that may end before all members arrive
+_EARLY = ("broadcast",)  # operations that may block when they are called
 
 
 @dataclass(frozen=True)
 class CallInstances:
-    """The calls of a trace, those of one instance next to each other.
+    """Calls of a trace, grouped by call instance. Times are in ns on the clock of rank 0.
 
-    Times are ns on rank 0's clock.  Of each call: its `row` in /events, whether this is where it
-    ends (`ending`) or the call of a broadcast that is waited for later, whether it is `inside` of
-    a completed step, its `rank`, when it was `posted`, when the rank began to wait (`start`) and
-    had the result (`end`), its `instance`, and the arrival that it waited for: when (`until`) and
-    of which rank (`by`).  Of each instance: its `first` call, the `last` arrival, and the rank
-    that was `late`.
+    Attributes
+    ----------
+    row
+        Row of each call in /events.
+    ending
+        True at the end of a call, and false at the separate event where a broadcast was called.
+    inside
+        True if the call is in a completed step.
+    rank
+        Rank of each call.
+    posted, start, end
+        Time of the call, start of the wait, and end of the wait.
+    instance
+        Index of the call instance.
+    until, by
+        Arrival that the call waited for, and its rank.
+    first, last, late
+        First call, last arrival and rank of the last arrival of each call instance.
     """
 
     trace: Trace | Steady
@@ -80,33 +92,36 @@ class CallInstances:
 
     @property
     def violation(self) -> np.ndarray:
-        """By how much each call ended before an arrival that it needs, 0 for most."""
+        """Return by how much each call ended before a required arrival, or 0."""
         return np.maximum(0, self.until - self.end)
 
     @property
     def known(self) -> np.ndarray:
-        """How many calls of each instance the trace has."""
+        """Return the number of recorded calls of each instance."""
         return np.add.reduceat(self.ending, self.first, dtype=int)
 
     @property
     def members(self) -> np.ndarray:
-        """How many each instance had."""
+        """Return the number of members of each instance."""
         sizes = np.array([len(group.members) for group in self.trace.groups], int)
         row, events = self.row[self.first], self.trace.events
-        message = labelled(events, "op", MESSAGES)[row]
+        message = with_label(events, "op", MESSAGES)[row]
         return np.where(message, 2, sizes[events["group"][row]])
 
 
 def calls_of(trace: Trace | Steady) -> CallInstances:
-    """The CallInstances of an open trace: all rows of category comm that have a number, and those
-    of category copy that are the calls of broadcasts."""
+    """Return the CallInstances of an open trace.
+
+    They are the numbered events of category comm, and the events of category copy in which a
+    broadcast was called.
+    """
     row, instance = _call_instances(trace)
     start, end, posted = _times(trace, row)
     rank = trace.events["rank"][row]
     first = np.flatnonzero(np.diff(instance, prepend=-1))
     last = np.maximum.reduceat(posted, first)
     latest = _first_where(posted == last[instance], first)
-    source = _reason(trace, row, instance, first, latest, end <= last[instance])
+    source = _awaited_call(trace, row, instance, first, latest, end <= last[instance])
     return CallInstances(
         trace=trace,
         row=row,
@@ -126,45 +141,48 @@ def calls_of(trace: Trace | Steady) -> CallInstances:
 
 
 def _call_instances(trace):
-    """The rows of /events that are calls, in the order of their instances, and these."""
+    """Return the rows of /events that are calls, sorted by instance, and the instance of each."""
     events, ranks = trace.events, trace.attrs["world_size"]
     counted = (events["group"] >= 0) & (events["seq"] >= 0)
-    row = np.flatnonzero(labelled(events, "category", ["comm"]) & counted)
+    row = np.flatnonzero(with_label(events, "category", ["comm"]) & counted)
     group, rank, peer = (events[name][row].astype("i8") for name in ("group", "rank", "peer"))
-    sends, receives = (labelled(events, "op", [name])[row] for name in MESSAGES)
+    sends, receives = (with_label(events, "op", [name])[row] for name in MESSAGES)
     sender = np.where(sends, rank, np.where(receives, peer, -1))
     receiver = np.where(sends, peer, np.where(receives, rank, -1))
     channel = (group * (ranks + 1) + sender + 1) * (ranks + 1) + receiver + 1
     number = events["seq"][row]
-    early, place = _early(events, row)
+    early, index = _broadcast_calls(events, row)
     row, channel, number = (
         np.concatenate(parts)
-        for parts in ((early, row), (channel[place], channel), (number[place], number))
+        for parts in ((early, row), (channel[index], channel), (number[index], number))
     )
     order = np.lexsort((number, channel))
     new = np.diff(channel[order], prepend=-1) | np.diff(number[order], prepend=-1)
     return row[order], np.cumsum(new != 0) - 1
 
 
-def _early(events, row):
-    """The rows of category copy that are calls of _EARLY operations, and the places in `row` of
-    the waits that end them: those of the rank and group whose call began when the row does."""
-    kind = labelled(events, "op", _EARLY)
-    calls = labelled(events, "category", ["copy"]) & kind & (events["seq"] < 0)
+def _broadcast_calls(events, row):
+    """Return the events in which a broadcast was called, and the indices in `row` of their waits.
+
+    An event of category copy belongs to the wait of the same rank and group whose call was
+    posted at the start of the event.
+    """
+    kind = with_label(events, "op", _EARLY)
+    calls = with_label(events, "category", ["copy"]) & kind & (events["seq"] < 0)
     calls &= events["stream"] < COMMUNICATION
     called = np.flatnonzero(calls)
-    place = np.flatnonzero(kind[row] & (events["posted"] < events["t_start"])[row])
-    both = np.concatenate([called, row[place]])
-    times = np.concatenate([events["t_start"][called], events["posted"][row[place]]])
-    # Numbers of the times, for the times themselves are too large to be combined.
+    waits = np.flatnonzero(kind[row] & (events["posted"] < events["t_start"])[row])
+    both = np.concatenate([called, row[waits]])
+    times = np.concatenate([events["t_start"][called], events["posted"][row[waits]]])
+    # Use the sorted indices of the times, because the times are too large for `combinations`.
     _, when = np.unique(times, return_inverse=True)
     _, key = combinations([events["rank"][both], events["group"][both], when])
     _, call, end = np.intersect1d(key[: len(called)], key[len(called) :], return_indices=True)
-    return called[call], place[end]
+    return called[call], waits[end]
 
 
 def _times(trace, row):
-    """Start, end and posting of calls, in ns on rank 0's clock."""
+    """Return start, end and posting time of calls, in ns on the clock of rank 0."""
     events = trace.events
     start = events["t_global"][row]
     shift = start - events["t_start"][row]
@@ -172,21 +190,24 @@ def _times(trace, row):
 
 
 def _first_where(true, first):
-    """The first call of each instance for which it is true, the number of calls if none."""
-    place = np.where(true, np.arange(len(true)), len(true))
-    return np.minimum.reduceat(place, first)
+    """Return the first call of each instance for which `true` holds, or the number of calls."""
+    index = np.where(true, np.arange(len(true)), len(true))
+    return np.minimum.reduceat(index, first)
 
 
-def _reason(trace, row, instance, first, latest, early):
-    """The call whose arrival each call waited for: the last one's, but for _UNBOUND calls that
-    ended `early`, not after it."""
-    events, place = trace.events, np.arange(len(row))
+def _awaited_call(trace, row, instance, first, latest, early):
+    """Return the call whose arrival each call waited for.
+
+    It is the last one to arrive. For _UNBOUND calls that ended `early`, before the last
+    arrival, it is the root of a broadcast or the call itself.
+    """
+    events, index = trace.events, np.arange(len(row))
     at_root = (events["rank"] == events["peer"])[row]
     reduces, broadcasts, unbound = (
-        labelled(events, "op", ops)[row] for ops in (["reduce"], ["broadcast"], _UNBOUND)
+        with_label(events, "op", ops)[row] for ops in (["reduce"], ["broadcast"], _UNBOUND)
     )
     root = _first_where(at_root & broadcasts, first)[instance]
-    own = np.where(root < len(row), root, place)
+    own = np.where(root < len(row), root, index)
     return np.where(early & unbound & ~(reduces & at_root), own, latest[instance])
 
 
@@ -194,8 +215,11 @@ def _reason(trace, row, instance, first, latest, early):
 
 
 def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> list[dict[str, Any]]:
-    """Calls, and seconds blocked = wait + transfer, a rank and step, by any keys of an event; and
-    the violations: calls in all, and the worst in seconds."""
+    """Return the calls and blocked = wait + transfer seconds per rank and step, by any keys of an
+    event.
+
+    `violations` is the total number of violations, and `worst_s` the largest one.
+    """
     row = calls.row[calls.inside]
     columns = [event_values(calls.trace, key, row) for key in keys]
     kinds, kind = combinations([*columns, np.zeros(len(row), int)])
@@ -219,5 +243,6 @@ def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> lis
 
 
 def incomplete(calls: CallInstances) -> int:
-    """How many instances lack the call of a member, so that their last arrival is not certain."""
+    """Return the number of instances without the call of a member, whose last arrival is
+    uncertain."""
     return int((calls.known < calls.members).sum())

@@ -1,1 +1,1 @@
-"""Tables, figures and pages from those metrics."""
+"""Reports: tables, figures and pages."""

@@ -1,4 +1,4 @@
-"""The numbers of a run that one looks for first."""
+"""Tiles at the top of a report: the most important numbers of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
-    """(title, value, what belongs to it) of a run."""
+    """Yield the title, value and note of each tile."""
     tables = run.tables
     step, work = tables["step"][0], tables["efficiency"][0]
     yield "step", seconds(step["step_s_median"]), _spread(step, run.about["averages"])
@@ -23,49 +23,53 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
     if stages := tables["pipeline"]:
         yield "bubble", percent(_mean(stages, "idle_share")), _simulated(stages)
     for row in tables["imbalance"][:1] if step["ranks"] > 1 else ():
-        written = _written(row["imbalance"], "{:.3f}".format)
-        yield "imbalance", written, "most / mean computation"
+        imbalance = _written(row["imbalance"], "{:.3f}".format)
+        yield "imbalance", imbalance, "max / mean compute time"
     if tables["stragglers"]:
         yield "straggler", *_straggler(tables["stragglers"])
     if work["mfu"] is not None:
         yield "MFU", percent(work["mfu"]), f"HFU {percent(work['hfu'])}"
     else:
-        yield "FLOP/s", _written(work["recorded_flop_per_s"], prefixed), "products and attention"
+        yield (
+            "FLOP/s",
+            _written(work["recorded_flop_per_s"], prefixed),
+            "matrix products and attention",
+        )
     yield "memory", *_memory(tables["memory_ranks"])
     for last in tables["loss"][-1:] if any_loss(run) else ():
         loss = _written(last["loss"], "{:.4f}".format)
-        yield "loss", loss, f"nat a token after step {last['step']}"
+        yield "loss", loss, f"nat per token after step {last['step']}"
     if tables["evaluation"]:
         last = tables["evaluation"][-1]
         loss = _written(last["loss"], "{:.4f}".format)
-        yield "validation", loss, f"nat a token after step {last['step']}"
+        yield "validation", loss, f"nat per token after step {last['step']}"
 
 
 def any_loss(run: RunAnalysis) -> bool:
-    """Whether a loss is known of any step: of no simulated one."""
+    """Return true if any step has a loss. Simulated steps have none."""
     return any(row["loss"] is not None for row in run.tables["loss"])
 
 
 def _straggler(rows):
-    """The rank that is slower than the others by more than chance, if there is one."""
+    """Return the value and note of the straggler tile."""
     named = [row for row in rows if row["straggler"] == "yes"]
     if rows[0]["straggler"] is None:
-        return "unknown", "too few steps to tell it from chance"
+        return "unknown", "too few steps to decide"
     if not named:
-        return "none", "no rank is slower by more than chance"
-    imposed = f"others wait {seconds(named[0]['imposed_s'])} for it"
+        return "none", "no rank is significantly slower"
+    imposed = f"the other ranks wait {seconds(named[0]['imposed_s'])} per step for it"
     return f"rank {named[0]['rank']}", imposed
 
 
 def _memory(rows):
-    """What the fullest rank held at one time; in older traces the sum of the kinds' peaks."""
+    """Return the highest memory peak of any rank. Older traces only have the peak of each kind."""
     *ranks, total = rows
     if "all" in total:
         most = max(ranks, key=lambda row: row["all"])
-        where = f" on rank {most['rank']}, the fullest" if len(ranks) > 1 else ""
-        return f"{prefixed(most['all'])}B", f"at one time{where}"
+        where = f"highest peak, on rank {most['rank']}" if len(ranks) > 1 else "peak"
+        return f"{prefixed(most['all'])}B", where
     peaks = sum(value for key, value in total.items() if key != "rank")
-    return f"{prefixed(peaks)}B", "peaks of all kinds and ranks"
+    return f"{prefixed(peaks)}B", "sum of the peaks of all kinds and ranks"
 
 
 def _written(value, write):
@@ -84,13 +88,15 @@ def _mean(rows, key):
 
 def _waiting(ranks):
     step = _mean(ranks, "step_s")
-    outstanding = f"computing, a call outstanding {percent(_mean(ranks, 'outstanding_s') / step)}"
+    outstanding = (
+        f"computing with an outstanding call {percent(_mean(ranks, 'outstanding_s') / step)}"
+    )
     if not any(row["wait_s"] for row in ranks):
-        return outstanding  # not known, or alone, or all are alike in a simulated step
+        return outstanding  # unknown, a single rank, or identical ranks of a simulated step
     return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {outstanding}"
 
 
 def _simulated(stages):
     if stages[0]["idle_share_simulated"] is None:
-        return "idle share of the stages"
-    return f"{percent(_mean(stages, 'idle_share_simulated'))} on an ideal clock"
+        return "mean idle share of the stages"
+    return f"{percent(_mean(stages, 'idle_share_simulated'))} in the ideal schedule"

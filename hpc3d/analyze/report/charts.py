@@ -1,6 +1,6 @@
-"""The charts of a report as data: what is drawn, not how.
+"""Data of the charts of a report, independent of the plotting library.
 
-`plot_matplotlib` draws them on paper and `plot_bokeh` on the screen.
+plot_matplotlib draws a chart for paper, and plot_bokeh for the HTML page.
 """
 
 from __future__ import annotations
@@ -41,46 +41,43 @@ _PARTS = {
 _OTHER = palette.WORK["other"]
 _RANK_PARTS = {
     "compute": palette.COMPUTE,
-    "exposed": palette.EXPOSED,  # where transfer and wait are not known
+    "exposed": palette.EXPOSED,  # if transfer and wait are unknown
     "transfer": palette.WORK["transfer"],
     "wait": palette.WORK["wait"],
     "copy": palette.WORK["copy"],
     "other": _OTHER,
     "unrecorded": palette.UNRECORDED,
 }
-_LATE = 16  # ranks in the chart of stragglers, hosts in that of their bytes
-_LETTERS = 32  # of a host's name
+_BARS = 16  # maximum number of ranks in the straggler chart, and of hosts in the traffic chart
+_NAME_LENGTH = 32  # characters of a host name
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
-_CELLS = 256  # rows and columns of a matrix at most
-_MAPS = 12  # layers whose experts are drawn at most
+_CELLS = 256  # maximum number of rows and columns of a matrix
+_MAPS = 12  # maximum number of layers with an expert load map
 
 
 class Lines(NamedTuple):
-    """Values by a number, such as a step: {label: (numbers, values)}.
+    """Line plot of {label: (x values, y values)}, with an optional lower panel."""
 
-    `below`, if there are any, are drawn on an axis of their own, `beneath`, under the others.
-    """
-
-    across: str
-    down: str
+    xlabel: str
+    ylabel: str
     lines: dict
-    beneath: str = ""
-    below: dict | None = None
+    lower_ylabel: str = ""
+    lower: dict | None = None
 
 
 class Bars(NamedTuple):
-    """Stacked bars, one a label: {part: (colour, values)}."""
+    """Stacked bars, {part: (color, one value per label)}."""
 
-    across: str
-    down: str
+    xlabel: str
+    ylabel: str
     labels: list
     parts: dict
-    lying: bool = False
+    horizontal: bool = False
 
 
 class Heat(NamedTuple):
-    """A matrix [sender, receiver] in a unit, not a number where nothing is; a cell stands for
-    `ranks` by `ranks` of them."""
+    """Matrix [sender, receiver] in a unit, with NaN for empty cells. A cell covers `ranks` x
+    `ranks` pairs."""
 
     unit: str
     values: np.ndarray
@@ -88,8 +85,10 @@ class Heat(NamedTuple):
 
 
 class LoadMaps(NamedTuple):
-    """The load of every expert by step, {layer: [experts, steps]}, 1 where it is even; a column
-    stands for several steps where they are many, and begins at one of `edges`."""
+    """Load of each expert over time, {layer: [experts, columns]}, relative to a balanced load.
+
+    A column is the mean over the steps from one of `edges` to the next.
+    """
 
     edges: np.ndarray
     maps: dict
@@ -99,49 +98,56 @@ class LoadMaps(NamedTuple):
 
 
 def loss(runs: Sequence[RunAnalysis]) -> Lines:
-    """The loss by step, one line per run and one of its evaluations, and the difference of the
-    training losses from the first run."""
+    """Return the loss by step of each run, its validation loss, and the difference to the first
+    run."""
     lines = {run.label: _losses(run, "loss") for run in runs}
     first = lines[runs[0].label]
-    below = {run.label: _less(lines[run.label], first) for run in runs[1:]}
+    lower = {run.label: _difference(lines[run.label], first) for run in runs[1:]}
     evaluated = [run for run in runs if run.tables["evaluation"]]
     lines |= {f"{run.label}, validation": _losses(run, "evaluation") for run in evaluated}
-    beneath = "difference from\nthe first run [nat]"
-    return Lines("training step", "loss [nat per token]", lines, beneath, below or None)
+    lower_ylabel = "difference from\nthe first run [nat]"
+    return Lines("training step", "loss [nat per token]", lines, lower_ylabel, lower or None)
 
 
 def _losses(run, table):
-    """(steps, losses) of a table of a run."""
+    """Return the steps and losses in a table of a run."""
     rows = run.tables[table]
     values = [np.nan if row["loss"] is None else row["loss"] for row in rows]
     return [row["step"] for row in rows], values
 
 
-def _less(line, other):
-    """A line less another one, in the numbers that both have."""
+def _difference(line, other):
+    """Return the difference of two lines at their common x values."""
     theirs = dict(zip(*other))
-    both = [(at, value - theirs[at]) for at, value in zip(*line) if at in theirs]
-    return [at for at, _ in both], [value for _, value in both]
+    both = [(x, value - theirs[x]) for x, value in zip(*line) if x in theirs]
+    return [x for x, _ in both], [value for _, value in both]
 
 
 def speedup(rows: Sequence[dict[str, Any]]) -> Lines | None:
-    """The speed-up over the first run by the number of ranks, one line per series, and the ideal
-    one; None if no series has runs on two numbers of ranks."""
+    """Return the speedup over the first run by number of ranks, with the ideal speedup.
+
+    There is one line per series of `_series`. The result is `None` if no series covers two
+    numbers of ranks.
+    """
     series = {name: line for name, line in _series(rows).items() if len({*line[0]}) > 1}
     ranks = sorted({count for numbers, _ in series.values() for count in numbers})
     ideal = {"ideal": (ranks, [count / rows[0]["ranks"] for count in ranks])}
-    return Lines("ranks", "speed-up over the first run", ideal | series) if series else None
+    return Lines("ranks", "speedup over the first run", ideal | series) if series else None
 
 
 def _series(rows):
-    """{layout and kind of scaling: (ranks, speed-ups)}: runs of one layout that do the work of the
-    first one or as much a rank.  A first run on one rank begins them all."""
+    """Return {layout and kind of scaling: (ranks, speedups)}.
+
+    A series has the runs of one layout with the work of the first run (strong scaling) or with
+    the same work per rank (weak scaling). If the first run has one rank, it is the start of
+    every series.
+    """
     first, lines = rows[0], {}
     for row in rows[1:]:
         if row["scaling"] != "other" and row["speedup"] is not None:
             name = f"{row['layout'] or '1 rank'}, {row['scaling']}"
-            begins = first["ranks"] == 1 or first["layout"] == row["layout"]
-            start = [first] if begins and first["speedup"] is not None else []
+            starts = first["ranks"] == 1 or first["layout"] == row["layout"]
+            start = [first] if starts and first["speedup"] is not None else []
             lines.setdefault(name, start).append(row)
     pairs = {
         name: sorted((row["ranks"], row["speedup"]) for row in line)
@@ -151,13 +157,13 @@ def _series(rows):
 
 
 def runs(found: Sequence[RunAnalysis]) -> Bars:
-    """What the mean step of each run is made of."""
+    """Return the composition of the mean step of each run."""
     labels, rows = zip(*((run.label, _mean(run.tables["ranks"])) for run in found))
-    return _of_ranks([*labels], rows)._replace(lying=True)
+    return _of_ranks([*labels], rows)._replace(horizontal=True)
 
 
 def _mean(rows):
-    """The parts of the mean of some rows, None where they are not known."""
+    """Return the mean of each part of a step over some rows, or None if it is unknown."""
     keys = [f"{part}_s" for part in _RANK_PARTS]
     return {
         key: None if rows[0][key] is None else sum(row[key] for row in rows) / len(rows)
@@ -169,67 +175,68 @@ def _mean(rows):
 
 
 def ranks(run: RunAnalysis) -> Bars:
-    """What the mean step of each rank is made of."""
+    """Return the composition of the mean step of each rank."""
     rows = sorted(run.tables["ranks"], key=lambda row: row["rank"])
-    return _of_ranks([str(row["rank"]) for row in rows], rows)._replace(across="rank")
+    return _of_ranks([str(row["rank"]) for row in rows], rows)._replace(xlabel="rank")
 
 
 def _of_ranks(labels, rows):
     parts = {
-        part: (colour, [(_disjoint(row)[f"{part}_s"] or 0.0) * 1e3 for row in rows])
-        for part, colour in _RANK_PARTS.items()
+        part: (color, [(_disjoint(row)[f"{part}_s"] or 0.0) * 1e3 for row in rows])
+        for part, color in _RANK_PARTS.items()
     }
-    return Bars("", "time of a step [ms]", labels, _present(parts))
+    return Bars("", "time per step [ms]", labels, _present(parts))
 
 
 def _disjoint(row):
-    """A row without what its wait and transfer are, if these are known."""
+    """Remove the exposed time from a row if its parts, wait and transfer, are known."""
     return row if row["wait_s"] is None else row | {"exposed_s": None}
 
 
 def phases(rows: Sequence[dict[str, Any]]) -> Bars:
-    """Rows of time by category, phase and axis as bars, a phase each."""
+    """Return one bar per phase from rows of time by category, phase and axis."""
     labels = list(dict.fromkeys(row["phase"] or row["category"] for row in rows))
     parts = defaultdict(lambda: [0.0] * len(labels))
     for row in rows:
         part = along(row["axis"]) if row["axis"] else row["category"]
         parts[part][labels.index(row["phase"] or row["category"])] += row["seconds"] * 1e3
-    coloured = {part: (_PARTS.get(part, _OTHER), values) for part, values in parts.items()}
-    return Bars("", "time of a step [ms]", labels, coloured, lying=True)
+    colored = {part: (_PARTS.get(part, _OTHER), values) for part, values in parts.items()}
+    return Bars("", "time per step [ms]", labels, colored, horizontal=True)
 
 
 def waits(run: RunAnalysis) -> Bars:
-    """Wait and transfer by axis and operation."""
+    """Return the wait and transfer time by axis and operation."""
     rows = sorted(run.tables["waits"], key=lambda row: -row["blocked_s"])
     parts = {
         part: (_RANK_PARTS[part], [row[f"{part}_s"] * 1e3 for row in rows])
         for part in ("transfer", "wait")
     }
     labels = [f"{row['op'].replace('_', '-')} {along(row['axis'])}" for row in rows]
-    return Bars("", "time of a step [ms]", labels, parts, lying=True)
+    return Bars("", "time per step [ms]", labels, parts, horizontal=True)
 
 
 def stragglers(run: RunAnalysis) -> Bars:
-    """The ranks that the others wait for longest."""
-    rows = run.tables["stragglers"][:_LATE]
-    parts = {"others wait for it": (palette.LATE, [row["imposed_s"] * 1e3 for row in rows])}
-    return Bars("rank", "time of a step [ms]", [str(row["rank"]) for row in rows], parts)
+    """Return the ranks with the longest imposed wait."""
+    rows = run.tables["stragglers"][:_BARS]
+    parts = {"imposed wait": (palette.LATE, [row["imposed_s"] * 1e3 for row in rows])}
+    return Bars("rank", "time per step [ms]", [str(row["rank"]) for row in rows], parts)
 
 
 def expert_loads(loads: ExpertLoads) -> LoadMaps:
-    """The loads of experts by step; of many steps means, of many layers some at even distances."""
+    """Return the load of experts by step. Many steps are averaged, and many layers are sampled
+    evenly."""
     width = -(-len(loads.steps) // _CELLS)
     first = np.arange(0, len(loads.steps), width)
     counts = np.diff([*first, len(loads.steps)])
     means = np.add.reduceat(loads.load, first) / counts[:, None, None]
     layers = len(loads.layers)
     shown = np.linspace(0, layers - 1, min(_MAPS, layers)).round().astype(int)
-    maps = {int(loads.layers[place]): means[:, place].T for place in shown}
+    maps = {int(loads.layers[index]): means[:, index].T for index in shown}
     return LoadMaps(np.append(loads.steps[first], loads.steps[-1] + 1), maps)
 
 
 def memory(run: RunAnalysis) -> Bars:
-    """The peak of each kind of memory by rank."""
+    """Return the peak of each kind of memory by rank."""
     rows = [row for row in run.tables["memory_ranks"] if row["rank"] is not None]
     kinds = [*dict.fromkeys(key for row in rows for key in row if key not in ("rank", "all"))]
     parts = {
@@ -237,34 +244,35 @@ def memory(run: RunAnalysis) -> Bars:
         for kind in kinds
     }
     labels = [str(row["rank"]) for row in rows]
-    return Bars("rank", "sum of the kinds' peaks [MB]", labels, _present(parts))
+    return Bars("rank", "sum of the peaks [MB]", labels, _present(parts))
 
 
 def _present(parts):
-    """The parts that are anywhere more than nothing."""
-    return {part: (colour, values) for part, (colour, values) in parts.items() if any(values)}
+    """Return the parts with at least one nonzero value."""
+    return {part: (color, values) for part, (color, values) in parts.items() if any(values)}
 
 
 def traffic(matrix: np.ndarray) -> Heat:
-    """Bytes from rank to rank; of many ranks sums over blocks of them."""
+    """Return the bytes from rank to rank, summed over blocks of ranks if there are many."""
     block = -(-len(matrix) // _CELLS)
     edges = np.arange(0, len(matrix), block)
-    sums = np.add.reduceat(np.add.reduceat(matrix, edges, axis=0), edges, axis=1)
-    unit, size = _unit(sums.max())
-    return Heat(f"{unit} of a step", np.where(sums > 0, sums / size, np.nan), block)
+    totals = np.add.reduceat(np.add.reduceat(matrix, edges, axis=0), edges, axis=1)
+    unit, size = _unit(totals.max())
+    return Heat(f"{unit} per step", np.where(totals > 0, totals / size, np.nan), block)
 
 
-def crossing(run: RunAnalysis) -> Bars:
-    """What the ranks of a host receive from its own and from others, of those with most of it."""
-    rows = sorted(run.tables["crossing"], key=lambda row: -row["crossing"])[:_LATE]
+def host_traffic(run: RunAnalysis) -> Bars:
+    """Return the bytes that each host receives from itself and from others, for the hosts with the
+    most."""
+    rows = sorted(run.tables["crossing"], key=lambda row: -row["crossing"])[:_BARS]
     unit, size = _unit(max(row["bytes"] for row in rows))
     inside = [(row["bytes"] - row["crossing"]) / size for row in rows]
     parts = {
         "from this host": (palette.INSIDE, inside),
         "from other hosts": (palette.CROSSING, [row["crossing"] / size for row in rows]),
     }
-    labels = [row["host"][:_LETTERS] for row in rows]
-    return Bars("host", f"{unit} of a step", labels, parts, lying=True)
+    labels = [row["host"][:_NAME_LENGTH] for row in rows]
+    return Bars("host", f"{unit} per step", labels, parts, horizontal=True)
 
 
 def _unit(largest):

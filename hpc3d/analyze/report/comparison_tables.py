@@ -1,11 +1,10 @@
-"""The tables over several runs, in the order of a report, and the titles of that in which runs
-differ."""
+"""Tables that compare runs, in the order of a report, and titles of the groups of differences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpc3d.analyze.metrics.loads import LAYOUT, MANNER, WORK
+from hpc3d.analyze.metrics.loads import EXECUTION, LAYOUT, WORK
 from hpc3d.analyze.report.run_tables import AXIS, CATEGORY, OP, PHASE
 from hpc3d.analyze.report.table_format import (
     ColumnSpec,
@@ -20,16 +19,16 @@ from hpc3d.analyze.report.table_format import (
 )
 
 RUN = ColumnSpec("run", "run")
-_SIDE_BY_SIDE = 6  # runs
+_RUNS_SHOWN = 6  # runs with columns in a text table
 GROUPS = {
-    WORK: "work, what is trained",
-    LAYOUT: "layout, how that is shared out",
-    MANNER: "how they run: machine, program, paths, what is recorded and saved",
+    WORK: "work (model, data and optimization)",
+    LAYOUT: "layout (mesh and techniques)",
+    EXECUTION: "execution (machine, program, paths, and recorded and saved data)",
 }
 
 
-def _between(key: str) -> tuple[ColumnSpec, ColumnSpec]:
-    """The columns of a ratio's 95 % interval."""
+def _interval(key: str) -> tuple[ColumnSpec, ColumnSpec]:
+    """Return the columns with the bounds of the 95 % confidence interval of a ratio."""
     return ColumnSpec(f"{key}_low", "from", ratio), ColumnSpec(f"{key}_high", "to", ratio)
 
 
@@ -47,16 +46,16 @@ _RUNS = TableSpec(
         ColumnSpec("communication_share", "communication", percent),
         ColumnSpec("communication_calls", "calls", count),
         ColumnSpec("communication_bytes", "received [B]", prefixed),
-        ColumnSpec("peak_bytes", "memory [B]", prefixed),
+        ColumnSpec("peak_bytes", "peak memory [B]", prefixed),
         ColumnSpec("offloaded_bytes", "offloaded [B]", prefixed),
         ColumnSpec("loss_step", "loss after step", integer),
         ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
-        ColumnSpec("loss_difference", "largest difference [nat]", "{:.1e}".format),
+        ColumnSpec("loss_difference", "max loss difference [nat]", "{:.1e}".format),
         ColumnSpec("validation_loss", "validation loss [nat]", "{:.6f}".format),
-        ColumnSpec("validation_best", "best [nat]", "{:.6f}".format),
+        ColumnSpec("validation_best", "best validation loss [nat]", "{:.6f}".format),
     ),
 )
-_RECEIVED = TableSpec("received", "Bytes received, by axis and operation", (AXIS, OP))
+_RECEIVED = TableSpec("received", "Bytes received by axis and operation", (AXIS, OP))
 _SCALING = TableSpec(
     "scaling",
     "Scaling",
@@ -70,29 +69,29 @@ _SCALING = TableSpec(
         ColumnSpec("backward_s", "backward [ms]", milliseconds),
         ColumnSpec("average_step_s", "average step time [ms]", milliseconds),
         ColumnSpec("tokens_per_s", "tokens/s", prefixed),
-        ColumnSpec("tokens_per_s_rank", "tokens/s a rank", prefixed),
+        ColumnSpec("tokens_per_s_rank", "tokens/s per rank", prefixed),
         ColumnSpec("scaling", "scaling"),
-        ColumnSpec("speedup", "speed-up", ratio),
-        *_between("speedup"),
+        ColumnSpec("speedup", "speedup", ratio),
+        *_interval("speedup"),
         ColumnSpec("efficiency", "efficiency", percent),
     ),
 )
 _GAINS = TableSpec(
     "gains",
-    "Schemes",
+    "Gain over 1-D and 2-D",
     (
         RUN,
-        ColumnSpec("family", "loops cut"),
+        ColumnSpec("family", "tensor parallelism"),
         ColumnSpec("average_step_s", "average step time [ms]", milliseconds),
         ColumnSpec("over_1d", "over 1-D", ratio),
-        *_between("over_1d"),
+        *_interval("over_1d"),
         ColumnSpec("over_2d", "over 2-D", ratio),
-        *_between("over_2d"),
+        *_interval("over_2d"),
         ColumnSpec("step_s", "step [ms]", milliseconds),
         ColumnSpec("step_over_1d", "step over 1-D", ratio),
-        *_between("step_over_1d"),
+        *_interval("step_over_1d"),
         ColumnSpec("step_over_2d", "step over 2-D", ratio),
-        *_between("step_over_2d"),
+        *_interval("step_over_2d"),
     ),
 )
 _DIFFERENCES = TableSpec(
@@ -115,17 +114,17 @@ _DIFFERENCES = TableSpec(
 
 
 def over_runs(labels: Sequence[str]) -> tuple[TableSpec, ...]:
-    """The tables over runs of these labels."""
+    """Return the tables that compare runs with these labels."""
     return _RUNS, _received(labels), _SCALING, _GAINS, _DIFFERENCES
 
 
 def _received(labels):
-    """With columns for every run, of which a text shows the first ones."""
+    """Add the columns of every run. Text tables show only those of the first runs."""
     fields = [AXIS, OP]
-    for place, label in enumerate(labels, 1):
-        fields.append(ColumnSpec(f"bytes_{place}", f"{label} [B]", prefixed))
-        if place > 1:
-            fields.append(ColumnSpec(f"difference_{place}", "difference", change))
-        fields.append(ColumnSpec(f"seconds_{place}", "time [ms]", milliseconds))
-    shown = len(_RECEIVED.fields) + 3 * _SIDE_BY_SIDE - 1
+    for number, label in enumerate(labels, 1):
+        fields.append(ColumnSpec(f"bytes_{number}", f"{label} [B]", prefixed))
+        if number > 1:
+            fields.append(ColumnSpec(f"difference_{number}", "difference", change))
+        fields.append(ColumnSpec(f"seconds_{number}", "time [ms]", milliseconds))
+    shown = len(_RECEIVED.fields) + 3 * _RUNS_SHOWN - 1
     return _RECEIVED._replace(fields=tuple(fields), columns_shown=shown)

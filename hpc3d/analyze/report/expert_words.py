@@ -1,4 +1,4 @@
-"""What the imbalance of experts cost, in words."""
+"""Cost of expert load imbalance in sentences."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from hpc3d.analyze.report.table_format import percent, prefixed, seconds
 
 
 def in_words(cost: Mapping[str, Any]) -> str:
-    """A row of the table expert_cost as sentences, without what is not known."""
-    return " ".join([_lost(cost), *_waited(cost)])
+    """Describe a row of the table expert_cost in sentences, without its unknown values."""
+    return " ".join([_dropped_and_unused(cost), *_wait_time(cost)])
 
 
-def _lost(cost):
-    lost = f"{percent(cost['dropped'])} of the choices found no slot and were dropped"
+def _dropped_and_unused(cost):
+    lost = (
+        f"{percent(cost['dropped'])} of the routed tokens exceeded the capacity and were dropped"
+    )
     if cost["empty"] is None:
         return f"{lost}."
     return (
-        f"{lost} (at an even load: {percent(cost['dropped_even'])}), and {percent(cost['empty'])}"
-        f" of the slots stayed empty (at an even load: {percent(cost['empty_even'])}), which took"
-        f" {prefixed(cost['empty_flop'])}FLOP of a step, forward and backward."
+        f"{lost} ({percent(cost['dropped_even'])} with a balanced load), and"
+        f" {percent(cost['empty'])} of the capacity was unused ({percent(cost['empty_even'])} with"
+        f" a balanced load), which costs {prefixed(cost['empty_flop'])}FLOP per step, forward and"
+        " backward."
     )
 
 
-def _waited(cost):
+def _wait_time(cost):
     if cost["wait_s"] is None:
         return
-    share = "" if cost["wait_share"] is None else f" ({percent(cost['wait_share'])} of its step)"
+    share = "" if cost["wait_share"] is None else f" ({percent(cost['wait_share'])} of a step)"
     several = "s" * (" " in cost["experts"])
     yield (
-        f"In dispatch and combine a mean rank waited {seconds(cost['wait_s'])}{share},"
+        f"In dispatch and combine, a rank waited {seconds(cost['wait_s'])}{share} on average,"
         f" longest for rank {cost['rank']}, whose expert{several} {cost['experts']} had"
         f" {cost['load']:.2f} times the mean load."
     )

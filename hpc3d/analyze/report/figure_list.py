@@ -1,4 +1,4 @@
-"""The figures of a report, in its order: their names, titles, captions and charts."""
+"""Figures of a report in their order: file names, titles, captions and charts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Picture(NamedTuple):
-    """A figure: the name of its files, its title, what it shows, and what is drawn."""
+    """Figure of a report: file name, title, caption and chart."""
 
     name: str
     title: str
@@ -28,64 +28,64 @@ class Picture(NamedTuple):
 def of_runs(
     runs: Sequence[RunAnalysis], tables: Mapping[str, list[dict[str, Any]]]
 ) -> Iterator[Picture]:
-    """The pictures of several runs side by side, the first one also of a single run."""
+    """Yield the figures that compare runs. A single run only has the loss figure."""
     if any(map(any_loss, runs)):
         yield Picture("loss", "Loss by training step", "", charts.loss(runs))
     if tables["scaling"]:
-        caption = "What a mean step of a mean rank is made of."
+        caption = "Composition of a step, mean over steps and ranks."
         yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
     if tables["scaling"] and (speedup := charts.speedup(tables["scaling"])):
         caption = (
-            "How many times as long a step of the first run takes; where ranks do as much each,"
-            " the rate of floating-point operations over that of the first run."
+            "Ratio of the step times (strong scaling) or of the FLOP/s (weak scaling) to the first"
+            " run."
         )
-        yield Picture("speedup", "Speed-up", caption, speedup)
+        yield Picture("speedup", "Speedup", caption, speedup)
 
 
 def of_run(run: RunAnalysis) -> Iterator[Picture]:
-    """The pictures of a run that it has something for."""
+    """Yield the figures of one run, without those that would be empty."""
     if run.timeline:
         yield Picture("timeline", f"Step {run.step}", _shown(run.timeline), run.timeline)
     caption = (
-        "What the mean step of each rank is made of; wait and transfer, together exposed, are time"
-        " in calls."
+        "Composition of the mean step of each rank. Wait and transfer are the exposed time in"
+        " calls."
     )
     yield Picture("ranks", "Time by rank", caption, charts.ranks(run))
-    caption = "The mean step of a mean rank, calls by the mesh axis that they go along."
+    caption = "Composition of a step, mean over steps and ranks. Calls are listed by mesh axis."
     yield Picture("phases", "Time by phase", caption, charts.phases(run.tables["time"]))
     if run.tables["path"]:
-        caption = f"What step {run.step} was as long as: no wait is on the critical path."
+        caption = f"Work that determined the length of step {run.step}, without any waiting."
         yield Picture("path", "Critical path", caption, charts.phases(run.tables["path"]))
     if run.tables["waits"]:
-        caption = "Time in calls before and after the last one who takes part has arrived."
-        yield Picture("waits", "Waiting and transfer", caption, charts.waits(run))
+        caption = "Time in calls before (wait) and after (transfer) the last member arrives."
+        yield Picture("waits", "Wait and transfer time", caption, charts.waits(run))
     if any(row["imposed_s"] for row in run.tables["stragglers"]):
-        caption = "Whom the others wait for, summed over all of them."
-        yield Picture("stragglers", "Who is waited for", caption, charts.stragglers(run))
+        caption = "Time that all other ranks together wait for a rank."
+        yield Picture("stragglers", "Stragglers", caption, charts.stragglers(run))
     for number, (axis, matrix) in enumerate(run.matrices.items()):
-        title = f"Bytes {along(axis)}" if axis else "Bytes from rank to rank"
-        # A trace may call an axis anything, a file not.
-        end = axis if re.fullmatch(r"\w*", axis, re.ASCII) else str(number)
-        yield Picture(f"traffic-{end}".strip("-"), title, "", charts.traffic(matrix))
+        title = f"Bytes {along(axis)}" if axis else "Bytes between ranks"
+        # The name of an axis in a trace may not be a valid file name.
+        suffix = axis if re.fullmatch(r"\w*", axis, re.ASCII) else str(number)
+        yield Picture(f"traffic-{suffix}".strip("-"), title, "", charts.traffic(matrix))
     if run.tables["crossing"]:
-        caption = "What the ranks of each host receive in a step."
-        yield Picture("hosts", "Bytes by host", caption, charts.crossing(run))
+        caption = "Bytes that the ranks of each host receive in a step."
+        yield Picture("hosts", "Bytes by host", caption, charts.host_traffic(run))
     if run.panels:
-        caption = "The first rank of each stage, above the schedule on an ideal clock."
+        caption = "First rank of each stage, above the ideal schedule."
         yield Picture("pipeline", f"Pipeline of {run.label}", caption, Panels(run.panels))
     if run.loads:
         caption = (
-            "The choices of each expert over those of the mean one: white where the load is even."
+            "Tokens routed to each expert, relative to the mean expert. White is a balanced load."
         )
-        yield Picture("experts", "Load of experts", caption, charts.expert_loads(run.loads))
+        yield Picture("experts", "Expert load", caption, charts.expert_loads(run.loads))
     memory = charts.memory(run)
     if memory.parts:
-        caption = "Peaks of the kinds, which need not be at one time."
+        caption = "Peak of each kind of memory. Different kinds may peak at different times."
         yield Picture("memory", "Memory by rank", caption, memory)
 
 
 def all_of(number: int, noun: str) -> str:
-    """All of some things: "the only rank", "all 8 ranks"."""
+    """Return "the only NOUN" or "all N NOUNs"."""
     return f"the only {noun}" if number == 1 else f"all {counted(number, noun)}"
 
 
@@ -93,7 +93,7 @@ def _shown(timeline):
     if len(timeline.shown) == timeline.ranks:
         return f"{all_of(timeline.ranks, 'rank').capitalize()}."
     return (
-        f"{len(timeline.shown)} of {timeline.ranks} ranks, for the step has too many events for a"
-        " page: the first one, the one most waited for, the first of each stage, some of those on"
-        " the critical path, and others at even distances."
+        f"{len(timeline.shown)} of {timeline.ranks} ranks, because the step has too many events"
+        " for a page: the first rank, the rank that others wait for longest, the first rank of"
+        " each stage, ranks on the critical path, and evenly spaced other ranks."
     )

@@ -1,4 +1,7 @@
-"""Timelines as a picture: stages over time, measured and simulated ones on a common clock."""
+"""Gantt charts of pipeline schedules, as a matplotlib figure or for the HTML page.
+
+Measured and simulated panels share one time axis.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
     from hpc3d.analyze.metrics.pass_spans import PassSpan
 
-# {kind: (its name, its colour)}
+# {kind: (name, color)}
 _KINDS = {
     "F": ("forward", WORK["forward"]),
     "B": ("backward, input", WORK["backward_input"]),
@@ -25,21 +28,21 @@ _KINDS = {
     "BW": ("backward", WORK["backward"]),
     "message": ("message", WORK["transfer"]),
     "reduce": ("reduction", REDUCTION),
-    "step": ("optimiser", WORK["optimizer"]),
+    "step": ("optimizer", WORK["optimizer"]),
 }
-_WIDTH, _TEXT = 10.0, 5.5  # inches of a figure, points of the numbers in it
-_ROW = 26  # pixels of a stage on the screen
+_WIDTH, _TEXT = 10.0, 5.5  # figure width in inches, font size of the labels in points
+_ROW = 26  # height of a stage on the page, in pixels
 _TOOLTIPS = [
     ("stage", "@stage"),
     ("pass", "@name"),
     ("microbatch", "@label"),
-    ("begins", "@start{0,0.000} ms"),
-    ("takes", "@took{0,0.000} ms"),
+    ("start", "@start{0,0.000} ms"),
+    ("duration", "@took{0,0.000} ms"),
 ]
 
 
 class Panels(NamedTuple):
-    """Panels (title, rows) above each other; a row holds the spans of a stage."""
+    """Panels (title, rows) from top to bottom. A row holds the spans of a stage."""
 
     panels: list
 
@@ -47,16 +50,19 @@ class Panels(NamedTuple):
 def draw_gantt(
     panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]], path: Path | str
 ) -> None:
-    """Write panels (title, rows) above each other as PNG; a row holds the spans of a stage."""
+    """Write a Gantt chart as PNG. See `gantt`."""
     with default_style():
         gantt(panels).savefig(path, dpi=200)
 
 
 def gantt(panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]]) -> Figure:
-    """The figure of `draw_gantt`.  A span has the colour of its kind, lighter for later chunks;
-    messages and reductions are thin, since they run beside passes."""
-    everything = [span for _, rows in panels for row in rows for span in row]
-    first, last = min(span[0] for span in everything), max(span[1] for span in everything)
+    """Return a figure with one panel per (title, rows); a row holds the spans of a stage.
+
+    Each kind of span has a color, which is lighter for later chunks. Messages and reductions
+    run concurrently with passes and are drawn as thin bars.
+    """
+    all_spans = [span for _, rows in panels for row in rows for span in row]
+    first, last = min(span[0] for span in all_spans), max(span[1] for span in all_spans)
     with default_style():
         figure, axes = _figure([(title, len(rows)) for title, rows in panels])
         axes[-1].set_xlim(first, last)
@@ -65,12 +71,12 @@ def gantt(panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]]) -> Figure:
                 for kind in sorted({span[2] for span in row}):
                     _bars(panel, stage, [span for span in row if span[2] == kind], kind)
                 _labels(panel, stage, row, (last - first) / (_WIDTH * 72))
-        _legend(figure, {span[2] for span in everything})
+        _legend(figure, {span[2] for span in all_spans})
     return figure
 
 
 def _figure(titles):
-    """A figure with a panel for each (title, number of stages), which share their time."""
+    """Create a figure with one panel per (title, number of stages) and a shared time axis."""
     need("a figure", "matplotlib")
     from matplotlib.figure import Figure
 
@@ -88,12 +94,12 @@ def _figure(titles):
 
 
 def _bars(panel, stage, row, kind):
-    """The spans of one kind on one stage."""
+    """Draw the spans of one kind on one stage."""
     height = 0.3 if _split_kind(kind)[1] in ("message", "reduce") else 0.8
     panel.broken_barh(
         [(start, end - start) for start, end, *_ in row],
         (stage - height / 2, height),
-        facecolors=[_colour_of(kind)],
+        facecolors=[_color_of(kind)],
         edgecolors="black",
         linewidth=0.3,
         zorder=2 if height < 0.5 else 1,
@@ -101,60 +107,63 @@ def _bars(panel, stage, row, kind):
 
 
 def _labels(panel, stage, row, seconds):
-    """The text of each span into which it fits; a point is `seconds` long, or a little more."""
+    """Label each span that is wide enough for its text. A point is about `seconds` wide."""
     for start, end, kind, label in row:
         if label and end - start > seconds * _TEXT * (0.64 * len(label) + 0.2):
-            colour = "white" if sum(_colour_of(kind)) < 1.0 else "black"
+            color = "white" if sum(_color_of(kind)) < 1.0 else "black"
             middle = (start + end) / 2
-            panel.text(
-                middle, stage, label, ha="center", va="center", fontsize=_TEXT, color=colour
-            )
+            panel.text(middle, stage, label, ha="center", va="center", fontsize=_TEXT, color=color)
 
 
 def _legend(figure, kinds):
     from matplotlib.patches import Patch
 
     patches = [
-        Patch(facecolor=_colour_of(kind), edgecolor="black", linewidth=0.3, label=name_of(kind))
+        Patch(facecolor=_color_of(kind), edgecolor="black", linewidth=0.3, label=name_of(kind))
         for kind in sorted(kinds, key=_order_of)
     ]
     columns = len({_split_kind(kind)[1] for kind in kinds})
-    how = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
-    figure.legend(handles=patches, ncols=columns, **how)
+    style = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
+    figure.legend(handles=patches, ncols=columns, **style)
 
 
 def _order_of(kind: str) -> tuple[int, int]:
-    """Where a kind stands in a legend."""
+    """Return the sort key of a kind in the legend."""
     chunk, name = _split_kind(kind)
     return list(_KINDS).index(name), chunk
 
 
 def name_of(kind: str) -> str:
-    """A kind in words."""
+    """Return the name of a kind for the legend."""
     chunk, name = _split_kind(kind)
     return _KINDS[name][0] + (f", chunk {chunk}" if chunk else "")
 
 
 def _split_kind(kind: str) -> tuple[int, str]:
-    """The chunk of a kind, and the kind without it."""
+    """Split a kind into its chunk and its base kind."""
     name = kind.lstrip("0123456789")
     return int(kind.removesuffix(name) or 0), name
 
 
-def _colour_of(kind: str) -> tuple[float, ...]:
-    """Red, green and blue from 0 to 1: the colour of a kind, half-way to white for each chunk."""
+def _color_of(kind: str) -> tuple[float, ...]:
+    """Return the RGB color of a kind, from 0 to 1. Each chunk is half-way closer to white."""
     chunk, name = _split_kind(kind)
     text = _KINDS[name][1]
-    full = [int(text[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    return tuple(1 - (1 - part) * 0.5**chunk for part in full)
+    full = [int(text[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    return tuple(1 - (1 - channel) * 0.5**chunk for channel in full)
 
 
-# On the screen
+# HTML page
 
 
 def on_screen(chart: Panels, empty_plot: Callable[..., Any]) -> Model:
-    """The passes of a pipeline for a page: a plot for each of the panels, which share their time;
-    `empty_plot` makes a plot."""
+    """Return the Bokeh model of a pipeline chart: one plot per panel with a shared time axis.
+
+    Parameters
+    ----------
+    empty_plot
+        Function that creates a plot of a given height.
+    """
     from bokeh.layouts import column
 
     plots = []
@@ -173,7 +182,7 @@ def _draw_passes(plot, rows):
 
     for kind, columns in sorted(_by_kind(rows).items(), key=lambda item: _order_of(item[0])):
         thin = _split_kind(kind)[1] in ("message", "reduce")
-        red, green, blue = (round(255 * part) for part in _colour_of(kind))
+        red, green, blue = (round(255 * channel) for channel in _color_of(kind))
         plot.hbar(
             y="stage",
             left="start",
@@ -192,7 +201,7 @@ def _draw_passes(plot, rows):
 
 
 def _by_kind(rows):
-    """{kind: columns of its passes on all stages}, times in ms."""
+    """Return {kind: columns of its spans on all stages}, with times in ms."""
     found = defaultdict(lambda: defaultdict(list))
     for stage, row in enumerate(rows):
         for start, end, kind, label in row:

@@ -1,6 +1,6 @@
-"""A report as one HTML page that needs nothing else: no network, no other file.
+"""HTML report: one self-contained page that needs no network and no other file.
 
-The figures are there twice: for the screen, where they answer to the mouse, and for paper.
+Figures are included twice: as interactive plots for the screen and as images for paper.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hpc3d.plain import counted
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
 
-_OPEN = 12  # rows of a table that is not folded
+_OPEN = 12  # maximum number of rows of a table that starts unfolded
 _SCRIPTS = ("state.js", "steps.js", "timeline.js", "tables.js")
 
 
 class Shown(NamedTuple):
-    """A picture on the page: its place on the screen, if it has one, and its image for paper."""
+    """Picture on the page: its interactive placeholder, or "", and its image for paper."""
 
     picture: Picture
     place: str
@@ -44,9 +44,10 @@ class Shown(NamedTuple):
 
 
 def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path) -> str:
-    """The text of the page.
+    """Return the text of the page.
 
-    `pictures` are those over all runs and then those of each run, whose files lie in `folder`.
+    `pictures` are those of the comparison, followed by those of each run, by file name. `folder`
+    contains their image files.
     """
     named = {name: each for found in pictures for name, each in found.items()}
     models = {name: model for name, each in named.items() if (model := _model(name, each))}
@@ -85,7 +86,7 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
 
 
 def _model(name, picture):
-    """What answers to the mouse, if the picture has such a form."""
+    """Return the Bokeh model of a picture, or None if it only has an image."""
     if type(picture.chart) not in plot_bokeh.draw.registry:
         return None
     model = plot_bokeh.draw(picture.chart)
@@ -94,7 +95,7 @@ def _model(name, picture):
 
 
 def _image(path):
-    """The smaller one of a figure's files as an address that contains it."""
+    """Return the smaller image file of a figure as a data URL."""
     kinds = {path.with_suffix(".svg"): "svg+xml", path.with_suffix(".png"): "png"}
     smaller = min(kinds, key=lambda file: file.stat().st_size)
     data = base64.b64encode(smaller.read_bytes()).decode()
@@ -114,7 +115,7 @@ def _text(name):
 
 
 def prose(text: str) -> str:
-    """A text as HTML: paragraphs, and headings between `."""
+    """Format a text as HTML: paragraphs, with `headings` in bold."""
     return "\n".join(f"<p>{_marked(part)}</p>" for part in text.split("\n\n"))
 
 
@@ -123,8 +124,7 @@ def _marked(text):
 
 
 class StepChoices(NamedTuple):
-    """The steps of a timeline that can be chosen: (number, what is said of it), and their data
-    as JSON, in which no text ends a script."""
+    """Steps that the timeline offers: (index, label), and their data as JSON without "<"."""
 
     choices: list
     data: str
@@ -136,16 +136,16 @@ def _steps(run: RunAnalysis) -> StepChoices:
     longest = max(ends, key=ends.__getitem__)
     choices = []
     for chart in sorted(charts, key=lambda chart: chart.step):
-        said = f"{chart.step}: {seconds(ends[chart.step])}"
-        said += ", the longest" if chart.step == longest and len(charts) > 1 else ""
+        label = f"{chart.step}: {seconds(ends[chart.step])}"
+        label += ", the longest" if chart.step == longest and len(charts) > 1 else ""
         if len(chart.shown) < chart.ranks:
-            said += f", {counted(len(chart.shown), 'rank')}"
-        choices.append((chart.step, said))
+            label += f", {counted(len(chart.shown), 'rank')}"
+        choices.append((chart.step, label))
     data = json.dumps(packed(charts), separators=(",", ":")).replace("<", "\\u003c")
     return StepChoices(choices, data)
 
 
 def _example(run: RunAnalysis) -> str:
-    """Some of a run's ranks, as they are written to choose them."""
+    """Return an example of a rank selection for this run."""
     axes = [f"{axis}=0" for axis, size in run.timeline.axes if size > 1]
     return " ".join(axes[:2]) or "0"

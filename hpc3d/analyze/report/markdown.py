@@ -1,4 +1,4 @@
-"""A report as Markdown that reads well as plain text, too."""
+"""Markdown report that is also readable as plain text."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ if TYPE_CHECKING:
     from hpc3d.analyze.report.figure_list import Picture
     from hpc3d.analyze.report.run_analysis import Report
 
-_LINES = 20  # of what is wrong with a trace
+_LINES = 20  # maximum length of a list, such as the problems of a trace
 _MEANS = (
-    "Calls, times and bytes are means a rank and step, over the steps that `averages` says: all"
-    " but the first one, where there are others."
+    "Calls, times and bytes are means per rank and step, over the steps listed in `averages`: all"
+    " steps except the first one, if there are others."
 )
 _NOTES = {
-    "pipeline": "Step {step}, on the first rank of each stage; simulated is its schedule on an"
-    " ideal clock. In flight: microbatches and chunks from F to the end of B.",
-    "bubble": "Step {step}: idle before the first backward pass, between, and after the last"
-    " forward pass.",
-    "path": "Step {step}: what it was as long as.",
+    "pipeline": "Step {step}, on the first rank of each stage. The simulated columns are the ideal"
+    " schedule. In flight: microbatches and chunks from the start of F to the end of B.",
+    "bubble": "Step {step}: idle time before the first backward pass, in between, and after the"
+    " last forward pass.",
+    "path": "Work that determined the length of step {step}.",
 }
 
 
 def page(report: Report) -> str:
-    """The text of a Report."""
+    """Return the text of a report."""
     sections = ["# Report", _MEANS, *_listed("Before these runs are compared:", report.notes)]
     for group, keys in report.differing.items():
-        title = f"They differ in {GROUPS[group]}:"
+        title = f"Differences in {GROUPS[group]}:"
         sections += _listed(title, [f"{key}: {text}" for key, text in keys.items()])
     sections += _listed("Losses:", report.curves)
     for spec in over_runs([run.label for run in report.runs]):
         sections += _section("##", spec, report.tables[spec.name])
     for run in report.runs:
-        said = in_markdown(" ".join(verdict(run.tables)))
-        sections += [f"## {in_markdown(run.label)}", said, _facts(run)]
-        sections += _listed("The trace is incomplete; missing are:", run.missing)
-        sections += _listed("The trace contradicts itself:", run.violations)
+        summary = in_markdown(" ".join(verdict(run.tables)))
+        sections += [f"## {in_markdown(run.label)}", summary, _facts(run)]
+        sections += _listed("The trace is incomplete. Missing:", run.missing)
+        sections += _listed("The trace is inconsistent:", run.violations)
         for spec in OF_A_RUN:
             sections += _section("###", spec, run.tables[spec.name], run.step)
     return "\n\n".join(sections) + "\n"
@@ -52,19 +52,19 @@ def _facts(run):
 
 
 def _listed(title, lines):
-    """Lines under a title, or as many as one reads."""
+    """List lines under a title, up to a readable number."""
     shown = [f"* {in_markdown(line)}" for line in lines[:_LINES]]
     more = [f"* and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
     return [title, "\n".join(shown + more)] if lines else []
 
 
 def image(name: str, picture: Picture) -> str:
-    """The line that shows a picture."""
+    """Return the Markdown line that embeds a figure."""
     return f"![{in_markdown(picture.title)}](figures/{name}.png)\n"
 
 
 def _section(level, spec, rows, step=None):
-    """The table under its title, or as much of it as is shown in a text; none without rows."""
+    """Return a table with its title and notes, truncated for a text; nothing if it has no rows."""
     if not rows or spec.rows_shown < 0:
         return []
     shown = rows[: spec.rows_shown or None]
@@ -75,5 +75,5 @@ def _section(level, spec, rows, step=None):
     rest = [f"{more} more rows are in tables/{spec.name}.csv."] if more else []
     narrow = spec.narrowed()
     if narrow.fields != spec.fields:
-        rest.append(f"The columns of more runs are in tables/{spec.name}.csv.")
+        rest.append(f"The columns of the other runs are in tables/{spec.name}.csv.")
     return [f"{level} {spec.title}", *note, markdown(narrow.known(shown), shown), *rest]

@@ -1,8 +1,9 @@
-"""The timelines of a page's steps as text: small enough that one page has many of them.
+"""Compact encoding of the timelines of a page, which page/steps.js decodes.
 
-page/steps.js reads them.  A column is an array of integers or floats, its bytes shuffled (the
-first byte of all values, then the second ...), compressed with zlib and written in base64.  Steps
-do the same work again, so most columns are those of another step, and are there once.
+A column is an array of integers or floats. Its bytes are shuffled (the first byte of all
+values, then the second byte, and so on), compressed with zlib and encoded in base64. Most
+columns are identical in several steps, because steps repeat the same work, so each distinct
+column is stored once.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ from hpc3d.analyze.report.step_timeline import lanes
 if TYPE_CHECKING:
     from hpc3d.analyze.report.step_timeline import Timeline
 
-_TICKS = 2**30  # that a step has at most
-_FINEST = 1e-4  # ms
+_TICKS = 2**30  # maximum number of ticks in a step
+_FINEST = 1e-4  # shortest tick in ms
 
 
 def packed(charts: Sequence[Timeline]) -> dict[str, Any]:
-    """Timelines as plain data: {"pool": the arrays, "steps": {step: ...}}, of which the first is
-    shown first."""
+    """Return the timelines as JSON data.
+
+    Returns
+    -------
+    dict
+        "pool": the distinct arrays; "steps": {step: indices into the pool}; "first": the step of
+        the first chart, which the page shows first.
+    """
     pool: dict[tuple[str, str], int] = {}
     steps = {str(chart.step): _step(chart, pool) for chart in charts}
     return {"first": str(charts[0].step), "pool": [[*each] for each in pool], "steps": steps}
@@ -54,20 +61,20 @@ def _step(chart, pool):
 
 
 def _stored(columns: Mapping[str, np.ndarray], pool):
-    """{name: the place of its array in the pool}."""
+    """Return {name: index of its array in the pool}."""
     texts = {key: _text(_small(values)) for key, values in columns.items()}
     return {key: pool.setdefault(text, len(pool)) for key, text in texts.items()}
 
 
 def _text(values):
-    """The type of an array, and its bytes as text."""
+    """Return the type of an array, and its bytes as text."""
     planes = values.astype(values.dtype.newbyteorder("<")).view("u1").reshape(-1, values.itemsize)
     data = zlib.compress(planes.T.tobytes(), 9)
     return f"{values.dtype.kind}{values.itemsize}", base64.b64encode(data).decode()
 
 
 def _columns(chart, tick):
-    """The columns of the boxes; times are integers, most of them differences, which are small."""
+    """Return the columns of the boxes. Times are integers, mostly differences, which are small."""
     events = dict(chart.events)
     start, until, end, posted = (events.pop(key) for key in ("start", "until", "end", "posted"))
     begun = _ticks(start, tick)
@@ -86,7 +93,7 @@ def _ticks(times, tick):
 
 
 def _small(values):
-    """An array of the smallest type that JavaScript has and its values fit in."""
+    """Convert an array to the smallest type that holds its values and that JavaScript supports."""
     if values.dtype.kind == "f":
         return values.astype("f4")
     bounds = (int(values.min(initial=0)), int(values.max(initial=0)))

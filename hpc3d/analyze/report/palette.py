@@ -1,8 +1,8 @@
-"""The colours of figures and pages: one meaning a colour on the whole page.
+"""Colors of figures and pages. Each color has one meaning on a page.
 
-Okabe and Ito's colours, which the colour-blind tell apart, are what ranks do; all others were
-chosen far from these and from each other, also as protanopes and deuteranopes see them
-(Machado et al. 2009), and visible on white and on the page's dark ground.
+The activities of ranks use the color-blind safe palette of Okabe and Ito. All other colors were
+selected to differ from these and from each other, also for protanopes and deuteranopes (Machado
+et al. 2009), and to be visible on white and on the dark background of the page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 NAVY, PINK, YELLOW, WINE = "#0072B2", "#CC79A7", "#F0E442", "#882255"
 SAND, GREY, LIGHT, PALE = "#C8B48C", "#707070", "#BDBDBD", "#E3D5EA"
 
-# What a rank does: computation by phase, and of a call the part after and before the last arrival.
+# Activities of a rank: computation by phase. A call is split at the last arrival into wait and
+# transfer.
 WORK = {
     "forward": BLUE,
     "backward": RED,
@@ -27,20 +28,20 @@ WORK = {
     "copy": PINK,
     "host": GREY,
 }
-UNRECORDED = PALE  # the rest of a step, of which no event says anything
-PATH = "#E0007A"  # the critical path, which crosses boxes of all colours
-LATE = "#B3123F"  # that others wait for a rank
+UNRECORDED = PALE  # time without any event
+PATH = "#E0007A"  # critical path, drawn over boxes of all colors
+LATE = "#B3123F"  # imposed wait of a straggler
 
-# Sums over phases: all computation, and calls whose wait and transfer are not known.
+# Totals over phases: all computation, and calls whose wait and transfer are unknown.
 COMPUTE, EXPOSED, RECORDED = "#3344DD", "#0099AA", "#2E6B4F"
 READING, MARKER = "#66CCBB", "#4A4030"
 
-# Calls by where they go, and what a stage does beside its passes.
+# Calls by mesh axis, plane or world, and the gradient reduction of a stage.
 AXES = ("#77AA66", "#DD8811", "#7766FF", "#773322", "#994400", "#FFDD77", "#FF99FF")
 PLANES, WORLD = ("#BBEEAA", "#880077", "#4433AA"), "#4A5A9A"
 REDUCTION = "#665500"
 
-INSIDE, CROSSING = "#AA77FF", "#FFBB66"  # bytes that stay in a host, and others
+INSIDE, CROSSING = "#AA77FF", "#FFBB66"  # bytes from the same host and from other hosts
 
 MEMORY = {
     "parameter": "#5511CC",
@@ -55,7 +56,7 @@ RUNS = ("#4466CC", "#DD5544", "#776688", "#2A9D8F", "#6633FF", "#B5651D", "#A23E
 
 
 def default_style() -> AbstractContextManager[None]:
-    """Draw as matplotlib does by default, whatever a user's matplotlibrc says."""
+    """Return a context with matplotlib's default style, independent of the user's matplotlibrc."""
     from matplotlib.style import context
 
     return context("default")

@@ -1,6 +1,6 @@
-"""Figures on paper: the charts of a report with matplotlib, as PNG and as SVG.
+"""Charts of a report with matplotlib, as PNG and SVG.
 
-Only figures need matplotlib, which the extra `report` installs.
+matplotlib is installed by the extra `report`; only figures need it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 7.2  # inches
-_NARROW = 48  # bars side by side that have a gap between them, and a label each
+_NARROW = 48  # maximum number of vertical bars that are drawn separately
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PATH.png and PATH.svg, the same bytes for the same figure."""
+    """Write a figure as PATH.png and PATH.svg, with reproducible bytes."""
     from matplotlib import rc_context
 
     salt = {"svg.hashsalt": path.name}
     with default_style(), rc_context(salt), warnings.catch_warnings():
-        # Names in a trace may be longer than a figure is wide: then it keeps the default layout.
+        # A name in a trace may be wider than the figure, which then keeps the default layout.
         warnings.filterwarnings("ignore", "constrained_layout not applied")
         figure.savefig(path.with_suffix(".png"), dpi=200)
-        figure.set_layout_engine("none")  # what was laid out for one stays for the other
+        figure.set_layout_engine("none")  # the SVG keeps the layout of the PNG
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, dpi=200)
 
 
 def empty(
     width: float, height: float, rows: int = 1, **values: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure in inches, and the axes of its rows."""
+    """Return a figure of a size in inches, and the axes of its rows."""
     need("a figure", "matplotlib")
     from matplotlib.figure import Figure
 
@@ -56,7 +56,7 @@ def empty(
 
 
 def draw(chart: object) -> Figure:
-    """Draw a chart."""
+    """Draw a chart with matplotlib's default style."""
     with default_style():
         return _drawn(chart)
 
@@ -68,74 +68,75 @@ def _drawn(chart: object) -> Figure:
 
 @_drawn.register
 def _lines(chart: Lines):
-    """Lines get thinner from the first to the last, so that all show where they coincide."""
-    rows = 2 if chart.below else 1
+    """Draw lines that get thinner from the first to the last, so that coinciding lines are
+    visible."""
+    rows = 2 if chart.lower else 1
     figure, axes = empty(WIDTH, 2.4 + 1.2 * rows, rows, height_ratios=(2, 1)[:rows])
     widths = np.linspace(6.0, 1.2, len(chart.lines)) if len(chart.lines) > 1 else [1.8]
-    colours = {label: RUNS[at % len(RUNS)] for at, label in enumerate(chart.lines)}
+    colors = {label: RUNS[index % len(RUNS)] for index, label in enumerate(chart.lines)}
     for (label, line), width in zip(chart.lines.items(), widths):
-        axes[0].plot(*line, label=_plain(label), **_style(colours[label], width))
-    for label, line in (chart.below or {}).items():
-        axes[1].plot(*line, **_style(colours[label], 1.4))
+        axes[0].plot(*line, label=_escaped(label), **_style(colors[label], width))
+    for label, line in (chart.lower or {}).items():
+        axes[1].plot(*line, **_style(colors[label], 1.4))
     axes[0].legend(frameon=False)
-    for panel, text in zip(axes, (chart.down, chart.beneath)):
+    for panel, text in zip(axes, (chart.ylabel, chart.lower_ylabel)):
         panel.set_ylabel(text)
         panel.grid(color="0.9", linewidth=0.6)
     if rows == 2:
         axes[1].ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
-    axes[-1].set_xlabel(chart.across)
+    axes[-1].set_xlabel(chart.xlabel)
     axes[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
-def _style(colour, width):
-    """A line whose markers, of its own width, show only where a number stands alone."""
-    return {"color": colour, "linewidth": width, "marker": "o", "ms": width, "mew": 0}
+def _style(color, width):
+    """Return the style of a line whose markers are only visible at isolated points."""
+    return {"color": color, "linewidth": width, "marker": "o", "ms": width, "mew": 0}
 
 
-def _plain(label):
+def _escaped(label):
     return label.replace("$", r"\$")
 
 
 @_drawn.register
 def _bars(chart: Bars):
-    if chart.lying:
-        return _lying(chart)
+    if chart.horizontal:
+        return _horizontal_bars(chart)
     figure, (panel,) = empty(WIDTH, 3.2)
     edges, bottom = np.arange(len(chart.labels) + 1) - 0.5, np.zeros(len(chart.labels))
-    for part, (colour, values) in chart.parts.items():
+    for part, (color, values) in chart.parts.items():
         top = bottom + values
         if len(bottom) <= _NARROW:
-            panel.bar(edges[1:] - 0.5, values, bottom=bottom, color=colour, label=_plain(part))
+            panel.bar(edges[1:] - 0.5, values, bottom=bottom, color=color, label=_escaped(part))
         else:
-            panel.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=_plain(part))
+            panel.stairs(top, edges, baseline=bottom, fill=True, color=color, label=_escaped(part))
         bottom = top
-    places = range(0, len(bottom), 1 + (len(bottom) - 1) // 32)
-    panel.set_xticks(places, [_plain(chart.labels[place]) for place in places])
+    ticks = range(0, len(bottom), 1 + (len(bottom) - 1) // 32)
+    panel.set_xticks(ticks, [_escaped(chart.labels[tick]) for tick in ticks])
     panel.set_xlim(edges[0], edges[-1])
-    panel.set_xlabel(chart.across)
-    panel.set_ylabel(chart.down)
-    return _explained(figure)
+    panel.set_xlabel(chart.xlabel)
+    panel.set_ylabel(chart.ylabel)
+    return _with_legend(figure)
 
 
-def _lying(chart):
-    """Bars one under the other, for labels that are words."""
+def _horizontal_bars(chart):
+    """Draw horizontal bars from top to bottom, for labels that are words."""
     figure, (panel,) = empty(WIDTH, 1.1 + 0.26 * len(chart.labels))
-    left, places = np.zeros(len(chart.labels)), range(len(chart.labels))
-    for part, (colour, values) in chart.parts.items():
-        panel.barh(places, values, left=left, color=colour, label=_plain(part))
+    left, rows = np.zeros(len(chart.labels)), range(len(chart.labels))
+    for part, (color, values) in chart.parts.items():
+        panel.barh(rows, values, left=left, color=color, label=_escaped(part))
         left = left + values
-    panel.set_yticks(places, [_plain(label) for label in chart.labels])
+    panel.set_yticks(rows, [_escaped(label) for label in chart.labels])
     panel.invert_yaxis()
-    panel.set_xlabel(chart.down)
-    return _explained(figure)
+    panel.set_xlabel(chart.ylabel)
+    return _with_legend(figure)
 
 
-def _explained(figure):
-    """With a legend of the parts above it."""
+def _with_legend(figure):
+    """Add a legend of the parts above the plot."""
     handles, names = figure.axes[0].get_legend_handles_labels()
-    how = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2}
-    figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 8), **how)
+    style = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2}
+    figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 8), **style)
     return figure
 
 
@@ -143,8 +144,8 @@ def _explained(figure):
 def _heat(chart: Heat):
     figure, (panel,) = empty(4.6, 4.0)
     edge = len(chart.values) * chart.ranks - 0.5
-    how = {"cmap": "Blues", "vmin": 0, "interpolation": "nearest", "aspect": "equal"}
-    image = panel.imshow(chart.values, extent=(-0.5, edge, edge, -0.5), **how)
+    style = {"cmap": "Blues", "vmin": 0, "interpolation": "nearest", "aspect": "equal"}
+    image = panel.imshow(chart.values, extent=(-0.5, edge, edge, -0.5), **style)
     panel.set_xlabel("receiver [rank]")
     panel.set_ylabel("sender [rank]")
     for axis in (panel.xaxis, panel.yaxis):
@@ -155,20 +156,20 @@ def _heat(chart: Heat):
 
 @_drawn.register
 def _load_maps(chart: LoadMaps):
-    """One map a layer, two in a row; white is an even load, red more and blue less."""
+    """Draw one map per layer in two columns: white is a balanced load, red a higher and blue a
+    lower one."""
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 
     columns = min(2, len(chart.maps))
     rows = -(-len(chart.maps) // columns)
     figure = Figure(figsize=(WIDTH, 0.7 + 1.8 * rows), layout="constrained")
-    how = {"sharex": True, "sharey": True, "squeeze": False}
-    panels = figure.subplots(rows, columns, **how)
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     highest = max(values.max() for values in chart.maps.values())
-    how = {"cmap": "RdBu_r", "norm": TwoSlopeNorm(1, 0, max(2.0, highest)), "rasterized": True}
+    style = {"cmap": "RdBu_r", "norm": TwoSlopeNorm(1, 0, max(2.0, highest)), "rasterized": True}
     for panel, (layer, values) in zip(panels.ravel(), chart.maps.items()):
         borders = np.arange(len(values) + 1) - 0.5
-        image = panel.pcolormesh(chart.edges - 0.5, borders, values, **how)
+        image = panel.pcolormesh(chart.edges - 0.5, borders, values, **style)
         panel.set_title(f"layer {layer}", fontsize=9)
         panel.invert_yaxis() if panel is panels[0, 0] else None
     for panel in panels.ravel()[len(chart.maps) :]:
@@ -179,7 +180,7 @@ def _load_maps(chart: LoadMaps):
         panel.set_xlabel("training step")
     for axis in (panels[0, 0].xaxis, panels[0, 0].yaxis):
         axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    figure.colorbar(image, ax=panels, label="load over the mean", shrink=0.8)
+    figure.colorbar(image, ax=panels, label="load relative to the mean", shrink=0.8)
     return figure
 
 
@@ -190,24 +191,25 @@ def _panels(chart: Panels):
 
 @_drawn.register
 def _timeline(chart: Timeline):
-    """One row per rank; the boxes are pixels, for a step has too many of them for a drawing."""
+    """Draw one row per rank. Boxes are rasterized, because a step has too many for vector
+    graphics."""
     from matplotlib.collections import PolyCollection
 
     rows, half = len(chart.shown), 0.42 * lanes(chart.events)[1]
     figure, (panel,) = empty(10.0, 1.2 + min(8.0, max(1.0, 0.2 * rows)))
     begin, end = chart.extents.T
-    how = {"height": 0.84, "color": UNRECORDED, "label": rest(chart)}
-    panel.barh(range(rows), end - begin, left=begin, **how)
+    style = {"height": 0.84, "color": UNRECORDED, "label": rest(chart)}
+    panel.barh(range(rows), end - begin, left=begin, **style)
     for kind, (left, right, row) in boxes(chart).items():
         top, bottom = row - half, row + half
         corners = [(left, top), (left, bottom), (right, bottom), (right, top)]
-        how = {"facecolors": KINDS[kind], "linewidths": 0, "rasterized": True, "label": kind}
-        panel.add_collection(PolyCollection(np.moveaxis(np.array(corners), -1, 0), **how))
-    places = range(0, rows, 1 + (rows - 1) // 32)
+        style = {"facecolors": KINDS[kind], "linewidths": 0, "rasterized": True, "label": kind}
+        panel.add_collection(PolyCollection(np.moveaxis(np.array(corners), -1, 0), **style))
+    ticks = range(0, rows, 1 + (rows - 1) // 32)
     panel.plot(*path(chart), color=PATH, linewidth=1, label="critical path")
-    panel.set_yticks(places, [chart.shown[place] for place in places])
+    panel.set_yticks(ticks, [chart.shown[tick] for tick in ticks])
     panel.set_ylim(rows - 0.5, -0.5)
     panel.set_xlim(0, chart.extents.max())
     panel.set_xlabel("time [ms]")
     panel.set_ylabel("rank")
-    return _explained(figure)
+    return _with_legend(figure)

@@ -1,4 +1,4 @@
-"""All that a report says of a run, from its trace."""
+"""Complete analysis of a run from its trace: the tables and charts of its report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpc3d.analyze.metrics.compare import (
     scaling_rows,
 )
 from hpc3d.analyze.metrics.critical_path import critical_path, path_rows
-from hpc3d.analyze.metrics.crossing import crossing_pair_rows, crossing_rows
+from hpc3d.analyze.metrics.crossing import host_pair_rows, host_traffic_rows
 from hpc3d.analyze.metrics.expert_loads import (
     ExpertLoads,
     cost_row,
@@ -40,8 +40,8 @@ from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import (
     StepPasses,
     configuration,
+    is_asynchronous,
     pipeline_of_step,
-    runs_on,
 )
 from hpc3d.analyze.metrics.prediction import prediction_rows
 from hpc3d.analyze.metrics.run_summary import about
@@ -68,22 +68,35 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _NO_COMMON_TIME = (
-    "the time on the wall, for each rank counted its own CPU time: tokens/s, FLOP/s and MFU,"
-    " how runs scale and differ, waits, stragglers, the critical path, the rates of collectives,"
-    " the timeline and the stages of a pipeline"
+    "wall-clock time, because each rank measured its own CPU time (trace.clock): tokens/s, FLOP/s,"
+    " MFU, scaling, differences between runs, waits, stragglers, the critical path, the rates of"
+    " collectives, the timeline and the pipeline stages are not available"
 )
-_DROPPED = "events of {ranks}: trust only the step, loss and memory tables, the others lack them"
+_DROPPED = "events of {ranks}, which were dropped: only the step, loss and memory tables are valid"
 
 
 @dataclass(frozen=True)
 class RunAnalysis:
-    """A run: what it was, its configuration (TOML), what its trace lacks and where it contradicts
-    itself (a line each), and its tables by the names of run_tables.py.  All text of the
-    trace is plain.
+    """Analysis of one run. All text that comes from the trace is sanitized.
 
-    Drawn are the timeline and the panels of the pipeline in `step`, and the bytes of a step from
-    rank to rank, matrices by mesh axis, "" for all of them; and where there are experts their
-    loads.  `others` are the timelines of other steps, if they were asked for.
+    Attributes
+    ----------
+    about
+        {title: text} at the top of the report.
+    config
+        Configuration as TOML.
+    missing, violations
+        Incomplete and inconsistent parts of the trace, one line each.
+    tables
+        Rows of each table, by the table names of run_tables.py.
+    step
+        Step that the timeline and the pipeline panels show.
+    matrices
+        Bytes per step from rank to rank by mesh axis; "" is the sum over all axes.
+    loads
+        Load of the experts, if the model has any.
+    others
+        Timelines of other steps, if requested.
     """
 
     label: str
@@ -102,9 +115,19 @@ class RunAnalysis:
 
 
 class Report(NamedTuple):
-    """Runs, the tables that are over all of them, what one must know to compare them, a line each,
-    that in which they differ, {group: {key: who has which value}}, and a line for each run whose
-    losses are those of the first one."""
+    """Analyses of several runs and their comparison.
+
+    Attributes
+    ----------
+    tables
+        Tables that compare the runs.
+    notes
+        Warnings about the comparison, one line each.
+    differing
+        Differences between the runs, {group: {key: text}}.
+    curves
+        One line per run whose losses equal those of the first run.
+    """
 
     runs: list
     tables: dict
@@ -114,8 +137,10 @@ class Report(NamedTuple):
 
 
 def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
-    """The Report of open traces and their Runs; several are compared with the first one, but not
-    their times if any are CPU times."""
+    """Return the Report of open traces and their analyses.
+
+    All runs are compared with the first one. Times are not compared if any trace has CPU times.
+    """
     runs = _distinct(runs)
     timed = all(map(one_time, traces))
     tables = {"runs": comparison_rows(runs), "received": [], "scaling": [], "gains": []}
@@ -133,8 +158,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
         ]
     labels = [run.label for run in runs]
     differ = differing(traces, labels, [run.about for run in runs])
-    found = tables, notes(traces, labels), differ, equal_curves(tables["runs"])
-    return Report(runs, *plain_in(found))
+    texts = tables, notes(traces, labels), differ, equal_curves(tables["runs"])
+    return Report(runs, *plain_in(texts))
 
 
 def analyze_run(
@@ -144,15 +169,15 @@ def analyze_run(
     events: int = EVENTS,
     others: int = 0,
 ) -> RunAnalysis:
-    """The RunAnalysis of an open trace.
+    """Return the RunAnalysis of an open trace; raise ValueError if no step was completed.
 
-    `peak` is the FLOP/s of one rank that MFU refers to, `step` the one whose timeline is drawn,
-    of at most `events` events (None: that of the median time); the other steps have `others` of
-    them together (0: they are not drawn).  ValueError if none was completed.
+    `peak` is the peak FLOP/s of one rank, for MFU and HFU. The timeline shows `step` (by default
+    one with the median time) with at most `events` events. The timelines of all other steps have
+    at most `others` events together; 0 omits them.
     """
     if not len(trace.steps):
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
-    wrong = violations(trace)  # before calls_of, for each takes half of the memory
+    wrong = violations(trace)  # before calls_of: each uses half of the memory
     steady = Steady(trace)
     step, calls = median_step(steady) if step is None else step, calls_of(steady)
     matrices, loads = _matrices(trace, calls), loads_of(trace)
@@ -170,7 +195,7 @@ def analyze_run(
         tables |= _of_calls(calls, path)
         drawn = timeline(trace, calls, step, path, events, peak)
         more = other_steps(trace, calls, step, peak, others) if others else []
-        missing += _doubts(calls, tables)
+        missing += _wait_warnings(calls, tables)
     else:
         missing.append(_NO_COMMON_TIME)
     missing += _dropped(trace)
@@ -181,33 +206,32 @@ def analyze_run(
 
 
 def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
-    """The runs with their ids in those labels that several of them have, and with their places
-    where this is one run twice."""
+    """Make labels unique: append the run id, and a number if a run occurs twice."""
     labels = [run.label for run in runs]
     named = [
         f"{run.label}, {run.run_id}" if labels.count(run.label) > 1 else run.label for run in runs
     ]
     return [
-        replace(run, label=f"{name}, {place}" if named.count(name) > 1 else name)
-        for place, (run, name) in enumerate(zip(runs, named), 1)
+        replace(run, label=f"{name}, {number}" if named.count(name) > 1 else name)
+        for number, (run, name) in enumerate(zip(runs, named), 1)
     ]
 
 
 def _dropped(trace):
-    """A line for ranks whose events were not all kept."""
+    """Yield a line that lists the ranks with dropped events."""
     if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
         yield _DROPPED.format(ranks=_ranks(dropped))
 
 
 def _ranks(numbers):
-    """Ranks as text, the first of many."""
+    """List ranks as text, truncated if there are many."""
     shown = ", ".join(map(str, numbers[:8].tolist()))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"rank{'s'[: len(numbers) > 1]} {shown}{more}"
 
 
 def _of_mean_step(steady, calls, peak, matrices, loads):
-    """The tables of averages, and those of one time without rows."""
+    """Return the tables of averages, and empty tables for those that need a common clock."""
     return {
         **_of_time(steady, calls, peak),
         **_of_traffic(calls, matrices),
@@ -231,7 +255,7 @@ def _of_time(trace, calls, peak):
 
 
 def _of_all_steps(trace):
-    """The tables that are no averages."""
+    """Return the tables that are not averages."""
     return {
         "loss": loss_rows(trace),
         "evaluation": evaluation_rows(trace),
@@ -242,16 +266,16 @@ def _of_all_steps(trace):
 
 
 def _of_traffic(calls, matrices):
-    """The tables of who receives what, which need no times."""
+    """Return the tables of communication volume, which need no times."""
     return {
         "traffic": _pairs(matrices),
-        "crossing": crossing_rows(calls),
-        "crossing_pairs": crossing_pair_rows(calls),
+        "crossing": host_traffic_rows(calls),
+        "crossing_pairs": host_pair_rows(calls),
     }
 
 
 def _of_experts(steady, loads, calls):
-    """The tables of mixtures of experts."""
+    """Return the tables of mixture-of-experts models."""
     if loads is None:
         return {name: [] for name in ("expert_cost", "experts", "routers", "exchanges")}
     timed, averaged = one_time(steady), loads.of(steady.steps["step"])
@@ -264,7 +288,7 @@ def _of_experts(steady, loads, calls):
 
 
 def _of_calls(calls, path):
-    """The tables that compare the times of several ranks."""
+    """Return the tables that compare times of several ranks."""
     return {
         "waits": wait_rows(calls),
         "stragglers": straggler_rows(calls) if len(calls.row) else [],
@@ -274,14 +298,14 @@ def _of_calls(calls, path):
 
 
 def _matrices(trace, calls):
-    """{axis: bytes [sender, receiver]} of the axes on which anything moved, "" for all."""
+    """Return {axis: bytes [sender, receiver]} of the axes with traffic, and "" for all axes."""
     axes = ["", *sorted({group.axis for group in trace.groups})]
     found = {axis: communication_matrix(calls, axis or None) for axis in axes}
     return {axis: matrix for axis, matrix in found.items() if matrix.any()}
 
 
 def _pairs(matrices):
-    """The matrices of the axes as rows."""
+    """Return one row per axis and pair of ranks."""
     keys = ("axis", "sender", "receiver", "bytes")
     return [
         dict(zip(keys, (axis, *pair, amount)))
@@ -292,20 +316,23 @@ def _pairs(matrices):
 
 
 def _bubble(trace, step):
-    """The parts of the stages' idle time; an asynchronous schedule has none."""
-    if runs_on(configuration(trace)):
+    """Return the parts of the idle time of each stage; none for an asynchronous schedule."""
+    if is_asynchronous(configuration(trace)):
         return []
     return bubble_rows(StepPasses(trace).measured(step))
 
 
-def _doubts(calls, tables):
-    """What the waits may be wrong in."""
-    cut, early = incomplete(calls), sum(row["violations"] for row in tables["waits"])
+def _wait_warnings(calls, tables):
+    """Yield the reasons why the waits may be wrong."""
+    partial, early = incomplete(calls), sum(row["violations"] for row in tables["waits"])
     worst = max((row["worst_s"] for row in tables["waits"]), default=0)
-    if cut:
-        yield f"{cut} collectives and messages: the call of a member, so their waits may be longer"
+    if partial:
+        yield (
+            f"the calls of some members of {partial} collectives and messages, whose waits may be"
+            " longer than reported"
+        )
     if early:
         yield (
-            f"clocks that agree: {early} calls ended before an arrival that they needed, by up to"
+            f"synchronized clocks: {early} calls ended before a required member arrived, by up to"
             f" {worst * 1e6:.0f} us"
         )

@@ -1,5 +1,4 @@
-"""The tables of a run, in the order of a report: headings, units, and where the numbers are
-from."""
+"""Tables of a run in the order of a report: titles, column keys, headings and units."""
 
 from hpc3d.analyze.report.table_format import (
     ColumnSpec,
@@ -26,7 +25,7 @@ CATEGORY = ColumnSpec("category", "category")
 _SECONDS = ColumnSpec("seconds", "time [ms]", milliseconds)
 _SHARE = ColumnSpec("share", "share", percent)
 _DROPPED = ColumnSpec("dropped", "dropped", percent)
-_EMPTY = ColumnSpec("empty", "empty slots", percent)
+_UNUSED = ColumnSpec("empty", "unused capacity", percent)
 
 _STEP = TableSpec(
     "step",
@@ -48,7 +47,7 @@ _STEP = TableSpec(
 )
 _EFFICIENCY = TableSpec(
     "efficiency",
-    "Arithmetic",
+    "Efficiency",
     (
         ColumnSpec("model_flop", "model [FLOP]", prefixed),
         ColumnSpec("recorded_flop", "recorded [FLOP]", prefixed),
@@ -60,7 +59,7 @@ _EFFICIENCY = TableSpec(
 )
 _TIME = TableSpec(
     "time",
-    "Time of a step",
+    "Step time",
     (
         CATEGORY,
         PHASE,
@@ -77,12 +76,12 @@ _BETWEEN = TableSpec(
     "between",
     "Time between steps",
     (
-        ColumnSpec("name", "what"),
+        ColumnSpec("name", "activity"),
         CATEGORY,
-        ColumnSpec("times", "times", count),
+        ColumnSpec("times", "count", count),
         ColumnSpec("mean_s", "mean [ms]", milliseconds),
         ColumnSpec("longest_s", "longest [ms]", milliseconds),
-        _SECONDS._replace(heading="in all [ms]"),
+        _SECONDS._replace(heading="total [ms]"),
     ),
 )
 _LAYERS = TableSpec(
@@ -106,13 +105,13 @@ _RANKS = TableSpec(
         ColumnSpec("copy_s", "copy [ms]", milliseconds),
         ColumnSpec("other_s", "other [ms]", milliseconds),
         ColumnSpec("unrecorded_s", "unrecorded [ms]", milliseconds),
-        ColumnSpec("outstanding_s", "a call outstanding [ms]", milliseconds),
+        ColumnSpec("outstanding_s", "outstanding call [ms]", milliseconds),
     ),
     rows_shown=8,
 )
 _IMBALANCE = TableSpec(
     "imbalance",
-    "Imbalance of computation",
+    "Compute imbalance",
     (
         PHASE,
         ColumnSpec("mean_s", "mean [ms]", milliseconds),
@@ -123,7 +122,7 @@ _IMBALANCE = TableSpec(
 )
 _WAITS = TableSpec(
     "waits",
-    "Waiting and transfer",
+    "Wait and transfer time",
     (
         AXIS,
         OP,
@@ -137,15 +136,15 @@ _WAITS = TableSpec(
 )
 _STRAGGLERS = TableSpec(
     "stragglers",
-    "Who is waited for",
+    "Stragglers",
     (
         _RANK,
         _HOST,
-        ColumnSpec("meetings", "meetings", integer),
+        ColumnSpec("meetings", "calls", integer),
         ColumnSpec("last", "arrives last", integer),
-        ColumnSpec("imposed_s", "others wait for it [ms]", milliseconds),
-        ColumnSpec("wait_s", "waits itself [ms]", milliseconds),
-        ColumnSpec("work_s", "works [ms]", milliseconds),
+        ColumnSpec("imposed_s", "imposed wait [ms]", milliseconds),
+        ColumnSpec("wait_s", "own wait [ms]", milliseconds),
+        ColumnSpec("work_s", "busy [ms]", milliseconds),
         ColumnSpec("straggler", "straggler"),
     ),
     rows_shown=5,
@@ -168,13 +167,13 @@ _COLLECTIVES = TableSpec(
         ColumnSpec("seconds", "median [us]", microseconds),
         ColumnSpec("algbw", "algbw [B/s]", prefixed),
         ColumnSpec("busbw", "busbw [B/s]", prefixed),
-        ColumnSpec("later", "waited for later", percent),
+        ColumnSpec("later", "deferred wait", percent),
     ),
     rows_shown=12,
 )
 _TRAFFIC = TableSpec(
     "traffic",
-    "Bytes from rank to rank",
+    "Bytes between ranks",
     (
         AXIS,
         ColumnSpec("sender", "sender", number),
@@ -185,20 +184,20 @@ _TRAFFIC = TableSpec(
 )
 _CROSSING = TableSpec(
     "crossing",
-    "Between hosts",
+    "Traffic between hosts",
     (
         _HOST,
         ColumnSpec("ranks", "ranks", integer),
         ColumnSpec("calls", "calls", count),
         ColumnSpec("bytes", "received [B]", prefixed),
         ColumnSpec("crossing", "from other hosts [B]", prefixed),
-        ColumnSpec("on_cards", "on cards [B]", prefixed),
+        ColumnSpec("on_cards", "through NICs [B]", prefixed),
     ),
     rows_shown=8,
 )
 _CROSSING_PAIRS = TableSpec(
     "crossing_pairs",
-    "Bytes from host to host",
+    "Bytes between hosts",
     (
         ColumnSpec("sender_host", "sender"),
         ColumnSpec("receiver_host", "receiver"),
@@ -230,16 +229,16 @@ _BUBBLE = TableSpec(
         _STAGE,
         ColumnSpec("span_s", "all passes [ms]", milliseconds),
         ColumnSpec("idle_s", "idle [ms]", milliseconds),
-        ColumnSpec("warmup_s", "warm-up [ms]", milliseconds),
+        ColumnSpec("warmup_s", "warmup [ms]", milliseconds),
         ColumnSpec("steady_s", "steady [ms]", milliseconds),
         ColumnSpec("drain_s", "drain [ms]", milliseconds),
     ),
 )
 _COPIES = TableSpec(
     "copies",
-    "Copies of what is offloaded",
+    "Offload copies",
     (
-        ColumnSpec("name", "what"),
+        ColumnSpec("name", "direction"),
         PHASE,
         ColumnSpec("copies", "copies", count),
         ColumnSpec("bytes", "copied [B]", prefixed),
@@ -284,7 +283,7 @@ _LOSS = TableSpec(
     (
         ColumnSpec("step", "step", integer),
         ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
-        ColumnSpec("grad_norm", "norm of the gradient", "{:.4f}".format),
+        ColumnSpec("grad_norm", "gradient norm", "{:.4f}".format),
     ),
     rows_shown=-1,
 )
@@ -305,46 +304,46 @@ _EVALUATION = TableSpec(
 
 _EXPERT_COST = TableSpec(
     "expert_cost",
-    "What imbalance of experts costs",
+    "Cost of expert load imbalance",
     (
-        ColumnSpec("slots", "slots", integer),
-        ColumnSpec("highest", "fullest / mean", ratio),
+        ColumnSpec("slots", "capacity", integer),
+        ColumnSpec("highest", "max / mean", ratio),
         _DROPPED,
-        ColumnSpec("dropped_even", "dropped, even", percent),
-        _EMPTY,
-        ColumnSpec("empty_even", "empty slots, even", percent),
-        ColumnSpec("empty_flop", "empty [FLOP]", prefixed),
+        ColumnSpec("dropped_even", "dropped, balanced", percent),
+        _UNUSED,
+        ColumnSpec("empty_even", "unused, balanced", percent),
+        ColumnSpec("empty_flop", "unused [FLOP]", prefixed),
         ColumnSpec("wait_s", "wait along e [ms]", milliseconds),
-        ColumnSpec("wait_share", "of the step", percent),
+        ColumnSpec("wait_share", "share of step", percent),
         ColumnSpec("rank", "for rank", number),
-        ColumnSpec("experts", "with experts"),
-        ColumnSpec("load", "their load", ratio),
+        ColumnSpec("experts", "experts"),
+        ColumnSpec("load", "load", ratio),
     ),
 )
 _EXPERTS = TableSpec(
     "experts",
-    "Load of experts",
+    "Expert load",
     (
         ColumnSpec("layer", "layer", layer),
         ColumnSpec("expert", "expert", number),
-        _SHARE._replace(heading="share of choices"),
+        _SHARE._replace(heading="share of tokens"),
         ColumnSpec("load", "load", ratio),
         _DROPPED,
-        _EMPTY,
+        _UNUSED,
     ),
     rows_shown=16,
 )
 _ROUTERS = TableSpec(
     "routers",
-    "Load of experts by step",
+    "Expert load by step",
     (
         ColumnSpec("step", "step", integer),
         ColumnSpec("layer", "layer", layer),
-        ColumnSpec("highest", "fullest / mean", ratio),
-        ColumnSpec("fullest", "fullest expert", number),
-        ColumnSpec("lowest", "emptiest / mean", ratio),
+        ColumnSpec("highest", "max / mean", ratio),
+        ColumnSpec("fullest", "busiest expert", number),
+        ColumnSpec("lowest", "min / mean", ratio),
         _DROPPED,
-        _EMPTY,
+        _UNUSED,
         ColumnSpec("balance_loss", "balance loss [nat]", "{:.6f}".format),
         ColumnSpec("z_loss", "z loss [nat]", "{:.6f}".format),
     ),

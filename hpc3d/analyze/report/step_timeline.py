@@ -1,4 +1,4 @@
-"""What the ranks did in one training step, event by event, as the figures show it."""
+"""Events of one training step on all ranks, as the timeline figures show them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.columns import cell_values, event_values, labelled, labels
+from hpc3d.analyze.metrics.columns import cell_values, event_values, labels, with_label
 from hpc3d.analyze.metrics.critical_path import critical_path
 from hpc3d.analyze.report.palette import WORK as KINDS
 from hpc3d.plain import plain_in
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EVENTS = 100_000  # events of a step that a page draws at most
-OTHERS = 400_000  # and events of all other steps together
-_STEPS, _FEW = 40, 5_000  # other steps at most, and events of one of them at least
+EVENTS = 100_000  # maximum number of events of a step on a page
+OTHERS = 400_000  # maximum number of events of all other steps together
+_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of steps in the list; events of each, at least
 
-_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_KIND_INDEX = {kind: number for number, kind in enumerate(KINDS)}
 DETAILS = (
     "name",
     "op",
@@ -42,15 +42,24 @@ DETAILS = (
 
 
 class Timeline(NamedTuple):
-    """The events of a step on the `shown` ranks, of `ranks` in all on a mesh of `axes`.
+    """Events of a step on the `shown` ranks, out of `ranks` ranks on a mesh of `axes`.
 
-    `events` are columns: `start` and `end` in ms from the first begin of the step on any rank,
-    between them `until`, where the wait for the last arrival ends (`start` if there was none),
-    and `posted`, when a call was made; `rank`, `stream`, `kind` (a number in KINDS), `instance` (a
-    number that calls have in common which belong together, -1 for none), `by` (the rank that was
-    waited for, -1 for none), and DETAILS.  `names` are {code: name} of those columns that hold
-    codes.  `path` are the Segments of the critical path, `extents` when the step began and ended
-    on each of `shown`, [ranks, 2] in ms, and `peak` the FLOP/s of a rank at best, if known.
+    Attributes
+    ----------
+    events
+        Columns of the events. Times are in ms since the first start of the step on any rank:
+        `start`, `until` (end of the wait for the last arrival, or `start`), `end`, and `posted`
+        (time of the call). `kind` is an index into KINDS. `meeting` is the index of the call
+        instance, and `by` the rank that the call waited for; both are -1 if there is none. The
+        other columns are `rank`, `stream` and DETAILS.
+    names
+        {code: name} of every column that holds codes.
+    path
+        Segments of the critical path.
+    extents
+        Start and end of the step on each shown rank, [ranks, 2] in ms.
+    peak
+        Peak FLOP/s of a rank, if known.
     """
 
     step: int
@@ -72,9 +81,18 @@ def timeline(
     limit: int = EVENTS,
     peak: float | None = None,
 ) -> Timeline:
-    """The Timeline of a step; of more events than `limit` those of representative ranks only.
+    """Return the Timeline of a step, with representative ranks if it has more than `limit` events.
 
-    `calls` are `waits.calls_of(trace)` and `path` the critical path of the step.
+    Parameters
+    ----------
+    calls
+        Result of `calls_of(trace)`.
+    path
+        Critical path of the step.
+    limit
+        Maximum number of events.
+    peak
+        Peak FLOP/s of a rank.
     """
     rows = np.flatnonzero(trace.events["step"] == step)
     ranks = trace.events["rank"][rows]
@@ -86,7 +104,7 @@ def timeline(
     columns |= {key: event_values(trace, key, rows) for key in ("rank", "stream", *DETAILS)}
     axes = list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     if prod(size for _, size in axes) != trace.attrs["world_size"]:
-        axes = []  # stages have different numbers of replicas: a rank goes by its number
+        axes = []  # stages have different numbers of replicas, so ranks have no coordinates
     axes, names = plain_in((axes, names))
     extents = _extents(trace, step, shown)
     return Timeline(
@@ -97,40 +115,43 @@ def timeline(
 def other_steps(
     trace: Trace, calls: CallInstances, step: int, peak: float | None = None, limit: int = OTHERS
 ) -> list[Timeline]:
-    """The Timelines of the other steps; of many steps the first, the longest, the last and others
-    at even distances."""
+    """Return the Timelines of all steps except `step`.
+
+    Of many steps, the first, the longest, the last and evenly spaced ones are drawn.
+    """
     steps, length = _lengths(trace)
     if len(steps) > _STEPS:
         even = np.linspace(0, len(steps) - 1, _STEPS - 1).astype(int)
         steps = np.unique(np.append(steps[even], steps[length.argmax()]))
-    each = max(_FEW, limit // max(1, len(steps)))
+    each = max(_MIN_EVENTS, limit // max(1, len(steps)))
     found = []
     with trace.events.keeping():
         for number, other in enumerate(steps[steps != step].tolist(), 1):
-            log.info("its timelines: step %d of %d", number, len(steps) - 1)
+            log.info("computing timelines: step %d of %d", number, len(steps) - 1)
             path = critical_path(trace, calls, other)
             found.append(timeline(trace, calls, other, path, min(each, EVENTS), peak))
     return found
 
 
 def _lengths(trace):
-    """The completed steps of which there are events, and how long each took [ns]."""
-    steps, place = np.unique(trace.steps["step"], return_inverse=True)
+    """Return the completed steps that have events, and their lengths in ns."""
+    steps, index = np.unique(trace.steps["step"], return_inverse=True)
     length = np.zeros(len(steps))
-    np.maximum.at(length, place, trace.steps["t_end"] - trace.steps["t_start"])
-    there = np.isin(steps, trace.events["step"])
-    return steps[there], length[there]
+    np.maximum.at(length, index, trace.steps["t_end"] - trace.steps["t_start"])
+    recorded = np.isin(steps, trace.events["step"])
+    return steps[recorded], length[recorded]
 
 
 def boxes(chart: Timeline) -> dict[str, Any]:
-    """What there is to draw: {kind: (left, right, row)}, times in ms and the rows of `shown`.
+    """Return the boxes to draw as {kind: (left, right, row)}, with times in ms and rows of
+    `shown`.
 
-    A call is two boxes: its wait, and the rest.
+    A call has two boxes: its wait, and the rest.
     """
     events = chart.events
     row = np.searchsorted(chart.shown, events["rank"]) + lanes(events)[0]
     found = {}
-    for kind, number in _NUMBER.items():
+    for kind, number in _KIND_INDEX.items():
         these = events["kind"] == number
         found[kind] = [events["until"][these], events["end"][these], row[these]]
     waited = events["until"] > events["start"]
@@ -140,21 +161,24 @@ def boxes(chart: Timeline) -> dict[str, Any]:
 
 
 def lanes(events: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
-    """How far below the middle of its rank's row each event lies, and what part of a row is high:
-    the streams of a rank share its row, one under the other."""
+    """Return the vertical offset of each event from the middle of its row, and the height of a
+    lane.
+
+    The streams of a rank share its row, which has height 1: each stream is a lane.
+    """
     streams, lane = np.unique(events["stream"], return_inverse=True)
     return ((lane - (len(streams) - 1) / 2) / len(streams)).astype("f4"), 1 / len(streams)
 
 
 def rest(chart: Timeline) -> str:
-    """What the rest of a row is: a stream that waits for work has no event, either."""
+    """Return the legend of the background: a stream without an event may also be idle."""
     return "unrecorded" if lanes(chart.events)[1] == 1 else "idle or unrecorded"
 
 
 def path(chart: Timeline) -> tuple[np.ndarray, np.ndarray]:
-    """The critical path as a line: times in ms, and rows of `shown`, none for other ranks."""
+    """Return the times of the critical path in ms and its rows, NaN for hidden ranks."""
     times = [time * 1e3 for each in chart.path for time in (each.start, each.end)]
-    row = {rank: place for place, rank in enumerate(chart.shown)}
+    row = {rank: index for index, rank in enumerate(chart.shown)}
     rows = [row.get(each.rank, np.nan) for each in chart.path for _ in range(2)]
     return np.array(times), np.array(rows)
 
@@ -162,9 +186,12 @@ def path(chart: Timeline) -> tuple[np.ndarray, np.ndarray]:
 def _representatives(
     trace: Trace, calls: CallInstances, path: Sequence[PathSegment], events: np.ndarray, limit: int
 ) -> list[int]:
-    """The ranks that are shown, sorted: all, or until they have `limit` of the `events` [ranks]
-    the first one, the one most waited for, the first of each stage, those on the critical path,
-    and then others at even distances."""
+    """Return the sorted ranks to show: all, or as many as have at most `limit` events together.
+
+    `events` is the number of events of each rank. The order of preference is: the first rank,
+    the rank that others wait for longest, the first rank of each stage, the ranks on the
+    critical path, and evenly spaced ranks.
+    """
     if events.sum() <= limit:
         return np.flatnonzero(events).tolist()
     imposed = np.bincount(calls.by, calls.wait * calls.inside, len(events))
@@ -179,14 +206,14 @@ def _representatives(
 
 
 def _times(trace, calls, step, rows):
-    """When each row began, had waited and ended, its meeting, and for whom it waited."""
+    """Return the times, the call instance and the awaited rank of each row."""
     start = trace.events["t_global"][rows]
     end = start + trace.events["dur"][rows]
     until, meeting, by = start.copy(), np.full(len(rows), -1), np.full(len(rows), -1)
-    place = np.full(len(trace.events), -1)
-    place[calls.row] = np.arange(len(calls.row))
-    mine = np.flatnonzero(place[rows] >= 0)
-    call = place[rows[mine]]
+    call_of_row = np.full(len(trace.events), -1)
+    call_of_row[calls.row] = np.arange(len(calls.row))
+    mine = np.flatnonzero(call_of_row[rows] >= 0)
+    call = call_of_row[rows[mine]]
     until[mine], meeting[mine] = start[mine] + calls.wait[call], calls.instance[call]
     by[mine] = np.where(calls.wait[call] > 0, calls.by[call], -1)
     first = _begin(trace, step)
@@ -197,20 +224,23 @@ def _times(trace, calls, step, rows):
 
 
 def _begin(trace, step):
-    """The first begin of a step on any rank, in ns on rank 0's clock."""
-    return _moved(trace, step)[1].min()
+    """Return the first start of a step on any rank, in ns on the clock of rank 0."""
+    return _step_bounds(trace, step)[1].min()
 
 
 def _extents(trace, step, shown):
-    """When a step begins and ends on some ranks, in ms from the first begin."""
-    ranks, begin, end = _moved(trace, step)
-    place = np.searchsorted(ranks, shown)
-    return (np.stack([begin, end], -1)[place] - begin.min()) * 1e-6
+    """Return the start and end of a step on some ranks, in ms since the first start."""
+    ranks, begin, end = _step_bounds(trace, step)
+    index = np.searchsorted(ranks, shown)
+    return (np.stack([begin, end], -1)[index] - begin.min()) * 1e-6
 
 
-def _moved(trace, step):
-    """The ranks that have events of a step, and its begin and end there in ns on rank 0's clock:
-    moved to it as the rank's first event is."""
+def _step_bounds(trace, step):
+    """Return the ranks that have events of a step, and its start and end on each of them.
+
+    Times are in ns on the clock of rank 0, with the shift of the first event of a rank in the
+    step.
+    """
     rows = np.flatnonzero(trace.events["step"] == step)
     ranks, first = np.unique(trace.events["rank"][rows], return_index=True)
     shift = trace.events["t_global"][rows[first]] - trace.events["t_start"][rows[first]]
@@ -223,17 +253,17 @@ def _moved(trace, step):
 
 
 def _kinds(trace, rows):
-    """The number in KINDS of each row: the phase of computation, else what the category says."""
+    """Return the index into KINDS of each row: the phase of computation, else its category."""
     events = trace.events
-    phase, category = (_numbers(events.labels(key)) for key in ("phase", "category"))
-    working = labelled(events, "category", ["compute"])[rows]
+    phase, category = (_kind_of_code(events.labels(key)) for key in ("phase", "category"))
+    working = with_label(events, "category", ["compute"])[rows]
     return np.where(working, phase[events["phase"][rows]], category[events["category"][rows]])
 
 
-def _numbers(names):
-    """The kind of each code of an enumeration."""
+def _kind_of_code(names):
+    """Return the kind of each code of an enumeration."""
     kinds = {"comm": "transfer", "compute": "other", "io": "host", "marker": "host"}
-    number = np.full(256, _NUMBER["other"])
+    number = np.full(256, _KIND_INDEX["other"])
     for code, name in names.items():
-        number[code] = _NUMBER.get(kinds.get(name, name), _NUMBER["other"])
+        number[code] = _KIND_INDEX.get(kinds.get(name, name), _KIND_INDEX["other"])
     return number

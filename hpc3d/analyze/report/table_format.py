@@ -1,7 +1,7 @@
-"""A table as it is shown: headings with units, how values are written; as Markdown, LaTeX, CSV.
+"""Tables as Markdown, LaTeX and CSV: columns, headings with units, and number formats.
 
-A table file in CSV has the values themselves, in SI units, under the names of the columns.  What a
-cell says is text in all of them: no HTML, no macro, no formula.
+A CSV file contains the unformatted values in SI units under the column keys. Every cell is
+escaped, so that it is neither HTML, a macro nor a formula.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class ColumnSpec(NamedTuple):
-    """A column that is shown: the key of the rows, the heading, and how to write a value."""
+    """Column of a table: the key of its values, its heading, and the format of a value."""
 
     key: str
     heading: str
@@ -25,15 +25,16 @@ class ColumnSpec(NamedTuple):
         return self.write is str
 
     def text(self, row: dict[str, Any]) -> str:
-        """The value of a row, written; a dash for what is not known."""
+        """Return the formatted value of a row, or a dash if it is unknown."""
         value = row.get(self.key)
         return "-" if value is None else self.write(value)
 
 
 class TableSpec(NamedTuple):
-    """A kind of table: the name of its files, its title and its columns.
+    """Table of a report: its file name, title and columns.
 
-    `rows_shown` is how many rows a terminal shows, `columns_shown` how many columns; 0 are all.
+    A text report shows the first `rows_shown` rows and `columns_shown` columns; 0 means all,
+    and negative `rows_shown` omits the table.
     """
 
     name: str
@@ -43,27 +44,27 @@ class TableSpec(NamedTuple):
     columns_shown: int = 0
 
     def known(self, rows: Sequence[dict[str, Any]]) -> list[ColumnSpec]:
-        """The columns that have a value in any row."""
+        """Return the columns that have a value in any row."""
         return [each for each in self.fields if any(row.get(each.key) is not None for row in rows)]
 
     def narrowed(self) -> TableSpec:
-        """With the columns that a terminal shows."""
+        """Return the table with only the columns of a text report."""
         return self._replace(fields=self.fields[: self.columns_shown or None])
 
 
-# Ways to write a number
+# Number formats
 
 
 def digits(value: float) -> str:
-    """Three significant digits, no exponent: 18,500, 12.3, 0.00123."""
+    """Format a number with three significant digits and no exponent: 18,500, 12.3, 0.00123."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
-    behind = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
-    return f"{round(value, behind):,.{max(0, behind)}f}"
+    decimals = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
+    return f"{round(value, decimals):,.{max(0, decimals)}f}"
 
 
 def seconds(value: float) -> str:
-    """A time with the unit that fits it."""
+    """Format a time in s, ms or us."""
     for unit, size in (("s", 1), ("ms", 1e-3)):
         if abs(value) >= size:
             return f"{digits(value / size)} {unit}"
@@ -83,7 +84,7 @@ def percent(value: float) -> str:
 
 
 def change(value: float) -> str:
-    """By which part something is more, or less."""
+    """Format a relative difference with its sign."""
     return f"{value:+.1%}" if value else "0%"
 
 
@@ -96,13 +97,13 @@ def integer(value: int) -> str:
 
 
 def number(value: int) -> str:
-    """A number that names something, such as a rank; negative ones name nothing."""
+    """Format an index, such as a rank. A negative index means none."""
     return f"{value:d}" if value >= 0 else "-"
 
 
 def layer(value: int) -> str:
-    """The number of a layer; what is before the first and after the last one are the ends."""
-    return "ends" if value == -1 else str(value)
+    """Format the index of a layer; -1 is the embedding and head."""
+    return "embedding, head" if value == -1 else str(value)
 
 
 def ratio(value: float) -> str:
@@ -110,39 +111,40 @@ def ratio(value: float) -> str:
 
 
 def prefixed(value: float) -> str:
-    """Three digits and an SI prefix: 12345678 is 12.3 M."""
+    """Format a number with three digits and an SI prefix: 12345678 is 12.3 M."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{digits(value / size)} {prefix}"
     return f"{value:.3g}" if value != int(value) else f"{value:.0f}"
 
 
-# Ways to write a table
+# Table formats
 
 
 _MARKDOWN = str.maketrans({char: rf"\{char}" for char in "\\`*[]<>|&"})
 
 
 def in_markdown(text: str) -> str:
-    """A text without what Markdown would take for HTML, a link, a mark or the end of a cell."""
+    """Escape a text so that Markdown shows it literally, also in a table cell."""
     return text.translate(_MARKDOWN)
 
 
 def markdown(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> str:
-    """A table that reads well as plain text, too."""
+    """Format a table as Markdown with aligned columns."""
     columns = [_column(field, [field.text(row) for row in rows]) for field in fields]
     return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns))
 
 
 def _column(field, values):
-    """Heading, rule and cells of one width, text to the left and numbers to the right."""
+    """Return heading, rule and cells of equal width: text is left-aligned, numbers are
+    right-aligned."""
     cells = [field.heading, *map(in_markdown, values)]
     width = max(map(len, cells))
     if field.is_text:
-        rule, adjust = "-" * width, str.ljust
+        rule, align = "-" * width, str.ljust
     else:
-        rule, adjust = "-" * (width - 1) + ":", str.rjust
-    heading, *cells = [adjust(cell, width) for cell in cells]
+        rule, align = "-" * (width - 1) + ":", str.rjust
+    heading, *cells = [align(cell, width) for cell in cells]
     return [heading, rule, *cells]
 
 
@@ -153,14 +155,14 @@ _LATEX = str.maketrans(
 
 
 def latex(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> str:
-    """A tabular with the rules of the package booktabs."""
+    """Format a table as a LaTeX tabular with the rules of booktabs."""
     lines = [[field.heading for field in fields]]
     lines += [[field.text(row) for field in fields] for row in rows]
     heading, *body = [
         " & ".join(text.translate(_LATEX) for text in line) + r" \\" for line in lines
     ]
-    adjust = "".join("l" if field.is_text else "r" for field in fields)
-    parts = [rf"\begin{{tabular}}{{{adjust}}}", r"\toprule", heading, r"\midrule"]
+    align = "".join("l" if field.is_text else "r" for field in fields)
+    parts = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", heading, r"\midrule"]
     return "\n".join([*parts, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
@@ -168,7 +170,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def in_csv(value: Any) -> Any:
-    """A value for a cell: a text that a spreadsheet would take for a formula begins with '."""
+    """Escape a text that a spreadsheet would interpret as a formula with a leading apostrophe."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 

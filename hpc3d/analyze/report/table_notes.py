@@ -1,202 +1,196 @@
-"""What the numbers of a report mean, table by table, in the words of their headings.
+"""Definitions of the columns of every table in a report.
 
-Words between ` are headings of the table.  How the numbers come about is said where they do.
+Words in backticks are column headings. Each module in hpc3d.analyze.metrics documents how its
+numbers are computed.
 """
 
 GENERAL = """\
-A training step has a forward pass, which computes the loss from the text, a backward pass,
-which computes how the loss changes with every weight, and the optimiser, which changes the
-weights.
+A training step has three parts: the forward pass computes the loss, the backward pass computes
+its gradient with respect to every weight, and the optimizer updates the weights.
 
-Times, calls and bytes are means over the ranks and steps of a run, unless a table has a row
-for each or its heading says median. The first step that was recorded is left out where there
-are others, for it warms up: memory is touched for the first time, connections are made. What
-heads a run says which steps its averages are over. Losses, what is done between steps and the
-peaks of memory are of all steps.
+Times, calls and bytes are means over the ranks and steps of a run, unless a table has one row
+per rank or step or its heading says median. Averages exclude the first recorded step, which is
+the warmup, if there are other steps. The list at the top of a run names the steps of its
+averages. Losses, the work between steps and the memory peaks cover all steps.
 
-A dash stands for what is not known. Where a pass or a call encloses other events, its own
-time is what these leave. The files in tables/ have the same numbers in seconds, bytes and
-floating-point operations (FLOP), without prefixes."""
+A dash marks an unknown value. Nested events are not counted twice: the time of a pass or call
+excludes the events inside it. The files in tables/ contain the same numbers in seconds, bytes
+and floating-point operations (FLOP), without prefixes."""
 
 MEANING = {
     "runs": """\
-`step [ms]` is the median over the steps of the slowest rank, with the quartiles `25 % [ms]`
-and `75 % [ms]`, and `tokens/s` the tokens of a
-step over this time. `communication` is the part of the ranks' time that went into calls:
-collectives and messages. `received [B]` is what a rank must receive in a step under
-algorithms that are optimal in bandwidth.
+`step [ms]` is the median step time of the slowest rank, with the quartiles `25 % [ms]` and
+`75 % [ms]`. `tokens/s` is the number of tokens per step divided by this median. `communication`
+is the share of the ranks' time in calls: collectives and messages. `received [B]` is the number
+of bytes that a rank receives in a step with bandwidth-optimal algorithms.
 
-`loss [nat]` is that of the last step that all runs have, `loss after step`. The `largest
-difference [nat]` from the loss of the first run, in any step, says whether two layouts train
-the same model.""",
+`loss [nat]` is the loss of the last step that all runs have, `loss after step`. The `max loss
+difference [nat]` to the first run, over all steps, shows whether two layouts train the same
+model.""",
     "received": """\
-What a rank receives in a step of each run along a mesh axis, under algorithms that are optimal in
-bandwidth; by which part that is more or less than in the first run, its `difference`; and the
-`time [ms]` that a rank is in these calls. The file has the columns of the runs under their
-places, from 1, as bytes_2.""",
+Bytes that a rank receives in a step of each run along a mesh axis, with bandwidth-optimal
+algorithms. `difference` is relative to the first run. `time [ms]` is the time of a rank in these
+calls. The CSV file numbers the runs from 1, as in bytes_2.""",
     "scaling": """\
-`forward [ms]` and `backward [ms]` are the time of a mean rank in its forward and backward
-passes, of all microbatches; `average step time [ms]` is their sum over `batch`, the sequences
-of a step, as arXiv:2105.14450 defines it. That leaves out the messages between stages, the
-reduction of gradients over replicas and the optimiser. `tokens/s` and `tokens/s a rank` are those
-of whole steps.
+`forward [ms]` and `backward [ms]` are the mean time of a rank in its forward and backward passes,
+over all microbatches. The `average step time [ms]` is their sum divided by `batch`, the number
+of sequences per step, as defined in arXiv:2105.14450. It excludes the messages between pipeline
+stages, the gradient reduction over replicas and the optimizer. `tokens/s` and `tokens/s per rank`
+refer to complete steps.
 
-`scaling` is strong where a run does the same work as the first one, weak where a rank does as
-much work as a rank of the first one (parameters of the blocks times tokens, within a tenth),
-and other where neither holds, or models, types of numbers or optimisers differ. `speed-up` is
-how many times as long a step of the first run takes; in weak scaling it is the rate of
-floating-point operations over that of the first run, and blank for another load. It
-lies between `from` and `to` with 95 % confidence (of a ratio of medians over 6 steps or more,
-taken for independent). `efficiency` is the speed-up over the ratio of the ranks.""",
+`scaling` is strong if a run does the same work as the first run, and weak if each rank does as
+much work as a rank of the first run (parameters of the blocks times tokens, within 10 %). It is
+other in all other cases, such as different models, number types or optimizers. In strong scaling,
+`speedup` is the step time of the first run divided by that of this run. In weak scaling, it is
+the ratio of the FLOP/s. It is blank for any other work. Its 95 % confidence interval is `from` to
+`to` (ratio of the medians of at least 6 steps, assumed independent). `efficiency` is the speedup
+divided by the ratio of the rank counts.""",
     "gains": """\
-`loops cut` says in how many dimensions the products are really cut. `over 1-D` is how many
-times as long as in this run the `average step time [ms]` is in the best 1-D run, of the same
-model, batch, type of numbers, optimiser, ranks, stages and replicas; `over 2-D` the same of
-2-D. arXiv:2105.14450 reports 2.32 and 1.57 for 3-D on 64 ranks. `step over 1-D` and `step
-over 2-D` compare `step [ms]`, the whole step of the slowest rank, optimiser and all. `from`
-and `to` after a ratio are its 95 % interval, as for the speed-up.""",
+`tensor parallelism` is the number of dimensions in which the matrix products are sharded. `over
+1-D` is the `average step time [ms]` of the best 1-D run divided by that of this run. Both runs
+have the same model, batch, number type, optimizer, and number of ranks, stages and replicas.
+`over 2-D` is the ratio to the best 2-D run. arXiv:2105.14450 reports 2.32 and 1.57 for 3-D on 64
+ranks. `step over 1-D` and `step over 2-D` are the same ratios of `step [ms]`, the complete step
+of the slowest rank, including the optimizer. `from` and `to` after a ratio are its 95 %
+confidence interval, as for the speedup.""",
     "differences": """\
-What takes longer than in the first run: the time of a step in both, and the `difference
-[ms]`, which lies between `from [ms]` and `to [ms]` with 95 % confidence (Welch's interval
-over the steps, taken for independent).""",
+Time of a step in the first run and in this run, by category, phase, axis and operation. The
+`difference [ms]` is between `from [ms]` and `to [ms]` with 95 % confidence (Welch's interval over
+the steps, assumed independent).""",
     "step": """\
-`min [ms]`, `25 % [ms]`, `median [ms]`, `75 % [ms]` and `max [ms]` are over the `steps` that
-are averaged, of the numbers `from` and `to`, each that of its slowest rank.
-`forward [ms]` is the time of a mean rank in forward passes and `backward [ms]` that in
-backward passes, with the calls inside of them, but without what stages send each other, sums
-over replicas and the optimiser. `tokens/s` is the tokens of a step over the median, and
-`communication` the part of the ranks' time that went into calls.""",
+`min [ms]`, `25 % [ms]`, `median [ms]`, `75 % [ms]` and `max [ms]` are quantiles over the averaged
+`steps`, which have the indices `from` to `to`. The time of a step is that of its slowest rank.
+`forward [ms]` and `backward [ms]` are the mean time of a rank in these passes. They include the
+calls inside a pass, but not the messages between stages, the gradient reduction over replicas and
+the optimizer. `tokens/s` is the number of tokens per step divided by the median. `communication`
+is the share of the ranks' time in calls.""",
     "efficiency": """\
-`model [FLOP]` are the floating-point operations that a step of this model needs, by equation
-7 of arXiv:2205.05198: 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)) for B sequences of s
-tokens, L layers of width h and a vocabulary of V, or their like in another family; of experts
-those count that a token goes to. `recorded [FLOP]` are those of the products and the attention
-that the ranks recorded: more where something is computed again, the vocabulary padded, or a slot
-of an expert empty; fewer where a token is dropped, or attention goes chunk by chunk, for
-`model [FLOP]` has the masked half of its square, and chunks that a mask hides are left out. Over
-the median step they give `model [FLOP/s]` and `recorded [FLOP/s]`, and over the peak rate of all
-ranks (--peak) `MFU` and `HFU`, the utilisation of the hardware by the model and by all that was
-done.""",
+`model [FLOP]` is the number of floating-point operations that a step of this model requires, by
+equation 7 of arXiv:2205.05198: 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)) for B sequences of s
+tokens, L layers of width h and a vocabulary of V. Other model families have an equivalent
+formula. A token counts only the experts that it is routed to. `recorded [FLOP]` is the number of
+operations in the recorded matrix products and attention. It is larger than the model FLOP with
+recomputation, a padded vocabulary or unused expert capacity. It is smaller if tokens are dropped
+or if attention skips masked chunks, because `model [FLOP]` includes the masked half of the
+attention matrix. `model [FLOP/s]` and `recorded [FLOP/s]` divide these numbers by the median step
+time. `MFU` and `HFU` divide these rates by the peak rate of all ranks (--peak): the utilization of
+the hardware by the model, and by all recorded operations.""",
     "prediction": """\
-What python -m hpc3d.simulate predicted of this run, and what was measured. `predicted /
-measured` below 1 means that the run took more than predicted. step_s is the median step of
-the slowest rank [s], peak_KIND_bytes the highest peak of a kind of memory on a rank [B].""",
+Prediction of python -m hpc3d.simulate for this run, and the measured value. If `predicted /
+measured` is below 1, the run needed more than predicted. step_s is the median step time of the
+slowest rank [s]. peak_KIND_bytes is the highest peak of one kind of memory on a rank [B].""",
     "loss": """\
-The mean loss of a token after each step, and the `norm of the gradient` before it is clipped.""",
+Mean loss per token after each step, and the `gradient norm` before clipping.""",
     "evaluation": """\
-What the model was worth on text that it is not trained on, after some steps: the mean loss of
-the `tokens` that count, the `perplexity` exp(loss), and the `accuracy`, the share of the
-tokens to which the model gives the highest probability. The `time [ms]` of an evaluation is
-no part of a step.""",
+Evaluation of the model on held-out text: the mean loss of the evaluated `tokens`, the
+`perplexity` exp(loss), and the `accuracy`, which is the share of tokens to which the model
+assigns the highest probability. The `time [ms]` of an evaluation is not part of a step.""",
     "time": """\
-Where the `time [ms]` of a mean step goes. `category` is what a rank did: compute, comm (the
-wait for the result of a call), copy (a call that is waited for later), optimizer, io (reading
-the text). unrecorded is the rest of the step, of which no event tells. `phase` is the part of
-the step, `axis` the mesh axis that a call goes along, `operation` what was computed or
-called. `received [B]` counts nothing for what is sent, since another rank receives it. `rate
-[FLOP/s]` is that of a rank.""",
+Composition of the mean step, in `time [ms]`. `category` is the activity of a rank: compute, comm
+(waiting for the result of a call), copy (a call with a deferred wait), optimizer, or io (reading
+the text). unrecorded is the part of the step without any event. `phase` is the part of the step,
+`axis` the mesh axis of a call, and `operation` the computation or call. Bytes count once, as
+`received [B]` of the receiver. `rate [FLOP/s]` is the rate of one rank.""",
     "between": """\
-What ranks did between steps, which the time of no step has. Saving is a snapshot of the
-state, and a checkpoint where a rank waits until one is on disk; a thread writes it meanwhile.
-`times` is how often a rank did it, `mean [ms]` and `longest [ms]` are of one, and `in all
-[ms]` is the sum on a rank.""",
+Work of the ranks between steps, which no step time includes. snapshot copies the state, which a
+thread then writes in the background; checkpoint is the time that a rank waits until a checkpoint
+is on disk. `count` is the number of times per rank, `mean [ms]` and `longest [ms]` are the
+durations of one, and `total [ms]` is the sum per rank.""",
     "layers": """\
-The time of a step by Transformer layer; the ends are what lies before the first and after the
-last one: embedding, head and loss, and the optimiser.""",
+Time of a step by Transformer layer. The row without a layer number contains the embedding, head,
+loss and optimizer.""",
     "ranks": """\
-`step [ms]` is made of `compute [ms]` (with the optimiser), `wait [ms]` and `transfer [ms]`
-(blocked in a call before and after the last member came, together `exposed [ms]`), `copy
-[ms]` (calls that are waited for later), `other [ms]` (reading, and what has no other name)
-and `unrecorded [ms]`.
+`step [ms]` is the sum of `compute [ms]` (including the optimizer), `wait [ms]` and `transfer [ms]`
+(blocked in a call before and after the last member arrives; their sum is `exposed [ms]`), `copy
+[ms]` (calls with a deferred wait), `other [ms]` (such as reading data) and `unrecorded [ms]`.
 
-`a call outstanding [ms]` is the part of `compute [ms]` in which the rank had made a call that
-it did not wait for yet. The call may have been over long before, so this is an upper bound of
-the communication that computation hides.""",
+`outstanding call [ms]` is the part of `compute [ms]` during which the rank had posted a call
+without waiting for it yet. The call may have completed long before, so this is an upper bound of
+the communication hidden by computation.""",
     "imbalance": """\
-The computation of the busiest rank over that of the mean one: `max / mean` is 1 where all
-ranks have the same to do.""",
+Compute time of the busiest rank and of the mean rank. Their ratio, `max / mean`, is 1 if the load
+is balanced.""",
     "waits": """\
-A rank is `blocked [ms]` from when it waits for the result of a call until it has it. `wait
-[ms]` is the part before the last member has come, `transfer [ms]` the part after. A broadcast
-waits for its root only. Violations are calls that ended before a member came that they need:
-then the clocks of two hosts disagree, by `worst [us]` at least.""",
+A rank is `blocked [ms]` from the start of its wait for a call until it has the result. `wait
+[ms]` is the part before the last member arrives, and `transfer [ms]` the part after. A broadcast
+waits only for its root. Violations are calls that ended before a required member arrived. They
+show that the clocks of two hosts disagree by at least `worst [us]`.""",
     "stragglers": """\
-`arrives last` is in how many of its `meetings`, collectives and messages, a rank was the last
-to come. `others wait for it [ms]` sums over all other ranks, in a step. A rank may be late
-because it waited for another one before: the critical path tells. `works [ms]` is the median
-step without what the rank is blocked in calls. A rank is a `straggler` if that is longer than
-of every other rank in more steps than chance would have it (5 %, where all are alike), and by
-a hundredth of a step more than the median of the others; a dash stands where there are too few
-steps to tell that from chance.""",
+`arrives last` is the number of `calls`, collectives and messages, at which a rank arrived last.
+`imposed wait [ms]` is the time per step that all other ranks wait for it. A rank may be late
+because it waited for another rank; the critical path shows this. `busy [ms]` is the median step
+time that the rank is not blocked in calls. A rank is a `straggler` if both conditions hold: it has
+the longest busy time in significantly more steps than expected by chance (5 % level), and its busy
+time exceeds the median of the other ranks by at least 1 % of a step. A dash means that there are
+too few steps to decide.""",
     "path": """\
-What would have to be faster for the step to be faster: from its end back, the path follows
-the rank that works, and from a wait it goes on with the rank that was waited for. So its
-pieces lie end to end and no wait is among them. host is time between two events.""",
+Critical path of the step: the sequence of work across ranks that determined its length. It
+contains no waiting. To shorten the step, some work on it must become faster. host is time between
+two events.""",
     "collectives": """\
-`median [us]` is the time from the arrival of the last member to the end of the call. `size
-[B]` is the whole array, `algbw [B/s]` that over the time, and `busbw [B/s]` algbw times
-(n-1)/n, for all-reduce 2(n-1)/n, of n members: the rate of each member's link (nccl-tests).
-`waited for later` is the share of calls in which a rank did something else before it asked
-for the result; then the end may seem late.""",
+`median [us]` is the time from the arrival of the last member to the end of the call. `size [B]` is
+the size of the complete array, `algbw [B/s]` the size divided by the time, and `busbw [B/s]` is
+algbw times (n-1)/n for n members, or 2(n-1)/n for all-reduce: the rate of the link of each member
+(nccl-tests). `deferred wait` is the share of calls in which a rank did other work before it waited
+for the result; the recorded end may then be late.""",
     "traffic": """\
-Whose data goes to whom in a step, whatever way the library sends it: what is broadcast comes
-from the root, what is reduced goes to it, and in other collectives all members send equal
-parts.""",
+Bytes per step from rank to rank, independent of the route that the library takes. The root sends
+a broadcast and receives a reduction. In other collectives, all members send equal shares.""",
     "crossing": """\
-Of the ranks of a host, in a step: calls with ranks of other hosts, `received [B]` by the
-formulas of the trace, and what of that is data `from other hosts [B]`. `on cards [B]` is what
-the host's card receives: long blocks of a group with as many ranks on each of its h hosts
-cross once a host and are shared there, so of an all-gather and a reduce-scatter (h-1)/h of the
-whole block, of an all-reduce twice that, of a broadcast and a reduction the block; other
-groups send as MPI does, each rank for itself at most.""",
+Totals per step over the ranks of a host: calls with ranks of other hosts, `received [B]` by the
+formulas of the trace, and the part that comes `from other hosts [B]`. `through NICs [B]` is the
+number of bytes that the NIC of the host receives. If a group has the same number of ranks on each
+of its h hosts, large blocks enter a host once and are then distributed inside it. An all-gather or
+reduce-scatter thus receives (h-1)/h of the complete block, an all-reduce twice as much, and a
+broadcast or reduction one block. Other groups communicate as in MPI: at most, every rank receives
+its data separately.""",
     "crossing_pairs": """\
-The bytes from rank to rank, summed over the ranks of each host: whose data goes to whom in a
-step. On the diagonal is what stays on a host.""",
+Bytes per step from host to host, summed over the ranks of each host. The diagonal is the traffic
+inside a host.""",
     "pipeline": """\
-Milliseconds of a stage in its forward passes `F [ms]` and its backward passes: `BW [ms]`
-whole, or `B [ms]` for the gradient of the input and `W [ms]` for those of the weights. `idle`
-is the share of the time from the first to the last pass of all stages in which the stage is
-in none; `idle, simulated` that of the schedule on a clock where messages take no time and all
-stages the same. `in flight` are the microbatches whose backward pass is still to come, at
-most.""",
+Time of a stage in its forward passes, `F [ms]`, and in its backward passes: `BW [ms]` is the full
+backward pass; a split backward pass has `B [ms]` for the input gradient and `W [ms]` for the
+weight gradients. `idle` is the share of the time between the first and the last pass of all stages
+in which this stage runs no pass. `idle, simulated` is the same share for the ideal schedule, with
+instantaneous messages and identical stages. `in flight` is the maximum number of microbatches
+that await their backward pass.""",
     "bubble": """\
-The idle time of a stage in three parts: `warm-up [ms]` before its first backward pass, `drain
-[ms]` after its last forward pass, and `steady [ms]` between. `all passes [ms]` is the time
-from the first to the last pass of all stages.""",
+Idle time of a stage, in three parts: `warmup [ms]` before its first backward pass, `drain [ms]`
+after its last forward pass, and `steady [ms]` in between. `all passes [ms]` is the time from the
+first to the last pass of all stages.""",
     "expert_cost": """\
-Every expert has as many `slots` in a step, for all sequences together, and computes all of them:
-so no product takes longer because the fullest expert has `fullest / mean` times the choices of
-the mean one (the mean over steps and layers). What that costs are the choices that are
-`dropped`, for their expert has no slot left, and the `empty slots`, as far as they are more than
-if all experts had the same: `dropped, even` and `empty slots, even`. `empty [FLOP]` is what the
-products of empty slots are in a step, forward and backward. `wait along e [ms]` is the time that
-a mean rank waits in dispatch and combine, and `of the step` its share; it waits longest `for
-rank`, which is the one `with experts` of these numbers in every layer. `their load` is the
-tokens in the slots of these over those of as many mean ones: near 1, they are not what is waited
-for.""",
+`capacity` is the number of token slots of each expert per step. An expert computes all of its
+slots, used or not, so a higher load, `max / mean` (mean over steps and layers), does not slow down
+any matrix product. Load imbalance instead has two costs: tokens beyond the capacity are `dropped`,
+and other experts have `unused capacity`. `dropped, balanced` and `unused, balanced` are the shares
+that would remain with a balanced load. `unused [FLOP]` is the number of operations per step in
+unused slots, forward and backward. `wait along e [ms]` is the mean wait of a rank in dispatch and
+combine, and `share of step` its share of the step time. Ranks wait longest `for rank`, which owns
+`experts` in every layer. `load` is the number of tokens in the slots of these experts relative to
+the mean expert. If it is close to 1, the load is not the reason for the wait.""",
     "experts": """\
-Over the steps that are averaged: the `share of choices` that fell on an expert, its `load`, which
-is that share times the number of experts, so 1 where all have the same, the choices of it that
-were `dropped`, and its `empty slots`.""",
+Totals over the averaged steps: the `share of tokens` routed to an expert, and its `load`, which is
+this share times the number of experts (1 with a balanced load). `dropped` is the share of its
+tokens that exceeded the capacity, and `unused capacity` the share of its empty slots.""",
     "routers": """\
-The load of the experts of a layer in every step: that of the `fullest expert`, `fullest / mean`,
-and that of the emptiest one, `emptiest / mean`; of all choices those that were `dropped`, and of
-all slots the `empty slots`. `balance loss [nat]` and `z loss [nat]` are what the router adds to
-the loss of a token, times their factors: over model.balance_loss, the first is 1 where the load is
-even.""",
+Expert load of each layer in each step: the highest load, `max / mean`, of the `busiest expert`,
+and the lowest load, `min / mean`. `dropped` is the share of all routed tokens, and `unused
+capacity` the share of all slots. `balance loss [nat]` and `z loss [nat]` are the auxiliary losses
+per token, including their factors. The balance loss divided by model.balance_loss is 1 if the load
+is balanced.""",
     "exchanges": """\
-What goes to the experts of other ranks, the dispatch, and what comes back, the combine; in a
-backward pass gradients go the other way, those of the combine first. `received [B]` is the same
-whatever the load, for empty slots are sent, too. `blocked [ms]` is `wait [ms]` and `transfer
-[ms]`, as of all calls.""",
+Dispatch sends tokens to the experts of other ranks, and combine returns the results. The backward
+pass sends gradients in the opposite direction and starts with the combine. `received [B]` does not
+depend on the load, because unused slots are also sent. `blocked [ms]` is the sum of `wait [ms]`
+and `transfer [ms]`, as for all calls.""",
     "memory": """\
-The highest peak of each kind of arrays in any step, the first one too, and a rank that has
-it. The kind all is what a rank held at one time, which decides whether a run fits. The peaks
-of different kinds need not be at one time, so it is at most their sum.""",
+Highest peak of each kind of array over all steps, including the first one, and the rank that has
+it. The kind all is the total of a rank at one time, which decides whether a run fits in memory.
+The peaks of different kinds may occur at different times, so their sum is an upper bound.""",
     "memory_ranks": """\
-The highest peak of each kind on each rank; the last row sums over the ranks.""",
+Highest peak of each kind on each rank. The last row is the sum over the ranks.""",
     "copies": """\
-What is copied to where arrays are offloaded (`what` offload) and back (fetch), a rank and step.
-`exposed [ms]` is how long the rank stands still for it: all of the time where it copies itself,
-and what it waits where its device copies beside what it computes.""",
+Offload copies per rank and step: `direction` offload is a copy to the offload memory, and fetch a
+copy back. `exposed [ms]` is the time that the rank is blocked. It equals the full time if the rank
+copies, and the wait time if its device copies in parallel with the computation.""",
 }

@@ -1,26 +1,30 @@
-"""A report in a dozen lines, for a terminal."""
+"""Report of about a dozen lines for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpc3d.analyze.metrics.run_summary import TURNS
+from hpc3d.analyze.metrics.run_summary import CORES_SHARED
 from hpc3d.analyze.report.cards import cards
 from hpc3d.analyze.report.verdict import verdict
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
 
-_MOST = 12  # lines
-_KEYS = 6  # that are named in a line
-_OF_SEVERAL = "step", "tokens/s", "communication", "memory", "loss"
+_MAX_LINES = 12
+_MAX_KEYS = 6  # configuration keys in a line
+_COMPARED = "step", "tokens/s", "communication", "memory", "loss"
 
 
 def lines(report: Report) -> list[str]:
-    """What to know of one run, or a line for each of several."""
+    """Return the summary of one run, or one line per run."""
     found = [*_several(report)] if len(report.runs) > 1 else [*_one(report.runs[0])]
-    return found if len(found) <= _MOST else [*found[: _MOST - 1], "more is in the report"]
+    return (
+        found
+        if len(found) <= _MAX_LINES
+        else [*found[: _MAX_LINES - 1], "see the report for more"]
+    )
 
 
 def _one(run: RunAnalysis) -> Iterator[str]:
@@ -29,7 +33,7 @@ def _one(run: RunAnalysis) -> Iterator[str]:
     for title, value, note in cards(run):
         if title not in ("communication", "imbalance", "straggler"):
             yield f"{title}: {value}, {note}"
-    yield from _doubts(run)
+    yield from _warnings(run)
 
 
 def _several(report: Report) -> Iterator[str]:
@@ -37,19 +41,22 @@ def _several(report: Report) -> Iterator[str]:
         yield f"compare with care: {line}"
     for group, keys in report.differing.items():
         if keys:
-            more = f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else ""
-            yield f"{group} differs: {', '.join([*keys][:_KEYS])}{more}"
+            more = f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
+            yield f"{group} differs: {', '.join([*keys][:_MAX_KEYS])}{more}"
     yield from report.curves[:2]
     for run in report.runs:
         values = {title: value for title, value, _ in cards(run)}
-        numbers = ", ".join(f"{key} {values[key]}" for key in _OF_SEVERAL if key in values)
+        numbers = ", ".join(f"{key} {values[key]}" for key in _COMPARED if key in values)
         yield f"{run.label}: {numbers}"
 
 
-def _doubts(run: RunAnalysis) -> Iterator[str]:
-    if (cores := run.about.get("cores", "")).endswith(TURNS):
+def _warnings(run: RunAnalysis) -> Iterator[str]:
+    if (cores := run.about.get("cores", "")).endswith(CORES_SHARED):
         yield f"cores: {cores}"
-    for title, found in (("missing", run.missing), ("contradicts itself", run.violations)):
+    for title, found in (
+        ("missing in the trace", run.missing),
+        ("inconsistent trace", run.violations),
+    ):
         if found:
             more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-            yield f"the trace, {title}: {found[0]}{more}"
+            yield f"{title}: {found[0]}{more}"

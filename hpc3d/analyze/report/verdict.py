@@ -1,5 +1,4 @@
-"""What a report comes to, in a few sentences: what a step is made of, what would help most, and
-whether it went as predicted."""
+"""Verdict of a report: composition of a step, largest cost, stragglers and prediction error."""
 
 from __future__ import annotations
 
@@ -12,24 +11,30 @@ from hpc3d.analyze.report.table_format import seconds
 from hpc3d.trace.schema import MESSAGES
 
 _Rows = Sequence[Mapping[str, Any]]
-_LEAST = 0.05  # smallest share of a step that the verdict mentions
-_NOTHING = 1e-9  # the share of a step that rounding may leave
-_NEAR = 0.1  # by which a measured step may differ from its prediction and be as predicted
+_MENTIONED = 0.05  # smallest share of a step that the verdict mentions
+_ROUNDING = 1e-9  # share of a step that may be rounding error
+_TOLERANCE = 0.1  # relative error within which a prediction counts as correct
 _WORK = {
-    "gemm": "products",
+    "gemm": "matrix products",
     "attention": "attention",
-    "graph": "the CUDA graph (train.cuda_graph = false tells its parts)",
+    "graph": "the CUDA graph (set train.cuda_graph = false to see its operations)",
 }
 
 
 def verdict(tables: Mapping[str, _Rows]) -> list[str]:
-    """Sentences about a run, the first one what a step is, from the tables of its report."""
+    """Return the sentences of the verdict; the first one is the composition of a step.
+
+    Parameters
+    ----------
+    tables
+        Rows of the tables of a report, by table name.
+    """
     parts = _means(tables["ranks"]) | _offloading(tables)
-    return [_made_of(parts), *_lever(tables, parts), *_predicted(tables["prediction"])]
+    return [_composition(parts), *_largest_costs(tables, parts), *_predicted(tables["prediction"])]
 
 
 def _means(ranks: _Rows) -> dict[str, float | None]:
-    """The parts of a step, means over ranks; None for those that are not known."""
+    """Return the mean over ranks of each part of a step, or None if it is unknown."""
     return {
         key: None if ranks[0][key] is None else sum(row[key] for row in ranks) / len(ranks)
         for key in ("step_s", "exposed_s", *DISJOINT)
@@ -37,7 +42,7 @@ def _means(ranks: _Rows) -> dict[str, float | None]:
 
 
 def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
-    """Time in which ranks copied what is offloaded, and in which they waited for such copies."""
+    """Return the seconds in offload copies and in waits for them."""
     alone = [row for row in tables["time"] if tables["copies"] and not row["axis"]]
     return {
         key: sum(row["seconds"] for row in alone if row["category"] == category)
@@ -45,51 +50,53 @@ def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
     }
 
 
-def _made_of(parts: Mapping[str, float | None]) -> str:
-    """Computation, communication and its waiting, and what no event accounts for."""
+def _composition(parts: Mapping[str, float | None]) -> str:
+    """Return the shares of computation, communication, waiting and unrecorded time in a step."""
     step = parts["step_s"]
     offload = parts["own_copies_s"] + parts["copy_wait_s"]
     calls = parts["exposed_s"] + parts["copy_s"] - offload
-    said = [f"{_share(parts['compute_s'], step)} of a step is computation"]
-    if calls > _NOTHING * step:
+    clauses = [f"{_share(parts['compute_s'], step)} of a step is computation"]
+    if calls > _ROUNDING * step:
         waiting = ""
         waits = (parts["wait_s"] or 0) - parts["copy_wait_s"]
-        if waits > _NOTHING * step:  # not where ranks are alike in a simulated step
-            waiting = f", {_share(waits, calls)} of it waiting for others"
-        said.append(f"{_share(calls, step)} communication{waiting}")
-    if offload > _LEAST * step:
-        said.append(f"{_share(offload, step)} copies of what is offloaded")
+        if waits > _ROUNDING * step:  # identical ranks of a simulated step do not wait
+            waiting = f", {_share(waits, calls)} of it waiting for other ranks"
+        clauses.append(f"{_share(calls, step)} communication{waiting}")
+    if offload > _MENTIONED * step:
+        clauses.append(f"{_share(offload, step)} offload copies")
     for key, name in (("unrecorded_s", "between events"), ("other_s", "other work")):
-        if parts[key] > _LEAST * step:
-            said.append(f"{_share(parts[key], step)} {name}")
-    return f"{'; '.join(said)}."
+        if parts[key] > _MENTIONED * step:
+            clauses.append(f"{_share(parts[key], step)} {name}")
+    return f"{'; '.join(clauses)}."
 
 
-def _lever(tables: Mapping[str, _Rows], parts: Mapping[str, float | None]) -> Iterator[str]:
-    """The largest part that one could do something about, and the rank that is late."""
-    step, levers = parts["step_s"], defaultdict(float)
+def _largest_costs(
+    tables: Mapping[str, _Rows], parts: Mapping[str, float | None]
+) -> Iterator[str]:
+    """Yield the largest cost of a step that can be reduced, and the straggler."""
+    step, costs = parts["step_s"], defaultdict(float)
     for row in tables["time"]:
         if row["category"] == "compute":
-            levers[_WORK.get(row["op"], "elementwise work")] += row["seconds"]
+            costs[_WORK.get(row["op"], "elementwise work")] += row["seconds"]
         elif row["category"] in ("comm", "wait") and row["axis"]:
-            levers[_call(row)] += row["seconds"]
+            costs[_call(row)] += row["seconds"]
     if offload := parts["own_copies_s"] + parts["copy_wait_s"]:
-        levers["copies of what is offloaded"] = offload
-    if levers:
-        name = max(levers, key=levers.__getitem__)
+        costs["offload copies"] = offload
+    if costs:
+        name = max(costs, key=costs.__getitem__)
         waits = sum(row["wait_s"] for row in tables["waits"] if _call(row) == name)
-        of_it = f", {_share(waits, levers[name])} of that waiting" if waits else ""
-        yield f"The largest lever: {name}, {_share(levers[name], step)} of a step{of_it}."
+        waiting = f", of which {_share(waits, costs[name])} is waiting" if waits else ""
+        yield f"Largest cost: {name}, {_share(costs[name], step)} of a step{waiting}."
     late = [row for row in tables["stragglers"] if row["straggler"] == "yes"]
     if late:
         yield (
-            f"Rank {late[0]['rank']} is slower than chance explains: others wait "
-            f"{seconds(late[0]['imposed_s'])} of a step for it."
+            f"Rank {late[0]['rank']} is a straggler: the other ranks wait"
+            f" {seconds(late[0]['imposed_s'])} per step for it."
         )
 
 
 def _call(row: Mapping[str, Any]) -> str:
-    """A kind of call in words; what a stage waits for on p is the pipeline's bubble, too."""
+    """Name a kind of call. A wait of a pipeline stage along p includes the bubble."""
     if row["axis"] == "p" and row["op"] in MESSAGES:
         return "messages between stages (p) and the bubble"
     return f"{row['op'].replace('_', '-')} along {row['axis']}"
@@ -99,10 +106,12 @@ def _predicted(rows: _Rows) -> Iterator[str]:
     for row in rows:
         if row["quantity"] == "step_s" and row["predicted"]:
             ratio = row["measured"] / row["predicted"]
-            how = f"{_times(ratio)} the predicted {seconds(row['predicted'])}"
-            if abs(ratio - 1) <= _NEAR:
-                how = f"within {_NEAR:.0%} of the predicted {seconds(row['predicted'])}"
-            yield f"A step takes {seconds(row['measured'])}, {how}."
+            comparison = f"{_times(ratio)} the predicted {seconds(row['predicted'])}"
+            if abs(ratio - 1) <= _TOLERANCE:
+                comparison = (
+                    f"within {_TOLERANCE:.0%} of the predicted {seconds(row['predicted'])}"
+                )
+            yield f"A step takes {seconds(row['measured'])}, {comparison}."
 
 
 def _times(ratio: float) -> str:

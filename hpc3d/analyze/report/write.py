@@ -1,4 +1,4 @@
-"""The folder of a report: report.md, tables/, figures/, and the page that has it all."""
+"""Report folder: report.md, report.html, tables/ and figures/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILES, _FOLDERS = ("report.html", "report.md"), ("figures", "tables", "exports"
 
 
 def clear(out: Path) -> None:
-    """Remove the report that a folder has, by the names that a report writes; and make it."""
+    """Remove the report files from a folder, and create the folder if it does not exist."""
     if (out / "report.md").is_file():
         for name in _FILES:
             (out / name).unlink(missing_ok=True)
@@ -31,7 +31,7 @@ def clear(out: Path) -> None:
 
 
 def write(report: Report, out: Path, tables_only: bool = False) -> None:
-    """Write all files of a Report, or its tables only."""
+    """Write all files of a report, or only its tables."""
     _write_tables(report, out / "tables")
     found = [] if tables_only else _pictures(report)
     images = [markdown.image(name, each) for named in found for name, each in named.items()]
@@ -53,7 +53,7 @@ def _draw(found, folder):
 
 
 def _write_tables(report, folder):
-    """Every table that has rows, those of all runs in one."""
+    """Write every table that has rows. The tables of several runs are concatenated."""
     folder.mkdir(parents=True, exist_ok=True)
     for spec in over_runs([run.label for run in report.runs]):
         if rows := report.tables[spec.name]:
@@ -66,9 +66,9 @@ def _write_tables(report, folder):
 
 
 def _pictures(report):
-    """Those over all runs and those of each run: [{name of the files: Picture}]."""
+    """Return {file name: Picture} for the comparison and for each run."""
     found = [{each.name: each for each in figure_list.of_runs(report.runs, report.tables)}]
     for number, run in enumerate(report.runs, 1):
-        end = f"-{number}" if len(report.runs) > 1 else ""
-        found.append({each.name + end: each for each in figure_list.of_run(run)})
+        suffix = f"-{number}" if len(report.runs) > 1 else ""
+        found.append({each.name + suffix: each for each in figure_list.of_run(run)})
     return found

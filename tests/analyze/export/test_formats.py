@@ -17,7 +17,7 @@ def test_only_the_steps_that_were_asked_for(real, tmp_path):
         assert {step for _, step, *_ in events.steps} == set(range(first, upper + 1))
         assert events.columns["start"].min() == 0 <= events.links.min()
         assert np.all(events.columns["step"][events.links[:, 0]] >= first)
-    with pytest.raises(ValueError, match=r"steps 7 to the last one; it has steps 0 to \d$"):
+    with pytest.raises(ValueError, match=r"steps 7 to the last one; the trace has steps 0 to \d$"):
         exported(real, first=7)
 
 

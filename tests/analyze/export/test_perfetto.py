@@ -102,7 +102,7 @@ def test_processor_times_of_ranks_are_not_compared(tmp_path):
     with small(tmp_path / "trace.h5", config='[trace]\nclock = "cpu"\n') as trace:
         lines = written(trace, tmp_path)["traceEvents"]
     names = [each["args"]["name"] for each in lines if each["name"] == "process_name"]
-    assert names[0] == "rank 0 (x=0), node0, its own CPU time"
+    assert names[0] == "rank 0 (x=0), node0, CPU time of this rank"
     assert sum(line["ph"] == "X" for line in lines) == len(ROWS) + 2
     assert not arrows(lines) and not any("wait_us" in line.get("args", {}) for line in lines)
 

@@ -206,9 +206,11 @@ def test_where_clocks_disagree_the_path_still_ends(tmp_path, number, chance):
 
 def test_a_step_that_is_not_there_is_refused(tmp_path):
     trace = opened(tmp_path, [*PIPELINE, row(0, 20, 30, step=1)], (15, 12))
-    with pytest.raises(ValueError, match=r"no events of step 7; it has steps 0 to \d$"):
+    with pytest.raises(ValueError, match=r"no events of step 7; the trace has steps 0 to \d$"):
         path_of(trace, 7)
-    with pytest.raises(ValueError, match=r"step 1 was not completed; it has steps 0 to \d$"):
+    with pytest.raises(
+        ValueError, match=r"step 1 was not completed; the trace has steps 0 to \d$"
+    ):
         path_of(trace, 1)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.analyze.metrics.crossing import crossing_pair_rows, crossing_rows
+from hpc3d.analyze.metrics.crossing import host_pair_rows, host_traffic_rows
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.analyze.report import charts, figure_list
 from hpc3d.analyze.report.run_analysis import analyze_run
@@ -20,9 +20,9 @@ def crossings(path, rows, hosts=HOSTS, steps=1):
         calls = calls_of(trace)
         pairs = {
             (row["sender_host"], row["receiver_host"]): row["bytes"]
-            for row in crossing_pair_rows(calls)
+            for row in host_pair_rows(calls)
         }
-        return {row["host"]: row for row in crossing_rows(calls)}, pairs
+        return {row["host"]: row for row in host_traffic_rows(calls)}, pairs
 
 
 def together(op, nbytes, group=0, count=1000, seq=0, **values):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 
-from hpc3d.analyze.metrics.loads import LAYOUT, MANNER, WORK, differing, group_of, notes
+from hpc3d.analyze.metrics.loads import EXECUTION, LAYOUT, WORK, differing, group_of, notes
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat
 from hpc3d.trace.merge import merge
@@ -18,7 +18,7 @@ def test_what_runs_differ_in_is_said_before_they_are_compared(tmp_path, capsys):
     scheme = {"parallel.scheme": f'"3d" in {three}; "1d" in {flat}'}
     found = reported(capsys, one, other)
     assert found["notes"] == []
-    assert found["differing"] == {WORK: {}, LAYOUT: scheme, MANNER: {}}
+    assert found["differing"] == {WORK: {}, LAYOUT: scheme, EXECUTION: {}}
     merge(one), merge(other)
     with h5py.File(other / "trace.h5", "r+") as file:
         file.attrs["config"] += '[train]\nbatch = 96\ndtype = "float64"\n[data]\npath = "mine"\n'
@@ -29,8 +29,8 @@ def test_what_runs_differ_in_is_said_before_they_are_compared(tmp_path, capsys):
         file.attrs["cores"] = 4
     found = reported(capsys, one, other, "--out", tmp_path / "out")
     assert found["notes"] == [
-        f"{flat}: cores: 3 for 4 ranks a host: they take turns, so times are longer than on a"
-        " core each",
+        f"{flat}: cores: 3 for 4 ranks per host: ranks share cores, so times are longer than with"
+        " one core per rank",
     ]
     assert found["differing"] == {
         WORK: {
@@ -40,7 +40,7 @@ def test_what_runs_differ_in_is_said_before_they_are_compared(tmp_path, capsys):
             "tokens a step": f"1,800 in {three}; 900 in {flat}",
         },
         LAYOUT: scheme,
-        MANNER: {"trace": f"measured in {three}; simulated in {flat}"},
+        EXECUTION: {"trace": f"measured in {three}; simulated in {flat}"},
     }
     assert [row["speedup"] for row in found["scaling"]] == [1, None]
     text = (tmp_path / "out" / "report.md").read_text()
@@ -59,12 +59,12 @@ def test_every_key_that_differs_is_told_in_its_group():
     assert differing(traces, [*texts], abouts) == {
         WORK: {"parallel.keep_dtype": 'absent in one; "int8" in two'},
         LAYOUT: {"mesh.d": "1 in one; 2 in two", "parallel.zero": "0 in one; 1 in two"},
-        MANNER: {
+        EXECUTION: {
             "run.out": '"results" in one; "a" in two',
             "hosts": "a (4), cpu in one; b (4), cpu in two",
         },
     }
-    nothing = {WORK: {}, LAYOUT: {}, MANNER: {}}
+    nothing = {WORK: {}, LAYOUT: {}, EXECUTION: {}}
     assert differing(traces[:1], ["one"], abouts) == nothing
     pair = [traces[0], _trace("")]
     assert differing(pair, [*texts], [{}, {}]) == nothing
@@ -76,7 +76,7 @@ def test_every_key_that_differs_is_told_in_its_group():
 def test_a_value_that_many_runs_have_is_that_of_the_others():
     traces = [_trace(f"seed = {seed}\n") for seed in (1, 2, 1, 1, 3, 2)]
     (text,) = differing(traces, [*"abcdef"], [{}] * 6)[WORK].values()
-    assert text == "2 in b and f; 3 in e; 1 in the others"
+    assert text == "2 in b and f; 3 in e; 1 in all others"
 
 
 def _trace(text):
@@ -86,8 +86,10 @@ def _trace(text):
 
 def test_every_key_has_a_group():
     groups = {key: group_of(key) for key in flat(Config())}
-    of = {group: [key for key in groups if groups[key] == group] for group in (LAYOUT, MANNER)}
+    of = {group: [key for key in groups if groups[key] == group] for group in (LAYOUT, EXECUTION)}
     assert {"seed", "model.kind", "data.path", "train.batch", "train.tf32"} <= groups.keys()
     assert {groups[key] for key in ("seed", "model.kind", "data.path", "train.batch")} == {WORK}
     assert {"mesh.x", "parallel.zero", "parallel.recompute"} <= {*of[LAYOUT]}
-    assert {"name", "trace.clock", "run.out", "mesh.transport", "train.backend"} <= {*of[MANNER]}
+    assert {"name", "trace.clock", "run.out", "mesh.transport", "train.backend"} <= {
+        *of[EXECUTION]
+    }

@@ -34,9 +34,9 @@ def test_without_any_there_is_no_row(tmp_path):
 @pytest.mark.parametrize(
     ("far", "said"),
     [
-        (0.0, ["the losses of b are those of a, to the last bit"]),
-        (5e-8, ["the losses of b are those of a, to 5e-08 nat"]),
-        (2.9e-5, ["the losses of b are those of a, to 3e-05 nat"]),
+        (0.0, ["the losses of b equal those of a to the last bit"]),
+        (5e-8, ["the losses of b equal those of a to 5e-08 nat"]),
+        (2.9e-5, ["the losses of b equal those of a to 3e-05 nat"]),
         (3.1e-5, []),
         (None, []),
     ],

@@ -154,5 +154,6 @@ WITHOUT_RANK_1 = [
     CUT_OFF[0],
     "rank 1: no segment",
     *CUT_OFF[2:],
-    "5 collectives and messages: the call of a member, so their waits may be longer",
+    "the calls of some members of 5 collectives and messages, whose waits may be longer than"
+    " reported",
 ]

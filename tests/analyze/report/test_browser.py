@@ -150,7 +150,7 @@ def click_on_a_box(page):
 
 
 def test_a_click_shows_what_a_box_is(page):
-    assert page.value(DETAILS) == "Click on a box."
+    assert page.value(DETAILS) == "Click on a box to see its details."
     chosen, events = click_on_a_box(page), columns(page)
     (index,) = (each for each in chosen if events["rank"][each] == 2)  # of a call, all ranks' are
     words = page.value(DETAILS).split("\n")
@@ -323,7 +323,9 @@ def test_a_product_has_its_size_and_rate(page):
     )
     assert any(name.startswith("gemm m=") for name in names) and index >= 0
     said = page.value(f"hpc3d.lines({EVENTS}.data, {MODEL}.tags[0], {index})")
-    assert "name: gemm\n" in said and "FLOP/s" in said and "% of the step's fastest" in said
+    assert (
+        "name: gemm\n" in said and "FLOP/s" in said and "% of the highest rate in the step" in said
+    )
     m, n, k = (int(word.split()[1]) for word in said.split("size: ")[1].split("\n")[0].split(", "))
     assert 2 * m * n * k == page.value(f"{EVENTS}.data.flops[{index}]")
 

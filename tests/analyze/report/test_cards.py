@@ -9,14 +9,14 @@ def test_the_memory_of_the_fullest_rank_is_that_at_one_time():
         {"rank": 1, "parameter": 20, "activation": 70, "all": 75},
         {"rank": None, "parameter": 50, "activation": 120, "all": 135},
     ]
-    assert cards._memory(rows) == ("75B", "at one time on rank 1, the fullest")
-    assert cards._memory([rows[0], rows[-1]]) == ("60B", "at one time")
+    assert cards._memory(rows) == ("75B", "highest peak, on rank 1")
+    assert cards._memory([rows[0], rows[-1]]) == ("60B", "peak")
 
 
 def test_a_straggler_is_named_only_if_there_is_one():
     rows = [{"rank": rank, "imposed_s": 0.003, "straggler": "no"} for rank in (1, 0)]
     assert cards._straggler(rows)[0] == "none"
     rows[1]["straggler"] = "yes"
-    assert cards._straggler(rows) == ("rank 0", "others wait 3.00 ms for it")
+    assert cards._straggler(rows) == ("rank 0", "the other ranks wait 3.00 ms per step for it")
     unknown = [each | {"straggler": None} for each in rows]
     assert cards._straggler(unknown)[0] == "unknown"

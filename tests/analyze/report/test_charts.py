@@ -82,7 +82,7 @@ def scaled(layout, ranks, speedup, scaling="strong"):
 )
 def test_a_matrix_has_a_unit_of_its_size(largest, unit, value):
     chart = charts.traffic(np.array([[0, largest], [0, 0]]))
-    assert (chart.unit, chart.values[0, 1]) == (f"{unit} of a step", value)
+    assert (chart.unit, chart.values[0, 1]) == (f"{unit} per step", value)
 
 
 def test_time_by_phase_has_a_part_for_each_axis():

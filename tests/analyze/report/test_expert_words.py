@@ -5,16 +5,16 @@ from hpc3d.analyze.report.expert_words import in_words
 COST = {"dropped": 0.25, "dropped_even": 0.0, "empty": 0.4, "empty_even": 0.2, "empty_flop": 4.4e8}
 COST |= {"wait_s": 0.004, "wait_share": 0.04, "rank": 3, "experts": "4 to 7", "load": 1.25}
 LOST = (
-    "25.0% of the choices found no slot and were dropped (at an even load: 0.0%), and 40.0% of the"
-    " slots stayed empty (at an even load: 20.0%), which took 440 MFLOP of a step, forward and"
-    " backward."
+    "25.0% of the routed tokens exceeded the capacity and were dropped (0.0% with a balanced"
+    " load), and 40.0% of the capacity was unused (20.0% with a balanced load), which costs"
+    " 440 MFLOP per step, forward and backward."
 )
 
 
 def test_what_was_lost_and_who_was_waited_for():
     assert in_words(COST) == (
-        f"{LOST} In dispatch and combine a mean rank waited 4.00 ms (4.0% of its step), longest"
-        " for rank 3, whose experts 4 to 7 had 1.25 times the mean load."
+        f"{LOST} In dispatch and combine, a rank waited 4.00 ms (4.0% of a step) on average,"
+        " longest for rank 3, whose experts 4 to 7 had 1.25 times the mean load."
     )
     assert "whose expert 4 had" in in_words(COST | {"experts": "4"})
 
@@ -22,4 +22,4 @@ def test_what_was_lost_and_who_was_waited_for():
 def test_what_is_not_known_is_not_said():
     assert in_words(COST | {"wait_s": None}) == LOST
     few = in_words(COST | {"wait_s": None, "empty": None})
-    assert few == "25.0% of the choices found no slot and were dropped."
+    assert few == "25.0% of the routed tokens exceeded the capacity and were dropped."

@@ -65,7 +65,7 @@ def test_panels_share_a_clock_and_one_legend():
     assert above.get_xlim() == below.get_xlim() == (0.0, 9.0)
     (legend,) = figure.legends
     words = [text.get_text() for text in legend.get_texts()]
-    assert words == ["forward", "backward", "message", "reduction", "optimiser"]
+    assert words == ["forward", "backward", "message", "reduction", "optimizer"]
 
 
 def small():

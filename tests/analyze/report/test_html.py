@@ -60,9 +60,9 @@ class Reader(HTMLParser):
 
 
 OF_EXPERTS = {
-    "expert_cost": ("What imbalance of experts costs", "1 row"),
-    "experts": ("Load of experts", "8 rows"),
-    "routers": ("Load of experts by step", "6 rows"),
+    "expert_cost": ("Cost of expert load imbalance", "1 row"),
+    "experts": ("Expert load", "8 rows"),
+    "routers": ("Expert load by step", "6 rows"),
     "exchanges": ("Dispatch and combine", "4 rows"),
 }
 EVALUATION = {"step": 1, "loss": 2.5, "tokens": 96, "accuracy": 0.25, "seconds": 0.5}
@@ -93,23 +93,23 @@ def page(folder):
 @pytest.mark.slow
 def test_an_evaluation_is_a_card_and_a_row(page):
     text = Reader(page).text
-    assert "validation 2.5000 nat a token after step 1" in text
+    assert "validation 2.5000 nat per token after step 1" in text
     assert "2.500000 12.1825 25.0% 96 500" in text
 
 
 @pytest.mark.slow
 def test_a_run_of_experts_has_a_section_and_another_has_none(page, tmp_path):
-    assert "experts-1" not in page and "stayed empty" not in Reader(page).text
+    assert "experts-1" not in page and "exceeded the capacity" not in Reader(page).text
     layout = {"mesh__e": 2, "model__layers": 2, "model__experts": 4, "model__capacity": 1.0}
     with trained(tmp_path / "run", 2, **layout) as opened:
         run = analyze_run(opened)
         text = reported(opened, tmp_path)
     assert '<a href="#experts-1">Experts</a>' in text and '<h2 id="experts-1">Experts</h2>' in text
     words, cost = Reader(text).text, in_words(run.tables["expert_cost"][0])
-    assert cost in words and "In dispatch and combine a mean rank waited" in cost
+    assert cost in words and "In dispatch and combine, a rank waited" in cost
     for title, rows in OF_EXPERTS.values():
-        assert f"{title} {rows} what it means" in words
-    assert '<img class="both" alt="Load of experts: ' in text
+        assert f"{title} {rows} definitions" in words
+    assert '<img class="both" alt="Expert load: ' in text
     assert in_markdown(cost) in (tmp_path / "report.md").read_text()
     assert (tmp_path / "tables" / "exchanges.csv").exists()
 
@@ -146,7 +146,7 @@ def test_the_page_has_every_table_and_what_it_means(page):
     text = Reader(page).text
     for spec in OF_A_RUN:
         if spec.rows_shown >= 0 and spec.name not in {*OF_EXPERTS, "copies"}:
-            assert re.search(rf"{re.escape(spec.title)} \d+ rows? what it means", text), spec.name
+            assert re.search(rf"{re.escape(spec.title)} \d+ rows? definitions", text), spec.name
         assert " ".join(html.prose(MEANING[spec.name]).split()) in " ".join(page.split())
     for word in ("12.5%", "F [ms]", "MFU", "algbw", "arrives last", "3d along m, 1f1b, p=2 x=2"):
         assert word in text or word == "12.5%"
@@ -170,7 +170,7 @@ def test_the_numbers_that_one_looks_for_first(tmp_path):
         found = {title: (value, note) for title, value, note in cards(run)}
         assert run.missing == []
         assert found["step"] == ("10.0 ms", run.about["averages"])
-    assert found["straggler"] == ("unknown", "too few steps to tell it from chance")
+    assert found["straggler"] == ("unknown", "too few steps to decide")
     assert found["imbalance"][0] == "1.273"  # 7 / ((4 + 7) / 2)
     assert found["communication"][0] == "35.0%"  # (5 + 2) of 20 ms
     assert found["communication"][1].startswith("waiting 15.0%")
@@ -212,7 +212,7 @@ def test_names_in_a_trace_are_text(tmp_path):
 def test_what_is_missing_is_on_top(tmp_path):
     with small(tmp_path / "trace.h5", missing="rank 7: no segment") as opened:
         text = Reader(reported(opened, tmp_path / "out")).text
-    assert "The trace is incomplete; missing are: rank 7: no segment" in text
+    assert "The trace is incomplete. Missing: rank 7: no segment" in text
     assert "The trace is complete" not in text
 
 
@@ -220,10 +220,10 @@ def test_what_is_missing_is_on_top(tmp_path):
 def test_a_trace_that_contradicts_itself_says_so(tmp_path):
     late = {**ROWS[0], "t_start": ROWS[0]["t_start"] + 500_000_000}
     with small(tmp_path / "trace.h5") as sound, small(tmp_path / "two.h5", [late]) as other:
-        assert "contradicts" not in reported(sound, tmp_path / "sound")
+        assert "is inconsistent" not in reported(sound, tmp_path / "sound")
         text = Reader(reported(other, tmp_path / "other")).text
-    assert "The trace contradicts itself: /events:" in text
-    assert "contradicts" in (tmp_path / "other" / "report.md").read_text()
+    assert "The trace is inconsistent: /events:" in text
+    assert "is inconsistent" in (tmp_path / "other" / "report.md").read_text()
 
 
 @pytest.mark.slow
@@ -236,11 +236,9 @@ def test_a_page_of_several_runs_has_a_section_each(tmp_path):
     assert {"comparison", "run-1", "run-2"} <= {
         value for _, key, value in found.values if key == "id"
     }
-    assert (
-        "They differ in layout, how that is shared out mesh.<d>: 1 in one; 2 in two" in found.text
-    )
-    assert "They differ in work" not in found.text
-    assert "Differences from the first run" in found.text and "Speed-up" not in found.text
+    assert "Differences in layout (mesh and techniques) mesh.<d>: 1 in one; 2 in two" in found.text
+    assert "Differences in work" not in found.text
+    assert "Differences from the first run" in found.text and "Speedup" not in found.text
     stems = {path.stem for path in (tmp_path / "figures").iterdir()}
     assert {"loss", "runs", "timeline-1", "timeline-2"} <= stems
     assert found.tags["img"] == len(stems)
@@ -252,7 +250,7 @@ def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
         run = analyze_run(opened)
         report = compare([opened], [run])
     (line,) = run.missing
-    assert line.startswith("the time on the wall, for each rank counted its own CPU time")
+    assert line.startswith("wall-clock time, because each rank measured its own CPU time")
     names = {picture.name for picture in figure_list.of_run(run)}
     assert names == {"ranks", "phases", "traffic", "traffic-x", "hosts", "memory"}
     assert not any(run.tables[name] for name in ("path", "waits", "stragglers", "collectives"))
@@ -264,7 +262,7 @@ def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
     assert sum(values[0] for _, values in parts.values()) == pytest.approx(10)
     write(report, tmp_path)
     page = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
-    shown = page.text.split("What the numbers mean")[1]
+    shown = page.text.split("Definitions")[1]
     for text in (shown, (tmp_path / "report.md").read_text(encoding="utf-8")):
         assert line in text
         assert not any(word in text for word in ("wait [ms]", "transfer [ms]", "waiting", "arrow"))
@@ -285,7 +283,7 @@ def test_processor_time_is_not_compared(tmp_path):
         report = compare(traces, [analyze_run(each) for each in traces])
         compared = [bool(report.tables[name]) for name in ("scaling", "differences")]
         assert compared == [processor not in configs] * 2
-        told = ["how runs scale and differ" in " ".join(run.missing) for run in report.runs]
+        told = ["differences between runs" in " ".join(run.missing) for run in report.runs]
         assert told == [config == processor for config in configs]
 
 
@@ -305,18 +303,20 @@ def test_events_that_were_dropped_are_a_doubt(tmp_path):
         file["ranks/dropped"][1] = 7
     with trace.open(tmp_path / "trace.h5") as opened:
         (line,) = analyze_run(opened).missing
-    assert line.startswith("events of rank 1: trust only the step, loss and memory tables")
+    assert line.startswith(
+        "events of rank 1, which were dropped: only the step, loss and memory tables"
+    )
 
 
 @pytest.mark.parametrize(
     ("cores", "text"),
-    [(0, None), (1, "1 for 2 ranks a host: they take turns"), (2, "2 for 2 ranks a host")],
+    [(0, None), (1, "1 for 2 ranks per host: ranks share cores"), (2, "2 for 2 ranks per host")],
 )
 def test_ranks_that_take_turns_are_told(tmp_path, cores, text):
     with small(tmp_path / "trace.h5", hosts=["a", "a"], cores=cores) as opened:
         found = analyze_run(opened).about.get("cores")
     assert (found and found[: len(text)]) == text
-    assert not text or ("turns" in found) == (cores == 1)
+    assert not text or ("share cores" in found) == (cores == 1)
 
 
 def test_a_step_that_is_not_there_is_refused(tmp_path):

@@ -129,7 +129,7 @@ def test_the_table_of_a_pipeline(hand):
     assert rows == [pytest.approx(row) for row in TABLE]
     assert [title for title, _ in panels] == [
         "measured: schedule 1f1b, step 1, idle 48.0%",
-        "simulated: means of the stages' medians (F 3 ms, BW 10 ms), messages take no time, "
+        "simulated: mean over stages of median times (F 3 ms, BW 10 ms), instantaneous messages, "
         "idle 33.3%",
     ]
 

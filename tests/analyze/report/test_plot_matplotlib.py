@@ -97,8 +97,8 @@ def test_many_bars_are_an_outline():
     assert len(axes.get_xticks()) <= 32
 
 
-def test_lying_bars_are_stacked_to_the_right():
-    (axes,) = draw(stack(2)._replace(lying=True)).axes
+def test_horizontal_bars_are_stacked_to_the_right():
+    (axes,) = draw(stack(2)._replace(horizontal=True)).axes
     found = [
         (bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width()) for bar in axes.patches
     ]

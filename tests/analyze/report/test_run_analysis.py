@@ -73,7 +73,7 @@ def test_step_memory_and_loss(run, capsys):
     ]
     assert [row["loss"] for row in result["loss"]] == [4.0, 3.5, 3.25]
     assert result["about"]["averages"] == (
-        "over steps 1 to 2; step 0, the first one, warms up and is left out"
+        "over steps 1 to 2, without step 0, which is the warmup"
     )
 
 
@@ -83,7 +83,7 @@ def test_a_run_of_one_step_has_no_other(tmp_path, capsys):
     assert (step["steps"], step["first"], step["last"]) == (1, 0, 0)
     assert step["step_s_median"] == pytest.approx(9.3e-3)
     assert result["about"]["averages"] == (
-        "of step 0 alone, the first one, which warms up; train for more steps"
+        "only step 0, which is the warmup; train for more steps"
     )
 
 

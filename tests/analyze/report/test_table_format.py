@@ -86,7 +86,7 @@ def test_files_have_what_is_known(tmp_path):
         (table_format.ratio, 1.0004, "1.000"),
         (table_format.prefixed, 12345678, "12.3 M"),
         (table_format.prefixed, 999, "999"),
-        (table_format.layer, -1, "ends"),
+        (table_format.layer, -1, "embedding, head"),
         (table_format.layer, 0, "0"),
         (table_format.layer, "", ""),
         (table_format.prefixed, 1.5e13, "15.0 T"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpc3d import trace
+from hpc3d.analyze.metrics.run_summary import CORES_SHARED
 from hpc3d.analyze.report import figure_list
 from hpc3d.analyze.report.cards import cards
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
@@ -35,17 +36,14 @@ def test_what_a_trace_lacks_is_told(found):
     run, report, _ = found
     gaps = report._replace(runs=[replace(run, missing=["a", "b"], violations=["c"])])
     said = lines(gaps)
-    assert (
-        "the trace, missing: a, and 1 more" in said
-        and said[-1] == "the trace, contradicts itself: c"
-    )
+    assert "missing in the trace: a, and 1 more" in said and said[-1] == "inconsistent trace: c"
 
 
 def test_ranks_that_take_turns_are_told(found):
     run, report, _ = found
-    turns = "2 for 8 ranks a host: they take turns, so times are longer than on a core each"
-    crowded = replace(run, about=run.about | {"cores": turns})
-    assert f"cores: {turns}" in lines(report._replace(runs=[crowded]))
+    shared = f"2 for 8 ranks per host: {CORES_SHARED}"
+    crowded = replace(run, about=run.about | {"cores": shared})
+    assert f"cores: {shared}" in lines(report._replace(runs=[crowded]))
     assert not any(line.startswith("cores") for line in lines(report))
 
 

@@ -39,9 +39,9 @@ def tables(ranks=None, **given):
 
 def test_a_step_that_is_communication():
     assert verdict(tables()) == [
-        "20% of a step is computation; 70% communication, 57% of it waiting for others; 9% between"
-        " events.",
-        "The largest lever: reduce-scatter along z, 40% of a step, 75% of that waiting.",
+        "20% of a step is computation; 70% communication, 57% of it waiting for other ranks; 9%"
+        " between events.",
+        "Largest cost: reduce-scatter along z, 40% of a step, of which 75% is waiting.",
     ]
 
 
@@ -51,7 +51,7 @@ def test_a_step_of_one_rank_is_computation():
     time = [spent("compute", "", "gemm", 0.7), spent("compute", "", "attention", 0.27)]
     assert verdict(tables([alone], time=time, waits=[], stragglers=[])) == [
         "97% of a step is computation.",
-        "The largest lever: products, 70% of a step.",
+        "Largest cost: matrix products, 70% of a step.",
     ]
 
 
@@ -74,7 +74,7 @@ def test_where_ranks_count_their_own_time_nothing_is_said_of_waiting():
 def test_a_rank_that_is_late_is_named():
     late = [{"rank": 3, "imposed_s": 0.2, "straggler": "yes"}]
     assert verdict(tables(stragglers=late))[-1] == (
-        "Rank 3 is slower than chance explains: others wait 200 ms of a step for it."
+        "Rank 3 is a straggler: the other ranks wait 200 ms per step for it."
     )
 
 
@@ -99,6 +99,6 @@ def test_copies_of_what_is_offloaded_are_no_communication():
     time += [spent("copy", "", "none", 0.2), spent("wait", "", "none", 0.1)]
     given = {"time": time, "waits": [], "copies": [{"name": "fetch"}]}
     assert verdict(tables([alone], **given)) == [
-        "60% of a step is computation; 30% copies of what is offloaded; 9% between events.",
-        "The largest lever: copies of what is offloaded, 30% of a step.",
+        "60% of a step is computation; 30% offload copies; 9% between events.",
+        "Largest cost: offload copies, 30% of a step.",
     ]

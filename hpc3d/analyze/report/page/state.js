@@ -1,4 +1,4 @@
-// What is shown, as the address of the page has it: #section&step=3&ranks=p%3D0&path=off&theme=dark.
+// State of the page in its URL: #section&step=3&ranks=p%3D0&path=off&theme=dark.
 "use strict";
 
 const hpc3d = {};
@@ -18,7 +18,7 @@ hpc3d.state = (() => {
     history.replaceState(null, "", `#${hash}`);
   }
 
-  // Show a section, which may lie in what is folded.
+  // Show a section, and unfold its parents.
   function go() {
     const place = anchor && document.getElementById(anchor);
     if (!place) return;
@@ -27,7 +27,7 @@ hpc3d.state = (() => {
     place.scrollIntoView();
   }
 
-  // A link names a section only: what else is shown stays.
+  // A link only contains a section, so the other values are preserved.
   function changed() {
     const found = read();
     anchor = found.anchor;
@@ -44,7 +44,7 @@ hpc3d.state = (() => {
     go,
     get: (key) => values.get(key),
     onchange: (listener) => listeners.push(listener),
-    // Null is what is shown without a word of it.
+    // Null resets a key to its default and removes it from the URL.
     set: (key, value) => {
       if (value === null) values.delete(key);
       else values.set(key, value);
@@ -53,34 +53,34 @@ hpc3d.state = (() => {
   };
 })();
 
-// Light or dark: as the address says, else as the system does.
+// Light or dark theme: from the URL, else the system setting.
 hpc3d.theme = (() => {
   const system = matchMedia("(prefers-color-scheme: dark)");
   const dark = () => (hpc3d.state.get("theme") ?? (system.matches ? "dark" : "light")) === "dark";
-  const heights = new Map(); // of plots whose legends follow their width, with one line of names
+  const heights = new Map(); // {plot with a horizontal legend: its height with a legend of one line}
 
-  // The properties of Bokeh's models that have the colour of the page's text, or of its lines.
+  // Properties of Bokeh models that use the text color or line color of the page.
   const TEXT = ["axis_label_text_color", "major_label_text_color", "label_text_color", "title_text_color"];
   const LINES = ["axis_line_color", "major_tick_line_color", "grid_line_color"];
 
   function paint(model, text, lines, ground) {
-    const colours = {};
-    for (const key of TEXT) if (key in model.properties) colours[key] = text;
-    for (const key of LINES) if (key in model.properties) colours[key] = lines;
-    if (model.type === "Title") colours.text_color = text;
+    const colors = {};
+    for (const key of TEXT) if (key in model.properties) colors[key] = text;
+    for (const key of LINES) if (key in model.properties) colors[key] = lines;
+    if (model.type === "Title") colors.text_color = text;
     if ("border_fill_color" in model.properties)
-      Object.assign(colours, { border_fill_color: ground, background_fill_color: ground });
-    if ("inactive_fill_color" in model.properties) colours.inactive_fill_color = ground;
-    if (Object.keys(colours).length) model.setv(colours);
+      Object.assign(colors, { border_fill_color: ground, background_fill_color: ground });
+    if ("inactive_fill_color" in model.properties) colors.inactive_fill_color = ground;
+    if (Object.keys(colors).length) model.setv(colors);
   }
 
-  // A colour of the style sheet as Bokeh reads it.
+  // Resolve a color variable of the style sheet for Bokeh.
   function resolved(name) {
     const probe = document.body.appendChild(document.createElement("span"));
     probe.style.color = `var(${name})`;
-    const colour = getComputedStyle(probe).color;
+    const color = getComputedStyle(probe).color;
     probe.remove();
-    return colour;
+    return color;
   }
 
   function apply() {
@@ -89,13 +89,13 @@ hpc3d.theme = (() => {
     button?.setAttribute("aria-pressed", `${dark()}`);
     if (!window.Bokeh) return;
     wrap();
-    const colours = ["--ink", "--line", "--ground"].map(resolved);
+    const colors = ["--ink", "--line", "--ground"].map(resolved);
     for (const page of Bokeh.documents)
       for (const root of page.roots())
-        for (const model of root.references()) paint(model, ...colours);
+        for (const model of root.references()) paint(model, ...colors);
   }
 
-  // As many names a line of a legend as its plot has place for, now and when it is laid out anew.
+  // Fit the number of legend columns to the width of the plot, now and after each layout.
   function fit(plot) {
     const legend = plot.above.find((each) => each.orientation === "horizontal");
     if (!legend) return;

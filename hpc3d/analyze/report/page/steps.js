@@ -1,4 +1,4 @@
-// The data of the steps of a timeline: page/packed_steps.py has packed them.
+// Decoder of the step data that hpc3d.analyze.report.packed_steps encodes.
 "use strict";
 
 hpc3d.steps = (() => {
@@ -13,7 +13,7 @@ hpc3d.steps = (() => {
     return new Uint8Array(await new Response(stream).arrayBuffer());
   }
 
-  // An array whose bytes were shuffled: the first of all values, then the second ...
+  // Unshuffle an array: the first byte of all values, then the second byte, and so on.
   async function array([type, text]) {
     const planes = await inflated(text);
     const kind = ARRAYS[type];
@@ -37,7 +37,7 @@ hpc3d.steps = (() => {
     return Int32Array.from(values, (value) => (sum += value));
   };
 
-  // The columns of the boxes of a step, times in ms.
+  // Return the columns of the boxes of a step, with times in ms.
   function events({ after, took, wait, early, seq, ...others }, tick) {
     const begun = sums(after);
     const moved = (by, sign) => begun.map((value, at) => value + sign * by[at]);
@@ -52,7 +52,7 @@ hpc3d.steps = (() => {
     };
   }
 
-  // A step of {pool, steps}: its boxes, its critical path and the length of each row.
+  // Decode a step of {pool, steps}: its boxes, its critical path and the extent of each row.
   async function unpacked(packed, name) {
     const { tick, end, ranks, ...parts } = packed.steps[name];
     const [boxes, path, rest] = await Promise.all(

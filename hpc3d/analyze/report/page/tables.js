@@ -1,10 +1,10 @@
-// Tables: a click on a heading sorts, a field searches, a button copies what is seen.
+// Table controls: click on a heading to sort, a search field, and a button that copies visible rows.
 "use strict";
 
 hpc3d.tables = (() => {
   const PREFIXES = { k: 1e3, M: 1e6, G: 1e9, T: 1e12 };
 
-  // What a cell is sorted by: its number with its prefix, or its text; nothing for a dash.
+  // Return the sort key of a cell: its number with its prefix, its text, or null for a dash.
   function value(cell, isText) {
     const text = cell.textContent.trim();
     if (text === "-") return null;
@@ -26,7 +26,7 @@ hpc3d.tables = (() => {
     const isText = head.classList.contains("text");
     const rows = [...body.rows].map((row) => [value(row.cells[column], isText), row]);
     rows.sort(([a], [b]) => {
-      if (a === null || b === null) return (a === null) - (b === null); // unknown ones last
+      if (a === null || b === null) return (a === null) - (b === null); // unknown values last
       return descending ? compare(b, a) : compare(a, b);
     });
     body.append(...rows.map(([, row]) => row));
@@ -47,10 +47,10 @@ hpc3d.tables = (() => {
   async function copy(table, status) {
     const rows = [...table.rows].filter((row) => !row.hidden);
     const text = rows.map((row) => [...row.cells].map((cell) => cell.textContent.trim()).join("\t")).join("\n");
-    status.textContent = (await write(text)) ? `${counted(rows.length - 1)} copied` : "this browser does not let a page copy";
+    status.textContent = (await write(text)) ? `${counted(rows.length - 1)} copied` : "the browser blocked the clipboard";
   }
 
-  // Some browsers give a file no clipboard.
+  // Some browsers deny clipboard access to a local file.
   async function write(text) {
     try {
       await navigator.clipboard.writeText(text);

@@ -1,4 +1,4 @@
-// The timeline of a report: which step and ranks are shown, what a box is, and who took part in it.
+// Timeline of a report: selection of the step and ranks, details of an event, and its participants.
 "use strict";
 
 Object.assign(hpc3d, (() => {
@@ -8,7 +8,7 @@ Object.assign(hpc3d, (() => {
   ];
   const BRIEF = FIELDS.filter((field) => !["stage", "chunk", "posted", "arrivals"].includes(field));
 
-  // Three digits and a unit that fits.
+  // Format a value with three significant digits and the best unit.
   function measured(value, units) {
     const [unit, size] = units.find(([, each]) => Math.abs(value) >= each) ?? units.at(-1);
     const digits = { minimumSignificantDigits: 3, maximumSignificantDigits: 3 };
@@ -22,7 +22,7 @@ Object.assign(hpc3d, (() => {
   const rate = (perSecond) =>
     measured(perSecond, [["TFLOP/s", 1e12], ["GFLOP/s", 1e9], ["MFLOP/s", 1e6], ["kFLOP/s", 1e3]]);
 
-  // The highest rate of any box of a step, FLOP/s, found once.
+  // The highest FLOP/s of any box of a step, cached.
   const fastest = new WeakMap();
   function highest(events) {
     if (!fastest.has(events.flops)) {
@@ -35,11 +35,11 @@ Object.assign(hpc3d, (() => {
     return fastest.get(events.flops);
   }
 
-  // Of what the machine could do, or where that is not known of what was done best.
+  // Format the share of the peak rate or, if it is unknown, of the highest rate in the step.
   function share(perSecond, events, about) {
     const part = (of) => `${((100 * perSecond) / of).toPrecision(3)} %`;
     if (about.peak) return `${part(about.peak)} of the peak, ${rate(about.peak)}`;
-    return `${part(highest(events))} of the step's fastest; report --peak gives the share of the peak`;
+    return `${part(highest(events))} of the highest rate in the step (set report --peak for the share of the peak)`;
   }
 
   // The coordinates of a rank on the mesh, whose last axis varies fastest.
@@ -52,19 +52,19 @@ Object.assign(hpc3d, (() => {
     return found;
   }
 
-  // A rank and its place on the axes that have more than one.
-  function place(rank, axes) {
+  // Format a rank and its coordinates on the axes with more than one rank.
+  function withCoordinates(rank, axes) {
     const at = coordinates(rank, axes);
-    const words = axes.filter(([, size]) => size > 1).map(([axis]) => `${axis}=${at[axis]}`);
-    return words.length ? `${rank} (${words.join(" ")})` : `${rank}`;
+    const parts = axes.filter(([, size]) => size > 1).map(([axis]) => `${axis}=${at[axis]}`);
+    return parts.length ? `${rank} (${parts.join(" ")})` : `${rank}`;
   }
 
-  // Where a call goes, as hpc3d.comm.mesh says it.
+  // Name the direction of a call, as hpc3d.comm.mesh does.
   function along(axis) {
     return axis === "world" ? "over all ranks" : `along ${axis}`;
   }
 
-  // What an event says under the name of a field, "" for nothing.
+  // Return the text of a field of an event, "" if it has none.
   function text(events, about, index, field) {
     const value = (key) => events[key][index];
     const name = (key) => about.names[key][value(key)] ?? "";
@@ -72,8 +72,8 @@ Object.assign(hpc3d, (() => {
     const wait = value("until") - value("start");
     const shape = name("name").match(/m=(\d+) n=(\d+) k=(\d+)/);
     const perSecond = (1e3 * value("flops")) / (value("end") - value("until"));
-    const say = {
-      rank: () => place(value("rank"), about.axes),
+    const format = {
+      rank: () => withCoordinates(value("rank"), about.axes),
       name: () => name("name").split(" m=")[0],
       size: () => (shape ? `m ${shape[1]}, n ${shape[2]}, k ${shape[3]}` : ""),
       rate: () => (perSecond > 0 && perSecond < Infinity ? rate(perSecond) : ""),
@@ -88,16 +88,16 @@ Object.assign(hpc3d, (() => {
       bytes: () => (name("axis") ? size(value("bytes")) : ""),
       arrivals: () => arrivals(events, index),
     };
-    return (say[field] ?? (() => known(field)))();
+    return (format[field] ?? (() => known(field)))();
   }
 
-  // What is known of an event, a line each.
+  // Return the known fields of an event, one per line.
   function lines(events, about, index) {
-    const said = BRIEF.map((field) => [field, text(events, about, index, field)]);
-    return said.filter(([, word]) => word).map((pair) => pair.join(": ")).join("\n");
+    const fields = BRIEF.map((field) => [field, text(events, about, index, field)]);
+    return fields.filter(([, word]) => word).map((pair) => pair.join(": ")).join("\n");
   }
 
-  // The indices of the calls that belong together with one, in the order of their arrivals.
+  // Return the indices of all calls of the same call instance, in order of arrival.
   function meeting(events, index) {
     const number = events.meeting[index];
     if (number < 0) return [index];
@@ -114,13 +114,13 @@ Object.assign(hpc3d, (() => {
     return all.map(line).join(", ");
   }
 
-  // Show an event in the panel, and with it those that belong together with it.
+  // Show the details of an event in the panel.
   function show(panel, events, about, index) {
     const list = document.createElement("dl");
     for (const field of FIELDS) {
-      const said = text(events, about, index, field);
-      if (!said) continue;
-      for (const [tag, word] of [["dt", field], ["dd", said]]) {
+      const value = text(events, about, index, field);
+      if (!value) continue;
+      for (const [tag, word] of [["dt", field], ["dd", value]]) {
         const line = document.createElement(tag);
         line.textContent = word;
         list.append(line);
@@ -129,9 +129,9 @@ Object.assign(hpc3d, (() => {
     panel.replaceChildren(list);
   }
 
-  // Which ranks are meant: "0-7 12" are these, "p=0 x=1" those with all of these coordinates.
-  function chosen(words, ranks, axes) {
-    const parts = words.split(/[\s,;]+/).filter(Boolean);
+  // Select ranks: "0-7 12" by index, "p=0 x=1" by coordinates, all of which must match.
+  function chosen(query, ranks, axes) {
+    const parts = query.split(/[\s,;]+/).filter(Boolean);
     const wanted = parts.filter((part) => part.includes("=")).map((part) => part.split("="));
     const spans = parts.filter((part) => !part.includes("=")).map((part) => part.split("-"));
     const within = (rank) => spans.some(([first, last = first]) => +first <= rank && rank <= +last);
@@ -140,7 +140,7 @@ Object.assign(hpc3d, (() => {
     return ranks.filter((rank) => placed(rank) && (!spans.length || within(rank)));
   }
 
-  // Give the chosen ranks a row each, in which a stream has its lane, and the others none.
+  // Assign a row to each selected rank, with a lane per stream, and hide the other ranks.
   function arrange(plot, sources, ranks) {
     const row = new Map(ranks.map((rank, place) => [rank, place]));
     for (const source of sources) {
@@ -158,8 +158,8 @@ Object.assign(hpc3d, (() => {
     plot.y_range.end = -0.5;
   }
 
-  // A box was clicked, or what belongs together with it was marked by this function: Bokeh calls
-  // it for both, in its own time.
+  // Select all calls of the clicked instance. Bokeh also calls this function asynchronously for the
+  // selection that the function itself makes.
   const marked = new WeakMap();
   function clicked(plot) {
     const [about, events] = plot.tags;
@@ -171,12 +171,12 @@ Object.assign(hpc3d, (() => {
     events.selected.indices = all;
   }
 
-  // Mark a box and with it those that belong together with it.
+  // Select a box and the other calls of its instance.
   function select(plot, index) {
     plot.tags[1].selected.indices = [index];
   }
 
-  // The box after or before the marked one on its rank, or the one at its time on another rank.
+  // Return the next or previous box on the same rank, or the closest in time on another rank.
   function beside(events, ranks, index, key) {
     const rank = events.rank[index];
     const near = { ArrowUp: -1, ArrowDown: 1 }[key];
@@ -192,7 +192,7 @@ Object.assign(hpc3d, (() => {
     return all[all.indexOf(index) + (key === "ArrowRight" ? 1 : -1)] ?? index;
   }
 
-  // Keep what is marked in sight.
+  // Scroll to keep the selected box visible.
   function follow(plot, start, end) {
     const range = plot.x_range;
     const width = range.end - range.start;
@@ -208,7 +208,7 @@ Object.assign(hpc3d, (() => {
     range.setv({ start: middle - half, end: middle + half });
   }
 
-  // Arrows go from box to box, + and - zoom, 0 shows the whole step.
+  // Keys: arrows move between boxes, + and - zoom, 0 shows the entire step.
   function pressed(event, shown, plot) {
     const events = plot.tags[1];
     if (event.key.startsWith("Arrow")) {
@@ -224,7 +224,7 @@ Object.assign(hpc3d, (() => {
     event.preventDefault();
   }
 
-  // What the controls of a timeline do; each is a part of the page's address.
+  // Controls of a timeline. Their state is stored in the URL.
   class Controls {
     constructor(section, plot) {
       const [about, events, path, rest] = plot.tags;
@@ -240,7 +240,7 @@ Object.assign(hpc3d, (() => {
       const canvas = section.querySelector(".screen.plot");
       canvas.addEventListener("keydown", (event) => pressed(event, this, plot));
       events.selected.change.connect(() => {
-        const { indices } = events.selected; // several: those that belong together with one
+        const { indices } = events.selected; // several if they belong to one call instance
         if (indices.length === 1) [this.index] = indices;
       });
       hpc3d.state.onchange(() => this.show());
@@ -255,7 +255,7 @@ Object.assign(hpc3d, (() => {
       return hpc3d.state.get(key + this.section.dataset.end);
     }
 
-    // Make the figure what the address says.
+    // Apply the state in the URL to the figure.
     async show() {
       const step = this.get("step") in this.packed.steps ? this.get("step") : this.packed.first;
       this.line.visible = this.get("path") !== "off";
@@ -271,7 +271,7 @@ Object.assign(hpc3d, (() => {
     async draw(step) {
       this.drawn = step;
       const { end, ranks, events, path, rest } = await hpc3d.steps.unpacked(this.packed, step);
-      if (this.drawn !== step) return; // another one was chosen meanwhile
+      if (this.drawn !== step) return; // another step was selected in the meantime
       const none = (like) => new Float32Array(like.length).fill(NaN);
       marked.delete(this.plot);
       this.events.selected.indices = [];
@@ -287,7 +287,7 @@ Object.assign(hpc3d, (() => {
 
     hint() {
       const line = document.createElement("p");
-      line.textContent = "Click on a box.";
+      line.textContent = "Click on a box to see its details.";
       return line;
     }
 
@@ -300,7 +300,7 @@ Object.assign(hpc3d, (() => {
     }
   }
 
-  // Bokeh makes its documents after the page has been read.
+  // Bokeh creates its documents after the page has loaded.
   function start() {
     const sections = [...document.querySelectorAll(".timeline")];
     const plots = sections.map((section) =>
