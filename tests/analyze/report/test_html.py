@@ -99,7 +99,7 @@ def test_an_evaluation_is_a_card_and_a_row(page):
 
 @pytest.mark.slow
 def test_a_run_of_experts_has_a_section_and_another_has_none(page, tmp_path):
-    assert "experts-1" not in page and "exceeded the capacity" not in Reader(page).text
+    assert "experts-1" not in page and "capacity was unused" not in Reader(page).text
     layout = {"mesh__e": 2, "model__layers": 2, "model__experts": 4, "model__capacity": 1.0}
     with trained(tmp_path / "run", 2, **layout) as opened:
         run = analyze_run(opened)
