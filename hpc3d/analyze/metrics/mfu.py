@@ -78,8 +78,10 @@ def recorded_flops(trace: Trace) -> float:
 
 
 def _of_model(trace):
-    """Return equation 7. An unset vocabulary is derived from the recorded products of the head, 2
-    B s h V."""
+    """Return equation 7. An unset vocabulary V follows from the recorded forward FLOP of the head.
+
+    The head has 2 B s h V FLOP in the forward pass.
+    """
     config = configuration(trace)
     if config is None or config.torch.factory:
         return None
