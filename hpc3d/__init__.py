@@ -9,18 +9,19 @@ From Python (docs/api.md):
     run = hpc3d.open("results/RUN")         # run.verdict, run.losses, run.timeline()
 """
 
+import re
 import signal
 import sys
 
 __version__ = "0.2.0"
 
-# End a command on Ctrl-C without a traceback while its modules are imported.  Later cli.run or
-# launch.run handles the signal.  `python -m` of another package is not one of our commands.
-_module = any(word.removeprefix("-m").startswith("hpc3d") for word in sys.orig_argv)
-if (
-    any((word == "-m" and _module) or word.endswith("/hpc3d") for word in sys.argv[:1])
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
+# While a command imports its modules, Ctrl-C ends it without a traceback.  Later cli.run or
+# launch.run handles the signal.  sys.argv[0] is "-m" during `python -m` of any package.
+_program = "".join(sys.argv[:1])
+_is_command = _program.endswith("/hpc3d") or (
+    _program == "-m" and any(re.match("(-m)?hpc3d", word) for word in sys.orig_argv)
+)
+if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 TYPE_CHECKING = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
+from math import isfinite
 from operator import attrgetter, ge, gt, le, lt
 from typing import Any, ClassVar, get_type_hints
 
@@ -22,6 +23,9 @@ class Bound:
     words: ClassVar[str]
     keyword: ClassVar[str]
     holds: ClassVar[Callable[[float, float], bool]]
+
+    def __str__(self) -> str:
+        return f"{self.words} {self.limit}" if isfinite(self.limit) else "finite"
 
 
 class AtLeast(Bound):
@@ -92,7 +96,7 @@ def out_of_bounds(config: Any) -> Iterator[str]:
         if isinstance(value, int | float) and not all(
             bound.holds(value, bound.limit) for bound in bounds
         ):
-            words = " and ".join(f"{bound.words} {bound.limit}" for bound in bounds)
+            words = " and ".join(map(str, bounds))
             yield f"{key} = {_text(value)}: must be {words}"
 
 

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import is_dataclass
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -53,7 +53,9 @@ def with_value(key, value):
 def test_a_number_is_within_its_bounds(key, within, beyond):
     assert not [*out_of_bounds(with_value(key, within))]
     (line,) = out_of_bounds(with_value(key, beyond))
-    limits = " ... ".join(str(each.limit) for each in BOUNDS[key])
+    limits = " ... ".join(
+        "finite" if each.limit == inf else str(each.limit) for each in BOUNDS[key]
+    )
     assert re.fullmatch(elided(f"{key} = {beyond}: ... {limits}"), line)
 
 

@@ -11,25 +11,27 @@ from hpc3d.pipeline.timeline import Cost, timeline
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
 
 
+def drawn(seed, name, chunks, most_stages, micros):
+    """Random sizes and costs, and the ends of the stages by the timeline."""
+    draw = random.Random(seed)
+    sizes = name, draw.randint(2, most_stages), draw.randint(*micros), chunks
+    costs = [Cost(*(draw.uniform(0, 3) for _ in range(4))) for _ in range(sizes[1] * chunks)]
+    rows = timeline(*instruction_streams(*sizes), costs)
+    return sizes, costs, [row[-1][1] for row in rows]
+
+
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("seed", range(6))
 def test_its_ends_are_those_of_the_timeline(name, chunks, seed):
-    draw = random.Random(seed)
-    stages, micros = draw.randint(2, 5), draw.randint(5, 9)
-    costs = [Cost(*(draw.uniform(0, 3) for _ in range(4))) for _ in range(stages * chunks)]
-    rows = timeline(*instruction_streams(name, stages, micros, chunks), costs)
-    assert step_model(name, stages, micros, chunks).ends(costs) == [row[-1][1] for row in rows]
+    sizes, costs, expected = drawn(seed, name, chunks, most_stages=5, micros=(5, 9))
+    assert step_model(*sizes).ends(costs) == expected
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("seed", range(3))
 def test_with_many_microbatches_its_ends_are_as_good_as_those_of_the_timeline(name, chunks, seed):
-    draw = random.Random(seed)
-    stages, micros = draw.randint(2, 4), draw.randint(40, 60)
-    costs = [Cost(*(draw.uniform(0, 3) for _ in range(4))) for _ in range(stages * chunks)]
-    rows = timeline(*instruction_streams(name, stages, micros, chunks), costs)
-    ends = steady_ends(name, stages, micros, chunks, costs)
-    assert ends == pytest.approx([row[-1][1] for row in rows], rel=0.02)
+    sizes, costs, expected = drawn(seed, name, chunks, most_stages=4, micros=(40, 60))
+    assert steady_ends(*sizes, costs) == pytest.approx(expected, rel=0.02)
 
 
 def test_one_stage_alone():

@@ -38,7 +38,8 @@ def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.nd
     row = row[along[events["group"][row]]]
     peer, rank, received = (events[key][row] for key in ("peer", "rank", "bytes"))
     arrives, leaves, equal = (
-        with_label(events, "op", ops)[row] for ops in (("recv", "broadcast"), ("reduce",), EXCHANGES)
+        with_label(events, "op", ops)[row]
+        for ops in (("recv", "broadcast"), ("reduce",), EXCHANGES)
     )
     arrives, leaves = arrives & (peer >= 0), leaves & (peer >= 0) & (peer != rank)
     matrix = np.zeros((ranks, ranks))
