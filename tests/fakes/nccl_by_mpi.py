@@ -55,17 +55,23 @@ class NcclCommunicator:
         self.comm.Reduce(array_at(source, count, number).copy(), total, OPS[op], root)
 
     def send(self, source, count, number, peer, stream):
-        POSTED.append(self.comm.Isend(array_at(source, count, number), peer))
+        block = array_at(source, count, number)
+        POSTED.append((self.comm.Isend(block, peer), None))
 
     def recv(self, target, count, number, peer, stream):
-        POSTED.append(self.comm.Irecv(array_at(target, count, number), peer))
+        block = array_at(target, count, number)
+        POSTED.append((self.comm.Irecv(block, peer), block.nbytes))
 
 
 POSTED = []
 
 
 def group_end():
-    MPI.Request.Waitall(POSTED)
+    """Wait for all messages.  NCCL hangs or fails if sender and receiver differ in size."""
+    for request, size in POSTED:
+        status = MPI.Status()
+        request.Wait(status)
+        assert size in (None, status.Get_count(MPI.BYTE))
     POSTED.clear()
 
 

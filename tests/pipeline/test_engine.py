@@ -1,5 +1,7 @@
 """What a stage holds while it runs a schedule: microbatches in flight, versions, parts of ZeRO."""
 
+from itertools import count
+
 import pytest
 
 from hpc3d.comm.threads import run
@@ -47,6 +49,21 @@ def test_the_memory_of_a_microbatch_serves_the_next(line):
 
     few, many = (held(f"{line} microbatches={m} batch={6 * m}", stock)[1] for m in (4, 16))
     assert few == many and min(few) > 0
+
+
+def test_seconds_are_summed_by_operation():
+    """By a clock that advances by a second per call, each instruction takes one second."""
+    config = config_of("p=2 schedule=1f1b microbatches=3")
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        trainer.engine.clock = count(5).__next__
+        trainer.step(0)
+        return dict(trainer.engine.seconds)
+
+    both = {"F": 3, "BW": 3, "Reduce": 1, "Step": 1}
+    first, last = {"SendF": 3, "RecvB": 3}, {"RecvF": 3, "SendB": 3}
+    assert run({"p": 2}, rank) == [both | first, both | last]
 
 
 @pytest.mark.parametrize("line", strided(FLIGHTS, 3))

@@ -1,6 +1,6 @@
 """Compressed sums of gradients: what they sum to, what is left out, what they send and keep."""
 
-from math import prod
+from math import inf, prod
 
 import numpy as np
 import pytest
@@ -20,6 +20,8 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.tensor.layout import Layout
+from hpc3d.trace.recorder import Recorder
+from hpc3d.trace.schema import EVENTS, record_type
 from hpc3d.training.gradient_compression import CompressionSpec, GradientCompression
 from hpc3d.training.guard import ReplicaCheck
 from tests.checkpoints.lives import LAYOUTS, live
@@ -144,6 +146,24 @@ def test_experts_are_as_many_matrices():
             given = [gradient(name, shape, i, step)[:, expert] + left[i] for i in range(MEMBERS)]
             total, left, q = low_rank(given, q)
             np.testing.assert_allclose(found[1][0][step][name][:, expert], total, atol=1e-10)
+
+
+def test_flop_of_low_rank_sums():
+    """M Q, M' P, and P Q' for the residual and for the sum: 8 mnr per matrix and step."""
+
+    def rank(mesh):
+        recorder = Recorder(None, {"rank": mesh.rank}, 1 << 10, every_s=inf)
+        mesh = mesh.traced(recorder)
+        parameters = Parameters(mesh, "float64", 0)
+        for name, shape in (SHAPES | STACK).items():
+            parameters.add(name, shape, Layout(*[""] * len(shape)), partial=("d",))
+        parameters.allocate(1)
+        compression = GradientCompression(parameters, CompressionSpec("powersgd", RANK, 0, 1))
+        Buckets(parameters, 1e6, compression).wait()
+        return np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)["flops"].sum()
+
+    elements = sum(prod(shape) for shape in (SHAPES | STACK).values() if len(shape) > 1)
+    assert run({"d": MEMBERS}, rank) == [8 * elements * RANK] * MEMBERS
 
 
 def test_a_sum_of_low_rank_is_exact_also_after_a_step_without_gradient():

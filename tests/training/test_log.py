@@ -10,7 +10,7 @@ from hpc3d.config.load import load
 from hpc3d.config.rules import resolve
 from hpc3d.plain import plain_streams
 from hpc3d.runtime.metrics_file import read
-from hpc3d.training.log import Log, differences, duration, hosts
+from hpc3d.training.log import Log, differences, duration, hosts, layout_lines
 from hpc3d.training.trainer import Step
 
 
@@ -20,6 +20,24 @@ def test_several_hosts_are_named_with_their_ranks():
     many = [f"n{rank // 4}" for rank in range(64)]
     (line,) = hosts(many)
     assert line.startswith("64 ranks on 16 hosts: n0 4, n1 4, ") and line.endswith("n7 4, 8 more")
+
+
+@pytest.mark.parametrize(
+    ("context", "text"),
+    [
+        ("ring", "a ring of 4, each with 2 chunks of 8 tokens"),
+        ("all-to-all", "4 ranks with 16 tokens each exchange heads"),
+        (
+            "both --parallel.ulysses 2",
+            "a ring of 2, each with 2 chunks of 16 tokens; "
+            "2 ranks with 16 tokens each exchange heads",
+        ),
+    ],
+)
+def test_context_parallelism_is_described(context, text):
+    words = f"--mesh.c 4 --model.sequence 64 --parallel.context {context}"
+    config = resolve(load(None, words.split()), 4)
+    assert [*layout_lines(config)][-1] == f"context: {text}"
 
 
 def test_keys_are_named_that_are_not_as_by_default():
