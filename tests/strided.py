@@ -12,7 +12,7 @@ import pytest
 
 REASON = re.compile(r"runs on one of (\d+) days: DAY=(\d+)")
 TODAY = int(os.environ.get("DAY", time.time() // 86400))
-COSTLY = 5  # CPU seconds: the cases of a slow test function that takes more rotate
+COSTLY = 3  # CPU seconds: the cases of a slow test function that takes more rotate
 
 
 def rotating(turn, days=7):
@@ -31,15 +31,16 @@ def costs():
 
 
 def mark_costly(item):
-    """Let a slow test that takes long run on one of three days, if no mark names its days."""
+    """Let a slow test that takes long run on one of seven days, if no mark names its days."""
     cost = costs().get(item.nodeid.partition("[")[0], 0)
     if cost >= COSTLY and item.get_closest_marker("slow") and not _turns(item):
-        item.add_marker(rotating(crc32(item.nodeid.encode()), days=3))
+        item.add_marker(rotating(crc32(item.nodeid.encode())))
 
 
 def days_of(item):
-    """The days of three weeks on which a test runs."""
-    return [day for day in range(21) if all(day % days == turn for days, turn in _turns(item))]
+    """The days of a week on which a test runs."""
+    turns = _turns(item)
+    return [day for day in range(7) if all(day % days == turn for days, turn in turns)]
 
 
 def _turns(item):
@@ -49,7 +50,7 @@ def _turns(item):
     return [tuple(map(int, each.groups())) for each in found]
 
 
-def strided(cases, every, first=0, ids=str, days=3):
+def strided(cases, every, first=0, ids=str, days=7):
     """All cases as parameters, of which one in `every`, from `first` on, is quick.
 
     Of the others, which are slow, each runs on one of `days` days.

@@ -202,7 +202,7 @@ def test_damaged_input_files_are_refused(chance, tmp_path):
     assert bad > 150
 
 
-@pytest.mark.parametrize("verb", [simulate, plan])
+@pytest.mark.parametrize("verb", [simulate, pytest.param(plan, marks=pytest.mark.slow)])
 def test_commands_without_ranks_refuse_them_too(verb, chance, tmp_path, capsys):
     path = tmp_path / "input.toml"
     ranks = ["--ranks", "64"] if verb is plan else []

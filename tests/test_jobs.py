@@ -67,7 +67,7 @@ def test_units_that_take_long_come_first_and_long_files_are_divided(monkeypatch)
     assert sent == [[3], [2], [1]]
 
 
-def test_each_case_of_a_costly_slow_test_runs_on_one_of_three_days(request, monkeypatch):
+def test_each_case_of_a_costly_slow_test_runs_on_one_day_of_seven(request, monkeypatch):
     file = request.node.parent.nodeid
     costs = {f"{file}::costly": strided.COSTLY, f"{file}::cheap": 1}
     monkeypatch.setattr(strided, "costs", lambda: costs)
@@ -77,15 +77,15 @@ def test_each_case_of_a_costly_slow_test_runs_on_one_of_three_days(request, monk
         for mark in marks:
             item.add_marker(mark)
         strided.mark_costly(item)
-        return {day % 3 for day in strided.days_of(item)}
+        return {*strided.days_of(item)}
 
     slow = pytest.mark.slow
-    cases = [days(f"costly[{case}]", slow) for case in range(30)]
-    assert set.union(*cases) == {0, 1, 2} and {len(each) for each in cases} == {1}
+    cases = [days(f"costly[{case}]", slow) for case in range(60)]
+    assert set.union(*cases) == {*range(7)} and {len(each) for each in cases} == {1}
     for always in (
         days("cheap[1]", slow),
         days("costly[1]"),
         days("costly[1]", slow, strided.daily),
     ):
-        assert always == {0, 1, 2}
-    assert days("costly[1]", slow, strided.rotating(2, days=3)) == {2}
+        assert always == {*range(7)}
+    assert days("costly[1]", slow, strided.rotating(2)) == {2}

@@ -14,7 +14,7 @@ import pytest
 from tests.mpi import ROOT, mpirun, surroundings
 from tests.strided import rotating
 
-pytestmark = [pytest.mark.slow, rotating(1, days=3)]  # they share what is built
+pytestmark = [pytest.mark.slow, rotating(1)]  # they share what is built
 
 BUILD = "from setuptools import build_meta; build_meta.build_{}('dist')"
 SOURCES = ("hpc3d", "inputs", "jobs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")

@@ -72,7 +72,7 @@ def outcomes(request):
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param(each, marks=[pytest.mark.slow] * each.endswith("attention"))
+        pytest.param(each, marks=[pytest.mark.slow] * (each not in ("norm", "optimizer")))
         for each in launch_table.sources()
     ],
 )

@@ -24,7 +24,7 @@ from tests.pipeline.mixes import (
     train,
     words_of,
 )
-from tests.strided import covering, daily
+from tests.strided import covering, daily, strided
 
 SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
 
@@ -51,7 +51,7 @@ def test_a_mix_is_serial(line):
 KINDS = dict.fromkeys(line for line in map(alone, MIXES) if "dropout" not in line)
 
 
-@pytest.mark.parametrize("line", KINDS, ids=lambda line: line or "plain")
+@pytest.mark.parametrize("line", strided(KINDS, 4, ids=lambda line: line or "plain", days=1))
 def test_serial_is_torch(line):
     config, found = config_of(line), serial(line)
     same(found, RULES["none"](config))

@@ -92,7 +92,7 @@ def serial(line):
 LINES = covering(sorted((line for line in MIXES if "batch=" not in line), key=ranks))
 
 
-@pytest.mark.parametrize("line", strided(LINES, 9, 2))
+@pytest.mark.parametrize("line", strided(LINES, 18, 4))
 def test_a_mix_evaluates_as_one_rank_and_trains_on_as_if_it_had_not(line):
     config, (expected, _) = config_for(line), serial(alone(line))
     without = trained(config, evaluate=False)

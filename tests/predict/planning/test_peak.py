@@ -8,16 +8,19 @@ from hpc3d.predict.planning.estimate import Estimator
 from tests.predict.planning.brute import every_layout, step
 from tests.predict.planning.test_search import CLUSTER, SMALL, config_of, settled
 
-PIPELINES = [each for each in every_layout(config_of(SMALL), 8) if each.mesh.p > 1]
+
+@pytest.fixture(scope="module")
+def pipelines():
+    return [each for each in every_layout(config_of(SMALL), 8) if each.mesh.p > 1]
 
 
 @pytest.mark.parametrize(
     "first", [pytest.param(first, marks=pytest.mark.slow) for first in (0, 41, 83, 131, 197)]
 )
-def test_the_memory_of_pipelines_is_that_of_the_simulation(first):
+def test_the_memory_of_pipelines_is_that_of_the_simulation(first, pipelines):
     """Of every schedule, with few and many microbatches, with every ZeRO and recomputation."""
     estimator, wrong = Estimator(256, CLUSTER), []
-    for config in islice(PIPELINES, first, None, 241):
+    for config in islice(pipelines, first, None, 241):
         _, peak = step(config, 256, CLUSTER)
         wrong.append(estimator.estimate(config).peak / peak - 1)
     assert len(wrong) > 20
