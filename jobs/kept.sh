@@ -1,13 +1,13 @@
-# A launcher may end with 0 although its job was cut short, as mpirun does where it lost a host.
-# What hpc3d.train says at its end tells the two apart; scripts of this folder source this file.
+# Exit status of a job. A launcher may return 0 although the job did not finish: mpirun does if it
+# loses a host. The last lines of hpc3d.train show whether the run finished. Other scripts source this.
 # shellcheck shell=bash
 
-# kept CODE SAID: the exit code of a launcher that ended with CODE, whose output is in the file
-# SAID: 1 in place of 0 if the run did not come to its end.
+# kept CODE OUTPUT: print the exit status of a launcher that returned CODE and wrote the file OUTPUT:
+# 1 instead of 0 if the run did not finish.
 kept() {
     [ "$1" = 0 ] || return "$1"
     local _
-    for _ in {1..20}; do  # what is written by another process may come late
+    for _ in {1..20}; do  # another process writes the output, possibly with a delay
         if grep -q "run kept in " "$2"; then return 0; fi
         sleep 0.1
     done

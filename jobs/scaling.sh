@@ -1,10 +1,10 @@
-# The layouts of the scaling jobs, one for each array task; both scripts source it.
+# Layouts of the scaling jobs, one per array task. Both scripts source this file.
 # shellcheck shell=bash
 
 # shellcheck source=launch.sh
 source "$SLURM_SUBMIT_DIR/jobs/launch.sh"
 
-# One folder for all tasks, so that one table has them all.
+# All tasks share a folder, so that one table contains all runs.
 out="results/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID"
 
 # ranks  scheme  x y z
@@ -22,11 +22,10 @@ layouts=(
 )
 read -r ranks scheme x y z <<< "${layouts[SLURM_ARRAY_TASK_ID]}"
 
-# measure HIDDEN BATCH WORDS ...: trains on the layout of this task, on as many of the job's ranks
-# as it has, as WORDS say; without an input file among them, the model of gpt-3d-64.toml.
+# measure HIDDEN BATCH ARGUMENTS ...: train on the layout of this task, on as many ranks of the job as
+# the layout has. Without an input file in ARGUMENTS, the model is that of gpt-3d-64.toml.
 #
-# Names begin with the number of the task, so that runs sort by it: the report compares with the
-# first one.
+# Run names begin with the task number, which sorts them: the report compares with the first run.
 measure() {
     local hidden="$1" batch="$2" input=inputs/gpt-3d-64.toml
     shift 2
