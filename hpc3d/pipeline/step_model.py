@@ -173,7 +173,7 @@ def steady_ends(
     After the first rounds, every round takes the same time.  The result is exact if one stage is
     always busy, and within 2 % if message loops set the pace.
     """
-    few = simulated_microbatches(stages, micros)
+    few = simulated_microbatches(name, stages, micros)
     ends = step_model(name, stages, few, chunks).ends(costs)
     if few == micros:
         return ends
@@ -183,6 +183,10 @@ def steady_ends(
     return [end + more * (end - start) for end, start in zip(ends, before, strict=True)]
 
 
-def simulated_microbatches(stages: int, micros: int) -> int:
-    """Return the number of microbatches that `steady_ends` simulates."""
-    return micros - stages * max(0, micros // stages - _FILL - _ROUNDS)
+def simulated_microbatches(name: str, stages: int, micros: int) -> int:
+    """Return the number of microbatches that `steady_ends` simulates.
+
+    A schedule from a file has a fixed number of microbatches, and all of them are simulated.
+    """
+    few = micros - stages * max(0, micros // stages - _FILL - _ROUNDS)
+    return micros if find(name).rule(name, stages, few) else few

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from hpc3d.pipeline.csv_schedule import to_csv
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.step_model import steady_ends, step_model
 from hpc3d.pipeline.timeline import Cost, timeline
@@ -32,6 +33,19 @@ def test_its_ends_are_those_of_the_timeline(name, chunks, seed):
 def test_with_many_microbatches_its_ends_are_as_good_as_those_of_the_timeline(name, chunks, seed):
     sizes, costs, expected = drawn(seed, name, chunks, most_stages=4, micros=(40, 60))
     assert steady_ends(*sizes, costs) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("micros", [17, 18, 23])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb-v", 2)])
+def test_a_schedule_of_a_file_is_simulated_with_all_its_microbatches(
+    name, chunks, micros, tmp_path
+):
+    """From 9 microbatches per stage on, other schedules are simulated with fewer."""
+    _, costs, _ = drawn(micros, name, chunks, 2, (micros, micros))
+    streams = instruction_streams(name, 2, micros, chunks)
+    to_csv(str(tmp_path / "by_hand.csv"), *streams)
+    sizes = f"csv:{tmp_path / 'by_hand.csv'}", 2, micros, chunks
+    assert steady_ends(*sizes, costs) == [row[-1][1] for row in timeline(*streams, costs)]
 
 
 def test_one_stage_alone():

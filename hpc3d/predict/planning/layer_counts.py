@@ -62,9 +62,8 @@ class LayerCounts:
         self.pipeline, schedule = pipeline, find(pipeline.schedule)
         self.place = Placement(pipeline.stages, pipeline.chunks, schedule.v_shaped)
         self.splits, self.parts = schedule.splits_backward, range(self.place.parts)
-        self.passes = (
-            4 * self.place.parts * simulated_microbatches(pipeline.stages, pipeline.micros)
-        )
+        sizes = pipeline.schedule, pipeline.stages, pipeline.micros
+        self.passes = 4 * self.place.parts * simulated_microbatches(*sizes)
         self.left = passes - _BUILT * self.passes
         self.bare, self.layer = [sum(each[:3]) for each in pipeline.bare], sum(pipeline.layer[:3])
         self.stage_of = [self.place.place(part)[0] for part in self.parts]
