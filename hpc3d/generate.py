@@ -155,7 +155,7 @@ def _decoder(job: Job, plan: _Plan) -> Decoder:
     from hpc3d.training.trainer import spec_of
 
     config, ours = plan.config, hardware(job, plan.config)
-    values = job.on_all_ranks(lambda: plan.source.open(config.model))
+    values = job.on_all_ranks(lambda: plan.source.open(config))
     mesh = build(config.mesh.sizes(), transport=ours.transport, device=ours.device)
     if ours.device:
         from hpc3d.cuda.gpu import use

@@ -18,6 +18,7 @@ from hpc3d.checkpoints.hf_export import INDEX, WEIGHTS
 from hpc3d.checkpoints.hf_families import PUBLISHED, PublishedFamily
 from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import shapes_of
+from hpc3d.checkpoints.manifest import narrowed
 from hpc3d.checkpoints.safetensors import Weights
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.load import override, validate
@@ -89,7 +90,9 @@ class Pretrained:
     def tied(self, settings: Mapping[str, Any]) -> bool:
         """Return True if the head is tied to the token embedding, and drop copies of it."""
         head, table = (self.family.ends[name] for name in ("head.table", "embedding.token"))
-        same = head not in self.places or np.array_equal(self.read(head), self.read(table))
+        same = head not in self.places or np.array_equal(
+            self.read(head), self.read(table), equal_nan=True
+        )
         tied = settings.get("tie_word_embeddings", self.family.tied if settings else same)
         if tied and not same:
             raise ValueError(
@@ -103,10 +106,19 @@ class Pretrained:
                 self.places[name] = place
         return tied
 
-    def parameter(self, ours: str, model: ModelConfig) -> np.ndarray:
-        """Return a parameter by its hpc3d name, in the shape that `model` needs."""
-        value = self.family.taken(ours, self.read, model)
-        return value[: model.sequence] if ours == "embedding.position" else value
+    def parameter(self, ours: str, config: Config) -> np.ndarray:
+        """Return a parameter by its hpc3d name, in the shape that the model of a run needs.
+
+        Raises ValueError if a value exceeds the range of the run's type.
+        """
+
+        def read(name):
+            value = self.read(name)
+            narrowed(self.places[name][1], value, np.dtype(config.train.dtype))
+            return value
+
+        value = self.family.taken(ours, read, config.model)
+        return value[: config.model.sequence] if ours == "embedding.position" else value
 
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError unless the arrays are those of `model` with the full sequence."""

@@ -62,6 +62,25 @@ def type_of(name: str) -> np.dtype:
     return np.dtype(name)
 
 
+def narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return the values of a tensor in `dtype`.
+
+    Raises ValueError if a finite value exceeds the range of that type and would become infinite.
+    """
+    if np.can_cast(values.dtype, dtype):
+        return values
+    with np.errstate(over="ignore"):
+        found = values.astype(dtype)
+    beyond = np.isinf(found) & np.isfinite(values)
+    if beyond.any():
+        value = values[beyond][0]
+        raise ValueError(
+            f"{name}: {value:g} exceeds the range of {dtype.name}; set --train.dtype "
+            f"{values.dtype.name}, the type of the stored values"
+        )
+    return found
+
+
 def _require(sound: object, problem: str) -> None:
     if not sound:
         raise ValueError(problem)

@@ -57,11 +57,11 @@ def initial_state(
 
 
 def begin(
-    run: Path, config: Config, read: Callable[[str], np.ndarray]
+    run: Path, config: Config, read: Callable[[str, Config], np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
     """Create the folder of a run for `train --resume`; return {name: shape} of its parameters.
 
-    `read(name, model)` returns the value of a parameter for the section `model` of `config`.
+    `read(name, config)` returns the value of a parameter.
 
     The folder gets its final name once all of it is on disk.  Raises ValueError if it exists and
     is not empty.  A run in 16 bits starts from float32 values, which become its master copies.
@@ -77,9 +77,7 @@ def begin(
         shard.mkdir(parents=True)
         dtype = np.dtype("float64" if config.train.dtype == "float64" else "float32")
         specs = optimizer_of(config).STATES
-        write_shard(
-            shard, 0, initial_state(shapes, dtype, lambda name: read(name, config.model), specs)
-        )
+        write_shard(shard, 0, initial_state(shapes, dtype, lambda name: read(name, config), specs))
         if damage := complete(shard, 1, header, keep=1):
             raise ValueError(damage)
     return shapes

@@ -25,7 +25,7 @@ import numpy as np
 
 from hpc3d.arrays.pool import from_host, on_host, to_host
 from hpc3d.checkpoints.block_slices import BlockSlices, box_of, boxes, whole_of
-from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, read_manifest, type_of
+from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, narrowed, read_manifest, type_of
 from hpc3d.plain import why
 from hpc3d.trace.segment import naming, replacing, sync
 from hpc3d.training.optimizer import MASTER
@@ -288,12 +288,17 @@ class Checkpoint:
         return None
 
     def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:
-        """Copy a box of a tensor to an array of its shape; raise ValueError if any is missing."""
+        """Copy a box of a tensor to an array of its shape.
+
+        Raises ValueError if an element is missing or exceeds the range of the array's type.
+        """
         absent = np.ones(array.shape, bool)
         for elements, part in self.sources.get((name, kind), ()):
             both = part.intersection(box)
             if both.size:
-                array[both.index_in(box)] = elements[both.index_in(part)]
+                found = elements[both.index_in(part)]
+                tensor = f"{self.folder}: {name}, {kind}"
+                array[both.index_in(box)] = narrowed(tensor, found, array.dtype)
                 absent[both.index_in(box)] = False
         if missing := np.count_nonzero(absent):
             raise ValueError(

@@ -25,7 +25,7 @@ from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
 from hpc3d.model.families import FAMILIES, family_of
 
 if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config, ModelConfig
+    from hpc3d.config.input_file import Config
     from hpc3d.data.tokenizer import Tokenizer
 
 _TOKENIZER = "tokenizer.json"
@@ -38,10 +38,10 @@ class WeightSource(NamedTuple):
     path: Path
     published: bool
 
-    def open(self, model: ModelConfig) -> Checkpoint | PublishedValues:
+    def open(self, config: Config) -> Checkpoint | PublishedValues:
         """Open the source for `checkpoints.sharded.restore`; ValueError if it cannot be read."""
         if self.published:
-            return PublishedValues(Pretrained(self.path), model)
+            return PublishedValues(Pretrained(self.path), config)
         return Checkpoint(self.path)
 
 
@@ -87,8 +87,8 @@ class TrainedModel(NamedTuple):
 class PublishedValues:
     """Parameters in files of `transformers`, with the reading interface of a checkpoint."""
 
-    def __init__(self, pretrained: Pretrained, model: ModelConfig) -> None:
-        self.pretrained, self.model = pretrained, model
+    def __init__(self, pretrained: Pretrained, config: Config) -> None:
+        self.pretrained, self.config = pretrained, config
         self._last = "", np.empty((0, 0))
 
     def exact(self, name: str) -> str:
@@ -98,7 +98,7 @@ class PublishedValues:
     def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:
         """Copy a box of a parameter to an array of its shape."""
         if self._last[0] != name:
-            self._last = name, self.pretrained.parameter(name, self.model)
+            self._last = name, self.pretrained.parameter(name, self.config)
         value = self._last[1]
         whole = whole_of(value.shape)
         array[...] = value.reshape(whole.shape)[box.index_in(whole)]

@@ -166,6 +166,40 @@ def test_weights_that_are_not_finite_are_taken_on_request(files):
 
 
 @pytest.mark.parametrize(
+    ("stored", "value", "dtype", "wide"),
+    [
+        ("f8", -1e300, "float32", "float64"),
+        ("f8", 1e300, "bfloat16", "float64"),
+        ("f4", 70000, "float16", "float32"),
+        ("f4", 3.4e38, "bfloat16", "float32"),
+    ],
+)
+def test_weights_beyond_the_range_of_the_type_are_refused(
+    files, tmp_path, stored, value, dtype, wide
+):
+    """They would be infinite; the largest numbers of a type are not."""
+    norm = np.array([1, np.finfo(stored).tiny] * 11 + [0, value], stored)
+    source = files(**{"transformer.ln_f.bias": norm})
+    with pytest.raises(ValueError) as refused:
+        imported(source, tmp_path / "back", "--train.dtype", dtype)
+    assert str(refused.value) == (
+        f"transformer.ln_f.bias: {value:g} exceeds the range of {dtype}; set --train.dtype "
+        f"{wide}, the type of the stored values"
+    )
+    assert not (tmp_path / "back").exists()
+    found = values(imported(source, tmp_path / "wide", "--train.dtype", wide))
+    assert found["head.norm.beta"].tolist() == norm.tolist()
+
+
+def test_a_tied_table_that_is_not_finite_is_still_tied(files):
+    weights = load_file(files() / "model.safetensors")
+    table = weights["transformer.wte.weight"]
+    table[0] = np.nan
+    source = files(**{"transformer.wte.weight": table, "lm_head.weight": table.copy()})
+    assert Pretrained(source, allow_nonfinite=True).model["tied"]
+
+
+@pytest.mark.parametrize(
     ("told", "said"),
     [
         ({"model_type": "bloom"}, "model_type = 'bloom': .* gpt2, llama, mistral"),

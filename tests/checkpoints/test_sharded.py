@@ -289,6 +289,21 @@ def test_a_damaged_checkpoint_is_refused_by_name(checkpoints, tmp_path, name, da
     assert re.search(elided(said), found)
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(1e300, "float32"), (7e4, "float16")])
+def test_values_beyond_the_range_of_another_type_are_refused(checkpoints, value, dtype):
+    """They would be infinite; a value that already is remains so."""
+    opened, whole = Checkpoint(checkpoints(LAYOUTS[0]).folder), whole_of((2,))
+    opened.sources = {("norm", "value"): [(np.array([value, np.inf]).reshape(whole.shape), whole)]}
+    with pytest.raises(ValueError) as refused:
+        opened.fill(np.empty(whole.shape, dtype), "norm", "value", whole)
+    assert str(refused.value) == (
+        f"{opened.folder}: norm, value: {value:g} exceeds the range of {dtype}; set --train.dtype "
+        "float64, the type of the stored values"
+    )
+    opened.fill(same := np.empty(whole.shape), "norm", "value", whole)
+    assert same.ravel().tolist() == [value, np.inf]
+
+
 def test_another_model_is_refused(checkpoints):
     with pytest.raises(ValueError, match=r"model\.layers = |layers\.4\."):
         resumed("p=1 schedule=none microbatches=2 layers=5", checkpoints(LAYOUTS[0]))

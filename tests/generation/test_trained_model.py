@@ -43,7 +43,7 @@ def values(model, words, sizes):
     config = laid_out(model.config, layout_words(words), ranks, 1)
 
     def rank(mesh):
-        opened = model.source.open(config.model)
+        opened = model.source.open(config)
         decoder = Decoder(mesh, spec_of(config, config.model.vocabulary), "float64", 5)
         restore(opened, decoder.parameters, None)
         return {
