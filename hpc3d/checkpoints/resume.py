@@ -65,7 +65,7 @@ def run_to_resume(words: list[str]) -> Path | None:
     run = Path((words[place + 1 : place + 2] or [""])[0])
     del words[place : place + 2]
     try:
-        if (run / "config.toml").is_file() or steps_of(run / "checkpoints"):
+        if (run / "config.toml").exists() or steps_of(run / "checkpoints"):
             return run.absolute()
         problem = "no run is there"
         if (run / "config.json").is_file():
@@ -83,11 +83,12 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
     Raises
     ------
     ValueError
-        If config.toml is no TOML, or lacks keys that the checkpoint was written with.
+        If config.toml is unreadable, truncated, or lacks keys that the checkpoint was written
+        with.
     """
     path = run / "config.toml"
     opened = _newest_readable(run)
-    if path.is_file():
+    if path.exists():
         if opened:
             _refuse_truncated(path, opened)
         return load(path, words, of_run=True)

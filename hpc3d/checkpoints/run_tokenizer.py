@@ -36,7 +36,7 @@ _SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 def _home_of(path: Path) -> Path:
     """Return the folder with the tokenizer of a run, a checkpoint, or published weights."""
-    if path.parent.name == "checkpoints" and (path.parent.parent / "config.toml").is_file():
+    if path.parent.name == "checkpoints" and (path.parent.parent / "config.toml").exists():
         return path.parent.parent
     return path if path.is_dir() else path.parent
 
@@ -158,7 +158,7 @@ def _of_bytes(run: Path) -> bool:
 def _name_in(run: Path) -> str | None:
     """Return the name of the tokenizer in the config.toml of a run, or None."""
     path = run / "config.toml"
-    return load(path, [], of_run=True).data.tokenizer if path.is_file() else None
+    return load(path, [], of_run=True).data.tokenizer if path.exists() else None
 
 
 def refuse_another(run: Path, tokens: Tokens) -> None:

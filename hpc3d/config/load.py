@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _PATHS = "run.out", "data.path", "data.validation", "data.tokenizer"
+_LAST = "run", "watchdog_s"  # last key that every version writes to the config.toml of a run
 # Path components of pydantic errors that name the types of a union.
 _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
@@ -34,15 +35,25 @@ def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False
 
     `path` is a file or a name of hpc3d.shipped; None selects the default.  Prints a warning for
     each old name, except for those in the file of a run (`of_run`), which nobody needs to edit.
-    Raises ValueError with one line per error, each with its key and the fix.
+    Raises ValueError with one line per error, each with its key and the fix, also if the file of a
+    run is empty or truncated, because defaults are not the settings of that run.
     """
     tree = {} if path is None else read(find(path, INPUT))
     notices = renamed.use_new_names(tree)
     if not of_run:
         _expand_paths(tree)
+    elif path and not _has_key(tree, *_LAST):
+        raise ValueError(
+            f"{path}: empty or truncated, {'.'.join(_LAST)} is missing; restore it, for example "
+            "from the input file of the run"
+        )
     typed = override(tree, overrides)
     renamed.warn(typed if of_run else [*notices, *typed])
     return validate(tree)
+
+
+def _has_key(tree: Mapping[str, Any], section: str, key: str) -> bool:
+    return isinstance(table := tree.get(section), dict) and key in table
 
 
 def _expand_paths(tree: dict[str, Any]) -> None:

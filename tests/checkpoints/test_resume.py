@@ -187,6 +187,17 @@ def test_a_truncated_configuration_is_refused(kept, saved):
     assert line.endswith("; remove it to resume with the settings of step-00000001")
 
 
+def test_a_configuration_that_is_a_folder_is_refused(saved):
+    run, _ = saved
+    (run / "config.toml").unlink()
+    (run / "config.toml").mkdir()
+    assert run_to_resume(["--resume", str(run)]) == run
+    with pytest.raises(ValueError, match=r"is a folder.*; remove it to resume with"):
+        config_of_run(run, [])
+    (run / "config.toml").rmdir()
+    (run / "config.toml").touch()
+
+
 def test_without_a_configuration_that_of_the_checkpoint_is_taken(saved):
     run, _ = saved
     (run / "config.toml").unlink()

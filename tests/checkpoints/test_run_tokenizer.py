@@ -16,6 +16,8 @@ from hpc3d.checkpoints.run_tokenizer import (
     special_ids,
     take_along,
 )
+from hpc3d.config.input_file import Config, DataConfig
+from hpc3d.config.load import to_toml
 from hpc3d.data.tokenizer import ByteTokenizer, train_bpe
 from hpc3d.data.tokenizer_files import characters
 from tests.elided import elided
@@ -38,7 +40,7 @@ def tokens_of(made):
 def run_of(folder, name):
     """The folder of a run whose tokens were so called."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(f'[data]\ntokenizer = "{name}"\n' if name else "")
+    (folder / "config.toml").write_text(to_toml(Config(data=DataConfig(tokenizer=name))))
     return folder
 
 
@@ -96,6 +98,19 @@ def test_bytes_are_exported_as_a_tokenizer(tmp_path):
     again = run_of(tmp_path / "again", None)
     assert take_along(out, again)
     refuse_another(again, tokens_of(ByteTokenizer()))
+
+
+def test_nothing_is_exported_by_the_defaults_of_a_lost_configuration(tmp_path):
+    """A file that is empty, or a folder, does not say that the run has no tokenizer."""
+    run = run_of(tmp_path / "run", "byte")
+    (run / "config.toml").write_text("")
+    step = run / "checkpoints" / "step-00000001"
+    with pytest.raises(ValueError, match="empty or truncated"):
+        special_ids(step)
+    (run / "config.toml").unlink()
+    (run / "config.toml").mkdir()
+    with pytest.raises(ValueError, match="is a folder"):
+        special_ids(step)
 
 
 def test_what_others_say_of_their_tokenizer_stays(tmp_path, bpe):

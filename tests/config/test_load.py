@@ -57,6 +57,21 @@ def test_a_file_that_is_no_toml_is_refused(text, line, tmp_path):
     assert re.search(elided(line), said)
 
 
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.95, "run = 3\n"])
+def test_an_empty_or_truncated_file_of_a_run_is_refused(kept, tmp_path):
+    """As an input file it is read with defaults, but these are not the settings of the run."""
+    text = to_toml(Config())
+    cut = text.rfind("\n", 0, int(kept * len(text))) + 1 if isinstance(kept, float) else 0
+    path = tmp_path / "config.toml"
+    path.write_text(text[:cut] or (kept if isinstance(kept, str) else ""))
+    with pytest.raises(ValueError) as refused:
+        load(path, [], of_run=True)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(f"{path}: empty or truncated, run.watchdog_s is missing; restore it")
+    path.write_text(text)
+    assert load(path, [], of_run=True) == Config()
+
+
 def test_paths_are_expanded_as_a_shell_does(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SCRATCH", "/scratch")

@@ -87,6 +87,13 @@ def test_a_prediction_lies_beside_its_measurement(capsys, tmp_path):
     assert quantities["peak_all_bytes"] == found["memory"]["stages"][0]["all"]
 
 
+def test_an_empty_configuration_of_a_run_is_refused(capsys, tmp_path):
+    (tmp_path / "config.toml").touch()
+    code, out, err = simulate(capsys, tmp_path, *MACHINE)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"{tmp_path / 'config.toml'}: empty or truncated" in err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

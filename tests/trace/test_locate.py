@@ -7,6 +7,13 @@ from hpc3d.training.run_folder import set_aside
 from tests.trace.test_previous_attempts import attempt
 
 
+@pytest.mark.parametrize("settings", [b"", b"\xff\xfe", b"[trace"])
+def test_a_run_without_a_trace_is_named_whatever_its_settings(tmp_path, settings):
+    (tmp_path / "config.toml").write_bytes(settings)
+    with pytest.raises(ValueError, match=f"{tmp_path}: no trace yet"):
+        trace_of(tmp_path)
+
+
 def test_before_an_attempt_has_a_trace_the_one_before_is_named(tmp_path):
     attempt(tmp_path, 0, 2)
     (tmp_path / "config.toml").write_text("")
