@@ -8,6 +8,7 @@ from hpc3d.checkpoints.run_text import described, differences, located, recorded
 from hpc3d.config.input_file import Config, DataConfig
 from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
+from hpc3d.data.validation import divided
 from tests.runs import plan_of
 
 
@@ -76,6 +77,34 @@ def test_another_text_is_reported_and_refused_if_a_part_is_held_out(content, her
     shared = replace(config, data=replace(config.data, validation=0.1))
     with pytest.raises(ValueError, match=r"\Adata\.path: .* data\.validation = 0\.1 .*restore /"):
         [*differences(before, now, shared)]
+
+
+@pytest.mark.parametrize("gone", ["train.txt", "val.txt"])
+def test_a_text_that_disappeared_from_a_folder_is_reported(gone, here):
+    (here / "texts").mkdir()
+    for name in ("train.txt", "val.txt"):
+        (here / "texts" / name).write_text(name * 9)
+    config = located(configured("texts"))
+    before = of_run(config, here)
+    (here / "texts" / gone).unlink()
+    now = of_run(config, here)
+    (line,) = differences(before, now, config)
+    assert line.startswith(f"data.path: {here / 'texts'} differs from the text of the checkpoint")
+    shared = replace(config, data=replace(config.data, validation=0.1))
+    with pytest.raises(ValueError, match=r"data\.validation = 0\.1 is held out; restore /"):
+        [*differences(before, now, shared)]
+
+
+@pytest.mark.parametrize("name", ["val.txt", "val.h5"])
+def test_a_validation_text_that_disappeared_is_refused(name, here):
+    (here / "val.txt").write_text("validation" * 9)
+    write_tokens(here / "val.h5", [here / "val.txt"], ByteTokenizer())
+    config = located(configured(validation=name))
+    texts = of_run(config, here / "results" / "run")
+    (here / name).unlink()
+    config = located(config, here / "results" / "run", texts)
+    with pytest.raises(ValueError, match=rf"\Adata\.validation: {here / name} does not exist;"):
+        divided(open_tokens(config.data.path), config.data.validation)
 
 
 def test_another_validation_text_is_reported(here):

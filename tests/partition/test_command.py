@@ -13,12 +13,19 @@ from tests.partition.graphs import LOADS
 @pytest.fixture
 def costs(tmp_path):
     """The file of a chain of LOADS, with 2 bytes to hold and 1 to keep of each node."""
+    return costs_in(tmp_path, second=1, byte=1)
+
+
+def costs_in(folder, second, byte):
+    """The same file with other units."""
+    memory = {"memory": 2 * byte, "saved": byte}
     nodes = [
-        {"id": number, "forward": load, "backward": 2 * load, "memory": 2, "saved": 1}
+        {"id": number, "forward": load * second, "backward": 2 * load * second, **memory}
         for number, load in enumerate(LOADS)
     ]
-    edges = [{"from": number, "to": number + 1, "bytes": 3} for number in range(len(LOADS) - 1)]
-    path = tmp_path / "costs.json"
+    ends = range(len(LOADS) - 1)
+    edges = [{"from": number, "to": number + 1, "bytes": 3 * byte} for number in ends]
+    path = folder / "costs.json"
     path.write_text(json.dumps({"nodes": nodes, "edges": edges}))
     return path
 
@@ -45,6 +52,33 @@ def test_time_and_load(words, time, load, costs, capsys):
     assert found["time"] == time
     assert [*chain.from_iterable(found["stages"])] == [*range(8)]
     assert found["replicas"] == [1] * len(found["stages"])
+
+
+@pytest.mark.parametrize(
+    ("second", "byte", "step"),
+    [(1e-6, 1, "0.573 ms"), (1e-3, 1e3, "573.000 ms"), (1e3, 1e12, "573000.000 s")],
+)
+def test_times_and_bytes_have_the_units_that_are_printed(second, byte, step, tmp_path, capsys):
+    costs = costs_in(tmp_path, second, byte)
+    words = "--ranks", "4", "--microbatches", "8", "--schedule", "1f1b"
+    assert main(["--graph", str(costs), *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = "stage   forward [s]  backward [s]     in [MB]    out [MB]   held [MB]  nodes"
+    rows = [[*map(float, line.split()[1:6])] for line in lines[lines.index(head) + 1 :][:4]]
+    mb = byte / 1e6
+    expected = [(21, 42, 0, 3, 18), (19, 38, 3, 3, 10), (9, 18, 3, 3, 8), (11, 22, 3, 0, 3)]
+    units = second, second, mb, mb, mb
+    for row, values in zip(rows, expected, strict=True):
+        wanted = [value * unit for value, unit in zip(values, units, strict=True)]
+        assert row == pytest.approx(wanted)
+    assert f"step            {step}" in lines
+    for pattern, value in [
+        (r"heaviest stage  (\S+) s per microbatch", 63 * second),
+        (r"fullest stage   (\S+) MB", 18 * mb),
+        (r"     1 +(\S+)  2; behind 1 .*", 3 * mb),
+    ]:
+        (found,) = filter(None, (re.fullmatch(pattern, line) for line in lines))
+        assert float(found[1]) == pytest.approx(value)
 
 
 def test_memory_is_that_in_flight_under_the_schedule(costs, capsys):

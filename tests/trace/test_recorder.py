@@ -71,6 +71,22 @@ def test_a_full_table_grows_and_keeps_every_event(recorder):
     assert recorder.capacity == 1024
 
 
+@pytest.mark.parametrize(
+    ("events", "most", "capacity"),
+    [(64, 1000, 64), (65, 1000, 128), (129, 1000, 256), (129, 192, 192), (193, 192, 192)],
+)
+def test_a_full_table_doubles_up_to_its_limit(events, most, capacity, tmp_path, clock):
+    """It holds exactly `capacity` events before it grows or drops the next one."""
+    recorder = Recorder(tmp_path, HEADER, capacity=64, clock=clock, most=most)
+    fill(recorder, events)
+    assert (recorder.capacity, len(recorder.table)) == (capacity, capacity * ROW.size)
+    segment = recorded(recorder)
+    assert (len(segment.events), segment.header["dropped"]) == (
+        min(events, most),
+        max(0, events - most),
+    )
+
+
 def test_a_table_is_a_gibibyte_at_most():
     assert MOST * ROW.size <= 2**30 < (MOST + 1) * ROW.size
 
