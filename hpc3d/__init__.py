@@ -15,8 +15,8 @@ import sys
 
 __version__ = "0.2.0"
 
-# While a command imports its modules, Ctrl-C ends it without a traceback.  Later cli.run or
-# launch.run handles the signal.  sys.argv[0] is "-m" during `python -m` of any package.
+# While a command imports its modules, Ctrl-C ends it without a traceback.  Later, command_line.run
+# or launch.run handles the signal.  sys.argv[0] is "-m" during `python -m` of any package.
 _program = "".join(sys.argv[:1])
 _is_command = _program.endswith("/hpc3d") or (
     _program == "-m" and any(re.match("(-m)?hpc3d", word) for word in sys.orig_argv)

@@ -28,16 +28,16 @@ def main(argv: list[str] | None = None) -> int:
 
     if environment.number_in(environment.OWN_RANK, default=0):
         return 0  # on a failure the launcher would end rank 0 before it has printed
-    from hpc3d.plain import plain_streams
+    from hpc3d.console.sanitize import sanitized_streams
 
-    with plain_streams():
+    with sanitized_streams():
         return complete(words) if command == "--completion" else answer(command)
 
 
 def complete(words: list[str]) -> int:
     """Print the completion script of a shell."""
+    from hpc3d.console.exit_codes import BAD_INPUT
     from hpc3d.library.completion import SHELLS, script
-    from hpc3d.runtime.exit_codes import BAD_INPUT
 
     if len(words) != 1 or words[0] not in SHELLS:
         print(f"hpc3d: --completion: name one of {', '.join(SHELLS)}", file=sys.stderr)
@@ -86,7 +86,7 @@ def refuse(word: str) -> int:
     """Print an error for an unknown command, and return the exit code."""
     from difflib import get_close_matches
 
-    from hpc3d.runtime.exit_codes import BAD_INPUT
+    from hpc3d.console.exit_codes import BAD_INPUT
 
     near = get_close_matches(word, COMMANDS, 1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"

@@ -38,7 +38,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.cli import Parser, positive, run
+from hpc3d.config.argument_types import positive
+from hpc3d.console.command_line import Parser, run
 from hpc3d.runtime import environment, launch
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.cli import Parser, complain, parted, run
-from hpc3d.plain import counted, plain
-from hpc3d.runtime.exit_codes import CHECK_FAILED
+from hpc3d.console.command_line import Parser, complain, run, split_options
+from hpc3d.console.exit_codes import CHECK_FAILED
+from hpc3d.console.sanitize import counted, sanitized
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -33,7 +33,7 @@ _EXITS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 2 for invalid input, 3 for a damaged checkpoint."""
-    words, settings = parted(sys.argv[1:] if argv is None else argv, ("--name", "--seed"))
+    words, settings = split_options(sys.argv[1:] if argv is None else argv, ("--name", "--seed"))
     options = _parser().parse_args(words)
     return run("checkpoint", lambda: _act(options, settings))
 
@@ -96,12 +96,12 @@ def show(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     best = best_of(steps_of(folders[0].parent))
     if folders == [options.source]:
         found = [about(Checkpoint(options.source))]
-        print(plain(_line_of(found[0], newest, best)))
+        print(sanitized(_line_of(found[0], newest, best)))
         _print_tensors(found[0])
     else:
         found = [_about_or_problem(folder) for folder in folders]
         for one in found:
-            print(plain(_line_of(one, newest, best)))
+            print(sanitized(_line_of(one, newest, best)))
     return {"latest": newest, "best": best, "checkpoints": found}
 
 
@@ -160,7 +160,7 @@ def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
         found.append({"folder": str(folder), "problems": wrong})
         complain("checkpoint", wrong)
         if not wrong:
-            print(plain(f"{folder} is whole"))
+            print(sanitized(f"{folder} is whole"))
     return {"whole": not any(one["problems"] for one in found), "checkpoints": found}
 
 
@@ -184,12 +184,12 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
         if path.name not in written:  # it does not belong to the new weights
             path.unlink()
     count = sum(map(prod, shapes.values()))
-    print(plain(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
+    print(sanitized(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
     for line in hf_export.notes(opened):
-        print(plain(line))
+        print(sanitized(line))
     if not (alone or run_tokenizer.RULES in files or module):
-        print(plain("there is no tokenizer with them: the run has none"))
-    print(plain(f"written to {options.output}"))
+        print(sanitized("there is no tokenizer with them: the run has none"))
+    print(sanitized(f"written to {options.output}"))
     return {
         "output": str(options.output),
         "checkpoint": str(opened.folder),
@@ -212,18 +212,18 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     shapes = new_run.begin(options.output, config, pretrained.parameter)
     known = take_along(options.source, options.output)
     count = sum(map(prod, shapes.values()))
-    print(plain(f"{options.source}: {count:,} parameters in {len(shapes)} tensors"))
+    print(sanitized(f"{options.source}: {count:,} parameters in {len(shapes)} tensors"))
     if config.model.sequence < pretrained.model["sequence"]:
         positions = f"model.sequence = {config.model.sequence}"
         print(f"{positions}: of the {pretrained.model['sequence']} positions that it was made for")
     if known:
         how = f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {options.output}"
-        print(plain(f"its tokenizer makes tokens of texts: {how}"))
-    print(plain(f"written to {options.output}; go on with"))
+        print(sanitized(f"its tokenizer makes tokens of texts: {how}"))
+    print(sanitized(f"written to {options.output}; go on with"))
     text = f" --data.path {'tokens.h5' if known else 'TEXT'}"
     given = any(word.startswith("--data.path") for word in settings)
     how = f"--resume {options.output} --checkpoint.every 100{'' if given else text}"
-    print(plain(f"mpirun -np N python -m hpc3d.train {how}"))
+    print(sanitized(f"mpirun -np N python -m hpc3d.train {how}"))
     return {"run": str(options.output), "parameters": count, "tensors": len(shapes)}
 
 

@@ -20,11 +20,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpc3d.cli import Parser, run
 from hpc3d.comm import cuda_aware_probe, transport
+from hpc3d.console.command_line import Parser, run
+from hpc3d.console.exit_codes import CHECK_FAILED, JobExit
 from hpc3d.diagnose import node_checks, storage_checks
 from hpc3d.runtime import environment, launch, mpi_library
-from hpc3d.runtime.exit_codes import CHECK_FAILED, JobExit
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding, examine
 from hpc3d.runtime.probe import outcome
 

@@ -26,9 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from hpc3d.cli import Parser, parted, positive, whole
+from hpc3d.config.argument_types import integer, positive
+from hpc3d.console.command_line import Parser, split_options
+from hpc3d.console.exit_codes import INTERRUPTED, JobExit
 from hpc3d.runtime import environment, launch
-from hpc3d.runtime.exit_codes import INTERRUPTED, JobExit
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -121,7 +122,7 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
     from hpc3d.generation.tensor_layout import laid_out
     from hpc3d.generation.trained_model import find_model, layout_words
 
-    ours, settings = parted(words)
+    ours, settings = split_options(words)
     options = _parser().parse_args(ours)
     model = find_model(options.model, settings)
     config = laid_out(model.config, layout_words(settings), job.size, options.samples)
@@ -215,8 +216,13 @@ def _parser() -> _Words:
     add(
         "--top-p", type=_number(0, 1), default=1.0, help="and of those that make up P (default: 1)"
     )
-    add("--seed", type=whole(0, _MOST_SEED), default=1234, help="of what is drawn (default: 1234)")
-    add("--samples", type=whole(1, _MOST_SAMPLES), default=1, help="continuations (default: 1)")
+    add(
+        "--seed",
+        type=integer(0, _MOST_SEED),
+        default=1234,
+        help="of what is drawn (default: 1234)",
+    )
+    add("--samples", type=integer(1, _MOST_SAMPLES), default=1, help="continuations (default: 1)")
     add("--json", action="store_true", help="one JSON object on the last line")
     return command
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from hpc3d.cli import Parser, run
-from hpc3d.plain import plain, why
-from hpc3d.shipped import MEASURED
+from hpc3d.config.package_data import MEASURED
+from hpc3d.console.command_line import Parser, run
+from hpc3d.console.sanitize import reason_of, sanitized
 
 _TEXT = """\
 Makes FOLDER with inputs/, one TOML file an experiment beside machines, models and a text, and
@@ -49,9 +49,9 @@ def _init(options: Namespace) -> None:
                 exist_ok=True
             )  # Slurm does not create a folder for its logs
         except OSError as error:
-            raise ValueError(f"{folder}: cannot write there ({why(error)})") from None
-    print(plain(f"{len(copies)} files written to {folder}. Now:"))
-    print(plain(f"    cd {folder}"))
+            raise ValueError(f"{folder}: cannot write there ({reason_of(error)})") from None
+    print(sanitized(f"{len(copies)} files written to {folder}. Now:"))
+    print(sanitized(f"    cd {folder}"))
     print("    mpirun -np 8 python -m hpc3d.train inputs/gpt-3d-8.toml")
     print("    sbatch jobs/train.sbatch          # jobs/README.md says what to set for a cluster")
 

@@ -27,10 +27,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.cli import Parser, number_of_ranks, positive, readable_time, run, size
-from hpc3d.plain import counted
-from hpc3d.plain import plain as one_line
-from hpc3d.shipped import DEFAULT_MACHINE, default_machine
+from hpc3d.config.argument_types import number_of_ranks, positive, size
+from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
+from hpc3d.console.command_line import Parser, readable_time, run
+from hpc3d.console.sanitize import counted, sanitized
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -105,10 +105,10 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     config = load_resolved(options.input, overrides, options.ranks)
     ranks = counted(options.ranks, "rank")
     print(f"{ranks} of {machine.name}, one change of {options.input} each:")
-    print(one_line(shown_layout(config)), end="\n\n")
+    print(sanitized(shown_layout(config)), end="\n\n")
     print(f"{'change':<32}{'memory':>14}{'received':>22}{'step':>22}")
     for number, row in enumerate(rows):
-        print(one_line(_effect_line(row, number == 0)))
+        print(sanitized(_effect_line(row, number == 0)))
     if options.json:
         print(json.dumps({"machine": machine.name, "ranks": options.ranks, "techniques": rows}))
 
@@ -160,7 +160,7 @@ def _report(
     print(f"{counted(options.ranks, 'rank')} of {machine}, {gigabytes(memory)} each")
     print(*lines(settled), "", sep="\n")
     if resorted:
-        print(*map(one_line, _resort_lines(resorted)), "", sep="\n")
+        print(*map(sanitized, _resort_lines(resorted)), "", sep="\n")
     show(best, named, losers, memory, _mark(resorted.fit) if resorted else " ")
     _show_search(found, ranking, options.apply)
     about = {"machine": machine, "ranks": options.ranks, "memory_bytes": memory}
@@ -264,7 +264,7 @@ def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
         f"{ranking.search.candidates.count:,} estimated, {len(ranking.known)} simulated"
     )
     if applied:
-        print(one_line(f"the first one is written to {applied}"))
+        print(sanitized(f"the first one is written to {applied}"))
 
 
 def line(row: RankedLayout) -> str:

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpc3d import shipped
-from hpc3d.cli import Parser, complain, run
+from hpc3d.config import package_data
+from hpc3d.console.command_line import Parser, complain, run
+from hpc3d.console.exit_codes import CHECK_FAILED
+from hpc3d.console.sanitize import sanitized
 from hpc3d.data.sources import BIN, training_pieces
 from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
 from hpc3d.data.tokenizer import (
@@ -26,8 +28,6 @@ from hpc3d.data.tokenizer import (
     train_bpe,
 )
 from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
-from hpc3d.plain import plain
-from hpc3d.runtime.exit_codes import CHECK_FAILED
 
 log = logging.getLogger("hpc3d.prepare")  # as a command __name__ is another
 
@@ -82,7 +82,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     """Write the token file and print a summary of it."""
     start = time.perf_counter()
     output = _new_file(arguments)
-    texts = [text for path in arguments.texts for text in text_files(shipped.text(path))]
+    texts = [text for path in arguments.texts for text in text_files(package_data.text_path(path))]
     tokenizer = _make_tokenizer(arguments, texts)
     size = sum(text.stat().st_size for text in texts)
     if not size:
@@ -202,7 +202,7 @@ def _describe(path: Path, as_json: bool, **results: float) -> None:
             "sha256": tokens.sha256,
         }
     for name, value in (held | results).items():
-        print(plain(f"{name:12}{_readable(value)}"))
+        print(sanitized(f"{name:12}{_readable(value)}"))
     if as_json:
         print(json.dumps(held | results))
 

@@ -22,9 +22,9 @@ from hpc3d.analyze.report import markdown, terminal
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
-from hpc3d.cli import Parser, run
-from hpc3d.extras import need
-from hpc3d.plain import plain, why
+from hpc3d.console.command_line import Parser, run
+from hpc3d.console.sanitize import reason_of, sanitized
+from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.locate import trace_of
 from hpc3d.trace.segment import naming
 
@@ -128,10 +128,12 @@ def _report(options):
     with naming(out):
         write(report, out, options.tables)
     print(
-        markdown.page(report) if options.print else "\n".join(map(plain, terminal.lines(report)))
+        markdown.page(report)
+        if options.print
+        else "\n".join(map(sanitized, terminal.lines(report)))
     )
     page = out if options.tables else out / "report.html"
-    print(plain(f"written to {page}"))
+    print(sanitized(f"written to {page}"))
     if options.json:
         print(json.dumps({"out": str(out), **_plain(report)}, allow_nan=False))
 
@@ -142,7 +144,7 @@ def _cleared(out):
         clear(out)
     except OSError as error:
         raise ValueError(
-            f"{out}: cannot write there ({why(error)}); name another folder with --out"
+            f"{out}: cannot write there ({reason_of(error)}); name another folder with --out"
         ) from error
     return out
 

@@ -14,13 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc3d.cli import Parser, number_of_ranks, readable_time, run, whole
-from hpc3d.extras import need
+from hpc3d.config.argument_types import integer, number_of_ranks
+from hpc3d.console.command_line import Parser, readable_time, run
+from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.pipeline.csv_schedule import to_csv
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.ideal_run import MOST_SIMULATED, TIMES, bounds_of_times, ideal_run, is_time
 from hpc3d.pipeline.schedule import SCHEDULES, find
-from hpc3d.plain import counted, plain
+from hpc3d.runtime.optional_packages import need
 
 _STEP = """\
 Simulate a training step on a machine: the program itself runs on arrays without data, a rank of
@@ -98,7 +99,7 @@ def _step(options, overrides):
         kept.append(f"written to {step.keep(options.out)}")
     _print_step(step.config, step.summary)
     for line in kept:
-        print(f"\n{plain(line)}")
+        print(f"\n{sanitized(line)}")
     if options.json:
         print(json.dumps(step.summary))
 
@@ -125,7 +126,7 @@ def _print_step(config, found):
     sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
     ranks = counted(found["ranks"], "rank")
     print(f"{ranks} of {found['machine']}: {sizes or 'serial'}, ", end="")
-    print(plain(f"scheme {config.parallel.scheme}, schedule {config.parallel.schedule}"))
+    print(sanitized(f"scheme {config.parallel.scheme}, schedule {config.parallel.schedule}"))
     print()
     for line in lines(config):
         print(line)
@@ -184,7 +185,7 @@ def _add_options(add):
     add("--json", action="store_true", help=_SCHEDULE_JSON)
 
 
-_size = whole(0, MOST_SIMULATED)  # each schedule checks its own minimum
+_size = integer(0, MOST_SIMULATED)  # each schedule checks its own minimum
 
 
 def _time(what):

@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from hpc3d.plain import counted, plain
+from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.runtime import environment, launch
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def train(job: Job, words: list[str]) -> None:
     from hpc3d.runtime.stop_request import Stop
     from hpc3d.training.run_loop import trained
 
-    with job.patience(f"{counted(job.size, 'rank')}: loading the text and making the model"):
+    with job.progress(f"{counted(job.size, 'rank')}: loading the text and making the model"):
         plan = job.from_root(lambda: read_command_line(job.size, words))
         ours, homes = hardware(job, plan.config), homes_of(job.gather(job.place()))
         refuse_unshared(job, homes, lambda: plan.resumed or Path(plan.config.run.out).absolute())
@@ -130,22 +130,24 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
     ValueError
         If a text fills no window, or has other tokens than the run that is resumed.
     """
-    from hpc3d import shipped
     from hpc3d.checkpoints import run_text, run_tokenizer
     from hpc3d.checkpoints.resume import checkpointed_texts
+    from hpc3d.config import package_data
     from hpc3d.data.token_file import open_tokens
     from hpc3d.data.validation import divided
     from hpc3d.training.masking import batches_of, validation_of
 
     run = plan.resumed
     config = run_text.located(plan.config, run, checkpointed_texts(run) if run else None)
-    tokens = open_tokens(shipped.text(config.data.path), None if run else config.data.tokenizer)
+    tokens = open_tokens(
+        package_data.text_path(config.data.path), None if run else config.data.tokenizer
+    )
     if run:
         run_tokenizer.refuse_another(run, tokens)
     plan.config = config = _with_vocabulary(config, tokens, run)
     held = config.data.validation
     named = held and isinstance(held, str)
-    trained, held = divided(tokens, shipped.text(held) if named else held)
+    trained, held = divided(tokens, package_data.text_path(held) if named else held)
     batches = batches_of(config, trained)
     validation = None if held is None else validation_of(config, held)
     other = held.tokens if named else None
@@ -308,7 +310,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     """
     from argparse import ArgumentTypeError
 
-    from hpc3d.cli import number_of_ranks
+    from hpc3d.config.argument_types import number_of_ranks
     from hpc3d.predict.dry_run import dry_run, taken
 
     words = [word for word in words if word != "--dry-run"]
@@ -325,7 +327,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     lines += [f"resume: {line}" for line in plan.changes]
     where = plan.resumed or f"a new folder {plan.config.run.out}/{plan.config.name}-DATE"
     lines += [f"dry run: nothing is written; the run would be kept in {where}"]
-    print("\n".join(map(plain, lines)), flush=True)
+    print("\n".join(map(sanitized, lines)), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc3d.cli import Parser, run
-from hpc3d.plain import Controls
+from hpc3d.console.command_line import Parser, run
+from hpc3d.console.sanitize import Controls
 from hpc3d.runtime import colours
 
 if TYPE_CHECKING:

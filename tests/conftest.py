@@ -61,7 +61,7 @@ def chance(request):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """No word from a command that takes long because the machine is busy."""
-    monkeypatch.setattr("hpc3d.patience.FIRST", 3600)
+    monkeypatch.setattr("hpc3d.console.progress.FIRST", 3600)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -56,7 +56,7 @@ def said(done):
     return re.findall(r"hpc3d\.\w+: (?!\d+ s: ).*", done.stderr)
 
 
-def without_patience(text):
+def without_progress(text):
     """Standard error without the lines that say for how long a command is at work."""
     return re.sub(r"hpc3d\.\w+: \d+ s: .*\n", "", text)
 

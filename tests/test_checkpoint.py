@@ -15,7 +15,7 @@ from hpc3d.checkpoints.sharded import Checkpoint
 from tests.checkpoints import drawn_models
 from tests.elided import elided
 from tests.mpi import ROOT, checked
-from tests.runs import ended, losses, train, without_patience
+from tests.runs import ended, losses, train, without_progress
 
 LINE = "x=2 y=2 z=2 scheme=3d microbatches=2"
 STEPS = ["step-00000002", "step-00000001"]
@@ -390,7 +390,7 @@ sys.exit(main({[str(word) for word in words]}))
 """
         line = [sys.executable, "-B", "-c", program]
         done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
-        told = without_patience(done.stderr)
+        told = without_progress(done.stderr)
         assert done.returncode == 2 and told.startswith("hpc3d.checkpoint: ")
         assert told.count("\n") == 1
         assert [path.name for path in tmp_path.iterdir()] == ["good"]

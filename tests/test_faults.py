@@ -9,7 +9,7 @@ import pytest
 
 import hpc3d.trace
 from hpc3d.checkpoints.sharded import Checkpoint
-from hpc3d.runtime.exit_codes import FAILED, STALLED
+from hpc3d.console.exit_codes import FAILED, STALLED
 from hpc3d.trace.merge import merge
 from tests.mpi import mpirun
 from tests.runs import assert_gone, newest, said, when_running, words

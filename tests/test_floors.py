@@ -11,8 +11,7 @@ ROOT = Path(__file__).parent.parent / "hpc3d"
 MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.rglob("*.py"))
 
 FLOORS = [
-    {"__version__", "limits", "plain", "renamed"},
-    {"extras", "files", "patience", "shipped"},
+    {"__version__", "console"},
     {"arrays", "runtime"},
     {"cuda", "data"},
     {"comm", "ops"},
@@ -25,7 +24,7 @@ FLOORS = [
     {"analyze", "checkpoints"},
     {"predict", "generation"},
     {"partition"},
-    {"studies", "benchmarks", "cli", "library"},
+    {"studies", "benchmarks", "library"},
 ]
 FLOOR = {folder: number for number, folders in enumerate(FLOORS) for folder in folders}
 
@@ -53,7 +52,7 @@ def imports(source: str) -> set[str]:
 
 
 def floor(name: str) -> int:
-    """The floor of a folder or of a module beside the folders; the verbs are on top."""
+    """The floor of a folder; the commands are on top."""
     return FLOOR.get(name, len(FLOORS))
 
 
@@ -87,7 +86,7 @@ def test_a_module_keeps_to_its_floor(module):
         ("tensor/matmul", "from hpc3d.trace import schema", {"hpc3d.trace.schema"}),
         ("trace/file", "def f():\n    import hpc3d.training.log", {"hpc3d.training.log"}),
         ("pipeline/engine", "from hpc3d.config import load", {"hpc3d.config.load"}),
-        ("training/trainer", "from hpc3d import __version__, files", set()),
+        ("training/trainer", "from hpc3d import __version__, console", set()),
         ("predict/cut", "from hpc3d.partition import graph", {"hpc3d.partition.graph"}),
         ("train", "from hpc3d.analyze import machine", set()),
         ("train", "from hpc3d import plan", {"hpc3d.plan"}),

@@ -62,7 +62,7 @@ def test_a_command_costs_no_more_by_its_name_alone(words):
     """The ranks of a job come this way: 64 of them pay for what is imported."""
     command, *rest = words
     straight = loaded(python(f"hpc3d.{command}", *rest))
-    assert "hpc3d.runtime.exit_codes" in straight
+    assert "hpc3d.console.exit_codes" in straight
     assert not loaded(python("hpc3d", *words)) - straight
 
 

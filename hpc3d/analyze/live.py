@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hpc3d.analyze.newest_segments import AxisShares, NewestSegments
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 from hpc3d.runtime.metrics_file import NAME, MetricsReader
 from hpc3d.training.log import KEPT, duration
 

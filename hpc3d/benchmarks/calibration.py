@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import hpc3d.trace
 from hpc3d.benchmarks import harness
+from hpc3d.config.package_data import MACHINE, MEASURED, new_path
 from hpc3d.predict.calibration.align_trace import works
 from hpc3d.predict.calibration.calibrate import machine_of, step_seconds, with_wakeup
 from hpc3d.predict.calibration.calibration_runs import CALIBRATE, CHECK, config_of, settings
 from hpc3d.predict.machine.machine_file import dumps
 from hpc3d.predict.simulation.simulator import simulate
-from hpc3d.shipped import MACHINE, MEASURED, place
 from hpc3d.trace.segment import naming
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ _RANKS, _ONE_NODE = 8, 4096  # of the largest runs that calibrate; of this machi
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:
-    how, out = {"transport": options.transport}, Path(options.machine or place(MEASURED, MACHINE))
+    how, out = (
+        {"transport": options.transport},
+        Path(options.machine or new_path(MEASURED, MACHINE)),
+    )
     if not out.parent.is_dir():
         raise ValueError(f"--machine {out}: no folder {out.parent}; make it or name another one")
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.shipped import shipped
+from hpc3d.config.package_data import shipped
 
 if TYPE_CHECKING:
     from argparse import Namespace

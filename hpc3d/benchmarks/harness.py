@@ -20,7 +20,7 @@ import numpy as np
 
 from hpc3d import trace
 from hpc3d.comm.threads import meshes
-from hpc3d.plain import Problems
+from hpc3d.console.sanitize import Problems
 from hpc3d.trace.recorder import Recorder
 from hpc3d.training.log import KEPT
 from hpc3d.training.trainer import Trainer

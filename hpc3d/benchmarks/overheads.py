@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.shipped import shipped
+from hpc3d.config.package_data import shipped
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -9,7 +9,7 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.benchmarks import harness
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 from hpc3d.trace import open as opened
 
 if TYPE_CHECKING:

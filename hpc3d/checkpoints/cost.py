@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.checkpoints.sharded import shares, steps_of
-from hpc3d.plain import why
+from hpc3d.console.sanitize import reason_of
 from hpc3d.trace.segment import replacing
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
         try:
             found = probe(folder, host, min(_LARGEST, sum(size for _, size in ranks)))
         except OSError as error:
-            problem = f"{host} cannot write to {folder}, where it is to save: {why(error)}"
+            problem = f"{host} cannot write to {folder}, where it is to save: {reason_of(error)}"
     probes, problems = zip(*job.gather((found, problem)), strict=True)
     if any(problems):
         job.refuse(*filter(None, problems))

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d import renamed
 from hpc3d.checkpoints.hf_export import INDEX, WEIGHTS
 from hpc3d.checkpoints.hf_families import PUBLISHED, PublishedFamily
 from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import shapes_of
 from hpc3d.checkpoints.manifest import narrowed
 from hpc3d.checkpoints.safetensors import Weights
+from hpc3d.config import deprecated_keys
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.load import override, validate
 from hpc3d.config.rules import refuse, resolve
@@ -233,7 +233,7 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     other keys of the model cannot change.
     """
     tree = {"model": {**pretrained.model}, "train": {"dtype": pretrained.dtype}}
-    renamed.warn(override(tree, words))
+    deprecated_keys.warn(override(tree, words))
     config = validate(tree)
     for key, reason in pretrained.undecided.items():
         if key not in tree["model"]:

@@ -17,11 +17,11 @@ from hpc3d.comm.mesh import Mesh
 from hpc3d.config.load import stored
 from hpc3d.config.rules import refuse, unknown_values
 from hpc3d.config.size_rules import wrong_parts
+from hpc3d.console.sanitize import Problems, counted, lines_of
 from hpc3d.model.families import family_of, parameters
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
-from hpc3d.plain import Problems, counted, lines_of
 from hpc3d.tensor.split import Split
 from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizer import MASTER

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc3d.limits import MOST_COUNT
+from hpc3d.config.limits import MOST_COUNT
 from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizers import state_kinds
 

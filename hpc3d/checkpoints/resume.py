@@ -10,7 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d import renamed
 from hpc3d.checkpoints.inspect import (
     config_of,
     inconsistencies,
@@ -20,13 +19,14 @@ from hpc3d.checkpoints.inspect import (
 )
 from hpc3d.checkpoints.run_text import differences
 from hpc3d.checkpoints.sharded import Checkpoint, restore, restore_own, steps_of
+from hpc3d.config import deprecated_keys
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
 from hpc3d.config.load import flat, load, override, read, to_toml, validate
 from hpc3d.config.rules import refuse, unknown_values
-from hpc3d.files import toml
+from hpc3d.console.sanitize import Problems, counted, lines_of
+from hpc3d.console.small_files import toml
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import usual
-from hpc3d.plain import Problems, counted, lines_of
 from hpc3d.training.evaluator import restored
 from hpc3d.training.gradient_compression import OWN_STATES
 from hpc3d.training.optimizer import learning_rate
@@ -95,7 +95,7 @@ def config_of_run(run: Path, words: Sequence[str]) -> Config:
     if not opened:
         raise ValueError(_NOTHING.format(run))
     tree = toml(to_toml(config_of(opened)))
-    renamed.warn(override(tree, words))
+    deprecated_keys.warn(override(tree, words))
     return validate(tree)
 
 
@@ -130,7 +130,7 @@ def _refuse_truncated(path: Path, opened: Checkpoint) -> None:
 
 def _keys_of(tree: dict[str, Any]) -> set[str]:
     """Return the keys of an input file, section.key, by their new names."""
-    renamed.use_new_names(tree)
+    deprecated_keys.use_new_names(tree)
     return {
         f"{section}.{key}" if isinstance(table, dict) else section
         for section, table in tree.items()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config

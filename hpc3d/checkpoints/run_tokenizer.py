@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d import files
 from hpc3d.checkpoints.hf_settings import CONFIG, GENERATION, TOKENIZER_FILES
 from hpc3d.config.load import load
+from hpc3d.console import small_files
 from hpc3d.data.tokenizer import END_NAME, BpeTokenizer, ByteTokenizer, reading, same_rules
 from hpc3d.data.tokenizer_files import (
     RULES,
@@ -75,7 +75,7 @@ def refuse_unfit(source: Path, vocabulary: int) -> None:
     if not path.is_file() or find_spec("tokenizers") is None:
         return
     try:
-        known = BpeTokenizer(files.read(path, files.MOST_JSON).decode()).vocabulary
+        known = BpeTokenizer(small_files.read(path, small_files.MOST_JSON).decode()).vocabulary
         if known > vocabulary:
             raise ValueError(f"it has {known} tokens, and the model {vocabulary}")
     except ValueError as error:
@@ -107,7 +107,9 @@ def _copied(home: Path, target: Path) -> Iterator[str]:
     """Copy tokenizer files and yield their names; without its rules, no other tokenizer file."""
     for name in (GENERATION, *(TOKENIZER_FILES if (home / RULES).is_file() else ())):
         if (home / name).is_file():
-            write_text(target / name, files.read(home / name, files.MOST_JSON).decode())
+            write_text(
+                target / name, small_files.read(home / name, small_files.MOST_JSON).decode()
+            )
             yield name
 
 
@@ -167,7 +169,7 @@ def refuse_another(run: Path, tokens: Tokens) -> None:
     if (run / RULES).is_file():
         where = str(run / RULES)
         with reading(run / RULES, "no readable tokenizer", "put back the one that the run had"):
-            same = same_rules(files.read(where, files.MOST_JSON).decode(), rules)
+            same = same_rules(small_files.read(where, small_files.MOST_JSON).decode(), rules)
     else:
         where = _name_in(run)
         same = where in (None, tokens.tokenizer)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.extras import need
-from hpc3d.plain import plain
+from hpc3d.console.sanitize import sanitized
+from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.segment import replacing
 
 _WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.float32}
@@ -39,7 +39,7 @@ class Weights:
                     for name, part in parts.items()
                 }
         except package.SafetensorError as error:
-            what = plain(str(error))  # it quotes the file
+            what = sanitized(str(error))  # it quotes the file
             raise ValueError(f"{path} is no whole safetensors file: {what}") from None
 
     def read(self, name: str) -> np.ndarray:

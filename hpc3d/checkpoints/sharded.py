@@ -26,7 +26,7 @@ import numpy as np
 from hpc3d.arrays.pool import from_host, on_host, to_host
 from hpc3d.checkpoints.block_slices import BlockSlices, box_of, boxes, whole_of
 from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, narrowed, read_manifest, type_of
-from hpc3d.plain import why
+from hpc3d.console.sanitize import reason_of
 from hpc3d.trace.segment import naming, replacing, sync
 from hpc3d.training.optimizer import MASTER
 
@@ -214,7 +214,7 @@ def _discard(folder: Path) -> None:
 def _describe_error(error: Any) -> Any:
     """Describe an error, with the name of its file."""
     name = getattr(error, "filename", None)
-    return f"{Path(name).name}: {why(error)}" if name else error
+    return f"{Path(name).name}: {reason_of(error)}" if name else error
 
 
 def named(step: int) -> str:

@@ -20,7 +20,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.comm.mesh import WORLD, along
-from hpc3d.runtime.exit_codes import STALLED
+from hpc3d.console.exit_codes import STALLED
 from hpc3d.runtime.host_map import spans
 from hpc3d.runtime.launch import leave, save_in_child
 from hpc3d.runtime.launcher import end_later, launcher

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hpc3d.extras import lacking
 from hpc3d.pipeline.schedule import find
+from hpc3d.runtime.optional_packages import lacking
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config

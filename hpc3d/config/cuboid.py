@@ -9,8 +9,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from hpc3d.config.size_rules import divisors, violations
+from hpc3d.console.sanitize import counted
 from hpc3d.model.families import block_products
-from hpc3d.plain import counted
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config

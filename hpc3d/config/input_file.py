@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from hpc3d.comm.grid import AXES, Grid
 from hpc3d.config.constraints import AtLeast, AtMost, LessThan, MoreThan, ValidFor
-from hpc3d.limits import INT32, MOST_LAYERS, MOST_PASSES, MOST_RANKS
+from hpc3d.config.limits import INT32, MOST_LAYERS, MOST_PASSES, MOST_RANKS
 from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split

@@ -15,11 +15,11 @@ from itertools import chain, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d import renamed
+from hpc3d.config import deprecated_keys
 from hpc3d.config.familiar_names import familiar
 from hpc3d.config.input_file import Config
-from hpc3d.plain import Problems, plain
-from hpc3d.shipped import INPUT, find
+from hpc3d.config.package_data import INPUT, find
+from hpc3d.console.sanitize import Problems, sanitized
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -33,13 +33,13 @@ _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False) -> Config:
     """Return the configuration of the input `path` with `--section.key value` overrides.
 
-    `path` is a file or a name of hpc3d.shipped; None selects the default.  Prints a warning for
+    `path` is a file or a name of package data; None selects the default.  Prints a warning for
     each old name, except for those in the file of a run (`of_run`), which nobody needs to edit.
     Raises ValueError with one line per error, each with its key and the fix, also if the file of a
     run is empty or truncated, because defaults are not the settings of that run.
     """
     tree = {} if path is None else read(find(path, INPUT))
-    notices = renamed.use_new_names(tree)
+    notices = deprecated_keys.use_new_names(tree)
     if not of_run:
         _expand_paths(tree)
     elif path and not _has_key(tree, *_LAST):
@@ -48,7 +48,7 @@ def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False
             "from the input file of the run"
         )
     typed = override(tree, overrides)
-    renamed.warn(typed if of_run else [*notices, *typed])
+    deprecated_keys.warn(typed if of_run else [*notices, *typed])
     return validate(tree)
 
 
@@ -78,11 +78,11 @@ def _expanded(key: str, text: str) -> str:
 
 
 def read(path: Path | str) -> dict[str, Any]:
-    from hpc3d import files
+    from hpc3d.console import small_files
 
-    content = files.read(path, remedy="name a file that can be read")
+    content = small_files.read(path, remedy="name a file that can be read")
     try:
-        return files.toml(content.decode())
+        return small_files.toml(content.decode())
     except ValueError as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
 
@@ -93,7 +93,7 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
     Returns a notice for each old name.
     """
     pairs = [*options(words)]
-    keys, notices = renamed.rename_options([option[2:] for option, _ in pairs])
+    keys, notices = deprecated_keys.rename_options([option[2:] for option, _ in pairs])
     for (option, text), name in zip(pairs, keys, strict=True):
         if option.count(".") > 2:  # as in --parallel.split.m
             raise ValueError(f"{option:.60}: no key has {option.count('.') + 1} parts")
@@ -106,7 +106,7 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
         value = _toml_value(text)
         is_path = name in _PATHS and isinstance(value, str)
         table[key] = _expanded(name, value) if is_path else value
-    return notices + renamed.use_new_names(tree)
+    return notices + deprecated_keys.use_new_names(tree)
 
 
 def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -131,7 +131,7 @@ def _not_text(word: str) -> bool:
 
 
 def _toml_value(text: str) -> Any:
-    from hpc3d.files import toml
+    from hpc3d.console.small_files import toml
 
     try:
         return toml(f"value = {text}")["value"]
@@ -144,12 +144,13 @@ def stored(text: str) -> Config:
 
     Raises ValueError if it has none.
     """
-    from hpc3d import files, limits
+    from hpc3d.config import limits
     from hpc3d.config.constraints import out_of_bounds
+    from hpc3d.console import small_files
     from hpc3d.model.families import block_products
 
-    tree = files.toml(text)
-    renamed.use_new_names(tree)
+    tree = small_files.toml(text)
+    deprecated_keys.use_new_names(tree)
     config = validate(tree)
     for line in out_of_bounds(config):
         raise ValueError(line)
@@ -263,4 +264,4 @@ def literal(value: Any) -> str:
 
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {literal(v)}" for key, v in value.items()) + " }"
-    return plain(json.dumps(value, ensure_ascii=False))
+    return sanitized(json.dumps(value, ensure_ascii=False))

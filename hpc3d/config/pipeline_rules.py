@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hpc3d import limits
+from hpc3d.config import limits
+from hpc3d.console.sanitize import counted
 from hpc3d.pipeline.schedule import find
-from hpc3d.plain import counted
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config

@@ -39,7 +39,7 @@ own line, with the key and a fix, before training starts. [limits.md](limits.md)
 
 To complete and check input files in an editor, start a file with `#:schema hpc3d.schema.json` and
 copy that file from `inputs/`. Renamed keys are still read under their old names, with a warning
-(`hpc3d/renamed.py`). Paths may begin with `~` and contain `$NAME`.
+(`hpc3d/config/deprecated_keys.py`). Paths may begin with `~` and contain `$NAME`.
 
 The command `python -m hpc3d.config.reference > docs/configuration.md` writes this page, and
 `--json-schema` writes the schema.

@@ -21,9 +21,9 @@ from hpc3d.config.parallel_rules import (
 )
 from hpc3d.config.pipeline_rules import wrong_pipeline
 from hpc3d.config.size_rules import violations, wrong_parts
+from hpc3d.console.sanitize import Problems
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import find, usual
-from hpc3d.plain import Problems
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
 

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import inf, isqrt, prod
 from typing import TYPE_CHECKING
 
-from hpc3d import limits
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import CONTEXT, Mesh
+from hpc3d.config import limits
 from hpc3d.config.parallel_rules import unexchanged_heads
+from hpc3d.console.sanitize import counted
 from hpc3d.model.families import block_products, family_of
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSizes, ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.ops.quantize import BLOCK, in_blocks
-from hpc3d.plain import counted
 from hpc3d.tensor.rounding import TILE
 
 if TYPE_CHECKING:

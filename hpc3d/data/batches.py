@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from hpc3d.console.sanitize import counted
 from hpc3d.data.token_file import Tokens
-from hpc3d.plain import counted
 
 IGNORE = -100  # target of a token that does not count
 

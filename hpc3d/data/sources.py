@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.data.tokenizer import PIECE, Tokenizer, pieces, reading
-from hpc3d.extras import need
+from hpc3d.runtime.optional_packages import need
 
 JSONL, PARQUET, BIN = (".jsonl", ".ndjson"), (".parquet",), (".bin",)
 _LINE = 1 << 28  # upper bound of the bytes of a line of JSON

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hpc3d.extras import need
-from hpc3d.runtime.exit_codes import BadData
+from hpc3d.console.exit_codes import BadData
+from hpc3d.runtime.optional_packages import need
 
 END = 0  # the NUL byte, which no text file contains
 END_NAME = "<|end|>"

@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hpc3d import files
+from hpc3d.console import small_files
 from hpc3d.data.tokenizer import END_NAME, ENDS, BpeTokenizer, library, reading
 
 RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -92,7 +92,7 @@ def token_in(settings: Mapping[str, Any], key: str) -> str | None:
 
 
 def _text(path: Path) -> str:
-    return files.read(path, files.MOST_JSON).decode()
+    return small_files.read(path, small_files.MOST_JSON).decode()
 
 
 def _of_folder(folder: Path, end_name: str | None) -> BpeTokenizer:
@@ -117,7 +117,7 @@ def _kept_by_tiktoken(name: str) -> str:
     for folder in _folders_of_tiktoken():
         path = folder / key
         if path.is_file():
-            content = files.read(path, files.MOST_JSON)
+            content = small_files.read(path, small_files.MOST_JSON)
             if sha256(content).hexdigest() == _GPT2_SHA256[name]:
                 return content.decode()
     raise ValueError(
@@ -224,7 +224,7 @@ def meta_tokenizer(path: Path) -> BpeTokenizer | None:
         return None
     library()
     with reading(meta, "no readable meta.pkl of nanoGPT", "give --tokenizer"):
-        numbers = dict(_plain_pickle(files.read(meta, _MOST_META))["stoi"])
+        numbers = dict(_plain_pickle(small_files.read(meta, _MOST_META))["stoi"])
         if sorted(numbers.values()) != [*range(len(numbers))]:
             raise ValueError("its characters are not numbered from 0")
         return characters({str(key): int(number) for key, number in numbers.items()})

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hpc3d.console.sanitize import counted
 from hpc3d.data.batches import IGNORE, permutation
 from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
-from hpc3d.plain import counted
 
 _KEY = "data.validation"
 _ORDER = 0  # key of the order of the windows, independent of the seed of a run

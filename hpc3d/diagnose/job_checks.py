@@ -23,9 +23,9 @@ from mpi4py import MPI
 import hpc3d
 from hpc3d.comm.cartesian import build
 from hpc3d.comm.shared_memory import SharedMemory
+from hpc3d.console.sanitize import counted
 from hpc3d.diagnose.node_checks import requirements, size
 from hpc3d.diagnose.storage_checks import ELSEWHERE, scratch
-from hpc3d.plain import counted
 from hpc3d.runtime.environment import cores_of_node
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from hpc3d.runtime.host_map import homes_of, spans

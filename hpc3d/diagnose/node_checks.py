@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc3d.plain import counted, why
+from hpc3d.console.sanitize import counted, reason_of
 from hpc3d.runtime import environment
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from hpc3d.runtime.probe import installed, outcome, release
@@ -137,7 +137,7 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
     try:
         os.close(os.open(SHARED, os.O_TMPFILE | os.O_RDWR, 0o600))
     except OSError as error:
-        text, remedy = f"{SHARED}: {why(error)}", "run with --mesh.transport mpi"
+        text, remedy = f"{SHARED}: {reason_of(error)}", "run with --mesh.transport mpi"
         yield Finding(FAIL, "shared memory", text, remedy)
         return
     if usable(ranks):

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpc3d.console.sanitize import reason_of
 from hpc3d.diagnose.node_checks import size
-from hpc3d.plain import why
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 
 _LITTLE = 10**9  # bytes
@@ -26,7 +26,7 @@ def storage(folder: Path) -> Iterator[Finding]:
         with scratch(folder) as there:
             replaced(Path(there))
     except OSError as error:
-        text = f"{folder}: cannot write there ({why(error)})"
+        text = f"{folder}: cannot write there ({reason_of(error)})"
         yield Finding(FAIL, "disk", text, ELSEWHERE)
         return
     free = shutil.disk_usage(_standing(folder)).free

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.console.exit_codes import BadData
 from hpc3d.ops.random import philox_draws, philox_key
-from hpc3d.runtime.exit_codes import BadData
 
 
 class Sampling(NamedTuple):

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hpc3d import files, renamed
 from hpc3d.comm.grid import AXES
+from hpc3d.config import deprecated_keys
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.load import options, override, to_toml, validate
 from hpc3d.config.rules import refuse, resolve, unknown_values
+from hpc3d.console import small_files
 from hpc3d.model.decoder import sequences_for
 
 _SIZES = {f"mesh.{axis}" for axis in AXES}
@@ -25,8 +26,8 @@ def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) ->
     the run, if it is one of tensor axes for as many ranks, or the best cuboid for a token a pass.
     ValueError with a line for every rule that is broken.
     """
-    tree = files.toml(to_toml(_base(trained, words, ranks)))
-    renamed.warn(override(tree, words))
+    tree = small_files.toml(to_toml(_base(trained, words, ranks)))
+    deprecated_keys.warn(override(tree, words))
     config = validate(tree)
     refuse([*unknown_values(config), *_other_axes(config.mesh)])
     one_token = replace(config.model, sequence=1)

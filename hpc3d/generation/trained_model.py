@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d import files, shipped
 from hpc3d.checkpoints.block_slices import BlockSlices, whole_of
 from hpc3d.checkpoints.hf_export import INDEX, WEIGHTS
 from hpc3d.checkpoints.hf_import import Pretrained, configured
@@ -19,7 +18,9 @@ from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import checkpoints, config_of, newest_whole
 from hpc3d.checkpoints.run_tokenizer import end_ids, kept_tokenizer
 from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.config import package_data
 from hpc3d.config.load import options
+from hpc3d.console import small_files
 from hpc3d.data.token_file import tokenizer_of
 from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
 from hpc3d.model.families import FAMILIES, family_of
@@ -168,7 +169,7 @@ def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer
             f"{path}: trained on no text yet, and a vocabulary of {vocabulary} is not bytes: give "
             "--data.path TOKENS.h5 with its tokenizer, or the folder that it was imported from"
         )
-    return tokenizer_of(shipped.text(text or config.data.path))
+    return tokenizer_of(package_data.text_path(text or config.data.path))
 
 
 def _published(path: Path, words: Sequence[str]) -> TrainedModel:
@@ -185,7 +186,7 @@ def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:
     file = (path if path.is_dir() else path.parent) / _TOKENIZER
     if file.exists():
         try:
-            return BpeTokenizer(files.read(file, files.MOST_JSON).decode())
+            return BpeTokenizer(small_files.read(file, small_files.MOST_JSON).decode())
         except UnicodeDecodeError:
             raise ValueError(f"{file}: no UTF-8") from None
     if vocabulary != ByteTokenizer.vocabulary:

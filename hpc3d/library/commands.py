@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.load import literal
-from hpc3d.shipped import DEFAULT_MACHINE
+from hpc3d.config.package_data import DEFAULT_MACHINE
 
 if TYPE_CHECKING:
     from hpc3d.analyze.opened_run import OpenedRun

@@ -14,8 +14,8 @@ from typing import Any, get_type_hints
 
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import known_keys
+from hpc3d.config.package_data import INPUT, MACHINE, file_names
 from hpc3d.config.reference import choices_of
-from hpc3d.shipped import INPUT, MACHINE, names
 
 SHELLS = "bash", "zsh", "fish"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
@@ -52,8 +52,8 @@ def script(shell: str, commands: Iterable[str]) -> str:
         return _fish(options)
     text = _BASH.format(
         commands=" ".join(options),
-        machines=" ".join(names(MACHINE)),
-        inputs=" ".join(names(INPUT)),
+        machines=" ".join(file_names(MACHINE)),
+        inputs=" ".join(file_names(INPUT)),
         values="\n".join(
             f'            --{key}) words="{" ".join(found)}" ;;'
             for key, found in _values().items()
@@ -74,7 +74,7 @@ def _fish(options: dict[str, list[str]]) -> str:
         seen = f"complete -c hpc3d -n '__fish_seen_subcommand_from {command}'"
         lines += [f"{seen} -l {option.removeprefix('--')}" for option in found]
         if command in _OF_INPUTS:
-            lines.append(f"{seen} -a '{' '.join(names(INPUT))}'")
+            lines.append(f"{seen} -a '{' '.join(file_names(INPUT))}'")
     return "\n".join(lines) + "\n"
 
 

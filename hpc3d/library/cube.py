@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.comm.threads import meshes, run
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.summary import moved_by
 from hpc3d.tensor.matmul import sharded_matmul

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.extras import need
 from hpc3d.predict.planning.planned_layouts import input_with
 from hpc3d.predict.planning.ranked_layouts import as_plain
 from hpc3d.predict.planning.ranking import shown_layout
+from hpc3d.runtime.optional_packages import need
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,8 +12,8 @@ from pathlib import Path
 from signal import SIGKILL
 from tempfile import TemporaryDirectory
 
-from hpc3d.plain import Problems
-from hpc3d.runtime.exit_codes import BAD_INPUT, STOPPED
+from hpc3d.console.exit_codes import BAD_INPUT, STOPPED
+from hpc3d.console.sanitize import Problems
 from hpc3d.training.run_folder import FOLDER_FILE
 
 _MOST_SAID = 2000  # characters of launcher output in an error

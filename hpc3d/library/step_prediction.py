@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.analyze.opened_run import Drawing, OpenedRun
-from hpc3d.extras import need
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
+from hpc3d.runtime.optional_packages import need
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -36,12 +36,13 @@ from argparse import ArgumentTypeError
 from importlib import import_module
 from pathlib import Path
 
-from hpc3d.cli import Parser, number_of_ranks, rate, readable_time, run, size, whole
-from hpc3d.extras import need
-from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
+from hpc3d.config.argument_types import integer, number_of_ranks, rate, size
+from hpc3d.config.limits import INT32, MOST_PASSES, MOST_RANKS
+from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
+from hpc3d.console.command_line import Parser, readable_time, run
+from hpc3d.console.sanitize import sanitized
 from hpc3d.pipeline.schedule import FOR_PARTITIONS
-from hpc3d.plain import plain
-from hpc3d.shipped import DEFAULT_MACHINE, default_machine
+from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.segment import replacing
 
 _SCHEDULES = [each.name for each in FOR_PARTITIONS]
@@ -90,7 +91,7 @@ def _parser():
     add("--profile", type=Path, metavar="PROFILE.json", help=profile)
     add(
         "--batch",
-        type=whole(1, INT32),
+        type=integer(1, INT32),
         metavar="B",
         help="samples of a step (those of the inputs)",
     )
@@ -98,7 +99,7 @@ def _parser():
     add("--memory", type=size, metavar="32GB", help=memory)
     bandwidth = "bytes per second, for a graph (default: unlimited)"
     add("--bandwidth", type=rate, metavar="10GB", help=bandwidth)
-    micros = whole(1, MOST_PASSES)
+    micros = integer(1, MOST_PASSES)
     add("--microbatches", type=micros, metavar="M", help="of a step (default: searched; graph: 1)")
     replicas = "of every stage, or of each: 16,8,8; for a module (searched)"
     add("--replicas", type=_counts, metavar="R", help=replicas)
@@ -133,7 +134,7 @@ def _parser():
 
 def _counts(text):
     """Parse one number, or several separated by commas."""
-    return tuple(map(whole(1, MOST_RANKS), text.split(",")))
+    return tuple(map(integer(1, MOST_RANKS), text.split(",")))
 
 
 def _part(text):
@@ -250,7 +251,7 @@ def _show_whole(modules):
     for reason, paths in reasons.items():
         stays = "stays" if len(paths) == 1 else "stay"
         names = _some([*paths])
-        print(plain(f"{names} {stays} whole: torch.export cannot trace it ({reason})"))
+        print(sanitized(f"{names} {stays} whole: torch.export cannot trace it ({reason})"))
 
 
 def _show(plan, limits):
@@ -264,7 +265,7 @@ def _show(plan, limits):
         sizes = "".join(
             f"{nbytes / 1e6:12.6g}" for nbytes in (stage.bytes_in, stage.bytes_out, stage.held)
         )
-        print(f"{number:5d}  {times}{sizes}  {plain(_some(stage.ids))}")
+        print(f"{number:5d}  {times}{sizes}  {sanitized(_some(stage.ids))}")
     _show_borders(plan.borders, plan.time)
 
 
@@ -288,7 +289,9 @@ def _show_borders(borders, seconds):
     if borders:
         print("\nborder  crossing [MB]  behind; the next best place for it alone")
     for number, border in enumerate(borders, 1):
-        print(f"{number:6d}  {border.nbytes / 1e6:13.6g}  {plain(_explained(border, seconds))}")
+        print(
+            f"{number:6d}  {border.nbytes / 1e6:13.6g}  {sanitized(_explained(border, seconds))}"
+        )
 
 
 def _show_module(plan, ranks):
@@ -304,7 +307,8 @@ def _show_module(plan, ranks):
         times = f"{step.forward[part]:12.6g}  {step.backward[part]:12.6g}"
         sums = f"{step.sums[number]:8.4g}{step.held[number] / 1e6:12.6g}"
         again = "yes" if stage.recompute else "no"
-        print(f"{number:5d}  {stage.replicas:5d}  {again:5}  {times}  {sums}  {plain(_some(ids))}")
+        replicas = f"{stage.replicas:5d}  {again:5}"
+        print(f"{number:5d}  {replicas}  {times}  {sums}  {sanitized(_some(ids))}")
     _show_borders(plan.borders, step.seconds)
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from math import log2
 from xml.sax.saxutils import escape
 
+from hpc3d.console.sanitize import counted
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.evaluation import PipelineChoice
-from hpc3d.plain import counted
 
 _STEP, _MARGIN, _LABELS = 22, 40, 170  # pixels: atom spacing, margin, space for the labels below
 _MOST = 300  # the most atoms that a reader can tell apart

@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from hpc3d.limits import memory
 from hpc3d.partition.capturing.flat_export import flat_export, where
 from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
 from hpc3d.partition.capturing.whole_modules import (
@@ -35,6 +34,7 @@ from hpc3d.partition.capturing.whole_modules import (
     place_whole,
 )
 from hpc3d.partition.factory import made, made_with_data
+from hpc3d.runtime import host_memory
 
 _NORMS = (torch.ops.aten.batch_norm, torch.ops.aten.instance_norm)
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -159,7 +159,7 @@ def _example(module, inputs, with_data):
 def _refuse_large(module):
     """Raise ValueError if the model with its data does not fit in this machine's memory."""
     needed = sum(each.numel() * each.element_size() for each in module.parameters())
-    if needed > _PART_OF_MEMORY * memory():
+    if needed > _PART_OF_MEMORY * host_memory.total():
         raise ValueError(
             f"a part of it must stay whole, and the {needed / 1e9:.3g} GB of the model are too "
             "many for the run that would show its shapes"

@@ -17,9 +17,9 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from hpc3d import files
+from hpc3d.console import small_files
+from hpc3d.console.sanitize import Problems
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
-from hpc3d.plain import Problems
 
 MOST_NODES, _MOST_LINES = 100_000, 20
 _MOST = 1e30  # seconds or bytes: sums stay finite
@@ -71,7 +71,7 @@ def load(path: Path) -> Graph:
 
 
 def _parsed(path):
-    text = files.read(path, files.MOST_JSON)
+    text = small_files.read(path, small_files.MOST_JSON)
     try:
         return TypeAdapter(_CostFile).validate_json(text, strict=True)
     except ValidationError as errors:

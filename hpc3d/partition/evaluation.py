@@ -27,12 +27,12 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
+from hpc3d.console.sanitize import counted
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.downsets import Chain
 from hpc3d.pipeline.schedule import DEFAULT, ONE_STAGE
 from hpc3d.pipeline.step_model import step_model
 from hpc3d.pipeline.timeline import Cost
-from hpc3d.plain import counted
 from hpc3d.predict.machine.machine import Machine
 
 MOMENTS = 2  # AdamW optimizer state: arrays of a parameter's size

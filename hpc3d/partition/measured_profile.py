@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc3d import files
-from hpc3d.limits import INT32, MOST_RANKS
+from hpc3d.config.limits import INT32, MOST_RANKS
+from hpc3d.console import small_files
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.evaluation import ModelCosts, RunCosts
 from hpc3d.partition.model_graph import graph_of
@@ -173,7 +173,7 @@ def _weight(costs):
 
 def load(path: Path | str) -> ModuleProfile:
     """Return the ModuleProfile of a file; raise ValueError in one line if it is invalid."""
-    content = files.read(path, files.MOST_JSON, _REMEDY)
+    content = small_files.read(path, small_files.MOST_JSON, _REMEDY)
     try:
         tree = json.loads(content)
     except (ValueError, RecursionError):

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
+from hpc3d.console.sanitize import counted
 from hpc3d.partition.atom_graph import bits
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.coarse_chain import border_of, sums_of
@@ -32,7 +33,6 @@ from hpc3d.partition.improvement import improved, next_best
 from hpc3d.partition.joint_search import Allowed, JointSearch, lightest, quickest
 from hpc3d.partition.model_graph import costs_of
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
-from hpc3d.plain import counted
 from hpc3d.predict.machine.machine import Machine
 
 _MOST_MICROBATCHES = 128  # the most that are tried

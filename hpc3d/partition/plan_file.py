@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from hpc3d import files
-from hpc3d.limits import INT32, MOST_PASSES, MOST_RANKS
+from hpc3d.config.limits import INT32, MOST_PASSES, MOST_RANKS
+from hpc3d.console import small_files
 from hpc3d.partition.capture import Captured
 from hpc3d.partition.module_plan import ModulePlan
 from hpc3d.pipeline.schedule import ONE_STAGE
@@ -133,7 +133,7 @@ def _described(value):
 
 def load(path: Path | str) -> SavedPlan:
     """Return the SavedPlan of a file; raise ValueError in one line if it is invalid."""
-    content = files.read(path, files.MOST_JSON, _REMEDY)
+    content = small_files.read(path, small_files.MOST_JSON, _REMEDY)
     try:
         tree = json.loads(content)
     except (ValueError, RecursionError):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from hpc3d.limits import MOST_PASSES
+from hpc3d.config.limits import MOST_PASSES
+from hpc3d.console.sanitize import counted
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.downsets import Chain, Downsets, cuts_of
 from hpc3d.partition.evaluation import Limits, as_size, held, load
 from hpc3d.partition.improvement import cuts_moved, settled
 from hpc3d.partition.joint_search import lightest, quickest, timed
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
-from hpc3d.plain import counted
 
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
 _MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # limits of the initial table of a search

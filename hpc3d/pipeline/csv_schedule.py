@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from hpc3d import files
+from hpc3d.console import small_files
 from hpc3d.pipeline.instruction import COMPUTE, Instruction, Placement, parse
 
 _TURN = "turn"
@@ -30,7 +30,9 @@ def from_csv(path: str) -> ScheduleTable:
     rows are ignored, and rows may have any length.  Raises ValueError with the row and the column,
     from 1, of the error.
     """
-    content = files.read(path, files.MOST_SCHEDULE, "name a CSV file with a row for each stage")
+    content = small_files.read(
+        path, small_files.MOST_SCHEDULE, "name a CSV file with a row for each stage"
+    )
     try:
         return _table(_rows(content))
     except ValueError as error:

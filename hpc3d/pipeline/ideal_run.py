@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.pipeline.instruction import Instruction, Placement
 from hpc3d.pipeline.schedule import find, instruction_streams
 from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
-from hpc3d.plain import counted, plain
 
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # seconds, the defaults
 MOST_SIMULATED = 1_000_000  # forward passes of one simulation
@@ -42,7 +42,7 @@ class IdealRun(NamedTuple):
         sizes = {"stage": self.stages, "microbatch": self.microbatches}
         sizes |= {"chunk": self.chunks, "step": self.steps}
         words = [counted(number, what) for what, number in sizes.items()]
-        return plain(f"{self.name}: {', '.join(words)}")
+        return sanitized(f"{self.name}: {', '.join(words)}")
 
     def found(self) -> dict[str, Any]:
         """Return the results as plain values.

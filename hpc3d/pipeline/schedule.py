@@ -15,6 +15,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from hpc3d.console.sanitize import counted
 from hpc3d.pipeline.closed_forms import (
     StageTimes,
     all_forward_first,
@@ -27,7 +28,6 @@ from hpc3d.pipeline.instruction import Instruction, Placement, from_pattern
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
-from hpc3d.plain import counted
 
 ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"  # names that other modules use
 _CHUNKS = (2, 3, 4, 6, 8)  # searched if a schedule allows any number

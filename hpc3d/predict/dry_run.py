@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpc3d import limits
+from hpc3d.config.package_data import DEFAULT_MACHINE, MACHINE, MEASURED, find
+from hpc3d.console.sanitize import counted
 from hpc3d.model import families
-from hpc3d.plain import counted
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
 from hpc3d.predict.simulation.summary import summary
-from hpc3d.shipped import DEFAULT_MACHINE, MACHINE, MEASURED, find
+from hpc3d.runtime import host_memory
 from hpc3d.trace.schema import MEMORY_KIND
 from hpc3d.training.footprint import least
 from hpc3d.training.log import duration, layout_lines
@@ -121,7 +121,7 @@ def _memory(config: Config, found: dict, machine: Machine | None) -> str:
         fits = "fits" if found["fits"] else "does not fit"
         return f"{line}; a rank of {machine.name} has {machine.memory_gb:g} GB: it {fits}"
     if config.train.backend == "numpy":
-        there, ranks = limits.memory(), config.mesh.grid().size
+        there, ranks = host_memory.total(), config.mesh.grid().size
         most = f"no more than {int(there // peak)} of {ranks} such ranks fit"
         fit = "they fit" if found["total"] <= there else most
         line += f"; this machine has {_size(there)}: {fit}"

@@ -1,1 +1,1 @@
-"""How a job starts and ends: environment, exit codes, launcher, watchdog."""
+"""How a job starts and ends: environment, launcher, watchdog."""

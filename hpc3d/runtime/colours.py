@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from hpc3d.plain import Controls
+from hpc3d.console.sanitize import Controls
 from hpc3d.runtime.launcher import launcher
 
 # SGR parameters (ECMA-48, 8.3.117).

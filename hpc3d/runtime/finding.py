@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from hpc3d.plain import plain
+from hpc3d.console.sanitize import sanitized
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
@@ -35,9 +35,9 @@ class Finding(NamedTuple):
         """Return the printable lines: the result, then the program output and the remedy."""
         remedy = self.remedy.split("\n") if self.remedy else []
         return [
-            plain(f"{self.verdict:5} {self.subject}: {self.text}"),
-            *(f"      {plain(line)}" for line in self.printed),
-            *(f"      -> {plain(line)}" for line in remedy),
+            sanitized(f"{self.verdict:5} {self.subject}: {self.text}"),
+            *(f"      {sanitized(line)}" for line in self.printed),
+            *(f"      -> {sanitized(line)}" for line in remedy),
         ]
 
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from hpc3d.plain import lines_of, plain
-from hpc3d.runtime.exit_codes import BAD_INPUT, REFUSED, JobExit
+from hpc3d.console.exit_codes import BAD_INPUT, REFUSED, JobExit
+from hpc3d.console.sanitize import lines_of, sanitized
 from hpc3d.runtime.host_map import kernel, namesakes
 from hpc3d.runtime.launcher import end_later, launcher
 
@@ -69,7 +69,7 @@ class Job:
         value, problems = None, ()
         if self.rank == 0:
             try:
-                with self.patience():
+                with self.progress():
                     value = function()
             except REFUSED as error:
                 problems = lines_of(error)
@@ -77,13 +77,13 @@ class Job:
             self.refuse(*problems)
         return value
 
-    def patience(self, doing: str = "") -> AbstractContextManager[None]:
+    def progress(self, doing: str = "") -> AbstractContextManager[None]:
         """Show progress on rank 0 while the block runs: `doing`, or the newest log record."""
         if self.rank:
             return nullcontext()
-        from hpc3d.patience import patience
+        from hpc3d.console.progress import progress
 
-        return patience(self.name, doing, since=self.started)
+        return progress(self.name, doing, since=self.started)
 
     def on_all_ranks(self, function: Callable[[], Any]) -> Any:
         """Call `function()` on every rank and return its value.
@@ -104,7 +104,7 @@ class Job:
         """End the job on all ranks; rank 0 prints one line per problem."""
         if self.rank == 0:
             for problem in problems:
-                self.complain(plain(problem))
+                self.complain(sanitized(problem))
         raise JobExit(BAD_INPUT)
 
     def complain(self, text: str) -> None:

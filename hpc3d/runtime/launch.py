@@ -18,7 +18,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from hpc3d.plain import lines_of, plain, plain_streams, why
+from hpc3d.console.exit_codes import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    STALLED,
+    BadData,
+    JobExit,
+)
+from hpc3d.console.sanitize import lines_of, reason_of, sanitized, sanitized_streams
 from hpc3d.runtime.environment import (
     LOCAL_RANK,
     OWN_RANK,
@@ -26,14 +34,6 @@ from hpc3d.runtime.environment import (
     mpi_environment,
     number_in,
     set_environment,
-)
-from hpc3d.runtime.exit_codes import (
-    BAD_INPUT,
-    FAILED,
-    INTERRUPTED,
-    STALLED,
-    BadData,
-    JobExit,
 )
 from hpc3d.runtime.fork import fork_or_end
 from hpc3d.runtime.stop_request import ENDING, ended_by
@@ -61,7 +61,7 @@ _SAVED = 60  # s granted to a forked child for the exit hooks
 
 def run(name: str, body: Callable[[Job], int | None]) -> int:
     """Run `body(job)` on every rank with sanitized output; return the exit code."""
-    with plain_streams():
+    with sanitized_streams():
         try:
             return _started(name, body)
         except KeyboardInterrupt:  # before the job exists
@@ -84,7 +84,7 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
         try:
             from hpc3d.runtime.job import Job
         except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
-            reason = plain(str(error).partition("\n")[0]).rstrip(".")
+            reason = sanitized(str(error).partition("\n")[0]).rstrip(".")
             print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor says why", file=sys.stderr)
             return BAD_INPUT
         job = _met(lambda: Job(name, begin), name)
@@ -115,9 +115,9 @@ def _starting(name: str) -> AbstractContextManager[None]:
     ranks = number_in(WORLD_RANKS, default=1)
     if ranks == 1 or number_in(OWN_RANK, default=0):
         return nullcontext()
-    from hpc3d.patience import patience
+    from hpc3d.console.progress import progress
 
-    return patience(name, f"{ranks} ranks start")
+    return progress(name, f"{ranks} ranks start")
 
 
 def _met(make: Callable[[], Job], name: str) -> Job:
@@ -165,13 +165,13 @@ def what_happened(error: BaseException, command: str = "train") -> str:
     """Return the message for an error that ends a rank."""
     again = "start again" + ", or go on with --resume" * (command == "train")
     if isinstance(error, SystemExit):
-        return f"exited with {plain(str(error.code))}"
-    what = plain(str(error))
+        return f"exited with {sanitized(str(error.code))}"
+    what = sanitized(str(error))
     if isinstance(error, BadData):
         return f"failed: {what}; then {again}"
     if isinstance(error, OSError) and error.errno in _DISK:
-        where = f": {plain(str(error.filename))}" if error.filename else ""
-        return f"failed: {plain(why(error))}{where}; fix that, then {again}"
+        where = f": {sanitized(str(error.filename))}" if error.filename else ""
+        return f"failed: {sanitized(reason_of(error))}{where}; fix that, then {again}"
     if isinstance(error, MemoryError):
         return (
             f"failed: out of memory ({what}); use more ranks, parallel.zero, parallel.recompute, "

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpc3d.extras import need
+from hpc3d.runtime.optional_packages import need
 
 NAME = "metrics.jsonl"
 _MOST = 1e150  # beyond it, products overflow

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 from hpc3d.runtime import environment
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 from hpc3d.runtime.probe import outcome, release

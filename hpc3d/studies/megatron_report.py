@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.config.package_data import shipped
 from hpc3d.predict.machine.machine_file import load
-from hpc3d.shipped import shipped
 from hpc3d.studies import megatron
 from hpc3d.studies.megatron import (
     ASSUMED,

@@ -13,6 +13,7 @@ from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.config.package_data import shipped
 from hpc3d.partition.baselines import contenders
 from hpc3d.partition.baselines.contenders import Contender, Task
 from hpc3d.partition.baselines.rannc_plan import rannc
@@ -23,7 +24,6 @@ from hpc3d.partition.factory import made
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.machine.machine_file import load
-from hpc3d.shipped import shipped
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.shipped import shipped
+from hpc3d.config.package_data import shipped
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -41,7 +41,7 @@ def vtrain(options: Namespace) -> dict[str, Any]:
 
 
 def partition(options: Namespace) -> dict[str, Any]:
-    from hpc3d.extras import need
+    from hpc3d.runtime.optional_packages import need
 
     need("partition", "networkx", "torch")
     from hpc3d.studies import rannc_experiments

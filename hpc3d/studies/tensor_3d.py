@@ -13,10 +13,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from hpc3d.config.package_data import shipped
 from hpc3d.config.rules import resolve
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
-from hpc3d.shipped import shipped
 from hpc3d.trace.schema import STEPS
 
 if TYPE_CHECKING:

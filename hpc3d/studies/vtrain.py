@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.extras import need
+from hpc3d.console.sanitize import reason_of
 from hpc3d.model.spec import ModelSizes
 from hpc3d.model.stage import FIRST, LAST, LAYER
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
-from hpc3d.plain import why
 from hpc3d.predict.machine.machine import Machine
+from hpc3d.runtime.optional_packages import need
 from hpc3d.studies.machine_queries import work_of
 from hpc3d.tensor.split import SCHEMES
 
@@ -73,7 +73,7 @@ def read(path: Path | str) -> np.ndarray:
             Path(path).stat()  # its errors have the system's reason
             rows = np.loadtxt(path, ROW, **how)
     except OSError as error:
-        raise ValueError(f"{path}: {why(error)}; name a file of rows") from None
+        raise ValueError(f"{path}: {reason_of(error)}; name a file of rows") from None
     except (ValueError, EOFError, zlib.error, UserWarning) as error:
         columns = ", ".join(ROW.names)
         raise ValueError(f"{path}: {error}; the columns are {columns}") from None

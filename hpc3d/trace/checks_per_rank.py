@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 from hpc3d.trace.checks_across_ranks import collectives, labelled, messages
 from hpc3d.trace.schema import LAYOUT, STREAM
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.limits import memory
+from hpc3d.runtime import host_memory
 from hpc3d.trace.heaps import check_heaps
 from hpc3d.trace.schema import COORDS, ENUMS, LAYOUT, TEXT
 from hpc3d.trace.segment import replacing
@@ -275,7 +275,7 @@ def _fits(dataset):
         raise ValueError(f"{dataset.name} has filters other than {', '.join(_FILTERS.values())}")
     chunk = prod(dataset.chunks or ()) * dataset.dtype.itemsize
     stored = dataset.id.get_storage_size() * (_SHRINKS if filters else 1)
-    return chunk <= _CHUNK_BYTES and dataset.nbytes <= min(memory(), stored)
+    return chunk <= _CHUNK_BYTES and dataset.nbytes <= min(host_memory.total(), stored)
 
 
 def read(dataset: Dataset, rows: slice) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc3d.files import read
+from hpc3d.console.small_files import read
 from hpc3d.trace.merge import merge
 from hpc3d.trace.previous_attempts import aside
 from hpc3d.trace.reader import Trace

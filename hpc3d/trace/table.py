@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.extras import need
+from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.file import REMEDY, attributes, explained, labels, read, sound
 
 if TYPE_CHECKING:

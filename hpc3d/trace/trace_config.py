@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.files import toml
-from hpc3d.renamed import use_new_names
+from hpc3d.config.deprecated_keys import use_new_names
+from hpc3d.console.small_files import toml
 
 if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace

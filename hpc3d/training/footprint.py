@@ -23,12 +23,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hpc3d import limits
 from hpc3d.arrays.narrow import itemsize
+from hpc3d.console.sanitize import counted
 from hpc3d.model import families
 from hpc3d.model.families import expert_parameters, family_of
 from hpc3d.model.kept import stored_type
-from hpc3d.plain import counted
+from hpc3d.runtime import host_memory
 from hpc3d.training.gradient_compression import compression_spec
 from hpc3d.training.optimizers import optimizer_of
 
@@ -45,7 +45,7 @@ def refuse_what_cannot_fit(config: Config, here: int) -> None:
             f"parallel.offload: TMPDIR = {wanted!r:.200} cannot be written to; name a "
             "folder on a disk"
         )
-    need, memory = here * least(config), limits.memory()
+    need, memory = here * least(config), host_memory.total()
     if config.train.backend == "numpy" and need > memory:
         raise ValueError(
             f"model and train: {counted(here, 'rank')} here cannot hold less than "

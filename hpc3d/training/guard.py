@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import on_host, to_host
-from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
+from hpc3d.console.exit_codes import CHECK_FAILED, NOT_FINITE
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat, literal
+from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.schedule import usual as usual_schedule
-from hpc3d.plain import counted, plain
 from hpc3d.runtime.colours import say
 from hpc3d.runtime.metrics_file import MetricsFile, sinks_of
 from hpc3d.trace.segment import naming
@@ -58,18 +58,18 @@ class Log:
         """Print a line, with a style of hpc3d.runtime.colours on a terminal, and log it."""
         if self.file:
             with suppress(OSError):  # a run needs no terminal: train.log has the line
-                say(plain(line), style)
+                say(sanitized(line), style)
             self.keep(line)
 
     def warn(self, line: str) -> None:
         """Print a line to standard error, as all reasons why a job ends, and log it."""
         if self.file:
-            say(f"hpc3d.train: {plain(line)}", "red", sys.stderr)
+            say(f"hpc3d.train: {sanitized(line)}", "red", sys.stderr)
             self.keep(line)
 
     def keep(self, line: str) -> None:
         with naming(self.path):
-            print(plain(line), file=self.file, flush=True)
+            print(sanitized(line), file=self.file, flush=True)
 
     def header(
         self,

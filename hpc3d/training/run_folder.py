@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import hpc3d
-from hpc3d.plain import why
+from hpc3d.console.sanitize import reason_of
 from hpc3d.trace.segment import naming, replacing
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def create(config: Config, text: str) -> Path:
         note_command(folder)
     except OSError as error:
         raise ValueError(
-            f"run.out = {config.run.out!r}: cannot write there ({why(error)}); "
+            f"run.out = {config.run.out!r}: cannot write there ({reason_of(error)}); "
             "choose another folder with --run.out"
         ) from None
     return folder
@@ -76,7 +76,7 @@ def reopen(folder: Path, text: str) -> Path:
         write_text(folder / "config.toml", text)
         note_command(folder)
     except OSError as error:
-        raise ValueError(f"--resume {folder}: cannot write there ({why(error)})") from None
+        raise ValueError(f"--resume {folder}: cannot write there ({reason_of(error)})") from None
     return folder
 
 
@@ -113,7 +113,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
     try:
         file, end = (folder / "lock").open("a+", errors="replace"), time.monotonic() + patience
     except OSError as error:
-        raise ValueError(f"{folder}: cannot write there ({why(error)})") from None
+        raise ValueError(f"{folder}: cannot write there ({reason_of(error)})") from None
     while not _locked(file):
         if time.monotonic() > end:
             with file:

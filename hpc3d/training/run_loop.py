@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from hpc3d.arrays.host_store import store_of
+from hpc3d.console.exit_codes import FAILED, STOPPED, JobExit
 from hpc3d.runtime import launch
-from hpc3d.runtime.exit_codes import FAILED, STOPPED, JobExit
 from hpc3d.runtime.stop_request import Stop, reason
 from hpc3d.training.guard import GuardError, LossSpikes, ReplicaCheck, guarded, lines
 from hpc3d.training.log import KEPT, Log

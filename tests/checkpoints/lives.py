@@ -11,7 +11,7 @@ from hpc3d.checkpoints.sharded import steps_of
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import CheckpointConfig
 from hpc3d.config.load import to_toml
-from hpc3d.plain import Problems
+from hpc3d.console.sanitize import Problems
 from hpc3d.training.run_folder import clear
 from tests.pipeline.mixes import config_of, trainer_of
 

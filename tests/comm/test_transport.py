@@ -9,8 +9,8 @@ import pytest
 from hpc3d.comm import cuda_aware_probe, transport
 from hpc3d.comm.nccl import number_of, split
 from hpc3d.comm.transport import RankDevice, choose, cuda_aware_support, refuse, sharing
+from hpc3d.console.exit_codes import BAD_INPUT, JobExit
 from hpc3d.cuda import device
-from hpc3d.runtime.exit_codes import BAD_INPUT, JobExit
 from tests.diagnose.planted import script
 from tests.elided import elided
 from tests.fakes.fake_cupy import FakeCupy

@@ -13,7 +13,7 @@ from hpc3d.comm import threads, watchdog
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import WORLD, Mesh
 from hpc3d.comm.watchdog import GRACE, LATER, TOLD, RankPosition, Watchdog
-from hpc3d.runtime.exit_codes import STALLED
+from hpc3d.console.exit_codes import STALLED
 from hpc3d.runtime.host_map import Homes, spans
 from tests.elided import elided
 from tests.runs import wait_for

@@ -19,14 +19,14 @@ from hpc3d.data.token_file import write_tokens
 from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
 from tests.data.prepared import ROOT, TEXT, call, python, row
 from tests.elided import elided
-from tests.runs import without_patience
+from tests.runs import without_progress
 
 CORPUS = ROOT / "inputs" / "corpus"
 
 
 def test_the_command_writes_what_open_tokens_reads(text, output):
     done = python("-m", "hpc3d.prepare", text, "-o", output, "--json")
-    assert done.returncode == 0 and not without_patience(done.stderr.decode())
+    assert done.returncode == 0 and not without_progress(done.stderr.decode())
     printed = done.stdout.decode()
     assert row(output).tolist() == [*TEXT.encode(), 0]
     result = json.loads(printed.splitlines()[-1])
@@ -170,7 +170,7 @@ sys.exit(main([{str(large)!r}, "-o", {str(output)!r}, "--force"]))
 """
     done = python("-B", "-c", program)
     assert done.returncode == 2
-    told = without_patience(done.stderr.decode())
+    told = without_progress(done.stderr.decode())
     assert told.startswith("hpc3d.prepare: ") and told.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large.txt", "tokens.h5"]
     assert output.read_bytes() == b"old"

@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from hpc3d import train
 from hpc3d.__main__ import COMMANDS
-from hpc3d.cli import Parser, parted
 from hpc3d.config.load import load
+from hpc3d.console.command_line import Parser, split_options
 from hpc3d.predict.machine import machine_file
 from tests.documented.pages import simple
 from tests.mpi import ROOT
@@ -151,7 +151,7 @@ def _parsed(verb, words, ranks):
     if verb == "train":
         _train(words, ranks)
     elif verb == "generate":
-        words, settings = parted(words)
+        words, settings = split_options(words)
         import_module("hpc3d.generate")._parser().parse_args(words)
         load(None, settings)
     elif verb == "partition" and words[0] == "run":
@@ -195,7 +195,7 @@ def _called(verb, words, rest):
     part = words[0] if verb == "partition" and words[0] in MODULES else ""
     module = import_module(MODULES[part] if verb == "partition" else f"hpc3d.{verb}")
     also = ("--name", "--seed") if verb == "checkpoint" else ()
-    words, keys = parted(words[1:] if part else words, also)
+    words, keys = split_options(words[1:] if part else words, also)
     _main(module, words, rest)
     if "--machine" in words:
         machine_file.load(words[words.index("--machine") + 1])
@@ -231,7 +231,7 @@ def _all_known(parser, words=None, namespace=None):
 
 
 class _Idle:
-    """`run` of hpc3d.cli, or the module hpc3d.runtime.launch, that start nothing."""
+    """`run` of hpc3d.console.command_line, or hpc3d.runtime.launch, that start nothing."""
 
     def __call__(self, *_, **__):
         return 0

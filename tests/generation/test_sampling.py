@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from hpc3d.console.exit_codes import BadData
 from hpc3d.generation.sampling import Sampling
-from hpc3d.runtime.exit_codes import BadData
 
 LOGITS = np.array([0.5, 2.0, -1.0, 1.0, 2.0, 0.0])
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
-from hpc3d.runtime.exit_codes import BAD_INPUT
+from hpc3d.console.exit_codes import BAD_INPUT
 from tests.hosts.emulated import Emulated
 from tests.runs import newest, said, words
 

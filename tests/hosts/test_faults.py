@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from hpc3d.runtime.exit_codes import STALLED
+from hpc3d.console.exit_codes import STALLED
 from tests.hosts.emulated import Emulated
 from tests.mpi import ROOT
 from tests.runs import losses, newest, said, wait_for, words

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.runtime.exit_codes import BAD_INPUT, CHECK_FAILED
+from hpc3d.console.exit_codes import BAD_INPUT, CHECK_FAILED
 from hpc3d.runtime.shared_folder import REMEDY
 from tests.hosts.emulated import Emulated
 from tests.runs import said, words

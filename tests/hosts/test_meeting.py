@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.runtime.exit_codes import STALLED
+from hpc3d.console.exit_codes import STALLED
 from tests.hosts.emulated import Emulated
 from tests.runs import said
 

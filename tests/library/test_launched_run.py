@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from hpc3d.console.sanitize import Problems
 from hpc3d.library import launched_run
 from hpc3d.library.commands import run_training
-from hpc3d.plain import Problems
 from tests.library.tiny import TINY
 from tests.mpi import TURN, surroundings
 from tests.runs import assert_gone, processes, wait_for

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
+from hpc3d.console.sanitize import lines_of
 from hpc3d.partition import cost_file
 from hpc3d.partition.atom_graph import Atom, Value
 from hpc3d.partition.cost_file import load
-from hpc3d.plain import lines_of
 from tests.elided import elided
 
 

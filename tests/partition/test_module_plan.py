@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
+from hpc3d.config.package_data import shipped
 from hpc3d.partition.evaluation import ModelCosts, PipelineChoice, StageChoice, evaluated
 from hpc3d.partition.model_graph import graph_of
 from hpc3d.partition.module_plan import Wanted, best_plan, planned_module
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine import machine_file
-from hpc3d.shipped import shipped
 from tests.partition.arrangements import quickest_arrangement, random_costs
 from tests.partition.sample_models import HERE, captured, small
 

@@ -41,7 +41,7 @@ def test_a_machine_that_is_not_measured_has_no_time(said, monkeypatch):
 
 def test_a_measured_machine_has_a_time_but_not_of_types_that_it_lacks(said, monkeypatch):
     monkeypatch.setattr("hpc3d.predict.dry_run.MEASURED", "v100-4x16")
-    monkeypatch.setattr("hpc3d.limits.memory", lambda: 10**9)
+    monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: 10**9)
     lines = said(2, *SMALL)
     assert any(line.startswith("time on v100-4x16: ") for line in lines)
     assert any("this machine has 1 GB: they fit" in line for line in lines)
@@ -53,7 +53,7 @@ def test_a_measured_machine_has_a_time_but_not_of_types_that_it_lacks(said, monk
     ("bytes_there", "verdict"), [(10**9, "1 GB: they fit"), (10**7, "no more than 1 of 2 ")]
 )
 def test_it_says_whether_they_fit_on_this_machine(said, monkeypatch, bytes_there, verdict):
-    monkeypatch.setattr("hpc3d.limits.memory", lambda: bytes_there)
+    monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: bytes_there)
     words = ["--mesh.p", "2", "--parallel.microbatches", "4", "--train.steps", "1000"]
     found = {line.partition(":")[0]: line for line in said(2, *SMALL, *words)}
     assert verdict in found["memory"]
@@ -62,7 +62,7 @@ def test_it_says_whether_they_fit_on_this_machine(said, monkeypatch, bytes_there
 
 
 def test_what_a_run_would_be_refused_for_is(said, monkeypatch):
-    monkeypatch.setattr("hpc3d.limits.memory", lambda: 10**6)
+    monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: 10**6)
     with pytest.raises(ValueError, match=r"^model and train: 1 rank here cannot hold"):
         said(1, *SMALL)
     assert said(1, *SMALL, "--machine", "h100")

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from hpc3d.plain import Problems
+from hpc3d.console.sanitize import Problems
 from hpc3d.runtime import launch
 
 

@@ -6,7 +6,7 @@ import pty
 
 import pytest
 
-from hpc3d.plain import plain_streams
+from hpc3d.console.sanitize import sanitized_streams
 from hpc3d.runtime import colours
 
 
@@ -48,7 +48,7 @@ def test_a_stream_is_made_to_have_them(monkeypatch):
 def test_they_pass_through_plain_streams_and_those_of_others_do_not(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
-    with plain_streams():
+    with sanitized_streams():
         colours.say("a line", "bold")
         print("\x1b[1mx")
     assert terminal.getvalue() == "\x1b[1ma line\x1b[0m\n\\u001b[1mx\n"

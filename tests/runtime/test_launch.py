@@ -12,7 +12,7 @@ import pytest
 from hpc3d.runtime import launch
 from hpc3d.runtime.environment import WORLD_RANKS
 from tests.mpi import ROOT, mpirun, surroundings
-from tests.runs import interruptible, said, wait_for, without_patience
+from tests.runs import interruptible, said, wait_for, without_progress
 
 slow = pytest.mark.slow
 PROMPT = 120  # seconds: a rank that waits for another one would wait until the time limit
@@ -63,7 +63,7 @@ def alone(*words, stderr=subprocess.PIPE, **environment):
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE"])
 def test_a_world_of_one_under_a_launcher_of_many_is_explained(name, tmp_path):
     done = alone("hpc3d.train", "--run.out", str(tmp_path), **{name: "64"})
-    line, *more = without_patience(done.stderr).splitlines()
+    line, *more = without_progress(done.stderr).splitlines()
     assert re.fullmatch("hpc3d.train: 64 .* MPI .* 1", line)
     assert any(re.search("-> .*srun --mpi=(pmix|pmi2) ", line) for line in more)
     assert done.returncode == 2
@@ -74,7 +74,7 @@ def test_a_world_of_one_under_a_launcher_of_many_is_explained(name, tmp_path):
 def test_one_of_many_worlds_of_one_explains(rank, tmp_path):
     where = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": str(rank)}
     done = alone("hpc3d.train", "--run.out", str(tmp_path), **where)
-    assert bool(without_patience(done.stderr)) == (rank == 0)
+    assert bool(without_progress(done.stderr)) == (rank == 0)
     assert done.returncode == 2
 
 

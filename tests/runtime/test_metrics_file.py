@@ -111,6 +111,6 @@ def test_tensorboard_gets_every_finite_scalar(tmp_path):
 
 
 def test_without_its_package_tensorboard_is_refused(monkeypatch):
-    monkeypatch.setattr("hpc3d.extras.find_spec", lambda package: None)
+    monkeypatch.setattr("hpc3d.runtime.optional_packages.find_spec", lambda package: None)
     with pytest.raises(ValueError, match=r"pip install 'hpc3d\[tensorboard\]'"):
         sinks_of(None, tensorboard=True)

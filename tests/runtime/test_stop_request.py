@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from hpc3d.checkpoints.sharded import Checkpoint, steps_of
-from hpc3d.runtime.exit_codes import FAILED, STOPPED
+from hpc3d.console.exit_codes import FAILED, STOPPED
 from hpc3d.runtime.stop_request import ENDING, FILE, MINUTES, Stop, reason
 from tests.mpi import checked, mpirun
-from tests.runs import interruptible, losses, newest, train, when_running, without_patience, words
+from tests.runs import interruptible, losses, newest, train, when_running, without_progress, words
 
 
 def ranks_of(run):
@@ -69,7 +69,7 @@ def test_one_rank_without_a_launcher_saves_and_stops(number, tmp_path):
         when_running(tmp_path, lambda run: process.send_signal(number))()
         out, err = (text.decode() for text in process.communicate(timeout=250))
     run = newest(tmp_path)
-    assert (process.returncode, without_patience(err)) == (STOPPED, "")
+    assert (process.returncode, without_progress(err)) == (STOPPED, "")
     assert f", for {number.name} came" in out and f" --resume {run}\n" in out
     assert len(losses(run)) == Checkpoint(steps_of(run / "checkpoints")[0]).header["step"]
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc3d import limits, train
+from hpc3d import train
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import load_resolved, simulate
+from hpc3d.runtime import host_memory
 from hpc3d.training.footprint import least, refuse_what_cannot_fit
 
 INPUTS = Path(__file__).parents[2] / "inputs"
@@ -83,7 +84,7 @@ def test_it_is_a_lower_bound_and_a_close_one(name):
 def test_what_a_node_cannot_hold_is_refused(monkeypatch):
     config = config_of({})
     need = 64 * least(config)
-    monkeypatch.setattr(limits, "memory", lambda: need)
+    monkeypatch.setattr(host_memory, "total", lambda: need)
     refuse_what_cannot_fit(config, 64)
     gpu = replace(config, train=replace(config.train, backend="cupy"))
     refuse_what_cannot_fit(gpu, 6400)

@@ -11,7 +11,7 @@ from hpc3d.comm.abft.checker import AbftChecker
 from hpc3d.comm.communicator import Communicator
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import GuardConfig
-from hpc3d.runtime.exit_codes import CHECK_FAILED, NOT_FINITE
+from hpc3d.console.exit_codes import CHECK_FAILED, NOT_FINITE
 from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.schema import CATEGORY, EVENTS, record_type
 from hpc3d.training.guard import (

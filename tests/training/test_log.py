@@ -8,7 +8,7 @@ import pytest
 
 from hpc3d.config.load import load
 from hpc3d.config.rules import resolve
-from hpc3d.plain import plain_streams
+from hpc3d.console.sanitize import sanitized_streams
 from hpc3d.runtime.metrics_file import read
 from hpc3d.training.log import Log, differences, duration, hosts, layout_lines
 from hpc3d.training.trainer import Step
@@ -82,7 +82,7 @@ def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(log, tmp_path,
 def test_a_log_needs_no_room_for_what_it_prints(log, tmp_path, monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        with plain_streams():
+        with sanitized_streams():
             log.say("done")
     assert (tmp_path / "train.log").read_text() == "done\n"
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc3d.config.input_file import Config, TrainConfig
-from hpc3d.runtime.exit_codes import CHECK_FAILED, FAILED, STOPPED, JobExit
+from hpc3d.console.exit_codes import CHECK_FAILED, FAILED, STOPPED, JobExit
 from hpc3d.training import run_loop
 from hpc3d.training.evaluator import Best, Evaluation
 from hpc3d.training.guard import Corrupt, GuardFinding

@@ -12,7 +12,7 @@ from hpc3d.analyze.export import kineto, otf2_archive, perfetto, pipit
 from hpc3d.analyze.export.events import Events
 from hpc3d.analyze.metrics.columns import event_values, hosts, labels, recorded_steps, slices
 from hpc3d.comm.grid import Grid
-from hpc3d.plain import plain_in
+from hpc3d.console.sanitize import sanitized_tree
 from hpc3d.trace.trace_config import one_time
 
 if TYPE_CHECKING:
@@ -61,14 +61,14 @@ def events_of(
     of_rank = slices(columns["rank"], ranks)
     return Events(
         columns=columns,
-        names=plain_in({key: labels(trace, key) for key in _CODED}),
+        names=sanitized_tree({key: labels(trace, key) for key in _CODED}),
         links=_links(calls, rows, len(trace.events)) if shared else np.zeros((0, 2), int),
         one_time=shared,
         steps=list(_steps(trace, first, last, shift, of_rank, zero)),
         rows=of_rank,
         groups=trace.groups,
-        hosts=plain_in(hosts(trace)),
-        axes=plain_in(axes),
+        hosts=sanitized_tree(hosts(trace)),
+        axes=sanitized_tree(axes),
         coords=_coords(trace, axes),
     )
 

@@ -11,7 +11,7 @@ from hpc3d.analyze.metrics.columns import hosts
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.steady import averaged
 from hpc3d.config.input_file import ParallelConfig
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady

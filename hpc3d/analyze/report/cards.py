@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hpc3d.analyze.report.table_format import percent, prefixed, seconds
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import RunAnalysis

@@ -10,7 +10,7 @@ from hpc3d.analyze.report import charts
 from hpc3d.analyze.report.cards import any_loss
 from hpc3d.analyze.report.gantt import Panels
 from hpc3d.comm.mesh import along
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import RunAnalysis

@@ -12,7 +12,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.analyze.report.palette import REDUCTION, WORK, default_style
-from hpc3d.extras import need
+from hpc3d.runtime.optional_packages import need
 
 if TYPE_CHECKING:
     from bokeh.model import Model

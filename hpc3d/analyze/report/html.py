@@ -25,7 +25,7 @@ from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import seconds
 from hpc3d.analyze.report.table_notes import GENERAL, MEANING
 from hpc3d.analyze.report.verdict import verdict
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis

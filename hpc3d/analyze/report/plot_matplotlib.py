@@ -17,7 +17,7 @@ from hpc3d.analyze.report.charts import Bars, Heat, Lines, LoadMaps
 from hpc3d.analyze.report.gantt import Panels, gantt
 from hpc3d.analyze.report.palette import PATH, RUNS, UNRECORDED, default_style
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes, path, rest
-from hpc3d.extras import need
+from hpc3d.runtime.optional_packages import need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -60,7 +60,7 @@ from hpc3d.analyze.metrics.step import (
 from hpc3d.analyze.metrics.stragglers import straggler_rows
 from hpc3d.analyze.metrics.wait_states import calls_of, incomplete, wait_rows
 from hpc3d.analyze.report.step_timeline import EVENTS, Timeline, other_steps, timeline
-from hpc3d.plain import plain_in, plain_lines
+from hpc3d.console.sanitize import sanitized_lines, sanitized_tree
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.trace_config import one_time
 
@@ -159,7 +159,7 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     labels = [run.label for run in runs]
     differ = differing(traces, labels, [run.about for run in runs])
     texts = tables, notes(traces, labels), differ, equal_curves(tables["runs"])
-    return Report(runs, *plain_in(texts))
+    return Report(runs, *sanitized_tree(texts))
 
 
 def analyze_run(
@@ -199,10 +199,10 @@ def analyze_run(
     else:
         missing.append(_NO_COMMON_TIME)
     missing += _dropped(trace)
-    what = layout_of(trace).label, attrs["run_id"], about(steady)
-    found = missing, wrong, tables
-    drawn_of = step, drawn, panels, plain_in(matrices), loads, more
-    return RunAnalysis(*plain_in(what), plain_lines(attrs["config"]), *plain_in(found), *drawn_of)
+    head = sanitized_tree((layout_of(trace).label, attrs["run_id"], about(steady)))
+    found = sanitized_tree((missing, wrong, tables))
+    drawn_of = step, drawn, panels, sanitized_tree(matrices), loads, more
+    return RunAnalysis(*head, sanitized_lines(attrs["config"]), *found, *drawn_of)
 
 
 def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:

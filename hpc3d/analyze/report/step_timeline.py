@@ -12,7 +12,7 @@ import numpy as np
 from hpc3d.analyze.metrics.columns import cell_values, event_values, labels, with_label
 from hpc3d.analyze.metrics.critical_path import critical_path
 from hpc3d.analyze.report.palette import WORK as KINDS
-from hpc3d.plain import plain_in
+from hpc3d.console.sanitize import sanitized_tree
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.critical_path import PathSegment
@@ -105,7 +105,7 @@ def timeline(
     axes = list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     if prod(size for _, size in axes) != trace.attrs["world_size"]:
         axes = []  # stages have different numbers of replicas, so ranks have no coordinates
-    axes, names = plain_in((axes, names))
+    axes, names = sanitized_tree((axes, names))
     extents = _extents(trace, step, shown)
     return Timeline(
         step, shown, trace.attrs["world_size"], axes, columns, names, path, extents, peak

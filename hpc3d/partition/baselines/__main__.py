@@ -16,11 +16,12 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from hpc3d.cli import Parser, number_of_ranks, run, size, whole
-from hpc3d.extras import need
-from hpc3d.limits import INT32
-from hpc3d.plain import counted, plain
-from hpc3d.shipped import DEFAULT_MACHINE, default_machine
+from hpc3d.config.argument_types import integer, number_of_ranks, size
+from hpc3d.config.limits import INT32
+from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
+from hpc3d.console.command_line import Parser, run
+from hpc3d.console.sanitize import counted, sanitized
+from hpc3d.runtime.optional_packages import need
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -46,7 +47,7 @@ def _parser():
     add("--machine", metavar="NAME|FILE", help=f"of inputs/machines ({DEFAULT_MACHINE})")
     add("--memory", type=size, metavar="32GB", help="of a rank, 10 %% of it left free (machine's)")
     batch = "samples of a step (those of the inputs)"
-    add("--batch", type=whole(1, INT32), metavar="B", help=batch)
+    add("--batch", type=integer(1, INT32), metavar="B", help=batch)
     add("--json", action="store_true", help=_JSON)
     return parser
 
@@ -70,7 +71,7 @@ def _compare(options: Namespace) -> None:
     rows = [*shown(task, everyone(captured))]
     if not any(row["fits"] for row in rows):
         raise ValueError(rows[0]["note"])
-    print(*[f"\n{row['name']}: {plain(row['note'])}" for row in rows if row["note"]], sep="")
+    print(*[f"\n{row['name']}: {sanitized(row['note'])}" for row in rows if row["note"]], sep="")
     if options.json:
         print(json.dumps({"batch": batch, "memory": memory, "rows": rows}))
 

@@ -21,13 +21,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
+from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.capturing.recorded_calls import (
     CannotStayWhole,
     RecordedCall,
     recorded_calls,
 )
 from hpc3d.partition.capturing.user_code import described, undisturbed
-from hpc3d.runtime.exit_codes import BadData
 
 _MOST_TRIES = 16  # the most failed traces that are resolved
 _MOST_SAMPLES = 8

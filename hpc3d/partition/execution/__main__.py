@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from hpc3d.extras import need
 from hpc3d.runtime import launch
+from hpc3d.runtime.optional_packages import need
 
 
 def main(argv: Sequence[str] | None = None) -> int:

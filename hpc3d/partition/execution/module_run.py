@@ -38,6 +38,8 @@ from hpc3d.comm.device_setup import Hardware
 from hpc3d.config import load
 from hpc3d.config.input_file import Config, MeshConfig
 from hpc3d.config.rules import refuse
+from hpc3d.console.exit_codes import BadData
+from hpc3d.console.sanitize import counted
 from hpc3d.partition import plan_file
 from hpc3d.partition.capture import Captured, captured_of, size_of
 from hpc3d.partition.execution.module_trainer import ModuleTrainer
@@ -53,8 +55,6 @@ from hpc3d.partition.factory import function_at, made_with_data
 from hpc3d.partition.plan_file import SavedPlan
 from hpc3d.pipeline.program import program_of
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
-from hpc3d.plain import counted
-from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.host_map import homes_of
 from hpc3d.runtime.metrics_file import sinks_of
 from hpc3d.runtime.stop_request import Stop

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpc3d.cli import Parser, positive, whole
-from hpc3d.extras import need
-from hpc3d.limits import INT32, memory
-from hpc3d.runtime import launch
+from hpc3d.config.argument_types import integer, positive
+from hpc3d.config.limits import INT32
+from hpc3d.console.command_line import Parser
+from hpc3d.runtime import host_memory, launch
+from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.segment import replacing
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _parser():
     path = {"type": Path, "required": True, "metavar": "PROFILE.json"}
     add("-o", "--output", **path, help="the file to write")
     batch = "rows of the largest microbatch (those of the inputs)"
-    add("--batch", type=whole(1, INT32), metavar="B", help=batch)
+    add("--batch", type=integer(1, INT32), metavar="B", help=batch)
     repeats = f"measurements of everything, of which the median counts ({_REPEATS})"
     add("--repeats", type=positive, default=_REPEATS, metavar="R", help=repeats)
     return parser
@@ -100,7 +101,7 @@ def _measured(job: Job, run: OneRankRun, options: Namespace) -> ModuleProfile:
         host=job.place()["host"],
         ranks=job.size,
         cores=len(os.sched_getaffinity(0)),
-        memory=memory() / len(os.sched_getaffinity(0)),
+        memory=host_memory.total() / len(os.sched_getaffinity(0)),
         rows=rows,
         pieces=_by_name(run.captured, np.array(found)),
         run=constants,

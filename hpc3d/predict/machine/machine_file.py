@@ -12,12 +12,12 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hpc3d import renamed
+from hpc3d.config import deprecated_keys
 from hpc3d.config.load import literal, read
-from hpc3d.plain import Problems
+from hpc3d.config.package_data import MACHINE, find
+from hpc3d.console.sanitize import Problems
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
 from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
-from hpc3d.shipped import MACHINE, find
 
 _RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # old key: new key
 _LONGEST, _SLOWEST = 10.0, 1.0  # seconds of anything, units a second of any rate
@@ -25,7 +25,7 @@ _PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
 def load(path: Path | str) -> Machine:
-    """Return the Machine of a TOML file or of a name in hpc3d.shipped.
+    """Return the Machine of a TOML file or of a name in hpc3d.config.package_data.
 
     Raises ValueError with one line for every error, each with its key and the fix.
     """
@@ -62,7 +62,7 @@ def _validate(tree: dict[str, Any]) -> Machine:
 
     from pydantic import TypeAdapter, ValidationError
 
-    renamed.warn(renamed.rename_keys(tree, _RENAMED))
+    deprecated_keys.warn(deprecated_keys.rename_keys(tree, _RENAMED))
     # In strict mode, which rejects true as a number, pydantic converts tables to dataclasses only
     # from JSON.
     text = json.dumps(tree, default=str)

@@ -10,10 +10,10 @@ from math import factorial, gcd
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.config.input_file import MeshConfig
+from hpc3d.config.limits import MOST_PASSES
 from hpc3d.config.parallel_rules import wrong_compression, wrong_context
 from hpc3d.config.pipeline_rules import wrong_pipeline
 from hpc3d.config.size_rules import divisors, violations, wrong_parts
-from hpc3d.limits import MOST_PASSES
 from hpc3d.pipeline.schedule import SCHEDULES, usual
 from hpc3d.predict.planning.contexts import contexts, may_cut, with_context
 

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.plain import counted
+from hpc3d.console.sanitize import counted
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.adaptation import uneven
 from hpc3d.predict.planning.bounds import Bounds, Candidate, shortlists

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.plain import lines_of
+from hpc3d.console.sanitize import lines_of
 from hpc3d.predict.simulation.simulator import load_resolved, simulate
 from hpc3d.predict.simulation.summary import summary
 

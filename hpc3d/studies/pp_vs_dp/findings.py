@@ -13,8 +13,8 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.config.package_data import shipped
 from hpc3d.predict.machine.machine_file import load
-from hpc3d.shipped import shipped
 from hpc3d.studies.pp_vs_dp.comparison import by_microbatches, races
 from hpc3d.studies.pp_vs_dp.experiment import dtype_of
 from hpc3d.studies.pp_vs_dp.message_sizes import buckets, microbatches

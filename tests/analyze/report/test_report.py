@@ -11,7 +11,7 @@ from hpc3d import report
 from hpc3d.trace.merge import merge
 from hpc3d.trace.segment import segment_path
 from tests.analyze.report.by_hand import CUT_OFF, WITHOUT_RANK_1, reported, write_run
-from tests.runs import without_patience
+from tests.runs import without_progress
 
 PEAKS = ("-5", "nan", "0", "inf", "fast")
 
@@ -81,7 +81,7 @@ def test_a_terminal_of_few_letters_gets_the_report(run, encoding):
     name = "x \u00fc \u4e2d"
     run = run.rename(run.with_name(name))
     done = printed(run, stdout=subprocess.PIPE, encoding=encoding)
-    assert (done.returncode, without_patience(done.stderr.decode())) == (0, "")
+    assert (done.returncode, without_progress(done.stderr.decode())) == (0, "")
     assert f"written to {run}".encode(encoding, "backslashreplace") in done.stdout
 
 
@@ -91,7 +91,7 @@ def test_a_reader_that_goes_is_no_error(run):
     os.close(reader)
     done = printed(run, stdout=writer)
     os.close(writer)
-    assert (done.returncode, without_patience(done.stderr.decode())) == (0, "")
+    assert (done.returncode, without_progress(done.stderr.decode())) == (0, "")
     assert (run / "report" / "report.md").exists()
 
 

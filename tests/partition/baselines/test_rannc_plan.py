@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
+from hpc3d.config.package_data import shipped
 from hpc3d.partition.atom_graph import Atom, Graph, Value
 from hpc3d.partition.baselines.contenders import Task
 from hpc3d.partition.baselines.rannc_plan import rannc
@@ -13,7 +14,6 @@ from hpc3d.partition.evaluation import ModelCosts, evaluated
 from hpc3d.partition.factory import made
 from hpc3d.partition.operation_costs import Operations
 from hpc3d.predict.machine import machine_file
-from hpc3d.shipped import shipped
 from tests.partition.test_evaluation import QUIET
 
 V100 = machine_file.load(shipped("machines/v100-8x4.toml"))

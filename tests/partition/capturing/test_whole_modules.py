@@ -11,12 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.capture import capture, captured_of
 from hpc3d.partition.capturing.recorded_calls import recorded_calls
 from hpc3d.partition.capturing.whole_modules import WholeModule
 from hpc3d.partition.factory import made
 from hpc3d.partition.plan_file import digest_of
-from hpc3d.runtime.exit_codes import BadData
 from tests.partition.execution.modules import prepared
 from tests.partition.untraceable_models import HERE, Between, Choosy, Experts, samples
 
@@ -198,7 +198,7 @@ def test_without_data_it_is_refused():
 
 
 def test_a_model_that_is_too_large_for_its_data_is_refused(monkeypatch):
-    monkeypatch.setattr("hpc3d.partition.capture.memory", lambda: 100)
+    monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: 100)
     with pytest.raises(ValueError, match=r"the 3.2e-07 GB of the model are too many for the run"):
         captured_of(f"{HERE}:of('Choosy')")
 

@@ -19,10 +19,10 @@ from hpc3d.checkpoints.hf_export import export
 from hpc3d.checkpoints.inspect import problems, shapes_in
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.comm import threads
+from hpc3d.console.exit_codes import BadData
 from hpc3d.partition.execution.module_run import StepInputs, asked_for, configuration
 from hpc3d.partition.execution.sample_batches import shared_by_root
 from hpc3d.partition.execution.staged_model import staged_model
-from hpc3d.runtime.exit_codes import BadData
 from tests.mpi import checked, mpirun
 from tests.partition.execution.modules import (
     CLIP,

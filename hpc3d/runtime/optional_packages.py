@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from hpc3d.plain import Problems
+from hpc3d.console.sanitize import Problems
 
 # Package -> extra of hpc3d that installs it.  Other packages are dependencies of hpc3d.
 EXTRAS = {

@@ -1,23 +1,19 @@
-"""Argument parser and error handling of the commands that need no launcher."""
+"""Argument parser of all commands, and error handling of those that need no launcher."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
 
-from hpc3d.limits import INT32, MOST_RANKS
-from hpc3d.patience import patience
-from hpc3d.plain import lines_of, plain, plain_streams
-from hpc3d.runtime.exit_codes import BAD_INPUT, INTERRUPTED, REFUSED
+from hpc3d.console.exit_codes import BAD_INPUT, INTERRUPTED, REFUSED
+from hpc3d.console.progress import progress
+from hpc3d.console.sanitize import lines_of, sanitized, sanitized_streams
 
-_UNITS = {"B": 1, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
 
 
@@ -42,11 +38,11 @@ class Parser(argparse.ArgumentParser):
         self.verb = verb.split(maxsplit=1)[0]
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {plain(message)}; see --help\n")
+        self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {sanitized(message)}; see --help\n")
 
     def parse_known_args(self, *words: Any, **how: Any) -> Any:
         """Parse a command line, also for `parse_args`; --help tolerates a closed pipe."""
-        with plain_streams():
+        with sanitized_streams():
             return super().parse_known_args(*words, **how)
 
 
@@ -58,9 +54,9 @@ def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    with plain_streams():
+    with sanitized_streams():
         try:
-            with patience(verb) if patient else nullcontext():
+            with progress(verb) if patient else nullcontext():
                 code = body() or 0
             sys.stdout.flush()
             return code
@@ -75,10 +71,10 @@ def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:
 def complain(verb: str, lines: Iterable[str]) -> None:
     """Print error lines to standard error."""
     for line in lines:
-        print(f"hpc3d.{verb}: {plain(line)}", file=sys.stderr)
+        print(f"hpc3d.{verb}: {sanitized(line)}", file=sys.stderr)
 
 
-def parted(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def split_options(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Split a command line into its own arguments and the options `--section.key value`.
 
     `also` names options without a section that belong to the latter.
@@ -93,35 +89,6 @@ def parted(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[str], l
     return ours, settings
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return an argparse type for integers from `least` to `most`."""
-
-    def number(text):
-        digits = text.strip()
-        sound = digits.isascii() and digits.isdecimal() and len(digits) <= len(str(most))
-        if not (sound and least <= int(digits) <= most):
-            wanted = f"must be a whole number, {least} or more and {most} at most"
-            raise argparse.ArgumentTypeError(f"{text:.40}: {wanted}")
-        return int(digits)
-
-    return number
-
-
 def readable_time(seconds: float) -> str:
     """Format a predicted time: 1.234 s or 56.789 ms."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
-
-
-def _bytes(text, bare):
-    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([A-Za-z]*)", text)
-    units = _UNITS | {"": bare}
-    if not number or number[2] not in units or not float(number[1]):
-        known = ", ".join(_UNITS)
-        raise argparse.ArgumentTypeError(f"{text:.40}: must be a size like 80GB (units: {known})")
-    return float(number[1]) * units[number[2]]
-
-
-size = partial(_bytes, bare=1e9)  # 80GB or 40GiB; a bare number is in GB
-rate = partial(_bytes, bare=1)  # per second: 10GB; a bare number is in bytes
-positive = whole(1, INT32)
-number_of_ranks = whole(1, MOST_RANKS)

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 import hpc3d
-from hpc3d.patience import FIRST, patience
-from hpc3d.plain import plain_streams
+from hpc3d.console.progress import FIRST, progress
+from hpc3d.console.sanitize import sanitized_streams
 
 log = logging.getLogger("hpc3d.somewhere")
 REDRAWN, EVERY = 0.5, 30  # seconds between status lines, on a terminal and elsewhere
 
 
 class Time:
-    """The time of hpc3d.patience, which passes only when a test says so.
+    """The time of hpc3d.console.progress, which passes only when a test says so.
 
     It is the event that its threads wait for, too.
     """
@@ -62,9 +62,9 @@ def clock(monkeypatch):
         return threads[-1]
 
     own = {"Event": lambda: clock, "Thread": thread, "RLock": threading.RLock}
-    monkeypatch.setattr("hpc3d.patience.threading", SimpleNamespace(**own))
-    monkeypatch.setattr("hpc3d.patience.time", clock)
-    monkeypatch.setattr("hpc3d.patience.FIRST", FIRST)  # not that of tests/conftest.py
+    monkeypatch.setattr("hpc3d.console.progress.threading", SimpleNamespace(**own))
+    monkeypatch.setattr("hpc3d.console.progress.time", clock)
+    monkeypatch.setattr("hpc3d.console.progress.FIRST", FIRST)  # not that of tests/conftest.py
     yield clock
     for each in threads:
         each.join(120)
@@ -73,7 +73,7 @@ def clock(monkeypatch):
 
 
 def test_the_newest_record_is_said_after_a_while(clock, capsys):
-    with patience("plan"):
+    with progress("plan"):
         for number in range(1000):
             log.info("%d of 1000", number)
         clock.skip(FIRST - 0.1)
@@ -87,13 +87,13 @@ def test_the_newest_record_is_said_after_a_while(clock, capsys):
 
 
 def test_the_seconds_count_from_the_start_of_the_command(clock, capsys):
-    with patience("train", since=-40):
+    with progress("train", since=-40):
         clock.skip(FIRST)
     assert capsys.readouterr().err == "hpc3d.train: 42 s: loading\n"
 
 
 def test_what_is_quick_is_silent(clock, capsys):
-    with patience("plan"):
+    with progress("plan"):
         log.info("begun")
         clock.skip(0)
     assert capsys.readouterr() == ("", "")
@@ -101,12 +101,12 @@ def test_what_is_quick_is_silent(clock, capsys):
 
 
 def test_an_error_goes_on():
-    with pytest.raises(ValueError, match="bad"), patience("plan"):
+    with pytest.raises(ValueError, match="bad"), progress("plan"):
         raise ValueError("bad")
 
 
 def test_inside_of_another_it_only_tells_what_it_does(clock, capsys):
-    with patience("train", "8 ranks start"), patience("train", "reading", first=0):
+    with progress("train", "8 ranks start"), progress("train", "reading", first=0):
         clock.skip(FIRST)
     assert capsys.readouterr().err == "hpc3d.train: 2 s: reading\n"
     assert clock.waits == [FIRST, EVERY], "of the outer one"
@@ -127,7 +127,7 @@ def test_on_a_terminal_one_line_is_rewritten_below_what_is_printed(clock, monkey
     terminal = Terminal()
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)
-    with patience("plan", "größer\x1b", first=0):
+    with progress("plan", "größer\x1b", first=0):
         clock.skip(0)
         assert terminal.shown() == [r"hpc3d.plan: 0 s: gr\xf6\xdfer\u001b"]
         print("a table")
@@ -148,7 +148,7 @@ def test_a_terminal_that_is_gone_is_no_error(clock, monkeypatch):
     with open(start, "w") as terminal:
         monkeypatch.setattr(terminal, "isatty", lambda: True)
         monkeypatch.setattr(sys, "stderr", terminal)
-        with plain_streams(), patience("plan", first=0):
+        with sanitized_streams(), progress("plan", first=0):
             clock.skip(0)
             assert sys.stderr.unread
 
@@ -157,7 +157,7 @@ def test_only_a_terminal_is_written_to_twice(clock, monkeypatch):
     terminal, file = Terminal(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(sys, "stdout", file)
-    with patience("plan", first=0):
+    with progress("plan", first=0):
         clock.skip(0)
         print("a table")
         assert terminal.shown()[-1] and file.getvalue() == "a table\n"

@@ -15,20 +15,20 @@ from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.checkpoints.inspect import config_of
 from hpc3d.checkpoints.resume import changes, config_of_run
 from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.config.deprecated_keys import KEYS, VALUES
 from hpc3d.config.load import load, stored, to_toml
+from hpc3d.config.package_data import shipped
 from hpc3d.config.rules import resolve
-from hpc3d.files import toml
+from hpc3d.console.small_files import toml
 from hpc3d.predict.calibration import align_trace
 from hpc3d.predict.machine import machine_file
-from hpc3d.renamed import KEYS, VALUES
-from hpc3d.shipped import shipped
 from hpc3d.trace.locate import trace_of
 from hpc3d.trace.previous_attempts import work
 from hpc3d.trace.trace_config import one_time
 from tests.mpi import checked, mpirun
 from tests.runs import losses, newest, words
 
-OLD_RUN = Path(__file__).parent / "config" / "run_with_old_names"
+OLD_RUN = Path(__file__).parent / "run_with_old_names"
 # Old key and value as one writes them, new key and value as they are read.
 RENAMED = [
     ("guard.products_every", "7", "guard.abft_every", 7),

@@ -1,8 +1,9 @@
 """Sanitized output of text from files, arguments and the environment.
 
-Such text may have control characters, line breaks, or invalid bytes.  `plain` escapes all of them,
-so that one line stays one visible line.  Inside `plain_streams` everything that a command prints
-is escaped, except line breaks.  The escapes, such as \\u001b, are valid in JSON and TOML strings.
+Such text may have control characters, line breaks, or invalid bytes.  `sanitized` escapes all of
+them, so that one line stays one visible line.  Inside `sanitized_streams`, everything that a
+command prints is escaped, except line breaks.  The escapes, such as \\u001b, are valid in JSON and
+TOML strings.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Problems(ValueError):
     """Several errors, one line each."""
 
     def __init__(self, lines: Iterable[str]) -> None:
-        self.lines = [*map(plain, lines)]
+        self.lines = [*map(sanitized, lines)]
         super().__init__("\n".join(self.lines))
 
 
-def plain(text: str) -> str:
+def sanitized(text: str) -> str:
     """Return a text as one line of printable characters.
 
     Characters that Unicode defines as not printable are escaped: controls, direction marks, line
@@ -47,20 +48,20 @@ def escape(letter: str) -> str:
     return _SHORT.get(letter) or (f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}")
 
 
-def plain_lines(text: str) -> str:
+def sanitized_lines(text: str) -> str:
     """Sanitize each line of a text."""
-    return "\n".join(map(plain, text.split("\n")))
+    return "\n".join(map(sanitized, text.split("\n")))
 
 
-def plain_in(tree: Any) -> Any:
+def sanitized_tree(tree: Any) -> Any:
     """Sanitize all strings in nested dicts, lists and tuples."""
     match tree:
         case str():
-            return plain(tree)
+            return sanitized(tree)
         case dict():
-            return {plain_in(key): plain_in(value) for key, value in tree.items()}
+            return {sanitized_tree(key): sanitized_tree(value) for key, value in tree.items()}
         case list() | tuple():
-            return type(tree)(map(plain_in, tree))
+            return type(tree)(map(sanitized_tree, tree))
     return tree
 
 
@@ -69,10 +70,10 @@ def lines_of(error: BaseException) -> list[str]:
     if isinstance(error, Problems):
         return [*map(_shortened, error.lines)]
     if isinstance(error, OSError):
-        return [plain(told(error))]
+        return [sanitized(file_and_reason(error))]
     if isinstance(error, MemoryError):
-        return [plain(_MEMORY.format(error))]
-    return [_shortened(plain(str(error) or type(error).__name__))]
+        return [sanitized(_MEMORY.format(error))]
+    return [_shortened(sanitized(str(error) or type(error).__name__))]
 
 
 def _shortened(line: str) -> str:
@@ -83,12 +84,12 @@ def _shortened(line: str) -> str:
     return f"{line[:half]} ... {line[-half:]}"
 
 
-def told(error: OSError) -> str:
+def file_and_reason(error: OSError) -> str:
     """Return the file of an OSError, if known, and the reason."""
-    return f"{error.filename!s:.200}: {why(error)}" if error.filename else why(error)
+    return f"{error.filename!s:.200}: {reason_of(error)}" if error.filename else reason_of(error)
 
 
-def why(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
     """Return the reason of an OSError: the system's message, or its own."""
     return error.strerror or str(error).rstrip(".")
 
@@ -106,7 +107,7 @@ class Controls(str):
     __slots__ = ()
 
 
-class Plain:
+class SanitizedStream:
     """Text stream that escapes control characters, and characters outside its encoding.
 
     A write of only "\\r" or "\\t", or of Controls, is not escaped.  If the reader has closed the
@@ -123,7 +124,7 @@ class Plain:
     def write(self, text: str) -> int:
         encoding = self.stream.encoding or "utf-8"
         ours = text in ("\r", "\t") or isinstance(text, Controls)
-        visible = text if ours else plain_lines(text)
+        visible = text if ours else sanitized_lines(text)
         with self._writing():
             self.stream.write(visible.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
@@ -152,14 +153,14 @@ def _discard(stream: TextIO) -> None:
 
 
 @contextmanager
-def plain_streams() -> Iterator[None]:
-    """Use `Plain` streams as standard output and error, which tolerate a closed reader.
+def sanitized_streams() -> Iterator[None]:
+    """Use `SanitizedStream`s as standard output and error, which tolerate a closed reader.
 
     At the end, output that cannot be written is discarded.  Otherwise Python would complain about
     it when it exits.
     """
     _open_missing_streams()
-    out, error = Plain(sys.stdout), Plain(sys.stderr, needed=False)
+    out, error = SanitizedStream(sys.stdout), SanitizedStream(sys.stderr, needed=False)
     with redirect_stdout(out), redirect_stderr(error):
         try:
             yield

@@ -12,6 +12,7 @@ import hpc3d
 from hpc3d import train
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.load import load
+from hpc3d.config.package_data import INPUT, MACHINE, find, new_path, shipped, text_path
 from hpc3d.config.rules import resolve
 from hpc3d.model import families
 from hpc3d.model.families import family_of
@@ -19,7 +20,6 @@ from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.predict.machine import machine_file
-from hpc3d.shipped import INPUT, MACHINE, find, place, shipped, text
 from hpc3d.tensor.split import Split
 from tests.runs import plan_of
 
@@ -141,18 +141,18 @@ def test_what_there_is_not_is_refused_with_its_kind_and_the_names(word, kind, be
 
 @pytest.mark.parametrize("word", ["inputs/corpus", "./inputs/corpus", "corpus", "inputs/corpus/"])
 def test_the_corpus_is_found_from_any_folder(word, elsewhere):
-    assert same(text(word), "corpus")
-    assert same(text(f"{word}/python.txt"), "corpus", "python.txt")
+    assert same(text_path(word), "corpus")
+    assert same(text_path(f"{word}/python.txt"), "corpus", "python.txt")
     Path("inputs/corpus").mkdir(parents=True)
     Path("corpus").mkdir()
-    assert text(word) == word
+    assert text_path(word) == word
 
 
 @pytest.mark.parametrize(
     "word", ["nowhere", "inputs/nowhere", "inputs/../train.py", "../config.py", "\0", "x" * 5000]
 )
 def test_a_text_that_is_not_there_is_left_as_it_is(word, elsewhere):
-    assert text(word) == word
+    assert text_path(word) == word
 
 
 def test_training_reads_the_default_text_in_an_empty_folder(elsewhere):
@@ -165,7 +165,7 @@ def test_training_reads_the_default_text_in_an_empty_folder(elsewhere):
 def test_what_the_program_makes_is_found_by_its_name(elsewhere):
     for folder in ("", "inputs/machines"):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        path = place("this-machine", MACHINE)
+        path = new_path("this-machine", MACHINE)
         assert path == Path(folder, "this-machine.toml")
         path.touch()
         assert find("this-machine", MACHINE) == path

@@ -13,11 +13,19 @@ import h5py
 import pytest
 
 from hpc3d import bench, checkpoint, doctor, plan, prepare, report, simulate, train
-from hpc3d.cli import run
 from hpc3d.config.load import literal
+from hpc3d.console.command_line import run
+from hpc3d.console.exit_codes import BadData
+from hpc3d.console.sanitize import (
+    Problems,
+    SanitizedStream,
+    counted,
+    lines_of,
+    sanitized,
+    sanitized_streams,
+    sanitized_tree,
+)
 from hpc3d.diagnose import node_checks
-from hpc3d.plain import Plain, Problems, counted, lines_of, plain, plain_in, plain_streams
-from hpc3d.runtime.exit_codes import BadData
 from hpc3d.runtime.launch import what_happened
 from hpc3d.trace.locate import trace_of
 from hpc3d.training import run_folder as folders
@@ -47,9 +55,9 @@ TEXT = pytest.mark.parametrize("evil", HOSTILE.values(), ids=HOSTILE)
 
 @pytest.mark.parametrize("evil", [*HOSTILE.values(), BYTES, "\0"], ids=[*HOSTILE, "bytes", "NUL"])
 def test_a_text_is_one_line_of_letters_that_can_be_seen(evil):
-    shown = plain(evil)
+    shown = sanitized(evil)
     assert shown.isprintable() and len(shown) > len(evil)
-    assert plain(shown) == shown
+    assert sanitized(shown) == shown
     if not set(evil) & set(BYTES[1:-1]):
         assert json.loads(f'"{shown}"' if "\\U" not in shown else '""') in (evil, "")
         assert tomllib.loads(f"a = {literal(evil)}")["a"] == evil
@@ -57,8 +65,8 @@ def test_a_text_is_one_line_of_letters_that_can_be_seen(evil):
 
 def test_letters_of_all_languages_stay():
     text = "Größe 中文 עברית العربية हिन्दी 🙂 ½ — |<&\\"
-    assert plain(text) == text
-    assert plain_in({"\x1b": [("\x1b", 1, None)]}) == {"\\u001b": [("\\u001b", 1, None)]}
+    assert sanitized(text) == text
+    assert sanitized_tree({"\x1b": [("\x1b", 1, None)]}) == {"\\u001b": [("\\u001b", 1, None)]}
 
 
 def test_an_error_is_a_line_and_several_problems_are_several():
@@ -180,7 +188,7 @@ def asked(words):
 def test_words_that_are_not_utf8_are_refused_with_their_option(words, terminal):
     assert run("train", lambda: asked(words)) == 2
     _, (line,) = terminal.lines()
-    assert line.startswith(f"hpc3d.train: {plain(words[0].partition('=')[0])} ")
+    assert line.startswith(f"hpc3d.train: {sanitized(words[0].partition('=')[0])} ")
     assert "not UTF-8" in line
 
 
@@ -216,7 +224,7 @@ def refused_machine(terminal, path):
 def test_letters_that_a_terminal_has_not_are_escaped(monkeypatch, tmp_path):
     with (tmp_path / "out").open("w", encoding="ascii") as file:
         monkeypatch.setattr(sys, "stdout", file)
-        with plain_streams():
+        with sanitized_streams():
             print("ä\u2028\x7f", BYTES)
     assert (tmp_path / "out").read_text() == "\\xe4\\u2028\\u007f a\\udcff\\udc9bb\n"
 
@@ -230,7 +238,7 @@ def pipe_without_reader():
 def test_output_that_nobody_reads_is_discarded(monkeypatch):
     with pipe_without_reader() as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        with plain_streams():
+        with sanitized_streams():
             print("a", flush=True)
             assert sys.stdout.unread
             print("b", flush=True)
@@ -257,7 +265,7 @@ def test_output_that_the_disk_has_no_room_for_is_said_once(monkeypatch, capsys):
 def test_streams_that_are_missing_are_the_null_device(monkeypatch):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    with plain_streams():
+    with sanitized_streams():
         print("a")
         print("b", file=sys.stderr)
         assert sys.stdin.read() == ""
@@ -272,8 +280,8 @@ def test_a_log_has_a_line_for_each_that_it_is_told(evil, terminal, tmp_path):
     log.warn(evil)
     log.close()
     (line,), (warned,) = terminal.lines()
-    assert line.endswith(f" {plain(evil)}") and warned == f"hpc3d.train: {plain(evil)}"
-    assert (tmp_path / "train.log").read_text(encoding="utf-8") == f"{line}\n{plain(evil)}\n"
+    assert line.endswith(f" {sanitized(evil)}") and warned == f"hpc3d.train: {sanitized(evil)}"
+    assert (tmp_path / "train.log").read_text(encoding="utf-8") == f"{line}\n{sanitized(evil)}\n"
 
 
 @TEXT
@@ -389,7 +397,7 @@ def test_a_run_folder_of_any_name_is_reported(trace_of_others, terminal, tmp_pat
     assert trace_of(folder) == folder / "trace.h5"
     assert ended(report.main, folder, "--tables") == 0
     lines, _ = terminal.lines()
-    assert lines[-1].endswith(f" {plain(str(folder / 'report'))}")
+    assert lines[-1].endswith(f" {sanitized(str(folder / 'report'))}")
 
 
 def test_a_command_line_is_kept_byte_for_byte(tmp_path, monkeypatch):
@@ -437,7 +445,7 @@ def test_a_file_that_the_disk_has_no_room_for_is_named(terminal):
 def test_a_tab_alone_is_a_tab():
     stream = StringIO()
     for part in ("a", "\t", "b\tc"):
-        Plain(stream).write(part)
+        SanitizedStream(stream).write(part)
     assert stream.getvalue() == "a\tb\\tc"
 
 

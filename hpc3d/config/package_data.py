@@ -45,17 +45,17 @@ def find(word: str, kind: Kind) -> Path:
     An existing path takes precedence, then inputs/ of the current folder, then the shipped files.
     Raises ValueError with all names if there is no such file.
     """
-    known = names(kind)
+    known = file_names(kind)
     for path in (word, f"{word}.toml", known.get(_name_of(word, kind), "")):
         if os.path.exists(path) and not os.path.isdir(path):
             return Path(path)
     raise ValueError(_unknown(word, kind, known))
 
 
-def names(kind: Kind) -> dict[str, Path]:
+def file_names(kind: Kind) -> dict[str, Path]:
     """Return {name: path} of all files of a kind."""
-    places = shipped(kind.folder), Path(_INPUTS, kind.folder)
-    folders = [place / folder for place in places for folder in (*kind.below, "")]
+    roots = shipped(kind.folder), Path(_INPUTS, kind.folder)
+    folders = [root / folder for root in roots for folder in (*kind.below, "")]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
 
 
@@ -75,7 +75,7 @@ def _unknown(word: Path | str, kind: Kind, known: Collection[str]) -> str:
     return f"{word}: {wrong}; {hint}name a file, or one of {', '.join(sorted(known))}"
 
 
-def text(word: Path | str) -> Path | str:
+def text_path(word: Path | str) -> Path | str:
     """Return `word` if that path exists or nothing shipped matches, else the shipped path."""
     parts = Path(word).parts
     name = Path(*parts[parts[:1] == (_INPUTS,) :])
@@ -84,7 +84,7 @@ def text(word: Path | str) -> Path | str:
     return there if known and not os.path.exists(word) else word
 
 
-def place(name: str, kind: Kind) -> Path:
+def new_path(name: str, kind: Kind) -> Path:
     """Return the path for a new file of a kind, so that `find` finds it by `name`.
 
     The file goes to the folder of its kind in inputs/ if that exists, else to the current folder.

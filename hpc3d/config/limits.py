@@ -1,15 +1,12 @@
 """Limits on combinations of sizes.
 
-Bounds of single keys are in config/input_file.py; docs/limits.md has the table and the reasons.
-This module uses only the standard library, because every command imports it first.
+Bounds of single keys are in input_file.py; docs/limits.md has the table and the reasons.
+This module uses only the standard library, because the parsers of all commands import it.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 INT32 = 2**31 - 1  # type of the columns of a trace
@@ -18,7 +15,6 @@ MOST_LAYERS = 10_000
 MOST_PASSES = 2**18  # forward passes of a schedule held in memory
 _MOST_ELEMENTS = 2**56  # of one global array: its bytes are counted in int64
 MOST_COUNT = 2**53  # steps, updates or sequences of a run: their sums fit into int64
-MEMORY_OF_GROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def too_large(config: Any, products: Sequence[tuple[int, Any]]) -> Iterator[str]:
@@ -53,11 +49,3 @@ def too_many_passes(parallel: Any, stages: int) -> Iterator[str]:
             f"parts {passes} forward passes a step, and {MOST_PASSES} are the most; use "
             f"at most {MOST_PASSES // (stages * parallel.chunks)} microbatches"
         )
-
-
-def memory() -> int:
-    """Return the memory [B] of this machine, or the limit of its container."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no such file, or its content is "max"
-        found = min(found, int(MEMORY_OF_GROUP.read_text()))
-    return found

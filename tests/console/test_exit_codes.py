@@ -5,7 +5,7 @@ import re
 import signal
 from pathlib import Path
 
-from hpc3d.runtime import exit_codes
+from hpc3d.console import exit_codes
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -7,12 +7,12 @@ import tomllib
 
 import pytest
 
-from hpc3d import files
+from hpc3d.console import small_files
 
 
 def refusal(path, *how):
     with pytest.raises(ValueError) as caught:
-        files.read(path, *how)
+        small_files.read(path, *how)
     (line,) = str(caught.value).splitlines()
     return line
 
@@ -21,7 +21,7 @@ def test_only_small_regular_files_are_read(tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
     text = tmp_path / "text"
     text.write_bytes(b"12345")
-    assert files.read(text, 5) == b"12345"
+    assert small_files.read(text, 5) == b"12345"
     assert " 4 bytes" in refusal(text, 4)
     (tmp_path / "link").symlink_to("/dev/zero")
     for path in (pipe, "/dev/zero", tmp_path / "link"):
@@ -52,14 +52,14 @@ def test_hostile_toml_is_refused_at_once(text, monkeypatch):
 
     monkeypatch.setattr(tomllib._parser, "parse_key_part", parse_key_part)
     with pytest.raises(ValueError):
-        files.toml(text)
+        small_files.toml(text)
 
 
 def test_other_toml_is_read():
-    deep = ".".join("a" * (files.MOST_PARTS + 1))
+    deep = ".".join("a" * (small_files.MOST_PARTS + 1))
     numbers = ", ".join(["0.5"] * 1000)
-    assert files.toml(f"{deep} = 1\nx = [{numbers}]")["x"] == [0.5] * 1000
+    assert small_files.toml(f"{deep} = 1\nx = [{numbers}]")["x"] == [0.5] * 1000
     with pytest.raises(ValueError, match=" 100 parts"):
-        files.toml(f"a.{deep} = 1")
+        small_files.toml(f"a.{deep} = 1")
     with pytest.raises(ValueError, match=r"1048577 .* 1048576"):
-        files.toml("#" * 1048577)
+        small_files.toml("#" * 1048577)

@@ -1,7 +1,7 @@
 """Progress of long operations: the newest log record, shown after two seconds.
 
 On a terminal one status line is updated; elsewhere a line is printed every 30 s.  All modules log
-their progress with `logging`, which costs almost nothing.  Only a command inside `patience` shows
+their progress with `logging`, which costs almost nothing.  Only a command inside `progress` shows
 the records.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import TextIO
 
-from hpc3d.plain import Controls, plain
+from hpc3d.console.sanitize import Controls, sanitized
 
 FIRST = 2  # s until the first progress line
 _EVERY, _REDRAWN = 30, 0.5  # s between lines, and between updates of a status line
@@ -86,12 +86,12 @@ class Above:
 
 
 @contextmanager
-def patience(
+def progress(
     name: str, doing: str = "", first: float | None = None, since: float | None = None
 ) -> Iterator[None]:
     """Print progress lines to stderr while the block runs: `hpc3d.NAME: 40 s: PROGRESS`.
 
-    The first text is `doing`.  Inside another `patience`, `doing` is only logged.  `first` is the
+    The first text is `doing`.  Inside another `progress`, `doing` is only logged.  `first` is the
     delay of the first line [s], and the seconds count from the time `since` (None: now).
     """
     log, begin = logging.getLogger("hpc3d"), time.monotonic() if since is None else since
@@ -112,7 +112,7 @@ def patience(
             with suppress(ValueError):  # stderr is closed
                 while not over.wait(wait):
                     passed, wait = time.monotonic() - begin, every
-                    say(plain(f"hpc3d.{name}: {passed:.0f} s: {newest.text()}"))
+                    say(sanitized(f"hpc3d.{name}: {passed:.0f} s: {newest.text()}"))
 
         threading.Thread(target=speak, daemon=True).start()
         try:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hpc3d.plain import told
+from hpc3d.console.sanitize import file_and_reason
 
 _MOST_TEXT = 2**20  # bytes of an input or machine file
 MOST_JSON = 2**25  # bytes of a config.json or a weight index
@@ -31,7 +31,7 @@ def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") 
         with path.open("rb") as file:
             content = file.read(most + 1)
     except OSError as error:
-        raise ValueError(f"{told(error)}; {remedy}") from None
+        raise ValueError(f"{file_and_reason(error)}; {remedy}") from None
     if len(content) > most:
         raise ValueError(f"{path}: larger than {most} bytes, the most that is read; {remedy}")
     return content

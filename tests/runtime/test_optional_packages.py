@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hpc3d import report, simulate, train
-from hpc3d.extras import EXTRAS, need
+from hpc3d.runtime.optional_packages import EXTRAS, need
 from tests.runs import ended
 
-SETUP = Path(__file__).parent.parent / "setup.cfg"
+SETUP = Path(__file__).parents[2] / "setup.cfg"
 
 
 def hidden(monkeypatch, *packages):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc3d import limits
+from hpc3d.config import limits
 from hpc3d.config.input_file import Config
 from hpc3d.config.pipeline_rules import wrong_pipeline
 from hpc3d.config.size_rules import divisors, wrong_parts
@@ -77,12 +77,3 @@ def test_divisors(number):
     assert found == sorted({*found}) and all(number % size == 0 for size in found)
     few = [size for size in range(1, min(number, 10_000) + 1) if number % size == 0]
     assert [size for size in found if size <= 10_000] == few
-
-
-def test_memory_is_that_of_the_group(monkeypatch, tmp_path):
-    monkeypatch.setattr(limits, "MEMORY_OF_GROUP", tmp_path / "memory.max")
-    whole = limits.memory()
-    assert whole > 1 << 28
-    for text, found in (("1048576\n", 1 << 20), ("max\n", whole), ("9" * 18, whole)):
-        (tmp_path / "memory.max").write_text(text)
-        assert limits.memory() == found

@@ -1,4 +1,4 @@
-"""What the commands share: options that are numbers, and how a command ends."""
+"""How a command ends."""
 
 import os
 import signal
@@ -8,45 +8,11 @@ import sys
 import pytest
 
 from hpc3d.__main__ import COMMANDS
-from hpc3d.cli import Parser, number_of_ranks, positive, run
-from hpc3d.limits import MOST_RANKS
-from hpc3d.plain import Problems
-from hpc3d.runtime.exit_codes import BAD_INPUT
+from hpc3d.console.command_line import run
+from hpc3d.console.exit_codes import BAD_INPUT
+from hpc3d.console.sanitize import Problems
 from tests.mpi import ROOT
 from tests.runs import interruptible
-
-
-def parsed(*words):
-    parser = Parser("test", "a text")
-    parser.add_argument("--count", type=positive)
-    parser.add_argument("--ranks", type=number_of_ranks)
-    return parser.parse_args(words)
-
-
-def test_whole_numbers_are_taken():
-    found = parsed("--count", " 7 ", "--ranks", str(MOST_RANKS))
-    assert (found.count, found.ranks) == (7, MOST_RANKS)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--count", "0"),
-        ("--count", "1.5"),
-        ("--count", "٣"),  # a digit, but not one of ours
-        ("--count", "9" * 5000),
-        ("--ranks", str(MOST_RANKS + 1)),
-        ("--coun", "1"),  # no abbreviations
-        ("more",),
-    ],
-    ids=lambda words: " ".join(words)[:20],
-)
-def test_other_words_are_refused_in_a_line(words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        parsed(*words)
-    line = capsys.readouterr().err
-    assert ended.value.code == BAD_INPUT
-    assert line.startswith("hpc3d.test: ") and line.count("\n") == 1
 
 
 def refuse():

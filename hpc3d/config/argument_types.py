@@ -1,0 +1,41 @@
+"""Argument types of command-line options: bounded integers, sizes and rates."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from functools import partial
+
+from hpc3d.config.limits import INT32, MOST_RANKS
+
+_UNITS = {"B": 1, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """Return an argparse type for integers from `least` to `most`."""
+
+    def number(text):
+        digits = text.strip()
+        sound = digits.isascii() and digits.isdecimal() and len(digits) <= len(str(most))
+        if not (sound and least <= int(digits) <= most):
+            wanted = f"must be a whole number, {least} or more and {most} at most"
+            raise argparse.ArgumentTypeError(f"{text:.40}: {wanted}")
+        return int(digits)
+
+    return number
+
+
+def _bytes(text, bare):
+    number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([A-Za-z]*)", text)
+    units = _UNITS | {"": bare}
+    if not number or number[2] not in units or not float(number[1]):
+        known = ", ".join(_UNITS)
+        raise argparse.ArgumentTypeError(f"{text:.40}: must be a size like 80GB (units: {known})")
+    return float(number[1]) * units[number[2]]
+
+
+size = partial(_bytes, bare=1e9)  # 80GB or 40GiB; a bare number is in GB
+rate = partial(_bytes, bare=1)  # per second: 10GB; a bare number is in bytes
+positive = integer(1, INT32)
+number_of_ranks = integer(1, MOST_RANKS)

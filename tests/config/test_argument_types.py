@@ -1,0 +1,41 @@
+"""Options that are numbers."""
+
+import pytest
+
+from hpc3d.config.argument_types import number_of_ranks, positive
+from hpc3d.config.limits import MOST_RANKS
+from hpc3d.console.command_line import Parser
+from hpc3d.console.exit_codes import BAD_INPUT
+
+
+def parsed(*words):
+    parser = Parser("test", "a text")
+    parser.add_argument("--count", type=positive)
+    parser.add_argument("--ranks", type=number_of_ranks)
+    return parser.parse_args(words)
+
+
+def test_whole_numbers_are_taken():
+    found = parsed("--count", " 7 ", "--ranks", str(MOST_RANKS))
+    assert (found.count, found.ranks) == (7, MOST_RANKS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--count", "0"),
+        ("--count", "1.5"),
+        ("--count", "٣"),  # a digit, but not one of ours
+        ("--count", "9" * 5000),
+        ("--ranks", str(MOST_RANKS + 1)),
+        ("--coun", "1"),  # no abbreviations
+        ("more",),
+    ],
+    ids=lambda words: " ".join(words)[:20],
+)
+def test_other_words_are_refused_in_a_line(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parsed(*words)
+    line = capsys.readouterr().err
+    assert ended.value.code == BAD_INPUT
+    assert line.startswith("hpc3d.test: ") and line.count("\n") == 1
