@@ -35,7 +35,7 @@ def microbatch():
         ("model/stage.py, model/block.py", "embedding, blocks, head and loss"),
         ("tensor/matmul.py", "gather, multiply, reduce"),
         ("pipeline/gradient_buckets.py", "Reduce: gradient reduction over d"),
-        ("training/optimizer.py", "Step: update of the parameters"),
+        ("training/optimizers/optimizer.py", "Step: update of the parameters"),
     ]
     for number, (module, text) in enumerate(steps):
         y = 9 * number

@@ -24,12 +24,12 @@ from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.tensor.split import Split
 from hpc3d.training.gradient_compression import OWN_STATES
-from hpc3d.training.optimizer import MASTER
-from hpc3d.training.optimizers import optimizer_of, state_kinds
+from hpc3d.training.optimizers.catalog import optimizer_of, state_kinds
+from hpc3d.training.optimizers.optimizer import MASTER
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, ModelConfig
-    from hpc3d.training.optimizer import StateSpec
+    from hpc3d.training.optimizers.optimizer import StateSpec
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpc3d.config.limits import MOST_COUNT
 from hpc3d.training.gradient_compression import OWN_STATES
-from hpc3d.training.optimizers import state_kinds
+from hpc3d.training.optimizers.catalog import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
 _BFLOAT16 = "bfloat16"  # NumPy has no type code for it

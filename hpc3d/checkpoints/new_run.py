@@ -20,11 +20,11 @@ from hpc3d.checkpoints.manifest import name_of
 from hpc3d.checkpoints.sharded import InitialState, StoredPiece, complete, write_shard
 from hpc3d.config.load import to_toml
 from hpc3d.trace.segment import replacing, sync
-from hpc3d.training.optimizers import optimizer_of
+from hpc3d.training.optimizers.catalog import optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
-    from hpc3d.training.optimizer import StateSpec
+    from hpc3d.training.optimizers.optimizer import StateSpec
 
 
 def initial_state(

@@ -29,8 +29,8 @@ from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import usual
 from hpc3d.training.evaluator import restored
 from hpc3d.training.gradient_compression import OWN_STATES
-from hpc3d.training.optimizer import learning_rate
-from hpc3d.training.optimizers import optimizer_of
+from hpc3d.training.optimizers.catalog import optimizer_of
+from hpc3d.training.optimizers.optimizer import learning_rate
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import TrainConfig

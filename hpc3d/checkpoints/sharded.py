@@ -28,14 +28,14 @@ from hpc3d.checkpoints.block_slices import BlockSlices, box_of, boxes, whole_of
 from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, narrowed, read_manifest, type_of
 from hpc3d.console.sanitize import reason_of
 from hpc3d.trace.segment import naming, replacing, sync
-from hpc3d.training.optimizer import MASTER
+from hpc3d.training.optimizers.optimizer import MASTER
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.parameters import Parameter, Parameters
     from hpc3d.tensor.layout import Layout
-    from hpc3d.training.optimizer import Optimizer
+    from hpc3d.training.optimizers.optimizer import Optimizer
 
 
 class OwnElements(NamedTuple):

@@ -30,7 +30,7 @@ from hpc3d.model.families import expert_parameters, family_of
 from hpc3d.model.kept import stored_type
 from hpc3d.runtime import host_memory
 from hpc3d.training.gradient_compression import compression_spec
-from hpc3d.training.optimizers import optimizer_of
+from hpc3d.training.optimizers.catalog import optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config

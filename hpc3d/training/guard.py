@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import GuardConfig
     from hpc3d.model.parameters import Parameter
     from hpc3d.tensor.layout import Layout
-    from hpc3d.training.optimizer import StateSpec
+    from hpc3d.training.optimizers.optimizer import StateSpec
 
 SHOWN = 10  # maximum number of findings in a report
 

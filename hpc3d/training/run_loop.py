@@ -21,11 +21,11 @@ from hpc3d.training.run_folder import FOLDER_FILE, write_text
 if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.comm.watchdog import Watchdog
     from hpc3d.config.input_file import Config
     from hpc3d.runtime.job import Job
     from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.trainer import Step, Trainer
+    from hpc3d.training.watchdog import Watchdog
 
 
 class RunSaver(Protocol):
@@ -95,8 +95,8 @@ def equipped(
     The log begins with the header and with the lines of `layout`, which describe how the model is
     distributed over the ranks.
     """
-    from hpc3d.comm.watchdog import Watchdog
     from hpc3d.training.trace_setup import CLOCKS, recorded
+    from hpc3d.training.watchdog import Watchdog
 
     config = plan.config
     mesh = guarded(mesh, config.guard)

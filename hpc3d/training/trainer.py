@@ -21,8 +21,8 @@ from hpc3d.training import guard
 from hpc3d.training.gradient_compression import compression_of
 from hpc3d.training.loss_scale import scale_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
-from hpc3d.training.optimizer import learning_rate
-from hpc3d.training.optimizers import optimizer_of
+from hpc3d.training.optimizers.catalog import optimizer_of
+from hpc3d.training.optimizers.optimizer import learning_rate
 
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh

@@ -13,7 +13,7 @@ from hpc3d.config.load import to_toml
 from hpc3d.model.families import family_of
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.tensor.split import Split
-from hpc3d.training.optimizer import SGD
+from hpc3d.training.optimizers.optimizer import SGD
 from tests.model.whole import Model
 from tests.pipeline.mixes import config_of as mix
 from tests.pipeline.mixes import trainer_of

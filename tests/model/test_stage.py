@@ -14,7 +14,7 @@ from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import keep_mask, philox_key
 from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.split import Split
-from hpc3d.training.optimizer import AdamW
+from hpc3d.training.optimizers.optimizer import AdamW
 from tests.model.whole import Model
 
 SEED, STEP = 5, 2

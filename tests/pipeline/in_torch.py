@@ -14,7 +14,7 @@ from hpc3d.comm.threads import run
 from hpc3d.config.input_file import MeshConfig, ParallelConfig
 from hpc3d.config.rules import resolve
 from hpc3d.ops.cross_entropy import IGNORE
-from hpc3d.training.optimizer import learning_rate
+from hpc3d.training.optimizers.optimizer import learning_rate
 from tests.model import mixture_reference
 from tests.pipeline.mixes import Tokens, Trained, trainer_of
 

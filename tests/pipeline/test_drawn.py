@@ -13,7 +13,7 @@ from hpc3d.checkpoints.saver import Saver
 from hpc3d.comm.threads import run
 from hpc3d.config.load import to_toml
 from hpc3d.pipeline.schedule import find
-from hpc3d.training.optimizer import MASTER
+from hpc3d.training.optimizers.optimizer import MASTER
 from tests.checkpoints.lives import Ranks
 from tests.fakes.read_only import read_only
 from tests.jobs import Case

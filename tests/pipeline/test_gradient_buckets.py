@@ -9,7 +9,7 @@ from hpc3d.comm.threads import run
 from hpc3d.model.parameters import Parameters, no_matrix
 from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.tensor.layout import Layout
-from hpc3d.training.optimizer import is_matrix
+from hpc3d.training.optimizers.optimizer import is_matrix
 
 
 class Diary(Communicator):

@@ -21,7 +21,7 @@ from hpc3d.checkpoints.new_run import begin
 from hpc3d.checkpoints.sharded import Checkpoint, Snapshot, restore
 from hpc3d.comm.threads import run
 from hpc3d.config.load import to_toml
-from hpc3d.training.optimizers import OPTIMIZERS
+from hpc3d.training.optimizers.catalog import OPTIMIZERS
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import Tokens, config_of, trainer_of
 from tests.strided import strided

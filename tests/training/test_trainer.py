@@ -11,7 +11,7 @@ from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import Config, TrainConfig
 from hpc3d.model.stage import LayerRange
-from hpc3d.training.optimizer import learning_rate
+from hpc3d.training.optimizers.optimizer import learning_rate
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import Tokens, Trained, alone, config_of, cover, trained_of, trainer_of
 

@@ -29,7 +29,7 @@ from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from hpc3d.training.gradient_compression import GradientCompression, compression_of
 from hpc3d.training.microbatch_loader import DeviceCache
-from hpc3d.training.optimizers import optimizer_of
+from hpc3d.training.optimizers.catalog import optimizer_of
 from hpc3d.training.trainer import spec_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpc3d.ops.quantize import BLOCK, adamw_8bit, in_blocks
 from hpc3d.ops.update import adamw
-from hpc3d.training.optimizer import AdamW, StateSpec, is_matrix
+from hpc3d.training.optimizers.optimizer import AdamW, StateSpec, is_matrix
 
 
 def _in_blocks(name: str, shape: Sequence[int]) -> bool:

@@ -10,12 +10,12 @@ import torch
 from hpc3d.comm.threads import run
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.tensor.layout import Layout
-from hpc3d.training.muon import is_hidden
-from hpc3d.training.sharded_muon import NewtonSchulz
+from hpc3d.training.optimizers.muon import is_hidden
+from hpc3d.training.optimizers.sharded_muon import NewtonSchulz
 from tests.pipeline.mixes import alone, config_of, cover, same, serial, train, trainer_of
 from tests.predict.simulation.test_count import counted
 from tests.strided import strided
-from tests.training.test_muon import LAYOUTS, LINE, newton_schulz, without_keys_bias
+from tests.training.optimizers.test_muon import LAYOUTS, LINE, newton_schulz, without_keys_bias
 
 SHARDED = f"{LINE} orthogonalize=sharded"
 

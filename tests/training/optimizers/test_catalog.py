@@ -6,7 +6,7 @@ import pytest
 
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import CONSTANTS, OPTIMIZER_KEYS, TrainConfig
-from hpc3d.training.optimizers import OPTIMIZERS
+from hpc3d.training.optimizers.catalog import OPTIMIZERS
 from tests.pipeline.mixes import config_of, trainer_of
 
 

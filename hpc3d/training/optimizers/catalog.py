@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpc3d.training.adafactor import Adafactor
-from hpc3d.training.adamw_8bit import AdamW8bit
-from hpc3d.training.lion import Lion
-from hpc3d.training.muon import Muon
-from hpc3d.training.optimizer import MASTER, SGD, AdamW, Optimizer
-from hpc3d.training.sharded_muon import ShardedMuon
+from hpc3d.training.optimizers.adafactor import Adafactor
+from hpc3d.training.optimizers.adamw_8bit import AdamW8bit
+from hpc3d.training.optimizers.lion import Lion
+from hpc3d.training.optimizers.muon import Muon
+from hpc3d.training.optimizers.optimizer import MASTER, SGD, AdamW, Optimizer
+from hpc3d.training.optimizers.sharded_muon import ShardedMuon
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config

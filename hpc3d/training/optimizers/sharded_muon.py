@@ -28,7 +28,7 @@ import numpy as np
 
 from hpc3d.ops.update import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, SMALLEST_NORM
 from hpc3d.tensor.matmul import Split, sharded_matmul
-from hpc3d.training.muon import Exchange, Muon, owners
+from hpc3d.training.optimizers.muon import Exchange, Muon, owners
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.ops.factored import descend_scaled, sum_squares_of_lines, sum_squares_scaled
-from hpc3d.training.optimizer import Optimizer, StateSpec, is_matrix, is_vector
+from hpc3d.training.optimizers.optimizer import Optimizer, StateSpec, is_matrix, is_vector
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from hpc3d.arrays.pool import Pool
-from hpc3d.comm import threads, watchdog
+from hpc3d.comm import threads
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import WORLD, Mesh
-from hpc3d.comm.watchdog import GRACE, LATER, TOLD, RankPosition, Watchdog
 from hpc3d.console.exit_codes import STALLED
 from hpc3d.runtime.host_map import Homes, spans
+from hpc3d.training import watchdog
+from hpc3d.training.watchdog import GRACE, LATER, TOLD, RankPosition, Watchdog
 from tests.elided import elided
 from tests.runs import wait_for
 

@@ -18,13 +18,13 @@ from hpc3d.comm.threads import run
 from hpc3d.model.parameters import Parameters
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.tensor.layout import Layout
-from hpc3d.training.adafactor import Adafactor
 from hpc3d.training.guard import Corrupt, ReplicaCheck
-from hpc3d.training.optimizer import is_matrix
+from hpc3d.training.optimizers.adafactor import Adafactor
+from hpc3d.training.optimizers.optimizer import is_matrix
 from tests.pipeline.mixes import alone, config_of, cover, same, train, trained_of, trainer_of
 from tests.predict.simulation.test_count import counted
 from tests.strided import strided
-from tests.training.test_optimizer import checkpoint
+from tests.training.optimizers.test_optimizer import checkpoint
 
 slow = pytest.mark.slow
 

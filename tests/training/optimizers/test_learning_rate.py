@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from hpc3d.checkpoints.resume import rate_notes, with_decay_steps
 from hpc3d.config.input_file import Config, TrainConfig
-from hpc3d.training.optimizer import learning_rate
+from hpc3d.training.optimizers.optimizer import learning_rate
 
 TRAIN = TrainConfig(steps=6, warmup=2, learning_rate=1.0)
 LONGER = replace(TRAIN, steps=10, decay_steps=6)

@@ -14,8 +14,8 @@ from hpc3d.config.load import to_toml
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.training import footprint
 from hpc3d.training.guard import Corrupt, ReplicaCheck
-from hpc3d.training.optimizer import Optimizer, StateSpec, is_matrix
-from hpc3d.training.optimizers import OPTIMIZERS
+from hpc3d.training.optimizers.catalog import OPTIMIZERS
+from hpc3d.training.optimizers.optimizer import Optimizer, StateSpec, is_matrix
 from tests.pipeline.mixes import alone, config_of, cover, same, train, trainer_of
 
 slow = pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpc3d.ops.update import lion
-from hpc3d.training.optimizer import Optimizer, StateSpec
+from hpc3d.training.optimizers.optimizer import Optimizer, StateSpec
 
 
 class Lion(Optimizer):

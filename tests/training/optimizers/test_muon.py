@@ -14,7 +14,7 @@ from hpc3d.checkpoints.sharded import restore
 from hpc3d.comm.threads import run
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.training import footprint
-from hpc3d.training.muon import is_hidden
+from hpc3d.training.optimizers.muon import is_hidden
 from tests.pipeline.mixes import (
     Trained,
     alone,
@@ -28,7 +28,7 @@ from tests.pipeline.mixes import (
 )
 from tests.predict.simulation.test_count import counted
 from tests.strided import strided
-from tests.training.test_optimizer import checkpoint
+from tests.training.optimizers.test_optimizer import checkpoint
 
 LINE = "optimizer=muon learning_rate=0.02"
 RATE, DECAY, SCALE = 0.01, 0.3, 0.7

@@ -14,14 +14,14 @@ from hpc3d.comm.threads import run
 from hpc3d.ops.quantize import BLOCK, in_blocks
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.training import footprint
-from hpc3d.training.adamw_8bit import AdamW8bit
+from hpc3d.training.optimizers.adamw_8bit import AdamW8bit
 from hpc3d.training.trainer import Trainer
 from tests.pipeline.mixes import alone, config_of, cover, same, train, trained_of, trainer_of
 from tests.strided import rotating, strided
-from tests.training.test_optimizer import checkpoint
+from tests.training.optimizers.test_optimizer import checkpoint
 
 slow, STATES = pytest.mark.slow, AdamW8bit.STATES
-TEXT = Path(__file__).parents[2] / "inputs" / "corpus" / "python.txt"
+TEXT = Path(__file__).parents[3] / "inputs" / "corpus" / "python.txt"
 LEARNING = (
     "layers=1 hidden=256 heads=4 kind=llama ffn=256 vocabulary=256 dtype=float32 clip=1 "
     "steps=100 batch=16 sequence=16 learning_rate=1e-3"

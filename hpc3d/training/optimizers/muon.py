@@ -10,7 +10,7 @@ AdamW's learning rates and weight decays remain valid (Liu et al., arXiv:2502.16
 AdamW updates all other parameters.  Queries, keys and values of a head are columns of three
 matrices, gate and up of SwiGLU of two, and each expert has its own matrices.
 
-A sharded matrix is gathered on one rank at a time (hpc3d.training.sharded_muon keeps it sharded).
+A sharded matrix is gathered on one rank at a time (sharded_muon.py keeps it sharded).
 Matrices sharded over the same g ranks are assigned round-robin, one per rank: an all-to-all along
 each axis gathers the blocks, and another one returns their updates.  In each, a rank receives
 (1 - 1/s) of an unsharded matrix along an axis of s ranks.  Along an axis on whose diagonal a rank
@@ -24,7 +24,7 @@ from math import ceil, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.ops.update import descend, nesterov, orthogonalize, orthogonalize_flops
-from hpc3d.training.optimizer import AdamW, StateSpec
+from hpc3d.training.optimizers.optimizer import AdamW, StateSpec
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array

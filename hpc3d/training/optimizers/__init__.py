@@ -1,0 +1,1 @@
+"""The optimizers, whose states are sharded as the parameters."""
