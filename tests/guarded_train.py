@@ -16,7 +16,7 @@ from hpc3d.runtime import environment
 environment.set_environment()
 
 from hpc3d.comm.abft.checker import AbftChecker  # noqa: E402
-from hpc3d.comm.mpi import MpiCommunicator  # noqa: E402
+from hpc3d.comm.all_pairs import AllPairs  # noqa: E402
 from hpc3d.training import trainer as loop  # noqa: E402
 
 STEP = 2
@@ -45,7 +45,7 @@ def received(trainer, hit):
         pending = plain(self, block)
         return pending.then(lambda whole: hit(lambda: flip(whole, 0)) or whole)
 
-    plain, MpiCommunicator._all_gather = MpiCommunicator._all_gather, _all_gather
+    plain, AllPairs._all_gather = AllPairs._all_gather, _all_gather
 
 
 def replica(trainer, hit):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from mpi4py import MPI
 
 from hpc3d.arrays.pool import Pool
+from hpc3d.comm.all_pairs import AllPairs
 from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import Grid
 from hpc3d.comm.mesh import Mesh, groups_of
-from hpc3d.comm.mpi import MpiCommunicator
 from hpc3d.comm.shared_memory import SharedMemory, usable
 from hpc3d.comm.stage_mesh import Line, stage_mesh
 from hpc3d.comm.two_level import TwoLevel
@@ -99,7 +99,7 @@ def _communicator_of(
     """Return the communicator of the ranks of `line`, with member j on host `hosts[j]`."""
     numbers = set(Counter(hosts).values())
     if None in hosts or len(numbers) > 1 or numbers == {1}:
-        return MpiCommunicator(line, members, pool)
+        return AllPairs(line, members, pool)
     return (
         TwoLevel(line, members, pool, hosts)
         if len({*hosts}) > 1

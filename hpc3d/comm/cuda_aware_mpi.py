@@ -12,7 +12,6 @@ background (Open MPI 5.0: CUDA with UCX, non-blocking reductions).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 class CudaAwareMpi(MpiCommunicator):
     """Communicator on the MPI communicator `comm`, with blocks on `device`."""
-
-    long = inf  # MPI chooses the protocol for device memory itself
 
     def __init__(
         self, comm: MPI.Intracomm, device: Cuda, members: Sequence[int], pool: Pool
@@ -78,8 +75,7 @@ class CudaAwareMpi(MpiCommunicator):
         self.device.synchronize()
         return call(integers(block), *how).then(lambda result: result.view(block.dtype))
 
-    # Signature differs: the base method is for long messages, which this `long` excludes.
-    def summed(  # type: ignore[override]
+    def summed(
         self, call: Callable[..., Any], block: Array, result: Array, *how: object
     ) -> Pending:
         """Return the pending result of an MPI call that computes."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
+from hpc3d.comm.all_pairs import AllPairs
 from hpc3d.comm.comm_stream import CommStream
 from hpc3d.comm.cuda_aware_mpi import CudaAwareMessages, CudaAwareMpi
 from hpc3d.comm.host_staged import HostStaged
 from hpc3d.comm.mesh import queue_of
-from hpc3d.comm.mpi import MpiCommunicator
 from hpc3d.comm.nccl import Nccl, grouped, split
 from hpc3d.cuda.device import QUEUES
 
@@ -74,7 +74,7 @@ def _through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
     pinned, traffic = pool.device.pinned, _comm_streams(pool.device, nullcontext)
     return {
         axis: {
-            "comm": MpiCommunicator(line, members, pinned),
+            "comm": AllPairs(line, members, pinned),
             "traffic": traffic[queue_of(axis)],
             "pinned": pinned,
             "pool": pool,

@@ -11,8 +11,8 @@ transfers its share.  All members of a host read the result in shared memory.
     broadcast       the root's block is shared     ->  broadcast of this lane's slice
     reduce          sum this lane's slice          ->  reduce of it, to the root's host
 
-Short blocks, messages and all_to_all use MPI directly.  Sums of 16-bit floats are rounded once
-inside a host and once between hosts.
+Short blocks, messages and all_to_all do not use shared memory.  Sums of 16-bit floats are rounded
+once inside a host and once between hosts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.arrays.narrow import integers
+from hpc3d.comm.all_pairs import AllPairs, slices_of
 from hpc3d.comm.communicator import REDUCTIONS, fold
-from hpc3d.comm.mpi import MpiCommunicator, arriving, slices_of
+from hpc3d.comm.mpi import arriving
 from hpc3d.comm.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.shared_memory import Region
 
 
-class TwoLevel(MpiCommunicator):
+class TwoLevel(AllPairs):
     """Communicator on one MPI communicator, with member j on host `hosts[j]`."""
 
     def __init__(
@@ -56,7 +57,7 @@ class TwoLevel(MpiCommunicator):
         here, there = ([members[j] for j in own] for own in (self.table[self.host], self.peers))
         self.node, self.wire = (
             SharedMemory(part[0], here, pool),
-            MpiCommunicator(part[1], there, pool),
+            AllPairs(part[1], there, pool),
         )
 
     @property

@@ -37,12 +37,12 @@ def body(job):
     from mpi4py import MPI
 
     from hpc3d.comm import cartesian
-    from hpc3d.comm.mpi import MpiCommunicator
+    from hpc3d.comm.all_pairs import AllPairs
     from tests.comm.cases import every
 
     hosts, longs = sys.argv[1 : 1 + job.size], map(int, sys.argv[1 + job.size :])
     cartesian.node_of_rank = lambda comm: hosts[: comm.size]
-    for MpiCommunicator.long, size in product(longs, range(2, job.size + 1)):
+    for AllPairs.long, size in product(longs, range(2, job.size + 1)):
         group = MPI.COMM_WORLD.Split(job.rank < size)
         if job.rank < size:
             comm = cartesian.build({"x": size}, group).comm("x")

@@ -29,7 +29,7 @@ def test_the_member_where_a_block_begins_receives_nothing(op, received):
     ("transport", "kind"),
     [
         ("auto", "SharedMemory"),
-        pytest.param("mpi", "MpiCommunicator", marks=pytest.mark.slow),
+        pytest.param("mpi", "AllPairs", marks=pytest.mark.slow),
     ],
 )
 def test_real_ranks(transport, kind, ranks):

@@ -55,7 +55,7 @@ def test_nothing_is_left_when_a_member_is_killed(folder):
 @pytest.mark.slow
 def test_without_shared_memory_mpi_moves_the_blocks(folder):
     assert ranks(2, "kind", folder) == ["SharedMemory"] * 2
-    assert ranks(2, "kind", f"{folder}/missing") == ["MpiCommunicator"] * 2
+    assert ranks(2, "kind", f"{folder}/missing") == ["AllPairs"] * 2
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ import pytest
 from tests.mpi import checked
 from tests.strided import strided
 
-SHARED, MPI, HOSTS = "SharedMemory", "MpiCommunicator", "TwoLevel"
+SHARED, PAIRS, HOSTS = "SharedMemory", "AllPairs", "TwoLevel"
 
 
 WHERE = [
-    ("abcde", [1, 1 << 16], [MPI, MPI, MPI, MPI]),
-    ("abba", [1], [MPI, MPI, HOSTS]),
-    ("abccab", [1], [MPI, MPI, MPI, MPI, HOSTS]),
-    ("aababb", [1 << 16], [SHARED, MPI, MPI, MPI, HOSTS]),
+    ("abba", [1], [PAIRS, PAIRS, HOSTS]),
+    ("abccab", [1], [PAIRS, PAIRS, PAIRS, PAIRS, HOSTS]),
+    ("aababb", [1 << 16], [SHARED, PAIRS, PAIRS, PAIRS, HOSTS]),
 ]
 
 

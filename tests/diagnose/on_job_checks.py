@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from hpc3d import doctor
 from hpc3d.comm import cuda_aware_probe
-from hpc3d.comm.mpi import MpiCommunicator
+from hpc3d.comm.all_pairs import AllPairs
 from hpc3d.comm.shared_memory import SharedMemory
 from hpc3d.diagnose import job_checks
 from hpc3d.runtime import launch, shared_folder
@@ -50,12 +50,12 @@ def no_folder(job):
 
 def message(job):
     """MPI's sum is wrong, but on rank 0."""
-    summed = MpiCommunicator._all_reduce
+    summed = AllPairs._all_reduce
 
     def wrong(self, block, op):
         return summed(self, block, op).then(lambda total: total + job.rank)
 
-    return [patch.object(MpiCommunicator, "_all_reduce", wrong)]
+    return [patch.object(AllPairs, "_all_reduce", wrong)]
 
 
 def memory(job):

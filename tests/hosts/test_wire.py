@@ -20,8 +20,8 @@ def hosts():
 @pytest.mark.parametrize(
     ("ranks", "kind", "shares"),
     [
-        ((1, 1), "MpiCommunicator", (1 / 2, 1 / 2, 1)),
-        ((1, 1, 1), "MpiCommunicator", (2 / 3, 2 / 3, 4 / 3)),
+        ((1, 1), "AllPairs", (1 / 2, 1 / 2, 1)),
+        ((1, 1, 1), "AllPairs", (2 / 3, 2 / 3, 4 / 3)),
         ((2, 2), "TwoLevel", (1 / 2, 1 / 2, 1)),
         ((2, 2, 2), "TwoLevel", (2 / 3, 2 / 3, 4 / 3)),
     ],
@@ -45,4 +45,4 @@ def test_numbers_of_ranks_that_differ_take_mpi(hosts):
     hosts.rate(None)
     done = hosts.mpirun((2, 1), sys.executable, "-m", "tests.hosts.wire_cases")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)[0] == "MpiCommunicator"
+    assert json.loads(done.stdout)[0] == "AllPairs"

@@ -1,0 +1,145 @@
+"""Collectives by messages between all pairs of members: long blocks, and sums of 16-bit floats.
+
+MPI uses a rendezvous for long messages, and over TCP the reply waits behind the data that the peer
+sends.  Members that receive before they send, as in collectives of Open MPI, therefore use one
+direction of the network at a time in about half of all calls.  Here, all messages are sent first.
+Each member sends a peer no more than the usual formula says:
+
+    reduce_scatter        each member sends part j to member j, and sums the received parts
+    all_gather            each member sends its block to all others (up to 8 members)
+    all_reduce            2 members send all and sum; 3: by slices, reduce_scatter + all_gather
+
+MPI has no 16-bit floats: all their sums are computed here, in float32 (`fold`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hpc3d.arrays.narrow import integers, is_narrow
+from hpc3d.comm.communicator import REDUCTIONS, SMALL_SUM, Pending, fold
+from hpc3d.comm.mpi import MESSAGE, MpiCommunicator, arriving
+
+if TYPE_CHECKING:
+    from hpc3d.arrays.array import Array
+    from hpc3d.arrays.pool import Pool
+
+_CALLS = 1 << 13  # calls with different tags; the largest tag may be 2 ** 15 - 1
+# Largest numbers of members.  Above them, MPI's rings are as fast for sums, and if several members
+# on a host gather, a ring sends each block over the network only once.
+_MOST = {"all_gather": 8, "all_reduce": 3}
+
+
+class AllPairs(MpiCommunicator):
+    """MPI communicator that uses its own collectives for blocks of `long` bytes and more.
+
+    From this size on, MPI's messages need a rendezvous.
+    """
+
+    long: float = 1 << 16
+
+    def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
+        super().__init__(comm, members, pool)
+        self.exchanges = 0
+
+    def _all_gather(self, block):
+        if block.nbytes < self.long or self.size > _MOST["all_gather"]:
+            return super()._all_gather(block)
+        gathered = self.empty((self.size * block.shape[0], *block.shape[1:]), block.dtype)
+        blocks = gathered.reshape(self.size, *block.shape)
+        blocks[self.rank] = block
+        return self.swapped([block] * self.size, blocks, self.tag()).then(lambda _: gathered)
+
+    def _reduce_scatter(self, block):
+        if block.nbytes // self.size < self.long and not is_narrow(block.dtype):
+            return super()._reduce_scatter(block)
+        part = self.pool.empty((block.shape[0] // self.size, *block.shape[1:]), block.dtype)
+        parts, flat = block.reshape(self.size, -1), part.reshape(-1)
+        return self.summed(np.add, parts, flat, self.tag()).then(lambda _: part)
+
+    def sum_into(self, block: Array, total: Array, op: str) -> Pending:
+        narrow, few = is_narrow(block.dtype), self.size <= _MOST["all_reduce"]
+        if not (narrow or (few and block.nbytes // self.size >= self.long)):
+            return super().sum_into(block, total, op)
+        flat, into, tag = block.reshape(-1), total.reshape(-1), self.tag()
+        if self.size == 2 or block.nbytes <= SMALL_SUM:
+            return self.summed(REDUCTIONS[op], [flat] * self.size, into, tag)
+        slices = slices_of(flat.size, self.size)
+        totals = [into[each] for each in slices]
+        mine = totals[self.rank]
+        summed = self.summed(REDUCTIONS[op], [flat[each] for each in slices], mine, tag)
+
+        def finish():
+            summed.wait()
+            self.swapped([mine] * self.size, totals, tag + 1).wait()
+            return into
+
+        return Pending(finish)
+
+    def _reduce(self, block, root):
+        if not is_narrow(block.dtype):
+            return super()._reduce(block, root)
+        tag = self.tag()
+        if self.rank != root:
+            request = self.comm.Isend(integers(block), root, tag)
+            return arriving(request.Test, block[:0].copy(), block)
+        blocks = self.empty((self.size, *block.shape), block.dtype)
+        blocks[root], requests = block, []
+        for peer in range(self.size):
+            if peer != root:
+                requests.append(self.comm.Irecv(integers(blocks[peer]), peer, tag))
+
+        def add(blocks):
+            total = self.empty(block.shape, block.dtype)
+            fold(np.add, blocks, total)
+            return total
+
+        return arriving(lambda: MPI.Request.Testall(requests), blocks).then(add)
+
+    def summed(
+        self, operation: Callable[..., object], parts: Sequence[Any], out: np.ndarray, tag: int
+    ) -> Pending:
+        """Return the pending sum of all members' blocks for this one, in `out`.
+
+        parts[j] is this rank's block for member j.  Blocks are added in the order of the members.
+        """
+        first = 0 if self.rank else 1
+        others = iter(self.empty((self.size - 2, *out.shape), out.dtype))
+        blocks = [out if peer == first else None for peer in range(self.size)]
+        blocks[self.rank] = parts[self.rank]
+        blocks = [next(others) if block is None else block for block in blocks]
+
+        def add(blocks):
+            fold(operation, blocks, out)
+            return out
+
+        return self.swapped(parts, blocks, tag).then(add)
+
+    def swapped(self, sent: Sequence[Any], received: Sequence[Any], tag: int) -> Pending:
+        """Return the pending blocks received[j] from all peers j, which get sent[j] (sent
+        first)."""
+        peers = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
+        requests = [self.comm.Isend(integers(sent[peer]), peer, tag) for peer in peers]
+        requests += [
+            self.comm.Irecv(integers(received[peer]), peer, tag) for peer in reversed(peers)
+        ]
+        return arriving(lambda: MPI.Request.Testall(requests), received, sent)
+
+    def tag(self) -> int:
+        """Return the tag of a collective; the next tag is for its second stage.
+
+        The second stage starts when the call is waited for, perhaps after later calls.
+        """
+        self.exchanges += 1
+        return MESSAGE + 1 + 2 * (self.exchanges % _CALLS)
+
+
+def slices_of(count: int, size: int) -> list[slice]:
+    """Return the slice of `count` elements of each of `size` members."""
+    bounds = [count * member // size for member in range(size + 1)]
+    return [slice(*pair) for pair in pairwise(bounds)]
