@@ -262,7 +262,7 @@ def together(job: Job, options: Namespace) -> Iterator[Finding]:
         yield from _local(options)
     job.barrier()
     launch.watch(options.timeout)
-    yield from job_checks.places(job)
+    yield from job_checks.report_hosts(job)
     yield from job_checks.alike(job)
     yield from job_checks.one_folder(job, options.out)
     yield from job_checks.sums(job)
@@ -280,7 +280,7 @@ def clocks(job: Job) -> Iterator[Finding]:
     from hpc3d.runtime.host_map import homes_of
     from hpc3d.trace.clock import Clocks
 
-    nodes = homes_of(job.gather(job.place())).nodes
+    nodes = homes_of(job.gather(job.location())).nodes
     if len(set(nodes)) == 1:
         return
     world = build({"x": job.size}, job.comm, transport="mpi").world
@@ -299,9 +299,9 @@ def apart(compared: Clocks, samples: Sequence[Any]) -> list[float]:
     from hpc3d.trace.clock import as_rows, knot, parent
 
     ahead = [0.0]
-    for place, leader in list(enumerate(compared.leaders))[1:]:
+    for index, leader in list(enumerate(compared.leaders))[1:]:
         _, offset, _ = knot(as_rows(samples[leader]))
-        ahead.append(ahead[parent(place)] - float(offset) / 1e9)
+        ahead.append(ahead[parent(index)] - float(offset) / 1e9)
     return ahead
 
 

@@ -67,7 +67,7 @@ def train(job: Job, words: list[str]) -> None:
 
     with job.progress(f"{counted(job.size, 'rank')}: loading the text and making the model"):
         plan = job.from_root(lambda: read_command_line(job.size, words))
-        ours, homes = hardware(job, plan.config), homes_of(job.gather(job.place()))
+        ours, homes = hardware(job, plan.config), homes_of(job.gather(job.location()))
         refuse_unshared(job, homes, lambda: plan.resumed or Path(plan.config.run.out).absolute())
         text = job.on_root(lambda: take_text(plan))
         tokens, batches, validation = text or (None, None, None)

@@ -149,7 +149,7 @@ class AbstractArray(NDArrayOperatorsMixin):
         return self.transpose(*order)
 
     def transpose(self, *order: int) -> AbstractArray:
-        return self.view(self.shape[place] for place in order)
+        return self.view(self.shape[index] for index in order)
 
     def copy(self) -> AbstractArray:
         return self.like(self.shape).made_by("copy", self)
@@ -206,9 +206,9 @@ def _compares(ufunc: np.ufunc) -> bool:
 def _indexed(shape: tuple[int, ...], key: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the shape of an array indexed by slices, integers, None and Ellipsis."""
     if Ellipsis in key:
-        place = key.index(Ellipsis)
+        index = key.index(Ellipsis)
         rest = len(shape) - sum(part is not None for part in key) + 1
-        key = key[:place] + (slice(None),) * rest + key[place + 1 :]
+        key = key[:index] + (slice(None),) * rest + key[index + 1 :]
     sizes, found = iter(shape), []
     for part in key:
         if part is None:

@@ -51,7 +51,7 @@ class HostStore(Protocol):
 class _FilePool(Pool):
     """Pool in an unnamed file in the folder for temporary files (TMPDIR).
 
-    Its bytes are counted by `owner`.  `places` maps the address of each piece of memory to its
+    Its bytes are counted by `owner`.  `offsets` maps the address of each piece of memory to its
     file offset.
     """
 
@@ -62,7 +62,7 @@ class _FilePool(Pool):
             self.file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self.file)
         self.size, self.rest = 0, np.empty(0, np.uint8)
-        self.places: dict[int, int] = {}
+        self.offsets: dict[int, int] = {}
 
     def count(self, kind: str, size: int) -> None:
         self.owner.count(OFFLOADED, size)
@@ -73,7 +73,7 @@ class _FilePool(Pool):
         if size > len(self.rest):
             self.rest = self._mapped(max(size, self.size))
         memory, self.rest = self.rest[:size], self.rest[size:]
-        self.places[memory.ctypes.data] = self.size - len(self.rest) - size
+        self.offsets[memory.ctypes.data] = self.size - len(self.rest) - size
         return memory
 
     def _mapped(self, size: int) -> np.ndarray:
@@ -92,7 +92,7 @@ class _FilePool(Pool):
         """Request read-ahead of the pages of an array."""
         memory = lease_of(array).memory  # type: ignore[union-attr]  # it is one of this pool
         address = memory.ctypes.data
-        start = self.places[address] + array.ctypes.data - address
+        start = self.offsets[address] + array.ctypes.data - address
         os.posix_fadvise(self.file, start, array.nbytes, os.POSIX_FADV_WILLNEED)
 
 

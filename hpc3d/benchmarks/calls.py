@@ -37,7 +37,7 @@ def calls(job: Job, options: Namespace) -> None:
         job.refuse("calls are between ranks: mpirun -np 2 python -m hpc3d.bench calls")
     ours, mpi = (build({"x": job.size}, transport=way).comm("x") for way in ("auto", "mpi"))
     mpi.long = inf
-    hosts = len(set(job.gather(job.place()["host"])))
+    hosts = len(set(job.gather(job.location()["host"])))
     rate = _rate_of(job, mpi) if hosts > 1 else inf
     rows = []
     _say(job, _HEAD)

@@ -56,10 +56,10 @@ def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
     times = np.empty((rounds + 1, len(functions)))
     for number, turn in enumerate(times):
         log.info("round %d of %d", number, rounds)
-        for place, function in enumerate(functions):
+        for index, function in enumerate(functions):
             start = time.perf_counter()
             function()
-            turn[place] = time.perf_counter() - start
+            turn[index] = time.perf_counter() - start
     return times[1:].T
 
 

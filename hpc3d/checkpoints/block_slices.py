@@ -154,12 +154,12 @@ def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:
     ends = [(part.bottom, False, part) for part in parts]
     across = []
     for _, begins, part in sorted(starts + ends):
-        place = bisect(across, part.left, key=lambda other: other.left)
+        index = bisect(across, part.left, key=lambda other: other.left)
         if not begins:
             across.remove(part)
             continue
-        for other in across[max(0, place - 1) : place + 1]:
+        for other in across[max(0, index - 1) : index + 1]:
             if other.right > part.left and other.left < part.right:
                 return other.intersection(part)
-        across.insert(place, part)
+        across.insert(index, part)
     return None

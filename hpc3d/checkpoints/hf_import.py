@@ -58,7 +58,7 @@ class Pretrained:
         self.settings = settings = object_in(told)
         try:
             self.family = _family_of(settings, files)
-            self.places = _places(files, self.family.prefix)
+            self.locations = _locations(files, self.family.prefix)
             measured = _measured(self.entries, self.family)
             self.model = {"experts": 0, **self.family.settings.model(settings, measured)}
             self.model |= {"kind": self.family.family.kind, "tied": self.tied(settings)}
@@ -68,7 +68,7 @@ class Pretrained:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        return {name: file.entries[stored] for name, (file, stored) in self.places.items()}
+        return {name: file.entries[stored] for name, (file, stored) in self.locations.items()}
 
     @property
     def dtype(self) -> str:
@@ -77,7 +77,7 @@ class Pretrained:
         return "float64" if "F64" in stored else "float32"
 
     def read(self, name: str) -> np.ndarray:
-        file, stored = self.places[name]
+        file, stored = self.locations[name]
         value = file.read(stored)
         odd = value.size - np.count_nonzero(np.isfinite(value))
         if odd and not self.allow_nonfinite:
@@ -90,7 +90,7 @@ class Pretrained:
     def tied(self, settings: Mapping[str, Any]) -> bool:
         """Return True if the head is tied to the token embedding, and drop copies of it."""
         head, table = (self.family.ends[name] for name in ("head.table", "embedding.token"))
-        same = head not in self.places or np.array_equal(
+        same = head not in self.locations or np.array_equal(
             self.read(head), self.read(table), equal_nan=True
         )
         tied = settings.get("tie_word_embeddings", self.family.tied if settings else same)
@@ -99,11 +99,11 @@ class Pretrained:
                 f"{head} is not {table}, but {CONFIG} ties them: set tie_word_embeddings to false"
             )
         if tied:
-            self.places.pop(head, None)
+            self.locations.pop(head, None)
         for copy, name in self.family.copies.items():
-            place = self.places.pop(copy, None)
-            if place and not tied:  # the copy that the model uses
-                self.places[name] = place
+            location = self.locations.pop(copy, None)
+            if location and not tied:  # the copy that the model uses
+                self.locations[name] = location
         return tied
 
     def parameter(self, ours: str, config: Config) -> np.ndarray:
@@ -114,7 +114,7 @@ class Pretrained:
 
         def read(name):
             value = self.read(name)
-            narrowed(self.places[name][1], value, np.dtype(config.train.dtype))
+            narrowed(self.locations[name][1], value, np.dtype(config.train.dtype))
             return value
 
         value = self.family.taken(ours, read, config.model)
@@ -186,7 +186,7 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
     raise ValueError(f"it has no table of tokens of a model that is known here: {kinds}")
 
 
-def _places(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, str]]:
+def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, str]]:
     """Return {name without prefix: (file, stored name)} of all arrays except buffers."""
     found = {}
     for file in files:

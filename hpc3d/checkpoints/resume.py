@@ -56,14 +56,14 @@ _NOTHING = "{}: no checkpoint to resume from; train anew"
 
 def run_to_resume(words: list[str]) -> Path | None:
     """Return the folder that --resume names, and remove it from `words`; None without it."""
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if word.startswith("--resume="):
-            words[place : place + 1] = word.split("=", 1)
+            words[index : index + 1] = word.split("=", 1)
     if "--resume" not in words:
         return None
-    place = words.index("--resume")
-    run = Path((words[place + 1 : place + 2] or [""])[0])
-    del words[place : place + 2]
+    index = words.index("--resume")
+    run = Path((words[index + 1 : index + 2] or [""])[0])
+    del words[index : index + 2]
     try:
         if (run / "config.toml").exists() or steps_of(run / "checkpoints"):
             return run.absolute()

@@ -116,10 +116,10 @@ def _own_elements(
     item: Parameter, parameters: Parameters, optimizer: Optimizer | None
 ) -> Iterator[OwnElements]:
     """Yield this rank's elements of a parameter's value and of its optimizer states."""
-    place, mesh = parameters.places[item], parameters.mesh
+    slices, mesh = parameters.slices[item], parameters.mesh
     block = _block_of(item, item.layout, item.shape, mesh)
-    where = block, place.own_value.start - place.value.start, parameters.counts(item)
-    yield OwnElements("value", parameters.flat(item)[place.own_value], *where)
+    where = block, slices.own_value.start - slices.value.start, parameters.counts(item)
+    yield OwnElements("value", parameters.flat(item)[slices.own_value], *where)
     for spec, state in optimizer.states_of(item) if optimizer else ():
         if spec.elementwise:
             yield OwnElements(spec.name, state, *where)
@@ -313,10 +313,10 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
     The checkpoint may have any layout and type: values and master copies are read from the copies
     in full precision.
     """
-    for item, place in parameters.places.items():
+    for item, slices in parameters.slices.items():
         exact = checkpoint.exact(item.name)
         value, *states = _own_elements(item, parameters, optimizer)
-        whole = value._replace(elements=parameters.flat(item)[place.value], first=0)
+        whole = value._replace(elements=parameters.flat(item)[slices.value], first=0)
         _fill_flat(checkpoint, item.name, exact, whole)
         for own in states:
             _fill_flat(checkpoint, item.name, exact if own.kind == MASTER.name else own.kind, own)

@@ -38,7 +38,7 @@ SMALL_SUM = 1 << 14
 EXCHANGES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 
 
-def received_bytes(op: str, nbytes: Any, size: Any, place: Any = None, root: Any = 0) -> Any:
+def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: Any = 0) -> Any:
     """Bytes that a member of a group must receive in a call; any number may be an array.
 
     Parameters
@@ -46,7 +46,7 @@ def received_bytes(op: str, nbytes: Any, size: Any, place: Any = None, root: Any
     op : operation
     nbytes : bytes of the block that goes in; of a broadcast or a message the block that is sent
     size : number of members
-    place : number of the member (None: a member that receives something)
+    member : number of the member (None: a member that receives something)
     root : number of the root of a broadcast or a reduction, whose chain begins next to it
     """
     if op == "all_gather":
@@ -54,8 +54,8 @@ def received_bytes(op: str, nbytes: Any, size: Any, place: Any = None, root: Any
     if op in EXCHANGES:
         return EXCHANGES[op] * nbytes * (size - 1) // size
     if op == "broadcast":
-        return nbytes * (place != root)
-    return nbytes * (place != (root + 1) % size) if op == "reduce" else nbytes
+        return nbytes * (member != root)
+    return nbytes * (member != (root + 1) % size) if op == "reduce" else nbytes
 
 
 def received_share(op: str, size: int) -> float:

@@ -118,12 +118,12 @@ def nccl() -> Iterator[Finding]:
 
 def device_map(job: Job) -> Iterator[Finding]:
     """Yield the device of each rank of a node: its local rank modulo the number of devices."""
-    place, taken = job.place(), None
+    location, taken = job.location(), None
     if present():
         import cupy
 
-        taken = place["local_rank"] % cupy.cuda.runtime.getDeviceCount()
-    hosts, devices = job.gather(place["host"]), job.gather(taken)
+        taken = location["local_rank"] % cupy.cuda.runtime.getDeviceCount()
+    hosts, devices = job.gather(location["host"]), job.gather(taken)
     if devices == [None] * job.size:
         return
     pairs = list(zip(hosts, devices, strict=True))

@@ -39,8 +39,8 @@ def _by_nccl(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str, Co
     from cupy.cuda import nccl as library
 
     device = pool.device
-    places = {axis: (members[0], line.rank) for axis, (line, members) in lines.items()}
-    world, parts = split(library, cart, places)
+    keys = {axis: (members[0], line.rank) for axis, (line, members) in lines.items()}
+    world, parts = split(library, cart, keys)
     device.meanwhile += [part.check_async_error for part in parts.values()]
     device.aborts += [comm.abort for comm in (*parts.values(), world)]
     traffic = _comm_streams(device, grouped(library))

@@ -56,8 +56,8 @@ class Grid:
     def rank(self, coords: Mapping[str, int]) -> int:
         """Return the rank at `coords`."""
         rank = 0
-        for axis, place in coords.items():
-            rank += place * self._strides[axis]
+        for axis, coord in coords.items():
+            rank += coord * self._strides[axis]
         return rank
 
     def coord(self, rank: int, axis: str) -> int:

@@ -145,16 +145,16 @@ class HostStaged(Communicator):
 
         return Pending(finish)
 
-    def bring(self, host: np.ndarray, place: Any) -> None:
-        """Copy a host array to `place`, ordered before the next computation."""
+    def bring(self, host: np.ndarray, target: Any) -> None:
+        """Copy a host array to `target`, ordered before the next computation."""
         chunk: Any = (
-            place if place.flags.c_contiguous else self.pool.empty(place.shape, place.dtype)
+            target if target.flags.c_contiguous else self.pool.empty(target.shape, target.dtype)
         )
         self.traffic.finish(
             self.traffic.post(partial(chunk.set, host), chunk, host_buffers=[host])
         )
-        if chunk is not place:
-            place[...] = chunk
+        if chunk is not target:
+            target[...] = chunk
 
 
 def _chunks_of(flat: Array) -> list[slice]:

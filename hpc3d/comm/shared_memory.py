@@ -145,9 +145,9 @@ class SharedMemory(MpiCommunicator):
         self.posted += 1
         if self.posted - self.seen >= _RING:
             self.wait_for_all(self.posted - _RING + 1)
-        line, place = self.rank * _LINE, 1 + self.posted % _RING
-        self.flags[line + place] = region.signature if region else -1
-        self.flags[line + _RING + place] = value
+        line, entry = self.rank * _LINE, 1 + self.posted % _RING
+        self.flags[line + entry] = region.signature if region else -1
+        self.flags[line + _RING + entry] = value
         self.flags[line] = self.posted
         return self.posted
 
@@ -155,13 +155,13 @@ class SharedMemory(MpiCommunicator):
         """Wait until every member has made this post."""
         if post <= self.seen:
             return
-        flags, place = self.flags, 1 + post % _RING
-        region = flags[self.rank * _LINE + place]
+        flags, entry = self.flags, 1 + post % _RING
+        region = flags[self.rank * _LINE + entry]
         for line in range(0, self.size * _LINE, _LINE):
             if flags[line] < post:
                 wait_until(lambda line=line: flags[line] >= post)  # type: ignore[misc]  # a default
             # A member that is _RING - 1 posts ahead may be overwriting its entry for this post.
-            if flags[line + place] != region and flags[line] < post + _RING - 1:
+            if flags[line + entry] != region and flags[line] < post + _RING - 1:
                 raise RuntimeError(
                     f"members {self.members} no longer agree on their shared memory: they made "
                     "different calls, or one kept an array that the others dropped"

@@ -24,7 +24,7 @@ def ranks_of(replicas: Sequence[int]) -> list[range]:
     return [range(first, stop) for first, stop in pairwise(accumulate(replicas, initial=0))]
 
 
-def place_of(replicas: Sequence[int], rank: int) -> tuple[int, int]:
+def stage_and_replica(replicas: Sequence[int], rank: int) -> tuple[int, int]:
     """Return the stage of a rank and its index among the replicas."""
     return next(
         (stage, ranks.index(rank))
@@ -36,8 +36,8 @@ def place_of(replicas: Sequence[int], rank: int) -> tuple[int, int]:
 def shares(rows: int, replicas: int) -> list[range]:
     """Return the rows of each replica; their numbers differ by at most one."""
     return [
-        range(rows * place // replicas, rows * (place + 1) // replicas)
-        for place in range(replicas)
+        range(rows * replica // replicas, rows * (replica + 1) // replicas)
+        for replica in range(replicas)
     ]
 
 
@@ -48,16 +48,16 @@ def stage_mesh(
     line: Line,
 ) -> Mesh:
     """Return the mesh with the axes p and d, for microbatches of `rows` samples."""
-    stages, (stage, place) = ranks_of(replicas), place_of(replicas, world.rank)
+    stages, (stage, replica) = ranks_of(replicas), stage_and_replica(replicas, world.rank)
     comms: dict[str, Communicator] = {}
     if len(stages) > 1 and len({*replicas}) == 1:
-        comms["p"] = line([ranks[place] for ranks in stages])
+        comms["p"] = line([ranks[replica] for ranks in stages])
     elif len(stages) > 1:
         comms["p"] = SplitRows(world, stages, stage, rows)
     if len(stages[stage]) > 1:
         comms[DATA] = line(stages[stage])
     sizes = {"p": len(stages), DATA: len(stages[stage])}
-    return Mesh(sizes, {"p": stage, DATA: place}, comms, world)
+    return Mesh(sizes, {"p": stage, DATA: replica}, comms, world)
 
 
 class SplitRows(Communicator):

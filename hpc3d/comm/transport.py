@@ -63,9 +63,9 @@ def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
     """Return this rank's bound device, and the RankDevices of all ranks."""
     from hpc3d.cuda.device import bound
 
-    place = job.place()
-    device = bound(place["local_rank"])
-    return device, job.gather(_rank_device(place["host"], device))
+    location = job.location()
+    device = bound(location["local_rank"])
+    return device, job.gather(_rank_device(location["host"], device))
 
 
 def explained(job: Job) -> Iterator[Finding]:

@@ -85,9 +85,9 @@ class TwoLevel(AllPairs):
             return super()._all_gather(block)
         shape = self.size * block.shape[0], *block.shape[1:]
         whole, region = self.shared(shape, block.dtype)
-        places = whole.reshape(self.size, *block.shape)
-        places[self.rank] = block
-        sent, received = [block] * self.wire.size, [places[peer] for peer in self.peers]
+        blocks = whole.reshape(self.size, *block.shape)
+        blocks[self.rank] = block
+        sent, received = [block] * self.wire.size, [blocks[peer] for peer in self.peers]
         coming = self.wire.swapped(sent, received, self.wire.tag())
         return coming.then(lambda _: self.seen(whole, region))
 

@@ -95,8 +95,8 @@ def _wrong_head(config: Config) -> Iterator[str]:
 def _wrong_sizes(config: Config) -> Iterator[str]:
     """Report sizes of the model that do not divide over the axes that shard them."""
     model, sizes, needs = config.model, config.mesh.grid().sizes, _needs(config)
-    for (key, value), places in needs.items():
-        for axes in sorted(places):
+    for (key, value), axis_groups in needs.items():
+        for axes in sorted(axis_groups):
             yield from _indivisible(key, value, axes, sizes)
     for axes in sorted(needs["model.heads", model.heads]):
         yield from _unshared_keys(model, axes, sizes)
@@ -134,9 +134,9 @@ def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
     return needs
 
 
-def _used(places: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
+def _used(axis_groups: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
     """Remove axes of size 1."""
-    return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in places}
+    return {tuple([axis for axis in axes if sizes[axis] > 1]) for axes in axis_groups}
 
 
 def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:

@@ -60,7 +60,7 @@ class Case(NamedTuple):
             row, head = count * width, width
         return [batch, count, sequence, width], [sequence * row, head, row, 1]
 
-    def places(self, array: Any) -> list[int]:
+    def addresses(self, array: Any) -> list[int]:
         """Return the addresses of q, k and v in an array with the layout of qkv.
 
         The columns are [q | k | v] head after head, or, with several queries per key, all q, then
@@ -159,7 +159,7 @@ class Flash:
         plan = self.plan(self.attention, case)
         out = self.empty((qkv.shape[0], case.heads * case.queries * case.width), qkv.dtype)
         stats = self.empty(tuple(case.layout(_STATS)[0]), np.dtype(np.float32))
-        q, k, v = case.places(qkv)
+        q, k, v = case.addresses(qkv)
         self.run(plan, {_Q: q, _K: k, _V: v, _OUT: out.data.ptr, _STATS: stats.data.ptr})
         return out, stats
 
@@ -178,7 +178,7 @@ class Flash:
         case = Case.of(qkv, sequence, form, causal)
         plan = self.plan(self.attention_grad, case)
         dqkv = self.empty(qkv.shape, qkv.dtype)
-        (q, k, v), (dq, dk, dv) = case.places(qkv), case.places(dqkv)
+        (q, k, v), (dq, dk, dv) = case.addresses(qkv), case.addresses(dqkv)
         given = {_OUT: out.data.ptr, _STATS: stats.data.ptr, _DOUT: dout.data.ptr}
         self.run(plan, {_Q: q, _K: k, _V: v, **given, _DQ: dq, _DK: dk, _DV: dv})
         return dqkv

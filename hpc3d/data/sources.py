@@ -245,10 +245,10 @@ def _megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"{index.name} is cut short")
     if not sequences or edges < 2:
         raise ValueError(f"{index.name} tells of no documents")
-    place = _HEAD.size
-    sizes = np.memmap(index, "<i4", "r", place, (sequences,))
-    starts = np.memmap(index, "<i8", "r", place + sizes.nbytes, (sequences,))
-    firsts = np.memmap(index, "<i8", "r", place + 12 * sequences, (edges,))
+    offset = _HEAD.size
+    sizes = np.memmap(index, "<i4", "r", offset, (sequences,))
+    starts = np.memmap(index, "<i8", "r", offset + sizes.nbytes, (sequences,))
+    firsts = np.memmap(index, "<i8", "r", offset + 12 * sequences, (edges,))
     if path.stat().st_size % np.dtype(_TYPES[code]).itemsize:
         raise ValueError("it is cut short within an id")
     ids = np.memmap(path, _TYPES[code], mode="r")

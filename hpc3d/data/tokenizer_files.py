@@ -174,11 +174,11 @@ def _of_ranks(path: Path) -> tuple[dict[str, int], _Merges]:
 
 
 def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    parts = [token[place : place + 1] for place in range(len(token))]
+    parts = [token[index : index + 1] for index in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, ranks[token]) for a, b in pairwise(parts)]
-        place = pairs.index(min(pairs))
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        index = pairs.index(min(pairs))
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
     return parts
 
 
@@ -187,7 +187,7 @@ def _letters() -> dict[int, str]:
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in seen]
     return {byte: chr(byte) for byte in seen} | {
-        byte: chr(256 + place) for place, byte in enumerate(others)
+        byte: chr(256 + index) for index, byte in enumerate(others)
     }
 
 

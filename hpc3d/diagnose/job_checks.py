@@ -42,9 +42,9 @@ _EXCHANGES, _LARGE_EXCHANGES = 200, 10
 _SUMMED = 1 << 17  # elements
 
 
-def places(job: Job) -> Iterator[Finding]:
+def report_hosts(job: Job) -> Iterator[Finding]:
     """Report the hosts, the ranks on each, and the cores that they may use."""
-    hosts, everyone = defaultdict(list), job.gather(place(job))
+    hosts, everyone = defaultdict(list), job.gather(location(job))
     for rank, where in enumerate(everyone):
         hosts[where["host"]].append(rank)
     listed = ", ".join(f"{host} {spans(ranks)}" for host, ranks in hosts.items())
@@ -59,9 +59,9 @@ def places(job: Job) -> Iterator[Finding]:
         yield from _oversubscription(host, len(ranks), used, here[0]["cores"])
 
 
-def place(job: Job) -> dict[str, Any]:
+def location(job: Job) -> dict[str, Any]:
     """Return this rank's host, local rank, bound cores, and the core count of the node."""
-    return job.place() | {"bound": os.sched_getaffinity(0), "cores": cores_of_node()}
+    return job.location() | {"bound": os.sched_getaffinity(0), "cores": cores_of_node()}
 
 
 def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
@@ -136,7 +136,7 @@ def _sources() -> str:
 
 def one_folder(job: Job, folder: Path) -> Iterator[Finding]:
     """Check that all ranks see the same `folder`, using a subfolder that rank 0 creates."""
-    made, homes = None, homes_of(job.gather(job.place()))
+    made, homes = None, homes_of(job.gather(job.location()))
     if job.rank == 0:
         with suppress(OSError):
             made = scratch(folder)

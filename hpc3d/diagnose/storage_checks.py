@@ -38,7 +38,7 @@ def storage(folder: Path) -> Iterator[Finding]:
 def _standing(folder: Path | str) -> Path:
     """Return the folder, or its nearest existing parent: runs create missing folders."""
     folder = Path(folder).absolute()
-    return next(place for place in (folder, *folder.parents) if place.exists())
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
 def scratch(folder: Path) -> tempfile.TemporaryDirectory:
@@ -84,4 +84,4 @@ def file_system(path: Path) -> str:
         point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)
         mounts[Path(point)] = kind  # the last mount on the same point hides the others
     path = Path(path).resolve()
-    return next(mounts[place] for place in (path, *path.parents) if place in mounts)
+    return next(mounts[parent] for parent in (path, *path.parents) if parent in mounts)

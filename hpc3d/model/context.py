@@ -6,7 +6,7 @@ chunk attends to more of them, so ring position i of r has chunks i and 2r-1-i o
 all ranks do the same work.
 
     r = 4    chunk  0 1 2 3 4 5 6 7        r = 2, heads = 2    chunk  0 0 1 1 2 2 3 3
-             place  0 1 2 3 3 2 1 0                            rank   0 1 2 3 2 3 0 1
+         ring rank  0 1 2 3 3 2 1 0                            rank   0 1 2 3 2 3 0 1
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Context(NamedTuple):
         """Return the first position of each contiguous run of every rank, int64[c, pieces]."""
         return _order(self).reshape(self.parts, self.pieces, -1)[:, :, 0]
 
-    def chunks(self, place: int) -> tuple[int, ...]:
+    def chunks(self, ring_rank: int) -> tuple[int, ...]:
         """Return the first positions of the two chunks of a ring position."""
-        return place * self.chunk, (2 * self.rings - 1 - place) * self.chunk
+        return ring_rank * self.chunk, (2 * self.rings - 1 - ring_rank) * self.chunk
 
     def positions(self, part: int) -> np.ndarray:
         """Return the positions in the sequence of the tokens of one rank, int64[T/c]."""
@@ -98,6 +98,6 @@ def _order(context: Context) -> np.ndarray:
     """Return the position of every token of every rank, int64[c, T/c]."""
     if context.rings == 1:
         return np.arange(context.length).reshape(context.parts, -1)
-    starts = [context.chunks(place) for place in range(context.rings)]
+    starts = [context.chunks(ring_rank) for ring_rank in range(context.rings)]
     chunks = np.array(starts)[:, :, None] + np.arange(context.chunk)  # [r, 2, T / 2r]
     return chunks.reshape(context.parts, -1)

@@ -64,7 +64,7 @@ class RingAttention(HeadBlock):
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
         super().__init__(mesh, name, spec)
         self.ring = Ring(mesh.comm(CONTEXT), self.context)
-        self.pairs = [self._pairs(place) for place in range(self.context.rings)]
+        self.pairs = [self._pairs(ring_rank) for ring_rank in range(self.context.rings)]
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, RingSaved]:
         """Return the output [B*t, heads*D] and the data saved for `backward`."""
@@ -72,9 +72,9 @@ class RingAttention(HeadBlock):
         with self.mesh.trace.span("keys and values"):
             merged = begin_merging(qkv, self.tokens, self.form, self.mesh.empty)
             kv = keys_and_values(qkv, self.tokens, self.form, self.mesh.empty)
-        for place, block in self.ring.around(kv):
-            with self._span(kv, place, 4):
-                merge_chunks(qkv, block, merged, chunks(place))
+        for ring_rank, block in self.ring.around(kv):
+            with self._span(kv, ring_rank, 4):
+                merge_chunks(qkv, block, merged, chunks(ring_rank))
         out = end_merging(merged, qkv.dtype, self.mesh.empty)
         return out, RingSaved(qkv, out, merged.sums)
 
@@ -89,20 +89,20 @@ class RingAttention(HeadBlock):
             dq = empty(dout.shape, wide(dout.dtype))
             dq.fill(0)
         coming = None
-        for place, block in self.ring.around(kv, home_last=True):
-            with self._span(kv, place, 10):
-                dkv = chunks_grad(qkv, block, grad, dq, chunks(place), empty)
+        for ring_rank, block in self.ring.around(kv, home_last=True):
+            with self._span(kv, ring_rank, 10):
+                dkv = chunks_grad(qkv, block, grad, dq, chunks(ring_rank), empty)
             if coming:
                 dkv += coming.wait()
-            coming = None if place == self.place else self.ring.pass_on(dkv)
+            coming = None if ring_rank == self.ring_rank else self.ring.pass_on(dkv)
         with self.mesh.trace.span("keys and values"):
             dqkv = join_grads(qkv, dq, dkv, self.form, empty)
         return self.turned(dqkv, micro, sign=-1)
 
-    def _pairs(self, place: int) -> tuple[ChunkPair, ...]:
+    def _pairs(self, ring_rank: int) -> tuple[ChunkPair, ...]:
         """Return the pairs of this rank's chunks and of visible chunks at ring position
-        `place`."""
-        mine, theirs = (list(self._chunks(which)) for which in (self.place, place))
+        `ring_rank`."""
+        mine, theirs = (list(self._chunks(which)) for which in (self.ring_rank, ring_rank))
         return tuple(
             ChunkPair(queries, keys, self.causal and position == other, position, other)
             for queries, position in mine
@@ -110,11 +110,11 @@ class RingAttention(HeadBlock):
             if other <= position or not self.causal
         )
 
-    def _chunks(self, place: int) -> Iterator[tuple[slice, int]]:
-        """Yield (rows of a virtual sequence, position of the first) for the chunks at `place`."""
+    def _chunks(self, ring_rank: int) -> Iterator[tuple[slice, int]]:
+        """Yield (rows of a virtual sequence, position of the first) for the chunks of a rank."""
         starts: Sequence[int]
         if self.context.rings > 1:
-            starts, size = self.context.chunks(place), self.context.chunk
+            starts, size = self.context.chunks(ring_rank), self.context.chunk
         else:
             count = min(max(1, self.tokens // _CHUNK), _CHUNKS)
             count = next(n for n in range(count, 0, -1) if self.tokens % n == 0)
@@ -123,12 +123,12 @@ class RingAttention(HeadBlock):
         for number, start in enumerate(starts):
             yield slice(number * size, (number + 1) * size), start
 
-    def _span(self, kv: Array, place: int, products: int) -> Any:
-        """Return the trace event of attention to the chunks at `place`, with `products` FLOPs for
-        each of the D features of a score."""
+    def _span(self, kv: Array, ring_rank: int, products: int) -> Any:
+        """Return the trace event of attention to the chunks of `ring_rank`, with `products` FLOPs
+        for each of the D features of a score."""
         scores = sum(
             (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
-            for pair in self.pairs[place]
+            for pair in self.pairs[ring_rank]
         )
         heads = kv.size // (2 * self.tokens)  # times D, of all samples
         flops = products * scores * heads * self.form.queries
@@ -138,8 +138,8 @@ class RingAttention(HeadBlock):
         """Return a function that gives the `Chunks` of each ring position."""
         drop = self._drop(micro)
 
-        def at(place):
-            return Chunks(self.pairs[place], self.form, drop, self.padding(micro, place))
+        def at(ring_rank):
+            return Chunks(self.pairs[ring_rank], self.form, drop, self.padding(micro, ring_rank))
 
         return at
 
@@ -162,10 +162,10 @@ class Ring:
 
     def __init__(self, comm: Communicator, context: Context) -> None:
         self.comm, self.size = comm, context.rings
-        place, member = divmod(comm.rank, context.heads)
-        self.place = place
+        ring_rank, member = divmod(comm.rank, context.heads)
+        self.ring_rank = ring_rank
         self.after, self.before = (
-            (place + step) % self.size * context.heads + member for step in (1, -1)
+            (ring_rank + step) % self.size * context.heads + member for step in (1, -1)
         )
 
     def around(self, block: Array, home_last: bool = False) -> Iterator[tuple[int, Array]]:
@@ -176,13 +176,13 @@ class Ring:
         """
         coming = self._next(block, 1)
         if not home_last:
-            yield self.place, block
+            yield self.ring_rank, block
         for hop in range(1, self.size):
             other = coming.wait()
             coming = self._next(other, hop + 1)
-            yield (self.place - hop) % self.size, other
+            yield (self.ring_rank - hop) % self.size, other
         if home_last:
-            yield self.place, block
+            yield self.ring_rank, block
 
     def _next(self, block: Array, hop: int) -> Any:
         return self.pass_on(block) if hop < self.size else None

@@ -42,7 +42,7 @@ class HeadBlock:
         self.context, self.sizes, self.layout = spec.context, spec.sizes, spec.splits["dense"].y
         self.form = spec.sizes.form_over(mesh.count(self.layout[1]))
         self.tokens = self.context.length // self.context.rings
-        self.place, self.member = divmod(mesh.coord(CONTEXT), self.context.heads)
+        self.ring_rank, self.member = divmod(mesh.coord(CONTEXT), self.context.heads)
         self.rotary, self.causal = spec.family.rotary, spec.family.causal
 
     def turned(self, qkv: Array, micro: Microbatch, sign: int = 1) -> Array:
@@ -60,7 +60,7 @@ class HeadBlock:
         table = rotary_table(sizes.rotation, sizes.sequence, self.form.width, wide)
         if self.context.rings == 1:
             return table
-        first, count = self.place * self.context.heads, self.context.heads
+        first, count = self.ring_rank * self.context.heads, self.context.heads
         parts = [self.context.positions(first + number) for number in range(count)]
         return np.ascontiguousarray(table[:, np.concatenate(parts)])
 
@@ -75,18 +75,18 @@ class HeadBlock:
         first = here.start % (micro.sequences // self.context.parts)
         return range(first, first + here.stop - here.start)
 
-    def padding(self, micro: Microbatch, place: int) -> Any:
-        """Return the padding mask [B, t] of these sequences at ring position `place`, or None if
-        the model has no padding token."""
+    def padding(self, micro: Microbatch, ring_rank: int) -> Any:
+        """Return the padding mask [B, t] of the tokens of `ring_rank` in these sequences, or None
+        if the model has no padding token."""
         if self.sizes.padding is None:
             return None
-        name = f"attention.padding.{place}"
-        return micro.cached(name, lambda micro: self._padding(micro, place))
+        name = f"attention.padding.{ring_rank}"
+        return micro.cached(name, lambda micro: self._padding(micro, ring_rank))
 
-    def _padding(self, micro: Microbatch, place: int) -> np.ndarray:
+    def _padding(self, micro: Microbatch, ring_rank: int) -> np.ndarray:
         context, samples = self.context, self.samples(micro)
         parts = micro.tokens.reshape(context.rings, context.heads, -1, context.tokens)
-        tokens = parts[place, :, samples.start : samples.stop].swapaxes(0, 1)
+        tokens = parts[ring_rank, :, samples.start : samples.stop].swapaxes(0, 1)
         return tokens.reshape(len(samples), self.tokens) == self.sizes.padding
 
     def heads(self) -> range:

@@ -42,7 +42,7 @@ class CrossEntropy:
 
     def __init__(self, mesh: Mesh, axes: Iterable[str], vocabulary: int) -> None:
         self.mesh, self.vocabulary = mesh, vocabulary
-        self.place = list(axes)
+        self.shard_axes = list(axes)
         self.axes = [axis for axis in axes if mesh.size(axis) > 1]
 
     def forward(self, logits: Array, targets: np.ndarray, scale: float) -> tuple[Any, LossSaved]:
@@ -69,7 +69,7 @@ class CrossEntropy:
     def _sums(self, logits: Array, targets: np.ndarray) -> tuple[Array, Any]:
         """Return `local_sums` reduced over the full vocabulary, and the positions of the targets
         in this rank's shard; replace the logits by exponentials."""
-        first = self.mesh.index(self.place) * logits.shape[1]
+        first = self.mesh.index(self.shard_axes) * logits.shape[1]
         with self.mesh.trace.span("loss", "loss"):
             top = row_max(logits, max(0, self.vocabulary - first))
         for axis in self.axes:

@@ -107,14 +107,14 @@ class Parameter:
             initialise(self.value, self, seed, block)
             return
         rows, experts, columns = block
-        for place, number in enumerate(range(experts.start, experts.stop)):
+        for index, number in enumerate(range(experts.start, experts.stop)):
             name, shape = f"{self.name}.{number}", (self.shape[0], self.shape[2])
             expert = replace(self, name=name, shape=shape)
             drawn = mesh.empty(
                 (rows.stop - rows.start, columns.stop - columns.start), self.value.dtype
             )
             initialise(drawn, expert, seed, (rows, columns))
-            self.value[:, place] = drawn
+            self.value[:, index] = drawn
 
 
 class FlatSlices(NamedTuple):
@@ -185,7 +185,7 @@ class Parameters:
         self.reduced = np.dtype(reduced or self.wide)
         self.whole_matrices, self.offload = whole_matrices, offload
         self.items: list[Parameter] = []
-        self.places: dict[Parameter, FlatSlices] = {}
+        self.slices: dict[Parameter, FlatSlices] = {}
         self.pieces: list[UpdateSlice] = []
         self.matrices: list[Any] = []
         self.by_sign: list[tuple[FlatSlices, float]] = []
@@ -241,9 +241,9 @@ class Parameters:
         values, grads = {True: 0, False: 0}, 0
         for item in self.items:
             lies_elsewhere = self.lies_elsewhere(item)
-            place = self._slices_of(item, values[lies_elsewhere], grads)
-            values[lies_elsewhere], grads = place.value.stop, place.grad.stop
-            self.places[item] = place
+            slices = self._slices_of(item, values[lies_elsewhere], grads)
+            values[lies_elsewhere], grads = slices.value.stop, slices.grad.stop
+            self.slices[item] = slices
         self.value = self.mesh.zeros((values[False],), self.dtype, "parameter")
         self.grad = self.mesh.zeros((grads,), self.wide, "gradient")
         if any(map(self.lies_elsewhere, self.items)):  # empty if other ranks own all of them
@@ -256,7 +256,7 @@ class Parameters:
         self.pieces = _merged([item for item in trained if item not in whole], self)
         self.matrices = [self.matrix(item) for item in matrices if self.updates(item)]
         self.by_sign = [
-            (self.places[item], item.sign_rate) for item in self.items if item.sign_rate
+            (self.slices[item], item.sign_rate) for item in self.items if item.sign_rate
         ]
 
     def _deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
@@ -283,16 +283,16 @@ class Parameters:
 
     def matrix(self, item: Parameter) -> WholeMatrix:
         """Return the `WholeMatrix` of a parameter."""
-        place, layout = self.places[item], item.updated_layout
+        slices, layout = self.slices[item], item.updated_layout
         shape = layout.block(item.shape, self.mesh)
-        return WholeMatrix(place.own_value, place.own_grad, item, layout, shape)
+        return WholeMatrix(slices.own_value, slices.own_grad, item, layout, shape)
 
     def _slices_of(self, item: Parameter, values: int, grads: int) -> FlatSlices:
         """Return the slices of a parameter that starts at offsets `values` and `grads`."""
         value = prod(item.layout.block(item.shape, self.mesh))
         if item.frozen:
-            place, none = slice(values, values + value), slice(grads, grads)
-            return FlatSlices(place, none, place, none)
+            span, none = slice(values, values + value), slice(grads, grads)
+            return FlatSlices(span, none, span, none)
         grad = prod((item.updated_layout).block(item.shape, self.mesh))
         own = min(value, grad)
         if item in self.owners:
@@ -316,8 +316,8 @@ class Parameters:
     def shared_out(self, item: Parameter) -> bool:
         """Return True if each replica stores the full value and updates one part of it, or
         none."""
-        place = self.places[item]
-        return item in self.owners or place.own_value != place.value
+        slices = self.slices[item]
+        return item in self.owners or slices.own_value != slices.value
 
     def _shard(self, item: Parameter, start: int, size: int, own: int) -> slice:
         """Return the slice of this rank's `own` elements of a parameter of `size` at `start`."""
@@ -353,21 +353,21 @@ class Parameters:
     def show(self, item: Parameter) -> None:
         """Set `item.value` to a view of its flat array."""
         block = item.layout.block(item.shape, self.mesh)
-        item.value = _view(self.flat(item), self.places[item].value, block)
+        item.value = _view(self.flat(item), self.slices[item].value, block)
 
     def bind(self) -> None:
         """Set the values and gradients of all parameters to views of the flat arrays."""
-        for item, place in self.places.items():
+        for item, slices in self.slices.items():
             self.show(item)
             if not item.frozen:
                 layout = item.updated_layout
-                item.grad = _view(self.grad, place.grad, layout.block(item.shape, self.mesh))
+                item.grad = _view(self.grad, slices.grad, layout.block(item.shape, self.mesh))
 
     def update_by_sign(self) -> None:
         """Update this rank's own parts of the parameters with a `sign_rate`."""
-        for place, rate in self.by_sign:
+        for slices, rate in self.by_sign:
             with self.mesh.trace.span("update"):
-                step_by_sign(self.value[place.own_value], self.grad[place.own_grad], rate)
+                step_by_sign(self.value[slices.own_value], self.grad[slices.own_grad], rate)
 
     def copy_on_write(self) -> None:
         """Copy the values to a new flat array; data saved for backward keeps the old one."""
@@ -383,9 +383,8 @@ class Parameters:
 
     def sum_of_squares(self) -> Any:
         """Return this rank's share of the gradient's squared norm, each parameter counted once."""
-        weights = [item for item in self.places if self.counts(item) and not item.sign_rate]
-        places = [self.places[item] for item in weights]
-        return sum_of_squares(self.grad, [place.own_grad for place in places])
+        weights = [item for item in self.slices if self.counts(item) and not item.sign_rate]
+        return sum_of_squares(self.grad, [self.slices[item].own_grad for item in weights])
 
     def counts(self, item: Parameter) -> bool:
         """Return True if this rank's own part of a parameter is the copy that counts."""
@@ -413,8 +412,8 @@ def _merged(items: Sequence[Parameter], parameters: Parameters) -> list[UpdateSl
     """Return the update slices, with adjacent parameters merged if their weight decay is equal."""
     pieces: list[UpdateSlice] = []
     for item in items:
-        place = parameters.places[item]
-        piece = UpdateSlice(place.own_value, place.own_grad, (item,))
+        slices = parameters.slices[item]
+        piece = UpdateSlice(slices.own_value, slices.own_grad, (item,))
         here = bool(pieces) and parameters.flat(pieces[-1].items[0]) is parameters.flat(item)
         if here and _follows(pieces[-1], piece):
             last = pieces.pop()

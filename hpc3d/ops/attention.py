@@ -112,7 +112,7 @@ def _chunks_of(
     return batch * heads // chunk, sequence, chunk, form.queries * sequence
 
 
-def _places(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
+def _chunk_indices(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]]:
     """Return the index (sample, heads) of every chunk."""
     return [(b, slice(h, h + chunk)) for b in range(batch) for h in range(0, heads, chunk)]
 
@@ -145,17 +145,17 @@ def _softmaxes(
         square = np.tril(np.full((sequence, sequence), -np.inf, dtype), -1)
         future = np.tile(square, chunk * queries // sequence)
     ones, scale = np.ones(sequence, dtype), dtype.type(1 / sqrt(q.shape[-1]))
-    for place, p in zip(_places(*k.shape[:2], chunk), probabilities, strict=True):
+    for index, p in zip(_chunk_indices(*k.shape[:2], chunk), probabilities, strict=True):
         by_head, columns = p.swapaxes(0, 1), p.reshape(sequence, -1)
-        np.matmul(k[place], _together(q[place] * scale).swapaxes(-1, -2), out=by_head)
+        np.matmul(k[index], _together(q[index] * scale).swapaxes(-1, -2), out=by_head)
         if future is not None:
             columns += future
         if mask.padding is not None:
-            columns[mask.padding[place[0]]] = -np.inf
+            columns[mask.padding[index[0]]] = -np.inf
         columns -= _finite(columns.max(0))
         np.exp(columns, out=columns)
         columns *= 1 / _positive(ones @ columns)
-        yield place, by_head
+        yield index, by_head
 
 
 def _finite(top: Array) -> Array:
@@ -168,12 +168,12 @@ def _positive(sums: Array) -> Array:
     return np.where(sums == 0, 1, sums)
 
 
-def _factors_of(drop: Mask, place: tuple[int, slice], like: Array) -> np.ndarray:
+def _factors_of(drop: Mask, index: tuple[int, slice], like: Array) -> np.ndarray:
     """Return the dropout factors of a chunk of probabilities [heads, key, g*query].
 
     A row of `drop` is a sample; its columns are [head, g, key, query].
     """
-    sample, heads = place
+    sample, heads = index
     count, keys, queries = like.shape
     of_head = keys * queries
     columns = slice(heads.start * of_head, heads.stop * of_head)
@@ -201,9 +201,9 @@ def attend(
     probabilities = empty(_chunks_of(batch, heads, form, sequence, qkv.itemsize), qkv.dtype)
     out = empty((batch * sequence, heads * g * width), qkv.dtype)
     by_query = queries_of(out, sequence, form)
-    for place, p in _softmaxes(q, k, probabilities, mask):
-        weights = p if drop is None else p * _factors_of(drop, place, p)
-        np.matmul(_apart(weights, g), v[place][:, None], out=by_query[place])
+    for index, p in _softmaxes(q, k, probabilities, mask):
+        weights = p if drop is None else p * _factors_of(drop, index, p)
+        np.matmul(_apart(weights, g), v[index][:, None], out=by_query[index])
     return out, probabilities
 
 
@@ -305,18 +305,18 @@ def attend_grad(
     ones, scale = np.ones(sequence, qkv.dtype), qkv.dtype.type(1 / sqrt(form.width))
     ds = np.empty((sequence, chunk, queries), qkv.dtype)
     by_head, columns = ds.swapaxes(0, 1), ds.reshape(sequence, -1)
-    for place, p in zip(_places(*k.shape[:2], chunk), probabilities, strict=True):
-        d = _together(dout[place])
-        factors = None if drop is None else _factors_of(drop, place, by_head)
+    for index, p in zip(_chunk_indices(*k.shape[:2], chunk), probabilities, strict=True):
+        d = _together(dout[index])
+        factors = None if drop is None else _factors_of(drop, index, by_head)
         weights = p.swapaxes(0, 1) if drop is None else p.swapaxes(0, 1) * factors
-        np.matmul(weights, d, out=dv[place])
-        np.matmul(v[place], d.swapaxes(-1, -2), out=by_head)
+        np.matmul(weights, d, out=dv[index])
+        np.matmul(v[index], d.swapaxes(-1, -2), out=by_head)
         if drop is not None:
             by_head *= factors
         columns *= p.reshape(sequence, -1)
         columns -= p.reshape(sequence, -1) * (ones @ columns)
-        np.matmul(_apart(by_head, form.queries), (k[place] * scale)[:, None], out=dq[place])
-        np.matmul(by_head, _together(q[place] * scale), out=dk[place])
+        np.matmul(_apart(by_head, form.queries), (k[index] * scale)[:, None], out=dq[index])
+        np.matmul(by_head, _together(q[index] * scale), out=dk[index])
     return dqkv
 
 

@@ -92,11 +92,11 @@ def _cut(pair: ChunkPair, g: int, tokens: int) -> Iterator[ChunkPair]:
         queries = slice(q, min(q + rows, pair.queries.stop))
         for k in range(pair.keys.start, pair.keys.stop, tokens):
             keys = slice(k, min(k + tokens, pair.keys.stop))
-            places = (
+            positions = (
                 pair.query_position + q - pair.queries.start,
                 pair.key_position + k - pair.keys.start,
             )
-            yield ChunkPair(queries, keys, pair.masked, *places)
+            yield ChunkPair(queries, keys, pair.masked, *positions)
 
 
 class GpuTile(NamedTuple):

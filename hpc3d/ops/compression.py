@@ -58,11 +58,11 @@ def _(gpu, q, total):
 
 
 @primitive
-def take_largest(flat: Array, values: Array, places: Array) -> None:
+def take_largest(flat: Array, values: Array, indices: Array) -> None:
     """Move the elements of largest magnitude from a flat array to `values`.
 
     The array is 0 at their indices afterward. The size of `values` is the number of elements.
-    `places` receives their indices in int32, ascending. Ties go to the lower index. NaN counts as
+    `indices` receives their indices in int32, ascending. Ties go to the lower index. NaN counts as
     the largest magnitude, so that it is noticed.
     """
     size = np.abs(flat)
@@ -70,32 +70,32 @@ def take_largest(flat: Array, values: Array, places: Array) -> None:
     least = np.partition(size, size.size - values.size)[size.size - values.size]
     above, tied = size > least, size == least
     chosen = above | (tied & (np.cumsum(tied) <= values.size - above.sum()))
-    places[...] = np.flatnonzero(chosen)
-    values[...] = flat[places]
-    flat[places] = 0
+    indices[...] = np.flatnonzero(chosen)
+    values[...] = flat[indices]
+    flat[indices] = 0
 
 
 @take_largest.abstract
-def _(flat, values, places):
+def _(flat, values, indices):
     return None
 
 
 @take_largest.cuda
-def _(gpu, flat, values, places):
-    gpu.by_arrays(take_largest, flat, values, places)
+def _(gpu, flat, values, indices):
+    gpu.by_arrays(take_largest, flat, values, indices)
 
 
 @primitive
-def add_at(flat: Array, values: Array, places: Array) -> None:
-    """Add `values` to a flat array at the indices `places`, which are distinct."""
-    flat[places] += values
+def add_at(flat: Array, values: Array, indices: Array) -> None:
+    """Add `values` to a flat array at distinct `indices`."""
+    flat[indices] += values
 
 
 @add_at.abstract
-def _(flat, values, places):
+def _(flat, values, indices):
     return None
 
 
 @add_at.cuda
-def _(gpu, flat, values, places):
-    gpu.by_arrays(add_at, flat, values, places)
+def _(gpu, flat, values, indices):
+    gpu.by_arrays(add_at, flat, values, indices)

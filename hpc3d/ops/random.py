@@ -183,7 +183,7 @@ def _(gpu, value, item, seed, block):
     rows, columns = block
     count = max(0, min(rows.stop, item.rows or rows.stop) - rows.start)
     value[count:] = 0
-    place = {"first_row": rows.start, "first_column": columns.start, "width": item.shape[1]}
-    given = {"columns": value.shape[1], "std": item.std, **place}
+    corner = {"first_row": rows.start, "first_column": columns.start, "width": item.shape[1]}
+    given = {"columns": value.shape[1], "std": item.std, **corner}
     key = gpu.bring(philox_key((seed, item.name)))
     gpu.launch("initialise", count, value.shape[1], value=value[:count], key=key, **given)

@@ -190,15 +190,15 @@ def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Arr
     queues = queues.reshape(sequences, top_k * tokens)
     order = np.argsort(queues, axis=1, kind="stable")  # by expert, stable within the queue
     heads = np.take_along_axis(_lower(queues, count), queues, 1)
-    places = np.empty_like(queues)
-    np.put_along_axis(places, order, np.arange(top_k * tokens)[None], 1)
-    places -= heads
+    positions = np.empty_like(queues)
+    np.put_along_axis(positions, order, np.arange(top_k * tokens)[None], 1)
+    positions -= heads
     part, local = np.divmod(queues, here)
-    row = part * held + np.arange(sequences)[:, None] * min(capacity, tokens) + places
+    row = part * held + np.arange(sequences)[:, None] * min(capacity, tokens) + positions
     if before is not None:
         pieces = queues.reshape(*before.shape[:3], tokens // before.shape[2])
-        places += np.take_along_axis(before, pieces, 3).reshape(places.shape)
-    slots = np.where(places < capacity, row * here + local, -1)
+        positions += np.take_along_axis(before, pieces, 3).reshape(positions.shape)
+    slots = np.where(positions < capacity, row * here + local, -1)
     by_token = slots.reshape(sequences, top_k, tokens).swapaxes(1, 2)
     return np.ascontiguousarray(by_token).reshape(rows, top_k)
 

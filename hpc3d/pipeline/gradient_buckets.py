@@ -104,7 +104,7 @@ class Buckets:
         The message goes through `world`, between hosts, so that it cannot be mistaken for a
         message of the schedule.
         """
-        mine = self.parameters.grad[self.parameters.places[item].own_grad]
+        mine = self.parameters.grad[self.parameters.slices[item].own_grad]
         peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # it has one
         sent = self.mesh.world.send(on_host(mine), peer)
         theirs = self.mesh.world.recv(mine.shape, mine.dtype, peer).wait()
@@ -131,8 +131,8 @@ class Bucket:
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
         self.parameters, self.mesh, self.items = parameters, parameters.mesh, items
-        self.places = [parameters.places[item] for item in items]
-        sizes = [place.own for place in self.places]
+        self.slices = [parameters.slices[item] for item in items]
+        sizes = [slices.own for slices in self.slices]
         self.columns = [
             slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))
         ]
@@ -156,7 +156,7 @@ class GradientBucket(Bucket):
         super().__init__(parameters, items)
         self.axes = items[0].partial
         self.posted_last = items[0].completed_last or self.axes[0] != self.replicas
-        self.span = slice(self.places[0].grad.start, self.places[-1].grad.stop)
+        self.span = slice(self.slices[0].grad.start, self.slices[-1].grad.stop)
 
     def post(self) -> None:
         self.pending = self._sum_over(self.axes[0])
@@ -187,31 +187,31 @@ class GradientBucket(Bucket):
 
     def _as_parts(self, comm: Communicator) -> Array:
         rows = comm.buffer((self.parts, self.width), self.parameters.reduced)
-        for place, columns in zip(self.places, self.columns, strict=True):
-            rows[:, columns] = self.parameters.grad[place.grad].reshape(len(rows), -1)
+        for slices, columns in zip(self.slices, self.columns, strict=True):
+            rows[:, columns] = self.parameters.grad[slices.grad].reshape(len(rows), -1)
         return rows
 
     def store(self, axis: str, total: Array) -> None:
         if not self._scatters(axis):
             self.parameters.grad[self.span] = total
             return
-        for place, columns in zip(self.places, self.columns, strict=True):
-            self.parameters.grad[place.own_grad] = total[0, columns]
+        for slices, columns in zip(self.slices, self.columns, strict=True):
+            self.parameters.grad[slices.own_grad] = total[0, columns]
 
 
 class _ValueBucket(Bucket):
     """Bucket of values of which each replica has updated its own part."""
 
     def post(self) -> None:
-        here = zip(self.items, self.places, strict=True)
-        own: Any = [self.parameters.read(item, place.own_value) for item, place in here]
+        here = zip(self.items, self.slices, strict=True)
+        own: Any = [self.parameters.read(item, slices.own_value) for item, slices in here]
         mine = np.concatenate(own)
         self.pending = self.mesh.comm(self.replicas).all_gather(mine[None])
 
     def wait(self) -> None:
         rows = self.pending.wait()
-        for item, place, columns in zip(self.items, self.places, self.columns, strict=True):
-            self.parameters.write(item, place.value, rows[:, columns])
+        for item, slices, columns in zip(self.items, self.slices, self.columns, strict=True):
+            self.parameters.write(item, slices.value, rows[:, columns])
         self.pending = None
 
 
@@ -236,17 +236,17 @@ class _OwnerGather(Bucket):
     """Bucket of complete matrices: the owner broadcasts the updated values to every replica."""
 
     def post(self) -> None:
-        here = zip(self.items, self.places, strict=True)
-        whole: Any = [self.parameters.read(item, place.value) for item, place in here]
+        here = zip(self.items, self.slices, strict=True)
+        whole: Any = [self.parameters.read(item, slices.value) for item, slices in here]
         block = np.concatenate(whole)
         owner = self.parameters.owners[self.items[0]]
         self.pending = self.mesh.comm(self.replicas).broadcast(block, owner)
 
     def wait(self) -> None:
         block, start = self.pending.wait(), 0
-        for item, place in zip(self.items, self.places, strict=True):
-            stop = start + place.value.stop - place.value.start
-            self.parameters.write(item, place.value, block[start:stop])
+        for item, slices in zip(self.items, self.slices, strict=True):
+            stop = start + slices.value.stop - slices.value.start
+            self.parameters.write(item, slices.value, block[start:stop])
             start = stop
         self.pending = None
 
@@ -262,8 +262,7 @@ def _make_buckets(
     Each list is as long as possible within `size` bytes.  Parameters that are `apart` have
     separate lists.
     """
-    places, itemsize = parameters.places, parameters.wide.itemsize
-    owners = parameters.owners
+    owners, itemsize = parameters.owners, parameters.wide.itemsize
     for _, alike in groupby(
         items,
         lambda item: (
@@ -277,8 +276,8 @@ def _make_buckets(
         bucket: list[Parameter] = []
         held = 0
         for item in alike:
-            place = places[item]
-            nbytes = (place.grad.stop - place.grad.start) * itemsize
+            grad = parameters.slices[item].grad
+            nbytes = (grad.stop - grad.start) * itemsize
             if bucket and held + nbytes > size:
                 yield bucket
                 bucket, held = [], 0

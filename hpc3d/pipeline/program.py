@@ -53,7 +53,7 @@ class Program(NamedTuple):
 
 def cut(groups: Sequence[Group], updates: int) -> Iterator[Sequence[Group]]:
     """Split groups after every `updates`-th Step; groups after the last Step belong to it."""
-    ends = [place for place, group in enumerate(groups, 1) if group == STEP]
+    ends = [count for count, group in enumerate(groups, 1) if group == STEP]
     edges = [0, *ends[updates - 1 : -1 : updates], len(groups)]
     return (groups[start:stop] for start, stop in pairwise(edges))
 

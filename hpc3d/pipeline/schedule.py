@@ -80,11 +80,11 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int) -> Iterator[I
     forward = [(mb, c) for group in groups for c in range(chunks) for mb in group]
     backward = [(mb, chunks - 1 - c) for group in groups for c in range(chunks) for mb in group]
     ahead = min(ahead, len(forward))
-    yield from (Instruction("F", *place) for place in forward[:ahead])
+    yield from (Instruction("F", *pair) for pair in forward[:ahead])
     for here, back in zip(forward[ahead:], backward):
         yield Instruction("F", *here)
         yield Instruction("B", *back)
-    yield from (Instruction("B", *place) for place in backward[len(forward) - ahead :])
+    yield from (Instruction("B", *pair) for pair in backward[len(forward) - ahead :])
 
 
 def _group_edges(micros, groups):

@@ -29,13 +29,13 @@ _UNMEASURED = (
 
 def taken(words: list[str], option: str) -> str | None:
     """The value of an option of the command line, which is taken out of the words."""
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == option:
-            value = value if equals else (words[place + 1 : place + 2] or ["--"])[0]
+            value = value if equals else (words[index + 1 : index + 2] or ["--"])[0]
             if value.startswith("--"):
                 raise ValueError(f"{option}: no value; write {option} VALUE")
-            del words[place : place + 2 - bool(equals)]
+            del words[index : index + 2 - bool(equals)]
             return value
     return None
 

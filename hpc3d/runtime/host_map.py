@@ -91,9 +91,9 @@ class Homes(NamedTuple):
         return " and ".join(found)
 
 
-def homes_of(places: Sequence[Mapping[str, Any]]) -> Homes:
-    """Return the Homes of a job from the `Job.place` of each rank."""
-    return Homes([place["host"] for place in places], [place["node"] for place in places])
+def homes_of(locations: Sequence[Mapping[str, Any]]) -> Homes:
+    """Return the Homes of a job from the `Job.location` of each rank."""
+    return Homes([each["host"] for each in locations], [each["node"] for each in locations])
 
 
 def listed(words: Sequence[str]) -> str:

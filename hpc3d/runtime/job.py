@@ -124,7 +124,7 @@ class Job:
         while not request.Test():
             time.sleep(0.005)
 
-    def place(self) -> dict[str, Any]:
+    def location(self) -> dict[str, Any]:
         """Return host, process id, local rank and first rank of this rank's node; collective."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         mine = node.bcast(self.rank), MPI.Get_processor_name(), kernel()

@@ -24,15 +24,15 @@ SEEN_WITHIN = 3  # s, since network file systems show new files with a delay
 REMEDY = "name a folder that all hosts share (--run.out), or start in one"
 
 
-def refuse_unshared(job: Job, homes: Homes, place: Callable[[], Path]) -> None:
+def refuse_unshared(job: Job, homes: Homes, locate: Callable[[], Path]) -> None:
     """Refuse the job unless all of its hosts see the output folder.
 
-    `place()` returns the folder on rank 0.  If it does not exist yet, its nearest existing parent
+    `locate()` returns the folder on rank 0.  If it does not exist yet, its nearest existing parent
     is checked.
     """
     if not homes.several():
         return
-    asked = place() if job.rank == 0 else None
+    asked = locate() if job.rank == 0 else None
     key = job.comm.bcast(_left_key(asked) if job.rank == 0 else None)
     if blind := _unseen(job, homes, key):
         name, first = listed([homes.hosts[rank] for rank in blind]), homes.hosts[0]

@@ -30,7 +30,7 @@ def collectives(trace: Trace) -> list[Violation]:
     """Check that members make the same calls in the same order and that none ends too early."""
     calls = GroupCalls(trace)
     wrong = {
-        "a call in a group that its rank is not in": calls.place < 0,
+        "a call in a group that its rank is not in": calls.member < 0,
         "a call that its rank makes twice": calls.repeated(),
         "a call that not all members make": calls.partial() & trace.attrs["complete"],
         "its op is not that of the other members": calls.unlike("op"),
@@ -96,7 +96,7 @@ class GroupCalls:
     """Collectives of a trace.
 
     `rows` of /events are sorted by group, number and rank.  `columns` are their values, `size` the
-    size of their group and `place` the index of their rank in it.  `call` numbers the calls, and
+    size of their group and `member` the index of their rank in it.  `call` numbers the calls, and
     `first` has the first row of each call.
     """
 
@@ -110,23 +110,23 @@ class GroupCalls:
         self.first, self.call = np.flatnonzero(new), np.cumsum(new) - 1
         sizes = [len(group.members) for group in trace.groups]
         self.size = np.array([*sizes, 1])[self.columns["group"]]
-        self.place = self.places(self.columns["rank"])
+        self.member = self._index_in_group(self.columns["rank"])
 
     def changes(self, name: str) -> np.ndarray:
         """Return True for each row whose value differs from the previous row."""
         values = self.columns[name]
         return np.append(np.ones(len(values[:1]), bool), values[1:] != values[:-1])
 
-    def places(self, ranks: np.ndarray) -> np.ndarray:
+    def _index_in_group(self, ranks: np.ndarray) -> np.ndarray:
         """Return the index of a rank in the group of each row, -1 if it is not a member."""
         members = [np.array(group.members, int) for group in self.trace.groups]
-        places = (group * self.world + ranks for group, ranks in enumerate(members))
-        known = np.concatenate([*places, [-1]])
-        place = np.concatenate([*map(np.arange, map(len, members)), [-1]])
+        keys = (group * self.world + ranks for group, ranks in enumerate(members))
+        known = np.concatenate([*keys, [-1]])
+        index = np.concatenate([*map(np.arange, map(len, members)), [-1]])
         line = np.argsort(known)
         wanted = self.columns["group"] * self.world + ranks
         found = line[np.searchsorted(known, wanted, "right", sorter=line) - 1]
-        return np.where(known[found] == wanted, place[found], -1)
+        return np.where(known[found] == wanted, index[found], -1)
 
     def of(self, *ops: str) -> np.ndarray:
         codes = [code for code, name in self.trace.events.labels("op").items() if name in ops]
@@ -160,10 +160,10 @@ class GroupCalls:
         """Return True for rows whose received bytes do not match the size of their input block."""
         item = item_sizes(self.trace.events.labels("dtype"))[self.columns["dtype"]]
         block = self.columns["count"] * item
-        root = self.places(self.columns["peer"])
+        root = self._index_in_group(self.columns["peer"])
         wrong = np.zeros(len(block), bool)
         for op in _COLLECTIVES:
             sent = self._highest(block) if op == "broadcast" else block
-            expected = received_bytes(op, sent, self.size, self.place, root)
+            expected = received_bytes(op, sent, self.size, self.member, root)
             wrong |= self.of(op) & (self.columns["bytes"] != expected)
         return wrong & (self._highest(item) > 0) & ~self.partial()

@@ -88,8 +88,8 @@ def _attempt(function):
 def _where(table, rows):
     first = int(rows.min())
     keys = [name for name in ("rank", "step") if name in table]
-    place = ", ".join(f"{name} {table[name, first : first + 1][0]}" for name in keys)
-    return f"{counted(len(rows), 'row')}, the first is {first} ({place})"
+    values = ", ".join(f"{name} {table[name, first : first + 1][0]}" for name in keys)
+    return f"{counted(len(rows), 'row')}, the first is {first} ({values})"
 
 
 def order(trace: Trace) -> Iterator[Violation]:
@@ -164,8 +164,8 @@ def _cells(trace):
         (table["rank"].astype("i8") << 32) + table["step"] for table in (trace.events, trace.steps)
     )
     line = np.append(np.argsort(steps), -1)
-    place = line[np.searchsorted(steps, events, sorter=line[:-1])]
-    return np.where(np.append(steps, -1)[place] == events, place, -1)
+    index = line[np.searchsorted(steps, events, sorter=line[:-1])]
+    return np.where(np.append(steps, -1)[index] == events, index, -1)
 
 
 def _steps(trace: Trace) -> Iterator[Violation]:

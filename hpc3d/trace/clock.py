@@ -45,7 +45,7 @@ class Clocks:
     ) -> None:
         self.comm, self.clock, self.rounds = comm, clock, 0
         self.leaders = [nodes.index(node) for node in dict.fromkeys(nodes)]
-        self.place = self.leaders.index(comm.rank) if comm.rank in self.leaders else None
+        self.index = self.leaders.index(comm.rank) if comm.rank in self.leaders else None
 
     def synchronise(self) -> list[Sample]:
         """Exchange with the parent, then with the children; collective over the leaders.
@@ -53,10 +53,10 @@ class Clocks:
         Returns the samples of this rank, rows of CLOCK_SAMPLES.
         """
         self.rounds += 1
-        if self.place is None:
+        if self.index is None:
             return []
-        samples = self.ask(self.leaders[parent(self.place)]) if self.place else []
-        for child in children(self.place, len(self.leaders)):
+        samples = self.ask(self.leaders[parent(self.index)]) if self.index else []
+        for child in children(self.index, len(self.leaders)):
             self.answer(self.leaders[child])
         return samples
 
@@ -87,16 +87,16 @@ class Clocks:
         return int(self.comm.recv((1,), np.dtype(np.int64), peer).wait()[0])
 
 
-def parent(place: int) -> int:
+def parent(index: int) -> int:
     """Return the number of a node without its highest bit."""
-    return place - (1 << place.bit_length() - 1)
+    return index - (1 << index.bit_length() - 1)
 
 
-def children(place: int, nodes: int) -> Iterator[int]:
+def children(index: int, nodes: int) -> Iterator[int]:
     """Yield the nodes that ask this one, in the order of the rounds."""
-    bit = 1 << place.bit_length()
-    while place + bit < nodes:
-        yield place + bit
+    bit = 1 << index.bit_length()
+    while index + bit < nodes:
+        yield index + bit
         bit <<= 1
 
 

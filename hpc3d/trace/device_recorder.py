@@ -195,12 +195,12 @@ class DeviceRecorder(Recorder):
 def _with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
     """Return the rows of steps with forward and backward times measured on the device."""
     steps = np.array(steps, record_type(STEPS))
-    place = np.searchsorted(steps["step"], rows["step"])
-    inside = np.append(steps["step"], -1)[place] == rows["step"]
+    index = np.searchsorted(steps["step"], rows["step"])
+    inside = np.append(steps["step"], -1)[index] == rows["step"]
     inside &= (rows["stream"] == _COMPUTATION) & (rows["step"] >= 0)
     for column, phases in _PASSES.items():
         these = inside & np.isin(rows["phase"], [*map(PHASE.index, phases)])
-        spent = np.bincount(place[these], rows["dur"][these] * 1e-9, len(steps))
+        spent = np.bincount(index[these], rows["dur"][these] * 1e-9, len(steps))
         steps[column] = spent[: len(steps)]
     return steps
 
@@ -318,5 +318,5 @@ class DeviceTraced(Traced):
             return
         recorder, (name, number) = self.recorder, what
         recorder.stalls.append((posted, left))
-        place = context, self.group
-        recorder.put(posted, left, name, COPY, number, *place, step=step, stream=_COMPUTATION)
+        where = context, self.group
+        recorder.put(posted, left, name, COPY, number, *where, step=step, stream=_COMPUTATION)

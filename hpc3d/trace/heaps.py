@@ -21,22 +21,22 @@ def check_heaps(path: Path) -> None:
     if not 0 < path.stat().st_size <= _LARGE:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        place = data.find(_MARK)
-        while place >= 0:
-            if not _sound(data, place):
-                raise ValueError(f"the texts at byte {place} are damaged")
-            place = data.find(_MARK, place + len(_MARK))
+        offset = data.find(_MARK)
+        while offset >= 0:
+            if not _sound(data, offset):
+                raise ValueError(f"the texts at byte {offset} are damaged")
+            offset = data.find(_MARK, offset + len(_MARK))
 
 
-def _sound(data, place):
+def _sound(data, offset):
     """Return True if the objects of a heap are contiguous and end where it ends."""
-    (size,) = struct.unpack_from("<Q", data, place + 8) if place + 16 <= len(data) else (0,)
-    end, place = place + size, place + 16
+    (size,) = struct.unpack_from("<Q", data, offset + 8) if offset + 16 <= len(data) else (0,)
+    end, offset = offset + size, offset + 16
     if end > len(data):
         return False
-    while place + _OBJECT.size <= end:
-        number, _, _, size = _OBJECT.unpack_from(data, place)
+    while offset + _OBJECT.size <= end:
+        number, _, _, size = _OBJECT.unpack_from(data, offset)
         if number == 0:
-            return place + size == end
-        place += _OBJECT.size + (size + 7) // 8 * 8
-    return place <= end
+            return offset + size == end
+        offset += _OBJECT.size + (size + 7) // 8 * 8
+    return offset <= end

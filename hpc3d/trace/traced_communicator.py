@@ -85,8 +85,8 @@ class Traced:
             end = recorder.clock()
             name, number = recorder.name(op), OP_NUMBER[op]
             if recorder.latest > free or begin - free > AT_ONCE:
-                place = context, self.group
-                recorder.put(posted, free - posted, name, COPY, number, *place, step=step)
+                where = context, self.group
+                recorder.put(posted, free - posted, name, COPY, number, *where, step=step)
                 recorder.blocked += free - posted
             else:
                 begin = posted

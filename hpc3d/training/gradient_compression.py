@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hpc3d.model.parameters import Parameters
 
 OWN_STATES = RESIDUAL, FACTOR = "residual", "factor"  # names of the states of this rank
-_PLACE = "int32"
+_INDEX = "int32"
 
 
 class CompressionSpec(NamedTuple):
@@ -281,20 +281,20 @@ class _LargestSum(_CompressedSum):
         self._add_gradients()
         count = sum(map(prod, self.counts))
         values = self.mesh.empty((1, count), self.parameters.wide, "communication")
-        places = self.mesh.empty((1, count), _PLACE, "communication")
-        parts = _views(values[0], self.counts), _views(places[0], self.counts)
+        indices = self.mesh.empty((1, count), _INDEX, "communication")
+        parts = _views(values[0], self.counts), _views(indices[0], self.counts)
         with self.mesh.trace.span("largest elements"):
             for residual, *part in zip(self.residuals, *parts, strict=True):
                 take_largest(residual.reshape(-1), *part)
-        self.pending = all_of([self.comm.all_gather(values), self.comm.all_gather(places)])
+        self.pending = all_of([self.comm.all_gather(values), self.comm.all_gather(indices)])
 
     def wait(self) -> None:
-        values, places = self.pending.wait()
+        values, indices = self.pending.wait()
         self.pending = None
         with self.mesh.trace.span("largest elements"):
             for item in self.items:
                 item.grad.fill(0)
             for member in range(self.comm.size):
-                parts = _views(values[member], self.counts), _views(places[member], self.counts)
+                parts = _views(values[member], self.counts), _views(indices[member], self.counts)
                 for item, *part in zip(self.items, *parts, strict=True):
                     add_at(item.grad.reshape(-1), *part)

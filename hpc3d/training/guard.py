@@ -140,9 +140,9 @@ def _count_not_finite(block: Array) -> int:
 def _described(item: Parameter, block: Array, kind: str) -> str:
     """Return a line with a parameter's layer, name and count of elements that are not finite."""
     layer, _, name = item.name.removeprefix("layers.").partition(".")
-    place = f"layer {layer}, {name}" if item.name.startswith("layers.") else item.name
+    where = f"layer {layer}, {name}" if item.name.startswith("layers.") else item.name
     count = _count_not_finite(block)
-    return f"{place}: {count} of {block.size} elements of its {kind} are not finite"
+    return f"{where}: {count} of {block.size} elements of its {kind} are not finite"
 
 
 class ReplicaCheck:
@@ -213,8 +213,8 @@ class ReplicaCheck:
         comm = self.mesh.comm(axis)
         hashes = self.gathered(comm, [copies[key][1] for key in keys])
         differ = (hashes != hashes[0]).any(0) if comm.rank == 0 else []
-        for place in np.flatnonzero(differ):
-            yield self._finding(keys[place], number, axis, comm.members, hashes[:, place].tolist())
+        for index in np.flatnonzero(differ):
+            yield self._finding(keys[index], number, axis, comm.members, hashes[:, index].tolist())
 
     def _tied_copies(
         self, number: int, copies: Mapping[tuple[str, str], tuple[set[str], int]]

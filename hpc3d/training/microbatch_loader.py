@@ -80,7 +80,7 @@ class MicrobatchLoader:
         `factor` scales their loss.
         """
         last = min(number + self.ahead, self.last) if self.asynchronous else number
-        for old in [place for place, micro in self.micros.items() if micro.step < number]:
+        for old in [key for key, micro in self.micros.items() if micro.step < number]:
             del self.micros[old]
         self.valid = {step: count for step, count in self.valid.items() if step >= number}
         for step in range(number, last + 1):

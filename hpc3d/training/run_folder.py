@@ -157,7 +157,7 @@ def fresh(parent: Path, name: str) -> Path:
     raise FileExistsError(f"100 runs {name} exist already")
 
 
-def describe(folder: Path, places: Sequence[Mapping[str, Any]], mpi: str) -> None:
+def describe(folder: Path, locations: Sequence[Mapping[str, Any]], mpi: str) -> None:
     """Write environment.json: versions, host, nodes of the ranks, git; no secrets."""
     environment = {
         "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -169,7 +169,7 @@ def describe(folder: Path, places: Sequence[Mapping[str, Any]], mpi: str) -> Non
         "threads_per_rank": os.environ.get("OMP_NUM_THREADS"),
         "mpi": mpi,
         "packages": {name: _installed(name) for name in _PACKAGES},
-        "ranks": places,
+        "ranks": locations,
     }
     write_text(folder / "environment.json", json.dumps(environment, indent=1) + "\n")
 

@@ -27,13 +27,13 @@ CLOCKS = {
 
 def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, transport: str) -> Mesh:
     """Return the mesh with a recorder if the run is traced; rank 0 describes the environment."""
-    place = {**job.place(), "device": str(mesh.pool.device)}
-    places = job.gather(place)
+    location = {**job.location(), "device": str(mesh.pool.device)}
+    locations = job.gather(location)
     sizes = zip(*job.gather([*mesh.sizes.values()]), strict=True)  # d may differ by stage
     if job.rank == 0:
         from hpc3d.training.run_folder import describe
 
-        describe(folder, places, job.library())
+        describe(folder, locations, job.library())
     if not config.trace.enabled:
         return mesh
     from hpc3d.trace.clock import Clocks
@@ -44,7 +44,7 @@ def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, trans
         "axes": list(mesh.sizes),
         "axis_sizes": [*map(max, sizes)],
         "coords": [mesh.coord(axis) for axis in mesh.sizes],
-        **place,
+        **location,
         "transport": transport,
         "cores": cores_of_node(),
         "run_id": folder.name,
@@ -57,7 +57,7 @@ def recorded(job: Job, mesh: Mesh, config: Config, folder: Path, git: str, trans
     }
     recorder = recorder_of(folder, header, mesh.pool, config)
     if config.trace.clock == "wall":
-        nodes = [place["node"] for place in places]
+        nodes = [location["node"] for location in locations]
         recorder.clocks = Clocks(mesh.world, nodes, recorder.clock)
     job.exit_hooks.append(recorder.flush)
     return mesh.traced(recorder)

@@ -51,7 +51,7 @@ class Watchdog:
 
     def __init__(self, job: Job, mesh: Mesh, run_dir: Path, seconds: float, homes: Homes) -> None:
         self.job, self.pool = job, mesh.pool
-        self.place = RankPosition({**mesh.comms, WORLD: mesh.world})
+        self.position = RankPosition({**mesh.comms, WORLD: mesh.world})
         self.reports = Reports(job, run_dir / "watchdog", homes)
         self.grace = GRACE if homes.nodes[job.rank] == homes.nodes[0] else GRACE + LATER
         self.leads = homes.nodes[job.rank] == job.rank
@@ -63,7 +63,7 @@ class Watchdog:
 
     def step(self, number: int) -> None:
         """Record that step `number` begins; watching starts with the first step."""
-        self.place.step = number
+        self.position.step = number
         if not self.thread.ident:
             self.thread.start()
 
@@ -90,7 +90,7 @@ class Watchdog:
 
     def _movement(self) -> tuple[object, ...]:
         """Return counters that change between checks while the rank makes progress."""
-        return self.place.done(), self.pool.live["activation"], len(self.job.signals)
+        return self.position.done(), self.pool.live["activation"], len(self.job.signals)
 
     def act(self) -> None:
         """Report if this rank had no progress for too long, or for half of it if another has
@@ -103,7 +103,7 @@ class Watchdog:
         elif self.silence > self.seconds + self.grace * self.period:
             self.end()
         elif self.silence > self.seconds or self._suspected():
-            self.reports.speak(self.place, self.silence)
+            self.reports.speak(self.position, self.silence)
         elif self.silence == 0:
             self.reports.take_back()
 
@@ -112,14 +112,14 @@ class Watchdog:
 
     def _deserted(self) -> bool:
         """Return True if this rank was asked to end and waits for others that may have ended."""
-        told = {*ENDING} & {*self.job.signals} and self.place.waiting()
+        told = {*ENDING} & {*self.job.signals} and self.position.waiting()
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 
     def leave(self) -> None:
         """End only this rank."""
         if self.job.first_to_fail():
             what = f"asked to end and left: nothing moved for {self.silence:.0f} s"
-            self.job.complain(f"rank {self.job.rank} was {what}, {self.place}")
+            self.job.complain(f"rank {self.job.rank} was {what}, {self.position}")
         leave(self.job)
 
     def end(self) -> None:
@@ -191,17 +191,17 @@ class Reports:
         """Return True if any rank has reported."""
         return self._promptly(self.folder.is_dir, False)
 
-    def speak(self, place: RankPosition, silence: float) -> None:
+    def speak(self, position: RankPosition, silence: float) -> None:
         """Write the position of this rank, once."""
         if not self.spoken:
             self.spoken = True
-            self._promptly(lambda: self.write(place, silence), None)
+            self._promptly(lambda: self.write(position, silence), None)
 
-    def write(self, place: RankPosition, silence: float) -> None:
+    def write(self, position: RankPosition, silence: float) -> None:
         with suppress(OSError):  # a full disk must not keep the job from ending
             self.folder.mkdir(exist_ok=True)
             with self.path(self.job.rank).open("w") as file:
-                lines = [place, f"for {silence:.1f} s", *place.groups(), ""]
+                lines = [position, f"for {silence:.1f} s", *position.groups(), ""]
                 print(*lines, sep="\n", file=file, flush=True)
                 faulthandler.dump_traceback(file)
 
@@ -219,8 +219,8 @@ class Reports:
     def sum_up(self, seconds: float) -> bool:
         """Print the positions of the ranks after `seconds`; return False if another rank did."""
         line = f"nothing moved for {seconds:g} s: "
-        if places := self._promptly(self.places, None):
-            line += f"{places}; stacks in {self.folder}"
+        if positions := self._promptly(self.positions, None):
+            line += f"{positions}; stacks in {self.folder}"
         else:
             line += f"{self.folder} does not answer, either"
         if not self._promptly(lambda: self.noted(line), True):
@@ -240,12 +240,12 @@ class Reports:
             pass
         return True
 
-    def places(self) -> str:
+    def positions(self) -> str:
         """Return the positions of the ranks, first those for which the others may be waiting."""
-        places: dict[str, list[int]] = {}
+        positions: dict[str, list[int]] = {}
         for rank in range(self.job.size):
-            places.setdefault(self.said(rank), []).append(rank)
-        found = sorted(places.items(), key=lambda item: (_suspicion(item[0]), -len(item[1])))
+            positions.setdefault(self.said(rank), []).append(rank)
+        found = sorted(positions.items(), key=lambda item: (_suspicion(item[0]), -len(item[1])))
         parts = [f"{self.homes.named(ranks)} {where}" for where, ranks in found]
         if len(parts) > _SHOWN:
             parts[_SHOWN - 1 :] = [f"{len(parts) - _SHOWN + 1} other places"]

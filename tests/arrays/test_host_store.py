@@ -71,7 +71,7 @@ def test_a_part_of_an_array_is_read_where_it_lies(monkeypatch):
     store.empty((100,), "uint8").fill(1)
     kept = store.empty((4000,), "float32")
     kept[...] = range(4000)
-    start = store.files.places[kept.ctypes.data]
+    start = store.files.offsets[kept.ctypes.data]
     part = store.load(kept[1000:1500], "workspace", TRACE)()
     assert asked == [(start + 4000, 2000)] and part.tolist() == [*range(1000, 1500)]
     assert (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc3d.comm.stage_mesh import place_of, ranks_of, shares
+from hpc3d.comm.stage_mesh import ranks_of, shares, stage_and_replica
 from hpc3d.comm.threads import run_stages
 
 ROWS = 6
@@ -11,7 +11,7 @@ ROWS = 6
 
 def test_ranks_are_numbered_stage_by_stage():
     assert ranks_of((2, 1, 3)) == [range(2), range(2, 3), range(3, 6)]
-    assert [place_of((2, 1, 3), rank) for rank in range(6)] == [
+    assert [stage_and_replica((2, 1, 3), rank) for rank in range(6)] == [
         *((0, 0), (0, 1), (1, 0)),
         *((2, 0), (2, 1), (2, 2)),
     ]

@@ -91,7 +91,7 @@ def numbers(job):
 
 def elsewhere(host, number, node):
     place = {"host": host, "pid": os.getpid(), "local_rank": number, "node": node}
-    return patch.object(Job, "place", lambda self: place)
+    return patch.object(Job, "location", lambda self: place)
 
 
 def gpus(job):

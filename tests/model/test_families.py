@@ -238,7 +238,7 @@ def test_a_rank_has_its_share_of_parameters(axes, zero):
         config, LayerRange(range(2), first=True, last=True), abstract_mesh(mesh, {})
     )
     held = 4 * (
-        built.value.size + built.grad.size + 2 * sum(place.own for place in built.places.values())
+        built.value.size + built.grad.size + 2 * sum(place.own for place in built.slices.values())
     )
     others = size_of(built) - size_of(built, "weight") - size_of(built, "embedding.token")
     least = footprint.parameters(config)

@@ -32,7 +32,7 @@ def replicas(data, zero, add):
 
 def updated(parameters):
     """The elements that a rank updates."""
-    return sum(place.own for place in parameters.places.values())
+    return sum(place.own for place in parameters.slices.values())
 
 
 def two_vectors(parameters):
@@ -46,7 +46,7 @@ def spans(part):
 
 def test_without_zero_every_replica_owns_everything():
     for parameters in replicas(2, 0, two_vectors):
-        b, a = (parameters.places[item] for item in parameters)
+        b, a = (parameters.slices[item] for item in parameters)
         assert spans(b) == [(0, 5)] * 4
         assert spans(a) == [(5, 11)] * 4
 
@@ -55,7 +55,7 @@ def test_with_zero_a_replica_owns_one_equal_part_of_each_parameter():
     """The last parameter comes first; 5 elements are padded to two parts of 3."""
     own = [[(0, 3), (6, 9)], [(3, 6), (9, 12)]]
     for parameters, (of_b, of_a) in zip(replicas(2, 1, two_vectors), own):
-        b, a = (parameters.places[item] for item in parameters)
+        b, a = (parameters.slices[item] for item in parameters)
         assert spans(b) == [(0, 6), (0, 6), of_b, of_b]
         assert spans(a) == [(6, 12), (6, 12), of_a, of_a]
         assert (parameters.value.size, parameters.grad.size, updated(parameters)) == (12, 12, 6)
@@ -92,7 +92,7 @@ def test_the_own_part_of_a_matrix_is_the_block_of_its_gradient(zero, rank):
     parameters = replica(2, rank, zero, add)
     (item,) = parameters
     value, own = ((0, 12), (6 * rank, 6 * rank + 6)) if zero == 2 else ((0, 6), (0, 6))
-    assert spans(parameters.places[item]) == [value, (0, 6), own, (0, 6)]
+    assert spans(parameters.slices[item]) == [value, (0, 6), own, (0, 6)]
     assert item.value.shape == ((4, 3) if zero == 2 else (2, 3))
     assert item.grad.shape == (2, 3)
 
@@ -107,7 +107,7 @@ def test_own_parts_are_all_of_a_parameter_once(data, zero):
     count = 0
     for parameters in replicas(data, zero, add):
         owned = np.zeros(parameters.value.size, int)
-        for place in parameters.places.values():
+        for place in parameters.slices.values():
             owned[place.own_value] += 1
             assert place.own == place.own_value.stop - place.own_value.start
         count = count + owned
@@ -133,7 +133,7 @@ def test_parameters_that_are_summed_alike_lie_together_last_first_and_the_late_a
     parameters = replica(2, 0, 0, add)
     names = [item.name for item in parameters]
     assert names == ["layers.1.w", "layers.0.w", "layers.1.b", "layers.0.b", "table"]
-    starts = [parameters.places[item].value.start for item in parameters]
+    starts = [parameters.slices[item].value.start for item in parameters]
     assert starts == [0, 8, 16, 18, 20]
 
 
@@ -210,7 +210,7 @@ def test_without_zero_every_replica_updates_all_matrices_whole():
     assert shapes == {"table": (2, 3), "a": (5, 2), "b": (4, 2), "c": (3, 2)}
     assert not parameters.owners
     (piece,) = parameters.pieces
-    assert piece.value == parameters.places[parameters.items[3]].value
+    assert piece.value == parameters.slices[parameters.items[3]].value
 
 
 @pytest.mark.parametrize("zero", [2, 3])

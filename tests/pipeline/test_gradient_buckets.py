@@ -203,7 +203,7 @@ def test_the_copies_of_a_table_get_the_sum_of_both(zero):
         for item in parameters:
             item.grad[...] = np.arange(6).reshape(3, 2) + 10**stage
         buckets.wait()
-        return [parameters.grad[place.own_grad] for place in parameters.places.values()]
+        return [parameters.grad[place.own_grad] for place in parameters.slices.values()]
 
     whole = 4 * np.arange(6) + 2 * (1 + 100)
     own = [slice(None)] * 2 if not zero else [slice(0, 3), slice(3, 6)]
@@ -238,7 +238,7 @@ def test_gradients_cross_in_16_bits_and_are_summed_in_float32(reduced, zero, who
         parts = [gradient(each, count).astype(reduced).astype(np.float32) for each in range(3)]
         total = (parts[0] + parts[1] + parts[2]).astype(reduced).astype(np.float32)
         for item in parameters:
-            own = parameters.places[item].own_grad
+            own = parameters.slices[item].own_grad
             np.testing.assert_array_equal(parameters.grad[own], total[own])
         return parameters.grad.dtype
 

@@ -69,7 +69,7 @@ def watched(monkeypatch, tmp_path, homes):
         clock[0] += gap
         for dog in dogs:
             if dog.job.rank in moving:
-                dog.place.comms["x"].all_reduce(np.ones(1)).wait()
+                dog.position.comms["x"].all_reduce(np.ones(1)).wait()
             dog.look()
             dog.act()
 
@@ -100,7 +100,7 @@ def test_a_step_memory_or_a_signal_is_movement_too(what, watched):
     second(1, 2)
     assert dog.silence == 1
     if what == "step":
-        dog.place.step = 7
+        dog.position.step = 7
     elif what == "memory":
         dog.pool.count("activation", 8)
     else:
@@ -132,9 +132,9 @@ def test_those_that_are_silent_speak_when_one_was_for_too_long(watched, tmp_path
 def test_one_rank_says_where_all_are_and_all_end(watched, tmp_path):
     second, dogs = watched
     for dog in dogs:
-        dog.place.step = 4
+        dog.position.step = 4
     second(0, 1, 2)
-    dogs[0].place.comms["x"].waiting = "all_gather", 812, 98304, None
+    dogs[0].position.comms["x"].waiting = "all_gather", 812, 98304, None
     for _ in range(20 + GRACE):
         second(2)
     for dog, who in zip(dogs, ("all", "one")):
@@ -159,7 +159,7 @@ def test_the_host_of_rank_0_speaks_for_all_and_names_hosts(watched, tmp_path, ho
     """The others may be heard by nobody: they end the job only if that one does not."""
     second, dogs = watched
     second(0, 1, 2)
-    dogs[0].place.comms["x"].waiting = "all_gather", 3, 8, None
+    dogs[0].position.comms["x"].waiting = "all_gather", 3, 8, None
     for _ in range(20 + GRACE):
         second()
     with pytest.raises(Ended, match=f"all with {STALLED}"):
@@ -191,7 +191,7 @@ def test_a_folder_that_does_not_answer_keeps_no_rank_from_its_end(watched, monke
     monkeypatch.setattr(watchdog, "ANSWER", 0.2)
     for name in ("said", "write", "noted"):
         monkeypatch.setattr(dog.reports, name, lambda *_: over.wait(60))
-    dog.reports.speak(dog.place, 21)
+    dog.reports.speak(dog.position, 21)
     with pytest.raises(Ended, match=f"all with {STALLED}"):
         dog.end()
     over.set()
@@ -223,7 +223,7 @@ def test_a_rank_that_is_told_to_end_leaves_when_nobody_answers(
         second(1, 2)
     dog.job.signals.append(told)
     second(0, 1, 2)
-    dog.place.comms["x"].waiting = ("recv", 3, 8, 0) if waits else None
+    dog.position.comms["x"].waiting = ("recv", 3, 8, 0) if waits else None
     for _ in range(after or 20):
         second(1, 2)
     if after:

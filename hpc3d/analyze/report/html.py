@@ -38,7 +38,7 @@ class Shown(NamedTuple):
     """Picture on the page: its interactive placeholder, or "", and its image for paper."""
 
     picture: Picture
-    place: str
+    placeholder: str
     image: str
     name: str
 
@@ -51,10 +51,10 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
     """
     named = {name: each for found in pictures for name, each in found.items()}
     models = {name: model for name, each in named.items() if (model := _model(name, each))}
-    library, script, places = plot_bokeh.embed(models)
+    library, script, divs = plot_bokeh.embed(models)
     shown = [
         {
-            each.name: Shown(each, places.get(name, ""), _image(folder / name), name)
+            each.name: Shown(each, divs.get(name, ""), _image(folder / name), name)
             for name, each in found.items()
         }
         for found in pictures

@@ -30,9 +30,9 @@ def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
     from bokeh.embed import components
     from bokeh.resources import Resources
 
-    script, places = components(models)
+    script, divs = components(models)
     library = Resources(mode="inline", components=["bokeh"]).render_js()
-    return library, script, places
+    return library, script, divs
 
 
 def _plot(height, **values):

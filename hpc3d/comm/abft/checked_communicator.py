@@ -30,10 +30,10 @@ class CallRecord(NamedTuple):
     phase: str
 
     def __str__(self) -> str:
-        return f"{place(self)}: {self.op} of {self.size} elements of {self.dtype}"
+        return f"{position(self)}: {self.op} of {self.size} elements of {self.dtype}"
 
 
-def place(where: MeshRecorder | CallRecord) -> str:
+def position(where: MeshRecorder | CallRecord) -> str:
     """Return the step, layer and phase of a trace or a record as text."""
     layer = f"layer {where.layer}, " if where.layer >= 0 else ""
     return f"step {where.step}, {layer}{where.phase}"

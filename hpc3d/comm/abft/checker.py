@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpc3d.comm.abft.checked_communicator import CheckedCommunicator, place
+from hpc3d.comm.abft.checked_communicator import CheckedCommunicator, position
 from hpc3d.comm.abft.checksum import WIDE, Signs, quiet, wrong_row
 from hpc3d.comm.mesh import NullRecorder
 
@@ -96,8 +96,8 @@ class AbftChecker:
         column = int(off.argmax())
         shape = f"[{a.shape[0]}, {a.shape[1]}] [{b.shape[0]}, {b.shape[1]}]{which}"
         return (
-            f"rank {self.rank}: {place(self.trace)}: product {shape}: row {row}, column {column} "
-            f"is {c[row, column]:.6g}, not {again[column]:.6g}"
+            f"rank {self.rank}: {position(self.trace)}: product {shape}: row {row}, "
+            f"column {column} is {c[row, column]:.6g}, not {again[column]:.6g}"
         )
 
     def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:

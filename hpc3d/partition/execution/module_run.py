@@ -221,7 +221,7 @@ def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) 
     config = plan.config
     rows = config.train.batch // config.parallel.microbatches
     mesh, line = build_stages(model.replicas, rows, config.mesh.transport)
-    homes = homes_of(job.gather(job.place()))
+    homes = homes_of(job.gather(job.location()))
     hardware = Hardware(None, config.mesh.transport, homes=homes)
     mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, _layout(config, model))
     batches = source and source.batches

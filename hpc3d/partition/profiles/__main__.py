@@ -98,7 +98,7 @@ def _measured(job: Job, run: OneRankRun, options: Namespace) -> ModuleProfile:
     return ModuleProfile(
         model=options.model,
         graph=digest_of(run.captured),
-        host=job.place()["host"],
+        host=job.location()["host"],
         ranks=job.size,
         cores=len(os.sched_getaffinity(0)),
         memory=host_memory.total() / len(os.sched_getaffinity(0)),

@@ -98,12 +98,12 @@ def _kernels_of(
     """
     rows = [work for work in works if work.call is None and _kernels_in(work)]
     names = sorted({each.name for work in rows for each in _kernels_in(work)})
-    place = {name: number for number, name in enumerate(names, 1)}
+    column = {name: number for number, name in enumerate(names, 1)}
     counted, spent = np.zeros((len(rows), 1 + len(names))), np.empty(len(rows))
     for row, work in enumerate(rows):
         spent[row] = work.seconds - _in_products(work, rates)
         for each in _kernels_in(work):
-            counted[row, [0, place[each.name]]] += 1, each.bytes
+            counted[row, [0, column[each.name]]] += 1, each.bytes
     weight = np.array([work.seconds for work in rows]) ** -0.5
     launch, *per_byte = _positive(counted * weight[:, None], spent * weight)
     rate = {name: _rounded(1 / each) for name, each in zip(names, per_byte, strict=True) if each}

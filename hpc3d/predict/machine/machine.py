@@ -35,12 +35,12 @@ class Curve:
         self.power = [log(y1 / y0) / log(x1 / x0) for (x0, y0), (x1, y1) in knots]
 
     def __call__(self, x: float) -> float:
-        place = bisect_right(self.x, x) - 1
-        if place < 0:
+        index = bisect_right(self.x, x) - 1
+        if index < 0:
             return self.y[0]
-        if place == len(self.power):
+        if index == len(self.power):
             return self.y[-1]
-        return self.y[place] * (x / self.x[place]) ** self.power[place]
+        return self.y[index] * (x / self.x[index]) ** self.power[index]
 
 
 @dataclass(frozen=True)

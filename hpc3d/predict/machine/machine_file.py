@@ -86,10 +86,10 @@ def _explain(error: Mapping[str, Any]) -> str:
     return f"{key}: {error['msg'].lower()}, not {error['input']!r}; correct the value"
 
 
-def _hint(*place: str) -> str:
+def _hint(*key: str) -> str:
     """Suggest a similar known key, or list the known keys."""
-    known = [each.name for each in fields(_PARTS[place[0]] if len(place) > 1 else Machine)]
-    near = get_close_matches(place[-1], known, 1)
+    known = [each.name for each in fields(_PARTS[key[0]] if len(key) > 1 else Machine)]
+    near = get_close_matches(key[-1], known, 1)
     return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
 
 
@@ -142,12 +142,12 @@ def _wrong_links(machine: Machine) -> Iterator[str]:
     """Yield errors of links that are not ordered from the innermost outwards."""
     if not machine.links:
         yield "links: none; add [[links]] with ranks = 0, which joins all"
-    for place, link in enumerate(machine.links):
-        yield from _wrong_link(f"links.{place}", link, last=link is machine.links[-1])
-    for place, (inner, outer) in enumerate(pairwise(machine.links[:-1]), 1):
+    for index, link in enumerate(machine.links):
+        yield from _wrong_link(f"links.{index}", link, last=link is machine.links[-1])
+    for index, (inner, outer) in enumerate(pairwise(machine.links[:-1]), 1):
         if outer.ranks <= inner.ranks or inner.ranks < 1 or outer.ranks % inner.ranks:
             yield (
-                f"links.{place}.ranks = {outer.ranks}: must be a multiple of the {inner.ranks} of "
+                f"links.{index}.ranks = {outer.ranks}: must be a multiple of the {inner.ranks} of "
                 "the link before it; order links from the innermost outwards"
             )
 
@@ -169,8 +169,8 @@ def _wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
 
 def _wrong_tables(machine: Machine) -> Iterator[str]:
     """Yield errors of unknown, invalid and duplicate measured calls."""
-    for place, table in enumerate(machine.measured):
-        key = f"measured.{place}"
+    for index, table in enumerate(machine.measured):
+        key = f"measured.{index}"
         if table.op not in ALGORITHMS:
             yield f"{key}.op = {table.op!r}: unknown; known are {', '.join(ALGORITHMS)}"
         if table.members < 2:

@@ -116,5 +116,5 @@ def every_rank(config: Config, vocabulary: int) -> list[Prediction]:
     if any(split.own for split in config.splits.values()):
         rank = partial(predict_on, config=config, vocabulary=vocabulary, program=program)
         return threads.run(grid.sizes, rank, partial(pool_of, config))
-    places = map(grid.coords, range(grid.size))
-    return [predict(config, vocabulary, coords, program) for coords in places]
+    all_coords = map(grid.coords, range(grid.size))
+    return [predict(config, vocabulary, coords, program) for coords in all_coords]

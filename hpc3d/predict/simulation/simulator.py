@@ -160,8 +160,8 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
 def _bytes_of_tables(parameters: Parameters) -> int:
     """Return the bytes of token-table values: the first stage's, and the last stage's copy."""
     tables = [item for item in parameters if item.rows and len(item.shape) == 2]
-    places = [parameters.places[item].value for item in tables]
-    return sum(place.stop - place.start for place in places) * parameters.dtype.itemsize
+    slices = [parameters.slices[item].value for item in tables]
+    return sum(part.stop - part.start for part in slices) * parameters.dtype.itemsize
 
 
 def _bytes_of_logits(trainer: Trainer) -> int:

@@ -108,17 +108,17 @@ def partitions(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
 
 
 def _partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    places, bottom = np.arange(len(rows)), np.zeros(len(rows))
+    xs, bottom = np.arange(len(rows)), np.zeros(len(rows))
     for part, colour in _MEMORY.items():
         values = np.array([row[part] for row in rows]) / 1e9
-        panel.bar(places, values, 0.6, bottom, color=colour, label=part)
+        panel.bar(xs, values, 0.6, bottom, color=colour, label=part)
         bottom = bottom + values
     how = {"color": NAVY, "linestyle": "--", "label": "layers in flight, closed form"}
-    panel.hlines([_closed(row) for row in rows], places - 0.4, places + 0.4, **how)
-    panel.plot(places, [row["worst"] / 1e9 for row in rows], "o-", c="black", label="worst rank")
+    panel.hlines([_closed(row) for row in rows], xs - 0.4, xs + 0.4, **how)
+    panel.plot(xs, [row["worst"] / 1e9 for row in rows], "o-", c="black", label="worst rank")
     above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "size": 7}
-    for place, top, row in zip(places, bottom, rows):
-        panel.annotate(f"{row['in_flight']} in flight", (place, top), **above)
+    for x, top, row in zip(xs, bottom, rows):
+        panel.annotate(f"{row['in_flight']} in flight", (x, top), **above)
     panel.set(ylabel="memory [GB]", title=f"{rows[0]['partition']} partition")
 
 
@@ -162,13 +162,13 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """Plot the wait and transfer times of the mean rank by axis, for uneven stages."""
     rows = found["waiting"]
     figure, (panel,) = empty(WIDTH, 3.4)
-    places, bottom = np.arange(len(rows)), np.zeros(len(rows))
+    xs, bottom = np.arange(len(rows)), np.zeros(len(rows))
     for (axis, part), colour in _parts(rows).items():
         values = np.array([row[f"{part}_s"][axis] for row in rows]) * 1e3
-        panel.bar(places, values, 0.6, bottom, color=colour, label=f"{part}, {axis}")
+        panel.bar(xs, values, 0.6, bottom, color=colour, label=f"{part}, {axis}")
         bottom = bottom + values
     labels = [f"{', '.join(map(str, row['stages']))}\n{row['imbalance']:+.0%}" for row in rows]
-    panel.set_xticks(places, labels)
+    panel.set_xticks(xs, labels)
     panel.set_xlabel("layers of each stage, and how much longer the longest is than the mean")
     panel.set_ylabel("time in calls [ms]")
     panel.legend(frameon=False, fontsize=8)

@@ -164,7 +164,7 @@ class Adafactor(Optimizer):
             scaled, second = grad * scale, states["second"]
             self._move(second, scaled * scaled)
             update = scaled / np.sqrt(second)
-            sizes = [self.parameters.places[item].own for item in piece.items]
+            sizes = [self.parameters.slices[item].own for item in piece.items]
             for item, edges in zip(piece.items, pairwise(accumulate(sizes, initial=0))):
                 part = slice(*edges)
                 exact = None if master is None else master[part]
@@ -192,12 +192,12 @@ def _summed(mesh: Mesh, shares: Sequence[_Sum]) -> list[Array]:
     """All-reduce arrays over their axes, with one call per axis for all arrays."""
     sums = [array for array, _ in shares]
     for axis in mesh.sizes:
-        along = [place for place, (_, axes) in enumerate(shares) if axis in axes]
+        along = [index for index, (_, axes) in enumerate(shares) if axis in axes]
         if mesh.size(axis) == 1 or not along:
             continue
-        flat = np.concatenate([sums[place].ravel() for place in along])
+        flat = np.concatenate([sums[index].ravel() for index in along])
         total = mesh.comm(axis).all_reduce(flat).wait()
-        edges = pairwise(accumulate((sums[place].size for place in along), initial=0))
-        for place, (start, stop) in zip(along, edges, strict=True):
-            sums[place] = total[start:stop].reshape(sums[place].shape)
+        edges = pairwise(accumulate((sums[index].size for index in along), initial=0))
+        for index, (start, stop) in zip(along, edges, strict=True):
+            sums[index] = total[start:stop].reshape(sums[index].shape)
     return sums

@@ -215,15 +215,15 @@ class Muon(AdamW):
         mesh, (among, width) = self.parameters.mesh, part.item.interleaved
         out = mesh.empty(whole.shape, whole.dtype, "workspace")
         rows, columns = whole.shape[1], whole.shape[2] // among
-        for place in range(count):
+        for index in range(count):
             for number in range(among):
                 one = mesh.empty((rows, columns), whole.dtype, "workspace")
                 apart = one.reshape(rows, columns // width, width)
                 turns = rows, columns // width, among, width
-                apart[...] = whole[place].reshape(*turns)[:, :, number]
+                apart[...] = whole[index].reshape(*turns)[:, :, number]
                 with mesh.trace.span("gemm", "gemm", orthogonalize_flops(one.shape)):
                     orthogonalize(one, mesh.empty)
-                out[place].reshape(*turns)[:, :, number] = apart
+                out[index].reshape(*turns)[:, :, number] = apart
         return out
 
 

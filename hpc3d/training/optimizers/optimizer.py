@@ -134,7 +134,7 @@ class Optimizer:
     `steps` counts the updates so far, and `constants` are those of `TrainConfig.constants`.  A
     subclass declares its STATES and, in WHOLE_MATRICES, the matrices that it needs unsharded:
     `matrices` yields them as blocks, and `pieces` yields the other parameters.  `states` are flat
-    arrays by name; `places` holds the slice of each parameter in them.  If they are offloaded,
+    arrays by name; `slices` holds the slice of each parameter in them.  If they are offloaded,
     `pieces` and `matrices` yield copies, which are valid until the next item is requested.
     """
 
@@ -146,7 +146,7 @@ class Optimizer:
         self.constants: Mapping[str, float] = constants
         narrow = parameters.wide != parameters.dtype
         self.specs = (MASTER, *self.STATES) if narrow else self.STATES
-        self.places: dict[str, Mapping[Parameter, slice]] = {}
+        self.slices: dict[str, Mapping[Parameter, slice]] = {}
         self.states = {spec.name: self._zeros(spec) for spec in self.specs}
         if narrow:
             for (value, master, _), *_ in self._pieces(0.0):
@@ -160,10 +160,10 @@ class Optimizer:
         return 1
 
     def _zeros(self, spec):
-        """Allocate the array of a state and set its `places`."""
+        """Allocate the array of a state and set its `slices`."""
         items = [*self.parameters]
         edges = [*accumulate((self._size(spec, item) for item in items), initial=0)]
-        self.places[spec.name] = dict(zip(items, map(slice, edges, edges[1:]), strict=False))
+        self.slices[spec.name] = dict(zip(items, map(slice, edges, edges[1:]), strict=False))
         dtype, mesh = spec.dtype or self.parameters.wide, self.parameters.mesh
         if "optimizer" not in self.parameters.offload:
             return mesh.zeros((edges[-1],), dtype, "optimizer")
@@ -176,7 +176,7 @@ class Optimizer:
         if not _keeps(spec, item):
             return 0
         if spec.elementwise:
-            return self.parameters.places[item].own
+            return self.parameters.slices[item].own
         return prod(self.block(spec, item)) if self.parameters.updates(item) else 0
 
     def block(self, spec: StateSpec, item: Parameter) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class Optimizer:
         """Yield each state of a parameter with this rank's elements of it."""
         for spec in self.specs:
             if _keeps(spec, item):
-                yield spec, self.states[spec.name][self.places[spec.name][item]]
+                yield spec, self.states[spec.name][self.slices[spec.name][item]]
 
     def pieces(
         self, decay: float
@@ -228,8 +228,8 @@ class Optimizer:
         arrays = {_VALUE: parameters.flat(first)[piece.value]}
         for spec in self.specs:
             if spec.of(first.name, first.shape):
-                places = self.places[spec.name]
-                stretch = slice(places[first].start, places[last].stop)
+                slices = self.slices[spec.name]
+                stretch = slice(slices[first].start, slices[last].stop)
                 arrays[spec.name] = self.states[spec.name][stretch]
         return _Update(first, parameters, parameters.grad[piece.grad], arrays)
 

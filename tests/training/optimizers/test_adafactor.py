@@ -127,7 +127,7 @@ def elements_of(trainer):
     total = 0
     for item in trainer.parameters:
         if not is_matrix(item.name, item.shape):
-            total += trainer.parameters.places[item].own
+            total += trainer.parameters.slices[item].own
         elif trainer.parameters.updates(item):
             rows, *experts, columns = item.updated_layout.block(item.shape, trainer.mesh)
             total += (rows + columns) * prod(experts)

@@ -61,7 +61,7 @@ def test_two_bytes_and_a_part_of_a_scale_a_parameter_are_held_and_predicted(layo
         trainer.step(0)
         formula = 0.0
         for item in trainer.parameters:
-            own = trainer.parameters.places[item].own
+            own = trainer.parameters.slices[item].own
             formula += own * (2 + 8 / BLOCK if in_blocks(item.shape) else 2 * 8)
         return mesh.pool.peak["optimizer"], formula
 
