@@ -41,8 +41,8 @@ def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
     return "\n".join([f"{head} {style}>", ground, *lines, "</svg>", ""])
 
 
-def _x(place):
-    return _MARGIN + (place + 0.5) * _STEP
+def _x(index):
+    return _MARGIN + (index + 0.5) * _STEP
 
 
 def _borders(choice: PipelineChoice, base: float) -> Iterator[str]:
@@ -71,9 +71,9 @@ def _arcs(value, base):
 
 def _atoms(graph: Graph, choice: PipelineChoice, base: float) -> Iterator[str]:
     ends = [stage.end for stage in choice.stages]
-    for place, atom in enumerate(graph.atoms):
-        part = sum(end <= place for end in ends)
-        colour, x = _COLOURS[part % choice.width % len(_COLOURS)], _x(place)
+    for index, atom in enumerate(graph.atoms):
+        part = sum(end <= index for end in ends)
+        colour, x = _COLOURS[part % choice.width % len(_COLOURS)], _x(index)
         yield f'<circle cx="{x:.0f}" cy="{base:.0f}" r="5" fill="{colour}"/>'
         name, below = escape(str(atom.ids[-1])[-28:]), base + 14
         turn = f'transform="rotate(60 {x:.0f} {below:.0f})"'

@@ -116,11 +116,12 @@ class Graph:
 
     def ordered(self, order: Sequence[int]) -> Graph:
         """Return the same graph with its atoms in another topological order."""
-        place = {atom: number for number, atom in enumerate(order)}
+        new_index = {atom: number for number, atom in enumerate(order)}
         shared = [
-            each._replace(atoms=tuple(sorted(map(place.get, each.atoms)))) for each in self.shared
+            each._replace(atoms=tuple(sorted(map(new_index.get, each.atoms))))
+            for each in self.shared
         ]
-        values = [*_between(self.values, place)]
+        values = [*_between(self.values, new_index)]
         return Graph([self.atoms[atom] for atom in order], values, shared)
 
     def downsets(self, limit: int) -> list[int] | None:
@@ -178,10 +179,10 @@ def contracted(
     parts = nx.condensation(edges)
     members = {part: sorted(parts.nodes[part]["members"]) for part in parts}
     order = [*nx.lexicographical_topological_sort(parts, key=members.get)]
-    place = {atom: number for number, part in enumerate(order) for atom in members[part]}
+    new_index = {atom: number for number, part in enumerate(order) for atom in members[part]}
     merged = [_as_one([atoms[atom] for atom in members[part]]) for part in order]
-    still = _shared_by_several(shared, place, merged)
-    return Graph(merged, [*_between(values, place)], still)
+    still = _shared_by_several(shared, new_index, merged)
+    return Graph(merged, [*_between(values, new_index)], still)
 
 
 _SUMMED = ("forward", "backward", "memory", "saved", "parameters", "weight", "fed")
@@ -198,7 +199,7 @@ def _as_one(atoms):
     )
 
 
-def _shared_by_several(shared, place, merged):
+def _shared_by_several(shared, new_index, merged):
     """Return the weights and inputs that several merged atoms still share.
 
     A merged atom whose members read the same one counts it once: its entry in `merged` is
@@ -206,7 +207,7 @@ def _shared_by_several(shared, place, merged):
     """
     found = []
     for each in shared:
-        readers = Counter(place[atom] for atom in each.atoms)
+        readers = Counter(new_index[atom] for atom in each.atoms)
         for number, times in readers.items():
             atom, more = merged[number], times - 1
             merged[number] = atom._replace(
@@ -219,10 +220,10 @@ def _shared_by_several(shared, place, merged):
     return found
 
 
-def _between(values, place):
+def _between(values, new_index):
     """Yield the values between the merged atoms; drop those within a single atom."""
     for value in values:
-        source = place[value.source]
-        targets = sorted({place[target] for target in value.targets} - {source})
+        source = new_index[value.source]
+        targets = sorted({new_index[target] for target in value.targets} - {source})
         if targets:
             yield value._replace(source=source, targets=tuple(targets))

@@ -57,14 +57,14 @@ class Piece(NamedTuple):
 class Captured(NamedTuple):
     """Module captured as pieces in program order.
 
-    `readers` maps a node whose value crosses between pieces to the pieces that read it. `places`
+    `readers` maps a node whose value crosses between pieces to the pieces that read it. `piece_of`
     maps a node to its piece.
     """
 
     program: ExportedProgram
     batch: int
     pieces: list[Piece]
-    places: dict[fx.Node, int]
+    piece_of: dict[fx.Node, int]
     readers: dict[fx.Node, tuple[int, ...]]
     weights: dict[fx.Node, str]
     inputs: tuple[fx.Node, ...]
@@ -149,8 +149,8 @@ def _example(module, inputs, with_data):
         module = copy.deepcopy(module)
 
     def run(samples):
-        places = torch.arange(samples) % batch
-        given = _mapped(inputs, lambda leaf: leaf[places] if _carries(leaf, batch) else leaf)
+        rows = torch.arange(samples) % batch
+        given = _mapped(inputs, lambda leaf: leaf[rows] if _carries(leaf, batch) else leaf)
         return module(**given) if isinstance(given, dict) else module(*given)
 
     return module, run
@@ -341,7 +341,7 @@ def tensors(values: Any) -> list[torch.Tensor]:
 def outputs_of(captured: Captured) -> list[fx.Node]:
     """Return the distinct outputs of the model that depend on its inputs."""
     (output,) = (node for node in captured.program.graph.nodes if node.op == "output")
-    return [node for node in dict.fromkeys(output.all_input_nodes) if node in captured.places]
+    return [node for node in dict.fromkeys(output.all_input_nodes) if node in captured.piece_of]
 
 
 def loss_of(captured: Captured) -> fx.Node | None:
@@ -454,22 +454,22 @@ def _ordered(program, batch, nodes, weights, inputs, joined):
             groups[joined.find(node)].append(node)
     order = {node: number for number, node in enumerate(program.graph.nodes)}
     groups = sorted(groups.values(), key=lambda group: order[group[0]])
-    places = {node: place for place, group in enumerate(groups) for node in group}
+    piece_of = {node: piece for piece, group in enumerate(groups) for node in group}
     writers = defaultdict(list)
     for node in nodes:
         for number in {each for target in written_by(node) for each in _memory(target)}:
-            writers[number] += [node] if node not in places else []
-    pieces = [_piece(group, places, weights, writers, order) for group in groups]
+            writers[number] += [node] if node not in piece_of else []
+    pieces = [_piece(group, piece_of, weights, writers, order) for group in groups]
     readers = defaultdict(set)
-    for node, place in places.items():
+    for node, piece in piece_of.items():
         for reader in node.users:
-            if places.get(reader, place) != place:
-                readers[node].add(places[reader])
+            if piece_of.get(reader, piece) != piece:
+                readers[node].add(piece_of[reader])
     crossing = {node: tuple(sorted(found)) for node, found in readers.items()}
-    return Captured(program, batch, pieces, places, crossing, weights, inputs)
+    return Captured(program, batch, pieces, piece_of, crossing, weights, inputs)
 
 
-def _piece(group, places, weights, writers, order):
+def _piece(group, piece_of, weights, writers, order):
     """Return the Piece of a set of nodes.
 
     Its copies are all operands that depend on no input, and the operations that write to their
@@ -482,7 +482,7 @@ def _piece(group, places, weights, writers, order):
         for source in (*node.all_input_nodes, *(written if node in copies else ())):
             if source in weights:
                 names[weights[source]] = None
-            elif source not in places and source not in copies and source.op == "call_function":
+            elif source not in piece_of and source not in copies and source.op == "call_function":
                 copies.add(source)
                 todo += [] if _is_size(source) else [source]
     copies = tuple(sorted(copies, key=order.get))

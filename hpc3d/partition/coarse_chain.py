@@ -12,7 +12,7 @@ from hpc3d.partition.evaluation import ModelCosts, Wire
 _SHORT, _LONG = 1e-6, 64e6  # message sizes in bytes that determine latency and bandwidth
 
 
-def places_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
+def positions_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
     """Return the candidate cuts of the chain, including 0 and its end.
 
     The cuts bound `blocks` blocks with small shares of time and memory. Starting from single
@@ -25,11 +25,12 @@ def places_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
     border = 2 * np.array([wire.seconds(nbytes) for nbytes in chain.crossing]) / seconds[-1]
     fixed = np.array([float(chain.fixed(0, end)) for end in range(chain.count)])
     shares = np.stack([seconds / seconds[-1], fixed / max(1.0, fixed[-1])])
-    places = np.arange(chain.count)
-    while len(places) > blocks + 1:
-        joined = (shares[:, places[2:]] - shares[:, places[:-2]]).max(0) - border[places[1:-1]]
-        places = np.delete(places, 1 + joined.argmin())
-    return places
+    positions = np.arange(chain.count)
+    while len(positions) > blocks + 1:
+        joined = shares[:, positions[2:]] - shares[:, positions[:-2]]
+        joined = joined.max(0) - border[positions[1:-1]]
+        positions = np.delete(positions, 1 + joined.argmin())
+    return positions
 
 
 def border_of(costs: ModelCosts, ranks: int) -> Wire:
@@ -51,19 +52,19 @@ def _wire(seconds: Callable[[float], float]) -> Wire:
 class Ranges:
     """Costs of a stage with `rows` samples, indexed by the cuts before and behind it."""
 
-    def __init__(self, costs: ModelCosts, rows: int, places: np.ndarray) -> None:
+    def __init__(self, costs: ModelCosts, rows: int, positions: np.ndarray) -> None:
         chain = costs.chain(rows)
         self.forward, self.backward, self.weight = (
-            each[places][None] - each[places][:, None]
+            each[positions][None] - each[positions][:, None]
             for each in (chain.forward, chain.backward, chain.weight)
         )
         self.forward += costs.run.forward
         self.backward += costs.run.backward
-        self.fixed = np.array([chain.fixed(place, places) for place in places])
-        self.trained = np.array([chain.trained(place, places) for place in places])
-        self.fed = np.array([chain.fed(place, places) for place in places])
-        self.crossing = chain.crossing[places]
+        self.fixed = np.array([chain.fixed(position, positions) for position in positions])
+        self.trained = np.array([chain.trained(position, positions) for position in positions])
+        self.fed = np.array([chain.fed(position, positions) for position in positions])
+        self.crossing = chain.crossing[positions]
         self.saved, self.working = np.zeros((2, *self.fixed.shape))
-        for last, place in enumerate(places[1:], 1):
-            self.saved[:last, last] = chain.kept(places[:last], place)
-            self.working[:last, last] = chain.working(places[:last], place)
+        for last, position in enumerate(positions[1:], 1):
+            self.saved[:last, last] = chain.kept(positions[:last], position)
+            self.working[:last, last] = chain.working(positions[:last], position)

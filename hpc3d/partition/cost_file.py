@@ -61,13 +61,15 @@ def load(path: Path) -> Graph:
     problems = [*_wrong(found)]
     if problems:
         raise Problems([f"{path}: {line}" for line in problems[:_MOST_LINES]])
-    place = {node.id: number for number, node in enumerate(found.nodes)}
+    index_of = {node.id: number for number, node in enumerate(found.nodes)}
     atoms = [Atom((node.id,), *(getattr(node, name) for name in _NUMBERS)) for node in found.nodes]
     readers = defaultdict(list)
     for edge in found.edges:
-        readers[place[edge.source], edge.bytes, edge.value].append(place[edge.target])
+        readers[index_of[edge.source], edge.bytes, edge.value].append(index_of[edge.target])
     values = [Value(source, tuple(to), nbytes) for (source, nbytes, _), to in readers.items()]
-    return contracted(atoms, values, [[place[name] for name in group] for group in found.together])
+    return contracted(
+        atoms, values, [[index_of[name] for name in group] for group in found.together]
+    )
 
 
 def _parsed(path):

@@ -376,16 +376,16 @@ def _parts(costs, choice):
         yield costs.part(rows, before, stage.end)
 
 
-def _places_of(replicas: tuple[int, ...]) -> list[range]:
+def _stage_ranks(replicas: tuple[int, ...]) -> list[range]:
     """Return the ranks of every stage, numbered stage by stage."""
     return [range(last - count, last) for last, count in zip(accumulate(replicas), replicas)]
 
 
 def _borders(costs, choice):
     """Return the bytes and seconds per microbatch over every border."""
-    places, sent, seconds = _places_of(choice.replicas), [], []
+    stage_ranks, sent, seconds = _stage_ranks(choice.replicas), [], []
     for part, stage in enumerate(choice.stages[:-1]):
-        here, there = (places[number % choice.width] for number in (part, part + 1))
+        here, there = (stage_ranks[number % choice.width] for number in (part, part + 1))
         rows = costs.rows(choice.microbatches, min(len(here), len(there)))
         sent.append(float(costs.chain(rows).crossing[stage.end]))
         seconds.append(costs.message(sent[-1], here, there))
@@ -398,16 +398,16 @@ def _with_sums(costs, choice, parts, ends):
     A weight on several stages is reduced once over all their ranks, after the last of them
     finishes. Gradient clipping needs all reductions, and the update needs the gradient norm.
     """
-    places, owned = _places_of(choice.replicas), [*_owners(costs, choice)]
+    stage_ranks, owned = _stage_ranks(choice.replicas), [*_owners(costs, choice)]
     tied = [(sorted(owners), shared.parameters) for shared, owners in owned if len(owners) > 1]
     sums = []
-    for stage, ranks in enumerate(places):
+    for stage, ranks in enumerate(stage_ranks):
         alone = _stage_sum("trained", choice, parts, owned, stage)
         alone -= sum(nbytes for owners, nbytes in tied if stage in owners)
         sums.append(costs.summed(alone, ranks))
     ends = [end + seconds for end, seconds in zip(ends, sums)]
     for owners, nbytes in tied:
-        ranks = tuple(rank for owner in owners for rank in places[owner])
+        ranks = tuple(rank for owner in owners for rank in stage_ranks[owner])
         seconds, start = costs.summed(nbytes, ranks), max(ends[owner] for owner in owners)
         for owner in owners:
             ends[owner] = start + seconds

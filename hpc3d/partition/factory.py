@@ -47,13 +47,13 @@ def function_at(name: str) -> Callable[..., Any]:
 
     If the name includes literal arguments, the result is a function that passes them.
     """
-    place, colon, call = name.partition(":")
+    module_name, colon, call = name.partition(":")
     factory, given, _ = call.partition("(")
-    if not colon or not place or not factory:
+    if not colon or not module_name or not factory:
         raise ValueError(f"{name}: give a module and a function in it, as package.module:factory")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    function = _found(name, place, factory.strip())
+    function = _found(name, module_name, factory.strip())
     if not given:
         return function
     arguments, named = _literals(name, factory, call)
@@ -108,16 +108,16 @@ def _asks_for_data(error):
     return inside or any(text in str(error) for text in ("tensor subclasses", "Couldn't swap"))
 
 
-def _found(name: str, place: str, factory: str) -> Callable[..., Any]:
+def _found(name: str, module_name: str, factory: str) -> Callable[..., Any]:
     try:
         with undisturbed():
-            make = importlib.import_module(place)
+            make = importlib.import_module(module_name)
         for part in factory.split("."):
             make = getattr(make, part)
     except ModuleNotFoundError as error:
         raise ValueError(f"{name}: there is no module {error.name}") from None
     except AttributeError:
-        raise ValueError(f"{name}: {place} has no {factory}") from None
+        raise ValueError(f"{name}: {module_name} has no {factory}") from None
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{name}: importing {place} raised {described(error)}") from error
+        raise ValueError(f"{name}: importing {module_name} raised {described(error)}") from error
     return make

@@ -32,28 +32,28 @@ _BORDER_BUDGET = 100_000  # simulated passes for the borders of a plan
 
 
 def improved(
-    costs: ModelCosts, choice: PipelineChoice, allowed: Allowed, places: np.ndarray
+    costs: ModelCosts, choice: PipelineChoice, allowed: Allowed, positions: np.ndarray
 ) -> tuple[PipelineChoice, Evaluated]:
     """Improve an arrangement that fits until no single change shortens its step, within the
     budget.
 
-    Borders may lie at any atom, but move far only to `places`. Returns the arrangement and its
+    Borders may lie at any atom, but move far only to `positions`. Returns the arrangement and its
     step.
     """
     for _ in range(2):
-        choice, _ = _climbed(costs, choice, allowed, places)
+        choice, _ = _climbed(costs, choice, allowed, positions)
         choice, step = _refined(costs, choice, allowed)
     return choice, step
 
 
-def _climbed(costs, choice, allowed, places):
+def _climbed(costs, choice, allowed, positions):
     """Apply single changes as long as one shortens the step and the budget lasts."""
     best = evaluated(costs, choice, allowed.memory)
     left, better = _CLIMB_BUDGET, True
     while better and left > 0:
         better = False
         for kind in range(_kinds(choice)):
-            for other in _changed(costs, choice, kind, allowed, places):
+            for other in _changed(costs, choice, kind, allowed, positions):
                 if left <= 0 or busiest(costs, other) >= best.seconds:
                     continue
                 if max(bytes_held(costs, other)) > allowed.memory:
@@ -72,8 +72,8 @@ def _refined(costs, choice, allowed):
     """
     near = _AROUND // max(1, len(choice.stages) - 1)
     ends = [stage.end for stage in choice.stages[:-1]]
-    places = {place for end in ends for place in range(end - near, end + near + 1)}
-    inside = sorted(place for place in places if 0 < place < costs.count)
+    positions = {position for end in ends for position in range(end - near, end + near + 1)}
+    inside = sorted(position for position in positions if 0 < position < costs.count)
     same = allowed._replace(
         microbatches=(choice.microbatches,),
         schedules=(choice.schedule,),
@@ -91,10 +91,10 @@ def _kinds(choice):
     return 2 * len(choice.stages) - 1 + choice.width
 
 
-def _changed(costs, choice, kind, allowed, places):
+def _changed(costs, choice, kind, allowed, positions):
     parts = len(choice.stages)
     if kind < parts - 1:
-        yield from moved(costs, choice, kind, places)
+        yield from moved(costs, choice, kind, positions)
     elif kind < 2 * parts - 1:
         part = kind - parts + 1
         again = not choice.stages[part].recompute
@@ -105,17 +105,20 @@ def _changed(costs, choice, kind, allowed, places):
 
 
 def moved(
-    costs: ModelCosts, choice: PipelineChoice, border: int, places: np.ndarray
+    costs: ModelCosts, choice: PipelineChoice, border: int, positions: np.ndarray
 ) -> Iterator[PipelineChoice]:
-    """Yield the arrangement with a border moved to nearby atoms and to nearby `places`."""
+    """Yield the arrangement with a border moved to nearby atoms and to nearby `positions`."""
     ends = (0, *(stage.end for stage in choice.stages))
     before, here, after = ends[border : border + 3]
-    low, high = np.searchsorted(places, [here, here + 1])
+    low, high = np.searchsorted(positions, [here, here + 1])
     near = {*range(here - _NEAR, here + _NEAR + 1)}
-    near |= {*places[max(0, low - _NEAR) : low].tolist(), *places[high : high + _NEAR].tolist()}
-    for place in sorted(near - {here}, key=lambda place: abs(place - here)):
-        if before < place < after:
-            yield _with(choice, border, end=place)
+    near |= {
+        *positions[max(0, low - _NEAR) : low].tolist(),
+        *positions[high : high + _NEAR].tolist(),
+    }
+    for position in sorted(near - {here}, key=lambda position: abs(position - here)):
+        if before < position < after:
+            yield _with(choice, border, end=position)
 
 
 def _shifted(costs, choice, stage, ranks):
@@ -171,11 +174,11 @@ def cuts_moved(
     """Yield the steps with border `number` moved to nearby downsets that fit."""
     ends = (0, *found.ends)
     before, here, after = ends[number : number + 3]
-    others = [int(place) for place in cuts.between(before, after) if place != here]
-    others.sort(key=lambda place: abs(cuts.forward[place] - cuts.forward[here]))
-    for place in others[:_NEAR_CUTS]:
+    others = [int(position) for position in cuts.between(before, after) if position != here]
+    others.sort(key=lambda position: abs(cuts.forward[position] - cuts.forward[here]))
+    for position in others[:_NEAR_CUTS]:
         there = [*found.ends]
-        there[number] = place
+        there[number] = position
         if step := timed(cuts, limits, found.schedule, there):
             yield step
 

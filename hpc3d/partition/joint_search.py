@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.partition.coarse_chain import Ranges, border_of, places_of, sums_of
+from hpc3d.partition.coarse_chain import Ranges, border_of, positions_of, sums_of
 from hpc3d.partition.downsets import Chain, Downsets
 from hpc3d.partition.evaluation import (
     MOMENTS,
@@ -149,15 +149,17 @@ class _StageKind(NamedTuple):
 class JointSearch:
     """Search for arrangements of a model over candidate cuts of its chain.
 
-    The cuts are `places` (None: the borders between blocks of the chain).
+    The cuts are `positions` (None: the borders between blocks of the chain).
     """
 
     def __init__(
-        self, costs: ModelCosts, allowed: Allowed, places: np.ndarray | None = None
+        self, costs: ModelCosts, allowed: Allowed, positions: np.ndarray | None = None
     ) -> None:
         self.costs, self.allowed = costs, allowed
         blocks = max(_BLOCKS, len(allowed.replicas or ()))
-        self.places = places_of(costs, allowed.ranks, blocks) if places is None else places
+        self.positions = (
+            positions_of(costs, allowed.ranks, blocks) if positions is None else positions
+        )
         self.border = border_of(costs, allowed.ranks)
         self.ranges: dict[int, Ranges] = {}
         self.balance: dict[int, dict[int, _StageKind]] = {}
@@ -239,7 +241,7 @@ class JointSearch:
                 ways[(r,) * min(self.allowed.stages, self.allowed.ranks // r), micros] = None
         for replicas, micros in ways:
             parts = 2 * len(replicas)
-            if not 2 < parts <= min(2 * micros, len(self.places) - 1):
+            if not 2 < parts <= min(2 * micros, len(self.positions) - 1):
                 continue
             if micros not in self.balance:
                 self.balance[micros] = _OfWay(self, DEFAULT, micros, None).kinds
@@ -259,7 +261,7 @@ class JointSearch:
         if not alone and micros * loads.reshape(2, -1).sum(0).max() > _NEAR_BEST * self.best:
             return
         stages = [
-            StageChoice(int(self.places[end]), r, again) for end, r in zip(ends, replicas * 2)
+            StageChoice(int(self.positions[end]), r, again) for end, r in zip(ends, replicas * 2)
         ]
         choice = PipelineChoice(tuple(stages), micros, name, 2, self.allowed.zero)
         yield self._with_room(choice) if True in self.allowed.recompute else choice
@@ -275,7 +277,7 @@ class JointSearch:
 
     def of(self, rows: int) -> Ranges:
         if rows not in self.ranges:
-            self.ranges[rows] = Ranges(self.costs, rows, self.places)
+            self.ranges[rows] = Ranges(self.costs, rows, self.positions)
         return self.ranges[rows]
 
 
@@ -326,7 +328,7 @@ class _OfWay:
         self.search, self.allowed = search, search.allowed
         self.name, self.micros, self.flight = name, micros, flight
         self.schedule = find(name)
-        self.width = min(self.allowed.stages, len(search.places) - 1)
+        self.width = min(self.allowed.stages, len(search.positions) - 1)
         if flight and self.schedule.late_weights:
             self.width = min(self.width, (flight - 1) // self.schedule.late_weights + 1)
         elif flight and not self.schedule.keeps_all:
@@ -396,7 +398,7 @@ class _OfWay:
 
     def _sums(self, limit):
         """Return G by the number of stages: [cuts, units of ranks left]."""
-        shape = len(self.search.places), self._units() + 1
+        shape = len(self.search.positions), self._units() + 1
         sums = [np.full(shape, inf)]
         sums[0][-1] = 0.0
         for left in range(1, self.width + 1):
@@ -422,10 +424,10 @@ class _OfWay:
 
     def _traced(self, sums, limit, stages):
         """Return the arrangement that attains a sum, and the load of its heaviest stage."""
-        place, units, chosen, loads = 0, self._units(), [], []
+        index, units, chosen, loads = 0, self._units(), [], []
         for left in range(stages, 0, -1):
             ways = {
-                r: self._limited(left, r, limit)[place]
+                r: self._limited(left, r, limit)[index]
                 + sums[left - 1][:, units - self.allowed.units(r)]
                 for r in self._of(left)
                 if self.allowed.units(r) <= units
@@ -433,9 +435,9 @@ class _OfWay:
             r = min(ways, key=lambda each: ways[each].min())
             end = int(ways[r].argmin())
             load, _, again = self._table(left, r)
-            loads.append(load[place, end])
-            chosen.append(StageChoice(int(self.search.places[end]), r, bool(again[place, end])))
-            place, units = end, units - self.allowed.units(r)
+            loads.append(load[index, end])
+            chosen.append(StageChoice(int(self.search.positions[end]), r, bool(again[index, end])))
+            index, units = end, units - self.allowed.units(r)
         name = self.name if stages > 1 else DEFAULT
         choice = PipelineChoice(tuple(chosen), self.micros, name, 1, self.allowed.zero)
         return choice, max(loads)
@@ -515,11 +517,11 @@ class _DownsetSearch:
         self.left -= _LOOK
         after = self.cuts.after(before)[:-1]
         bound = self.least(before, after, here, behind)
-        for place in np.argsort(bound, kind="stable"):
-            if self.left <= 0 or (self.best and bound[place] >= self.best.seconds):
+        for index in np.argsort(bound, kind="stable"):
+            if self.left <= 0 or (self.best and bound[index] >= self.best.seconds):
                 return
-            if np.isfinite(bound[place]):
-                self.extend((*ends, int(after[place])), int(after[place]))
+            if np.isfinite(bound[index]):
+                self.extend((*ends, int(after[index])), int(after[index]))
 
     def least(self, before, after, here, behind):
         """Return a lower bound on the step time for each end in `after` of the next stage.

@@ -160,10 +160,10 @@ class MeasuredOperations(Operations):
         known, last = self.rows, self.rows[-1]
         if rows >= last:
             return self.seconds[..., -1] * (rows / last)
-        place = int(np.searchsorted(known, rows, "right"))
-        low, high = known[place - 1], known[place]
+        index = int(np.searchsorted(known, rows, "right"))
+        low, high = known[index - 1], known[index]
         way = (rows - low) / (high - low)
-        return (1 - way) * self.seconds[..., place - 1] + way * self.seconds[..., place]
+        return (1 - way) * self.seconds[..., index - 1] + way * self.seconds[..., index]
 
 
 def _weight(costs):

@@ -41,7 +41,7 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
         for number in pieces:
             atoms[number] = atoms[number]._replace(fed=atoms[number].fed + nbytes)
     values = [
-        Value(captured.places[node], readers, found[node].nbytes)
+        Value(captured.piece_of[node], readers, found[node].nbytes)
         for node, readers in captured.readers.items()
     ]
     values += [*_saved_later(operations, found), *_before_loss(captured)]
@@ -50,10 +50,10 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 
 def _saved_later(operations, found):
     """Yield values without bytes for the results of a piece that another piece saves."""
-    places = operations.captured.places
+    piece_of = operations.captured.piece_of
     for node, saver in operations.savers.items():
-        if node in places and places.get(saver, places[node]) != places[node]:
-            yield Value(places[node], (places[saver],), 0.0, found[node].later)
+        if node in piece_of and piece_of.get(saver, piece_of[node]) != piece_of[node]:
+            yield Value(piece_of[node], (piece_of[saver],), 0.0, found[node].later)
 
 
 def _before_loss(captured):
@@ -61,8 +61,8 @@ def _before_loss(captured):
     loss = loss_of(captured)
     if loss is None:
         return []
-    last, pieces = captured.places[loss], range(len(captured.pieces))
-    read = {captured.places[node] for node in captured.readers}
+    last, pieces = captured.piece_of[loss], range(len(captured.pieces))
+    read = {captured.piece_of[node] for node in captured.readers}
     return [Value(piece, (last,), 0.0) for piece in pieces if piece != last and piece not in read]
 
 
@@ -93,7 +93,7 @@ def _shared(captured, weights):
 def _read_inputs(captured):
     """Yield for every input the pieces that read it and its bytes per sample."""
     for node in captured.inputs:
-        tensor, readers = node.meta["val"], {captured.places.get(user) for user in node.users}
+        tensor, readers = node.meta["val"], {captured.piece_of.get(user) for user in node.users}
         if carries_batch(node):
             size = prod(size_of(size, 1) for size in tensor.shape) * tensor.element_size()
             yield sorted(readers - {None}), size

@@ -221,7 +221,7 @@ def _quickest(costs, allowed):
     chains = [(costs, each) for each in best]
     chains += [*_over_downsets(costs, allowed, best)]
     for chain, choice in chains:
-        yield chain, *improved(chain, choice, allowed, search.places)
+        yield chain, *improved(chain, choice, allowed, search.positions)
 
 
 def _sorted_on_the_clock(costs, choices):

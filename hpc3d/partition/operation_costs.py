@@ -341,9 +341,9 @@ def _convolution(operands, result):
     """Count the product of all windows [places, channels x kernel] with the kernels."""
     x, weight = operands[:2]
     transposed = result.dim() == x.dim() and x.shape[1] == weight.shape[0] != result.shape[1]
-    places = x if transposed else result
+    windows = x if transposed else result
     groups = max(1, (result if transposed else x).shape[1] // max(1, weight.shape[1]))
-    m, kernel = places.numel() // max(1, places.shape[1]), weight[:1].numel()
+    m, kernel = windows.numel() // max(1, windows.shape[1]), weight[:1].numel()
     return _of_products([x, weight], (groups, m, weight.shape[0] // groups, kernel))
 
 

@@ -185,7 +185,7 @@ class Engine:
     def _deliver(self, kind: str, key: tuple[int, int], block: Array) -> None:
         """Store a block for its Send, or for its use if the next part is on this stage."""
         here = self.placement.part(self.stage, key[1])
-        stage, chunk = self.placement.place(here + (1 if kind == "F" else -1))
+        stage, chunk = self.placement.location(here + (1 if kind == "F" else -1))
         if stage == self.stage:
             self.inbox[kind, key[0], chunk] = ready(block)
         else:

@@ -22,10 +22,10 @@ def forward_only(placement: Placement, micros: int) -> list[list[Instruction]]:
     streams: list[list[Instruction]] = [[] for _ in range(placement.stages)]
     while any(waiting):
         filled = [part for part, queue in enumerate(waiting) if queue]
-        deepest = {placement.place(part)[0]: part for part in filled}
+        deepest = {placement.location(part)[0]: part for part in filled}
         moved = [(part, waiting[part].popleft()) for part in deepest.values()]
         for part, micro in moved:
-            stage, chunk = placement.place(part)
+            stage, chunk = placement.location(part)
             streams[stage].append(Instruction("F", micro, chunk))
             if part + 1 < placement.parts:
                 waiting[part + 1].append(micro)

@@ -98,7 +98,7 @@ class Placement(NamedTuple):
             return self.parts - 1 - stage
         return chunk * self.stages + stage
 
-    def place(self, part: int) -> tuple[int, int]:
+    def location(self, part: int) -> tuple[int, int]:
         """Return the (stage, chunk) of a part."""
         chunk, stage = divmod(part, self.stages)
         return (self.parts - 1 - part if self.v_shaped and chunk == 1 else stage), chunk
@@ -112,7 +112,7 @@ class Placement(NamedTuple):
     def neighbour(self, stage: int, chunk: int, further: int) -> tuple[int, int] | None:
         """Return the (stage, chunk) of the part `further` parts away in model order, or None."""
         part = self.part(stage, chunk) + further
-        return self.place(part) if 0 <= part < self.parts else None
+        return self.location(part) if 0 <= part < self.parts else None
 
     def other(self, stage: int, instruction: Instruction) -> tuple[int, Instruction]:
         """Return the peer stage of a message, and the peer's name for the message.
@@ -120,10 +120,10 @@ class Placement(NamedTuple):
         Raises ValueError if there is no such part (before the first part or after the last one),
         or if both parts are on one stage."""
         op, further = MESSAGES[instruction.op]
-        place = self.neighbour(stage, instruction.chunk, further)
-        if place is None or place[0] == stage:
+        location = self.neighbour(stage, instruction.chunk, further)
+        if location is None or location[0] == stage:
             raise ValueError(f"stage {stage}: {instruction}: no other stage has the other end")
-        return place[0], Instruction(op, instruction.mb, place[1])
+        return location[0], Instruction(op, instruction.mb, location[1])
 
     def needs(self, stage: int, instruction: Instruction) -> list[tuple[int, Instruction]]:
         """Return the passes, each with its stage, whose results a pass needs.
@@ -137,5 +137,5 @@ class Placement(NamedTuple):
         if op not in COMPUTE:
             return []
         own = [] if op == "F" else [(stage, Instruction("F", mb, chunk))]
-        place = self.neighbour(stage, chunk, -1 if op == "F" else 1)
-        return [*own, (place[0], Instruction(op[0], mb, place[1]))] if place else own
+        location = self.neighbour(stage, chunk, -1 if op == "F" else 1)
+        return [*own, (location[0], Instruction(op[0], mb, location[1]))] if location else own

@@ -218,7 +218,7 @@ class Schedule(NamedTuple):
         stages = len(times.forward)
         placement = Placement(stages, chunks, self.v_shaped)
         by_stage = [Cost(*each, times.message).share(chunks) for each in zip(*times[:3])]
-        costs = [by_stage[placement.place(part)[0]] for part in range(placement.parts)]
+        costs = [by_stage[placement.location(part)[0]] for part in range(placement.parts)]
 
         def run(micros):
             passes = [self.stream(stage, placement, micros, 1) for stage in range(stages)]

@@ -83,7 +83,7 @@ class _Clock:
         if isinstance(cost, Cost):
             cost = [cost.share(placement.chunks)] * placement.parts
         self.messages = [each.comm for each in cost]  # by the part before the border
-        self.seconds = {placement.place(part): each.seconds() for part, each in enumerate(cost)}
+        self.seconds = {placement.location(part): each.seconds() for part, each in enumerate(cost)}
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]
         self.rows: list[Row] = [[] for _ in self.streams]
@@ -114,18 +114,18 @@ class _Clock:
             if missing:
                 self.waiting.setdefault(missing[0], []).append(stage)
                 return
-            place = stage, instruction.chunk
-            start = max([clock, *(self._arrival(place, need) for need in needs)])
-            clock = start + self.seconds[place].get(instruction.op, 0.0)
+            location = stage, instruction.chunk
+            start = max([clock, *(self._arrival(location, need) for need in needs)])
+            clock = start + self.seconds[location].get(instruction.op, 0.0)
             row.append((start, clock, instruction))
             yield from self.finish(stage, instruction, clock)
 
-    def _arrival(self, place, need):
+    def _arrival(self, location, need):
         """Return the time when the result of a pass arrives at a (stage, chunk)."""
         stage, instruction = need
-        if stage == place[0]:
+        if stage == location[0]:
             return self.ends[need]
-        parts = self.placement.part(*place), self.placement.part(stage, instruction.chunk)
+        parts = self.placement.part(*location), self.placement.part(stage, instruction.chunk)
         return self.ends[need] + self.messages[min(parts)]
 
     def finish(self, stage, instruction, clock):

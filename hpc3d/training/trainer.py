@@ -129,7 +129,7 @@ class Trainer:
         stage, layers = self.mesh.coord("p"), self.config.layers()
         here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
         parts = [LayerRange(layers[i], i == 0, i == placement.parts - 1) for i in here]
-        ends = {placement.place(part)[0] for part in (0, placement.parts - 1)}
+        ends = {placement.location(part)[0] for part in (0, placement.parts - 1)}
         return parts, next(iter(ends - {stage}), None) if stage in ends else None
 
     def step(self, number: int, stop_request: Callable[[], int] = int) -> Step:

@@ -93,7 +93,7 @@ def test_enlarged_models_have_so_many_parameters(hidden, counts):
 
 
 def piece_of(found, name):
-    (place,) = {place for node, place in found.places.items() if node.name == name}
+    (place,) = {place for node, place in found.piece_of.items() if node.name == name}
     return place
 
 
@@ -103,7 +103,7 @@ def test_what_does_not_carry_the_batch_stays_with_its_readers():
     assert piece_of(found, "chunk") == piece_of(found, "getitem") == piece_of(found, "getitem_1")
     masked = found.pieces[piece_of(found, "mul")]
     assert {"ones", "tril", "sum_1"} <= {node.name for node in masked.copies}
-    assert not {node for node in found.places if node.name in ("ones", "tril", "sum_1")}
+    assert not {node for node in found.piece_of if node.name in ("ones", "tril", "sum_1")}
 
 
 def test_what_is_written_in_place_stays_with_who_made_it_and_who_reads_it():

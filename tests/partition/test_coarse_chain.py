@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("networkx")
 
-from hpc3d.partition.coarse_chain import Ranges, border_of, places_of, sums_of
+from hpc3d.partition.coarse_chain import Ranges, border_of, positions_of, sums_of
 from hpc3d.partition.evaluation import RunCosts
 from tests.partition.arrangements import MACHINE, line, random_costs
 
@@ -14,13 +14,13 @@ from tests.partition.arrangements import MACHINE, line, random_costs
 def test_a_long_chain_is_cut_where_little_crosses():
     """Every fourth of 399 borders is crossed by nothing."""
     costs = line([1.0] * 400, [0.0 if n % 4 == 3 else 99.0 for n in range(399)])
-    places = places_of(costs, 4, 48)
+    places = positions_of(costs, 4, 48)
     assert len(places) == 49 and places[0] == 0 and places[-1] == 400
     assert not (places % 4).any() and max(np.diff(places)) <= 16
 
 
 def test_a_short_one_is_cut_everywhere():
-    assert [*places_of(line([1.0] * 5, [9.0] * 4), 2, 48)] == [0, 1, 2, 3, 4, 5]
+    assert [*positions_of(line([1.0] * 5, [9.0] * 4), 2, 48)] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -52,7 +52,7 @@ def test_nonsense_is_no_instruction(nonsense):
 @pytest.mark.parametrize("p", [1, 2, 5])
 def test_places_of_parts(p, v, v_shaped):
     placement = Placement(p, v, v_shaped)
-    places = [placement.place(part) for part in range(placement.parts)]
+    places = [placement.location(part) for part in range(placement.parts)]
     assert sorted(places) == [(stage, chunk) for stage in range(p) for chunk in range(v)]
     assert [placement.part(*place) for place in places] == list(range(p * v))
     assert [placement.first(*place) for place in places].index(True) == 0

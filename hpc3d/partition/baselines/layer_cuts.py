@@ -30,13 +30,13 @@ class LayerRun(NamedTuple):
 def layer_runs(graph: Graph) -> list[LayerRun]:
     """Return the runs of a graph whose ids are `module/operation`, in the order of its atoms."""
     found, last, seen = [], None, set()
-    for place, atom in enumerate(graph.atoms):
+    for index, atom in enumerate(graph.atoms):
         name, numbered = _layer_of(str(atom.ids[0]))
         if last is None or (name and name not in seen):
             seen.add(name)
             last = name
-            found.append(LayerRun(place, numbered))
-        found[-1] = found[-1]._replace(end=place + 1)
+            found.append(LayerRun(index, numbered))
+        found[-1] = found[-1]._replace(end=index + 1)
     return found
 
 

@@ -177,8 +177,8 @@ class _Groups:
         order = nx.lexicographical_topological_sort(edges, key=lambda n: min(self.atoms[n]))
         found = [(self.seconds[group], self.atoms[group]) for group in order]
         while len(found) > MOST_BLOCKS:
-            place = min(range(len(found)), key=lambda n: found[n][0])
-            pairs = [n for n in (place - 1, place) if 0 <= n < len(found) - 1]
+            index = min(range(len(found)), key=lambda n: found[n][0])
+            pairs = [n for n in (index - 1, index) if 0 <= n < len(found) - 1]
             start = min(pairs, key=lambda n: found[n][0] + found[n + 1][0])
             (one, left), (two, right) = found[start : start + 2]
             if not self._fits(left | right):

@@ -185,10 +185,10 @@ class _Table:
         backward = np.stack([costs.backward[starts, end] for costs, _ in kept], 1)
         front = [each[starts][:, left] for each in last[:3]]
         value = np.maximum(forward + moved, front[1]) + np.maximum(backward + moved, front[2])
-        place = _first_kept(value.ravel(), front[0].ravel())
-        if place is None:
+        index = _first_kept(value.ravel(), front[0].ravel())
+        if index is None:
             return
-        row, column = divmod(place, len(left))
+        row, column = divmod(index, len(left))
         state.value[end, devices] = max(value[row, column], front[0][row, column])
         state.forward[end, devices] = max(forward[row, column], front[1][row, column])
         state.backward[end, devices] = max(backward[row, column], front[2][row, column])
@@ -214,8 +214,8 @@ class _Table:
 
 def _first_kept(value, front):
     """Return the index of the last candidate that replaced its predecessor; None if none fits."""
-    kept, stored, place = None, inf, 0
-    while (better := np.flatnonzero(value[place:] < stored)).size:
-        kept = place + int(better[0])
-        stored, place = max(value[kept], front[kept]), kept + 1
+    kept, stored, index = None, inf, 0
+    while (better := np.flatnonzero(value[index:] < stored)).size:
+        kept = index + int(better[0])
+        stored, index = max(value[kept], front[kept]), kept + 1
     return kept

@@ -95,7 +95,7 @@ class _Flow:
         self.columns, self.rows, self.tables, self.losses = set(), set(), set(), set()
         self.wrong = set()
         for node in captured.program.graph.nodes:
-            if node.op == "call_function" and node in captured.places:
+            if node.op == "call_function" and node in captured.piece_of:
                 self._take(node)
             elif node.op == "output":
                 self._refuse(node)
@@ -133,15 +133,15 @@ class _Flow:
     def _divides(self, count):
         return count % self.ways == 0 or count >= _PADDED * self.ways
 
-    def _weight(self, node, place):
-        """Return the parameter operand at index `place`; None if the operand is computed."""
-        given = node.args[place]
+    def _weight(self, node, index):
+        """Return the parameter that is operand `index`; None if the operand is computed."""
+        given = node.args[index]
         return given.meta["val"] if given in self.captured.weights else None
 
     def _is_local(self, node, name):
         """Return True if a local operation reads only sharded values of the batch, with divisible
         heads."""
-        batch = [each for each in node.all_input_nodes if each in self.captured.places]
+        batch = [each for each in node.all_input_nodes if each in self.captured.piece_of]
         if not all(each in self.origins for each in batch):
             return False
         if name is _aten.scaled_dot_product_attention:
@@ -204,8 +204,8 @@ class SplitOperations(Operations):
 
 def _shared(work, by_rows, ways):
     """Divide n of the products (batch, m, n, k), or k if `by_rows`, and the other work."""
-    place = 3 if by_rows else 2
-    return _with_products(work, [(sizes, place) for sizes in work.products], ways)
+    index = 3 if by_rows else 2
+    return _with_products(work, [(sizes, index) for sizes in work.products], ways)
 
 
 def _shared_back(operation, by_rows, ways):
@@ -214,16 +214,16 @@ def _shared_back(operation, by_rows, ways):
 
     The product of the input is absent if the input needs no gradient.
     """
-    places = (2, 1) if by_rows else (3, 2)
+    indices = (2, 1) if by_rows else (3, 2)
     products = operation.backward.products
-    return _with_products(operation.backward, [*zip(products[::-1], places[::-1])][::-1], ways)
+    return _with_products(operation.backward, [*zip(products[::-1], indices[::-1])][::-1], ways)
 
 
-def _with_products(work, places, ways):
-    """Return the Work with one size of each product, at its index in `places`, divided."""
+def _with_products(work, indices, ways):
+    """Return the Work with one size of each product, at its index in `indices`, divided."""
     products = tuple(
-        tuple(size / ways if at == place else size for at, size in enumerate(sizes))
-        for sizes, place in places
+        tuple(size / ways if at == index else size for at, size in enumerate(sizes))
+        for sizes, index in indices
     )
     return Work(products, work.flop / ways, work.nbytes / ways)
 

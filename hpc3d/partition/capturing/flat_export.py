@@ -143,9 +143,9 @@ def _writes_to_its_result(node):
 def _refuse_autocast(node):
     _, _, enabled, _ = node.args
     if enabled:
-        while (place := where(node)) == "" and node.op != "output":
+        while (line := where(node)) == "" and node.op != "output":
             node = node.next
-        raise ValueError(f"autocast is not captured: 16 bits are not there yet{place}")
+        raise ValueError(f"autocast is not captured: 16 bits are not there yet{line}")
 
 
 def where(node: fx.Node) -> str:

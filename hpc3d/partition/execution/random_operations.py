@@ -66,7 +66,7 @@ def _factors(name, draw, dim, rate, shape, dtype):
     Dimension `dim` holds the samples, with one or several rows for each.
     """
     rows = 1 if dim is None else shape[dim]
-    others = [size for place, size in enumerate(shape) if place != dim]
+    others = [size for index, size in enumerate(shape) if index != dim]
     first = 0 if dim is None else draw.first * rows // draw.samples
     key = philox_key((draw.seed, name, draw.step))
     width = prod(others)

@@ -105,8 +105,8 @@ class SampleLoader:
                     inputs[node] = _rows(node, whole, rows)
         scale = factor / self.samples
         return {
-            place: SampleRows(number, rows.start, len(rows), inputs, scale)
-            for place, (rows, inputs) in enumerate(zip(self.rows, kept, strict=True))
+            index: SampleRows(number, rows.start, len(rows), inputs, scale)
+            for index, (rows, inputs) in enumerate(zip(self.rows, kept, strict=True))
         }
 
     def _told(self, node, value):

@@ -41,15 +41,15 @@ def product(
     """Return the result of an operation that has a rule, given all arguments by name."""
     rule = _RULES[operation.overloadpacket]
     x, weight, bias = operands = [given.pop(name, None) for name in rule.names]
-    places = [_place(each) for each in (weight, bias)]
-    split = _Split(rule, operation, given, later, *places)
+    views = [_view_of(each) for each in (weight, bias)]
+    split = _Split(rule, operation, given, later, *views)
     wanted = torch.is_grad_enabled() and weight.requires_grad
     if wanted and split.is_possible(x, weight, bias):
         return _SplitProduct.apply(split, *operands)
     return split.result(*operands)
 
 
-class _Place(NamedTuple):
+class _ParameterView(NamedTuple):
     """View of a parameter by sizes, strides, and its offset from the start of the parameter."""
 
     parameter: torch.nn.Parameter
@@ -64,7 +64,7 @@ class _Place(NamedTuple):
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
 
 
-def _place(tensor):
+def _view_of(tensor):
     """Return the _Place of a parameter or of its view; None if the view has overlapping
     elements."""
     if tensor is None:
@@ -73,7 +73,7 @@ def _place(tensor):
     if not isinstance(parameter, torch.nn.Parameter) or _overlaps(tensor):
         return None
     offset = tensor.storage_offset() - parameter.storage_offset()
-    return _Place(parameter, tuple(tensor.shape), tensor.stride(), offset)
+    return _ParameterView(parameter, tuple(tensor.shape), tensor.stride(), offset)
 
 
 def _overlaps(tensor):
@@ -107,8 +107,8 @@ class _Split(NamedTuple):
     operation: torch._ops.OpOverload
     how: dict[str, Any]
     later: Callable[..., None]
-    weight: _Place | None
-    bias: _Place | None
+    weight: _ParameterView | None
+    bias: _ParameterView | None
 
     def is_possible(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -190,9 +190,9 @@ def _convolution(split, dy, x, weight):
 
 def _convolved_back(split, dy, x, weight, mask):
     """Return the gradients of a convolution that `mask` selects."""
-    how, places = split.how, weight.dim() - 2
+    how, dims = split.how, weight.dim() - 2
     stride, dilation, between = (
-        _by_place(how.get(name, fewest), places)
+        _per_dim(how.get(name, fewest), dims)
         for name, fewest in (("stride", 1), ("dilation", 1), ("output_padding", 0))
     )
     bias = list(split.bias.shape) if split.bias else None
@@ -203,20 +203,20 @@ def _convolved_back(split, dy, x, weight, mask):
     )
 
 
-def _by_place(number, places):
+def _per_dim(number, dims):
     """Return one number for every spatial dimension of the kernel."""
     numbers = [number] if isinstance(number, int) else [*number]
-    return numbers * (places if len(numbers) == 1 else 1)
+    return numbers * (dims if len(numbers) == 1 else 1)
 
 
 def _padding(weight, how):
     """Return the padding on both sides of every dimension; None if the sides differ."""
     kernel, padding = weight.shape[2:], how["padding"]
     if not isinstance(padding, str):
-        return _by_place(padding, len(kernel))
+        return _per_dim(padding, len(kernel))
     if padding == "valid":
         return [0] * len(kernel)
-    dilation = _by_place(how["dilation"], len(kernel))
+    dilation = _per_dim(how["dilation"], len(kernel))
     both = [step * (size - 1) for step, size in zip(dilation, kernel)]
     return None if any(each % 2 for each in both) else [each // 2 for each in both]
 

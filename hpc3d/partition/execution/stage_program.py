@@ -72,18 +72,18 @@ def stage_programs(
     the weight gradients of products are deferred. Raises ValueError if a value would flow
     backward, and for random operations that have no rule.
     """
-    place = {piece: number for number, part in enumerate(parts) for piece in part}
-    crossing = dict(_crossing(captured, place))
+    part_of = {piece: number for number, part in enumerate(parts) for piece in part}
+    crossing = dict(_crossing(captured, part_of))
     emitters = (_emitter(captured, part, crossing, number) for number, part in enumerate(parts))
     return [emitter.emitted(redraw, split) for emitter in emitters]
 
 
-def _crossing(captured: Captured, place: Mapping[int, int]) -> Iterator:
+def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
     """Yield (value, (part that makes it, last part that reads it)) for values across borders."""
     for node in captured.program.graph.nodes:
         if node in captured.readers:
-            first = place[captured.places[node]]
-            readers = [place[piece] for piece in captured.readers[node]]
+            first = part_of[captured.piece_of[node]]
+            readers = [part_of[piece] for piece in captured.readers[node]]
             if min(readers) < first:
                 raise ValueError(
                     f"{node.name} of stage {first} is needed on stage {min(readers)}: values only "

@@ -95,14 +95,14 @@ def _wrong(plan: SavedPlan) -> Iterator[str]:
 def _head(plan):
     stages, replicas = len(plan.replicas), plan.replicas[0]
     counts = f"stages {stages}, replicas {replicas}, microbatches {plan.microbatches}"
-    place, _, _ = plan.model.partition(":")
+    module, _, _ = plan.model.partition(":")
     return f'''\
 """{plan.model} on {plan.ranks} processes: {counts}, schedule {plan.schedule}.
 
     torchrun --nproc-per-node {plan.ranks} THIS_FILE --steps 10
 
 Written by python -m hpc3d.partition -o with torch {torch.__version__}, for steps of
-{plan.batch} samples.  It needs torch, and {place} for the first weights
+{plan.batch} samples.  It needs torch, and {module} for the first weights
 and the inputs: every process makes the whole model once.  Dropout draws from torch's generator.
 """'''
 
@@ -277,20 +277,20 @@ def _like(value):
 
 def _make(model):
     """Return the source of the function that calls the user's factory."""
-    place, _, call = model.partition(":")
+    module, _, call = model.partition(":")
     call = call.strip() if "(" in call else f"{call.strip()}()"
     return f'''\
 def make():
     """The model with its first weights, and the inputs of a step."""
-    return import_module({place!r}).{call}'''
+    return import_module({module!r}).{call}'''
 
 
 def _named(model: StagedModel) -> str:
     """Return the source of the function that maps the factory's inputs to names."""
     captured = model.captured
     spec, count = captured.program.call_spec.in_spec, len(captured.inputs)
-    by_place, by_name = tree_unflatten([*range(count)], spec)
-    paths = dict(_paths(by_name or by_place, "inputs"))
+    by_position, by_name = tree_unflatten([*range(count)], spec)
+    paths = dict(_paths(by_name or by_position, "inputs"))
     needed = {node for program in model.programs for node in program.inputs}
     lines = "".join(
         f'        "{node.name}": {paths[number]},\n'
@@ -306,8 +306,8 @@ def _paths(values: Any, path: str) -> Iterator[tuple[int, str]]:
     if isinstance(values, int):
         yield values, path
         return
-    places = values.items() if isinstance(values, dict) else enumerate(values)
-    for key, value in places:
+    pairs = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in pairs:
         yield from _paths(value, f"{path}[{key!r}]")
 
 

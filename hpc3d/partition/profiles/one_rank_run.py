@@ -123,8 +123,8 @@ def _nothing(unit):
 
 def _repeated(captured: Captured, inputs: tuple | dict, batch: int) -> list[Any]:
     """Return the inputs in program order, repeated to `batch` samples."""
-    places = torch.arange(batch) % captured.batch
+    rows = torch.arange(batch) % captured.batch
     return [
-        value[places] if carries_batch(node) else value
+        value[rows] if carries_batch(node) else value
         for node, value in zip(captured.inputs, flat_inputs(captured, inputs), strict=True)
     ]

@@ -96,9 +96,9 @@ def _pieces_of(captured: Captured) -> list[int]:
     for number, piece in enumerate(captured.pieces):
         for node in piece.copies:
             copied.setdefault(node, number)
-    places = {**copied, **captured.places}
+    piece_of = {**copied, **captured.piece_of}
     return [
-        places[node]
+        piece_of[node]
         for node in captured.program.graph.nodes
-        if node in places and not isinstance(node.meta.get("val"), (torch.SymInt, int))
+        if node in piece_of and not isinstance(node.meta.get("val"), (torch.SymInt, int))
     ]

@@ -160,13 +160,13 @@ def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float
 def _held_of(estimator: Estimator, config: Config) -> Callable[[int, tuple[int, ...]], float]:
     """Return the bytes of a stage as a function of the layers of its chunks."""
     parallel, parts = config.parallel, estimator.parts(config)
-    place = Placement(config.mesh.p, parallel.chunks, find(parallel.schedule).v_shaped)
+    placement = Placement(config.mesh.p, parallel.chunks, find(parallel.schedule).v_shaped)
     sums, rest = estimator.update(config, stage_content(contents(config)[0]))
 
     def held(stage, layers):
-        numbers = [place.part(stage, chunk) for chunk in range(place.chunks)]
+        numbers = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
         content = tuple(
-            StageContent(count, part == 0, part == place.parts - 1, _mixtures(config, count))
+            StageContent(count, part == 0, part == placement.parts - 1, _mixtures(config, count))
             for part, count in zip(numbers, layers, strict=True)
         )
         peaks = sums.peak, rest.peak

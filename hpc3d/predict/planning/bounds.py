@@ -258,7 +258,7 @@ def _heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:
     order, words = config.mesh.order.split(), Counter()
     for group, count in volume.items():
         words.update(dict.fromkeys(group.split(), count))
-    slots = [place for place, axis in enumerate(order) if axis in words]
-    for place, axis in zip(slots, sorted((order[slot] for slot in slots), key=words.get)):
-        order[place] = axis
+    slots = [index for index, axis in enumerate(order) if axis in words]
+    for index, axis in zip(slots, sorted((order[slot] for slot in slots), key=words.get)):
+        order[index] = axis
     return replace(config, mesh=replace(config.mesh, order=" ".join(order)))

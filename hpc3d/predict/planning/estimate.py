@@ -77,13 +77,13 @@ class Estimate(NamedTuple):
 
 class CostKey(NamedTuple):
     """What a `cost` depends on, so that it is found once: always on backend, type and scheme, on
-    the places of the tensor axes, of e and of c, on how attention is done and how gradients are
+    the positions of the tensor axes, of e and of c, on how attention is done and how gradients are
     compressed; on the others where they are given.
 
-    `context` are the place of c and the keys of [parallel] about sequences and attention, `keep`
-    is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content` whether
-    one stage has both ends, and `times` how many layers an update is of; `data` and `pipeline` are
-    the places of d and p.
+    `context` are the position of c and the keys of [parallel] about sequences and attention,
+    `keep` is parallel.keep_gathered, `halves` whether backward is split in two, `stage_content`
+    whether one stage has both ends, and `times` how many layers an update is of; `data` and
+    `pipeline` are the positions of d and p.
     """
 
     cost: str
@@ -108,15 +108,15 @@ class CostKey(NamedTuple):
 
 def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
     """The CostKey of a cost of a layout."""
-    train, parallel, places = config.train, config.parallel, _places_of(config.mesh)
+    train, parallel, positions = config.train, config.parallel, _positions_of(config.mesh)
     return CostKey(
         cost,
         train.backend,
         train.dtype,
         train.fused_gelu,
         parallel.scheme,
-        tensor=tuple([place for axis, place in places.items() if axis in "exyz"]),
-        context=(places[CONTEXT], parallel.context, parallel.ulysses, parallel.attention),
+        tensor=tuple([each for axis, each in positions.items() if axis in "exyz"]),
+        context=(positions[CONTEXT], parallel.context, parallel.ulysses, parallel.attention),
         compression=(
             parallel.compression,
             parallel.compression_rank,
@@ -283,7 +283,7 @@ class Estimator:
             keep=keep,
             recompute=recompute,
             together=both,
-            data=_place_of(DATA, config),
+            data=_position_of(DATA, config),
         )
         return self._once(key, make)
 
@@ -319,7 +319,7 @@ class Estimator:
             recompute=recompute,
             sequences=sequences // mesh.d,
             halves=halves,
-            data=_place_of(DATA, config) if zero else None,
+            data=_position_of(DATA, config) if zero else None,
         )
         return self._once(key, measure)
 
@@ -339,7 +339,7 @@ class Estimator:
         def measure():
             return sample.update(times, most, stage.layers)
 
-        values = {"zero": config.parallel.zero, "data": _place_of(DATA, config)}
+        values = {"zero": config.parallel.zero, "data": _position_of(DATA, config)}
         key = _key_of("update", config, times=times, nbytes=most, **values)
         return self._once(key, measure)
 
@@ -384,7 +384,7 @@ class Estimator:
             column = config.mesh.grid().ranks_along("p", {})
             return mean(cost(nbytes, pair) for pair in pairwise(column))
 
-        key = _key_of(name, config, nbytes=nbytes, pipeline=_place_of("p", config))
+        key = _key_of(name, config, nbytes=nbytes, pipeline=_position_of("p", config))
         return self._once(key, measure)
 
     def _on_its_way(self, nbytes: float, pair: tuple[int, int]) -> float:
@@ -490,10 +490,10 @@ def _neighbours_of(config: Config, part: int) -> int:
     """How many messages a part of the model sends and takes in a pass; none where the next part is
     on the same stage."""
     parallel, stages = config.parallel, config.mesh.p
-    place = Placement(stages, parallel.chunks, find(parallel.schedule).v_shaped)
-    here = place.place(part)[0]
-    near = [other for other in (part - 1, part + 1) if 0 <= other < place.parts]
-    return sum(place.place(other)[0] != here for other in near)
+    placement = Placement(stages, parallel.chunks, find(parallel.schedule).v_shaped)
+    here = placement.location(part)[0]
+    near = [other for other in (part - 1, part + 1) if 0 <= other < placement.parts]
+    return sum(placement.location(other)[0] != here for other in near)
 
 
 def _slowed(done: Pass, slowdown: float) -> float:
@@ -523,7 +523,7 @@ def _without_hidden(done: Pass, hidden: Counter) -> Pass:
 
 
 @cache
-def _places_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
+def _positions_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
     """axis -> (axis, size, distance between neighbours on it, 0 where it has none)."""
     grid = mesh.grid()
     return {
@@ -532,8 +532,8 @@ def _places_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
     }
 
 
-def _place_of(axis: str, config: Config) -> tuple[str, int, int]:
-    return _places_of(config.mesh)[axis]
+def _position_of(axis: str, config: Config) -> tuple[str, int, int]:
+    return _positions_of(config.mesh)[axis]
 
 
 def _ends_of(content: StageContent) -> tuple[LayerRange, ...]:

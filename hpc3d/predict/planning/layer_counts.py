@@ -60,16 +60,17 @@ class LayerCounts:
 
     def __init__(self, pipeline: LayerPipeline, passes: int) -> None:
         self.pipeline, schedule = pipeline, find(pipeline.schedule)
-        self.place = Placement(pipeline.stages, pipeline.chunks, schedule.v_shaped)
-        self.splits, self.parts = schedule.splits_backward, range(self.place.parts)
+        self.placement = Placement(pipeline.stages, pipeline.chunks, schedule.v_shaped)
+        self.splits, self.parts = schedule.splits_backward, range(self.placement.parts)
         sizes = pipeline.schedule, pipeline.stages, pipeline.micros
-        self.passes = 4 * self.place.parts * simulated_microbatches(*sizes)
+        self.passes = 4 * self.placement.parts * simulated_microbatches(*sizes)
         self.left = passes - _BUILT * self.passes
         self.bare, self.layer = [sum(each[:3]) for each in pipeline.bare], sum(pipeline.layer[:3])
-        self.stage_of = [self.place.place(part)[0] for part in self.parts]
+        self.stage_of = [self.placement.location(part)[0] for part in self.parts]
         chunks = range(pipeline.chunks)
         self.parts_of = [
-            [self.place.part(stage, chunk) for chunk in chunks] for stage in range(pipeline.stages)
+            [self.placement.part(stage, chunk) for chunk in chunks]
+            for stage in range(pipeline.stages)
         ]
         self.held = cache(pipeline.held)
 

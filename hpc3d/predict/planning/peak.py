@@ -77,10 +77,10 @@ def even(config: Config) -> bool:
 
 
 @cache
-def _contents_of(place: Placement, *contents: StageContent) -> list[tuple[StageContent, ...]]:
+def _contents_of(placement: Placement, *contents: StageContent) -> list[tuple[StageContent, ...]]:
     return [
-        tuple(contents[place.part(stage, chunk)] for chunk in range(place.chunks))
-        for stage in range(place.stages)
+        tuple(contents[placement.part(stage, chunk)] for chunk in range(placement.chunks))
+        for stage in range(placement.stages)
     ]
 
 

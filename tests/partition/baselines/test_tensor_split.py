@@ -27,7 +27,7 @@ FREE = replace(
 def modules(name, nodes):
     """Of some operations of a model the modules, in their order."""
     found = small(name)
-    return [found.pieces[place].module for place in sorted(found.places[node] for node in nodes)]
+    return [found.pieces[place].module for place in sorted(found.piece_of[node] for node in nodes)]
 
 
 def test_linear_layers_are_split_by_columns_and_rows_in_turn():

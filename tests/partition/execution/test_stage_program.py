@@ -28,7 +28,7 @@ def convex_parts(captured, count):
     """Pieces in so many parts between which values only flow forward."""
     atoms = [Atom((number,), 0.0, 0.0) for number in range(len(captured.pieces))]
     values = [
-        Value(captured.places[node], readers, 1.0) for node, readers in captured.readers.items()
+        Value(captured.piece_of[node], readers, 1.0) for node, readers in captured.readers.items()
     ]
     graph = contracted(atoms, values)
     size, count = len(graph), min(count, len(graph))

@@ -53,7 +53,7 @@ def step(asked, counts):
     rows = timeline(streams, placement, costs)
     found = [0] * asked.stages
     for part, count in enumerate(counts):
-        found[placement.place(part)[0]] += count
+        found[placement.location(part)[0]] += count
     return max(row[-1][1] + asked.sums(stage, found[stage]) for stage, row in enumerate(rows))
 
 
