@@ -1,4 +1,4 @@
-"""Partition any model into pipeline stages: from a torch module, or the costs of a graph.
+"""Partition a torch module, or a graph with given costs, into pipeline stages.
 
 python -m hpc3d.partition inputs.partition.bert:large --ranks 8 --machine a100-selene
 python -m hpc3d.partition --graph COSTS.json --ranks 4 --microbatches 8
@@ -11,21 +11,21 @@ torchrun --nproc-per-node N PLAN.py
 mpirun -np 2 python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
 
 MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
-dimension 0 is the batch of a step. The module is not changed, and needs no memory: it is captured
-on fake tensors, and costs what the machine needs for its operations, or what `profile` has
-measured. Stages, the replicas of each, which of them run their forward pass again for backward,
-microbatches and schedule are searched together where they are not given.
+dimension 0 is the batch of a step. The module is not changed. It is captured on fake tensors, so
+that it needs no memory. The costs of its operations come from a machine file, or from the
+measurements of `profile`. The planner searches all options that are not given: stages, replicas
+and recomputation of each stage, microbatches, and schedule.
 
 COSTS.json is {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
-"edges": [{"from", "to", "bytes"}], "together": [[ids]]}: seconds of a microbatch; bytes that a
-stage holds always (memory), per microbatch in flight (saved), and of what replicas sum
-(parameters); bytes of the values between nodes. Edges from one node with equal bytes are one value
-with several readers, unless a "value" tells them apart. Nodes in a group of "together" stay on one
-stage.
+"edges": [{"from", "to", "bytes"}], "together": [[ids]]}. forward and backward are seconds per
+microbatch. memory is the bytes that a stage always holds, saved the bytes per microbatch in
+flight, and parameters the bytes of gradients that replicas all-reduce. bytes is the size of the
+value between two nodes. Edges from one node with equal bytes are one value with several readers,
+unless they differ in "value". The nodes of a group in "together" stay on one stage.
 
-Values only flow forward from stage to stage. --objective time is
-the shortest step under a pipeline schedule, load the lightest heaviest stage: what it computes,
-and once per value the transfer of each that enters it and of each that leaves it.
+Values only flow forward from stage to stage. --objective time minimizes the step time under a
+pipeline schedule. --objective load minimizes the load of the busiest stage: its compute time, plus
+one transfer of each value that enters or leaves it.
 """
 
 import gc
@@ -56,9 +56,10 @@ _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 
 JSON = """\
 print one JSON object on the last line: objective, schedule, microbatches, time [s] of a step,
-load [s] and memory [B] of the heaviest and the fullest stage, proven, stages (ids), replicas,
-borders (nbytes, behind, next_best [s], instead); of a module also recompute and pieces of every
-part, chunks (parts of a stage), zero, and whether a border has room for a shorter step"""
+load [s] of the busiest stage, memory [B] of the fullest stage, proven, stages (ids), replicas,
+borders (nbytes, behind, next_best [s], instead). For a module also recompute and pieces of every
+part, chunks (parts per stage), zero, and for each border room: false if a faster location does
+not fit in memory"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,61 +74,69 @@ def main(argv: list[str] | None = None) -> int:
 def _parser():
     parser = Parser("partition", __doc__)
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODULE:FACTORY", help="what returns a module and its inputs")
-    add("--graph", type=Path, metavar="COSTS.json", help="a graph and its costs")
+    add(
+        "model",
+        nargs="?",
+        metavar="MODULE:FACTORY",
+        help="function that returns a module and its inputs",
+    )
+    add("--graph", type=Path, metavar="COSTS.json", help="file with a graph and its costs")
     add(
         "--ranks",
         type=number_of_ranks,
         required=True,
         metavar="N",
-        help="stages, times their replicas",
+        help="number of available ranks",
     )
     add(
         "--machine",
         metavar="NAME|FILE",
-        help=f"of inputs/machines, for a module ({DEFAULT_MACHINE})",
+        help=f"machine file or name in inputs/machines; for a module (default: {DEFAULT_MACHINE})",
     )
-    profile = "measured times of a module instead of the machine's, and messages without --machine"
+    profile = "use the times of `partition profile`; --machine replaces its message times"
     add("--profile", type=Path, metavar="PROFILE.json", help=profile)
     add(
         "--batch",
         type=integer(1, INT32),
         metavar="B",
-        help="samples of a step (those of the inputs)",
+        help="samples per step; for a module (default: those of the example inputs)",
     )
-    memory = "memory of a rank (default: the machine's; for a graph no limit)"
+    memory = "memory per rank (default: the machine's; for a graph: unlimited)"
     add("--memory", type=size, metavar="32GB", help=memory)
-    bandwidth = "bytes per second, for a graph (default: unlimited)"
+    bandwidth = "bytes per second between stages; for a graph (default: unlimited)"
     add("--bandwidth", type=rate, metavar="10GB", help=bandwidth)
     micros = integer(1, MOST_PASSES)
-    add("--microbatches", type=micros, metavar="M", help="of a step (default: searched; graph: 1)")
-    replicas = "of every stage, or of each: 16,8,8; for a module (searched)"
+    count = "microbatches per step (default: searched; for a graph: 1)"
+    add("--microbatches", type=micros, metavar="M", help=count)
+    replicas = "replicas of all stages, or of each: 16,8,8; for a module (default: searched)"
     add("--replicas", type=_counts, metavar="R", help=replicas)
     asked = ", ".join(each.name for each in FOR_PARTITIONS if each.on_request)
     schedule = (
-        f"(default: the one with the shorter step; {asked} only if asked for; "
-        f"graph: {', '.join(_OF_GRAPHS)})"
+        f"pipeline schedule (default: the fastest, not considering {asked}); for a graph: "
+        f"{' or '.join(_OF_GRAPHS)}"
     )
     add("--schedule", choices=_SCHEDULES, help=schedule)
-    again = "stages whose forward pass is run again for backward (stage: searched for each)"
+    again = "stages with activation checkpointing (default: stage, which searches them)"
     add("--recompute", choices=("none", "full", "stage"), help=again)
     add(
         "--margin",
         type=_part,
         metavar="X",
-        help="part of the memory left free, for a module (0.1)",
+        help="fraction of the memory to leave free; for a module (default: 0.1)",
     )
-    zero = "1: replicas share the moments of the optimiser, for a module (0)"
+    zero = "1: shard the moments of the optimizer over replicas; for a module (default: 0)"
     add("--zero", type=int, choices=(0, 1), help=zero)
-    add("--objective", choices=("time", "load"), default="time", help="what to minimise (time)")
+    objective = "minimize the step time, or the load of the busiest stage (default: time)"
+    add("--objective", choices=("time", "load"), default="time", help=objective)
     add(
         "-o",
         "--output",
         type=Path,
         metavar="PLAN.json|PLAN.py",
-        help="write the plan of a module: to run it, or as a file that torchrun runs",
+        help="write the plan of a module, for `partition run` (.json) or torchrun (.py)",
     )
-    add("--draw", type=Path, metavar="FILE.svg", help="draw the graph of a module and its cuts")
+    draw = "draw the graph of a module with its stage boundaries"
+    add("--draw", type=Path, metavar="FILE.svg", help=draw)
     add("--json", action="store_true", help=JSON)
     return parser
 
@@ -140,7 +149,7 @@ def _counts(text):
 def _part(text):
     """Parse a fraction from 0 to less than 1."""
     if not re.fullmatch(r"0?\.[0-9]+|0", text):
-        raise ArgumentTypeError(f"{text:.40}: must be a part from 0 to less than 1, such as 0.1")
+        raise ArgumentTypeError(f"{text:.40}: must be a fraction below 1, such as 0.1")
     return float(text)
 
 
@@ -153,7 +162,10 @@ def _plan(options):
         print(json.dumps(printed))
 
 
-_OF_MODULES = ("machine", "profile", "batch", "replicas", "recompute", "margin", "zero")
+_OF_MODULES = (
+    *("machine", "profile", "batch", "replicas", "recompute", "margin", "zero"),
+    *("output", "draw"),
+)
 
 
 def _of_file(options):
@@ -161,12 +173,13 @@ def _of_file(options):
     from hpc3d.partition.evaluation import Limits
     from hpc3d.partition.planner import planned
 
-    if any(getattr(options, name) is not None for name in (*_OF_MODULES, "output", "draw")):
-        names = ", ".join(f"--{name}" for name in (*_OF_MODULES, "output", "draw"))
-        raise ValueError(f"{names} are for a module, not for a graph")
+    given = [name for name in _OF_MODULES if getattr(options, name) is not None]
+    if given:
+        names = ", ".join(f"--{name}" for name in given)
+        raise ValueError(f"{names}: only for a module; remove from a command with --graph")
     if options.schedule not in (None, *_OF_GRAPHS):
         known = " or ".join(_OF_GRAPHS)
-        raise ValueError(f"--schedule {options.schedule} is for a module; use {known}")
+        raise ValueError(f"--schedule {options.schedule}: only for a module; use {known}")
     graph = cost_file.load(options.graph)
     micros = options.microbatches or 1
     limits = Limits(options.ranks, options.memory, options.bandwidth, micros)
@@ -185,7 +198,9 @@ def _of_module(options):
     from hpc3d.partition.module_plan import Wanted, best_plan
 
     if options.bandwidth:
-        raise ValueError("--bandwidth is for a graph: a module's plan asks the machine")
+        raise ValueError(
+            "--bandwidth: only for --graph; the bandwidth for a module is in --machine"
+        )
     gc.set_threshold(_SELDOM)
     captured = captured_of(options.model)
     given = {name: getattr(options, name, None) for name in Wanted._fields}
@@ -249,9 +264,9 @@ def _show_whole(modules):
     for each in modules:
         reasons.setdefault(each.reason, {})[each.path] = None
     for reason, paths in reasons.items():
-        stays = "stays" if len(paths) == 1 else "stay"
         names = _some([*paths])
-        print(sanitized(f"{names} {stays} whole: torch.export cannot trace it ({reason})"))
+        operations = "one operation" if len(paths) == 1 else "one operation each"
+        print(sanitized(f"{names}: kept as {operations}; torch.export cannot trace it ({reason})"))
 
 
 def _show(plan, limits):
@@ -259,7 +274,7 @@ def _show(plan, limits):
     _show_idle(limits.ranks - len(plan.stages), limits.ranks)
     _show_sums(plan.time, plan.load, plan.memory)
     print(f"{_how(plan)}\n")
-    print("stage   forward [s]  backward [s]     in [MB]    out [MB]   held [MB]  nodes")
+    print("stage   forward [s]  backward [s]     in [MB]    out [MB] memory [MB]  nodes")
     for number, stage in enumerate(plan.stages):
         times = f"{stage.forward:12.6g}  {stage.backward:12.6g}"
         sizes = "".join(
@@ -276,21 +291,22 @@ def _show_head(stages, microbatches, plan):
 
 def _show_idle(idle, ranks):
     if idle:
-        print(f"{_counted(idle, 'rank', 'ranks')} of {ranks} left idle: the step is shorter so")
+        left = f"{_counted(idle, 'rank', 'ranks')} of {ranks} left idle"
+        print(f"{left}, because the step is shorter without them")
 
 
 def _show_sums(seconds, load, memory):
-    print(f"step            {readable_time(seconds)}")
-    print(f"heaviest stage  {load:.6g} s per microbatch")
-    print(f"fullest stage   {memory / 1e6:.6g} MB")
+    print(f"step time       {readable_time(seconds)}")
+    print(f"busiest stage   {load:.6g} s per microbatch, including messages")
+    print(f"fullest stage   {memory / 1e6:.6g} MB per rank")
 
 
 def _show_borders(borders, seconds):
     if borders:
-        print("\nborder  crossing [MB]  behind; the next best place for it alone")
+        print("\nboundary  message [MB]  after; step time with this boundary elsewhere")
     for number, border in enumerate(borders, 1):
         print(
-            f"{number:6d}  {border.nbytes / 1e6:13.6g}  {sanitized(_explained(border, seconds))}"
+            f"{number:8d}  {border.nbytes / 1e6:12.6g}  {sanitized(_explained(border, seconds))}"
         )
 
 
@@ -299,25 +315,28 @@ def _show_module(plan, ranks):
     _show_head(choice.width, choice.microbatches, choice)
     _show_idle(ranks - choice.ranks, ranks)
     _show_sums(step.seconds, plan.load, max(step.held))
-    print(f"memory          {plan.memory / 1e6:.6g} MB of a rank, without the margin")
-    print(f"searched along the chain of the sorted nodes ({plan.costs.count}), on the clock\n")
-    print("stage  ranks  again   forward [s]  backward [s]  sums [s]   held [MB]  nodes")
+    print(f"memory limit    {plan.memory / 1e6:.6g} MB per rank, without the margin")
+    print(f"searched        one topological order of {plan.costs.count} nodes, simulated steps\n")
+    print(
+        "stage  ranks  recompute   forward [s]  backward [s]  all-reduce [s]  memory [MB]  nodes"
+    )
     for part, (stage, ids) in enumerate(zip(choice.stages, plan.ids)):
         number = part % choice.width
         times = f"{step.forward[part]:12.6g}  {step.backward[part]:12.6g}"
-        sums = f"{step.sums[number]:8.4g}{step.held[number] / 1e6:12.6g}"
+        sums = f"{step.sums[number]:14.4g}  {step.held[number] / 1e6:11.6g}"
         again = "yes" if stage.recompute else "no"
-        replicas = f"{stage.replicas:5d}  {again:5}"
-        print(f"{number:5d}  {replicas}  {times}  {sums}  {sanitized(_some(ids))}")
+        print(
+            f"{number:5d}  {stage.replicas:5d}  {again:9}  {times}  {sums}  {sanitized(_some(ids))}"
+        )
     _show_borders(plan.borders, step.seconds)
 
 
 def _explained(border, seconds):
     if border.next_best is None:
-        return f"{border.behind}; no other place fits"
+        return f"{border.behind}; no other location fits in memory"
     longer = 100 * (border.next_best / seconds - 1) if seconds else 0.0
-    more = "" if getattr(border, "room", True) else "; where it is shorter there is no room"
-    return f"{border.behind}; behind {border.instead} the step is {longer:+.2f} %{more}"
+    more = "" if getattr(border, "room", True) else "; a faster location does not fit in memory"
+    return f"{border.behind}; {longer:+.2f} % if after {border.instead}{more}"
 
 
 def _counted(count, one, many):
@@ -326,9 +345,9 @@ def _counted(count, one, many):
 
 def _how(plan):
     if plan.all_cuts:
-        proof = "none is better" if plan.proven else "not proven: the search was cut off"
-        return f"searched over all {plan.cuts} downsets of the graph: {proof}"
-    return f"searched along the chain of the sorted nodes ({plan.cuts - 1}): others may be better"
+        proof = "optimal" if plan.proven else "stopped at its limit, perhaps not optimal"
+        return f"searched        all {plan.cuts} downsets of the graph; {proof}"
+    return f"searched        one topological order of {plan.cuts - 1} nodes; perhaps not optimal"
 
 
 def _some(ids):

@@ -26,7 +26,7 @@ def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
     graph has too many atoms for a page.
     """
     if len(graph) > _MOST:
-        raise ValueError(f"--draw: {len(graph)} atoms are too many for a picture: {_MOST} at most")
+        raise ValueError(f"--draw: the graph has {len(graph)} atoms; at most {_MOST} can be drawn")
     far = max((max(value.targets) - value.source for value in graph.values), default=1)
     base = _MARGIN + 20 + far * _STEP / 2
     width, height = 3 * _MARGIN + len(graph) * _STEP, base + _LABELS
@@ -51,7 +51,7 @@ def _borders(choice: PipelineChoice, base: float) -> Iterator[str]:
     for part, stage in enumerate(choice.stages):
         right, middle = _x(stage.end - 0.5), (_x(before) + _x(stage.end - 1)) / 2
         ranks = counted(stage.replicas, "rank")
-        again = ", again" if stage.recompute else ""
+        again = ", recompute" if stage.recompute else ""
         text = f"stage {part % choice.width}: {ranks}{again}"
         yield f'<text x="{middle:.0f}" y="20" text-anchor="middle">{text}</text>'
         if stage is not choice.stages[-1]:

@@ -127,7 +127,7 @@ class _SizedByData(ValueError):
     """Data-dependent tensor size in the module at `path`."""
 
     def __init__(self, node):
-        what = "the size of a tensor depends on the values of another"
+        what = "the size of a tensor depends on the values of another tensor"
         super().__init__(f"{what}: {node.name}{where(node)}")
         self.path = _module(node)
 
@@ -143,7 +143,9 @@ def _example(module, inputs, with_data):
     if any(isinstance(each, FakeTensor) for each in held):
         _refuse_large(module)
         if with_data is None:
-            raise ValueError("a part of it must stay whole, which is told from a run with data")
+            raise ValueError(
+                "a submodule cannot be traced, so a run with data is needed; pass `with_data`"
+            )
         module, inputs = with_data()
     else:
         module = copy.deepcopy(module)
@@ -161,8 +163,9 @@ def _refuse_large(module):
     needed = sum(each.numel() * each.element_size() for each in module.parameters())
     if needed > _PART_OF_MEMORY * host_memory.total():
         raise ValueError(
-            f"a part of it must stay whole, and the {needed / 1e9:.3g} GB of the model are too "
-            "many for the run that would show its shapes"
+            "a submodule cannot be traced, so a run with data is needed, but the model has "
+            f"{needed / 1e9:.3g} GB, more than {_PART_OF_MEMORY:.0%} of the memory; use a machine "
+            "with more memory"
         )
 
 
@@ -174,9 +177,9 @@ def _explained(error):
         return str(error)
     said = described(error).removeprefix("ValueError: ")
     if "Constraints violated" in said or "specialized" in str(error):
-        return "it fixes the size of its batch, or another size that depends on it; " + said
+        return "it fixes the batch size, or a size that depends on it; " + said
     if "data-dependent" in said:
-        return "what it does depends on the values of its tensors; " + said
+        return "its operations depend on the values of tensors; " + said
     return said
 
 
@@ -185,7 +188,7 @@ def _refuse(program):
     for node in program.graph.nodes:
         for tensor in tensors(node.meta.get("val")):
             if sum(isinstance(size, torch.SymInt) for size in tensor.shape) > 1:
-                what = "samples are related to each other, with the batch in two dimensions"
+                what = "a tensor has the batch in two dimensions, so samples depend on each other"
                 raise ValueError(f"{what}: {node.name}{where(node)}")
 
 
@@ -209,9 +212,9 @@ def _batch_of(inputs):
     for leaf in tensors(inputs):
         if leaf.dim():
             if leaf.shape[0] < 2:
-                raise ValueError("give example inputs with a batch of 2 or more in dimension 0")
+                raise ValueError("the example inputs need a batch of 2 or more in dimension 0")
             return leaf.shape[0]
-    raise ValueError("the example inputs have no batch dimension: give a tensor with one")
+    raise ValueError("the example inputs need a tensor with the batch in dimension 0")
 
 
 def _carries(leaf, batch):

@@ -84,28 +84,28 @@ def _parsed(path):
 def _explained(error):
     """Return one line for a pydantic error; both errors of an invalid id give the same line."""
     where = [part for part in error["loc"] if part not in ("str", "int")]
-    key = ".".join(f"{part!s:.60}" for part in where) or "it"
+    key = ".".join(f"{part!s:.60}" for part in where) or "graph"
     known = {
-        "json_invalid": f"no JSON: {error.get('ctx', {}).get('error', '')}",
-        "unexpected_keyword_argument": f"{key}: unknown key; take it out",
+        "json_invalid": f"not valid JSON: {error.get('ctx', {}).get('error', '')}",
+        "unexpected_keyword_argument": f"{key}: unknown key; remove it",
         "missing": f"{key} is missing",
-        "dataclass_type": f"{key}: must be a table in braces",
+        "dataclass_type": f"{key}: must be an object in braces",
     }
     if error["loc"][-1:] in (("str",), ("int",)):
-        return f"{key}: must be a text or a whole number"
+        return f"{key}: must be a string or an integer"
     reason = error["msg"][0].lower() + error["msg"][1:]
     return known.get(error["type"], f"{key}: {reason}, not {error['input']!r:.60}")
 
 
 def _wrong(found):
     if not found.nodes:
-        yield "it has no nodes: name at least one"
+        yield "the graph has no nodes; add at least one"
     if len(found.nodes) > MOST_NODES:
-        yield f"{len(found.nodes)} nodes: at most {MOST_NODES}; group operations"
+        yield f"{len(found.nodes)} nodes, but at most {MOST_NODES}; merge operations into one node"
     known = Counter(node.id for node in found.nodes)
     for name, count in known.items():
         if count > 1:
-            yield f"node {name!r:.60} is there {count} times: give each its own id"
+            yield f"node {name!r:.60} appears {count} times; give each node a unique id"
     for node in found.nodes:
         for name in _NUMBERS:
             yield from _not_a_cost(f"node {node.id!r}: {name}", getattr(node, name))
@@ -113,19 +113,19 @@ def _wrong(found):
         yield from _wrong_edge(edge, known)
     for name in chain.from_iterable(found.together):
         if name not in known:
-            yield f"together: there is no node {name!r:.60}"
+            yield f"together: no node has the id {name!r:.60}"
 
 
 def _wrong_edge(edge, known):
     where = f"edge from {edge.source!r} to {edge.target!r}"
     for end in (edge.source, edge.target):
         if end not in known:
-            yield f"{where}: there is no node {end!r}"
+            yield f"{where}: no node has the id {end!r}"
     if edge.source == edge.target:
-        yield f"{where}: a node does not read its own result; take it out"
+        yield f"{where}: a node must not read its own result; remove this edge"
     yield from _not_a_cost(f"{where}: bytes", edge.bytes)
 
 
 def _not_a_cost(what, value):
     if not 0 <= value <= _MOST:
-        yield f"{what} = {value!r:.30}: must be a number of 0 or more and {_MOST:g} at most"
+        yield f"{what} = {value!r:.30}: must be a number from 0 to {_MOST:g}"

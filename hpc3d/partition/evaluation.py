@@ -344,22 +344,23 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
     ends = [0, *(stage.end for stage in stages)]
     if any(after <= before for before, after in pairwise(ends)) or ends[-1] != costs.count:
         raise ValueError(
-            f"stages end at {ends[1:]}: every one must have an atom, and the last end at "
-            f"{costs.count}; use fewer stages"
+            f"stages end at {ends[1:]}: every stage must have an atom, and the last stage must "
+            f"end at {costs.count}; use fewer stages"
         )
     if len(stages) % choice.chunks:
-        raise ValueError(f"{len(stages)} parts are not {choice.chunks} of every stage")
+        raise ValueError(f"{len(stages)} parts do not divide into {choice.chunks} per stage")
     unequal = (stage.replicas != stages[n % width].replicas for n, stage in enumerate(stages))
     if any(unequal):
-        raise ValueError("parts of one pipeline stage run on the same replicas")
+        raise ValueError("the parts of a pipeline stage must have the same number of replicas")
     if not 1 <= micros <= costs.batch:
         samples = counted(costs.batch, "sample")
-        raise ValueError(f"{micros} microbatches cannot share {samples}: use --batch")
+        few = f"a batch of {samples} is too small for {micros} microbatches"
+        raise ValueError(f"{few}; use a larger --batch or fewer --microbatches")
     most = max(choice.replicas)
     if most > costs.rows(micros, 1):
         raise ValueError(
-            f"{most} replicas cannot share the {costs.rows(micros, 1)} samples of a microbatch: "
-            "use fewer replicas or microbatches"
+            f"a microbatch of {counted(costs.rows(micros, 1), 'sample')} is too small for {most} "
+            "replicas; use fewer replicas or microbatches"
         )
 
 

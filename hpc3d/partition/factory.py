@@ -50,7 +50,7 @@ def function_at(name: str) -> Callable[..., Any]:
     module_name, colon, call = name.partition(":")
     factory, given, _ = call.partition("(")
     if not colon or not module_name or not factory:
-        raise ValueError(f"{name}: give a module and a function in it, as package.module:factory")
+        raise ValueError(f"{name}: must name a module and a function: package.module:factory")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     function = _found(name, module_name, factory.strip())
@@ -67,7 +67,7 @@ def _as_pair(name, result):
             return module, inputs
         case torch.nn.Module() as module, torch.Tensor() as only:
             return module, (only,)
-    raise ValueError(f"{name} must return an nn.Module and its inputs, in a tuple or a dict")
+    raise ValueError(f"{name} must return an nn.Module and a tuple or dict of its inputs")
 
 
 def _literals(name, factory, call):
@@ -79,8 +79,8 @@ def _literals(name, factory, call):
         named = {each.arg: ast.literal_eval(each.value) for each in found.keywords}
         return [ast.literal_eval(each) for each in found.args], named
     except (SyntaxError, ValueError, AttributeError, TypeError):
-        how = "as package.module:factory(1024, layers=24)"
-        raise ValueError(f"{name}: give a factory numbers or texts, {how}") from None
+        how = "numbers or strings, as in package.module:factory(1024, layers=24)"
+        raise ValueError(f"{name}: arguments of the factory must be {how}") from None
 
 
 def _called(name, make):

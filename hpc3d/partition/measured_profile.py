@@ -24,7 +24,7 @@ from hpc3d.partition.plan_file import digest_of, name_of
 from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 
 _FORMAT, _VERSION = "hpc3d-profile", 1
-_REMEDY = "name a file that python -m hpc3d.partition profile has written"
+_REMEDY = "use a file written by python -m hpc3d.partition profile"
 _ONE_NODE = 4096  # ranks per node: more than any profile has, so all are on one node
 
 # One second per operation and byte, for the shares of times that are not measured.
@@ -72,7 +72,7 @@ class ModuleProfile(NamedTuple):
         """
         if ranks > 1 and not self.calls:
             raise ValueError(
-                "this profile was measured on one rank and has no messages: measure it under "
+                "the profile was measured on one rank and has no message times; measure it with "
                 "mpirun -np 2, or add --machine"
             )
         tables = [
@@ -99,12 +99,14 @@ class ModuleProfile(NamedTuple):
         """
         if digest_of(captured) != self.graph:
             raise ValueError(
-                f"{self.model} computes something else than when it was measured, or this is "
-                "another version of torch: profile it anew"
+                f"{self.model} or the version of torch has changed since the measurement; run "
+                "partition profile again"
             )
         names = {name_of(captured, number) for number in range(len(captured.pieces))}
         if names != {*self.pieces}:
-            raise ValueError("the profile has not the pieces of its model: profile it anew")
+            raise ValueError(
+                "the profile and its model differ in pieces; run partition profile again"
+            )
         graphs = partial(graph_of, MeasuredOperations(captured, self), machine)
         return ModelCosts(graphs, machine, batch or captured.batch, RunCosts(**self.run))
 
@@ -180,14 +182,14 @@ def load(path: Path | str) -> ModuleProfile:
         raise ValueError(f"{path}: not valid JSON; {_REMEDY}") from None
     known = isinstance(tree, dict) and (tree.get("format"), tree.get("version"))
     if known != (_FORMAT, _VERSION):
-        raise ValueError(f"{path} is no profile that this hpc3d reads; {_REMEDY}")
+        raise ValueError(f"{path} is not a profile of this version of hpc3d; {_REMEDY}")
     for field, sound in _SOUND.items():
         if not sound(tree.get(field)):
-            raise ValueError(f"{path}: {field} is not that of a profile; {_REMEDY}")
+            raise ValueError(f"{path}: {field} is missing or invalid; {_REMEDY}")
     profile = ModuleProfile(**{field: tree[field] for field in ModuleProfile._fields})
     size = len(profile.rows)
     if any(len(times) != size for each in profile.pieces.values() for times in each):
-        raise ValueError(f"{path}: not every piece has a time for all rows; {_REMEDY}")
+        raise ValueError(f"{path}: every piece must have one time per entry of rows; {_REMEDY}")
     return profile
 
 

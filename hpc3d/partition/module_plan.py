@@ -169,7 +169,9 @@ def _allowed(costs, wanted, memory):
         shares = [f"{rows} replicas"] if rows > 1 else []
         shares += [f"{wanted.microbatches} microbatches"] if wanted.microbatches else []
         samples = counted(costs.batch, "sample")
-        raise ValueError(f"{' of '.join(shares)} cannot share {samples}: use --batch")
+        raise ValueError(
+            f"a batch of {samples} is too small for {' of '.join(shares)}; use a larger --batch"
+        )
     return Allowed(
         wanted.ranks,
         memory,
@@ -186,8 +188,8 @@ def _refuse_long(costs, wanted):
     stages = min(wanted.ranks, costs.count)
     if wanted.microbatches and stages * wanted.microbatches > _MOST_LAID_OUT:
         raise ValueError(
-            f"--microbatches {wanted.microbatches}: on up to {counted(stages, 'stage')} at most "
-            f"{_MOST_LAID_OUT // stages} are searched; use fewer"
+            f"--microbatches {wanted.microbatches}: must be at most {_MOST_LAID_OUT // stages} "
+            f"with up to {counted(stages, 'stage')}; use fewer microbatches or ranks"
         )
 
 
@@ -196,14 +198,15 @@ def _refuse_few(costs, wanted, allowed):
     used = sum(given) if given[1:] else max((1, *given))
     if used > wanted.ranks:
         raise ValueError(
-            f"--replicas {','.join(map(str, given))}: more than {counted(wanted.ranks, 'rank')}; "
-            "use fewer"
+            f"--replicas {','.join(map(str, given))} requires {counted(used, 'rank')}, but "
+            f"--ranks is {wanted.ranks}; use fewer replicas or more ranks"
         )
     stages = allowed.stages if given else 1
     if costs.count < stages:
         raise ValueError(
-            f"too few pieces for a pipeline of {stages} stages: it has {costs.count}, between "
-            "which the batch crosses in dimension 0; use --replicas, or fewer ranks"
+            f"the model has only {costs.count} pieces, too few for a pipeline of {stages} stages "
+            "(only values with the batch in dimension 0 can be sent between pieces); use "
+            "--replicas or fewer ranks"
         )
 
 
@@ -326,7 +329,7 @@ def _nothing_fits(costs, allowed, wanted):
     others = ["more ranks"] + ["--zero 1"] * (not wanted.zero)
     others += ["--recompute stage"] * (wanted.recompute == "none")
     return (
-        f"no stages on {counted(wanted.ranks, 'rank')} fit {allowed.memory:.6g} bytes of each, "
-        f"{wanted.margin:.0%} left free: the nearest needs {high:.6g}; use --memory "
-        f"{as_size(enough)}, {', '.join(others[:-1])} or {others[-1]}"
+        f"no partition over {counted(wanted.ranks, 'rank')} fits in {allowed.memory:.6g} bytes "
+        f"per rank ({wanted.margin:.0%} is left free); the smallest needs {high:.6g} bytes. Use "
+        f"--memory {as_size(enough)}, {', '.join(others[:-1])} or {others[-1]}"
     )

@@ -21,7 +21,7 @@ from hpc3d.partition.module_plan import ModulePlan
 from hpc3d.pipeline.schedule import ONE_STAGE
 
 _FORMAT, _VERSION = "hpc3d-plan", 1
-_REMEDY = "name a file that python -m hpc3d.partition -o has written"
+_REMEDY = "use a file written by python -m hpc3d.partition -o"
 
 
 class SavedPlan(NamedTuple):
@@ -57,12 +57,12 @@ class SavedPlan(NamedTuple):
         """Return the indices of the pieces of each part; raise ValueError for another model."""
         if digest_of(captured) != self.graph:
             raise ValueError(
-                f"{self.model} computes something else than when it was planned, or this is "
-                "another version of torch: plan it anew"
+                f"{self.model} or the version of torch has changed since the plan was made; make "
+                "a new plan"
             )
         numbers = {name_of(captured, number): number for number in range(len(captured.pieces))}
         if sorted(name for part in self.parts for name in part) != sorted(numbers):
-            raise ValueError("the parts of the plan are not the pieces of its model: plan it anew")
+            raise ValueError("the plan and its model differ in pieces; make a new plan")
         return [[numbers[name] for name in part] for part in self.parts]
 
 
@@ -142,13 +142,13 @@ def load(path: Path | str) -> SavedPlan:
         _FORMAT,
         _VERSION,
     ):
-        raise ValueError(f"{path} is no plan that this hpc3d reads; {_REMEDY}")
+        raise ValueError(f"{path} is not a plan of this version of hpc3d; {_REMEDY}")
     for field, sound in _SOUND.items():
         if not sound(tree.get(field)):
-            raise ValueError(f"{path}: {field} is not that of a plan; {_REMEDY}")
+            raise ValueError(f"{path}: {field} is missing or invalid; {_REMEDY}")
     plan = SavedPlan(**{field: tree[field] for field in SavedPlan._fields})
     if {len(plan.parts), len(plan.recompute)} != {len(plan.replicas) * plan.chunks}:
-        raise ValueError(f"{path}: its stages, replicas and parts do not go together; {_REMEDY}")
+        raise ValueError(f"{path}: chunks, replicas, recompute and parts disagree; {_REMEDY}")
     return plan
 
 

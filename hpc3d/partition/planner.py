@@ -107,13 +107,13 @@ def _refuse_large(cuts, limits):
     width = min(limits.ranks, cuts.count - 1) + 1
     if cuts.count * width > _MOST_CELLS or cuts.count**2 * width > _MOST_STEPS:
         raise ValueError(
-            f"{cuts.count - 1} nodes on {counted(limits.ranks, 'rank')} are too many to search: "
-            'group nodes by "together", or use fewer ranks'
+            f"the search over {cuts.count - 1} nodes and {counted(limits.ranks, 'rank')} is too "
+            'large; group nodes with "together", or use fewer ranks'
         )
     if (width - 1) * limits.microbatches > MOST_PASSES:
         raise ValueError(
-            f"--microbatches {limits.microbatches}: on {counted(width - 1, 'stage')} at most "
-            f"{MOST_PASSES // (width - 1)} are laid out; use fewer"
+            f"--microbatches {limits.microbatches}: must be at most {MOST_PASSES // (width - 1)} "
+            f"with {counted(width - 1, 'stage')}; use fewer microbatches or ranks"
         )
 
 
@@ -164,9 +164,9 @@ def _nothing_fits(cuts: Downsets | Chain, limits):
         middle = (low + high) / 2
         fits = lightest(cuts, limits._replace(memory=middle))
         low, high = (low, middle) if fits else (middle, high)
-    what = "partition" if cuts.exact else "cut of the chain of sorted nodes"
+    what = "partition" if cuts.exact else "partition in topological order"
     return (
-        f"no {what} into at most {counted(limits.ranks, 'stage')} fits "
-        f"{limits.memory:.6g} bytes a rank: the nearest needs {high:.6g}; use "
-        f"--memory {as_size(high)}, more ranks, or fewer microbatches"
+        f"no {what} into at most {counted(limits.ranks, 'stage')} fits in {limits.memory:.6g} "
+        f"bytes per rank; the smallest needs {high:.6g} bytes. Use --memory {as_size(high)}, more "
+        "ranks, or fewer microbatches"
     )

@@ -99,7 +99,9 @@ SHOWN = {
         r"evaluation after step \d+: loss [\d.]+, perplexity [\d.]+, accuracy [\d.]+ %; "
         r"\d+ tokens in [\d.]+ s, the best so far",
     ],
-    "docs/partition.md": [r"border  crossing \[MB\]  behind; the next best place for it alone"],
+    "docs/partition.md": [
+        r"boundary  message \[MB\]  after; step time with this boundary elsewhere"
+    ],
     "docs/techniques.md": [
         r"8 ranks of h100, one change of \S+ each:\n.*microbatches=",
         r"change +memory +received +step\n *as it is +[\d.,]+ MB +[\d.,]+ MB +[\d.,]+ m?s\n",

@@ -26,7 +26,7 @@ def test_atoms_values_and_borders():
     values = [(0, (1, 3), 100.0), (1, (2,), 1e6), (2, (3,), 0.0)]
     root = drawn(4, values, (StageChoice(1), StageChoice(3, 2, True), StageChoice(4)))
     texts = [each.text for each in root.iter(f"{SVG}text")]
-    assert texts[:3] == ["stage 0: 1 rank", "stage 1: 2 ranks, again", "stage 2: 1 rank"]
+    assert texts[:3] == ["stage 0: 1 rank", "stage 1: 2 ranks, recompute", "stage 2: 1 rank"]
     assert texts[3:] == ["<0>", "<1>", "<2>", "<3>"]
     colours = [each.get("fill") for each in root.iter(f"{SVG}circle")]
     assert colours[1] == colours[2] and len({*colours}) == 3
@@ -38,5 +38,5 @@ def test_atoms_values_and_borders():
 
 
 def test_a_large_graph_is_refused():
-    with pytest.raises(ValueError, match="301 atoms are too many for a picture: 300 at most"):
+    with pytest.raises(ValueError, match="301 atoms; at most 300"):
         drawn(301, [], (StageChoice(301),))

@@ -172,12 +172,12 @@ def test_what_does_not_fit():
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        (choice((2,), (2,), (4,)), "every one must have an atom"),
-        (choice((3,)), "the last end at 4"),
-        (choice((4,), micros=5), "5 microbatches cannot share 4 samples"),
-        (choice((4, 3), micros=2), "3 replicas cannot share the 2 samples"),
-        (choice((2,), (4,), chunks=4), "2 parts are not 4 of every stage"),
-        (choice((2,), (4, 2), chunks=2), "run on the same replicas"),
+        (choice((2,), (2,), (4,)), "every stage must have an atom"),
+        (choice((3,)), "the last stage must end at 4"),
+        (choice((4,), micros=5), "4 samples is too small for 5 microbatches"),
+        (choice((4, 3), micros=2), "2 samples is too small for 3 replicas"),
+        (choice((2,), (4,), chunks=4), "2 parts do not divide into 4 per stage"),
+        (choice((2,), (4, 2), chunks=2), "the same number of replicas"),
     ],
 )
 def test_what_cannot_be_run_is_refused(wrong, line):

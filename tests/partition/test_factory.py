@@ -22,12 +22,12 @@ def test_a_factory_is_given_literals(call, inputs):
 @pytest.mark.parametrize(
     ("call", "line"),
     [
-        ("sized(3", "give a factory numbers"),
-        ("sized(open('a'))", "give a factory numbers"),
-        ("sized(width)", "give a factory numbers"),
-        ("sized(3)(4)", "give a factory numbers"),
-        ("sized(3); 4", "give a factory numbers"),
-        ("sized(*3)", "give a factory numbers"),
+        ("sized(3", "must be numbers or strings"),
+        ("sized(open('a'))", "must be numbers or strings"),
+        ("sized(width)", "must be numbers or strings"),
+        ("sized(3)(4)", "must be numbers or strings"),
+        ("sized(3); 4", "must be numbers or strings"),
+        ("sized(*3)", "must be numbers or strings"),
         ("sized(3, depth=2)", "raised TypeError: .*depth"),
         ("absent(3)", "has no absent"),
     ],

@@ -127,7 +127,7 @@ def test_measured_on_one_rank_it_plans_for_one():
 
 @pytest.mark.parametrize(
     ("how", "line"),
-    [({"graph": "other"}, "profile it anew"), ({"pieces": {}}, "has not the pieces")],
+    [({"graph": "other"}, "has changed since"), ({"pieces": {}}, "differ in pieces")],
 )
 def test_of_another_model_it_is_refused(how, line):
     with pytest.raises(ValueError, match=line):
@@ -149,17 +149,17 @@ def changed(**fields):
     ("text", "line"),
     [
         ("{", "not valid JSON"),
-        ("[]", "no profile"),
-        (changed(version=0), "no profile"),
-        (changed(rows=[2, 1]), "rows is not"),
-        (changed(rows=[2, 4]), "rows is not"),
-        (changed(rows=[1, 2]), "a time for all rows"),
-        (changed(pieces={"a": [[1.0]]}), "pieces is not"),
-        (changed(pieces={"a": [[-1.0], [1.0]]}), "pieces is not"),
-        (changed(run={"forward": 1.0}), "run is not"),
-        (changed(calls=[{"op": "send"}]), "calls is not"),
-        (changed(calls=[{**CALLS[0], "seconds": [1.0]}]), "calls is not"),
-        (changed(memory=float("nan")), "memory is not"),
+        ("[]", "is not a profile"),
+        (changed(version=0), "is not a profile"),
+        (changed(rows=[2, 1]), "rows is missing or invalid"),
+        (changed(rows=[2, 4]), "rows is missing or invalid"),
+        (changed(rows=[1, 2]), "one time per entry of rows"),
+        (changed(pieces={"a": [[1.0]]}), "pieces is missing or invalid"),
+        (changed(pieces={"a": [[-1.0], [1.0]]}), "pieces is missing or invalid"),
+        (changed(run={"forward": 1.0}), "run is missing or invalid"),
+        (changed(calls=[{"op": "send"}]), "calls is missing or invalid"),
+        (changed(calls=[{**CALLS[0], "seconds": [1.0]}]), "calls is missing or invalid"),
+        (changed(memory=float("nan")), "memory is missing or invalid"),
     ],
 )
 def test_what_is_no_profile_is_refused(text, line, tmp_path):

@@ -65,33 +65,33 @@ def test_a_digest_is_that_of_what_is_computed():
 
 def test_the_plan_of_another_model_is_refused():
     _, _, other = prepared(f"{HERE}:everything")
-    with pytest.raises(ValueError, match="computes something else than when it was planned"):
+    with pytest.raises(ValueError, match="has changed since the plan was made"):
         saved().pieces(other)
     _, _, captured = prepared(CHAIN)
-    with pytest.raises(ValueError, match="are not the pieces of its model"):
+    with pytest.raises(ValueError, match="differ in pieces"):
         saved()._replace(parts=[["tanh"], ["linear"]]).pieces(captured)
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"format": "else"}, "no plan that this hpc3d reads"),
-        ({"version": 2}, "no plan that this hpc3d reads"),
-        ({"batch": 0}, "batch is not that of a plan"),
-        ({"microbatches": True}, "microbatches is not that of a plan"),
-        ({"zero": 2}, "zero is not that of a plan"),
-        ({"replicas": []}, "replicas is not that of a plan"),
-        ({"replicas": [1, -1]}, "replicas is not that of a plan"),
-        ({"parts": [["a"], []]}, "parts is not that of a plan"),
-        ({"recompute": [1, 0]}, "recompute is not that of a plan"),
-        ({"chunks": 2}, "do not go together"),
-        ({"model": None}, "model is not that of a plan"),
+        ({"format": "else"}, "is not a plan of this version"),
+        ({"version": 2}, "is not a plan of this version"),
+        ({"batch": 0}, "batch is missing or invalid"),
+        ({"microbatches": True}, "microbatches is missing or invalid"),
+        ({"zero": 2}, "zero is missing or invalid"),
+        ({"replicas": []}, "replicas is missing or invalid"),
+        ({"replicas": [1, -1]}, "replicas is missing or invalid"),
+        ({"parts": [["a"], []]}, "parts is missing or invalid"),
+        ({"recompute": [1, 0]}, "recompute is missing or invalid"),
+        ({"chunks": 2}, "parts disagree"),
+        ({"model": None}, "model is missing or invalid"),
     ],
 )
 def test_what_is_no_plan_is_refused(change, line, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(saved().text()) | change))
-    with pytest.raises(ValueError, match=f"{line}.*; name a file that"):
+    with pytest.raises(ValueError, match=f"{line}.*; use a file written by"):
         plan_file.load(path)
 
 
@@ -99,5 +99,5 @@ def test_what_is_no_plan_is_refused(change, line, tmp_path):
 def test_what_is_no_json_is_refused(content, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="; name a file that"):
+    with pytest.raises(ValueError, match="; use a file written by"):
         plan_file.load(path)

@@ -1,13 +1,14 @@
-"""Compare our plan of a torch module with those of others, under the same costs.
+"""Compare the plans of hpc3d and other systems for a torch module under the same costs.
 
 python -m hpc3d.partition compare inputs.partition.bert:large --ranks 32 --machine v100-8x4
 
-Every planner has the same machine, batch and memory, and an arrangement of its own: GPipe with
-equally many layers on each rank, or about equal times (torchgpipe), or with replicas (hybrid);
-stages of about equally many parameters (DeepSpeed); Megatron-LM without and with a pipeline;
-PipeDream's partition, run synchronously; RaNNC's. Microbatches, recomputation and replicas are the
-fastest that fit where the planner leaves them to its user. All are in the type of the module, with
-AdamW; hpc3d.partition.baselines says what is assumed of each.
+Every planner has the same machine, batch and memory. The arrangements are: data parallelism; GPipe
+with equal numbers of layers per rank, with about equal times (torchgpipe), or with replicas
+(hybrid); stages with about equal numbers of parameters (DeepSpeed); Megatron-LM without and with a
+pipeline; PipeDream's partition, run synchronously; and RaNNC. If a planner leaves microbatches,
+recomputation or replicas to its user, the fastest values that fit in memory are used. All plans
+use the type of the module, and AdamW. The documentation of hpc3d.partition.baselines lists the
+assumptions about each planner.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ def main(argv: list[str] | None = None) -> int:
 def _parser():
     parser = Parser("partition compare", __doc__)
     add = parser.add_argument
-    add("model", metavar="MODULE:FACTORY", help="what returns a module and its inputs")
+    add("model", metavar="MODULE:FACTORY", help="function that returns a module and its inputs")
     ranks = {"type": number_of_ranks, "required": True, "metavar": "N"}
-    add("--ranks", **ranks, help="that every planner may use")
-    add("--machine", metavar="NAME|FILE", help=f"of inputs/machines ({DEFAULT_MACHINE})")
-    add("--memory", type=size, metavar="32GB", help="of a rank, 10 %% of it left free (machine's)")
-    batch = "samples of a step (those of the inputs)"
+    add("--ranks", **ranks, help="number of ranks available to every planner")
+    machine = f"machine file or a name in inputs/machines (default: {DEFAULT_MACHINE})"
+    add("--machine", metavar="NAME|FILE", help=machine)
+    memory = "memory per rank, of which 10 %% is left free (default: the machine's)"
+    add("--memory", type=size, metavar="32GB", help=memory)
+    batch = "samples per step (default: those of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)
     add("--json", action="store_true", help=_JSON)
     return parser
@@ -66,8 +69,8 @@ def _compare(options: Namespace) -> None:
     memory = (options.memory or machine.memory_gb * 1e9) * (1 - _MARGIN)
     batch = options.batch or captured.batch
     task = Task.of(Operations(captured), machine, batch, options.ranks, memory)
-    ranks = f"{counted(options.ranks, 'rank')} of {machine.name}, {memory / 1e9:.6g} GB of each"
-    print(f"{counted(batch, 'sample')} on {ranks}\n\n{HEAD}")
+    ranks = f"{counted(options.ranks, 'rank')} of {machine.name} with {memory / 1e9:.6g} GB each"
+    print(f"{counted(batch, 'sample')} per step on {ranks}\n\n{HEAD}")
     rows = [*shown(task, everyone(captured))]
     if not any(row["fits"] for row in rows):
         raise ValueError(rows[0]["note"])

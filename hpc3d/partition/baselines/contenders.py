@@ -113,7 +113,7 @@ def pipedream(task: Task) -> Contender:
     units = ChainCosts(*(np.diff(each[[0, *ends]]) for each in sums), chain.crossing[ends])
     seconds, found = asynchronous(units, _levels(costs.machine, task.ranks))
     stages = [StageChoice(ends[stage.end - 1], stage.replicas) for stage in found]
-    note = f"asynchronous, by its own objective: {share / seconds:.4g} samples/s"
+    note = f"its objective, for an asynchronous pipeline: {share / seconds:.4g} samples/s"
     return fastest("PipeDream", task, _searched(costs, stages, DEFAULT))._replace(note=note)
 
 
@@ -197,7 +197,8 @@ def fastest(
     """Return the arrangement with the shortest step that fits, else the one that needs least
     memory."""
     found = [Contender(name, choice, step(task.costs, choice, task.memory)) for choice in choices]
-    none = Contender(name, None, None, "too few layers for its stages, or samples for its ranks")
+    few = "too few layers for the stages, or too few samples for the ranks"
+    none = Contender(name, None, None, few)
     return min(found, key=rank_of, default=none)
 
 

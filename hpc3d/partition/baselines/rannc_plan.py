@@ -39,7 +39,7 @@ def rannc(task: Task) -> Contender:
     devices = Devices(task.ranks, node, task.memory)
     plan = first_feasible(lambda rows: _of_blocks(costs.graph(rows), groups), costs.batch, devices)
     if plan is None:
-        return Contender("RaNNC", None, None, "it finds no partition that fits")
+        return Contender("RaNNC", None, None, "it finds no partition that fits in memory")
     ends = np.cumsum([len(group) for group in groups])
     stages = tuple(
         StageChoice(int(ends[end - 1]), replicas, plan.microbatches > 1)
@@ -47,7 +47,7 @@ def rannc(task: Task) -> Contender:
     )
     choice = PipelineChoice(stages, plan.microbatches, GPIPE)
     step = _offloaded(costs.reordered([*chain.from_iterable(groups)]), choice, task.memory)
-    return Contender("RaNNC", choice, step, f"by its own estimate {plan.seconds:.4g} s")
+    return Contender("RaNNC", choice, step, f"it estimates a step of {plan.seconds:.4g} s")
 
 
 def _offloaded(costs, choice, memory) -> Evaluated:

@@ -15,7 +15,7 @@ from hpc3d.pipeline.schedule import ONE_STAGE
 
 HEAD = (
     "planner                stages  replicas    microbatches  recompute  schedule     "
-    "fullest [GB]    step [s]  samples/s  to ours"
+    "memory [GB]         step [s]  samples/s  step / ours"
 )
 
 
@@ -93,12 +93,12 @@ def _line(row, step):
     name = f"{row['name']:21s}"
     if row["step"] is None:
         return f"{name}       -"
-    fullest = f"{row['fullest'] / 1e9:.3g}{'' if row['fits'] else ' (no room)'}"
+    fullest = f"{row['fullest'] / 1e9:.3g}{'' if row['fits'] else ' (too large)'}"
     ratio = f"{row['step'] / step:.3f}" if step and row["fits"] else "-"
     return (
         f"{name}  {row['stages']:6d}  {_replicas(row):10s}  {row['microbatches']:12d}  "
-        f"{row['recompute']:9s}  {row['schedule']:11s}  {fullest:14s}{row['step']:10.4g}"
-        f"{row['samples_s']:11.4g}{ratio:>9s}"
+        f"{row['recompute']:9s}  {row['schedule']:11s}  {fullest:17s}{row['step']:11.4g}"
+        f"{row['samples_s']:11.4g}{ratio:>13s}"
     )
 
 

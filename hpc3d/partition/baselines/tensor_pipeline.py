@@ -67,7 +67,7 @@ def _fastest_split(name, task, pipeline):
     for ways in (ways for ways in _WAYS if task.ranks % ways == 0):
         part = _split(task, ways)
         if part is None:
-            return Contender(name, None, None, "no pairs of linear layers that it would split")
+            return Contender(name, None, None, "the model has no pairs of linear layers to shard")
         cut = partial(even, layer_runs(part.costs.graph(1)))
         counts, most = (divisors(part.ranks), 128) if pipeline else ([1], 1)
         choices = pipelines(part, cut, DEFAULT, counts, most)

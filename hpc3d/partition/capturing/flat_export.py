@@ -67,7 +67,7 @@ _apply = vars(torch.autograd.Function)["apply"]
 
 def _checked_apply(cls, *args, **kwargs):
     if cls.__module__.partition(".")[0] != "torch":
-        raise ValueError(f"{cls.__name__} has a backward pass of its own, which is not traced")
+        raise ValueError(f"{cls.__name__} defines its backward pass, which cannot be traced")
     return _apply.__get__(None, cls)(*args, **kwargs)
 
 
@@ -88,7 +88,7 @@ class _Modes:
     def settle(self):
         for node in [*self.graph.nodes]:
             if isinstance(node.target, HigherOrderOperator):
-                raise ValueError(f"blocks of {node.target} are not captured{where(node)}")
+                raise ValueError(f"the operator {node.target} is not supported{where(node)}")
             if node.target is _set_grad_enabled:
                 (self.enabled,), self.detached = node.args, {}
             elif node.target is _enter_autocast:
@@ -145,7 +145,7 @@ def _refuse_autocast(node):
     if enabled:
         while (line := where(node)) == "" and node.op != "output":
             node = node.next
-        raise ValueError(f"autocast is not captured: 16 bits are not there yet{line}")
+        raise ValueError(f"autocast to 16-bit types is not supported; remove it{line}")
 
 
 def where(node: fx.Node) -> str:

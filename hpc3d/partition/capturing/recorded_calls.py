@@ -19,7 +19,7 @@ class CannotStayWhole(ValueError):
     """Error for a module at `path` that cannot be called as one opaque operation."""
 
     def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"{path} cannot stay whole: {why}")
+        super().__init__(f"{path} cannot be one operation: {why}")
         self.path = path
 
 
@@ -146,10 +146,11 @@ def _watched(model: torch.nn.Module, calls: Mapping[str, list[_Seen]]) -> Iterat
 
 def _combined(path, low, high, samples):
     if len(low) != len(high):
-        raise CannotStayWhole(path, "it is called more often for more samples")
+        raise CannotStayWhole(path, "the number of its calls depends on the number of samples")
     for few, many in zip(low, high, strict=True):
         if (few.taken, few.returned) != (many.taken, many.returned):
-            raise CannotStayWhole(path, "it is called otherwise for more samples")
+            why = "the structure of its arguments or results depends on the number of samples"
+            raise CannotStayWhole(path, why)
         forward, backward = (count / (2 * samples) for count in many.flop)
         yield RecordedCall(
             many.taken,
@@ -171,15 +172,18 @@ def _combined_leaf(path, few, many, samples):
     equal."""
     if not isinstance(few, torch.Tensor) or not isinstance(many, torch.Tensor):
         if type(few) is not type(many) or few != many:
-            raise CannotStayWhole(path, f"it is given {few!r:.40}, for more samples {many!r:.40}")
+            why = f"an argument is {few!r:.40}, but {many!r:.40} for more samples"
+            raise CannotStayWhole(path, why)
         return few
     if few.dim() != many.dim() or few.dtype != many.dtype:
-        raise CannotStayWhole(path, "for more samples it has tensors of other types or dimensions")
+        why = "the type or the dimensions of a tensor depend on the number of samples"
+        raise CannotStayWhole(path, why)
     sizes = []
     for one, other in zip(few.shape, many.shape):
         a, rest = divmod(other - one, samples)
         if rest or a < 0:
-            raise CannotStayWhole(path, "the size of a tensor depends on the values of another")
+            why = "the size of a tensor depends on the values of another tensor"
+            raise CannotStayWhole(path, why)
         sizes.append((a, one - a * samples))
     return Like(tuple(sizes), few.dtype)
 
@@ -192,7 +196,7 @@ class _Watch:
 
     def __call__(self, *args, **kwargs):
         leaves, taken = tree_flatten((args, kwargs))
-        self._check(leaves, _CONSTANTS, "is given")
+        self._check(leaves, _CONSTANTS, "takes")
         leaves = [_cut_off(leaf) for leaf in leaves]
         before, kept = _ModuleState(self.part, leaves), {}
         args, kwargs = tree_unflatten(leaves, taken)
@@ -238,7 +242,9 @@ class _Watch:
             now, later = after.held.get(name, (None, 0))
             trained = isinstance(tensor, torch.nn.Parameter)
             if now is not tensor or (later != version and trained):
-                raise CannotStayWhole(self.path, f"it replaces {name}, or trains it by itself")
+                raise CannotStayWhole(
+                    self.path, f"it replaces the buffer or changes the parameter {name}"
+                )
             if later != version or not (trained or torch.equal(tensor, before.buffers[name])):
                 written.add(name)
         return frozenset(written)

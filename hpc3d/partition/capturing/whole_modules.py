@@ -96,16 +96,16 @@ class WholeModule:
         try:
             result = module.forward(*args, **kwargs)
         except Exception as error:
-            raise BadData(f"{self.path} stays whole, and raised {described(error)}") from error
+            raise BadData(f"{self.path} raised {described(error)}") from error
         found = self.call.tensors_returned(result)
         if not torch.equal(before[0], torch.get_rng_state()):
-            raise BadData(f"{self.path} stays whole, and has drawn random numbers")
+            raise BadData(f"{self.path} draws random numbers, but cannot be traced; remove them")
         if before[1] != [each._version for each in values]:
-            raise BadData(f"{self.path} stays whole, and has written to one of its inputs")
+            raise BadData(f"{self.path} writes to an input, but cannot be traced; write to a copy")
         samples = self._samples(values)
         expected = [(like.shape(samples), like.dtype) for like in self.call.results]
         if found is None or expected != [([*each.shape], each.dtype) for each in found]:
-            raise BadData(f"{self.path} stays whole, and has not returned {expected}, as planned")
+            raise BadData(f"{self.path} must return {expected}, as in the run with data")
         theirs = {_storage(each) for each in (*values, *weights)}
         return [each.clone() if _storage(each) in theirs else each for each in found]
 
@@ -145,7 +145,7 @@ def _without_data(path, module):
     for part in module.modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor):
-                raise CannotStayWhole(path, f"its tensor {name} is no buffer")
+                raise CannotStayWhole(path, f"its tensor {name} is not registered as a buffer")
     known = {id(tensor): _meta(tensor) for _, tensor in _held(module)}
     found = copy.deepcopy(module, known)
     found._forward_hooks.clear()
@@ -185,7 +185,7 @@ _SCHEMA = "(Tensor[] values, Tensor[] weights, int number) -> Tensor[]"
 
 @torch.library.custom_op("hpc3d::whole_module", mutates_args=(), schema=_SCHEMA)
 def _whole_module(values, weights, number):
-    raise NotImplementedError("it is traced, and never run")
+    raise NotImplementedError("this operation is only traced and never runs")
 
 
 @_whole_module.register_fake
@@ -203,7 +203,7 @@ class _StandIn:
         whole = next(self.calls, None)
         values = whole and whole.call.tensors_taken(args, kwargs)
         if values is None:
-            raise ValueError(f"{self.path} is called otherwise than in a run with data")
+            raise ValueError(f"the calls of {self.path} differ from those in a run with data")
         held = dict(_held(self.part))
         weights = [held[name] for name in whole.weights]
         return whole.call.result(torch.ops.hpc3d.whole_module(values, weights, whole.number))
@@ -264,7 +264,7 @@ class WholeModules:
         except CannotStayWhole:
             raise
         except (Exception, SystemExit) as error:
-            raise ValueError(f"with data it raised {described(error)}") from error
+            raise ValueError(f"the run with data raised {described(error)}") from error
 
 
 def _alike(model, path):

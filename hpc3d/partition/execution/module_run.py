@@ -1,14 +1,15 @@
-"""Run a plan: train an unmodified torch module on its stages.
+"""Train an unmodified torch module on the stages of a plan.
 
 mpirun -np N python -m hpc3d.partition run PLAN.json --train.steps 100 --torch.inputs data:batch
 mpirun -np N python -m hpc3d.partition run --resume RUN_DIR [PLAN.json]
 
-N is the number of ranks of the plan.  The module must return its loss, a mean over samples; what
-else it returns is not used.  Keys are those of an input file (`python -m hpc3d.train --help`): of
-[train] (--steps is short for --train.steps), [checkpoint], [guard], [trace], [run] and [torch],
-seed, name and parallel.bucket_mb, parallel.overlap and parallel.zero; the plan has the others.
+N is the number of ranks of the plan.  The module must return its loss, a mean over samples; other
+outputs are ignored.  The options are keys of an input file (`python -m hpc3d.train --help`):
+[train], [checkpoint], [guard], [trace], [run], torch.inputs, seed, name, mesh.transport,
+parallel.bucket_mb, parallel.overlap and parallel.zero.  The plan sets all other keys.  --steps is
+short for --train.steps.
 
-With --resume the run in RUN_DIR goes on, by its own plan or another one of the same model.
+--resume continues the run in RUN_DIR with its own plan, or with another plan of the same model.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 _OF_RUN = ("train.", "checkpoint.", "guard.", "trace.", "run.", "torch.inputs", "seed", "name")
 _OF_RUN += ("parallel.bucket_mb", "parallel.overlap", "parallel.zero", "mesh.transport")
 _OF_PLAN = ("train.batch", "train.dtype", "train.backend", "guard.abft_every")
-_USAGE = "write run PLAN.json --section.key VALUE ..., or --resume RUN_DIR"
+_USAGE = "use partition run PLAN.json --section.key VALUE ..., or partition run --resume RUN_DIR"
 
 
 class RunRequest(NamedTuple):
@@ -100,7 +101,7 @@ def run(job: Job, words: list[str]) -> None:
     asked = job.from_root(lambda: asked_for(words))
     if job.size != asked.plan.ranks:
         meant = counted(asked.plan.ranks, "rank")
-        job.refuse(f"the plan is for {meant}, but {job.size} were started")
+        job.refuse(f"the plan is for {meant}, but {job.size} were started; start {meant}")
     torch.set_num_threads(1)
     model = job.on_all_ranks(lambda: _model(asked.plan))
     opened = job.on_root(lambda: _prepare(asked, model))
@@ -117,14 +118,15 @@ def asked_for(words: list[str]) -> RunRequest:
     resumed = run_to_resume(words)
     given = words and not words[0].startswith("-")
     if not given and not resumed:
-        raise ValueError(f"no plan is named: {_USAGE}")
+        raise ValueError(f"the plan file is missing; {_USAGE}")
     path = words.pop(0) if given else resumed / "plan.json"
     words = [_spelled_out(word) for word in words]
     for option, _ in load.options(words):
         key = option.removeprefix("--")
         if not key.startswith(_OF_RUN) or key in _OF_PLAN:
             raise ValueError(
-                f"{option}: this is the plan's; keys of a run begin with {' '.join(_OF_RUN)}"
+                f"{option}: the plan sets this key; remove it, and use only keys that begin with "
+                f"{', '.join(_OF_RUN)}"
             )
     return RunRequest(plan_file.load(path), words, resumed)
 
@@ -189,23 +191,27 @@ def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
     """Yield one line for each property of a plan that cannot run."""
     schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
     if schedule.asynchronous:
-        yield f"schedule {plan.schedule}: not for torch modules; use {DEFAULT}"
+        yield f"schedule {plan.schedule}: not supported for torch modules; use {DEFAULT}"
     if schedule.v_shaped:
         split = " or ".join(each.name for each in FOR_PARTITIONS if each.splits_backward)
         yield (
-            f"schedule {plan.schedule}: of S stages it wants part S on the last one, where a plan "
-            f"has it on the first; use {split}"
+            f"schedule {plan.schedule}: it requires part S on the last of S stages, but a plan "
+            f"places it on the first; use {split}"
         )
     if max(plan.replicas) > rows:
         samples = counted(rows, "sample")
-        yield f"{max(plan.replicas)} replicas cannot share microbatches of {samples}"
+        yield (
+            f"a microbatch of {samples} is too small for {max(plan.replicas)} replicas; make a "
+            "plan with fewer replicas or microbatches"
+        )
     if len({*plan.replicas}) > 1 and plan.batch % plan.microbatches:
         yield (
-            f"{plan.batch} samples do not divide into {plan.microbatches} microbatches, as they "
-            "must for stages with different numbers of replicas"
+            f"a batch of {plan.batch} samples must be divisible by {plan.microbatches} "
+            "microbatches, because the stages have different numbers of replicas; make a plan "
+            "with another batch or number of microbatches"
         )
     if zero > 1:
-        yield f"parallel.zero = {zero}: not for torch modules; use 0 or 1"
+        yield f"parallel.zero = {zero}: not supported for torch modules; use 0 or 1"
 
 
 def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
@@ -239,10 +245,10 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
     """Yield log lines on the partition of the model over the ranks."""
     counts = [len(program.module.graph.nodes) for program in model.programs]
     replicas = " ".join(map(str, model.replicas))
-    yield f"{config.torch.factory}: parts of {' '.join(map(str, counts))} operations"
+    yield f"{config.torch.factory}: operations by part {' '.join(map(str, counts))}"
     yield (
         f"schedule {config.parallel.schedule}, microbatches {config.parallel.microbatches}, "
-        f"replicas of the stages {replicas}; ZeRO {config.parallel.zero}"
+        f"replicas by stage {replicas}; ZeRO {config.parallel.zero}"
     )
     batch, micros = config.train.batch, config.parallel.microbatches
     yield from traffic_lines(border_traffic(model, batch, micros), sum_traffic(model))

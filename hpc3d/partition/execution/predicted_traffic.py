@@ -83,11 +83,11 @@ def traffic_lines(borders: Iterable[BorderTraffic], sums: Iterable[SumTraffic]) 
     """Yield the log lines that report the predicted traffic."""
     for number, border in enumerate(borders, 1):
         yield (
-            f"border {number}: {border.forward / 1e6:.6g} MB forward and "
-            f"{border.backward / 1e6:.6g} MB back in {border.messages} messages a step"
+            f"boundary {number}: {border.forward / 1e6:.6g} MB forward and "
+            f"{border.backward / 1e6:.6g} MB backward in {border.messages} messages per step"
         )
     for each in sums:
-        yield f"ranks {_range(each.ranks)}: {each.nbytes / 1e6:.6g} MB of gradients are summed"
+        yield f"ranks {_range(each.ranks)}: all-reduce of {each.nbytes / 1e6:.6g} MB of gradients"
 
 
 def _range(ranks):

@@ -41,7 +41,8 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
         return
     if packet not in _RULES:
         raise ValueError(
-            f"{original.name}: {packet} would draw other numbers on another cut; use dropout"
+            f"{original.name}: the numbers that {packet} draws would depend on the partition; use "
+            "dropout"
         )
     node.target, node.kwargs = _RULES[packet], given
     node.args = original.name, draw, _batch_dim(original)

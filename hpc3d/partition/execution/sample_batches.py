@@ -51,12 +51,13 @@ def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
         names = captured.program.call_spec.in_spec.child(1).context
         if {*inputs} != {*names}:
             raise ValueError(
-                f"the inputs are {', '.join(map(str, inputs)) or 'none'}, not {wanted}"
+                f"the inputs are {', '.join(map(str, inputs)) or 'none'}, but the model takes "
+                f"{wanted}"
             )
         inputs = tuple(inputs[name] for name in names)
     flat = [*_leaves(inputs)]
     if len(flat) != len(captured.inputs):
-        raise ValueError(f"the inputs are {len(flat)} values, not {wanted}")
+        raise ValueError(f"the inputs are {len(flat)} values, but the model takes {wanted}")
     return flat
 
 

@@ -61,15 +61,15 @@ def staged_model(
     """
     if len(types := _types(captured)) != 1 or not types <= {"float32", "float64"}:
         found = ", ".join(sorted(types)) or "none"
-        raise ValueError(f"parameters of one type are trained, float32 or float64; found: {found}")
+        raise ValueError(f"all parameters must be float32, or all float64; found: {found}")
     programs = stage_programs(captured, parts, redraw, split)
     with_gradient = graded(captured, programs)
     loss = loss_of(captured)
     if loss not in with_gradient:
-        raise ValueError("the model must return its loss, a number with a gradient")
+        raise ValueError("the model must return its loss, a scalar with a gradient")
     if loss not in programs[-1].outputs:
         raise ValueError(
-            f"the loss, {loss.name}, must be computed by the last stage: plan it anew"
+            f"the loss, {loss.name}, must be computed by the last stage; make a new plan"
         )
     width = len(replicas)
     owners = owners_of(

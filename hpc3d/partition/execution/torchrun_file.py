@@ -61,7 +61,7 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
 def _whole(captured: Captured) -> Iterator[str]:
     """Yield one line for each module that is an opaque operation without source."""
     for path in dict.fromkeys(each.path for each in captured.whole):
-        yield f"{path} stays whole, so that it has no source of operations: write PLAN.json"
+        yield f"{path}: cannot be traced, so its source cannot be written; write PLAN.json"
 
 
 def _wrong(plan: SavedPlan) -> Iterator[str]:
@@ -69,16 +69,16 @@ def _wrong(plan: SavedPlan) -> Iterator[str]:
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
     here = "torch.distributed.pipelining"
     if plan.schedule not in SCHEDULES:
-        yield f"schedule {plan.schedule} is not written for {here}; use 1f1b, gpipe or interleaved"
+        yield f"schedule {plan.schedule}: not supported by {here}; use 1f1b, gpipe or interleaved"
     if len({*plan.replicas}) > 1:
         counts = " ".join(map(str, plan.replicas))
-        yield f"replicas {counts}: {here} has as many for every stage; use --replicas {replicas}"
+        yield f"replicas {counts}: must be equal for {here}; use --replicas {replicas}"
     if plan.zero and replicas > 1:
-        yield f"zero = {plan.zero}: {here} has whole moments on every replica; use --zero 0"
+        yield f"zero = {plan.zero}: {here} does not shard optimizer moments; use --zero 0"
     if plan.batch % (micros * replicas):
         yield (
-            f"{plan.batch} samples do not divide into {micros} microbatches of {replicas} "
-            f"replicas, as they must for {here}; use --batch, --microbatches or --replicas"
+            f"a batch of {plan.batch} samples must be divisible by {micros} microbatches x "
+            f"{replicas} replicas for {here}; change --batch, --microbatches or --replicas"
         )
     if plan.schedule == "1f1b" and 1 < micros < stages:
         yield (
@@ -87,8 +87,8 @@ def _wrong(plan: SavedPlan) -> Iterator[str]:
         )
     if plan.schedule == "interleaved" and micros % max(1, micros // stages):
         yield (
-            f"{micros} microbatches do not divide into {micros // stages} equal groups, as they "
-            f"must for ScheduleInterleaved1F1B of {here}; use --microbatches {stages}"
+            f"{micros} microbatches must divide into {micros // stages} equal groups for "
+            f"ScheduleInterleaved1F1B of {here}; use --microbatches {stages}"
         )
 
 
@@ -102,8 +102,8 @@ def _head(plan):
     torchrun --nproc-per-node {plan.ranks} THIS_FILE --steps 10
 
 Written by python -m hpc3d.partition -o with torch {torch.__version__}, for steps of
-{plan.batch} samples.  It needs torch, and {module} for the first weights
-and the inputs: every process makes the whole model once.  Dropout draws from torch's generator.
+{plan.batch} samples.  It needs torch, and {module} for the initial weights
+and the inputs: every process creates the full model once.  Dropout uses torch's generator.
 """'''
 
 
@@ -173,7 +173,8 @@ class _PartSource:
         self.graph.set_codegen(_Method("\n    ".join(head + sizes), self._result()))
         code = self.graph.python_code("self")
         if unknown := code.globals.keys() - _KNOWN:
-            raise ValueError(f"the source of {', '.join(sorted(unknown))} cannot be written")
+            names = ", ".join(sorted(unknown))
+            raise ValueError(f"the source of {names} cannot be written; write PLAN.json")
         return "".join(f"    {line}\n" for line in code.src.strip().splitlines())
 
     def _named(self, name):
@@ -220,7 +221,7 @@ class _PartSource:
             if carries_batch(original):
                 size = original.meta["val"].shape[0].node.expr
                 return node, int(size.subs(dict.fromkeys(size.free_symbols, 1)))
-        raise ValueError(f"a part reads no value that carries the batch: {self.program.weights}")
+        raise ValueError(f"a part reads no tensor with a batch dimension: {self.program.weights}")
 
     def _result(self):
         (output,) = (node for node in self.graph.nodes if node.op == "output")
@@ -264,7 +265,8 @@ def _borders(model: StagedModel) -> Iterator[str]:
         )
         names = ", ".join(node.name for node in program.received)
         yield (
-            f'def border_{number}(rows):\n    """To part {number}: {names}."""\n'
+            f"def border_{number}(rows):\n"
+            f'    """Return {names} of part {number}, without data."""\n'
             f"    return [\n{lines}    ]"
         )
 
@@ -281,7 +283,7 @@ def _make(model):
     call = call.strip() if "(" in call else f"{call.strip()}()"
     return f'''\
 def make():
-    """The model with its first weights, and the inputs of a step."""
+    """Return the model with its initial weights, and the inputs of a step."""
     return import_module({module!r}).{call}'''
 
 
@@ -297,7 +299,7 @@ def _named(model: StagedModel) -> str:
         for number, node in enumerate(captured.inputs)
         if node in needed
     )
-    docstring = '"""By the names that parts read."""'
+    docstring = '"""Return the inputs by the names that the parts use."""'
     return f"def named(inputs):\n    {docstring}\n    return {{\n{lines}    }}"
 
 
@@ -348,7 +350,7 @@ def _constants(model: StagedModel) -> Iterator[str]:
         if made_here and type(value) is torch.Tensor:
             if value.numel() > _MOST_NUMBERS:
                 raise ValueError(
-                    f"{name}: a constant of {value.numel()} numbers is too long to be written; "
+                    f"{name}: a constant of {value.numel()} numbers is too large to write; "
                     "make it a buffer of the model"
                 )
             yield f"{name!r}: torch.tensor({value.tolist()}, dtype={value.dtype})"

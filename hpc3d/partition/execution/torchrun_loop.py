@@ -253,10 +253,10 @@ def _options():
     parser = argparse.ArgumentParser(description="Train the model under torchrun.")
     parser.add_argument("--steps", type=int, default=10, metavar="K")
     parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of dropout")
-    inputs = "function(step) that returns the inputs of a step (default: always the example's)"
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and dropout")
+    inputs = "function(step) that returns the inputs of a step (default: the example inputs)"
     parser.add_argument("--inputs", metavar="MODULE:FUNCTION", help=inputs)
-    parser.add_argument("--save", metavar="FOLDER", help="write the state, a file for each stage")
+    parser.add_argument("--save", metavar="FOLDER", help="write the state, one file per stage")
     return parser.parse_args()
 
 
@@ -265,7 +265,7 @@ def main(cut: CutModel) -> None:
     options = _options()
     if int(os.environ.get("WORLD_SIZE", "0")) != cut.processes:
         command = f"torchrun --nproc-per-node {cut.processes} {sys.argv[0]}"
-        sys.exit(f"this plan is for {cut.processes} processes: {command}")
+        sys.exit(f"this plan requires {cut.processes} processes; use {command}")
     device = _device()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
@@ -312,6 +312,6 @@ def _samples(cut, inputs):
     """Return the number of samples of a step."""
     samples = next(len(value) for name, value in inputs.items() if name not in cut.undivided)
     if samples % (cut.replicas * cut.microbatches):
-        shares = f"{cut.microbatches} microbatches of {cut.replicas} replicas"
-        sys.exit(f"{samples} samples do not divide into {shares}: give another batch")
+        shares = f"{cut.microbatches} microbatches x {cut.replicas} replicas"
+        sys.exit(f"{samples} samples must be divisible by {shares}; use another batch size")
     return samples

@@ -1,13 +1,13 @@
-"""Measure a torch module on this machine, for plans of it.
+"""Measure a torch module on this machine for its plans.
 
 python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
 mpirun -np N python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
 python -m hpc3d.partition MODULE:FACTORY --ranks N --profile PROFILE.json -o PLAN.json
 
-The module runs on real data, forward and backward, on one core, in microbatches of every power of
-two up to the batch; every piece of it is timed, and what comes with any piece: a part of a
-pipeline, a step, the update.  N ranks measure at the same time, as they compute in a run, and
-measure what messages and sums between them take.  The module must return its loss.
+Each rank runs the module on real data, forward and backward, on one core, in microbatches of every
+power of two up to the batch. It times every piece of the module, and the overhead of a pipeline
+part, a step and the optimizer update. N ranks measure at the same time, as they compute in a run,
+and also time their messages and all-reduces. The module must return its loss.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def main(argv: list[str] | None = None) -> int:
 def _parser():
     parser = Parser("partition profile", __doc__)
     add = parser.add_argument
-    add("model", metavar="MODULE:FACTORY", help="what returns a module and its inputs")
+    add("model", metavar="MODULE:FACTORY", help="function that returns a module and its inputs")
     path = {"type": Path, "required": True, "metavar": "PROFILE.json"}
-    add("-o", "--output", **path, help="the file to write")
-    batch = "rows of the largest microbatch (those of the inputs)"
+    add("-o", "--output", **path, help="file to write")
+    batch = "samples of the largest microbatch (default: those of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)
-    repeats = f"measurements of everything, of which the median counts ({_REPEATS})"
+    repeats = f"measurements of each time, whose median is taken (default: {_REPEATS})"
     add("--repeats", type=positive, default=_REPEATS, metavar="R", help=repeats)
     return parser
 
@@ -116,9 +116,9 @@ def _say(job, line):
 
 def _show(job, constants):
     part = f"{constants['forward'] * 1e6:.3g} and {constants['backward'] * 1e6:.3g} us"
-    _say(job, f"a part of a pipeline takes {part} more, forward and backward")
+    _say(job, f"overhead of a pipeline part, forward and backward: {part}")
     step = f"{constants['step'] * 1e3:.3g} ms"
-    _say(job, f"a step {step}, the update {constants['update'] * 1e9:.3g} ns a byte")
+    _say(job, f"overhead of a step: {step}; update: {constants['update'] * 1e9:.3g} ns per byte")
 
 
 def _by_name(captured: Captured, seconds: np.ndarray) -> dict[str, list[list[float]]]:

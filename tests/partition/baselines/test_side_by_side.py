@@ -54,7 +54,7 @@ def test_what_has_no_room_says_so(capsys):
     rows = {row["name"]: row for row in json.loads(printed.out.splitlines()[-1])["rows"]}
     assert rows["ours"]["fits"] and not rows["data parallel"]["fits"]
     assert rows["data parallel"]["fullest"] > 320_000
-    assert "(no room)" in printed.out
+    assert "(too large)" in printed.out
 
 
 def test_a_contender_as_plain_values():

@@ -82,7 +82,7 @@ def test_lines_say_what_crosses():
     borders = [BorderTraffic(2_000_000, 1_000_000, 6)]
     sums = [SumTraffic((0, 1, 2), 3_000_000), SumTraffic((0, 3), 8)]
     assert [*traffic_lines(borders, sums)] == [
-        "border 1: 2 MB forward and 1 MB back in 6 messages a step",
-        "ranks 0 to 2: 3 MB of gradients are summed",
-        "ranks 0 3: 8e-06 MB of gradients are summed",
+        "boundary 1: 2 MB forward and 1 MB backward in 6 messages per step",
+        "ranks 0 to 2: all-reduce of 3 MB of gradients",
+        "ranks 0 3: all-reduce of 8e-06 MB of gradients",
     ]

@@ -112,7 +112,7 @@ def test_dropout_that_drops_nothing_is_left_alone():
 
 @pytest.mark.parametrize("function", [torch.rand_like, torch.bernoulli])
 def test_other_random_numbers_are_refused(function):
-    with pytest.raises(ValueError, match="would draw other numbers on another cut; use dropout"):
+    with pytest.raises(ValueError, match="would depend on the partition; use dropout"):
         programmed(lambda x: x * function(x))
 
 

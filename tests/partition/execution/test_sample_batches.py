@@ -38,7 +38,7 @@ def test_inputs_by_name_come_in_the_order_of_the_model():
 def test_inputs_in_tuples_lists_and_dicts_are_flat():
     _, _, captured = prepared(f"{HERE}:chain")
     assert flat_inputs(captured, ([{"a": (2,)}], 4)) == [2, 4]
-    with pytest.raises(ValueError, match="the inputs are 3 values, not x, y"):
+    with pytest.raises(ValueError, match=r"the inputs are 3 values, .* takes x, y"):
         flat_inputs(captured, ([1, {"a": 2}], 3))
 
 

@@ -57,7 +57,7 @@ def test_a_profile_of_another_model_is_refused(written, capsys):
     words = [f"{HERE}:chain", "--ranks", "2", "--profile", str(path)]
     assert main(words) == 2
     err = capsys.readouterr().err
-    assert "profile it anew" in err and err.count("\n") == 1
+    assert "partition profile again" in err and err.count("\n") == 1
 
 
 @pytest.mark.slow
