@@ -182,7 +182,7 @@ def test_a_mixture_that_fits_no_gpu_is_cut_along_e_and_by_a_cube(capsys):
     code, out, _ = plan(capsys, *words)
     found = json.loads(out.splitlines()[-1])
     assert code == 0 and 2 * found["mixture"]["parameters"] > 10 * found["memory_bytes"]
-    assert "so no step depends on the balance" in out and "any p, d and e" in out
+    assert "independent of the load balance" in out and "any p, d and e" in out
     best, cube = found["layouts"][0], found["named"]["any p, d and e"]["cube"]
     for row in (best, cube):
         assert row["layout"]["mesh"]["e"] > 1 and row["peak_bytes"] <= 80e9
@@ -192,12 +192,12 @@ def test_a_mixture_that_fits_no_gpu_is_cut_along_e_and_by_a_cube(capsys):
 def test_what_is_assumed_of_a_mixture_is_printed(capsys):
     words = ["--model.experts", "4", "--model.top_k", "2", "--model.layers", "2"]
     code, out, _ = plan(capsys, SMALL[0], "--ranks", "2", *words, "--train.batch", "2")
-    assert code == 0 and "of which a token meets" in out and "4 in 2 of 2 blocks, top_k 2" in out
+    assert code == 0 and "of which a token uses" in out and "4 in 2 of 2 blocks, top_k 2" in out
 
 
 REFUSED = {
-    "no layout of 7 ranks divides this model; the first one: ": ["--ranks", "7"],
-    "no layout fits 1.00 MB: ": ["--ranks", "2", "--memory", "1MB"],
+    "no layout on 7 ranks is valid for this model; ": ["--ranks", "7"],
+    "no layout fits in 1.00 MB per rank; ": ["--ranks", "2", "--memory", "1MB"],
     "nothing.toml: there is no such machine": ["--machine", "nothing.toml"],
     "model.hiden: unknown key; did you mean model.hidden?": ["--model.hiden", "3"],
     "model.layers = 0: must be at least 1": ["--model.layers", "0"],
@@ -225,7 +225,7 @@ def test_bad_input_is_one_line(capsys, line):
 @pytest.mark.slow
 def test_what_would_make_it_fit(capsys):
     _, _, err = plan(capsys, *SMALL, "--memory", "1MB")
-    assert "comes closest with" in err and "on stage 0 (" in err
+    assert "the smallest layout, " in err and "on stage 0 (" in err
     memory = err.partition("use --memory ")[2].partition(",")[0]
     code, out, _ = plan(capsys, *SMALL, "--memory", memory)
     assert code == 0 and f"h100, {float(memory[:-2]):.2f} MB each" in out
@@ -298,7 +298,7 @@ def test_where_nothing_fits_an_exact_technique_comes_first(capsys, tmp_path):
     lines, found, written = resorted(capsys, "8.5MB", tmp_path / "planned.toml")
     text = "\n".join(lines)
     assert "Nothing fits as it is: " in text
-    assert 'below are with parallel.offload=["optimizer"], which changes no result.' in text
+    assert 'below are with parallel.offload=["optimizer"], which leaves results unchanged.' in text
     first = next(line for line in lines if line.startswith("  1"))
     assert first.startswith("  1 ") and "offload=[optimizer]" in first
     offload = {"parallel.offload": '["optimizer"]'}

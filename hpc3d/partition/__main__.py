@@ -325,9 +325,8 @@ def _show_module(plan, ranks):
         times = f"{step.forward[part]:12.6g}  {step.backward[part]:12.6g}"
         sums = f"{step.sums[number]:14.4g}  {step.held[number] / 1e6:11.6g}"
         again = "yes" if stage.recompute else "no"
-        print(
-            f"{number:5d}  {stage.replicas:5d}  {again:9}  {times}  {sums}  {sanitized(_some(ids))}"
-        )
+        replicas = f"{stage.replicas:5d}  {again:9}"
+        print(f"{number:5d}  {replicas}  {times}  {sums}  {sanitized(_some(ids))}")
     _show_borders(plan.borders, step.seconds)
 
 

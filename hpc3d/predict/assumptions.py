@@ -42,15 +42,15 @@ def lines(config: Config) -> list[str]:
         return []
     model = config.model
     total, active = _short(found["parameters"]), _short(found["active"])
-    room = f"capacity {model.capacity:g}" if model.capacity else "room for all"
+    room = f"capacity {model.capacity:g}" if model.capacity else "no capacity limit"
     blocks = f"{found['blocks']} of {counted(model.layers, 'block')}"
     slots = counted(found["slots"], "slot")
     return [
-        f"parameters      {total}, of which a token meets {active}: these count for FLOP and MFU",
+        f"parameters      {total}, of which a token uses {active}; FLOP and MFU count only these",
         f"experts         {model.experts} in {blocks}, top_k {model.top_k}",
-        f"assumed         {room}: {slots} of each expert for a sequence of {model.sequence}, all "
-        "sent and computed,",
-        "                full or empty, so no step depends on the balance",
+        f"assumed         {room}: {slots} per expert for a sequence of {model.sequence}",
+        "                the step time is independent of the load balance, because unused slots",
+        "                are also sent and computed",
     ]
 
 

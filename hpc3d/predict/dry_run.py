@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 _UNMEASURED = (
-    "this machine is not measured: python -m hpc3d.bench calibrate measures it, --machine h100 "
-    "names another"
+    "this machine has not been measured; run python -m hpc3d.bench calibrate, or name another "
+    "machine, as in --machine h100"
 )
 
 
@@ -34,7 +34,7 @@ def taken(words: list[str], option: str) -> str | None:
         if name == option:
             value = value if equals else (words[index + 1 : index + 2] or ["--"])[0]
             if value.startswith("--"):
-                raise ValueError(f"{option}: no value; write {option} VALUE")
+                raise ValueError(f"{option}: the value is missing; use {option} VALUE")
             del words[index : index + 2 - bool(equals)]
             return value
     return None
@@ -50,14 +50,15 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
     yield _learning_rate(config.train)
     yield _text(config, windows)
     if any(split.own for split in config.splits.values()):
-        yield f"memory: at least {_size(least(config))} a rank; owners of blocks are not simulated"
+        why = "a layout whose blocks have owner ranks cannot be simulated"
+        yield f"memory: at least {_size(least(config))} per rank; {why}"
         return
     found = summary(simulate(config, config.model.vocabulary, known), config, known)
     yield _memory(config, found["memory"], None if machine is None else known)
     yield from _parts(found["memory"])
     yield _bytes(found["bytes"])
     if untimed:
-        yield f"time: not predicted, for {untimed}"
+        yield f"time: not predicted, because {untimed}"
     else:
         yield _time(config, found["step_time_s"], known)
 
@@ -91,8 +92,8 @@ def _model(config: Config) -> str:
     model, train = config.model, config.train
     count = families.parameters(model).total
     return (
-        f"model: {model.kind}, {count:,.0f} parameters; a step: "
-        f"{counted(train.batch, 'sequence')}, {counted(train.batch * model.sequence, 'token')}"
+        f"model: {model.kind}, {count:,.0f} parameters; {counted(train.batch, 'sequence')} = "
+        f"{counted(train.batch * model.sequence, 'token')} per step"
     )
 
 
@@ -109,22 +110,23 @@ def _learning_rate(train: TrainConfig) -> str:
 def _text(config: Config, windows: int) -> str:
     train = config.train
     epochs = train.steps * train.batch / windows
-    return f"text: {config.data.path}; read {epochs:.3g} times in {counted(train.steps, 'step')}"
+    return f"text: {config.data.path}; {epochs:.3g} epochs in {counted(train.steps, 'step')}"
 
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:
     """The peak of the fullest rank and of all, beside what there is."""
     peak = found["worst"]["all"]
-    line = f"memory: {_size(peak)} of arrays on the fullest rank at its peak, "
-    line += f"{_size(found['total'])} on all of them"
+    line = (
+        f"memory: peak of {_size(peak)} on the fullest rank, {_size(found['total'])} on all ranks"
+    )
     if machine:
         fits = "fits" if found["fits"] else "does not fit"
-        return f"{line}; a rank of {machine.name} has {machine.memory_gb:g} GB: it {fits}"
+        return f"{line}; {fits} in the {machine.memory_gb:g} GB of a rank of {machine.name}"
     if config.train.backend == "numpy":
         there, ranks = host_memory.total(), config.mesh.grid().size
-        most = f"no more than {int(there // peak)} of {ranks} such ranks fit"
-        fit = "they fit" if found["total"] <= there else most
-        line += f"; this machine has {_size(there)}: {fit}"
+        most = f"only {int(there // peak)} of {ranks} ranks fit"
+        fit = "all ranks fit" if found["total"] <= there else most
+        line += f"; {fit} in the {_size(there)} of this machine"
     return line
 
 
@@ -132,21 +134,21 @@ def _parts(found: dict) -> Iterator[str]:
     """What the fullest rank holds, and what a rank of each stage does at its peak."""
     kinds = [kind for kind in MEMORY_KIND if kind != "all" and found["worst"][kind]]
     held = ", ".join(f"{kind} {_size(found['worst'][kind])}" for kind in kinds)
-    yield f"of it, each kind at its own peak: {held}"
+    yield f"peak of each kind on the fullest rank: {held}"
     if len(found["stages"]) > 1:
-        yield "by stage: " + ", ".join(_size(stage["all"]) for stage in found["stages"])
+        yield "peak by stage: " + ", ".join(_size(stage["all"]) for stage in found["stages"])
 
 
 def _bytes(received: dict) -> str:
     total = sum(each["bytes"] for ops in received.values() for each in ops.values())
-    return f"communication: {_size(total)} received by a rank of the first stage in a step"
+    return f"communication: a rank of the first stage receives {_size(total)} per step"
 
 
 def _time(config: Config, seconds: float, machine: Machine) -> str:
     steps = config.train.steps
     return (
-        f"time on {machine.name}: {duration(seconds)} a step, {duration(steps * seconds)} in all "
-        f"{steps}"
+        f"time on {machine.name}: {duration(seconds)} per step, {duration(steps * seconds)} for "
+        f"{counted(steps, 'step')}"
     )
 
 

@@ -28,7 +28,7 @@ def test_layouts_are_found_and_are_what_plan_finds():
 
 
 def test_where_nothing_fits_the_line_is_that_of_plan():
-    with pytest.raises(ValueError, match=r"no layout fits 0\.00 MB: .* comes closest with "):
+    with pytest.raises(ValueError, match=r"no layout fits in 0\.00 MB .* needs "):
         hpc3d.find_layouts("gpt-serial", 1, TINY, memory=1e3)
 
 

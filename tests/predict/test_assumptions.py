@@ -39,7 +39,7 @@ def test_what_is_assumed_is_said():
     said = " ".join(lines(model_of(MIXTURE)))
     for part in ("2 of 4 blocks, top_k 2", "capacity 1.25: 10 slots", "FLOP and MFU", "balance"):
         assert part in said
-    assert "room for all: 16 slots" in " ".join(lines(model_of(f"{MIXTURE} capacity=0")))
+    assert "no capacity limit: 16 slots" in " ".join(lines(model_of(f"{MIXTURE} capacity=0")))
 
 
 # Layouts on 512 H100 with experts in 64 parts, as `plan` finds them: (words; over how many ranks a
@@ -62,7 +62,7 @@ def test_published_mixtures_are_predicted_on_h100(name, capsys):
     words, (cut, mixtures, columns) = PLANNED[name]
     assert main([name, "--machine", "h100", "--ranks", "512", *words.split(), "--json"]) == 0
     out = capsys.readouterr().out
-    assert "so no step depends on the balance" in out
+    assert "independent of the load balance" in out
     found, config = json.loads(out.splitlines()[-1]), load(name, [])
     assert found["memory"]["fits"] and 0 < found["mfu"] <= found["hfu"] < 1
     # bfloat16; an expert has one slot for a sequence, of which a rank has 1/64.

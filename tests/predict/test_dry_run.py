@@ -27,9 +27,9 @@ def test_it_says_layout_memory_and_time_and_writes_nothing(said):
     assert lines[0] == "4 ranks: x=4"
     assert "by step 1, cosine from step 2 down to 0.0003 by step 1000" in "\n".join(lines)
     (memory,) = [line for line in lines if line.startswith("memory: ")]
-    assert "a rank of v100-4x16 has 16 GB: it fits" in memory
+    assert "fits in the 16 GB of a rank of v100-4x16" in memory
     (time,) = [line for line in lines if line.startswith("time on v100-4x16: ")]
-    assert "in all 1000" in time
+    assert "for 1,000 steps" in time
     assert "nothing is written" in lines[-1] and "results/gpt-DATE" in lines[-1]
 
 
@@ -44,21 +44,21 @@ def test_a_measured_machine_has_a_time_but_not_of_types_that_it_lacks(said, monk
     monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: 10**9)
     lines = said(2, *SMALL)
     assert any(line.startswith("time on v100-4x16: ") for line in lines)
-    assert any("this machine has 1 GB: they fit" in line for line in lines)
+    assert any("all ranks fit in the 1 GB" in line for line in lines)
     lines = said(2, *SMALL, "--train.dtype", "bfloat16")
     assert any("v100-4x16.toml has no rates of bfloat16" in line for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("bytes_there", "verdict"), [(10**9, "1 GB: they fit"), (10**7, "no more than 1 of 2 ")]
+    ("bytes_there", "verdict"), [(10**9, "all ranks fit in the 1 GB"), (10**7, "only 1 of 2 ")]
 )
 def test_it_says_whether_they_fit_on_this_machine(said, monkeypatch, bytes_there, verdict):
     monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: bytes_there)
     words = ["--mesh.p", "2", "--parallel.microbatches", "4", "--train.steps", "1000"]
     found = {line.partition(":")[0]: line for line in said(2, *SMALL, *words)}
     assert verdict in found["memory"]
-    assert found["by stage"].count(" MB") == 2
-    assert "optimizer" in found["of it, each kind at its own peak"]
+    assert found["peak by stage"].count(" MB") == 2
+    assert "optimizer" in found["peak of each kind on the fullest rank"]
 
 
 def test_what_a_run_would_be_refused_for_is(said, monkeypatch):
@@ -90,7 +90,7 @@ def test_without_ranks_they_are_those_of_the_mesh(said, ranks, head):
     ("words", "wrong"),
     [
         (["--ranks", "0"], "--ranks 0: .* 1 or more"),
-        (["--ranks"], "--ranks: no value"),
+        (["--ranks"], "--ranks: the value is missing"),
         (["--machine", "nowhere"], "nowhere: there is no such machine"),
         (["--train.stepz", "1"], "train.stepz: unknown key"),
         (["--mesh.x", "3", "--ranks", "8"], "mesh: "),

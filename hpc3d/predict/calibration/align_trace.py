@@ -33,7 +33,7 @@ _EXTRA = [CATEGORY.index(name) for name in ("copy", "io")]
 _SAME = ("category", "op", "phase", "layer", "microbatch", "chunk", "bytes", "flops")
 _TIMES = ("t_start", "dur", "posted")
 _REMEDY = (
-    "{}: rank {} did not do in a step what the program would do; train again, with this version, "
+    "{}: the events of rank {} differ from those of the program; train again with this version "
     "for more than two steps"
 )
 
@@ -152,8 +152,8 @@ def configuration(trace: Trace) -> Config:
     config = stored(trace.attrs["config"])
     if config.trace.clock != "cpu":
         raise ValueError(
-            f"{trace.path}: its times are those on the wall, not of the work of each rank; record "
-            "it with --trace.clock cpu"
+            f"{trace.path}: the trace has wall-clock times, but calibration needs the CPU time of "
+            "each rank; record it with --trace.clock cpu"
         )
     return config
 

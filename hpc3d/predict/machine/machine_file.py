@@ -90,21 +90,21 @@ def _hint(*key: str) -> str:
     """Suggest a similar known key, or list the known keys."""
     known = [each.name for each in fields(_PARTS[key[0]] if len(key) > 1 else Machine)]
     near = get_close_matches(key[-1], known, 1)
-    return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
 
 
 def _wrong_numbers(machine: Machine) -> Iterator[str]:
     """Yield errors of numbers out of range."""
     if not (machine.name.strip() and machine.name.isprintable()):
-        yield f"name = {machine.name!r}: must not be empty; write one line of printable letters"
+        yield f"name = {machine.name!r}: must be one line of printable characters, and not empty"
     if machine.ranks_per_node < 1:
         yield f"ranks_per_node = {machine.ranks_per_node}: must be at least 1"
     if machine.cores < 0:
-        yield f"cores = {machine.cores}: must be at least 0, which is a device for each rank"
+        yield f"cores = {machine.cores}: must be at least 0; 0 means one device per rank"
     if machine.max_fused_head_dim < 0:
         yield (
-            f"max_fused_head_dim = {machine.max_fused_head_dim}: must be at least 0: no fused "
-            "attention"
+            f"max_fused_head_dim = {machine.max_fused_head_dim}: must be at least 0; 0 means no "
+            "fused attention"
         )
     if not _sound(machine.memory_gb):
         yield f"memory_gb = {machine.memory_gb}: must be positive"
@@ -116,52 +116,52 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
     }
     for key, rate in rates.items():
         if not _SLOWEST <= rate < inf:
-            yield f"{key} = {rate}: must be at least {_SLOWEST:g} a second"
+            yield f"{key} = {rate}: must be at least {_SLOWEST:g} per second"
     for key in ("launch_s", "wakeup_s"):
         if not 0 <= getattr(machine, key) <= _LONGEST:
             value = getattr(machine, key)
-            yield f"{key} = {value}: must be at least 0, in seconds, and at most {_LONGEST:g}"
+            yield f"{key} = {value}: must be from 0 to {_LONGEST:g} seconds"
 
 
 def _wrong_rates(machine: Machine) -> Iterator[str]:
     """Yield errors of missing product rates, invalid knots and rates above their peak."""
     if not machine.gemm:
-        yield "gemm: none; add [gemm.float32] or that of another type"
+        yield "gemm: missing; add [gemm.float32], or the table of another type"
     for dtype, rates in machine.gemm.items():
         if dtype not in TYPES:
-            yield f"gemm.{dtype}: unknown type; known are {', '.join(TYPES)}"
+            yield f"gemm.{dtype}: unknown type; use one of {', '.join(TYPES)}"
         yield from _wrong_knots(f"gemm.{dtype}", flop=rates.flop, rate=rates.rate)
         if _SLOWEST <= rates.peak < max(rates.rate, default=0):
             yield (
-                f"gemm.{dtype}.peak = {rates.peak:g}: less than its own rates reach, "
-                f"{max(rates.rate):g}; give what the device could do at best"
+                f"gemm.{dtype}.peak = {rates.peak:g}: must be at least the largest rate, "
+                f"{max(rates.rate):g}; use the peak rate of the device"
             )
 
 
 def _wrong_links(machine: Machine) -> Iterator[str]:
     """Yield errors of links that are not ordered from the innermost outwards."""
     if not machine.links:
-        yield "links: none; add [[links]] with ranks = 0, which joins all"
-    for index, link in enumerate(machine.links):
-        yield from _wrong_link(f"links.{index}", link, last=link is machine.links[-1])
-    for index, (inner, outer) in enumerate(pairwise(machine.links[:-1]), 1):
+        yield "links: missing; add [[links]] with ranks = 0, which connects all ranks"
+    for place, link in enumerate(machine.links):
+        yield from _wrong_link(f"links.{place}", link, last=link is machine.links[-1])
+    for place, (inner, outer) in enumerate(pairwise(machine.links[:-1]), 1):
         if outer.ranks <= inner.ranks or inner.ranks < 1 or outer.ranks % inner.ranks:
             yield (
-                f"links.{index}.ranks = {outer.ranks}: must be a multiple of the {inner.ranks} of "
-                "the link before it; order links from the innermost outwards"
+                f"links.{place}.ranks = {outer.ranks}: must be a multiple of the ranks of the "
+                f"previous link, {inner.ranks}; order the links from the innermost outwards"
             )
 
 
 def _wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
     """Yield the errors of one link."""
     if last and link.ranks:
-        yield f"{key}.ranks = {link.ranks}: the last link joins all ranks; write 0"
+        yield f"{key}.ranks = {link.ranks}: must be 0, because the last link connects all ranks"
     if not last and link.ranks < 2:
-        yield f"{key}.ranks = {link.ranks}: must be at least 2, and 0 for the last link only"
+        yield f"{key}.ranks = {link.ranks}: must be at least 2; only the last link has 0"
     if not _SLOWEST <= link.bandwidth < inf:
         yield f"{key}.bandwidth = {link.bandwidth}: must be at least {_SLOWEST:g} bytes/s"
     if not 0 <= link.alpha_s <= _LONGEST:
-        yield f"{key}.alpha_s = {link.alpha_s}: must be at least 0, in seconds, and at most 10"
+        yield f"{key}.alpha_s = {link.alpha_s}: must be from 0 to {_LONGEST:g} seconds"
     for name in ("node_bandwidth", "pair_bandwidth"):
         if not 0 <= getattr(link, name) < inf:
             yield f"{key}.{name} = {getattr(link, name)}: must be at least 0"
@@ -172,18 +172,18 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
     for index, table in enumerate(machine.measured):
         key = f"measured.{index}"
         if table.op not in ALGORITHMS:
-            yield f"{key}.op = {table.op!r}: unknown; known are {', '.join(ALGORITHMS)}"
+            yield f"{key}.op = {table.op!r}: unknown; use one of {', '.join(ALGORITHMS)}"
         if table.members < 2:
             yield f"{key}.members = {table.members}: must be at least 2"
         if table.stride < 0:
-            yield f"{key}.stride = {table.stride}: must be at least 0, which is any number"
+            yield f"{key}.stride = {table.stride}: must be at least 0; 0 means any stride"
         yield from _wrong_knots(key, least=2, bytes=table.bytes, seconds=table.seconds)
     calls = [(each.op, each.members, each.stride, each.groups) for each in machine.measured]
     for (op, members, stride, groups), times in Counter(calls).items():
         if times > 1:
             yield (
-                f"measured: {op} of {members} ranks {stride} apart {groups} is there {times} "
-                "times; keep one"
+                f"measured: op = {op!r}, members = {members}, stride = {stride} and groups = "
+                f"{groups!r} appear {times} times; keep one table"
             )
 
 
@@ -192,13 +192,13 @@ def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterat
     (first, x), (second, y) = columns.items()
     if len(x) != len(y) or len(x) < least:
         yield (
-            f"{key}: {len(x)} {first} and {len(y)} {second}; give as many of one as of the other, "
-            f"at least {least}"
+            f"{key}: {first} has {len(x)} values and {second} has {len(y)}; use equal numbers, at "
+            f"least {least}"
         )
     elif not all(map(_sound, (*x, *y))):
         yield f"{key}: {first} and {second} must be positive numbers"
     elif any(here >= there for here, there in pairwise(x)):
-        yield f"{key}.{first}: must ascend; order the knots and keep one of equal ones"
+        yield f"{key}.{first}: must be in ascending order; sort the values and remove duplicates"
 
 
 def _sound(value: float) -> bool:

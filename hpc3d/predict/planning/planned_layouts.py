@@ -101,7 +101,7 @@ def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
     """Which layout comes closest, and what would make it fit."""
     row = _smallest(planned)
     return (
-        f"no layout fits {gigabytes(memory)}: {nearest_in_words(row)}; use --memory "
+        f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}. Use --memory "
         f"{-(-row.peak // 10**6)}MB, more ranks, or a smaller model or batch"
     )
 
@@ -115,7 +115,7 @@ def _smallest(planned: PlannedLayouts) -> RankedLayout:
 
 def nearest_in_words(row: RankedLayout) -> str:
     """Which layout comes closest, and what it holds."""
-    return f"{shown_layout(row.config)} comes closest with {held(row)}"
+    return f"the smallest layout, {shown_layout(row.config)}, needs {held(row)}"
 
 
 def held(row: RankedLayout) -> str:

@@ -48,7 +48,7 @@ class Resort(NamedTuple):
 
     @property
     def effect(self) -> str:
-        return "which changes no result" if self.exact else "which changes results"
+        return "which leaves results unchanged" if self.exact else "which changes results"
 
     def plain(self) -> dict[str, Any]:
         """Return plain values for `--json`."""
@@ -88,7 +88,7 @@ def fits(
         key=lambda offer: offer.peak,
     )[:_NEAREST]
     for resort in RESORTS:
-        log.info("nothing fits; with %s", resort.text)
+        log.info("no layout fits; trying %s", resort.text)
         try:
             config = load(source, [*overrides, *resort.words])
         except ValueError:

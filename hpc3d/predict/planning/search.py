@@ -96,7 +96,7 @@ class Search:
         for candidate in self.allowed_candidates():
             candidates.append(candidate)
             p, last = candidate.config.mesh.p, min(self.ranks, self.base.model.layers)
-            log.info("%d sizes of a mesh, so far with p = %d of %d", len(candidates), p, last)
+            log.info("listed %d mesh sizes, at p = %d of %d", len(candidates), p, last)
         if not candidates:
             raise ValueError(self._refusal())
         self.allowed = len(candidates)
@@ -133,7 +133,7 @@ class Search:
         near = [each.best for each in found.timed if each.fits and each.best.seconds < limit()]
         turns = zip_longest(*(self.candidates.every(best, limit) for best in near))
         for count, turn in enumerate(turns, 1):
-            log.info("looking for more in the best %d sizes, turn %d", len(near), count)
+            log.info("refining the best %d mesh sizes, round %d", len(near), count)
             for number, more in enumerate(turn):
                 candidate, offers, *_ = found.timed[number]
                 found.timed[number] = self._offered(candidate, [*offers, *(more or ())])
@@ -155,7 +155,7 @@ class Search:
             found.left.append(candidate)
         else:
             counts = len(found.timed), len(found.cut), self.allowed
-            log.info("%d sizes of a mesh timed, %d cut, of %d", *counts)
+            log.info("timed %d and excluded %d of %d mesh sizes", *counts)
             found.timed.append(self.timed(candidate))
             return found.timed[-1].best.seconds if found.timed[-1].fits else inf
         return inf
@@ -186,7 +186,7 @@ class Search:
         mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
         ranks = counted(self.ranks, "rank")
-        return f"no layout of {ranks} divides this model; the first one: {problem}"
+        return f"no layout on {ranks} is valid for this model; for example, {problem}"
 
     def variants(self, candidate: Candidate) -> int:
         """Return the number of layouts with the mesh of a candidate."""

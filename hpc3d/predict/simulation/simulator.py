@@ -90,7 +90,7 @@ def load_resolved(
     refuse([*unknown_values(config)])
     mesh = config.mesh
     if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
-        raise ValueError(f"{path} leaves mesh.x, y and z open: say how many ranks with --ranks N")
+        raise ValueError(f"{path} does not set mesh.x, mesh.y and mesh.z; add --ranks N")
     config = resolve(config, ranks or mesh.grid().size)
     least = least_vocabulary(config.model, BYTE_VOCABULARY)
     vocabulary = config.model.vocabulary or least
@@ -105,8 +105,8 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
     """
     if any(split.own for split in config.splits.values()):
         raise ValueError(
-            f"{config.parallel.way}: where blocks have owners, ranks differ, and one cannot stand "
-            "for all; simulate scheme 3d"
+            f"{config.parallel.way}: a layout whose blocks have owner ranks cannot be simulated; "
+            "use scheme 3d"
         )
     ranks = config.mesh.grid().size
     machine = replace(machine, ranks_per_node=min(ranks, machine.ranks_per_node))

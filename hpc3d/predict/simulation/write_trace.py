@@ -48,16 +48,16 @@ def write_trace(
     """
     if find(config.parallel.schedule).asynchronous:
         raise ValueError(
-            f"parallel.schedule = {config.parallel.schedule}: its steps overlap, so one of them "
-            "makes no trace; leave --out away"
+            f"parallel.schedule = {config.parallel.schedule}: its steps overlap, so a trace of "
+            "one step cannot be written; remove --out"
         )
     grid = config.mesh.grid()
     total = sum(len(run.rows) for run in runs) * grid.size // len(runs)
     if total > MOST_ROWS or grid.size > _MOST_RANKS:
         raise ValueError(
-            f"a trace of {grid.size:,} ranks would have {total:,} events, and "
-            f"{_MOST_RANKS:,} and {MOST_ROWS:,} are the most: leave --out away, or simulate fewer "
-            "ranks or microbatches"
+            f"a trace of {grid.size:,} ranks would have {total:,} events, but at most "
+            f"{_MOST_RANKS:,} ranks and {MOST_ROWS:,} events can be written; remove --out, or "
+            "simulate fewer ranks or microbatches"
         )
     for rank in range(grid.size):
         coords = grid.coords(rank)

@@ -14,7 +14,7 @@ def test_an_input_that_no_layout_mends_is_refused_before_a_search():
 
 
 def test_where_nothing_fits_the_nearest_is_named():
-    with pytest.raises(ValueError, match=r"no layout fits 0\.00 MB: .* comes closest with .* on "):
+    with pytest.raises(ValueError, match=r"no layout fits in 0\.00 MB .* needs .* on "):
         plan_layouts("gpt-serial", TINY, 1, load("h100"), 1000.0)
 
 

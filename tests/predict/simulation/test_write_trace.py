@@ -42,5 +42,5 @@ def test_steps_that_overlap_make_no_trace(tmp_path):
 def test_a_trace_of_too_many_rows_is_refused(tmp_path, monkeypatch):
     config, runs = simulated("p=2 schedule=gpipe microbatches=4")
     monkeypatch.setattr(write, "MOST_ROWS", 2 * len(runs[0].rows) - 1)
-    with pytest.raises(ValueError, match="leave --out away"):
+    with pytest.raises(ValueError, match="remove --out"):
         write_trace(tmp_path, [run._replace(rows=runs[0].rows) for run in runs], config, MACHINE)
