@@ -108,8 +108,8 @@ def test_what_is_planted_on_ranks_is_found(tmp_path):
     }
     texts = {plan: " ".join(row[2] for row in rows) for plan, rows in found.items()}
     assert "h5py h5py of rank 0 on ranks 0, h5py of rank 1 on ranks 1" in texts["versions"]
-    assert "is another one for ranks 1-2" in texts["folder"]
-    assert "wrong on ranks 1-2" in texts["message"]
+    assert "is a different folder for ranks 1-2" in texts["folder"]
+    assert "wrong result on ranks 1-2" in texts["message"]
     assert "3 on 2 hosts: host0 0 2, host1 1" in texts["hosts"]
     assert "at most 5 s" in texts["hosts"]
     assert "0:0, 1:0, 2:0" in texts["gpus"]

@@ -50,8 +50,9 @@ def report_hosts(job: Job) -> Iterator[Finding]:
     listed = ", ".join(f"{host} {spans(ranks)}" for host, ranks in hosts.items())
     yield Finding(OK, "ranks", f"{job.size} on {counted(len(hosts), 'host')}: {listed}")
     if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in hosts.values()):
-        remedy = "srun --distribution=block, or mpirun --map-by core: axes then lie inside nodes"
-        yield Finding(WARN, "order", "ranks go round the hosts, neighbours are apart", remedy)
+        text = "consecutive ranks are on different hosts, so mesh axes span hosts"
+        remedy = "use srun --distribution=block or mpirun --map-by core to fill one host at a time"
+        yield Finding(WARN, "order", text, remedy)
     for host, ranks in hosts.items():
         here = [everyone[rank] for rank in ranks]
         yield from _numbering(host, [where["local_rank"] for where in here])
@@ -67,10 +68,12 @@ def location(job: Job) -> dict[str, Any]:
 def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
     """Check that MPI numbers the ranks of a host 0, 1, 2, ..., so it sees that they share it."""
     if sorted(numbers) != list(range(len(numbers))):
-        text = f"MPI numbers the ranks of {host} {spans(numbers)}: it sees several nodes there"
+        text = (
+            f"MPI treats {host} as several nodes (local ranks {spans(numbers)}), so its ranks "
+            "cannot share memory or devices"
+        )
         remedy = (
-            "they share neither memory nor devices: one container a node; in Slurm a NodeName "
-            "that is the host's name, or mpirun"
+            "use one container per node; in Slurm, a NodeName equal to the host name; or mpirun"
         )
         yield Finding(WARN, "local ranks", text, remedy)
 
@@ -78,12 +81,12 @@ def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
 def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
     """Check if ranks of a host compete for cores: they use `used` of its `cores`."""
     if used < min(ranks, cores):
-        text = f"{ranks} ranks of {host} share {counted(used, 'core')} of {cores}"
-        remedy = "mpirun --bind-to none, or srun with --cpus-per-task (jobs/README.md)"
+        text = f"{ranks} ranks of {host} share {used} of its {counted(cores, 'core')}"
+        remedy = "use mpirun --bind-to none, or srun with --cpus-per-task (jobs/README.md)"
         yield Finding(WARN, "cores", text, remedy)
     elif ranks > cores:
         verdict = WARN if os.environ.get(YIELD) == "0" else OK
-        text = f"{ranks} ranks of {host} take turns on {counted(cores, 'core')}"
+        text = f"{ranks} ranks of {host} compete for {counted(cores, 'core')}"
         yield Finding(verdict, "cores", text, f"unset {YIELD}" if verdict == WARN else "")
 
 
@@ -103,7 +106,7 @@ def alike(job: Job) -> Iterator[Finding]:
         f"{name} {_unlike(found, hosts)}" for name, found in differing.items() if len({*found}) > 1
     ]
     if texts:
-        remedy = "one environment for all hosts: in a folder that they share, or a module"
+        remedy = "use the same environment on all hosts: a shared folder or a module"
         yield Finding(FAIL, "versions", "; ".join(texts), remedy)
     else:
         listed = ", ".join(f"{name} {mine[name]}" for name, _ in requirements())
@@ -145,9 +148,9 @@ def one_folder(job: Job, folder: Path) -> Iterator[Finding]:
     if made:
         made.cleanup()
     if name is None:
-        yield Finding(FAIL, "folder", f"rank 0 cannot write in {folder}", ELSEWHERE)
+        yield Finding(FAIL, "folder", f"rank 0 cannot write to {folder}", ELSEWHERE)
     elif blind:
-        text = f"{folder} is another one for {homes.named(blind)}"
+        text = f"{folder} is a different folder for {homes.named(blind)}"
         yield Finding(FAIL, "folder", text, REMEDY)
     else:
         yield Finding(OK, "folder", f"{folder} is the same for all ranks")
@@ -158,7 +161,8 @@ def sums(job: Job) -> Iterator[Finding]:
     if job.size == 1:
         return
     comm = build({"x": job.size}, job.comm, transport="mpi").comm("x")
-    yield _verdict_on(job, "MPI", _known_sum(comm), f"sum of {size(_SUMMED * 8)} over all ranks")
+    text = f"all-reduce of {size(_SUMMED * 8)} over all ranks"
+    yield _verdict_on(job, "MPI", _known_sum(comm), text)
 
 
 def transport(job: Job) -> Iterator[Finding]:
@@ -171,7 +175,8 @@ def transport(job: Job) -> Iterator[Finding]:
     right = _known_sum(comm) and _known_gather(comm)
     spent = max(job.gather(time.perf_counter() - before))
     how = "shared memory" if isinstance(comm, SharedMemory) else "MPI"
-    text = f"sum and gather of {size(_SUMMED * 8)} on each node, by {how}, in {spent * 1e3:.1f} ms"
+    what = f"all-reduce and all-gather of {size(_SUMMED * 8)} on each node"
+    text = f"{what}, by {how}, in {spent * 1e3:.1f} ms"
     yield _verdict_on(job, "node", right, text)
 
 
@@ -194,8 +199,8 @@ def _verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
     wrong = [rank for rank, good in enumerate(job.gather(bool(right))) if not good]
     if not wrong:
         return Finding(OK, subject, text)
-    remedy = "another MPI or transport: --mesh.transport mpi, or a version of it that is tested"
-    return Finding(FAIL, subject, f"{text}: wrong on ranks {spans(wrong)}", remedy)
+    remedy = "use another transport (--mesh.transport mpi) or another MPI version"
+    return Finding(FAIL, subject, f"{text}: wrong result on ranks {spans(wrong)}", remedy)
 
 
 def link(job: Job) -> Iterator[Finding]:
@@ -206,9 +211,9 @@ def link(job: Job) -> Iterator[Finding]:
     transfer = min(_exchanges(job, np.zeros(_LARGE, np.uint8), _LARGE_EXCHANGES))
     job.barrier()  # sleeps, because the other ranks may share the same cores
     latency, transfer = job.comm.bcast((latency, transfer))
-    rate = f"{size(_LARGE)} at {size(_LARGE / transfer)}/s"
-    text = f"{_SMALL} B in {latency * 1e6:.1f} us, {rate}, at best"
-    yield Finding(OK, "messages", f"rank 0 to rank {job.size - 1}: {text}")
+    rate = f"bandwidth {size(_LARGE / transfer)}/s ({size(_LARGE)})"
+    text = f"latency {latency * 1e6:.1f} us ({_SMALL} B), {rate}"
+    yield Finding(OK, "messages", f"rank 0 to rank {job.size - 1}: {text}, best of all messages")
 
 
 def _exchanges(job: Job, block: np.ndarray, times: int) -> list[float]:

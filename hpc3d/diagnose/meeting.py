@@ -27,8 +27,8 @@ ALL_PAIRS = 128  # ranks; in larger jobs, each exchanges with ranks at distances
 _SIZE = 64  # bytes of a message
 _SPOKEN = 0.2  # s until printed output has left the host
 _REMEDY = """\
-export OMPI_MCA_btl_tcp_if_include=NAME, an interface by which these hosts see each other (ip -br
-addr); a firewall between them has to let all ports through"""
+export OMPI_MCA_btl_tcp_if_include=NAME, the network interface that connects these hosts (see ip
+-br addr), and open all ports of a firewall between them"""
 
 
 class Board:
@@ -132,7 +132,7 @@ def _announce(hosts: Sequence[str]) -> None:
     """Print a notice, because MPI may end the job at its first message, and MPI's own message
     names neither the hosts nor the remedy."""
     between = ", ".join(dict.fromkeys(filter(None, hosts)))
-    line = f"the first messages between {between}; if MPI ends the job here: {_REMEDY}"
+    line = f"testing messages between {between}; if MPI ends the job now, {_REMEDY}"
     print("hpc3d.doctor: " + " ".join(line.split()), file=sys.stderr, flush=True)
     time.sleep(_SPOKEN)
 

@@ -57,8 +57,8 @@ def packages() -> Iterator[Finding]:
         if code == 0:
             yield Finding(OK, "packages", f"{', '.join(found)} with HDF5 {last}")
         else:
-            remedy = "install again what it names: pip install --force-reinstall --no-cache-dir"
-            wrong.append(Finding(FAIL, "packages", f"cannot be loaded: {last}", remedy))
+            remedy = "reinstall the named package: pip install --force-reinstall --no-cache-dir"
+            wrong.append(Finding(FAIL, "packages", f"a package cannot be loaded: {last}", remedy))
     yield from wrong
 
 
@@ -81,14 +81,14 @@ def threads(ranks: int) -> Iterator[Finding]:
         name: os.environ[name] for name in environment.THREAD_VARIABLES if os.environ.get(name)
     }
     text = f"{counted(cores, 'core')} for {counted(ranks, 'rank')}, "
-    text += f"{bound} of them for this process; "
+    text += f"of which this process may use {bound}; "
     given = " ".join(f"{name}={value}" for name, value in asked.items())
     told = [environment.number_in([name], default=0) for name in asked]
     if all(0 < number <= share for number in told):
-        yield Finding(OK, "threads", text + (given or f"{counted(share, 'thread')} a rank"))
+        yield Finding(OK, "threads", text + (given or f"{counted(share, 'thread')} per rank"))
     else:
-        remedy = f"unset {' '.join(asked)}: hpc3d then shares the cores among the ranks"
-        yield Finding(WARN, "threads", f"{text}each has {given}", remedy)
+        remedy = f"unset {' '.join(asked)}; hpc3d then divides the cores among the ranks"
+        yield Finding(WARN, "threads", f"{text}each rank has {given}", remedy)
     yield from _blas()
     yield from quota(cores)
 
@@ -119,17 +119,19 @@ def quota(cores: int) -> Iterator[Finding]:
     except (OSError, ValueError):  # no quota, "max", or files of an older kernel
         return
     if time < cores:
-        remedy = f"give the container its cores as a set (--cpuset-cpus), or use {time:.0f} ranks"
-        yield Finding(WARN, "cores", f"{cores}, but the time of {time:.1f} only", remedy)
+        text = f"the container has {counted(cores, 'core')}, but a CPU quota of {time:.1f}"
+        remedy = f"limit the container by --cpuset-cpus instead, or use {time:.0f} ranks"
+        yield Finding(WARN, "cores", text, remedy)
 
 
 def shared_memory(ranks: int) -> Iterator[Finding]:
     """Check the shared memory for collectives within a node; without it ranks use MPI."""
     from hpc3d.comm.shared_memory import SHARED, usable
 
-    remedy = "give the container more: docker run --shm-size=8g, or a mount of /dev/shm"
+    remedy = "enlarge it: docker run --shm-size=8g, or mount /dev/shm"
     if not os.path.isdir(SHARED):
-        yield Finding(WARN, "shared memory", f"no {SHARED}: ranks of a node use MPI", remedy)
+        text = f"{SHARED} does not exist, so the ranks of a node use MPI"
+        yield Finding(WARN, "shared memory", text, remedy)
         return
     space = os.statvfs(SHARED)
     free, whole = (blocks * space.f_frsize for blocks in (space.f_bavail, space.f_blocks))
@@ -143,9 +145,10 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
     if usable(ranks):
         yield Finding(OK, "shared memory", text)
     elif platform.machine() not in ("x86_64", "AMD64"):
-        yield Finding(OK, "shared memory", f"not used on {platform.machine()}: MPI is")
+        text = f"not used on {platform.machine()}; the ranks of a node use MPI"
+        yield Finding(OK, "shared memory", text)
     else:
-        text += f": too little for {ranks} ranks, which use MPI"
+        text += f", too little for {ranks} ranks, so they use MPI"
         yield Finding(WARN, "shared memory", text, remedy)
 
 
@@ -154,17 +157,19 @@ def limits(ranks: int) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = _FILES + _FILES_OF_RANK * ranks
     if _below(soft, need):
-        able = f"ulimit -n {need}" if not _below(hard, need) else "ask for more (limits.conf)"
-        yield Finding(WARN, "open files", f"{soft}, and {ranks} ranks may need {need}", able)
+        able = f"ulimit -n {need}"
+        if _below(hard, need):
+            able = "ask the administrator for a higher limit (limits.conf)"
+        yield Finding(WARN, "open files", f"{soft}, but {ranks} ranks may need {need}", able)
     else:
         yield Finding(OK, "open files", _number(soft))
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest != resource.RLIM_INFINITY:
-        text = f"{size(largest)} at most: traces and checkpoints end there"
+        text = f"at most {size(largest)}; larger traces and checkpoints cannot be written"
         yield Finding(WARN, "file size", text, "ulimit -f unlimited")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if any(os.path.isdir(path) for path in FABRICS) and locked != resource.RLIM_INFINITY:
-        text = f"{size(locked)}: network cards and GPUs transfer from locked memory"
+        text = f"at most {size(locked)}, but network interfaces and GPUs need locked memory"
         yield Finding(WARN, "locked memory", text, "ulimit -l unlimited (limits.conf, slurmd)")
 
 

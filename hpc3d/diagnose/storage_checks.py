@@ -17,7 +17,7 @@ _LITTLE = 10**9  # bytes
 _NETWORK = ("nfs", "cifs", "smb", "afs", "9p", "fuse.sshfs", "glusterfs")
 _MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mounts")
-ELSEWHERE = "choose another folder with --run.out, or make room"
+ELSEWHERE = "use another folder (--run.out), or free disk space"
 
 
 def storage(folder: Path) -> Iterator[Finding]:
@@ -26,7 +26,7 @@ def storage(folder: Path) -> Iterator[Finding]:
         with scratch(folder) as there:
             replaced(Path(there))
     except OSError as error:
-        text = f"{folder}: cannot write there ({reason_of(error)})"
+        text = f"{folder}: cannot write to this folder ({reason_of(error)})"
         yield Finding(FAIL, "disk", text, ELSEWHERE)
         return
     free = shutil.disk_usage(_standing(folder)).free
@@ -67,11 +67,11 @@ def lies_on(folder: Path) -> Iterator[Finding]:
     kind = file_system(_standing(folder))
     if kind.startswith(_NETWORK):
         text = f"{folder} is on a network file system ({kind})"
-        remedy = "a parallel file system or a local disk saves faster; nothing is wrong with it"
+        remedy = "it works, but a parallel file system or a local disk is faster"
         yield Finding(WARN, "file system", text, remedy)
     elif kind in _MEMORY:
-        text = f"{folder} is in memory ({kind}): runs are gone after a restart"
-        yield Finding(WARN, "file system", text, "choose another folder with --run.out")
+        text = f"{folder} is in memory ({kind}), so runs are lost at a restart"
+        yield Finding(WARN, "file system", text, "use another folder (--run.out)")
     else:
         yield Finding(OK, "file system", kind)
 

@@ -54,4 +54,4 @@ def test_a_run_that_one_host_has_is_not_resumed(hosts, shared):
 def test_the_doctor_names_the_host(hosts):
     done = hosts.mpirun((2, 2), "python", "-m", "hpc3d.doctor", "--together", "--out", "/tmp")
     assert done.returncode == CHECK_FAILED
-    assert "FAIL  folder: /tmp is another one for all of hn2\n" in done.stdout
+    assert "FAIL  folder: /tmp is a different folder for all of hn2\n" in done.stdout
