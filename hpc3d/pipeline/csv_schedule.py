@@ -31,7 +31,7 @@ def from_csv(path: str) -> ScheduleTable:
     from 1, of the error.
     """
     content = small_files.read(
-        path, small_files.MOST_SCHEDULE, "name a CSV file with a row for each stage"
+        path, small_files.MOST_SCHEDULE, "use a CSV file with one row per stage"
     )
     try:
         return _table(_rows(content))
@@ -63,10 +63,11 @@ def _table(rows):
     streams = {row: _stream(row, cells) for row, cells in rows[turn:]}
     passes = [instruction for stream in streams.values() for instruction in stream]
     if not passes:
-        raise ValueError("no instructions; write a row of them for each stage")
+        raise ValueError("the file has no instructions; write one row per stage")
     micros, chunks = (1 + max(numbers) for numbers in list(zip(*passes))[1:])
     if turn and chunks != 2:
-        raise ValueError(f"row {rows[0][0]}: a turn wants chunks 0 and 1, the file has {chunks}")
+        wrong = f"a schedule with turn must have chunks 0 and 1, but this one has {chunks}"
+        raise ValueError(f"row {rows[0][0]}: {wrong}")
     for row, stream in streams.items():
         _refuse_gaps(row, stream, micros, chunks)
     return ScheduleTable([*streams.values()], Placement(len(streams), chunks, turn), micros)
@@ -88,13 +89,13 @@ def _pass(text, done):
     instruction = parse(text)
     op, mb, chunk = instruction
     if op not in COMPUTE:
-        raise ValueError(f"{text} is added by the passes; a file holds F, B, W and BW only")
+        raise ValueError(f"{text} is added automatically; use only F, B, W and BW")
     for letter in op:
         before = {"F": None, "B": "F", "W": "B"}[letter]
         if before and (before, mb, chunk) not in done:
             raise ValueError(f"{text} comes before {Instruction(before, mb, chunk)}; swap them")
         if (letter, mb, chunk) in done:
-            raise ValueError(f"{text} comes twice; delete one")
+            raise ValueError(f"{text} appears twice; remove one")
         done.add((letter, mb, chunk))
     return instruction
 
@@ -108,5 +109,5 @@ def _refuse_gaps(row, stream, micros, chunks):
         if (letter, mb, chunk) not in done:
             missing = Instruction(letter, mb, chunk)
             raise ValueError(
-                f"row {row}: no {missing}, but other cells have its microbatch or chunk"
+                f"row {row}: no {missing}, but other cells have its microbatch or chunk; add it"
             )

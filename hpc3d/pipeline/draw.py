@@ -34,7 +34,7 @@ def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
     lines = [(head + _line(row, scale)).rstrip() for head, row in zip(heads, rows)]
     cells = scale.cell(max(end for _, end, _ in spans))
     if cells > scale.cells:
-        lines.append(f"cut after {scale.cells} of {cells} cells of {unit:.3g} s")
+        lines.append(f"truncated after {scale.cells} of {cells} cells of {unit:.3g} s")
     return "\n".join(lines)
 
 

@@ -86,7 +86,7 @@ def ideal_run(
     _refuse_times(given)
     cost = _costs(given, stages, chunks)
     if not any(any(each[:3]) for each in ([cost] if isinstance(cost, Cost) else cost)):
-        raise ValueError("--forward, --backward and --weight are all 0: give one of them a time")
+        raise ValueError("--forward, --backward and --weight are all 0; set at least one of them")
     passes, placement = instruction_streams(name, stages, microbatches, chunks, steps)
     rows = timeline(passes, placement, cost)
     return IdealRun(name, stages, microbatches, chunks, steps, given, passes, placement, rows)
@@ -96,14 +96,14 @@ def _refuse_large(*sizes: int) -> None:
     if min(sizes) > 0 and math.prod(sizes) > MOST_SIMULATED:
         raise ValueError(
             f"--stages x --microbatches x --chunks x --steps = {math.prod(sizes)} forward passes: "
-            f"at most {MOST_SIMULATED} are simulated"
+            f"must be at most {MOST_SIMULATED}"
         )
 
 
 def _refuse_times(times: Mapping[str, Seconds]) -> None:
     for name, value in times.items():
         if name not in TIMES:
-            raise ValueError(f"{name}: no such time; there are {', '.join(TIMES)}")
+            raise ValueError(f"{name}: unknown time; use {', '.join(TIMES)}")
         for each in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(each, int | float) or not is_time(each):
                 raise ValueError(f"--{name} = {each!r}: {bounds_of_times()}")
@@ -115,22 +115,21 @@ def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | lis
         return Cost(**times)  # type: ignore[arg-type]  # no lists are among them
     parts, lists = stages * chunks, {}
     for name, value in times.items():
-        count, what = (parts - 1, "borders") if name == "comm" else (parts, "parts")
+        count, what = (parts - 1, "boundaries") if name == "comm" else (parts, "parts")
         if not isinstance(value, list | tuple):
             lists[name] = [value if name == "comm" else value / chunks] * count
         elif len(value) == count:
             lists[name] = [*value]
         else:
-            raise ValueError(
-                f"--{name}: {len(value)} numbers for {count} {what}: give one for each, or one"
-            )
+            given = counted(len(value), "value")
+            raise ValueError(f"--{name}: {given} for {count} {what}; use 1 or {count} values")
     lists["comm"].append(0.0)  # no message follows the last part
     return [Cost(*each) for each in zip(*(lists[name] for name in TIMES), strict=True)]
 
 
 def bounds_of_times() -> str:
     """Return the valid range of a time as text."""
-    return f"must be 0 or more seconds, of {_SHORTEST:g} to {_LONGEST:g}"
+    return f"must be 0, or from {_SHORTEST:g} to {_LONGEST:g} seconds"
 
 
 def is_time(value: float) -> bool:

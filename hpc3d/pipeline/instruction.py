@@ -44,8 +44,8 @@ def parse(text: str) -> Instruction:
     numbered = op not in ("Reduce", "Step")
     if not written or numbered != bool(mb) or (op == "Step" and chunk):
         raise ValueError(
-            f"{text!r} is no instruction: write an operation and a microbatch, as in F0 or B12, "
-            "and the chunk in front of it if there are several, as in 1F0"
+            f"{text!r} is not an instruction; write an operation and a microbatch, as in F0 or "
+            "B12, preceded by the chunk unless it is 0, as in 1F0"
         )
     return Instruction(op, int(mb or -1), int(chunk or 0))
 
@@ -120,10 +120,12 @@ class Placement(NamedTuple):
         Raises ValueError if there is no such part (before the first part or after the last one),
         or if both parts are on one stage."""
         op, further = MESSAGES[instruction.op]
-        location = self.neighbour(stage, instruction.chunk, further)
-        if location is None or location[0] == stage:
-            raise ValueError(f"stage {stage}: {instruction}: no other stage has the other end")
-        return location[0], Instruction(op, instruction.mb, location[1])
+        place = self.neighbour(stage, instruction.chunk, further)
+        if place is None or place[0] == stage:
+            raise ValueError(
+                f"stage {stage}: {instruction}: no other stage has the matching message"
+            )
+        return place[0], Instruction(op, instruction.mb, place[1])
 
     def needs(self, stage: int, instruction: Instruction) -> list[tuple[int, Instruction]]:
         """Return the passes, each with its stage, whose results a pass needs.

@@ -174,17 +174,19 @@ def _check_passes(stage, stream, placement, micros, passes):
     for instruction in stream:
         for need in _needs_here(stage, instruction, placement):
             if need not in done:
-                raise ValueError(f"stage {stage}: {instruction} before {need}")
+                raise ValueError(
+                    f"stage {stage}: {instruction} before {need}, which must come first"
+                )
         for each in _results(instruction):
             if each in done:
-                raise ValueError(f"stage {stage}: {instruction} does {each} a second time")
+                raise ValueError(f"stage {stage}: {instruction} computes {each} a second time")
             done.add(each)
     every = product(passes, range(micros), range(placement.chunks))
     wanted = {Instruction(*each) for each in every}
     for missing in sorted(wanted - done):
         raise ValueError(f"stage {stage}: {missing} is missing")
     for extra in sorted(each for each in done - wanted if each.op in COMPUTE):
-        raise ValueError(f"stage {stage}: {extra} is of none of the {micros} microbatches")
+        raise ValueError(f"stage {stage}: {extra} is not among the {micros} microbatches")
 
 
 def _needs_here(stage, instruction, placement):
@@ -225,12 +227,12 @@ def _check_pairs(streams, placement):
 def _check_pair(sender, receiver, sent, received):
     # Each send has its receive; otherwise a pass of the receiver would precede its input.
     for send, receive in sorted(set(received) - set(sent)):
-        raise ValueError(f"stage {receiver}: {receive} has no {send} on stage {sender}")
+        raise ValueError(f"stage {receiver}: {receive} has no matching {send} on stage {sender}")
     for (send, due), (_, receive) in zip(sent, received):
         if due != receive:
             raise ValueError(
                 f"stage {sender} sends {send} when stage {receiver} expects {receive}: "
-                "the messages of a pair must have one order"
+                "both stages must post their messages in the same order"
             )
 
 

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hpc3d.console.sanitize import counted
 from hpc3d.pipeline.closed_forms import (
     StageTimes,
     all_forward_first,
@@ -135,7 +134,7 @@ def _one_stage(name, stages, micros):
 def _one_a_stage(name, stages, micros):
     if micros < stages:
         return (
-            f"parallel.microbatches = {micros}: schedule {name} needs at least one a stage; use "
+            f"parallel.microbatches = {micros}: schedule {name} needs at least one per stage; use "
             f"{stages} or more, or mesh.p = {micros}"
         )
 
@@ -196,7 +195,7 @@ class Schedule(NamedTuple):
             if size < 1:
                 return f"{key} = {size}: must be at least 1"
         if chunks != (self.chunks or chunks):
-            return f"parallel.chunks = {chunks}: schedule {self.name} wants {self.chunks}"
+            return f"parallel.chunks = {chunks}: schedule {self.name} requires {self.chunks}"
         return self.rule(self.name, stages, micros)
 
     def stream(
@@ -292,9 +291,9 @@ def find(name: str) -> Schedule:
             raise ValueError(f"parallel.schedule = {name}: {error}") from None
     if name not in SCHEDULES:
         near = get_close_matches(name, SCHEDULES, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = f"did you mean {near[0]}? Use" if near else "unknown schedule; use"
         known = ", ".join(SCHEDULES)
-        raise ValueError(f"parallel.schedule = {name!r}: {hint}known are {known} and csv:FILE")
+        raise ValueError(f"parallel.schedule = {name!r}: {hint} one of {known}, or csv:FILE")
     return SCHEDULES[name]
 
 
@@ -303,10 +302,9 @@ def _from_table(name, table):
 
     def rule(name, stages, micros):
         if stages != table.placement.stages:
-            wanted = counted(table.placement.stages, "stage")
-            return f"mesh.p = {stages}: {name} is for {wanted}; use as many"
+            return f"mesh.p = {stages}: must be {table.placement.stages}, as in {name}"
         if micros != table.micros:
-            return f"parallel.microbatches = {micros}: {name} has {table.micros}; use as many"
+            return f"parallel.microbatches = {micros}: must be {table.micros}, as in {name}"
 
     def generate(stage, stages, micros):
         return iter(table.streams[stage])
@@ -334,7 +332,7 @@ def instruction_streams(
     if steps < 1:
         problem = f"steps = {steps}: must be at least 1"
     elif steps > 1 and not schedule.asynchronous:
-        problem = f"steps = {steps}: schedule {name} is one step, which is run again; use 1"
+        problem = f"steps = {steps}: schedule {name} repeats the same step; use 1"
     if problem:
         raise ValueError(problem)
     placement = Placement(stages, chunks, schedule.v_shaped)

@@ -68,7 +68,7 @@ def refuse_deadlock(stuck: dict[int, str]) -> None:
     """Raise ValueError if any stages are `stuck`; the values describe their positions."""
     if stuck:
         where = ", ".join(f"stage {stage} at {text}" for stage, text in sorted(stuck.items()))
-        raise ValueError(f"deadlock: {where}; each waits for another: change their order")
+        raise ValueError(f"deadlock: {where}; each stage waits for another; change the order")
 
 
 class _Clock:

@@ -34,7 +34,7 @@ def test_a_bar_is_an_update():
     assert drawn("pipedream", 2, 2, columns=29) == [
         "0 |F0 F1       B0---|   B1",
         "1 |   F0 B0---|F1 B1---|",
-        "cut after 8 of 9 cells of 1 s",
+        "truncated after 8 of 9 cells of 1 s",
     ]
 
 
@@ -50,7 +50,7 @@ def test_what_is_too_wide_loses_its_gaps_and_is_then_cut():
     assert drawn("zb-h1", 2, 3, columns=14) == [
         "0 |F0F1  B0W0",
         "1 |  F0B0F1B1",
-        "cut after 5 of 10 cells of 1 s",
+        "truncated after 5 of 10 cells of 1 s",
     ]
 
 
@@ -74,5 +74,5 @@ def test_cells_are_those_of_the_shortest_pass_or_of_the_unit():
         "1 |         F0--- B0---------------",
     ]
     assert drawn("1f1b", 1, 1, cost=Cost(1, 2**-20, 0), columns=20)[1:] == [
-        "cut after 8 of 1048577 cells of 9.54e-07 s"
+        "truncated after 8 of 1048577 cells of 9.54e-07 s"
     ]

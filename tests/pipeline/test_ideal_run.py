@@ -22,7 +22,7 @@ def test_a_list_of_equal_parts_is_one_number():
     [
         ((2, MOST_SIMULATED), {}, f"at most {MOST_SIMULATED}"),
         ((2, 2), {"forward": 0, "backward": 0, "weight": 0}, "all 0"),
-        ((3, 2), {"comm": [1.0]}, "--comm: 1 numbers for 2 borders"),
+        ((3, 2), {"comm": [1.0]}, "--comm: 1 value for 2 boundaries"),
     ],
 )
 def test_what_cannot_be_is_refused(sizes, times, line):
