@@ -40,7 +40,7 @@ def write_calibration(path: Path | str, measured: Measured) -> None:
     for op, axis in measured:
         if op not in OP or not axis or {"/", "."} & {*axis}:
             raise ValueError(
-                f"calibration of {op!r} along {axis!r}: name an operation and an axis"
+                f"calibration of {op!r} along {axis!r}: must be an operation and a mesh axis"
             )
     with _changing(path) as file:
         add_supplements(file, measured)
@@ -81,7 +81,7 @@ def _whole(columns, rows):
     """Return the rows; ValueError unless they have all columns, of equal length."""
     lacking = [column.name for column in columns if column.name not in rows]
     if lacking:
-        raise ValueError(f"there is no column {', '.join(lacking)}")
+        raise ValueError(f"missing columns: {', '.join(lacking)}")
     if len({len(rows[column.name]) for column in columns}) > 1:
         raise ValueError("the columns have different lengths")
     return rows

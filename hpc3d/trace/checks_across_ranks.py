@@ -30,15 +30,14 @@ def collectives(trace: Trace) -> list[Violation]:
     """Check that members make the same calls in the same order and that none ends too early."""
     calls = GroupCalls(trace)
     wrong = {
-        "a call in a group that its rank is not in": calls.member < 0,
-        "a call that its rank makes twice": calls.repeated(),
-        "a call that not all members make": calls.partial() & trace.attrs["complete"],
-        "its op is not that of the other members": calls.unlike("op"),
-        "its step is not that of the other members": calls.unlike("step"),
-        "its dtype is not that of the other members": calls.unlike("dtype"),
-        "its count is not that of the other members": calls.unlike("count")
-        & ~calls.of("broadcast"),
-        "its bytes are not those of its count": calls.miscounted(),
+        "its rank is not in the group of the call": calls.place < 0,
+        "its rank makes the call twice": calls.repeated(),
+        "a call that some members do not make": calls.partial() & trace.attrs["complete"],
+        "its op differs from the other members": calls.unlike("op"),
+        "its step differs from the other members": calls.unlike("step"),
+        "its dtype differs from the other members": calls.unlike("dtype"),
+        "its count differs from the other members": calls.unlike("count") & ~calls.of("broadcast"),
+        "its bytes do not match its count": calls.miscounted(),
         "ends before all members have posted it": calls.early(),
     }
     return [("events", what, calls.rows[rows]) for what, rows in wrong.items()]
@@ -60,7 +59,7 @@ def messages(trace: Trace) -> Iterator[Violation]:
     early = _times(trace, received)[1] < _times(trace, sent)[0]
     early &= _comparable(trace, sent) & _comparable(trace, received)
     yield "events", "a message without its other end", lone[: len(lone) * trace.attrs["complete"]]
-    yield "events", "its bytes are not those that were sent", received[unequal]
+    yield "events", "its bytes differ from the bytes sent", received[unequal]
     yield "events", "ends before it was sent", received[early]
 
 

@@ -100,7 +100,7 @@ def order(trace: Trace) -> Iterator[Violation]:
     yield "events", "not sorted by rank and t_start", 1 + np.flatnonzero(unsorted)
     size = np.diff(trace.rank_ptr)
     elsewhere = np.flatnonzero(rank != np.repeat(np.arange(len(size)), size))
-    yield "events", "not where /index/rank_ptr has the rows of its rank", elsewhere
+    yield "events", "not in the rows that /index/rank_ptr assigns to its rank", elsewhere
     yield "ranks", "n_events is wrong", np.flatnonzero(trace.ranks["n_events"] != size)
 
 
@@ -114,7 +114,7 @@ def overlap(trace: Trace) -> Iterator[Violation]:
     together = np.all([np.diff(columns[name]) == 0 for name in names[:3]], axis=0)
     start, end = columns["t_start"], columns["t_start"] + columns["dur"]
     early = together & (start[1:] < end[:-1])
-    yield "events", "begins before the one before has ended", lasting[line[1:][early]]
+    yield "events", "begins before the previous row has ended", lasting[line[1:][early]]
 
 
 def _nesting(trace: Trace) -> Iterator[Violation]:
@@ -176,10 +176,10 @@ def _steps(trace: Trace) -> Iterator[Violation]:
     line = np.lexsort((number, rank))
     together = np.diff(rank[line]) == 0
     early = start[line][1:] < end[line][:-1]
-    yield "steps", "begins before the one before has ended", line[1:][together & early]
+    yield "steps", "begins before the previous row has ended", line[1:][together & early]
     if trace.attrs["complete"]:
         _, which, ranks = np.unique(number, return_inverse=True, return_counts=True)
-        yield "steps", "not of all ranks", np.flatnonzero(ranks[which] != len(trace.ranks))
+        yield "steps", "missing on some ranks", np.flatnonzero(ranks[which] != len(trace.ranks))
 
 
 def memory(trace: Trace) -> Iterator[Violation]:
@@ -191,7 +191,11 @@ def memory(trace: Trace) -> Iterator[Violation]:
 def _evaluations(trace: Trace) -> Iterator[Violation]:
     """Check that at most one evaluation follows a step, in order, and none is within a step."""
     steps = trace.evaluation["step"]
-    yield "evaluation", "not after the one before", 1 + np.flatnonzero(np.diff(steps) <= 0)
+    yield (
+        "evaluation",
+        "its step is not after the step before",
+        1 + np.flatnonzero(np.diff(steps) <= 0),
+    )
     inside = labelled(trace.events, "phase", "evaluation") & (trace.events["step"] >= 0)
     yield "events", "an evaluation inside of a step", np.flatnonzero(inside)
 
@@ -199,7 +203,7 @@ def _evaluations(trace: Trace) -> Iterator[Violation]:
 def _loads(trace: Trace) -> Iterator[Violation]:
     """Check that each expert keeps at most the tokens that were routed to it."""
     table = trace.experts
-    yield "experts", "kept more than were chosen", np.flatnonzero(table["kept"] > table["chosen"])
+    yield "experts", "kept exceeds chosen", np.flatnonzero(table["kept"] > table["chosen"])
 
 
 def _together(trace: Trace) -> Iterator[Violation]:
@@ -223,4 +227,4 @@ def _together(trace: Trace) -> Iterator[Violation]:
         reduce.at(into, cell[summed], values[summed])
     low, high = peak < highest[cell], peak > peaks[cell]
     wrong = whole & (low | high | (live != sums[cell]))
-    yield "memory", "all is not what its kinds come to", np.flatnonzero(wrong)
+    yield "memory", "all is inconsistent with the other kinds of arrays", np.flatnonzero(wrong)

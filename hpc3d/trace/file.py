@@ -186,8 +186,8 @@ def open_file(path: Path) -> File:
         raise ValueError(f"{path}: no such file; give a run folder or its trace.h5")
     if not h5py.is_hdf5(path):
         raise ValueError(
-            f"{path}: not a file in HDF5; give a run folder or its trace.h5, and if this is it,"
-            f" {REMEDY}"
+            f"{path}: not an HDF5 file; give a run folder or its trace.h5. If this is the trace "
+            f"of a run, {REMEDY}"
         )
     with explained(path):
         check_heaps(path)
@@ -246,7 +246,7 @@ def _linked(group, name):
     if not _has(group, name):
         raise ValueError(f"{name} is missing")
     if group.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
-        raise ValueError(f"{name} is a link to elsewhere")
+        raise ValueError(f"{name} is a link, not data of this file")
     return group[name]
 
 
@@ -258,12 +258,12 @@ def sound(group: Group, column: Column) -> Dataset | None:
         return None
     dataset = _linked(group, column.name)
     if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
-        raise ValueError(f"{column.name} is not data of this file")
+        raise ValueError(f"{column.name} is not stored in this file")
     text = h5py.check_string_dtype(dataset.dtype)
     if not (text if column.type == TEXT else dataset.dtype == column.type):
         raise ValueError(f"{column.name} has the type {dataset.dtype}, not {column.type}")
     if dataset.ndim != (2 if column == COORDS else 1) or not _fits(dataset):
-        raise ValueError(f"{column.name} has the shape {dataset.shape}, not one that fits memory")
+        raise ValueError(f"{column.name} has an invalid or too large shape, {dataset.shape}")
     return dataset
 
 
@@ -295,7 +295,8 @@ def _read_text(dataset, rows):
         size += sum(lengths)
         if max(lengths) > _LONGEST or size > _MOST_TEXT:
             raise ValueError(
-                f"{dataset.name} has texts of {max(lengths)} characters, {size} in all"
+                f"{dataset.name} has strings of {max(lengths)} characters, {size} in total; at "
+                f"most {_LONGEST} and {_MOST_TEXT} are read"
             )
     return np.array(texts, object)
 

@@ -21,11 +21,11 @@ def check_heaps(path: Path) -> None:
     if not 0 < path.stat().st_size <= _LARGE:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        offset = data.find(_MARK)
-        while offset >= 0:
-            if not _sound(data, offset):
-                raise ValueError(f"the texts at byte {offset} are damaged")
-            offset = data.find(_MARK, offset + len(_MARK))
+        place = data.find(_MARK)
+        while place >= 0:
+            if not _sound(data, place):
+                raise ValueError(f"the strings at byte {place} are damaged")
+            place = data.find(_MARK, place + len(_MARK))
 
 
 def _sound(data, offset):

@@ -32,17 +32,17 @@ def _has(path, segments):
 def _absent(run_dir):
     """Return the reason why a folder has no trace, and a remedy."""
     if (run_dir / "trace.h5").exists():
-        return f"{run_dir}: no segments to be merged; leave --merge out, its trace.h5 is there"
+        return f"{run_dir}: no segments to merge; remove --merge, because trace.h5 exists"
     if count_segments(run_dir.absolute().parent):
-        return f"{run_dir}: the segments of a run; give the folder that it lies in"
+        return f"{run_dir}: a folder of trace segments; give its parent folder"
     settings = run_dir / "config.toml"
     if not settings.is_file():
-        return f"{run_dir}: not the folder of a run; give one, such as results/NAME-STAMP"
-    if configured(read(settings).decode(errors="replace"), "trace", "enabled") is False:
+        return f"{run_dir}: not a run folder; give one, such as results/NAME-STAMP"
+    if configured(read(settings).decode(), "trace", "enabled") is False:
         return f"{run_dir}: no trace; set enabled = true in [trace] and run again"
     if before := aside(run_dir):
-        return f"{run_dir}: no trace of what goes on yet; {before[0]} has what was done before"
+        return f"{run_dir}: no trace of this attempt yet; the previous one is in {before[0]}"
     return (
-        f"{run_dir}: no trace yet; the first segments come after 30 s and a step, or when the"
-        " run ends: it goes on, or was killed before; wait, or run again"
+        f"{run_dir}: no trace yet; segments are written after 30 s and one step, or at the end of "
+        "the run. Wait if the run continues. If it was killed, run again"
     )

@@ -38,7 +38,7 @@ def merge(run_dir: Path | str) -> Path:
     run_dir, path = Path(run_dir), Path(run_dir) / "trace.h5"
     count = count_segments(run_dir)
     if not count:
-        raise ValueError(f"{run_dir}: there are no segments of a trace to be merged")
+        raise ValueError(f"{run_dir}: no trace segments to merge; give a run folder")
     with (
         earlier(run_dir, count) as before,
         replacing(path) as temporary,
@@ -116,13 +116,13 @@ class _Merge:
         """Raise ValueError if a segment's header is not valid for this run."""
         absent = [key for key in (*RUN, *_OWN) if key not in header]
         if absent:
-            raise ValueError(f"{path.name} has a header without {', '.join(absent)}")
+            raise ValueError(f"the header of {path.name} lacks {', '.join(absent)}")
         first = self.first if self.headers else header
         if any(header[key] != first[key] for key in _SAME):
             raise ValueError(f"{path.name} belongs to another run")
         ranks = {header["rank"]}.union(*(group["members"] for group in header["groups"]))
         if not 0 <= min(ranks) <= max(ranks) < header["world_size"]:
-            raise ValueError(f"{path.name} knows more than {header['world_size']} ranks")
+            raise ValueError(f"{path.name} contains ranks beyond the {header['world_size']} ranks")
 
     def _set_time(self, rank, parts):
         """Compute the times on rank 0's clock, from the samples of the node's first rank."""
@@ -180,9 +180,9 @@ class _Merge:
             found.append(f"the end of step {self.begun[rank]}")
         apart = self.clocks[node] is IDENTITY and node != _node(self.first)
         if apart and self.first["kind"] == "measured":
-            found.append("its clock, which was not compared with rank 0's")
+            found.append("the offset of its clock from rank 0's clock")
         if dropped := self.headers[rank]["dropped"]:
-            found.append(f"{dropped} events, its table was full")
+            found.append(f"{dropped} events, dropped because its event table was full")
         return found
 
     def _unfinished(self, steps):
@@ -190,7 +190,7 @@ class _Merge:
         wanted = configured(self.first["config"], "train", "steps")
         done = 1 + int(steps.max(initial=-1))
         if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
-            yield f"steps from {done} on: the run ended, or goes on, after {done} of {wanted}"
+            yield f"steps from {done} on: the run stopped or continues, after {done} of {wanted}"
 
     def _write_ranks(self, ranks):
         unknown = dict.fromkeys(_OWN, -1) | {"host": "", "device": "", "dropped": 0}

@@ -68,7 +68,7 @@ def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing
         if not (trace.steps["step"] < began.step).any():
             continue
         if _shared(trace.attrs) != _shared(began.header):
-            return Nothing(f"steps before {began.step}: of another layout, in {path.name}")
+            return Nothing(f"steps before {began.step}: with another layout, in {path.name}")
         found = Earlier(trace, began)
         for rank in found.ranks:
             found.parts(rank)

@@ -68,8 +68,8 @@ class Trace:
             raise ValueError(f"{self.path}: not an hpc3d trace; give a run folder or its trace.h5")
         if version > schema.VERSION:
             raise ValueError(
-                f"{self.path}: trace version {version}, this hpc3d reads up to {schema.VERSION};"
-                " update hpc3d"
+                f"{self.path}: trace version {version} is newer than {schema.VERSION}, the newest "
+                "that this hpc3d can read; update hpc3d"
             )
 
     def _check_attributes(self):
@@ -80,7 +80,7 @@ class Trace:
         ]
         self._require(not wrong, f"attributes {', '.join(wrong)} are damaged")
         rows = len(self._table("ranks", schema.RANKS))
-        self._require(self.attrs["world_size"] == rows, "/ranks has not one row per rank")
+        self._require(self.attrs["world_size"] == rows, "/ranks does not have one row per rank")
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +159,7 @@ class Trace:
     def strings(self) -> list[str]:
         """Names of events and hosts."""
         names = self._strings["name"].tolist()
-        self._require(len({*names}) == len(names), "/strings has a name twice")
+        self._require(len({*names}) == len(names), "/strings contains a name twice")
         return names
 
     @cached_property
@@ -168,7 +168,7 @@ class Trace:
         table, members = self._groups, self._table("groups", [schema.MEMBERS])["members"].tolist()
         offset, end = table["offset"], np.cumsum(table["size"], dtype="i8")
         whole = end[-1:].sum() == len(members) and (offset == end - table["size"]).all()
-        self._require(whole, "/groups does not divide its members")
+        self._require(whole, "/groups and /groups/members are inconsistent")
         parts = zip(table["axis"], offset.tolist(), end.tolist())
         return [Group(axis, tuple(members[start:stop])) for axis, start, stop in parts]
 
@@ -180,7 +180,7 @@ class Trace:
         whole = (
             ends == (1 + len(self.ranks), 0, len(self.events)) and (np.diff(pointers) >= 0).all()
         )
-        self._require(whole, "/index/rank_ptr does not divide the rows of /events")
+        self._require(whole, "/index/rank_ptr does not match the rows of /events")
         return pointers
 
     def rows(self, rank: int) -> slice:

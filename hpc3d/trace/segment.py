@@ -143,10 +143,10 @@ def _check(segment, rank):
     header, events = segment.header, segment.events
     for columns, table in zip(TABLES.values(), segment[1:]):
         if table.dtype != record_type(columns):
-            raise ValueError(f"its columns are not those of version {VERSION}")
+            raise ValueError(f"its columns differ from version {VERSION}")
         own = "rank" not in table.dtype.names or (table["rank"] == rank).all()
         if header["rank"] != rank or not own:
-            raise ValueError(f"it has rows of other ranks than {rank}")
+            raise ValueError(f"it contains rows of ranks other than {rank}")
     limits = {"name": header["strings"], "group": header["groups"], "parent": events}
     for column, target in limits.items():
         if (events[column] < -1).any() or (events[column] >= len(target)).any():

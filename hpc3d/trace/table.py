@@ -147,7 +147,5 @@ class Table:
         elif column.type == "f8" and not column.optional:
             wrong = ~np.isfinite(values)
         if wrong.any():
-            problem = (
-                "points outside of its table" if column.into else "has a value that cannot be"
-            )
+            problem = "points outside of its table" if column.into else "has an invalid value"
             raise ValueError(f"{self._name}/{column.name} {problem}: {values[wrong][0]}")

@@ -38,7 +38,7 @@ def test_sizes_that_lead_elsewhere_are_refused(path, what):
         while int.from_bytes(data[place - 8 : place - 6], "little"):
             place += 16 + -(-int.from_bytes(data[place : place + 8], "little") // 8) * 8
     damaged(path, place, b"\xff" * 8)
-    with pytest.raises(ValueError, match=f"the texts at byte {heap} are damaged"):
+    with pytest.raises(ValueError, match=f"the strings at byte {heap} are damaged"):
         check_heaps(path)
 
 
