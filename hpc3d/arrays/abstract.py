@@ -227,7 +227,7 @@ def _reduced(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
 def _product(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a matrix product, as in `np.matmul`."""
     if a[-1] != b[-2 if len(b) > 1 else 0]:
-        raise ValueError(f"no product of {a} and {b}")
+        raise ValueError(f"matrices of shapes {a} and {b} cannot be multiplied")
     rows, columns = a[-2:-1], b[-1:] if len(b) > 1 else ()
     return (*np.broadcast_shapes(a[:-2], b[:-2]), *rows, *columns)
 

@@ -81,9 +81,9 @@ class _FilePool(Pool):
         try:
             os.posix_fallocate(self.file, start, size)  # a full disk would kill the process later
         except OSError as error:
-            what = f"{error.strerror} for {size / 1e6:,.1f} MB more of what parallel.offload moves"
+            what = f"{error.strerror} for {size / 1e6:,.1f} MB more of offloaded arrays"
             raise OSError(
-                error.errno, f"{what}; TMPDIR names another folder", self.folder
+                error.errno, f"{what}; set TMPDIR to another folder", self.folder
             ) from None
         self.size += size
         return np.frombuffer(mmap(self.file, size, offset=start), np.uint8)

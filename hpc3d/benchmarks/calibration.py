@@ -37,7 +37,9 @@ def calibrate(options: Namespace) -> dict[str, Any]:
         Path(options.machine or new_path(MEASURED, MACHINE)),
     )
     if not out.parent.is_dir():
-        raise ValueError(f"--machine {out}: no folder {out.parent}; make it or name another one")
+        raise ValueError(
+            f"--machine {out}: folder {out.parent} does not exist; create it or use another"
+        )
     with tempfile.TemporaryDirectory() as folder:
         told = []
         for number, line in enumerate(CALIBRATE, 1):
@@ -45,7 +47,7 @@ def calibrate(options: Namespace) -> dict[str, Any]:
             told += _works_of(line, folder, how)
         machine = machine_of(told, **_this_machine(options.transport))
         free = [line for line in CALIBRATE if 1 < settings(line)[0] <= machine.cores]
-        print(f"calibrate: {len(free)} of them again, by the time on the wall", flush=True)
+        print(f"calibrate: measuring {len(free)} runs again in wall-clock time", flush=True)
         timed = [(config_of(line, **how), min(_steps_of(line, folder, how))) for line in free]
         machine = with_wakeup(machine, timed)
         with naming(out):
@@ -70,7 +72,7 @@ def _check(
         print(f"{times} {errors[-1]:+8.1%}  {line}", flush=True)
         yield {"run": line, "measured_s": measured, "predicted_s": predicted}
     sizes = [*map(abs, errors)]
-    print(f"error: {median(sizes):.1%} in the median, {max(sizes):.1%} at worst")
+    print(f"error: median {median(sizes):.1%}, maximum {max(sizes):.1%}")
 
 
 def _works_of(line: str, folder: str, how: dict[str, str]) -> list[TimedWork]:
@@ -98,7 +100,7 @@ def _this_machine(transport: str) -> dict[str, Any]:
     return {
         "name": MEASURED,
         "source": f"python -m hpc3d.bench calibrate on {date.today()}: {_processor()}, {cores} "
-        f"cores, one thread a rank, mesh.transport {transport}",
+        f"cores, one thread per rank, mesh.transport {transport}",
         "ranks_per_node": _ONE_NODE,
         "cores": cores,
         "memory_gb": round(memory / _RANKS / 1e9, 3),

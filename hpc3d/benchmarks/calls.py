@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # bytes of the full block
 _OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # transfers of the block
-_HEAD = ("op", "members", "bytes", "ours ms", "MPI's ms", "bound ms")
+_HEAD = ("op", "members", "bytes", "hpc3d ms", "MPI ms", "bound ms")
 _KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
 _ROUNDS = 5
 _MESSAGE = 1 << 22  # bytes of the message that measures the rate
@@ -34,7 +34,7 @@ def calls(job: Job, options: Namespace) -> None:
     from hpc3d.comm.cartesian import build
 
     if job.size == 1:
-        job.refuse("calls are between ranks: mpirun -np 2 python -m hpc3d.bench calls")
+        job.refuse("calls needs several ranks; use mpirun -np 2 python -m hpc3d.bench calls")
     ours, mpi = (build({"x": job.size}, transport=way).comm("x") for way in ("auto", "mpi"))
     mpi.long = inf
     hosts = len(set(job.gather(job.location()["host"])))

@@ -28,8 +28,9 @@ def guards(options: Namespace) -> dict[str, Any]:
         step, low, high = found["theirs_s"], found["ratio_min"], found["ratio_max"]
         cost, replicas = found["ratio"] - 1, found["replicas_s"]
         every = max(1, ceil(cost / _SHARE))
-        print(f"{name}, {ranks} ranks: {step:.2f} s of CPU time a step")
-        print(f"    with products and messages checked {1 + cost:.3f} ({low:.3f} to {high:.3f})")
+        print(f"{name}, {ranks} ranks: {step:.2f} s of CPU time per step")
+        spread = f"{1 + cost:.3f} ({low:.3f} to {high:.3f})"
+        print(f"    ratio of a step with checked products and messages: {spread}")
         print(f"    guard.abft_every = {every}: {cost / every:.1%} of a step")
         print(f"    guard.replicas_every = {_EVERY}: {replicas / _EVERY / step:.2%} of a step")
     return results

@@ -37,9 +37,11 @@ def overhead(options: Namespace) -> dict[str, Any]:
     for label, sizes in _OVERHEAD.items():
         path = str(shipped("gpt-3d-64.toml"))
         found = results[label] = harness.overhead(path, sizes, 64, options.rounds or 3)
-        print(f"{label}: 64 ranks {found['ours_s']:.2f} s a step, one rank {_pair(found)}")
-        print(f"    first step done {found['first_step_s']:.1f} s after the start of 64 ranks")
-        print("    CPU seconds per step, all ranks together     64 ranks  one rank")
+        print(f"{label}: 64 ranks {found['ours_s']:.2f} s per step, one rank {_pair(found)}")
+        print(
+            f"    time from the start of 64 ranks to the first step: {found['first_step_s']:.1f} s"
+        )
+        print("    CPU seconds per step, sum over all ranks     64 ranks  one rank")
         ours, serial = found["processor"], found["processor_serial"]
         for name in sorted(ours, key=ours.get, reverse=True)[:12]:
             print(f"    {name:44s} {ours[name]:10.2f} {serial.get(name, 0):9.2f}")
@@ -52,7 +54,7 @@ def step(options: Namespace) -> dict[str, Any]:
     results = {}
     for label, config in _serial_configs().items():
         found = results[label] = harness.against_torch(config, options.rounds or 5)
-        print(f"{label}: hpc3d {found['ours_s']:.2f} s a step, torch eager {_pair(found)}")
+        print(f"{label}: hpc3d {found['ours_s']:.2f} s per step, torch eager {_pair(found)}")
     return results
 
 
@@ -63,7 +65,7 @@ def trace(options: Namespace) -> dict[str, Any]:
     small = harness.with_sizes(config, batch=24)
     found = harness.tracing(small, options.rounds or 20)
     share = found["events"] * found["event_us"] / (found["theirs_s"] * 1e6)
-    print(f"traced {found['ours_s']:.3f} s a step, not traced {_pair(found)}")
+    print(f"with trace {found['ours_s']:.3f} s per step, without {_pair(found)}")
     print(f"{found['events']:.0f} events of {found['event_us']:.2f} us: {share:.2%} of a step")
     return {**found, "share": share}
 
@@ -76,7 +78,7 @@ def overlap(options: Namespace) -> dict[str, Any]:
         path = str(shipped("gpt-dp-vs-pp.toml"))
         found = results[label] = harness.overlap(path, sizes, 2, options.rounds or 7)
         times = (
-            f"{found['ours_s'] * 1e3:.1f} ms a step with overlap, {found['theirs_s'] * 1e3:.1f}"
+            f"{found['ours_s'] * 1e3:.1f} ms per step with overlap, {found['theirs_s'] * 1e3:.1f}"
         )
         spread = f"{found['ratio']:.3f} ({found['ratio_min']:.3f} to {found['ratio_max']:.3f})"
         print(f"{label}: exposed {times} ms without, ratio {spread}; bytes {found['bytes']}")

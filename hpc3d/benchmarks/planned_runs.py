@@ -139,11 +139,12 @@ def summary(steps: Sequence[PlannedStep]) -> dict[str, Any]:
     errors = [abs(step.predicted / step.measured - 1) for step in steps]
     middle, most = median(errors), max(errors)
     plans = counted(len(steps), "plan")
-    print(f"error of {plans}: {middle:.1%} in the median, {most:.1%} at worst")
+    print(f"error of {plans}: median {middle:.1%}, maximum {most:.1%}")
     chosen = {}
     for model in dict.fromkeys(step.model for step in steps):
         times = {step.plan: step.measured for step in steps if step.model == model}
         fastest = min(times, key=times.get)
         chosen[model] = times[_CHOSEN] / times[fastest]
-        print(f"{model}: the chosen plan takes {chosen[model]:.3f} times the fastest ({fastest})")
+        slower = f"{chosen[model]:.3f} times as long as the fastest ({fastest})"
+        print(f"{model}: the chosen plan takes {slower}")
     return {"median_error": middle, "largest_error": most, "chosen": chosen}

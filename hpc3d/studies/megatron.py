@@ -101,10 +101,11 @@ OTHERWISE = [("39.1B", {"micro": 1}), ("39.1B", {"chunks": 2}), ("145.6B", {"chu
 _LATER = 258.74e12  # FLOP/s: best rate of later software (see [gemm.float16] of the machine)
 
 ASSUMED = """\
-Both: dropout 0.1, AdamW, float16 with float32 gradients; what was gathered is kept, where
-Megatron-LM gathers it again while it multiplies; nothing is lost to a busy network.
-The second: Megatron-LM reduces float16 gradients, half the bytes of those here, and cuts the
-messages of stages into t parts, which are sent whole here."""
+Assumptions for both tables: dropout 0.1, AdamW, float16 with float32 gradients. Gathered blocks
+are saved, while Megatron-LM re-gathers them and overlaps this with products. The network has no
+contention.
+Differences for the second table: Megatron-LM reduces float16 gradients, half the bytes of those
+here. It also splits the messages between stages into t parts, which are sent in full here."""
 
 
 def weak(row: tuple) -> PublishedStep:

@@ -45,14 +45,14 @@ def main(options: Namespace) -> dict[str, Any]:
 
 
 def _steps(title: str, listed: Iterable[PublishedStep], machine: Machine) -> dict[str, Any]:
-    print(f"\n{title}: seconds of a step")
-    print("    model    ranks recompute  published  predicted   error  bubble   calls")
+    print(f"\n{title}: seconds per step")
+    print("    model    ranks recompute  published  predicted   error  bubble    comm")
     found = []
     for row in listed:
         found += rows([row], machine)
         print("   ", _line(found[-1]), flush=True)
     worst = errors(found)
-    print(f"    absolute error: mean {worst['mean']:.1%}, worst {worst['worst']:.1%}")
+    print(f"    absolute error: mean {worst['mean']:.1%}, maximum {worst['worst']:.1%}")
     return {"rows": found, "errors": worst}
 
 
@@ -65,7 +65,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _layers(machine: Machine) -> list[dict[str, Any]]:
-    print("\narXiv:2205.05198, table 4: ms of a layer of 22B, forward and backward")
+    print("\narXiv:2205.05198, table 4: ms per layer of the 22B model, forward and backward")
     print("    scheme      recompute       published       predicted")
     found = megatron.layers(machine)
     for row in found:
@@ -78,8 +78,9 @@ def _layers(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _states() -> list[dict[str, Any]]:
-    print("\narXiv:2205.05198, figure 1: GiB of parameters and optimiser on a rank, which are")
-    print("18 bytes for each of 12 L h^2 / n parameters; predicted without tables, and with")
+    print("\narXiv:2205.05198, figure 1: GiB of parameters and optimizer state per rank, 18 bytes")
+    print("for each of 12 L h^2 / n parameters: published, predicted without embedding tables,")
+    print("its error, and predicted with embedding tables")
     found = megatron.states()
     for row in found:
         sizes = f"{row['published_GiB']:9.2f} {row['predicted_GiB']:9.2f} {row['error']:+6.1%}"
@@ -88,7 +89,7 @@ def _states() -> list[dict[str, Any]]:
 
 
 def _facts(machine: Machine) -> dict[str, list[float]]:
-    print("\nErrors of 22B, full and selective, without one of the machine's facts")
+    print("\nErrors for 22B (full and selective recomputation) without one machine property")
     found = megatron.facts(machine)
     for fact, (full, selective) in found.items():
         print(f"    {fact:24s}{full:+8.1%}{selective:+8.1%}")
@@ -96,7 +97,7 @@ def _facts(machine: Machine) -> dict[str, list[float]]:
 
 
 def _otherwise(machine: Machine) -> list[dict[str, Any]]:
-    print("\nOther choices than those of the scripts")
+    print("\nPredictions with other options than in the published scripts")
     found = megatron.otherwise(machine)
     for row in found:
         (name, value), *_ = row["change"].items()

@@ -34,14 +34,15 @@ _NONE = {"fits": False}  # row of a planner that was not run
 _TIMES_LARGER, _CLOSE = 5.0, 0.1
 
 _ASSUMED = """\
-Assumed, where the paper's abstract and the README do not tell: nodes of 8 V100 with one EDR port
-(inputs/machines/v100-8x4.toml) and 32 GB, 10 % of them left free; float32 and AdamW, 16 bytes a
-parameter; BERT on 256 sequences of 512 tokens with dropout, ResNet on 16 images a device; nothing
-measured, all times by formula.  Megatron-LM splits layers over t <= 8 ranks and may recompute
-layer by layer; without a pipeline, as it was then, it takes the batch at once, with one in up to
-128 microbatches.  GPipe has two stages or more of equally many layers, or of equal times, in up to
-128 microbatches, and recomputes them; RaNNC does so in up to 32, with what stages receive in the
-memory of the host at no cost in time."""
+The paper's abstract and the README leave some conditions open. Assumptions: nodes of 8 V100 with
+one EDR port (inputs/machines/v100-8x4.toml) and 32 GB per device, of which 10 % is left free;
+float32 and AdamW, 16 bytes per parameter; BERT on 256 sequences of 512 tokens with dropout; ResNet
+on 16 images per device. All times come from formulas, none from measurements.
+Megatron-LM shards layers over t <= 8 ranks and may recompute layer by layer. Without a pipeline,
+as in its first version, it has a single microbatch; with a pipeline, up to 128. GPipe has two or
+more stages with equal numbers of layers or equal times, up to 128 microbatches, and recomputation.
+RaNNC has up to 32 microbatches and recomputation, and its stages store the received tensors in
+host memory at no cost in time."""
 
 
 class Setting(NamedTuple):
@@ -80,7 +81,7 @@ def main(options: Namespace) -> dict[str, Any]:
     """
     machine = load(options.machine or shipped(_V100))
     settings = _QUICK if options.quick else {"bert": _BERT, "resnet": _RESNET}
-    print(f"{_ASSUMED}\n\nSamples a second; (-): it does not fit")
+    print(f"{_ASSUMED}\n\nSamples per second (-: does not fit in memory)")
     bert = [*_table(machine, settings["bert"], _OF_BERT)]
     resnet = [*_table(machine, settings["resnet"], _OF_RESNET)]
     found = claims(bert, resnet)
@@ -171,7 +172,7 @@ def _larger(points, other):
         for name in ("RaNNC", other)
     )
     if not theirs:
-        return f'"five times larger" than {other}: that trains none of these'
+        return f'"five times larger" than {other}: it trains none of these models'
     largest = max(each["billions"] for each in points)
     open_ended = theirs < ours == largest and ours < _TIMES_LARGER * theirs
     verdict = "not decided" if open_ended else _verdict(ours >= _TIMES_LARGER * theirs)
@@ -186,7 +187,7 @@ def _comparable(points, other):
     """Format the ratio of RaNNC's samples/s to another planner's on models that both train."""
     ratios = [ratio for _, ratio in _ratios(points, "RaNNC", (other,))]
     if not ratios:
-        return f'"comparable on the same models" to {other}: there are none'
+        return f'"comparable on the same models" to {other}: no model is trained by both'
     middle = median(ratios)
     return (
         f'"comparable on the same models" to {other}: {_verdict(abs(middle - 1) <= _CLOSE)}; '

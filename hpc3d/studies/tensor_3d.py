@@ -36,14 +36,14 @@ _BATCH = (64, 128, 192, 256, 512)
 _BLOCKS = {"layers": 2, "heads": RANKS, "vocabulary": RANKS}
 
 _UNTOLD = """\
-The paper's abstract does not tell: the nodes and what joins them, the type of the numbers, batch,
-hidden, sequence and heads, whether activations were recomputed, and how blocks are broadcast.
-Assumed: nodes of 4 V100 with one EDR port each (inputs/machines/v100-4x16.toml), sequences of 512
-tokens, 64 heads, the same batch for all schemes, nothing recomputed but blocks gathered again in
-backward (as in the first code of the authors, hpcaitech/ColossalAI 404ecbdcc), the cheapest
-broadcast that libraries have, two Transformer blocks alone (a vocabulary of 64 tokens costs
-nothing), and where memory does not suffice (m), a card that has more.  At one and the same batch
-both speed-ups hold only where 1-D would want such a card."""
+The paper's abstract does not state the nodes and their network, the number type, the batch, the
+hidden size, the sequence length, the number of heads, the recomputation, or the broadcast.
+Assumptions: nodes of 4 V100 with one EDR port each (inputs/machines/v100-4x16.toml); sequences of
+512 tokens; 64 heads; the same batch for all schemes; no recomputation, but blocks are re-gathered
+in backward (as in the first code of the authors, hpcaitech/ColossalAI 404ecbdcc); the cheapest
+broadcast of common libraries; two Transformer blocks only (the cost of a vocabulary of 64 tokens
+is negligible); and a GPU with more memory if a layout does not fit (m).  With the same batch for
+all schemes, both speed-ups agree only if 1-D has such a GPU."""
 
 
 class _Spent(NamedTuple):
@@ -165,7 +165,7 @@ def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
     inside, outside = machine.links
     ports = inside, replace(outside, node_bandwidth=2 * outside.bandwidth)
     return {
-        "two ports a node": (replace(machine, links=ports), {}),
+        "two ports per node": (replace(machine, links=ports), {}),
         "sequences of 2,048": (machine, {"sequence": 2048}),
         "all recomputed": (machine, {"recompute": "full"}),
         "gathered blocks kept": (machine, {"keep": True}),
@@ -187,13 +187,13 @@ def main(options: Namespace) -> dict[str, Any]:
 def _sweep(machine: Machine, dtype: str) -> dict[str, Any]:
     found = rows(machine, dtype)
     print(f"\n{dtype}: 3-D (4 x 4 x 4) over 1-D (64) and 2-D (8 x 8); the paper has 2.32 and 1.57")
-    print("   within 10 %: a over 1-D, b over 2-D, * both; m: one of them does not fit the card")
+    print("   Within 10 % of the paper: a over 1-D, b over 2-D, * both. m: does not fit in memory")
     _print_table(found, _cell)
     alone = own_batches(found)
-    print("   both with batches of their own that fit, as (hidden, batch of 2-D, of 3-D):")
+    print("   Both within 10 % if each scheme has its own batch (hidden, 2-D batch, 3-D batch):")
     print(f"   {', '.join(map(str, alone)) or 'nowhere'}")
     plans = [planned(machine, row) for row in found]
-    print("\n   the fastest cuboid x y z, and how many times as quick as the cube")
+    print("\n   Fastest cuboid x y z, and its speed-up over the cube")
     _print_table([row | plan for row, plan in zip(found, plans, strict=True)], _plan_cell)
     return {"rows": found, "own_batches": alone, "planned": plans}
 
@@ -202,7 +202,7 @@ def _vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) 
     """Return and print where a sweep with other assumptions reproduces the speed-ups."""
     found = rows(machine, dtype, **options)
     both = [(row["hidden"], row["batch"]) for row in found if reproduces(row)]
-    print(f"   {dtype}, {label}: both hold at (hidden, batch) {both or 'none of the sweep'}")
+    print(f"   {dtype}, {label}: both within 10 % at (hidden, batch) {both or 'none'}")
     return {"dtype": dtype, "label": label, "both": both}
 
 

@@ -73,7 +73,7 @@ def read(path: Path | str) -> np.ndarray:
             Path(path).stat()  # its errors have the system's reason
             rows = np.loadtxt(path, ROW, **how)
     except OSError as error:
-        raise ValueError(f"{path}: {reason_of(error)}; name a file of rows") from None
+        raise ValueError(f"{path}: {reason_of(error)}; use a CSV file of training steps") from None
     except (ValueError, EOFError, zlib.error, UserWarning) as error:
         columns = ", ".join(ROW.names)
         raise ValueError(f"{path}: {error}; the columns are {columns}") from None
@@ -81,7 +81,7 @@ def read(path: Path | str) -> np.ndarray:
         raise ValueError(f"{path}: {len(rows)} rows; at least {2 * EVERY} are needed")
     for number, row in enumerate(rows, 1):
         if wrong := _impossible({name: row[name].item() for name in ROW.names}):
-            raise ValueError(f"{path}: row {number}: {wrong}; correct it or leave it out")
+            raise ValueError(f"{path}: row {number}: {wrong}; correct or remove it")
     return rows
 
 
@@ -91,10 +91,10 @@ def _impossible(row: Mapping[str, float]) -> str | None:
         if not 0 < value < inf:
             return f"{name} = {value}: must be positive"
     if row["ranks"] != row["t"] * row["d"] * row["p"]:
-        return f"{row['ranks']} ranks are not t d p = {row['t']} x {row['d']} x {row['p']}"
+        return f"ranks = {row['ranks']}: must be t d p = {row['t']} x {row['d']} x {row['p']}"
     for whole, parts in _DIVISORS.items():
         if row[whole] % prod(row[part] for part in parts):
-            return f"{whole} = {row[whole]} does not divide by {' '.join(parts)}"
+            return f"{whole} = {row[whole]}: must be divisible by {' x '.join(parts)}"
     return None
 
 

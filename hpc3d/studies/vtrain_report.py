@@ -72,8 +72,8 @@ def report(composed: Path | str, measured: Path | str, machine: Path | str) -> d
     """
     rows, base = read(composed), load(machine)
     held = np.arange(len(rows)) % EVERY > 0
-    print(f"{composed}: {len(rows)} rows; every {EVERY}th calibrates, the others are predicted")
-    print(f"steps that differ only in their layers lie off a line by {bends(rows):.6f} ms at most")
+    print(f"{composed}: {len(rows)} rows; one of {EVERY} calibrates, the others are predicted")
+    print(f"deviation of the step time from a line in layers: at most {bends(rows):.6f} ms")
     steps, found = Steps(rows), {"rows": len(rows), "calibrate": int((~held).sum())}
     for label, profiles in (("with a factor a profile", True), ("the machine alone", False)):
         calibration = calibrate(rows[::EVERY], base, profiles)
@@ -83,7 +83,7 @@ def report(composed: Path | str, measured: Path | str, machine: Path | str) -> d
         if profiles:
             _factors(calibration)
     rows = read(measured)
-    print(f"\n{measured}: {len(rows)} rows; the machine alone, as above, predicts all of them")
+    print(f"\n{measured}: {len(rows)} rows, predicted with the machine alone, as calibrated above")
     seconds = Steps(rows, MEASURED).seconds(calibration)
     everything = np.ones(len(rows), bool)
     return found | {"measured": _outcome(rows, seconds, everything, ["hidden", "t", "p"])}
@@ -131,8 +131,8 @@ def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
     found = [*choices(rows, seconds)]
     losses = np.array([choice.loss for choice in found])
     close = int((losses <= _CLOSE).sum())
-    print(f"    layout chosen within {_CLOSE:.0%} of the best of {len(found)} models: {close}")
-    print(f"    slower than the best: mean {losses.mean():.2%}, maximum {losses.max():.2%}")
+    print(f"    chosen layout within {_CLOSE:.0%} of the best: {close} of {len(found)} models")
+    print(f"    slowdown over the best: mean {losses.mean():.2%}, maximum {losses.max():.2%}")
     for choice in sorted(found, key=lambda choice: -choice.loss)[:5]:
         names = (_layout(rows[row], _LAYOUT) for row in (choice.chosen, choice.best))
         text = " chosen, best ".join(names) if choice.loss else f"{next(names)} chosen, the best"

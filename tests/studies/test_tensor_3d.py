@@ -95,7 +95,7 @@ def test_without_a_price_of_moving_all_only_multiply(machine):
 
 def test_a_second_port_a_node_favours_1d(machine):
     how = variants(machine)
-    changed, options = how["two ports a node"]
+    changed, options = how["two ports per node"]
     over = [
         point(each, 128, 8192, "float32", **options)["speedup"]["1d"]
         for each in (machine, changed)
@@ -115,4 +115,4 @@ def test_the_command_prints_and_returns_plain_values(capsys):
     assert all(plan["over_cube"] >= 1 for plan in found["float32"]["planned"])
     json.dumps(found)
     out = capsys.readouterr().out
-    assert "does not tell" in out and "4x4x4 1.00" in out
+    assert "does not state" in out and "4x4x4 1.00" in out

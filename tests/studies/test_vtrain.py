@@ -115,12 +115,18 @@ GOOD = "8,32,4,1024,16,24,1024,2,2,2,219.7"
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("8,32,4,1024,16,24,1024,2,2,1,219.7", "row 3: 8 ranks are not t d p = 2 x 2 x 1; corr"),
-        ("8,32,3,1024,16,24,1024,2,2,2,219.7", "row 3: batch = 32 does not divide by d micro; "),
-        ("8,32,4,1024,16,25,1024,2,2,2,219.7", "row 3: layers = 25 does not divide by p; corr"),
-        ("8,32,4,1024,16,24,1024,2,2,2,-1.5", "row 3: ms = -1.5: must be positive; correct it"),
-        ("8,32,4,1024,16,24,1024,2,2,2,nan", "row 3: ms = nan: must be positive; correct it"),
-        ("0,32,4,1024,16,24,1024,0,2,2,1.5", "row 3: ranks = 0: must be positive; correct it"),
+        (
+            "8,32,4,1024,16,24,1024,2,2,1,219.7",
+            "row 3: ranks = 8: must be t d p = 2 x 2 x 1; corr",
+        ),
+        (
+            "8,32,3,1024,16,24,1024,2,2,2,219.7",
+            "row 3: batch = 32: must be divisible by d x micro; ",
+        ),
+        ("8,32,4,1024,16,25,1024,2,2,2,219.7", "row 3: layers = 25: must be divisible by p; corr"),
+        ("8,32,4,1024,16,24,1024,2,2,2,-1.5", "row 3: ms = -1.5: must be positive; correct or"),
+        ("8,32,4,1024,16,24,1024,2,2,2,nan", "row 3: ms = nan: must be positive; correct or"),
+        ("0,32,4,1024,16,24,1024,0,2,2,1.5", "row 3: ranks = 0: must be positive; correct or"),
         ("8,32,4,1024,16,24,1024,2,2,219.7", "the columns are ranks, batch, micro"),
         ("a,32,4,1024,16,24,1024,2,2,2,1.5", "the columns are ranks, batch, micro"),
     ],
@@ -146,7 +152,7 @@ def test_files_that_hold_no_rows_are_refused(tmp_path):
         assert str(refusal.value).startswith(str(tmp_path / name) + ": ")
         assert "\n" not in str(refusal.value)
         assert ".;" not in str(refusal.value)
-    with pytest.raises(ValueError, match=r"/absent.csv: No such file or directory; name a file"):
+    with pytest.raises(ValueError, match=r"/absent.csv: No such file or directory; use a CSV"):
         read(tmp_path / "absent.csv")
 
 

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MEMORY = {"states": GREY, "copies": RED, "activations": BLUE, "buffers": ORANGE}
-_REASONS = {"bubble": "bubble", "messages": "messages", "passes": "small passes", "sums": "sums"}
+_REASONS = {
+    "bubble": "bubble",
+    "messages": "messages",
+    "passes": "small passes",
+    "sums": "reduction",
+}
 _OVERLAP = {True: (GREEN, "overlapped with backward"), False: (RED, "after backward")}
 _SCHEMES = {"1d": BLUE, "2d-summa": NAVY}
 
@@ -47,9 +52,9 @@ def races(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     figure, panels = empty(WIDTH, 0.6 + 2.7 * len(networks), len(networks))
     for panel, rows in zip(panels, networks):
         image = _race_panel(panel, rows)
-    panels[-1].set_xlabel("tokens of a step")
+    panels[-1].set_xlabel("tokens per step")
     ticks = [0.25, 0.5, 1, 2, 4]
-    text = "time of the pipeline / of data parallelism"
+    text = "step time of the pipeline / of data parallelism"
     bar = figure.colorbar(image, ax=panels, label=text, extend="both", aspect=40)
     bar.set_ticks(np.log2(ticks), labels=ticks)
     handles, names = panels[0].get_legend_handles_labels()
@@ -69,9 +74,9 @@ def _race_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> QuadMesh:
     image = panel.pcolormesh(_edges(tokens), _edges(hidden), ratios, **how)
     if ratios.min() < 0 < ratios.max():
         panel.contour(tokens, hidden, ratios, levels=[0], colors="black", linewidths=1.8)
-    panel.plot([], [], color="black", linewidth=1.8, label="both take as long")
+    panel.plot([], [], color="black", linewidth=1.8, label="equal step time")
     lines = sorted({(row["boundary"], row["hidden"]) for row in rows})
-    text = "both move as many bytes: T = 12 L h (d-1)/d (bytes of a gradient / an activation)"
+    text = "equal bytes: T = 12 L h (d-1)/d (bytes of a gradient / bytes of an activation)"
     panel.plot(*zip(*lines), color=GREEN, linestyle="--", linewidth=1.8, label=text)
     panel.set(xscale="log", yscale="log", title=rows[0]["network"], ylabel="hidden")
     panel.set(xlim=_edges(tokens)[[0, -1]], ylim=_edges(hidden)[[0, -1]])
@@ -138,8 +143,8 @@ def _messages(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     for scheme, colour in _SCHEMES.items():
         rows = [row for row in found["microbatches"] if row["scheme"] == scheme]
         _curve(below, rows, "step_s", color=colour, label=f"{scheme}: step")
-        _curve(below, rows, "calls_s", color=colour, linestyle=":", label=f"{scheme}: its calls")
-        _half(below, rows, colour, f"n1/2 of a call of {scheme}")
+        _curve(below, rows, "calls_s", color=colour, linestyle=":", label=f"{scheme}: calls")
+        _half(below, rows, colour, f"n1/2 of a {scheme} call")
     below.set(xlabel="mean message [MB]", xscale="log", yscale="log")
     for panel in (above, below):
         panel.set_ylabel("time [ms]")
@@ -169,7 +174,7 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
         bottom = bottom + values
     labels = [f"{', '.join(map(str, row['stages']))}\n{row['imbalance']:+.0%}" for row in rows]
     panel.set_xticks(xs, labels)
-    panel.set_xlabel("layers of each stage, and how much longer the longest is than the mean")
+    panel.set_xlabel("layers per stage, and excess of the longest stage over the mean")
     panel.set_ylabel("time in calls [ms]")
     panel.legend(frameon=False, fontsize=8)
     return figure

@@ -60,22 +60,29 @@ def report(found: Mapping[str, Any]) -> None:
 
 
 def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any]]) -> None:
-    print(f"\n1. {rows[0]['ranks']} stages or as many replicas: time of the pipeline over theirs")
+    count = rows[0]["ranks"]
+    print(f"\n1. Step time of a pipeline of {count} stages relative to {count} replicas")
     for network, group in groupby(rows, lambda row: row["network"]):
         cells = [*group]
         fewer, wins = (_count(cells, key) for key in ("moves_less", "wins"))
         print(
-            f"   {network}: of {len(cells)} the pipeline wins {wins}, moves fewer bytes in {fewer}"
+            f"   {network}: of {len(cells)} settings, the pipeline is faster in {wins} and moves "
+            f"fewer bytes in {fewer}"
         )
         _print_grid(cells)
-    print("   it moves fewer, but loses by its b bubble, m messages, s small passes;")
-    print("   d: it moves more, but reducing gradients costs the replicas more")
+    print(
+        "   The pipeline moves fewer bytes, but is slower because of its bubble (b), messages (m)"
+    )
+    print(
+        "   or small passes (s). d: it moves more bytes, but the gradient reduction takes longer"
+    )
     large = sorted({row["hidden"] for row in rows if not row["data_fits"]})
     if large:
-        print(f"   replicas do not fit into memory with hidden {', '.join(map(str, large))}")
+        print(f"   replicas do not fit in memory for hidden sizes {', '.join(map(str, large))}")
     first, many = counted[0], [row["microbatches"] for row in counted if row["wins"] == "pipeline"]
     where = f"hidden {first['hidden']}, {first['tokens']:,} tokens"
-    print(f"   {where}: it wins with {', '.join(map(str, many)) or 'no number of'} microbatches")
+    wins = ", ".join(map(str, many)) or "no number of"
+    print(f"   {where}: the pipeline is faster with {wins} microbatches")
     print("   microbatches " + "".join(f"{row['microbatches']:7d}" for row in counted))
     print("   ratio        " + "".join(f"{_ratio(row):7.2f}" for row in counted))
 
@@ -103,7 +110,7 @@ def _print_grid(rows: Sequence[dict[str, Any]]) -> None:
 
 def _print_partitions(rows: Sequence[dict[str, Any]]) -> None:
     one, last = rows[0], {row["partition"]: row for row in rows}
-    print("\n2. Memory of all ranks together [GB], microbatches of layers in flight in brackets")
+    print("\n2. Memory of all ranks [GB], with the layers x microbatches in flight in parentheses")
     print("   stages                states  copies  activations     buffers     total  worst rank")
     for row in rows:
         print(
@@ -114,9 +121,10 @@ def _print_partitions(rows: Sequence[dict[str, Any]]) -> None:
     for name, row in last.items():
         times, worst = (row[key] / one[key] for key in ("total", "worst"))
         print(
-            f"   {name}, {row['count']} stages: {times:.2f} times the memory of one rank", end=""
+            f"   {name}, {row['count']} stages: {times:.2f} times the memory of a single rank",
+            end="",
         )
-        print(f", the worst rank {worst:.2f} times")
+        print(f", {worst:.2f} times on the worst rank")
 
 
 def _gb(row: dict[str, Any], key: str) -> float:
@@ -125,7 +133,7 @@ def _gb(row: dict[str, Any], key: str) -> float:
 
 def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, Any]]) -> None:
     _print_buckets(sums)
-    print("   scheme    microbatches   calls  message [MB]  half at  calls [ms]  step [ms]")
+    print("   scheme    microbatches   calls  message [MB]     n1/2  calls [ms]  step [ms]")
     for scheme, group in groupby(tensors, lambda row: row["scheme"]):
         rows = [*group]
         for row in rows:
@@ -145,7 +153,7 @@ def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
 
 def _print_buckets(sums: Sequence[dict[str, Any]]) -> None:
     half = sums[0]["half"] / 1e6
-    print(f"\n3. Reductions by bucket; half of the bandwidth is reached with {half:.1f} MB")
+    print(f"\n3. Gradient reduction by bucket size; half of the bandwidth at n1/2 = {half:.1f} MB")
     print("   bucket [MB]  calls  message [MB]  step [ms], overlapped  after backward")
     hidden, after = ([row for row in sums if row["overlap"] is each] for each in (True, False))
     for row, late in zip(hidden, after, strict=True):
@@ -155,14 +163,14 @@ def _print_buckets(sums: Sequence[dict[str, Any]]) -> None:
     best = min(hidden, key=lambda row: row["step_s"])
     first, last = (row["step_s"] / best["step_s"] - 1 for row in (hidden[0], hidden[-1]))
     print(
-        f"   overlapped, {best['bucket_mb']:g} MB is best; the step is {first:+.0%} with", end=""
+        f"   with overlap, {best['bucket_mb']:g} MB is best; the step is {first:+.0%} with", end=""
     )
     print(f" {hidden[0]['bucket_mb']:g} MB and {last:+.0%} with {hidden[-1]['bucket_mb']:g}")
 
 
 def _print_waiting(rows: Sequence[dict[str, Any]]) -> None:
     axes = [*rows[0]["wait_s"]]
-    print("\n4. Uneven stages: a mean rank waits + transfers, by axis [ms]")
+    print("\n4. Uneven stages: wait + transfer time by axis, mean over ranks [ms]")
     print(f"   {'layers':12s} longest  step " + "".join(f"{axis:>16s}" for axis in axes))
     for row in rows:
         pairs = ((row["wait_s"][axis] * 1e3, row["transfer_s"][axis] * 1e3) for axis in axes)
@@ -170,8 +178,8 @@ def _print_waiting(rows: Sequence[dict[str, Any]]) -> None:
         layers = ",".join(map(str, row["stages"]))
         print(f"   {layers:12s}{row['imbalance']:+8.0%}{row['step_s'] * 1e3:7.1f}{cells}")
     (wait, transfer), (waits, transfers) = map(_blocked, (rows[0], rows[-1]))
-    print(f"   from the first to the last the wait is {waits / wait:.1f} times as long, ", end="")
-    print(f"the transfer {transfers / transfer:.2f} times")
+    print(f"   last row relative to the first: wait time {waits / wait:.1f} times, ", end="")
+    print(f"transfer time {transfers / transfer:.2f} times")
 
 
 def _blocked(row: dict[str, Any]) -> tuple[float, float]:
