@@ -11,7 +11,7 @@ kept() {
         if grep -q "run kept in " "$2"; then return 0; fi
         sleep 0.1
     done
-    echo "the launcher ended with 0, but the run did not come to its end: a host or its link was" \
-        "lost; go on with --resume" >&2
+    echo "the launcher exited with 0, but the run did not finish: a host or its link was lost." \
+        "Continue with --resume" >&2
     return 1
 }
