@@ -30,7 +30,7 @@ def collectives(trace: Trace) -> list[Violation]:
     """Check that members make the same calls in the same order and that none ends too early."""
     calls = GroupCalls(trace)
     wrong = {
-        "its rank is not in the group of the call": calls.place < 0,
+        "its rank is not in the group of the call": calls.member < 0,
         "its rank makes the call twice": calls.repeated(),
         "a call that some members do not make": calls.partial() & trace.attrs["complete"],
         "its op differs from the other members": calls.unlike("op"),
