@@ -7,6 +7,7 @@ HERE = Path(__file__).parent
 project, author, copyright = "hpc3d", "hpc3d contributors", "hpc3d contributors, MIT license"
 extensions = ["myst_parser"]
 myst_heading_anchors = 3
+smartquotes = False  # `--` would become a dash
 html_theme = "pydata_sphinx_theme"
 html_theme_options = {"navigation_with_keys": False, "navbar_center": []}
 html_sidebars = {"**": ["globaltoc.html"]}

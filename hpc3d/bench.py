@@ -1,31 +1,30 @@
-"""Measure what the code itself costs, in pairs; predict what others have measured.
+"""Measure the overhead of hpc3d, and predict published measurements.
 
     python -m hpc3d.bench NAME ... [--rounds N] [--machine FILE] [--out DIR] [--json]
 
-    overhead   a step on 64 ranks against one rank with all cores
-    step       a step on one rank, one thread, against the same model in torch, eager
-    trace      a step with and without the trace
-    overlap    the reduction of gradients over the data axis, while backward runs and after it
-    schemes    the loss and the bytes of four schemes on 64 ranks, in one figure
-    guards     steps whose products and messages are checked, on 1, 8 and 64 ranks; replicas
+    overhead   a step on 64 ranks compared with one rank on all cores
+    step       a step on one rank and one thread compared with the same model in eager torch
+    trace      a step with and without tracing
+    overlap    the gradient reduction along d during and after the backward pass
+    schemes    loss and bytes of four schemes on 64 ranks, in one figure
+    guards     the cost of checking products, messages and replicas, on 1, 8 and 64 ranks
 
-    calls      alone, as `mpirun -np N python -m hpc3d.bench calls`: collectives over the N ranks,
-               by size, as they are made here and as MPI makes them
+    calls      collectives of hpc3d and of MPI by message size: `mpirun -np N python -m hpc3d.bench
+               calls`, without other names
 
-    calibrate  this machine, from runs of up to 8 ranks: which `--machine this-machine` then is;
-               with --check, steps of 12 other runs, measured and predicted
-    plans      plans of torch modules, by a profile of this machine, on 1 and 2 ranks: steps
-               predicted and measured, and whether the chosen plan is the fastest
-    findings   when a pipeline beats replicas, what a poor partition holds, the size of messages,
-               waiting against transfer: tables, and figures in DIR/findings
-    published  steps of Megatron-LM (arXiv:2205.05198, arXiv:2104.04473) on A100
-    speedups   3-D over 1-D and 2-D on 64 V100 (arXiv:2105.14450)
-    vtrain     the published rows of vTrain (arXiv:2312.12391), a tenth of them to calibrate
-    partition  RaNNC's experiments (arXiv:2103.16063) on 32 V100: BERT and ResNet of many sizes, by
-               our plan and those of others; some tens of minutes, with --quick a few
+    calibrate  measure this machine with runs on up to 8 ranks, for `--machine this-machine`;
+               --check also predicts and measures the steps of 12 other runs
+    plans      plans of torch modules from a profile of this machine, on 1 and 2 ranks: predicted
+               and measured steps, and whether the chosen plan is the fastest
+    findings   when a pipeline is faster than replicas, cost of a poor partition, message sizes,
+               waiting and transfer: tables, and figures in DIR/findings
+    published  steps of Megatron-LM on A100 (arXiv:2205.05198, arXiv:2104.04473)
+    speedups   speedups of 3-D over 1-D and 2-D on 64 V100 (arXiv:2105.14450)
+    vtrain     the published rows of vTrain (arXiv:2312.12391), a tenth of them for calibration
+    partition  RaNNC's experiments on 32 V100 (arXiv:2103.16063): BERT and ResNet of many sizes,
+               planned by hpc3d and by others; takes tens of minutes, and a few with --quick
 
-Ratios are medians of pairs that ran one after the other; single times say little on a machine
-that is busy.
+Ratios are medians of pairs of consecutive runs. Single times are not meaningful on a busy machine.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _SINGLE = {"step", "trace", "calibrate"}  # run in this process, with one thread
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     if options.names == ["calls"]:
         return launch.run("bench", lambda job: _benchmark("calls")(job, options))
     if _SINGLE & {*options.names}:  # before NumPy is loaded
@@ -72,17 +71,27 @@ def _measure(options: Namespace) -> None:
         print(json.dumps(found))
 
 
-def _parser():
+def parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser("bench", __doc__)
     add = parser.add_argument
-    add("names", nargs="+", action=Names, choices=_BENCHMARKS, metavar="NAME")
-    add("--rounds", type=positive, default=0, metavar="N", help="pairs (default: a few)")
-    add("--out", default="results", metavar="DIR", help="folder of the figures")
-    add("--machine", metavar="NAME|FILE", help="what predicts, or the file that calibrate writes")
-    add("--transport", default="auto", help="mesh.transport of the runs (calibrate)")
-    add("--check", action="store_true", help="predict other runs (calibrate)")
-    add("--quick", action="store_true", help="a few of the models (partition)")
-    add("--json", action="store_true", help="one JSON object on the last line")
+    add(
+        "names",
+        nargs="+",
+        action=Names,
+        choices=_BENCHMARKS,
+        metavar="NAME",
+        help="a name of the list above",
+    )
+    add("--rounds", type=positive, default=0, metavar="N", help="number of pairs (default: a few)")
+    add(
+        "--out", default="results", metavar="DIR", help="folder for the figures (default: results)"
+    )
+    add("--machine", metavar="NAME|FILE", help="machine to predict, or file that calibrate writes")
+    add("--transport", default="auto", help="calibrate: mesh.transport of the runs")
+    add("--check", action="store_true", help="calibrate: also predict other runs")
+    add("--quick", action="store_true", help="partition: only a few of the models")
+    add("--json", action="store_true", help="print one JSON object on the last line")
     return parser
 
 

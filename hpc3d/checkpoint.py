@@ -1,12 +1,12 @@
-"""Look at checkpoints, check them, and exchange weights with Hugging Face transformers.
+"""Inspect and verify checkpoints, and exchange weights with Hugging Face transformers.
 
     python -m hpc3d.checkpoint show   RUN_DIR|CHECKPOINT
     python -m hpc3d.checkpoint verify RUN_DIR|CHECKPOINT
     python -m hpc3d.checkpoint export RUN_DIR|CHECKPOINT -o FOLDER|FILE.safetensors
     python -m hpc3d.checkpoint import FOLDER|FILE.safetensors -o RUN_DIR [--section.key value ...]
 
-A CHECKPOINT is a folder step-00000010 of a run, written on any layout; of a RUN_DIR, `export`
-takes the newest whole one.  Nothing is unpickled.
+A CHECKPOINT is a folder such as step-00000010 of a run, written by any layout. For a RUN_DIR,
+`export` uses the newest complete checkpoint. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
 _EXITS = (
-    "exit codes: 0 good, 2 bad input, 3 verify found damage; one line each on stderr says what"
+    "exit codes: 0 success, 2 invalid input, 3 verify found damage (explained on standard error)"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 2 for invalid input, 3 for a damaged checkpoint."""
     words, settings = split_options(sys.argv[1:] if argv is None else argv, ("--name", "--seed"))
-    options = _parser().parse_args(words)
+    options = parser().parse_args(words)
     return run("checkpoint", lambda: _act(options, settings))
 
 
@@ -47,7 +47,8 @@ def _act(options: Namespace, settings: Sequence[str]) -> int:
     return 0 if found.get("whole", True) else CHECK_FAILED
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """Return the parser of the command line, with one subparser per verb."""
     command = Parser("checkpoint", __doc__, _EXITS)
     verbs = command.add_subparsers(
         required=True,
@@ -58,26 +59,28 @@ def _parser() -> Parser:
     def verb(name, work, text, source="RUN_DIR|CHECKPOINT", output=None, **how):
         one = verbs.add_parser(name, help=text, description=text, epilog=_EXITS, **how)
         one.set_defaults(work=work)
-        one.add_argument("source", type=Path, metavar=source)
+        one.add_argument("source", type=Path, metavar=source, help="checkpoint or files to read")
         if output:
-            one.add_argument("-o", "--output", type=Path, required=True, metavar=output)
-        one.add_argument("--json", action="store_true", help="one JSON object on the last line")
+            text = "folder or file to write"
+            one.add_argument("-o", "--output", type=Path, required=True, metavar=output, help=text)
+        text = "print one JSON object on the last line"
+        one.add_argument("--json", action="store_true", help=text)
         return one
 
-    verb("show", show, "what checkpoints hold: step, layout, tensors, bytes")
-    verb("verify", verify, "read everything: SHA-256 of files, each element of a tensor once")
+    verb("show", show, "print step, layout, tensors and bytes of checkpoints")
+    verb("verify", verify, "check the SHA-256 of files, and that no tensor has gaps or overlaps")
     files = "FOLDER|FILE.safetensors"
     text = (
-        "write the parameters as a GPT-2, BERT, Llama, Qwen2 or Mixtral that transformers loads: "
-        "a folder with config.json and model.safetensors, or such a file alone; a folder also has "
-        "the tokenizer of the run"
+        "export the parameters as a GPT-2, BERT, Llama, Qwen2 or Mixtral model of transformers: "
+        "a folder with config.json, model.safetensors and the tokenizer of the run, or only a "
+        "safetensors file"
     )
     out = verb("export", export, text, output=files)
-    out.add_argument("--force", action="store_true", help="replace an export that is there")
+    out.add_argument("--force", action="store_true", help="replace an existing export")
     text = (
-        "make a run of a GPT-2, BERT, Llama, Qwen2, or Mistral or Mixtral without a sliding "
-        "window, of transformers; `train --resume RUN_DIR` goes on with it on any layout.  "
-        "Settings of the run, such as --data.path, are given as to train."
+        "create a run from a GPT-2, BERT, Llama or Qwen2 model of transformers, or from a "
+        "Mistral or Mixtral model without a sliding window; `train --resume RUN_DIR` continues it "
+        "on any layout; keys of the run, such as --data.path, are options as for train"
     )
     usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--allow-nonfinite] [--json]"
     begin = verb("import", _begin, text, source=files, output="RUN_DIR", usage=usage)

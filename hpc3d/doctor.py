@@ -1,11 +1,12 @@
-"""Check this machine, its MPI and its disks; say what is wrong and what to do.
+"""Check this machine, its MPI and its disks; report problems and fixes.
 
     python -m hpc3d.doctor                       # this machine, and two ranks that it starts
-    mpirun -np N python -m hpc3d.doctor          # N ranks together: hosts, versions, messages
+    mpirun -np N python -m hpc3d.doctor          # N ranks of a job: hosts, versions, messages
     srun --mpi=pmix python -m hpc3d.doctor       # the same in a Slurm job
 
-One line per finding: ok, warn (it works, but slowly or not for long) or FAIL (training will not),
-and the remedy under what is wrong.  Nothing is changed, nothing stays in the folder of results.
+Each finding is one line: ok, warn (training works, but slowly or with a risk) or FAIL (training
+does not work). The fix is printed below each problem. Nothing is changed, and no file remains in
+the results folder.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.trace.clock import Clocks
 
-_EXITS = "exit codes: 0 nothing FAILs, 2 bad input, 3 something does"
+_EXITS = "exit codes: 0 no check FAILs, 2 invalid input, 3 a check FAILs"
 _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _JSON = """\
 print one JSON object on the last line: verdict (the worst one), findings (verdict, subject, text,
@@ -90,17 +91,33 @@ def _unmet(options: Namespace) -> None:
 
 def _parsed(argv: Sequence[str] | None) -> Namespace:
     """Parse the command line."""
+    ours = parser()
+    options = ours.parse_args(argv)
+    if options.together and not _started():
+        ours.error("--together is for ranks: mpirun -np N python -m hpc3d.doctor --together")
+    return options
+
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser("doctor", __doc__, _EXITS)
     add = parser.add_argument
-    add("--out", type=Path, default="results", metavar="DIR", help="of runs (default: results)")
-    add("--together", action="store_true", help="under a launcher: what ranks find together only")
-    wait = "of waiting for what it starts (default: 60)"
+    add(
+        "--out",
+        type=Path,
+        default="results",
+        metavar="DIR",
+        help="parent folder of runs (default: results)",
+    )
+    add(
+        "--together",
+        action="store_true",
+        help="under a launcher: only run the checks of all ranks together",
+    )
+    wait = "timeout of the processes that it starts (default: 60)"
     add("--timeout", type=_seconds, default=60, metavar="SECONDS", help=wait)
     add("--json", action="store_true", help=_JSON)
-    options = parser.parse_args(argv)
-    if options.together and not _started():
-        parser.error("--together is for ranks: mpirun -np N python -m hpc3d.doctor --together")
-    return options
+    return parser
 
 
 def _seconds(text: str) -> float:

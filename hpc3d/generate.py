@@ -3,15 +3,16 @@
     python -m hpc3d.generate RUN_DIR|FOLDER --prompt TEXT|- [--tokens N] [--temperature 0] ...
     mpirun -np N python -m hpc3d.generate RUN_DIR|FOLDER --prompt TEXT [--section.key value ...]
 
-RUN_DIR is the folder of a run, which continues with its newest whole checkpoint, or one of its
-checkpoints; FOLDER has config.json, safetensors and perhaps tokenizer.json of transformers.  The
-text goes to standard output as it comes, all else to standard error.
+RUN_DIR is a checkpoint, or the folder of a run, whose newest complete checkpoint is used.
+FOLDER contains config.json and safetensors files of transformers, and optionally tokenizer.json.
+The text is written to standard output as it is generated, and everything else to standard error.
 
-On N ranks the model is cut as in training, by tensor axes: --mesh.x 2 --parallel.scheme 2d, as an
-input file has them; without these the run's own mesh, if it is one for N ranks, or the best
-cuboid.  It computes in float64 (--train.dtype), so that one seed gives one text on every layout.
+On N ranks, tensor axes split the model as in training. Set them as in an input file:
+--mesh.x 2 --parallel.scheme 2d. By default, the mesh of the run is used if it has N ranks, and
+otherwise the best cuboid. Products are in float64 (--train.dtype), so that a seed gives the same
+text on every layout.
 
-A model sees the last model.sequence tokens at most: when they are full, the newer half stays.
+A model sees at most the last model.sequence tokens. When they are full, the older half is dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from hpc3d.model.decoder import Decoder
     from hpc3d.runtime.job import Job
 
-_EXITS = "exit codes: 0 good, 2 bad input (one line each on stderr), 130 stopped by Ctrl-C"
+_EXITS = (
+    "exit codes: 0 success, 2 invalid input (explained on standard error), 130 stopped by Ctrl-C"
+)
 _MOST_SAMPLES = 4096
 _MOST_SEED = 2**64 - 1
 
@@ -98,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(job: Job, words: list[str]) -> None:
     """Generate text on this rank of the job."""
     if {"-h", "--help"} & {*words}:
-        job.from_root(lambda: _parser().print_help())
+        job.from_root(lambda: parser().print_help())
         return
     from hpc3d.generation.continuation import continue_text
 
@@ -123,7 +126,7 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
     from hpc3d.generation.trained_model import find_model, layout_words
 
     ours, settings = split_options(words)
-    options = _parser().parse_args(ours)
+    options = parser().parse_args(ours)
     model = find_model(options.model, settings)
     config = laid_out(model.config, layout_words(settings), job.size, options.samples)
     for line in (*model.notes, _summary(config, model)):
@@ -204,26 +207,45 @@ def _result(opened: _Reading, samples: Samples) -> Mapping[str, Any]:
     }
 
 
-def _parser() -> _Words:
+def parser() -> Parser:
+    """Return the parser of the command line."""
     usage = "%(prog)s RUN_DIR|FOLDER --prompt TEXT|- [options] [--section.key value ...]"
     command = _Words("generate", __doc__, _EXITS, usage=usage)
     add = command.add_argument
-    add("model", type=Path, metavar="RUN_DIR|FOLDER", help="a run, or files of transformers")
-    add("--prompt", required=True, metavar="TEXT", help="what to continue; - reads it from stdin")
-    add("--tokens", type=positive, default=200, help="the most that are added (default: 200)")
-    add("--temperature", type=_number(0, 1e6), default=1.0, help="0: the likeliest (default: 1)")
-    add("--top-k", type=positive, default=0, help="draw from the K likeliest (default: all)")
     add(
-        "--top-p", type=_number(0, 1), default=1.0, help="and of those that make up P (default: 1)"
+        "model",
+        type=Path,
+        metavar="RUN_DIR|FOLDER",
+        help="run, checkpoint, or files of transformers",
+    )
+    add("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
+    add("--tokens", type=positive, default=200, help="maximum number of new tokens (default: 200)")
+    add(
+        "--temperature",
+        type=_number(0, 1e6),
+        default=1.0,
+        help="sampling temperature; 0 selects the likeliest token (default: 1)",
     )
     add(
-        "--seed",
-        type=integer(0, _MOST_SEED),
-        default=1234,
-        help="of what is drawn (default: 1234)",
+        "--top-k",
+        type=positive,
+        default=0,
+        help="sample from the K likeliest tokens (default: all)",
     )
-    add("--samples", type=integer(1, _MOST_SAMPLES), default=1, help="continuations (default: 1)")
-    add("--json", action="store_true", help="one JSON object on the last line")
+    add(
+        "--top-p",
+        type=_number(0, 1),
+        default=1.0,
+        help="sample from the likeliest tokens whose probabilities add up to P (default: 1)",
+    )
+    add("--seed", type=integer(0, _MOST_SEED), default=1234, help="random seed (default: 1234)")
+    add(
+        "--samples",
+        type=integer(1, _MOST_SAMPLES),
+        default=1,
+        help="number of continuations (default: 1)",
+    )
+    add("--json", action="store_true", help="print one JSON object on the last line")
     return command
 
 

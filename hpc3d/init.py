@@ -1,4 +1,4 @@
-"""Write the inputs and job scripts that come with hpc3d into a folder, to be changed there.
+"""Copy the inputs and job scripts that come with hpc3d into a folder, to edit them there.
 
 python -m hpc3d.init my-experiments
 """
@@ -17,20 +17,23 @@ from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import reason_of, sanitized
 
 _TEXT = """\
-Makes FOLDER with inputs/, one TOML file an experiment beside machines, models and a text, and
-jobs/, scripts for Slurm that run from there (jobs/README.md). Files that exist are left as they
-are: then nothing is written."""
+Create FOLDER with inputs/ (one TOML file per experiment, machine files, models and a text) and
+jobs/ (Slurm scripts that run from there, see jobs/README.md). If one of the files exists, nothing
+is written."""
 
 _NOT = {"__pycache__", f"{MEASURED}.toml"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser("init", _TEXT)
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="a new folder, or an empty one"
-    )
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     return run("init", lambda: _init(options))
+
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser("init", _TEXT)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new or empty folder")
+    return parser
 
 
 def _init(options: Namespace) -> None:

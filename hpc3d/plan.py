@@ -1,21 +1,25 @@
-"""Which layout to use on so many ranks, and why the others lose.
+"""Find the fastest layout for a number of ranks, and explain why other layouts are slower.
 
     python -m hpc3d.plan gpt-3d-64 --ranks 64
     python -m hpc3d.plan INPUT.toml --ranks 1024 --machine a100-selene
     python -m hpc3d.plan INPUT.toml --ranks 64 --memory 40GB --apply planned.toml
     python -m hpc3d.plan INPUT.toml --ranks 64 --techniques
 
-Looks for the shortest step among all layouts that the rules allow and that fit the memory of a
-rank: stages p, replicas d, ranks c that share sequences where that may help, ranks e that share
-experts, tensor axes x y z with any scheme but 3d-broadcast, the order of the axes on nodes,
-schedule and chunks, microbatches, ZeRO, recomputation, what is gathered again; the best few also
-with uneven layers of their stages, and with buckets of other sizes.
-Bounds cut what cannot be among the best, the program itself times one layer and the ends of what
-is left, and whole steps of the best are simulated; "~" marks what is only estimated.
-Where nothing fits, it goes on with a technique that makes some layouts fit, one that changes no
-result if there is one, and says so; "*" marks layouts with one that changes results.
-With --techniques nothing is searched: on the layout of the input file it says what each technique
-saves and costs, one at a time.
+The command searches all layouts that the rules allow and that fit in the memory of a rank. It
+varies the sizes of all mesh axes (the context axis c only if it may help), every scheme except
+3d-broadcast, the order of the axes on the nodes, the schedule and its chunks, the microbatches,
+the ZeRO stage, activation checkpointing, and re-gathering. For the best layouts, it also varies
+the layers per stage and the bucket size.
+
+Lower bounds prune layouts that cannot be among the best. The program itself times one layer, the
+embedding and the head of the remaining layouts, and the best ones are simulated in full. "~" marks
+estimates.
+
+If no layout fits, `plan` reports a technique that makes layouts fit, if possible one that leaves
+the results unchanged. "*" marks layouts whose technique changes the results.
+
+With --techniques, the command does not search. It prints what each technique saves and costs on
+the layout of the input file.
 """
 
 from __future__ import annotations
@@ -50,34 +54,48 @@ _SHARES = {
 _LEAST_CHANGE = 5e-4  # smallest relative change that is shown
 _JSON = """\
 print one JSON object on the last line: machine, ranks, memory_bytes, layouts, named, losers,
-searched, applied, and mixture as simulate has it; a layout has layout (tables of the input file),
-step_time_s, simulated, bubble, communication, axis, waits_s, peak_bytes, stage, memory; where
-nothing fits as it is, resort: with (changes, exact), nearest and others (each with changes, exact,
-layout); of --techniques machine, ranks and techniques: change, peak_bytes, memory, received_bytes,
-step_time_s and their shares of those of the first, of_..., or refused"""
+searched, applied, and mixture as in simulate. A layout has layout (tables of the input file),
+step_time_s, simulated, bubble, communication, axis, waits_s, peak_bytes, stage and memory. If no
+layout fits without a technique, resort has with (changes, exact), nearest, and others (each with
+changes, exact, layout). With --techniques: machine, ranks and techniques (change, peak_bytes,
+memory, received_bytes, step_time_s and, as of_..., their ratios to the first row, or refused)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 2 for invalid input or if no layout fits."""
-    options, overrides = _parser().parse_known_args(argv)
+    options, overrides = parser().parse_known_args(argv)
     return run("plan", lambda: plan(options, overrides))
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser(
         "plan",
         __doc__,
-        "exit codes: 0 good, 2 bad input, or no layout fits (one line on stderr says what)",
+        "exit codes: 0 success, 2 invalid input, or no layout fits (explained on standard error)",
         usage="%(prog)s INPUT.toml --ranks N [options] [--section.key value ...]",
     )
     add = parser.add_argument
-    add("input", metavar="INPUT.toml", help="the model, and what else is trained with")
+    add("input", metavar="INPUT.toml", help="input file, or the name of a shipped input")
     add("--ranks", type=number_of_ranks, required=True, metavar="N", help="number of ranks")
-    add("--machine", metavar="NAME|FILE", help=f"of inputs/machines ({DEFAULT_MACHINE})")
-    add("--memory", type=size, metavar="80GB", help="memory of a rank (default: the machine's)")
-    add("--top", type=positive, metavar="K", help="layouts that are shown (10)")
+    add(
+        "--machine",
+        metavar="NAME|FILE",
+        help=f"machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})",
+    )
+    add(
+        "--memory",
+        type=size,
+        metavar="80GB",
+        help="memory of a rank (default: that of the machine)",
+    )
+    add("--top", type=positive, metavar="K", help="number of layouts to show (default: 10)")
     add("--apply", metavar="FILE", help="write the input file with the best layout")
-    add("--techniques", action="store_true", help="what each saves and costs on this layout")
+    add(
+        "--techniques",
+        action="store_true",
+        help="print the savings and the cost of each technique for this layout",
+    )
     add("--json", action="store_true", help=_JSON)
     return parser
 

@@ -1,4 +1,4 @@
-"""Turn texts into one token file, or check one.
+"""Tokenize texts into a token file, or verify one.
 
 python -m hpc3d.prepare TEXT... -o tokens.h5
 python -m hpc3d.prepare --verify tokens.h5
@@ -32,14 +32,14 @@ from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 log = logging.getLogger("hpc3d.prepare")  # as a command __name__ is another
 
 _BPE_VOCABULARY = 8192
-_SOURCES = "a text, .jsonl, .parquet, a .bin of nanoGPT or of Megatron-LM, or a folder of *.txt"
-_TOKENIZERS = """byte (default); bpe, learned from the texts; a tokenizer.json; a folder that has
-one, or GPT-2's vocab.json and merges.txt; ranks.tiktoken; gpt2, as tiktoken has kept it"""
+_SOURCES = "text, .jsonl, .parquet, .bin of nanoGPT or Megatron-LM, or a folder of *.txt files"
+_TOKENIZERS = """byte (default); bpe, learned from the texts; a tokenizer.json or its folder;
+a folder with GPT-2's vocab.json and merges.txt; ranks.tiktoken; or gpt2, from tiktoken's cache"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; return 0 good, 2 bad input, 3 a failed check."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     return run("prepare", lambda: _work(arguments))
 
 
@@ -51,30 +51,32 @@ def _work(arguments: argparse.Namespace) -> int:
         raise ValueError(_without_key(error)) from error
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         "prepare",
-        "Turn UTF-8 texts into one token file, which data.path then names.",
-        "exit codes: 0 good, 2 bad input (nothing was written), 3 --verify failed",
+        "Tokenize UTF-8 texts into one token file. Set data.path to this file to train on it.",
+        "exit codes: 0 success, 2 invalid input (nothing was written), 3 --verify failed",
     )
     add = parser.add_argument
     add("texts", nargs="*", type=Path, metavar="TEXT", help=_SOURCES)
-    add("-o", "--output", type=Path, metavar="FILE.h5", help="the token file to write")
-    field = "of JSON lines, or column of parquet, that has the text (default: text)"
+    add("-o", "--output", type=Path, metavar="FILE.h5", help="token file to write")
+    field = "field of JSON lines, or parquet column, that contains the text (default: text)"
     add("--field", "--column", default="text", metavar="NAME", help=field)
     add("--tokenizer", metavar="byte|bpe|gpt2|FILE", help=_TOKENIZERS)
-    add("--end", metavar="TOKEN", help="ends a document (default: what the tokenizer says)")
+    add(
+        "--end", metavar="TOKEN", help="token that ends a document (default: set by the tokenizer)"
+    )
     add(
         "--vocabulary",
         type=int,
         metavar="N",
-        help=f"number of ids that bpe learns from the texts (default: {_BPE_VOCABULARY}); byte "
-        f"has {ByteTokenizer.vocabulary}",
+        help=f"vocabulary size of bpe (default: {_BPE_VOCABULARY}); byte has "
+        f"{ByteTokenizer.vocabulary} tokens",
     )
-    add("--force", action="store_true", help="replace FILE.h5 where it exists")
-    add("--verify", type=Path, metavar="FILE.h5", help="check a token file against its SHA-256")
-    add("--json", action="store_true", help="print the results as JSON on the last line too")
+    add("--force", action="store_true", help="replace FILE.h5 if it exists")
+    add("--verify", type=Path, metavar="FILE.h5", help="compare a token file with its SHA-256")
+    add("--json", action="store_true", help="print one JSON object on the last line")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Reports from traces: tables, figures and a page of one run or of several side by side.
+"""Write tables, figures and an HTML page from the trace of one or several runs.
 
 python -m hpc3d.report results/RUN
 python -m hpc3d.report results/RUN-1D results/RUN-3D --out results/comparison
@@ -31,53 +31,55 @@ from hpc3d.trace.segment import naming
 log = logging.getLogger("hpc3d.report")  # as a command __name__ is another
 
 _DESCRIPTION = """\
-Report what a run cost, from its trace: time, calls and bytes of a training step by phase, mesh
-axis and operation, who waited for whom, the critical path, memory by kind, and the loss; of a
-pipeline also what each stage did. Several runs are also compared with each other.
+Report the cost of a run from its trace: time, calls and bytes of a training step by phase, mesh
+axis and operation, waiting between ranks, the critical path, memory by kind, the loss, and the
+activity of each pipeline stage. Several runs are also compared with each other.
 
-A dozen lines are printed, the whole report is written to the output folder: report.html, one page
-that needs no other file and no network; report.md; figures/ as PNG and SVG; tables/ as CSV in SI
-units, Markdown and LaTeX; and, on request, exports/ for other programs. A report that lies there
-is replaced.
-The trace is merged first if the ranks have written more than it has."""
+The command prints about a dozen lines and writes the full report to the output folder, where it
+replaces an earlier report: report.html, a page that needs neither other files nor a network;
+report.md; figures/ as PNG and SVG; tables/ as CSV in SI units, Markdown and LaTeX; and, on
+request, exports/ for other programs.
+
+If the ranks have written new trace segments, they are merged into the trace first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write a report; return 2 for invalid input."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     return run("report", lambda: _report(options))
 
 
-def _parser():
+def parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser("report", _DESCRIPTION)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN_DIR|TRACE.h5", help="a run, or its trace")
+    add("runs", nargs="+", type=Path, metavar="RUN_DIR|TRACE.h5", help="folder of a run, or trace")
     add(
         "--out",
         type=Path,
         metavar="DIR",
-        help="output folder (default: RUN_DIR/report, of the first run)",
+        help="output folder (default: RUN_DIR/report of the first run)",
     )
-    add("--tables", action="store_true", help="no figures and no page: needs NumPy and h5py only")
-    add("--step", type=int, help="the step to be drawn (default: one that took the median time)")
-    add("--peak", type=_peak, metavar="FLOPS", help="FLOP/s of one rank at best: gives MFU")
+    add("--tables", action="store_true", help="write tables only, which needs only NumPy and h5py")
+    add("--step", type=int, help="step to draw (default: one with the median time)")
+    add("--peak", type=_peak, metavar="FLOPS", help="peak FLOP/s of one rank, to compute MFU")
     add(
         "--export",
         type=_formats,
         default=[],
         metavar="FORMAT,...",
-        help="also write the events for Perfetto (perfetto), Pipit (pipit) and Holistic Trace"
-        " Analysis (hta), which are large: up to 400 bytes an event; and for Vampir (otf2)",
+        help="also export the events for Perfetto (perfetto), Pipit (pipit) and Holistic Trace"
+        " Analysis (hta), up to 400 bytes per event, or for Vampir (otf2)",
     )
     add(
         "--steps",
         type=_steps,
         default=(0, None),
         metavar="FIRST:LAST",
-        help="the steps to be exported, or the only one (default: all)",
+        help="steps to export, or a single step (default: all)",
     )
     add("--merge", action="store_true", help="merge the segments again, even if trace.h5 exists")
-    add("--print", action="store_true", help="print all tables, and not a dozen lines")
+    add("--print", action="store_true", help="print all tables")
     add("--json", action="store_true", help="print all tables as one JSON object on the last line")
     return parser
 

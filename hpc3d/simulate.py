@@ -1,4 +1,4 @@
-"""Simulate before running: a training step on a machine, or a pipeline schedule by itself.
+"""Predict a training step on a machine, or simulate a pipeline schedule.
 
 python -m hpc3d.simulate gpt-4d-64 --machine h100
 python -m hpc3d.simulate schedule --name 1f1b --stages 4 --microbatches 8
@@ -24,36 +24,37 @@ from hpc3d.pipeline.schedule import SCHEDULES, find
 from hpc3d.runtime.optional_packages import need
 
 _STEP = """\
-Simulate a training step on a machine: the program itself runs on arrays without data, a rank of
-each pipeline stage, and a clock that goes on by what the machine needs for every product, kernel
-and call. Any number of ranks: none of the machine's is needed.
+Predict a training step on a machine. The program runs on arrays without data, one rank per
+pipeline stage, and a clock advances by the time that the machine needs for each product, kernel
+and call. The number of ranks is arbitrary, and the machine itself is not needed.
 
-Printed are the time of a step, the bubble of the pipeline, the memory of every stage by kind, and
-the bytes that a rank receives along each axis. With --out the events of all ranks are kept as a
-trace, which `python -m hpc3d.report` reads like a measured one. For RUN_DIR, the folder of a run,
-the prediction is written into the trace of this run, and its report shows both.
+The command prints the step time, the pipeline bubble, the memory of each stage by kind, and the
+bytes that a rank receives along each axis. --out writes the events of all ranks as a trace, which
+`python -m hpc3d.report` reads like a measured one. If RUN_DIR is the folder of a run, the
+prediction is added to the trace of that run, and its report shows both.
 
-Values of the input file can be given as options (--mesh.x 4). `python -m hpc3d.simulate schedule
---help` is about schedules by themselves."""
+Keys of the input file are options (--mesh.x 4). `python -m hpc3d.simulate schedule` simulates only
+a pipeline schedule."""
 
 _SCHEDULE = """\
-Run a pipeline schedule on a clock: each stage starts a pass when the one before it has ended and
-its input has come; messages take --comm and never wait for each other.
+Simulate a pipeline schedule with given times. A stage starts a pass when its previous pass has
+ended and its input has arrived. Messages take --comm and never wait for each other.
 
-Printed are the diagram (F forward, B backward, or its part for the input where there is a W, W the
-part for the weights; small letters are chunk 1), the makespan, the bubble as Zero Bubble
-(arXiv:2401.10241) defines it, and for each stage the peak number of microbatches in flight, and of
-those whose W is still to come."""
+The command prints a diagram, the makespan, and the bubble as defined in Zero Bubble
+(arXiv:2401.10241). For each stage, it prints the peak numbers of microbatches in flight and of
+microbatches that wait for W. In the diagram, F is a forward pass and B a backward pass. If the
+schedule has W, the gradient of the weights, then B is the gradient of the input. Small letters are
+chunk 1."""
 
 _SCHEDULE_JSON = """\
 print one JSON object on the last line: name, stages, microbatches, chunks, steps, the times,
-makespan [s], bubble, in_flight and weight_inputs of each stage"""
+makespan [s], bubble, and in_flight and weight_inputs of each stage"""
 
 _STEP_JSON = """\
 print one JSON object on the last line: machine, ranks, step_time_s, tokens_per_s, bubble,
-communication (share of the step), flop, mfu, hfu, memory (stages, worst, total, fits) [B],
-bytes (axis, operation: calls and bytes that a rank of stage 0 receives), with train.eval_every
-evaluation_batch_s, the seconds of a batch of an evaluation, and of a mixture of experts mixture
+communication (fraction of the step), flop, mfu, hfu, memory (stages, worst, total, fits) [B],
+bytes (by axis and operation: calls and received bytes of a rank of stage 0); with train.eval_every
+also evaluation_batch_s (seconds per evaluation batch), and for a mixture of experts also mixture
 (parameters, active, blocks, slots, capacity)"""
 
 
@@ -61,19 +62,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 2 for invalid input."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["schedule"]:
-        options = _schedule_parser().parse_args(words[1:])
+        options = schedule_parser().parse_args(words[1:])
         return run("simulate", lambda: _schedule(options))
-    options, overrides = _step_parser().parse_known_args(words)
+    options, overrides = parser().parse_known_args(words)
     return run("simulate", lambda: _step(options, overrides))
 
 
-def _step_parser():
+def parser() -> Parser:
+    """Return the parser of `simulate INPUT.toml`."""
     usage = "%(prog)s INPUT.toml|RUN_DIR --machine NAME|FILE [options] [--section.key value ...]"
     parser = Parser("simulate", _STEP, usage=usage)
     add = parser.add_argument
-    add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="what to train, or a run of it")
-    add("--machine", required=True, metavar="NAME|FILE", help="of inputs/machines, as h100")
-    add("--ranks", type=number_of_ranks, metavar="N", help="(default: the product of [mesh])")
+    add(
+        "input", type=Path, metavar="INPUT.toml|RUN_DIR", help="input file, or the folder of a run"
+    )
+    add(
+        "--machine",
+        required=True,
+        metavar="NAME|FILE",
+        help="machine in inputs/machines, such as h100, or a machine file",
+    )
+    add(
+        "--ranks",
+        type=number_of_ranks,
+        metavar="N",
+        help="number of ranks (default: product of the sizes in [mesh])",
+    )
     add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace.h5")
     add("--json", action="store_true", help=_STEP_JSON)
     return parser
@@ -158,29 +172,42 @@ def _print_memory(memory):
     print(f"all ranks together {memory['total'] / 1e9:.3f} GB; {fits}")
 
 
-def _schedule_parser():
+def schedule_parser() -> Parser:
+    """Return the parser of `simulate schedule`."""
     parser = Parser("simulate schedule", _SCHEDULE)
     _add_options(parser.add_argument)
     return parser
 
 
 def _add_options(add):
-    add("--name", required=True, help=f"{', '.join(SCHEDULES)} or csv:FILE")
+    add("--name", required=True, help=f"schedule: {', '.join(SCHEDULES)} or csv:FILE")
     add("--stages", required=True, type=_size, metavar="P", help="number of stages")
-    add("--microbatches", required=True, type=_size, metavar="M", help="microbatches of a step")
-    add("--forward", type=_times, default=1.0, metavar="S", help=_time("a forward pass"))
-    add("--backward", type=_times, default=1.0, metavar="S", help=_time("an input gradient"))
-    add("--weight", type=_times, default=1.0, metavar="S", help=_time("weight gradients"))
-    comm = "seconds of a message (0), or of one over each border between parts: 1,2,3"
+    add(
+        "--microbatches",
+        required=True,
+        type=_size,
+        metavar="M",
+        help="number of microbatches per step",
+    )
+    add("--forward", type=_times, default=1.0, metavar="S", help=_time("the forward pass"))
+    add("--backward", type=_times, default=1.0, metavar="S", help=_time("the input gradient"))
+    add("--weight", type=_times, default=1.0, metavar="S", help=_time("the weight gradient"))
+    comm = "seconds of a message (default: 0), or a list for the boundaries between chunks: 1,2,3"
     add("--comm", type=_times, default=0.0, metavar="S", help=comm)
     add(
         "--chunks",
         type=_size,
         metavar="V",
-        help="chunks of a stage (default: its only number, or 2)",
+        help="model chunks per stage (default: set by the schedule, or 2)",
     )
-    add("--steps", type=_size, default=1, metavar="N", help="training steps, if asynchronous (1)")
-    add("--png", metavar="FILE", help="draw the diagram in colours")
+    add(
+        "--steps",
+        type=_size,
+        default=1,
+        metavar="N",
+        help="training steps of an asynchronous schedule (default: 1)",
+    )
+    add("--png", metavar="FILE", help="draw the diagram in color")
     add("--csv", metavar="FILE", help="write the schedule as a file for --name csv:FILE")
     add("--json", action="store_true", help=_SCHEDULE_JSON)
 
@@ -190,8 +217,8 @@ _size = integer(0, MOST_SIMULATED)  # each schedule checks its own minimum
 
 def _time(what):
     return (
-        f"seconds of {what} of a microbatch on a stage, all chunks together (1), or on each part: "
-        "8,13,19,20"
+        f"seconds of {what} of a microbatch on a stage with all its chunks (default: 1), or a "
+        "list for the chunks of the model: 8,13,19,20"
     )
 
 

@@ -2,25 +2,26 @@
 
     mpirun -np N python -m hpc3d.train [INPUT.toml] [--section.key value ...] [--resume RUN_DIR]
 
-INPUT is a file, or the name of one that comes with hpc3d, such as gpt-3d-64; without it the
-default model is trained on the best cuboid of N ranks.  Any value of the input file can be
-given as an option (--train.steps 100).  With --resume the run in RUN_DIR goes on from its newest
-whole checkpoint (checkpoint.every), on the same or any other layout.  The run is kept in
-results/<name>-<stamp>/: configuration, environment, train.log, checkpoints and trace.h5, which
-`python -m hpc3d.report` reads.
+INPUT.toml is a file, or the name of an input that comes with hpc3d, such as gpt-3d-64. Without it,
+the default model is trained on the best cuboid of N ranks. Every key of the input file is also an
+option (--train.steps 100). The folder results/<name>-<stamp>/ contains the configuration, the
+environment, train.log, the checkpoints, and trace.h5 for `python -m hpc3d.report`.
 
---help SECTION and --help SECTION.KEY, as --help train.decay, tell of some keys alone.
+With --resume, the run in RUN_DIR continues from its newest complete checkpoint (checkpoint.every),
+on the same or any other layout.
 
-With --dry-run nothing is trained and nothing written: it says what would run, what memory and what
-time on --machine NAME it would take; --ranks N stands for mpirun.
+--help SECTION or --help SECTION.KEY, such as --help train.decay, explains a section or a key.
 
-SIGTERM, SIGINT and SIGHUP to a rank, the signal of run.signal, train.max_minutes and a file STOP
-in that folder stop the run after the current step, with everything saved. mpirun forwards USR1;
-at Ctrl-C it kills the ranks.
+With --dry-run, nothing is trained or written. The command prints the layout of the run, and the
+memory and the time that it would take on --machine NAME. --ranks N replaces mpirun.
 
-Exit codes: 0 done; 2 bad input (one line each, nothing started); 75 stopped early, go on with
---resume; 3 something computed is wrong; 4 a loss or gradient is not finite; 5 nothing moved for
-run.watchdog_s; 1 a rank failed (the job ends).
+To stop a run after the current step with all state saved, send SIGTERM, SIGINT, SIGHUP or the
+signal of run.signal to a rank, set train.max_minutes, or create a file STOP in the folder of the
+run. mpirun forwards USR1. At Ctrl-C, mpirun kills the ranks.
+
+Exit codes: 0 success; 1 a rank failed; 2 invalid input (nothing was started); 3 a check found
+wrong data; 4 a loss or gradient is not finite; 5 no progress for run.watchdog_s; 75 stopped early,
+continue with --resume.
 """
 
 from __future__ import annotations
@@ -296,7 +297,7 @@ def explain(words: list[str]) -> None:
     if words[0] in ("-h", "--help") and named:
         print("\n\n".join(about(name, width) for name in named), flush=True)
         return
-    print(f"{__doc__}\nKeys, with their defaults, as an input file has them:\n")
+    print(f"{__doc__}\nKeys with their defaults, in the format of an input file:\n")
     print(manual(width=width), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Watch a run from another terminal while it goes on: loss, speed, time left, who waits.
+"""Monitor a run from another terminal: loss, speed, remaining time and waiting ranks.
 
 python -m hpc3d.watch results/RUN
 python -m hpc3d.watch                  # the newest run in results/
@@ -23,24 +23,38 @@ if TYPE_CHECKING:
     from hpc3d.analyze.live import LiveRun
 
 _TEXT = """\
-Shows what the folder of a run says now, again and again until Ctrl-C: step k of N, time left,
-loss, tokens/s, memory, evaluations, and by axis of the mesh how much of a step ranks are in calls
-and how much of it they wait for others. It only reads files, so it may run on any machine that
-sees the folder, over ssh too. What ranks do inside of a step is as new as their last segments,
-half a minute at most. A run that has ended is shown once. Where the output is no terminal, a line
-is added when a step is done."""
+Show the progress of a run until Ctrl-C: step, remaining time, loss, tokens/s, memory, evaluations,
+and for each mesh axis the fractions of a step that ranks spend in calls and wait for other ranks.
+
+The command only reads files, so it runs on any machine that sees the folder of the run, also over
+ssh. Activities inside a step come from the last trace segments, which are at most half a minute
+old. A run that has ended is shown once. If the output is not a terminal, one line is printed per
+finished step."""
 
 _TOP, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"  # cursor home; erase the rest
 _STYLES = {"ended": "green", "stopped": "yellow", "failed": "red"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser("watch", _TEXT, usage="%(prog)s [RUN] [--every S] [--once]")
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="(default: the newest)")
-    parser.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="seconds (2)")
-    parser.add_argument("--once", action="store_true", help="show it once")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     return run("watch", lambda: _watch(options), patient=False)
+
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser("watch", _TEXT, usage="%(prog)s [RUN] [--every S] [--once]")
+    parser.add_argument(
+        "run",
+        nargs="?",
+        type=Path,
+        metavar="RUN",
+        help="folder of the run (default: the newest run)",
+    )
+    parser.add_argument(
+        "--every", type=_seconds, default=2.0, metavar="S", help="interval in seconds (default: 2)"
+    )
+    parser.add_argument("--once", action="store_true", help="print the state once and exit")
+    return parser
 
 
 def _seconds(text: str) -> float:

@@ -399,7 +399,13 @@ sys.exit(main({[str(word) for word in words]}))
 def test_help_tells_the_verbs_and_the_exit_codes():
     line = [sys.executable, "-m", "hpc3d.checkpoint", "--help"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
-    for word in ("show", "verify", "export", "import", "exit codes: 0 good, 2 bad input, 3 "):
+    for word in (
+        "show",
+        "verify",
+        "export",
+        "import",
+        "exit codes: 0 success, 2 invalid input, 3 ",
+    ):
         assert word in done.stdout
 
 

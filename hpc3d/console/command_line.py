@@ -14,7 +14,7 @@ from hpc3d.console.exit_codes import BAD_INPUT, INTERRUPTED, REFUSED
 from hpc3d.console.progress import progress
 from hpc3d.console.sanitize import lines_of, sanitized, sanitized_streams
 
-_EXITS = "exit codes: 0 good, 2 bad input (one line on stderr says what)"
+_EXITS = "exit codes: 0 success, 2 invalid input (explained in one line on standard error)"
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""Partitioning of any model into pipeline stages, from the costs of its operations to a plan."""
+"""Partition a torch module, or a graph of costs, into pipeline stages."""
 
 
 def main(argv: list[str] | None = None) -> int:

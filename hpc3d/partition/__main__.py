@@ -1,31 +1,31 @@
-"""Partition a torch module, or a graph with given costs, into pipeline stages.
+"""Partition a torch module, or a graph of costs, into pipeline stages.
 
-python -m hpc3d.partition inputs.partition.bert:large --ranks 8 --machine a100-selene
-python -m hpc3d.partition --graph COSTS.json --ranks 4 --microbatches 8
-python -m hpc3d.partition --graph COSTS.json --ranks 4 --objective load --bandwidth 10GB
-python -m hpc3d.partition compare MODULE:FACTORY --ranks N
-python -m hpc3d.partition MODULE:FACTORY --ranks N -o PLAN.json
-mpirun -np N python -m hpc3d.partition run PLAN.json
-python -m hpc3d.partition MODULE:FACTORY --ranks N -o PLAN.py
-torchrun --nproc-per-node N PLAN.py
-mpirun -np 2 python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
+    python -m hpc3d.partition inputs.partition.bert:large --ranks 8 --machine a100-selene
+    python -m hpc3d.partition --graph COSTS.json --ranks 4 --microbatches 8
+    python -m hpc3d.partition --graph COSTS.json --ranks 4 --objective load --bandwidth 10GB
+    python -m hpc3d.partition compare MODULE:FACTORY --ranks N
+    python -m hpc3d.partition MODULE:FACTORY --ranks N -o PLAN.json
+    mpirun -np N python -m hpc3d.partition run PLAN.json
+    python -m hpc3d.partition MODULE:FACTORY --ranks N -o PLAN.py
+    torchrun --nproc-per-node N PLAN.py
+    mpirun -np 2 python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
 
 MODULE:FACTORY is a function that returns an nn.Module and a tuple of example inputs, whose
-dimension 0 is the batch of a step. The module is not changed. It is captured on fake tensors, so
-that it needs no memory. The costs of its operations come from a machine file, or from the
-measurements of `profile`. The planner searches all options that are not given: stages, replicas
-and recomputation of each stage, microbatches, and schedule.
+dimension 0 is the batch of a step. The module is not changed and needs no memory: it is captured
+on fake tensors. The costs of its operations come from a machine file, or from the measurements of
+`profile`. The stages, the replicas and the recomputation of each stage, the microbatches and the
+schedule are searched together, except those that are set by an option.
 
 COSTS.json is {"nodes": [{"id", "forward", "backward", "memory", "saved", "parameters"}],
-"edges": [{"from", "to", "bytes"}], "together": [[ids]]}. forward and backward are seconds per
-microbatch. memory is the bytes that a stage always holds, saved the bytes per microbatch in
-flight, and parameters the bytes of gradients that replicas all-reduce. bytes is the size of the
-value between two nodes. Edges from one node with equal bytes are one value with several readers,
-unless they differ in "value". The nodes of a group in "together" stay on one stage.
+"edges": [{"from", "to", "bytes"}], "together": [[ids]]}. Times are in seconds per microbatch.
+"memory" is the permanent memory of a node in bytes, "saved" its memory per microbatch in flight,
+and "parameters" the bytes that replicas reduce. Edges from one node with equal bytes are one value
+with several consumers, unless a "value" distinguishes them. The nodes of a group in "together" are
+on the same stage.
 
-Values only flow forward from stage to stage. --objective time minimizes the step time under a
-pipeline schedule. --objective load minimizes the load of the busiest stage: its compute time, plus
-one transfer of each value that enters or leaves it.
+Values only flow forward from stage to stage. --objective time minimizes the step time of the
+pipeline schedule. --objective load minimizes the load of the busiest stage: its compute time, and
+the transfer times of the values that enter and leave it, each counted once.
 """
 
 import gc
@@ -56,10 +56,10 @@ _TORCHRUN = "hpc3d.partition.execution.torchrun_file"
 
 JSON = """\
 print one JSON object on the last line: objective, schedule, microbatches, time [s] of a step,
-load [s] of the busiest stage, memory [B] of the fullest stage, proven, stages (ids), replicas,
-borders (nbytes, behind, next_best [s], instead). For a module also recompute and pieces of every
-part, chunks (parts per stage), zero, and for each border room: false if a faster location does
-not fit in memory"""
+load [s] of the busiest stage, memory [B] of the stage with the most, proven, stages (ids),
+replicas, and borders (nbytes, behind, next_best [s], instead). For a module also recompute and
+pieces of each model chunk, chunks per stage, zero, and room of a border (memory for a faster
+step)"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,11 +67,12 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in _COMMANDS:
         return import_module(_COMMANDS[words[0]]).main(words[1:])
-    options = _parser().parse_args(words)
+    options = parser().parse_args(words)
     return run("partition", lambda: _plan(options))
 
 
-def _parser():
+def parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser("partition", __doc__)
     add = parser.add_argument
     add(
@@ -80,63 +81,78 @@ def _parser():
         metavar="MODULE:FACTORY",
         help="function that returns a module and its inputs",
     )
-    add("--graph", type=Path, metavar="COSTS.json", help="file with a graph and its costs")
+    add("--graph", type=Path, metavar="COSTS.json", help="graph with costs")
     add(
         "--ranks",
         type=number_of_ranks,
         required=True,
         metavar="N",
-        help="number of available ranks",
+        help="number of ranks (stages times replicas)",
     )
     add(
         "--machine",
         metavar="NAME|FILE",
-        help=f"machine file or name in inputs/machines; for a module (default: {DEFAULT_MACHINE})",
+        help=f"module: machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})",
     )
-    profile = "use the times of `partition profile`; --machine replaces its message times"
+    profile = (
+        "module: measured costs, which replace those of the machine, and without --machine also "
+        "those of messages"
+    )
     add("--profile", type=Path, metavar="PROFILE.json", help=profile)
     add(
         "--batch",
         type=integer(1, INT32),
         metavar="B",
-        help="samples per step; for a module (default: those of the example inputs)",
+        help="samples per step (default: batch of the example inputs)",
     )
-    memory = "memory per rank (default: the machine's; for a graph: unlimited)"
+    memory = "memory of a rank (default: that of the machine; unlimited for a graph)"
     add("--memory", type=size, metavar="32GB", help=memory)
-    bandwidth = "bytes per second between stages; for a graph (default: unlimited)"
+    bandwidth = "graph: bytes per second between stages (default: unlimited)"
     add("--bandwidth", type=rate, metavar="10GB", help=bandwidth)
     micros = integer(1, MOST_PASSES)
-    count = "microbatches per step (default: searched; for a graph: 1)"
-    add("--microbatches", type=micros, metavar="M", help=count)
-    replicas = "replicas of all stages, or of each: 16,8,8; for a module (default: searched)"
+    add(
+        "--microbatches",
+        type=micros,
+        metavar="M",
+        help="microbatches per step (default: searched; 1 for a graph)",
+    )
+    replicas = "module: replicas of all stages, or of each stage: 16,8,8 (default: searched)"
     add("--replicas", type=_counts, metavar="R", help=replicas)
     asked = ", ".join(each.name for each in FOR_PARTITIONS if each.on_request)
     schedule = (
-        f"pipeline schedule (default: the fastest, not considering {asked}); for a graph: "
-        f"{' or '.join(_OF_GRAPHS)}"
+        f"pipeline schedule (default: the fastest one, without {asked}; for a graph "
+        f"{' or '.join(_OF_GRAPHS)})"
     )
     add("--schedule", choices=_SCHEDULES, help=schedule)
-    again = "stages with activation checkpointing (default: stage, which searches them)"
+    again = "stages with activation checkpointing (stage: searched for each stage)"
     add("--recompute", choices=("none", "full", "stage"), help=again)
     add(
         "--margin",
         type=_part,
         metavar="X",
-        help="fraction of the memory to leave free; for a module (default: 0.1)",
+        help="module: fraction of the memory that stays free (default: 0.1)",
     )
-    zero = "1: shard the moments of the optimizer over replicas; for a module (default: 0)"
+    zero = "module: ZeRO stage; 1 shards the optimizer state over replicas (default: 0)"
     add("--zero", type=int, choices=(0, 1), help=zero)
-    objective = "minimize the step time, or the load of the busiest stage (default: time)"
-    add("--objective", choices=("time", "load"), default="time", help=objective)
+    add(
+        "--objective",
+        choices=("time", "load"),
+        default="time",
+        help="objective to minimize (default: time)",
+    )
     add(
         "-o",
         "--output",
         type=Path,
         metavar="PLAN.json|PLAN.py",
-        help="write the plan of a module, for `partition run` (.json) or torchrun (.py)",
+        help="module: write the plan for `partition run`, or as a Python file for torchrun",
     )
-    draw = "draw the graph of a module with its stage boundaries"
-    add("--draw", type=Path, metavar="FILE.svg", help=draw)
+    add(
+        "--draw",
+        type=Path,
+        metavar="FILE.svg",
+        help="module: draw the graph and the stage boundaries",
+    )
     add("--json", action="store_true", help=JSON)
     return parser
 

@@ -152,7 +152,7 @@ def _parsed(verb, words, ranks):
         _train(words, ranks)
     elif verb == "generate":
         words, settings = split_options(words)
-        import_module("hpc3d.generate")._parser().parse_args(words)
+        import_module("hpc3d.generate").parser().parse_args(words)
         load(None, settings)
     elif verb == "partition" and words[0] == "run":
         load(None, [word.replace("--steps", "--train.steps") for word in _options(words)])

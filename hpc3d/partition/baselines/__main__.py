@@ -1,14 +1,20 @@
-"""Compare the plans of hpc3d and other systems for a torch module under the same costs.
+"""Compare the plan of hpc3d for a torch module with the plans of other planners.
 
-python -m hpc3d.partition compare inputs.partition.bert:large --ranks 32 --machine v100-8x4
+    python -m hpc3d.partition compare inputs.partition.bert:large --ranks 32 --machine v100-8x4
 
-Every planner has the same machine, batch and memory. The arrangements are: data parallelism; GPipe
-with equal numbers of layers per rank, with about equal times (torchgpipe), or with replicas
-(hybrid); stages with about equal numbers of parameters (DeepSpeed); Megatron-LM without and with a
-pipeline; PipeDream's partition, run synchronously; and RaNNC. If a planner leaves microbatches,
-recomputation or replicas to its user, the fastest values that fit in memory are used. All plans
-use the type of the module, and AdamW. The documentation of hpc3d.partition.baselines lists the
-assumptions about each planner.
+All planners have the same machine, batch, memory and cost model. They arrange the ranks
+differently:
+
+    GPipe with equal numbers of layers per rank, with about equal times per rank (torchgpipe), or
+    with replicas (hybrid)
+    stages with about equal numbers of parameters (DeepSpeed)
+    Megatron-LM with and without a pipeline
+    PipeDream's partition, run synchronously
+    RaNNC
+
+If a planner leaves the microbatches, the recomputation or the replicas to its user, the fastest
+ones that fit are used. All plans use the type of the module and AdamW.
+hpc3d.partition.baselines lists the assumptions.
 """
 
 from __future__ import annotations
@@ -35,21 +41,25 @@ microbatches, recompute, schedule, fits, fullest [B], step [s], samples_s, note)
 
 def main(argv: list[str] | None = None) -> int:
     """Compare the planners; return exit code 2 if the request cannot be planned."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     return run("partition", lambda: _compare(options))
 
 
-def _parser():
+def parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser("partition compare", __doc__)
     add = parser.add_argument
     add("model", metavar="MODULE:FACTORY", help="function that returns a module and its inputs")
     ranks = {"type": number_of_ranks, "required": True, "metavar": "N"}
-    add("--ranks", **ranks, help="number of ranks available to every planner")
-    machine = f"machine file or a name in inputs/machines (default: {DEFAULT_MACHINE})"
-    add("--machine", metavar="NAME|FILE", help=machine)
-    memory = "memory per rank, of which 10 %% is left free (default: the machine's)"
-    add("--memory", type=size, metavar="32GB", help=memory)
-    batch = "samples per step (default: those of the example inputs)"
+    add("--ranks", **ranks, help="number of ranks of each planner")
+    add("--machine", metavar="NAME|FILE", help=f"machine (default: {DEFAULT_MACHINE})")
+    add(
+        "--memory",
+        type=size,
+        metavar="32GB",
+        help="memory of a rank, 10 %% of which stay free (default: machine)",
+    )
+    batch = "samples per step (default: batch of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)
     add("--json", action="store_true", help=_JSON)
     return parser

@@ -1,15 +1,16 @@
-"""Train an unmodified torch module on the stages of a plan.
+"""Train an unmodified torch module on the pipeline stages of a plan.
 
-mpirun -np N python -m hpc3d.partition run PLAN.json --train.steps 100 --torch.inputs data:batch
-mpirun -np N python -m hpc3d.partition run --resume RUN_DIR [PLAN.json]
+    mpirun -np N python -m hpc3d.partition run PLAN.json --steps 100 --torch.inputs data:batch
+    mpirun -np N python -m hpc3d.partition run --resume RUN_DIR [PLAN.json]
 
-N is the number of ranks of the plan.  The module must return its loss, a mean over samples; other
-outputs are ignored.  The options are keys of an input file (`python -m hpc3d.train --help`):
-[train], [checkpoint], [guard], [trace], [run], torch.inputs, seed, name, mesh.transport,
-parallel.bucket_mb, parallel.overlap and parallel.zero.  The plan sets all other keys.  --steps is
-short for --train.steps.
+N is the number of ranks of the plan. The module must return its loss, a mean over the samples;
+other outputs are ignored. The options are keys of an input file (docs/configuration.md): all keys
+of [train] (--steps is short for --train.steps), [checkpoint], [guard], [trace], [run] and [torch],
+and seed, name, parallel.bucket_mb, parallel.overlap and parallel.zero. The plan sets the other
+keys.
 
---resume continues the run in RUN_DIR with its own plan, or with another plan of the same model.
+With --resume, the run in RUN_DIR continues with its own plan, or with another plan of the same
+model.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Measure a torch module on this machine for its plans.
+"""Measure the costs of a torch module on this machine, for its plans.
 
-python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
-mpirun -np N python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
-python -m hpc3d.partition MODULE:FACTORY --ranks N --profile PROFILE.json -o PLAN.json
+    python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
+    mpirun -np N python -m hpc3d.partition profile MODULE:FACTORY -o PROFILE.json
+    python -m hpc3d.partition MODULE:FACTORY --ranks N --profile PROFILE.json -o PLAN.json
 
-Each rank runs the module on real data, forward and backward, on one core, in microbatches of every
-power of two up to the batch. It times every piece of the module, and the overhead of a pipeline
-part, a step and the optimizer update. N ranks measure at the same time, as they compute in a run,
-and also time their messages and all-reduces. The module must return its loss.
+The module runs forward and backward passes on real data and one core, in microbatches of 1, 2, 4,
+... samples up to the batch. The command times every operation, and the overheads of a pipeline
+stage, of a step and of the update. N ranks measure at the same time, as they compute in a run, and
+also time messages and reductions between them. The module must return its loss.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ _REPEATS = 7
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the module; return exit code 2 if it cannot be measured."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     return launch.run("partition", lambda job: _profile(job, options))
 
 
-def _parser():
+def parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser("partition profile", __doc__)
     add = parser.add_argument
     add("model", metavar="MODULE:FACTORY", help="function that returns a module and its inputs")
     path = {"type": Path, "required": True, "metavar": "PROFILE.json"}
     add("-o", "--output", **path, help="file to write")
-    batch = "samples of the largest microbatch (default: those of the example inputs)"
+    batch = "samples of the largest microbatch (default: batch of the example inputs)"
     add("--batch", type=integer(1, INT32), metavar="B", help=batch)
-    repeats = f"measurements of each time, whose median is taken (default: {_REPEATS})"
+    repeats = f"repetitions of each measurement, whose median is used (default: {_REPEATS})"
     add("--repeats", type=positive, default=_REPEATS, metavar="R", help=repeats)
     return parser
 
