@@ -5,7 +5,15 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 project, author, copyright = "hpc3d", "hpc3d contributors", "hpc3d contributors, MIT license"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc"]
+autodoc_typehints = "none"  # the signature of a result would be longer than its text
+autodoc_member_order = "bysource"
+numpydoc_show_class_members = False
+numpydoc_validation_checks = {"GL08", "PR01", "PR02", "PR07", "RT03", "SS03", "SS06"}
+# Results, which users do not construct.
+numpydoc_validation_exclude = {
+    r"(Drawing|FoundLayouts|Received|StageTimeline|StepPrediction|Table|matmul\.Matmul)$"
+}
 myst_heading_anchors = 3
 smartquotes = False  # `--` would become a dash
 html_theme = "pydata_sphinx_theme"

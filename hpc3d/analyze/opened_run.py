@@ -31,7 +31,13 @@ class Drawing(NamedTuple):
     title: str
 
     def save(self, path: Path | str) -> None:
-        """Write the figure in the format of the file extension: .png, .svg or .pdf."""
+        """Write the figure.
+
+        Parameters
+        ----------
+        path
+            File with the extension .png, .svg or .pdf, which selects the format.
+        """
         with default_style():
             self.figure.savefig(path)
 
@@ -43,10 +49,15 @@ class Drawing(NamedTuple):
 
 
 class OpenedRun:
-    """Run in a folder, a simulated run, or a trace.
+    """Measured or simulated run.
 
     Times are in seconds and sizes in bytes. The analysis of a step is slow, so its result is
     cached.
+
+    Parameters
+    ----------
+    path
+        Folder of a run, or a trace.
 
     Raises
     ------
@@ -66,6 +77,7 @@ class OpenedRun:
 
     @property
     def name(self) -> str:
+        """Name of the run."""
         return self._of(None).run_id
 
     @cached_property
@@ -94,7 +106,17 @@ class OpenedRun:
         return [name for name, rows in self._of(None).tables.items() if rows]
 
     def table(self, name: str) -> pd.DataFrame:
-        """Return a table of the report in SI units.
+        """Return a table of the report.
+
+        Parameters
+        ----------
+        name
+            One of `tables`.
+
+        Returns
+        -------
+        pandas.DataFrame
+            The table in SI units.
 
         Raises
         ------
@@ -108,15 +130,33 @@ class OpenedRun:
         return DataFrame(self._of(None).tables[name])
 
     def events(self, columns: list[str] | None = None) -> pd.DataFrame:
-        """Return every event of every rank, with all or some columns (docs/trace.md). Times are in
-        ns."""
+        """Return the events of all ranks.
+
+        Parameters
+        ----------
+        columns
+            Names of columns (docs/trace.md; None: all columns).
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row per event; times in ns.
+        """
         with trace.open(self._trace) as opened:
             return opened.events.frame(columns)
 
     def timeline(self, step: int | None = None) -> Drawing:
         """Return the timeline of all ranks in a step, with its critical path.
 
-        By default, the step is one with the median time.
+        Parameters
+        ----------
+        step
+            Number of the step (None: one with the median time).
+
+        Returns
+        -------
+        Drawing
+            Figure with one row per rank.
 
         Raises
         ------
@@ -134,6 +174,16 @@ class OpenedRun:
     def pipeline(self, step: int | None = None) -> Drawing:
         """Return the passes of each pipeline stage in a step, above the ideal schedule.
 
+        Parameters
+        ----------
+        step
+            Number of the step (None: one with the median time).
+
+        Returns
+        -------
+        Drawing
+            Figure with one row per stage.
+
         Raises
         ------
         ValueError
@@ -142,14 +192,37 @@ class OpenedRun:
         return self._drawn("pipeline", step)
 
     def figure(self, name: str) -> Drawing:
-        """Return a figure of the report, such as ranks, phases, path, waits, traffic or memory."""
+        """Return a figure of the report.
+
+        Parameters
+        ----------
+        name
+            Name of the figure, such as ranks, phases, path, waits, traffic or memory.
+
+        Returns
+        -------
+        Drawing
+            The figure.
+
+        Raises
+        ------
+        ValueError
+            If the run has no such figure.
+        """
         return self._drawn(name, None)
 
     def report(self, out: Path | str | None = None) -> Path:
-        """Write the files of `python -m hpc3d.report` to a folder, and return the path of the HTML
-        page.
+        """Write the files of `python -m hpc3d.report`.
 
-        By default, the folder is `report` in the folder of the run.
+        Parameters
+        ----------
+        out
+            Folder of the report (None: `report` in the folder of the run).
+
+        Returns
+        -------
+        Path
+            The HTML page.
         """
         from hpc3d.analyze.report.run_analysis import compare
         from hpc3d.analyze.report.write import clear, write

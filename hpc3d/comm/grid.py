@@ -11,13 +11,22 @@ AXES = ("p", "d", "c", "e", "x", "y", "z")  # of a mesh
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Axes with sizes, outermost first: the last varies fastest, as in MPI Cartesian communicators
-    and C-ordered arrays.
+    """Ranks on a grid with named axes.
 
-        Grid({"p": 2, "x": 3})     x=0  x=1  x=2
-                             p=0    0    1    2
-                             p=1    3    4    5
+    The last axis varies fastest, as in MPI Cartesian communicators and C-ordered arrays.  The
+    ranks of Grid({"p": 2, "x": 3}) are::
 
+              x=0  x=1  x=2
+        p=0    0    1    2
+        p=1    3    4    5
+
+    Parameters
+    ----------
+    sizes
+        Size of each axis, outermost first.
+
+    Examples
+    --------
     >>> grid = Grid({"p": 2, "x": 3})
     >>> grid.size, grid.stride("p"), grid.stride("x")
     (6, 3, 1)
@@ -27,8 +36,6 @@ class Grid:
     4
     >>> list(grid.ranks_along("x", {"p": 1}))
     [3, 4, 5]
-
-    Omitted coordinates are 0.
     """
 
     sizes: Mapping[str, int]
@@ -50,36 +57,106 @@ class Grid:
         return found
 
     def stride(self, axis: str) -> int:
-        """Return the distance between the ranks of neighbors along an axis."""
+        """Return the distance between the ranks of neighbors.
+
+        Parameters
+        ----------
+        axis
+            Axis of the neighbors.
+
+        Returns
+        -------
+        int
+            Difference of their ranks.
+        """
         return self._strides[axis]
 
     def rank(self, coords: Mapping[str, int]) -> int:
-        """Return the rank at `coords`."""
+        """Return the rank at some coordinates.
+
+        Parameters
+        ----------
+        coords
+            Coordinate on each axis; an omitted coordinate is 0.
+
+        Returns
+        -------
+        int
+            The rank.
+        """
         rank = 0
         for axis, coord in coords.items():
             rank += coord * self._strides[axis]
         return rank
 
     def coord(self, rank: int, axis: str) -> int:
-        """Return the coordinate of a rank on an axis."""
+        """Return a coordinate of a rank.
+
+        Parameters
+        ----------
+        rank
+            A rank.
+        axis
+            Axis of the coordinate.
+
+        Returns
+        -------
+        int
+            The coordinate.
+        """
         return rank // self._strides[axis] % self.sizes[axis]
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank, axis -> coordinate."""
+        """Return all coordinates of a rank.
+
+        Parameters
+        ----------
+        rank
+            A rank.
+
+        Returns
+        -------
+        dict
+            Coordinate on each axis.
+        """
         return {axis: self.coord(rank, axis) for axis in self.sizes}
 
     def ranks_along(self, axis: str, coords: Mapping[str, int]) -> range:
-        """Return the ranks that differ from the one at `coords` along `axis` only, including
-        itself."""
+        """Return the ranks of a line of the grid.
+
+        Parameters
+        ----------
+        axis
+            Direction of the line.
+        coords
+            Coordinates of one of its ranks; an omitted coordinate is 0.
+
+        Returns
+        -------
+        range
+            The ranks, in the order of their coordinate on `axis`.
+        """
         stride = self._strides[axis]
         first = self.rank(coords) - coords.get(axis, 0) * stride
         return range(first, first + self.sizes[axis] * stride, stride)
 
     def ranks_over(self, axes: Iterable[str], coords: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the ranks that differ from the one at `coords` along `axes` only.
+        """Return the ranks of a plane of the grid, or of more dimensions.
 
-        The last axis varies fastest; an axis that the grid lacks has one rank.
+        Parameters
+        ----------
+        axes
+            Directions of the plane; an axis that the grid lacks has one rank.
+        coords
+            Coordinates of one of its ranks; an omitted coordinate is 0.
 
+        Returns
+        -------
+        tuple
+            The ranks; the last of `axes` varies fastest.
+
+        Examples
+        --------
         >>> Grid({"d": 2, "x": 2, "c": 2}).ranks_over(("c", "d"), {"x": 1})
         (2, 6, 3, 7)
         """

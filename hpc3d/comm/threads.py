@@ -121,10 +121,23 @@ def meshes(
 def run(
     shape: Mapping[str, int], function: Callable[[Mesh], Any], pool_of: Callable[[], Pool] = Pool
 ) -> list[Any]:
-    """Call `function(mesh)` once per rank, on threads; return the results in rank order.
+    """Call a function once per rank, with threads as ranks.
 
-    `shape` has the axes and their sizes, the last varies fastest; `pool_of` makes the pool of a
-    rank.  The first exception of any rank is raised here; the other ranks are woken up and end.
+    If a rank raises an exception, it is raised here, and the other ranks end.
+
+    Parameters
+    ----------
+    shape
+        Size of each mesh axis, such as {"x": 2, "y": 2}; the last one varies fastest.
+    function
+        Function of the mesh of a rank.
+    pool_of
+        Function that returns the memory pool of a rank.
+
+    Returns
+    -------
+    list
+        Results of the ranks, in rank order.
     """
     ranks, groups = meshes(shape, pool_of)
     return _on_threads(ranks, groups, function)

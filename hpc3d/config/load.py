@@ -31,12 +31,29 @@ _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
 
 def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False) -> Config:
-    """Return the configuration of the input `path` with `--section.key value` overrides.
+    """Read an input file.
 
-    `path` is a file or a name of package data; None selects the default.  Prints a warning for
-    each old name, except for those in the file of a run (`of_run`), which nobody needs to edit.
-    Raises ValueError with one line per error, each with its key and the fix, also if the file of a
-    run is empty or truncated, because defaults are not the settings of that run.
+    Old names of keys cause a warning.
+
+    Parameters
+    ----------
+    path
+        Input file, or the name of an input that comes with hpc3d (None: the default values).
+    overrides
+        Command-line options, such as ["--mesh.x", "4"].
+    of_run
+        True for the stored configuration of a run, whose old names cause no warning.
+
+    Returns
+    -------
+    Config
+        The configuration, with a section per table of the file, such as `config.mesh.x`.
+
+    Raises
+    ------
+    ValueError
+        With one line per error, which names the key and the fix. The stored configuration of a run
+        must be complete, because defaults are not the settings of that run.
     """
     tree = {} if path is None else read(find(path, INPUT))
     notices = deprecated_keys.use_new_names(tree)

@@ -28,7 +28,23 @@ _Options = Mapping[str, Any]
 
 
 def open_run(path: Path | str) -> OpenedRun:
-    """Open the run in a folder results/NAME-STAMP or of a trace; ValueError for other paths."""
+    """Open a measured or simulated run.
+
+    Parameters
+    ----------
+    path
+        Folder of a run, such as results/NAME-STAMP, or a trace.h5.
+
+    Returns
+    -------
+    OpenedRun
+        The run, whose tables and figures are computed on access.
+
+    Raises
+    ------
+    ValueError
+        For any other path, or if the trace is damaged.
+    """
     from hpc3d.analyze.opened_run import OpenedRun
 
     return OpenedRun(path)
@@ -41,13 +57,15 @@ def run_training(
     out: Path | str = "results",
     resume: OpenedRun | Path | str | None = None,
 ) -> OpenedRun:
-    """Train the input `source` (None: the default model) with mpirun on this machine.
+    """Train a model with mpirun on this machine.
 
     The call blocks until the run has ended.  It prints nothing: train.log in the run folder has
     the output of the command.  An interrupt (Ctrl-C, or a notebook's stop button) ends the ranks.
 
     Parameters
     ----------
+    source, options
+        Input file or its name (None: the default model), and values of its keys.
     ranks
         Number of ranks.
     out
@@ -70,10 +88,8 @@ def run_training(
     from hpc3d.library.launched_run import launched
 
     words = [] if source is None else [str(source)]
-    if resume is None:
-        words += ["--run.out", str(out)]
-    else:
-        words += ["--resume", str(getattr(resume, "folder", resume))]
+    run = str(getattr(resume, "folder", resume))
+    words += ["--run.out", str(out)] if resume is None else ["--resume", run]
     return open_run(launched(ranks, words + _words(options)))
 
 
@@ -83,10 +99,28 @@ def predict_step(
     ranks: int | None = None,
     machine: Path | str = DEFAULT_MACHINE,
 ) -> StepPrediction:
-    """Predict the cost of a training step on a machine (docs/prediction.md).
+    """Predict the time, memory and communication of a training step on a machine.
 
-    `machine` is a file or a name in inputs/machines.  `ranks` may be any number (None: the product
-    of [mesh]).
+    Parameters
+    ----------
+    source
+        Input file, or the name of an input that comes with hpc3d (None: the default model).
+    options
+        Values of its keys, such as {"train.steps": 3, "mesh.x": 2}.
+    ranks
+        Number of ranks (None: the product of the sizes in [mesh]).
+    machine
+        Machine file, or a name in inputs/machines.
+
+    Returns
+    -------
+    StepPrediction
+        The values of `python -m hpc3d.simulate --json`; times in s, sizes in B.
+
+    Raises
+    ------
+    ValueError
+        If the input is invalid, or the machine does not exist.
     """
     from hpc3d.library.step_prediction import StepPrediction
     from hpc3d.predict.predicted_step import predicted_step
@@ -102,11 +136,27 @@ def find_layouts(
     memory: float | None = None,
     top: int = _TOP,
 ) -> FoundLayouts:
-    """Find the `top` layouts with the shortest steps on `ranks` ranks of a machine.
+    """Find the layouts with the shortest step times (docs/planning.md).
 
-    `memory` [B] is the limit per rank (None: that of the machine).  If no layout fits, the first
-    memory-saving technique that makes one fit is added (docs/planning.md).  Raises ValueError if
-    no layout fits with any technique.
+    Parameters
+    ----------
+    source, options
+        Input file or its name, and values of its keys.
+    ranks, machine, memory
+        Number of ranks, machine file or its name, and memory of a rank in B (None: machine's).
+    top
+        Maximum number of layouts.
+
+    Returns
+    -------
+    FoundLayouts
+        The layouts, the fastest first.  If none fits in memory, they use the first technique that
+        makes one fit.
+
+    Raises
+    ------
+    ValueError
+        If the input is invalid, or no layout fits with any technique.
     """
     from hpc3d.library.found_layouts import FoundLayouts
     from hpc3d.predict.machine.machine_file import load
@@ -137,10 +187,24 @@ def simulate_schedule(
     ----------
     name
         One of `hpc3d.SCHEDULES`, or csv:FILE.
+    stages, microbatches
+        Numbers of pipeline stages, and of microbatches per step.
+    chunks, steps
+        Model chunks per stage (None: set by the schedule); training steps, if asynchronous.
     **times
         Seconds per microbatch and stage: `forward`, `backward` (input gradient) and `weight`
         (weight gradient), 1 by default; and `comm` of a message, 0 by default.  A list has one
         value per model chunk, and for `comm` one per boundary between chunks.
+
+    Returns
+    -------
+    StageTimeline
+        Makespan, bubble, peaks of memory, and the diagram.
+
+    Raises
+    ------
+    ValueError
+        If the schedule does not exist or does not support the sizes.
     """
     from hpc3d.library.stage_timeline import StageTimeline
     from hpc3d.pipeline.ideal_run import ideal_run

@@ -25,7 +25,15 @@ _MOST = 512  # threads
 
 
 class Received(NamedTuple):
-    """Calls of one collective, and bytes received by them, as means over ranks."""
+    """Communication of one collective along an axis, as means over ranks.
+
+    Attributes
+    ----------
+    axis, operation : str
+        Mesh axis, and the collective.
+    calls, received : float
+        Number of calls, and received bytes.
+    """
 
     axis: str
     operation: str
@@ -44,13 +52,30 @@ class _Done(NamedTuple):
 class Cube:
     """Cuboid of ranks with the axes x, y and z, one thread per rank.
 
-    Arguments and results are full matrices; each rank works on its block.  `calls` has the
-    communication volume of the last product (arXiv:2105.14450, section 3; formulas in
-    docs/theory.md).
+    Arguments and results are full matrices; each rank works on its block.
 
-        cube = Cube(x=2, y=2, z=2)
-        y = cube.matmul(x, w)                    # x @ w, by the 3-D algorithm
-        cube.calls                               # [Received("x", "all_gather", ...), ...]
+    Parameters
+    ----------
+    x, y, z
+        Number of ranks along each axis.
+
+    Attributes
+    ----------
+    calls : list of Received
+        Communication of the last product (arXiv:2105.14450, section 3; formulas in
+        docs/theory.md).
+
+    Raises
+    ------
+    ValueError
+        If a size is less than 1, or the cube has more than 512 ranks.
+
+    Examples
+    --------
+    >>> cube = Cube(x=2, y=2, z=2)
+    >>> y = cube.matmul(np.ones((4, 8)), np.ones((8, 4)))
+    >>> cube.calls[0]
+    Received(axis='y', operation='all_gather', calls=1.0, received=32.0)
     """
 
     def __init__(self, x: int = 1, y: int = 1, z: int = 1) -> None:
@@ -74,7 +99,22 @@ class Cube:
     def shard(self, whole: np.ndarray, layout: Layout) -> list[np.ndarray]:
         """Return the block of each rank, in rank order with z varying fastest.
 
-        `layout` is a value of `layouts()`.  Raises ValueError if a dimension is not divisible.
+        Parameters
+        ----------
+        whole
+            Full matrix.
+        layout
+            One of `layouts()`.
+
+        Returns
+        -------
+        list of ndarray
+            The blocks.
+
+        Raises
+        ------
+        ValueError
+            If a dimension is not divisible.
         """
         return [
             np.ascontiguousarray(whole[layout.slices(whole.shape, mesh)])
@@ -82,22 +122,71 @@ class Cube:
         ]
 
     def layouts(self, scheme: str | Split = "3d") -> dict[str, Layout]:
-        """Return the layout of each matrix in a scheme: {"x": ..., "w": ..., "y": ...}."""
+        """Return the layouts of X, W and Y in a scheme.
+
+        Parameters
+        ----------
+        scheme
+            Name in `hpc3d.SCHEMES`, or a split.
+
+        Returns
+        -------
+        dict
+            The layouts by the names "x", "w" and "y".
+        """
         split = _split(scheme)
         return {"x": split.x, "w": split.w, "y": split.y}
 
     def matmul(self, x: np.ndarray, w: np.ndarray, scheme: str | Split = "3d") -> np.ndarray:
-        """Return the product of x [m, k] and w [k, n], both float32 or both float64.
+        """Return the product of two matrices.
 
-        `scheme` is a name in `SCHEMES`, or a `Split`.  Raises ValueError if a dimension is not
-        divisible, or the scheme does not use an axis of the cube.
+        Parameters
+        ----------
+        x
+            Matrix [m, k], float32 or float64.
+        w
+            Matrix [k, n] of the same type.
+        scheme
+            Name in `hpc3d.SCHEMES`, or a split.
+
+        Returns
+        -------
+        ndarray
+            Matrix [m, n].
+
+        Raises
+        ------
+        ValueError
+            If a dimension is not divisible, or the scheme does not use an axis of the cube.
         """
         return self._run(scheme, x, w)[0]
 
     def gradients(
         self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, scheme: str | Split = "3d"
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return dx = dy w^T and dw = x^T dy, with the shapes of x and w."""
+        """Return the gradients of both factors of a product.
+
+        Parameters
+        ----------
+        x, w
+            Factors of the product, [m, k] and [k, n].
+        dy
+            Gradient of the product, [m, n].
+        scheme
+            Name in `hpc3d.SCHEMES`, or a split.
+
+        Returns
+        -------
+        dx : ndarray
+            dy w^T, [m, k].
+        dw : ndarray
+            x^T dy, [k, n].
+
+        Raises
+        ------
+        ValueError
+            As for `matmul`.
+        """
         return self._run(scheme, x, w, dy)
 
     def _run(self, scheme, x, w, dy=None):

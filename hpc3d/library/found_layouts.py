@@ -27,8 +27,10 @@ class FoundLayouts(list[dict[str, Any]]):
     `simulated`), `bubble` and `communication` as shares of the step, the `axis` with the longest
     waits, and `peak_bytes` of the fullest rank.
 
-    `technique` is a setting of all layouts, for example "train.optimizer=adafactor", if no layout
-    fits without it; otherwise None.
+    Attributes
+    ----------
+    technique : str or None
+        Setting of all layouts, such as "train.optimizer=adafactor", if no layout fits without it.
     """
 
     def __init__(
@@ -39,14 +41,23 @@ class FoundLayouts(list[dict[str, Any]]):
         super().__init__(map(as_plain, self._rows))
 
     def frame(self) -> pd.DataFrame:
-        """Return a pandas table of the layouts; times in s, memory in B."""
+        """Return the layouts as a table.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row per layout; times in s, memory in B.
+        """
         return _frame(map(_row, self._rows))
 
     def losers(self) -> pd.DataFrame:
-        """Return a pandas table of the slower layouts, grouped by `reason`.
+        """Return the slower layouts, grouped by the reason why they are slower.
 
-        `count` is the number of layouts in a group; the columns of `frame` describe its nearest
-        layout.
+        Returns
+        -------
+        pandas.DataFrame
+            One row per `reason`: the `count` of its layouts, and the columns of `frame` for the
+            nearest one.
         """
         losers = self._planned.ranking.losers(self._rows[0])
         return _frame(
@@ -55,13 +66,39 @@ class FoundLayouts(list[dict[str, Any]]):
         )
 
     def config(self, place: int = 0) -> Config:
-        """Return the resolved configuration with the layout at index `place`."""
+        """Return the configuration with a layout.
+
+        Parameters
+        ----------
+        place
+            Index of the layout.
+
+        Returns
+        -------
+        Config
+            The resolved configuration.
+        """
         return self._rows[place].config
 
     def write(self, path: Path | str, place: int = 0) -> Path:
-        """Write an input file with the layout at index `place`; return its path.
+        """Write an input file with a layout.
 
-        Raises OSError if the file cannot be written.
+        Parameters
+        ----------
+        path
+            The file.
+        place
+            Index of the layout.
+
+        Returns
+        -------
+        Path
+            The file.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written.
         """
         text = input_with(self._planned.config, self._rows[place].config)
         Path(path).write_text(text, encoding="utf-8")

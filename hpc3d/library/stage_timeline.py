@@ -16,13 +16,13 @@ class StageTimeline:
 
     Attributes
     ----------
-    makespan
+    makespan : float
         Time from the first start to the last end [s].
-    bubble
+    bubble : float
         Idle share of the worst stage, as defined in arXiv:2401.10241, section 5.3.
-    in_flight
+    in_flight : list of int
         Peak number of microbatches (of a chunk) with saved activations, per stage.
-    weight_inputs
+    weight_inputs : list of int
         Peak number of microbatches whose W pass is still pending, per stage.
     """
 
@@ -35,7 +35,13 @@ class StageTimeline:
         self.weight_inputs: list[int] = found["weight_inputs"]
 
     def timeline(self) -> Drawing:
-        """Draw the diagram as a figure with one row per stage."""
+        """Draw the diagram.
+
+        Returns
+        -------
+        Drawing
+            Figure with one row per stage.
+        """
         from hpc3d.analyze.metrics.pass_spans import spans
         from hpc3d.analyze.report.gantt import gantt
 

@@ -57,9 +57,22 @@ class StepPrediction(dict[str, Any]):
         )
 
     def keep(self, folder: Path | str) -> OpenedRun:
-        """Write the step of all ranks as a trace to a new folder, and open it as a run.
+        """Write the step of all ranks as a trace, and open it as a run.
 
-        Raises ValueError if the folder exists, or the trace would be too large.
+        Parameters
+        ----------
+        folder
+            A new folder.
+
+        Returns
+        -------
+        OpenedRun
+            The simulated run.
+
+        Raises
+        ------
+        ValueError
+            If the folder exists, or the trace would be too large.
         """
         folder = Path(folder)
         if folder.exists():
@@ -67,7 +80,13 @@ class StepPrediction(dict[str, Any]):
         return OpenedRun(self._step.keep(folder).parent)
 
     def timeline(self) -> Drawing:
-        """Draw the step as a figure with one row per rank."""
+        """Draw the step.
+
+        Returns
+        -------
+        Drawing
+            Figure with one row per rank.
+        """
         with TemporaryDirectory() as folder:
             return self.keep(Path(folder, "step")).timeline()
 

@@ -12,10 +12,17 @@ if TYPE_CHECKING:
 
 
 class Layout(tuple):
-    """Mesh axes per tensor dim, outermost first: Layout("x y", "z") is A[i_xy, j_z].
+    """Mesh axes that shard each dimension of a tensor.
 
-    Along an axis that the layout does not name, every rank stores the same block.  Along an axis
-    in `owned`, one rank stores the block and the others store none of its rows.
+    Layout("x y", "z") is A[i_xy, j_z].  Along an axis that the layout does not name, every rank
+    stores the same block.
+
+    Parameters
+    ----------
+    *dims
+        Axes of each dimension, separated by spaces, outermost first.
+    owned
+        Axes along which one rank stores the block, and the others none of its rows.
     """
 
     owned: tuple[str, ...]
@@ -49,8 +56,18 @@ class Layout(tuple):
         return Layout(rows, axes, columns, owned=" ".join(self.owned))
 
     def dim_of(self, axis: str) -> int | None:
-        """Return the tensor dim that `axis` shards, or None if the tensor is replicated along
-        it."""
+        """Return the dimension that an axis shards.
+
+        Parameters
+        ----------
+        axis
+            Mesh axis.
+
+        Returns
+        -------
+        int or None
+            The dimension; None if the tensor is replicated along the axis.
+        """
         return next((dim for dim, axes in enumerate(self) if axis in axes), None)
 
     def owner(self, axis: str, mesh: Mesh) -> int:
@@ -67,14 +84,45 @@ class Layout(tuple):
         return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
 
     def slices(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:
-        """Return the slices of a tensor of global `shape` that this rank stores."""
+        """Return the slices of a tensor that a rank stores.
+
+        Parameters
+        ----------
+        shape
+            Shape of the full tensor.
+        mesh
+            Mesh of the rank.
+
+        Returns
+        -------
+        tuple of slice
+            One slice per dimension.
+
+        Raises
+        ------
+        ValueError
+            If a dimension is not divisible by the number of ranks that shard it.
+        """
         rows, *rest = (part(*dim, mesh) for dim in zip(shape, self, strict=True))
         if not self._holds_rows(mesh):
             rows = slice(rows.start, rows.start)
         return (rows, *rest)
 
     def block(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of this rank's block of a tensor of global `shape`."""
+        """Return the shape of the block that a rank stores.
+
+        Parameters
+        ----------
+        shape
+            Shape of the full tensor.
+        mesh
+            Mesh of the rank.
+
+        Returns
+        -------
+        tuple of int
+            Shape of the block.
+        """
         return tuple(part.stop - part.start for part in self.slices(shape, mesh))
 
 

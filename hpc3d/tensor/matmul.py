@@ -146,11 +146,33 @@ class Matmul:
         return pending
 
     def forward(self, x: Array, w: Array) -> Array:
-        """Return the stored block of Y from the stored blocks of X and W."""
+        """Return Y = X W.
+
+        Parameters
+        ----------
+        x, w
+            Stored blocks of X[m, k] and W[k, n].
+
+        Returns
+        -------
+        array
+            Stored block of Y[m, n].
+        """
         return self.forward_saving(x, w)[0]
 
     def backward(self, x: Array, w: Array, dy: Array) -> tuple[Array, Array]:
-        """Return the stored blocks of dX and dW from the stored blocks of X, W and dY."""
+        """Return the gradients dX = dY W' and dW = X' dY.
+
+        Parameters
+        ----------
+        x, w, dy
+            Stored blocks of X[m, k], W[k, n] and dY[m, n].
+
+        Returns
+        -------
+        dx, dw : array
+            Stored blocks of dX[m, k] and dW[k, n].
+        """
         return self.backward_saved(Saved(x, w, ""), dy)
 
     def backward_saved(self, saved: Saved, dy: Array) -> tuple[Array, Array]:
@@ -316,16 +338,21 @@ def sharded_matmul(
 
     Parameters
     ----------
+    mesh, split
+        Mesh of this rank, and its axes on the loops m, n and k, such as `hpc3d.SCHEMES["3d"]`.
     keep
-        The operands whose working blocks are saved for the backward pass: in the 3-D scheme on
-        q^3 ranks, 1/q^2 of X and of W with "xw", for six collectives in all; 1/q^3 with "", for
-        eight.  A split with panels saves none.
-    transposed
-        True if W is stored as [n, k].
-    stacked
-        True if all arrays have experts as their middle dim, X[m, e, k] W[k, e, n].
+        Operands whose working blocks are saved for the backward pass.  In the 3-D scheme on q^3
+        ranks, "xw" saves 1/q^2 of X and of W (six collectives), and "" saves 1/q^3 (eight).  A
+        split with panels saves none.
+    transposed, stacked
+        True if W is stored as [n, k], and if experts are the middle dim: X[m, e, k] W[k, e, n].
     scales
         "block" or "tensor" rounds the operands to float8 (hpc3d.tensor.rounding).
+
+    Returns
+    -------
+    Matmul
+        The product, with `forward(x, w)` and `backward(x, w, dy)`.
 
     Raises
     ------

@@ -15,17 +15,32 @@ STORAGE = "replicate", "own", "panels"  # a foreign axis that is not named there
 
 @dataclass(frozen=True)
 class Split:
-    """The mesh axes on each loop of Y[m, n] = X[m, k] W[k, n], outermost first.
+    """Mesh axes on each loop of Y[m, n] = X[m, k] W[k, n].
 
-    The axes on the loop that a matrix lacks are foreign to it.  A foreign axis shards the block's
-    rows, unless it is named in `replicate` (every rank stores the block) or in `own` (the rank on
-    the diagonal stores it).  An axis of n in `panels` shards X's columns instead, and the product
-    runs panel by panel of k (SUMMA).  The reduction of a weight gradient over an axis in `defer`
-    is left to the end of the step.  Over an axis in `scatter`, the gradient is sharded although
-    the weight is replicated.  `defer` and `scatter` are for axes whose ranks have different rows,
-    see `over`.
+    The axes on the loop that a matrix lacks are foreign to it.  A foreign axis shards the rows of
+    the block, unless it is in `replicate` or `own`.  `defer` and `scatter` are for axes whose
+    ranks have different rows, see `over`.
 
-    Raises ValueError with one line for each combination that the algebra does not support.
+    Parameters
+    ----------
+    m, n, k
+        Axes that split the loop, separated by spaces, outermost first.
+    replicate
+        Foreign axes along which every rank stores the block.
+    own
+        Foreign axes along which only the rank on the diagonal stores the block.
+    panels
+        An axis of n that shards the columns of X instead.  The product runs panel by panel of k
+        (SUMMA).
+    defer
+        Axes over which weight gradients are reduced at the end of the step.
+    scatter
+        Axes over which the gradient is sharded although the weight is replicated.
+
+    Raises
+    ------
+    ValueError
+        With one line for each combination that the algebra does not support.
     """
 
     m: str = ""
@@ -43,7 +58,13 @@ class Split:
 
     @cache  # noqa: B019  there are few splits
     def next(self) -> Split:
-        """Return the split of the next layer: its k is this layer's n, so its X is this Y."""
+        """Return the split of the next layer.
+
+        Returns
+        -------
+        Split
+            Split with n and k exchanged, so that its X has the layout of this Y.
+        """
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
         turn = [axis for axis in self.n.split() if axis not in stay]
         return replace(self, n=" ".join([*self.k.split(), *stay]), k=" ".join(turn))
@@ -83,12 +104,23 @@ class Split:
 
     @cache  # noqa: B019
     def over(self, axis: str, zero: int = 0, outermost: bool = False) -> Split:
-        """Return this split with an axis whose ranks have different rows, such as the data axis,
-        as the innermost axis of m, or as the `outermost`.
+        """Return this split with an additional axis on m, such as the data axis.
 
-        The replicas store the full weights (`zero` < 3) or a shard each (ZeRO-3,
-        arXiv:1910.02054). They all-reduce the gradients at the end of the step (`zero` < 2) or
-        reduce-scatter them in every pass.
+        Parameters
+        ----------
+        axis
+            Axis whose ranks have different rows, and become replicas of the weights.
+        zero
+            ZeRO stage (arXiv:1910.02054).  With 3, each replica stores a shard of the weights.
+            With 0 and 1, gradients are all-reduced at the end of the step, otherwise
+            reduce-scattered in every pass.
+        outermost
+            True for the outermost axis of m, False for the innermost one.
+
+        Returns
+        -------
+        Split
+            The new split.
         """
         return replace(
             self,
@@ -100,11 +132,13 @@ class Split:
 
     @cached_property
     def x(self) -> Layout:
+        """Layout of X[m, k]."""
         columns = " ".join([self.k, self.panels]) if self.panels else self.k
         return self._store(self.m, columns, self.n)
 
     @cached_property
     def w(self) -> Layout:
+        """Layout of W[k, n]."""
         return self._store(self.k, self.n, self.m)
 
     @cached_property
@@ -120,6 +154,7 @@ class Split:
 
     @cached_property
     def y(self) -> Layout:
+        """Layout of Y[m, n]."""
         return self._store(self.m, self.n, self.k)
 
     def _store(self, rows, columns, foreign):

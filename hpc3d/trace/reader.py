@@ -31,9 +31,22 @@ class Group(NamedTuple):
 
 
 def open(path: Path | str) -> Trace:
-    """Open the trace of a run folder, or a trace.h5; use it in a `with`, or close it.
+    """Open a trace; use it in a `with` statement, or close it.
 
-    Raises ValueError if the file is damaged, or if the folder has no trace.h5 yet.
+    Parameters
+    ----------
+    path
+        Folder of a run, or its trace.h5.
+
+    Returns
+    -------
+    Trace
+        The trace, whose columns are read on access.
+
+    Raises
+    ------
+    ValueError
+        If the file is damaged, or if the folder has no trace.h5 yet.
     """
     path = Path(path)
     if not path.is_dir():
@@ -44,10 +57,20 @@ def open(path: Path | str) -> Trace:
 
 
 class Trace:
-    """Trace file; `attrs` are the attributes of its root.
+    """Trace file.
 
     Tables and columns that this version does not know are ignored.  A table that the file lacks is
     empty.  Access to a damaged table raises ValueError.
+
+    Parameters
+    ----------
+    path
+        The trace.h5.
+
+    Attributes
+    ----------
+    attrs : dict
+        Attributes of the root of the file.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -184,7 +207,23 @@ class Trace:
         return pointers
 
     def rows(self, rank: int) -> slice:
-        """Return the rows of a rank in `events` as a slice."""
+        """Return the rows of a rank in `events`.
+
+        Parameters
+        ----------
+        rank
+            A rank.
+
+        Returns
+        -------
+        slice
+            The rows.
+
+        Raises
+        ------
+        ValueError
+            If the trace has no such rank.
+        """
         if not 0 <= rank < len(self.ranks):
             raise ValueError(f"{self.path} has ranks 0 to {len(self.ranks) - 1}, not {rank}")
         return slice(*self.rank_ptr[rank : rank + 2].tolist())

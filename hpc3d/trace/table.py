@@ -24,13 +24,16 @@ _MOST_INTEGER = 2**60  # ns, 36 years: sums and differences of a few fit in int6
 
 
 class Table:
-    """Columns of equal length; `attrs` are the attributes of the table.
-
-    `tables` are the tables, by name, that the values of a column may index.
+    """Columns of equal length.
 
     `table["dur"]` is a NumPy array, and `table["dur", 10:20]` a slice of its rows.  A table that
     the file lacks has no rows.  Values are checked when they are read: codes have names, indices
     are in range, and numbers are finite.  If not, a ValueError is raised.
+
+    Attributes
+    ----------
+    attrs : dict
+        Attributes of the table.
     """
 
     def __init__(
@@ -99,13 +102,37 @@ class Table:
         return {name: self[name] for name in self}
 
     def labels(self, name: str) -> dict[int, str]:
-        """Return {value: name} of an enumerated column as stored in the file; empty for others."""
+        """Return the names of the values of an enumerated column.
+
+        Parameters
+        ----------
+        name
+            Name of the column.
+
+        Returns
+        -------
+        dict
+            Name of each value, as stored in the file; empty for other columns.
+        """
         if self._absent:
             return {}
         return labels(self._dataset(name))
 
     def frame(self, columns: Iterable[str] | None = None, rows: slice = _ALL) -> DataFrame:
-        """Return columns, by default all, as a DataFrame; enumerations and names as categories."""
+        """Return columns as a pandas table.
+
+        Parameters
+        ----------
+        columns
+            Names of columns (None: all columns).
+        rows
+            Rows of the table.
+
+        Returns
+        -------
+        pandas.DataFrame
+            The columns; enumerations and names as categories.
+        """
         need("a frame", "pandas")
         from pandas import DataFrame
 
