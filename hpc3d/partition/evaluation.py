@@ -31,7 +31,7 @@ from hpc3d.console.sanitize import counted
 from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.downsets import Chain
 from hpc3d.pipeline.schedule import DEFAULT, ONE_STAGE
-from hpc3d.pipeline.step_model import step_model
+from hpc3d.pipeline.step_model import StepModel, reduced, step_model
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.machine import Machine
 
@@ -298,11 +298,11 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
     Raises ValueError if its parts, replicas or microbatches are inconsistent.
     """
     _refuse(costs, choice)
-    clock = _clock(choice)
+    model = _model_of(choice)
     parts = [*_parts(costs, choice)]
     again = [stage.recompute * part.forward for stage, part in zip(choice.stages, parts)]
     sent, messages = _borders(costs, choice)
-    ends = clock.ends(
+    ends = model.ends(
         [
             Cost(part.forward, part.backward - part.weight + more, part.weight, seconds)
             for part, more, seconds in zip(parts, again, (*messages, 0.0))
@@ -317,7 +317,7 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
         sent=sent,
         messages=messages,
         sums=sums,
-        in_flight=tuple(clock.most_in_flight),
+        in_flight=tuple(model.most_in_flight),
         held=held,
         fits=max(held) <= (inf if memory is None else memory),
     )
@@ -325,7 +325,28 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
 
 def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
     """Return the peak bytes of a rank of every pipeline stage."""
-    return tuple(_held(costs, choice, [*_parts(costs, choice)], _clock(choice).peaks))
+    parts, owned, model = [*_parts(costs, choice)], [*_owners(costs, choice)], _model_of(choice)
+    found = []
+    for stage, replicas in enumerate(choice.replicas):
+        fixed, trained, fed = (
+            _stage_sum(name, choice, parts, owned, stage) for name in ("fixed", "trained", "fed")
+        )
+        shared = MOMENTS * trained * (1 - 1 / replicas) if choice.zero else 0.0
+        inputs = fed * choice.microbatches * costs.rows(choice.microbatches, replicas)
+        mine = [(choice.stages[n], parts[n]) for n in range(stage, len(parts), choice.width)]
+        found.append(fixed - shared + inputs + _working_bytes(model, stage, mine))
+    return tuple(found)
+
+
+def _working_bytes(
+    model: StepModel, stage: int, mine: list[tuple[StageChoice, PartNumbers]]
+) -> float:
+    """Return the bytes of a stage that depend on its microbatches in flight and on its passes."""
+    saved = [part.received + (not choice.recompute) * part.saved for choice, part in mine]
+    gradient = max(part.received for _, part in mine)
+    most = max(nbytes for _, nbytes in model.held(stage, saved, saved, gradient))
+    again = max(choice.recompute * (part.saved + part.sent) for choice, part in mine)
+    return most + again + max(part.working for _, part in mine)
 
 
 def busiest(costs: ModelCosts, choice: PipelineChoice) -> float:
@@ -364,8 +385,8 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
         )
 
 
-def _clock(choice):
-    """Return the schedule simulator; a single part runs the one-stage schedule."""
+def _model_of(choice):
+    """Return the step model; a single part runs the one-stage schedule."""
     name = ONE_STAGE if len(choice.stages) == 1 else choice.schedule
     return step_model(name, choice.width, choice.microbatches, choice.chunks)
 
@@ -406,15 +427,16 @@ def _with_sums(costs, choice, parts, ends):
         alone = _stage_sum("trained", choice, parts, owned, stage)
         alone -= sum(nbytes for owners, nbytes in tied if stage in owners)
         sums.append(costs.summed(alone, ranks))
-    ends = [end + seconds for end, seconds in zip(ends, sums)]
+    shared = []
     for owners, nbytes in tied:
         ranks = tuple(rank for owner in owners for rank in stage_ranks[owner])
-        seconds, start = costs.summed(nbytes, ranks), max(ends[owner] for owner in owners)
+        shared.append((owners, costs.summed(nbytes, ranks)))
+    end = max(reduced(ends, sums, shared))
+    for owners, seconds in shared:
         for owner in owners:
-            ends[owner] = start + seconds
             sums[owner] += seconds
     update = max(costs.run.update * nbytes for nbytes in _updated(costs, choice, parts, owned))
-    return float(max(ends)) + update + costs.run.step, tuple(sums)
+    return float(end) + update + costs.run.step, tuple(sums)
 
 
 def _updated(costs, choice, parts, owned):
@@ -441,28 +463,3 @@ def _stage_sum(name, choice, parts, owned, stage):
     for shared, owners in owned:
         found -= max(0, owners[stage] - 1) * getattr(shared, _OF_SHARED[name])
     return found
-
-
-def _held(costs, choice, parts, peaks):
-    """Yield by stage the bytes of a rank at the FullMoments `peaks`."""
-    owned = [*_owners(costs, choice)]
-    for stage, (replicas, moments) in enumerate(zip(choice.replicas, peaks)):
-        fixed, trained, fed = (
-            _stage_sum(name, choice, parts, owned, stage) for name in ("fixed", "trained", "fed")
-        )
-        shared = MOMENTS * trained * (1 - 1 / replicas) if choice.zero else 0.0
-        inputs = fed * choice.microbatches * costs.rows(choice.microbatches, replicas)
-        mine = [(choice.stages[n], parts[n]) for n in range(stage, len(parts), choice.width)]
-        yield fixed - shared + inputs + _kept(mine, moments)
-
-
-def _kept(mine, moments):
-    """Return the bytes of a stage that depend on its microbatches in flight."""
-    kept = [part.received + (not choice.recompute) * part.saved for choice, part in mine]
-    gradient = max(part.received for _, part in mine)
-    most = max(
-        sum(count * each for count, each in zip(counts, kept)) + sending * gradient
-        for counts, sending in moments
-    )
-    again = max(choice.recompute * (part.saved + part.sent) for choice, part in mine)
-    return most + again + max(part.working for _, part in mine)

@@ -53,7 +53,7 @@ from hpc3d.partition.evaluation import (
     bytes_held,
 )
 from hpc3d.pipeline.schedule import DEFAULT, ONE_STAGE, find
-from hpc3d.pipeline.step_model import StepModel
+from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
 SEARCH_BUDGET = 1_000_000  # simulated passes of all downset searches together
@@ -570,8 +570,7 @@ class _DownsetSearch:
         done = self.model.ends(_stage_costs(self.cuts, ends, self.limits))
         if self.limits.sums:
             parameters = map(self.cuts.trained, (0, *ends[:-1]), ends)
-            sums = map(self.limits.sums.seconds, parameters)
-            done = [end + each for end, each in zip(done, sums, strict=True)]
+            done = reduced(done, [*map(self.limits.sums.seconds, parameters)])
         return Timed(float(max(done)), self.name, ends, tuple(self.in_flight))
 
 

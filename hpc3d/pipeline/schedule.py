@@ -11,26 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hpc3d.pipeline.closed_forms import (
-    StageTimes,
-    all_forward_first,
-    by_turns,
-    down_and_up,
-    late_weights,
-    of_chunks,
-)
 from hpc3d.pipeline.instruction import Instruction, Placement, from_pattern
-from hpc3d.pipeline.timeline import Cost, makespan, timeline
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
 ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"  # names that other modules use
 _CHUNKS = (2, 3, 4, 6, 8)  # searched if a schedule allows any number
-_ROUNDS = 4  # rounds of a microbatch per stage until a schedule is periodic
 
 
 def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
@@ -153,8 +142,6 @@ class Schedule(NamedTuple):
     that all forward passes come first, so the activations of all microbatches of a step are in
     flight at once.  `late_weights` is the number of W that a stage defers for each stage before
     it.  A partitioner considers an `on_request` schedule only if the user asks for it.
-    `closed_form` computes its time (hpc3d.pipeline.closed_forms); without one, its timeline is
-    simulated.
     """
 
     name: str
@@ -169,7 +156,6 @@ class Schedule(NamedTuple):
     keeps_all: bool = False
     late_weights: int = 0
     on_request: bool = False
-    closed_form: Callable[[int, int, StageTimes], float] | None = None
 
     @property
     def search_chunks(self) -> tuple[int, ...]:
@@ -205,56 +191,17 @@ class Schedule(NamedTuple):
         extra = [steps] if self.asynchronous else [placement.chunks] if not self.chunks else []
         return list(self.generate(stage, placement.stages, micros, *extra))
 
-    def seconds(self, micros: int, chunks: int, times: StageTimes) -> float:
-        """Return the time of a step, from its first pass to its last."""
-        if len(times.forward) == 1:
-            return micros * sum(times.work())
-        return (self.closed_form or self._on_the_clock)(micros, chunks, times)
-
-    def _on_the_clock(self, micros: int, chunks: int, times: StageTimes) -> float:
-        """Return the time of a step from its timeline; after the first few rounds, all take as
-        long as the last of them."""
-        stages = len(times.forward)
-        placement = Placement(stages, chunks, self.v_shaped)
-        by_stage = [Cost(*each, times.message).share(chunks) for each in zip(*times[:3])]
-        costs = [by_stage[placement.location(part)[0]] for part in range(placement.parts)]
-
-        def run(micros):
-            passes = [self.stream(stage, placement, micros, 1) for stage in range(stages)]
-            return makespan(timeline(passes, placement, costs))
-
-        more = max(0, micros // stages - _ROUNDS)
-        few = micros - more * stages
-        return run(few) + (more * (run(few) - run(few - stages)) if more else 0.0)
-
 
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
         Schedule(ONE_STAGE, none, rule=_one_stage),
-        Schedule(GPIPE, gpipe, keeps_all=True, closed_form=all_forward_first),
-        Schedule(DEFAULT, one_f_one_b, closed_form=by_turns),
-        Schedule(
-            "interleaved", interleaved, chunks=None, rule=_one_a_stage, closed_form=of_chunks
-        ),
-        Schedule(
-            "zb-h1",
-            zb_h1,
-            splits_backward=True,
-            late_weights=1,
-            closed_form=partial(late_weights, 1),
-        ),
-        Schedule(
-            "zb-h2",
-            zb_h2,
-            splits_backward=True,
-            late_weights=2,
-            on_request=True,
-            closed_form=partial(late_weights, 2),
-        ),
-        Schedule(
-            "zb-v", zb_v, chunks=2, v_shaped=True, splits_backward=True, closed_form=down_and_up
-        ),
+        Schedule(GPIPE, gpipe, keeps_all=True),
+        Schedule(DEFAULT, one_f_one_b),
+        Schedule("interleaved", interleaved, chunks=None, rule=_one_a_stage),
+        Schedule("zb-h1", zb_h1, splits_backward=True, late_weights=1),
+        Schedule("zb-h2", zb_h2, splits_backward=True, late_weights=2, on_request=True),
+        Schedule("zb-v", zb_v, chunks=2, v_shaped=True, splits_backward=True),
         Schedule(
             "pipedream", pipedream, asynchronous=True, weights=Stashed, update_per_microbatch=True
         ),

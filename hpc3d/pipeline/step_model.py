@@ -1,22 +1,24 @@
-"""Step time and memory peaks of a schedule for many costs.
+"""Step time and memory of a pipeline schedule, from the costs and bytes of each model chunk.
 
-The order of the passes depends only on the schedule.  It is computed once, so that a search can
-evaluate thousands of costs.  hpc3d.pipeline.timeline is the reference.
+Planners ask this module how long the passes and the gradient reductions of a step take, and what
+a stage holds in memory.  The order of the passes depends only on the schedule and its sizes, so
+it is computed once for thousands of costs.  hpc3d.pipeline.timeline is the reference.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from functools import cache, cached_property, lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from hpc3d.pipeline.instruction import Instruction, Placement, whole
-from hpc3d.pipeline.schedule import find, instruction_streams
+from hpc3d.pipeline.schedule import find, gpipe, instruction_streams, interleaved, one_f_one_b
 from hpc3d.pipeline.timeline import Cost
+from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
 _KINDS = ("F", "B", "W", "BW")
 _NOWHERE, _START = -2, -1  # indices after all passes: no remote input; start of a stage
@@ -34,16 +36,6 @@ class InFlight(NamedTuple):
 
     activations: int
     weight_inputs: int
-
-
-class FullMoment(NamedTuple):
-    """Microbatches in flight on a stage, by chunk, from F to the end of W or BW.
-
-    `sending` is True if the gradient of an earlier microbatch may still be in flight.
-    """
-
-    counts: tuple[int, ...]
-    sending: bool
 
 
 def in_flight(stream: Iterable[Instruction]) -> InFlight:
@@ -68,49 +60,89 @@ def _fullest(states: np.ndarray) -> np.ndarray:
     return states[[np.all(states >= row, axis=1).sum() == 1 for row in states]]
 
 
-@cache
-def kept_by_pass(
-    name: str, stages: int, micros: int, chunks: int, stage: int
-) -> list[tuple[tuple[str, int], np.ndarray]]:
-    """Return ((op, chunk), fullest states) for the passes of a stage, when these passes start.
+class StageTimes(NamedTuple):
+    """Seconds of a microbatch on each stage, for all chunks together, and of a message.
 
-    A row of the states has the microbatches by chunk whose activations the stage saves, then
-    the microbatches whose inputs of W it saves.
+    `weight` is 0 if the backward pass is not split.
     """
-    schedule = find(name)
-    # More microbatches than twice the fill of the pipeline change nothing.
-    micros = micros if schedule.keeps_all else min(micros, 4 * stages)
-    placement = Placement(stages, chunks, schedule.v_shaped)
-    passes = [*whole(schedule.stream(stage, placement, micros, 1))]
-    states = _kept(passes, chunks).reshape(1 + len(passes), -1)
-    rows: dict[tuple[str, int], list[int]] = {}
-    for number, (op, _, chunk) in enumerate(passes):
-        rows.setdefault((op, chunk), []).append(number)
-    return [(kind, _fullest(states[numbers])) for kind, numbers in rows.items()]
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    weight: Sequence[float]
+    message: float = 0.0
+
+    def work(self) -> list[float]:
+        """Return the seconds of all passes of a microbatch, by stage."""
+        return [sum(passes) for passes in zip(*self[:3])]
+
+    def longest(self) -> int:
+        """Return the stage with the most work."""
+        work = self.work()
+        return max(range(len(work)), key=work.__getitem__)
 
 
 class StepModel:
-    """Order of the passes of a schedule for given numbers of stages, microbatches and chunks."""
+    """Step of a schedule with given numbers of stages, microbatches and chunks."""
 
     def __init__(self, name: str, stages: int, micros: int, chunks: int) -> None:
-        streams, self._placement = instruction_streams(name, stages, micros, chunks)
-        self._streams = [[*whole(stream)] for stream in streams]
+        self.schedule = find(name)
+        self.stages, self.micros, self.chunks = stages, micros, chunks
+        self.placement = Placement(stages, chunks, self.schedule.v_shaped)
+        self._known: dict[int, tuple[list[tuple[str, int]], np.ndarray]] = {}
 
     @cached_property
-    def peaks(self) -> list[list[FullMoment]]:
-        """By stage, all FullMoments that no other one dominates."""
-        return [self._full_moments(passes) for passes in self._streams]
-
-    @property
     def most_in_flight(self) -> list[int]:
         """By stage, the largest number of microbatches in flight, over all chunks together."""
-        return [max(sum(each.counts) for each in moments) for moments in self.peaks]
+        return [int(_kept(passes, 1).sum(1).max()) for passes in self._streams]
 
-    def _full_moments(self, passes):
-        counts = _kept(passes, self._placement.chunks).sum(1)
-        backward = np.cumsum([0, *(op in ("B", "BW") for op, *_ in passes)])
-        found = _fullest(np.column_stack([counts, backward > 0])).tolist()
-        return [FullMoment(tuple(row), bool(sending)) for *row, sending in found]
+    def held(
+        self,
+        stage: int,
+        saved: Sequence[float],
+        weight_inputs: Sequence[float],
+        gradient: float = 0.0,
+    ) -> list[tuple[tuple[str, int], float]]:
+        """Return the bytes of the microbatches that a stage holds when its passes start.
+
+        Parameters
+        ----------
+        saved, weight_inputs : sequence of float
+            Bytes of a microbatch by chunk: from F to the end of B or BW, and from the end of B to
+            the end of W.
+        gradient : float
+            Bytes of the gradient of an earlier microbatch, which may still be in flight to the
+            previous stage once the stage has run a backward pass.
+
+        Returns
+        -------
+        list
+            ((op, chunk) of the pass, bytes), for the fullest moments of each kind of pass.
+        """
+        if stage not in self._known:
+            self._known[stage] = self._fullest_moments(stage)
+        kinds, states = self._known[stage]
+        nbytes = states @ np.array([*saved, *weight_inputs, gradient])
+        return [*zip(kinds, nbytes.tolist(), strict=True)]
+
+    def _fullest_moments(self, stage):
+        """Return (op, chunk) and the counts that `held` weighs with bytes, for several moments."""
+        # More microbatches than twice the fill of the pipeline change nothing.
+        most = self.micros if self.schedule.keeps_all else min(self.micros, 4 * self.stages)
+        passes = [*whole(self.schedule.stream(stage, self.placement, most, 1))]
+        states = _kept(passes, self.chunks).reshape(1 + len(passes), -1)
+        backward = np.cumsum([0, *(op in ("B", "BW") for op, *_ in passes)]) > 0
+        states = np.column_stack([states, backward])
+        rows: dict[tuple[str, int], list[int]] = {}
+        for number, (op, _, chunk) in enumerate(passes):
+            rows.setdefault((op, chunk), []).append(number)
+        fullest = {kind: _fullest(states[numbers]) for kind, numbers in rows.items()}
+        kinds = [kind for kind, found in fullest.items() for _ in found]
+        return kinds, np.concatenate([*fullest.values()])
+
+    @cached_property
+    def _streams(self):
+        sizes = self.schedule.name, self.stages, self.micros, self.chunks
+        return [[*whole(stream)] for stream in instruction_streams(*sizes)[0]]
 
     @cached_property
     def _order(self):
@@ -140,15 +172,15 @@ class StepModel:
 
     def _from_another(self, stage, instruction):
         """Return the pass of another stage that a pass needs, or None."""
-        needs = self._placement.needs(stage, instruction)
+        needs = self.placement.needs(stage, instruction)
         return next((need for need in needs if need[0] != stage), None)
 
     def _numbered(self, stage, instruction, need, numbers):
-        part = self._placement.part(stage, instruction.chunk)
+        part = self.placement.part(stage, instruction.chunk)
         kind = len(_KINDS) * part + _KINDS.index(instruction.op)
         if need is None:
             return _NOWHERE, 0, kind
-        return numbers[need], min(part, self._placement.part(need[0], need[1].chunk)), kind
+        return numbers[need], min(part, self.placement.part(need[0], need[1].chunk)), kind
 
     def ends(self, costs: Sequence[Cost]) -> list[float]:
         """Return the end time in seconds of the last pass of each stage; `costs` has one per
@@ -161,32 +193,151 @@ class StepModel:
             ends[number] = (start if start > arrival else arrival) + seconds[kind]
         return [ends[number] for number in last]
 
+    @property
+    def simulated_microbatches(self) -> int:
+        """Number of microbatches that `steady_ends` simulates.
 
-step_model = lru_cache(maxsize=1024)(StepModel)
+        A schedule from a file has a fixed number of microbatches, and all of them are simulated.
+        """
+        few = self.micros - self.stages * max(0, self.micros // self.stages - _FILL - _ROUNDS)
+        return self.micros if self.schedule.rule(self.schedule.name, self.stages, few) else few
+
+    def steady_ends(self, costs: Sequence[Cost]) -> list[float]:
+        """Return the same as `ends` for any number of microbatches by simulating a few of them.
+
+        After the first rounds, every round takes the same time.  The result is exact if one stage
+        is always busy, and within 2 % if message loops set the pace.
+        """
+        few, rounds = self.simulated_microbatches, _ROUNDS * self.stages
+        ends = self._of(few).ends(costs)
+        if few == self.micros:
+            return ends
+        before, more = self._of(few - rounds).ends(costs), (self.micros - few) / rounds
+        return [end + more * (end - start) for end, start in zip(ends, before, strict=True)]
+
+    def _of(self, micros):
+        return step_model(self.schedule.name, self.stages, micros, self.chunks)
+
+    def seconds(self, times: StageTimes) -> float:
+        """Return the seconds from the first pass of a step to its last one.
+
+        A closed form is used if the schedule has one, because a search evaluates thousands of
+        layouts with up to hundreds of stages.
+        """
+        if self.stages == 1:
+            return self.micros * sum(times.work())
+        if closed_form := _CLOSED_FORMS.get(self.schedule.generate):
+            return closed_form(self, times)
+        stages = [Cost(*each, times.message).share(self.chunks) for each in zip(*times[:3])]
+        locations = map(self.placement.location, range(self.placement.parts))
+        return max(self.steady_ends([stages[stage] for stage, _ in locations]))
 
 
-def steady_ends(
-    name: str, stages: int, micros: int, chunks: int, costs: Sequence[Cost]
+step_model = lru_cache(maxsize=4096)(StepModel)
+
+
+def reduced(
+    ends: Sequence[float],
+    seconds: Sequence[float],
+    shared: Iterable[tuple[Iterable[int], float]] = (),
 ) -> list[float]:
-    """Return the ends of the passes for any number of microbatches by simulating a few of them.
+    """Return the end of the gradient reductions of each stage, from the ends of its passes.
 
-    After the first rounds, every round takes the same time.  The result is exact if one stage is
-    always busy, and within 2 % if message loops set the pace.
+    `seconds` are those of the reductions within each stage.  `shared` has (stages, seconds) of
+    later reductions over several stages, each of which starts when the last of them is ready.
     """
-    few = simulated_microbatches(name, stages, micros)
-    ends = step_model(name, stages, few, chunks).ends(costs)
-    if few == micros:
-        return ends
-    rounds = _ROUNDS * stages
-    before = step_model(name, stages, few - rounds, chunks).ends(costs)
-    more = (micros - few) / rounds
-    return [end + more * (end - start) for end, start in zip(ends, before, strict=True)]
+    found = [end + each for end, each in zip(ends, seconds, strict=True)]
+    for stages, more in shared:
+        start = max(found[stage] for stage in stages)
+        for stage in stages:
+            found[stage] = start + more
+    return found
 
 
-def simulated_microbatches(name: str, stages: int, micros: int) -> int:
-    """Return the number of microbatches that `steady_ends` simulates.
+# Closed forms of `StepModel.seconds` for two or more stages.  They are equal to the timeline if
+# all stages are equal.  If one stage has more work, such as the stage with the head, the others
+# wait for it.  It is busy except while the first microbatch travels to it and the last one from
+# it, and during messages that nothing hides.  The bubbles are those given for each schedule in
+# hpc3d.pipeline.schedule.
 
-    A schedule from a file has a fixed number of microbatches, and all of them are simulated.
+
+def _busy_and_fill(model, times):
+    """Return the busy seconds of the longest stage in a step, and the seconds of one microbatch on
+    all other stages."""
+    work, longest = times.work(), times.longest()
+    return model.micros * work[longest], sum(work) - work[longest]
+
+
+def _all_forward_first(model, times):
+    """GPipe: stages wait for the longest forward pass, then for the longest backward pass."""
+    _, fill = _busy_and_fill(model, times)
+    paces = max(times.forward) + max(times.backward)
+    return model.micros * paces + fill + 2 * (model.stages - 1) * times.message
+
+
+def _alternating(model, times):
+    """1F1B: the period of the slowest stage or message loop, plus fill and exposed messages.
+
+    In a loop of k stages, k microbatches are in flight to the last stage and back, at most as
+    many as the step has.
     """
-    few = micros - stages * max(0, micros // stages - _FILL - _ROUNDS)
-    return micros if find(name).rule(name, stages, few) else few
+    micros, message = model.micros, times.message
+    _, fill = _busy_and_fill(model, times)
+    tail, period = 0.0, 0.0
+    for loop, seconds in enumerate(reversed(times.work()[-micros:]), 1):
+        tail += seconds
+        period = max(period, seconds, (tail + 2 * (loop - 1) * message) / loop)
+    return micros * period + fill + 2 * (model.stages - min(micros, 2)) * message
+
+
+def _interleaved(model, times):
+    """Interleaved 1F1B: the fill is divided by the number of chunks."""
+    busy, fill = _busy_and_fill(model, times)
+    messages = 2 * (model.chunks * model.stages - 1)
+    return busy + fill / model.chunks + messages * times.message
+
+
+def _late_weights(model, times):
+    """ZB-H1 and ZB-H2: each stage defers some W per stage before it, and these fill the drain."""
+    late, micros, count = model.schedule.late_weights, model.micros, model.stages
+    busy, _ = _busy_and_fill(model, times)
+    ahead, back, slack = _ways(model, times)
+    weight = times.weight[times.longest()]
+    drain = max(0.0, back - min(micros - 1, late * (count - 1)) * weight)
+    # The warm-up of ZB-H1 covers one round, not two, so stages wait for messages in every loop.
+    loops = min(1, (micros - 1) / (count - 1)) if late == 1 else 0
+    shown = times.message + loops * max(0.0, times.message - slack)
+    return busy + ahead + drain + 2 * (count - 1) * shown
+
+
+def _down_and_up(model, times):
+    """ZB-V: W of later microbatches fill the bubble of one, fully if possible, for m >= 2p-1."""
+    micros, count = model.micros, model.stages
+    busy, _ = _busy_and_fill(model, times)
+    ahead, back, slack = _ways(model, times)
+    weight = times.weight[times.longest()]
+    missing = max(0, 2 * count - 1 - micros) / (2 * count - 2)
+    filled, left = max(ahead, back) / 2, ahead + back - (micros - 1) * weight
+    bubble = max(filled, left) - missing * (count - 1) * slack
+    shown = (5 * count - 7 + missing * (3 - count)) * times.message
+    return busy + (max(0.0, bubble) + shown)
+
+
+def _ways(model, times):
+    """Return the seconds of a microbatch to and from the longest stage, and the slack.
+
+    The slack is the excess of the work of the longest stage over the mean of the others.
+    """
+    work, longest = times.work(), times.longest()
+    ahead, back = (sum(each) - each[longest] for each in times[:2])
+    return ahead, back, work[longest] - (sum(work) - work[longest]) / (model.stages - 1)
+
+
+_CLOSED_FORMS: dict[Callable, Callable[[StepModel, StageTimes], float]] = {
+    gpipe: _all_forward_first,
+    one_f_one_b: _alternating,
+    interleaved: _interleaved,
+    zb_h1: _late_weights,
+    zb_h2: _late_weights,
+    zb_v: _down_and_up,
+}

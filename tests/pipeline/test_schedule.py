@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 
-from hpc3d.pipeline.closed_forms import StageTimes
 from hpc3d.pipeline.schedule import SCHEDULES, find, instruction_streams
 from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
@@ -146,22 +145,6 @@ def test_a_record_says_what_its_streams_do(name):
         assert in_flight(last).weight_inputs == 3 * schedule.late_weights + 1
     assert schedule.asynchronous == (count["Step"] > 0) == (schedule.weights is not InPlace)
     assert schedule.update_per_microbatch == (count["Step"] == 5 * stages)
-
-
-UNEVEN = StageTimes((1, 1, 1.5, 1), (2, 1.5, 1.5, 2), (0.5, 1, 1, 2), 0.1)
-SYNCHRONOUS = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
-
-
-@pytest.mark.parametrize("micros", [4, 11, 40, 43])
-@pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if name != "none"])
-def test_without_a_closed_form_the_time_is_that_of_the_timeline(name, micros):
-    chunks = SCHEDULES[name].chunks or 2
-    passes, placement = instruction_streams(name, 4, micros, chunks)
-    stages = [Cost(*each, UNEVEN.message).share(chunks) for each in zip(*UNEVEN[:3])]
-    costs = [stages[placement.location(part)[0]] for part in range(placement.parts)]
-    exact = makespan(timeline(passes, placement, costs))
-    found = SCHEDULES[name]._replace(closed_form=None).seconds(micros, chunks, UNEVEN)
-    assert found == pytest.approx(exact, rel=1e-9)
 
 
 def test_stages_may_take_different_times():

@@ -19,10 +19,9 @@ import numpy as np
 from hpc3d.comm.mesh import CONTEXT, DATA
 from hpc3d.config.input_file import Config
 from hpc3d.model.stage import FIRST, LAST
-from hpc3d.pipeline.closed_forms import StageTimes
 from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
-from hpc3d.pipeline.step_model import steady_ends
+from hpc3d.pipeline.step_model import StageTimes, reduced
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.between_hosts import legs
 from hpc3d.predict.planning.pass_costs import NOTHING, LayerSample, PartCosts, replicas_of
@@ -32,6 +31,7 @@ from hpc3d.predict.planning.peak import (
     contents,
     contents_in_order,
     even,
+    model_of,
     stage_content,
     work_of,
     working_bytes,
@@ -172,21 +172,15 @@ class Estimator:
     ) -> float:
         """Seconds of the passes of a step, with uneven layers those of the stage `late`, where
         cores take so many times as long."""
-        parallel = config.parallel
         if not even(config):
             return self.ends(config, parts, slowdown)[late]
         seconds = [[_slowed(each, slowdown) for each in work] for work in works]
         times = StageTimes(*zip(*seconds), self.message(config, parts.block))
-        schedule = find(parallel.schedule)
-        return schedule.seconds(parallel.microbatches, parallel.chunks, times)
+        return model_of(config).seconds(times)
 
     def ends(self, config: Config, parts: PartCosts, slowdown: float = 1.0) -> list[float]:
         """When each stage has done its passes, in seconds, on the clock of the schedule."""
-        parallel, stages = config.parallel, config.mesh.p
-        costs = self.part_costs(config, parts, slowdown)
-        return steady_ends(
-            parallel.schedule, stages, parallel.microbatches, parallel.chunks, costs
-        )
+        return model_of(config).steady_ends(self.part_costs(config, parts, slowdown))
 
     def part_costs(self, config: Config, parts: PartCosts, slowdown: float = 1.0) -> list[Cost]:
         """The Cost of a microbatch in every part of the model, where cores take so many times as
@@ -206,9 +200,9 @@ class Estimator:
         where layers are uneven."""
         if even(config):
             return 0
-        ends = self.ends(config, parts)
         shown = {each: self.shown_sums(config, parts, each) for each in {*stages}}
-        return max(range(len(ends)), key=lambda stage: ends[stage] + shown[stages[stage]])
+        ends = reduced(self.ends(config, parts), [shown[stage] for stage in stages])
+        return ends.index(max(ends))
 
     def shown_sums(self, config: Config, parts: PartCosts, stage: StageContent) -> float:
         """Seconds of the sums of a stage that no backward pass hides."""

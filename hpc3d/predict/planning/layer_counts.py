@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
-from hpc3d.pipeline.step_model import simulated_microbatches, steady_ends
+from hpc3d.pipeline.step_model import reduced, step_model
 from hpc3d.pipeline.timeline import Cost
 
 # Costs in units of a simulated pass: of a pass when the simulator is built, and of a part of the
@@ -62,8 +62,8 @@ class LayerCounts:
         self.pipeline, schedule = pipeline, find(pipeline.schedule)
         self.placement = Placement(pipeline.stages, pipeline.chunks, schedule.v_shaped)
         self.splits, self.parts = schedule.splits_backward, range(self.placement.parts)
-        sizes = pipeline.schedule, pipeline.stages, pipeline.micros
-        self.passes = 4 * self.placement.parts * simulated_microbatches(*sizes)
+        self.model = step_model(*pipeline[:4])
+        self.passes = 4 * self.placement.parts * self.model.simulated_microbatches
         self.left = passes - _BUILT * self.passes
         self.bare, self.layer = [sum(each[:3]) for each in pipeline.bare], sum(pipeline.layer[:3])
         self.stage_of = [self.placement.location(part)[0] for part in self.parts]
@@ -153,10 +153,8 @@ class LayerCounts:
             Cost(*(one + count * each for one, each in zip(bare[:3], layer[:3])), bare.comm)
             for bare, count in zip(pipeline.bare, counts, strict=True)
         ]
-        ends = steady_ends(
-            pipeline.schedule, pipeline.stages, pipeline.micros, pipeline.chunks, costs
-        )
-        return max(end + self.sums(counts, stage) for stage, end in enumerate(ends))
+        sums = [self.sums(counts, stage) for stage in range(pipeline.stages)]
+        return max(reduced(self.model.steady_ends(costs), sums))
 
     def least(self, counts: Sequence[int]) -> float:
         """Return a lower bound on the seconds of a step."""

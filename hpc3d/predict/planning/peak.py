@@ -7,20 +7,18 @@ The pass adds its own peak.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from hpc3d.pipeline.instruction import Placement
-from hpc3d.pipeline.schedule import find
-from hpc3d.pipeline.step_model import kept_by_pass
+from hpc3d.pipeline.step_model import step_model
 from hpc3d.predict.planning.pass_costs import NOTHING, Pass
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
+    from hpc3d.pipeline.instruction import Placement
+    from hpc3d.pipeline.step_model import StepModel
     from hpc3d.predict.planning.pass_costs import PartCosts, PassSeconds
 
 _PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
@@ -46,12 +44,15 @@ class StageContent(NamedTuple):
     mixtures: float = 0
 
 
+def model_of(config: Config) -> StepModel:
+    """Return the StepModel of a layout."""
+    parallel = config.parallel
+    return step_model(parallel.schedule, config.mesh.p, parallel.microbatches, parallel.chunks)
+
+
 def contents(config: Config) -> list[tuple[StageContent, ...]]:
     """Return the StageContent of every chunk of every stage."""
-    parallel, v_shaped = config.parallel, find(config.parallel.schedule).v_shaped
-    return _contents_of(
-        Placement(config.mesh.p, parallel.chunks, v_shaped), *contents_in_order(config)
-    )
+    return _contents_of(model_of(config).placement, *contents_in_order(config))
 
 
 def contents_in_order(config: Config) -> list[StageContent]:
@@ -133,16 +134,21 @@ def working_bytes(
     `gradient` is the bytes of the stage's gradients. `sums` and `rest` are the bytes that the
     gradient reductions and the update need.
     """
-    parallel, stages = config.parallel, config.mesh.p
-    split = find(parallel.schedule).splits_backward
+    parallel, stages, model = config.parallel, config.mesh.p, model_of(config)
+    split = model.schedule.splits_backward
     works = [work_of(parts, content, split) for content in chunks]
     blocks = parts.block * messages(stages, parallel.microbatches, number)
-    moments = [*_moments_of(config, number, works, blocks), (0, rest)]
+    forward = [work.forward.left for work in works]
+    inputs = [work.forward.left + work.backward.left for work in works]
+    moments = [
+        (held, getattr(works[chunk], _PASS[op]).peak + blocks)
+        for (op, chunk), held in model.held(number, forward, inputs)
+    ]
     layers = max(1, stage_content(chunks).layers)
     layer = parts.layer.weight if split else parts.layer.whole
     posts = min(layers, buckets(gradient, parallel.bucket_mb) or 1)
     early = sums * (1 - 1 / posts) if parallel.overlap else 0
-    moments += [(0, sums), (parts.layer.forward.left, early + layer.peak + blocks)]
+    moments += [(0, rest), (0, sums), (parts.layer.forward.left, early + layer.peak + blocks)]
     held, passing = max(moments, key=sum)
     return {"activations in flight": int(held), "the running pass": int(passing)}
 
@@ -155,16 +161,3 @@ def messages(stages: int, micros: int, stage: int) -> int:
     """
     neighbours = (stage > 0) + (stage < stages - 1)
     return 2 * min(neighbours, micros) or 1
-
-
-def _moments_of(
-    config: Config, number: int, works: Sequence[StageWork], blocks: int
-) -> Iterator[tuple[int, int]]:
-    """Yield (peak bytes saved at the start, peak bytes of the pass) for each kind of pass."""
-    forward = [work.forward.left for work in works]
-    inputs = [work.forward.left + work.backward.left for work in works]
-    parallel, stages = config.parallel, config.mesh.p
-    sizes = stages, parallel.microbatches, parallel.chunks
-    for (op, chunk), states in kept_by_pass(parallel.schedule, *sizes, number):
-        held = (states @ np.array([*forward, *inputs])).max()
-        yield held, getattr(works[chunk], _PASS[op]).peak + blocks
