@@ -98,6 +98,10 @@ class Placement(NamedTuple):
             return self.parts - 1 - stage
         return chunk * self.stages + stage
 
+    def parts_of(self, stage: int) -> list[int]:
+        """Return the parts of a stage by chunk."""
+        return [self.part(stage, chunk) for chunk in range(self.chunks)]
+
     def location(self, part: int) -> tuple[int, int]:
         """Return the (stage, chunk) of a part."""
         chunk, stage = divmod(part, self.stages)

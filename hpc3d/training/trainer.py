@@ -127,7 +127,7 @@ class Trainer:
         the other.
         """
         stage, layers = self.mesh.coord("p"), self.config.layers()
-        here = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
+        here = placement.parts_of(stage)
         parts = [LayerRange(layers[i], i == 0, i == placement.parts - 1) for i in here]
         ends = {placement.location(part)[0] for part in (0, placement.parts - 1)}
         return parts, next(iter(ends - {stage}), None) if stage in ends else None

@@ -109,7 +109,7 @@ def test_without_a_closed_form_the_time_is_that_of_the_timeline(name, micros, mo
     chunks = find(name).chunks or 2
     passes, placement = instruction_streams(name, 4, micros, chunks)
     stages = [Cost(*each, UNEVEN.message).share(chunks) for each in zip(*UNEVEN[:3])]
-    costs = [stages[placement.place(part)[0]] for part in range(placement.parts)]
+    costs = [stages[placement.location(part)[0]] for part in range(placement.parts)]
     exact = makespan(timeline(passes, placement, costs))
     found = step_model(name, 4, micros, chunks).seconds(UNEVEN)
     assert found == pytest.approx(exact, rel=1e-9)

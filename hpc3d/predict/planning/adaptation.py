@@ -13,7 +13,6 @@ from math import ceil, inf, log10
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.pipeline.instruction import Placement
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.planning.candidates import (
@@ -23,10 +22,12 @@ from hpc3d.predict.planning.candidates import (
 )
 from hpc3d.predict.planning.layer_counts import LayerCounts, LayerPipeline
 from hpc3d.predict.planning.layouts import MemoryOption
-from hpc3d.predict.planning.peak import StageContent, contents, stage_content
+from hpc3d.predict.planning.pass_costs import StageContent
+from hpc3d.predict.planning.peak import contents, model_of, stage_bytes, stage_content
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
+    from hpc3d.predict.planning.cost_table import CostTable
     from hpc3d.predict.planning.estimate import Estimate, Estimator
 
 _FEW = 6  # layouts for which uneven layers are tried
@@ -114,27 +115,23 @@ def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
     """Return the step time that a layout would have if all stages had equal work."""
     config = estimate.config
     stages = [stage_content(each) for each in contents(config)]
-    works = estimator.works(config, estimator.parts(config), stages)
+    works = estimator.works(config, estimator.costs.parts(config), stages)
     work = [sum(each.seconds for each in one) for one in works]
     return estimate.seconds - config.parallel.microbatches * (max(work) - mean(work))
 
 
 def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> LayerPipeline:
     """Return the LayerPipeline of a layout, with `memory` bytes per stage."""
-    parts, parallel, stages = estimator.parts(config), config.parallel, config.mesh.p
-    split = find(parallel.schedule).splits_backward
-    none = _with_layers(config, (0,) * stages * parallel.chunks)
-    backward = parts.layer.backward if split else parts.layer.whole
+    parts, model = estimator.costs.parts(config), model_of(config)
+    none = _with_layers(config, (0,) * model.placement.parts)
+    backward = parts.layer.backward if model.schedule.splits_backward else parts.layer.whole
     passes = (parts.layer.forward, backward, parts.layer.weight)
     return LayerPipeline(
-        parallel.schedule,
-        stages,
-        parallel.microbatches,
-        parallel.chunks,
+        model,
         bare=estimator.part_costs(none, parts),
         layer=Cost(*(each.seconds for each in passes)),
         sums=_sums_of(estimator, config),
-        held=_held_of(estimator, config),
+        held=_held_of(estimator.costs, config),
         memory=memory,
     )
 
@@ -146,31 +143,29 @@ def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float
     """
     chunks = contents(config)
     first = stage_content(chunks[0])
-    shown = estimator.shown_sums(config, estimator.parts(config), first)
-    rate = shown / estimator.held(config, first)["gradient"]
+    shown = estimator.shown_sums(config, estimator.costs.parts(config), first)
+    rate = shown / estimator.costs.held(config, first)["gradient"]
 
     def seconds(stage, layers):
         content = stage_content(chunks[stage])
         content = content._replace(layers=layers, mixtures=_mixtures(config, layers))
-        return rate * estimator.held(config, content)["gradient"] if rate else 0.0
+        return rate * estimator.costs.held(config, content)["gradient"] if rate else 0.0
 
     return seconds
 
 
-def _held_of(estimator: Estimator, config: Config) -> Callable[[int, tuple[int, ...]], float]:
+def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]], float]:
     """Return the bytes of a stage as a function of the layers of its chunks."""
-    parallel, parts = config.parallel, estimator.parts(config)
-    placement = Placement(config.mesh.p, parallel.chunks, find(parallel.schedule).v_shaped)
-    sums, rest = estimator.update(config, stage_content(contents(config)[0]))
+    parts, placement = costs.parts(config), model_of(config).placement
+    sums, rest = costs.update(config, stage_content(contents(config)[0]))
 
     def held(stage, layers):
-        numbers = [placement.part(stage, chunk) for chunk in range(placement.chunks)]
         content = tuple(
             StageContent(count, part == 0, part == placement.parts - 1, _mixtures(config, count))
-            for part, count in zip(numbers, layers, strict=True)
+            for part, count in zip(placement.parts_of(stage), layers, strict=True)
         )
         peaks = sums.peak, rest.peak
-        return estimator.stage_bytes(config, parts, content, stage, *peaks).total()
+        return stage_bytes(costs, config, parts, content, stage, *peaks).total()
 
     return held
 
@@ -195,10 +190,9 @@ def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
 
     The configured size is left out.
     """
-    sample = estimator.sample(config, config.parallel.zero)
-    layer = sample.held[(sample.layers,)]["gradient"] / len(sample.layers.layers)
+    layer = estimator.costs.layer_gradient(config) / config.model.moe_every
     whole = max(
-        estimator.held(config, stage_content(each))["gradient"] for each in contents(config)
+        estimator.costs.held(config, stage_content(each))["gradient"] for each in contents(config)
     )
     sizes = {min(layer * 2**power, whole) for power in range(_BUCKETS - 1)} | {whole}
     megabytes = {_rounded_up(size / 1e6) for size in sizes}

@@ -21,9 +21,7 @@ from itertools import accumulate, permutations
 from math import inf
 from typing import NamedTuple
 
-from hpc3d.pipeline.instruction import Placement
-from hpc3d.pipeline.schedule import find
-from hpc3d.pipeline.step_model import reduced, step_model
+from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
 # Costs in units of a simulated pass: of a pass when the simulator is built, and of a part of the
@@ -34,17 +32,14 @@ _GAIN = 1e-9  # relative gain of a step above rounding errors
 
 
 class LayerPipeline(NamedTuple):
-    """Pipeline to which layers are assigned: a schedule with stages, microbatches and chunks.
+    """Pipeline to which layers are assigned, with the StepModel of its schedule.
 
     `bare` has the costs of each part without layers and `layer` those of a layer, both for one
     microbatch. A stage ends its gradient reductions `sums(stage, layers)` seconds after its
     passes. `held(stage, layers of its chunks)` is the bytes of a rank, at most `memory`.
     """
 
-    schedule: str
-    stages: int
-    micros: int
-    chunks: int
+    model: StepModel
     bare: list[Cost]
     layer: Cost
     sums: Callable[[int, int], float]
@@ -59,19 +54,13 @@ class LayerCounts:
     """
 
     def __init__(self, pipeline: LayerPipeline, passes: int) -> None:
-        self.pipeline, schedule = pipeline, find(pipeline.schedule)
-        self.placement = Placement(pipeline.stages, pipeline.chunks, schedule.v_shaped)
-        self.splits, self.parts = schedule.splits_backward, range(self.placement.parts)
-        self.model = step_model(*pipeline[:4])
-        self.passes = 4 * self.placement.parts * self.model.simulated_microbatches
+        self.pipeline, self.model, placement = pipeline, pipeline.model, pipeline.model.placement
+        self.parts = range(placement.parts)
+        self.passes = 4 * placement.parts * self.model.simulated_microbatches
         self.left = passes - _BUILT * self.passes
         self.bare, self.layer = [sum(each[:3]) for each in pipeline.bare], sum(pipeline.layer[:3])
-        self.stage_of = [self.placement.location(part)[0] for part in self.parts]
-        chunks = range(pipeline.chunks)
-        self.parts_of = [
-            [self.placement.part(stage, chunk) for chunk in chunks]
-            for stage in range(pipeline.stages)
-        ]
+        self.stage_of = [placement.location(part)[0] for part in self.parts]
+        self.parts_of = [*map(placement.parts_of, range(placement.stages))]
         self.held = cache(pipeline.held)
 
     def best(self, even: Sequence[int]) -> tuple[int, ...] | None:
@@ -113,7 +102,7 @@ class LayerCounts:
         counts[part] += 1
         over, own = self.over(counts, stage), self.of(counts, part)
         work = sum(self.of(counts, other) for other in self.parts_of[stage])
-        seconds = self.pipeline.micros * work + self.sums(counts, stage)
+        seconds = self.model.micros * work + self.sums(counts, stage)
         counts[part] -= 1
         return over, seconds, own
 
@@ -153,23 +142,23 @@ class LayerCounts:
             Cost(*(one + count * each for one, each in zip(bare[:3], layer[:3])), bare.comm)
             for bare, count in zip(pipeline.bare, counts, strict=True)
         ]
-        sums = [self.sums(counts, stage) for stage in range(pipeline.stages)]
+        sums = [self.sums(counts, stage) for stage in range(self.model.stages)]
         return max(reduced(self.model.steady_ends(costs), sums))
 
     def least(self, counts: Sequence[int]) -> float:
         """Return a lower bound on the seconds of a step."""
-        works = [self.pipeline.micros * work for work in self.work(counts)]
-        if self.pipeline.chunks > 1:
+        works = [self.model.micros * work for work in self.work(counts)]
+        if self.model.chunks > 1:
             return max(works)
         layer, bare = self.pipeline.layer, self.pipeline.bare
         ways = [one.forward + count * layer.forward for one, count in zip(bare, counts)]
-        if not self.splits:
+        if not self.model.schedule.splits_backward:
             ways = [self.of(counts, part) for part in self.parts]
         return max(work + way for work, way in zip(works, accumulate(ways, initial=0.0)))
 
     def work(self, counts: Sequence[int]) -> list[float]:
         """Return the seconds of a microbatch on each stage."""
-        found = [0.0] * self.pipeline.stages
+        found = [0.0] * self.model.stages
         for part, stage in enumerate(self.stage_of):
             found[stage] += self.of(counts, part)
         return found
@@ -180,7 +169,7 @@ class LayerCounts:
 
     def excess(self, counts: Sequence[int]) -> float:
         """Return the bytes above the memory, summed over stages."""
-        return sum(self.over(counts, stage) for stage in range(self.pipeline.stages))
+        return sum(self.over(counts, stage) for stage in range(self.model.stages))
 
     def over(self, counts: Sequence[int], stage: int) -> float:
         """Return the bytes of a stage above the memory."""

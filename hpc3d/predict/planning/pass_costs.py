@@ -373,6 +373,18 @@ class LayerSample:
         return sums, rest
 
 
+class StageContent(NamedTuple):
+    """Content of a part of the model: its number of layers, and whether it has embedding and head.
+
+    If only some layers have mixtures of experts, `mixtures` is their number.
+    """
+
+    layers: int
+    first: bool
+    last: bool
+    mixtures: float = 0
+
+
 @dataclass(frozen=True, eq=False)
 class PartCosts:
     """PassSeconds of the parts of a model, and the bytes of a block between them.

@@ -7,18 +7,20 @@ The pass adds its own peak.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.pipeline.step_model import step_model
-from hpc3d.predict.planning.pass_costs import NOTHING, Pass
+from hpc3d.predict.planning.pass_costs import NOTHING, Pass, StageContent
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.instruction import Placement
     from hpc3d.pipeline.step_model import StepModel
+    from hpc3d.predict.planning.cost_table import CostTable
     from hpc3d.predict.planning.pass_costs import PartCosts, PassSeconds
 
 _PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
@@ -30,18 +32,6 @@ class StageWork(NamedTuple):
     forward: Pass
     backward: Pass
     weight: Pass
-
-
-class StageContent(NamedTuple):
-    """Content of a part of the model: its number of layers, and whether it has embedding and head.
-
-    If only some layers have mixtures of experts, `mixtures` is their number.
-    """
-
-    layers: int
-    first: bool
-    last: bool
-    mixtures: float = 0
 
 
 def model_of(config: Config) -> StepModel:
@@ -80,7 +70,7 @@ def even(config: Config) -> bool:
 @cache
 def _contents_of(placement: Placement, *contents: StageContent) -> list[tuple[StageContent, ...]]:
     return [
-        tuple(contents[placement.part(stage, chunk)] for chunk in range(placement.chunks))
+        tuple(contents[part] for part in placement.parts_of(stage))
         for stage in range(placement.stages)
     ]
 
@@ -120,44 +110,67 @@ def _layers_of(parts: PartCosts, content: StageContent) -> list[PassSeconds]:
     return [dense * (content.layers - content.mixtures), mixture * content.mixtures]
 
 
-def working_bytes(
+def fullest(
+    costs: CostTable,
+    config: Config,
+    parts: PartCosts,
+    chunks: Sequence[Sequence[StageContent]],
+    sums: int,
+    rest: int,
+) -> tuple[int, dict[str, int]]:
+    """Return the stage whose rank holds most, and its peak bytes by kind.
+
+    `chunks` has the content of each stage; `sums` and `rest` are as for `stage_bytes`.
+    """
+    last = len(chunks) - 1
+    numbers = {0, min(1, last), max(0, last - 1), last} if even(config) else range(last + 1)
+    found = {
+        number: stage_bytes(costs, config, parts, chunks[number], number, sums, rest)
+        for number in numbers
+    }
+    stage = max(found, key=lambda number: found[number].total())
+    return stage, dict(found[stage])
+
+
+def stage_bytes(
+    costs: CostTable,
     config: Config,
     parts: PartCosts,
     chunks: Sequence[StageContent],
     number: int,
-    gradient: float,
     sums: int,
     rest: int,
-) -> dict[str, int]:
-    """Return the peak bytes of a rank of stage `number` beyond its parameters, by kind.
+) -> Counter:
+    """Return the peak bytes of a rank of stage `number` with these `chunks`, by kind.
 
-    `gradient` is the bytes of the stage's gradients. `sums` and `rest` are the bytes that the
-    gradient reductions and the update need.
+    `sums` and `rest` are the bytes that the gradient reductions and the update of a layer need.
     """
-    parallel, stages, model = config.parallel, config.mesh.p, model_of(config)
-    split = model.schedule.splits_backward
-    works = [work_of(parts, content, split) for content in chunks]
-    blocks = parts.block * messages(stages, parallel.microbatches, number)
+    parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
+    held, times = costs.held(config, content), costs.layer_equivalents(config, content)
+    sums, ahead = times * sums, max(1.0, 2e6 * parallel.bucket_mb / costs.layer_gradient(config))
+    split, blocks = model.schedule.splits_backward, parts.block * _blocks(model, number)
+    works = [work_of(parts, each, split) for each in chunks]
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
     moments = [
-        (held, getattr(works[chunk], _PASS[op]).peak + blocks)
-        for (op, chunk), held in model.held(number, forward, inputs)
+        (saved, getattr(works[chunk], _PASS[op]).peak + blocks)
+        for (op, chunk), saved in model.held(number, forward, inputs)
     ]
-    layers = max(1, stage_content(chunks).layers)
-    layer = parts.layer.weight if split else parts.layer.whole
-    posts = min(layers, buckets(gradient, parallel.bucket_mb) or 1)
+    # The update gathers at most two buckets; reductions overlap with the backward pass of a layer.
+    posts = min(max(1, content.layers), buckets(held["gradient"], parallel.bucket_mb) or 1)
     early = sums * (1 - 1 / posts) if parallel.overlap else 0
-    moments += [(0, rest), (0, sums), (parts.layer.forward.left, early + layer.peak + blocks)]
-    held, passing = max(moments, key=sum)
-    return {"activations in flight": int(held), "the running pass": int(passing)}
+    layer = parts.layer.weight if split else parts.layer.whole
+    moments += [(0, min(times, ahead) * rest), (0, sums)]
+    moments += [(parts.layer.forward.left, early + layer.peak + blocks)]
+    saved, passing = max(moments, key=sum)
+    return held + Counter({"activations in flight": int(saved), "the running pass": int(passing)})
 
 
-def messages(stages: int, micros: int, stage: int) -> int:
+def _blocks(model: StepModel, stage: int) -> int:
     """Return the number of message blocks during a pass.
 
     A stage has one block to and one from each neighbor, limited by the number of microbatches. A
     single stage has its result.
     """
-    neighbours = (stage > 0) + (stage < stages - 1)
-    return 2 * min(neighbours, micros) or 1
+    neighbors = (stage > 0) + (stage < model.stages - 1)
+    return 2 * min(neighbors, model.micros) or 1

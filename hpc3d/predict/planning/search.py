@@ -142,7 +142,7 @@ class Search:
         found.sort()
 
     def _spent(self, most: int) -> bool:
-        return self.estimator.costs >= most
+        return self.estimator.costs.measured >= most
 
     def _consider(self, candidate: Candidate, found: Found, top: int, most: float) -> float:
         """Time a candidate if it may be among the best.
@@ -163,8 +163,8 @@ class Search:
     def calibrate(self, candidates: Sequence[Candidate]) -> None:
         """Calibrate the bounds with the candidate that has the least communication."""
         config = min(candidates, key=lambda candidate: sum(candidate.moves.values())).config
-        fixed = self.estimator.world(config).seconds
-        self.bounds.calibrate(config, self.estimator.parts(config), fixed)
+        fixed = self.estimator.costs.world(config).seconds
+        self.bounds.calibrate(config, self.estimator.costs.parts(config), fixed)
 
     def limit(self, timed: Sequence[TimedCandidate], top: int) -> float:
         """Return the seconds below which a candidate is among the best `top`."""

@@ -11,6 +11,7 @@ from hpc3d.predict.machine.between_hosts import carried, legs
 from hpc3d.predict.machine.machine import CallTable, Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import dumps, load
 from hpc3d.predict.planning.bounds import Bounds, volumes
+from hpc3d.predict.planning.cost_table import CostTable
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search
@@ -195,9 +196,8 @@ def test_an_estimate_for_crowded_hosts_is_near_the_simulation(line, ranks):
 @pytest.mark.parametrize("line", strided(LAYOUTS, 3, 1))
 def test_bounds_are_below_simulations_of_crowded_hosts(line, ranks):
     machine, config = hosts(ranks, wake=2e-5), layout(line)
-    estimator, bounds = Estimator(256, machine), Bounds(config, 8, 256, machine)
-    fixed = estimator.world(config).seconds
-    bounds.calibrate(config, estimator.parts(config), fixed)
+    costs, bounds = CostTable(256, machine), Bounds(config, 8, 256, machine)
+    bounds.calibrate(config, costs.parts(config), costs.world(config).seconds)
     place = bounds.moves(config, volumes(config))
     assert 0 < bounds.least(place) <= seconds(config, machine)
 

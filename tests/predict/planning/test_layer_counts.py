@@ -6,6 +6,7 @@ from itertools import combinations_with_replacement, pairwise
 import pytest
 
 from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.step_model import step_model
 from hpc3d.pipeline.timeline import Cost, timeline
 from hpc3d.predict.planning.layer_counts import LayerCounts, LayerPipeline
 
@@ -38,7 +39,7 @@ def pipeline(name, stages, micros, chunks, ends, layer, **more):
     bare = [Cost(0, 0, 0, layer.comm) for _ in range(stages * chunks)]
     bare[0], bare[-1] = ends
     given = {"sums": no_sums, "held": lambda stage, layers: 0, **more}
-    return LayerPipeline(name, stages, micros, chunks, bare, layer, **given)
+    return LayerPipeline(step_model(name, stages, micros, chunks), bare, layer, **given)
 
 
 def step(asked, counts):
@@ -47,11 +48,12 @@ def step(asked, counts):
         Cost(*(one + count * each for one, each in zip(bare[:3], asked.layer[:3])), bare.comm)
         for bare, count in zip(asked.bare, counts, strict=True)
     ]
+    model = asked.model
     streams, placement = instruction_streams(
-        asked.schedule, asked.stages, asked.micros, asked.chunks
+        model.schedule.name, model.stages, model.micros, model.chunks
     )
     rows = timeline(streams, placement, costs)
-    found = [0] * asked.stages
+    found = [0] * model.stages
     for part, count in enumerate(counts):
         found[placement.location(part)[0]] += count
     return max(row[-1][1] + asked.sums(stage, found[stage]) for stage, row in enumerate(rows))
@@ -84,7 +86,7 @@ def test_no_other_layers_make_the_step_shorter(name, chunks, seeds, layers):
     best = 0
     for seed in range(seeds):
         asked = drawn(seed, name, chunks)
-        usual = even(layers, asked.stages * chunks)
+        usual = even(layers, asked.model.stages * chunks)
         counts = LayerCounts(asked, MANY).best(usual) or usual
         assert sum(counts) == layers
         least = min(step(asked, each) for each in every(layers, len(usual)))

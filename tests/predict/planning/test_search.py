@@ -1,4 +1,4 @@
-"""Plans against simulations: closed forms, estimates, and what a search finds and leaves."""
+"""Plans against simulations: bounds, and what a search finds and leaves."""
 
 from dataclasses import replace
 from itertools import product
@@ -13,12 +13,11 @@ from hpc3d.predict.machine.machine import Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.bounds import kind, volumes
-from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.ranking import Ranking
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation import summary
 from hpc3d.predict.simulation.simulator import simulate
-from tests.strided import rotating, strided
+from tests.strided import rotating
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = Machine(
@@ -67,109 +66,6 @@ def search(line=SMALL, ranks=8, machine=CLUSTER, memory=16 * GB, most=400, top=1
 def quickest(searched, timed):
     """The fastest offer of a place that fits by its estimate, or None."""
     return next(filter(searched.candidates.fits, timed.offers), None)
-
-
-# Estimates
-
-
-LAYOUTS = """
-x=8 scheme=1d
-x=8 scheme=1d-sequence recompute=selective
-x=4 y=2 scheme=2d
-x=2 y=2 z=2
-x=2 y=2 z=2 keep_gathered=false recompute=full
-x=2 y=2 z=2 scheme=2.5d
-x=2 y=4 scheme=2d-summa
-d=8
-d=4 x=2 scheme=1d zero=1
-d=4 x=2 zero=2
-d=4 x=2 zero=3 microbatches=2
-p=4 x=2 schedule=1f1b microbatches=8
-p=4 d=2 schedule=gpipe microbatches=4
-p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4
-p=4 x=2 scheme=1d schedule=zb-h1 microbatches=8 recompute=selective
-p=4 x=2 scheme=1d schedule=zb-h1 recompute=full
-p=4 d=2 schedule=zb-h1 zero=2
-p=4 d=2 schedule=zb-h2 microbatches=2
-p=2 d=2 x=2 scheme=1d-sequence schedule=zb-v microbatches=4 zero=1
-d=8 train.backend=cupy
-x=4 y=2 scheme=2d microbatches=2 recompute=selective train.backend=cupy train.dtype=bfloat16
-p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy
-p=4 d=2 schedule=1f1b microbatches=8 layers_per_stage=[0,2,1,1]
-p=4 d=2 schedule=zb-h1 zero=1 layers_per_stage=[2,0,2,0] microbatches=4
-p=2 d=2 y=2 schedule=interleaved chunks=2 microbatches=4 layers_per_stage=[0,2,2,0] bucket_mb=1
-""".strip().splitlines()
-
-
-OF_LLAMA = """
-x=2 y=2 z=2 model.kind=llama model.kv_heads=4 model.ffn=640
-x=2 y=4 scheme=2d microbatches=2 model.kind=qwen2 model.kv_heads=1 model.ffn=640
-p=2 x=4 schedule=1f1b microbatches=4 model.kind=llama model.kv_heads=4 train.backend=cupy
-p=2 x=4 schedule=1f1b microbatches=4 model.kind=llama model.kv_heads=2 train.backend=cupy
-""".strip().splitlines()
-
-
-OF_BERT = """
-x=2 y=2 z=2 model.kind=bert model.padding=0
-p=2 x=4 schedule=1f1b microbatches=4 model.kind=bert scheme=1d-sequence train.backend=cupy
-""".strip().splitlines()
-
-
-CUT = """
-c=4 x=2
-d=2 c=2 y=2 zero=1 context=all-to-all
-p=2 c=4 schedule=1f1b microbatches=4 zero=2 context=both ulysses=2
-d=2 c=2 p=2 schedule=zb-h1 microbatches=4 zero=1
-c=4 x=2 microbatches=2 zero=3 model.sequence=1024 recompute=full
-c=8 model.sequence=2048 train.batch=4 train.backend=cupy train.dtype=bfloat16
-""".strip().splitlines()
-
-
-MIXTURES = [
-    f"model.experts=8 {line}"
-    for line in """
-e=8
-d=2 e=2 x=2 model.top_k=2 model.capacity=1 model.shared_experts=1
-e=2 x=2 y=2 microbatches=2 scheme=2d recompute=full
-p=2 e=2 y=2 schedule=1f1b microbatches=4 zero=1 model.moe_every=2
-p=2 d=2 e=2 schedule=zb-h1 microbatches=4 model.capacity=0 model.top_k=2
-d=2 e=4 zero=3 model.kind=llama model.kv_heads=4 model.ffn=640
-c=2 e=2 x=2 zero=2
-e=8 model.moe_every=2 train.backend=cupy train.dtype=bfloat16
-p=4 e=2 schedule=1f1b microbatches=8 model.moe_every=2 model.capacity=0 model.top_k=2
-p=4 d=2 schedule=1f1b microbatches=8 layers_per_stage=[0,2,1,1] model.moe_every=2 zero=1
-p=4 e=2 schedule=zb-h1 zero=2 microbatches=8 model.moe_every=3 model.layers=8
-""".strip().splitlines()
-]
-
-
-COMPRESSED = """
-d=8 compression=powersgd
-d=4 x=2 scheme=1d zero=1 compression=top-k compression_share=0.1
-p=2 d=4 schedule=1f1b microbatches=4 compression=powersgd
-d=8 compression=top-k train.backend=cupy
-""".strip().splitlines()
-
-EVERY = [*LAYOUTS, *OF_LLAMA, *OF_BERT, *CUT, *MIXTURES, *COMPRESSED]
-
-
-@pytest.mark.parametrize("line", strided(EVERY, 6))
-def test_an_estimate_is_near_the_simulation(line):
-    config = settled(f"{SMALL} {line}")
-    found = Estimator(256, CLUSTER).estimate(config)
-    seconds, peak = step(config)
-    assert found.seconds == pytest.approx(seconds, rel=0.1)
-    assert found.peak == pytest.approx(peak, rel=0.1)
-    parts = found.compute + found.bubble + found.waits.total()
-    assert parts == pytest.approx(found.seconds, rel=1e-9)
-    assert min(found.compute, found.bubble + 1e-12, *found.waits.values()) >= 0
-
-
-def test_what_was_measured_for_one_layout_is_not_taken_for_another():
-    shared = Estimator(256, CLUSTER)
-    configs = [settled(f"{SMALL} {line}") for line in (*LAYOUTS, *CUT, *COMPRESSED)]
-    together = [shared.estimate(config) for config in configs]
-    assert together == [Estimator(256, CLUSTER).estimate(config) for config in configs]
 
 
 @pytest.fixture(scope="module")

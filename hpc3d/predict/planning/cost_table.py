@@ -1,0 +1,281 @@
+"""Costs of the passes, gradient reductions, updates and messages of layouts, measured once each.
+
+Many layouts of a search have the same costs.  A `CostKey` has the values that a cost depends on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from statistics import mean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpc3d.comm.mesh import CONTEXT, DATA
+from hpc3d.model.stage import FIRST, LAST
+from hpc3d.pipeline.schedule import find
+from hpc3d.predict.machine.between_hosts import legs
+from hpc3d.predict.planning.pass_costs import NOTHING, LayerSample, PartCosts
+from hpc3d.trace.schema import MESSAGES
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config, MeshConfig
+    from hpc3d.predict.machine.machine import Machine
+    from hpc3d.predict.planning.pass_costs import Pass, StageContent
+
+_TOKEN = 4  # bytes
+_MESSAGE_COSTS = ("message", "handled")  # costs for which the program does not run
+
+
+class CostKey(NamedTuple):
+    """Values that a cost depends on.
+
+    All costs depend on those without a default. `tensor` has the (axis, size, stride) of x, y, z
+    and e, and `context` that of c and the keys about context parallelism and attention. The others
+    are None unless a cost depends on them. `keep` is parallel.keep_gathered, `halves` is True if
+    the backward pass is split, `together` if one stage has embedding and head, and `times` is the
+    number of layers that an update covers. `data` and `pipeline` are the (axis, size, stride) of d
+    and p.
+    """
+
+    cost: str
+    backend: str
+    dtype: str
+    fused_gelu: bool
+    scheme: str
+    tensor: tuple
+    context: tuple
+    compression: tuple
+    zero: int | None = None
+    keep: bool | None = None
+    recompute: str | None = None
+    sequences: int | None = None
+    halves: bool | None = None
+    together: bool | None = None
+    times: float | None = None
+    nbytes: float | None = None
+    data: tuple | None = None
+    pipeline: tuple | None = None
+
+
+def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
+    """Return the CostKey of a cost of a layout."""
+    train, parallel, axes = config.train, config.parallel, _axes_of(config.mesh)
+    return CostKey(
+        cost,
+        train.backend,
+        train.dtype,
+        train.fused_gelu,
+        parallel.scheme,
+        tensor=tuple([axes[axis] for axis in axes if axis in "exyz"]),
+        context=(axes[CONTEXT], parallel.context, parallel.ulysses, parallel.attention),
+        compression=(
+            parallel.compression,
+            parallel.compression_rank,
+            parallel.compression_share,
+        ),
+        **values,
+    )
+
+
+@cache
+def _axes_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
+    """Return (axis, size, stride) of each axis; the stride is 0 if the axis has one rank."""
+    grid = mesh.grid()
+    return {
+        axis: (axis, size, grid.stride(axis) if size > 1 else 0)
+        for axis, size in grid.sizes.items()
+    }
+
+
+class CostTable:
+    """Costs of a model with `vocabulary` tokens on a machine.
+
+    `measured` is the number of costs for which the program ran.
+    """
+
+    def __init__(self, vocabulary: int, machine: Machine) -> None:
+        self.vocabulary, self.machine = vocabulary, machine
+        self.measured = 0
+        self._found: dict[CostKey, Any] = {}
+        self._held_by = cache(_held_by)
+
+    def _once(self, key: CostKey, measure: Callable[[], Any]) -> Any:
+        """Return the cost of a CostKey, which `measure()` returns the first time."""
+        if key not in self._found:
+            self._found[key] = measure()
+            self.measured += key.cost not in _MESSAGE_COSTS
+        return self._found[key]
+
+    def sample(
+        self, config: Config, zero: int, keep: bool = True, recompute: str = "none"
+    ) -> LayerSample:
+        """Return the LayerSample of a layout with other values."""
+        mesh, parallel = config.mesh, config.parallel
+        both = mesh.p == 1 or find(parallel.schedule).v_shaped
+        ends = ((FIRST, LAST),) if both else ((FIRST,), (LAST,))
+        ends = ends if recompute == "none" else ()  # embedding and head recompute nothing
+
+        def measure():
+            changed = replace(parallel, zero=zero, keep_gathered=keep, recompute=recompute)
+            layout = replace(config, parallel=changed)
+            return LayerSample(layout, self.vocabulary, self.machine, ends)
+
+        key = _key_of(
+            "sample",
+            config,
+            zero=zero,
+            keep=keep,
+            recompute=recompute,
+            together=both,
+            data=_axes_of(mesh)[DATA],
+        )
+        return self._once(key, measure)
+
+    def parts(self, config: Config) -> PartCosts:
+        """Return the PartCosts of a microbatch."""
+        parallel, mesh = config.parallel, config.mesh
+        sequences = config.train.batch // parallel.microbatches
+        halves = find(parallel.schedule).splits_backward
+        # ZeRO 2 and 3 communicate during the passes, 0 and 1 do not.
+        zero = parallel.zero if parallel.zero > 1 and mesh.replicas() > 1 else 0
+        keep, recompute = parallel.keep_gathered, parallel.recompute
+
+        def ends():
+            sample = self.sample(config, zero, keep)
+            return [sample.passes(part, sequences, halves) for part in (FIRST, LAST)]
+
+        def measure():
+            sample = self.sample(config, zero, keep, recompute)
+            stage = sample.stages[sample.layers]
+            rows, columns = stage.block_of(sequences * config.model.sequence)
+            block = rows * columns * np.dtype(config.train.dtype).itemsize
+            layer = sample.layer_passes(sequences, halves)
+            first, last = self._once(key._replace(cost="ends", recompute=None), ends)
+            kinds = tuple(sample.passes(kind, sequences, halves) for kind in sample.kinds)
+            return PartCosts(layer, first, last, block, kinds)
+
+        key = _key_of(
+            "parts",
+            config,
+            zero=zero,
+            keep=keep,
+            recompute=recompute,
+            sequences=sequences // mesh.d,
+            halves=halves,
+            data=_axes_of(mesh)[DATA] if zero else None,
+        )
+        return self._once(key, measure)
+
+    def held(self, config: Config, stage: StageContent) -> Counter:
+        """Return the bytes of the parameters, gradients and optimizer state of a stage, by
+        kind."""
+        return self._held_by(self.sample(config, config.parallel.zero), stage)
+
+    def layer_gradient(self, config: Config) -> int:
+        """Return the gradient bytes of the sample's layers."""
+        sample = self.sample(config, config.parallel.zero)
+        return sample.held[(sample.layers,)]["gradient"]
+
+    def layer_equivalents(self, config: Config, stage: StageContent) -> float:
+        """Return the gradient bytes of a stage in units of those of the sample's layers."""
+        return self.held(config, stage)["gradient"] / self.layer_gradient(config)
+
+    def update(self, config: Config, stage: StageContent) -> tuple[Pass, Pass]:
+        """Return the Pass of the gradient reductions of a stage and the Pass of its update."""
+        sample = self.sample(config, config.parallel.zero)
+        times = self.layer_equivalents(config, stage)
+        most = max(1.0, 1e6 * config.parallel.bucket_mb)
+
+        def measure():
+            return sample.update(times, most, stage.layers)
+
+        values = {"zero": config.parallel.zero, "data": _axes_of(config.mesh)[DATA]}
+        key = _key_of("update", config, times=times, nbytes=most, **values)
+        return self._once(key, measure)
+
+    def message(self, config: Config, nbytes: float) -> float:
+        """Return the seconds of a message in flight to the next stage, averaged over stages."""
+
+        def seconds(pair):
+            if not self.machine.cores:
+                return self.machine.call("send", nbytes, pair)
+            return legs(self.machine, "send", nbytes, pair).wired + self.machine.wakeup_s
+
+        return self._between_stages("message", config, nbytes, seconds)
+
+    def handled(self, config: Config, nbytes: float) -> Pass:
+        """Return the Pass of a core that sends or receives a message, averaged over both."""
+
+        def work(pair):
+            return mean(legs(self.machine, op, nbytes, pair).work for op in MESSAGES)
+
+        seconds = self._between_stages("handled", config, nbytes, work)
+        return NOTHING._replace(seconds=seconds, waits=Counter(p=seconds), busy=seconds)
+
+    def _between_stages(
+        self,
+        cost: str,
+        config: Config,
+        nbytes: float,
+        seconds: Callable[[tuple[int, int]], float],
+    ) -> float:
+        """Return the mean of `seconds(pair)` over the pairs of adjacent stages."""
+        if config.mesh.p == 1:
+            return 0.0
+
+        def measure():
+            column = config.mesh.grid().ranks_along("p", {})
+            return mean(map(seconds, pairwise(column)))
+
+        pipeline = _axes_of(config.mesh)["p"]
+        return self._once(_key_of(cost, config, nbytes=nbytes, pipeline=pipeline), measure)
+
+    def tied_exchange(self, config: Config, stages: Sequence[StageContent]) -> Pass:
+        """Return the Pass in which the two copies of a tied embedding exchange gradients."""
+        if not config.model.tied or config.mesh.p == 1 or stages[0].last:
+            return NOTHING
+        ends = config.mesh.grid().ranks_along("p", {})
+        nbytes = self.sample(config, config.parallel.zero).held[(FIRST,)]["gradient"]
+        return self._call("p", "send", nbytes, (ends[0], ends[-1]))
+
+    def world(self, config: Config) -> Pass:
+        """Return the Pass of the calls of all ranks in a step.
+
+        They are the broadcast of the batch and three all-reduces of one element.
+        """
+        ranks = range(config.mesh.grid().size)
+        if len(ranks) == 1:
+            return NOTHING
+        batch = 2 * config.train.batch * config.model.sequence * _TOKEN
+        element = self._call("world", "all_reduce", 8, ranks)
+        return self._call("world", "broadcast", batch, ranks) + element * 3
+
+    def _call(self, axis: str, op: str, nbytes: float, members: Sequence[int]) -> Pass:
+        """Return the Pass of a call."""
+        if not self.machine.cores:
+            seconds = self.machine.call(op, nbytes, members)
+            waits = Counter({axis: seconds})
+            return NOTHING._replace(seconds=seconds, waits=waits, idle=waits)
+        work, wired = legs(self.machine, op, nbytes, members)
+        seconds, idle = work + wired + self.machine.wakeup_s, Counter({axis: wired})
+        return NOTHING._replace(
+            seconds=seconds, waits=Counter({axis: seconds}), busy=work, idle=idle
+        )
+
+
+def _held_by(sample: LayerSample, stage: StageContent) -> Counter:
+    """Return the bytes of the parameters, gradients and optimizer state of a stage, by kind."""
+    held = sample.held
+    ends = tuple(part for part, here in ((FIRST, stage.first), (LAST, stage.last)) if here)
+    parts, counts = (sample.layers,), (stage.layers,)
+    if sample.kinds:
+        parts, counts = sample.kinds, (stage.layers - stage.mixtures, stage.mixtures)
+    total = held[()] + (held[ends] if ends else Counter())
+    for part, count in zip(parts, counts):
+        total += Counter({kind: int(count * size) for kind, size in held[(part,)].items()})
+    return total
