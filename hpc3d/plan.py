@@ -241,8 +241,8 @@ def _apply(path: Path | str, config: Config, planned: Config, ranks: int) -> Non
     """Write the input file `path` with the planned mesh and parallelism."""
     from hpc3d.config.load import load
     from hpc3d.config.rules import resolve
+    from hpc3d.console.small_files import naming
     from hpc3d.predict.planning.planned_layouts import input_with
-    from hpc3d.trace.segment import naming
 
     with naming(path):
         Path(path).write_text(input_with(config, planned), encoding="utf-8")

@@ -24,9 +24,9 @@ from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import reason_of, sanitized
+from hpc3d.console.small_files import naming
 from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.locate import trace_of
-from hpc3d.trace.segment import naming
 
 log = logging.getLogger("hpc3d.report")  # as a command __name__ is another
 

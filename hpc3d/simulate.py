@@ -266,7 +266,7 @@ def _print(simulated, found):
 
 
 def _write_csv(options, passes, placement):
-    from hpc3d.trace.segment import naming
+    from hpc3d.console.small_files import naming
 
     if find(options.name).asynchronous:
         raise ValueError(

@@ -12,10 +12,10 @@ from hpc3d.analyze.report.palette import default_style
 from hpc3d.analyze.report.run_analysis import RunAnalysis, analyze_run
 from hpc3d.analyze.report.verdict import verdict
 from hpc3d.config.load import stored
+from hpc3d.console.small_files import naming
 from hpc3d.runtime import metrics_file
 from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.locate import trace_of
-from hpc3d.trace.segment import naming
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc3d.checkpoints.sharded import shares, steps_of
 from hpc3d.console.sanitize import reason_of
-from hpc3d.trace.segment import replacing
+from hpc3d.console.small_files import replacing
 
 if TYPE_CHECKING:
     from hpc3d.runtime.job import Job

@@ -17,8 +17,8 @@ from hpc3d.checkpoints.block_slices import whole_of
 from hpc3d.checkpoints.hf_families import PublishedFamily, published
 from hpc3d.checkpoints.hf_settings import CONFIG, GENERATION, TOKENIZER_FILES
 from hpc3d.checkpoints.inspect import config_of, shapes_in
+from hpc3d.console.small_files import replacing
 from hpc3d.model.families import with_epsilon
-from hpc3d.trace.segment import replacing
 
 if TYPE_CHECKING:
     from hpc3d.checkpoints.sharded import Checkpoint

@@ -19,7 +19,7 @@ from hpc3d.checkpoints.inspect import shapes_of
 from hpc3d.checkpoints.manifest import name_of
 from hpc3d.checkpoints.sharded import InitialState, StoredPiece, complete, write_shard
 from hpc3d.config.load import to_toml
-from hpc3d.trace.segment import replacing, sync
+from hpc3d.console.small_files import replacing, sync, temporary_of
 from hpc3d.training.optimizers.catalog import optimizer_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _write(path: Path, text: str) -> None:
 @contextmanager
 def _atomic_folder(folder: Path) -> Iterator[Path]:
     """Create a folder with a temporary name; rename it if the block succeeds, else remove it."""
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    temporary = temporary_of(folder)
     temporary.mkdir(parents=True)
     try:
         yield temporary

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hpc3d.console.sanitize import sanitized
+from hpc3d.console.small_files import replacing
 from hpc3d.runtime.optional_packages import need
-from hpc3d.trace.segment import replacing
 
 _WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.float32}
 

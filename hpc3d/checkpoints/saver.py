@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.checkpoints.sharded import Snapshot, complete, named, write_shard
 from hpc3d.config.load import to_toml
-from hpc3d.trace.segment import sync
+from hpc3d.console.small_files import sync
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import CheckpointConfig

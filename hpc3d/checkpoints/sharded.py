@@ -27,7 +27,7 @@ from hpc3d.arrays.pool import from_host, on_host, to_host
 from hpc3d.checkpoints.block_slices import BlockSlices, box_of, boxes, whole_of
 from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, narrowed, read_manifest, type_of
 from hpc3d.console.sanitize import reason_of
-from hpc3d.trace.segment import naming, replacing, sync
+from hpc3d.console.small_files import naming, replacing, sync
 from hpc3d.training.optimizers.optimizer import MASTER
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def write_shard(folder: Path, rank: int, snapshot: Snapshot | InitialState) -> N
     nothing here touches the folder afterwards.
     """
     path, digest = folder / f"rank-{rank:05d}.bin", hashlib.sha256()
-    with replacing(path) as temporary, temporary.open("wb") as file:
+    with replacing(path, crowded=True) as temporary, temporary.open("wb") as file:
         for array in snapshot.arrays:
             digest.update(array)
             file.write(array)

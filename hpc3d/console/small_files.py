@@ -1,11 +1,21 @@
-"""Bounded reading of small files and TOML from untrusted sources.
+"""Bounded reading of small files and TOML from untrusted sources, and atomic writing.
 
 A device or a pipe might never end, and a large file takes long to parse.
+
+A file has the name NAME.HOST.PID.tmp until it is complete and on disk.  A killed process leaves
+that file, and the next writer of NAME removes it.
 """
 
 from __future__ import annotations
 
+import glob
+import os
+import platform
 import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +24,7 @@ from hpc3d.console.sanitize import file_and_reason
 _MOST_TEXT = 2**20  # bytes of an input or machine file
 MOST_JSON = 2**25  # bytes of a config.json or a weight index
 MOST_SCHEDULE = 2**24  # bytes of a schedule as a CSV file
+_ABANDONED_S = 86400  # age of the temporary file of another host whose writer must have ended
 MOST_PARTS = 100  # parts of a key a.b.c: parsing time is quadratic in them
 
 
@@ -49,3 +60,70 @@ def toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("tables or arrays too deep") from None
+
+
+@contextmanager
+def replacing(path: Path, crowded: bool = False) -> Iterator[Path]:
+    """Yield a temporary path; its file is synced and replaces `path` if the block succeeds.
+
+    A folder is `crowded` if every rank writes to it.  It is not searched for temporary files of
+    killed processes.
+    """
+    temporary = _temporary_name(path) if crowded else temporary_of(path)
+    try:
+        with naming(path):
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+    finally:
+        with suppress(OSError):  # the disk became read-only
+            temporary.unlink(missing_ok=True)
+
+
+def temporary_of(path: Path) -> Path:
+    """Return the temporary path of this process for `path`; remove those of killed processes."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+        host, _, process = left.name[len(path.name) + 1 : -len(".tmp")].rpartition(".")
+        with suppress(OSError):  # another process removed it, or the disk is read-only
+            if _has_ended(host, process, left):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return _temporary_name(path)
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}.tmp")
+
+
+def _has_ended(host: str, process: str, left: Path) -> bool:
+    """Return True if the process that wrote a temporary path no longer exists."""
+    if host != platform.node():
+        return time.time() - left.stat().st_mtime > _ABANDONED_S
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, ValueError, OverflowError):  # of another user; not our name
+        return False
+    return False
+
+
+def sync(path: Path) -> None:
+    """Sync a file, or the directory entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Add this path to an OSError without a file name, such as an error of writing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and not error.filename:
+            error.filename, error.strerror = str(path), os.strerror(error.errno)
+        raise

@@ -9,8 +9,7 @@ import contextlib
 import hashlib
 import io
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpc3d.console.small_files import replacing
 from hpc3d.data.sources import BIN, JSONL, PARQUET, Source
 from hpc3d.data.tokenizer import (
     END,
@@ -252,20 +252,19 @@ def write_tokens(
     layout = {"chunks": (_CHUNK,), "maxshape": (None,), "fletcher32": True}
     digest = hashlib.sha256()
     sources = [Source(text, tokenizer, field) for text in texts]
-    with (
-        replacing(path) as disk,
-        h5py.File(disk, "w", libver=_SELF_CHECKING, locking=False) as file,
-    ):
-        dataset = file.create_dataset("tokens", (0,), dtype, **layout)
-        for ids, size in chain.from_iterable(sources):
-            part = ids.astype(dtype)
-            _append(dataset, part)
-            digest.update(part)
-            disk.check()
-            report(size)
-        file.attrs.update(_described(texts, tokenizer))
-        file.attrs.update(documents=sum(source.documents for source in sources))
-        file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
+    with replacing(path) as temporary, _Disk(temporary, "w+") as disk:
+        with h5py.File(disk, "w", libver=_SELF_CHECKING, locking=False) as file:
+            dataset = file.create_dataset("tokens", (0,), dtype, **layout)
+            for ids, size in chain.from_iterable(sources):
+                part = ids.astype(dtype)
+                _append(dataset, part)
+                digest.update(part)
+                disk.check()
+                report(size)
+            file.attrs.update(_described(texts, tokenizer))
+            file.attrs.update(documents=sum(source.documents for source in sources))
+            file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
+        disk.check()
 
 
 def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
@@ -320,27 +319,3 @@ class _Disk(io.FileIO):
         """Raise the OSError of the first failed write."""
         if self.failure:
             raise OSError(self.failure.errno, self.failure.strerror, self.name)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[_Disk]:
-    """Yield a new file that replaces `path` atomically, once it is on disk, or is removed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with _Disk(temporary, "w+") as disk:
-            yield disk
-            disk.check()
-            os.fsync(disk.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(path: Path) -> None:
-    """Wait until the directory entries of a folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

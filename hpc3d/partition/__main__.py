@@ -41,9 +41,9 @@ from hpc3d.config.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
 from hpc3d.console.command_line import Parser, readable_time, run
 from hpc3d.console.sanitize import sanitized
+from hpc3d.console.small_files import replacing
 from hpc3d.pipeline.schedule import FOR_PARTITIONS
 from hpc3d.runtime.optional_packages import need
-from hpc3d.trace.segment import replacing
 
 _SCHEDULES = [each.name for each in FOR_PARTITIONS]
 _OF_GRAPHS = [each.name for each in FOR_PARTITIONS if each.undivided]

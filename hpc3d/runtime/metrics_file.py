@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hpc3d.console.small_files import replacing
 from hpc3d.runtime.optional_packages import need
 
 NAME = "metrics.jsonl"
@@ -46,10 +47,8 @@ class MetricsFile:
 
     def _keep(self, start: int) -> None:
         """Atomically remove the records that were written after more than `start` steps."""
-        kept = self.path.with_suffix(".tmp")
-        with kept.open("w", encoding="utf-8") as file:
+        with replacing(self.path) as kept, kept.open("w", encoding="utf-8") as file:
             file.writelines(line for line, record in _lines(self.path) if _done(record) <= start)
-        kept.replace(self.path)
 
     def write(self, **values: Any) -> None:
         record = {key: _finite(value) for key, value in values.items()} | {"time": time.time()}

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpc3d.console.small_files import replacing
 from hpc3d.runtime import host_memory
 from hpc3d.trace.heaps import check_heaps
 from hpc3d.trace.schema import COORDS, ENUMS, LAYOUT, TEXT
-from hpc3d.trace.segment import replacing
 
 if TYPE_CHECKING:
     from h5py import Dataset, File, Group

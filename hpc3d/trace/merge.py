@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
+from hpc3d.console.small_files import replacing
 from hpc3d.trace import schema
 from hpc3d.trace.annotations import add_supplements, supplements
 from hpc3d.trace.clock import IDENTITY, fit
 from hpc3d.trace.file import Growing, create, write_table
 from hpc3d.trace.previous_attempts import earlier
-from hpc3d.trace.segment import TABLES, count_segments, read_segment, replacing, segment_path
+from hpc3d.trace.segment import TABLES, count_segments, read_segment, segment_path
 from hpc3d.trace.trace_config import configured
 
 log = logging.getLogger(__name__)

@@ -11,15 +11,14 @@ all segments into one file.
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.console.small_files import replacing
 from hpc3d.trace.schema import (
     CLOCK_SAMPLES,
     EVALUATION,
@@ -58,42 +57,6 @@ class Segment(NamedTuple):
     routers: np.ndarray = np.zeros(0, record_type(ROUTERS))
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; its file is synced and replaces `path` if the block succeeds."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with naming(path):
-            yield temporary
-            sync(temporary)
-            os.replace(temporary, path)
-            sync(path.parent)
-    finally:
-        with suppress(OSError):  # the disk became read-only
-            temporary.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Sync a file, or the directory entries of a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with naming(path):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def naming(path: Path | str) -> Iterator[None]:
-    """Add this path to an OSError without a file name, such as an error of writing."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno and not error.filename:
-            error.filename, error.strerror = str(path), os.strerror(error.errno)
-        raise
-
-
 def segment_path(run_dir: Path | str, rank: int, number: int) -> Path:
     """Return the path of the `number`-th segment of a rank."""
     return Path(run_dir) / "trace" / f"rank-{rank:05d}-{number:04d}.npz"
@@ -122,7 +85,7 @@ def write_segment(
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**header, "strings": list(strings)}).encode()
     named: dict[str, Any] = dict(zip(TABLES, tables, strict=False))
-    with replacing(path) as temporary, temporary.open("wb") as file:
+    with replacing(path, crowded=True) as temporary, temporary.open("wb") as file:
         np.savez(file, header=np.frombuffer(text, "u1"), **named)
 
 

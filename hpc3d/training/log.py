@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat, literal
 from hpc3d.console.sanitize import counted, sanitized
+from hpc3d.console.small_files import naming
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.schedule import usual as usual_schedule
 from hpc3d.runtime.colours import say
 from hpc3d.runtime.metrics_file import MetricsFile, sinks_of
-from hpc3d.trace.segment import naming
 
 if TYPE_CHECKING:
     from hpc3d.arrays.host_store import HostStore

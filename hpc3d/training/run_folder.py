@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import hpc3d
 from hpc3d.console.sanitize import reason_of
-from hpc3d.trace.segment import naming, replacing
+from hpc3d.console.small_files import naming, replacing
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -60,14 +60,14 @@ def reopen(folder: Path, text: str) -> Path:
     """Prepare the folder of a resumed run, with its configuration `text`.
 
     Files of an earlier attempt are renamed: config-1.toml, trace-1.h5 and so on.  Its incomplete
-    saves are removed.  If this is interrupted at any point, it can be repeated.  Raises ValueError
-    if the folder cannot be written.
+    saves and temporary files are removed.  If this is interrupted at any point, it can be
+    repeated.  Raises ValueError if the folder cannot be written.
     """
     from hpc3d.trace.merge import merge
 
     try:
         clear(folder)
-        for path in [folder / "STOP", *folder.glob("trace.h5.*.tmp"), *folder.glob("probe-*")]:
+        for path in [folder / "STOP", *folder.glob("probe-*")]:
             path.unlink(missing_ok=True)
         with suppress(ValueError):  # its trace cannot be read
             merge(folder)
@@ -206,9 +206,9 @@ def git_revision() -> str:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove the incomplete saves of a killed run."""
-    checkpoints = Path(run_dir) / "checkpoints"
-    for folder in checkpoints.glob("step-????????.tmp"):
-        shutil.rmtree(folder)
-    for name in checkpoints.glob("latest.*.tmp"):
-        name.unlink()
+    """Remove the incomplete saves and the temporary files of a killed run."""
+    folders = Path(run_dir), Path(run_dir) / "trace", Path(run_dir) / "checkpoints"
+    for save in folders[-1].glob("step-????????.tmp"):
+        shutil.rmtree(save)
+    for path in (path for folder in folders for path in folder.glob("*.*.tmp")):
+        path.unlink()

@@ -1,8 +1,12 @@
 """What is read is small and regular: a device, a pipe, a folder and a large file are refused, and
-so is a text that would take long to be parsed."""
+so is a text that would take long to be parsed.  What is written is whole or absent, and leaves no
+temporary files."""
 
 import os
+import platform
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -63,3 +67,52 @@ def test_other_toml_is_read():
         small_files.toml(f"a.{deep} = 1")
     with pytest.raises(ValueError, match=r"1048577 .* 1048576"):
         small_files.toml("#" * 1048577)
+
+
+def test_a_broken_write_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(OSError, match="disk full"), small_files.replacing(path) as temporary:
+        temporary.write_text("half")
+        raise OSError("disk full")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from hpc3d.console.small_files import replacing
+with replacing(Path(sys.argv[1])) as temporary:
+    temporary.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_writer_removes_what_a_killed_one_left(tmp_path):
+    path = tmp_path / "trace.h5"
+    subprocess.run([sys.executable, "-c", KILLED, path], check=False)
+    (left,) = tmp_path.iterdir()
+    with small_files.replacing(path, crowded=True) as temporary:
+        temporary.write_text("of a rank")
+    assert left.exists()
+    with small_files.replacing(path) as temporary:
+        temporary.write_text("whole")
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "whole"
+
+
+def test_temporary_files_of_others_stay(tmp_path):
+    """Of a running process, another host, another file, and whoever calls his so; after a day, a
+    process of another host has ended."""
+    here, path = platform.node(), tmp_path / "file"
+    other = "another.host"
+    names = [f"file.{here}.{os.getppid()}.tmp", f"file.{other}.1.tmp", "file.7.tmp"]
+    names += [f"file2.{here}.{2**22 + 1}.tmp", f"file.{here}.mine.tmp", f"file.{here}.tmp"]
+    for name in names:
+        (tmp_path / name).touch()
+    old, dead = tmp_path / f"file.{other}.2.tmp", tmp_path / f"file.{here}.{2**22 + 1}.tmp"
+    old.touch()
+    os.utime(old, (0, 0))
+    (dead / "below").mkdir(parents=True)
+    assert small_files.temporary_of(path).name == f"file.{here}.{os.getpid()}.tmp"
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(names)

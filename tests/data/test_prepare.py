@@ -155,6 +155,8 @@ write_tokens(Path({str(output)!r}), text_files({str(tmp_path)!r}), ByteTokenizer
     done = python("-c", program)
     assert done.returncode == -signal.SIGKILL
     assert output.read_bytes() == before
+    write_tokens(output, [tmp_path / "a.txt"], ByteTokenizer())
+    assert [*tmp_path.glob(f"*{output.name}?*")] == []
 
 
 @pytest.mark.parametrize("room", [0, 1000, 100_000, 600_000])

@@ -10,7 +10,7 @@ import signal
 import sys
 
 from hpc3d import train
-from hpc3d.trace import recorder, segment
+from hpc3d.trace import recorder
 from hpc3d.training import trainer
 
 STEP = 3
@@ -25,7 +25,7 @@ def main(where, rank, *words):
             if where == "in a step":
                 self.engine.update = kill
             else:
-                segment.os.replace = lambda *_: kill()
+                os.replace = lambda *_: kill()
         return original(self, number, *stop_request)
 
     trainer.Trainer.step = step

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 
-from hpc3d.trace.segment import replacing
 from tests.trace.small import write
 
 
@@ -19,16 +18,6 @@ def test_a_segment_is_whole_or_absent(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write(tmp_path, 0, 0)
     assert list((tmp_path / "trace").iterdir()) == []
-
-
-def test_a_broken_write_leaves_the_file_as_it_was(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(OSError, match="disk full"), replacing(path) as temporary:
-        temporary.write_text("half")
-        raise OSError("disk full")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_recording_rank_needs_no_h5py():

@@ -60,6 +60,19 @@ def test_reopening_can_be_killed_at_every_point(run, tmp_path):
     assert point > 10
 
 
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    kept = ["trace.h5", "trace/rank-00000-0000.npz", "checkpoints/latest", "mine.tmp"]
+    save = "checkpoints/step-00000003.tmp/rank-00000.bin.host.7.tmp"
+    left = [save, *(f"{name}.host.7.tmp" for name in kept), "config.toml.8.tmp"]
+    for name in (*kept, *left):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    run_folder.clear(tmp_path)
+    found = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert sorted(str(path.relative_to(tmp_path)) for path in found) == sorted(kept)
+    assert [*(tmp_path / "checkpoints").iterdir()] == [tmp_path / "checkpoints" / "latest"]
+
+
 def test_a_folder_that_cannot_be_written_to_is_refused(run, tmp_path, monkeypatch):
     copy = shutil.copytree(run, tmp_path / "copy")
 

@@ -22,9 +22,9 @@ import numpy as np
 from hpc3d.config.argument_types import integer, positive
 from hpc3d.config.limits import INT32
 from hpc3d.console.command_line import Parser
+from hpc3d.console.small_files import replacing
 from hpc3d.runtime import host_memory, launch
 from hpc3d.runtime.optional_packages import need
-from hpc3d.trace.segment import replacing
 
 if TYPE_CHECKING:
     from argparse import Namespace
