@@ -23,7 +23,7 @@ ELSEWHERE = {
     r" h5(ls|dump) ": "programs of HDF5; tests/trace/test_file.py reads what they show",
     r"README.*hpc3d\.checkpoint \w+ \.\.\.$": "docs/reliability.md and hugging-face.md",
     r"docs/models\.md .*\.train llama-3d-64$": "README.md",
-    r"docs/choose-layout\.md .*\.plan gpt-3d-64 --ranks 64$": "README.md",
+    r"docs/(choose-layout|questions)\.md .*\.plan gpt-3d-64 --ranks 64$": "README.md",
     r"docs/train-experts\.md .*train moe-switch-64$": "README.md",
     r"docs/fit-memory\.md .*--memory (8\.5|7)MB$|hpc3d\.plan gshard-600b ": "tests/test_plan.py",
     r"docs/(parallelism|long-sequences)\.md .* (gpt-4d-64|long-context-16)( |$)": "README.md",
@@ -67,6 +67,7 @@ REDUCED = {
     r"prepare (my|part|train)-": "--force",  # each is an example by itself
     r"generate ": "--tokens 20",
     r"watching\.md .*hpc3d\.watch": "--once",
+    r"questions\.md .*hpc3d\.train gpt-serial": "--train.steps 2",
     r"--name killed": "--checkpoint.every 2",
     r"--name tour": "--train.steps 10",
     r"train --resume \$RUN --train.steps 60": "--train.steps 12",
@@ -101,6 +102,10 @@ SHOWN = {
     ],
     "docs/partition.md": [
         r"boundary  message \[MB\]  after; step time with this boundary elsewhere"
+    ],
+    "docs/questions.md": [
+        r"memory: peak of 21\.1 GB on the fullest rank, 169 GB on all ranks; fits in the .*",
+        r"5\.4906?\d* ",
     ],
     "docs/techniques.md": [
         r"8 ranks of h100, one change of \S+ each:\n.*microbatches=",
