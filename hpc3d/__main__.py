@@ -13,9 +13,9 @@ COMMANDS = (
 USAGE = """
     hpc3d COMMAND ...  =  python -m hpc3d COMMAND ...  =  python -m hpc3d.COMMAND ...
     mpirun -np N hpc3d train ...         on N ranks
-    hpc3d COMMAND --help                 what a command does, and all that it takes
+    hpc3d COMMAND --help                 description and arguments of a command
     hpc3d --version
-    hpc3d --completion bash|zsh|fish     a script for your shell: source <(hpc3d --completion bash)
+    hpc3d --completion bash|zsh|fish     shell completion: source <(hpc3d --completion bash)
 """
 
 
@@ -40,7 +40,7 @@ def complete(words: list[str]) -> int:
     from hpc3d.library.completion import SHELLS, script
 
     if len(words) != 1 or words[0] not in SHELLS:
-        print(f"hpc3d: --completion: name one of {', '.join(SHELLS)}", file=sys.stderr)
+        print(f"hpc3d: --completion: give one of {', '.join(SHELLS)}", file=sys.stderr)
         return BAD_INPUT
     print(script(words[0], COMMANDS))
     return 0
@@ -89,7 +89,7 @@ def refuse(word: str) -> int:
     from hpc3d.console.exit_codes import BAD_INPUT
 
     near = get_close_matches(word, COMMANDS, 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
     print(f"hpc3d: {word}: no such command; {hint}", file=sys.stderr)
     return BAD_INPUT
 

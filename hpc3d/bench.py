@@ -100,7 +100,7 @@ class Names(argparse.Action):
 
     def __call__(self, parser, options, names, option=None):
         if "calls" in names and len(names) > 1:
-            parser.error("calls runs on the ranks of mpirun, the others do not: ask for it alone")
+            parser.error("calls runs on the ranks of mpirun; run it without other names")
         options.names = names
 
 

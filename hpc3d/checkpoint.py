@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _act(options: Namespace, settings: Sequence[str]) -> int:
     if settings and options.work is not _begin:
-        raise ValueError(f"{settings[0]}: settings are for import; see --help")
+        raise ValueError(f"{settings[0]}: only import takes settings; see --help")
     found = options.work(options, settings)
     if options.json:
         print(json.dumps(found))
@@ -84,7 +84,7 @@ def parser() -> Parser:
     )
     usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--allow-nonfinite] [--json]"
     begin = verb("import", _begin, text, source=files, output="RUN_DIR", usage=usage)
-    text = "import weights that are NaN or infinite"
+    text = "import NaN and infinite weights, too"
     begin.add_argument("--allow-nonfinite", action="store_true", help=text)
     return command
 
@@ -122,7 +122,7 @@ def _line_of(found: Mapping[str, Any], newest: str, best: str) -> str:
     """Return a line with name, date, layout and size of a checkpoint, or its problem."""
     name = Path(found["folder"]).name
     if "problem" in found:
-        return f"{name}  not whole: {found['problem']}"
+        return f"{name}  incomplete or damaged: {found['problem']}"
     how = found["parallel"]
     mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items()) or "serial"
     schedule = how["schedule"] or "none"
@@ -163,7 +163,7 @@ def verify(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
         found.append({"folder": str(folder), "problems": wrong})
         complain("checkpoint", wrong)
         if not wrong:
-            print(sanitized(f"{folder} is whole"))
+            print(sanitized(f"{folder} is complete"))
     return {"whole": not any(one["problems"] for one in found), "checkpoints": found}
 
 
@@ -191,7 +191,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     for line in hf_export.notes(opened):
         print(sanitized(line))
     if not (alone or run_tokenizer.RULES in files or module):
-        print(sanitized("there is no tokenizer with them: the run has none"))
+        print(sanitized("no tokenizer was exported, because the run has none"))
     print(sanitized(f"written to {options.output}"))
     return {
         "output": str(options.output),
@@ -218,11 +218,11 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     print(sanitized(f"{options.source}: {count:,} parameters in {len(shapes)} tensors"))
     if config.model.sequence < pretrained.model["sequence"]:
         positions = f"model.sequence = {config.model.sequence}"
-        print(f"{positions}: of the {pretrained.model['sequence']} positions that it was made for")
+        print(f"{positions}, of the {pretrained.model['sequence']} positions of this model")
     if known:
         how = f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {options.output}"
-        print(sanitized(f"its tokenizer makes tokens of texts: {how}"))
-    print(sanitized(f"written to {options.output}; go on with"))
+        print(sanitized(f"tokenize texts with its tokenizer: {how}"))
+    print(sanitized(f"written to {options.output}; continue with"))
     text = f" --data.path {'tokens.h5' if known else 'TEXT'}"
     given = any(word.startswith("--data.path") for word in settings)
     how = f"--resume {options.output} --checkpoint.every 100{'' if given else text}"

@@ -38,31 +38,31 @@ if TYPE_CHECKING:
 _EXITS = "exit codes: 0 no check FAILs, 2 invalid input, 3 a check FAILs"
 _STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 _JSON = """\
-print one JSON object on the last line: verdict (the worst one), findings (verdict, subject, text,
+print one JSON object on the last line: the worst verdict, and findings (verdict, subject, text,
 remedy, printed)"""
 # Launcher messages if ranks cannot be started -> remedy.
 _SAID = {
-    "as root": f"export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1, or be another user",
-    "not enough slots": "mpirun --oversubscribe; in a job, ask for more tasks",
+    "as root": f"run export {mpi_library.CONSENT[0]}=1 {mpi_library.CONSENT[1]}=1",
+    "not enough slots": "use mpirun --oversubscribe; in a job, request more tasks",
     "cannot load MPI library": mpi_library.INSTALL,
-    "cannot open shared object": "load the modules that were loaded when this was installed",
-    "No module named": "python -m pip install -e . in the source's folder, with this Python",
-    "No space left": "make room in the folder that TMPDIR names, or name another",
+    "cannot open shared object": "load the modules that were loaded when hpc3d was installed",
+    "No module named": "with this Python, run python -m pip install -e . in the source folder",
+    "No space left": "free space in the folder TMPDIR, or set TMPDIR to another folder",
     "listener thread failed to start": "remove ompi.*, left by killed jobs, in TMPDIR or /tmp",
-    "PMI": "the mpirun that belongs to the library; in Slurm: srun --mpi=list",
+    "PMI": "use the mpirun of the MPI library; in Slurm, see srun --mpi=list",
 }
 _ONE_RANK = """\
 from hpc3d.runtime.environment import mpi_environment
 with mpi_environment():
     from mpi4py import MPI
 """
-_BY_HAND = "by hand it may say more: mpirun -np 2 python -m hpc3d.doctor"
+_BY_HAND = "for more output, run mpirun -np 2 python -m hpc3d.doctor"
 _SHOWN = 8  # last lines of the output that are shown
 _CLOCKS_APART = 1  # s
-_INSTALL_H5PY = "where it is about a filter: install h5py again, with pip's own wheel"
+_INSTALL_H5PY = "if the message names a filter, reinstall h5py from pip's wheel"
 _HANGS = """\
-an interface that hosts cannot use: --mca btl_tcp_if_include NAME (Open MPI), FI_TCP_IFACE (MPICH)
-or a host name that has no address: getent hosts $(hostname)"""
+select an interface that all hosts can use: --mca btl_tcp_if_include NAME (Open MPI), FI_TCP_IFACE
+(MPICH); or check that the host name has an address: getent hosts $(hostname)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,7 +124,7 @@ def _seconds(text: str) -> float:
     """Parse a timeout between 0 and 3600 s."""
     value = float(text)
     if not 0 < value < 3600:
-        raise argparse.ArgumentTypeError(f"{text}: seconds between 0 and 3600 are needed")
+        raise argparse.ArgumentTypeError(f"{text}: must be seconds between 0 and 3600")
     return value
 
 
@@ -165,7 +165,7 @@ def _alone(options: Namespace) -> Iterator[Finding]:
     yield from examine(mpi_library.slurm, mpi)
     yield from examine(one_rank, options)
     if launcher is None:
-        yield Finding(WARN, "2 ranks", "not tried, for there is no mpirun")
+        yield Finding(WARN, "2 ranks", "not checked, because there is no mpirun")
         return
     yield from examine(two_ranks, launcher.path, options)
     if cuda_aware_probe.present():
@@ -217,7 +217,7 @@ def hdf5(folder: Path) -> Iterator[Finding]:
     yield (
         Finding(OK, "HDF5", text)
         if right
-        else Finding(FAIL, "HDF5", f"{text}: wrong", _INSTALL_H5PY)
+        else Finding(FAIL, "HDF5", f"{text}, with wrong values", _INSTALL_H5PY)
     )
 
 
@@ -249,7 +249,7 @@ def not_started(
     """Return a finding with the output of ranks that failed or timed out, and a remedy."""
     said = [line.strip() for line in printed.split("\n") if re.search("[a-z]", line)]
     if code is None:
-        text, remedy = f"nothing more within {timeout:g} s", _HANGS
+        text, remedy = f"no more output within {timeout:g} s", _HANGS
     else:
         text = f"{command} ended with exit code {code}"
         remedy = next((_SAID[words] for words in _SAID if words in printed), _BY_HAND)
@@ -303,11 +303,13 @@ def clocks(job: Job) -> Iterator[Finding]:
     world = build({"x": job.size}, job.comm, transport="mpi").world
     compared = Clocks(world, nodes, time.time_ns)
     ahead = apart(compared, job.gather(compared.synchronise()))
-    text = f"of {len(ahead)} hosts at most {max(map(abs, ahead)):.3g} s from rank 0's"
+    text = (
+        f"those of {len(ahead)} hosts differ from rank 0's by at most {max(map(abs, ahead)):.3g} s"
+    )
     if max(map(abs, ahead)) < _CLOCKS_APART:
         yield Finding(OK, "clocks", text)
     else:
-        remedy = "let chrony or ntpd set them; traces are right all the same"
+        remedy = "synchronize them with chrony or ntpd; traces are correct in any case"
         yield Finding(WARN, "clocks", text, remedy)
 
 

@@ -43,7 +43,9 @@ def _init(options: Namespace) -> None:
         copies = [*_copies(inputs, folder / "inputs"), *_copies(jobs, folder / "jobs")]
         for _, target in copies:
             if target.exists():
-                raise ValueError(f"{target} exists, and nothing was written: name a new folder")
+                raise ValueError(
+                    f"{target} already exists, so nothing was written; name a new folder"
+                )
         try:
             for source, target in copies:
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,10 +55,10 @@ def _init(options: Namespace) -> None:
             )  # Slurm does not create a folder for its logs
         except OSError as error:
             raise ValueError(f"{folder}: cannot write there ({reason_of(error)})") from None
-    print(sanitized(f"{len(copies)} files written to {folder}. Now:"))
+    print(sanitized(f"{len(copies)} files written to {folder}. Next steps:"))
     print(sanitized(f"    cd {folder}"))
     print("    mpirun -np 8 python -m hpc3d.train inputs/gpt-3d-8.toml")
-    print("    sbatch jobs/train.sbatch          # jobs/README.md says what to set for a cluster")
+    print("    sbatch jobs/train.sbatch          # set up for a cluster: jobs/README.md")
 
 
 def _copies(source: Path, target: Path) -> Iterator[tuple[Path, Path]]:

@@ -116,13 +116,13 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     from hpc3d.predict.simulation.simulator import load_resolved
 
     if options.apply or options.memory or options.top:
-        raise ValueError("--techniques searches no layout: leave --apply, --memory and --top out")
+        raise ValueError("--techniques excludes --apply, --memory and --top; leave them out")
     machine = machine_file.load(options.machine or default_machine())
     found = [*effects(options.input, overrides, options.ranks, machine)]
     rows = [each.plain(found[0]) for each in found]
     config = load_resolved(options.input, overrides, options.ranks)
     ranks = counted(options.ranks, "rank")
-    print(f"{ranks} of {machine.name}, one change of {options.input} each:")
+    print(f"{ranks} of {machine.name}; each row changes one key of {options.input}:")
     print(sanitized(shown_layout(config)), end="\n\n")
     print(f"{'change':<32}{'memory':>14}{'received':>22}{'step':>22}")
     for number, row in enumerate(rows):
@@ -134,11 +134,11 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
 def _effect_line(row: Mapping[str, Any], first: bool) -> str:
     """Return a table row: bytes and seconds, each with its change from the first row."""
     if "refused" in row:
-        return f"{row['change']:<32}  not here: {row['refused']}"
+        return f"{row['change']:<32}  not possible: {row['refused']}"
     line = f"{row['change']:<32}"
     changes = {share: (row[share] or 1) - 1 for share in _SHARES}
     if not first and all(abs(change) < _LEAST_CHANGE for change in changes.values()):
-        return f"{line}  changes nothing here"
+        return f"{line}  no change"
     for share, (value, unit, name) in _SHARES.items():
         change = f"{changes[share]:+.1%}" if abs(changes[share]) >= _LEAST_CHANGE else ""
         line += f"{row[value] / unit:>11,.1f} {name}{change:>8}"
@@ -202,10 +202,10 @@ def _resort_lines(resorted: ResortedLayouts) -> Iterator[str]:
     from hpc3d.predict.planning.ranking import estimated
 
     resort = resorted.fit.resort
-    yield f"Nothing fits as it is: {nearest_in_words(resorted.nearest)}."
-    yield f"All layouts below are with {resort.text}, {resort.effect}."
+    yield f"No layout fits as it is: {nearest_in_words(resorted.nearest)}."
+    yield f"All layouts below use {resort.text}, {resort.effect}."
     if resorted.others:
-        yield "Also fit, of the layouts that came closest:"
+        yield "Other techniques also make a layout fit:"
     for other in resorted.others:
         row = line(estimated(other.estimate))
         yield f"   {_mark(other)}{row}; with {other.resort.text}, {other.resort.effect}"
@@ -261,11 +261,11 @@ def show(
     for number, row in enumerate(best, 1):
         print(f"{number:3d}{mark}{line(row)}")
     for where, rows in named.items():
-        print(f"\nThe best by name, with {where}:")
+        print(f"\nBest layout of each scheme, with {where}:")
         for name, row in rows.items():
             print(f"{name}:")
             print(f"   {mark}{line(row)}{_over(row, memory)}" if row else "    none")
-    print("\nWhy others lose, and the nearest of them:")
+    print("\nWhy other layouts are slower, each reason with its best layout:")
     for reason, count, nearest in losers:
         print(f"{count:5d} {_because(reason, nearest)}")
 
@@ -273,16 +273,16 @@ def show(
 def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
     """Print the statistics of the search."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
-    print(f"{len(found.cut):5d} were cut: what they take at least is longer")
+    print(f"{len(found.cut):5d} were excluded: their lower bound is longer")
     if found.left:
-        print(f"{len(found.left):5d} were not timed: less promising, and enough was measured")
+        print(f"{len(found.left):5d} were not timed: they were less promising")
     print(
         f"\n{counted(found.considered, 'layout')} of {sizes:,} sizes and schemes (not "
         "3d-broadcast); "
         f"{ranking.search.candidates.count:,} estimated, {len(ranking.known)} simulated"
     )
     if applied:
-        print(sanitized(f"the first one is written to {applied}"))
+        print(sanitized(f"the best layout was written to {applied}"))
 
 
 def line(row: RankedLayout) -> str:
@@ -312,7 +312,7 @@ def _because(reason: str, row: RankedLayout) -> str:
     texts = {
         "memory": lambda: f"do not fit: {held(row)}",
         "bubble": lambda: f"idle longer in the pipeline: {row.bubble:.1%} of a step",
-        "compute": lambda: "compute longer: smaller products, or a larger update",
+        "compute": lambda: "compute longer: smaller products, or a larger optimizer update",
         "recompute": lambda: f"compute longer with recompute={row.config.parallel.recompute}",
         "axis": lambda: f"wait longer on axis {axis}: {readable_time(row.waits[axis])}",
     }

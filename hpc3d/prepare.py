@@ -88,7 +88,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     tokenizer = _make_tokenizer(arguments, texts)
     size = sum(text.stat().st_size for text in texts)
     if not size:
-        raise ValueError(f"{arguments.texts[0]}: it is empty; name a text")
+        raise ValueError(f"{arguments.texts[0]}: the text is empty; name another")
     write_tokens(output, texts, tokenizer, _progress(size), arguments.field)
     _describe(output, arguments.json, bytes=size, seconds=time.perf_counter() - start)
     return 0
@@ -97,9 +97,9 @@ def prepare(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     """Verify all data of a token file and print a summary of it."""
     if arguments.texts or arguments.output:
-        raise ValueError("--verify takes a token file and neither TEXT nor -o")
+        raise ValueError("--verify excludes TEXT and -o; leave them out")
     if not arguments.verify.is_file():
-        raise ValueError(f"--verify {arguments.verify}: there is no such file")
+        raise ValueError(f"--verify {arguments.verify}: no such file")
     start = time.perf_counter()
     try:
         verify(arguments.verify)
@@ -114,13 +114,15 @@ def _new_file(arguments: argparse.Namespace) -> Path:
     """Return the path of the token file; ValueError if it must not be written."""
     output = arguments.output
     if not arguments.texts or output is None:
-        raise ValueError("TEXT... and -o FILE.h5 are needed; see --help")
+        raise ValueError("TEXT and -o FILE.h5 are required; see --help")
     if output.suffix != SUFFIX:
-        raise ValueError(f"-o {output}: the name of a token file ends in {SUFFIX}")
+        raise ValueError(f"-o {output}: the name of a token file must end in {SUFFIX}")
     if not output.parent.is_dir():
         raise ValueError(f"-o {output}: the folder {output.parent} does not exist; make it first")
     if output.exists() and not arguments.force:
-        raise ValueError(f"-o {output}: exists; name another file or replace it with --force")
+        raise ValueError(
+            f"-o {output} already exists; name another file, or replace it with --force"
+        )
     return output
 
 
@@ -128,24 +130,26 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     """Return the tokenizer asked for; bpe is trained on `texts`."""
     name, numbered = arguments.tokenizer, [text for text in texts if text.suffix in BIN]
     if arguments.end and name in (None, "byte", "bpe"):
-        raise ValueError(f"--end {arguments.end}: for --tokenizer FILE; others have an end")
+        raise ValueError(f"--end {arguments.end}: only valid for --tokenizer FILE; leave it out")
     if numbered and name in ("byte", "bpe"):
-        raise ValueError(f"{numbered[0]}: its ids are not of {name}; give --tokenizer FILE")
+        raise ValueError(f"{numbered[0]}: its token ids are not of {name}; use --tokenizer FILE")
     if name == "bpe":
-        log.info("learning a tokenizer from %d texts", len(texts))
+        log.info("training a tokenizer on %d texts", len(texts))
         asked = arguments.vocabulary
         training = training_pieces(texts, arguments.field)
         return train_bpe(training, _BPE_VOCABULARY if asked is None else asked)
     if name not in (None, "byte") or numbered:
         if arguments.vocabulary is not None:
-            raise ValueError(f"--vocabulary {arguments.vocabulary}: a tokenizer has its own")
+            raise ValueError(
+                f"--vocabulary {arguments.vocabulary}: the tokenizer sets it; leave it out"
+            )
         found = tokenizer_from(name, arguments.end) if name else _of_numbers(numbered[0])
-        _refuse_others(numbered, found, name or f"beside {numbered[0]}")
+        _refuse_others(numbered, found, name or f"next to {numbered[0]}")
         return _with_end(found, texts)
     if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):
         raise ValueError(
             f"--vocabulary {arguments.vocabulary}: byte has {ByteTokenizer.vocabulary} ids; leave "
-            "it out or take --tokenizer bpe"
+            "it out, or use --tokenizer bpe"
         )
     return ByteTokenizer()
 
@@ -154,7 +158,7 @@ def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
     """Return the tokenizer; ValueError if texts need an end-of-document token that it lacks."""
     if tokenizer.end is None and any(text.suffix not in BIN for text in texts):
         raise ValueError(
-            "no token of the tokenizer is known to end a document: name it, such as --end '<eos>'"
+            "the tokenizer has no known end-of-document token; name it, such as --end '<eos>'"
         )
     return tokenizer
 
@@ -164,8 +168,8 @@ def _of_numbers(path: Path) -> BpeTokenizer:
     if tokenizer := meta_tokenizer(path):
         return tokenizer
     raise ValueError(
-        f"{path}: ids of a tokenizer that is not known here: give it, --tokenizer gpt2 or "
-        "tokenizer.json (hf download gpt2 tokenizer.json)"
+        f"{path}: the tokenizer of its ids is unknown; give it with --tokenizer gpt2, or "
+        "--tokenizer tokenizer.json (hf download gpt2 tokenizer.json)"
     )
 
 
@@ -175,8 +179,8 @@ def _refuse_others(numbered: Sequence[Path], tokenizer: BpeTokenizer, name: str)
         meta = meta_tokenizer(path)
         if meta and not same_rules(meta.json, tokenizer.json):
             raise ValueError(
-                f"{path}: its ids are those of {path.with_name('meta.pkl')}, which is not the "
-                f"tokenizer {name}; prepare it by itself, or take that file away if it is not its"
+                f"{path}: its tokenizer {path.with_name('meta.pkl')} differs from the tokenizer "
+                f"{name}; prepare it separately, or remove meta.pkl if it belongs to another file"
             )
 
 

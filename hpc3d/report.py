@@ -90,14 +90,14 @@ def _peak(text):
     except ValueError:
         peak = math.nan
     if not 0 < peak < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: give FLOP/s, such as 1e12")
+        raise argparse.ArgumentTypeError(f"{text}: must be FLOP/s, such as 1e12")
     return peak
 
 
 def _formats(text):
     formats = text.split(",")
     if wrong := set(formats) - FORMATS.keys():
-        raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: not one of {', '.join(FORMATS)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: use {', '.join(FORMATS)}")
     return formats
 
 
@@ -106,7 +106,7 @@ def _steps(text):
     try:
         return int(first or 0), int(last) if last else None if several else int(first)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: give FIRST:LAST, such as 3:5") from None
+        raise argparse.ArgumentTypeError(f"{text}: must be FIRST:LAST, such as 3:5") from None
 
 
 def _report(options):
@@ -170,7 +170,7 @@ def _trace_path(path, again):
     if path.is_dir():
         return trace_of(path, again)
     if again:
-        raise ValueError(f"{path}: --merge wants the folder of a run")
+        raise ValueError(f"{path}: --merge needs the folder of a run")
     return path
 
 

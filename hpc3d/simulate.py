@@ -99,11 +99,11 @@ def _step(options, overrides):
     folder = options.input if options.input.is_dir() else None
     if folder and (overrides or options.ranks):
         raise ValueError(
-            f"{folder} is a run, which was as it was: leave {' '.join(overrides) or '--ranks'} "
-            "away, or simulate its config.toml"
+            f"{folder} is a run, whose settings are fixed; leave "
+            f"{' '.join(overrides) or '--ranks'} out, or simulate its config.toml"
         )
     if options.out and options.out.exists():
-        raise ValueError(f"--out {options.out} exists: name a new folder")
+        raise ValueError(f"--out {options.out} already exists; name a new folder")
     source = folder / "config.toml" if folder else options.input
     step = predicted_step(source, overrides, options.machine, options.ranks, bool(folder))
     kept = []
@@ -122,8 +122,8 @@ def _batches(train, seconds):
     """Return the batches, time and interval of evaluations in words."""
     often = f"every {train.eval_every} steps" if train.eval_every > 1 else "every step"
     if not train.eval_batches:
-        return f"all that the text fills, {often}"
-    return f"{train.eval_batches} at most, {readable_time(train.eval_batches * seconds)}, {often}"
+        return f"all batches of the text, {often}"
+    return f"at most {train.eval_batches}, {readable_time(train.eval_batches * seconds)}, {often}"
 
 
 def _keep_beside(folder, runs, found):
@@ -131,7 +131,7 @@ def _keep_beside(folder, runs, found):
     from hpc3d.trace.annotations import write_prediction
 
     write_prediction(folder / "trace.h5", prediction(runs, found))
-    return f"the prediction is in {folder / 'trace.h5'}: python -m hpc3d.report {folder}"
+    return f"added to {folder / 'trace.h5'}; to compare, run python -m hpc3d.report {folder}"
 
 
 def _print_step(config, found):
@@ -148,15 +148,16 @@ def _print_step(config, found):
     print(f"step            {step}, {found['tokens_per_s']:.4g} tokens/s")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     print(f"bubble          {found['bubble']:.4f}")
-    waits = "of the step, of the busiest stage and without messages between stages"
+    waits = "of the step on the busiest stage, without messages between stages"
     print(f"communication   {found['communication']:.1%} {waits}")
     if seconds := found.get("evaluation_batch_s"):
         print(
-            f"evaluation      {readable_time(seconds)} a batch; {_batches(config.train, seconds)}"
+            f"evaluation      {readable_time(seconds)} per batch; "
+            f"{_batches(config.train, seconds)}"
         )
     print()
     _print_memory(found["memory"])
-    print("\naxis    operation         calls     received [MB]  (a rank of stage 0)")
+    print("\naxis    operation         calls     received [MB]  (per rank of stage 0)")
     for axis, ops in found["bytes"].items():
         for op, each in ops.items():
             print(f"{axis:7s} {op:15s} {each['calls']:7d} {each['bytes'] / 1e6:17.3f}")
@@ -164,12 +165,12 @@ def _print_step(config, found):
 
 def _print_memory(memory):
     kinds = [*memory["stages"][0]]
-    print("stage " + "".join(f"{kind:>14s}" for kind in kinds) + "   [MB] at its peak")
-    print("(tables and logits are among parameter and activation or communication)")
+    print("stage " + "".join(f"{kind:>14s}" for kind in kinds) + "   [MB] at the peak")
+    print("(parameter includes embeddings; activation and communication include logits)")
     for stage, peaks in enumerate(memory["stages"]):
         print(f"{stage:5d} " + "".join(f"{peaks[kind] / 1e6:14.3f}" for kind in kinds))
-    fits = "fits" if memory["fits"] else "does not fit: more stages, ZeRO or recomputation"
-    print(f"all ranks together {memory['total'] / 1e9:.3f} GB; {fits}")
+    fits = "fits" if memory["fits"] else "does not fit; use more stages, ZeRO or recomputation"
+    print(f"all ranks {memory['total'] / 1e9:.3f} GB; {fits}")
 
 
 def schedule_parser() -> Parser:
@@ -270,8 +271,8 @@ def _write_csv(options, passes, placement):
 
     if find(options.name).asynchronous:
         raise ValueError(
-            f"--csv {options.csv}: {options.name} runs on across steps, and a file holds one: "
-            "choose a synchronous schedule"
+            f"--csv {options.csv}: the steps of {options.name} overlap, but a file has one step; "
+            "use a synchronous schedule"
         )
     with naming(options.csv):
         to_csv(options.csv, passes, placement)

@@ -155,7 +155,7 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
     plan.texts = run_text.described(tokens, other)
     plan.notes = [*run_text.trained_on(tokens, other, config)]
     if config.data.validation and not config.train.eval_every:
-        plan.notes.append("nothing is evaluated on data.validation: train.eval_every is 0")
+        plan.notes.append("data.validation is not evaluated, because train.eval_every = 0")
     return tokens, batches, validation
 
 
@@ -178,8 +178,8 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
     if vocabulary < least:
         remedy = f"use at least {least}, or leave the key out"
         if run:
-            remedy = f"{run} takes tokens of its own tokenizer alone"
-        masked = ", and one stands for those that are masked" if least > tokens.vocabulary else ""
+            remedy = f"use a text with the tokenizer of {run}"
+        masked = " and needs a mask token" if least > tokens.vocabulary else ""
         raise ValueError(
             f"model.vocabulary = {vocabulary}: the tokenizer has {tokens.vocabulary} tokens"
             f"{masked}; {remedy}"
@@ -297,7 +297,7 @@ def explain(words: list[str]) -> None:
     if words[0] in ("-h", "--help") and named:
         print("\n\n".join(about(name, width) for name in named), flush=True)
         return
-    print(f"{__doc__}\nKeys with their defaults, in the format of an input file:\n")
+    print(f"{__doc__}\nKeys of an input file, with their defaults:\n")
     print(manual(width=width), flush=True)
 
 
@@ -327,7 +327,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     lines = [*dry_run(plan.config, machine, batches.windows), *plan.notes]
     lines += [f"resume: {line}" for line in plan.changes]
     where = plan.resumed or f"a new folder {plan.config.run.out}/{plan.config.name}-DATE"
-    lines += [f"dry run: nothing is written; the run would be kept in {where}"]
+    lines += [f"dry run: nothing was written; the folder of the run would be {where}"]
     print("\n".join(map(sanitized, lines)), flush=True)
 
 

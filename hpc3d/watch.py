@@ -132,10 +132,10 @@ def _run(given: Path | None) -> Path:
     if given is None:
         runs = [path.parent for path in Path("results").glob("*/config.toml")]
         if not runs:
-            raise ValueError("results/ holds no run: name one, python -m hpc3d.watch RUN")
+            raise ValueError("results/ contains no run; name one: python -m hpc3d.watch RUN")
         return max(runs, key=lambda path: (path / "config.toml").stat().st_mtime_ns)
     if not (given / "config.toml").is_file():
-        raise ValueError(f"{given}: no run is there; name a folder results/NAME-STAMP")
+        raise ValueError(f"{given} is not the folder of a run; name a folder results/NAME-STAMP")
     return given
 
 

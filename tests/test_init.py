@@ -33,7 +33,7 @@ def test_nothing_is_written_over(tmp_path, capsys):
     mine.write_text("mine")
     assert init.main([str(tmp_path)]) == 2
     assert files(tmp_path) == {"jobs/train.sbatch"} and mine.read_text() == "mine"
-    assert "exists, and nothing was written" in capsys.readouterr().err
+    assert "exists, so nothing was written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])

@@ -91,7 +91,7 @@ def test_each_command_is_the_module_of_its_name(command, capsys):
     ("word", "line"),
     [
         ("trian", "hpc3d: trian: no such command; did you mean train?"),
-        ("qqq", "hpc3d: qqq: no such command; there are init, train, generate, "),
+        ("qqq", "hpc3d: qqq: no such command; use one of init, train, generate, "),
         ("config", "hpc3d: config: no such command; "),  # a module
         ("--verbose", "hpc3d: --verbose: no such command; "),
         ("..train", "hpc3d: ..train: no such command; did you mean train?"),

@@ -70,13 +70,13 @@ def no_validation(tmp_path):
 
 def no_token_to_mask(tmp_path):
     return {"model__kind": "bert", "model__vocabulary": 256}, [
-        "model.vocabulary = 256: the tokenizer has 256 tokens, and one stands for those"
+        "model.vocabulary = 256: the tokenizer has 256 tokens and needs a mask token; "
     ]
 
 
 def padding_that_masks(tmp_path):
     return {"model__kind": "bert", "model__padding": 256}, [
-        "model.padding = 256: must be below 256"
+        "model.padding = 256 must be below 256"
     ]
 
 
@@ -388,4 +388,4 @@ def test_another_seed_has_other_losses(serial, tmp_path):
 def test_a_validation_text_that_is_never_used_is_said_to_be(tmp_path):
     run = train(1, tmp_path, train__steps=1, data__validation=0.05)
     log = (run / "train.log").read_text(encoding="utf-8")
-    assert "nothing is evaluated on data.validation: train.eval_every is 0" in log
+    assert "data.validation is not evaluated, because train.eval_every = 0" in log

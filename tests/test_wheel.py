@@ -145,7 +145,7 @@ def test_a_run_and_what_is_done_with_it(hpc3d, tmp_path):
     assert "run kept in " in hpc3d("train", *SMALL, "--checkpoint.every", 2, ranks=2)
     (folder,) = (tmp_path / "results").iterdir()
     assert "step-00000002" in hpc3d("checkpoint", "show", folder)
-    assert "is whole" in hpc3d("checkpoint", "verify", folder)
+    assert "is complete" in hpc3d("checkpoint", "verify", folder)
     assert "written to " in hpc3d("report", folder)
     page = (folder / "report" / "report.html").read_text(encoding="utf-8")
     assert (

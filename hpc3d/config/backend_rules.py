@@ -17,9 +17,9 @@ def wrong_backend(config: Config) -> Iterator[str]:
     """Report settings that the backend does not support: transport, number type, CUDA graph."""
     train, transport = config.train, config.mesh.transport
     if train.backend == "numpy" and transport in ("nccl", "host-staged"):
-        yield f"mesh.transport = {transport}: for GPUs, train.backend = cupy; use auto or mpi"
+        yield f"mesh.transport = {transport} requires train.backend = cupy; use auto or mpi"
     if train.backend == "cupy" and train.dtype == "float64":
-        yield "train.dtype = float64: train.backend = cupy has no kernels for it; use float32"
+        yield "train.dtype = float64 is not supported by train.backend = cupy; use float32"
     yield from _wrong_types(config)
     if train.cuda_graph:
         yield from _wrong_graph(config)
@@ -32,14 +32,16 @@ def _wrong_types(config: Config) -> Iterator[str]:
     types = {"train.dtype": dtype, "parallel.keep_dtype": kept, "parallel.reduce_dtype": reduced}
     for key, value in types.items():
         if value in ("bfloat16", "float8") and not known("ml_dtypes"):
-            yield f"{key} = {value}: needs ml_dtypes: python -m pip install ml_dtypes"
+            yield f"{key} = {value} needs ml_dtypes; run python -m pip install ml_dtypes"
     if kept == "bfloat16" and dtype in ("float16", "bfloat16"):
-        why = f"train.dtype = {dtype} has as few bits"
-        yield f"parallel.keep_dtype = bfloat16: {why}; use int8, or leave it out"
+        yield (
+            f"parallel.keep_dtype = bfloat16 saves no memory with train.dtype = {dtype}; use "
+            "int8, or leave it out"
+        )
     if reduced == "float16" and dtype != "float16":
         yield (
-            "parallel.reduce_dtype = float16: small gradients are 0 in it, and train.dtype = "
-            f"{dtype} scales no loss; use bfloat16, or train.dtype = float16"
+            "parallel.reduce_dtype = float16 rounds small gradients to 0, because train.dtype = "
+            f"{dtype} has no loss scaling; use bfloat16, or train.dtype = float16"
         )
 
 
@@ -50,15 +52,17 @@ def _wrong_graph(config: Config) -> Iterator[str]:
     key, c, parallel = "train.cuda_graph = true", config.mesh.c, config.parallel
     if config.context().rings > 1:
         yield (
-            f"{key}: with mesh.c = {c} and parallel.context = {parallel.context} ranks send "
-            "messages, which no graph records; use false, or parallel.context = all-to-all"
+            f"{key}: a CUDA graph cannot record the messages of ring attention (mesh.c = {c}, "
+            f"parallel.context = {parallel.context}); use false, or parallel.context = all-to-all"
         )
     if find(parallel.schedule or "none").asynchronous:
-        why = f"under schedule {parallel.schedule} steps differ in their weights"
-        yield f"{key}: {why}; use false, or a schedule that is synchronous"
+        why = f"the steps of schedule {parallel.schedule} overlap"
+        yield f"{key}: {why}; use false, or a synchronous schedule"
     length = config.model.sequence
     if config.train.dtype != "float32" and not config.chunked() and not Flash.replays(length):
-        yield f"{key}: model.sequence = {length} is not replayed; use a multiple of 128, or false"
+        yield (
+            f"{key}: model.sequence = {length} must be a multiple of 128; change it, or use false"
+        )
 
 
 def known(package: str) -> bool:

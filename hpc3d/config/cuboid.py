@@ -29,9 +29,9 @@ def with_cuboid(config: Config, ranks: int) -> Config:
     if best is None:
         experts = ", and mesh.e for its experts" if config.model.experts else ""
         raise ValueError(
-            f"mesh: no cuboid of {counted(ranks // others, 'rank')} divides this model under "
-            f"{config.parallel.way}: set mesh.x, mesh.y and mesh.z{experts}, or change [model] or "
-            "batch"
+            f"mesh: no cuboid of {counted(ranks // others, 'rank')} divides the sizes of this "
+            f"model with {config.parallel.way}; set mesh.x, mesh.y and mesh.z{experts}, or "
+            "change [model] or train.batch"
         )
     return best
 

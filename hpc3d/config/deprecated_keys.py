@@ -76,7 +76,7 @@ def rename_options(keys: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _refuse_both(old: str, new: str, table: Collection[str]) -> None:
     if new in table:
-        raise ValueError(f"{old}: the old name of {new}, which is given too; leave {old} out")
+        raise ValueError(f"{old} is the old name of {new}, which is also set; leave {old} out")
 
 
 def warn(notices: Iterable[str]) -> None:

@@ -63,53 +63,55 @@ _ALIKE = {  # key of hpc3d: other names with the same meaning
 }
 _OTHERWISE = {  # other name: its equivalent, if the meaning differs
     "tp tensor_model_parallel_size tensor_parallel_size tp_size tensor_parallel_degree": (
-        "here the product of mesh.x, mesh.y and mesh.z"
+        "use mesh.x, mesh.y and mesh.z; their product is the tensor-parallel size"
     ),
     "micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size "
     "local_batch_size": (
-        "here train.batch, which is this x parallel.microbatches x mesh.d x mesh.e"
+        "use train.batch, the global batch: this x parallel.microbatches x mesh.d x mesh.e"
     ),
     "batch_size": (
-        "here train.batch, the sequences of a step: nanoGPT's batch_size x "
+        "use train.batch, the global batch in sequences: nanoGPT's batch_size x "
         "gradient_accumulation_steps"
     ),
-    "compile torch_compile": "here nothing is compiled; train.cuda_graph replays a step on a GPU",
-    "eval_only": "here none: train.eval_every evaluates while it trains",
-    "bias": 'here model.kind says it: "gpt2" and "bert" have biases, "llama" has none',
-    "bucket_cap reduce_bucket_size": "here parallel.bucket_mb, in megabytes",
-    "min_lr_factor min_lr_ratio": "here train.min_learning_rate, no factor",
-    "warmup_ratio lr_warmup_fraction": "here train.warmup, in steps",
-    "decay_ratio": "here train.cooldown, in steps",
-    "decay_lr": 'here train.decay, "constant" for none',
-    "betas adam_betas": "here train.beta1 and train.beta2",
-    "data_parallel_shard_degree": "here mesh.d, with parallel.zero = 3",
-    "pipeline_parallel_microbatch_size": "here parallel.microbatches, how many there are",
-    "untie_embeddings_and_output_weights": "here model.tied = false",
-    "swiglu": 'here model.kind = "llama"',
+    "compile torch_compile": (
+        "hpc3d compiles nothing; train.cuda_graph launches a step as one CUDA graph"
+    ),
+    "eval_only": "hpc3d has no such mode; train.eval_every evaluates during training",
+    "bias": 'model.kind decides: "gpt2" and "bert" have biases, "llama" has none',
+    "bucket_cap reduce_bucket_size": "use parallel.bucket_mb, in megabytes",
+    "min_lr_factor min_lr_ratio": "use train.min_learning_rate, a rate and not a factor",
+    "warmup_ratio lr_warmup_fraction": "use train.warmup, in steps",
+    "decay_ratio": "use train.cooldown, in steps",
+    "decay_lr": 'use train.decay; "constant" disables the decay',
+    "betas adam_betas": "use train.beta1 and train.beta2",
+    "data_parallel_shard_degree": "use mesh.d with parallel.zero = 3",
+    "pipeline_parallel_microbatch_size": "use parallel.microbatches, the number of microbatches",
+    "untie_embeddings_and_output_weights": "use model.tied = false",
+    "swiglu": 'use model.kind = "llama"',
     "resume resume_from_checkpoint init_from load load_dir": (
-        "here --resume RUN_DIR, of a run with checkpoint.every"
+        "use the option --resume RUN_DIR, for a run with checkpoint.every > 0"
     ),
     "gradient_accumulation_steps grad_accum_steps num_microbatches": (
-        "here parallel.microbatches, in which train.batch, that of a step, is cut"
+        "use parallel.microbatches, into which the global train.batch is split"
     ),
-    "epochs num_epochs num_train_epochs": "here train.steps, of train.batch sequences each",
-    "fp16": 'here train.dtype = "float16"',
-    "bf16": 'here train.dtype = "bfloat16"',
-    "fp8": 'here train.product_dtype = "float8"',
-    "sequence_parallel": 'here parallel.scheme = "1d-sequence"',
+    "epochs num_epochs num_train_epochs": "use train.steps, of train.batch sequences each",
+    "fp16": 'use train.dtype = "float16"',
+    "bf16": 'use train.dtype = "bfloat16"',
+    "fp8": 'use train.product_dtype = "float8"',
+    "sequence_parallel": 'use parallel.scheme = "1d-sequence"',
     "ranks world_size nproc_per_node num_gpus": (
-        "here mpirun -np N, or --ranks N of a --dry-run: the product of mesh.p to mesh.z"
+        "use mpirun -np N, or --dry-run --ranks N; N is the product of mesh.p to mesh.z"
     ),
-    "machine": "of a --dry-run, simulate and plan; a run is on this one, as train.backend says",
-    "device": 'here train.backend = "numpy" or "cupy"',
-    "fsdp": "here parallel.zero = 3",
+    "machine": (
+        "only --dry-run, simulate and plan take a machine; training uses this one (train.backend)"
+    ),
+    "device": 'use train.backend = "numpy" or "cupy"',
+    "fsdp": "use parallel.zero = 3",
 }
 
 
 def _answers() -> dict[str, str]:
-    alike = {
-        name: f"here it is called {key}" for key, names in _ALIKE.items() for name in names.split()
-    }
+    alike = {name: f"use {key}" for key, names in _ALIKE.items() for name in names.split()}
     return alike | {name: text for names, text in _OTHERWISE.items() for name in names.split()}
 
 

@@ -24,7 +24,7 @@ def too_large(config: Any, products: Sequence[tuple[int, Any]]) -> Iterator[str]
     """
     model, ranks = config.model, config.mesh.grid().size
     if ranks > MOST_RANKS:
-        yield f"mesh: {ranks} ranks; at most {MOST_RANKS}"
+        yield f"mesh: {ranks} ranks; use at most {MOST_RANKS}"
     rows = config.train.batch * model.sequence
     widest = max(*(each.experts * each.outputs for _, each in products), model.vocabulary or 0)
     if scores := not config.chunked():
@@ -33,19 +33,19 @@ def too_large(config: Any, products: Sequence[tuple[int, Any]]) -> Iterator[str]
         "model.layers x weights of a block": sum(count * each.weights for count, each in products),
         "model.hidden x (vocabulary + sequence)": model.hidden
         * ((model.vocabulary or 0) + model.sequence),
-        "train.batch x model.sequence x the widest of its products, vocabulary"
+        "train.batch x model.sequence x the largest of layer width, vocabulary"
         + scores * " and heads x sequence": rows * widest,
     }
     for name, count in arrays.items():
         if count > _MOST_ELEMENTS:
-            yield f"{name} = {count}: at most {_MOST_ELEMENTS} elements; lower one of them"
+            yield f"{name} = {count} exceeds {_MOST_ELEMENTS} elements; reduce one of these sizes"
 
 
 def too_many_passes(parallel: Any, stages: int) -> Iterator[str]:
     passes = stages * parallel.microbatches * parallel.chunks
     if passes > MOST_PASSES:
         yield (
-            f"parallel.microbatches = {parallel.microbatches}: on {stages} x {parallel.chunks} "
-            f"parts {passes} forward passes a step, and {MOST_PASSES} are the most; use "
-            f"at most {MOST_PASSES // (stages * parallel.chunks)} microbatches"
+            f"parallel.microbatches = {parallel.microbatches}: {stages} stages x "
+            f"{parallel.chunks} chunks need {passes} forward passes per step, more than "
+            f"{MOST_PASSES}; use at most {MOST_PASSES // (stages * parallel.chunks)} microbatches"
         )

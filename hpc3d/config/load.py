@@ -87,10 +87,11 @@ def _expanded(key: str, text: str) -> str:
     """Expand `~` and `$NAME` in a path; raise ValueError if a name is unknown."""
     for name in re.findall(r"\$(\w+|\{[^}]*\})", text):
         if name.strip("{}") not in os.environ:
-            raise ValueError(f"{key} = {text:.200}: the environment has no {name.strip('{}')}")
+            variable = name.strip("{}")
+            raise ValueError(f"{key} = {text:.200}: set the environment variable {variable}")
     path = os.path.expanduser(text)
     if path.startswith("~"):
-        raise ValueError(f"{key} = {text:.200}: there is no such user")
+        raise ValueError(f"{key} = {text:.200}: unknown user; write the full path")
     return os.path.expandvars(path)
 
 
@@ -113,13 +114,15 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
     keys, notices = deprecated_keys.rename_options([option[2:] for option, _ in pairs])
     for (option, text), name in zip(pairs, keys, strict=True):
         if option.count(".") > 2:  # as in --parallel.split.m
-            raise ValueError(f"{option:.60}: no key has {option.count('.') + 1} parts")
+            raise ValueError(f"{option:.60}: unknown key; write --section.key VALUE")
         *sections, key = name.split(".")
         table = tree
         for section in sections:
             table = table.setdefault(section, {})
             if not isinstance(table, dict):
-                raise ValueError(f"{option}: {section} is a value and holds no keys")
+                raise ValueError(
+                    f"{option}: {section} is a key, not a section; leave {option} out"
+                )
         value = _toml_value(text)
         is_path = name in _PATHS and isinstance(value, str)
         table[key] = _expanded(name, value) if is_path else value
@@ -131,14 +134,16 @@ def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     words = iter(words)
     for word in words:
         if not word.startswith("--"):
-            raise ValueError(f"{word}: not understood; write INPUT.toml --section.key VALUE ...")
+            raise ValueError(
+                f"{word}: unexpected argument; write INPUT.toml --section.key VALUE ..."
+            )
         option, equals, text = word.partition("=")
         if not equals:
             text = next(words, "--")
             if text.startswith("--"):
-                raise ValueError(f"{option}: no value; write {option} VALUE")
+                raise ValueError(f"{option}: the value is missing; write {option} VALUE")
         if _not_text(option + text):
-            raise ValueError(f"{option} {text}: not UTF-8; give a name that is")
+            raise ValueError(f"{option} {text}: not UTF-8; use a name that is")
         yield option, text
 
 
@@ -220,7 +225,7 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     also = [reason.removeprefix("input should be ") for reason in reasons[1:]]
     remedy = "correct the value"
     if "list" in reasons[-1] and str(first["input"]).startswith("["):
-        remedy = f"""in a shell write --{key} '["one", "two"]', which takes bare quotes away"""
+        remedy = f"""in a shell, put the list in single quotes: --{key} '["one", "two"]'"""
     yield f"{key}: {' or '.join([reasons[0], *also])}, not {found}; {remedy}"
 
 
@@ -243,7 +248,7 @@ def hint(key: str, table: bool = False) -> str:
         names = {key.split(".")[-1]: key for key in keys}
         if near := get_close_matches(name, names, 1):
             return f"did you mean {names[near[0]]}?"
-    return f"known here: {', '.join(tables or here)}"
+    return f"use one of {', '.join(tables or here)}"
 
 
 def known_keys() -> list[str]:

@@ -19,11 +19,11 @@ def wrong_context(config: Config) -> Iterator[str]:
     elif parallel.context == "both" and not (1 < u < c and c % u == 0):
         fitting = [str(size) for size in range(2, c) if c % size == 0]
         remedy = f"use {' or '.join(fitting)}" if fitting else 'use context = "ring"'
-        yield f"parallel.ulysses = {u} of mesh.c = {c} ranks exchange heads: {remedy}"
+        yield f"parallel.ulysses = {u} must divide mesh.c = {c}, and not be 1 or {c}; {remedy}"
     else:
         yield from _uneven_sequences(config)
         if parallel.attention == "full" and config.context().rings > 1:
-            why = f"a ring (mesh.c = {c}) computes it chunk by chunk"
+            why = f"ring attention (mesh.c = {c}) is always chunked"
             remedy = 'leave it out, or use parallel.context = "all-to-all"'
             yield f"parallel.attention = full: {why}; {remedy}"
 
@@ -38,7 +38,7 @@ def _uneven_sequences(config: Config) -> Iterator[str]:
         below = length // parts * parts
         nearest = " or ".join(str(size) for size in (below, below + parts) if size)
         yield (
-            f"model.sequence = {length} does not divide over mesh.c = {context.parts}{chunks}: "
+            f"model.sequence = {length} must be divisible by mesh.c = {context.parts}{chunks}; "
             f"use {nearest}, or another mesh.c"
         )
 
@@ -54,8 +54,8 @@ def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
     if here % u:
         key = "model.kv_heads" if model.kv_heads else "model.heads"
         yield (
-            f"{key} = {heads}: a rank has {here} heads of keys, which do not divide over the {u} "
-            f'that exchange heads; use a multiple of {members * u}, or parallel.context = "ring"'
+            f"{key} = {heads}: the key heads per rank ({here}) must be divisible by the {u} ranks "
+            f'of an all-to-all; use a multiple of {members * u}, or parallel.context = "ring"'
         )
 
 
@@ -66,19 +66,19 @@ def wrong_experts(config: Config) -> Iterator[str]:
         return
     key = f"model.experts = {model.experts}"
     if model.top_k > model.experts:
-        yield f"model.top_k = {model.top_k}: more than {key} allow; use at most {model.experts}"
+        yield f"model.top_k = {model.top_k} exceeds {key}; use at most {model.experts}"
     if model.moe_every > model.layers:
-        none = f"none of model.layers = {model.layers} blocks has experts"
-        yield f"model.moe_every = {model.moe_every}: {none}; use at most {model.layers}"
+        why = f"exceeds model.layers = {model.layers}, so no block would have experts"
+        yield f"model.moe_every = {model.moe_every} {why}; use at most {model.layers}"
     if model.experts % e:
-        yield f"{key} does not divide over mesh.e = {e}: use a multiple of {e}, or another mesh.e"
+        yield f"{key} must be divisible by mesh.e = {e}; use a multiple of {e}, or another mesh.e"
     if owned := config.splits["dense"].own:  # the others would have no token to send
-        where = f"where one rank on the diagonal of {owned} has a block of X"
-        yield f"{key}: not {where} ({config.parallel.way}); use scheme 3d"
+        why = f"with {config.parallel.way} only ranks on the diagonal of {owned} have tokens"
+        yield f"{key}: {why}; use parallel.scheme = 3d"
     if model.balance_bias and dtype in ("float16", "bfloat16"):
         yield (
-            f"model.balance_bias = {model.balance_bias}: {dtype} rounds its steps away; use "
-            "model.balance_loss and model.balance_bias = 0, or train.dtype = float32"
+            f"model.balance_bias = {model.balance_bias}: {dtype} is too coarse for its small "
+            "steps; use model.balance_loss and model.balance_bias = 0, or train.dtype = float32"
         )
 
 
@@ -88,11 +88,11 @@ def wrong_compression(config: Config) -> Iterator[str]:
     if config.parallel.compression == "none":
         return
     if zero > 1:
-        yield f"{key}: with parallel.zero = {zero} gradients are cut; use parallel.zero = 0 or 1"
+        yield f"{key}: parallel.zero = {zero} shards the gradients; use parallel.zero = 0 or 1"
     if config.train.dtype == "float16":
-        yield f"{key}: the loss scale changes between steps; use train.dtype = bfloat16 or float32"
+        yield f"{key}: the loss scale of float16 varies; use train.dtype = bfloat16 or float32"
     if config.train.cuda_graph:
-        yield f"{key}: no CUDA graph records it; use train.cuda_graph = false"
+        yield f"{key}: a CUDA graph cannot record it; use train.cuda_graph = false"
 
 
 def wrong_offload(config: Config) -> Iterator[str]:
@@ -100,15 +100,15 @@ def wrong_offload(config: Config) -> Iterator[str]:
     train, listed = config.train, config.parallel.offload
     key = f"parallel.offload = {[*listed]}"
     if len({*listed}) < len(listed):
-        yield f"{key}: names something twice; name each once"
+        yield f"{key} has duplicates; list each item once"
     if "optimizer" in listed and train.optimizer in ("sgd", "adafactor"):
-        small = f"train.optimizer = {train.optimizer} keeps next to nothing"
+        small = f"train.optimizer = {train.optimizer} has almost no state to offload"
         yield f'{key}: {small}; leave "optimizer" out, or use another one'
     schedule = find(config.parallel.schedule)
     if "parameters" in listed and schedule.asynchronous:
         yield (
-            f"{key}: under schedule {schedule.name} passes in flight have weights of their own; "
-            'leave "parameters" out, or use a schedule that is synchronous'
+            f"{key}: schedule {schedule.name} keeps several versions of the weights; "
+            'leave "parameters" out, or use a synchronous schedule'
         )
     if train.cuda_graph and {*listed} - {"optimizer"}:
-        yield f"{key}: no CUDA graph records copies to the host; use train.cuda_graph = false"
+        yield f"{key}: a CUDA graph cannot record copies to the host; use train.cuda_graph = false"

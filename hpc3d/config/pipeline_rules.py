@@ -23,9 +23,10 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
     split = config.splits["dense"]
     if parts > layers:
         chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
-        remedy = f"use at most {layers} parts or more layers"
+        unit = "model chunks" if chunks else "stages"
+        remedy = f"use at most {layers} {unit}, or more layers"
         key = f"mesh.p = {config.mesh.p}{chunks}"
-        yield f"{key}: {parts} parts, but model.layers = {layers}: {remedy}"
+        yield f"{key}: {parts} {unit} need as many layers, but model.layers = {layers}; {remedy}"
     elif parallel.layers_per_stage is not None:
         yield from _wrong_stages(parallel.layers_per_stage, parts, layers)
     if not isinstance(parallel.recompute, str):
@@ -38,18 +39,18 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
         yield from _wrong_asynchronous(config, schedule)
     diagonal = {*split.own.split()} & {*split.m.split()}
     if parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and diagonal:
-        where = f"where a weight is on the diagonal only ({parallel.way})"
-        yield f"parallel.zero = 2: not {where}; use parallel.zero = 1 or 3, or scheme 3d"
+        why = f"with {parallel.way} only ranks on the diagonal have a weight"
+        yield f"parallel.zero = 2: {why}; use parallel.zero = 1 or 3, or parallel.scheme = 3d"
 
 
 def _wrong_layers(listed: Sequence[int], layers: int) -> Iterator[str]:
     """Report blocks to recompute that do not exist or are named twice."""
     key = f"parallel.recompute = {list(listed)}"
     if wrong := sorted({layer for layer in listed if not 0 <= layer < layers}):
-        known = f"model.layers = {layers} are those from 0 to {layers - 1}"
-        yield f"{key}: no layer {wrong[0]}; {known}"
+        remedy = f"with model.layers = {layers}, use 0 to {layers - 1}"
+        yield f"{key}: layer {wrong[0]} does not exist; {remedy}"
     elif len({*listed}) < len(listed):
-        yield f"{key}: names a layer twice; name each once"
+        yield f"{key} has duplicates; list each layer once"
 
 
 def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
@@ -59,20 +60,20 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
     if passes > _PASSES_OF_RUN:
         most = counted(_PASSES_OF_RUN // a_step, "step")
         yield (
-            f"train.steps = {config.train.steps}: schedule {schedule.name} is laid out for the "
-            f"whole run, here {passes} forward passes; use at most {most}"
+            f"train.steps = {config.train.steps}: schedule {schedule.name} is computed in advance "
+            f"for all steps, and {passes} forward passes are too many; use at most {most}"
         )
     saving = config.checkpoint
     for key, value, none in (("every", saving.every, 0), ("keep_best", saving.keep_best, "false")):
         if value:
             yield (
-                f"checkpoint.{key} = {str(value).lower()}: schedule {schedule.name} has passes in "
-                f"flight whenever a step ends; use {none}, or a schedule that is synchronous"
+                f"checkpoint.{key} = {str(value).lower()}: schedule {schedule.name} always has "
+                f"passes in flight, which cannot be saved; use {none}, or a synchronous schedule"
             )
     if config.train.dtype == "float16":
         yield (
-            f"train.dtype = float16: under schedule {schedule.name} no step can be left out when "
-            "its gradient overflows; use bfloat16, or a schedule that is synchronous"
+            f"train.dtype = float16: schedule {schedule.name} cannot skip a step whose gradient "
+            "overflows; use bfloat16, or a synchronous schedule"
         )
 
 
@@ -80,11 +81,11 @@ def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[st
     """Report an invalid distribution of the layers."""
     key, found = f"parallel.layers_per_stage = {list(stages)}", counted(sum(stages), "layer")
     if len(stages) != parts:
-        yield f"{key}: {len(stages)} numbers for {parts} parts: give one per part"
+        yield f"{key}: {counted(len(stages), 'number')} for {parts} chunks; give one per chunk"
     elif min(stages) < 0:
-        yield f"{key}: a part with {min(stages)} layers; use 0 or more"
+        yield f"{key}: a chunk cannot have {min(stages)} layers; use 0 or more"
     elif sum(stages) != layers:
-        yield f"{key}: {found}, but model.layers = {layers}: give each part its layers"
+        yield f"{key}: {found} in total, but model.layers = {layers}; make the sum {layers}"
 
 
 def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
@@ -92,8 +93,8 @@ def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
     if not schedule.update_per_microbatch:
         return
     if config.train.clip:
-        why = f"under schedule {schedule.name} no stage knows the global norm of the gradient"
+        why = f"no stage of schedule {schedule.name} knows the global gradient norm"
         yield f"train.clip = {config.train.clip}: {why}; use train.clip = 0"
     if config.model.tied and config.mesh.p > 1:
-        why = f"under schedule {schedule.name} the two copies of the table would part"
+        why = f"with schedule {schedule.name} the two copies of the embedding would diverge"
         yield f"model.tied = true: {why}; use model.tied = false"

@@ -68,15 +68,16 @@ def unknown_values(config: Config) -> Iterator[str]:
     yield from _wrong_decay(config.train)
     every = config.train.eval_every
     if every > 0 and not config.torch.factory and config.data.validation in (None, ""):
-        yield f"train.eval_every = {every}: set data.validation to a text, or a share such as 0.05"
+        remedy = "set it to a text, or to a fraction such as 0.05"
+        yield f"train.eval_every = {every} requires data.validation; {remedy}"
     if not re.fullmatch(r"[\w .+-]+", config.name):
-        yield f"name = {config.name!r}: names a folder; use letters, digits and . _ + - only"
+        yield f"name = {config.name!r} is part of a folder name; use letters, digits and . _ + -"
     for key, value in flat(config).items():
         if isinstance(value, str) and "\0" in value:
-            yield f"{key} = {value!r}: holds a NUL character; take it out"
+            yield f"{key} = {value!r}: contains a NUL character; remove it"
     order = config.mesh.order
     if sorted(order.split()) != sorted(AXES):
-        yield f"mesh.order = {order!r:.60}: must name each of {' '.join(AXES)} once"
+        yield f"mesh.order = {order!r:.60}: must list each of {' '.join(AXES)} once"
     yield from _unknown_letters(config.parallel.split or {})
 
 
@@ -90,11 +91,11 @@ def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
         return
     if {*scaling} != {*_SCALING} or any(isinstance(value, str) for value in scaling.values()):
         names = ", ".join(_SCALING)
-        yield f"{key}: llama3 is the only form; it must have the numbers {names} and nothing else"
+        yield f"{key}: must have exactly the numbers {names} (only the form llama3 is supported)"
     elif not (1 <= scaling["factor"] < inf and 0 < scaling["low"] < scaling["high"] < inf):
         yield f"{key}: factor must be at least 1, and 0 < low < high"
     elif not 1 <= scaling["original"] < inf:
-        yield f"{key}: original must be at least 1, a number of tokens"
+        yield f"{key}: original, a number of tokens, must be at least 1"
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:
@@ -105,21 +106,21 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
         yield f"{key}: must be at most train.learning_rate = {rate}"
     if train.cooldown is not None and train.cooldown > left:
         yield (
-            f"train.cooldown = {train.cooldown}: after a warm-up of {train.warmup} there are "
-            f"{left} of {train.decaying()} steps left; use fewer"
+            f"train.cooldown = {train.cooldown}: after the warmup of {train.warmup} steps, only "
+            f"{left} of {train.decaying()} steps are left; use fewer"
         )
     if train.decay_steps is not None and 0 < train.decay_steps < train.warmup:
         key = f"train.decay_steps = {train.decay_steps}"
-        yield f"{key}: includes the warm-up; use at least train.warmup = {train.warmup}"
+        yield f"{key} includes the warmup; use at least train.warmup = {train.warmup}"
 
 
 def _unknown_letters(letters: Mapping[str, str]) -> Iterator[str]:
     """Report unknown keys and axes of parallel.split, and axes that exclude each other."""
     for key, axes in letters.items():
         if key not in LOOPS + STORAGE:
-            yield f"parallel.split.{key}: unknown key; known here: {', '.join(LOOPS + STORAGE)}"
+            yield f"parallel.split.{key}: unknown key; use {', '.join(LOOPS + STORAGE)}"
         for axis in sorted({*axes.split()} - {"x", "y", "z"}):
-            yield f"parallel.split.{key}: no tensor axis {axis!r}; there are x, y and z"
+            yield f"parallel.split.{key}: unknown tensor axis {axis!r}; use x, y and z"
     yield from misplaced(letters)
 
 
@@ -127,4 +128,4 @@ def not_there_yet(config: Config) -> Iterator[str]:
     """Report values of the input format that this command does not run."""
     if config.torch.factory:
         name = f"torch.factory = {config.torch.factory!r:.80}"
-        yield f"{name}: python -m hpc3d.partition run trains it"
+        yield f"{name}: use python -m hpc3d.partition run to train a PyTorch module"

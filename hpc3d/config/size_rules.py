@@ -36,13 +36,13 @@ def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
     if total != ranks:
         factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         meant = f"{factors} = {total} ranks" if factors else "1 rank"
-        there = f"{'is' if ranks == 1 else 'are'} {counted(ranks, 'rank')}"
-        yield (f"mesh: {meant}, but there {there}: change [mesh] or use {total}")
+        there = f"but the job has {counted(ranks, 'rank')}"
+        yield f"mesh: {meant}, {there}; change [mesh], or start {counted(total, 'rank')}"
     splits = config.splits.values()
     axes = " ".join(getattr(split, letter) for split in splits for letter in "mnk").split()
     for axis in ("x", "y", "z"):
         if sizes[axis] > 1 and axis not in axes:
-            yield f"mesh.{axis} = {sizes[axis]}: the scheme does not split along {axis}; use 1"
+            yield f"mesh.{axis} = {sizes[axis]}: the scheme does not use axis {axis}; use 1"
 
 
 def wrong_parts(config: Config) -> Iterator[str]:
@@ -52,23 +52,23 @@ def wrong_parts(config: Config) -> Iterator[str]:
     micros = config.parallel.microbatches
     if model.hidden % model.heads:
         key = f"model.hidden = {model.hidden}"
-        yield f"{key} does not divide by model.heads = {model.heads}: change one of them"
+        yield f"{key} must be divisible by model.heads = {model.heads}; change one of them"
     elif family_of(model).rotary and model.hidden // model.heads % 2:
         width = model.hidden // model.heads
-        yield f"model.hidden / model.heads = {width}: rotary positions need an even number"
+        yield f"model.hidden / model.heads = {width} must be even for RoPE; change one of them"
     if model.kv_heads and model.heads % model.kv_heads:
         fit = divisors(model.heads)
         below = max(count for count in fit if count < model.kv_heads)
         nearest = [below, *[count for count in fit if count > model.kv_heads][:1]]
         yield (
-            f"model.heads = {model.heads} does not divide by model.kv_heads = {model.kv_heads}: "
-            f"use {' or '.join(map(str, nearest))} heads of keys"
+            f"model.heads = {model.heads} must be divisible by model.kv_heads = {model.kv_heads}; "
+            f"use {' or '.join(map(str, nearest))} key heads"
         )
     yield from wrong_tokens(model)
     yield from _wrong_head(config)
     if sequences % micros:
-        key = f"train.batch = {sequences} does not divide into parallel.microbatches = {micros}"
-        yield f"{key}: use a multiple of {micros}, or other parallel.microbatches"
+        key = f"train.batch = {sequences} must be divisible by parallel.microbatches = {micros}"
+        yield f"{key}; use a multiple of {micros}, or other parallel.microbatches"
 
 
 def wrong_tokens(model: ModelConfig) -> Iterator[str]:
@@ -76,7 +76,7 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
     last = (model.vocabulary or inf) - 1
     if model.padding is not None and model.padding >= last:
         key = f"model.padding = {model.padding}"
-        yield f"{key}: must be below {last}, the mask token; lower it, or raise model.vocabulary"
+        yield f"{key} must be below {last}, the mask token; lower it, or raise model.vocabulary"
 
 
 def _alike(model: ModelConfig) -> bool:
@@ -88,8 +88,8 @@ def _wrong_head(config: Config) -> Iterator[str]:
     """Report columns of X sharded over several axes if a product of the head supports only one."""
     split = config.splits["dense"]
     if _alike(config.model) and len(split.x[1]) > 1:
-        head = f"a head of model.kind = {config.model.kind}"
-        yield f"parallel.split.k = {split.k}: {head} takes one axis; put the others on m or n"
+        head = f"the head of model.kind = {config.model.kind}"
+        yield f"parallel.split.k = {split.k}: {head} allows one axis; put the others on m or n"
 
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
@@ -162,8 +162,8 @@ def _unshared_keys(model: ModelConfig, axes: Axes, sizes: Mapping[str, int]) -> 
         return
     fit = [n for n in divisors(model.heads) if n % count == 0 or count % n == 0]
     below, above = max(n for n in fit if n < keys), min(n for n in fit if n > keys)
-    over = f"neither divides over mesh axes {_named(axes, sizes)} = {count} nor divides {count}"
-    yield f"model.kv_heads = {keys} {over}: use {below} or {above}, or other [mesh] sizes"
+    over = f"must be divisible by {_named(axes)} = {count} or divide it"
+    yield f"model.kv_heads = {keys} {over}; use {below} or {above}, or other [mesh] sizes"
 
 
 def _uneven_tiles(config: Config, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -175,22 +175,21 @@ def _uneven_tiles(config: Config, axes: Axes, sizes: Mapping[str, int]) -> Itera
     columns = model.heads // count * width, max(1, keys // count) * width
     if keys < model.heads and any(each % TILE for each in columns):
         yield (
-            f"train.product_scale = block: over mesh axes {_named(axes, sizes)} a rank has "
-            f"{columns[0]} columns of queries and {columns[1]} of keys, not a multiple of {TILE} "
-            "of each; use tensor, or other [mesh] sizes"
+            f"train.product_scale = block: with {_named(axes)} = {count}, a rank has {columns[0]} "
+            f"columns of queries and {columns[1]} of keys, which must be multiples of {TILE}; use "
+            "tensor, or other [mesh] sizes"
         )
 
 
 def _indivisible(key: str, value: int, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
     count = prod([sizes[axis] for axis in axes])
     if value % count:
-        over = f"mesh axes {_named(axes, sizes)} = {count}"
         remedy = f"use a multiple of {count}, or other [mesh] sizes"
-        yield f"{key} = {value} does not divide over {over}: {remedy}"
+        yield f"{key} = {value} must be divisible by {_named(axes)} = {count}; {remedy}"
 
 
-def _named(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
+def _named(axes: Iterable[str]) -> str:
+    return " x ".join(f"mesh.{axis}" for axis in axes)
 
 
 def _wrong_blocks(config: Config) -> Iterator[str]:
@@ -208,9 +207,9 @@ def _wrong_blocks(config: Config) -> Iterator[str]:
         columns = item.updated_layout.block(item.shape, mesh)[-1]
         if in_blocks(item.shape) and columns % BLOCK:
             yield (
-                f"train.optimizer = adamw-8bit: a rank has {columns} columns of {item.name}, no "
-                f"multiple of {BLOCK}; use other sizes in [model] or [mesh], or train.optimizer = "
-                "adamw"
+                f"train.optimizer = adamw-8bit: a rank has {columns} columns of {item.name}, "
+                f"which must be a multiple of {BLOCK}; use other sizes in [model] or [mesh], or "
+                "train.optimizer = adamw"
             )
             return
 

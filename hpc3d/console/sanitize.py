@@ -16,8 +16,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
 _MEMORY = (
-    "out of memory ({}): give less, or a machine with more memory (python -m hpc3d.plan finds "
-    "what fits)"
+    "out of memory ({}): reduce the model, batch or input, or use a machine with more memory "
+    "(python -m hpc3d.plan finds layouts that fit)"
 )
 _LONGEST_LINE = 1000  # characters
 _NO_READER = (errno.EPIPE, errno.EIO)  # from a closed pipe, from a closed terminal

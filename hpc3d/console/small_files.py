@@ -44,7 +44,7 @@ def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") 
     except OSError as error:
         raise ValueError(f"{file_and_reason(error)}; {remedy}") from None
     if len(content) > most:
-        raise ValueError(f"{path}: larger than {most} bytes, the most that is read; {remedy}")
+        raise ValueError(f"{path}: larger than the limit of {most} bytes; {remedy}")
     return content
 
 
@@ -53,13 +53,13 @@ def toml(text: str) -> dict[str, Any]:
     import tomllib  # training ranks do not load it
 
     if len(text) > _MOST_TEXT:
-        raise ValueError(f"{len(text)} characters; at most {_MOST_TEXT} are read")
+        raise ValueError(f"{len(text)} characters, more than the limit of {_MOST_TEXT}")
     if any(part.count(".") > MOST_PARTS for part in re.split("[=,\n]", text)):
-        raise ValueError(f"a key of more than {MOST_PARTS} parts")
+        raise ValueError(f"a key has more than {MOST_PARTS} parts")
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("tables or arrays too deep") from None
+        raise ValueError("tables or arrays are nested too deeply") from None
 
 
 @contextmanager

@@ -11,9 +11,9 @@ POWERSGD, TOP_K = (f"--parallel.compression {kind}" for kind in ("powersgd", "to
 # Options, and the line.
 WRONG = {
     f"{POWERSGD} --parallel.zero 2": (
-        "parallel.compression = powersgd: with parallel.zero = 2 ... use parallel.zero = 0 or 1"
+        "parallel.compression = powersgd: parallel.zero = 2 ... use parallel.zero = 0 or 1"
     ),
-    f"{TOP_K} --parallel.zero 3": "parallel.compression = top-k: with parallel.zero = 3 ...",
+    f"{TOP_K} --parallel.zero 3": "parallel.compression = top-k: parallel.zero = 3 ...",
     f"{TOP_K} --train.backend cupy --train.dtype float16": (
         "parallel.compression = top-k: ... loss scale ... use train.dtype = bfloat16 or float32"
     ),

@@ -12,24 +12,24 @@ from tests.elided import elided
 
 # [parallel], [mesh] and [model] as options, and the line.
 WRONG = {
-    "--mesh.c 2 --model.sequence 5": "model.sequence = 5 ... mesh.c = 2 x 2 chunks: ... 4 or 8",
-    "--mesh.c 8 --model.sequence 12": "model.sequence = 12 ... mesh.c = 8 x 2 chunks: ... 16",
+    "--mesh.c 2 --model.sequence 5": "model.sequence = 5 ... mesh.c = 2 x 2 chunks; ... 4 or 8",
+    "--mesh.c 8 --model.sequence 12": "model.sequence = 12 ... mesh.c = 8 x 2 chunks; ... 16",
     "--mesh.c 2 --model.sequence 9 --parallel.context all-to-all": (
-        "model.sequence = 9 ... mesh.c = 2: ... 8 or 10"
+        "model.sequence = 9 ... mesh.c = 2; ... 8 or 10"
     ),
     "--mesh.c 2 --parallel.ulysses 2": 'parallel.ulysses = 2: ... parallel.context = "both"',
     "--mesh.c 8 --parallel.context both --parallel.ulysses 3": (
-        "parallel.ulysses = 3 ... mesh.c = 8 ... 2 or 4"
+        "parallel.ulysses = 3 ... mesh.c = 8, ... 2 or 4"
     ),
     "--mesh.c 2 --parallel.context both": (
-        'parallel.ulysses = 1 ... mesh.c = 2 ... context = "ring"'
+        'parallel.ulysses = 1 ... mesh.c = 2, ... context = "ring"'
     ),
     "--mesh.c 2 --parallel.attention full": "parallel.attention = full: ...mesh.c = 2",
     "--mesh.c 4 --mesh.y 2 --model.heads 12 --parallel.context all-to-all": (
-        "model.heads = 12: ... 6 heads ... 4 ... multiple of 8"
+        "model.heads = 12: ... (6) ... 4 ... multiple of 8"
     ),
     "--mesh.c 2 --model.kind llama --model.kv_heads 1 --parallel.context all-to-all": (
-        "model.kv_heads = 1: ... 1 heads ... 2 ... multiple of 2"
+        "model.kv_heads = 1: ... (1) ... 2 ... multiple of 2"
     ),
 }
 

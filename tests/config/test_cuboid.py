@@ -18,7 +18,7 @@ from tests.elided import elided
 
 def test_a_wrong_number_of_ranks_names_each_factor():
     (said,) = problems(*sized({}, "--mesh.d", "3", *ON_2_2_2), ranks=64)
-    line = "mesh: d 3 x x 2 x y 2 x z 2 = 24 ranks, ... 64 ... [mesh] ... 24"
+    line = "mesh: d 3 x x 2 x y 2 x z 2 = 24 ranks, ... 64 ... [mesh], ... 24 ranks"
     assert re.fullmatch(elided(line), said)
 
 
@@ -29,7 +29,7 @@ def test_an_axis_that_the_scheme_does_not_use_is_refused():
 
 def test_a_model_that_fits_no_cuboid_says_what_to_set():
     (said,) = problems(*sized({}), ranks=7)
-    assert re.match("mesh: .* 7 ranks .* 3d: .* mesh.x, mesh.y .* mesh.z", said)
+    assert re.match("mesh: .* 7 ranks .* 3d; .* mesh.x, mesh.y .* mesh.z", said)
 
 
 @pytest.mark.parametrize("ranks", [*range(1, 71), 100, 128])

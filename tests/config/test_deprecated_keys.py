@@ -118,7 +118,7 @@ def test_the_new_name_gives_no_warning(old, text, new, value, file, capsys):
 
 @every_key
 def test_both_names_are_refused(old, text, new, value, file):
-    line = f"{old}: the old name of {new}, which is given too; leave {old} out"
+    line = f"{old} is the old name of {new}, which is also set; leave {old} out"
     both = [f"--{old}", text, f"--{new}", text]
     section, key = old.split(".")
     table = [f"--{section}", f"{{{key} = {text}}}", f"--{new}", text]
@@ -255,5 +255,5 @@ def test_a_machine_with_both_names_is_refused(new, old, file):
     with pytest.raises(ValueError) as refused:
         machine_file.load(file(f"{old} = 0\n{begun}{MACHINE}"))
     assert (
-        str(refused.value) == f"{old}: the old name of {new}, which is given too; leave {old} out"
+        str(refused.value) == f"{old} is the old name of {new}, which is also set; leave {old} out"
     )

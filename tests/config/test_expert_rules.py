@@ -22,16 +22,16 @@ WRONG = {
     "--model.balance_loss 0": "model.balance_loss = 0.0: ... model.experts > 0; ...",
     "--model.z_loss 0": "model.z_loss = 0.0: ... model.experts > 0; ...",
     "--model.balance_bias 0.1": "model.balance_bias = 0.1: ... model.experts > 0; ...",
-    f"{FOUR} --model.top_k 5": "model.top_k = 5: ... model.experts = 4 ... use at most 4",
+    f"{FOUR} --model.top_k 5": "model.top_k = 5 ... model.experts = 4; use at most 4",
     f"{FOUR} --model.layers 2 --model.moe_every 3": (
-        "model.moe_every = 3: none of model.layers = 2 blocks ... use at most 2"
+        "model.moe_every = 3 ... model.layers = 2, ... use at most 2"
     ),
-    f"{FOUR} --mesh.e 8": "model.experts = 4 ... mesh.e = 8: use a multiple of 8",
+    f"{FOUR} --mesh.e 8": "model.experts = 4 ... mesh.e = 8; use a multiple of 8",
     f"{FOUR} --mesh.x 2 --parallel.scheme 3d-broadcast": (
-        "model.experts = 4: not where one rank ... use scheme 3d"
+        "model.experts = 4: with scheme 3d-broadcast ... use parallel.scheme = 3d"
     ),
     f"{FOUR} --model.balance_bias 0.001 --train.dtype bfloat16": (
-        "model.balance_bias = 0.001: bfloat16 rounds ... train.dtype = float32"
+        "model.balance_bias = 0.001: bfloat16 ... train.dtype = float32"
     ),
     f"{FOUR} --model.kind bert": FAMILIES,
     f"{FOUR} --model.kind qwen2 --model.kv_heads 4": FAMILIES,
@@ -50,19 +50,19 @@ WRONG = {
     "--model.experts -1": "model.experts = -1: must be at least 0...",
     f"{FOUR} --model.moe_every 0": "model.moe_every = 0: must be at least 1...",
     f"{FOUR} --mesh.e 2 --parallel.microbatches 64": (
-        "train.batch / parallel.microbatches = 3 ... mesh axes e 2 = 2: ..."
+        "train.batch / parallel.microbatches = 3 ... mesh.e = 2; ..."
     ),
     f"{FOUR} --mesh.x 2 --mesh.y 2 --parallel.split {{m='x',n='y',own='y'}}": (
-        "model.experts = 4: not where one rank on the diagonal of y ... (parallel.split); ..."
+        "model.experts = 4: with parallel.split ... diagonal of y ..."
     ),
     f"{FOUR} --model.balance_bias 0.001 --train.dtype float16": (
-        "model.balance_bias = 0.001: float16 rounds ..."
+        "model.balance_bias = 0.001: float16 ..."
     ),
     f"{FOUR} --mesh.e 2 --train.batch 9": (
-        "train.batch = 9 does not divide over mesh axes e 2 = 2: use a multiple of 2..."
+        "train.batch = 9 ... mesh.e = 2; use a multiple of 2..."
     ),
     f"{FOUR} --mesh.x 2 --mesh.y 4 --mesh.z 2 --train.batch 8 --model.sequence 3": (
-        "train.batch x model.sequence = 24 ... y 4 x x 2 x z 2 = 16: use a multiple of 16..."
+        "train.batch x model.sequence = 24 ... mesh.y x mesh.x x mesh.z = 16; use ... 16..."
     ),
 }
 ALLOWED = [

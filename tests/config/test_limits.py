@@ -18,7 +18,7 @@ def test_products_are_bounded():
     wide = replace(model, hidden=2**20, vocabulary=2**27, layers=limits.MOST_LAYERS)
     config = replace(Config(), model=wide, train=replace(train, batch=1))
     (line,) = limits.too_large(config, block_products(wide))
-    assert line.startswith("model.layers x weights of a block = 131941395333120000: ")
+    assert line.startswith("model.layers x weights of a block = 131941395333120000 ")
     long = replace(model, sequence=2**27, heads=1, vocabulary=256)
     for batch, wrong in ((2, 0), (5, 1)):  # 2^27 rows of 2^27 scores are 2^54
         full = replace(Config().parallel, attention="full")
@@ -38,7 +38,7 @@ def test_products_are_bounded():
         (  # 2^13 rows of 2^20 experts with 2^23 outputs, 2^10 hidden
             {"hidden": 2**10, "experts": 2**20, "sequence": 2**13},
             {"sequence": 2**14},
-            "train.batch x model.sequence x the widest of its products",
+            "train.batch x model.sequence x the largest of ",
         ),
         (  # 2 layers of 2^15 experts with 3 matrices of 2^38
             {"hidden": 2**16, "experts": 2**15, "sequence": 1},
@@ -67,7 +67,7 @@ def test_passes_of_a_schedule_are_bounded():
         return [*wrong_pipeline(replace(Config(), parallel=parallel, mesh=mesh, model=model))]
 
     assert not lines(4096)
-    facts = "parallel.microbatches = 4097: ... 64 x 1 ... 262208 ... 262144 ... 4096 "
+    facts = "parallel.microbatches = 4097: 64 stages x 1 ... 262208 ... 262144; ... 4096 "
     assert re.match(elided(facts), *lines(4097))
 
 

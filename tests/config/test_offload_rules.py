@@ -18,16 +18,16 @@ GRAPH = "--train.backend cupy --train.cuda_graph true"
 # Options, and the line.
 WRONG = {
     '--parallel.offload ["optimizer","optimizer"]': (
-        "parallel.offload = ['optimizer', 'optimizer']: names something twice; name each once"
+        "parallel.offload = ['optimizer', 'optimizer'] ... once"
     ),
-    f"{ALL} --train.optimizer sgd": "parallel.offload = ...: train.optimizer = sgd keeps ...",
+    f"{ALL} --train.optimizer sgd": "parallel.offload = ...: train.optimizer = sgd ...",
     f"{STATES} --train.optimizer adafactor": (
         'parallel.offload = ...: train.optimizer = adafactor ... leave "optimizer" out, or ...'
     ),
     f"{ALL} {PIPEDREAM}": (
-        "parallel.offload = ...: under schedule pipedream ... use a schedule that is synchronous"
+        "parallel.offload = ...: schedule pipedream ... use a synchronous schedule"
     ),
-    f"{OTHERS} {GRAPH}": "parallel.offload = ...: no CUDA graph records copies to the host; ...",
+    f"{OTHERS} {GRAPH}": "parallel.offload = ...: ... host; use train.cuda_graph = false",
 }
 RIGHT = [
     f"{OTHERS} --train.optimizer sgd",

@@ -33,8 +33,8 @@ def test_columns_amid_a_block_are_refused_with_a_remedy(words):
     with pytest.raises(ValueError) as refused:
         resolved(words)
     assert str(refused.value) == (
-        "train.optimizer = adamw-8bit: a rank has 384 columns of layers.0.qkv.weight, no multiple "
-        "of 256; use other sizes in [model] or [mesh], or train.optimizer = adamw"
+        "train.optimizer = adamw-8bit: a rank has 384 columns of layers.0.qkv.weight, which must "
+        "be a multiple of 256; use other sizes in [model] or [mesh], or train.optimizer = adamw"
     )
 
 

@@ -10,10 +10,10 @@ from tests.config.refused import problems, sized
 from tests.elided import elided
 
 PIPELINES = [
-    ({"mesh.p": 4}, "mesh.p = 4: 4 ... model.layers = 3: ... 3"),
+    ({"mesh.p": 4}, "mesh.p = 4: 4 ... model.layers = 3; ... 3"),
     (
         {"mesh.p": 2, "parallel.chunks": 2, "parallel.schedule": "zb-v"},
-        "mesh.p = 2 x parallel.chunks = 2: 4 ... model.layers = 3: ... 3 parts",
+        "mesh.p = 2 x parallel.chunks = 2: 4 ... model.layers = 3; ... 3 model chunks",
     ),
     (
         {"mesh.p": 2, "parallel.layers_per_stage": "[1, 1, 1]"},
@@ -21,15 +21,15 @@ PIPELINES = [
     ),
     (
         {"parallel.recompute": "[0, 3]"},
-        "parallel.recompute = [0, 3]: no layer 3; model.layers = 3 are those from 0 to 2",
+        "parallel.recompute = [0, 3]: layer 3 ... model.layers = 3, use 0 to 2",
     ),
     (
         {"parallel.recompute": "[1, 0, 1]"},
-        "parallel.recompute = [1, 0, 1]: names a layer twice; name each once",
+        "parallel.recompute = [1, 0, 1] ... once",
     ),
     (
         {"mesh.p": 2, "parallel.layers_per_stage": "[1, 1]"},
-        "parallel.layers_per_stage = [1, 1]: 2 ... model.layers = 3:",
+        "parallel.layers_per_stage = [1, 1]: 2 ... model.layers = 3;",
     ),
     (
         {"mesh.p": 2, "parallel.schedule": "none"},
@@ -58,23 +58,23 @@ PIPELINES = [
     ),
     (
         {"mesh.p": 2, "parallel.microbatches": 5},
-        "train.batch = 144 ... parallel.microbatches = 5: use ... 5",
+        "train.batch = 144 ... parallel.microbatches = 5; use ... 5",
     ),
     (
         {"mesh.p": 2, "mesh.d": 4, "parallel.microbatches": 48},
-        "train.batch / parallel.microbatches = 3 ... axes d 4 = 4",
+        "train.batch / parallel.microbatches = 3 ... mesh.d = 4",
     ),
     (
         {"mesh.d": 2, "parallel.zero": 2, "parallel.scheme": "3d-broadcast"},
-        "parallel.zero = 2: ... (scheme 3d-broadcast); ... 3d",
+        "parallel.zero = 2: ... scheme 3d-broadcast ...; ... 3d",
     ),
     (
         {"mesh.d": 2, "parallel.zero": 2, "parallel.split": '{ m = "x", own = "x" }'},
-        "parallel.zero = 2: ... (parallel.split); ... parallel.zero = 1 or 3",
+        "parallel.zero = 2: ... parallel.split ...; ... parallel.zero = 1 or 3",
     ),
     (
         {"mesh.d": 32, "parallel.zero": 3, "train.batch": 160},
-        "model.hidden = 144 ... axes d 32 = 32: use ... 32",
+        "model.hidden = 144 ... mesh.d = 32; use ... 32",
     ),
     (
         {"mesh.p": 2, "parallel.schedule": "pipedream", "model.tied": "false"},
@@ -98,7 +98,7 @@ def test_a_pipeline_that_does_not_fit_is_refused(changes, line):
 @pytest.mark.parametrize("inner", [1, 2])
 @pytest.mark.parametrize(("changes", "line"), PIPELINES)
 def test_the_line_is_the_same_where_the_cuboid_is_left_open(changes, line, inner):
-    if " axes " in line:
+    if " mesh.d = " in line:
         return  # another cuboid might do
     sizes = {"model.layers": 3, **changes}
     ranks = sizes.get("mesh.p", 1) * sizes.get("mesh.d", 1) * inner

@@ -123,7 +123,7 @@ def test_what_is_no_key_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("lr", "here it is called train.learning_rate"), ("steps", "train.steps")]
+    ("name", "said"), [("lr", "use train.learning_rate"), ("steps", "train.steps")]
 )
 def test_it_is_answered_with_ours(name, said):
     with pytest.raises(ValueError, match=said):

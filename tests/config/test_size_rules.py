@@ -22,41 +22,41 @@ def test_heads_of_keys_divide_over_ranks_or_divide_these(kv_heads, y):
         (
             {"--train.batch": 142, "--model.sequence": 3},
             {"x": 2, "y": 4},
-            ["train.batch x model.sequence = 426 ... axes x 2 x y 4 = 8"],
+            ["train.batch x model.sequence = 426 ... mesh.x x mesh.y = 8"],
         ),
         (
             {"--train.batch": 142},
             {"x": 2, "z": 4},
-            ["train.batch = 142 ... axes x 2 x z 4 = 8"],
+            ["train.batch = 142 ... mesh.x x mesh.z = 8"],
         ),
-        ({"--model.heads": 18}, {"y": 4, "x": 2}, ["model.heads = 18", "axes y 4 = 4"]),
+        ({"--model.heads": 18}, {"y": 4, "x": 2}, ["model.heads = 18", "mesh.y = 4"]),
         (
             {"--model.kind": "llama", "--model.kv_heads": 6, "--model.ffn": 180},
             {"y": 8},
             [
-                "model.kv_heads = 6 ... axes y 8 = 8 ... 8: use 4 or 8",
-                "model.ffn = 180 ... axes y 8 = 8: use ... 8",
+                "model.kv_heads = 6 ... mesh.y = 8 ...; use 4 or 8",
+                "model.ffn = 180 ... mesh.y = 8; use ... 8",
             ],
         ),
         (
             {"--model.kind": "qwen2", "--model.heads": 36, "--model.kv_heads": 9},
             {"x": 2, "y": 2, "z": 2},
-            ["model.kv_heads = 9 ... axes y 2 = 2 ... 2: use 6 or 12"],
+            ["model.kv_heads = 9 ... mesh.y = 2 ...; use 6 or 12"],
         ),
         (
             {"--model.hidden": 150, "--model.heads": 25},
             {"z": 8},
-            ["model.hidden = 150 ... axes z 8 = 8: use ... 8"],
+            ["model.hidden = 150 ... mesh.z = 8; use ... 8"],
         ),
         (
             {"--model.hidden": 150, "--model.heads": 25},
             {"x": 8},
-            ["model.hidden = 150 ... axes x 8 = 8: use ... 8"],
+            ["model.hidden = 150 ... mesh.x = 8; use ... 8"],
         ),
         (
             {"--model.heads": 25},
             {"x": 8},
-            ["model.hidden = 144 ... model.heads = 25:"],
+            ["model.hidden = 144 ... model.heads = 25;"],
         ),
     ],
 )

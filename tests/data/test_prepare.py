@@ -71,9 +71,9 @@ def test_the_library_may_be_missing(capsys, monkeypatch, text, output):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ([], "TEXT... and -o FILE.h5"),
-        (["text.txt"], "TEXT... and -o FILE.h5"),
-        (["-o", "new.h5"], "TEXT... and -o FILE.h5"),
+        ([], "TEXT and -o FILE.h5"),
+        (["text.txt"], "TEXT and -o FILE.h5"),
+        (["-o", "new.h5"], "TEXT and -o FILE.h5"),
         (["text.txt", "-o", "new.txt"], "new.txt: ... .h5"),
         (["text.txt", "-o", "none/new.h5"], "none"),
         (["text.txt", "-o", "old.h5"], "--force"),
@@ -84,10 +84,10 @@ def test_the_library_may_be_missing(capsys, monkeypatch, text, output):
         (["text.txt", "-o", "new.h5", "--vocabulary", "many"], "invalid int value"),
         (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "word is no readable tokenizer"),
         (["text.txt", "-o", "new.h5", "--fast"], "--fast; see --help"),
-        (["empty.txt", "-o", "new.h5"], "empty.txt: it is empty"),
+        (["empty.txt", "-o", "new.h5"], "empty.txt: the text is empty"),
         (["text.txt", "-o", "new.h5", "--end", "x"], "--end x: "),
         (["--verify", "none.h5"], "none.h5: "),
-        (["text.txt", "--verify", "old.h5"], "neither TEXT nor -o"),
+        (["text.txt", "--verify", "old.h5"], "TEXT and -o; leave"),
     ],
 )
 def test_an_error_is_one_line_and_writes_nothing(capsys, monkeypatch, text, words, part):

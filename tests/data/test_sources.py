@@ -95,7 +95,7 @@ def test_the_characters_of_all_files_are_the_same(tmp_path, prepared, capsys):
     ids = [*nano(tmp_path, "abc abc"), *nano(other, "cab")]
     both = [tmp_path / "train.bin", other / "train.bin", "-o", tmp_path / "both.h5"]
     code, _, said = call(capsys, *both)
-    assert code == 2 and "which is not the tokenizer beside" in said
+    assert code == 2 and "differs from the tokenizer next to" in said
     (other / "tokenizer.json").write_text(characters({"x": 0, "y": 1}).json)
     assert "prepare it by itself" in prepared("train.bin", "--tokenizer", str(other))
     ids[7:] = nano(other, " cba")

@@ -108,7 +108,7 @@ SHOWN = {
         r"5\.4906?\d* ",
     ],
     "docs/techniques.md": [
-        r"8 ranks of h100, one change of \S+ each:\n.*microbatches=",
+        r"8 ranks of h100; each row changes one key of \S+:\n.*microbatches=",
         r"change +memory +received +step\n *as it is +[\d.,]+ MB +[\d.,]+ MB +[\d.,]+ m?s\n",
     ],
     "docs/watching.md": [

@@ -83,7 +83,7 @@ def test_a_prediction_lies_beside_its_measurement(capsys, tmp_path):
     assert beside["peak_all_bytes"] == 1.0
     assert quantities["step_s"] == found["step_time_s"]
     code, _, err = simulate(capsys, run, "--machine", machine, "--train.batch", "72")
-    assert code == 2 and "is a run, which was as it was" in err
+    assert code == 2 and "is a run, whose settings are fixed; leave" in err
     assert quantities["peak_all_bytes"] == found["memory"]["stages"][0]["all"]
 
 
