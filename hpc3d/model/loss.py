@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.array import Array
 from hpc3d.ops.cross_entropy import (
     IGNORE,
     LossRows,
@@ -19,7 +20,6 @@ from hpc3d.ops.cross_entropy import (
 )
 
 if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
 
 

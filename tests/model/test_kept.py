@@ -1,14 +1,17 @@
 """What waits for backward in fewer bits: a model in torch that rounds what it keeps, bytes, and
 peaks of memory."""
 
+import pkgutil
 from functools import partial
-from typing import NamedTuple
+from importlib import import_module
+from typing import NamedTuple, get_type_hints
 
 import ml_dtypes  # noqa: F401  makes np.dtype("bfloat16")
 import numpy as np
 import pytest
 import torch
 
+import hpc3d.model
 from hpc3d.arrays.array import Array, SavedActivation
 from hpc3d.comm.threads import run
 from hpc3d.model.families import GPT2
@@ -265,6 +268,14 @@ class Square:
     def backward(self, dy, saved, micro, defer):
         assert not isinstance(saved.moment, RoundedArray | OffloadedArray)
         return 2 * saved.z * dy
+
+
+def test_types_of_all_saved_fields_are_known_at_run_time():
+    """A type that only type checkers import ends a run that offloads activations."""
+    names = [each.name for each in pkgutil.iter_modules(hpc3d.model.__path__, "hpc3d.model.")]
+    found = [vars(import_module(name)).items() for name in names]
+    kinds = {kind for items in found for name, kind in items if name.endswith("Saved")}
+    assert len(kinds) > 8 and all(get_type_hints(kind) for kind in kinds)
 
 
 @pytest.mark.parametrize("keep_dtype", [None, "int8"])
