@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.arrays.array import Array
 from hpc3d.model.gpt2 import Embeddings, Head, LogitsSaved
 from hpc3d.model.layers import EmbeddingSaved, Linear, NormSaved, row_axes
 from hpc3d.ops.gelu import GELU, gelu_grad
@@ -18,7 +19,6 @@ from hpc3d.tensor.layout import Layout
 from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.microbatch import Microbatch
     from hpc3d.model.parameters import Parameter, Parameters
