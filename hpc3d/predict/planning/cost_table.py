@@ -181,14 +181,11 @@ class CostTable:
         sample = self.sample(config, config.parallel.zero)
         return sample.held[(sample.layers,)]["gradient"]
 
-    def layer_equivalents(self, config: Config, stage: StageContent) -> float:
-        """Return the gradient bytes of a stage in units of those of the sample's layers."""
-        return self.held(config, stage)["gradient"] / self.layer_gradient(config)
-
     def update(self, config: Config, stage: StageContent) -> tuple[Pass, Pass]:
         """Return the Pass of the gradient reductions of a stage and the Pass of its update."""
         sample = self.sample(config, config.parallel.zero)
-        times = self.layer_equivalents(config, stage)
+        layer = sample.held[(sample.layers,)]["gradient"]
+        times = self._held_by(sample, stage)["gradient"] / layer
         most = max(1.0, 1e6 * config.parallel.bucket_mb)
 
         def measure():

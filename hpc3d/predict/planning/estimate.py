@@ -77,11 +77,12 @@ class Estimator:
         works = self.works(config, parts, stages)
 
         # Work after the passes of the stage `late`, whose gradient reductions are the last to end.
-        late, largest = 0, stages[0]
-        if not even(config):
+        if even(config):
+            late, (sums, rest) = 0, costs.update(config, stages[0])
+        else:
             late = self._last_to_reduce(config, parts, stages)
             largest = max({*stages}, key=lambda stage: costs.held(config, stage)["gradient"])
-        sums, rest = costs.update(config, stages[late])[0], costs.update(config, largest)[1]
+            sums, rest = costs.update(config, stages[late])[0], costs.update(config, largest)[1]
         after = _without(sums, self.hidden(config, parts, stages[late], sums)) + rest
         after = after + costs.world(config) + costs.tied_exchange(config, stages)
 

@@ -146,8 +146,9 @@ def stage_bytes(
     `sums` and `rest` are the bytes that the gradient reductions and the update of a layer need.
     """
     parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
-    held, times = costs.held(config, content), costs.layer_equivalents(config, content)
-    sums, ahead = times * sums, max(1.0, 2e6 * parallel.bucket_mb / costs.layer_gradient(config))
+    held, layer = costs.held(config, content), costs.layer_gradient(config)
+    times, ahead = held["gradient"] / layer, max(1.0, 2e6 * parallel.bucket_mb / layer)
+    sums = times * sums
     split, blocks = model.schedule.splits_backward, parts.block * _blocks(model, number)
     works = [work_of(parts, each, split) for each in chunks]
     forward = [work.forward.left for work in works]
@@ -159,9 +160,9 @@ def stage_bytes(
     # The update gathers at most two buckets; reductions overlap with the backward pass of a layer.
     posts = min(max(1, content.layers), buckets(held["gradient"], parallel.bucket_mb) or 1)
     early = sums * (1 - 1 / posts) if parallel.overlap else 0
-    layer = parts.layer.weight if split else parts.layer.whole
+    backward = parts.layer.weight if split else parts.layer.whole
     moments += [(0, min(times, ahead) * rest), (0, sums)]
-    moments += [(parts.layer.forward.left, early + layer.peak + blocks)]
+    moments += [(parts.layer.forward.left, early + backward.peak + blocks)]
     saved, passing = max(moments, key=sum)
     return held + Counter({"activations in flight": int(saved), "the running pass": int(passing)})
 
