@@ -16,7 +16,7 @@ def test_calls_are_between_ranks():
         words, cwd=ROOT, text=True, capture_output=True, check=False, timeout=250
     )
     assert done.returncode == 2
-    assert "calls are between ranks: mpirun -np 2" in done.stderr
+    assert "calls needs several ranks; use mpirun -np 2" in done.stderr
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def test_errors_and_the_chosen_plan_of_each_model(capsys):
     found = summary(steps)
     assert found["median_error"] == 0.5 and found["largest_error"] == 2.0
     assert found["chosen"] == {"a": 2.0, "b": 1.0}
-    assert "2.000 times the fastest (other)" in capsys.readouterr().out
+    assert "2.000 times as long as the fastest (other)" in capsys.readouterr().out
 
 
 @pytest.mark.slow

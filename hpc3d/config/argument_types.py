@@ -19,7 +19,7 @@ def integer(least: int, most: int) -> Callable[[str], int]:
         digits = text.strip()
         sound = digits.isascii() and digits.isdecimal() and len(digits) <= len(str(most))
         if not (sound and least <= int(digits) <= most):
-            wanted = f"must be a whole number, {least} or more and {most} at most"
+            wanted = f"must be an integer from {least} to {most}"
             raise argparse.ArgumentTypeError(f"{text:.40}: {wanted}")
         return int(digits)
 

@@ -38,7 +38,7 @@ def _absent(run_dir):
     settings = run_dir / "config.toml"
     if not settings.is_file():
         return f"{run_dir}: not a run folder; give one, such as results/NAME-STAMP"
-    if configured(read(settings).decode(), "trace", "enabled") is False:
+    if configured(read(settings).decode(errors="replace"), "trace", "enabled") is False:
         return f"{run_dir}: no trace; set enabled = true in [trace] and run again"
     if before := aside(run_dir):
         return f"{run_dir}: no trace of this attempt yet; the previous one is in {before[0]}"

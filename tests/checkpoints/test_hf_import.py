@@ -303,7 +303,7 @@ def test_dropout_is_theirs_or_what_is_asked(files):
         (["--model.sequence", "0"], "model.sequence = 0: .* 1"),
         (["--model.tied", "false"], "--model.tied False: .* True "),
         (["--train.dtype", "float8"], "train.dtype: .* 'float16', .* 'float8'"),
-        (["--mesh.x", "7"], "train.batch.* x 7 = 7"),
+        (["--mesh.x", "7"], "train.batch.* mesh.x = 7"),
         (["--modl.heads", "3"], "modl: .* model[?]"),
     ],
 )

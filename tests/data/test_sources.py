@@ -97,7 +97,7 @@ def test_the_characters_of_all_files_are_the_same(tmp_path, prepared, capsys):
     code, _, said = call(capsys, *both)
     assert code == 2 and "differs from the tokenizer next to" in said
     (other / "tokenizer.json").write_text(characters({"x": 0, "y": 1}).json)
-    assert "prepare it by itself" in prepared("train.bin", "--tokenizer", str(other))
+    assert "prepare it separately" in prepared("train.bin", "--tokenizer", str(other))
     ids[7:] = nano(other, " cba")
     assert call(capsys, *both)[0] == 0
     assert row(tmp_path / "both.h5", None).tolist() == ids

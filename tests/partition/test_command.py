@@ -63,7 +63,7 @@ def test_times_and_bytes_have_the_units_that_are_printed(second, byte, step, tmp
     words = "--ranks", "4", "--microbatches", "8", "--schedule", "1f1b"
     assert main(["--graph", str(costs), *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    head = "stage   forward [s]  backward [s]     in [MB]    out [MB]   held [MB]  nodes"
+    head = "stage   forward [s]  backward [s]     in [MB]    out [MB] memory [MB]  nodes"
     rows = [[*map(float, line.split()[1:6])] for line in lines[lines.index(head) + 1 :][:4]]
     mb = byte / 1e6
     expected = [(21, 42, 0, 3, 18), (19, 38, 3, 3, 10), (9, 18, 3, 3, 8), (11, 22, 3, 0, 3)]
@@ -71,7 +71,7 @@ def test_times_and_bytes_have_the_units_that_are_printed(second, byte, step, tmp
     for row, values in zip(rows, expected, strict=True):
         wanted = [value * unit for value, unit in zip(values, units, strict=True)]
         assert row == pytest.approx(wanted)
-    assert f"step            {step}" in lines
+    assert f"step time       {step}" in lines
     for pattern, value in [
         (r"heaviest stage  (\S+) s per microbatch", 63 * second),
         (r"fullest stage   (\S+) MB", 18 * mb),

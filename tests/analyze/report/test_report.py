@@ -48,9 +48,9 @@ def test_labels_tell_runs_apart(run, tmp_path, capsys):
         (["text"], "text: not an HDF5 file; give a run folder or its trace.h5"),
         (["whole/trace/rank-00000-0000.npz"], "not an HDF5 file"),
         (["whole", "--out", "text"], r"text: cannot write there \(File exists\); .*--out"),
-        (["whole", "--steps", "a"], "--steps: a: give FIRST:LAST"),
+        (["whole", "--steps", "a"], "--steps: a: must be FIRST:LAST"),
         (["whole", "--export", "x"], "--export: x: use perfetto"),
-        *((["whole", f"--peak={peak}"], f"--peak: {peak}: give FLOP/s") for peak in PEAKS),
+        *((["whole", f"--peak={peak}"], f"--peak: {peak}: must be FLOP/s") for peak in PEAKS),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, reason):

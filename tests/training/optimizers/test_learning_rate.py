@@ -107,7 +107,7 @@ def test_the_steps_of_the_decay_are_settled_when_a_run_begins(asked, begun, step
 
 
 def test_a_warm_up_beyond_the_decay_is_refused():
-    with pytest.raises(ValueError, match=r"^train.decay_steps = 6: .* train.warmup = 7$"):
+    with pytest.raises(ValueError, match=r"^train.decay_steps = 6 .* train.warmup = 7$"):
         with_decay_steps(replace(Config(), train=replace(TRAIN, warmup=7)), TRAIN)
 
 
