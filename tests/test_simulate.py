@@ -83,7 +83,10 @@ def test_a_picture_is_written(capsys, tmp_path):
         (["--name", "1f1b", *SMALL, "--chunks", "0"], "parallel.chunks = 0: must be at least 1"),
         (["--name", "1f1b", *SMALL, "--steps", "2"], "steps = 2: schedule 1f1b repeats"),
         (["--name", "pipedream", *SMALL, "--steps", "0"], "steps = 0: must be at least 1"),
-        (["--name", "pipedream", *SMALL, "--csv", "x.csv"], "--csv x.csv: the steps of pipedream overlap"),
+        (
+            ["--name", "pipedream", *SMALL, "--csv", "x.csv"],
+            "--csv x.csv: the steps of pipedream overlap",
+        ),
         (["--name", "csv:nowhere.csv", *SMALL], "nowhere.csv: No such file"),
         (["--name", "1f1b", *SMALL, "--csv", "no/where.csv"], "No such file"),
         (

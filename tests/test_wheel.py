@@ -137,7 +137,7 @@ def test_published_steps_are_predicted(installed, tmp_path):
     with subprocess.Popen([installed, "bench", "published"], **how) as process:
         lines = [process.stdout.readline() for _ in range(4)]
         process.kill()
-    assert lines[1] == "arXiv:2205.05198, table 5: seconds of a step\n"
+    assert lines[1] == "arXiv:2205.05198, table 5: seconds per step\n"
     assert lines[3].split()[:4] == ["22B", "8", "full", "1.42"]
 
 

@@ -282,7 +282,11 @@ def _show_whole(modules):
     for reason, paths in reasons.items():
         names = _some([*paths])
         operations = "one operation" if len(paths) == 1 else "one operation each"
-        print(sanitized(f"{names}: kept as {operations}; torch.export cannot trace it ({reason})"))
+        print(
+            sanitized(
+                f"{names}: kept as {operations}: torch.export cannot trace the code ({reason})"
+            )
+        )
 
 
 def _show(plan, limits):

@@ -330,6 +330,6 @@ def _nothing_fits(costs, allowed, wanted):
     others += ["--recompute stage"] * (wanted.recompute == "none")
     return (
         f"no partition over {counted(wanted.ranks, 'rank')} fits in {allowed.memory:.6g} bytes "
-        f"per rank ({wanted.margin:.0%} is left free); the smallest needs {high:.6g} bytes. Use "
+        f"per rank ({wanted.margin:.0%} is left free); the smallest needs {high:.6g} bytes; use "
         f"--memory {as_size(enough)}, {', '.join(others[:-1])} or {others[-1]}"
     )

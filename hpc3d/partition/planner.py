@@ -167,6 +167,6 @@ def _nothing_fits(cuts: Downsets | Chain, limits):
     what = "partition" if cuts.exact else "partition in topological order"
     return (
         f"no {what} into at most {counted(limits.ranks, 'stage')} fits in {limits.memory:.6g} "
-        f"bytes per rank; the smallest needs {high:.6g} bytes. Use --memory {as_size(high)}, more "
+        f"bytes per rank; the smallest needs {high:.6g} bytes; use --memory {as_size(high)}, more "
         "ranks, or fewer microbatches"
     )

@@ -246,7 +246,7 @@ def _linked(group, name):
     if not _has(group, name):
         raise ValueError(f"{name} is missing")
     if group.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
-        raise ValueError(f"{name} is a link, not data of this file")
+        raise ValueError(f"{name} is a link instead of data")
     return group[name]
 
 
@@ -258,12 +258,13 @@ def sound(group: Group, column: Column) -> Dataset | None:
         return None
     dataset = _linked(group, column.name)
     if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
-        raise ValueError(f"{column.name} is not stored in this file")
+        raise ValueError(f"{column.name} is not a dataset stored in this file")
     text = h5py.check_string_dtype(dataset.dtype)
     if not (text if column.type == TEXT else dataset.dtype == column.type):
         raise ValueError(f"{column.name} has the type {dataset.dtype}, not {column.type}")
     if dataset.ndim != (2 if column == COORDS else 1) or not _fits(dataset):
-        raise ValueError(f"{column.name} has an invalid or too large shape, {dataset.shape}")
+        shape = f"{dataset.shape}, which is invalid or does not fit in memory"
+        raise ValueError(f"{column.name} has the shape {shape}")
     return dataset
 
 

@@ -117,7 +117,7 @@ class _Merge:
         """Raise ValueError if a segment's header is not valid for this run."""
         absent = [key for key in (*RUN, *_OWN) if key not in header]
         if absent:
-            raise ValueError(f"the header of {path.name} lacks {', '.join(absent)}")
+            raise ValueError(f"{path.name} lacks the header fields {', '.join(absent)}")
         first = self.first if self.headers else header
         if any(header[key] != first[key] for key in _SAME):
             raise ValueError(f"{path.name} belongs to another run")
@@ -181,7 +181,7 @@ class _Merge:
             found.append(f"the end of step {self.begun[rank]}")
         apart = self.clocks[node] is IDENTITY and node != _node(self.first)
         if apart and self.first["kind"] == "measured":
-            found.append("the offset of its clock from rank 0's clock")
+            found.append("its clock, which was not synchronized with rank 0's")
         if dropped := self.headers[rank]["dropped"]:
             found.append(f"{dropped} events, dropped because its event table was full")
         return found

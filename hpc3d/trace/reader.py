@@ -91,8 +91,8 @@ class Trace:
             raise ValueError(f"{self.path}: not an hpc3d trace; give a run folder or its trace.h5")
         if version > schema.VERSION:
             raise ValueError(
-                f"{self.path}: trace version {version} is newer than {schema.VERSION}, the newest "
-                "that this hpc3d can read; update hpc3d"
+                f"{self.path}: trace version {version}, but this hpc3d reads at most version "
+                f"{schema.VERSION}; update hpc3d"
             )
 
     def _check_attributes(self):

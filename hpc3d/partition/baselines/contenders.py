@@ -113,7 +113,7 @@ def pipedream(task: Task) -> Contender:
     units = ChainCosts(*(np.diff(each[[0, *ends]]) for each in sums), chain.crossing[ends])
     seconds, found = asynchronous(units, _levels(costs.machine, task.ranks))
     stages = [StageChoice(ends[stage.end - 1], stage.replicas) for stage in found]
-    note = f"its objective, for an asynchronous pipeline: {share / seconds:.4g} samples/s"
+    note = f"predicted for its asynchronous pipeline: {share / seconds:.4g} samples/s"
     return fastest("PipeDream", task, _searched(costs, stages, DEFAULT))._replace(note=note)
 
 

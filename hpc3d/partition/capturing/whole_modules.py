@@ -99,13 +99,13 @@ class WholeModule:
             raise BadData(f"{self.path} raised {described(error)}") from error
         found = self.call.tensors_returned(result)
         if not torch.equal(before[0], torch.get_rng_state()):
-            raise BadData(f"{self.path} draws random numbers, but cannot be traced; remove them")
+            raise BadData(f"{self.path} cannot be traced, so it must not draw random numbers")
         if before[1] != [each._version for each in values]:
-            raise BadData(f"{self.path} writes to an input, but cannot be traced; write to a copy")
+            raise BadData(f"{self.path} cannot be traced, so it must not write to its inputs")
         samples = self._samples(values)
         expected = [(like.shape(samples), like.dtype) for like in self.call.results]
         if found is None or expected != [([*each.shape], each.dtype) for each in found]:
-            raise BadData(f"{self.path} must return {expected}, as in the run with data")
+            raise BadData(f"{self.path} cannot be traced, so it must return {expected} as planned")
         theirs = {_storage(each) for each in (*values, *weights)}
         return [each.clone() if _storage(each) in theirs else each for each in found]
 

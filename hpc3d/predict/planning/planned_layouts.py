@@ -101,7 +101,7 @@ def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
     """Which layout comes closest, and what would make it fit."""
     row = _smallest(planned)
     return (
-        f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}. Use --memory "
+        f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}; use --memory "
         f"{-(-row.peak // 10**6)}MB, more ranks, or a smaller model or batch"
     )
 

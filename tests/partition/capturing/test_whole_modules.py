@@ -135,9 +135,9 @@ class Fickle(torch.nn.Module):
 @pytest.mark.parametrize(
     ("rows", "line"),
     [
-        (7, r"inner must return \[\(\[7, 4\], torch.float64\)\]"),
-        (9, "inner draws random numbers"),
-        (10, "inner writes to an input"),
+        (7, r"inner .* must return \[\(\[7, 4\], torch.float64\)\]"),
+        (9, "inner .* must not draw random numbers"),
+        (10, "inner .* must not write to its inputs"),
     ],
 )
 def test_other_behaviour_in_a_run_is_refused(rows, line):
