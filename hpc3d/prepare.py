@@ -132,7 +132,9 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
     if arguments.end and name in (None, "byte", "bpe"):
         raise ValueError(f"--end {arguments.end}: only valid for --tokenizer FILE; leave it out")
     if numbered and name in ("byte", "bpe"):
-        raise ValueError(f"{numbered[0]}: its token ids are not of {name}; use --tokenizer FILE")
+        raise ValueError(
+            f"{numbered[0]}: its token ids were not made by {name}; use --tokenizer FILE"
+        )
     if name == "bpe":
         log.info("training a tokenizer on %d texts", len(texts))
         asked = arguments.vocabulary

@@ -131,7 +131,8 @@ def _keep_beside(folder, runs, found):
     from hpc3d.trace.annotations import write_prediction
 
     write_prediction(folder / "trace.h5", prediction(runs, found))
-    return f"added to {folder / 'trace.h5'}; to compare, run python -m hpc3d.report {folder}"
+    trace = folder / "trace.h5"
+    return f"the prediction was added to {trace}; to compare, run python -m hpc3d.report {folder}"
 
 
 def _print_step(config, found):

@@ -267,7 +267,7 @@ def test_export_says_that_a_mixtral_drops_no_token(tmp_path, capsys):
     folder = drawn_models.saved(tmp_path / "run", mixture)
     code, lines, errors = call(capsys, "export", folder, "-o", tmp_path / "out")
     assert (code, errors) == (0, [])
-    assert "model.capacity = 1.25: a Mixtral has room for all, and drops no token" in lines
+    assert "model.capacity = 1.25: a Mixtral has no capacity limit, and drops no token" in lines
 
 
 def test_nothing_is_replaced_without_force(original, tmp_path, capsys):

@@ -156,7 +156,7 @@ def test_a_text_that_disappears_is_named(tmp_path):
     delete = when_running(out, lambda run: text.unlink())
     done = mpirun(2, "-m", "hpc3d.train", *options, meanwhile=delete)
     (line,) = said(done)
-    assert f"rank 0 failed: data.path: {text} is no readable UTF-8 text (" in line
+    assert f"rank 0 failed: data.path: {text} is not a readable UTF-8 text (" in line
     assert "then start again, or go on with --resume" in line
     assert done.returncode == FAILED and "Traceback" not in done.stderr
 

@@ -35,13 +35,13 @@ slow = pytest.mark.slow
 def bad_text(tmp_path):
     path = tmp_path / "binary.txt"
     path.write_bytes(bytes(range(256)))
-    return {"data__path": path}, [f"data.path: {path} is no readable UTF-8 text"]
+    return {"data__path": path}, [f"data.path: {path} is not a readable UTF-8 text"]
 
 
 def bad_tokens(tmp_path):
     path = tmp_path / "tokens.h5"
     path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
-    return {"data__path": path}, [f"data.path: {path} is no readable token file"]
+    return {"data__path": path}, [f"data.path: {path} is not a readable token file"]
 
 
 def missing_text(tmp_path):
@@ -51,20 +51,20 @@ def missing_text(tmp_path):
 def short_text(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("abc")
-    return {"data__path": path}, ["data.path: 4 tokens, but model.sequence = 4 takes at least 5"]
+    return {"data__path": path}, ["data.path: 4 tokens, but model.sequence = 4 needs at least 5"]
 
 
 def short_validation(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("abc")
-    line = "data.validation: 4 tokens, but model.sequence = 4 takes at least 5; hold out more"
+    line = "data.validation: 4 tokens, but model.sequence = 4 needs at least 5; hold out more"
     return {"data__validation": path, "train__eval_every": 1}, [line]
 
 
 def no_validation(tmp_path):
     """A share that rounds to no token."""
     return {"data__validation": 1e-9, "train__eval_every": 1}, [
-        "data.validation: 0 tokens, but model.sequence = 4 takes at least 5; hold out more"
+        "data.validation: 0 tokens, but model.sequence = 4 needs at least 5; hold out more"
     ]
 
 

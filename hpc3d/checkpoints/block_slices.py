@@ -136,12 +136,12 @@ def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | No
     if any(part.intersection(whole) != part for part in parts):
         rows, experts, columns = whole.shape
         sizes = [rows, experts, columns] if experts > 1 else [rows, columns]
-        return f"a part lies outside of {' x '.join(map(str, sizes))}"
+        return f"a slice is outside of {' x '.join(map(str, sizes))}"
     flat = [rectangle for part in parts for rectangle in part.rectangles(whole.right)]
     if twice := overlap(flat):
-        return f"rows {twice.top} to {twice.bottom} lie in two files"
+        return f"rows {twice.top} to {twice.bottom} are in two files"
     missing = whole.size - sum(part.size for part in parts)
-    return f"{missing} of {whole.size} elements are nowhere" if missing else None
+    return f"{missing} of {whole.size} elements are missing" if missing else None
 
 
 def overlap(parts: Sequence[BlockSlices]) -> BlockSlices | None:

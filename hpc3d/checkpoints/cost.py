@@ -47,14 +47,15 @@ def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
         try:
             found = probe(folder, host, min(_LARGEST, sum(size for _, size in ranks)))
         except OSError as error:
-            problem = f"{host} cannot write to {folder}, where it is to save: {reason_of(error)}"
+            problem = f"{host} cannot write its checkpoints to {folder}: {reason_of(error)}"
     probes, problems = zip(*job.gather((found, problem)), strict=True)
     if any(problems):
         job.refuse(*filter(None, problems))
     total, fullest = sum(size for _, size in ranks), max(size for _, size in ranks)
     told = (
-        f"checkpoints: {total / 1e6:.1f} MB each, {fullest / 1e6:.1f} MB of it on the fullest "
-        f"rank; {keep} are kept; one should take {seconds(ranks, [*filter(None, probes)]):.2g} s"
+        f"checkpoints: {total / 1e6:.1f} MB each, at most {fullest / 1e6:.1f} MB per rank; "
+        f"{keep} are kept; estimated time per checkpoint "
+        f"{seconds(ranks, [*filter(None, probes)]):.2g} s"
     )
     return [told, *filter(None, [shortage(folder, total, keep)])]
 
@@ -101,6 +102,6 @@ def shortage(folder: Path, size: int, keep: int) -> str | None:
     if free >= wanted:
         return None
     return (
-        f"checkpoints: {keep + 1} want {wanted / 1e6:.1f} MB, and {folder} has room for "
-        f"{free / 1e6:.1f} MB: make room, or lower checkpoint.keep"
+        f"checkpoints: {keep + 1} need {wanted / 1e6:.1f} MB, but {folder} has only "
+        f"{free / 1e6:.1f} MB free; free some space, or lower checkpoint.keep"
     )

@@ -35,7 +35,7 @@ def _written_by(target: Path) -> list[Path]:
     if target.suffix == ".safetensors":
         return [target]
     if target.is_file():
-        raise ValueError(f"{target} is a file: name a folder, or a file NAME.safetensors")
+        raise ValueError(f"{target} is a file; name a folder, or a file NAME.safetensors")
     return [target / WEIGHTS, target / CONFIG]
 
 
@@ -45,7 +45,9 @@ def refuse_to_replace(target: Path) -> None:
     with_it = [target / name for name in TOKENIZER_FILES] if len(written) > 1 else []
     for path in (*written, *with_it):
         if path.exists():
-            raise ValueError(f"{path} exists: name another place, or replace it with --force")
+            raise ValueError(
+                f"{path} already exists; name another path, or replace it with --force"
+            )
 
 
 def earlier_files(target: Path) -> list[Path]:
@@ -95,7 +97,9 @@ def notes(opened: Checkpoint) -> list[str]:
     model = config_of(opened).model
     if not (model.experts and model.capacity):
         return []
-    return [f"model.capacity = {model.capacity}: a Mixtral has room for all, and drops no token"]
+    return [
+        f"model.capacity = {model.capacity}: a Mixtral has no capacity limit, and drops no token"
+    ]
 
 
 def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ...]]:

@@ -345,11 +345,11 @@ def published(model: ModelConfig) -> PublishedFamily:
         return PUBLISHED[model.kind]
     if model.kind != LLAMA.kind:
         raise ValueError(
-            f"model.kind = {model.kind} with experts: no model of transformers; a mixture of kind "
-            f"{LLAMA.kind} is a Mixtral there"
+            f"model.kind = {model.kind} with experts has no counterpart in transformers; use "
+            f"model.kind = {LLAMA.kind}, which is a Mixtral"
         )
     if problem := hf_settings.no_mixtral(model):
         raise ValueError(
-            f"{problem}, so there is nothing to export it to; train one that has it so"
+            f"{problem}, so transformers has no such model; train one with these settings"
         )
     return _TRANSFORMERS_MIXTRAL

@@ -82,8 +82,8 @@ class Pretrained:
         odd = value.size - np.count_nonzero(np.isfinite(value))
         if odd and not self.allow_nonfinite:
             raise ValueError(
-                f"{stored}: {odd} of {value.size} numbers are NaN or infinite: take weights from "
-                "before that, or import these with --allow-nonfinite"
+                f"{stored}: {odd} of {value.size} numbers are NaN or infinite; use earlier "
+                "weights, or import these with --allow-nonfinite"
             )
         return value
 
@@ -96,7 +96,8 @@ class Pretrained:
         tied = settings.get("tie_word_embeddings", self.family.tied if settings else same)
         if tied and not same:
             raise ValueError(
-                f"{head} is not {table}, but {CONFIG} ties them: set tie_word_embeddings to false"
+                f"{head} differs from {table}, but {CONFIG} ties them; set tie_word_embeddings "
+                "to false"
             )
         if tied:
             self.locations.pop(head, None)
@@ -128,44 +129,44 @@ class Pretrained:
             shapes |= self.family.shapes_of(ours, shape, model)
         entries = self.entries
         if lacking := [name for name in shapes if name not in entries]:
-            raise ValueError(f"{self.path}: it lacks {_listed(lacking)}")
+            raise ValueError(f"{self.path} lacks {_listed(lacking)}")
         if surplus := [name for name in entries if name not in shapes]:
             what = self.family.architecture
-            raise ValueError(f"{self.path}: {_listed(surplus)}: no part of a {what}")
+            raise ValueError(f"{self.path}: {what} has no {_listed(surplus)}")
         for name, shape in shapes.items():
             if entries[name].shape != shape:
                 found, wanted = list(entries[name].shape), list(shape)
-                raise ValueError(f"{self.path}: {name} is {found}: it should be {wanted}")
+                raise ValueError(f"{self.path}: {name} is {found}, but should be {wanted}")
 
     def _undecided(self, settings: Mapping[str, Any]) -> dict[str, str]:
         """Return the keys of [model] that the user must set, each with the reason."""
         reasons = {}
         if "heads" not in self.model:
             theirs = {ours: key for key, ours in self.family.settings.sizes.items()}
-            reasons["heads"] = f"there is no {CONFIG} that tells {theirs['heads']}"
+            reasons["heads"] = f"there is no {CONFIG} with {theirs['heads']}"
         if self.family.settings.rates(settings) and "dropout" not in self.model:
             keys = (key for key in self.family.settings.dropouts if key in settings)
             rates = ", ".join(f"{key} = {settings[key]!r}" for key in keys)
-            reasons["dropout"] = f"{CONFIG} has {rates}, and there is one rate here"
+            reasons["dropout"] = f"{CONFIG} has {rates}, but hpc3d has a single rate"
         return reasons
 
 
 def _weight_files(path: Path) -> list[Weights]:
     """Return the weight files of a folder, or the one file."""
     if not path.exists():
-        raise ValueError(f"{path}: there is no such file or folder")
+        raise ValueError(f"{path}: no such file or folder")
     refuse_cache(path)
     if (path / INDEX).exists() and not (path / WEIGHTS).exists():
         names = object_in(path / INDEX).get("weight_map")
         names = sorted({*map(str, names.values())}) if isinstance(names, dict) else []
         if not names or not all(map(_FILE.fullmatch, names)):
-            raise ValueError(f"{path / INDEX}: its weight_map does not name files beside it")
+            raise ValueError(f"{path / INDEX}: its weight_map must name files in the same folder")
         return [Weights(path / name) for name in names]
     file = path / WEIGHTS if path.is_dir() else path
     if file.suffix != ".safetensors" or not file.is_file():
         raise ValueError(
-            f"{path}: there is no {WEIGHTS}; other files, such as pytorch_model.bin, are pickles, "
-            "which can run code: write it with model.save_pretrained(FOLDER) of transformers"
+            f"{path} has no {WEIGHTS}; pickles, such as pytorch_model.bin, are not read, because "
+            "they can run code: convert them with model.save_pretrained(FOLDER) of transformers"
         )
     return [Weights(file)]
 
@@ -175,7 +176,10 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
     known = {each: family for family in PUBLISHED.values() for each in family.types}
     if (kind := settings.get("model_type")) is not None:
         if str(kind) not in known:
-            raise ValueError(f"{CONFIG}: model_type = {kind!r}: known here: {', '.join(known)}")
+            raise ValueError(
+                f"{CONFIG}: model_type = {kind!r} is not supported; supported are "
+                f"{', '.join(known)}"
+            )
         return known[str(kind)]
     stored = {name for file in files for name in file.entries}
     for family in PUBLISHED.values():
@@ -183,7 +187,7 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
         if {table, family.prefix + table} & stored:
             return family
     kinds = ", ".join(family.architecture for family in PUBLISHED.values())
-    raise ValueError(f"it has no table of tokens of a model that is known here: {kinds}")
+    raise ValueError(f"no token embedding of a supported model was found; supported are {kinds}")
 
 
 def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, str]]:
@@ -194,13 +198,13 @@ def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights
             name = stored.removeprefix(prefix)
             if name.endswith(_FUSED):
                 raise ValueError(
-                    f"{stored} has all experts in one array: write those of each with "
+                    f"{stored} has all experts in one array; write one array per expert with "
                     "model.save_pretrained(FOLDER, save_original_format=True) of transformers"
                 )
             for old, new in _OLD_NAMES.items():
                 name = name.replace(old, new)
             if name in found:
-                raise ValueError(f"{file.path}: {name!r} is there twice")
+                raise ValueError(f"{file.path}: {name!r} occurs twice")
             if not _IGNORED.fullmatch(name):
                 found[name] = file, stored
     return found
@@ -210,7 +214,7 @@ def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str
     """Return the sizes of a model, from the shapes of its arrays."""
     for name, _ in family.measured.values():
         if name not in entries or len(entries[name].shape) != 2:
-            raise ValueError(f"it has no matrix {name}: it is no {family.architecture}")
+            raise ValueError(f"the matrix {name} is missing, so this is no {family.architecture}")
     block = f"{family.block}."
     sizes = {ours: entries[name].shape[dim] for ours, (name, dim) in family.measured.items()}
     return sizes | {
@@ -237,12 +241,14 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     config = validate(tree)
     for key, reason in pretrained.undecided.items():
         if key not in tree["model"]:
-            raise ValueError(f"{pretrained.path}: {reason}: give --model.{key}")
+            raise ValueError(f"{pretrained.path}: {reason}; give --model.{key}")
     for key, known in pretrained.model.items():
         asked = getattr(config.model, key)
         shorter = key == "sequence" and asked < known
         if asked != known and key not in _OF_TRAINING and not shorter:
-            raise ValueError(f"--model.{key} {asked}: it is {known} in {pretrained.path}")
+            raise ValueError(
+                f"--model.{key} {asked}: it is {known} in {pretrained.path}; leave it out"
+            )
     resolve(config, config.mesh.grid().size)
     refuse([*untrainable(config)])
     pretrained.check(config.model)

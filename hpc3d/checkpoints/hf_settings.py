@@ -32,9 +32,9 @@ _LLAMA3 = {  # key of rope_scaling: hpc3d name
     "original_max_position_embeddings": "original",
 }
 _OF_MIXTRAL = {  # key of [model]: the only value, and its meaning
-    "shared_experts": (0, "no experts that see all tokens"),
+    "shared_experts": (0, "no shared experts"),
     "moe_every": (1, "experts in every block"),
-    "balance_bias": (0.0, "no bias of a router"),
+    "balance_bias": (0.0, "no router bias"),
 }
 _BALANCE = "router_aux_loss_coef"
 _LARGEST = 1e6  # upper bound of the factor
@@ -112,11 +112,11 @@ class Settings(NamedTuple):
         for key, value in settings.items():
             if key in self.fixed and value != self.fixed[key]:
                 only = self.fixed[key]
-                raise ValueError(f"{CONFIG}: {key} = {value!r}: here it can be {only!r} only")
+                raise ValueError(f"{CONFIG}: {key} = {value!r}: only {only!r} is supported")
             if key not in known | self.fixed.keys() and value is not None:
                 raise ValueError(
-                    f"{CONFIG}: {key} = {value!r}: not known here; if it does not change what the "
-                    "model computes, remove it"
+                    f"{CONFIG}: {key} = {value!r} is unknown; remove it if it does not change "
+                    "what the model computes"
                 )
 
 
@@ -137,7 +137,9 @@ def _gelu_of(settings: Mapping[str, Any], key: str, usual: str) -> str:
     """Return the hpc3d name of the activation under a key."""
     name = str(settings.get(key, usual))
     if name not in _ACTIVATIONS:
-        raise ValueError(f"{CONFIG}: {key} = {name!r}: known here: {', '.join(_ACTIVATIONS)}")
+        raise ValueError(
+            f"{CONFIG}: {key} = {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+        )
     return _ACTIVATIONS[name]
 
 
@@ -148,7 +150,9 @@ def _gpt2_written(model: ModelConfig) -> dict[str, Any]:
 def _gpt2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     gelu = _gelu_of(settings, "activation_function", GELU["tanh"])
     if settings.get("n_inner", 4 * model["hidden"]) != 4 * model["hidden"]:
-        raise ValueError(f"{CONFIG}: n_inner = {settings['n_inner']!r}: here it is 4 n_embd only")
+        raise ValueError(
+            f"{CONFIG}: n_inner = {settings['n_inner']!r}: only 4 n_embd is supported"
+        )
     heads = settings.get("n_head", settings.get("num_attention_heads"))
     return {"gelu": gelu, **({} if heads is None else {"heads": heads})}
 
@@ -168,13 +172,13 @@ def _llama_written(model: ModelConfig) -> dict[str, Any]:
 def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     for theirs in ("num_attention_heads", "max_position_embeddings"):
         if theirs not in settings:
-            raise ValueError(f"there is no {CONFIG} that tells {theirs}")
+            raise ValueError(f"there is no {CONFIG} with {theirs}")
     heads = settings["num_attention_heads"]
     if isinstance(heads, int) and heads > 0:
         width = model["hidden"] / heads
         if settings.get("head_dim", width) != width:
             only = f"hidden_size / num_attention_heads = {width:g}"
-            raise ValueError(f"{CONFIG}: head_dim = {settings['head_dim']!r}: here it is {only}")
+            raise ValueError(f"{CONFIG}: head_dim = {settings['head_dim']!r}: must be {only}")
     epsilon = settings.get("rms_norm_eps", 1e-6)  # the default of transformers
     return {"norm_epsilon": epsilon, **_rope(settings)}
 
@@ -185,7 +189,9 @@ def no_mixtral(model: ModelConfig) -> str | None:
         if (value := getattr(model, key)) != only:
             return f"model.{key} = {value}: a Mixtral has {what} ({only})"
     if model.top_k == 1:
-        return "model.top_k = 1: a Mixtral weighs a single choice by 1, not by its probability (2)"
+        return (
+            "model.top_k = 1: a Mixtral weights a single expert by 1, not by its probability (2)"
+        )
     return None
 
 
@@ -204,13 +210,11 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     top_k, coefficient = model.get("top_k", 2), settings.get(_BALANCE, 0.001)
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
         raise ValueError(
-            f"{CONFIG}: num_experts_per_tok = {top_k!r}: here it can be from 2 to the "
-            f"{model['experts']} experts: of one the weight is its probability, and there it is 1"
+            f"{CONFIG}: num_experts_per_tok = {top_k!r}: must be from 2 to {model['experts']}; "
+            "with 1, a Mixtral weights the expert by 1, and hpc3d by its probability"
         )
     if type(coefficient) not in (int, float) or not 0 <= coefficient <= _LARGEST:
-        raise ValueError(
-            f"{CONFIG}: {_BALANCE} = {coefficient!r}: it should be a factor from 0 on"
-        )
+        raise ValueError(f"{CONFIG}: {_BALANCE} = {coefficient!r}: must be a number of at least 0")
     usual = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}  # the defaults of transformers
     balance = coefficient * top_k / model["layers"]
     return {
@@ -226,7 +230,7 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
 def _qwen2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     kinds = settings.get("layer_types", [])
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ValueError(f"{CONFIG}: layer_types: here each can be 'full_attention' only")
+        raise ValueError(f"{CONFIG}: layer_types: only 'full_attention' is supported")
     return _llama_told(settings, model)
 
 
@@ -235,7 +239,7 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     name = "rope_parameters" if "rope_parameters" in settings else "rope_scaling"
     table = settings.get(name, {})
     if not isinstance(table, dict):
-        raise ValueError(f"{CONFIG}: {name} = {table!r}: it is no table")
+        raise ValueError(f"{CONFIG}: {name} = {table!r}: must be a table")
     table = {"rope_theta": settings.get("rope_theta", 10000.0), **table}
     form = table.pop("rope_type", table.pop("type", "default"))
     found = {"rope_theta": table.pop("rope_theta")}
@@ -244,7 +248,9 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     if form == "default" and not table:
         return found
     keys = f" with {', '.join(sorted(table))}" if form in ("default", "llama3") else ""
-    raise ValueError(f"{CONFIG}: rope_type = {form!r}{keys}: known here: default, llama3")
+    raise ValueError(
+        f"{CONFIG}: rope_type = {form!r}{keys} is not supported; supported are default, llama3"
+    )
 
 
 GPT2 = Settings(

@@ -58,7 +58,7 @@ def checkpoints(path: Path) -> list[Path]:
     found = steps_of(path / "checkpoints") or steps_of(path)
     if not found:
         raise ValueError(
-            f"{path}: no checkpoint is there; name a run that saved (checkpoint.every), or a "
+            f"{path} has no checkpoint; name a run with checkpoints (checkpoint.every), or a "
             "folder step-00000010"
         )
     return found
@@ -93,10 +93,10 @@ def config_of(opened: Checkpoint) -> Config:
         config = stored(opened.header["config"])
         refuse([*unknown_values(config), *wrong_parts(config)])
         if config.model.vocabulary is None and not config.torch.factory:
-            raise ValueError("model.vocabulary is not settled")
+            raise ValueError("model.vocabulary is not set")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = "; ".join(lines_of(error))
-        raise ValueError(f"{opened.folder}: no configuration can be read: {reason}") from None
+        raise ValueError(f"{opened.folder}: its configuration cannot be read: {reason}") from None
     return config
 
 
@@ -133,8 +133,8 @@ def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     layers = {name.split(".")[1] for name, _ in opened.sources if name.startswith("layers.")}
     if len(layers) != model.layers:
         raise ValueError(
-            f"{opened.folder}: it has {counted(len(layers), 'layer')}, but its model.layers = "
-            f"{model.layers}: it is damaged"
+            f"{opened.folder} is damaged: it has {counted(len(layers), 'layer')}, but "
+            f"model.layers = {model.layers}"
         )
     return shapes_of(model)
 
@@ -251,7 +251,7 @@ def inconsistencies(
     """
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != named(step):
-        yield f"its manifest is of step {step}"
+        yield f"its manifest belongs to step {step}"
     specs = _specs_in(opened)
     held = {
         (name, kind): each

@@ -34,13 +34,13 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the header and file list of a manifest; raise OSError or ValueError if invalid."""
     path = folder / "manifest.json"
     size = path.stat().st_size
-    _require(path.is_file(), "its manifest is no file")
-    _require(size <= _LARGEST, f"its manifest has {size} bytes")
+    _require(path.is_file(), "its manifest is not a file")
+    _require(size <= _LARGEST, f"its manifest is too large, {size} bytes")
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise ValueError("its manifest is no JSON") from None
-    _require(isinstance(header, dict), "its manifest is no JSON object")
+        raise ValueError("its manifest is not JSON") from None
+    _require(isinstance(header, dict), "its manifest is not a JSON object")
     files = header.pop("files", None)
     _check_header(header)
     _check_files(files)
@@ -94,7 +94,7 @@ def _number(value: object, most: int = _MOST) -> bool:
 def _check_header(header: Any) -> None:
     version = header.get("version")
     known = header.get("format") == FORMAT and _number(version) and version <= VERSION
-    _require(known, "its manifest is not one that this hpc3d reads")
+    _require(known, "its manifest has a format that this hpc3d does not read")
     for key in ("step", "updates"):
         known = _number(header.get(key), MOST_COUNT)
         _require(known, f"its manifest has no number {key} below {MOST_COUNT}")
@@ -149,7 +149,7 @@ def _check_files(files: Any) -> None:
     for file in files:
         name = file.get("file")
         sound = isinstance(name, str) and _SHARD.fullmatch(name)
-        _require(sound, f"{name!r:.60} is no name of a file of it")
+        _require(sound, f"{name!r:.60} is not a valid file name")
         _require(name not in names, f"{name} is listed twice")
         names.add(name)
         _check_file(file)

@@ -67,7 +67,9 @@ def begin(
     is not empty.  A run in 16 bits starts from float32 values, which become its master copies.
     """
     if run.exists() and not (run.is_dir() and not any(run.iterdir())):
-        raise ValueError(f"{run} exists: a run is never written over; name another folder")
+        raise ValueError(
+            f"{run} already exists, and runs are never overwritten; name another folder"
+        )
     shapes, text = shapes_of(config.model), to_toml(config)
     header = {"run_id": run.name, "config": text, "position": None, "step": 0, "updates": 0}
     with _atomic_folder(run) as folder:

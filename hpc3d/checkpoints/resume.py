@@ -45,13 +45,13 @@ _MAY_CHANGE = "dropout", "capacity", "balance_loss", "z_loss"  # no parameter de
 # Keys of [parallel] that determine the blocks of a rank and its gradient compression states.
 _OF_LAYOUT = "scheme", "split", "schedule", "chunks", "layers_per_stage", "compression"
 _OF_LAYOUT += ("compression_rank", "compression_share")
-_OF_ANOTHER = "it is of another model or optimiser"
+_OF_ANOTHER = "it belongs to another model or optimizer"
 _ANEW = (
-    "resume: what parallel.compression left out of gradients begins at 0: the checkpoint is of "
-    "another layout, type or compression"
+    "resume: the error feedback of parallel.compression restarts from 0, because the checkpoint "
+    "has another layout, type or compression"
 )
-_DROPPED = "resume: what parallel.compression left out of gradients is dropped"
-_NOTHING = "{}: no checkpoint to resume from; train anew"
+_DROPPED = "resume: the error feedback of parallel.compression is discarded"
+_NOTHING = "{}: no checkpoint to resume from; start a new run"
 
 
 def run_to_resume(words: list[str]) -> Path | None:
@@ -67,9 +67,9 @@ def run_to_resume(words: list[str]) -> Path | None:
     try:
         if (run / "config.toml").exists() or steps_of(run / "checkpoints"):
             return run.absolute()
-        problem = "no run is there"
+        problem = "not the folder of a run"
         if (run / "config.json").is_file():
-            problem = "weights of others are there; first python -m hpc3d.checkpoint import"
+            problem = "these are imported weights; first run python -m hpc3d.checkpoint import"
     except OSError as error:
         problem = error.strerror
     raise ValueError(f"--resume {run!s:.200}: {problem}; name a folder results/NAME-STAMP")
@@ -125,7 +125,7 @@ def _refuse_truncated(path: Path, opened: Checkpoint) -> None:
     needed = {key for key, value in flat(Config()).items() if value is not None}
     if missing := sorted(needed & _keys_of(toml(opened.header["config"])) - present):
         more = f" and {counted(len(missing) - 1, 'more key')}" if len(missing) > 1 else ""
-        raise ValueError(f"{path}: truncated, {missing[0]}{more} missing; {remedy}")
+        raise ValueError(f"{path} is truncated and lacks {missing[0]}{more}; {remedy}")
 
 
 def _keys_of(tree: dict[str, Any]) -> set[str]:
@@ -232,8 +232,8 @@ def _other_share(before: float | str | None, now: float | str | None) -> Iterato
         was = f"it was {before}" if before else "nothing was held out"
         keep = f"leave it at {before}" if isinstance(before, float) else "name another text"
         yield (
-            f"data.validation = {now or ''!r}: {was} until now, and a run trains on the same part "
-            f"of the text to its end; {keep}, or begin a new run"
+            f"data.validation = {now or ''!r}: {was} until now, and a run cannot change which "
+            f"part of the text it trains on; {keep}, or start a new run"
         )
 
 
@@ -253,8 +253,8 @@ def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
         raise Problems(of_another or [*wrong, _NOTHING.format(run)])
     opened = Checkpoint(folder)
     if (done := opened.header["step"]) >= config.train.steps:
-        how = "ask for more with --train.steps"
-        raise ValueError(f"--resume: the run has done {counted(done, 'step')}; {how}")
+        how = "increase --train.steps"
+        raise ValueError(f"--resume: the run has already done {counted(done, 'step')}; {how}")
     return opened
 
 
@@ -264,8 +264,8 @@ def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
     kept, wanted = (optimizer_of(each).STATES for each in (stored, config))
     if {*wanted} - {*kept}:
         yield (
-            f"train.optimizer = {now}: it was {before} until now, whose checkpoints lack what "
-            f"{now} keeps; leave it at {before}, or begin a new run"
+            f"train.optimizer = {now}: it was {before} until now, whose checkpoints lack the "
+            f"state of {now}; leave it at {before}, or start a new run"
         )
 
 
@@ -292,12 +292,12 @@ def rate_notes(begun: TrainConfig, train: TrainConfig, done: int) -> Iterator[st
             f"step {step}"
             for step in dict.fromkeys((done, train.steps - 1))
         )
-        yield f"the learning rate has another curve now: {rates}"
+        yield f"the learning rate schedule has changed: {rates}"
     if train.decay != "constant" and train.steps > train.decay_steps:
         first, rate = max(done, train.decay_steps), learning_rate(train, train.decay_steps)
         yield (
-            f"the learning rate was laid out over train.decay_steps = {train.decay_steps}: from "
-            f"step {first} on it stays at {rate:.3e}, the lowest; for a decay over all steps give "
+            f"the learning rate decays over train.decay_steps = {train.decay_steps}; from step "
+            f"{first} it stays at its minimum {rate:.3e}; for a decay over all steps, set "
             f"--train.decay_steps {train.steps}"
         )
 
@@ -413,8 +413,7 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     for key in stored:
         if stored[key] != asked[key] and key not in may_change:
             return (
-                f"{opened.folder} has model.{key} = {stored[key]}, and {asked[key]} is asked for: "
-                f"{_OF_ANOTHER}"
+                f"{opened.folder} has model.{key} = {stored[key]}, not {asked[key]}: {_OF_ANOTHER}"
             )
     kept = [spec for spec in optimizer_of(before).STATES if spec.name in kinds_of(opened)]
     shapes, stateless = shapes_of(model), stateless_of(model)

@@ -79,21 +79,21 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
         elif isinstance(share := config.data.validation, float):
             raise ValueError(
                 f"{line}, of which data.validation = {share} is held out; restore "
-                f"{before[key]['path']}, or begin a new run"
+                f"{before[key]['path']}, or start a new run"
             )
         else:
             yield f"{line}; training continues on the new text"
             if VALIDATION in now and now[VALIDATION]["sha256"] == before[key]["sha256"]:
                 yield (
-                    f"data.validation: {config.data.validation} is the text that was trained on "
-                    "until now; name another text"
+                    f"data.validation: {config.data.validation} was the training text until now; "
+                    "name another text"
                 )
 
 
 def trained_on(tokens: Tokens, held: Tokens | None, config: Config) -> Iterator[str]:
     """Yield a line if a text or document of the validation text is also trained on."""
     if held is not None and held.digests & tokens.digests:
-        whole = "" if held.sha256 == tokens.sha256 else "in part "
+        whole = "" if held.sha256 == tokens.sha256 else "partly "
         yield (
             f"data.validation: {config.data.validation} is {whole}the training text, so its loss "
             "does not measure generalization; name another text"

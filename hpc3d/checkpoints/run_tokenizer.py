@@ -77,10 +77,10 @@ def refuse_unfit(source: Path, vocabulary: int) -> None:
     try:
         known = BpeTokenizer(small_files.read(path, small_files.MOST_JSON).decode()).vocabulary
         if known > vocabulary:
-            raise ValueError(f"it has {known} tokens, and the model {vocabulary}")
+            raise ValueError(f"it has {known} tokens, but model.vocabulary = {vocabulary}")
     except ValueError as error:
         raise ValueError(
-            f"{path}: {error}; put the right one there, or take it out of the folder"
+            f"{path}: {error}; replace it with the right tokenizer, or remove it"
         ) from error
 
 
@@ -168,14 +168,14 @@ def refuse_another(run: Path, tokens: Tokens) -> None:
     rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
     if (run / RULES).is_file():
         where = str(run / RULES)
-        with reading(run / RULES, "no readable tokenizer", "put back the one that the run had"):
+        with reading(run / RULES, "not a readable tokenizer", "restore the tokenizer of the run"):
             same = same_rules(small_files.read(where, small_files.MOST_JSON).decode(), rules)
     else:
         where = _name_in(run)
         same = where in (None, tokens.tokenizer)
     if not same:
         raise ValueError(
-            f"data.path: its tokens are of another tokenizer ({tokens.tokenizer}, vocabulary "
-            f"{tokens.vocabulary}) than those that {run} was trained on; make a token file with "
-            f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {where}"
+            f"data.path: its tokenizer ({tokens.tokenizer}, vocabulary {tokens.vocabulary}) is "
+            f"not the tokenizer of {run}; make a token file with python -m hpc3d.prepare TEXT -o "
+            f"tokens.h5 --tokenizer {where}"
         )

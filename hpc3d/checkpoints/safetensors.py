@@ -40,14 +40,14 @@ class Weights:
                 }
         except package.SafetensorError as error:
             what = sanitized(str(error))  # it quotes the file
-            raise ValueError(f"{path} is no whole safetensors file: {what}") from None
+            raise ValueError(f"{path} is not a complete safetensors file: {what}") from None
 
     def read(self, name: str) -> np.ndarray:
         """Return an array by name: float64 if stored as such, else float32."""
         dtype = self.entries[name].dtype
         if dtype not in _WIDE:
             raise ValueError(
-                f"{self.path}: {name!r} is of {dtype!r}; known here: {', '.join(_WIDE)}"
+                f"{self.path}: {name!r} has type {dtype!r}; supported are {', '.join(_WIDE)}"
             )
         with _library().safe_open(self.path, "np") as file:
             return file.get_tensor(name).astype(_WIDE[dtype], copy=False)
@@ -70,7 +70,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 def _library() -> ModuleType:
     """Return the package; raise ValueError with the fix if it is not installed."""
-    need("an exchange of weights", "safetensors")
+    need("exchanging weights", "safetensors")
     import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
     import safetensors
 

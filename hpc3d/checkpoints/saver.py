@@ -111,7 +111,7 @@ class Saver:
             self.thread.join()
         self.exposed += time.monotonic() - begin
         if self.report:
-            self.say(f"{self.report}, {self.exposed:.2f} s of it in the way of training")
+            self.say(f"{self.report}, {self.exposed:.2f} s of which delayed training")
         self.thread, self.report = None, ""
 
 

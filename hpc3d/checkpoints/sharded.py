@@ -245,7 +245,7 @@ class Checkpoint:
             self.sources = self._sources()
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{self.folder} is no whole checkpoint: {_describe_error(error)}"
+                f"{self.folder} is not a complete checkpoint: {_describe_error(error)}"
             ) from None
 
     def _check_sizes(self):
@@ -303,7 +303,7 @@ class Checkpoint:
         if missing := np.count_nonzero(absent):
             raise ValueError(
                 f"{self.folder} lacks {missing} of {box.size} elements of {name}, {kind}: "
-                "it is of another model or optimiser"
+                "it belongs to another model or optimizer"
             )
 
 

@@ -26,7 +26,8 @@ class Batches:
         if len(tokens) < sequence + self.AHEAD:
             raise ValueError(
                 f"data.path: {counted(len(tokens), 'token')}, but model.sequence = {sequence} "
-                f"takes at least {sequence + self.AHEAD}; give more text or lower model.sequence"
+                f"needs at least {sequence + self.AHEAD}; use a longer text, or lower "
+                "model.sequence"
             )
         self.windows = (len(tokens) - self.AHEAD) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed

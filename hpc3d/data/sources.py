@@ -61,7 +61,7 @@ class Source:
     def _encoded(self, group: Sequence[_DocumentPart]) -> np.ndarray:
         """Return the ids of parts, with an end after each document."""
         end = np.array([self.tokenizer.end])
-        with reading(self.path, "no text of this tokenizer", "give another --tokenizer"):
+        with reading(self.path, "not a text for this tokenizer", "give another --tokenizer"):
             encoded = self.tokenizer.encode_batch([part.text for part in group])
         rows = []
         for ids, part in zip(encoded, group, strict=True):
@@ -77,8 +77,8 @@ class Source:
             part = np.asarray(ids[start : start + PIECE])
             if wrong := [each for each in (part.min(), part.max()) if not 0 <= each < known]:
                 raise ValueError(
-                    f"data.path: {self.path}: id {wrong[0]} is not among the {known} of the "
-                    "tokenizer; give --tokenizer the one that made them, or ids of the type uint16"
+                    f"data.path: {self.path}: id {wrong[0]} is not among the {known} ids of the "
+                    "tokenizer; give its own --tokenizer, or ids of the type uint16"
                 )
             first, last = np.searchsorted(ends, [start, start + len(part)], "right")
             whole = self._ended(part, np.unique(ends[first:last] - start))
@@ -94,8 +94,8 @@ class Source:
         upper = ids[1::2]
         if len(upper) > 3 and ids.any() and upper.max() <= (self.tokenizer.vocabulary - 1) >> 16:
             raise ValueError(
-                f"data.path: {self.path}: every second id is at most {upper.max()}, as if they "
-                "had 32 bits or more; nanoGPT writes uint16: ids.astype(np.uint16).tofile(...)"
+                f"data.path: {self.path}: every second id is at most {upper.max()}, as in a file "
+                "of 32-bit ids; write uint16, as nanoGPT does: ids.astype(np.uint16).tofile(...)"
             )
 
     def _ended(self, part: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -144,30 +144,31 @@ def _text_file(path: Path) -> Iterator[_DocumentPart]:
 def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
     """Yield the field of each object."""
     found = 0
-    with reading(path, "no readable JSON lines", "name another"), path.open("rb") as file:
+    with reading(path, "not a readable JSON lines file", "name another"), path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
             if line.isspace():
                 continue
             yield from _cut(_field(line, number, field), f"line {number}", len(line))
             found += 1
         if not found:
-            raise ValueError("it holds no documents")
+            raise ValueError("it has no documents")
 
 
 def _field(line: bytes, number: int, field: str) -> str:
     """Return the text of a JSON object."""
     if len(line) == _LINE:
-        raise ValueError(f"line {number}: longer than {_LINE} bytes, the most that is read")
+        raise ValueError(f"line {number}: longer than the limit of {_LINE} bytes")
     try:
         found = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"line {number}: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"line {number}: no object in it")
+        raise ValueError(f"line {number}: not a JSON object")
     if not isinstance(found.get(field), str):
         keys = ", ".join(key for key, value in found.items() if isinstance(value, str))
         raise ValueError(
-            f'line {number}: no text "{field:.60}", but {keys or "none":.200}; --field names it'
+            f'line {number}: no text "{field:.60}", only {keys or "none":.200}; name one with '
+            "--field"
         )
     return found[field]
 
@@ -178,29 +179,29 @@ def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
     from pyarrow import parquet
 
     with (
-        reading(path, "no readable parquet", "name another"),
+        reading(path, "not a readable parquet file", "name another"),
         parquet.ParquetFile(path, pre_buffer=False, buffer_size=PIECE) as table,
     ):
         rows, row = table.metadata.num_rows, 0
         if column not in (names := table.schema_arrow.names):
             known = ", ".join(names)
-            raise ValueError(f"no column {column:.60}, but {known:.200}; --field names it")
+            raise ValueError(f"no column {column:.60}, only {known:.200}; name one with --field")
         if not rows:
-            raise ValueError("it holds no documents")
+            raise ValueError("it has no documents")
         share = path.stat().st_size // rows
         for batch in table.iter_batches(_ROWS, columns=[column]):
             for value in batch.column(0):
                 row += 1
                 text = value.as_py()
                 if not isinstance(text, str):
-                    raise ValueError(f"row {row}: column {column} has {value.type}, and no text")
+                    raise ValueError(f"row {row}: column {column} has {value.type}, not text")
                 yield from _cut(text, f"row {row}", share)
 
 
 def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
     """Yield a document in pieces; `size` is its number of bytes in the file."""
     if "\0" in text:
-        raise ValueError(f"{where}: it holds NUL characters")
+        raise ValueError(f"{where}: it contains NUL characters")
     for start in range(0, max(len(text), 1), PIECE):
         try:
             piece = text[start : start + PIECE].encode()
@@ -219,12 +220,12 @@ def opened_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
     There are no ends if they are unknown.
     """
     index = path.with_suffix(".idx")
-    with reading(path, "no readable file of tokens", "name another"):
+    with reading(path, "not a readable token file", "name another"):
         size = path.stat().st_size
         if index.exists():
             return _megatron(path, index)
         if not size or size % 2:
-            raise ValueError(f"{size} bytes are no uint16 ids, as nanoGPT writes them")
+            raise ValueError(f"{size} bytes are not uint16 ids, as in a file of nanoGPT")
         return np.memmap(path, "<u2", mode="r"), np.empty(0, np.int64)
 
 
@@ -237,24 +238,24 @@ def _megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
     with index.open("rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(_MEGATRON):
-        raise ValueError(f"{index.name} is no index of Megatron-LM")
+        raise ValueError(f"{index.name} is not an index of Megatron-LM")
     _, version, code, sequences, edges = _HEAD.unpack(head)
     if version != _VERSION or code not in _TYPES:
-        raise ValueError(f"{index.name} has version {version} and type {code}, not known here")
+        raise ValueError(f"{index.name} has the unsupported version {version} or type {code}")
     if index.stat().st_size < _HEAD.size + 12 * sequences + 8 * edges:
-        raise ValueError(f"{index.name} is cut short")
+        raise ValueError(f"{index.name} is truncated")
     if not sequences or edges < 2:
-        raise ValueError(f"{index.name} tells of no documents")
+        raise ValueError(f"{index.name} lists no documents")
     offset = _HEAD.size
     sizes = np.memmap(index, "<i4", "r", offset, (sequences,))
     starts = np.memmap(index, "<i8", "r", offset + sizes.nbytes, (sequences,))
     firsts = np.memmap(index, "<i8", "r", offset + 12 * sequences, (edges,))
     if path.stat().st_size % np.dtype(_TYPES[code]).itemsize:
-        raise ValueError("it is cut short within an id")
+        raise ValueError("it ends within an id")
     ids = np.memmap(path, _TYPES[code], mode="r")
     total = _length(index, sizes, starts, ids.itemsize)
     if total != len(ids):
-        raise ValueError(f"it has {len(ids)} ids, of the {total} that {index.name} tells of")
+        raise ValueError(f"it has {len(ids)} ids, but {index.name} lists {total}")
     return ids, _ends(index, firsts, starts // ids.itemsize, total)
 
 
@@ -264,7 +265,7 @@ def _length(index: Path, sizes: np.ndarray, starts: np.ndarray, itemsize: int) -
     for first in range(0, len(sizes), PIECE):
         ends = total + np.cumsum(part := sizes[first : first + PIECE], dtype=np.int64)
         if (part < 0).any() or ((ends - part) * itemsize != starts[first : first + PIECE]).any():
-            raise ValueError(f"{index.name} is damaged: sequences do not follow each other")
+            raise ValueError(f"{index.name} is damaged: sequences are not contiguous")
         total = int(ends[-1])
     return total
 
@@ -272,5 +273,5 @@ def _length(index: Path, sizes: np.ndarray, starts: np.ndarray, itemsize: int) -
 def _ends(index: Path, firsts: np.ndarray, starts: np.ndarray, total: int) -> np.ndarray:
     """Return the index after the last id of each document."""
     if firsts[0] or firsts[-1] != len(starts) or (np.diff(firsts) < 0).any():
-        raise ValueError(f"{index.name} is damaged: documents do not follow each other")
+        raise ValueError(f"{index.name} is damaged: documents are not contiguous")
     return np.append(starts, total)[firsts[1:]]

@@ -46,7 +46,7 @@ _PREPARE = "make it with python -m hpc3d.prepare"
 
 _Report = Callable[[int], None]
 
-_reading_tokens = partial(reading, fault="no readable token file", remedy=_PREPARE)
+_reading_tokens = partial(reading, fault="not a readable token file", remedy=_PREPARE)
 
 
 class Tokens(contextlib.AbstractContextManager):
@@ -96,12 +96,12 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     tokenizer than the given one.
     """
     if Path(path).suffix in (*JSONL, *PARQUET, *BIN):
-        raise ValueError(f"data.path: {path} is no text: {_PREPARE} {path} -o tokens{SUFFIX}")
+        raise ValueError(f"data.path: {path} is not a text; {_PREPARE} {path} -o tokens{SUFFIX}")
     tokens = TokenFile(Path(path)) if Path(path).suffix == SUFFIX else TextTokens(text_files(path))
     if tokenizer not in (None, tokens.tokenizer):
         tokens.close()
         raise ValueError(
-            f'data.path: {path} gives "{tokens.tokenizer}" tokens, but data.tokenizer is '
+            f'data.path: {path} has "{tokens.tokenizer}" tokens, but data.tokenizer is '
             f'"{tokenizer}"; set it to "{tokens.tokenizer}" or leave it out, or make a token file '
             f"with python -m hpc3d.prepare --tokenizer {tokenizer}"
         )
@@ -155,7 +155,7 @@ class TextTokens(Tokens):
             with reading_text(self._texts[document]) as text:
                 part = np.fromfile(text, np.uint8, high - low, offset=low - begin)
                 if len(part) < high - low:
-                    raise ValueError("it became shorter during the run")
+                    raise ValueError("it was shortened during the run")
             tokens[low - start : high - start] = part
         return tokens
 
@@ -218,7 +218,7 @@ def _own_dataset(file: "h5py.File", name: str) -> "h5py.Dataset":
 
     dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
     if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
-        raise ValueError(f"{name} is no dataset of this file")
+        raise ValueError(f"{name} is not a dataset of this file")
     return dataset
 
 
@@ -230,7 +230,7 @@ def verify(path: str | Path) -> None:
             piece = tokens.read(start, min(start + PIECE, len(tokens)))
             digest.update(piece.astype(tokens.dtype))
         if digest.hexdigest() != tokens.sha256:
-            raise ValueError(f"data.path: {path} has tokens of another SHA-256; {_PREPARE}")
+            raise ValueError(f"data.path: {path} has tokens with another SHA-256; {_PREPARE}")
 
 
 def write_tokens(

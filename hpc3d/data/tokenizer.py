@@ -42,7 +42,7 @@ def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
 _COMPRESSED = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"PK\3\4"
 
 reading_text = partial(
-    reading, fault="no readable UTF-8 text", remedy="name another or convert it with iconv"
+    reading, fault="not a readable UTF-8 text", remedy="name another, or convert it with iconv"
 )
 
 
@@ -72,7 +72,7 @@ def pieces(text: Path) -> Iterator[bytes]:
         # a text may be a single long line, so readline is bounded, too
         while piece := file.read(PIECE) + file.readline(PIECE):
             if "\0" in piece:
-                raise ValueError("it holds NUL bytes")
+                raise ValueError("it contains NUL bytes")
             yield piece.encode()
 
 
@@ -119,7 +119,7 @@ class BpeTokenizer:
         known = self._tokenizer.get_vocab()
         self.vocabulary = max(known.values(), default=-1) + 1
         if end_name is not None and end_name not in known:
-            raise ValueError(f"{end_name!r} is no token of the tokenizer")
+            raise ValueError(f"{end_name!r} is not a token of the tokenizer")
         self.end_name = end_name or next((name for name in ENDS if name in known), None)
         self.end: int | None = known.get(self.end_name)
 
@@ -149,7 +149,7 @@ class BpeTokenizer:
         except Exception as error:  # the library raises nothing narrower
             letters = dict.fromkeys("".join(text.decode() for text in texts))
             odd = next((each for each in letters if self.id_of(each) is None), None)
-            what = str(error) if odd is None else f"it has {odd!r}, which the tokenizer lacks"
+            what = str(error) if odd is None else f"it contains {odd!r}, which the tokenizer lacks"
             raise ValueError(what) from error
 
     def decode(self, tokens: np.ndarray) -> bytes:

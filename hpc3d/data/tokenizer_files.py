@@ -47,7 +47,7 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
     path = Path(word)
     remedy = f"give --tokenizer byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
     library()
-    with reading(path, "no readable tokenizer", remedy):
+    with reading(path, "not a readable tokenizer", remedy):
         if word == "gpt2" and not path.exists():
             return _byte_level(*_of_pair(*map(_kept_by_tiktoken, _GPT2_SHA256)), end_name)
         if path.suffix == ".tiktoken":
@@ -72,16 +72,16 @@ def object_in(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(_text(path)) if path.exists() else {}
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON: {error}") from None
+        raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: no JSON object")
+        raise ValueError(f"{path}: not a JSON object")
     return found
 
 
 def refuse_cache(folder: Path) -> None:
     """Refuse the cache folder of a model of Hugging Face; its files are in snapshots."""
     for snapshot in sorted(folder.glob("snapshots/*")):
-        raise ValueError(f"{folder}: a cache of Hugging Face; name its snapshot, {snapshot}")
+        raise ValueError(f"{folder} is a cache of Hugging Face; name its snapshot, {snapshot}")
 
 
 def token_in(settings: Mapping[str, Any], key: str) -> str | None:
@@ -121,7 +121,7 @@ def _kept_by_tiktoken(name: str) -> str:
             if sha256(content).hexdigest() == _GPT2_SHA256[name]:
                 return content.decode()
     raise ValueError(
-        f'tiktoken keeps no {name} on this machine; python -c "import tiktoken; '
+        f'the cache of tiktoken has no {name} on this machine; python -c "import tiktoken; '
         "tiktoken.get_encoding('gpt2')\" downloads it"
     )
 
@@ -141,7 +141,9 @@ def _byte_level(
     numbers = {str(token): int(number) for token, number in dict(numbers).items()}
     for pair in merges:  # the library would panic
         if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
-            raise ValueError(f"{' '.join(pair)!r:.60} merges what is not in the vocabulary")
+            raise ValueError(
+                f"{' '.join(pair)!r:.60} merges tokens that are not in the vocabulary"
+            )
     bpe = library()
     tokenizer = bpe.Tokenizer(bpe.models.BPE(numbers, [*merges]))
     tokenizer.pre_tokenizer = bpe.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -158,7 +160,7 @@ def _of_ranks(path: Path) -> tuple[dict[str, int], _Merges]:
     lines = _text(path).splitlines()
     ranks = {b64decode(word): int(rank) for word, rank in (line.split() for line in lines if line)}
     if not 256 <= len(ranks) <= _MOST_RANKS:
-        raise ValueError(f"{len(ranks)} ranks; GPT-2 has 50256, and only its way to cut is known")
+        raise ValueError(f"{len(ranks)} ranks; only the 50256 of GPT-2 are supported")
     letters = _letters()
 
     def spelled(token):
@@ -223,7 +225,7 @@ def meta_tokenizer(path: Path) -> BpeTokenizer | None:
     if not meta.is_file():
         return None
     library()
-    with reading(meta, "no readable meta.pkl of nanoGPT", "give --tokenizer"):
+    with reading(meta, "not a readable meta.pkl of nanoGPT", "give --tokenizer"):
         numbers = dict(_plain_pickle(small_files.read(meta, _MOST_META))["stoi"])
         if sorted(numbers.values()) != [*range(len(numbers))]:
             raise ValueError("its characters are not numbered from 0")
@@ -261,4 +263,4 @@ def _plain_pickle(content: bytes) -> Any:
             case "STOP":
                 return stack.pop()
             case name:
-                raise ValueError(f"it is more than dicts, texts and numbers: {name}")
+                raise ValueError(f"it contains more than dicts, texts and numbers: {name}")

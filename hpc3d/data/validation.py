@@ -61,9 +61,9 @@ def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Toke
     if other.made_by() != tokens.made_by():
         other.close()
         raise ValueError(
-            f"{_KEY}: {validation} has tokens of another tokenizer ({other.tokenizer}, vocabulary "
+            f"{_KEY}: {validation} has another tokenizer ({other.tokenizer}, vocabulary "
             f"{other.vocabulary}) than data.path ({tokens.tokenizer}, vocabulary "
-            f"{tokens.vocabulary}); give a share of data.path, such as 0.05, instead"
+            f"{tokens.vocabulary}); use a fraction of data.path instead, such as 0.05"
         )
     return tokens, _OtherText(other, 0, len(other))
 
@@ -89,7 +89,7 @@ class ValidationBatches:
         windows = (len(tokens) - 1) // sequence
         if windows < 1:
             raise ValueError(
-                f"{_KEY}: {counted(len(tokens), 'token')}, but model.sequence = {sequence} takes "
+                f"{_KEY}: {counted(len(tokens), 'token')}, but model.sequence = {sequence} needs "
                 f"at least {sequence + 1}; hold out more, or name a longer text"
             )
         filled = -(-windows // batch)

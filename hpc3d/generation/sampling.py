@@ -31,7 +31,7 @@ class Sampling(NamedTuple):
         """
         if not np.isfinite(logits.max()):
             raise BadData(
-                f"the model gives a logit of {logits.max()}: its weights have diverged; take an "
+                f"the model gives a logit of {logits.max()}: its weights have diverged; use an "
                 "earlier checkpoint"
             )
         if not self.temperature:

@@ -23,7 +23,7 @@ def standard_input(launched: bool, descriptor: int = 0) -> bytes:
             return found
         found += piece
     if not found:
-        raise ValueError("--prompt -: nothing came on standard input; give --prompt TEXT")
+        raise ValueError("--prompt -: standard input is empty; give --prompt TEXT")
     return found
 
 

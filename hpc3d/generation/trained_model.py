@@ -69,17 +69,19 @@ class TrainedModel(NamedTuple):
         try:
             ids = self.tokenizer.encode(text, whole=True).astype(np.int64)
         except UnicodeDecodeError:
-            raise ValueError("--prompt: no UTF-8; convert it with iconv") from None
+            raise ValueError("--prompt: not UTF-8; convert it with iconv") from None
         except ValueError as error:
             raise ValueError(f"--prompt: {error}; leave it out") from error
         if not len(ids):
             ids = np.array([] if self.begin is None else [self.begin], np.int64)
         if not len(ids):
-            raise ValueError("--prompt: it is empty, and no token begins a text; give a word")
+            raise ValueError(
+                "--prompt is empty, and the tokenizer has no start token; give at least one word"
+            )
         known = self.config.model.vocabulary
         if ids.max() >= known:
             raise ValueError(
-                f"--prompt: it has token {ids.max()}, and the model knows {known}; use the "
+                f"--prompt: it has token {ids.max()}, but the model has {known} tokens; use the "
                 f"{_TOKENIZER} that the model was trained with"
             )
         return ids
@@ -118,7 +120,9 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
     if not family_of(found.config.model).causal:
         able = [kind for kind, family in FAMILIES.items() if family.causal]
         kind = found.config.model.kind
-        raise ValueError(f"{path}: a {kind} continues no text; known here: {', '.join(able)}")
+        raise ValueError(
+            f"{path}: a {kind} cannot continue a text; supported are {', '.join(able)}"
+        )
     return found
 
 
@@ -126,7 +130,7 @@ def _refuse_others(words: Iterable[str], known: Sequence[str]) -> None:
     for option, _ in options(words):
         if not option.removeprefix("--").startswith(tuple(known)):
             names = ", ".join(f"--{name}" for name in known)
-            raise ValueError(f"{option}: settled by the model; keys begin with {names} here")
+            raise ValueError(f"{option}: fixed by the model; generate only takes keys of {names}")
 
 
 def layout_words(words: Iterable[str]) -> list[str]:
@@ -148,7 +152,9 @@ def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
     opened, wrong = newest_whole(checkpoints(path))
     config = config_of(opened)
     if config.torch.factory:
-        raise ValueError(f"{path}: a run of {config.torch.factory}, whose text is not known here")
+        raise ValueError(
+            f"{path}: a run of {config.torch.factory}, which generate does not support"
+        )
     given = dict(options(_words(words, ("data.path",))))
     tokenizer = _tokenizer_of_run(config, path, given.get("--data.path"))
     source = WeightSource(opened.folder, published=False)
@@ -188,7 +194,7 @@ def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:
         try:
             return BpeTokenizer(small_files.read(file, small_files.MOST_JSON).decode())
         except UnicodeDecodeError:
-            raise ValueError(f"{file}: no UTF-8") from None
+            raise ValueError(f"{file}: not UTF-8") from None
     if vocabulary != ByteTokenizer.vocabulary:
         raise ValueError(
             f"{path}: no {_TOKENIZER}, and a vocabulary of {vocabulary} is not bytes: write it "

@@ -59,7 +59,7 @@ def test_a_disk_that_is_too_small_is_warned_of(tmp_path, monkeypatch):
         file.truncate(100_000_000)
     assert shortage(tmp_path, 100_000_000, keep=1) is None
     line = shortage(tmp_path, 100_000_000, keep=2)
-    facts = f"checkpoints: 3 ... 300.0 MB, ... {tmp_path} ... 250.0 MB: ... checkpoint.keep"
+    facts = f"checkpoints: 3 ... 300.0 MB, ... {tmp_path} ... 250.0 MB free; ... checkpoint.keep"
     assert re.fullmatch(elided(facts), line)
     assert shortage(tmp_path, 125_000_000, keep=1) is None  # just as much as there is
     assert shortage(tmp_path, 125_000_001, keep=1)
@@ -71,5 +71,5 @@ def test_a_node_that_cannot_write_is_named(tmp_path):
     def rank(mesh):
         cost.forecast(Ranks(mesh), tmp_path / "absent", trainer_of(mesh, config), 2)
 
-    with pytest.raises(ValueError, match=r"absent, .*: No such file"):
+    with pytest.raises(ValueError, match=r"absent: No such file"):
         run(config.mesh.sizes(), rank)

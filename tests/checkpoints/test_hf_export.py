@@ -74,11 +74,14 @@ def test_experts_of_every_layout_are_exported_one_by_one(tmp_path, line):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("kind=gpt2 experts=4 top_k=2", "kind = gpt2 with experts: no model of transformers"),
-        (f"{MIXTRAL} shared_experts=1", "shared_experts = 1: a Mixtral has no experts that"),
+        (
+            "kind=gpt2 experts=4 top_k=2",
+            "kind = gpt2 with experts has no counterpart in transformers",
+        ),
+        (f"{MIXTRAL} shared_experts=1", "shared_experts = 1: a Mixtral has no shared experts"),
         (f"{MIXTRAL} moe_every=2", "moe_every = 2: a Mixtral has experts in every block"),
-        (f"{MIXTRAL} balance_bias=0.01", "balance_bias = 0.01: a Mixtral has no bias"),
-        (f"{MIXTRAL} top_k=1", "top_k = 1: a Mixtral weighs a single choice by 1"),
+        (f"{MIXTRAL} balance_bias=0.01", "balance_bias = 0.01: a Mixtral has no router bias"),
+        (f"{MIXTRAL} top_k=1", "top_k = 1: a Mixtral weights a single expert by 1"),
     ],
 )
 def test_mixtures_that_transformers_has_not_are_refused(tmp_path, line, said):
@@ -90,7 +93,7 @@ def test_mixtures_that_transformers_has_not_are_refused(tmp_path, line, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (f"{MIXTRAL} capacity=1.5", ["model.capacity = 1.5: a Mixtral has room for all"]),
+        (f"{MIXTRAL} capacity=1.5", ["model.capacity = 1.5: a Mixtral has no capacity limit"]),
         (MIXTRAL, []),
         ("kind=llama", []),
     ],

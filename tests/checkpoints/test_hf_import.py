@@ -87,7 +87,7 @@ def test_a_file_alone_needs_the_heads_only(files, tmp_path):
     source = files()
     (source / "config.json").unlink()
     alone = source / "model.safetensors"
-    with pytest.raises(ValueError, match=r" config\.json .* n_head: .* --model\.heads$"):
+    with pytest.raises(ValueError, match=r" config\.json .* n_head; .* --model\.heads$"):
         configured(Pretrained(alone), [])
     back = imported(alone, tmp_path / "back", "--model.heads", "12")
     assert config_of(Checkpoint(back)).model.heads == 12
@@ -130,10 +130,10 @@ SQUARE = np.ones((24, 24), "f4")
             "'h.1.ln_1.bias', 'h.1.ln_2.bias'",
         ),
         ({"h.7.ln_1.bias": np.ones(24, "f4")}, "n_layer = 4, .* 5"),
-        ({"score.weight": SQUARE}, "'score.weight': .* GPT2"),
-        ({"wte.weight": None}, " wte.weight: .* GPT2"),
-        ({"wpe.weight": np.ones(24, "f4")}, " wpe.weight: .* GPT2"),
-        ({"h.0.mlp.c_fc.weight": SQUARE}, r"h.0.mlp.c_fc.weight .* \[24, 24\]: .* \[24, 96\]"),
+        ({"score.weight": SQUARE}, "GPT2LMHeadModel has no 'score.weight'"),
+        ({"wte.weight": None}, " wte.weight .* GPT2"),
+        ({"wpe.weight": np.ones(24, "f4")}, " wpe.weight .* GPT2"),
+        ({"h.0.mlp.c_fc.weight": SQUARE}, r"h.0.mlp.c_fc.weight .* \[24, 24\], .* \[24, 96\]"),
         (
             {"lm_head.weight": SQUARE},
             "lm_head.weight .* wte.weight, .* tie_word_embeddings ",
@@ -202,10 +202,10 @@ def test_a_tied_table_that_is_not_finite_is_still_tied(files):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ({"model_type": "bloom"}, "model_type = 'bloom': .* gpt2, llama, mistral"),
-        ({"model_type": "llama"}, "no matrix embed_tokens.weight: it is no Llama"),
-        ({"rope_alpha": 2.0}, "rope_alpha = 2.0: not known"),
-        ({"activation_function": "relu"}, "activation_function = 'relu': .* gelu_new"),
+        ({"model_type": "bloom"}, "model_type = 'bloom' is not .* gpt2, llama, mistral"),
+        ({"model_type": "llama"}, "matrix embed_tokens.weight is missing, so this is no Llama"),
+        ({"rope_alpha": 2.0}, "rope_alpha = 2.0 is unknown"),
+        ({"activation_function": "relu"}, "activation_function = 'relu' is not .* gelu_new"),
         ({"activation_function": ["gelu"]}, "activation_function"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06"),
         ({"n_inner": 100}, "n_inner = 100: .* 4 n_embd"),
@@ -217,7 +217,7 @@ def test_a_tied_table_that_is_not_finite_is_still_tied(files):
         ({"n_head": "4"}, "model.heads: .* '4'"),
         ({"tie_word_embeddings": "no"}, "model.tied: .* 'no'"),
         ({"tie_word_embeddings": False}, "'lm_head.weight'"),
-        ({"resid_pdrop": 0.5}, "resid_pdrop .* 0.5.*: .* --model.dropout$"),
+        ({"resid_pdrop": 0.5}, "resid_pdrop .* 0.5.*; .* --model.dropout$"),
         (dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 1.5), "model.dropout = 1.5"),
         (
             dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), float("nan")),
@@ -243,13 +243,13 @@ def test_arrays_of_other_shapes_than_the_heads_of_keys_want_are_refused(llama, t
     shutil.copytree(llama.parent, source)
     told = json.loads(llama.read_text()) | {"num_key_value_heads": 6}
     (source / "config.json").write_text(json.dumps(told))
-    with pytest.raises(ValueError, match=r"k_proj.weight is \[8, 24\]: it should be \[12, 24\]"):
+    with pytest.raises(ValueError, match=r"k_proj.weight is \[8, 24\], .* \[12, 24\]"):
         imported(source, tmp_path / "back")
 
 
 def test_a_llama_without_its_configuration_is_refused(llama, tmp_path):
     shutil.copy(llama.parent / "model.safetensors", tmp_path)
-    with pytest.raises(ValueError, match=r"there is no config.json that tells num_attention_h"):
+    with pytest.raises(ValueError, match=r"there is no config.json with num_attention_h"):
         Pretrained(tmp_path / "model.safetensors")
 
 
@@ -371,11 +371,17 @@ def test_a_llama_gets_no_experts(llama):
 @pytest.mark.parametrize(
     ("arrays", "said"),
     [
-        ({"block_sparse_moe.gate.weight": None}, "no matrix .*gate.weight: it is no Mixtral"),
+        (
+            {"block_sparse_moe.gate.weight": None},
+            "matrix .*gate.weight is missing, so this is no Mixtral",
+        ),
         ({"block_sparse_moe.experts.3.w2.weight": None}, "lacks 'layers.0.*experts.3.w2.weight'"),
-        ({"block_sparse_moe.experts.4.w2.weight": SQUARE}, "experts.4.w2.weight': no part of a"),
-        ({"block_sparse_moe.experts.2.w3.weight": SQUARE}, r"2.w3.weight is \[24, 24\]: .*48, 24"),
-        ({"mlp.experts.gate_up_proj": SQUARE}, "all experts in one array: .*save_original_format"),
+        (
+            {"block_sparse_moe.experts.4.w2.weight": SQUARE},
+            "has no '.*experts.4.w2.weight'",
+        ),
+        ({"block_sparse_moe.experts.2.w3.weight": SQUARE}, r"2.w3.weight is \[24, 24\], .*48, 24"),
+        ({"mlp.experts.gate_up_proj": SQUARE}, "all experts in one array; .*save_original_format"),
     ],
 )
 def test_other_experts_are_refused(mixtral, tmp_path, arrays, said):

@@ -122,7 +122,10 @@ def test_a_validation_text_that_was_trained_on_until_now_is_reported(here):
     config = configured("three.txt", "one.txt")
     first, second, third = differences(before, of_run(config, here), config)
     assert first.startswith("data.path: three.txt ") and "reset" in third
-    assert second.startswith("data.validation: one.txt ") and "trained on until now" in second
+    assert (
+        second.startswith("data.validation: one.txt ")
+        and "was the training text until now" in second
+    )
 
 
 def test_runs_of_earlier_versions_know_no_texts(here):
@@ -130,7 +133,7 @@ def test_runs_of_earlier_versions_know_no_texts(here):
 
 
 @pytest.mark.parametrize(
-    ("held", "part"), [("one.txt", ""), ("copy.txt", ""), ("one.h5", ""), (".", "in part ")]
+    ("held", "part"), [("one.txt", ""), ("copy.txt", ""), ("one.h5", ""), (".", "partly ")]
 )
 def test_a_validation_text_that_is_trained_on_is_reported(held, part, here):
     """The same file, a copy, its tokens, and a folder that has it among others."""

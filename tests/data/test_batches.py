@@ -220,7 +220,7 @@ def test_bpe_needs_a_token_file(folder):
 def test_a_text_that_becomes_shorter_is_an_error(folder, left):
     with open_tokens(folder) as tokens:
         (folder / "a.txt").write_bytes(b"first\n"[:left])
-        with pytest.raises(ValueError, match=r"data\.path: .*a\.txt .*shorter"):
+        with pytest.raises(ValueError, match=r"data\.path: .*a\.txt .*shortened"):
             tokens.read(0, 6)
         (folder / "a.txt").unlink()
         with pytest.raises(ValueError, match=r"data\.path: .*a\.txt "):

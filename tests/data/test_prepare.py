@@ -82,7 +82,7 @@ def test_the_library_may_be_missing(capsys, monkeypatch, text, output):
         (["text.txt", "bad.dat", "-o", "old.h5", "--force"], "bad.dat ... UTF-8"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "300"], "--vocabulary 300: ... 256"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "many"], "invalid int value"),
-        (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "word is no readable tokenizer"),
+        (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "word is not a readable tokenizer"),
         (["text.txt", "-o", "new.h5", "--fast"], "--fast; see --help"),
         (["empty.txt", "-o", "new.h5"], "empty.txt: the text is empty"),
         (["text.txt", "-o", "new.h5", "--end", "x"], "--end x: "),

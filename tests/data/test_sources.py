@@ -30,15 +30,15 @@ def test_json_lines_are_a_document_each(tmp_path, prepared):
     ("content", "said"),
     [
         ('{"text": "a"}\n{"text": ', "line 2"),
-        ('{"body": "a"}\n', "line 1: no text .text., but body"),
-        ("[1]\n", "line 1: no object"),
+        ('{"body": "a"}\n', "line 1: no text .text., only body"),
+        ("[1]\n", "line 1: not a JSON object"),
         ('{"text": 3}\n', "line 1: no text"),
-        ('{"text": "a\\u0000"}\n', "line 1: it holds NUL"),
+        ('{"text": "a\\u0000"}\n', "line 1: it contains NUL"),
         (b'{"text": "\xff"}\n', "line 1"),
         (b"\xff\xfe{\0", "line 1"),  # UTF-16
         ('\n{"text": "\\ud800"}\n', "line 2: surrogates"),
         ("[" * 100_000, "line 1"),
-        ("\n \n", "it holds no documents"),
+        ("\n \n", "it has no documents"),
     ],
 )
 def test_json_lines_that_are_wrong_are_named(content, said, tmp_path, prepared):
@@ -54,10 +54,10 @@ def test_parquet_is_a_document_a_row(tmp_path, prepared):
     table = pyarrow.table({"text": ["one", "two"], "n": [1, 2]})
     parquet.write_table(table, tmp_path / "a.parquet")
     assert bytes(prepared("a.parquet")[0]) == b"one\0two\0"
-    assert "no column body, but text, n" in prepared("a.parquet", "--field", "body")
-    assert "no text" in prepared("a.parquet", "--field", "n")
+    assert "no column body, only text, n" in prepared("a.parquet", "--field", "body")
+    assert "not text" in prepared("a.parquet", "--field", "n")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
-    assert "no readable parquet" in prepared("b.parquet")
+    assert "not a readable parquet" in prepared("b.parquet")
 
 
 # Tokens of nanoGPT
@@ -76,7 +76,9 @@ def test_a_character_that_the_tokenizer_lacks_is_refused_by_name(tmp_path, prepa
     (tmp_path / "tokenizer.json").write_text(characters({"O": 0, "\n": 1, " ": 2}).json)
     (tmp_path / "b.txt").write_text("O O\nO ☃")
     how = ["--tokenizer", str(tmp_path), "--end", "\n"]
-    assert "b.txt is no text of this tokenizer (it has '☃', which" in prepared("b.txt", *how)
+    assert "b.txt is not a text for this tokenizer (it contains '☃', which" in prepared(
+        "b.txt", *how
+    )
     (tmp_path / "b.txt").write_text("O O\nO ")
     assert prepared("b.txt", *how)[0] == [0, 2, 0, 1, 0, 2, 1]
 
@@ -108,11 +110,11 @@ def test_ids_of_gpt2_want_its_tokenizer(tmp_path, prepared, bpe):
     np.array(ids, np.uint16).tofile(tmp_path / "train.bin")
     (tmp_path / "tokenizer.json").write_text(bpe.json)
     assert "--tokenizer" in prepared("train.bin")
-    assert "not of byte" in prepared("train.bin", "--tokenizer", "byte")
+    assert "not made by byte" in prepared("train.bin", "--tokenizer", "byte")
     assert prepared("train.bin", "--tokenizer", str(tmp_path / "tokenizer.json"))[0] == ids
     np.array([5, 300], np.uint16).tofile(tmp_path / "train.bin")
     beyond = prepared("train.bin", "--tokenizer", str(tmp_path / "tokenizer.json"))
-    assert f"id 300 is not among the {bpe.vocabulary} of the tokenizer" in beyond
+    assert f"id 300 is not among the {bpe.vocabulary} ids of the tokenizer" in beyond
     (tmp_path / "train.bin").write_bytes(b"abc")
     assert "3 bytes" in prepared("train.bin", "--tokenizer", str(tmp_path / "tokenizer.json"))
 
@@ -148,19 +150,19 @@ def test_documents_of_an_indexed_dataset_end_with_the_token_for_it(
 @pytest.mark.parametrize(
     ("place", "content", "said"),
     [
-        (8, b"\x01", "no index of Megatron-LM"),
+        (8, b"\x01", "not an index of Megatron-LM"),
         (9, b"\x02", "version 2"),
         (17, b"\x63", "type 99"),
         (17, b"\x07", "type 7"),  # float32
-        (18, struct.pack("<Q", 2**60), "is cut short"),
-        (26, struct.pack("<Q", 2**63), "is cut short"),
+        (18, struct.pack("<Q", 2**60), "is truncated"),
+        (26, struct.pack("<Q", 2**63), "is truncated"),
         (18, struct.pack("<QQ", 0, 1), "no documents"),
-        (34, struct.pack("<i", 9), "sequences do not follow"),
-        (34, struct.pack("<i", -3), "sequences do not follow"),
-        (38, struct.pack("<i", 3), "5 ids, of the 6"),
-        (42, struct.pack("<q", -8), "sequences do not follow"),
-        (58, struct.pack("<q", 1), "documents do not follow"),
-        (66, struct.pack("<q", 2**40), "documents do not follow"),
+        (34, struct.pack("<i", 9), "sequences are not contiguous"),
+        (34, struct.pack("<i", -3), "sequences are not contiguous"),
+        (38, struct.pack("<i", 3), "5 ids, but a.idx lists 6"),
+        (42, struct.pack("<q", -8), "sequences are not contiguous"),
+        (58, struct.pack("<q", 1), "documents are not contiguous"),
+        (66, struct.pack("<q", 2**40), "documents are not contiguous"),
     ],
 )
 def test_an_index_that_is_damaged_is_refused(place, content, said, tmp_path):
@@ -207,7 +209,7 @@ def test_documents_without_a_known_end_are_not_run_together(tmp_path, prepared, 
     (tmp_path / "a.txt").write_text("the cat")
     words = "a.txt", "--tokenizer", str(tmp_path)
     assert "--end" in prepared(*words)
-    assert "'<|none|>' is no token" in prepared(*words, "--end", "<|none|>")
+    assert "'<|none|>' is not a token" in prepared(*words, "--end", "<|none|>")
     ids, tokenizer, _ = prepared(*words, "--end", "<|over|>")
     assert ids[-1] == tokenizer.end == 0 and tokenizer.end_name == "<|over|>"
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|over|>"}}')
@@ -217,7 +219,7 @@ def test_documents_without_a_known_end_are_not_run_together(tmp_path, prepared, 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.bin"])
 def test_training_wants_a_token_file_of_them(name, tmp_path):
     (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=r"^data\.path: .* is no text: .* hpc3d\.prepare "):
+    with pytest.raises(ValueError, match=r"^data\.path: .* is not a text; .* hpc3d\.prepare "):
         open_tokens(tmp_path / name)
 
 

@@ -57,7 +57,7 @@ def _letters_of_gpt2():
 def test_a_tokenizer_that_is_none_is_refused(content, tmp_path, prepared):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "tokenizer.json").write_text(content)
-    assert "no readable tokenizer" in prepared("a.txt", "--tokenizer", str(tmp_path))
+    assert "not a readable tokenizer" in prepared("a.txt", "--tokenizer", str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
     assert "it has no tokenizer.json" in prepared("a.txt", "--tokenizer", str(tmp_path))
     (tmp_path / "snapshots" / "0123").mkdir(parents=True)
@@ -91,7 +91,7 @@ def test_a_pickle_that_is_no_plain_dict_is_refused(content, tmp_path, prepared, 
 def test_a_pickle_that_asks_for_memory_gets_none(index, tmp_path, prepared):
     nano(tmp_path, "ab")
     (tmp_path / "meta.pkl").write_bytes(b"\x80\x04}r" + index.to_bytes(4, "little") + b".")
-    assert "no readable meta.pkl" in prepared("train.bin")
+    assert "not a readable meta.pkl" in prepared("train.bin")
 
 
 def test_every_protocol_of_meta_is_read(tmp_path, prepared):
@@ -110,7 +110,9 @@ def test_merges_of_unknown_tokens_are_refused(merges, numbers, tmp_path, prepare
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "vocab.json").write_text(json.dumps(numbers))
     (tmp_path / "merges.txt").write_text(merges)
-    assert "merges what is not in the vocab" in prepared("a.txt", "--tokenizer", str(tmp_path))
+    assert "merges tokens that are not in the vocab" in prepared(
+        "a.txt", "--tokenizer", str(tmp_path)
+    )
 
 
 def test_ranks_whose_way_to_cut_is_not_known_are_refused(tmp_path, prepared):

@@ -79,14 +79,14 @@ def test_a_text_of_its_own(tmp_path, text):
     assert trained is tokens and bytes(held.read(0, 5).tolist()) == b"held\0"
     assert held.made_by() == tokens.made_by()
     (tmp_path / "other.txt").write_text("x")
-    assert "became shorter" in refused(held.read, 0, 5)
+    assert "was shortened" in refused(held.read, 0, 5)
 
 
 def test_a_text_that_cannot_be_read_is_refused_by_its_own_key(tmp_path, text):
     tokens = open_tokens(text)
     assert "does not exist" in refused(divided, tokens, str(tmp_path / "none.txt"))
     (tmp_path / "bad.h5").write_bytes(b"no tokens")
-    assert "no readable token file" in refused(divided, tokens, str(tmp_path / "bad.h5"))
+    assert "not a readable token file" in refused(divided, tokens, str(tmp_path / "bad.h5"))
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path, text, bpe):
@@ -99,7 +99,7 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path, text, bpe):
     assert len(divided(open_tokens(text), byte)[1]) == len(bytes_of)
     for tokens, path in ((bytes_of, learned), (learned_of, byte), (learned_of, str(text))):
         assert re.search(
-            r"another tokenizer .* share of data.path", refused(divided, tokens, path)
+            r"another tokenizer .* fraction of data.path", refused(divided, tokens, path)
         )
     learned_of.json += " "  # the same name and vocabulary, other merges
     assert "another tokenizer" in refused(divided, learned_of, learned)

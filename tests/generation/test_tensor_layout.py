@@ -70,7 +70,7 @@ def test_other_axes_are_refused_with_the_remedy(axis):
 @pytest.mark.parametrize(
     ("words", "ranks", "line"),
     [
-        (["--mesh.x", "2"], 3, "mesh: x 2 = 2 ranks, but the job has 3 ranks"),
+        (["--mesh.x", "2"], 3, "mesh: x 2 = 2 ranks, but the job has 3"),
         (["--mesh.y", "5"], 5, "model.heads = 12 must be divisible by mesh.y = 5"),
         (["--mesh.x", "-1"], 2, "mesh.x = -1: "),
         (["--parallel.scheme", "4d"], 2, "parallel.scheme: "),

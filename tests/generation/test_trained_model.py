@@ -140,13 +140,17 @@ def test_a_token_that_the_model_has_not_is_refused(tmp_path):
     run, _ = saved(tmp_path, BYTES)
     found = find_model(run, [])
     small = replace(found.config, model=replace(found.config.model, vocabulary=100))
-    with pytest.raises(ValueError, match=elided("--prompt: it has token 255, ... 100")):
+    with pytest.raises(
+        ValueError, match=elided("--prompt: it has token 255, ... 100 tokens; ...")
+    ):
         found._replace(config=small).prompt(b"a\xff")
 
 
 def test_a_family_that_fills_gaps_is_refused(tmp_path):
     for path in saved(tmp_path, f"{BYTES} kind=bert"):
-        with pytest.raises(ValueError, match=elided("bert continues no text; ... gpt2, llama, ")):
+        with pytest.raises(
+            ValueError, match=elided("bert cannot continue a text; ... gpt2, llama, ")
+        ):
             find_model(path, [])
 
 

@@ -63,7 +63,7 @@ def test_it_trains_and_goes_on_on_another_layout(tmp_path, capfd, monkeypatch):
         assert len(run.losses) == 3 and run.losses[2] < run.losses[0]
         longer = run_training(resume=run, options={"mesh.d": 1, "train.steps": 5})
         assert longer.folder == run.folder and longer.table("step")["ranks"][0] == 1
-        with pytest.raises(ValueError, match="mesh: d 3 = 3 ranks, but there are 2 ranks"):
+        with pytest.raises(ValueError, match="mesh: d 3 = 3 ranks, but the job has 2 ranks"):
             run_training("gpt-serial", options | {"mesh.d": 3}, 2, tmp_path)
     assert capfd.readouterr() == ("", "")
 

@@ -101,7 +101,7 @@ def test_an_empty_configuration_of_a_run_is_refused(capsys, tmp_path):
         ([INPUT, "--machine", "absent.toml"], "absent.toml: there is no such"),
         (
             [str(ROOT / "inputs/gpt-dp-vs-pp.toml"), *MACHINE, "--mesh.d", "3"],
-            "divisible by mesh.d = 3",
+            "must be divisible by mesh.d = 3",
         ),
         ([INPUT, *MACHINE, "--mesh.q", "3"], "mesh.q: unknown key"),
         ([INPUT, *MACHINE, "--ranks", "65"], "65"),

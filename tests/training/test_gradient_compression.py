@@ -321,7 +321,7 @@ def test_on_other_data_axes_it_starts_anew_and_says_so(tmp_path, monkeypatch):
     run = "batch=8 layers=1 schedule=none decay=constant steps=1000000 compression=powersgd"
     monkeypatch.setitem(LAYOUTS, "d=2", f"{run} d=2 compression_rank=2")
     monkeypatch.setitem(LAYOUTS, "alone", f"{run} compression_rank=2")
-    line = "resume: what parallel.compression left out of gradients begins at 0"
+    line = "resume: the error feedback of parallel.compression restarts from 0"
     begun, whole = tmp_path / "begun", tmp_path / "whole"
     for folder, stops in ((whole, [4]), (begun, [2, 4])):
         folder.mkdir()
@@ -333,5 +333,5 @@ def test_on_other_data_axes_it_starts_anew_and_says_so(tmp_path, monkeypatch):
     assert line in (begun / "said").read_text()
     monkeypatch.setitem(LAYOUTS, "d=2", f"{run} d=2 compression=none")
     live(whole, "d=2", 5)
-    line = "resume: what parallel.compression left out of gradients is dropped"
+    line = "resume: the error feedback of parallel.compression is discarded"
     assert line in (whole / "said").read_text()

@@ -112,13 +112,12 @@ def test_a_warm_up_beyond_the_decay_is_refused():
 
 
 STAYS = (
-    "the learning rate was laid out over train.decay_steps = 6: from step {} on it stays at "
-    "1.000e-01, the lowest; for a decay over all steps give "
-    "--train.decay_steps 10"
+    "the learning rate decays over train.decay_steps = 6; from step {} it stays at its minimum "
+    "1.000e-01; for a decay over all steps, set --train.decay_steps 10"
 )
-OTHER = "the learning rate has another curve now: {} in step 6, {} in step 9"
+OTHER = "the learning rate schedule has changed: {} in step 6, {} in step 9"
 AGAIN = OTHER.format("5.500e-01 instead of 1.000e-01", "1.343e-01 instead of 1.000e-01")
-LAST = "the learning rate has another curve now: 1.000e+00 instead of 2.318e-01 in step 5"
+LAST = "the learning rate schedule has changed: 1.000e+00 instead of 2.318e-01 in step 5"
 TEN = replace(LONGER, decay_steps=10)
 
 
