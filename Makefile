@@ -10,7 +10,7 @@
 # make entrances   run setup and training in fresh clones, with Debian's MPIs and without an MPI
 # make test-hosts  train on several hosts, emulated on this machine (root, iproute2)
 # make gpu-check   verify and measure the GPU of this machine; PYTHON has CuPy (docs/gpu-verification.md)
-# make lint        run ruff, and mypy on the folders listed in setup.cfg
+# make lint        check style and spelling with ruff and codespell, and types with mypy (setup.cfg)
 # make docs        build the documentation as HTML in build/docs
 # make report      write tables and figures of RUN (default: the newest run in results/)
 # make bench       measure the overhead of hpc3d itself
@@ -119,6 +119,7 @@ gpu-check:
 lint: .venv/lint.stamp
 	ruff check
 	ruff format --check
+	codespell
 	mypy
 
 docs: .venv/docs.stamp

@@ -302,7 +302,7 @@ def clocks(job: Job) -> Iterator[Finding]:
         return
     world = build({"x": job.size}, job.comm, transport="mpi").world
     compared = Clocks(world, nodes, time.time_ns)
-    ahead = apart(compared, job.gather(compared.synchronise()))
+    ahead = apart(compared, job.gather(compared.synchronize()))
     text = (
         f"those of {len(ahead)} hosts differ from rank 0's by at most {max(map(abs, ahead)):.3g} s"
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import Controls
-from hpc3d.runtime import colours
+from hpc3d.runtime import colors
 
 if TYPE_CHECKING:
     from hpc3d.analyze.live import LiveRun
@@ -96,7 +96,7 @@ def _redraw(live: LiveRun) -> None:
     sys.stdout.write(Controls(_TOP))
     for number, line in enumerate(live.screen(size.columns)[: size.lines - 1]):
         sys.stdout.write(Controls(_REST_OF_LINE))
-        colours.say(line, "" if number else _STYLES.get(live.state, "bold"))
+        colors.say(line, "" if number else _STYLES.get(live.state, "bold"))
     sys.stdout.write(Controls(_REST_OF_SCREEN))
     sys.stdout.flush()
 

@@ -31,7 +31,7 @@ def fail(error):
     return act
 
 
-def signalled(number, process=os.getpid):
+def signaled(number, process=os.getpid):
     return lambda: os.kill(process(), number)
 
 
@@ -89,11 +89,11 @@ FAULTS = {
     "reader": (in_the_reader, fail(RuntimeError("a message of the reader"))),
     "writer": (in_the_writer, fail(RuntimeError("a message of the writer"))),
     "full disk": (in_the_writer, fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))),
-    "kill": (in_a_call, signalled(signal.SIGKILL)),
-    "stop": (in_a_call, signalled(signal.SIGSTOP)),
+    "kill": (in_a_call, signaled(signal.SIGKILL)),
+    "stop": (in_a_call, signaled(signal.SIGSTOP)),
     "desert": (in_a_call, desert),
     "for ever": (in_a_call, for_ever),
-    "end the launcher": (in_a_call, signalled(signal.SIGTERM, os.getppid)),
+    "end the launcher": (in_a_call, signaled(signal.SIGTERM, os.getppid)),
 }
 SUDDEN = ("kill", "stop", "desert", "end the launcher")
 

@@ -19,7 +19,7 @@ _ALIKE = {  # key of hpc3d: other names with the same meaning
     "train.beta1": "adam_beta1",
     "train.beta2": "adam_beta2",
     "train.epsilon": "eps adam_eps adam_epsilon",
-    "train.optimizer": "optim optimiser optimizer_type",
+    "train.optimizer": "optim optimiser optimizer_type",  # codespell:ignore
     "train.weight_decay": "wd",
     "train.dtype": "torch_dtype params_dtype precision mixed_precision",
     "train.tf32": "allow_tf32",

@@ -27,7 +27,7 @@ from hpc3d.tensor.split import SCHEMES, Split
 _LONG = 1024  # tokens from which on attention is no slower chunk by chunk, in NumPy
 STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
-CONSTANTS: dict[str, dict[str, float]] = {  # those of each optimiser, where they are absent
+CONSTANTS: dict[str, dict[str, float]] = {  # those of each optimizer, where they are absent
     "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "adamw-8bit": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "adafactor": {},
@@ -356,7 +356,7 @@ class TrainConfig:
     """On GPUs, fuse GELU into the products (cuBLASLt epilogues)."""
 
     def constants(self) -> dict[str, float]:
-        """The keys that the optimiser has a use for, and their values."""
+        """The keys that the optimizer has a use for, and their values."""
         given = {key: getattr(self, key) for key in OPTIMIZER_KEYS}
         usual = CONSTANTS[self.optimizer]
         return {key: usual[key] if given[key] is None else given[key] for key in usual}

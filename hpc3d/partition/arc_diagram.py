@@ -73,8 +73,8 @@ def _atoms(graph: Graph, choice: PipelineChoice, base: float) -> Iterator[str]:
     ends = [stage.end for stage in choice.stages]
     for index, atom in enumerate(graph.atoms):
         part = sum(end <= index for end in ends)
-        colour, x = _COLOURS[part % choice.width % len(_COLOURS)], _x(index)
-        yield f'<circle cx="{x:.0f}" cy="{base:.0f}" r="5" fill="{colour}"/>'
+        color, x = _COLOURS[part % choice.width % len(_COLOURS)], _x(index)
+        yield f'<circle cx="{x:.0f}" cy="{base:.0f}" r="5" fill="{color}"/>'
         name, below = escape(str(atom.ids[-1])[-28:]), base + 14
         turn = f'transform="rotate(60 {x:.0f} {below:.0f})"'
         yield f'<text x="{x:.0f}" y="{below:.0f}" {turn}>{name}</text>'

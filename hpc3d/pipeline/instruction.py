@@ -113,7 +113,7 @@ class Placement(NamedTuple):
     def last(self, stage: int, chunk: int) -> bool:
         return self.part(stage, chunk) == self.parts - 1
 
-    def neighbour(self, stage: int, chunk: int, further: int) -> tuple[int, int] | None:
+    def neighbor(self, stage: int, chunk: int, further: int) -> tuple[int, int] | None:
         """Return the (stage, chunk) of the part `further` parts away in model order, or None."""
         part = self.part(stage, chunk) + further
         return self.location(part) if 0 <= part < self.parts else None
@@ -124,7 +124,7 @@ class Placement(NamedTuple):
         Raises ValueError if there is no such part (before the first part or after the last one),
         or if both parts are on one stage."""
         op, further = MESSAGES[instruction.op]
-        place = self.neighbour(stage, instruction.chunk, further)
+        place = self.neighbor(stage, instruction.chunk, further)
         if place is None or place[0] == stage:
             raise ValueError(
                 f"stage {stage}: {instruction}: no other stage has the matching message"
@@ -143,5 +143,5 @@ class Placement(NamedTuple):
         if op not in COMPUTE:
             return []
         own = [] if op == "F" else [(stage, Instruction("F", mb, chunk))]
-        location = self.neighbour(stage, chunk, -1 if op == "F" else 1)
+        location = self.neighbor(stage, chunk, -1 if op == "F" else 1)
         return [*own, (location[0], Instruction(op[0], mb, location[1]))] if location else own

@@ -79,8 +79,8 @@ def _sends(rows, placement):
 
 def _goes_on(placement, stage, op, chunk):
     """Return True if another stage has the part that uses the result of a pass."""
-    neighbour = placement.neighbour(stage, chunk, 1 if op == "F" else -1)
-    return neighbour is not None and neighbour[0] != stage
+    neighbor = placement.neighbor(stage, chunk, 1 if op == "F" else -1)
+    return neighbor is not None and neighbor[0] != stage
 
 
 def _merged(row, posts):

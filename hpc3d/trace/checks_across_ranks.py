@@ -46,7 +46,7 @@ def collectives(trace: Trace) -> list[Violation]:
 def messages(trace: Trace) -> Iterator[Violation]:
     """Check that messages have two ends with equal bytes and arrive after they were sent."""
     events, rows = trace.events, _calls(trace, MESSAGES)
-    receives = labelled(events, "op", "recv")[rows]
+    receives = labeled(events, "op", "recv")[rows]
     group, number, here, there = (events[name][rows] for name in ("group", "seq", "rank", "peer"))
     ends = np.where(receives, (there, here), (here, there))  # sender, receiver
     line = np.lexsort((receives, number, *ends, group))
@@ -65,11 +65,11 @@ def messages(trace: Trace) -> Iterator[Violation]:
 
 def _calls(trace, ops):
     """Return the rows in which ranks wait for calls of these operations."""
-    comm = labelled(trace.events, "category", "comm")
-    return np.flatnonzero(comm & labelled(trace.events, "op", *ops))
+    comm = labeled(trace.events, "category", "comm")
+    return np.flatnonzero(comm & labeled(trace.events, "op", *ops))
 
 
-def labelled(events: Table, column: str, *names: str) -> np.ndarray:
+def labeled(events: Table, column: str, *names: str) -> np.ndarray:
     codes = [code for code, name in events.labels(column).items() if name in names]
     return np.isin(events[column], codes)
 

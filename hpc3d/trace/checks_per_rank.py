@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpc3d.console.sanitize import counted
-from hpc3d.trace.checks_across_ranks import collectives, labelled, messages
+from hpc3d.trace.checks_across_ranks import collectives, labeled, messages
 from hpc3d.trace.schema import LAYOUT, STREAM
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _evaluations(trace: Trace) -> Iterator[Violation]:
         "its step is not after the step before",
         1 + np.flatnonzero(np.diff(steps) <= 0),
     )
-    inside = labelled(trace.events, "phase", "evaluation") & (trace.events["step"] >= 0)
+    inside = labeled(trace.events, "phase", "evaluation") & (trace.events["step"] >= 0)
     yield "events", "an evaluation inside of a step", np.flatnonzero(inside)
 
 
@@ -216,8 +216,8 @@ def _together(trace: Trace) -> Iterator[Violation]:
     cells, cell = np.unique(
         (table["rank"].astype("i8") << 32) + table["step"], return_inverse=True
     )
-    whole, live, peak = labelled(table, "kind", "all"), table["bytes"], table["peak"]
-    summed = ~whole & ~labelled(table, "kind", "offloaded")
+    whole, live, peak = labeled(table, "kind", "all"), table["bytes"], table["peak"]
+    summed = ~whole & ~labeled(table, "kind", "offloaded")
     sums, peaks, highest = np.zeros((3, len(cells)), "i8")
     for reduce, into, values in (
         (np.add, sums, live),

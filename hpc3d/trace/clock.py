@@ -47,7 +47,7 @@ class Clocks:
         self.leaders = [nodes.index(node) for node in dict.fromkeys(nodes)]
         self.index = self.leaders.index(comm.rank) if comm.rank in self.leaders else None
 
-    def synchronise(self) -> list[Sample]:
+    def synchronize(self) -> list[Sample]:
         """Exchange with the parent, then with the children; collective over the leaders.
 
         Returns the samples of this rank, rows of CLOCK_SAMPLES.

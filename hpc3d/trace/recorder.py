@@ -202,10 +202,10 @@ class Recorder:
         self.header["groups"].append({"axis": axis, "members": list(comm.members)})
         return Traced(comm, self, len(self.header["groups"]) - 1)
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Compare the clocks of the hosts; collective over all ranks, between steps."""
         if self.clocks:
-            self.samples += self.clocks.synchronise()
+            self.samples += self.clocks.synchronize()
 
     def begin_step(self, number: int) -> None:
         self.step, self.blocked = number, 0

@@ -249,7 +249,7 @@ class ReplicaCheck:
         odd = [member for member, each in zip(members, hashes, strict=True) if each != common]
         who = f"rank {' '.join(map(str, odd))}" if 2 * votes > len(hashes) else "one of them"
         name, kind = key
-        thing = "parameter" if kind == "value" else f"optimiser state {kind} of"
+        thing = "parameter" if kind == "value" else f"optimizer state {kind} of"
         what = f"{thing} {name}: the copies of ranks {ranks} along {axis} differ"
         return GuardFinding(0, f"{who}: step {number}, {what}")
 

@@ -22,7 +22,7 @@ from hpc3d.console.small_files import naming
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.schedule import usual as usual_schedule
-from hpc3d.runtime.colours import say
+from hpc3d.runtime.colors import say
 from hpc3d.runtime.metrics_file import MetricsFile, sinks_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Log:
                     each.close()
 
     def say(self, line: str, style: str = "") -> None:
-        """Print a line, with a style of hpc3d.runtime.colours on a terminal, and log it."""
+        """Print a line, with a style of hpc3d.runtime.colors on a terminal, and log it."""
         if self.file:
             with suppress(OSError):  # a run needs no terminal: train.log has the line
                 say(sanitized(line), style)

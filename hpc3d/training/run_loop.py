@@ -134,7 +134,7 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
     for number in range(run.start, config.train.steps):
         run.watchdog.step(number)
         if number % config.trace.sync_every == 0:
-            trainer.mesh.trace.synchronise()
+            trainer.mesh.trace.synchronize()
         step = trainer.step(number, stop.request)
         log.step(step, config.train.steps)
         if line := spikes.see(step.loss):
@@ -176,7 +176,7 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
     """Finish a run: wait for pending saves, and merge the traces of all ranks."""
     run.watchdog.stop()  # the last save may exceed the watchdog's limit
     run.saver.wait()
-    run.trainer.mesh.trace.synchronise()
+    run.trainer.mesh.trace.synchronize()
     _save_position(plan, run.batches, done)
     launch.finish(job)
     job.barrier()

@@ -115,7 +115,7 @@ def large(path, side, steps, slots):
 
     In each slot of time a rank computes for COMPUTE and `jitter` and is then blocked until the
     slot ends: in an all-reduce along x, one along y, and so on, but in every eighth slot a rank
-    with an even number sends to its neighbour.
+    with an even number sends to its neighbor.
     """
     ranks = side**2
     rank, step, slot = np.ogrid[:ranks, :steps, :slots]

@@ -1,4 +1,4 @@
-"""The trace of 1,024 ranks and 10 steps is analysed on a small machine."""
+"""The trace of 1,024 ranks and 10 steps is analyzed on a small machine."""
 
 import json
 import subprocess

@@ -201,7 +201,7 @@ def test_a_transposed_operand_is_checked_alike():
 HARD = {
     "positive": lambda a, b: (np.abs(a), np.abs(b)),
     "of rank one": lambda a, b: (np.outer(a[:, 0], a[0]), b),
-    "cancelling": lambda a, b: (a + 100, b - b.mean(0)),
+    "canceling": lambda a, b: (a + 100, b - b.mean(0)),
     "uneven": lambda a, b: (a**5, b**5),
     "rows of zeros": lambda a, b: (a * (np.arange(len(a))[:, None] % 7 == 0), b),
     "large": lambda a, b: (a * 1e18, b * 1e18),

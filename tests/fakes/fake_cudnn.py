@@ -196,7 +196,7 @@ class Graph:
 
 
 def of_every_query(x, heads):
-    """[B, heads of keys, T, D] of k or v, each as often as neighbouring queries share it."""
+    """[B, heads of keys, T, D] of k or v, each as often as neighboring queries share it."""
     return np.repeat(x, heads // x.shape[1], axis=1)
 
 

@@ -212,7 +212,7 @@ def in_turn(device, ways, block, notes):
 
 
 def tell(notes, how, seconds, measured):
-    """Speed, and the utilisation: the rate of the model's operations over that of products."""
+    """Speed, and the utilization: the rate of the model's operations over that of products."""
     tokens = how["batch"] * how["sequence"]
     notes.fact("tokens a step", tokens)
     for name, each in seconds.items():

@@ -136,7 +136,7 @@ def test_what_a_ring_receives(c, kind, dtype, item, wide):
 @pytest.mark.parametrize("kind", ["causal", "both"])
 @pytest.mark.parametrize("u", [2, 3])
 def test_what_an_exchange_receives(u, kind):
-    """(1 - 1/u) (2 Q + 2 K) e, in each direction: all_to_all, or among neighbours messages."""
+    """(1 - 1/u) (2 Q + 2 K) e, in each direction: all_to_all, or among neighbors messages."""
     sizes = KINDS[kind][1]
     for rings, op in ((1, "all_to_all"), (2, "recv")):
         context = Context(T, rings, u)

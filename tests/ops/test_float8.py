@@ -13,7 +13,7 @@ KINDS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 def test_numbers_are_those_of_torch(dtype):
     rng = np.random.default_rng(0)
     spread = rng.standard_normal(20_000) * 2.0 ** rng.integers(-20, 16, 20_000)
-    ties = np.arange(-4096, 4096) * 2.0**-11  # all sums of three neighbours, and subnormals
+    ties = np.arange(-4096, 4096) * 2.0**-11  # all sums of three neighbors, and subnormals
     x = np.concatenate([spread, ties, [0.0, -0.0, 1e-30]]).astype(np.float32)
     most = LARGEST[dtype]
     wanted = torch.tensor(x).clamp(-most, most).to(KINDS[dtype]).view(torch.uint8).numpy()

@@ -28,8 +28,8 @@ def test_atoms_values_and_borders():
     texts = [each.text for each in root.iter(f"{SVG}text")]
     assert texts[:3] == ["stage 0: 1 rank", "stage 1: 2 ranks, recompute", "stage 2: 1 rank"]
     assert texts[3:] == ["<0>", "<1>", "<2>", "<3>"]
-    colours = [each.get("fill") for each in root.iter(f"{SVG}circle")]
-    assert colours[1] == colours[2] and len({*colours}) == 3
+    colors = [each.get("fill") for each in root.iter(f"{SVG}circle")]
+    assert colors[1] == colors[2] and len({*colors}) == 3
     lines, dots = [*root.iter(f"{SVG}line")], [*root.iter(f"{SVG}circle")]
     for line, (left, right) in zip(lines, ((0, 1), (2, 3)), strict=True):
         assert float(dots[left].get("cx")) < float(line.get("x1")) < float(dots[right].get("cx"))

@@ -121,7 +121,7 @@ def test_half_of_the_products_backward_are_for_weights():
 
 
 def test_gradients_of_other_weights_do_not_wait():
-    """A table and a normalisation have theirs at once; three layers and a product with the table's
+    """A table and a normalization have theirs at once; three layers and a product with the table's
     transpose do not."""
     found = Operations(captured("tests.partition.execution.modules:everything")).costs(FLOP, 12)
     waiting = {

@@ -51,7 +51,7 @@ def errors(comm, start, now, pause):
     for number in range(ROUNDS):
         if number:
             pause(PAUSE)
-        samples += clocks.synchronise()
+        samples += clocks.synchronize()
     shown = np.linspace(first, clock(), 50).astype(np.int64)
     found, bound = model(comm, samples)
     # Rank 0's own clock is the true one: its host has no skew.

@@ -94,10 +94,10 @@ def test_without_pandas_there_is_no_frame(path, monkeypatch):
 
 def test_unknown_columns_are_ignored(path):
     with h5py.File(path, "r+") as file:
-        file["events/colour"] = np.zeros(3)
+        file["events/color"] = np.zeros(3)
         file["events/elsewhere"] = h5py.SoftLink("/nowhere")
         file["calibration/melt/x/bytes"] = np.zeros(3)
     with hpc3d.trace.open(path) as trace:
-        assert "colour" not in trace.events
+        assert "color" not in trace.events
         assert len(trace.events["dur"]) == 48
         assert trace.calibration == {}

@@ -28,7 +28,7 @@ def base(sound, tmp_path):
 
 @pytest.fixture(scope="module", params=["layers=2", "heads=6", "tied=false", "optimizer=sgd"])
 def another(request, tmp_path_factory):
-    """A run of another model or optimiser."""
+    """A run of another model or optimizer."""
     folder = tmp_path_factory.mktemp("another")
     with pytest.MonkeyPatch.context() as patch:
         words = LAYOUTS["serial"].replace("layers=1 ", "") + " layers=1 " + request.param

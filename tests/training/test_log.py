@@ -95,7 +95,7 @@ def test_a_loss_scale_that_is_adapted_is_in_the_record(log, tmp_path):
 
 
 def test_colours_are_for_the_terminal_and_not_for_the_log(log, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("hpc3d.runtime.colours.in_colour", lambda stream: True)
+    monkeypatch.setattr("hpc3d.runtime.colors.in_colour", lambda stream: True)
     log.say("done", "green")
     assert capsys.readouterr().out == "\x1b[32mdone\x1b[0m\n"
     assert (tmp_path / "train.log").read_text() == "done\n"

@@ -1,4 +1,4 @@
-"""The optimisation that all layouts share, against torch and against published constants: nothing
+"""The optimization that all layouts share, against torch and against published constants: nothing
 of ours computes what is expected."""
 
 from math import sqrt
@@ -29,7 +29,7 @@ def test_the_defaults_are_those_of_gpt_3():
 
 
 def scheduled(optimizer, decay, steps=STEPS, warmup=WARMUP):
-    """torch's schedule of an optimiser: linear warm-up, then to a tenth at step `steps`."""
+    """torch's schedule of an optimizer: linear warm-up, then to a tenth at step `steps`."""
     names, rest = torch.optim.lr_scheduler, steps - warmup
     rate = optimizer.param_groups[0]["lr"]
     after = {
@@ -77,7 +77,7 @@ def test_the_learning_rate_of_three_steps_by_hand(decay, warmup, shares):
 
 def reference(config):
     """Losses, norms and learning rates of a serial model that torch trains by its own clipping,
-    schedule and optimiser, and its weights after the last step."""
+    schedule and optimizer, and its weights after the last step."""
     torch.set_num_threads(1)
     (trainer,) = run({}, lambda mesh: trainer_of(mesh, config))
     weights, settings = torch_reference.weights_of(trainer.parameters), config.train

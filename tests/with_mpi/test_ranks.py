@@ -14,7 +14,7 @@ def on_ranks(ranks, sizes, transport):
     return build(sizes, ranks, transport=transport)
 
 
-# Pairs of neighbours, pairs half a job apart, and groups that go over all nodes: the last axis
+# Pairs of neighbors, pairs half a job apart, and groups that go over all nodes: the last axis
 # varies fastest from rank to rank.
 @BY
 @pytest.mark.parametrize(("size", "order"), [(2, "dx"), (2, "xd"), (FEW, "xd")])

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 
 BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 NAVY, PINK, YELLOW, WINE = "#0072B2", "#CC79A7", "#F0E442", "#882255"
-SAND, GREY, LIGHT, PALE = "#C8B48C", "#707070", "#BDBDBD", "#E3D5EA"
+SAND, GRAY, LIGHT, PALE = "#C8B48C", "#707070", "#BDBDBD", "#E3D5EA"
 
 # Activities of a rank: computation by phase. A call is split at the last arrival into wait and
 # transfer.
@@ -26,7 +26,7 @@ WORK = {
     "transfer": NAVY,
     "wait": LIGHT,
     "copy": PINK,
-    "host": GREY,
+    "host": GRAY,
 }
 UNRECORDED = PALE  # time without any event
 PATH = "#E0007A"  # critical path, drawn over boxes of all colors

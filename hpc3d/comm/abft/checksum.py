@@ -7,7 +7,7 @@ vector s of random signs, C s = A (B s) up to rounding.  Row i of the difference
 
 because rounding errors behave like independent errors (Higham and Mary, SIAM J. Sci. Comput. 41,
 2019): n of them amount to sqrt n.  The largest of millions of observed differences, on small
-matrices and on difficult ones (all positive, of rank one, cancelling), is a third of that.  Norms
+matrices and on difficult ones (all positive, of rank one, canceling), is a third of that.  Norms
 read A and B a second time, so a difference that is small relative to C s, or for a row of average
 size, is accepted without computing all of them.
 

@@ -1,8 +1,8 @@
 // The softmax of attention between two products, and its gradient: what is left to do where no
 // fused attention is at hand.  With `causal` a query sees the keys up to its own.
 //
-// All matrices are [B, heads, key, query]: a softmax runs down a column, neighbouring threads have
-// neighbouring queries, and dropout numbers its draws as hpc3d/model/attention.py does.
+// All matrices are [B, heads, key, query]: a softmax runs down a column, neighboring threads have
+// neighboring queries, and dropout numbers its draws as hpc3d/model/attention.py does.
 #include "attention.cuh"
 
 // Dropout's factors of N queries of a key: all samples are rows of a matrix with `width` columns,

@@ -6,7 +6,7 @@
 //
 // No kernel adds atomically: sums that go over blocks are made in two passes, in a fixed order, so
 // that the same numbers always give the same bits.  What changes from step to step (factors of the
-// optimiser, keys of dropout) is read from device memory, so that a recorded step can be replayed.
+// optimizer, keys of dropout) is read from device memory, so that a recorded step can be replayed.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -33,7 +33,7 @@ __device__ float rounded(float value)
     return to_float(stored);
 }
 
-// N neighbouring elements, in registers.
+// N neighboring elements, in registers.
 template <int N>
 struct Pack {
     float item[N];
@@ -48,7 +48,7 @@ __device__ bool aligned(const T*... pointers)
     return ((reinterpret_cast<size_t>(pointers) % 16 == 0) && ...);
 }
 
-// How a thread handles N neighbouring elements: 16 bytes at a time, from an aligned address on; a
+// How a thread handles N neighboring elements: 16 bytes at a time, from an aligned address on; a
 // single one anywhere.
 template <int N>
 struct Whole {

@@ -25,7 +25,7 @@ def message(alpha: float, beta: float, g: int, nbytes: float) -> float:
 
 
 def ring(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """All-gather or reduce-scatter from neighbour to neighbour around a ring."""
+    """All-gather or reduce-scatter from neighbor to neighbor around a ring."""
     return (g - 1) * alpha + nbytes * beta
 
 
@@ -53,7 +53,7 @@ def ring_all_reduce(alpha: float, beta: float, g: int, nbytes: float) -> float:
 def rabenseifner(alpha: float, beta: float, g: int, nbytes: float) -> float:
     """All-reduce: a reduce-scatter by halving and an all-gather by doubling.
 
-    The members beyond a power of two hand their block to a neighbour and get the sum back.
+    The members beyond a power of two hand their block to a neighbor and get the sum back.
     """
     odd = not _power_of_two(g)
     return 2 * (floor(log2(g)) + odd) * alpha + (nbytes + 2 * odd * _summed(g, nbytes)) * beta
@@ -76,7 +76,7 @@ def scatter_all_gather(alpha: float, beta: float, g: int, nbytes: float) -> floa
 
 
 def chain(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """Broadcast or reduce from neighbour to neighbour in k segments: (g - 2 + k)(alpha + n beta/k)
+    """Broadcast or reduce from neighbor to neighbor in k segments: (g - 2 + k)(alpha + n beta/k)
     with the best k = sqrt((g - 2) n beta / alpha), and at least 1."""
     fill = (g - 2) * nbytes * beta
     if fill <= alpha:
@@ -130,7 +130,7 @@ def best(
 ) -> float:
     """Seconds of a call by the cheapest algorithm that libraries would take.
 
-    `hop` is the latency between neighbours, where it is not alpha.
+    `hop` is the latency between neighbors, where it is not alpha.
     """
     if g == 1:
         return 0.0

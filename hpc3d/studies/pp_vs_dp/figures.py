@@ -11,8 +11,8 @@ import numpy as np
 
 from hpc3d.analyze.report.palette import (
     BLUE,
+    GRAY,
     GREEN,
-    GREY,
     LIGHT,
     NAVY,
     ORANGE,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.collections import QuadMesh
     from matplotlib.figure import Figure
 
-_MEMORY = {"states": GREY, "copies": RED, "activations": BLUE, "buffers": ORANGE}
+_MEMORY = {"states": GRAY, "copies": RED, "activations": BLUE, "buffers": ORANGE}
 _REASONS = {
     "bubble": "bubble",
     "messages": "messages",
@@ -114,9 +114,9 @@ def partitions(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
 
 def _partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
     xs, bottom = np.arange(len(rows)), np.zeros(len(rows))
-    for part, colour in _MEMORY.items():
+    for part, color in _MEMORY.items():
         values = np.array([row[part] for row in rows]) / 1e9
-        panel.bar(xs, values, 0.6, bottom, color=colour, label=part)
+        panel.bar(xs, values, 0.6, bottom, color=color, label=part)
         bottom = bottom + values
     how = {"color": NAVY, "linestyle": "--", "label": "layers in flight, closed form"}
     panel.hlines([_closed(row) for row in rows], xs - 0.4, xs + 0.4, **how)
@@ -136,15 +136,15 @@ def _closed(row: dict[str, Any]) -> float:
 def _messages(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """Plot step times by mean message size, for gradient buckets and tensor-parallel calls."""
     figure, (above, below) = empty(WIDTH, 5.4, 2)
-    for overlap, (colour, label) in _OVERLAP.items():
+    for overlap, (color, label) in _OVERLAP.items():
         rows = [row for row in found["buckets"] if row["overlap"] is overlap]
-        _curve(above, rows, "step_s", color=colour, label=f"step, reductions {label}")
+        _curve(above, rows, "step_s", color=color, label=f"step, reductions {label}")
     _half(above, rows, "black", "half of the bandwidth (n1/2) of a reduction")
-    for scheme, colour in _SCHEMES.items():
+    for scheme, color in _SCHEMES.items():
         rows = [row for row in found["microbatches"] if row["scheme"] == scheme]
-        _curve(below, rows, "step_s", color=colour, label=f"{scheme}: step")
-        _curve(below, rows, "calls_s", color=colour, linestyle=":", label=f"{scheme}: calls")
-        _half(below, rows, colour, f"n1/2 of a {scheme} call")
+        _curve(below, rows, "step_s", color=color, label=f"{scheme}: step")
+        _curve(below, rows, "calls_s", color=color, linestyle=":", label=f"{scheme}: calls")
+        _half(below, rows, color, f"n1/2 of a {scheme} call")
     below.set(xlabel="mean message [MB]", xscale="log", yscale="log")
     for panel in (above, below):
         panel.set_ylabel("time [ms]")
@@ -158,8 +158,8 @@ def _curve(panel: Axes, rows: Sequence[dict[str, Any]], key: str, **how: Any) ->
     panel.plot(sizes / 1e6, values * 1e3, marker="o", ms=3, **how)
 
 
-def _half(panel: Axes, rows: Sequence[dict[str, Any]], colour: str, label: str) -> None:
-    how = {"color": colour, "linestyle": "--", "linewidth": 0.9}
+def _half(panel: Axes, rows: Sequence[dict[str, Any]], color: str, label: str) -> None:
+    how = {"color": color, "linestyle": "--", "linewidth": 0.9}
     panel.axvline(rows[0]["half"] / 1e6, label=label, **how)
 
 
@@ -168,9 +168,9 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
     rows = found["waiting"]
     figure, (panel,) = empty(WIDTH, 3.4)
     xs, bottom = np.arange(len(rows)), np.zeros(len(rows))
-    for (axis, part), colour in _parts(rows).items():
+    for (axis, part), color in _parts(rows).items():
         values = np.array([row[f"{part}_s"][axis] for row in rows]) * 1e3
-        panel.bar(xs, values, 0.6, bottom, color=colour, label=f"{part}, {axis}")
+        panel.bar(xs, values, 0.6, bottom, color=color, label=f"{part}, {axis}")
         bottom = bottom + values
     labels = [f"{', '.join(map(str, row['stages']))}\n{row['imbalance']:+.0%}" for row in rows]
     panel.set_xticks(xs, labels)
@@ -184,13 +184,13 @@ def _parts(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
     """Return (axis, part) -> color for the parts above a thousandth of the largest total."""
     shades = {
         "transfer": dict(zip(("x", "p", "d", "world"), (NAVY, BLUE, GREEN, PINK))),
-        "wait": dict(zip(("p", "world"), (LIGHT, GREY))),
+        "wait": dict(zip(("p", "world"), (LIGHT, GRAY))),
     }
     most = max(sum(row["wait_s"].values()) + sum(row["transfer_s"].values()) for row in rows)
     return {
-        (axis, part): colour
+        (axis, part): color
         for part, axes in shades.items()
-        for axis, colour in axes.items()
+        for axis, color in axes.items()
         if max(row[f"{part}_s"].get(axis, 0) for row in rows) > 1e-3 * most
     }
 

@@ -67,16 +67,16 @@ def place(page, what):
 
 
 def pixels(page, what):
-    """The colours of an element as it is seen, [pixels, 3]."""
+    """The colors of an element as it is seen, [pixels, 3]."""
     from matplotlib.image import imread
 
     found = imread(io.BytesIO(page.tab.locator(what).first.screenshot()))
     return np.rint(found[..., :3].reshape(-1, 3) * 255).astype(int)
 
 
-def share(found, colour):
-    """Of the pixels, those of a colour written #RRGGBB."""
-    wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+def share(found, color):
+    """Of the pixels, those of a color written #RRGGBB."""
+    wanted = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
     return (found == wanted).all(1).mean()
 
 
@@ -307,8 +307,8 @@ def test_the_page_is_as_dark_as_the_system(browser, address, scheme):
             page.value("getComputedStyle(document.documentElement).backgroundColor")
             == (ground[scheme])
         )
-        colour = page.value(f"{MODEL}.below[0].major_label_text_color")
-        assert colour == page.value("getComputedStyle(document.body).color")
+        color = page.value(f"{MODEL}.below[0].major_label_text_color")
+        assert color == page.value("getComputedStyle(document.body).color")
         page.tab.get_by_role("button", name="dark").click()
         turned = {"light": "dark", "dark": "light"}[scheme]
         assert page.value("document.documentElement.dataset.theme") == turned

@@ -99,7 +99,7 @@ def test_time_by_phase_has_a_part_for_each_axis():
         "along x": [500, 250, 0],
         "unrecorded": [0, 0, 125],
     }
-    assert len({colour for colour, _ in chart.parts.values()}) == 3
+    assert len({color for color, _ in chart.parts.values()}) == 3
 
 
 def test_no_two_parts_of_a_step_have_one_colour():
@@ -109,11 +109,11 @@ def test_no_two_parts_of_a_step_have_one_colour():
     parts += [{"category": "comm", "axis": axis} for axis in (*AXES, WORLD)]
     chart = charts.phases([row | {"phase": "forward", "seconds": 1.0} for row in parts])
     assert chart.parts.keys() >= {"io", "along x", "over all ranks", "unrecorded"}
-    colours = {colour for colour, _ in chart.parts.values()} | {palette.WORK["other"]}
-    assert len(colours) == len(parts) + 1
-    assert min(map(apart, *zip(*combinations(colours, 2)))) > 0.1
+    colors = {color for color, _ in chart.parts.values()} | {palette.WORK["other"]}
+    assert len(colors) == len(parts) + 1
+    assert min(map(apart, *zip(*combinations(colors, 2)))) > 0.1
 
 
 def apart(one, other):
-    """How far two colours are from each other, of the distance from black to white."""
+    """How far two colors are from each other, of the distance from black to white."""
     return float(np.linalg.norm(np.subtract(to_rgb(one), to_rgb(other)))) / 3**0.5

@@ -17,12 +17,12 @@ MEASURED = [
 
 
 def bars(panel):
-    """(colour, left, right, height) of every bar."""
+    """(color, left, right, height) of every bar."""
     for collection in panel.collections:
-        colour = tuple(collection.get_facecolor()[0][:3])
+        color = tuple(collection.get_facecolor()[0][:3])
         for path in collection.get_paths():
             left, low, right, high = path.get_extents().extents
-            yield colour, left, right, high - low
+            yield color, left, right, high - low
 
 
 def rgb(text):
@@ -41,11 +41,11 @@ def test_bars_lie_where_the_spans_are():
 def test_a_kind_has_its_colour_and_a_later_chunk_is_lighter():
     rows = [[(0, 1, "F", "0"), (1, 2, "1F", "0"), (2, 3, "2F", "0"), (3, 4, "B", "0")]]
     (panel,) = gantt([("", rows)]).axes
-    colours = [colour for colour, *_ in sorted(bars(panel), key=lambda bar: bar[1])]
-    assert list(colours[0]) == rgb(WORK["forward"])
-    assert list(colours[3]) == rgb(WORK["backward_input"])
-    assert sum(colours[0]) < sum(colours[1]) < sum(colours[2]) < 3
-    assert len(set(colours)) == 4
+    colors = [color for color, *_ in sorted(bars(panel), key=lambda bar: bar[1])]
+    assert list(colors[0]) == rgb(WORK["forward"])
+    assert list(colors[3]) == rgb(WORK["backward_input"])
+    assert sum(colors[0]) < sum(colors[1]) < sum(colors[2]) < 3
+    assert len(set(colors)) == 4
 
 
 def test_numbers_are_written_where_they_fit():
@@ -80,8 +80,8 @@ def test_the_file_is_a_picture(tmp_path):
         draw_gantt([("measured", MEASURED)], tmp_path / "gantt.png")
     picture = imread(tmp_path / "gantt.png")[..., :3]
     assert picture.shape[1] == 2000
-    for colour in (WORK["forward"], WORK["backward"]):
-        wanted = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    for color in (WORK["forward"], WORK["backward"]):
+        wanted = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
         assert (np.abs(picture - wanted).max(axis=-1) < 0.01).sum() > 1000
 
 

@@ -1,4 +1,4 @@
-"""Colours that can be told apart, also by the colour-blind, on white and on dark."""
+"""Colors that can be told apart, also by the colour-blind, on white and on dark."""
 
 from itertools import combinations
 
@@ -18,39 +18,39 @@ SIGHTS = {
 XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 
 
-def linear(colour):
-    rgb = np.array(to_rgb(colour))
+def linear(color):
+    rgb = np.array(to_rgb(color))
     return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
 
 
-def lab(colour, sight):
-    """CIELAB of what is seen of a colour."""
-    xyz = XYZ @ np.clip(sight @ linear(colour), 0, 1) / (0.9505, 1, 1.089)
+def lab(color, sight):
+    """CIELAB of what is seen of a color."""
+    xyz = XYZ @ np.clip(sight @ linear(color), 0, 1) / (0.9505, 1, 1.089)
     x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def contrast(one, other):
     """Of WCAG: 1 for the same brightness, 21 for black on white."""
-    low, high = sorted(XYZ[1] @ linear(colour) for colour in (one, other))
+    low, high = sorted(XYZ[1] @ linear(color) for color in (one, other))
     return (high + 0.05) / (low + 0.05)
 
 
-def colours():
-    """{meaning: colour} of the whole palette."""
+def colors():
+    """{meaning: color} of the whole palette."""
     found = {}
     for name, value in vars(palette).items():
         if isinstance(value, dict) and name.isupper():
             found |= value
         elif isinstance(value, tuple):
-            found |= {f"{name} {place}": colour for place, colour in enumerate(value)}
+            found |= {f"{name} {place}": color for place, color in enumerate(value)}
         elif name.isupper() and value not in palette.WORK.values():
             found[name] = value
     return found
 
 
 def test_a_colour_has_one_meaning():
-    found = colours()
+    found = colors()
     found.pop("PALE")  # of unrecorded time
     assert len(found) > 40 and len({*found.values()}) == len(found)
     shared = {*palette.MEMORY} & {*palette.WORK}
@@ -60,8 +60,8 @@ def test_a_colour_has_one_meaning():
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_what_ranks_do_is_told_apart(sight):
     seen = {
-        name: lab(colour, np.array(SIGHTS[sight]))
-        for name, colour in {**palette.WORK, "unrecorded": palette.UNRECORDED}.items()
+        name: lab(color, np.array(SIGHTS[sight]))
+        for name, color in {**palette.WORK, "unrecorded": palette.UNRECORDED}.items()
     }
     apart = {pair: np.linalg.norm(seen[pair[0]] - seen[pair[1]]) for pair in combinations(seen, 2)}
     assert min(apart.values()) > 10, min(apart, key=apart.get)
@@ -69,9 +69,7 @@ def test_what_ranks_do_is_told_apart(sight):
 
 @pytest.mark.parametrize("ground", GROUNDS)
 def test_colours_are_seen_on_the_ground_of_the_page(ground):
-    seen = {name: contrast(colour, ground) for name, colour in colours().items()}
+    seen = {name: contrast(color, ground) for name, color in colors().items()}
     assert min(seen.values()) > 1.1, min(seen, key=seen.get)
-    lines = {
-        name: contrast(colour, ground) for name, colour in colours().items() if "RUNS" in name
-    }
+    lines = {name: contrast(color, ground) for name, color in colors().items() if "RUNS" in name}
     assert min(seen["PATH"], *lines.values()) > 2.5

@@ -37,7 +37,7 @@ STAGE_1 = [
     event("F1", 20, 2),
     event("BW1", 24, 14),
 ]
-# None of these is of a pass of the step: messages, the optimiser, no microbatch, other steps.
+# None of these is of a pass of the step: messages, the optimizer, no microbatch, other steps.
 BESIDE = [
     event("F0", 1, 60, op="recv"),
     event("BW0", 1, 60, op="send"),
@@ -180,7 +180,7 @@ def test_a_schedule_that_is_gone_or_another_is_not_simulated(tmp_path, monkeypat
 
 
 def test_steps_that_overlap_are_shown_where_they_do(tmp_path):
-    """Step 1 of 2BW lasts from 0 to 40 ms; the passes of its neighbours are cut there."""
+    """Step 1 of 2BW lasts from 0 to 40 ms; the passes of its neighbors are cut there."""
     rows = [
         [(-9, 2, "BW1", 0), (2, 6, "F3", 1), (6, 30, "BW2", 1), (30, 38, "F4", 1)],
         [(0, 4, "F2", 1), (4, 40, "BW3", 1), (40, 42, "F4", 2), (-20, -1, "F1", 0)],

@@ -25,7 +25,7 @@ STEPS, RATE, DECAY, CLIP = 3, 1e-2, 0.1, 0.5
 
 
 class Everything(nn.Module):
-    """A table that is read at both ends, a value that skips parts, two branches, normalisation
+    """A table that is read at both ends, a value that skips parts, two branches, normalization
     over the batch, a value without gradient, and several outputs."""
 
     def __init__(self, width=6, classes=5):

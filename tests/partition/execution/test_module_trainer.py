@@ -63,7 +63,7 @@ def test_replicas_sum_gradients_that_were_late(replicas, micros, schedule, how):
 
 @pytest.mark.parametrize(("replicas", "schedule"), [((2,), "none"), ((2, 1), "1f1b")])
 def test_replicas_have_the_same_buffers(replicas, schedule):
-    """Each normalises by its own rows, and moves its averages towards those; the step ends with
+    """Each normalizes by its own rows, and moves its averages towards those; the step ends with
     the mean of all replicas."""
     (one, _), (other, _), *_ = trained(EVERYTHING, replicas, 2, schedule)
     start = state(with_data(EVERYTHING)[0])

@@ -25,7 +25,7 @@ RATE, SHIFT = 1e-2, torch.tensor([1.0, 2.0, 3.0])
 
 
 class Model(nn.Module):
-    """The mean square of a layer after a normalisation."""
+    """The mean square of a layer after a normalization."""
 
     def __init__(self):
         super().__init__()

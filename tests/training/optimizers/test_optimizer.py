@@ -1,4 +1,4 @@
-"""What an optimiser declares is all that others ask: whole matrices, states, their types."""
+"""What an optimizer declares is all that others ask: whole matrices, states, their types."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Colours are for terminals, and for those who want them."""
+"""Colors are for terminals, and for those who want them."""
 
 import io
 import os
@@ -7,7 +7,7 @@ import pty
 import pytest
 
 from hpc3d.console.sanitize import sanitized_streams
-from hpc3d.runtime import colours
+from hpc3d.runtime import colors
 
 
 class Terminal(io.StringIO):
@@ -19,13 +19,13 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch):
-    monkeypatch.setattr(colours, "launcher", lambda: None)
+    monkeypatch.setattr(colors, "launcher", lambda: None)
     for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
 
 
 def written(stream, style="red"):
-    colours.say("a line", style, stream)
+    colors.say("a line", style, stream)
     return stream.getvalue()
 
 
@@ -49,19 +49,19 @@ def test_they_pass_through_plain_streams_and_those_of_others_do_not(monkeypatch)
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     with sanitized_streams():
-        colours.say("a line", "bold")
+        colors.say("a line", "bold")
         print("\x1b[1mx")
     assert terminal.getvalue() == "\x1b[1ma line\x1b[0m\n\\u001b[1mx\n"
 
 
 def test_under_a_launcher_its_own_streams_say_whether_there_is_a_terminal(monkeypatch):
     """This process is taken for the launcher: a rank's stream has the number of one of its."""
-    monkeypatch.setattr(colours, "launcher", lambda: (os.getpid(), None))
+    monkeypatch.setattr(colors, "launcher", lambda: (os.getpid(), None))
     ends = *os.pipe(), *pty.openpty()
     try:
         with open(ends[1], "w", closefd=False) as pipe, open(ends[3], "w", closefd=False) as tty:
-            assert (colours.in_colour(pipe), colours.in_colour(tty)) == (False, True)
-        assert not colours.in_colour(Terminal())  # no file at all
+            assert (colors.in_colour(pipe), colors.in_colour(tty)) == (False, True)
+        assert not colors.in_colour(Terminal())  # no file at all
     finally:
         for end in ends:
             os.close(end)
