@@ -1,6 +1,12 @@
-"""The pages: their links lead somewhere, index.md has them all, and their examples run."""
+"""The pages: their links lead somewhere, index.md has them all, and their examples run.
 
+What pages and docstrings call a module, a function or a class of hpc3d exists.
+"""
+
+import ast
+import builtins
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +22,11 @@ PAGES = [
 LINK = re.compile(r"\]\(([^)#\s]+)")
 PATH = re.compile(r"`((?:hpc3d|tests|docs|inputs|jobs)/[\w./-]+\.\w+)`")
 WRITTEN = {"inputs/machines/this-machine.toml"}  # by bench calibrate
+DOTTED = re.compile(r"(?<![\w./-])hpc3d(?:\.[a-z_]\w*)+(?:\.[A-Z]\w*)?(?!\w)")
+CLASS = re.compile(r"`([A-Z][^\W_]*[a-z][^\W_]*)(?:`|\.[a-z]|\()")
+# Files, and names of Slurm and of transformers.
+FOREIGN = {"hpc3d.schema.json", "hpc3d.sif", "KillWait", "NodeName"}
+FOREIGN |= {"AutoModelForCausalLM", "AutoTokenizer"}
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -40,6 +51,77 @@ def test_commands_are_there(page):
     files = [(path.with_suffix(".py"), path / "__main__.py") for path in places]
     assert not [here for here in files if not any(path.exists() for path in here)]
     assert {*re.findall(r"\bhpc3d (\w+) gpt-", text)} <= {*COMMANDS}
+
+
+@cache
+def sources():
+    """{dotted name of a module: its syntax tree}."""
+    paths = {path.relative_to(ROOT): path for path in (ROOT / "hpc3d").rglob("*.py")}
+    return {
+        ".".join(name.with_suffix("").parts).removesuffix(".__init__"): ast.parse(
+            path.read_text(encoding="utf-8")
+        )
+        for name, path in paths.items()
+    }
+
+
+@cache
+def identifiers(module):
+    """The names that a module defines or uses."""
+    fields = "name", "id", "attr", "arg", "asname"
+    nodes = [*ast.walk(sources()[module])]
+    found = {getattr(node, field, None) for node in nodes for field in fields}
+    return {str(each).rpartition(".")[2] for each in found}
+
+
+@cache
+def all_identifiers():
+    return {*dir(builtins)}.union(*map(identifiers, sources()))
+
+
+def unknown(text):
+    """The modules, functions and classes in a text that do not exist."""
+    wrong = [name for name in CLASS.findall(text) if name not in all_identifiers()]
+    for name in DOTTED.findall(text):
+        module, rest = name, set()
+        while module not in sources():
+            module, _, last = module.rpartition(".")
+            rest.add(last)
+        if not rest <= identifiers(module):
+            wrong.append(name)
+    return [name for name in wrong if name not in FOREIGN]
+
+
+@pytest.mark.parametrize(
+    "page", [each for each in PAGES if each.name != "CHANGELOG.md"], ids=name_of
+)
+def test_names_of_the_code_on_a_page_exist(page):
+    text = page.read_text(encoding="utf-8")
+    assert not unknown("".join(re.findall(r"`[^`\n]+`", text)))
+
+
+def test_names_of_the_code_in_docstrings_exist():
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+    texts = {
+        f"{module} {getattr(node, 'name', '')}": ast.get_docstring(node) or ""
+        for module, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    }
+    assert not {place: unknown(text) for place, text in texts.items() if unknown(text)}
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("`hpc3d.tensor.split`, `hpc3d.tensor.split.Split`, `hpc3d.find_layouts`", []),
+        ("`hpc3d.tensor.splits`", ["hpc3d.tensor.splits"]),
+        ("hpc3d.tensor.split.Divide", ["hpc3d.tensor.split.Divide"]),
+        ("`Split.next()`, `Content`", ["Content"]),
+    ],
+)
+def test_a_name_that_does_not_exist_is_found(text, wrong):
+    assert unknown(text) == wrong
 
 
 def test_the_index_has_every_page():
