@@ -14,6 +14,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from hpc3d.comm.grid import Grid
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, bubble, timeline
 
@@ -229,7 +230,38 @@ def planning_funnel():
     return figure
 
 
+def mesh_axes():
+    """The 32 ranks of a mesh with p=2, d=2, x=2, y=2 and z=2, and the groups of rank 0."""
+    figure, axes = canvas(7.5, 4.4, 100, 58)
+    grid = Grid({"p": 2, "d": 2, "x": 2, "y": 2, "z": 2})
+    for rank in range(grid.size):
+        place = grid.coords(rank)
+        x = 12 + 46 * place["d"] + 18 * place["y"] + 5 * place["z"]
+        y = 10 + 27 * place["p"] + 9 * place["x"] - 4 * place["z"]
+        shared = [axis for axis in grid.sizes if rank in grid.ranks_along(axis, {})]
+        shade = SHADES[3] if rank == 0 else SHADES[1] if shared else EMPTY
+        box(axes, x, y, 6, 5, shade, str(rank))
+    for replica in range(2):
+        axes.text(26 + 46 * replica, 2, f"replica, d={replica}", ha="center", weight="bold")
+    for stage in range(2):
+        text = f"stage\np={stage}"
+        axes.text(5, 18 + 27 * stage, text, ha="center", va="center", weight="bold")
+    for axis, tip, label in (("y", (97, 12), (98.5, 12)), ("z", (94, 7.5), (95, 6.5))):
+        arrow(axes, (89, 12), tip, color=INK)
+        axes.text(*label, axis, va="center")
+    arrow(axes, (89, 12), (89, 23), color=INK)
+    axes.text(89, 24.5, "x", ha="center", va="center")
+    for x, shade, text in (
+        (12, SHADES[3], "rank 0"),
+        (34, SHADES[1], "shares an axis with rank 0"),
+    ):
+        box(axes, x, 54, 4, 3, shade)
+        axes.text(x + 6, 55.5, text, va="center")
+    return figure
+
+
 FIGURES = {
+    "mesh-axes": mesh_axes,
     "zero-stages": zero_stages,
     "ring-zigzag": ring_zigzag,
     "all-to-all": all_to_all,
