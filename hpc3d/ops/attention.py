@@ -385,7 +385,7 @@ def _samples(
 def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
-    """Meter q k' and return the number of query heads of all samples and the probabilities."""
+    """Count the product q k'; return the number of query heads in all samples, and the scores."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
     count = batch * heads * form.queries
@@ -444,7 +444,7 @@ def _gradient_of(qkv: Array, grads: Array, sequence: int, form: HeadForm, empty:
 
 
 def _by_kind(qkv: Array, sequence: int, form: HeadForm) -> Array:
-    """Return q, k and v as a view [3, B, heads, T, D] of qkv, for one query per key."""
+    """Return q, k and v as a view [3, B, heads, T, D] of qkv, for one query head per key head."""
     return qkv.reshape(-1, sequence, qkv.shape[1] // form.columns, 3, form.width).transpose(
         3, 0, 2, 1, 4
     )

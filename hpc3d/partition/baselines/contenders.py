@@ -166,9 +166,9 @@ def pipelines(
     counts: Iterable[int],
     most: int = _MOST_MICROBATCHES,
 ) -> Iterator[PipelineChoice]:
-    """Yield the arrangements for each number of stages in `counts`, cut at `cut(stages)`.
+    """Yield the pipelines for each number of stages in `counts`, split at the ends `cut(stages)`.
 
-    All stages have equally many of the task's ranks. At most `most` microbatches are tried.
+    Every stage has the same number of ranks. A pipeline has at most `most` microbatches.
     """
     for stages in counts:
         ends = cut(stages)
