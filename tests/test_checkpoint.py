@@ -222,7 +222,7 @@ def settings(before, after):
         (without("config"), " configuration "),
         (without("updates"), "manifest ... number updates"),
         (without("files"), "step-00000002 ... checkpoint: ... manifest"),
-        (settings("layers = 4", "layers = 5"), "4 layers, ... model.layers = 5: "),
+        (settings("layers = 4", "layers = 5"), "4 layers, ... model.layers = 5"),
         (settings("layers = 4", "layers = 1000000000"), "model.layers = 1000000000"),
         (settings("hidden = 24", "hidden = 36"), "embedding.token, value: "),
         (settings("vocabulary = 29", ""), "model.vocabulary "),
@@ -276,7 +276,7 @@ def test_nothing_is_replaced_without_force(original, tmp_path, capsys):
     (target / "config.json").write_text("mine")
     words = "export", original, "-o", target
     code, _, errors = call(capsys, *words)
-    assert code == 2 and re.search(r"config\.json .*: .* --force$", errors[0])
+    assert code == 2 and re.search(r"config\.json already exists; .* --force$", errors[0])
     assert (target / "config.json").read_text() == "mine"
     assert call(capsys, *words, "--force")[0] == 0
     assert (target / "config.json").read_text() != "mine"
@@ -338,17 +338,17 @@ def places(original, tmp_path):
         ("", "the following arguments are required"),
         ("shw {run}", "invalid choice: 'shw'"),
         ("show", "required: RUN_DIR|CHECKPOINT"),
-        ("show {t}/absent", "{t}/absent: ...(checkpoint.every), ... step-00000010"),
-        ("show {t}/empty", "{t}/empty: ...(checkpoint.every), ... step-00000010"),
-        ("show {t}/file", "{t}/file: ...(checkpoint.every), ... step-00000010"),
+        ("show {t}/absent", "{t}/absent ...(checkpoint.every), ... step-00000010"),
+        ("show {t}/empty", "{t}/empty ...(checkpoint.every), ... step-00000010"),
+        ("show {t}/file", "{t}/file ...(checkpoint.every), ... step-00000010"),
         ("show {run} --train.steps 3", "--train.steps: ... import"),
         ("verify {run} --deep", "unrecognized arguments: --deep"),
-        ("verify {t}/empty", "{t}/empty: ...(checkpoint.every), ... step-00000010"),
+        ("verify {t}/empty", "{t}/empty ...(checkpoint.every), ... step-00000010"),
         ("export {run}", "required: -o/--output"),
         ("export {run} -o {t}/file", "{t}/file ... NAME.safetensors"),
-        ("export {t}/empty -o {out}", "{t}/empty: ...(checkpoint.every), ... step-00000010"),
+        ("export {t}/empty -o {out}", "{t}/empty ...(checkpoint.every), ... step-00000010"),
         ("import {t}/absent -o {out}", "{t}/absent: "),
-        ("import {t}/empty -o {out}", "{t}/empty: ... model.safetensors"),
+        ("import {t}/empty -o {out}", "{t}/empty ... model.safetensors"),
         ("import {t}/pickled -o {out}", "{t}/pickled... pytorch_model.bin, ...save_pretrained("),
         (
             "import {t}/pickled/pytorch_model.bin -o {out}",

@@ -231,7 +231,7 @@ def test_evaluations_are_those_of_one_rank_and_go_on_with_the_run(tmp_path):
             ["--resume", "{run}", "--train.steps", 9, "--data.validation", 0.05],
             "data.validation = 0.05: nothing was held out until now, ...; name another text, ...",
         ),
-        (["--resume", "{empty}"], ": ...train"),
+        (["--resume", "{empty}"], ": ... start a new run"),
     ],
 )
 def test_what_cannot_go_on_is_refused(runs, options, line):

@@ -205,7 +205,7 @@ def test_a_header_that_lacks_something_is_named(run):
     with hpc3d.trace.open(merge(run)) as trace:
         lines = trace.attrs["missing"].splitlines()
     header, last = lines
-    assert re.fullmatch(elided("rank 3: ... header ... rank-00003-0001.npz ... mpi, host"), header)
+    assert re.fullmatch(elided("rank 3: rank-00003-0001.npz ... header ... mpi, host"), header)
     assert re.fullmatch(elided("rank 3: ... after step 0"), last)
 
 
@@ -284,7 +284,7 @@ def test_until_when_each_rank_is_complete(tmp_path):
         "rank 0: ... after step 6",
         "rank 1: steps 2 to 3, 5",
         "rank 2: ... segment",
-        "rank 3: ... clock ... rank 0...",
+        "rank 3: ... clock, ... rank 0...",
     ]
     assert re.fullmatch("\n".join(map(elided, facts)), "\n".join(lines))
     assert [each.tolist() for each in steps] == [[*range(7)], [0, 1, 4, 6, 7], [], [*range(8)]]

@@ -112,7 +112,7 @@ def test_without_any_the_run_is_refused_with_all_reasons(base):
     for folder in steps_of(base / "checkpoints"):
         flip(folder)
     before = content(base / "checkpoints")
-    with pytest.raises(ValueError, match=f"{base}: .*train") as caught:
+    with pytest.raises(ValueError, match=f"{base}: .*start a new run") as caught:
         live(base, "x=2", 0)
     *damaged, _ = str(caught.value).splitlines()
     assert len(damaged) == 2 and all(".bin " in line for line in damaged)

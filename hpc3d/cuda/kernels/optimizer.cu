@@ -5,7 +5,7 @@
 #include "common.cuh"
 
 // Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101); factors = [scale, rate, root,
-// keep] as hpc3d.training.optimizer has them:
+// keep] as hpc3d.training.optimizers.optimizer has them:
 // g = scale grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
 // w = keep w - rate m / (root sqrt(v) + epsilon)
 // Launch: strided; reads and writes master, first, second
