@@ -64,7 +64,7 @@ def wrong_values():
 
 
 @pytest.mark.parametrize("part", strided(range(4), 4))
-def test_no_key_takes_what_is_not_of_its_type(part, tmp_path):
+def test_every_key_rejects_values_of_other_types(part, tmp_path):
     cases = wrong_values()[part::4]
     assert len(cases) > 50
     for key, bad in cases:
@@ -94,13 +94,13 @@ BEYOND = [
 
 
 @pytest.mark.parametrize("words", BEYOND, ids=lambda words: " ".join(words)[:40])
-def test_what_has_no_end_is_refused_in_a_line(words, tmp_path):
+def test_unbounded_values_are_rejected_in_one_line(words, tmp_path):
     lines = refused([*words, "--run.out", tmp_path])
     assert said_well(lines), lines
     assert not list(tmp_path.iterdir())
 
 
-def test_a_pipe_is_refused_where_a_file_is_read(tmp_path, capsys):
+def test_pipe_is_rejected_where_a_file_is_read(tmp_path, capsys):
     os.mkfifo(pipe := tmp_path / "pipe")
     lines = refused([str(pipe), "--run.out", tmp_path / "none"])
     assert re.match(f"{pipe} .* regular files", *lines)
@@ -114,7 +114,7 @@ def test_a_pipe_is_refused_where_a_file_is_read(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("ranks", ["1000000007", "9" * 5000, "\u0663", "0", "-1", "1e3"])
-def test_a_number_of_ranks_is_within_bounds(ranks, capsys):
+def test_number_of_ranks_is_bounded(ranks, capsys):
     for verb in (plan, simulate):
         assert ended(verb.main, SHIPPED[0], "--machine", MACHINE, f"--ranks={ranks}") == 2
         assert said_well(capsys.readouterr().err.splitlines())
@@ -122,7 +122,7 @@ def test_a_number_of_ranks_is_within_bounds(ranks, capsys):
 
 @pytest.mark.parametrize("option", ["--forward", "--backward", "--weight", "--comm"])
 @pytest.mark.parametrize("seconds", ["1e308", "5e-324", "1e9", "1e-12", "inf", "9" * 5000])
-def test_seconds_of_a_schedule_are_within_bounds(option, seconds, capsys):
+def test_schedule_times_are_bounded(option, seconds, capsys):
     sizes = ["--name", "zb-h1", "--stages", "4", "--microbatches", "8"]
     code = ended(simulate.main, "schedule", *sizes, option, seconds, "--json")
     error = capsys.readouterr().err
@@ -130,7 +130,7 @@ def test_seconds_of_a_schedule_are_within_bounds(option, seconds, capsys):
     assert not code or said_well(error.splitlines())
 
 
-def test_an_order_of_axes_that_do_not_exist(capsys):
+def test_mesh_order_with_unknown_axes_is_rejected(capsys):
     words = [SHIPPED[0], "--machine", MACHINE, "--mesh.order", LONG]
     assert ended(simulate.main, *words) == 2
     assert "mesh.order = 'aaa" in (error := capsys.readouterr().err)
@@ -138,7 +138,7 @@ def test_an_order_of_axes_that_do_not_exist(capsys):
 
 
 @pytest.mark.parametrize("size", strided(["5e-324", "0", "1e300"], 3))
-def test_a_plan_takes_every_size_of_buckets(size, capsys):
+def test_plan_accepts_any_bucket_size(size, capsys):
     words = [SHIPPED[0], "--machine", MACHINE, "--ranks", "2", "--model.layers", "2"]
     words += ["--parallel.bucket_mb", size]
     assert ended(plan.main, *words) == 0
@@ -146,7 +146,7 @@ def test_a_plan_takes_every_size_of_buckets(size, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [BEYOND[0], ["--data.path", LONG], ["--resume", LONG]])
-def test_two_ranks_refuse_together(words, tmp_path):
+def test_two_ranks_reject_input_together(words, tmp_path):
     done = mpirun(2, "-m", "hpc3d.train", *words, "--run.out", tmp_path)
     (line,) = said(done)
     assert done.returncode == 2 and said_well([line]) and "Traceback" not in done.stderr
@@ -164,7 +164,7 @@ VALUES = st.one_of(
 
 
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=4), st.sampled_from([1, 2, 8, 12]))
-def test_any_options_are_taken_or_refused(options, ranks):
+def test_any_options_are_accepted_or_rejected(options, ranks):
     try:
         config = resolve(load(None, [f"--{key}={value}" for key, value in options]), ranks, True)
     except ValueError as error:
@@ -190,7 +190,7 @@ def damaged(text, chance):
     return bytes(content)
 
 
-def test_damaged_input_files_are_refused(chance, tmp_path):
+def test_damaged_input_files_are_rejected(chance, tmp_path):
     path, bad = tmp_path / "input.toml", 0
     texts = [damaged(chance.choice(SHIPPED).read_bytes(), chance) for _ in range(200)]
     for text in [*texts, DEEP.encode(), b"a = " + b"9" * 5000, b"\0", b"\xff\xfe", b"[mesh"]:
@@ -203,7 +203,7 @@ def test_damaged_input_files_are_refused(chance, tmp_path):
 
 
 @pytest.mark.parametrize("verb", [simulate, pytest.param(plan, marks=pytest.mark.slow)])
-def test_commands_without_ranks_refuse_them_too(verb, chance, tmp_path, capsys):
+def test_commands_without_ranks_reject_invalid_input(verb, chance, tmp_path, capsys):
     path = tmp_path / "input.toml"
     ranks = ["--ranks", "64"] if verb is plan else []
     cases = [(f"--{key}", bad) for key, bad in wrong_values() if not bad.startswith("-")]
@@ -218,7 +218,7 @@ def test_commands_without_ranks_refuse_them_too(verb, chance, tmp_path, capsys):
         assert said_well(capsys.readouterr().err.splitlines())
 
 
-def test_damaged_texts_and_token_files_are_refused(chance, tmp_path, capsys):
+def test_damaged_texts_and_token_files_are_rejected(chance, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("Words and more words, again and again.\n" * 40, encoding="utf-8")
     good = tmp_path / "good.h5"
@@ -246,7 +246,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_damaged_traces_are_refused(run, chance, tmp_path, capsys):
+def test_damaged_traces_are_rejected(run, chance, tmp_path, capsys):
     content, bad = (run / "trace.h5").read_bytes(), 0
     for number in range(40):
         path = tmp_path / f"{number}.h5"
@@ -263,7 +263,7 @@ ODD = [None, -1, 1 << 70, "", "../x", [], {}, [[]], 1.5, "x" * 1000, [None], {"a
 
 
 @pytest.mark.slow
-def test_damaged_checkpoints_are_refused(run, chance, tmp_path):
+def test_damaged_checkpoints_are_rejected(run, chance, tmp_path):
     bad = 0
     (whole,) = (run / "checkpoints").glob("step-*")
     manifest = json.loads((whole / "manifest.json").read_text(encoding="utf-8"))
@@ -285,7 +285,7 @@ FAR_AWAY = [2**62 - 1, 10**40, 2**53, -1, 1.5, "1", None, [1]]
 
 @pytest.mark.parametrize("value", FAR_AWAY, ids=str)
 @pytest.mark.parametrize("key", ["step", "updates", "sequences", "epoch"])
-def test_counts_of_a_manifest_have_bounds(run, tmp_path, key, value):
+def test_manifest_counts_are_bounded(run, tmp_path, key, value):
     (whole,) = (run / "checkpoints").glob("step-*")
     shutil.copytree(whole, folder := tmp_path / whole.name)
     path = folder / "manifest.json"
@@ -298,7 +298,7 @@ def test_counts_of_a_manifest_have_bounds(run, tmp_path, key, value):
 
 @pytest.mark.parametrize("column", ["events/t_global", "events/t_start", "steps/t_end"])
 @pytest.mark.parametrize("value", [-(2**63), 2**63 - 1, 2**60 + 1])
-def test_times_of_a_trace_have_bounds(run, tmp_path, capsys, column, value):
+def test_trace_times_are_bounded(run, tmp_path, capsys, column, value):
     shutil.copy(run / "trace.h5", path := tmp_path / "trace.h5")
     with h5py.File(path, "r+") as file:
         file[column][0] = value

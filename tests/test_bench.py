@@ -6,14 +6,14 @@ from hpc3d import bench
 
 
 @pytest.mark.parametrize("rounds", ["-3", "0", "1.5", "many"])
-def test_a_number_of_pairs_is_at_least_one(rounds, capsys):
+def test_rounds_must_be_a_positive_integer(rounds, capsys):
     with pytest.raises(SystemExit) as end:
         bench.main(["trace", f"--rounds={rounds}"])
     assert end.value.code == 2
     assert f"{rounds}: must be an integer from 1 to " in capsys.readouterr().err
 
 
-def test_calls_run_on_ranks_that_the_others_have_not(capsys):
+def test_calls_benchmark_must_be_run_separately(capsys):
     with pytest.raises(SystemExit) as end:
         bench.main(["calls", "step"])
     assert end.value.code == 2

@@ -9,7 +9,7 @@ import pytest
 from tests.mpi import ROOT, checked
 
 
-def test_calls_are_between_ranks():
+def test_calls_benchmark_requires_several_ranks():
     """On one rank, in a process of its own: MPI is not started in that of the tests."""
     words = [sys.executable, "-m", "hpc3d.bench", "calls"]
     done = subprocess.run(
@@ -20,7 +20,7 @@ def test_calls_are_between_ranks():
 
 
 @pytest.mark.slow
-def test_calls_are_measured_against_those_of_mpi():
+def test_calls_are_measured_against_mpi():
     out = checked(2, "-m", "hpc3d.bench", "calls", "--rounds", "1", "--json")
     *_, last = out.splitlines()
     rows = json.loads(last)["calls"]

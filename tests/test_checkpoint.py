@@ -49,7 +49,7 @@ def checkpoint(run, number=0):
     return run / "checkpoints" / STEPS[number]
 
 
-def test_show_has_a_line_for_each_checkpoint(original, capsys):
+def test_show_prints_a_line_per_checkpoint(original, capsys):
     code, lines, _ = call(capsys, "show", original, "--json")
     assert code == 0 and [line.split()[0] for line in lines[:-1]] == STEPS
     assert lines[0].endswith("in 8 files  latest") and not lines[1].endswith("latest")
@@ -63,7 +63,7 @@ def test_show_has_a_line_for_each_checkpoint(original, capsys):
     assert first["parallel"]["scheme"] == "3d" and first["written_utc"].startswith("20")
 
 
-def test_show_says_which_is_the_best(run, capsys):
+def test_show_marks_the_best_checkpoint(run, capsys):
     for number, best in ((0, {"step": 1, "loss": 2.5}), (1, {"step": 1, "loss": 2.5})):
         path = checkpoint(run, number) / "manifest.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"best": best}))
@@ -75,7 +75,7 @@ def test_show_says_which_is_the_best(run, capsys):
     assert "  best, validation loss 2.5000" in lines[0]
 
 
-def test_show_tells_the_active_parameters_of_a_mixture(tmp_path, capsys):
+def test_show_prints_the_active_parameters_of_a_mixture(tmp_path, capsys):
     """A token meets 2 of 4 experts in every other block, each of 2 x 24 x 96 weights and the
     biases; no other parameter is less than all."""
     line = "e=2 microbatches=2 experts=4 top_k=2 shared_experts=1 moe_every=2"
@@ -89,7 +89,7 @@ def test_show_tells_the_active_parameters_of_a_mixture(tmp_path, capsys):
     assert code == 0 and sizes in lines[0]
 
 
-def test_show_has_the_tensors_of_a_checkpoint(original, capsys):
+def test_show_lists_the_tensors_of_a_checkpoint(original, capsys):
     code, lines, _ = call(capsys, "show", checkpoint(original), "--json")
     assert code == 0 and lines[0].startswith(STEPS[0])
     rows = [line.split() for line in lines[2:-1]]
@@ -110,7 +110,7 @@ def test_show_has_the_tensors_of_a_checkpoint(original, capsys):
     }
 
 
-def test_show_says_which_checkpoint_is_not_whole(run, capsys):
+def test_show_names_an_incomplete_checkpoint(run, capsys):
     (checkpoint(run) / "rank-00003.bin").unlink()
     code, lines, _ = call(capsys, "show", run)
     assert code == 0
@@ -119,7 +119,7 @@ def test_show_says_which_checkpoint_is_not_whole(run, capsys):
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints", f"checkpoints/{STEPS[0]}"])
-def test_verify_passes_what_is_whole(original, capsys, place):
+def test_verify_passes_intact_checkpoints(original, capsys, place):
     code, lines, errors = call(capsys, "verify", original / place, "--json")
     assert (code, errors) == (0, [])
     names = STEPS[:1] if "step" in place else STEPS
@@ -139,7 +139,7 @@ def shards(folder, *numbers):
     return [folder / f"rank-{number:05d}.bin" for number in numbers]
 
 
-def test_verify_names_every_file_that_was_changed(run, capsys):
+def test_verify_names_every_changed_file(run, capsys):
     for path in shards(checkpoint(run), 3, 5):
         flip(path)
     code, lines, errors = call(capsys, "verify", run, "--json")
@@ -230,7 +230,7 @@ def settings(before, after):
         (lambda manifest: ["files"], "step-00000002 ... checkpoint: ... manifest"),
     ],
 )
-def test_verify_finds_what_is_wrong_in_a_manifest(run, capsys, change, said):
+def test_verify_and_export_reject_an_invalid_manifest(run, capsys, change, said):
     folder = checkpoint(run)
     rewrite(folder, change)
     code, _, errors = call(capsys, "verify", folder)
@@ -241,7 +241,7 @@ def test_verify_finds_what_is_wrong_in_a_manifest(run, capsys, change, said):
     assert call(capsys, "show", folder)[0] in (0, 2)
 
 
-def test_export_takes_the_newest_whole_checkpoint(run, tmp_path, capsys):
+def test_export_uses_the_newest_intact_checkpoint(run, tmp_path, capsys):
     flip(*shards(checkpoint(run), 2))
     code, lines, errors = call(capsys, "export", run, "-o", tmp_path / "out", "--json")
     assert code == 0
@@ -256,13 +256,13 @@ def test_export_takes_the_newest_whole_checkpoint(run, tmp_path, capsys):
     ]
 
 
-def test_export_writes_a_file_alone(original, tmp_path, capsys):
+def test_export_can_write_a_single_file(original, tmp_path, capsys):
     target = tmp_path / "new" / "weights.safetensors"
     assert call(capsys, "export", original, "-o", target)[0] == 0
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
-def test_export_says_that_a_mixtral_drops_no_token(tmp_path, capsys):
+def test_export_reports_that_a_mixtral_drops_no_token(tmp_path, capsys):
     mixture = "kind=llama ffn=48 e=2 microbatches=2 experts=4 top_k=2"
     folder = drawn_models.saved(tmp_path / "run", mixture)
     code, lines, errors = call(capsys, "export", folder, "-o", tmp_path / "out")
@@ -270,7 +270,7 @@ def test_export_says_that_a_mixtral_drops_no_token(tmp_path, capsys):
     assert "model.capacity = 1.25: a Mixtral has no capacity limit, and drops no token" in lines
 
 
-def test_nothing_is_replaced_without_force(original, tmp_path, capsys):
+def test_export_overwrites_only_with_force(original, tmp_path, capsys):
     target = tmp_path / "out"
     target.mkdir()
     (target / "config.json").write_text("mine")
@@ -282,7 +282,7 @@ def test_nothing_is_replaced_without_force(original, tmp_path, capsys):
     assert (target / "config.json").read_text() != "mine"
 
 
-def test_nothing_remains_of_an_earlier_export(original, tmp_path, capsys):
+def test_export_removes_files_of_an_earlier_export(original, tmp_path, capsys):
     """Files of its names are removed, where weights are among them, and no others."""
     target = tmp_path / "out"
     target.mkdir()
@@ -298,7 +298,7 @@ def test_nothing_remains_of_an_earlier_export(original, tmp_path, capsys):
     assert (target / "README.md").read_text() == "theirs"
 
 
-def test_import_makes_a_run_and_says_how_it_goes_on(original, tmp_path, capsys, monkeypatch):
+def test_import_creates_a_run_and_prints_how_to_resume_it(original, tmp_path, capsys, monkeypatch):
     call(capsys, "export", original, "-o", tmp_path / "out")
     again = tmp_path / "again"
     monkeypatch.chdir(tmp_path)
@@ -360,14 +360,14 @@ def places(original, tmp_path):
         ("import {t}/torn -o {out} x", "unrecognized arguments: x"),
     ],
 )
-def test_bad_command_lines_are_refused_in_one_line(places, capsys, line, said):
+def test_invalid_command_lines_are_rejected_in_one_line(places, capsys, line, said):
     code, lines, errors = call(capsys, *line.format(**places).split())
     assert (code, lines, len(errors)) == (2, [], 1)
     assert re.search(elided(said.format(**places)), errors[0])
     assert not (places["t"] / "out").exists()
 
 
-def test_a_value_that_is_not_there_is_asked_for(original, tmp_path, capsys):
+def test_missing_option_value_is_reported(original, tmp_path, capsys):
     call(capsys, "export", original, "-o", tmp_path / "out")
     words = "import", tmp_path / "out", "-o", tmp_path / "run", "--train.steps"
     code, _, errors = call(capsys, *words)
@@ -376,7 +376,7 @@ def test_a_value_that_is_not_there_is_asked_for(original, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("room", [0, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_a_full_disk_is_one_line_and_leaves_nothing(original, tmp_path, capsys, room):
+def test_full_disk_is_reported_in_one_line_and_leaves_nothing(original, tmp_path, capsys, room):
     call(capsys, "export", original, "-o", tmp_path / "good")
     for words in (
         ("export", original, "-o", tmp_path / "out.safetensors"),
@@ -396,7 +396,7 @@ sys.exit(main({[str(word) for word in words]}))
         assert [path.name for path in tmp_path.iterdir()] == ["good"]
 
 
-def test_help_tells_the_verbs_and_the_exit_codes():
+def test_help_lists_subcommands_and_exit_codes():
     line = [sys.executable, "-m", "hpc3d.checkpoint", "--help"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     for word in (
@@ -410,7 +410,7 @@ def test_help_tells_the_verbs_and_the_exit_codes():
 
 
 @pytest.mark.slow
-def test_a_run_that_went_out_and_came_back_goes_on_with_the_same_weights(tmp_path, capsys):
+def test_exported_and_reimported_run_resumes_with_the_same_loss(tmp_path, capsys):
     """The rate is 0, so the weights that are saved are the first ones, and so is the loss."""
     same = {"train__learning_rate": 0, "train__steps": 1, "checkpoint__every": 1}
     first = train(2, tmp_path / "first", **same)

@@ -22,7 +22,7 @@ OTHERS = [("nccl", line) for line in (EXPERTS, *MIXES[3::17])] + [
     ("transport", "line"),
     [*QUICK, *strided(OTHERS, len(OTHERS), len(OTHERS))],
 )
-def test_a_mix_on_devices_is_serial(transport, line):
+def test_hybrid_parallel_training_on_fake_devices_matches_serial(transport, line):
     config = config_of(line)
     beside, _ = threads.meshes(config.mesh.sizes())
 
@@ -36,7 +36,7 @@ def test_a_mix_on_devices_is_serial(transport, line):
 
 
 @pytest.mark.parametrize("line", ["x=2 scheme=1d", "p=2 schedule=1f1b microbatches=4"])
-def test_an_evaluation_on_devices_is_serial(line):
+def test_evaluation_on_fake_devices_matches_serial_evaluation(line):
     config = config_of(line)
     beside, _ = threads.meshes(config.mesh.sizes())
 

@@ -35,7 +35,7 @@ def name_of(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_and_paths_lead_somewhere(page):
+def test_links_and_paths_exist(page):
     text = page.read_text(encoding="utf-8")
     links = [link for link in LINK.findall(text) if not re.match("[a-z]+:", link)]
     assert not [link for link in links if not (page.parent / link).exists()]
@@ -44,7 +44,7 @@ def test_links_and_paths_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_are_there(page):
+def test_documented_commands_exist(page):
     text = page.read_text(encoding="utf-8")
     modules = {*re.findall(r"python -m hpc3d\.([a-z_.]+[a-z])", text)}
     places = [ROOT.joinpath("hpc3d", *name.split(".")) for name in modules]
@@ -124,17 +124,17 @@ def test_a_name_that_does_not_exist_is_found(text, wrong):
     assert unknown(text) == wrong
 
 
-def test_the_index_has_every_page():
+def test_index_links_every_page():
     found = {*LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))}
     assert {path.name for path in PAGES if path.parent.name == "docs"} - {"index.md"} <= found
 
 
-def test_the_examples_run():
+def test_api_examples_run():
     examples = EXAMPLE.findall((ROOT / "docs" / "api.md").read_text(encoding="utf-8"))
     assert len(examples) == 2
     for code in examples:
         exec(compile(code, "docs/api.md", "exec"), {})
 
 
-def test_readme_is_one_screen_per_question():
+def test_readme_has_at_most_150_lines():
     assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 150

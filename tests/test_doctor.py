@@ -65,7 +65,7 @@ def failed(rows):
     return [subject for subject, row in rows.items() if row["verdict"] == FAIL]
 
 
-def test_this_machine_is_well(tmp_path):
+def test_doctor_passes_on_this_machine(tmp_path):
     done = run("--json", "--out", tmp_path / "results", "--timeout", LONG)
     rows = findings(done)
     assert done.returncode == 0, done.stdout
@@ -74,7 +74,7 @@ def test_this_machine_is_well(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_are_well_and_one_speaks(tmp_path):
+def test_doctor_passes_on_two_ranks_and_prints_once(tmp_path):
     done = mpirun(2, "-m", "hpc3d.doctor", "--json", "--out", tmp_path, "--timeout", LONG)
     rows = findings(done)
     assert done.returncode == 0
@@ -87,7 +87,7 @@ def test_two_ranks_are_well_and_one_speaks(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_planted_on_ranks_is_found(tmp_path):
+def test_planted_problems_on_ranks_are_found(tmp_path):
     done = mpirun(3, "-m", "tests.diagnose.on_job_checks", tmp_path)
     found = dict(map(json.loads, done.stdout.splitlines()))
     wrong = {
@@ -116,7 +116,7 @@ def test_what_is_planted_on_ranks_is_found(tmp_path):
     assert "auto is host-staged here: no NCCL on ranks 0-2; MPI does not say" in texts["gpus"]
 
 
-def test_clocks_add_up_down_the_tree():
+def test_clock_offsets_add_up_along_the_tree():
     """Host 3 asks host 1, which asks host 0; each is 2 s behind the one it asks."""
     compared = SimpleNamespace(leaders=[0, 4, 8, 12])
     samples = [[] for _ in range(16)]
@@ -125,7 +125,7 @@ def test_clocks_add_up_down_the_tree():
     assert doctor.apart(compared, samples) == [0, -2, -2, -4]
 
 
-def test_all_of_the_help_and_bad_input(capsys):
+def test_help_is_complete_and_invalid_options_are_rejected(capsys):
     done = run("--help")
     words = (
         "mpirun -np N",
@@ -146,7 +146,7 @@ def test_all_of_the_help_and_bad_input(capsys):
 
 
 @pytest.mark.slow
-def test_the_mpirun_of_another_mpi(tmp_path):
+def test_mpirun_of_another_mpi_is_detected(tmp_path):
     """It starts two processes that Open MPI does not see together."""
     one = f'PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_RANK=$rank "{sys.executable}" "$@"'
     script(
@@ -162,7 +162,7 @@ def test_the_mpirun_of_another_mpi(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_mpi_library(tmp_path):
+def test_missing_mpi_library_is_detected(tmp_path):
     (tmp_path / "libmpi.so").write_text("not a library")
     done = run("--json", cwd=tmp_path, MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
     rows = findings(done)
@@ -170,7 +170,7 @@ def test_no_mpi_library(tmp_path):
     assert "hpc3d[mpi]" in rows["MPI library"]["remedy"]
 
 
-def test_debians_mpich_is_named(tmp_path, monkeypatch):
+def test_debian_mpich_library_is_named(tmp_path, monkeypatch):
     library = tmp_path / "x86_64-linux-gnu" / "libmpich.so.12"
     library.parent.mkdir()
     library.touch()
@@ -180,14 +180,14 @@ def test_debians_mpich_is_named(tmp_path, monkeypatch):
     assert found.verdict == FAIL and f"ln -s {library} " in found.remedy
 
 
-def test_one_rank_that_does_not_start_is_found(monkeypatch):
+def test_failing_single_rank_start_is_detected(monkeypatch):
     monkeypatch.setattr(doctor, "_ONE_RANK", "print('srun has no PMI'); raise SystemExit(1)")
     (found,) = doctor.one_rank(SimpleNamespace(timeout=LONG))
     assert (found.verdict, found.subject, found.printed) == (FAIL, "1 rank", ("srun has no PMI",))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_of_many_worlds_of_one_speaks(rank, tmp_path):
+def test_only_rank_0_of_several_singletons_reports(rank, tmp_path):
     where = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3", "SLURM_PROCID": str(rank)}
     done = run("--json", "--together", cwd=tmp_path, **where)
     if rank:
@@ -219,7 +219,7 @@ def options(tmp_path):
         ("""echo '{"verdict": "ok", "findings": []}'; exit 139""", "for more output, run mpirun"),
     ],
 )
-def test_a_launcher_that_starts_nothing(does, remedy, options, tmp_path):
+def test_launcher_that_starts_no_ranks_is_detected(does, remedy, options, tmp_path):
     found = only(doctor.two_ranks(script(tmp_path / "mpirun", does), options))
     assert found[:2] == (FAIL, "2 ranks") and remedy in found.remedy
     for said in does.split("'")[1:2]:
@@ -227,7 +227,7 @@ def test_a_launcher_that_starts_nothing(does, remedy, options, tmp_path):
 
 
 @pytest.mark.parametrize("trap", strided(["", "trap '' TERM\n"], 2))
-def test_a_launcher_that_hangs_is_ended(trap, options, tmp_path, monkeypatch):
+def test_hanging_launcher_is_killed(trap, options, tmp_path, monkeypatch):
     """When its time is up, it has printed something and started a process of its own."""
     forever, began = f"sleep 9999.{os.getpid()}", tmp_path / "began"
     text = f"{trap}echo began\n{forever} & touch {began}\n{forever}"
@@ -243,12 +243,12 @@ def test_a_launcher_that_hangs_is_ended(trap, options, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------- HDF5
 
 
-def test_hdf5_writes_and_reads(tmp_path):
+def test_hdf5_write_and_read_check_passes(tmp_path):
     assert verdicts(doctor.hdf5(tmp_path)) == [(OK, "HDF5")]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_table_that_cannot_be_written(tmp_path, monkeypatch):
+def test_unwritable_table_fails_the_hdf5_check(tmp_path, monkeypatch):
     def without_filter(*_):
         raise ValueError("Unable to create dataset (unable to find filter 'deflate')")
 
@@ -257,7 +257,7 @@ def test_a_table_that_cannot_be_written(tmp_path, monkeypatch):
     assert found.verdict == FAIL and "pip's wheel" in found.remedy
 
 
-def test_a_table_that_is_not_what_was_written(tmp_path, monkeypatch):
+def test_table_read_back_differently_fails_the_hdf5_check(tmp_path, monkeypatch):
     write = file.write_table
 
     def wrong(opened, path, columns, data):
@@ -267,7 +267,7 @@ def test_a_table_that_is_not_what_was_written(tmp_path, monkeypatch):
     assert only(doctor.hdf5(tmp_path)).verdict == FAIL
 
 
-def test_a_folder_that_cannot_be_written_fails_once(tmp_path, monkeypatch):
+def test_unwritable_folder_is_reported_once(tmp_path, monkeypatch):
     def refused(folder):
         raise PermissionError(13, "Permission denied")
 

@@ -39,7 +39,7 @@ def here(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_is_understood(page):
+def test_every_documented_command_parses(page):
     whole = [(each, wrong(each.text)) for each in commands(page)]
     parts = [(each, wrong(each.text, whole=False)) for each in spans(page)]
     found = [f"{each}\n{said}" for each, said in whole + parts if said]
@@ -63,12 +63,12 @@ def unclassified(name, each):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_is_run_here_or_it_is_said_where(page):
+def test_every_documented_command_is_run_or_its_exception_is_listed(page):
     found = [*filter(None, starmap(unclassified, here(page).items()))]
     assert not found, "\n".join(found)
 
 
-def test_the_tables_are_about_commands_that_there_are():
+def test_exception_tables_have_no_stale_entries():
     """A pattern that fits no command, or only those that another one takes before, is stale."""
     names = [name for page in PAGES for name in named(page)]
     ours = [name for page in PAGES for name in here(page)]
@@ -80,7 +80,7 @@ def test_the_tables_are_about_commands_that_there_are():
 
 
 @pytest.mark.parametrize("page", SETTINGS)
-def test_what_settings_stand_for_is_in_the_commands(page):
+def test_placeholder_settings_occur_in_the_commands(page):
     lines = " ".join(here(page))
     assert not [word for word in SETTINGS[page] if word not in lines]
 
@@ -88,12 +88,12 @@ def test_what_settings_stand_for_is_in_the_commands(page):
 PLAYED = [page for page in PAGES if here(page)]
 
 
-def test_what_prepares_a_page_is_for_one_that_is_run():
+def test_preparations_belong_to_executed_pages():
     assert {*preparations.COMMANDS, *preparations.FILES} <= {*PLAYED}
 
 
 @pytest.mark.parametrize("page", SHOWN)
-def test_what_is_compared_with_the_output_is_on_the_page(page):
+def test_expected_output_appears_on_the_page(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert not [each for each in SHOWN[page] if not re.search(each, text)]
 
@@ -120,7 +120,7 @@ def as_typed(name, page, text):
     "page",
     [pytest.param(page, marks=[daily] if page == "README.md" else []) for page in PLAYED],
 )
-def test_the_commands_of_a_page_run(page, tmp_path, some_run):
+def test_commands_of_a_page_run(page, tmp_path, some_run):
     for name in ("inputs", "jobs"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(some_run, tmp_path / "results" / "RUN")
@@ -136,7 +136,7 @@ def test_the_commands_of_a_page_run(page, tmp_path, some_run):
 
 
 @pytest.mark.slow
-def test_the_first_run_of_the_tutorial_looks_healthy(tmp_path):
+def test_first_tutorial_run_has_healthy_losses(tmp_path):
     """Its losses and gradient norms, of 16 steps, on one rank, whose losses are those of four."""
     (text,) = (each.text for each in commands("docs/tutorial.md") if "--name tour " in each.text)
     short = "--train.steps 16 --train.decay_steps 40 --checkpoint.every 0"

@@ -99,7 +99,7 @@ SAID = {
         case("full disk", 0, "auto", ranks=8),
     ],
 )
-def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
+def test_failing_rank_ends_the_job(fault, who, transport, ranks, tmp_path):
     ended = Fault(tmp_path, fault, ranks, who, mesh__transport=transport)
     code, message = SAID[fault]
     assert ended.done.returncode == code
@@ -120,7 +120,7 @@ def test_a_rank_that_fails_ends_the_job(fault, who, transport, ranks, tmp_path):
         case(7, "mpi", ranks=8),
     ],
 )
-def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
+def test_killed_rank_ends_the_job(who, transport, ranks, tmp_path):
     ended = Fault(tmp_path, "kill", ranks, who, mesh__transport=transport)
     assert ended.done.returncode == 128 + 9
     assert re.search(rf"rank {who} .*\s.*signal 9", ended.done.stderr)
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_ends_the_job(who, transport, ranks, tmp_path):
         case(7, "auto", ranks=8),
     ],
 )
-def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):
+def test_suspended_rank_ends_the_job(who, transport, ranks, tmp_path):
     how = {"mesh__transport": transport, "run__watchdog_s": SILENT}
     ended = Fault(tmp_path, "stop", ranks, who, **how)
     assert ended.done.returncode == STALLED
@@ -149,7 +149,7 @@ def test_a_rank_that_is_stopped_ends_the_job(who, transport, ranks, tmp_path):
 
 
 @slow
-def test_a_text_that_disappears_is_named(tmp_path):
+def test_deleted_text_is_named(tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "results"
     text.write_text("a line\n" * 1000)
     options = words(out, train__steps=100000, data__path=text)
@@ -176,7 +176,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 @slow
-def test_a_disk_that_is_full_for_all_ranks_at_the_end_is_one_line(tmp_path):
+def test_full_disk_of_all_ranks_at_the_end_is_one_line(tmp_path):
     done = mpirun(2, "-c", NO_ROOM, *words(tmp_path, train__steps=2))
     (line,) = said(done)
     assert re.fullmatch(
@@ -186,7 +186,7 @@ def test_a_disk_that_is_full_for_all_ranks_at_the_end_is_one_line(tmp_path):
 
 
 @slow
-def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
+def test_stuck_rank_is_named_without_a_trace_as_well(tmp_path):
     ended = Fault(tmp_path, "for ever", 4, 2, trace__enabled="false", run__watchdog_s=SILENT)
     assert ended.done.returncode == STALLED
     (line,) = said(ended.done)
@@ -196,7 +196,7 @@ def test_a_rank_that_never_comes_is_named_without_a_trace_as_well(tmp_path):
 
 @slow
 @pytest.mark.timeout(900)
-def test_a_rank_that_is_told_to_end_and_waits_in_vain_leaves(tmp_path):
+def test_signaled_rank_that_waits_for_a_stuck_peer_exits(tmp_path):
     """After 10 s, or twice as long as it waited before: minutes on a busy machine."""
     ended = Fault(tmp_path, "desert", 4, 2, prompt=700)
     assert ended.done.returncode == 128 + 15
@@ -214,7 +214,7 @@ def assert_all_accounted_for(ranks, present, missing):
 
 
 @slow
-def test_a_launcher_that_is_told_to_end_leaves_a_trace(tmp_path):
+def test_terminated_launcher_leaves_a_trace(tmp_path):
     ended = Fault(tmp_path, "end the launcher", 2, 1)
     assert ended.done.returncode != 0
     ended.assert_trace()

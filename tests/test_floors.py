@@ -72,7 +72,7 @@ def strays(module: str, source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_keeps_to_its_floor(module):
+def test_module_imports_only_lower_layers(module):
     source = (ROOT / module).with_suffix(".py").read_text(encoding="utf-8")
     assert not climbs(module, source)
     assert not strays(module, source)
@@ -93,7 +93,7 @@ def test_a_module_keeps_to_its_floor(module):
         ("analyze/search", "from hpc3d import plan", {"hpc3d.plan"}),
     ],
 )
-def test_a_climb_is_found(module, source, found):
+def test_upward_import_is_detected(module, source, found):
     assert climbs(module, source) == found
 
 
@@ -109,7 +109,7 @@ def test_a_climb_is_found(module, source, found):
         ("cuda/kernel_loader", "import cupy", set()),
     ],
 )
-def test_a_stray_library_is_found(module, source, found):
+def test_disallowed_library_import_is_detected(module, source, found):
     assert strays(module, source) == found
 
 
@@ -118,7 +118,7 @@ def room(module):
     return module.rpartition("/")[0]
 
 
-def test_rooms_import_each_other_in_one_direction():
+def test_packages_have_no_import_cycle():
     above = {}
     for module in MODULES:
         source = (ROOT / module).with_suffix(".py").read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def test_rooms_import_each_other_in_one_direction():
     TopologicalSorter(above).prepare()
 
 
-def test_modules_import_each_other_in_one_direction():
+def test_modules_have_no_import_cycle():
     """Types, too, which only a checker imports."""
     above = {}
     for module in MODULES:

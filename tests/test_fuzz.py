@@ -86,7 +86,7 @@ def fuzz(folder, text, *words, minutes=100):
 
 
 @pytest.mark.slow
-def test_without_a_find_it_ends_when_the_time_is_up(tmp_path):
+def test_fuzzing_without_a_failure_ends_on_time(tmp_path):
     """A clock that advances by 10 ms when it is read, which is before each example, too."""
     (tmp_path / "clock.py").write_text(CLOCK)
     done = fuzz(tmp_path, "", "-p", "clock", "--hypothesis-seed", "7", minutes=0.1)
@@ -110,7 +110,7 @@ def test_without_a_find_it_ends_when_the_time_is_up(tmp_path):
         pytest.param(LARGE, "MemoryError", id="large"),
     ],
 )
-def test_a_find_ends_it_with_what_repeats_it(text, line, tmp_path):
+def test_fuzzing_failure_prints_a_command_that_reproduces_it(text, line, tmp_path):
     done = fuzz(tmp_path, text, "--hang", "10")
     assert done.returncode == 1 and line in done.stdout, done.stdout + done.stderr
     assert "1 failed" in done.stdout.splitlines()[-1]

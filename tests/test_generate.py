@@ -62,7 +62,7 @@ def expected(run):
     return done.stdout
 
 
-def test_a_text_goes_to_stdout_and_all_else_to_stderr(run, expected):
+def test_text_goes_to_stdout_and_messages_to_stderr(run, expected):
     assert expected.startswith("The ") and expected.endswith("\n")
     done = alone(*words(run, "--json"))
     text, _, last = done.stdout.removesuffix("\n").rpartition("\n")
@@ -76,18 +76,18 @@ def test_a_text_goes_to_stdout_and_all_else_to_stderr(run, expected):
     assert re.fullmatch(elided("hpc3d.generate: ...: llama on one rank, float64"), line)
 
 
-def test_a_prompt_that_is_longer_than_the_window_is_said_to_be_cut(run):
+def test_prompt_longer_than_the_window_is_reported_as_truncated(run):
     done = alone(*words(run, prompt="The " * 50, tokens=1))
     assert "the prompt has 200 tokens, of which the model reads the last" in done.stderr
 
 
 @pytest.mark.slow
-def test_another_seed_gives_another_text(run, expected):
+def test_different_seed_generates_different_text(run, expected):
     assert alone(*words(run, "--seed", 7)).stdout != expected
 
 
 @pytest.mark.slow
-def test_several_samples_come_one_after_another(run):
+def test_several_samples_are_printed_in_sequence(run):
     done = alone(*words(run, "--samples", 2, "--json"))
     *text, last = done.stdout.splitlines()
     first, second = json.loads(last)["samples"]
@@ -95,15 +95,15 @@ def test_several_samples_come_one_after_another(run):
     assert text[0] == "=== 1 of 2" and "=== 2 of 2" in text
 
 
-def test_a_prompt_comes_from_standard_input(run, expected):
+def test_prompt_is_read_from_standard_input(run, expected):
     assert alone(*words(run, prompt="-"), input="The ").stdout == expected
 
 
-def test_a_folder_of_transformers_gives_the_same_text(endless, expected):
+def test_transformers_folder_generates_the_same_text(endless, expected):
     assert alone(*words(endless)).stdout == expected
 
 
-def test_who_reads_no_more_ends_it(endless):
+def test_closed_output_pipe_ends_generation(endless):
     command = [sys.executable, *map(str, words(endless, tokens=10**6))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(1) == b"T"
@@ -112,7 +112,7 @@ def test_who_reads_no_more_ends_it(endless):
         assert b"Traceback" not in process.stderr.read()
 
 
-def test_ctrl_c_ends_it_with_what_there_is(endless):
+def test_ctrl_c_ends_generation_with_the_text_so_far(endless):
     command = [sys.executable, *map(str, words(endless, tokens=10**6))]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -137,7 +137,7 @@ def test_ctrl_c_ends_it_with_what_there_is(endless):
     ],
     ids=" ".join,
 )
-def test_bad_words_are_refused_in_a_line(run, more):
+def test_invalid_options_are_rejected_in_one_line(run, more):
     done = alone(*words(run, *more))
     assert done.returncode == 2 and not done.stdout
     (line,) = said(done)
@@ -146,7 +146,7 @@ def test_bad_words_are_refused_in_a_line(run, more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", strided(LAYOUTS, 2))
-def test_every_layout_of_real_ranks_prints_the_same(layout, run, expected):
+def test_every_layout_on_mpi_ranks_prints_the_same_text(layout, run, expected):
     scheme, *mesh = layout.split()
     ranks = 8 if len(mesh) == 6 else 4
     done = mpirun(ranks, *words(run, "--parallel.scheme", scheme, *mesh))
@@ -156,7 +156,7 @@ def test_every_layout_of_real_ranks_prints_the_same(layout, run, expected):
 
 
 @pytest.mark.slow
-def test_experts_continue_a_text_wherever_they_were_trained(tmp_path):
+def test_mixture_generates_the_same_text_from_run_export_and_ranks(tmp_path):
     """Of a run whose experts dropped tokens, and as files of transformers."""
     mixture = "e=2 x=2 microbatches=2 experts=4 top_k=2 capacity=0.5"
     folder = drawn_models.saved(tmp_path / "run", f"{mixture} {MODEL}")
@@ -168,7 +168,7 @@ def test_experts_continue_a_text_wherever_they_were_trained(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_without_a_layout_take_the_best_and_refuse_together(run, expected, tmp_path):
+def test_ranks_without_a_layout_use_the_best_one_and_reject_together(run, expected, tmp_path):
     done = mpirun(4, *words(run))
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
     done = mpirun(3, *words(tmp_path / "none"))

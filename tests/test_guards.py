@@ -38,7 +38,7 @@ FAULTS = [
 
 @slow
 @pytest.mark.parametrize(("fault", "values", "code", "line"), FAULTS)
-def test_a_wrong_number_ends_the_job_and_is_named(fault, values, code, line, tmp_path):
+def test_numerical_fault_ends_the_job_and_is_named(fault, values, code, line, tmp_path):
     file, out = tmp_path / "time", tmp_path / "results"
     values = {"train__steps": 1000, "checkpoint__every": 1, "run__watchdog_s": 1000} | values
     done = mpirun(RANKS, "-m", "tests.guarded_train", fault, file, *words(out, **values))

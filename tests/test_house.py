@@ -184,7 +184,7 @@ LIMITS = [
 @pytest.mark.parametrize(
     ("count", "limit", "planted"), LIMITS, ids=[count.__name__ for count, *_ in LIMITS]
 )
-def test_a_count_is_within_its_limit(count, limit, planted):
+def test_style_violations_are_within_their_limits(count, limit, planted):
     found = count(SOURCES)
     assert len(found) <= limit, found
     assert len(count(planted)) == 1

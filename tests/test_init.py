@@ -14,7 +14,7 @@ def files(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_inputs_and_jobs_are_written(tmp_path, capsys):
+def test_inputs_and_job_scripts_are_written(tmp_path, capsys):
     folder = tmp_path / "my experiments"
     assert init.main([str(folder)]) == 0
     found = files(folder)
@@ -27,7 +27,7 @@ def test_inputs_and_jobs_are_written(tmp_path, capsys):
     assert f"{len(found)} files written" in capsys.readouterr().out
 
 
-def test_nothing_is_written_over(tmp_path, capsys):
+def test_existing_files_are_not_overwritten(tmp_path, capsys):
     mine = tmp_path / "jobs" / "train.sbatch"
     mine.parent.mkdir()
     mine.write_text("mine")
@@ -37,7 +37,7 @@ def test_nothing_is_written_over(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_place_that_is_no_folder_is_refused(place, tmp_path, capsys):
+def test_destination_that_is_no_folder_is_rejected(place, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert init.main([str(tmp_path / place)]) == 2
     assert "cannot write there" in capsys.readouterr().err

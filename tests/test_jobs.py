@@ -28,7 +28,7 @@ def played(failing, hanging=()):
     return mpirun, started
 
 
-def test_a_case_that_fails_is_named_and_another_job_runs_the_rest(monkeypatch):
+def test_failed_case_is_named_and_another_job_runs_the_rest(monkeypatch):
     launcher, started = played(failing="bd")
     monkeypatch.setattr(jobs, "mpirun", launcher)
     found = outcomes_of("a.module", CASES)
@@ -37,14 +37,14 @@ def test_a_case_that_fails_is_named_and_another_job_runs_the_rest(monkeypatch):
     assert started == [("a", "b", "c", "d"), ("c", "d")]
 
 
-def test_a_job_that_ends_early_without_an_error_fails_the_next_case(monkeypatch):
+def test_job_that_ends_early_without_an_error_fails_the_next_case(monkeypatch):
     short = SimpleNamespace(stdout=f"{DONE}a\n", stderr="", returncode=0)
     monkeypatch.setattr(jobs, "mpirun", lambda *words, **how: short)
     found = outcomes_of("a.module", CASES[:2])
     assert not found[CASES[0]] and "exit 0" in found[CASES[1]]
 
 
-def test_units_that_take_long_come_first_and_long_files_are_divided(monkeypatch):
+def test_longest_units_come_first_and_long_files_are_split(monkeypatch):
     costs = {"a.py::one": 5, "b.py::one": turns.LONG + 1, "b.py::two": 9}
     monkeypatch.setattr(turns, "costs", lambda: costs)
     monkeypatch.setattr(turns, "starts_jobs", lambda unit: "job" in unit)

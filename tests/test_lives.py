@@ -44,7 +44,7 @@ def nothing_lost(folder, log):
 
 
 @pytest.mark.parametrize(("layout", "lives", "seed"), [("serial", 40, 1), ("x=2", 35, 2)])
-def test_many_lives_on_threads(layout, lives, seed, tmp_path):
+def test_run_killed_many_times_on_threads_loses_nothing(layout, lives, seed, tmp_path):
     """Every third ends while it begins."""
     draw, file = random.Random(seed), tmp_path / "losses"
     live(tmp_path, layout, 1)
@@ -88,7 +88,7 @@ def kill_all(process, word):
     process.wait()
 
 
-def test_25_lives_on_real_ranks(tmp_path):
+def test_run_killed_25_times_on_mpi_ranks_loses_nothing(tmp_path):
     """Every fifth ends while it begins."""
     draw, file, printed = random.Random(3), tmp_path / "losses", tmp_path / "printed"
     file.touch()

@@ -28,7 +28,7 @@ def loaded(done):
     return {line.rpartition("|")[2].strip() for line in lines}
 
 
-def test_every_command_is_listed_with_the_first_line_of_its_text():
+def test_every_command_is_listed_with_its_description():
     done = python("hpc3d")
     listed = dict(re.findall(r"^  (\w+) +(.+)$", done.stdout, re.MULTILINE))
     sources = {path.stem: path.read_text() for path in FOLDER.glob("[!_]*.py")}
@@ -43,7 +43,7 @@ def test_every_command_is_listed_with_the_first_line_of_its_text():
     assert done.returncode == 0
 
 
-def test_who_reads_one_line_of_the_list_sees_no_traceback():
+def test_closed_pipe_of_the_command_list_prints_no_traceback():
     command = [sys.executable, "-m", "hpc3d"]
     done = subprocess.run(
         f"{' '.join(command)} | head -1", shell=True, capture_output=True, text=True, check=False
@@ -51,14 +51,14 @@ def test_who_reads_one_line_of_the_list_sees_no_traceback():
     assert done.stdout.startswith("hpc3d ") and not done.stderr
 
 
-def test_the_list_costs_no_numpy_and_starts_no_mpi():
+def test_command_list_imports_no_numpy_and_starts_no_mpi():
     names = loaded(python("hpc3d"))
     assert "importlib.resources" in names
     assert not names & {"numpy", "mpi4py", "h5py", "pydantic"}
 
 
 @pytest.mark.parametrize("words", [("train", "--train.steps"), ("plan", "--help")])
-def test_a_command_costs_no_more_by_its_name_alone(words):
+def test_hpc3d_script_imports_no_more_than_the_module(words):
     """The ranks of a job come this way: 64 of them pay for what is imported."""
     command, *rest = words
     straight = loaded(python(f"hpc3d.{command}", *rest))
@@ -66,19 +66,19 @@ def test_a_command_costs_no_more_by_its_name_alone(words):
     assert not loaded(python("hpc3d", *words)) - straight
 
 
-def test_nothing_is_imported_before_the_command():
+def test_main_module_imports_nothing_before_the_command():
     tree = ast.parse((FOLDER / "__main__.py").read_text())
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert [*map(ast.unparse, imports)] == ["import sys", "from importlib import import_module"]
 
 
-def test_the_version():
+def test_version_option_prints_the_version():
     done = python("hpc3d", "--version")
     assert (done.returncode, done.stdout) == (0, f"hpc3d {hpc3d.__version__}\n")
 
 
 @pytest.mark.parametrize("command", strided(COMMANDS, 3))
-def test_each_command_is_the_module_of_its_name(command, capsys):
+def test_each_command_runs_the_module_of_its_name(command, capsys):
     texts = []
     for how in (("hpc3d", command), (f"hpc3d.{command}",)):
         done = python(*how, "--help")
@@ -97,7 +97,7 @@ def test_each_command_is_the_module_of_its_name(command, capsys):
         ("..train", "hpc3d: ..train: no such command; did you mean train?"),
     ],
 )
-def test_what_is_no_command_is_refused_in_a_line(word, line, capsys):
+def test_unknown_command_is_rejected_in_one_line(word, line, capsys):
     assert main([word, "more"]) == 2
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1)
@@ -105,7 +105,7 @@ def test_what_is_no_command_is_refused_in_a_line(word, line, capsys):
 
 
 @pytest.mark.slow
-def test_ranks_are_told_once(tmp_path):
+def test_ranks_print_messages_once(tmp_path):
     done = mpirun(3, "-m", "hpc3d", "trian", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("did you mean train?")) == (2, 1)
     done = mpirun(3, "-m", "hpc3d", cwd=tmp_path)
@@ -115,7 +115,7 @@ def test_ranks_are_told_once(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_script_of_an_installation_is_this_main():
+def test_installed_script_calls_this_main():
     setup = ConfigParser()
     setup.read(FOLDER.parent / "setup.cfg")
     assert setup["options.entry_points"]["console_scripts"].split("\n")[1:] == [

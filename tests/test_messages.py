@@ -14,7 +14,7 @@ def refuse(key, value):
 '''
 
 
-def test_messages_are_those_of_the_golden_file():
+def test_messages_match_the_golden_file():
     old, new = GOLDEN.read_text(encoding="utf-8"), page()
     if old != new:
         changes = unified_diff(old.splitlines(), new.splitlines(), "reviewed", "source", n=0)
@@ -22,5 +22,5 @@ def test_messages_are_those_of_the_golden_file():
         pytest.fail(f"{told}\nread the new lines as English, then: {COMMAND}", pytrace=False)
 
 
-def test_a_text_is_a_template_and_no_docstring():
+def test_message_extraction_yields_templates_but_no_docstrings():
     assert [*lines(SOURCE)] == ["{key} = {value}: not {'a b'}; use 1", "or more"]

@@ -21,15 +21,15 @@ def without_a_test_of_their_name():
     return {path.relative_to(PACKAGE).as_posix() for path in modules if path.stem not in names}
 
 
-def test_the_page_names_every_module_without_a_test_of_its_name():
+def test_mapping_page_lists_every_module_without_a_test_of_its_name():
     assert mapped().keys() == without_a_test_of_their_name()
 
 
-def test_the_tests_that_it_names_are_there():
+def test_mapping_page_names_existing_tests():
     assert not [
         name for tests in mapped().values() for name in tests if not (TESTS / name).is_file()
     ]
 
 
-def test_they_are_few():
+def test_modules_without_a_test_of_their_name_are_few():
     assert len(without_a_test_of_their_name()) <= MOST

@@ -19,7 +19,7 @@ def name_of(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
-def test_a_notebook_is_kept_without_outputs_and_found(path):
+def test_notebook_has_no_outputs_and_is_linked(path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     assert cells[0]["cell_type"] == "markdown" and cells[0]["source"][0].startswith("# ")
     assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
@@ -29,7 +29,7 @@ def test_a_notebook_is_kept_without_outputs_and_found(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
-def test_a_notebook_runs(path, tmp_path):
+def test_notebook_runs(path, tmp_path):
     environment = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "nbconvert", "--to", "markdown", "--execute", "--stdout"]
     with TURN:

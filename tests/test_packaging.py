@@ -52,7 +52,7 @@ def optional(setup):
         ("docs/clusters.md", r"hpc3d@([\d.]+\d)"),
     ],
 )
-def test_the_version_is_that_of_the_package(path, pattern):
+def test_versions_match_the_package(path, pattern):
     found = re.findall(pattern, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
     assert {*found} == {hpc3d.__version__}
 
@@ -91,7 +91,7 @@ class Spack:
         return {"spack_repo.builtin.build_systems.python": build, "spack.package": package}
 
 
-def test_spack_asks_for_what_setup_cfg_does(setup, monkeypatch):
+def test_spack_requirements_match_setup_cfg(setup, monkeypatch):
     repository = PACKAGING / "spack_repo" / "hpc3d"
     assert yaml.safe_load((repository / "repo.yaml").read_text())["repo"]["namespace"] == "hpc3d"
     spack = Spack()
@@ -118,7 +118,7 @@ def test_spack_asks_for_what_setup_cfg_does(setup, monkeypatch):
     )
 
 
-def test_conda_asks_for_what_setup_cfg_does(setup):
+def test_conda_requirements_match_setup_cfg(setup):
     recipe = yaml.safe_load((PACKAGING / "recipe.yaml").read_text(encoding="utf-8"))
     needs = {kind: bounds_of_conda(lines) for kind, lines in recipe["requirements"].items()}
     python = {"python": setup["options"]["python_requires"].removeprefix(">=")}
@@ -138,7 +138,7 @@ def bounds_of_conda(lines):
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "hpc3d.def"])
-def test_containers_install_extras_that_there_are(name, setup):
+def test_containers_install_existing_extras(name, setup):
     text = (PACKAGING / name).read_text(encoding="utf-8")
     (extras,) = re.findall(r"whl\)\[(.+)\]", text)
     assert {*extras.split(",")} <= {*setup["options.extras_require"]}
@@ -160,7 +160,7 @@ foreach once 1 { source FILE; ModulesHelp }
 
 @pytest.mark.skipif(not shutil.which("tclsh"), reason="no tclsh")
 @pytest.mark.parametrize("there", [True, False])
-def test_the_module_file_finds_an_environment(there, tmp_path):
+def test_module_file_finds_an_environment(there, tmp_path):
     program = tmp_path / "bin" / "hpc3d"
     program.parent.mkdir()
     program.touch(0o755 if there else 0o644)
@@ -184,7 +184,7 @@ def test_the_module_file_finds_an_environment(there, tmp_path):
         assert not done.stdout and "correct prefix in the module file" in done.stderr
 
 
-def test_make_starts_the_ranks_with_the_launcher_that_it_is_told():
+def test_make_test_mpi_uses_the_given_launcher():
     make = ["make", "-n", "test-mpi", "NP=4", "LAUNCH=srun --mpi=pmix"]
     said = subprocess.check_output(make, cwd=ROOT, text=True)
     assert re.search(
@@ -195,7 +195,7 @@ def test_make_starts_the_ranks_with_the_launcher_that_it_is_told():
 
 
 @pytest.mark.slow
-def test_ranks_that_the_launcher_did_not_join_are_told():
+def test_unjoined_ranks_are_reported():
     alone = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--with-mpi"]
     done = subprocess.run(
         [*alone, "--ranks", "4", "tests/with_mpi"],

@@ -47,7 +47,7 @@ def planned(capsys, *words):
 
 
 @pytest.mark.slow
-def test_the_first_layout_is_the_same_however_many_are_shown(capsys):
+def test_first_layout_does_not_depend_on_the_number_shown(capsys):
     sizes = {"layers": 4, "hidden": 1024, "heads": 16, "sequence": 256, "vocabulary": 1024}
     words = [word for key, size in sizes.items() for word in (f"--model.{key}", str(size))]
     words += ["--train.batch", "8", "--train.dtype", "float16", "--machine", "a100-selene"]
@@ -67,7 +67,7 @@ def best():
 
 
 @pytest.mark.slow
-def test_the_best_layouts_are_listed(best):
+def test_best_layouts_are_listed(best):
     *lines, _ = best
     assert lines[0] == "8 ranks of h100, 80.00 GB each"
     assert lines[2].split() == ["step", "memory", "bubble", "comm.", "axis", "layout"]
@@ -85,7 +85,7 @@ def test_the_best_layouts_are_listed(best):
 
 
 @pytest.mark.slow
-def test_json_has_the_same(best):
+def test_json_output_has_the_same_layouts(best):
     found = json.loads(best[-1])
     assert (found["machine"], found["ranks"], found["memory_bytes"]) == ("h100", 8, 80e9)
     steps = [row["step_time_s"] for row in found["layouts"]]
@@ -102,7 +102,7 @@ def test_json_has_the_same(best):
 
 
 @pytest.mark.slow
-def test_the_layout_is_written_as_an_input_file(capsys, tmp_path):
+def test_best_layout_is_written_as_an_input_file(capsys, tmp_path):
     path = tmp_path / "planned.toml"
     found = planned(
         capsys, *SMALL, "--model.layers", "4", "--memory", "30MB", "--apply", str(path)
@@ -128,7 +128,7 @@ def test_the_layout_is_written_as_an_input_file(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_uneven_layers_are_shown_and_written(capsys, tmp_path):
+def test_uneven_layers_are_printed_and_written(capsys, tmp_path):
     machine, path = tmp_path / "slow.toml", tmp_path / "planned.toml"
     machine.write_text(dumps(SLOW))
     sizes = {"layers": 6, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": TABLE}
@@ -146,7 +146,7 @@ def test_uneven_layers_are_shown_and_written(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_machine_and_memory(capsys, tmp_path):
+def test_machine_file_and_memory_options(capsys, tmp_path):
     path = tmp_path / "machine.toml"
     path.write_text(dumps(CLUSTER))
     found = planned(capsys, *SMALL, "--machine", str(path))
@@ -158,14 +158,14 @@ def test_machine_and_memory(capsys, tmp_path):
     assert "memory" in [loser["reason"] for loser in less["losers"]]
 
 
-def test_one_rank_has_one_layout(capsys):
+def test_single_rank_has_one_layout(capsys):
     found = planned(capsys, SMALL[0], "--ranks", "1")
     assert len(found["layouts"]) == 1 and not found["losers"]
     assert set(found["named"]["any p and d"].values()) == {None}
 
 
 @pytest.mark.slow
-def test_zero_is_tried_only_where_it_divides_the_model(capsys):
+def test_zero_is_only_considered_if_it_divides_the_model(capsys):
     """18 features do not divide over 4 or 8 replicas, which ZeRO 2 and 3 would cut them into."""
     words = ["--model.hidden", "18", "--model.heads", "2", "--model.layers", "4"]
     found = planned(capsys, *SMALL, *words, "--memory", "0.5MB")
@@ -174,7 +174,7 @@ def test_zero_is_tried_only_where_it_divides_the_model(capsys):
 
 @pytest.mark.slow
 @rotating(4)
-def test_16384_ranks_are_planned(capsys, tmp_path):
+def test_16384_ranks_can_be_planned(capsys, tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)
     found = planned(capsys, str(path), "--train.batch", "4096", "--ranks", "16384")
@@ -183,7 +183,7 @@ def test_16384_ranks_are_planned(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mixture_that_fits_no_gpu_is_cut_along_e_and_by_a_cube(capsys):
+def test_mixture_that_fits_no_gpu_uses_expert_and_tensor_parallelism(capsys):
     """600 billion parameters on 512 H100 of 80 GB."""
     words = ["gshard-600b", "--ranks", "512", "--machine", "h100", "--json"]
     code, out, _ = plan(capsys, *words)
@@ -196,7 +196,7 @@ def test_a_mixture_that_fits_no_gpu_is_cut_along_e_and_by_a_cube(capsys):
     assert best["simulated"] and min(cube["layout"]["mesh"][axis] for axis in "xyz") > 1
 
 
-def test_what_is_assumed_of_a_mixture_is_printed(capsys):
+def test_mixture_assumptions_are_printed(capsys):
     words = ["--model.experts", "4", "--model.top_k", "2", "--model.layers", "2"]
     code, out, _ = plan(capsys, SMALL[0], "--ranks", "2", *words, "--train.batch", "2")
     assert code == 0 and "of which a token uses" in out and "4 in 2 of 2 blocks, top_k 2" in out
@@ -223,14 +223,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_bad_input_is_one_line(capsys, line):
+def test_invalid_input_is_rejected_in_one_line(capsys, line):
     code, out, err = plan(capsys, *SMALL, *REFUSED[line])
     assert (code, out) == (2, "")
     assert err.startswith(f"hpc3d.plan: {line}") and err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_what_would_make_it_fit(capsys):
+def test_rejection_suggests_a_memory_size_that_fits(capsys):
     _, _, err = plan(capsys, *SMALL, "--memory", "1MB")
     assert "the smallest layout, " in err and "on stage 0 (" in err
     memory = err.partition("use --memory ")[2].partition(",")[0]
@@ -239,7 +239,7 @@ def test_what_would_make_it_fit(capsys):
 
 
 @pytest.mark.parametrize("words", [["--ranks", "0"], ["--memory", "8KG"], ["--top", "none"]])
-def test_bad_options_are_refused(capsys, words):
+def test_invalid_options_are_rejected(capsys, words):
     with pytest.raises(SystemExit) as ended:
         main([*SMALL, *words])
     assert ended.value.code == 2
@@ -254,20 +254,20 @@ def function_calls(*words):
 
 
 @pytest.mark.slow
-def test_64_ranks_are_planned_in_two_seconds():
+def test_planning_64_ranks_takes_few_function_calls():
     assert function_calls(str(INPUTS / "gpt-3d-64.toml"), "--ranks", "64") < 3.6
 
 
 @pytest.mark.slow
 @rotating(3)
-def test_1024_ranks_are_planned_in_twenty_seconds(tmp_path):
+def test_planning_1024_ranks_takes_few_function_calls(tmp_path):
     path = tmp_path / "gpt-175b.toml"
     path.write_text(HUGE)
     assert function_calls(str(path), "--ranks", "1024") < 30
 
 
 @pytest.mark.slow
-def test_techniques_on_the_layout_of_the_input(capsys):
+def test_techniques_are_evaluated_on_the_layout_of_the_input(capsys):
     found = planned(capsys, *SMALL, "--techniques", "--parallel.recompute", "full")
     first, *rest = found["techniques"]
     assert first["change"] == "as it is" and first["of_peak"] == 1
@@ -300,7 +300,7 @@ def resorted(capsys, memory, path):
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_an_exact_technique_comes_first(capsys, tmp_path):
+def test_exact_technique_comes_first_if_nothing_fits(capsys, tmp_path):
     """8.62 MB at least, of which AdamW's states are 3.88."""
     lines, found, written = resorted(capsys, "8.5MB", tmp_path / "planned.toml")
     text = "\n".join(lines)
@@ -318,7 +318,7 @@ def test_where_nothing_fits_an_exact_technique_comes_first(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_technique_that_changes_results_is_marked(capsys, tmp_path):
+def test_technique_that_changes_results_is_marked(capsys, tmp_path):
     lines, found, written = resorted(capsys, "7MB", tmp_path / "planned.toml")
     assert any("are with train.optimizer=adafactor, which changes results." in x for x in lines)
     header = next(number for number, line in enumerate(lines) if line.lstrip().startswith("step "))
@@ -330,6 +330,6 @@ def test_a_technique_that_changes_results_is_marked(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_fits_without_a_technique_has_none(capsys):
+def test_plan_that_fits_uses_no_technique(capsys):
     found = planned(capsys, *SMALL, *WITH, "9MB")
     assert "resort" not in found and found["layouts"][0]["peak_bytes"] <= 9e6

@@ -8,7 +8,7 @@ from hpc3d.benchmarks import planned_runs
 from hpc3d.benchmarks.planned_runs import PlannedStep, plans, summary
 
 
-def test_errors_and_the_chosen_plan_of_each_model(capsys):
+def test_summary_reports_errors_and_the_chosen_plan_of_each_model(capsys):
     steps = [
         PlannedStep("a", "chosen", 1.0, 2.0),
         PlannedStep("a", "other", 3.0, 1.0),

@@ -20,7 +20,7 @@ def test_process():
 """
 
 
-def test_costs_of_a_part_stand_for_all_cases_and_include_child_processes(tmp_path):
+def test_sampled_costs_are_extrapolated_and_include_child_processes(tmp_path):
     words = "-p", "tests.profile", "--every", "3", "--costs", "costs.json", "-k", "work or process"
     done = pytest_on(tmp_path, TESTS, *words)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,13 +14,13 @@ PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8
 
 
 @pytest.mark.parametrize("name", hpc3d.PUBLIC)
-def test_a_public_name_is_there_and_explained(name):
+def test_public_name_exists_and_is_documented(name):
     assert getattr(hpc3d, name) is not None
     assert name in dir(hpc3d)
     assert re.search(rf"(^\.\. auto\w+:: |`)hpc3d\.{name}\b", PAGE, re.MULTILINE)
 
 
-def test_editors_are_told_of_the_same_names():
+def test_type_checking_imports_match_the_public_names():
     tree = ast.parse(Path(hpc3d.__file__).read_text(encoding="utf-8"))
     told = {
         each.asname: f"{node.module}:{each.name}"
@@ -31,7 +31,7 @@ def test_editors_are_told_of_the_same_names():
     assert told == hpc3d.PUBLIC
 
 
-def test_another_name_is_an_attribute_error():
+def test_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = hpc3d.no_such_name
 

@@ -53,7 +53,7 @@ def by_step(run):
 
 @daily
 @pytest.mark.slow
-def test_on_one_layout_it_goes_on_to_the_last_bit(whole, tmp_path):
+def test_resume_on_the_same_layout_is_bitwise_equal(whole, tmp_path):
     """Log and trace go on, too."""
     run = part(tmp_path)
     said = resumed(RANKS, run)
@@ -76,7 +76,7 @@ def rates(run):
 
 
 @pytest.mark.slow
-def test_more_steps_do_not_raise_the_learning_rate_again(tmp_path, capsys):
+def test_extended_run_does_not_raise_the_learning_rate(tmp_path, capsys):
     """Unless one asks for it; what it does is said, and stays in the configuration."""
     how = {"train__decay": "cosine", "train__warmup": 1, "checkpoint__every": 2}
     run = train(2, tmp_path, train__steps=4, **how)
@@ -100,7 +100,7 @@ def test_more_steps_do_not_raise_the_learning_rate_again(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_knows_its_text_in_any_folder_and_refuses_another(tmp_path):
+def test_resumed_run_finds_its_text_and_rejects_a_changed_one(tmp_path):
     """The refusal changes nothing: with the first text the run resumes."""
     for folder, content in (("here", "first text " * 900), ("there", "other text " * 900)):
         (tmp_path / folder).mkdir()
@@ -122,7 +122,7 @@ def test_a_run_knows_its_text_in_any_folder_and_refuses_another(tmp_path):
 
 @daily
 @pytest.mark.slow
-def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
+def test_resume_on_other_layouts_and_rank_counts_keeps_the_losses(whole, tmp_path):
     run = part(tmp_path, steps=2, ranks=8)
     said = resumed(12, run, steps=3)
     assert "resume: mesh.y was 2, is 3" in said
@@ -142,7 +142,7 @@ def test_on_other_layouts_and_numbers_of_ranks(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_what_it_announced(tmp_path_factory):
+def test_killed_run_resumes_from_its_announced_checkpoint(tmp_path_factory):
     """kill -9 of all ranks, somewhere after the second checkpoint; of one rank, at every point, it
     is tests/checkpoints/test_saver.py."""
     tmp_path = tmp_path_factory.mktemp("killed")
@@ -164,7 +164,7 @@ def test_a_killed_run_goes_on_from_what_it_announced(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path):
+def test_resume_skips_a_damaged_checkpoint(whole, tmp_path):
     run = part(tmp_path)
     shard = run / "checkpoints" / "step-00000004" / "rank-00003.bin"
     content = bytearray(shard.read_bytes())
@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_not_gone_on_with_by_another(tmp_path):
+def test_run_in_progress_cannot_be_resumed(tmp_path):
     refused = []
 
     def act(run):
@@ -202,7 +202,7 @@ HELD = {"data__validation": 0.003, "train__eval_every": 3, "checkpoint__keep_bes
 
 
 @pytest.mark.slow
-def test_evaluations_are_those_of_one_rank_and_go_on_with_the_run(tmp_path):
+def test_evaluations_match_one_rank_and_continue_after_resume(tmp_path):
     """After the last step there is one, and a run that goes on makes none of those again.  The
     best is known to it."""
     expected = evaluations(train(1, tmp_path / "alone", train__steps=STEPS, **HELD))
@@ -234,7 +234,7 @@ def test_evaluations_are_those_of_one_rank_and_go_on_with_the_run(tmp_path):
         (["--resume", "{empty}"], ": ... start a new run"),
     ],
 )
-def test_what_cannot_go_on_is_refused(runs, options, line):
+def test_invalid_resume_is_rejected(runs, options, line):
     words = [str(word).format(**runs) for word in options]
     before = files_of(runs)
     with pytest.raises(ValueError, match=elided(line)):
@@ -243,7 +243,7 @@ def test_what_cannot_go_on_is_refused(runs, options, line):
 
 
 @pytest.mark.slow
-def test_ranks_refuse_together_what_cannot_go_on(runs):
+def test_ranks_reject_an_invalid_resume_together(runs):
     before = files_of(runs)
     done = mpirun(2, "-m", "hpc3d.train", "--resume", runs["run"], "--model.layers", 3)
     assert done.returncode == 2 and "Traceback" not in done.stderr

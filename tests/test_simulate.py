@@ -18,7 +18,7 @@ def simulate(capsys, *words):
     return code, out, err
 
 
-def test_a_schedule_is_drawn_and_measured(capsys):
+def test_schedule_diagram_and_measures_are_printed(capsys):
     code, out, err = simulate(capsys, "--name", "1f1b", *SMALL, "--forward", "2", "--weight", "0")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
@@ -48,7 +48,7 @@ def test_json_is_one_object_on_the_last_line(capsys):
     assert {"forward": 18.522, "comm": 0.601}.items() <= found.items()
 
 
-def test_chunks_and_steps(capsys):
+def test_chunks_and_steps_options(capsys):
     _, out, _ = simulate(capsys, "--name", "interleaved", *SMALL, "--chunks", "3", "--json")
     assert json.loads(out.splitlines()[-1])["chunks"] == 3
     _, out, _ = simulate(capsys, "--name", "zb-v", *SMALL, "--json")
@@ -58,7 +58,7 @@ def test_chunks_and_steps(capsys):
 
 
 @pytest.mark.parametrize("name", [s.name for s in SCHEDULES.values() if not s.asynchronous])
-def test_a_schedule_written_as_csv_is_the_same_when_read(capsys, tmp_path, name):
+def test_schedule_round_trips_through_csv(capsys, tmp_path, name):
     sizes = ["--stages", "1" if name == "none" else "3", "--microbatches", "5"]
     file = tmp_path / "schedule.csv"
     code, first, _ = simulate(capsys, "--name", name, *sizes, "--comm", "0.5", "--csv", str(file))
@@ -68,7 +68,7 @@ def test_a_schedule_written_as_csv_is_the_same_when_read(capsys, tmp_path, name)
     assert second.splitlines()[1:] == first.splitlines()[1:]
 
 
-def test_a_picture_is_written(capsys, tmp_path):
+def test_schedule_figure_is_written(capsys, tmp_path):
     file = tmp_path / "schedule.png"
     code, _, _ = simulate(capsys, "--name", "pipedream", *SMALL, "--png", str(file))
     assert code == 0
@@ -98,7 +98,7 @@ def test_a_picture_is_written(capsys, tmp_path):
         (["--name", "zb-v", *SMALL, "--weight", "1,2"], "--weight: 2 values for 4 parts"),
     ],
 )
-def test_bad_input_is_one_line_and_2(capsys, words, line):
+def test_invalid_input_is_one_line_and_exits_with_2(capsys, words, line):
     code, out, err = simulate(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("hpc3d.simulate: ")
@@ -110,7 +110,7 @@ def test_bad_input_is_one_line_and_2(capsys, words, line):
     ("loads", "seconds"),
     [((21, 19, 5, 15), 573), ((19, 3, 18, 20), 600)],
 )
-def test_parts_may_take_different_times(loads, seconds, capsys):
+def test_stages_may_have_different_times(loads, seconds, capsys):
     """Two cuts of loads 8 11 2 1 18 5 4 11: the one with the lighter heaviest stage is slower."""
     times = ["--forward", ",".join(map(str, loads)), "--weight", "0"]
     times += ["--backward", ",".join(str(2 * load) for load in loads)]
@@ -119,7 +119,7 @@ def test_parts_may_take_different_times(loads, seconds, capsys):
     assert code == 0 and json.loads(out.splitlines()[-1])["makespan"] == seconds
 
 
-def test_one_number_of_a_list_is_that_of_a_stage(capsys):
+def test_single_time_is_per_stage_and_a_list_per_chunk(capsys):
     """Two chunks of 1 s are a stage of 2 s; a border takes its time both ways."""
     line = ["--name", "interleaved", "--stages", "2", "--microbatches", "2", "--json"]
     found = []
@@ -129,7 +129,7 @@ def test_one_number_of_a_list_is_that_of_a_stage(capsys):
     assert found[0] == found[1]
 
 
-def test_a_file_that_deadlocks_is_refused(capsys, tmp_path):
+def test_deadlocked_schedule_file_is_rejected(capsys, tmp_path):
     file = tmp_path / "schedule.csv"
     file.write_text("F0,B0,F1,B1\nF1,B1,F0,B0\n", encoding="utf-8")
     code, _, err = simulate(
@@ -140,14 +140,14 @@ def test_a_file_that_deadlocks_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("words", [[], ["schedule"], ["--forward=-1"], ["--comm", "nan"]])
-def test_what_the_parser_refuses(capsys, words):
+def test_missing_and_invalid_options_are_rejected(capsys, words):
     prefix = ["schedule", "--name", "1f1b", *SMALL] if words and words[0] != "schedule" else []
     with pytest.raises(SystemExit) as exit:
         main([*prefix, *words])
     assert exit.value.code == 2
 
 
-def test_help_names_all_options_and_costs_no_numpy():
+def test_help_lists_all_options_without_importing_numpy():
     command = [sys.executable, "-X", "importtime", "-m", "hpc3d.simulate", "schedule", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     options = "name stages microbatches forward backward weight comm chunks steps png csv json"

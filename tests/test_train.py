@@ -122,7 +122,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("bad", strided(BAD, 10, ids=lambda bad: bad.__name__))
-def test_bad_input_is_a_line_each_and_exit_code_2(bad, tmp_path):
+def test_each_input_problem_is_one_line_and_exits_with_2(bad, tmp_path):
     out = tmp_path / "results"
     values, expected = bad(tmp_path)
     done = mpirun(2, "-m", "hpc3d.train", *words(out, **values))
@@ -152,7 +152,7 @@ def run(tmp_path_factory):
     return newest(out), stdout
 
 
-def test_a_tokenizer_with_a_mask_needs_no_further_token(tmp_path):
+def test_tokenizer_with_a_mask_token_adds_no_vocabulary(tmp_path):
     """As BERT's own: the vocabulary of the model is that of the tokenizer."""
     pytest.importorskip("tokenizers")
     known = library().Tokenizer.from_str(train_bpe([TEXT.encode()], 275).json)
@@ -167,7 +167,7 @@ def test_a_tokenizer_with_a_mask_needs_no_further_token(tmp_path):
     assert plan.config.model.vocabulary == made.vocabulary == 276
 
 
-def test_a_run_needs_no_reader(tmp_path):
+def test_run_completes_with_closed_standard_streams(tmp_path):
     """One rank whose standard output is a closed pipe and that has no other standard stream."""
     end, start = os.pipe()
     os.close(end)
@@ -182,7 +182,7 @@ def test_a_run_needs_no_reader(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_folder_says_what_was_run(run):
+def test_run_folder_records_configuration_environment_and_position(run):
     path, stdout = run
     assert re.fullmatch(r"four-\d{8}-\d{6}", path.name)
     assert {entry.name for entry in path.iterdir()} == {
@@ -207,7 +207,7 @@ def test_a_run_folder_says_what_was_run(run):
     assert position == {"step": 3, "epoch": 0, "offset": 432, "sequences": 432}
 
 
-def test_the_environment_has_versions_and_ranks_and_no_secret(run):
+def test_environment_file_has_versions_and_ranks_but_no_secrets(run):
     path, _ = run
     environment = json.loads((path / "environment.json").read_text())
     assert environment["packages"]["numpy"] == np.__version__
@@ -218,7 +218,7 @@ def test_the_environment_has_versions_and_ranks_and_no_secret(run):
     assert not any(b"do-not-write-this" in entry.read_bytes() for entry in files)
 
 
-def test_the_log_has_a_line_a_step(run):
+def test_log_has_a_line_per_step(run):
     path, _ = run
     lines = (path / "train.log").read_text().splitlines()
     steps = [line.split() for line in lines if re.match(r" +\d+ ", line)]
@@ -229,7 +229,7 @@ def test_the_log_has_a_line_a_step(run):
     assert [line[1] for line in steps] == [f"{loss:.4f}" for loss in losses]
 
 
-def test_the_trace_has_all_ranks_and_their_calls_match(run):
+def test_trace_has_all_ranks_and_matching_calls(run):
     path, _ = run
     with hpc3d.trace.open(path / "trace.h5") as trace:
         assert trace.attrs["complete"] and violations(trace) == []
@@ -247,7 +247,7 @@ def test_the_trace_has_all_ranks_and_their_calls_match(run):
         assert len({op for _, op in members}) == 1
 
 
-def test_every_rank_has_every_step_with_the_same_loss(run):
+def test_every_rank_records_every_step_with_the_same_loss(run):
     path, _ = run
     with hpc3d.trace.open(path / "trace.h5") as trace:
         rows = list(zip(*(trace.steps[key] for key in ("rank", "step", "loss", "grad_norm"))))
@@ -258,7 +258,7 @@ def test_every_rank_has_every_step_with_the_same_loss(run):
 
 
 @slow
-def test_passes_and_steps_are_of_one_clock(tmp_path):
+def test_passes_and_steps_use_the_same_cpu_clock(tmp_path):
     """Four ranks that take turns: on the wall their passes take longer than they compute."""
     sizes = {"train__steps": 2, "train__batch": 24, "model__hidden": 48}
     path = train(4, tmp_path, trace__clock="cpu", **sizes)
@@ -271,13 +271,13 @@ def test_passes_and_steps_are_of_one_clock(tmp_path):
 
 
 @slow
-def test_a_run_without_a_trace(tmp_path):
+def test_run_without_a_trace_writes_none(tmp_path):
     path = train(1, tmp_path, train__steps=1, trace__enabled="false")
     assert not list((path / "trace").iterdir())
     assert not (path / "trace.h5").exists()
 
 
-def test_folders_of_one_second_do_not_overwrite_each_other(tmp_path, monkeypatch):
+def test_runs_started_in_the_same_second_have_separate_folders(tmp_path, monkeypatch):
     class Frozen(run_folder.datetime):
         @classmethod
         def now(cls, zone):
@@ -312,7 +312,7 @@ def test_folders_of_one_second_do_not_overwrite_each_other(tmp_path, monkeypatch
         *(pytest.param(ranks, [], marks=pytest.mark.slow) for ranks in (1, 3)),
     ],
 )
-def test_the_one_command_needs_no_input_and_no_place(ranks, words, tmp_path):
+def test_default_run_works_on_any_ranks_in_an_empty_folder(ranks, words, tmp_path):
     line = ["-m", "hpc3d.train", "--train.steps", "1", *words]
     out = checked(ranks, *line, cwd=tmp_path, timeout=200)
     (path,) = (tmp_path / "results").iterdir()
@@ -321,12 +321,12 @@ def test_the_one_command_needs_no_input_and_no_place(ranks, words, tmp_path):
     assert re.search(r"^ +0 +\d\.\d{4} ", out, re.MULTILINE)
 
 
-def test_help_is_the_text_of_the_command():
+def test_help_is_printed_once_on_several_ranks():
     out = checked(2, "-m", "hpc3d.train", "--help")
     assert out.count("mpirun -np N python -m hpc3d.train [INPUT.toml]") == 1
 
 
-def test_the_defaults_are_those_of_the_shipped_input():
+def test_defaults_match_the_shipped_input():
     shipped = Path(run_folder.__file__).parents[2] / "inputs" / "gpt-3d-64.toml"
     config = load(shipped, [])
     assert (config.train, config.data) == (Config().train, Config().data)
@@ -350,15 +350,13 @@ def serial(tmp_path_factory):
     ("x", "y", "z"),
     [(2, 3, 2), (3, 3, 3)],
 )
-def test_any_cuboid_has_the_same_losses(x, y, z, serial, tmp_path):
+def test_any_cuboid_has_the_serial_losses(x, y, z, serial, tmp_path):
     path = train(x * y * z, tmp_path, 280, train__steps=STEPS, mesh__x=x, mesh__y=y, mesh__z=z)
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 
 @slow
-def test_64_ranks_on_few_cores_have_the_same_losses_and_none_is_taken_for_stopped(
-    serial, tmp_path
-):
+def test_64_ranks_have_the_serial_losses_without_a_watchdog_alarm(serial, tmp_path):
     path = train(64, tmp_path, 280, train__steps=STEPS, run__watchdog_s=20)
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
@@ -366,26 +364,26 @@ def test_64_ranks_on_few_cores_have_the_same_losses_and_none_is_taken_for_stoppe
 @daily
 @slow
 @pytest.mark.parametrize(("scheme", "ranks"), [("1d", 2), ("2d-summa", 4), ("3d-broadcast", 8)])
-def test_every_scheme_has_the_same_losses(scheme, ranks, serial, tmp_path):
+def test_every_scheme_has_the_serial_losses(scheme, ranks, serial, tmp_path):
     path = train(ranks, tmp_path, train__steps=STEPS, parallel__scheme=scheme)
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 
 @slow
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_a_data_axis_and_mpi_have_the_same_losses(ranks, serial, tmp_path):
+def test_data_parallel_mpi_run_has_the_serial_losses(ranks, serial, tmp_path):
     how = {"mesh__d": 2, "mesh__transport": "mpi", "parallel__keep_gathered": "false"}
     path = train(ranks, tmp_path, train__steps=STEPS, **how)
     np.testing.assert_allclose(losses(path), serial, rtol=0, atol=1e-9)
 
 
 @slow
-def test_another_seed_has_other_losses(serial, tmp_path):
+def test_different_seed_has_different_losses(serial, tmp_path):
     path = train(1, tmp_path, train__steps=2, seed=4321)
     assert np.abs(losses(path) - serial[:2]).min() > 1e-6
 
 
-def test_a_validation_text_that_is_never_used_is_said_to_be(tmp_path):
+def test_unused_validation_text_is_reported(tmp_path):
     run = train(1, tmp_path, train__steps=1, data__validation=0.05)
     log = (run / "train.log").read_text(encoding="utf-8")
     assert "data.validation is not evaluated, because train.eval_every = 0" in log

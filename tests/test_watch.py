@@ -7,7 +7,7 @@ import pytest
 from hpc3d import watch
 
 
-def test_watch_shows_the_newest_run_once(tmp_path, monkeypatch, capsys):
+def test_watch_once_prints_the_newest_or_named_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert watch.main([]) == 2
     for name in ("old", "new"):
@@ -21,7 +21,7 @@ def test_watch_shows_the_newest_run_once(tmp_path, monkeypatch, capsys):
     assert [line.partition(":")[0] for line in said.err.splitlines()] == ["hpc3d.watch"] * 2
 
 
-def test_watch_goes_on_until_the_run_has_ended(tmp_path, monkeypatch, capsys):
+def test_watch_continues_until_the_run_has_ended(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.toml").touch()
     monkeypatch.setattr(
         "time.sleep", lambda _: (tmp_path / "train.log").write_text("run kept in results/a\n")
@@ -31,7 +31,7 @@ def test_watch_goes_on_until_the_run_has_ended(tmp_path, monkeypatch, capsys):
     assert [line.split()[-1] for line in lines] == ["starting", "ended"]
 
 
-def test_on_a_terminal_the_screen_is_written_anew_in_its_place(tmp_path, monkeypatch, capsys):
+def test_watch_redraws_the_screen_on_a_terminal(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.toml").touch()
     (tmp_path / "train.log").write_text("run kept in results/a\n")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -40,7 +40,7 @@ def test_on_a_terminal_the_screen_is_written_anew_in_its_place(tmp_path, monkeyp
     assert capsys.readouterr().out == f"\x1b[H\x1b[K{tmp_path.name}   ended\n\x1b[J"
 
 
-def test_elsewhere_a_line_is_added_when_there_is_something_new(tmp_path, monkeypatch, capsys):
+def test_watch_appends_a_line_only_on_changes_without_a_terminal(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.toml").touch()
     log, turns = tmp_path / "train.log", iter(range(5))
     monkeypatch.setattr(
@@ -52,7 +52,7 @@ def test_elsewhere_a_line_is_added_when_there_is_something_new(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("every", ["0", "x", "nan", "1e9"])
-def test_watch_takes_a_number_of_seconds(every, capsys):
+def test_watch_interval_must_be_a_number_of_seconds(every, capsys):
     with pytest.raises(SystemExit, match="2"):
         watch.main(["--every", every])
     assert "must be a number of seconds" in capsys.readouterr().err

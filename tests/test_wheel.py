@@ -56,7 +56,7 @@ def contents(path):
         return {name: wheel.read(name) for name in wheel.namelist() if name.startswith("hpc3d/")}
 
 
-def test_sdist_and_wheel_hold_every_file_of_the_package(built):
+def test_sdist_and_wheel_contain_every_package_file(built):
     walk = [(Path(here), names) for here, _, names in os.walk(ROOT / "hpc3d", followlinks=True)]
     files = {here / name for here, names in walk if here.name != "__pycache__" for name in names}
     wanted = {str(path.relative_to(ROOT)): path.read_bytes() for path in files}
@@ -126,11 +126,11 @@ def hpc3d(installed, surrounding, tmp_path):
         ("train gpt-serial --train.steps 1 --train.batch 16", "run kept in "),
     ],
 )
-def test_a_command_runs_in_an_empty_folder(words, said, hpc3d):
+def test_installed_command_runs_in_an_empty_folder(words, said, hpc3d):
     assert said in hpc3d(*words.split())
 
 
-def test_published_steps_are_predicted(installed, tmp_path):
+def test_installed_package_predicts_published_steps(installed, tmp_path):
     """The first of its rows: all of them take minutes."""
     settings = {**os.environ, "PYTHONPATH": ""}
     how = {"cwd": tmp_path, "env": settings, "text": True, "stdout": subprocess.PIPE}
@@ -141,7 +141,7 @@ def test_published_steps_are_predicted(installed, tmp_path):
     assert lines[3].split()[:4] == ["22B", "8", "full", "1.42"]
 
 
-def test_a_run_and_what_is_done_with_it(hpc3d, tmp_path):
+def test_installed_package_trains_reports_and_resumes(hpc3d, tmp_path):
     assert "run kept in " in hpc3d("train", *SMALL, "--checkpoint.every", 2, ranks=2)
     (folder,) = (tmp_path / "results").iterdir()
     assert "step-00000002" in hpc3d("checkpoint", "show", folder)
@@ -154,7 +154,7 @@ def test_a_run_and_what_is_done_with_it(hpc3d, tmp_path):
     assert "run kept in " in hpc3d("train", "--resume", folder, "--train.steps", "3", ranks=2)
 
 
-def test_the_package_is_not_the_source(installed, surrounding, tmp_path):
+def test_installed_package_is_used_instead_of_the_source(installed, surrounding, tmp_path):
     ask = "import hpc3d; print(hpc3d.__file__)"
     path = run(installed.with_name("python"), "-c", ask, cwd=tmp_path)
     assert Path(path).is_relative_to(installed.parents[1])

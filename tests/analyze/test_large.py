@@ -13,7 +13,7 @@ from tests.strided import rotating
 
 @pytest.mark.slow
 @rotating(1)
-def test_five_million_events(tmp_path):
+def test_trace_of_five_million_events_is_analyzed_within_time_and_memory_limits(tmp_path):
     path = tmp_path / "trace.h5"
     large(path, side=32, steps=10, slots=244).close()
     command = [sys.executable, "-m", "tests.analyze.on_large", path]

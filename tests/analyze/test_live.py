@@ -42,7 +42,7 @@ def dead():
     return process.pid
 
 
-def test_a_run_goes_on_is_silent_and_ends(tmp_path):
+def test_live_state_goes_from_starting_to_running_silent_and_stopped(tmp_path):
     last = {"time": 1000.0, "seconds": 2.0}
     assert state(tmp_path, [], 0) == "starting"
     assert state(tmp_path, [last], 1059) == "running"
@@ -57,7 +57,7 @@ def test_a_run_goes_on_is_silent_and_ends(tmp_path):
     assert state(tmp_path, [last], 1001) == "stopped"
 
 
-def test_a_run_whose_process_has_gone_without_a_word_has_failed(tmp_path):
+def test_run_whose_process_died_without_a_final_log_line_has_failed(tmp_path):
     last = {"time": 1000.0, "seconds": 2.0}
     locked(tmp_path, dead())
     assert state(tmp_path, [last], 1001) == "failed"
@@ -68,7 +68,7 @@ def test_a_run_whose_process_has_gone_without_a_word_has_failed(tmp_path):
     assert state(tmp_path, [last], 1001) == "ended"
 
 
-def test_a_run_that_is_taken_up_begins(tmp_path):
+def test_resumed_run_is_starting_until_its_log_is_updated(tmp_path):
     """Its log has no word yet of the new attempt, whose process has the lock."""
     log = tmp_path / "train.log"
     log.write_text("step     loss\nrun kept in results/a\n")
@@ -79,7 +79,7 @@ def test_a_run_that_is_taken_up_begins(tmp_path):
     assert state(tmp_path, [], 1001) == "ended"
 
 
-def test_the_screen_has_progress_loss_and_axes(tmp_path):
+def test_live_screen_shows_progress_loss_and_axis_waits(tmp_path):
     records(tmp_path, range(4))
     with (tmp_path / NAME).open("a") as file:
         file.write('{"step": 3, "validation_loss": 3.25}\n{"step": 4, "lo')
@@ -96,7 +96,7 @@ def test_the_screen_has_progress_loss_and_axes(tmp_path):
     assert found.line() == line
 
 
-def test_only_what_is_new_is_read_and_a_run_that_goes_on_forgets(tmp_path):
+def test_live_run_reads_only_new_records_and_rewinds_on_resume(tmp_path):
     records(tmp_path, range(5))
     found = live(tmp_path)
     assert found.losses == [6, 5, 4, 3, 2]
@@ -109,7 +109,7 @@ def test_only_what_is_new_is_read_and_a_run_that_goes_on_forgets(tmp_path):
     assert found.losses == [6, 5, 4, 9]
 
 
-def test_a_rank_that_is_late_is_named(tmp_path):
+def test_live_screen_names_the_last_rank_to_arrive(tmp_path):
     calls = [("all_gather", number, 10 * number, 5) for number in range(4)]
     later = [("all_gather", number, 10 * number + 3, 2) for number in range(4)]
     segment(tmp_path, 0, 0, calls)
@@ -122,7 +122,7 @@ def test_a_rank_that_is_late_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_no_line_is_wider_than_the_terminal_and_little_is_cut(tmp_path, width):
+def test_live_screen_fits_the_terminal_width(tmp_path, width):
     records(tmp_path, range(40), steps=40)
     segment(tmp_path, 0, 0, [("recv", 0, 0, 100)])
     lines = live(tmp_path, bars=ASCII_BARS).screen(width)
@@ -131,7 +131,7 @@ def test_no_line_is_wider_than_the_terminal_and_little_is_cut(tmp_path, width):
     assert "\n".join(lines).isascii()
 
 
-def test_parts_flow_into_lines():
+def test_flow_wraps_items_into_lines():
     assert flow(["one", "two", "three"], 8) == ["one, two", "three"]
     assert flow([], 8) == []
 
@@ -153,7 +153,7 @@ def test_parts_flow_into_lines():
     ],
     ids=str,
 )
-def test_damaged_lines_are_counted_and_left_out(damage, tmp_path):
+def test_damaged_metrics_lines_are_skipped_and_counted(damage, tmp_path):
     records(tmp_path, [0])
     found = LiveRun(tmp_path)
     line = json.loads((tmp_path / NAME).read_text()) | {"step": 1} | damage
@@ -168,7 +168,7 @@ def test_damaged_lines_are_counted_and_left_out(damage, tmp_path):
     assert "step 3 of 10" in found.line()
 
 
-def test_losses_that_are_no_numbers_are_shown(tmp_path):
+def test_non_finite_losses_are_shown_in_the_sparkline(tmp_path):
     records(tmp_path, range(3), loss=float("nan"))
     assert any("???" in line for line in live(tmp_path).screen(80))
     assert sparkline([1.0, 1.0], 8) == "▁▁"

@@ -7,7 +7,7 @@ from hpc3d.trace.segment import segment_path
 from tests.analyze.waiting_ranks import segment
 
 
-def test_who_waits_for_whom(tmp_path):
+def test_waits_per_axis_come_from_the_newest_segment_of_each_rank(tmp_path):
     """Rank 0 waits 20 of its 30 ms for rank 1, which then waits 5 of 10 ms; a message is waited
     for as long as it takes."""
     segment(tmp_path, 0, 0, [("all_gather", 0, 10, 30), ("all_reduce", 1, 65, 5)])
@@ -21,7 +21,7 @@ def test_who_waits_for_whom(tmp_path):
     assert newest.waits == {"x": pytest.approx(40 / 200)}
 
 
-def test_what_cannot_be_read_is_passed_over(tmp_path):
+def test_unreadable_segments_are_skipped(tmp_path):
     assert NewestSegments(tmp_path).axes() is None
     segment(tmp_path, 0, 0, [("all_gather", 0, 10, 30)])
     segment_path(tmp_path, 1, 0).write_bytes(b"PK half")
@@ -29,7 +29,7 @@ def test_what_cannot_be_read_is_passed_over(tmp_path):
     assert (found.ranks, found.waits) == (1, {"x": 0.0})
 
 
-def test_they_are_read_again_when_there_are_others(tmp_path):
+def test_segments_are_read_again_only_after_a_change(tmp_path):
     segment(tmp_path, 0, 0, [("recv", 0, 10, 30)])
     newest = NewestSegments(tmp_path)
     assert newest.axes() is newest.axes()

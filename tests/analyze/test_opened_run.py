@@ -11,7 +11,7 @@ def run(tmp_path_factory):
     return hpc3d.open(write_run(tmp_path_factory.mktemp("run") / "small"))
 
 
-def test_it_has_losses_tables_and_a_verdict(run):
+def test_opened_run_has_losses_tables_and_a_verdict(run):
     assert len(run.losses) == 3 and run.metrics == []
     assert run.config.name == "gpt"
     assert "% of a step is computation" in run.verdict
@@ -20,14 +20,14 @@ def test_it_has_losses_tables_and_a_verdict(run):
     assert run.name in repr(run)
 
 
-def test_events_are_a_frame(run):
+def test_events_are_returned_as_a_dataframe(run):
     frame = run.events(["rank", "name", "dur"])
     assert [*frame.columns] == ["rank", "name", "dur"] and len(frame)
     assert {"bytes", "phase"} <= {*run.events().columns}
 
 
 @pytest.mark.slow
-def test_its_report_is_written(run, tmp_path):
+def test_report_method_writes_the_html_report(run, tmp_path):
     page = run.report(tmp_path / "report")
     assert run.name in page.read_text(encoding="utf-8")
     assert (tmp_path / "report" / "tables").is_dir()
@@ -35,7 +35,7 @@ def test_its_report_is_written(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_timeline_is_shown_and_saved(run, tmp_path):
+def test_timeline_is_displayed_and_saved(run, tmp_path):
     drawing = run.timeline()
     assert drawing._repr_png_().startswith(b"\x89PNG")
     drawing.save(tmp_path / "step.svg")
@@ -54,6 +54,6 @@ def test_a_timeline_is_shown_and_saved(run, tmp_path):
         (lambda run: hpc3d.open("nowhere"), "nowhere"),
     ],
 )
-def test_what_is_not_there_is_a_value_error(run, ask, said):
+def test_unknown_names_raise_value_error(run, ask, said):
     with pytest.raises(ValueError, match=f"^{said}"):
         ask(run)

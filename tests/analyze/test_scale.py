@@ -22,7 +22,7 @@ sys.exit(code)
 
 @pytest.mark.slow
 @rotating(2)
-def test_64_ranks_100_steps_of_600_events_take_less_than_a_gigabyte(tmp_path):
+def test_report_of_64_ranks_and_100_steps_takes_less_than_a_gigabyte(tmp_path):
     generate(tmp_path, (4, 2, 4, 2), steps=100, events=600)
     merge(tmp_path)
     words = [sys.executable, "-c", MEASURE, str(tmp_path)]

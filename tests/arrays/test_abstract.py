@@ -45,7 +45,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("what", TOLD)
-def test_what_an_operation_tells(what):
+def test_abstract_operation_reports_the_bytes_it_reads_and_writes(what):
     operation, expected = TOLD[what]
     pool = AbstractPool(Tape())
     x, y = (pool.empty((4, 6), np.float32) for _ in "xy")

@@ -16,9 +16,9 @@ ASKED = sorted(
 
 @pytest.mark.parametrize("pool", [Pool, AbstractPool])
 @pytest.mark.parametrize("name", ASKED)
-def test_an_array_has_what_the_protocol_names(pool, name):
+def test_arrays_implement_the_array_protocol(pool, name):
     assert hasattr(pool().empty((2, 3), np.float32), name)
 
 
-def test_the_protocol_names_what_a_block_is_asked_for():
+def test_array_protocol_includes_the_attributes_used_on_blocks():
     assert {"shape", "T", "reshape", "__getitem__"} <= {*ASKED}

@@ -42,7 +42,7 @@ def store_of(pool=None):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16"])
-def test_what_is_saved_comes_back(dtype):
+def test_saved_arrays_are_restored_and_copies_are_counted(dtype):
     pool = Pool()
     store = store_of(pool)
     arrays = [np.random.default_rng(n).integers(0, 9, (n, 7)).astype(dtype) for n in (1, 3000, 5)]
@@ -56,7 +56,7 @@ def test_what_is_saved_comes_back(dtype):
     assert pool.held == 0 and pool.peak["all"] <= max(array.nbytes for array in arrays)
 
 
-def test_memory_of_the_file_is_used_again():
+def test_offload_file_space_is_reused():
     store = store_of()
     for _ in range(20):
         kept = store.empty((1 << 16,), "float32")
@@ -64,7 +64,7 @@ def test_memory_of_the_file_is_used_again():
     assert store.files.size == 1 << 18
 
 
-def test_a_part_of_an_array_is_read_where_it_lies(monkeypatch):
+def test_slice_of_an_offloaded_array_is_read_in_place(monkeypatch):
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *words: asked.append(words[1:3]))
     store = store_of()
@@ -80,7 +80,7 @@ def test_a_part_of_an_array_is_read_where_it_lies(monkeypatch):
     )
 
 
-def test_a_walk_keeps_what_was_written():
+def test_walk_writes_modified_blocks_back():
     store = store_of()
     states = store.empty((10,), "float64")
     states.fill(0)
@@ -91,7 +91,7 @@ def test_a_walk_keeps_what_was_written():
     assert [*walk(store, [], TRACE)] == []
 
 
-def test_a_full_disk_is_an_error_that_names_the_folder(monkeypatch):
+def test_full_disk_error_names_the_folder(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -110,7 +110,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("line", "moved"), strided(CASES, 6))
-def test_a_run_is_the_same_bit_for_bit(line, moved):
+def test_offloading_does_not_change_the_training_results(line, moved):
     plain, found = (
         run(config.mesh.sizes(), lambda mesh, config=config: train(mesh, config))
         for config in (config_of(line), config_of(f"{line} {moved}"))
@@ -129,14 +129,14 @@ def copies(prediction):
 
 
 @pytest.mark.parametrize("line", strided([line for line in LINES if "y=2" not in line], 3))
-def test_predicted_copies_are_counted(line):
+def test_predicted_offload_copies_match_the_counted_ones(line):
     config = config_of(f"{line} {ALL}")
     predicted = every_rank(config, config.model.vocabulary)
     for ours, theirs in zip(predicted, counted(config), strict=True):
         assert copies(ours) == copies(theirs)
 
 
-def test_every_byte_of_state_goes_in_once_and_out_once():
+def test_each_optimizer_state_byte_is_copied_in_and_out_once():
     config = config_of("microbatches=2 'offload=[\"optimizer\"]'")
     (found,) = counted(config)
     (plain,) = every_rank(config_of("microbatches=2"), config.model.vocabulary)
@@ -152,7 +152,7 @@ def test_every_byte_of_state_goes_in_once_and_out_once():
         ("microbatches=2 dtype=bfloat16 recompute=[0] optimizer=muon", "parameters"),
     ],
 )
-def test_predicted_peaks_are_counted(line, what):
+def test_predicted_memory_peaks_match_the_measured_ones(line, what):
     config = config_of(f"{line} 'offload=[\"{what}\"]'")
 
     def rank(mesh):
@@ -192,7 +192,7 @@ def losses(out):
 
 
 @pytest.mark.slow
-def test_a_model_trains_in_memory_that_its_states_do_not_fit(tmp_path):
+def test_offloading_trains_a_model_whose_states_exceed_memory(tmp_path):
     plain = limited(tmp_path / "plain")
     assert plain.returncode == 0, plain.stderr
     short = limited(tmp_path / "short", limit=LIMIT)

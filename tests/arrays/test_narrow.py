@@ -50,7 +50,7 @@ def ones(shape, dtype):
 
 
 @every_type
-def test_what_a_pool_makes_is_narrow_and_so_is_what_is_cut_out_of_it(dtype):
+def test_pool_arrays_and_views_of_16_bit_types_are_narrow(dtype):
     pool = Pool()
     whole = pool.zeros((4, 6), dtype)
     views = whole[1:], whole.T, whole.reshape(2, 2, 6), whole[0], whole.swapaxes(0, 1)[::2]
@@ -66,7 +66,7 @@ def test_what_a_pool_makes_is_narrow_and_so_is_what_is_cut_out_of_it(dtype):
 
 
 @every_type
-def test_what_is_computed_is_of_float32_and_rounded_where_it_is_written(dtype):
+def test_narrow_arithmetic_runs_in_float32_and_rounds_when_stored(dtype):
     x, y = drawn((300, 257), dtype), drawn((300, 257), dtype, 1)
     a, b = widened(x), widened(y)
     for ours, theirs in ((x + y, a + b), (x.sum(0), a.sum(0)), (x.max(1), a.max(1))):
@@ -107,14 +107,14 @@ SUMS = {
 
 @every_type
 @pytest.mark.parametrize("name", SUMS)
-def test_a_thousand_ones_are_a_thousand(name, dtype):
+def test_sum_of_a_thousand_ones_is_exact_in_float32(name, dtype):
     found = SUMS[name](ones((MANY, 3), dtype))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, np.full(3, MANY), rtol=1e-5)
 
 
 @every_type
-def test_members_are_summed_in_their_order_and_rounded_once(dtype):
+def test_fold_adds_members_in_order_and_rounds_once(dtype):
     total = ones((3,), dtype)
     fold(np.add, ones((MANY, 3), dtype), total)
     np.testing.assert_array_equal(total, np.full(3, MANY).astype(dtype))
@@ -123,7 +123,7 @@ def test_members_are_summed_in_their_order_and_rounded_once(dtype):
 
 
 @every_type
-def test_attention_to_many_keys_is_their_mean(dtype):
+def test_attention_over_many_equal_keys_returns_their_mean(dtype):
     """All keys weigh the same: 1 / 1,000 each, of a value of 1."""
     out, _ = attend(
         ones((MANY, 12), dtype), MANY, HeadForm(4), Pool().empty, mask=AttentionMask(False)
@@ -132,7 +132,7 @@ def test_attention_to_many_keys_is_their_mean(dtype):
 
 
 @every_type
-def test_a_product_by_panels_and_blocks_is_that_of_float32(dtype, monkeypatch):
+def test_blocked_product_matches_the_float32_product(dtype, monkeypatch):
     monkeypatch.setattr(product_module, "_PANEL", 4 * 70 * 16)
     monkeypatch.setattr(product_module, "_BLOCK", 4 * 70 * 16)
     a, b = drawn((50, 70), dtype), drawn((70, 37), dtype, 1)
@@ -256,7 +256,7 @@ OPS = {
 @every_type
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("cache", [1 << 17, 300], ids=["one block", "many blocks"])
-def test_an_op_is_that_of_float32_rounded(name, cache, dtype, monkeypatch):
+def test_narrow_operation_matches_the_rounded_float32_operation(name, cache, dtype, monkeypatch):
     monkeypatch.setattr(rows_module, "CACHE", cache)
     ours = OPS[name](blocks(dtype), Pool().empty)
     given = {key: widened(block) for key, block in blocks(dtype).items()}
@@ -269,12 +269,12 @@ def test_an_op_is_that_of_float32_rounded(name, cache, dtype, monkeypatch):
         )
 
 
-def test_every_named_type_has_its_size():
+def test_itemsize_of_every_named_type():
     sizes = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "?!": 0}
     assert {name: itemsize(name) for name in sizes} == sizes
 
 
-def test_every_op_has_a_rule():
+def test_every_operation_has_a_narrow_or_float32_rule():
     """One of its own, or that of NumPy on float32 copies, which gives float32."""
     wide = {each.__name__ for each in PRIMITIVES if each.narrow_rule is None}
     assert {"scatter_rows", "sum_repeated", "route", "merge_chunks", "chunks_grad"} <= wide

@@ -7,7 +7,7 @@ import pytest
 from hpc3d.arrays.pool import Pool, lease_of, size_class
 
 
-def test_memory_comes_back_with_its_last_view():
+def test_pool_reuses_memory_after_the_last_view_is_deleted():
     pool = Pool()
     array = pool.empty((6, 4), np.float64)
     address, view = array.ctypes.data, array[2:, ::2].T
@@ -19,7 +19,7 @@ def test_memory_comes_back_with_its_last_view():
     assert pool.empty((4, 6), np.float64).ctypes.data == address
 
 
-def test_peaks_are_of_each_kind_and_of_all_at_one_time():
+def test_peaks_are_tracked_by_kind_and_in_total():
     pool = Pool()
     one = pool.zeros((8,), np.float64, "parameter")
     two = pool.empty((16,), np.float32, "gradient")
@@ -31,7 +31,7 @@ def test_peaks_are_of_each_kind_and_of_all_at_one_time():
     assert not one.any() and three.shape == (2,)
 
 
-def test_a_type_that_numpy_does_not_name_is_kept():
+def test_pool_supports_types_that_numpy_does_not_define():
     block = Pool().zeros((3,), ml_dtypes.bfloat16)
     assert block.dtype == ml_dtypes.bfloat16 and block.tolist() == [0, 0, 0]
 
@@ -39,5 +39,5 @@ def test_a_type_that_numpy_does_not_name_is_kept():
 @pytest.mark.parametrize(
     ("nbytes", "size"), [(0, 64), (1, 64), (64, 64), (65, 128), (1024, 1024), (1025, 1152)]
 )
-def test_memory_has_eight_sizes_a_power_of_two(nbytes, size):
+def test_size_classes_have_eight_steps_per_power_of_two(nbytes, size):
     assert size_class(nbytes) == size

@@ -37,13 +37,13 @@ def doubled():
     return double
 
 
-def test_an_array_of_numpy_takes_the_function_itself():
+def test_numpy_array_calls_the_function_itself():
     x = np.arange(3.0)
     assert doubled()(x, np.empty(3)).tolist() == [0, 2, 4]
     assert doubled()(x, out=np.empty(3)).tolist() == [0, 2, 4]
 
 
-def test_an_abstract_array_takes_the_abstract_rule_and_its_meter_is_notified():
+def test_abstract_array_calls_the_abstract_rule_and_notifies_the_meter():
     double, meter = doubled(), Kernels()
     double.abstract(lambda x, out: out)
     pool = AbstractPool(meter)
@@ -52,13 +52,13 @@ def test_an_abstract_array_takes_the_abstract_rule_and_its_meter_is_notified():
     assert meter.noted == [("double", 48)]
 
 
-def test_a_primitive_without_an_abstract_rule_says_so():
+def test_primitive_without_an_abstract_rule_raises():
     x = AbstractPool().empty((3,), np.float64)
     with pytest.raises(NotImplementedError, match="double"):
         doubled()(x, x)
 
 
-def test_the_parts_of_a_composite_notify_the_meter():
+def test_operations_inside_a_composite_notify_the_meter():
     meter = Kernels()
     x = AbstractPool(meter).empty((3,), np.float64)
 
@@ -70,7 +70,7 @@ def test_the_parts_of_a_composite_notify_the_meter():
     assert [name for name, _ in meter.noted] == ["add"]
 
 
-def test_a_backend_chooses_the_rule_and_a_later_one_replaces_it():
+def test_backend_selects_the_rule_and_later_registrations_replace_it():
     double, x = doubled(), np.arange(3.0).view(Marked)
     double.cuda(lambda gpu, x, out: gpu)
     for gpu in ("first", "second"):

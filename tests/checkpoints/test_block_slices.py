@@ -51,13 +51,13 @@ def times(parts):
 
 
 @given(st.sampled_from([WHOLE, EXPERTS]).flatmap(cut).flatmap(st.permutations))
-def test_what_was_cut_is_covered(parts):
+def test_slices_of_a_partition_cover_the_block(parts):
     whole = EXPERTS if any(part.back > 1 for part in parts) else WHOLE
     assert coverage_error(parts, whole) is None
 
 
 @given(st.sampled_from([WHOLE, EXPERTS]), st.data())
-def test_parts_cover_if_every_element_is_there_once(whole, data):
+def test_coverage_requires_each_element_exactly_once(whole, data):
     parts = data.draw(cut(whole))
     kept = parts[: data.draw(st.integers(0, len(parts)))]
     covers(kept + data.draw(st.lists(box(whole), max_size=3)), whole)
@@ -71,13 +71,13 @@ def covers(parts, whole):
 
 
 @pytest.mark.parametrize("whole", [WHOLE, EXPERTS])
-def test_as_many_elements_as_the_whole_has_do_not_cover_it(whole):
+def test_overlapping_slices_with_the_right_element_count_do_not_cover(whole):
     half = whole._replace(right=whole.right // 2)
     assert coverage_error([half, half], whole).startswith("rows 0 to ")
     covers([half, half], whole)
 
 
-def test_it_says_what_is_missing():
+def test_coverage_error_states_the_missing_elements():
     assert coverage_error([HALF], WHOLE).startswith("12 of 30 ")
     assert coverage_error([], WHOLE).startswith("30 of 30 ")
     twice = [WHOLE, BlockSlices(1, 3, 2, 4)]
@@ -86,7 +86,7 @@ def test_it_says_what_is_missing():
     assert " 3 x 5 x 4" in coverage_error([EXPERTS._replace(back=6)], EXPERTS)
 
 
-def test_a_vector_is_one_row_and_a_matrix_is_of_one_expert():
+def test_vectors_are_one_row_and_matrices_have_one_expert():
     assert whole_of((7,)) == BlockSlices(0, 1, 0, 7)
     assert whole_of((5, 6)) == WHOLE
     assert whole_of((3, 5, 4)) == EXPERTS
@@ -97,7 +97,7 @@ sizes = st.integers(1, 5)
 
 
 @given(st.integers(0, 4), sizes, sizes, st.integers(0, 60), st.integers(0, 60))
-def test_boxes_have_the_elements_of_a_stretch_in_order(rows, experts, columns, start, length):
+def test_boxes_cover_an_element_range_in_order(rows, experts, columns, start, length):
     block = BlockSlices(2, 2 + rows, 3, 3 + columns, 4, 4 + experts)
     whole = np.arange(rows * experts * columns).reshape(rows, experts, columns)
     parts = boxes(block, start, start + length)

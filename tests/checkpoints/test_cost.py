@@ -14,7 +14,7 @@ from tests.pipeline.mixes import config_of, trainer_of
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_bytes_are_those_of_the_files(layout, tmp_path):
+def test_forecast_bytes_match_the_checkpoint_files(layout, tmp_path):
     live(tmp_path, layout, 1)
     config = config_of(LAYOUTS[layout])
 
@@ -31,7 +31,7 @@ def test_the_bytes_are_those_of_the_files(layout, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "losses", "said"}
 
 
-def test_the_busiest_node_counts_and_rank_0_reads_all_again():
+def test_checkpoint_time_is_that_of_the_busiest_node_plus_the_reread():
     """Node b writes 4 files and 30 bytes at the slowest rates; then 40 bytes are read."""
     ranks = [("a", 10), ("b", 10), ("b", 20)]
     probes = [Probe(file=1.0, write=0.5, digest=0.1), Probe(file=2.0, write=0.1, digest=0.2)]
@@ -39,7 +39,9 @@ def test_the_busiest_node_counts_and_rank_0_reads_all_again():
 
 
 @pytest.mark.parametrize(("large", "write"), [(0.75, 0.0005), (0.25, 0.0), (0.2, 0.0)])
-def test_a_probe_takes_the_small_file_from_the_large_one(large, write, tmp_path, monkeypatch):
+def test_probe_subtracts_the_small_file_time_from_the_large_file_time(
+    large, write, tmp_path, monkeypatch
+):
     """1,000 bytes; a small file may take longer, by accident."""
     times = iter([0.25, large, 0.5])
     monkeypatch.setattr(cost, "timed", lambda function, *given: function(*given) or next(times))
@@ -49,7 +51,7 @@ def test_a_probe_takes_the_small_file_from_the_large_one(large, write, tmp_path,
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_disk_that_is_too_small_is_warned_of(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_reported(tmp_path, monkeypatch):
     """Room for 2 and a half of 100 bytes, of which one is there already."""
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(cost.shutil, "disk_usage", lambda _: usage(150_000_000))
@@ -65,7 +67,7 @@ def test_a_disk_that_is_too_small_is_warned_of(tmp_path, monkeypatch):
     assert shortage(tmp_path, 125_000_001, keep=1)
 
 
-def test_a_node_that_cannot_write_is_named(tmp_path):
+def test_folder_without_write_access_is_named(tmp_path):
     config = config_of(LAYOUTS["x=2"])
 
     def rank(mesh):

@@ -64,7 +64,7 @@ e=4 d=2 microbatches=2 zero=3
 
 
 @pytest.mark.parametrize("line", strided(EXPERTS, 4))
-def test_experts_of_every_layout_are_exported_one_by_one(tmp_path, line):
+def test_every_expert_layout_exports_the_same_bytes(tmp_path, line):
     expected = exported(tmp_path / "serial", f"{SERIAL} {MIXTRAL}")
     found = exported(tmp_path / "parallel", f"{line} {MIXTRAL}")
     for name in ("model.safetensors", "config.json"):
@@ -84,7 +84,7 @@ def test_experts_of_every_layout_are_exported_one_by_one(tmp_path, line):
         (f"{MIXTRAL} top_k=1", "top_k = 1: a Mixtral weights a single expert by 1"),
     ],
 )
-def test_mixtures_that_transformers_has_not_are_refused(tmp_path, line, said):
+def test_mixtures_without_a_transformers_equivalent_are_rejected(tmp_path, line, said):
     with pytest.raises(ValueError, match=rf"^model\.{said}"):
         exported(tmp_path, f"{SERIAL} {line}")
     assert not (tmp_path / "exported").exists()
@@ -98,12 +98,12 @@ def test_mixtures_that_transformers_has_not_are_refused(tmp_path, line, said):
         ("kind=llama", []),
     ],
 )
-def test_that_no_token_is_dropped_any_more_is_said(tmp_path, line, said):
+def test_export_notes_that_a_mixtral_never_drops_tokens(tmp_path, line, said):
     found = notes(Checkpoint(drawn_models.saved(tmp_path / "run", f"{SERIAL} {line}")))
     assert [text.partition(",")[0] for text in found] == said
 
 
-def test_a_padded_vector_of_the_vocabulary_is_as_long_as_the_vocabulary(tmp_path):
+def test_export_removes_vocabulary_padding(tmp_path):
     """Of 29 tokens over two ranks; a checkpoint has no padding."""
     expected = exported(tmp_path / "serial", f"{SERIAL} kind=bert")
     found = exported(tmp_path / "parallel", f"{LAYOUTS[0]} kind=bert")
@@ -113,7 +113,7 @@ def test_a_padded_vector_of_the_vocabulary_is_as_long_as_the_vocabulary(tmp_path
 
 
 @pytest.mark.parametrize("model", strided(MODELS, 3))
-def test_what_was_exported_comes_back_to_the_last_bit(tmp_path, model):
+def test_exported_model_is_imported_bit_for_bit(tmp_path, model):
     target = exported(tmp_path, f"{SERIAL} {model}", step=5)
     back = imported(target, tmp_path / "back")
     assert problems(back) == []

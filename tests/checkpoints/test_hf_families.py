@@ -77,13 +77,13 @@ def their_gpt2(weights, told, tokens):
         ),
     ],
 )
-def test_names(kind, ours, theirs):
+def test_parameter_names_map_to_transformers_names(kind, ours, theirs):
     family = PUBLISHED[kind]
     assert [family.full_name_of(name) for name in family.names_of(ours, expert=5)] == theirs
 
 
 @pytest.mark.parametrize("model", ["", "tied=false gelu=exact heads=3"])
-def test_a_gpt2_by_their_names_computes_the_same(tmp_path, model):
+def test_exported_gpt2_has_the_same_logits_in_torch(tmp_path, model):
     target = exported(tmp_path, f"{SERIAL} {model}")
     told = json.loads((target / "config.json").read_text())
     tokens = drawn_models.tokens_of(told["vocab_size"], told["n_positions"])
@@ -167,7 +167,7 @@ SCALED = "rope_theta=300.0 rope_scaling='{factor = 8, low = 1, high = 4, origina
         f"kind=llama heads=3 hidden=36 sequence=23 tied=false norm_epsilon=0.01 {SCALED}",
     ],
 )
-def test_a_llama_by_their_names_computes_the_same(tmp_path, model):
+def test_exported_llama_has_the_same_logits_in_torch(tmp_path, model):
     target = exported(tmp_path, f"{SERIAL} {model}")
     told = json.loads((target / "config.json").read_text())
     tokens = drawn_models.tokens_of(told["vocab_size"], told["max_position_embeddings"])
@@ -216,7 +216,7 @@ def their_bert(weights, told, tokens):
 @pytest.mark.parametrize(
     "model", ["kind=bert ffn=60", "kind=bert tied=false gelu=exact heads=3 norm_epsilon=0.01"]
 )
-def test_a_bert_by_their_names_computes_the_same(tmp_path, model):
+def test_exported_bert_has_the_same_logits_in_torch(tmp_path, model):
     target = exported(tmp_path, f"{SERIAL} {model}")
     told = json.loads((target / "config.json").read_text())
     tokens = drawn_models.tokens_of(told["vocab_size"], told["max_position_embeddings"])

@@ -47,7 +47,7 @@ def values(folder):
     }
 
 
-def test_names_without_prefix_masks_and_a_copy_of_the_table_are_understood(files, tmp_path):
+def test_import_accepts_names_without_prefix_masks_and_a_tied_head(files, tmp_path):
     """As in the files of the first GPT-2, and in those of old versions."""
     plain = values(imported(files(), tmp_path / "plain"))
     table = load_file(files() / "model.safetensors")["transformer.wte.weight"]
@@ -59,7 +59,7 @@ def test_names_without_prefix_masks_and_a_copy_of_the_table_are_understood(files
     assert all((found[name] == array).all() for name, array in plain.items())
 
 
-def test_several_files_are_read_through_their_index(files, tmp_path):
+def test_import_reads_sharded_files_through_the_index(files, tmp_path):
     source = files()
     plain = values(imported(source, tmp_path / "plain"))
     weights = [*load_file(source / "model.safetensors").items()]
@@ -76,14 +76,14 @@ def test_several_files_are_read_through_their_index(files, tmp_path):
         Pretrained(source)
 
 
-def test_short_numbers_are_widened(files, tmp_path):
+def test_float16_weights_are_widened_to_float32(files, tmp_path):
     norm = np.linspace(-2, 2, 24).astype("f2")
     source = files(**{"transformer.ln_f.weight": norm})
     found = values(imported(source, tmp_path / "back"))["head.norm.gamma"]
     assert found.dtype == np.float32 and (found == norm).all()
 
 
-def test_a_file_alone_needs_the_heads_only(files, tmp_path):
+def test_safetensors_file_without_config_requires_only_the_head_count(files, tmp_path):
     source = files()
     (source / "config.json").unlink()
     alone = source / "model.safetensors"
@@ -95,7 +95,7 @@ def test_a_file_alone_needs_the_heads_only(files, tmp_path):
     assert all((array == expected[name, "value"]).all() for name, array in values(back).items())
 
 
-def test_a_shorter_sequence_has_the_first_positions(files, tmp_path):
+def test_import_with_a_shorter_sequence_keeps_the_first_positions(files, tmp_path):
     back = imported(files(), tmp_path / "back", "--model.sequence", "2")
     positions = values(back)["embedding.position"]
     expected = drawn_models.stored(tmp_path / "run" / "checkpoints" / "step-00000000")
@@ -104,7 +104,7 @@ def test_a_shorter_sequence_has_the_first_positions(files, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "free"), [("gpt2", False), ("llama", True)])
-def test_a_sequence_may_become_shorter_before_the_first_step(kind, free, tmp_path):
+def test_sequence_may_be_shortened_only_at_step_0_without_learned_positions(kind, free, tmp_path):
     """Where there is no table of positions; later, other windows have been seen."""
     line = f"kind={kind} layers=1 sequence=6"
     drawn_models.saved(tmp_path, line, 0)
@@ -142,7 +142,7 @@ SQUARE = np.ones((24, 24), "f4")
         ({"ln_f.bias": DIVERGED}, "^transformer.ln_f.bias: 2 of 24 .* --allow-nonfinite$"),
     ],
 )
-def test_other_arrays_are_refused(files, tmp_path, arrays, said):
+def test_missing_or_unknown_arrays_are_rejected(files, tmp_path, arrays, said):
     head = "lm_head.weight", "score.weight"
     source = files(
         **{name if name in head else f"transformer.{name}": a for name, a in arrays.items()}
@@ -152,14 +152,14 @@ def test_other_arrays_are_refused(files, tmp_path, arrays, said):
     assert not (tmp_path / "back").exists()
 
 
-def test_a_cache_folder_names_its_snapshot(tmp_path):
+def test_hf_cache_folder_error_names_the_snapshot(tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     with pytest.raises(ValueError, match=f"name its snapshot, {snapshot}$"):
         Pretrained(tmp_path / "models--a--b")
 
 
-def test_weights_that_are_not_finite_are_taken_on_request(files):
+def test_non_finite_weights_are_accepted_on_request(files):
     source = files(**{"transformer.ln_f.bias": DIVERGED})
     found = Pretrained(source, allow_nonfinite=True).read("ln_f.bias")
     np.testing.assert_array_equal(found, DIVERGED)
@@ -225,7 +225,7 @@ def test_a_tied_table_that_is_not_finite_is_still_tied(files):
         ),
     ],
 )
-def test_other_models_are_refused(files, tmp_path, told, said):
+def test_unsupported_hf_models_are_rejected(files, tmp_path, told, said):
     with pytest.raises(ValueError, match=said):
         imported(files(told=told), tmp_path / "back")
     assert not (tmp_path / "back").exists()
@@ -238,7 +238,7 @@ def llama(tmp_path_factory):
     return target / "config.json"
 
 
-def test_arrays_of_other_shapes_than_the_heads_of_keys_want_are_refused(llama, tmp_path):
+def test_key_projection_shape_must_match_the_kv_heads(llama, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(llama.parent, source)
     told = json.loads(llama.read_text()) | {"num_key_value_heads": 6}
@@ -247,7 +247,7 @@ def test_arrays_of_other_shapes_than_the_heads_of_keys_want_are_refused(llama, t
         imported(source, tmp_path / "back")
 
 
-def test_a_llama_without_its_configuration_is_refused(llama, tmp_path):
+def test_llama_without_a_configuration_is_rejected(llama, tmp_path):
     shutil.copy(llama.parent / "model.safetensors", tmp_path)
     with pytest.raises(ValueError, match=r"there is no config.json with num_attention_h"):
         Pretrained(tmp_path / "model.safetensors")
@@ -274,7 +274,7 @@ def folder(tmp_path_factory):
 
 @given(st.dictionaries(st.sampled_from(KEYS), STRANGE, max_size=3))
 @example({"resid_pdrop": "\x1e"})
-def test_whatever_config_json_says_it_is_understood_or_refused_in_a_line(folder, strange):
+def test_any_config_json_is_accepted_or_rejected_with_one_line_per_problem(folder, strange):
     path = folder / "config.json"
     before = path.read_text()
     path.write_text(json.dumps(json.loads(before) | strange))
@@ -288,7 +288,7 @@ def test_whatever_config_json_says_it_is_understood_or_refused_in_a_line(folder,
         path.write_text(before)
 
 
-def test_dropout_is_theirs_or_what_is_asked(files):
+def test_dropout_comes_from_config_json_or_the_command_line(files):
     source = files(told=dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.5))
     assert configured(Pretrained(source), []).model.dropout == 0.5
     files(told={"attn_pdrop": 0.1})
@@ -307,12 +307,12 @@ def test_dropout_is_theirs_or_what_is_asked(files):
         (["--modl.heads", "3"], "modl: .* model[?]"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(files, words, said):
+def test_options_that_contradict_the_weights_are_rejected(files, words, said):
     with pytest.raises(ValueError, match=said):
         configured(Pretrained(files()), words)
 
 
-def test_what_bert_has_for_other_tasks_is_left_and_old_names_are_known(tmp_path):
+def test_bert_import_ignores_task_heads_and_accepts_old_names(tmp_path):
     """Of the first published files; where head and table are two, so are the biases."""
     target = exported(tmp_path, f"{SERIAL} kind=bert ffn=60 tied=false")
     path = target / "model.safetensors"
@@ -352,18 +352,18 @@ def mixtral(tmp_path_factory):
         ("experts 8", "--model.experts 8: it is 4 "),
     ],
 )
-def test_a_mixtral_stays_what_it_is(mixtral, word, said):
+def test_mixtral_options_that_change_the_architecture_are_rejected(mixtral, word, said):
     with pytest.raises(ValueError, match=said):
         configured(Pretrained(mixtral), f"--model.{word}".split())
 
 
-def test_what_training_alone_does_may_be_asked_of_a_mixtral(mixtral):
+def test_mixtral_import_accepts_capacity_and_auxiliary_loss_options(mixtral):
     words = ["--model.capacity", "1.5", "--model.balance_loss", "0.5", "--model.z_loss", "0.25"]
     model = configured(Pretrained(mixtral), words).model
     assert (model.capacity, model.balance_loss, model.z_loss) == (1.5, 0.5, 0.25)
 
 
-def test_a_llama_gets_no_experts(llama):
+def test_expert_options_are_rejected_for_a_llama(llama):
     with pytest.raises(ValueError, match=r"--model\.experts 4: it is 0 "):
         configured(Pretrained(llama.parent), ["--model.experts", "4"])
 
@@ -384,7 +384,7 @@ def test_a_llama_gets_no_experts(llama):
         ({"mlp.experts.gate_up_proj": SQUARE}, "all experts in one array; .*save_original_format"),
     ],
 )
-def test_other_experts_are_refused(mixtral, tmp_path, arrays, said):
+def test_inconsistent_expert_arrays_are_rejected(mixtral, tmp_path, arrays, said):
     shutil.copytree(mixtral, source := tmp_path / "source")
     weights = load_file(source / "model.safetensors")
     weights |= {f"model.layers.0.{name}": array for name, array in arrays.items()}

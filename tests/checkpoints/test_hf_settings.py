@@ -38,7 +38,7 @@ PARAMETERS = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 2.0, "low_fr
         ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: must be a table"),
     ],
 )
-def test_what_the_configuration_of_a_llama_tells(told, found):
+def test_llama_config_json_maps_to_model_settings(told, found):
     settings = LLAMA.of(MODEL) | told
     measured = {"layers": 4, "hidden": 24, "ffn": 96, "vocabulary": 29}
     if isinstance(found, str):
@@ -50,7 +50,7 @@ def test_what_the_configuration_of_a_llama_tells(told, found):
     assert (model["heads"], model["sequence"], model["layers"]) == (12, 3, 4)
 
 
-def test_windows_of_qwen2_are_refused():
+def test_sliding_windows_of_qwen2_are_rejected():
     settings = {**QWEN2.of(MODEL), "layer_types": ["full_attention"] * 4, "sliding_window": 9}
     assert QWEN2.model(settings, {"hidden": 24})["kv_heads"] == 4
     with pytest.raises(ValueError, match="use_sliding_window = True: only False is"):
@@ -82,7 +82,7 @@ MIXTURE = ModelConfig("llama", **SIZES, experts=6, top_k=3, capacity=0.0, balanc
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': .* 'silu'"),
     ],
 )
-def test_what_the_configuration_of_a_mixtral_tells(told, found):
+def test_mixtral_config_json_maps_to_model_settings(told, found):
     settings = MIXTRAL.of(MIXTURE) | told
     measured = {"layers": 4, "hidden": 24, "ffn": 96, "vocabulary": 29, "experts": 6}
     if isinstance(found, str):
@@ -103,7 +103,7 @@ def test_what_the_configuration_of_a_mixtral_tells(told, found):
         ("top_k", 1, r"weights a single expert by 1, not by its probability \(2\)"),
     ],
 )
-def test_mixtures_that_are_no_mixtral(key, value, said):
+def test_mixture_settings_that_mixtral_lacks_are_reported(key, value, said):
     problem = no_mixtral(replace(MIXTURE, **{key: value}))
     assert re.match(rf"model.{key} = {value}: a Mixtral .*{said}$", problem)
 
@@ -119,7 +119,7 @@ def test_mixtures_that_are_no_mixtral(key, value, said):
         ({"activation_function": "gelu"}, {"gelu": "exact"}),
     ],
 )
-def test_what_a_configuration_tells(told, found):
+def test_gpt2_config_json_maps_to_model_settings(told, found):
     """A rate of dropout where all that are there agree, and be it one; gelu_new where none is."""
     assert GPT2.model(told, {"hidden": 24}) == {"hidden": 24, **found}
 
@@ -146,7 +146,7 @@ BERT_MODEL = ModelConfig("bert", layers=4, hidden=24, heads=12, sequence=3, voca
         ({"embedding_size": 128}, "embedding_size = 128 is unknown"),
     ],
 )
-def test_what_the_configuration_of_a_bert_tells(told, found):
+def test_bert_config_json_maps_to_model_settings(told, found):
     settings = BERT.of(with_epsilon(BERT_MODEL)) | told
     measured = {"layers": 4, "hidden": 24, "ffn": 96, "vocabulary": 29, "sequence": 3}
     if isinstance(found, str):

@@ -14,7 +14,7 @@ from tests.checkpoints import drawn_models
 from tests.checkpoints.lives import live
 
 
-def test_tensors_that_are_too_many_or_too_few_are_named(tmp_path):
+def test_extra_or_missing_tensors_are_named(tmp_path):
     live(tmp_path, "serial", 1)
     opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
     shapes = shapes_of(config_of(opened).model)
@@ -28,7 +28,7 @@ def test_tensors_that_are_too_many_or_too_few_are_named(tmp_path):
     assert line.startswith("head.norm.beta, value: 24 of 24 ")
 
 
-def test_a_mixture_is_whole_with_the_value_alone_of_what_no_optimiser_updates(tmp_path):
+def test_expert_checkpoint_is_complete_without_moments_of_the_router_bias(tmp_path):
     line = "d=2 e=2 x=2 zero=1 microbatches=2 experts=4 shared_experts=1 balance_bias=0.01 steps=3"
     folder = drawn_models.saved(tmp_path / "run", line)
     assert problems(folder) == []

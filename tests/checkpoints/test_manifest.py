@@ -105,7 +105,7 @@ PIECE = *FIRST, "pieces", 0
         (put(*PIECE, 4, 0, "0101"), "rank-00000.bin ... invalid piece"),
     ],
 )
-def test_what_it_cannot_say_is_named(copy, change, said):
+def test_invalid_manifest_entry_is_named(copy, change, said):
     rewrite(copy, change)
     assert re.search(elided(said), refused(copy))
 
@@ -122,20 +122,20 @@ def test_what_it_cannot_say_is_named(copy, change, said):
         ("{}", "hpc3d"),
     ],
 )
-def test_rubbish_is_named(copy, text, said):
+def test_manifest_that_is_no_json_object_is_rejected(copy, text, said):
     (copy / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
     assert re.search(elided(said), refused(copy))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.bin"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)])
-def test_what_is_no_file_is_not_waited_for(copy, name, make):
+def test_non_regular_files_are_rejected_without_blocking(copy, name, make):
     (copy / name).unlink()
     make(copy / name)
     refused(copy)
 
 
-def test_a_manifest_that_is_too_large_is_not_read(copy):
+def test_oversized_manifest_is_not_read(copy):
     os.truncate(copy / "manifest.json", 2 << 30)
     assert " 2147483648 bytes" in refused(copy)
 
@@ -144,7 +144,7 @@ STRANGE = (None, True, -1, 0, 7, HUGE, 1e308, "", "value", "../x", [], [[]], {},
 
 
 @pytest.mark.slow
-def test_whatever_is_changed_it_is_refused_or_read(sound, copy, chance):
+def test_any_modified_manifest_is_rejected_or_read(sound, copy, chance):
     """300 changes at places drawn at random, each with a line that names the checkpoint."""
     outcomes = []
     for _ in range(300):
@@ -166,7 +166,7 @@ def places(tree):
             yield from places(value)
 
 
-def test_pieces_that_overlap_do_not_make_up_for_those_that_lack(copy):
+def test_overlapping_pieces_do_not_replace_missing_ones(copy):
     """The elements add up, but some are there twice and others not at all."""
     name = "layers.0.up.weight"
 

@@ -30,7 +30,7 @@ PIPED = (
 
 
 @pytest.mark.parametrize("ranks", [4, 16])
-def test_stages_and_replicas_stay_where_they_divide_the_ranks(ranks):
+def test_stages_and_replicas_are_kept_if_they_divide_the_ranks(ranks):
     """4 of them, on half and on twice the ranks: the cuboid within gives way."""
     config = resolve(with_free_mesh(config_of(PIPED), ranks), ranks)
     mesh, parallel = config.mesh, config.parallel
@@ -40,7 +40,7 @@ def test_stages_and_replicas_stay_where_they_divide_the_ranks(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_else_the_ranks_are_one_cuboid(ranks):
+def test_otherwise_all_ranks_form_one_cuboid(ranks):
     """Fewer ranks than stages and replicas, of which they are a divisor or none; or more."""
     config = resolve(with_free_mesh(config_of(PIPED), ranks), ranks)
     mesh, parallel = config.mesh, config.parallel
@@ -48,12 +48,12 @@ def test_else_the_ranks_are_one_cuboid(ranks):
     assert (parallel.schedule, parallel.zero, parallel.layers_per_stage) == ("none", 0, None)
 
 
-def test_experts_stay_where_they_divide_the_ranks():
+def test_expert_parallelism_is_kept_if_it_divides_the_ranks():
     config = config_of("e=2 x=2 y=2 microbatches=2 experts=4")
     assert [with_free_mesh(config, ranks).mesh.e for ranks in (2, 3, 4, 8)] == [2, 1, 2, 2]
 
 
-def test_on_as_many_ranks_nothing_gives_way():
+def test_mesh_is_unchanged_on_the_same_number_of_ranks():
     config = config_of(PIPED)
     assert with_free_mesh(config, 8) is config
     assert with_free_mesh(config_of("p=2 x=1 y=1 z=1 schedule=1f1b"), 2).mesh.p == 2
@@ -61,7 +61,7 @@ def test_on_as_many_ranks_nothing_gives_way():
 
 @pytest.mark.parametrize("name", ["run", "lr=0.1", "lr=0.1=x", "--odd"])
 @pytest.mark.parametrize("joined", [True, False])
-def test_the_run_is_taken_out_of_the_words(name, joined, tmp_path, monkeypatch):
+def test_resume_option_is_removed_from_the_arguments(name, joined, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.toml").touch()
@@ -73,7 +73,7 @@ def test_the_run_is_taken_out_of_the_words(name, joined, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damaged", [1, 2])
-def test_what_is_damaged_is_named_and_the_one_before_is_taken(damaged, tmp_path):
+def test_damaged_checkpoint_is_named_and_the_previous_one_is_used(damaged, tmp_path):
     """Of checkpoints of steps 2 and 3; without any that is whole nothing is gone on with."""
     live(tmp_path, "x=2", 3)
     whole = losses(tmp_path)
@@ -103,7 +103,7 @@ def test_what_is_damaged_is_named_and_the_one_before_is_taken(damaged, tmp_path)
         ("tied=false", True, "has model.tied = True, not False: "),
     ],
 )
-def test_a_checkpoint_is_of_this_model_and_optimiser(change, moments, line, tmp_path):
+def test_checkpoint_must_match_the_model_and_optimizer(change, moments, line, tmp_path):
     live(tmp_path, "serial", 1)
     opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
     if not moments:
@@ -112,14 +112,14 @@ def test_a_checkpoint_is_of_this_model_and_optimiser(change, moments, line, tmp_
     assert found is None if line is None else line in found
 
 
-def test_capacity_and_losses_of_routers_may_change(tmp_path):
+def test_router_capacity_and_losses_may_change_on_resume(tmp_path):
     live(tmp_path, "mixture", 1)
     opened, line = Checkpoint(tmp_path / "checkpoints" / "step-00000001"), LAYOUTS["mixture"]
     assert mismatch(config_of(f"{line} capacity=2 balance_loss=0 z_loss=0.1"), opened) is None
     assert "has model.top_k = 1" in mismatch(config_of(f"{line} top_k=2"), opened)
 
 
-def test_a_checkpoint_from_before_a_key_was_added_is_of_this_model(tmp_path):
+def test_checkpoint_without_a_newer_key_matches_the_model(tmp_path):
     live(tmp_path, "serial", 1)
     opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
     opened.header["config"], removed = re.subn("norm_epsilon = .*\n", "", opened.header["config"])
@@ -127,7 +127,7 @@ def test_a_checkpoint_from_before_a_key_was_added_is_of_this_model(tmp_path):
 
 
 @pytest.mark.parametrize("checkpoints", [1, 2])
-def test_another_optimiser_is_refused_in_one_line(checkpoints, tmp_path):
+def test_changed_optimizer_is_rejected_in_one_line(checkpoints, tmp_path):
     live(tmp_path, "serial", checkpoints)
     line = f"{LAYOUTS['serial']} steps=9"
     (tmp_path / "config.toml").write_text(to_toml(config_of(line)))
@@ -140,7 +140,7 @@ def test_another_optimiser_is_refused_in_one_line(checkpoints, tmp_path):
     continued(tmp_path, config_of(f"{line} optimizer=sgd"))
 
 
-def test_without_checkpoints_another_optimiser_is_not_what_is_wrong(tmp_path):
+def test_changed_optimizer_without_checkpoints_reports_the_missing_checkpoint(tmp_path):
     (tmp_path / "config.toml").write_text(to_toml(config_of(LAYOUTS["serial"])))
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
         continued(tmp_path, config_of(f"{LAYOUTS['serial']} optimizer=muon"))
@@ -160,7 +160,7 @@ def test_without_checkpoints_another_optimiser_is_not_what_is_wrong(tmp_path):
         ),
     ],
 )
-def test_what_changes_is_said_also_of_keys_that_were_absent(begun, now, said):
+def test_changed_keys_are_reported_including_absent_ones(begun, now, said):
     before, after = (config_of(f"{LAYOUTS['serial']} {each}") for each in (begun, now))
     assert changes(before, after) == said
 
@@ -175,7 +175,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kept", [0, 0.3, 0.5, 0.8, -1, -10])
-def test_a_truncated_configuration_is_refused(kept, saved):
+def test_truncated_configuration_is_rejected(kept, saved):
     """Empty, cut between and within lines, without its last line, and within that."""
     run, text = saved
     cut = int(kept * len(text)) if kept >= 0 else kept - 1
@@ -198,7 +198,7 @@ def test_a_configuration_that_is_a_folder_is_refused(saved):
     (run / "config.toml").touch()
 
 
-def test_without_a_configuration_that_of_the_checkpoint_is_taken(saved):
+def test_missing_configuration_is_restored_from_the_checkpoint(saved):
     run, _ = saved
     (run / "config.toml").unlink()
     assert run_to_resume(["--resume", str(run)]) == run
@@ -206,7 +206,7 @@ def test_without_a_configuration_that_of_the_checkpoint_is_taken(saved):
     assert config_of_run(run, ["--train.batch=4"]).train.batch == 4
 
 
-def test_an_edited_configuration_is_compared_with_the_checkpoint(saved):
+def test_edited_configuration_is_compared_with_the_checkpoint(saved):
     """And a key without a value, such as parallel.split, may be absent from it."""
     run, text = saved
     (run / "config.toml").write_text(text.replace("batch = 8", "batch = 4"))
@@ -214,7 +214,7 @@ def test_an_edited_configuration_is_compared_with_the_checkpoint(saved):
     assert said == ["train.batch was 8, is 4"]
 
 
-def test_a_run_that_has_not_saved_yet_has_its_configuration(tmp_path):
+def test_run_without_checkpoints_uses_its_configuration(tmp_path):
     """Whoever resumes it learns first whether it is at work, then that nothing is saved."""
     config = config_of(LAYOUTS["serial"])
     (tmp_path / "config.toml").write_text(to_toml(config))
@@ -225,7 +225,7 @@ def test_a_run_that_has_not_saved_yet_has_its_configuration(tmp_path):
         config_of_run(tmp_path, [])
 
 
-def test_the_text_is_compared_with_that_of_the_checkpoint(saved):
+def test_training_text_is_compared_with_the_checkpoint(saved):
     run, _ = saved
     path = run / "checkpoints" / "step-00000001" / "manifest.json"
     text = {"path": "/a.txt", "from_run": "../a.txt", "tokens": 9, "sha256": "0"}

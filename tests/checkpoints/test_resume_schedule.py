@@ -21,7 +21,9 @@ from hpc3d.config.rules import resolve
         ("--mesh.p 2", "--train.steps 9", "1f1b", 1),
     ],
 )
-def test_what_followed_from_the_stages_is_open(begun, words, schedule, chunks, tmp_path):
+def test_schedule_defaults_follow_the_new_number_of_stages(
+    begun, words, schedule, chunks, tmp_path
+):
     sizes = ["--model.layers", "4", "--parallel.microbatches", "4"]
     first = load(None, [*sizes, *begun.split()])
     first = resolve(first, first.mesh.grid().size)

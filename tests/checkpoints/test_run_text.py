@@ -32,7 +32,7 @@ def of_run(config, run):
     return recorded(described(open_tokens(config.data.path), held), config, run)
 
 
-def test_paths_are_absolute_and_tried_first(here, monkeypatch):
+def test_data_paths_become_absolute_and_are_tried_first(here, monkeypatch):
     config = located(configured(validation="two.txt"))
     assert config.data.path == str(here / "one.txt")
     assert config.data.validation == str(here / "two.txt")
@@ -44,13 +44,13 @@ def test_paths_are_absolute_and_tried_first(here, monkeypatch):
 
 
 @pytest.mark.parametrize("validation", [None, "", 0.1])
-def test_what_is_no_path_of_a_file_stays(here, validation):
+def test_non_file_data_settings_are_unchanged(here, validation):
     assert located(configured("inputs/corpus", validation)) == configured(
         "inputs/corpus", validation
     )
 
 
-def test_a_project_that_moved_has_its_texts_beside_the_run(here, monkeypatch):
+def test_moved_project_finds_its_texts_next_to_the_run(here, monkeypatch):
     run, moved = here / "project" / "results" / "run", here / "moved"
     run.mkdir(parents=True)
     (here / "project" / "one.txt").write_text("one" * 50)
@@ -65,7 +65,7 @@ def test_a_project_that_moved_has_its_texts_beside_the_run(here, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["one" * 51, "ono" + "one" * 49, "on" * 75])
-def test_another_text_is_reported_and_refused_if_a_part_is_held_out(content, here):
+def test_changed_text_is_reported_and_rejected_with_a_held_out_fraction(content, here):
     """One that grew, one of the same length, and another one."""
     config = located(configured())
     before = of_run(config, here)
@@ -107,7 +107,7 @@ def test_a_validation_text_that_disappeared_is_refused(name, here):
         divided(open_tokens(config.data.path), config.data.validation)
 
 
-def test_another_validation_text_is_reported(here):
+def test_changed_validation_text_is_reported(here):
     config = located(configured(validation="two.txt"))
     before = of_run(config, here)
     (here / "two.txt").write_text("more")
@@ -117,7 +117,7 @@ def test_another_validation_text_is_reported(here):
     )
 
 
-def test_a_validation_text_that_was_trained_on_until_now_is_reported(here):
+def test_validation_text_that_was_training_text_is_reported(here):
     before = of_run(configured("one.txt", "two.txt"), here)
     config = configured("three.txt", "one.txt")
     first, second, third = differences(before, of_run(config, here), config)
@@ -128,14 +128,14 @@ def test_a_validation_text_that_was_trained_on_until_now_is_reported(here):
     )
 
 
-def test_runs_of_earlier_versions_know_no_texts(here):
+def test_runs_of_older_versions_have_no_recorded_texts(here):
     assert [*differences({}, of_run(configured(), here), configured(validation=0.1))] == []
 
 
 @pytest.mark.parametrize(
     ("held", "part"), [("one.txt", ""), ("copy.txt", ""), ("one.h5", ""), (".", "partly ")]
 )
-def test_a_validation_text_that_is_trained_on_is_reported(held, part, here):
+def test_validation_text_inside_the_training_text_is_reported(held, part, here):
     """The same file, a copy, its tokens, and a folder that has it among others."""
     (here / "copy.txt").write_text("one" * 50)
     write_tokens(here / "one.h5", [here / "one.txt"], ByteTokenizer())
@@ -144,7 +144,7 @@ def test_a_validation_text_that_is_trained_on_is_reported(held, part, here):
     assert line.startswith(f"data.validation: {held} is {part}the training text")
 
 
-def test_documents_in_common_are_reported_but_empty_ones(here):
+def test_shared_documents_are_reported_except_empty_ones(here):
     for folder in ("train", "held"):
         (here / folder).mkdir()
         (here / folder / "empty.txt").write_text("")
@@ -156,7 +156,7 @@ def test_documents_in_common_are_reported_but_empty_ones(here):
     assert [*trained_on(open_tokens("train"), None, configured())] == []
 
 
-def test_rank_0_describes_what_it_opened(here):
+def test_rank_0_records_the_opened_texts_and_their_notes(here):
     """Resolved paths, the texts for the manifest, and the notes for the log."""
     words = ["--data.path", "one.txt", "--data.validation", "one.txt", "--train.eval_every", "1"]
     words += ["--model.sequence", "4", "--train.batch", "4", "--run.out", "out"]

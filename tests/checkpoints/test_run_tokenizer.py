@@ -44,7 +44,7 @@ def run_of(folder, name):
     return folder
 
 
-def test_it_is_found_from_a_run_and_from_its_checkpoints(tmp_path, bpe):
+def test_tokenizer_is_found_from_the_run_and_its_checkpoints(tmp_path, bpe):
     run = run_of(tmp_path / "results" / "run", "bpe")
     folder = run / "checkpoints" / "step-00000001"
     folder.mkdir(parents=True)
@@ -56,7 +56,7 @@ def test_it_is_found_from_a_run_and_from_its_checkpoints(tmp_path, bpe):
         assert kept_tokenizer(place).json == bpe.json
 
 
-def test_a_text_of_another_tokenizer_is_refused(tmp_path, bpe):
+def test_text_of_another_tokenizer_is_rejected(tmp_path, bpe):
     """Also bytes where there was BPE, and BPE where there were bytes."""
     other, byte, ours = (tokens_of(each) for each in (characters({"a": 0}), ByteTokenizer(), bpe))
     kept, bytes_of = run_of(tmp_path / "kept", "bpe"), run_of(tmp_path / "bytes", "byte")
@@ -77,7 +77,7 @@ def test_a_text_of_another_tokenizer_is_refused(tmp_path, bpe):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_what_is_exported_names_the_end_of_a_text(ends, tmp_path, bpe):
+def test_exported_tokenizer_names_the_end_of_text_token(ends, tmp_path, bpe):
     tokenizer = bpe if ends else characters({"a": 0, "b": 1})
     run, out = run_of(tmp_path / "run", "bpe"), tmp_path / "out"
     out.mkdir()
@@ -90,7 +90,7 @@ def test_what_is_exported_names_the_end_of_a_text(ends, tmp_path, bpe):
     assert kept_tokenizer(out).encode(b"ab").tolist() == tokenizer.encode(b"ab").tolist()
 
 
-def test_bytes_are_exported_as_a_tokenizer(tmp_path):
+def test_byte_tokenizer_is_exported_as_json(tmp_path):
     run, out = run_of(tmp_path / "run", "byte"), tmp_path / "out"
     out.mkdir()
     assert export(run, out) and special_ids(run) == {"bos_token_id": 0, "eos_token_id": 0}
@@ -113,7 +113,7 @@ def test_nothing_is_exported_by_the_defaults_of_a_lost_configuration(tmp_path):
         special_ids(step)
 
 
-def test_what_others_say_of_their_tokenizer_stays(tmp_path, bpe):
+def test_imported_tokenizer_settings_are_preserved(tmp_path, bpe):
     theirs, run, out = (tmp_path / name for name in ("theirs", "run", "out"))
     for folder in (theirs, run, out):
         folder.mkdir()
@@ -129,7 +129,7 @@ def test_what_others_say_of_their_tokenizer_stays(tmp_path, bpe):
     assert kept_tokenizer(run).end == word != bpe.end
 
 
-def test_special_ids_and_how_texts_are_continued_come_back(tmp_path, bpe):
+def test_special_ids_and_generation_settings_round_trip(tmp_path, bpe):
     """A list of ends too; without a tokenizer as with one."""
     theirs, run, out = (tmp_path / name for name in ("theirs", "run", "out"))
     for folder in (theirs, run, out):
@@ -154,7 +154,7 @@ def test_special_ids_and_how_texts_are_continued_come_back(tmp_path, bpe):
     ).read_bytes()
 
 
-def test_weights_are_not_taken_with_a_tokenizer_that_cannot_be_theirs(tmp_path, bpe):
+def test_import_rejects_a_tokenizer_that_does_not_match_the_model(tmp_path, bpe):
     rules = tmp_path / "tokenizer.json"
     refuse_unfit(tmp_path, 10)
     rules.write_text(bpe.json)
@@ -181,7 +181,7 @@ def prepared_words(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_keeps_it_and_an_export_carries_it(tmp_path, monkeypatch, capsys):
+def test_run_stores_its_tokenizer_and_export_includes_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train.main(prepared_words(tmp_path)) == 0
     (run,) = (tmp_path / "results").iterdir()

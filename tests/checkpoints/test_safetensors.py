@@ -36,7 +36,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-def test_arrays_come_back(tmp_path):
+def test_arrays_round_trip(tmp_path):
     path = tmp_path / "ours.safetensors"
     write(path, ARRAYS)
     weights = Weights(path)
@@ -52,7 +52,7 @@ def test_arrays_come_back(tmp_path):
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
-def test_a_file_has_the_mode_of_others(tmp_path, mask, mode):
+def test_file_mode_follows_the_umask(tmp_path, mask, mode):
     before = os.umask(mask)
     try:
         write(tmp_path / "ours.safetensors", ARRAYS)
@@ -61,7 +61,7 @@ def test_a_file_has_the_mode_of_others(tmp_path, mask, mode):
     assert (tmp_path / "ours.safetensors").stat().st_mode & 0o777 == mode
 
 
-def test_bfloat16_is_widened_as_torch_does(tmp_path):
+def test_bfloat16_is_widened_as_in_torch(tmp_path):
     path = tmp_path / "short.safetensors"
     numbers = torch.tensor([1.0, -3.14159, 1e-40, float("inf"), float("nan"), 65504.0])
     numbers = numbers.to(torch.bfloat16)
@@ -94,7 +94,7 @@ def test_bfloat16_is_widened_as_torch_does(tmp_path):
         table_of(a=entry("F\n\x1e")),
     ],
 )
-def test_a_file_that_is_not_as_it_should_be_is_refused(tmp_path, content):
+def test_malformed_file_is_rejected(tmp_path, content):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
     with pytest.raises(ValueError) as refused:
@@ -103,13 +103,13 @@ def test_a_file_that_is_not_as_it_should_be_is_refused(tmp_path, content):
     assert line.startswith(f"{path} ") and line.isprintable()
 
 
-def test_without_the_package_there_is_a_remedy(tmp_path, monkeypatch):
+def test_missing_safetensors_package_is_reported_with_a_fix(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ValueError, match="needs safetensors: pip install safetensors"):
         write(tmp_path / "none", ARRAYS)
 
 
-def test_an_array_of_another_type_is_refused_when_it_is_read(tmp_path):
+def test_unsupported_dtype_is_rejected_when_read(tmp_path):
     path = tmp_path / "integers.safetensors"
     save_file({"x": np.arange(3), "y": np.ones(3)}, path)
     weights = Weights(path)
@@ -122,7 +122,7 @@ GOOD = table_of(a=entry(), b=entry("F16", (0,), (8, 8)))
 
 
 @given(st.data())
-def test_a_damaged_file_is_read_or_refused(tmp_path_factory, data):
+def test_corrupted_file_is_read_or_rejected(tmp_path_factory, data):
     """Bytes are changed, removed or added; nothing but ValueError comes of it."""
     place = data.draw(st.integers(0, len(GOOD) - 1))
     removed = data.draw(st.integers(0, 4))

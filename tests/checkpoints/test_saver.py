@@ -76,7 +76,7 @@ def latest(folder):
 
 
 @pytest.mark.slow
-def test_kill_at_every_point(base, layout, whole):
+def test_run_killed_at_any_write_resumes_without_losing_a_checkpoint(base, layout, whole):
     saved = []
     for point, code, folder in attempts(base, layout, kill):
         assert code == -9
@@ -92,7 +92,7 @@ def test_kill_at_every_point(base, layout, whole):
 
 
 @pytest.mark.slow
-def test_a_full_disk_at_every_point(base, layout, capfd):
+def test_full_disk_at_any_write_keeps_the_announced_checkpoints(base, layout, capfd):
     def full(path):
         names = [path] if path else []  # the system names no file that cannot be synced
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *names)
@@ -110,7 +110,7 @@ def test_a_full_disk_at_every_point(base, layout, capfd):
 
 
 @pytest.mark.parametrize("room", [1000, 20000])
-def test_a_file_that_cannot_grow(base, layout, room, capfd):
+def test_file_size_limit_keeps_the_previous_checkpoints(base, layout, room, capfd):
     def attempt():
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
         live(base, layout, BEFORE + 1)
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_grow(base, layout, room, capfd):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="wants a user who may become another one")
-def test_a_folder_that_turns_read_only(base, layout, capfd):
+def test_read_only_folder_keeps_the_previous_checkpoints(base, layout, capfd):
     temporary = Path(gettempdir())
 
     def attempt():
@@ -143,7 +143,7 @@ def test_a_folder_that_turns_read_only(base, layout, capfd):
     assert whole_ones(base) == [2, 1]
 
 
-def test_what_has_its_name_is_on_disk(base, layout, monkeypatch):
+def test_files_are_synced_before_they_are_renamed(base, layout, monkeypatch):
     """Every file, and every file of a folder, is synced before it is renamed, and the folder of
     the new name before anything else is; but the messages to rank 0, which the folder loses."""
     done, fsync, replace = [], os.fsync, os.replace
@@ -181,7 +181,7 @@ EVALUATIONS = {1: 5.0, 2: 3.0, 3: 4.0, 5: 3.5, 6: 2.0, 7: 2.5}
     (3, {1: [1], 2: [2, 1], 3: [3, 2], 5: [3, 2], 6: [6, 3], 8: [6, 3]}),
     (0, {1: [1], 5: [2, 1], 6: [6, 2], 8: [6, 2]}),
 ])  # fmt: skip
-def test_the_best_is_kept_beyond_the_newest(every, kept, tmp_path, layout):
+def test_best_checkpoint_is_kept_in_addition_to_the_newest(every, kept, tmp_path, layout):
     """It is saved where it is no step to be saved, and is none of those any more when another one
     is better."""
     for until, expected in kept.items():
@@ -193,7 +193,7 @@ def test_the_best_is_kept_beyond_the_newest(every, kept, tmp_path, layout):
 
 
 @pytest.mark.slow
-def test_the_best_is_there_whatever_is_killed(layout, tmp_path):
+def test_best_checkpoint_survives_a_kill_at_any_write(layout, tmp_path):
     """What the newest whole checkpoint calls the best is whole, at every point of a save that
     makes another one the best."""
     evaluations, saved = {1: 5.0, 3: 4.0}, []

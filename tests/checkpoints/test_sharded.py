@@ -109,7 +109,7 @@ def _when(i, j):
         for (i, a), (j, b) in product(enumerate(LAYOUTS), repeat=2)
     ],
 )
-def test_any_layout_goes_on_from_any_other(checkpoints, before, after):
+def test_resume_on_any_layout_matches_an_uninterrupted_run(checkpoints, before, after):
     expected = serial(alone(before))
     rest = Trained(expected.totals[STEPS:], expected.weights)
     found = resumed(after, checkpoints(before))
@@ -129,8 +129,8 @@ WHOLE, CUT = (
     ("before", "after"),
     [(WHOLE, CUT), pytest.param(CUT, WHOLE, marks=pytest.mark.slow)],
 )
-def test_keys_that_ranks_store_whole_go_on_where_they_are_cut(checkpoints, before, after):
-    test_any_layout_goes_on_from_any_other(checkpoints, before, after)
+def test_resume_between_replicated_and_split_key_heads(checkpoints, before, after):
+    test_resume_on_any_layout_matches_an_uninterrupted_run(checkpoints, before, after)
 
 
 CONTEXTS = """
@@ -148,8 +148,8 @@ c=2 y=2 zero=2 microbatches=2 context=all-to-all sequence=8
         for number, pair in enumerate(zip(CONTEXTS, CONTEXTS[1:] + CONTEXTS[:1], strict=True))
     ],
 )
-def test_another_context_goes_on(checkpoints, before, after):
-    test_any_layout_goes_on_from_any_other(checkpoints, before, after)
+def test_resume_with_another_context_split(checkpoints, before, after):
+    test_resume_on_any_layout_matches_an_uninterrupted_run(checkpoints, before, after)
 
 
 MODEL = "experts=4 top_k=2 capacity=1 shared_experts=1 balance_bias=0.01 steps=3"
@@ -171,12 +171,12 @@ d=2 x=2 y=2 zero=1 scheme=2d-summa microbatches=2
 @pytest.mark.parametrize(
     ("before", "after"), strided([*zip(MIXTURES, MIXTURES[1:] + MIXTURES[:1], strict=True)], 8, 3)
 )
-def test_experts_go_on_elsewhere(checkpoints, before, after):
-    test_any_layout_goes_on_from_any_other(checkpoints, before, after)
+def test_resume_of_experts_on_another_layout(checkpoints, before, after):
+    test_resume_on_any_layout_matches_an_uninterrupted_run(checkpoints, before, after)
 
 
 @pytest.mark.parametrize("line", strided(MIXTURES[1:], 3))
-def test_experts_go_away_and_come_back_to_the_last_bit(checkpoints, tmp_path, line):
+def test_experts_moved_to_another_layout_and_back_are_bitwise_equal(checkpoints, tmp_path, line):
     """From e = 1 to e = 2 or 4 and back: weights, states, and the bias of the router."""
     moves_there_and_back(
         checkpoints, tmp_path, MIXTURES[0], line, ("layers.3.router.bias", "value")
@@ -184,7 +184,7 @@ def test_experts_go_away_and_come_back_to_the_last_bit(checkpoints, tmp_path, li
 
 
 @pytest.mark.slow
-def test_so_do_master_copies_of_experts(checkpoints, tmp_path):
+def test_expert_master_weights_moved_and_back_are_bitwise_equal(checkpoints, tmp_path):
     model = "experts=4 top_k=2 dtype=float16 steps=3"
     lines = f"schedule=none microbatches=2 {model}", f"d=2 e=4 zero=3 microbatches=2 {model}"
     moves_there_and_back(checkpoints, tmp_path, *lines, ("layers.3.experts.down.weight", "master"))
@@ -238,14 +238,14 @@ def whole_arrays(opened):
 @pytest.mark.parametrize(
     ("before", "after"), [(5, 10), pytest.param(1, 8, marks=pytest.mark.slow)]
 )
-def test_so_does_a_bert_whose_vector_of_the_vocabulary_is_padded(checkpoints, before, after):
+def test_resume_of_a_bert_with_padded_vocabulary_vectors(checkpoints, before, after):
     lines = (f"{LAYOUTS[number]} kind=bert steps=3" for number in (before, after))
-    test_any_layout_goes_on_from_any_other(checkpoints, *lines)
+    test_resume_on_any_layout_matches_an_uninterrupted_run(checkpoints, *lines)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", strided([LAYOUTS[1], LAYOUTS[8], LAYOUTS[9]], 3))
-def test_on_one_layout_it_is_the_same_to_the_last_bit(checkpoints, line):
+def test_resume_on_the_same_layout_is_bitwise_equal(checkpoints, line):
     config = config_of(line)
     whole = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
     for one, other in zip(whole, resumed(line, checkpoints(line)), strict=True):
@@ -279,7 +279,7 @@ def flip(path):
         ("manifest.json", lambda path: path.unlink(), "No such file"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_by_name(checkpoints, tmp_path, name, damage, said):
+def test_damaged_checkpoint_file_is_named(checkpoints, tmp_path, name, damage, said):
     shutil.copytree(checkpoints(LAYOUTS[2]).folder, folder := tmp_path / "step-00000002")
     damage(folder / name)
     try:
@@ -304,12 +304,12 @@ def test_values_beyond_the_range_of_another_type_are_refused(checkpoints, value,
     assert same.ravel().tolist() == [value, np.inf]
 
 
-def test_another_model_is_refused(checkpoints):
+def test_checkpoint_of_another_model_is_rejected(checkpoints):
     with pytest.raises(ValueError, match=r"model\.layers = |layers\.4\."):
         resumed("p=1 schedule=none microbatches=2 layers=5", checkpoints(LAYOUTS[0]))
 
 
-def test_rank_0_may_take_the_folder_at_once(tmp_path, monkeypatch):
+def test_write_shard_does_not_use_the_folder_after_its_message(tmp_path, monkeypatch):
     """A rank has nothing to do in the folder once its message is there."""
     folder, replace = tmp_path / "step-00000002.tmp", os.replace
 
@@ -328,7 +328,7 @@ def test_rank_0_may_take_the_folder_at_once(tmp_path, monkeypatch):
     }
 
 
-def test_the_newest_are_kept(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (1, 2, 3):
         folder = tmp_path / f"step-0000000{step}.tmp"
         folder.mkdir()

@@ -11,7 +11,7 @@ from tests.comm.test_checker import CALLS, FAULTY, SIZE, Faulty, drawn, swap
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_checked_communicator_does_what_the_bare_one_does(case):
+def test_checked_communicator_matches_the_unchecked_one(case):
     def rank(mesh):
         ledger = AbftChecker(mesh.rank)
         comm = ledger.wrap(mesh.comm("x"), "x")
@@ -24,7 +24,7 @@ def test_a_checked_communicator_does_what_the_bare_one_does(case):
     assert run({"x": SIZE}, rank) == [[], [], []]
 
 
-def test_only_every_so_many_steps_are_noted():
+def test_checksums_are_recorded_only_every_n_steps():
     def rank(mesh):
         ledger, counts = AbftChecker(mesh.rank, every=3), []
         comm = ledger.wrap(mesh.comm("x"), "x")
@@ -41,7 +41,7 @@ def test_only_every_so_many_steps_are_noted():
     assert run({"x": SIZE}, rank) == [[*once, *once, (1, 1)]] * SIZE
 
 
-def test_a_message_under_way_over_the_end_of_a_step_is_compared_in_the_next():
+def test_message_in_flight_at_the_end_of_a_step_is_checked_in_the_next():
     def rank(mesh):
         ledger, comm = AbftChecker(mesh.rank), mesh.comm("x")
         comm = Faulty(comm, "_recv", 2) if mesh.rank == FAULTY else comm

@@ -103,7 +103,7 @@ def found(op, bit, work, dtype="float32"):
 
 @pytest.mark.parametrize("dtype", TOP)
 @pytest.mark.parametrize("op", CALLS)
-def test_a_flip_is_found_where_it_happened(op, dtype):
+def test_bit_flip_is_detected_on_the_rank_where_it_happened(op, dtype):
     sign = TOP[dtype] + 1
     mantissa = {"float32": 23, "float64": 52}[dtype]
     bits = [sign, TOP[dtype], mantissa, mantissa - 5, *([0] if op in EXACT else [])]
@@ -118,19 +118,19 @@ def test_a_flip_is_found_where_it_happened(op, dtype):
 @pytest.mark.parametrize(
     ("op", "giver"), [("_all_gather", 1), ("_broadcast", 0), ("_all_to_all", 1), ("_recv", 0)]
 )
-def test_the_one_that_gave_it_is_named(op, giver):
+def test_checksum_error_names_the_sending_rank(op, giver):
     (line,) = found(op, 3, CALLS[op])[FAULTY]
     assert f" rank {giver} " in line.rpartition(":")[2]
 
 
-def test_a_maximum_that_differs_is_found_by_the_minority():
+def test_differing_all_reduce_maximum_is_attributed_to_the_minority():
     lines = found("_all_reduce", 3, lambda comm, block: comm.all_reduce(block, "max").wait())
     assert [len(here) for here in lines] == [0, 1, 0]
     assert "all_reduce of 30 " in lines[FAULTY][0]
     assert lines[FAULTY][0].rpartition(":")[2].count("maximum") == 1
 
 
-def test_several_calls_in_flight_and_several_steps():
+def test_checker_handles_concurrent_calls_and_many_steps():
     def work(comm, block):
         for _ in range(40):  # more calls than a fresh table has rows
             first, second = comm.all_gather(block), comm.reduce_scatter(block)
@@ -159,7 +159,7 @@ def finds(a, b, c):
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 23 - 7), ("float64", 52 - 36)])
-def test_a_flip_in_a_product_is_found(dtype, least):
+def test_bit_flip_in_a_product_is_detected(dtype, least):
     """Sign, exponent and the upper bits of the mantissa, of average elements."""
     a, b, c = product(dtype)
     row, column = np.argwhere(np.abs(c) > np.abs(c).mean())[5]
@@ -171,7 +171,7 @@ def test_a_flip_in_a_product_is_found(dtype, least):
     assert not finds(a, b, c)
 
 
-def test_a_flip_in_a_stack_of_products_is_found_at_its_expert():
+def test_bit_flip_in_a_batched_product_names_the_expert():
     pairs = [product(seed=seed)[:2] for seed in range(3)]
     a, b = (np.stack(each, 1) for each in zip(*pairs, strict=True))
     c = np.einsum("mek,ken->men", a, b)
@@ -183,14 +183,14 @@ def test_a_flip_in_a_stack_of_products_is_found_at_its_expert():
 
 @pytest.mark.parametrize("dtype", TOP)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_an_element_that_is_no_number_is_found(value, dtype):
+def test_non_finite_element_in_a_product_is_detected(value, dtype):
     a, b, c = product(dtype)
     c[17, 5] = value
     (line,) = finds(a, b, c)
     assert f"row 17, column 5 is {value}" in line
 
 
-def test_a_transposed_operand_is_checked_alike():
+def test_products_with_transposed_operands_are_checked():
     a, b, c = product()
     back = c @ b.T
     assert not finds(c, b.T, back)
@@ -213,7 +213,7 @@ HARD = {
 
 @pytest.mark.parametrize("dtype", TOP)
 @pytest.mark.parametrize("kind", HARD)
-def test_rounding_is_no_find(kind, dtype):
+def test_rounding_of_products_is_not_reported(kind, dtype):
     sizes = ((64, 32, 48), (7, 1, 5), (5, 1500, 3), (33, 700, 65), (600, 16, 2), (1, 900, 1))
     for seed, size in enumerate(sizes):
         a, b, _ = product("float64", *size, seed)
@@ -240,7 +240,7 @@ def sums(blocks):
 
 @pytest.mark.parametrize("kind", HARD)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:hpc3d.comm.communicator")
-def test_the_rounding_of_a_sum_is_no_find(kind):
+def test_rounding_of_reductions_is_not_reported(kind):
     """Of what is not finite the sum itself is invalid; what is made of it must be quiet."""
     for seed in range(5):
         blocks = [HARD[kind](*product("float64", 90, 40, 60, 4 * seed + i)[:2]) for i in range(4)]
@@ -252,7 +252,7 @@ def test_the_rounding_of_a_sum_is_no_find(kind):
 
 
 @pytest.mark.parametrize("experts", [0, 2])
-def test_a_block_that_was_multiplied_is_not_summed_again(experts):
+def test_row_sums_of_a_checked_product_are_reused(experts):
     a, b, c = product(m=6)
     if experts:
         a, b, c = (np.stack([block] * experts, 1) for block in (a, b, c))
@@ -264,7 +264,7 @@ def test_a_block_that_was_multiplied_is_not_summed_again(experts):
     assert not np.array_equal(ledger.rows(c + 1, 2), ledger.rows(c, 2))
 
 
-def test_a_product_with_long_rows_may_be_summed_over_the_members():
+def test_product_with_long_rows_passes_the_reduce_scatter_check():
     def rank(mesh):
         ledger = AbftChecker(mesh.rank)
         comm = ledger.wrap(mesh.comm("x"), "x")
@@ -280,7 +280,7 @@ def test_a_product_with_long_rows_may_be_summed_over_the_members():
 
 @pytest.mark.parametrize("readers", [1, 2, 4])
 @pytest.mark.parametrize("givers", [[0, 1, 2, 3], [2]])
-def test_all_of_what_members_read_in_one_memory_is_watched_there(readers, givers):
+def test_readers_of_a_shared_array_split_the_checks_of_all_senders(readers, givers):
     class Reader(Communicator):
         readers = property(lambda self: (self.rank % readers, readers))
 

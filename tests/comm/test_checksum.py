@@ -8,7 +8,7 @@ from tests.comm.test_checker import flip
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (5,), (9000,), (2, 9001), (2, 3, 4), (0, 4)])
-def test_sums_see_every_element(shape):
+def test_checksums_depend_on_every_element(shape):
     signs = Signs()
     for place in range(0, int(np.prod(shape)), 97):
         block = np.zeros(shape)
@@ -28,7 +28,7 @@ def test_sums_see_every_element(shape):
         ((2, 3, 4), 4),
     ],
 )
-def test_what_rounds_is_a_row_of_at_most_4096(shape, count):
+def test_rounding_bound_counts_at_most_4096_terms_per_row(shape, count):
     """Those are summed in the type of the block, the rest in float64: the bound is 4 u sqrt n, u
     half the distance of 1 to the next number (Higham and Mary 2019)."""
     block = np.zeros(shape, np.float32)
@@ -38,7 +38,7 @@ def test_what_rounds_is_a_row_of_at_most_4096(shape, count):
     assert slack(np.dtype(np.int32), 16) == 0
 
 
-def test_signs_are_balanced_and_the_same_for_all_lengths():
+def test_signs_are_balanced_and_independent_of_length():
     signs = Signs()
     short, long = signs(100, np.dtype("f4")).copy(), signs(20_000, np.dtype("f4"))
     np.testing.assert_array_equal(short, long[:100])
@@ -49,7 +49,7 @@ def test_signs_are_balanced_and_the_same_for_all_lengths():
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64, 65])
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "float64"])
-def test_the_sum_of_words_changes_with_every_bit(count, dtype):
+def test_integer_checksum_changes_with_every_bit(count, dtype):
     block = np.random.default_rng(count).integers(1, 99, (3, count)).astype(dtype)
     before = words(block, 3)
     np.testing.assert_array_equal(before, [words(part)[0] for part in block])

@@ -8,7 +8,7 @@ from hpc3d.comm.comm_stream import AsyncCall, CommStream
 from tests.comm.test_device_communicators import fresh, on_devices
 
 
-def test_memory_is_not_used_again_before_its_call_has_ended():
+def test_memory_of_a_posted_call_is_not_reused_before_it_ends():
     """Blocks are dropped as soon as they are posted, and others are asked for at once."""
 
     def rank(comm):
@@ -18,7 +18,7 @@ def test_memory_is_not_used_again_before_its_call_has_ended():
     assert on_devices(2, rank) == [[float(number) for number in range(20)]] * 2
 
 
-def test_nor_where_nobody_waits():
+def test_memory_of_a_call_without_wait_is_not_reused_early():
     def rank(comm):
         for number in range(20):
             comm.all_reduce(fresh(comm, number))
@@ -60,7 +60,7 @@ class Hasty(CommStream):
     ],
     ids=["arrays forgotten", "nothing before", "nothing after"],
 )
-def test_the_device_finds_what_is_wrong_with_the_order(traffic):
+def test_fake_device_detects_missing_stream_ordering(traffic):
     """Each rule of CommStream, left out, is found: by rubbish in a result, or by the device."""
 
     def rank(comm):

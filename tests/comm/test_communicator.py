@@ -8,7 +8,7 @@ from tests.mpi import checked
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_self(case):
+def test_self_communicator(case):
     case(Self(), "float64")
 
 
@@ -19,7 +19,7 @@ def test_received_bytes_are_a_share_of_the_full_array(op):
 
 
 @pytest.mark.parametrize(("op", "received"), [("broadcast", [8, 0, 8]), ("reduce", [8, 8, 0])])
-def test_the_member_where_a_block_begins_receives_nothing(op, received):
+def test_root_receives_no_bytes(op, received):
     assert [received_bytes(op, 8, 3, place, root=1) for place in range(3)] == received
     assert received_bytes(op, 8, 3) == 8
 
@@ -32,7 +32,7 @@ def test_the_member_where_a_block_begins_receives_nothing(op, received):
         pytest.param("mpi", "AllPairs", marks=pytest.mark.slow),
     ],
 )
-def test_real_ranks(transport, kind, ranks):
+def test_communicators_on_mpi_ranks(transport, kind, ranks):
     out = checked(ranks, "-m", "tests.comm.on_mpi", transport, timeout=200)
     larger = [word for size in range(2, ranks + 1) for word in (str(size), kind)]
     assert out.split() == ["1", "Self", *larger]

@@ -44,13 +44,13 @@ def gpu(folder, available=True, driver=13000, nccl="available = True"):
     return [Finding(*row) for row in json.loads(done.stdout)]
 
 
-def test_no_gpu_backend_is_a_note(monkeypatch):
+def test_missing_gpu_backend_is_reported_as_a_note(monkeypatch):
     monkeypatch.setattr(cuda_aware_probe, "find_spec", lambda name: None)
     found = only(cuda_aware_probe.devices())
     assert found.verdict == OK and "pip install" in found.text
 
 
-def test_devices_are_listed(tmp_path):
+def test_doctor_lists_devices_and_versions(tmp_path):
     cuda, *both, nccl = gpu(tmp_path)
     assert cuda[:3] == (OK, "CUDA", "driver for 13.0, runtime 12.9")
     assert both[1][:2] == (OK, "device 1")
@@ -66,12 +66,12 @@ def test_devices_are_listed(tmp_path):
         ({"nccl": "available = False"}, WARN, "NCCL"),
     ],
 )
-def test_a_gpu_that_cannot_be_used(planted, verdict, subject, tmp_path):
+def test_unusable_gpu_is_reported(planted, verdict, subject, tmp_path):
     wrong = [finding for finding in gpu(tmp_path, **planted) if finding.verdict != OK]
     assert only(wrong)[:2] == (verdict, subject)
 
 
-def test_two_cupys_overwrite_each_other(monkeypatch):
+def test_two_cupy_packages_are_reported(monkeypatch):
     monkeypatch.setattr(cuda_aware_probe, "find_spec", lambda name: True)
     monkeypatch.setattr(
         cuda_aware_probe, "installed", lambda name: "14" if "cuda" in name else None
@@ -93,6 +93,6 @@ OFF = SimpleNamespace(is_available=lambda: False)
         ("sleep 60", FAIL, "hangs"),
     ],
 )
-def test_an_mpi_and_the_memory_of_devices(does, verdict, text, tmp_path):
+def test_cuda_aware_mpi_is_detected(does, verdict, text, tmp_path):
     found = only(cuda_aware_probe.aware(script(tmp_path / "mpirun", does), 0.5, {}))
     assert found[:2] == (verdict, "CUDA-aware MPI") and text in found.text

@@ -70,7 +70,7 @@ FEW = [case for case in CASES if case.__name__ in ("send_and_recv", "in_flight")
         ids=lambda each: "-".join([*each[:2], each[2].__name__]),
     ),
 )
-def test_every_call(transport, dtype, size, case, monkeypatch):
+def test_device_communicator_calls(transport, dtype, size, case, monkeypatch):
     if dtype == "float16" and case.__name__ == "adjoint":
         pytest.skip("its own inner products are too large for float16")
     monkeypatch.setattr(host_staged, "CHUNK", 1 << 16 if case is long_blocks else 200)
@@ -78,7 +78,7 @@ def test_every_call(transport, dtype, size, case, monkeypatch):
 
 
 @pytest.mark.slow
-def test_real_ranks():
+def test_device_communicators_on_mpi_ranks():
     """The calls as mpi4py takes them, along two axes of a mesh, and by NCCL over a plane of all
     ranks, whose order is not theirs."""
     out = checked(4, "-m", "tests.comm.on_mpi_devices", timeout=200)
@@ -92,7 +92,7 @@ def test_real_ranks():
 
 
 @pytest.mark.parametrize("transport", ["host-staged", "mpi"], ids="by {}".format)  # mpi is a mark
-def test_blocks_of_16_bits_are_moved_as_integers_and_summed_in_float32(transport):
+def test_16_bit_blocks_move_unchanged_and_are_summed_in_float32(transport):
     """What no float16 holds in between comes out right, and bits of no number survive a move."""
 
     def rank(comm):
@@ -105,7 +105,7 @@ def test_blocks_of_16_bits_are_moved_as_integers_and_summed_in_float32(transport
     assert on_devices(3, rank, transport) == [([0x7E55, 0x7E56, 0x7E57], 60000.0)] * 3
 
 
-def test_messages_both_ways_at_once():
+def test_grouped_messages_in_both_directions_do_not_deadlock():
     """Each sends before it receives: without `together` both would wait for ever on a device."""
 
     def rank(comm):
@@ -121,7 +121,7 @@ def test_messages_both_ways_at_once():
     assert on_devices(2, rank) == [[[1, 1]] * 4, [[0, 0]] * 4]
 
 
-def test_a_pass_does_not_wait_for_the_sums_of_replicas():
+def test_tensor_parallel_calls_do_not_wait_for_gradient_reduction():
     """Replicas 1 post theirs only when the pass is over; in one queue nobody would come so far."""
 
     def rank(mesh):

@@ -17,12 +17,12 @@ from tests.mpi import checked
 SIZES = st.dictionaries(st.sampled_from("pdcexyz"), st.integers(1, 4), max_size=5)
 
 
-def test_the_example_of_its_text():
+def test_grid_docstring_examples():
     assert doctest.testmod(module)[:2] == (0, 6)
 
 
 @given(SIZES)
-def test_ranks_and_coordinates_are_those_of_an_array_in_c_order(sizes):
+def test_grid_ranks_follow_c_order(sizes):
     grid, shape = Grid(sizes), tuple(sizes.values())
     assert grid.size == prod(shape)
     for rank, place in enumerate(np.ndindex(shape)):
@@ -33,7 +33,7 @@ def test_ranks_and_coordinates_are_those_of_an_array_in_c_order(sizes):
 
 
 @given(SIZES)
-def test_a_line_is_what_one_coordinate_passes_through(sizes):
+def test_ranks_along_an_axis_vary_one_coordinate(sizes):
     grid = Grid(sizes)
     for axis, size in sizes.items():
         lines = {grid.ranks_along(axis, grid.coords(rank)) for rank in range(grid.size)}
@@ -44,20 +44,20 @@ def test_a_line_is_what_one_coordinate_passes_through(sizes):
 
 
 @given(SIZES)
-def test_a_stride_is_one_place_further(sizes):
+def test_stride_is_the_rank_distance_along_an_axis(sizes):
     grid = Grid(sizes)
     for axis, size in sizes.items():
         assert grid.stride(axis) == grid.rank({axis: 1})
         assert grid.ranks_along(axis, {}) == range(0, size * grid.stride(axis), grid.stride(axis))
 
 
-def test_coordinates_that_are_left_out_are_0():
+def test_omitted_coordinates_default_to_0():
     grid = Grid({"p": 2, "x": 3})
     assert grid.rank({"p": 1}) == grid.rank({"p": 1, "x": 0}) == 3
     assert [*grid.ranks_along("p", {"x": 2})] == [2, 5]
 
 
-def test_a_grid_does_not_change():
+def test_grid_is_immutable():
     sizes = {"p": 2, "x": 3}
     grid = Grid(sizes)
     sizes["x"] = 5
@@ -68,7 +68,7 @@ def test_a_grid_does_not_change():
         grid.sizes = sizes
 
 
-def test_a_mesh_of_threads_and_its_planes():
+def test_thread_mesh_and_its_planes_match_the_grid():
     sizes = {"p": 2, "x": 1, "y": 3}
     grid = Grid(sizes)
 
@@ -83,5 +83,5 @@ def test_a_mesh_of_threads_and_its_planes():
 
 
 @pytest.mark.slow
-def test_mpi_has_the_same_order():
+def test_mpi_cartesian_ranks_have_the_same_order():
     assert checked(6, "-m", "tests.comm.on_grid").split() == ["3", "grids"]

@@ -6,7 +6,7 @@ from hpc3d.comm.mesh import plane
 from hpc3d.comm.threads import run
 
 
-def test_every_line_of_a_mesh_is_its_own_group():
+def test_each_axis_of_a_mesh_has_its_own_communicator():
     def rank(mesh):
         mine = np.array([[mesh.rank]])
         lines = {axis: mesh.comm(axis).all_gather(mine).wait() for axis in "xyz"}
@@ -30,14 +30,14 @@ def replicas(sizes):
     return run(sizes, rank)
 
 
-def test_ranks_with_other_tokens_and_the_same_weights_are_a_group():
+def test_context_and_data_ranks_form_one_replica_group():
     found = replicas({"d": 2, "x": 2, "c": 2})
     assert found[0] == (("c d", [0, 4, 1, 5], 0),) * 2
     assert found[7] == (("c d", [2, 6, 3, 7], 3),) * 2
     assert replicas({"d": 2, "x": 1})[1] == (("d", [0, 1], 1),) * 2
 
 
-def test_ranks_along_e_have_other_experts_and_the_same_dense_weights():
+def test_expert_ranks_replicate_only_dense_weights():
     dense, experts = replicas({"d": 2, "e": 2, "x": 2})[5]
     assert dense == ("d e", [1, 3, 5, 7], 2)
     assert experts == ("d", [1, 5], 1)

@@ -23,7 +23,7 @@ def words_without(line):
 
 
 @pytest.mark.parametrize("line", strided(LINES, 6, 1))
-def test_a_mix_on_devices_is_serial(line):
+def test_offloading_on_fake_devices_matches_serial_training(line):
     config = config_of(line.replace("offload=", "'offload=") + "'")
     beside, _ = threads.meshes(config.mesh.sizes())
 

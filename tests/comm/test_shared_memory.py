@@ -26,34 +26,34 @@ def ranks(count, mode, folder):
     return out.split()
 
 
-def test_memory_is_used_again(folder):
+def test_shared_memory_is_reused_and_removed(folder):
     assert ranks(3, "steady", folder) == ["steady"] * 3
     assert os.listdir(folder) == []
 
 
 @pytest.mark.slow
-def test_memory_is_not_used_again_while_a_member_reads(folder):
+def test_shared_memory_is_not_reused_while_a_member_reads(folder):
     assert ranks(2, "slow", folder) == ["slow"] * 2
 
 
 @pytest.mark.parametrize("mode", strided(["kept", "sizes", "order"], 3))
-def test_members_that_disagree_stop(mode, folder):
+def test_members_with_mismatched_calls_raise(mode, folder):
     assert ranks(2, mode, folder) == ["refused"] * 2
 
 
-def test_any_number_of_calls_may_be_in_flight(folder):
+def test_any_number_of_calls_can_be_in_flight(folder):
     assert ranks(2, "many", folder) == ["many"] * 2
 
 
 @pytest.mark.slow
-def test_nothing_is_left_when_a_member_is_killed(folder):
+def test_no_shared_memory_remains_after_a_member_is_killed(folder):
     done = mpirun(3, "-m", "tests.comm.on_shared_memory", "killed", folder)
     assert done.returncode == 128 + 9
     assert os.listdir(folder) == []
 
 
 @pytest.mark.slow
-def test_without_shared_memory_mpi_moves_the_blocks(folder):
+def test_mpi_is_the_fallback_without_shared_memory(folder):
     assert ranks(2, "kind", folder) == ["SharedMemory"] * 2
     assert ranks(2, "kind", f"{folder}/missing") == ["AllPairs"] * 2
 
@@ -62,12 +62,12 @@ def test_without_shared_memory_mpi_moves_the_blocks(folder):
     ("machine", "ranks", "good"),
     [("x86_64", 1, True), ("aarch64", 1, False), ("x86_64", 1 << 40, False)],
 )
-def test_a_node_that_cannot_share_says_so(machine, ranks, good, monkeypatch):
+def test_shared_memory_is_limited_to_supported_machines(machine, ranks, good, monkeypatch):
     monkeypatch.setattr(shared_memory.platform, "machine", lambda: machine)
     assert shared_memory.usable(ranks) is good
 
 
-def test_a_pool_gives_memory_out_again_when_its_last_view_dies():
+def test_pool_reuses_memory_after_the_last_view_is_deleted():
     pool = Pool()
     first = pool.empty((100, 3), np.float64)
     view, address = first[10:], first.ctypes.data

@@ -18,7 +18,7 @@ def test_ranks_are_numbered_stage_by_stage():
 
 
 @pytest.mark.parametrize(("rows", "replicas"), [(6, 3), (7, 3), (5, 5), (8, 1)])
-def test_replicas_share_all_rows_in_order(rows, replicas):
+def test_replicas_split_all_rows_in_order(rows, replicas):
     found = shares(rows, replicas)
     assert [row for part in found for row in part] == [*range(rows)]
     assert max(map(len, found)) - min(map(len, found)) <= 1
@@ -26,7 +26,7 @@ def test_replicas_share_all_rows_in_order(rows, replicas):
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (2, 1), (1, 3), (3, 2, 2), (2, 1, 1, 3)])
 @pytest.mark.parametrize("each", [1, 4])
-def test_rows_arrive_where_they_are_needed(replicas, each):
+def test_rows_reach_the_replicas_of_the_next_stage_and_return(replicas, each):
     """Forward and back again, `each` rows of a block for a sample: every rank has its own rows of
     what the first stage had."""
     whole = np.arange(ROWS * each * 2.0).reshape(-1, 2)
@@ -69,7 +69,7 @@ def test_unequal_stages_send_each_row_once():
     assert sent == {(0, 3): 2, (1, 3): 1, (1, 4): 1, (2, 4): 2}
 
 
-def test_replicas_of_a_stage_have_an_axis():
+def test_replicas_of_a_stage_have_a_data_axis():
     def rank(mesh, line):
         total = mesh.comm("d").all_reduce(np.array([float(mesh.rank)])).wait()[0]
         ends = line([0, 4]) if mesh.rank in (0, 4) else None

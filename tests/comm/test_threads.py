@@ -10,13 +10,13 @@ from tests.comm.cases import CASES, DTYPES, NARROW, blocks, rounded_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_threads(size, case, dtype):
+def test_thread_communicators(size, case, dtype):
     run({"x": size}, lambda mesh: case(mesh.comm("x"), dtype))
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_sums_of_16_bits_are_rounded_once(size, dtype):
+def test_16_bit_sums_are_rounded_once(size, dtype):
     run({"x": size}, lambda mesh: rounded_once(mesh.comm("x"), dtype))
 
 
@@ -31,7 +31,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_no_thread_gets_the_memory_of_a_peer(call):
+def test_threads_do_not_share_result_memory(call):
     def rank(mesh):
         comm = mesh.comm("x")
         block = blocks(comm, (6, 2), "float64")[comm.rank]
@@ -43,7 +43,7 @@ def test_no_thread_gets_the_memory_of_a_peer(call):
             assert mine == peer or not any(np.shares_memory(result, array) for array in arrays)
 
 
-def test_a_sent_block_is_a_copy():
+def test_sent_block_is_copied():
     def rank(mesh):
         comm = mesh.comm("x")
         block = np.full(3, comm.rank)
@@ -54,7 +54,7 @@ def test_a_sent_block_is_a_copy():
     assert run({"x": 2}, rank) == [[1, 1, 1], [0, 0, 0]]
 
 
-def test_a_rank_that_raises_wakes_the_others():
+def test_exception_on_one_rank_ends_the_others():
     def rank(mesh):
         if mesh.rank == 1:
             raise KeyError("the first error")
@@ -64,7 +64,7 @@ def test_a_rank_that_raises_wakes_the_others():
         run({"x": 3}, rank)
 
 
-def test_a_rank_that_raises_wakes_one_that_waits_for_a_message():
+def test_exception_on_one_rank_ends_a_pending_receive():
     def rank(mesh):
         if mesh.rank == 1:
             raise KeyError("the first error")

@@ -47,7 +47,7 @@ NONE, P2P, FULL = ("none", "it says no"), ("p2p", "it is said"), ("full", "it wa
         ("nccl", [ONE], None, "none", "one rank"),
     ],
 )
-def test_the_way_that_is_taken(asked, seats, mpi, way, why):
+def test_transport_is_chosen_by_devices_and_mpi_support(asked, seats, mpi, way, why):
     """`mpi` is None where it must not be asked for: that takes seconds."""
     found, reason = choose(asked, seats, lambda: mpi)
     assert found == way and re.search(elided(why), reason)
@@ -62,13 +62,13 @@ def test_the_way_that_is_taken(asked, seats, mpi, way, why):
         ("mpi", OWN, "mesh.transport = mpi: it says no; ... HPC3D_MPI_DEVICE=full"),
     ],
 )
-def test_a_way_that_cannot_be_is_refused(asked, seats, line):
+def test_impossible_transport_is_rejected(asked, seats, line):
     with pytest.raises(ValueError) as refused:
         choose(asked, seats, lambda: NONE)
     assert re.match(elided(f"{line}... mesh.transport = auto"), str(refused.value))
 
 
-def test_parts_of_one_device_are_not_shared():
+def test_gpu_partitions_are_separate_devices():
     parts = [ONE._replace(device=f"bus a {part}") for part in "xyy"]
     (line,) = sharing(parts)
     assert line.startswith("ranks 1-2 share")
@@ -91,7 +91,9 @@ AWARE = [device._replace(aware=True) for device in OWN]
         (OWN, "exit 1", "p2p", "p2p"),
     ],
 )
-def test_what_mpi_takes_of_devices(seats, does, said, what, tmp_path, monkeypatch):
+def test_mpi_device_support_is_probed_or_set_by_the_user(
+    seats, does, said, what, tmp_path, monkeypatch
+):
     """It is tried where all ranks' MPI says yes, unless the user has said it."""
     script(tmp_path / "mpirun", does)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -101,13 +103,13 @@ def test_what_mpi_takes_of_devices(seats, does, said, what, tmp_path, monkeypatc
     assert cuda_aware_support(seats)[0] == what
 
 
-def test_what_the_user_says_must_be_known(monkeypatch):
+def test_unknown_mpi_device_setting_is_rejected(monkeypatch):
     monkeypatch.setenv(transport.OVERRIDE, "yes")
     with pytest.raises(ValueError, match=r"HPC3D_MPI_DEVICE=yes: .*none, p2p or full"):
         cuda_aware_support(OWN)
 
 
-def test_a_trial_is_no_part_of_the_job_that_it_is_for(tmp_path, monkeypatch):
+def test_mpi_probe_removes_job_variables_from_its_environment(tmp_path, monkeypatch):
     told = {"PMIX_RANK": "1", "OMPI_COMM_WORLD_SIZE": "9", "SLURM_JOB_ID": "3", "PMI_RANK": "1"}
     kept = {"OMPI_MCA_pml": "ucx", "OMPI_ALLOW_RUN_AS_ROOT": "1", "LD_LIBRARY_PATH": "/ucx"}
     for name, value in (told | kept).items():
@@ -136,7 +138,7 @@ def runtime(**answers):
     return played
 
 
-def test_nothing_is_missing(monkeypatch):
+def test_complete_gpu_stack_has_no_missing_dependency(monkeypatch):
     assert missing(monkeypatch, FakeCupy(), "nccl", "bfloat16") is None
 
 
@@ -167,13 +169,13 @@ def test_nothing_is_missing(monkeypatch):
         (FakeCupy(), {"asked": "nccl", "nccl": 0}, "mesh.transport = nccl, ", "gpu-cuda12"),
     ],
 )
-def test_what_is_missing_is_one_line_with_the_remedy(cupy, how, line, remedy, monkeypatch):
+def test_missing_gpu_dependency_is_one_line_with_a_fix(cupy, how, line, remedy, monkeypatch):
     said = missing(monkeypatch, cupy, **how)
     assert re.match(elided(f"train.backend = cupy: ...{line}"), said) and "\n" not in said
     assert remedy in said and said.endswith("train.backend = numpy")
 
 
-def test_an_old_or_a_broken_cupy(monkeypatch):
+def test_outdated_or_broken_cupy_is_reported(monkeypatch):
     old = FakeCupy()
     old.__version__ = "13.6.0"
     assert "CuPy 13.6.0 " in missing(monkeypatch, old)
@@ -190,7 +192,7 @@ def test_an_old_or_a_broken_cupy(monkeypatch):
         (["no CuPy", "no device"], ["no CuPy (ranks 0)", "no device (ranks 1)"]),
     ],
 )
-def test_what_ranks_lack_is_said_once(problems, lines):
+def test_identical_problems_of_ranks_are_reported_once(problems, lines):
     said = []
 
     def told(*problems):
@@ -202,7 +204,7 @@ def test_what_ranks_lack_is_said_once(problems, lines):
     assert said == lines
 
 
-def test_nothing_that_ranks_lack_refuses_nothing():
+def test_refuse_without_problems_does_nothing():
     refuse(None, [None, None])
 
 
@@ -232,7 +234,7 @@ def rank_of(rank, size):
     return SimpleNamespace(rank=rank, size=size, bcast=lambda name: name or b"x" * 128)
 
 
-def test_nccl_begins_with_all_ranks_and_is_split_an_axis_at_a_time():
+def test_nccl_starts_with_all_ranks_and_splits_by_axis():
     logs = []
     for rank in range(4):  # on a mesh of d = 2, x = 2
         lines = {"d": (rank % 2, rank // 2), "x": (rank // 2 * 2, rank % 2)}
@@ -245,12 +247,12 @@ def test_nccl_begins_with_all_ranks_and_is_split_an_axis_at_a_time():
     assert logs[3] == [(4, 3), (1, 1), (2, 1)]
 
 
-def test_what_nccl_says_at_the_start_is_one_line():
+def test_nccl_start_error_is_one_line():
     with pytest.raises(RuntimeError, match=r"NCCL .*INVALID_USAGE.*DEBUG=WARN"):
         split(Library([], fails=True), rank_of(0, 2), {})
 
 
-def test_nccl_knows_bfloat16():
+def test_nccl_supports_bfloat16():
     pytest.importorskip("ml_dtypes")
     assert [number_of(name) for name in ("float16", "float32", "bfloat16")] == [6, 7, 9]
     with pytest.raises(KeyError):

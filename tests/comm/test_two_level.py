@@ -17,7 +17,7 @@ WHERE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "longs", "kinds"), strided(WHERE, 2))
-def test_ranks_of_several_hosts(hosts, longs, kinds):
+def test_two_level_communicators_on_several_hosts(hosts, longs, kinds):
     out = checked(len(hosts), "-m", "tests.comm.on_two_level", *hosts, *longs, timeout=200)
     sizes = range(2, len(hosts) + 1)
     assert out.splitlines() == [f"{n} {kind}" for _ in longs for n, kind in zip(sizes, kinds)]

@@ -43,20 +43,20 @@ from tests.elided import elided
         ),
     ],
 )
-def test_what_a_backend_has_not_is_refused(words, line):
+def test_unsupported_backend_settings_are_rejected(words, line):
     backend = "numpy" if "--mesh.transport" in words else "cupy"
     (said,) = problems("--train.backend", backend, *words)
     assert re.match(elided(line), said)
 
 
-def test_torch_modules_have_no_products_of_float8():
+def test_torch_modules_reject_float8_products():
     first, *_ = problems("--torch.factory", "a:b", "--train.product_dtype", "float8")
     assert re.match(elided("train.product_dtype = float8: ... torch.factory = absent; ..."), first)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "cupy"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_numbers_of_16_bits_have_no_checksums(dtype, backend):
+def test_16_bit_types_reject_checksums(dtype, backend):
     words = "--train.backend", backend, "--train.dtype", dtype
     config = resolve(load(None, words), 1, default=True)
     assert not [*untrainable(config)]
@@ -81,12 +81,12 @@ def test_numbers_of_16_bits_have_no_checksums(dtype, backend):
         ),
     ],
 )
-def test_gradients_cross_in_types_that_hold_them(words, line):
+def test_reduce_dtype_must_hold_the_gradients(words, line):
     (said,) = problems("--parallel.reduce_dtype", *words.split())
     assert re.match(elided(line), said)
 
 
-def test_bfloat16_needs_a_package(monkeypatch):
+def test_bfloat16_requires_ml_dtypes(monkeypatch):
     monkeypatch.setattr(backend_rules, "known", lambda package: False)
     for key in ("train.dtype", "parallel.reduce_dtype"):
         (said,) = problems(f"--{key}", "bfloat16")
@@ -111,6 +111,6 @@ TWO = "--parallel.schedule pipedream-2bw --parallel.microbatches 2"
         ),
     ],
 )
-def test_what_a_gpu_cannot_do_with_a_schedule_is_refused(how, line):
+def test_gpu_settings_incompatible_with_the_schedule_are_rejected(how, line):
     (said,) = problems("--train.backend", "cupy", *how.split())
     assert re.match(elided(line), said)

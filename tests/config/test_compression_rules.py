@@ -36,6 +36,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize("options", WRONG)
-def test_what_cannot_be_is_refused_in_a_line(options):
+def test_invalid_compression_settings_are_rejected_in_one_line(options):
     (line,) = problems("--mesh.d", "2", *options.split(), ranks=2)
     assert re.match(elided(WRONG[options]), line)

@@ -50,7 +50,7 @@ def with_value(key, value):
 
 
 @pytest.mark.parametrize(("key", "within", "beyond"), [*edges()])
-def test_a_number_is_within_its_bounds(key, within, beyond):
+def test_number_outside_its_bounds_is_rejected(key, within, beyond):
     assert not [*out_of_bounds(with_value(key, within))]
     (line,) = out_of_bounds(with_value(key, beyond))
     limits = " ... ".join(
@@ -66,7 +66,7 @@ def test_nan_is_out_of_bounds(key):
         assert line.startswith(f"{key} = nan: ")
 
 
-def test_every_number_of_an_input_has_bounds():
+def test_every_numeric_key_has_bounds():
     kinds = get_type_hints(Config)
     for section in [name for name, kind in kinds.items() if is_dataclass(kind)]:
         keys = get_type_hints(kinds.pop(section)).items()
@@ -75,14 +75,14 @@ def test_every_number_of_an_input_has_bounds():
     assert sorted(numbers) == sorted(BOUNDS)
 
 
-def test_a_number_of_many_digits_is_short():
+def test_long_numbers_are_shortened_in_messages():
     (line,) = out_of_bounds(with_value("train.batch", 10**400))
     found, bounds = line.split(": ")
     assert found == "train.batch = 10000000000000000000... (401 digits)"
     assert re.fullmatch(".* 1 .* 1048576", bounds)
 
 
-def test_the_documentation_has_the_bounds():
+def test_documentation_lists_the_bounds():
     rows = {}
     for row in TABLE.read_text(encoding="utf-8").splitlines():
         names, *bounds = [cell.strip() for cell in row.strip("|").split("|")][:3]

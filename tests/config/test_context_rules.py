@@ -40,7 +40,7 @@ def ranks_of(words):
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_does_not_fit_is_refused(words):
+def test_invalid_context_settings_are_rejected(words):
     options = words.split()
     (line,) = problems(*options, ranks=ranks_of(options))
     assert re.match(elided(WRONG[words]), line)
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused(words):
         ("--parallel.context all-to-all", (64, 1, 1)),
     ],
 )
-def test_how_sequences_are_cut(words, cut):
+def test_context_split_of_a_sequence(words, cut):
     options = words.split()
     assert resolve(load(None, options), ranks_of(options)).context() == cut
 
@@ -75,5 +75,5 @@ def test_how_sequences_are_cut(words, cut):
         ("--model.sequence 1024 --train.dtype bfloat16", False),
     ],
 )
-def test_attention_is_chunked_in_rings_and_of_long_sequences_on_cpus(words, chunked):
+def test_chunked_attention_is_selected_by_context_and_sequence_length(words, chunked):
     assert load(None, words.split()).chunked() is chunked

@@ -16,31 +16,31 @@ from tests.config.refused import ON_2_2_2, problems, sized
 from tests.elided import elided
 
 
-def test_a_wrong_number_of_ranks_names_each_factor():
+def test_wrong_rank_count_error_names_each_factor():
     (said,) = problems(*sized({}, "--mesh.d", "3", *ON_2_2_2), ranks=64)
     line = "mesh: d 3 x x 2 x y 2 x z 2 = 24 ranks, ... 64 ... [mesh], ... 24 ranks"
     assert re.fullmatch(elided(line), said)
 
 
-def test_an_axis_that_the_scheme_does_not_use_is_refused():
+def test_axis_unused_by_the_scheme_is_rejected():
     (said,) = problems(*sized({}, *ON_2_2_2, "--parallel.scheme", "2d"))
     assert re.fullmatch(elided("mesh.z = 2: ... z; ... 1"), said)
 
 
-def test_a_model_that_fits_no_cuboid_says_what_to_set():
+def test_model_without_a_valid_cuboid_error_names_the_mesh_keys():
     (said,) = problems(*sized({}), ranks=7)
     assert re.match("mesh: .* 7 ranks .* 3d; .* mesh.x, mesh.y .* mesh.z", said)
 
 
 @pytest.mark.parametrize("ranks", [*range(1, 71), 100, 128])
-def test_the_default_model_settles_on_any_number_of_ranks(ranks):
+def test_default_model_resolves_on_any_number_of_ranks(ranks):
     config = resolve(load(None, []), ranks, default=True)
     assert prod(config.mesh.sizes().values()) == ranks
     assert config.model.hidden % config.model.heads == 0
     assert not violations(config, ranks)
 
 
-def test_a_default_that_the_user_changed_does_not_grow():
+def test_modified_default_model_is_not_enlarged():
     changed = load(None, ["--model.hidden", "128"])
     with pytest.raises(ValueError, match=r"mesh: .* 7 ranks"):
         resolve(changed, 7, default=True)
@@ -48,7 +48,7 @@ def test_a_default_that_the_user_changed_does_not_grow():
     assert resolve(load(None, []), 64, default=True).model == default
 
 
-def test_the_best_cuboid_moves_the_fewest_words():
+def test_best_cuboid_has_the_least_communication_volume():
     """[MK (n-1) + KN (m-1) + MN (k-1)] / P for the four products of a block, by hand."""
 
     def by_hand(config):
@@ -75,7 +75,7 @@ def test_the_best_cuboid_moves_the_fewest_words():
     )
 
 
-def test_of_experts_the_rows_of_slots_move_not_those_of_choices():
+def test_expert_traffic_counts_capacity_slots_not_routed_tokens():
     """Along y, X of qkv and of up and Y of proj and of down; a router's weights.  Two experts have
     9 slots each for 12 tokens, so 3/2 rows a token; choices would be 2."""
     words = "--model.experts 2 --model.top_k 2 --model.capacity 0.75 --model.sequence 12"

@@ -72,7 +72,7 @@ def warnings(capsys):
     return capsys.readouterr().err.splitlines()
 
 
-def test_every_name_of_the_table_is_tested_and_is_in_the_old_run():
+def test_every_renamed_key_is_tested_and_in_the_old_run():
     keys = {f"{section}.{old}" for section, names in KEYS.items() for old in names}
     values = {f"{section}.{key}" for section, names in VALUES.items() for key in names}
     assert {old for old, *_ in RENAMED} == keys | values
@@ -85,39 +85,39 @@ def test_every_name_of_the_table_is_tested_and_is_in_the_old_run():
 
 
 @every_name
-def test_a_file_may_have_the_old_name(old, text, new, value, file, capsys):
+def test_old_key_in_a_file_is_accepted_with_a_warning(old, text, new, value, file, capsys):
     assert attrgetter(new)(load(file(f"{old} = {text}\n"), [])) == value
     assert warnings(capsys) == [NOTICE[old]]
 
 
 @every_name
 @pytest.mark.parametrize("form", ["two words", "one word"])
-def test_an_option_may_have_the_old_name(old, text, new, value, form, capsys):
+def test_old_key_as_an_option_is_accepted_with_a_warning(old, text, new, value, form, capsys):
     option = [f"--{old}", text] if form == "two words" else [f"--{old}={text}"]
     assert attrgetter(new)(load(None, option)) == value
     assert warnings(capsys) == [NOTICE[old]]
 
 
-def test_a_whole_table_as_an_option_may_have_old_names(capsys):
+def test_table_option_may_contain_old_keys(capsys):
     assert load(None, ["--guard", "{spike = 4.5}"]).guard.loss_spike_sigma == 4.5
     assert warnings(capsys) == [NOTICE["guard.spike"]]
 
 
 @every_name
-def test_one_warning_for_what_is_in_the_file_and_an_option(old, text, new, value, file, capsys):
+def test_old_key_in_file_and_option_warns_once(old, text, new, value, file, capsys):
     load(file(f"{old} = {text}\n"), [f"--{old}", text, f"--{old}", text])
     assert warnings(capsys) == [NOTICE[old]]
 
 
 @every_name
-def test_the_new_name_gives_no_warning(old, text, new, value, file, capsys):
+def test_new_key_causes_no_warning(old, text, new, value, file, capsys):
     text = "true" if value is True else f'"{value}"' if isinstance(value, str) else text
     assert attrgetter(new)(load(file(f"{new} = {text}\n"), [f"--{new}", text])) == value
     assert warnings(capsys) == []
 
 
 @every_key
-def test_both_names_are_refused(old, text, new, value, file):
+def test_old_and_new_key_together_are_rejected(old, text, new, value, file):
     line = f"{old} is the old name of {new}, which is also set; leave {old} out"
     both = [f"--{old}", text, f"--{new}", text]
     section, key = old.split(".")
@@ -131,7 +131,7 @@ def test_both_names_are_refused(old, text, new, value, file):
     assert str(refused.value) == line
 
 
-def test_an_option_of_either_name_wins_over_the_file(file, capsys):
+def test_option_with_either_name_overrides_the_file(file, capsys):
     old, new = "guard.spike = 1.0\n", "guard.loss_spike_sigma = 1.0\n"
     assert load(file(old), ["--guard.loss_spike_sigma", "2.0"]).guard.loss_spike_sigma == 2.0
     assert load(file(new), ["--guard.spike", "3.0"]).guard.loss_spike_sigma == 3.0
@@ -139,13 +139,13 @@ def test_an_option_of_either_name_wins_over_the_file(file, capsys):
 
 
 @pytest.mark.parametrize("text", ["guard = 5", "trace.clock = 5", 'trace.clock = ["processor"]'])
-def test_a_table_or_a_value_of_another_type_is_refused_as_before(text, file):
+def test_wrong_types_are_rejected_despite_renamed_keys(text, file):
     with pytest.raises(ValueError, match=r"input should be .* correct the value"):
         load(file(text), [])
 
 
 @pytest.mark.slow
-def test_all_ranks_together_warn_once(tmp_path):
+def test_all_ranks_print_one_rename_warning(tmp_path):
     path = tmp_path / "input.toml"
     path.write_text("guard.spike = 5.0\n", encoding="utf-8")
     how = {"train__steps": 2, "guard__products_every": 1, "guard__spike": 4.0, "mesh__x": 2}
@@ -161,7 +161,7 @@ def test_all_ranks_together_warn_once(tmp_path):
 # What runs keep
 
 
-def test_texts_that_mean_the_same_are_equal_and_written_with_new_names(capsys):
+def test_equivalent_texts_are_equal_and_written_with_new_keys(capsys):
     old = stored(ALL_OLD)
     new = to_toml(old)
     assert stored(new) == old and work(new) == work(to_toml(stored(new)))
@@ -173,7 +173,7 @@ def test_texts_that_mean_the_same_are_equal_and_written_with_new_names(capsys):
     assert warnings(capsys) == []
 
 
-def test_a_run_from_before_a_key_was_added_did_the_same_work():
+def test_run_older_than_a_key_has_the_same_workload():
     old = (OLD_RUN / "config.toml").read_text(encoding="utf-8")
     now = to_toml(resolve(load(OLD_RUN / "config.toml", [], of_run=True), 1))
     assert "norm_epsilon = 1e-05" in now and "norm_epsilon" not in old
@@ -188,7 +188,7 @@ def text_of(value):
     return texts.get(type(value), lambda: str(value))()
 
 
-def test_an_old_checkpoint_is_read(run, capsys):
+def test_old_checkpoint_is_read(run, capsys):
     config = config_of(Checkpoint(run / "checkpoints" / "step-00000003"))
     assert config.guard.abft_every == 2 and config.guard.loss_spike_sigma == 5.0
     assert config.parallel.layers_per_stage == (1,) and config.trace.clock == "cpu"
@@ -197,7 +197,7 @@ def test_an_old_checkpoint_is_read(run, capsys):
 
 
 @pytest.mark.slow
-def test_an_old_run_goes_on_without_a_warning(run, tmp_path):
+def test_old_run_resumes_without_a_warning(run, tmp_path):
     """Its losses, of both versions, are those of a run of the same length with new names."""
     anew = tmp_path / "anew.toml"
     anew.write_text(to_toml(load(run / "config.toml", [], of_run=True)), encoding="utf-8")
@@ -214,7 +214,7 @@ def test_an_old_run_goes_on_without_a_warning(run, tmp_path):
     assert losses(run).tolist() == pytest.approx(anew, rel=1e-7)
 
 
-def test_an_old_trace_is_reported(run, capsys):
+def test_old_trace_is_reported(run, capsys):
     """Its clock counts CPU time, of which no rate is reported."""
     with hpc3d.trace.open(trace_of(run)) as trace:
         assert 'clock = "processor"' in trace.attrs["config"]
@@ -226,7 +226,7 @@ def test_an_old_trace_is_reported(run, capsys):
     assert "its own CPU time" in out and "warning" not in err
 
 
-def test_an_old_run_is_simulated_without_a_warning(run, capsys):
+def test_old_run_is_simulated_without_a_warning(run, capsys):
     trace_of(run)
     assert simulate.main([str(run), "--machine", "h100"]) == 0
     assert warnings(capsys) == []
@@ -239,7 +239,7 @@ OLD_KEYS = {"wakeup_s": "wake_s", "max_fused_head_dim": "widest_head"}
 
 
 @pytest.mark.parametrize(("new", "old"), OLD_KEYS.items())
-def test_a_machine_may_have_the_old_name(new, old, file, capsys):
+def test_machine_file_with_an_old_key_is_accepted_with_a_warning(new, old, file, capsys):
     begun = "" if f"{new} = " in MACHINE else f"{new} = 0.125\n"
     wanted = machine_file.load(file(begun + MACHINE))
     assert machine_file.load(file((begun + MACHINE).replace(f"{new} =", f"{old} ="))) == wanted
@@ -250,7 +250,7 @@ def test_a_machine_may_have_the_old_name(new, old, file, capsys):
 
 
 @pytest.mark.parametrize(("new", "old"), OLD_KEYS.items())
-def test_a_machine_with_both_names_is_refused(new, old, file):
+def test_machine_file_with_old_and_new_key_is_rejected(new, old, file):
     begun = "" if f"{new} = " in MACHINE else f"{new} = 0.125\n"
     with pytest.raises(ValueError) as refused:
         machine_file.load(file(f"{old} = 0\n{begun}{MACHINE}"))

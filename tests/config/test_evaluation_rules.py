@@ -32,21 +32,21 @@ PIPEDREAM = (
     ((*BEST, *HELD, *EVERY, *PIPEDREAM), "checkpoint.keep_best = true: ... use false, or ..."),
     (("--torch.factory", "m:f", *EVERY), "train.eval_every = 5: ... torch.factory = absent; ..."),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(words, line):
+def test_invalid_evaluation_settings_are_rejected(words, line):
     found = problems(*words, ranks=2)
     assert any(re.match(elided(line), each) for each in found), found
 
 
-def test_a_wrong_type_names_the_key():
+def test_wrong_type_error_names_the_key():
     (found,) = problems("--data.validation", "[1]")
     assert found.startswith("data.validation: ") and "a valid number or a valid string" in found
 
 
 @pytest.mark.parametrize("words", [(*HELD, *EVERY, *BEST), HELD, ("--data.validation", "")])
-def test_what_can_be_is_taken(words):
+def test_valid_evaluation_settings_are_accepted(words):
     config = resolve(load(None, words), 8)
     assert config.data.validation in (0.05, "")
 
 
-def test_asynchronous_schedules_may_evaluate():
+def test_evaluation_is_accepted_with_asynchronous_schedules():
     assert resolve(load(None, (*HELD, *EVERY, *PIPEDREAM)), 2).train.eval_every == 5

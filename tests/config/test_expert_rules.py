@@ -87,13 +87,13 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_cannot_be_is_refused(words):
+def test_invalid_expert_settings_are_rejected(words):
     options = words.split()
     (line,) = problems(*options, ranks=ranks_of(options))
     assert re.match(elided(WRONG[words]), line)
 
 
 @pytest.mark.parametrize("words", ALLOWED)
-def test_what_just_can_be_is_not(words):
+def test_expert_settings_at_the_limits_are_accepted(words):
     options = words.split()
     assert resolve(load(None, options), ranks_of(options)).model.experts == 4

@@ -7,14 +7,14 @@ from hpc3d.config.load import known_keys, load
 from tests.config.refused import problems
 
 
-def test_every_answer_names_keys_that_there_are():
+def test_every_familiar_name_maps_to_existing_keys():
     known = {*known_keys()}
     for name, said in FAMILIAR.items():
         keys = [word.strip(",;()") for word in said.split() if word.count(".") == 1]
         assert keys and known.issuperset(keys), name
 
 
-def test_no_key_of_ours_is_answered_in_its_own_section():
+def test_familiar_names_do_not_shadow_our_keys():
     ours = {key.rpartition(".")[2] for key in known_keys()}
     assert not ours & FAMILIAR.keys()
 
@@ -29,16 +29,16 @@ def test_no_key_of_ours_is_answered_in_its_own_section():
         ("--train.stepz 1", "train.stepz: unknown key; did you mean train.steps?"),
     ],
 )
-def test_they_are_answered_with_ours(words, said):
+def test_option_names_of_other_programs_suggest_our_keys(words, said):
     assert problems(*words.split()) == [said]
 
 
-def test_a_file_is_answered_alike(tmp_path):
+def test_file_keys_of_other_programs_suggest_our_keys(tmp_path):
     said = problems(text="[model]\nn_embd = 64\n", folder=tmp_path)
     assert said == ["model.n_embd: unknown key; use model.hidden"]
 
 
-def test_keys_in_tables_of_other_programs_are_answered_one_by_one():
+def test_nested_tables_of_other_programs_get_a_suggestion_per_key():
     """As torchtitan and DeepSpeed have them; tables are near to tables, not to keys."""
     deep = ["--optimizer.params", "{lr=1,betas=[0.9,0.95],name='x'}", "--trainer.max_steps", "3"]
     optimizer, *keys, trainer, steps = problems(*deep, "--trainer.seed", "1")
@@ -51,13 +51,13 @@ def test_keys_in_tables_of_other_programs_are_answered_one_by_one():
     assert steps == "trainer.max_steps: unknown key; use train.steps"
 
 
-def test_sizes_that_convert_are_told_with_their_equation():
+def test_converted_sizes_are_reported_with_their_equation():
     (said,) = problems("--mesh.tp", "1")
     assert said.startswith("mesh.tp: unknown key; use mesh.x, mesh.y and mesh.z; their product ")
     (said,) = problems("--micro_batch_size", "4")
     assert said.endswith("this x parallel.microbatches x mesh.d x mesh.e")
 
 
-def test_what_is_not_known_is_none():
+def test_unknown_name_has_no_suggestion():
     assert familiar("entropy") is None
     assert load(None, ["--train.learning_rate", "1"]).train.learning_rate == 1

@@ -28,12 +28,12 @@ SHIPPED = Path(__file__).parents[2] / "inputs" / "gpt-3d-64.toml"
         ("seed", "2025-01-02", "seed: ... '2025-01-02';"),
     ],
 )
-def test_a_wrong_type_is_refused(option, value, line):
+def test_wrong_type_is_rejected(option, value, line):
     (said,) = problems(f"--{option}", value)
     assert re.match(elided(line), said)
 
 
-def test_a_configuration_that_has_its_splits_can_be_broadcast():
+def test_configuration_with_cached_splits_can_be_pickled():
     config = resolve(load(SHIPPED, []), 64)
     layouts = [split.x for split in config.splits.values()]
     received = pickle.loads(pickle.dumps(config))
@@ -41,6 +41,6 @@ def test_a_configuration_that_has_its_splits_can_be_broadcast():
     assert [split.x for split in received.splits.values()] == layouts
 
 
-def test_the_shipped_input_is_a_cube():
+def test_shipped_input_is_a_cube():
     config = resolve(load(SHIPPED, []), 64)
     assert config.mesh.sizes() == {"p": 1, "d": 1, "c": 1, "e": 1, "x": 4, "y": 4, "z": 4}

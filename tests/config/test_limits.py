@@ -13,7 +13,7 @@ from hpc3d.model.families import block_products
 from tests.elided import elided
 
 
-def test_products_are_bounded():
+def test_matrix_products_are_bounded():
     model, train = Config().model, Config().train
     wide = replace(model, hidden=2**20, vocabulary=2**27, layers=limits.MOST_LAYERS)
     config = replace(Config(), model=wide, train=replace(train, batch=1))
@@ -47,7 +47,7 @@ def test_products_are_bounded():
         ),
     ],
 )
-def test_products_of_experts_are_bounded(sizes, larger, line):
+def test_expert_products_are_bounded(sizes, larger, line):
     def lines(**sizes):
         model = replace(Config().model, kind="llama", heads=1, ffn=2**22, **sizes)
         parallel = replace(Config().parallel, attention="chunked")
@@ -60,7 +60,7 @@ def test_products_of_experts_are_bounded(sizes, larger, line):
     assert found.startswith(line)
 
 
-def test_passes_of_a_schedule_are_bounded():
+def test_schedule_passes_are_bounded():
     def lines(micros):
         parallel = replace(Config().parallel, microbatches=micros, chunks=1, schedule="1f1b")
         mesh, model = replace(Config().mesh, p=64), replace(Config().model, layers=64)
@@ -72,7 +72,7 @@ def test_passes_of_a_schedule_are_bounded():
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 49, 64, 97, 720720, 1048573])
-def test_divisors(number):
+def test_divisors_are_complete_and_sorted(number):
     found = divisors(number)
     assert found == sorted({*found}) and all(number % size == 0 for size in found)
     few = [size for size in range(1, min(number, 10_000) + 1) if number % size == 0]

@@ -25,12 +25,12 @@ from tests.elided import elided
         ("run.qqq", "run.qqq: ... run.out, run.signal, ..."),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_full_name_of_a_near_one(option, line):
+def test_unknown_key_error_suggests_the_full_name(option, line):
     (said,) = problems(f"--{option}", "1")
     assert re.fullmatch(elided(line), said)
 
 
-def test_all_errors_are_said_at_once(tmp_path):
+def test_all_errors_are_reported_together(tmp_path):
     text = "stepz = 1\n[train]\nsteps = 'a'\nbatch = 1.5\n[modell]\n[mesh]\nq = 2\n"
     said = problems(text=text, folder=tmp_path)
     assert sorted(line.split(":")[0] for line in said) == [
@@ -52,7 +52,7 @@ def test_all_errors_are_said_at_once(tmp_path):
         (b"a = 1\na = 2\n", "input.toml: ... TOML"),
     ],
 )
-def test_a_file_that_is_no_toml_is_refused(text, line, tmp_path):
+def test_invalid_toml_is_rejected(text, line, tmp_path):
     (said,) = problems(text=text, folder=tmp_path)
     assert re.search(elided(line), said)
 
@@ -72,7 +72,7 @@ def test_an_empty_or_truncated_file_of_a_run_is_refused(kept, tmp_path):
     assert load(path, [], of_run=True) == Config()
 
 
-def test_paths_are_expanded_as_a_shell_does(monkeypatch):
+def test_paths_expand_home_and_environment_variables(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SCRATCH", "/scratch")
     config = load(None, ["--run.out", "~/results", "--data.path", "${SCRATCH}/text.txt"])
@@ -87,7 +87,7 @@ def test_paths_are_expanded_as_a_shell_does(monkeypatch):
         load(None, ["--run.out", "$SCRATCH/a"])
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_missing_file_is_rejected(tmp_path):
     for path in (tmp_path / "missing.toml", tmp_path):
         with pytest.raises(ValueError, match=f"^{path}: .* gpt-"):
             load(path, [])
@@ -102,12 +102,12 @@ def test_a_missing_file_is_refused(tmp_path):
         (["--seed.low", "1", "--seed.low.er", "2"], "--seed.low.er: low"),
     ],
 )
-def test_a_command_line_that_is_not_understood_is_refused(options, line):
+def test_invalid_command_line_is_rejected(options, line):
     (said,) = problems(*options)
     assert re.match(elided(line), said)
 
 
-def test_options_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+def test_options_override_the_file_and_the_file_overrides_defaults(tmp_path):
     path = tmp_path / "input.toml"
     path.write_text('name = "from file"\n[train]\nsteps = 7\nwarmup = 3\n')
     options = ["--train.steps=9", "--train.learning_rate", "1e-4", "--parallel.scheme", "2.5d"]

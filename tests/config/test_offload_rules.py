@@ -37,17 +37,17 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("options", WRONG)
-def test_what_cannot_be_is_refused_in_a_line(options):
+def test_invalid_offload_settings_are_rejected_in_one_line(options):
     (line,) = problems(*options.split(), ranks=2)
     assert re.fullmatch(elided(WRONG[options]), line), line
 
 
 @pytest.mark.parametrize("options", RIGHT)
-def test_what_can_be_is_not(options):
+def test_valid_offload_settings_are_accepted(options):
     resolve(load(None, options.split()), 2)
 
 
 @pytest.mark.parametrize("value", ["optimizer", '["weights"]', "true"])
-def test_another_value_is_refused_with_those_that_are_known(value):
+def test_unknown_offload_value_error_lists_the_known_ones(value):
     (line,) = problems("--parallel.offload", value, ranks=1)
     assert line.startswith("parallel.offload: input should be ")

@@ -21,14 +21,14 @@ def resolved(words):
         "--model.hidden 256 --mesh.e 2 --model.experts 4 --model.moe_every 2",
     ],
 )
-def test_whole_blocks_pass(words):
+def test_8_bit_adamw_accepts_full_blocks_of_columns(words):
     assert resolved(words).train.optimizer == "adamw-8bit"
 
 
 @pytest.mark.parametrize(
     "words", ["--model.hidden 256 --mesh.x 2 --parallel.scheme 1d", "--model.hidden 128"]
 )
-def test_columns_amid_a_block_are_refused_with_a_remedy(words):
+def test_8_bit_adamw_rejects_partial_blocks_of_columns(words):
     """Narrow matrices are in full: of hidden = 128 the first that is not is qkv."""
     with pytest.raises(ValueError) as refused:
         resolved(words)
@@ -38,6 +38,6 @@ def test_columns_amid_a_block_are_refused_with_a_remedy(words):
     )
 
 
-def test_other_optimisers_take_any_columns():
+def test_other_optimizers_accept_any_column_count():
     config = load(None, ["--model.hidden", "24", "--model.heads", "4"])
     assert resolve(config, 1).train.optimizer == "adamw"

@@ -33,7 +33,7 @@ def ranks(config):
 
 
 @pytest.mark.parametrize("path", sorted(INPUTS.glob("*.toml")), ids=lambda path: path.stem)
-def test_each_keeps_the_rules_on_its_own_mesh(path):
+def test_shipped_input_is_valid_on_its_own_mesh(path):
     config = load(path, [])
     assert config.name == path.stem
     resolve(config, ranks(config))
@@ -54,7 +54,7 @@ ROUNDED = "switch-c", "gshard-600b"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_their_parameters(name):
+def test_published_models_have_their_parameter_counts(name):
     config = load(name, [])
     assert config.name == name
     family, mesh = family_of(config.model), abstract_mesh({}, {})
@@ -68,11 +68,11 @@ def test_published_models_have_their_parameters(name):
     assert total == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
-def test_every_model_is_published():
+def test_every_shipped_model_has_a_published_parameter_count():
     assert {path.stem for path in (INPUTS / "models").glob("*.toml")} == {*PUBLISHED}
 
 
-def test_a_pipeline_and_replicas_train_the_same():
+def test_pipeline_and_data_parallel_inputs_train_the_same_model():
     pair = [load(INPUTS / f"gpt-{name}.toml", []) for name in ("pp-vs-dp", "dp-vs-pp")]
     one, other = (replace(each, name="", mesh=None, parallel=None) for each in pair)
     assert one == other
@@ -92,18 +92,18 @@ def same(path, *parts):
 
 @pytest.mark.parametrize("before", ["", "inputs/", "./inputs/"])
 @pytest.mark.parametrize("after", ["", ".toml"])
-def test_names_are_found_from_any_folder(before, after, elsewhere):
+def test_shipped_names_are_found_from_any_folder(before, after, elsewhere):
     assert same(find(f"{before}gpt-1.3b-8gpu{after}", INPUT), "gpt-1.3b-8gpu.toml")
     assert same(find(f"{before}h100{after}", MACHINE), "machines", "h100.toml")
     assert same(find(f"{before}machines/h100{after}", MACHINE), "machines", "h100.toml")
 
 
-def test_what_takes_an_input_or_a_machine_takes_its_name(elsewhere):
+def test_inputs_and_machines_can_be_given_by_name(elsewhere):
     assert load("gpt-3d-64", []) == load(INPUTS / "gpt-3d-64.toml", [])
     assert machine_file.load("h100") == machine_file.load(INPUTS / "machines" / "h100.toml")
 
 
-def test_a_path_wins_over_a_name_and_what_is_here_over_what_is_shipped(elsewhere):
+def test_existing_path_has_priority_over_a_shipped_name(elsewhere):
     for path in ("inputs/gpt-3d-64.toml", "gpt-3d-64.toml", "gpt-3d-64"):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).touch()
@@ -111,7 +111,7 @@ def test_a_path_wins_over_a_name_and_what_is_here_over_what_is_shipped(elsewhere
     assert find("inputs/gpt-3d-64.toml", INPUT) == Path("inputs/gpt-3d-64.toml")
 
 
-def test_a_folder_of_that_name_is_in_nobodys_way(elsewhere):
+def test_folder_with_a_shipped_name_is_ignored(elsewhere):
     Path("gpt-3d-64").mkdir()
     assert same(find("gpt-3d-64", INPUT), "gpt-3d-64.toml")
 
@@ -132,7 +132,7 @@ def test_a_folder_of_that_name_is_in_nobodys_way(elsewhere):
         ("../inputs/gpt-3d-64", MACHINE, "../inputs/gpt-3d-64: there is no such machine; name a"),
     ],
 )
-def test_what_there_is_not_is_refused_with_its_kind_and_the_names(word, kind, begins, elsewhere):
+def test_unknown_name_is_rejected_with_its_kind_and_the_known_names(word, kind, begins, elsewhere):
     with pytest.raises(ValueError) as refused:
         find(word, kind)
     assert str(refused.value).startswith(begins)
@@ -140,7 +140,7 @@ def test_what_there_is_not_is_refused_with_its_kind_and_the_names(word, kind, be
 
 
 @pytest.mark.parametrize("word", ["inputs/corpus", "./inputs/corpus", "corpus", "inputs/corpus/"])
-def test_the_corpus_is_found_from_any_folder(word, elsewhere):
+def test_corpus_is_found_from_any_folder(word, elsewhere):
     assert same(text_path(word), "corpus")
     assert same(text_path(f"{word}/python.txt"), "corpus", "python.txt")
     Path("inputs/corpus").mkdir(parents=True)
@@ -151,18 +151,18 @@ def test_the_corpus_is_found_from_any_folder(word, elsewhere):
 @pytest.mark.parametrize(
     "word", ["nowhere", "inputs/nowhere", "inputs/../train.py", "../config.py", "\0", "x" * 5000]
 )
-def test_a_text_that_is_not_there_is_left_as_it_is(word, elsewhere):
+def test_unknown_text_path_is_unchanged(word, elsewhere):
     assert text_path(word) == word
 
 
-def test_training_reads_the_default_text_in_an_empty_folder(elsewhere):
+def test_training_finds_the_default_text_from_an_empty_folder(elsewhere):
     words = ["--run.out", str(elsewhere / "out")]
     assert train.read_command_line(1, words).config.data.path == "inputs/corpus"
     # a run that is resumed in another folder finds the text there
     assert plan_of(words).config.data.path == "inputs/corpus"
 
 
-def test_what_the_program_makes_is_found_by_its_name(elsewhere):
+def test_generated_machine_file_is_found_by_name(elsewhere):
     for folder in ("", "inputs/machines"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = new_path("this-machine", MACHINE)
@@ -196,7 +196,7 @@ def matched(patterns):
     }
 
 
-def test_every_file_that_is_no_module_is_in_the_package():
+def test_every_data_file_is_in_the_package():
     walk = [(Path(here), names) for here, _, names in os.walk(PACKAGE, followlinks=True)]
     files = {here / name for here, names in walk if here.name != "__pycache__" for name in names}
     ours = {path for path in files if path.suffix != ".py" or shipped() in path.parents}
@@ -207,7 +207,7 @@ def test_every_file_that_is_no_module_is_in_the_package():
     assert {path.name for path in left_out} <= {"this-machine.toml"}
 
 
-def test_the_package_has_all_of_inputs():
+def test_package_contains_all_inputs():
     every = {path.relative_to(INPUTS) for path in INPUTS.rglob("*") if path.is_file()}
     files = {path for path in every if path.suffix != ".pyc"}
     assert files == {

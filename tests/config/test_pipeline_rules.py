@@ -88,7 +88,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize(("changes", "line"), PIPELINES)
-def test_a_pipeline_that_does_not_fit_is_refused(changes, line):
+def test_invalid_pipeline_settings_are_rejected(changes, line):
     changes = {"model.layers": 3, "mesh.x": 1, "mesh.y": 1, "mesh.z": 1, **changes}
     ranks = changes.get("mesh.p", 1) * changes.get("mesh.d", 1)
     said = problems(*sized({f"--{key}": value for key, value in changes.items()}), ranks=ranks)
@@ -97,7 +97,7 @@ def test_a_pipeline_that_does_not_fit_is_refused(changes, line):
 
 @pytest.mark.parametrize("inner", [1, 2])
 @pytest.mark.parametrize(("changes", "line"), PIPELINES)
-def test_the_line_is_the_same_where_the_cuboid_is_left_open(changes, line, inner):
+def test_pipeline_errors_are_the_same_with_an_open_cuboid(changes, line, inner):
     if " mesh.d = " in line:
         return  # another cuboid might do
     sizes = {"model.layers": 3, **changes}
@@ -106,19 +106,19 @@ def test_the_line_is_the_same_where_the_cuboid_is_left_open(changes, line, inner
     assert len(said) == 1 and re.match(elided(line), said[0])
 
 
-def test_a_stage_of_less_than_no_layers_is_refused():
+def test_negative_layers_per_stage_are_rejected():
     (said,) = problems("--mesh.p", "2", "--parallel.layers_per_stage", "[3, -1]", ranks=2)
     assert re.match(elided("parallel.layers_per_stage = [3, -1]: ... -1 ... 0"), said)
 
 
-def test_an_asynchronous_run_has_a_longest():
+def test_asynchronous_schedule_limits_the_number_of_steps():
     how = "--mesh.p 2 --parallel.schedule pipedream-2bw --parallel.microbatches 2 --train.steps"
     resolve(load(None, [*how.split(), "12500"]), 2)
     (said,) = problems(*how.split(), "12501", ranks=2)
     assert said.startswith("train.steps = 12501: schedule pipedream-2bw") and "12,500" in said
 
 
-def test_chunks_are_what_the_schedule_wants():
+def test_number_of_chunks_follows_the_schedule():
     def chunks(schedule, *more):
         how = ["--model.layers", "8", "--mesh.p", "2", "--parallel.microbatches", "2", *more]
         return resolve(load(None, [*how, "--parallel.schedule", schedule]), 2).parallel.chunks
@@ -127,7 +127,7 @@ def test_chunks_are_what_the_schedule_wants():
     assert chunks("interleaved", "--parallel.chunks", "4") == 4
 
 
-def test_the_schedule_is_1f1b_on_several_stages():
+def test_default_schedule_is_1f1b_on_several_stages():
     sizes = ["--model.layers", "3", "--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"]
     one, two = (resolve(load(None, [*sizes, "--mesh.p", str(p)]), p) for p in (1, 2))
     assert (one.parallel.schedule, two.parallel.schedule) == ("none", "1f1b")

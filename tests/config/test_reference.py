@@ -36,24 +36,24 @@ def entries():
     return found
 
 
-def test_help_has_the_manual(capsys, monkeypatch):
+def test_help_option_prints_the_manual(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "99")
     explain(["--help"])
     assert manual() in capsys.readouterr().out
 
 
-def test_the_page_is_that_of_the_keys():
+def test_configuration_page_is_up_to_date():
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert text == page(), "run: python -m hpc3d.config.reference > docs/configuration.md"
 
 
-def test_no_key_is_missing_and_none_stands_twice():
+def test_manual_lists_every_key_once():
     assert [*entries()] == [*flat(Config())]
     assert {*entries()} | {*TABLES} == {*known_keys()}
 
 
 @pytest.mark.parametrize("table", [Config, *TABLES.values()], ids=lambda table: table.__name__)
-def test_every_key_has_a_meaning_of_its_own(table):
+def test_every_key_has_its_own_description(table):
     keys = [item.name for item in fields(table) if item.name not in TABLES]
     texts = meanings(table)
     assert [*texts] == keys
@@ -61,20 +61,20 @@ def test_every_key_has_a_meaning_of_its_own(table):
     assert all(len(text.split()) > 1 and "  " not in text for text in texts.values())
 
 
-def test_it_is_an_input_file_with_the_defaults():
+def test_manual_is_a_valid_input_file_with_the_defaults():
     defaults = tomllib.loads(manual())
     assert validate(defaults) == load(None, [])
     jsonschema.validate(defaults, SCHEMA)
 
 
-def test_keys_that_are_absent_by_default_are_comments_that_say_what_that_means():
+def test_absent_keys_are_comments_that_explain_their_default():
     for key, lines in entries().items():
         absent = flat(Config())[key] is None
         assert lines[0].startswith("# ") == absent
         assert ("Default: " in " ".join(" ".join(lines).split())) == absent
 
 
-def test_every_choice_is_there():
+def test_manual_lists_every_choice():
     found, seen = entries(), 0
     for name, table in TABLES.items():
         for key, kind in get_type_hints(table).items():
@@ -87,12 +87,12 @@ def test_every_choice_is_there():
     assert {*SCHEDULES} <= {*text}
 
 
-def test_lines_are_no_wider_than_the_page():
+def test_manual_lines_fit_99_columns():
     assert max(map(len, manual().splitlines())) <= 99
 
 
 @pytest.mark.parametrize(("columns", "width"), [("70", 70), ("1", 60), ("500", 99)])
-def test_they_fit_into_the_terminal(columns, width, monkeypatch, capsys):
+def test_help_fits_the_terminal_width(columns, width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
     explain(["--help", "train"])
     lines = capsys.readouterr().out.splitlines()
@@ -109,7 +109,7 @@ def test_they_fit_into_the_terminal(columns, width, monkeypatch, capsys):
         ("parallel.attention", '# parallel.attention =      # "full" | "chunked"; '),
     ],
 )
-def test_some_keys_are_told_alone(name, said):
+def test_help_can_show_a_single_key_or_section(name, said):
     text = about(name)
     assert text.startswith(said)
     assert "# Number of steps of the linear learning-rate warmup" in about("train.warmup")
@@ -117,7 +117,7 @@ def test_some_keys_are_told_alone(name, said):
 
 
 @pytest.mark.parametrize("name", ["train.stepz", "meshes", "seed.x", "train."])
-def test_what_is_no_key_is_refused(name):
+def test_help_for_an_unknown_key_is_rejected(name):
     with pytest.raises(ValueError, match=f"^--help {re.escape(name)}: no such key or section; "):
         about(name)
 
@@ -125,7 +125,7 @@ def test_what_is_no_key_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "said"), [("lr", "use train.learning_rate"), ("steps", "train.steps")]
 )
-def test_it_is_answered_with_ours(name, said):
+def test_help_for_a_familiar_name_suggests_our_key(name, said):
     with pytest.raises(ValueError, match=said):
         about(name)
 
@@ -137,13 +137,13 @@ SCHEMA = json.loads((INPUTS / "hpc3d.schema.json").read_text())
 FILES = sorted([*INPUTS.glob("*.toml"), *INPUTS.glob("models/*.toml")])
 
 
-def test_the_schema_is_up_to_date():
+def test_schema_is_up_to_date():
     assert schema() == SCHEMA
     Draft202012Validator.check_schema(SCHEMA)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_inputs_name_the_schema_and_keep_to_it(path):
+def test_inputs_reference_the_schema_and_conform_to_it(path):
     text = path.read_text()
     named = re.match(r"#:schema (.*)\n", text)
     assert (path.parent / named[1]).resolve() == INPUTS / "hpc3d.schema.json"
@@ -166,12 +166,12 @@ def test_inputs_name_the_schema_and_keep_to_it(path):
         "[train]\nlearning_rate = -1.0",
     ],
 )
-def test_what_breaks_the_schema_is_seen(wrong):
+def test_schema_rejects_invalid_inputs(wrong):
     with pytest.raises(ValidationError):
         jsonschema.validate(tomllib.loads(wrong), SCHEMA)
 
 
-def test_every_key_has_its_meaning_in_the_schema():
+def test_schema_describes_every_key():
     for kind in [SCHEMA, *SCHEMA["$defs"].values()]:
         plain = [each for each in kind["properties"].values() if "$ref" not in each]
         assert plain and all(each["description"] for each in plain)

@@ -74,14 +74,14 @@ EDGES = {
 @pytest.mark.parametrize(
     ("key", "good", "bad"), [(key, *pair) for key, pairs in EDGES.items() for pair in pairs]
 )
-def test_a_range_ends_where_it_says(key, good, bad):
+def test_values_at_the_bounds_are_accepted_and_beyond_rejected(key, good, bad):
     resolve(load(None, [f"--{key}", good]), 1)
     (said,) = problems(f"--{key}", bad)
     assert said.startswith(f"{key} = ")
 
 
 @pytest.mark.parametrize("key", RULES)
-def test_a_value_out_of_range_is_refused(key):
+def test_value_out_of_range_is_rejected(key):
     value, line = RULES[key]
     (said,) = problems(f"--{key}", value)
     assert re.match(elided(line), said)
@@ -98,7 +98,7 @@ def test_a_value_out_of_range_is_refused(key):
         ("rope_theta", "1e9", "inf"),
     ],
 )
-def test_a_range_of_llama_ends_where_it_says(key, good, bad):
+def test_llama_values_at_the_bounds_are_accepted_and_beyond_rejected(key, good, bad):
     resolve(load(None, ["--model.kind", "llama", f"--model.{key}", good]), 1)
     (said,) = problems("--model.kind", "llama", f"--model.{key}", bad)
     assert said.startswith(f"model.{key} = ")
@@ -117,7 +117,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("scaling", FORMS)
-def test_a_form_of_rotary_positions_that_is_not_known_is_refused(scaling):
+def test_unknown_rope_scaling_is_rejected(scaling):
     resolve(load(None, [*LLAMA, "--model.rope_scaling", SCALING]), 1)
     (said,) = problems(*LLAMA, "--model.rope_scaling", scaling)
     assert said.startswith("model.rope_scaling = ") and FORMS[scaling] in said
@@ -154,12 +154,12 @@ def test_a_form_of_rotary_positions_that_is_not_known_is_refused(scaling):
         ),
     ],
 )
-def test_what_a_family_does_not_have_is_refused(words, line):
+def test_settings_that_a_model_family_lacks_are_rejected(words, line):
     said, *_ = problems(*words)
     assert said.startswith(line)
 
 
-def test_a_way_to_orthogonalise_is_of_muon_alone():
+def test_orthogonalize_is_only_valid_with_muon():
     sharded = ["--train.orthogonalize", "sharded"]
     (said,) = problems("--train.optimizer", "lion", *sharded)
     assert re.match(elided("train.orthogonalize = sharded: ... train.optimizer = muon; ..."), said)
@@ -175,7 +175,7 @@ def test_a_way_to_orthogonalise_is_of_muon_alone():
         ("lion", "epsilon", "adamw or adamw-8bit or muon"),
     ],
 )
-def test_a_key_of_another_optimiser_is_refused(optimizer, key, users):
+def test_key_of_another_optimizer_is_rejected(optimizer, key, users):
     (said,) = problems("--train.optimizer", optimizer, f"--train.{key}", "0.5")
     assert re.match(elided(f"train.{key} = 0.5: ... train.optimizer = {users}; ..."), said)
 
@@ -190,17 +190,17 @@ def test_a_key_of_another_optimiser_is_refused(optimizer, key, users):
         ("--train.decay wsd --train.cooldown 19", "train.cooldown = 19: ... 18 of 20 ..."),
     ],
 )
-def test_a_decay_that_cannot_be_is_refused(words, said):
+def test_invalid_learning_rate_decay_is_rejected(words, said):
     (found,) = problems(*words.split())
     assert re.fullmatch(elided(said), found)
 
 
-def test_a_decay_may_take_all_steps_after_the_warm_up():
+def test_decay_may_span_all_steps_after_warmup():
     words = "--train.decay wsd --train.cooldown 18 --train.min_learning_rate 0.003"
     assert resolve(load(None, words.split()), 8).train.falling() == 18
 
 
-def test_a_decay_that_ends_within_the_warm_up_is_refused():
+def test_decay_that_ends_within_warmup_is_rejected():
     (said,) = problems("--train.decay_steps", "1")
     assert re.fullmatch(elided("train.decay_steps = 1 ... train.warmup = 2"), said)
     assert load(None, ["--train.decay_steps", "2"]).train.decaying() == 2
@@ -224,12 +224,12 @@ def test_a_decay_that_ends_within_the_warm_up_is_refused():
         ('{ m = "x y", panels = "y x" }', "parallel.split.panels = y x:"),
     ],
 )
-def test_a_split_of_letters_is_checked(letters, line):
+def test_invalid_loop_dimension_split_is_rejected(letters, line):
     (said,) = problems("--parallel.split", letters)
     assert re.match(elided(line), said)
 
 
-def test_a_split_of_letters_is_taken():
+def test_valid_loop_dimension_split_is_accepted():
     config = resolve(load(None, sized({}, "--parallel.split", '{ m = "x" }')), 8)
     assert config.splits["dense"].m == "x"
     assert config.mesh.sizes()["x"] == 8
@@ -239,5 +239,5 @@ def test_a_split_of_letters_is_taken():
     ("words", "name"),
     [([], "gpt"), (["--model.kind", "bert"], "bert"), (["--name", "a"], "a")],
 )
-def test_an_unnamed_run_has_the_name_of_its_family(words, name):
+def test_unnamed_run_is_named_after_its_model_family(words, name):
     assert resolve(load(None, words), 1).name == name

@@ -11,7 +11,7 @@ from tests.elided import elided
 
 
 @pytest.mark.parametrize(("kv_heads", "y"), [(1, 8), (2, 8), (4, 4), (8, 4), (24, 8)])
-def test_heads_of_keys_divide_over_ranks_or_divide_these(kv_heads, y):
+def test_kv_heads_and_tensor_ranks_must_divide_each_other(kv_heads, y):
     words = sized({"--model.kind": "llama", "--model.kv_heads": kv_heads}, "--mesh.y", str(y))
     assert resolve(load(None, words), y).model.kv_heads == kv_heads
 
@@ -60,7 +60,7 @@ def test_heads_of_keys_divide_over_ranks_or_divide_these(kv_heads, y):
         ),
     ],
 )
-def test_a_size_that_does_not_divide_names_key_and_axes(changes, mesh, lines):
+def test_indivisible_size_error_names_the_key_and_axes(changes, mesh, lines):
     axes = [word for axis, size in mesh.items() for word in (f"--mesh.{axis}", str(size))]
     said = problems(*sized(changes, *axes))
     assert all(any(re.search(elided(line), one) for one in said) for line in lines)

@@ -20,17 +20,17 @@ def refuse():
 
 
 @pytest.mark.parametrize(("result", "code"), [(None, 0), (3, 3)])
-def test_a_command_ends_with_the_code_of_its_body(result, code):
+def test_command_exits_with_the_code_of_its_body(result, code):
     assert run("test", lambda: result) == code
 
 
-def test_bad_input_is_a_line_each(capsys):
+def test_each_input_problem_is_one_line(capsys):
     assert run("test", refuse) == BAD_INPUT
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["hpc3d.test: one.key = 1: remedy", "hpc3d.test: another.key = 2: remedy"]
 
 
-def test_an_interrupt_is_a_line(capsys):
+def test_interrupt_is_reported_in_one_line(capsys):
     def interrupted():
         raise KeyboardInterrupt
 
@@ -52,7 +52,7 @@ def python(*words, folder):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_interrupt_while_a_command_imports_is_no_traceback(command, tmp_path):
+def test_interrupt_during_imports_prints_no_traceback(command, tmp_path):
     interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
     for name in ("argparse", "pathlib"):  # each command imports one of them
         (tmp_path / f"{name}.py").write_text(interrupt)
@@ -60,7 +60,7 @@ def test_an_interrupt_while_a_command_imports_is_no_traceback(command, tmp_path)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
-def test_a_package_that_imports_this_one_keeps_its_interrupt(tmp_path):
+def test_importing_package_keeps_its_interrupt_handler(tmp_path):
     """Otherwise Ctrl-C would leave the ranks of hpc3d.run_training behind."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text("import hpc3d\n")
@@ -70,7 +70,7 @@ def test_a_package_that_imports_this_one_keeps_its_interrupt(tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_fault_of_the_program_is_not_taken_for_bad_input():
+def test_program_error_is_not_reported_as_invalid_input():
     def body():
         raise KeyError("a fault")
 

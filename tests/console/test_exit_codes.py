@@ -10,7 +10,7 @@ from hpc3d.console import exit_codes
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_codes_are_those_that_the_readme_lists():
+def test_exit_codes_match_the_readme():
     codes = {name: value for name, value in vars(exit_codes).items() if isinstance(value, int)}
     assert codes == {
         "FAILED": 1,

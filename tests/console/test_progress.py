@@ -72,7 +72,7 @@ def clock(monkeypatch):
     assert not logging.getLogger("hpc3d").handlers
 
 
-def test_the_newest_record_is_said_after_a_while(clock, capsys):
+def test_latest_log_record_is_printed_after_a_delay(clock, capsys):
     with progress("plan"):
         for number in range(1000):
             log.info("%d of 1000", number)
@@ -86,13 +86,13 @@ def test_the_newest_record_is_said_after_a_while(clock, capsys):
     assert clock.waits == [FIRST, EVERY, EVERY]
 
 
-def test_the_seconds_count_from_the_start_of_the_command(clock, capsys):
+def test_seconds_count_from_the_start_of_the_command(clock, capsys):
     with progress("train", since=-40):
         clock.skip(FIRST)
     assert capsys.readouterr().err == "hpc3d.train: 42 s: loading\n"
 
 
-def test_what_is_quick_is_silent(clock, capsys):
+def test_quick_command_prints_no_progress(clock, capsys):
     with progress("plan"):
         log.info("begun")
         clock.skip(0)
@@ -100,12 +100,12 @@ def test_what_is_quick_is_silent(clock, capsys):
     assert clock.over and clock.waits == [FIRST]
 
 
-def test_an_error_goes_on():
+def test_progress_context_propagates_exceptions():
     with pytest.raises(ValueError, match="bad"), progress("plan"):
         raise ValueError("bad")
 
 
-def test_inside_of_another_it_only_tells_what_it_does(clock, capsys):
+def test_nested_progress_context_only_changes_the_text(clock, capsys):
     with progress("train", "8 ranks start"), progress("train", "reading", first=0):
         clock.skip(FIRST)
     assert capsys.readouterr().err == "hpc3d.train: 2 s: reading\n"
@@ -123,7 +123,7 @@ class Terminal(io.StringIO):
         return [line.rpartition("\r\x1b[K")[2] for line in self.getvalue().split("\n")]
 
 
-def test_on_a_terminal_one_line_is_rewritten_below_what_is_printed(clock, monkeypatch):
+def test_terminal_status_line_is_redrawn_below_the_output(clock, monkeypatch):
     terminal = Terminal()
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)
@@ -142,7 +142,7 @@ def test_on_a_terminal_one_line_is_rewritten_below_what_is_printed(clock, monkey
     assert clock.waits == [0, REDRAWN, REDRAWN, REDRAWN]
 
 
-def test_a_terminal_that_is_gone_is_no_error(clock, monkeypatch):
+def test_closed_terminal_is_no_error(clock, monkeypatch):
     end, start = os.pipe()
     os.close(end)
     with open(start, "w") as terminal:
@@ -153,7 +153,7 @@ def test_a_terminal_that_is_gone_is_no_error(clock, monkeypatch):
             assert sys.stderr.unread
 
 
-def test_only_a_terminal_is_written_to_twice(clock, monkeypatch):
+def test_status_line_is_cleared_only_on_the_terminal_stream(clock, monkeypatch):
     terminal, file = Terminal(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(sys, "stdout", file)
@@ -164,7 +164,7 @@ def test_only_a_terminal_is_written_to_twice(clock, monkeypatch):
     assert terminal.shown() == [""]
 
 
-def test_what_a_command_tells_is_told_by_its_module_name():
+def test_commands_do_not_log_under_the_name_main():
     """Run as a command a module is called __main__, to which nobody listens."""
     folder = Path(hpc3d.__file__).parent
     commands = [path for path in folder.rglob("*.py") if "__main__" in path.read_text()]

@@ -54,7 +54,7 @@ TEXT = pytest.mark.parametrize("evil", HOSTILE.values(), ids=HOSTILE)
 
 
 @pytest.mark.parametrize("evil", [*HOSTILE.values(), BYTES, "\0"], ids=[*HOSTILE, "bytes", "NUL"])
-def test_a_text_is_one_line_of_letters_that_can_be_seen(evil):
+def test_hostile_text_becomes_one_printable_line(evil):
     shown = sanitized(evil)
     assert shown.isprintable() and len(shown) > len(evil)
     assert sanitized(shown) == shown
@@ -63,13 +63,13 @@ def test_a_text_is_one_line_of_letters_that_can_be_seen(evil):
         assert tomllib.loads(f"a = {literal(evil)}")["a"] == evil
 
 
-def test_letters_of_all_languages_stay():
+def test_printable_characters_of_all_languages_are_kept():
     text = "Größe 中文 עברית العربية हिन्दी 🙂 ½ — |<&\\"
     assert sanitized(text) == text
     assert sanitized_tree({"\x1b": [("\x1b", 1, None)]}) == {"\\u001b": [("\\u001b", 1, None)]}
 
 
-def test_an_error_is_a_line_and_several_problems_are_several():
+def test_error_is_one_line_and_several_problems_are_several_lines():
     assert lines_of(ValueError("a\nb")) == ["a\\nb"]
     (line,) = lines_of(ValueError(f"a.csv: {'x' * 5000}; remedy"))
     assert line.startswith("a.csv: x") and line.endswith("x; remedy") and len(line) < 1010
@@ -143,7 +143,7 @@ WORDS = {
 
 @WORD
 @pytest.mark.parametrize("place", WORDS)
-def test_a_word_is_refused_in_a_line(place, evil, terminal, tmp_path, monkeypatch):
+def test_hostile_argument_is_rejected_in_one_line(place, evil, terminal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command, *words = WORDS[place]
     refused(terminal, command.main, *(str(word).replace("{}", evil) for word in words))
@@ -170,7 +170,7 @@ ASKED = [
 
 @WORD
 @pytest.mark.parametrize("words", ASKED, ids=" ".join)
-def test_what_train_is_told_is_refused_in_a_line(words, evil, terminal, tmp_path):
+def test_hostile_train_options_are_rejected_in_one_line(words, evil, terminal, tmp_path):
     words = [word.replace("{{", "{").replace("{}", evil) for word in words]
     words = [str(SHIPPED[0]) if word == "INPUT" else word for word in words]
     options = ["--run.out", str(tmp_path / "none")]
@@ -185,7 +185,7 @@ def asked(words):
 
 
 @pytest.mark.parametrize("words", [["--run.out", BYTES], [f"--{BYTES}=1"], ["--name", BYTES]])
-def test_words_that_are_not_utf8_are_refused_with_their_option(words, terminal):
+def test_non_utf8_arguments_are_rejected_with_their_option(words, terminal):
     assert run("train", lambda: asked(words)) == 2
     _, (line,) = terminal.lines()
     assert line.startswith(f"hpc3d.train: {sanitized(words[0].partition('=')[0])} ")
@@ -193,7 +193,7 @@ def test_words_that_are_not_utf8_are_refused_with_their_option(words, terminal):
 
 
 @pytest.mark.parametrize("key", ["run.out", "data.path", "parallel.schedule"])
-def test_a_nul_is_refused_with_its_key(key, terminal, tmp_path):
+def test_nul_character_is_rejected_with_its_key(key, terminal, tmp_path):
     section, name = key.split(".")
     path = tmp_path / "input.toml"
     path.write_text(f'[{section}]\n{name} = "csv:a\\u0000b"\n')
@@ -203,7 +203,7 @@ def test_a_nul_is_refused_with_its_key(key, terminal, tmp_path):
 
 
 @TEXT
-def test_keys_and_values_of_files_are_plain(evil, terminal, tmp_path):
+def test_keys_and_values_of_files_are_sanitized(evil, terminal, tmp_path):
     path, name = tmp_path / "input.toml", literal(evil)
     tables = [f"{name} = 1", f"[{name}]", f"[model]\n{name} = 1", f"[mesh]\nx = {name}"]
     tables += [f"name = {name}", f"[parallel.split]\n{name} = 'x'", f"a = 1 {evil}"]
@@ -221,7 +221,7 @@ def refused_machine(terminal, path):
     assert lines
 
 
-def test_letters_that_a_terminal_has_not_are_escaped(monkeypatch, tmp_path):
+def test_characters_outside_the_terminal_encoding_are_escaped(monkeypatch, tmp_path):
     with (tmp_path / "out").open("w", encoding="ascii") as file:
         monkeypatch.setattr(sys, "stdout", file)
         with sanitized_streams():
@@ -235,7 +235,7 @@ def pipe_without_reader():
     return open(start, "w")
 
 
-def test_output_that_nobody_reads_is_discarded(monkeypatch):
+def test_output_to_a_closed_pipe_is_discarded(monkeypatch):
     with pipe_without_reader() as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         with sanitized_streams():
@@ -249,20 +249,20 @@ def test_output_that_nobody_reads_is_discarded(monkeypatch):
     [lambda: run("test", lambda: print("a") or 3), lambda: 3 + ended(plan.main, "--help")],
     ids=["a command", "its help"],
 )
-def test_a_command_that_nobody_reads_ends_with_its_code(command, monkeypatch):
+def test_command_with_a_closed_output_pipe_returns_its_code(command, monkeypatch):
     with pipe_without_reader() as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         assert command() == 3
 
 
-def test_output_that_the_disk_has_no_room_for_is_said_once(monkeypatch, capsys):
+def test_full_disk_on_stdout_is_reported_once(monkeypatch, capsys):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert run("test", lambda: print("a")) == 2
     assert capsys.readouterr().err == "hpc3d.test: No space left on device\n"
 
 
-def test_streams_that_are_missing_are_the_null_device(monkeypatch):
+def test_missing_standard_streams_are_the_null_device(monkeypatch):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     with sanitized_streams():
@@ -274,7 +274,7 @@ def test_streams_that_are_missing_are_the_null_device(monkeypatch):
 
 
 @TEXT
-def test_a_log_has_a_line_for_each_that_it_is_told(evil, terminal, tmp_path):
+def test_log_writes_one_sanitized_line_per_message(evil, terminal, tmp_path):
     log = Log(tmp_path / "train.log", True)
     log.say(f"run kept in {evil}")
     log.warn(evil)
@@ -285,7 +285,7 @@ def test_a_log_has_a_line_for_each_that_it_is_told(evil, terminal, tmp_path):
 
 
 @TEXT
-def test_a_finding_is_plain(evil, terminal, monkeypatch):
+def test_doctor_findings_are_sanitized(evil, terminal, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", evil)
     found = doctor.told(
         [next(node_checks.threads(1)), doctor.not_started("1 rank", "python", 1, f"say {evil}", 1)]
@@ -294,7 +294,7 @@ def test_a_finding_is_plain(evil, terminal, monkeypatch):
     assert len(found) == 2 and sum(line[:5] in ("warn ", "FAIL ") for line in lines) == 2
 
 
-def test_a_lock_that_is_no_text_is_quoted(tmp_path, terminal):
+def test_invalid_lock_text_is_escaped(tmp_path, terminal):
     with folders.claim(tmp_path):
         (tmp_path / "lock").write_bytes(b"\x1b[31m\xff\x9b\nbad")
         assert run("train", lambda: folders.claim(tmp_path, patience=0)) == 2
@@ -310,7 +310,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-def test_commands_on_checkpoints_print_plain_paths(saved, terminal):
+def test_checkpoint_commands_print_sanitized_paths(saved, terminal):
     assert ended(checkpoint.main, "show", saved) == 0
     assert ended(checkpoint.main, "verify", saved) == 0
     assert ended(checkpoint.main, "export", saved, "-o", saved / "out", "--force") == 0
@@ -320,7 +320,7 @@ def test_commands_on_checkpoints_print_plain_paths(saved, terminal):
 
 
 @pytest.mark.parametrize("text", ["schedule", "key"])
-def test_what_a_manifest_says_is_plain(text, saved, terminal, tmp_path):
+def test_manifest_texts_are_sanitized(text, saved, terminal, tmp_path):
     folder = tmp_path / "step-00000001"
     (whole,) = (saved / "checkpoints").glob("step-*")
     folder.symlink_to(whole)
@@ -355,7 +355,7 @@ def trace_of_others(tmp_path_factory):
     return path
 
 
-def test_a_report_of_a_hostile_trace_is_plain(trace_of_others, terminal, tmp_path):
+def test_report_of_a_hostile_trace_is_sanitized(trace_of_others, terminal, tmp_path):
     out = tmp_path / "out"
     assert ended(report.main, trace_of_others, "--out", out, "--tables", "--json") == 0
     lines, errors = terminal.lines()
@@ -369,7 +369,7 @@ def test_a_report_of_a_hostile_trace_is_plain(trace_of_others, terminal, tmp_pat
             assert "|'" not in text.replace(r"\|", "")
 
 
-def test_no_cell_of_a_table_is_a_formula_and_numbers_stay_numbers(trace_of_others, tmp_path):
+def test_csv_cells_are_never_formulas_and_numbers_are_unquoted(trace_of_others, tmp_path):
     assert ended(report.main, trace_of_others, "--out", tmp_path, "--tables") == 0
     quoted = 0
     for path in (tmp_path / "tables").glob("*.csv"):
@@ -390,7 +390,7 @@ def is_number(text):
     return True
 
 
-def test_a_run_folder_of_any_name_is_reported(trace_of_others, terminal, tmp_path):
+def test_run_folder_with_any_name_is_reported(trace_of_others, terminal, tmp_path):
     folder = tmp_path / (EVIL + BYTES)
     folder.mkdir()
     os.link(trace_of_others, folder / "trace.h5")
@@ -400,19 +400,19 @@ def test_a_run_folder_of_any_name_is_reported(trace_of_others, terminal, tmp_pat
     assert lines[-1].endswith(f" {sanitized(str(folder / 'report'))}")
 
 
-def test_a_command_line_is_kept_byte_for_byte(tmp_path, monkeypatch):
+def test_command_line_is_stored_byte_for_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", BYTES])
     folders.note_command(tmp_path)
     assert os.fsencode(BYTES) in (tmp_path / "command.txt").read_bytes()
 
 
-def test_the_shipped_files_need_no_escapes():
+def test_shipped_files_contain_only_printable_characters():
     for path in [*SHIPPED, *MACHINE.parent.glob("*.toml")]:
         text = Path(path).read_text(encoding="utf-8")
         assert all(line.isprintable() for line in text.split("\n")), path
 
 
-def test_a_log_that_cannot_be_written_is_named():
+def test_unwritable_log_is_named():
     log = Log(Path("/dev/full"), True)
     with pytest.raises(OSError, match="No space left on device") as full:
         log.say("a line")
@@ -431,18 +431,18 @@ def test_a_log_that_cannot_be_written_is_named():
         (BadData("a\x1b"), r"failed: a\u001b; ... --resume"),
     ],
 )
-def test_what_happened_to_a_rank_is_a_line(error, line):
+def test_rank_failure_is_described_in_one_line(error, line):
     assert re.fullmatch(elided(line), what_happened(error))
     assert "--resume" not in what_happened(error, "generate")
 
 
-def test_a_file_that_the_disk_has_no_room_for_is_named(terminal):
+def test_output_file_on_a_full_disk_is_named(terminal):
     words = ["--name", "1f1b", "--stages", "2", "--microbatches", "2", "--csv", "/dev/full"]
     line = refused(terminal, simulate.main, "schedule", *words)
     assert line == "hpc3d.simulate: /dev/full: No space left on device"
 
 
-def test_a_tab_alone_is_a_tab():
+def test_isolated_tab_is_kept_and_others_are_escaped():
     stream = StringIO()
     for part in ("a", "\t", "b\tc"):
         SanitizedStream(stream).write(part)
@@ -459,5 +459,5 @@ def test_a_tab_alone_is_a_tab():
         (2, "microbatch", "2 microbatches"),
     ],
 )
-def test_a_number_of_things_is_said_as_english_has_it(number, noun, said):
+def test_counted_nouns_are_singular_or_plural(number, noun, said):
     assert counted(number, noun) == said

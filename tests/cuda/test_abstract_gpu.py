@@ -92,7 +92,7 @@ def launched(counter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", strided(LINES, 4))
-def test_what_is_launched_and_held_is_predicted(line, launcher):
+def test_predicted_launches_and_memory_match_a_device_run(line, launcher):
     if "bfloat16" in line:
         rules.register(launcher, rules.Flash())
     config = rules.config_of(line)
@@ -112,13 +112,15 @@ def test_what_is_launched_and_held_is_predicted(line, launcher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", rules.some(["", "x=2 z=2", "d=2 zero=3 recompute=full"], 0))
-def test_products_of_float8_are_predicted(line, launcher, monkeypatch):
+def test_predicted_float8_products_match_a_device_run(line, launcher, monkeypatch):
     monkeypatch.setattr(rules.CudaPool, "float8", True)
-    test_what_is_launched_and_held_is_predicted(f"{line} {ONE[4:]} heads=4 {FLOAT8}", launcher)
+    test_predicted_launches_and_memory_match_a_device_run(
+        f"{line} {ONE[4:]} heads=4 {FLOAT8}", launcher
+    )
     assert {"float8_e4m3fn", "float32"} == {key[3] for key in launcher.products}
 
 
-def test_heads_by_themselves_are_copies():
+def test_attention_by_products_copies_q_k_v_and_the_output():
     """Where products do attention: q, k and v are copied, and what comes out."""
     pool = abstract_gpu.DeviceShapes(Counts())
     qkv = pool.empty((2 * 8, 4 * 3 * 8), np.float32)

@@ -63,7 +63,7 @@ MASKS = {
 @pytest.mark.parametrize("sequence", strided(SEQUENCES, 3))
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 @pytest.mark.parametrize("sees", MASKS)
-def test_softmax_and_its_gradient(sequence, rate, sees, real, draw, emulate):
+def test_softmax_and_its_gradient_match_numpy(sequence, rate, sees, real, draw, emulate):
     """A query that sees no key has probabilities of 0."""
     seen = MASKS[sees](sequence)
     shape = BATCH, HEADS, sequence, sequence
@@ -88,7 +88,7 @@ def test_softmax_and_its_gradient(sequence, rate, sees, real, draw, emulate):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.25])
-def test_products_around_it_are_attention(rate):
+def test_softmax_with_surrounding_products_equals_attention(rate):
     sequence, width = 5, 4
     mask, factors = masked(rate, sequence) if rate else (None, None)
     qkv = np.random.default_rng(2).normal(size=(BATCH * sequence, HEADS * 3 * width))
@@ -114,7 +114,7 @@ def test_products_around_it_are_attention(rate):
 @pytest.mark.parametrize("flash", [None, rules.Flash()], ids=["products", "with cuDNN"])
 @pytest.mark.parametrize("sees", MASKS)
 @pytest.mark.parametrize("queries", strided([1, 2], 2, 1))
-def test_several_queries_a_key(flash, rate, sees, queries, launcher):
+def test_attention_with_grouped_queries_matches_numpy(flash, rate, sees, queries, launcher):
     """Padding and dropout go by products even where there is a fused kernel; against NumPy."""
     rules.register(launcher, flash)
     sequence, form, empty = 5, HeadForm(4, queries), Pool().empty
@@ -149,7 +149,7 @@ ROTARY = [HeadForm(2), HeadForm(4, 2), HeadForm(26), HeadForm(80, 2)]
 
 @pytest.mark.parametrize("form", ROTARY, ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_rotary_positions(form, sign, real, draw, emulate):
+def test_rotary_positions_match_numpy(form, sign, real, draw, emulate):
     """The rows begin within a sequence and end in the next."""
     rows, columns, first, period = 7, 2 * form.columns, 2, 5
     x, wide = draw(real, rows, columns)

@@ -13,7 +13,7 @@ from tests.model.test_decoder import COMMON, decoder_of, step_by_step
 
 
 @pytest.mark.parametrize(("queries", "first"), [(1, 0), (1, 70), (5, 0), (7, 300)])
-def test_softmax_of_the_keys_that_a_query_sees(queries, first, real, draw, emulate):
+def test_cached_softmax_is_causal(queries, first, real, draw, emulate):
     rows, columns = 6 * queries, first + queries
     scores, wide = draw(real, rows, columns)
     sizes = {"queries": queries, "first": first, "columns": columns, "scale": 0.3}
@@ -24,7 +24,7 @@ def test_softmax_of_the_keys_that_a_query_sees(queries, first, real, draw, emula
 
 
 @pytest.mark.parametrize("form", [HeadForm(4), HeadForm(4, 2)])
-def test_part_by_part(form, launcher):
+def test_cached_attention_in_chunks_matches_numpy(form, launcher):
     random, empty = np.random.default_rng(5), Pool().empty
     caches = [np.zeros((2, 2, 3, 9, 4)), rules.empty((2, 2, 3, 9, 4), np.float32)]
     first = 0
@@ -40,7 +40,7 @@ def test_part_by_part(form, launcher):
 
 @pytest.mark.parametrize("kind", ["kind=gpt2", "kind=llama kv_heads=4 ffn=48"])
 @pytest.mark.parametrize("mesh", ["", pytest.param("x=2 y=2 z=2", marks=pytest.mark.slow)])
-def test_a_model_continues_on_devices(kind, mesh, launcher):
+def test_decoding_on_devices_matches_numpy(kind, mesh, launcher):
     line, parts = f"{COMMON} {kind} {mesh}", [3, 1, 1]
     tokens = np.random.default_rng(3).integers(0, 29, (8, 5))
     expected = step_by_step(f"{COMMON} {kind}", tokens, parts)[0]

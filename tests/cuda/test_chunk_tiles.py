@@ -63,7 +63,9 @@ def attention(qkv, dout, others, form, chunks, empty):
         2,
     ),
 )
-def test_tiles_together_are_attention(queries, causal, rate, padded, dtype, launcher, monkeypatch):
+def test_tiled_attention_matches_float64(
+    queries, causal, rate, padded, dtype, launcher, monkeypatch
+):
     """Chunks of six tokens in tiles of two to six, a head of keys at a time or two."""
     monkeypatch.setattr(chunk_tiles, "_TILE", max(4, 2 * queries))
     monkeypatch.setattr(chunk_tiles, "_SCORES", 2 * 4 * 4 * 2)

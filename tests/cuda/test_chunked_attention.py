@@ -69,7 +69,7 @@ def base_of(total):
 
 
 @cases
-def test_a_tile_of_the_softmax(size, rate, padded, real, draw, emulate):
+def test_chunk_softmax_kernel_matches_float64(size, rate, padded, real, draw, emulate):
     """A query that sees no key, here or before, has sums of -inf and weights of 0."""
     tile = Tile(draw, real, size, rate, padded)
     total, before = tile.total(), tile.sums.astype(np.float64)
@@ -85,7 +85,7 @@ def test_a_tile_of_the_softmax(size, rate, padded, real, draw, emulate):
 
 
 @cases
-def test_its_gradient(size, rate, padded, real, draw, emulate):
+def test_chunk_softmax_gradient_kernel_matches_float64(size, rate, padded, real, draw, emulate):
     tile = Tile(draw, real, size, rate, padded)
     tile.sums[tile.here] = total = tile.total()
     (dweights, wide), (dots, wide_dots) = draw(real, *tile.shape), draw(FLOAT, *tile.sums.shape)
@@ -99,7 +99,7 @@ def test_its_gradient(size, rate, padded, real, draw, emulate):
 
 @pytest.mark.parametrize("width", [3, 8])
 @pytest.mark.parametrize("known", [True, False])
-def test_what_a_tile_adds(width, known, draw, emulate):
+def test_tile_output_is_rescaled_and_accumulated(width, known, draw, emulate):
     """Of two of four heads of queries."""
     queries, heads, all_heads = 5, 2, 4
     out, before = draw(FLOAT, queries, all_heads, width)
@@ -114,7 +114,7 @@ def test_what_a_tile_adds(width, known, draw, emulate):
 
 
 @pytest.mark.parametrize(("heads", "width"), [(1, 5), (9, 64), (3, 40)])
-def test_dots_of_rows(heads, width, real, draw, emulate):
+def test_row_dots_kernel(heads, width, real, draw, emulate):
     sequence, batch = 3, 2
     (x, wide_x), (y, wide_y) = (draw(real, batch * sequence, heads * width) for _ in range(2))
     dots = FLOAT.empty(batch, heads, sequence)

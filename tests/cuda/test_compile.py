@@ -76,13 +76,13 @@ def outcomes(request):
         for each in launch_table.sources()
     ],
 )
-def test_kernels_compile_and_keep_to_the_registers(source, architecture, outcomes):
+def test_kernels_compile_without_register_spills(source, architecture, outcomes):
     pair = source, architecture
     assert pair not in outcomes or outcomes[pair].result() == 0
 
 
 @pytest.mark.parametrize("real", launch_table.REALS)
-def test_memory_is_read_and_written_16_bytes_at_a_time(real):
+def test_memory_accesses_are_16_bytes_wide(real):
     code = COMPILER.compile(
         launch_table.text("rows"), [f"add<{launch_table.REALS[real]}>"], "sm_90"
     )
@@ -90,7 +90,7 @@ def test_memory_is_read_and_written_16_bytes_at_a_time(real):
     assert len(re.findall(r"st\.global\.v4\.[bfu]32", code.ptx)) == 1
 
 
-def test_an_error_is_found():
+def test_misspelled_variable_is_a_compile_error():
     text = launch_table.text("rows").replace("a[i] += b[i];", "a[i] += c[i];")
     with pytest.raises(Refused, match="c"):
         COMPILER.compile(text, ["add<float>"], "sm_80")
@@ -111,12 +111,12 @@ def test_an_error_is_found():
     ],
     ids=["syntax", "instance", "warning", "include", "shared memory"],
 )
-def test_other_errors_are_found(text, instance, said):
+def test_compile_and_link_errors_are_reported(text, instance, said):
     with pytest.raises(Refused, match=said):
         COMPILER.compile(text, instance.split(", "), "sm_70")
 
 
-def test_what_does_not_fit_into_registers_is_counted():
+def test_register_spills_are_counted():
     terms = " ".join(f"float a{i} = x[{i} * n];" for i in range(90))
     sums = " ".join(f"x[{i} * n + 1] = a{i} * a{(i * 7 + 3) % 90};" for i in range(90))
     text = f"__global__ void __launch_bounds__(1024, 2) f(float* x, int n) {{ {terms} {sums} }}"

@@ -136,7 +136,7 @@ def expected(a, b, add, scale, fused):
         pytest.param((3,), id="batch of 3"),
     ],
 )
-def test_products(lt, factors, dtype, count):
+def test_products_with_all_layouts_and_epilogues(lt, factors, dtype, count):
     """Of any transposes, paddings, sums and epilogues."""
     ways = itertools.product(LAYOUTS, LAYOUTS, ("none", "same", "other"), FUSED)
     for of_a, of_b, adding, fused in ways:
@@ -159,7 +159,7 @@ def test_products(lt, factors, dtype, count):
             np.testing.assert_array_equal(exact(given[role]), values, name)
 
 
-def test_padding_stays(lt):
+def test_product_does_not_write_to_row_padding(lt):
     """What lies between the rows of out belongs to others."""
     whole = numbers((M, 2 * N), np.float32, 1)
     before, out = whole.copy(), whole[:, :N]
@@ -171,7 +171,7 @@ def test_padding_stays(lt):
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 5), (6, 1, 5), (6, 8, 1), (1, 1, 5), (1, 1, 1)])
 @pytest.mark.parametrize("of_a", LAYOUTS)
 @pytest.mark.parametrize("of_b", LAYOUTS)
-def test_sides_of_one(lt, m, n, k, of_a, of_b):
+def test_products_with_a_dimension_of_one(lt, m, n, k, of_a, of_b):
     """Where a side is 1 its stride says nothing."""
     a, b = numbers((m, k), np.float32, 1, of_a), numbers((k, n), np.float32, 2, of_b)
     out = placed((m, n), np.float32, "padded rows")
@@ -179,7 +179,7 @@ def test_sides_of_one(lt, m, n, k, of_a, of_b):
     np.testing.assert_array_equal(exact(out), exact(a) @ exact(b))
 
 
-def test_sums_are_float32(lt):
+def test_bfloat16_products_accumulate_in_float32(lt):
     """256 + 1 + 1 + ... is lost in a sum of bfloat16."""
     a, b = placed((M, 64), BF16), placed((64, N), BF16)
     a.fill(1)
@@ -190,7 +190,7 @@ def test_sums_are_float32(lt):
     assert np.all(out == 256 + 63)
 
 
-def test_parts_of_a_sum_are_added_in_float32(lt, fake):
+def test_partial_sums_are_added_in_float32(lt, fake):
     for number, (factors, dtype) in enumerate([("f4", "f4"), (BF16, BF16), (BF16, "f4")]):
         a, b = numbers((M, K), factors, 1), numbers((K, N), factors, 2)
         lt.product(a, b, placed((M, N), dtype))
@@ -198,7 +198,7 @@ def test_parts_of_a_sum_are_added_in_float32(lt, fake):
 
 
 @pytest.mark.parametrize(("tf32", "computed"), [(False, [68, 68]), (True, [77, 68])])
-def test_tf32_is_for_float32(fake, memory, tf32, computed):
+def test_tf32_applies_only_to_float32(fake, memory, tf32, computed):
     lt = Lt(STREAM, (memory.ctypes.data, memory.nbytes), tf32=tf32, library=fake)
     for dtype in (np.float32, BF16):
         a, b = numbers((M, K), dtype, 1), numbers((K, N), dtype, 2)
@@ -210,7 +210,7 @@ def test_tf32_is_for_float32(fake, memory, tf32, computed):
 ASKED = "cublasLtMatmulAlgoGetHeuristic"
 
 
-def test_one_question_a_kind(lt, fake):
+def test_heuristics_are_queried_once_per_problem(lt, fake):
     """Then a product is one call, and one more for every address of what is fused."""
     for seed in range(3):
         a, b = numbers((M, K), np.float32, seed), numbers((K, N), np.float32, seed + 5)
@@ -223,7 +223,7 @@ def test_one_question_a_kind(lt, fake):
     assert fake.calls - before == {"cublasLtMatmul": 1, "cublasLtMatmulDescSetAttribute": 2}
 
 
-def test_a_question_for_each_kind(lt, fake):
+def test_each_distinct_problem_queries_the_heuristics(lt, fake):
     """Shapes, strides, types, what is fused and the alignment of an address make a kind."""
     f4, f2 = np.dtype("f4"), np.dtype("f2")
 
@@ -268,7 +268,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("why", "given"), REFUSED.values(), ids=REFUSED)
-def test_refused_before_anything_is_written(lt, fake, why, given):
+def test_unsupported_product_is_rejected_before_any_write(lt, fake, why, given):
     given = dict(given)
     n, k, count = given.pop("n", N), given.pop("k", K), given.pop("count", ())
     a = numbers((*count, M, k), BF16, 1)
@@ -290,7 +290,7 @@ def test_refused_before_anything_is_written(lt, fake, why, given):
     assert fake.calls["cublasLtMatmul"] == 0
 
 
-def test_an_epilogue_without_an_algorithm(memory):
+def test_epilogue_without_an_algorithm_raises_unsupported(memory):
     """The same product without it is the way."""
     lt = Lt(STREAM, (memory.ctypes.data, memory.nbytes), library=FakeLt(refused=(4,)))
     a, b, out = (numbers(shape, np.float32, 1) for shape in ((M, K), (K, N), (M, N)))
@@ -301,7 +301,7 @@ def test_an_epilogue_without_an_algorithm(memory):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1 << 12])
-def test_a_workspace_that_is_too_small_for_any(memory, nbytes):
+def test_workspace_that_is_too_small_raises_unsupported(memory, nbytes):
     """The heuristics find nothing, or what they find is marked."""
     lt = Lt(STREAM, (memory.ctypes.data, nbytes), library=FakeLt())
     a, b, out = (numbers(shape, BF16, 1) for shape in ((M, K), (K, N), (M, N)))
@@ -310,7 +310,7 @@ def test_a_workspace_that_is_too_small_for_any(memory, nbytes):
 
 
 @pytest.mark.parametrize("name", ["cublasLtCreate", "cublasLtMatrixLayoutCreate", ASKED])
-def test_a_failure_has_a_name(memory, name):
+def test_cublaslt_failure_names_the_call_and_status(memory, name):
     a, b, out = (numbers(shape, BF16, 1) for shape in ((M, K), (K, N), (M, N)))
     with pytest.raises(RuntimeError, match=f"^{name}: CUBLAS_STATUS_INTERNAL_ERROR$") as raised:
         library = FakeLt(fails=(name,))
@@ -318,7 +318,7 @@ def test_a_failure_has_a_name(memory, name):
     assert raised.type is RuntimeError
 
 
-def test_arrays_that_are_refused(lt):
+def test_invalid_operands_are_rejected(lt):
     a, b, out = (numbers(shape, np.float32, 1) for shape in ((M, K), (K, N), (M, N)))
     with pytest.raises(ValueError, match="copy it first"):
         lt.product(numbers((M, 2 * K), np.float32, 1)[:, ::2], b, out)
@@ -337,7 +337,7 @@ def test_arrays_that_are_refused(lt):
 
 
 @pytest.mark.parametrize("adding", ["none", "same", "other"])
-def test_sums_of_no_terms(lt, fake, adding):
+def test_product_with_k_of_0_writes_zeros(lt, fake, adding):
     """X' dY of no tokens: an expert that nobody asked."""
     a, b = placed((M, 0), BF16, "columns"), placed((0, N), BF16)
     out, other = numbers((M, N), np.float32, 1), numbers((M, N), np.float32, 2)
@@ -353,7 +353,7 @@ def test_sums_of_no_terms(lt, fake, adding):
     assert fake.calls["cublasLtMatmul"] == 0
 
 
-def test_nothing_to_write(lt, fake):
+def test_product_with_0_rows_makes_no_call(lt, fake):
     """Tokens of which there are none."""
     a, b, out = placed((0, K), BF16), numbers((K, N), BF16, 1), placed((0, N), BF16)
     lt.product(a, b, out, bias=vector(BF16, 1), gelu_input=placed((0, N), BF16))
@@ -371,7 +371,7 @@ def in_the_middle(x):
 
 @pytest.mark.parametrize(("factors", "dtype"), TYPES)
 @pytest.mark.parametrize("size", [(3, M, N, K), (1, M, N, K), (4, 1, N, K), (4, M, 1, 1)])
-def test_stacks_of_products(lt, factors, dtype, size):
+def test_batched_expert_products(lt, factors, dtype, size):
     """The experts are the middle dim of all, which is not copied; `.T` transposes each matrix."""
     count, m, n, k = size
     gpu = Gpu(None, lt.product, None, None, None)
@@ -392,7 +392,7 @@ def test_stacks_of_products(lt, factors, dtype, size):
         np.testing.assert_array_equal(wide, expected.swapaxes(0, 1))
 
 
-def test_a_stack_without_rows(lt):
+def test_batched_product_with_0_rows(lt):
     gpu = Gpu(None, lt.product, None, None, None)
     a, b = placed((0, 3, K), np.float32), placed((K, 3, N), np.float32)
     product.cuda_rule(gpu, a, b, placed((0, 3, N), np.float32))
@@ -425,7 +425,7 @@ def coded(shape, kind, dtype, scale=1.0, turned=False):
 
 @pytest.mark.parametrize("kinds", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 @pytest.mark.parametrize("dtype", [np.dtype("f4"), np.dtype("f2"), BF16])
-def test_matrices_in_float8(lt, kinds, dtype):
+def test_float8_products_with_all_layouts(lt, kinds, dtype):
     """However the factors lie: those that lie otherwise are turned first."""
     gpu, out = Turning(lt), placed((32, 48), dtype)
     for turned in itertools.product((False, True), repeat=2):
@@ -446,14 +446,14 @@ def test_matrices_in_float8(lt, kinds, dtype):
         ((16, 16, 16), (E5M2, E5M2), "no product of two matrices of e5m2"),
     ],
 )
-def test_what_has_no_kernel_in_float8_names_the_key(lt, sizes, kinds, why):
+def test_unsupported_float8_product_error_names_the_key(lt, sizes, kinds, why):
     m, k, n = sizes
     (a, _), (b, _) = coded((m, k), kinds[0], BF16), coded((k, n), kinds[1], BF16)
     with pytest.raises(ValueError, match=f"train.product_scale = tensor: .*{why}.*; use block"):
         multiply_coded.cuda_rule(Turning(lt), placed((m, n), BF16), a, b)
 
 
-def test_sums_of_no_terms_in_float8(lt):
+def test_float8_product_with_k_of_0_writes_zeros(lt):
     (a, _), (b, _) = coded((16, 0), E4M3, BF16), coded((0, 16), E4M3, BF16)
     out = placed((16, 16), BF16)
     out.fill(np.nan)

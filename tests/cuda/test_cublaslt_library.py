@@ -12,7 +12,7 @@ from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 from tests.cuda.test_cublaslt import BF16, K, M, N, placed, vector
 
 
-def test_the_library_is_the_wheels(monkeypatch):
+def test_library_is_loaded_from_the_wheel_or_by_the_linker(monkeypatch):
     """cuda.pathfinder names it; without that the linker is asked, and an absence is said."""
     pathfinder = ModuleType("cuda.pathfinder")
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
@@ -48,7 +48,7 @@ def read(real, kind, thing, number, c_type):
     return value.value
 
 
-def test_the_real_library_is_told(real):
+def test_descriptors_of_the_real_library_have_the_given_attributes(real):
     """A batch of a b with a transposed a and all of GELU_AUX_BIAS, read back attribute by
     attribute."""
     a, b = placed((3, M, K), BF16, "columns"), placed((3, K, N), BF16, "padded rows")

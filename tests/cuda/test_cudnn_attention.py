@@ -106,7 +106,7 @@ def close(array, expected, dtype):
 @pytest.mark.parametrize("dtype", cudnn_attention.TYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-def test_as_the_plain_path(attention, memory, shape, dtype, causal):
+def test_cudnn_attention_matches_the_unfused_path(attention, memory, shape, dtype, causal):
     _, sequence, _, form = shape
     qkv, dout = given(memory, shape, dtype)
     out, stats = attention.forward(qkv, sequence, form, causal)
@@ -120,7 +120,7 @@ def test_as_the_plain_path(attention, memory, shape, dtype, causal):
     close(dqkv, attend_grad(*plain_path, mask=mask), dtype)
 
 
-def test_stats_are_logarithms_of_sums(attention, memory):
+def test_stats_are_log_sum_exp_of_the_scores(attention, memory):
     qkv, _ = given(memory, (2, 6, 3, ONE), "float16")
     _, stats = attention.forward(qkv, 6, ONE)
     q, k, _ = wide(qkv).reshape(2, 6, 3, 3, 8).transpose(3, 0, 2, 1, 4)
@@ -130,7 +130,7 @@ def test_stats_are_logarithms_of_sums(attention, memory):
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_as_torch(attention, memory, queries):
+def test_cudnn_attention_matches_torch(attention, memory, queries):
     batch, sequence, heads, form = 2, 37, 3, HeadForm(32, queries)
     qkv, dout = given(memory, (batch, sequence, heads, form), "bfloat16")
     out, stats = attention.forward(qkv, sequence, form)
@@ -150,7 +150,7 @@ def test_as_torch(attention, memory, queries):
     close(dqkv, leaf.grad.numpy(), "bfloat16")
 
 
-def test_a_graph_is_built_once_a_shape_and_a_type(attention, cudnn, memory):
+def test_graphs_are_cached_by_shape_and_dtype(attention, cudnn, memory):
     def call(shape, dtype):
         qkv, dout = given(memory, shape, dtype)
         out, stats = attention.forward(qkv, shape[1], shape[3])
@@ -172,7 +172,7 @@ def test_a_graph_is_built_once_a_shape_and_a_type(attention, cudnn, memory):
     assert len(memory.arrays) - before == 5 * len(cases)
 
 
-def test_a_graph_keeps_its_workspace_when_a_larger_one_comes(attention, cudnn, memory):
+def test_graph_keeps_its_workspace_when_a_larger_one_is_allocated(attention, cudnn, memory):
     for batch, sequence in (1, 2), (2, 16), (2, 2), (1, 2):
         qkv, _ = given(memory, (batch, sequence, 1, ONE), "float16")
         attention.forward(qkv, sequence, ONE)
@@ -180,19 +180,19 @@ def test_a_graph_keeps_its_workspace_when_a_larger_one_comes(attention, cudnn, m
     assert [graph.workspaces for graph in cudnn.graphs] == [[small] * 2, [large], [large]]
 
 
-def test_no_workspace_is_one_too(attention, cudnn, memory):
+def test_zero_workspace_still_has_a_pointer(attention, cudnn, memory):
     cudnn.workspace = 0
     qkv, _ = given(memory, (1, 4, 1, ONE), "float16")
     attention.forward(qkv, 4, ONE)
     assert type(attention.workspace.data.ptr) is int
 
 
-def test_it_runs_on_the_stream_it_was_given(attention, cudnn):
+def test_attention_runs_on_the_given_stream(attention, cudnn):
     assert list(cudnn.streams.values()) == [STREAM]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_backward(cudnn, memory, deterministic):
+def test_deterministic_flag_reaches_the_backward_graph(cudnn, memory, deterministic):
     attention = Flash(memory.empty, STREAM, "90", deterministic)
     qkv, dout = given(memory, (1, 4, 1, ONE), "float16")
     out, stats = attention.forward(qkv, 4, ONE)
@@ -204,7 +204,7 @@ def test_deterministic_backward(cudnn, memory, deterministic):
     ("capability", "widths"),
     [("75", []), ("80", [8, 128]), ("90", [8, 128, 256]), ("100", [8, 128])],
 )
-def test_what_suits(cudnn, memory, capability, widths):
+def test_supported_head_widths_by_compute_capability(cudnn, memory, capability, widths):
     attention = Flash(memory.empty, STREAM, capability)
     half = np.dtype(np.float16)
     assert [w for w in (4, 8, 12, 128, 256, 264) if attention.suits(half, w)] == widths
@@ -213,7 +213,7 @@ def test_what_suits(cudnn, memory, capability, widths):
     assert not attention.suits(half, 8, drop=object())
 
 
-def test_what_may_be_replayed():
+def test_sequence_lengths_that_can_be_captured():
     assert [length for length in (64, 100, 128, 200, 1024) if Flash.replays(length)] == [128, 1024]
 
 
@@ -222,7 +222,7 @@ def test_what_may_be_replayed():
     [NotSupportedError("no\n engine"), RuntimeError("no\n engine"), ValueError("no engine")],
     ids=lambda failure: type(failure).__name__,
 )
-def test_what_cudnn_refuses_is_one_line(attention, cudnn, memory, failure):
+def test_cudnn_error_is_reported_in_one_line(attention, cudnn, memory, failure):
     qkv, _ = given(memory, (1, 4, 1, ONE), "bfloat16")
     cudnn.failure = failure
     with pytest.raises(
@@ -240,7 +240,7 @@ def test_what_cudnn_refuses_is_one_line(attention, cudnn, memory, failure):
         attention.forward(qkv, 4, ONE)
 
 
-def test_one_token_has_no_gradient_in_cudnn(attention, memory):
+def test_gradient_of_a_single_token_is_not_supported_by_cudnn(attention, memory):
     qkv, dout = given(memory, (2, 1, 1, ONE), "bfloat16")
     out, stats = attention.forward(qkv, 1, ONE)
     with pytest.raises(RuntimeError, match=r"build attention_grad .*= 1 is not supported.$"):
@@ -261,7 +261,7 @@ def no_cudnn(self):
         ("frontend", [True, False], "nvidia-cudnn-frontend"),
     ],
 )
-def test_what_is_missing(cudnn, monkeypatch, lacks, found, word):
+def test_missing_component_is_named(cudnn, monkeypatch, lacks, found, word):
     monkeypatch.setattr(cudnn_attention, "preload", lambda: None)
     monkeypatch.setattr(
         cudnn_attention, "loads", dict(zip(cudnn_attention.RUNTIMES, found, strict=True)).get
@@ -274,7 +274,7 @@ def test_what_is_missing(cudnn, monkeypatch, lacks, found, word):
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_cudnn_does_not_load_torch(monkeypatch, tmp_path, loaded):
+def test_cudnn_import_does_not_load_torch(monkeypatch, tmp_path, loaded):
     (tmp_path / "cudnn.py").write_text("try:\n  import torch\nexcept ImportError:\n  torch = None")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "cudnn", None)  # for the one before to come back
@@ -285,7 +285,7 @@ def test_cudnn_does_not_load_torch(monkeypatch, tmp_path, loaded):
     assert ("torch" in sys.modules) == loaded
 
 
-def test_libraries_are_loaded_from_packages(monkeypatch, tmp_path):
+def test_libraries_are_preloaded_from_packages(monkeypatch, tmp_path):
     """Of those that are asked for one is not there, and one has its other half beside it."""
     asked, opened = [], []
 
@@ -306,6 +306,6 @@ def test_libraries_are_loaded_from_packages(monkeypatch, tmp_path):
     assert asked == ["cudart", "nvrtc", "cudnn"] and opened == [str(half)]
 
 
-def test_whether_a_library_loads():
+def test_loads_checks_for_a_shared_library():
     assert cudnn_attention.loads("libc.so.6")
     assert not cudnn_attention.loads("libhpc3d-none.so.1")

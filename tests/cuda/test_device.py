@@ -22,19 +22,19 @@ def slow():
     return played, Cuda(0, played)
 
 
-def test_a_device_is_the_current_one_before_its_streams_are_made(monkeypatch):
+def test_device_is_selected_before_its_streams_are_created(monkeypatch):
     played = FakeCupy(count=4)
     monkeypatch.setattr(cuda, "imported", lambda: played)
     assert str(bound(6)) == "Played (2)"
     assert played.log == ["device 2 used", *["stream made"] * 4, "stream used"]
 
 
-def test_a_launcher_that_shows_each_rank_one_device(monkeypatch):
+def test_launcher_may_expose_one_device_per_rank(monkeypatch):
     monkeypatch.setattr(cuda, "imported", lambda: FakeCupy(count=1))
     assert [bound(local).number for local in range(3)] == [0, 0, 0]
 
 
-def test_what_is_uploaded_may_change_at_once():
+def test_upload_copies_the_host_array():
     _, device = slow()
     host = np.arange(12.0).reshape(3, 4)
     array = device.upload(host)
@@ -43,7 +43,7 @@ def test_what_is_uploaded_may_change_at_once():
     np.testing.assert_array_equal(device.download(array), np.arange(12.0).reshape(3, 4))
 
 
-def test_pinned_memory_is_used_again_after_its_copy_only():
+def test_pinned_memory_is_reused_only_after_its_copy():
     played, device = slow()
     arrays = [device.upload(np.full(9, number)) for number in range(3)]
     assert played.log.count("pinned") == 3, "none of these copies has been made"
@@ -54,14 +54,14 @@ def test_pinned_memory_is_used_again_after_its_copy_only():
     assert [int(array[0]) for array in arrays] == [0, 1, 2, 3, 4]
 
 
-def test_a_download_waits_and_is_its_own():
+def test_download_synchronizes_and_returns_a_copy():
     _, device = slow()
     array = device.upload(np.ones(5))
     first, second = device.download(array), device.download(array)
     assert first.tolist() == [1.0] * 5 and not np.shares_memory(first, second)
 
 
-def test_others_get_their_turn_while_the_host_waits():
+def test_waiting_host_runs_its_callbacks():
     _, device = slow()
     seen = []
     device.meanwhile.append(lambda: seen.append(True))
@@ -70,7 +70,7 @@ def test_others_get_their_turn_while_the_host_waits():
     assert seen
 
 
-def test_an_error_of_nccl_is_seen_by_a_host_that_waits():
+def test_nccl_error_is_raised_while_the_host_waits():
     def failed():
         raise OSError("NCCL_ERROR_REMOTE_ERROR")
 
@@ -81,7 +81,7 @@ def test_an_error_of_nccl_is_seen_by_a_host_that_waits():
         device.synchronize()
 
 
-def test_an_error_of_the_device_ends_the_wait():
+def test_device_error_ends_the_wait():
     played, device = slow()
     played.lost = True
     with pytest.raises(RuntimeError, match="IllegalAddress"):
@@ -93,7 +93,7 @@ def test_an_error_of_the_device_ends_the_wait():
     [(True, False, ["aborted"]), (False, False, []), (True, True, [])],
     ids=["peers are gone", "all is done", "in a child"],
 )
-def test_the_end_of_a_job(stuck, child, aborted, monkeypatch):
+def test_close_aborts_communicators_of_a_stuck_device(stuck, child, aborted, monkeypatch):
     monkeypatch.setattr(cuda, "GRACE", 0.05)
     played, device = slow()
     calls = []
@@ -104,7 +104,7 @@ def test_the_end_of_a_job(stuck, child, aborted, monkeypatch):
     assert calls == aborted
 
 
-def test_arrays_are_counted_until_their_last_view_dies():
+def test_device_arrays_are_counted_until_their_last_view_is_deleted():
     pool = DevicePool(Cuda(0, FakeCupy()))
     weights = pool.zeros((4, 8), np.float32, "parameter")
     block = pool.empty((16, 2), np.float64)
@@ -117,7 +117,7 @@ def test_arrays_are_counted_until_their_last_view_dies():
     assert not weights.any() and type(weights) is pool.device.array_type
 
 
-def test_an_array_of_no_rows_and_one_that_does_not_fit():
+def test_array_without_rows_is_valid_and_a_too_large_one_raises():
     pool = DevicePool(Cuda(0, FakeCupy(most=100)))
     none = pool.empty((0, 8), np.float32)
     assert none.shape == (0, 8)
@@ -126,13 +126,13 @@ def test_an_array_of_no_rows_and_one_that_does_not_fit():
     assert pool.live.total() == 0
 
 
-def test_what_is_brought_is_counted():
+def test_uploaded_arrays_are_counted():
     pool = DevicePool(Cuda(0, FakeCupy()))
     array = pool.bring(np.arange(6, dtype=np.int32))
     assert pool.live["activation"] == 24 and to_host(array).tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_rules_of_its_arrays():
+def test_device_array_conversions():
     device = Cuda(0, FakeCupy())
     array = device.upload(np.arange(6.0).reshape(2, 3))
     turned = contiguous(array.T)
@@ -143,7 +143,7 @@ def test_the_rules_of_its_arrays():
     assert value_of(array[1:, :1]) == 3.0 and writeable(array)
 
 
-def test_a_value_is_that_after_all_that_was_asked_for():
+def test_value_of_waits_for_pending_work():
     _, device = slow()
     array = device.upload(np.full(1, 7.0))
     assert value_of(array) == 7.0
@@ -151,7 +151,7 @@ def test_a_value_is_that_after_all_that_was_asked_for():
     assert to_host(array).tolist() == [8.0] * 4
 
 
-def test_what_is_landed_is_free_but_for_what_the_host_lent():
+def test_finished_call_releases_device_arrays_but_keeps_host_buffers():
     """Computation follows the call, so its memory may be used again; the host follows nothing."""
     _, device = slow()
     traffic = CommStream(device, nullcontext)
@@ -179,7 +179,7 @@ class Receiving(Self):
         return ready(block)
 
 
-def test_hosts_receive_into_memory_that_no_device_still_reads():
+def test_host_staged_receive_does_not_overwrite_pending_uploads():
     _, device = slow()
     traffic, pool = CommStream(device, nullcontext), DevicePool(device)
     comm = HostStaged(Receiving(device.pinned), traffic, device.pinned, pool)
@@ -187,7 +187,7 @@ def test_hosts_receive_into_memory_that_no_device_still_reads():
     assert [device.download(block).tolist() for block in blocks] == [[1] * 4, [2] * 4, [3] * 4]
 
 
-def test_names_of_cupy():
+def test_fake_cupy_defines_only_names_of_cupy():
     """What is played here is there in CuPy, which needs no GPU for that."""
     cupy = pytest.importorskip("cupy")
     for name in vars(FakeCupy().cuda):

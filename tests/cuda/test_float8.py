@@ -26,7 +26,7 @@ class OnHost:
 @pytest.mark.parametrize("odd", [None, np.nan, np.inf])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize(("shape", "tiles"), strided(CASES, 3))
-def test_tiles(shape, tiles, dtype, odd, real, emulate):
+def test_round_tiles_kernel_matches_numpy(shape, tiles, dtype, odd, real, emulate):
     rng = np.random.default_rng(2)
     wide = (rng.standard_normal(shape) * 10.0 ** rng.integers(-4, 3, shape)).astype(np.float32)
     wide[:1, :, :2] = 0
@@ -46,7 +46,7 @@ def test_tiles(shape, tiles, dtype, odd, real, emulate):
 
 @pytest.mark.parametrize("odd", [0, np.nan, np.inf])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_codes_of_a_tensor(dtype, odd, real, emulate):
+def test_tensor_encoding_kernel_matches_numpy(dtype, odd, real, emulate):
     rng = np.random.default_rng(4)
     x = real.cast((rng.standard_normal(999) * 10.0 ** rng.integers(-5, 3, 999)).astype(np.float32))
     x[7] = real.cast(np.full(1, odd, np.float32))[0]
@@ -61,7 +61,7 @@ def test_codes_of_a_tensor(dtype, odd, real, emulate):
 
 @pytest.mark.parametrize("size", [(0, 5), (1, 1), (3, 7), (2, 64), (3, 1100)])
 @pytest.mark.parametrize("odd", [None, np.nan, np.inf])
-def test_rows_of_codes_and_back(size, odd, real, draw, emulate):
+def test_float8_row_encoding_kernel_matches_numpy(size, odd, real, draw, emulate):
     _, wide = draw(real, *size)
     wide *= 10.0 ** np.random.default_rng(3).integers(-6, 1, size)
     if odd is not None and wide.size:

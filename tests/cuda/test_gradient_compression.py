@@ -20,7 +20,7 @@ LINES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", some(LINES, 0))
-def test_devices_compress_as_numpy_does(line, launcher):
+def test_gradient_compression_on_devices_matches_numpy(line, launcher):
     config = config_of(line)
     expected = threads.run(config.mesh.sizes(), lambda mesh: train(mesh, config))
     for found, wanted in zip(on_devices(line, train), expected, strict=True):

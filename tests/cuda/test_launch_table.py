@@ -10,13 +10,13 @@ from hpc3d.cuda import launch_table
 KERNELS = launch_table.kernels()
 
 
-def test_every_kernel_of_the_texts_is_launched():
+def test_launch_table_lists_every_kernel():
     for path in launch_table.FOLDER.glob("*.cu"):
         declared = re.findall(r"__global__[^;{]*?(\w+)\(\s*\w[^()]*\)\s*{", path.read_text())
         assert declared == [name for name, k in KERNELS.items() if k.source == path.stem]
 
 
-def test_a_kernel_reads_as_it_is_declared():
+def test_kernel_signature_is_parsed():
     kernel = KERNELS["accumulate"]
     assert kernel.parameters == {"grad": "float*", "dw": "const T*", "size": "long long"}
     assert kernel.instances == [f"accumulate<{real}>" for real in launch_table.REALS.values()]
@@ -26,7 +26,7 @@ def test_a_kernel_reads_as_it_is_declared():
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("size", [(1, 1), (70000, 5), (3, 50257), (64, 4096)])
-def test_a_launch_is_one_that_cuda_takes(name, size):
+def test_launch_configuration_is_valid_in_cuda(name, size):
     kernel, (rows, columns) = KERNELS[name], size
     sums = min(rows, 2) if name == "sum_strips" else rows
     (x, y), block = kernel.launch("float16", sums, columns)
@@ -55,7 +55,7 @@ def test_a_launch_is_one_that_cuda_takes(name, size):
         ("combine_moments", (257, 1), (2, 1), (256, 1)),
     ],
 )
-def test_launches(name, size, grid, block):
+def test_launch_configurations(name, size, grid, block):
     assert KERNELS[name].launch("float16", *size) == (grid, block)
 
 
@@ -64,7 +64,7 @@ def bound(**changed):
     return KERNELS["accumulate"].bind(lambda array: array.dtype.name, {**given, **changed})
 
 
-def test_values_have_the_types_of_their_parameters():
+def test_arguments_are_converted_to_the_parameter_types():
     real, (grad, dw, size) = bound()
     assert (real, grad.dtype, dw.dtype, size.dtype) == ("float16", "f4", "f2", "i8")
 
@@ -77,6 +77,6 @@ def test_values_have_the_types_of_their_parameters():
         ({"sizes": 3}, "accumulate"),
     ],
 )
-def test_what_does_not_fit_a_parameter_is_refused(changed, said):
+def test_invalid_kernel_argument_is_rejected(changed, said):
     with pytest.raises((AssertionError, KeyError), match=said):
         bound(**changed)

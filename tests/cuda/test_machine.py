@@ -97,12 +97,12 @@ def arrays():
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_fault_is_found(name, faults):
+def test_emulator_detects_a_planted_fault(name, faults):
     with pytest.raises(Fault, match=FOUND[name]):
         faults.run(name, Launch((2, 1), (64, 1)), arrays())
 
 
-def test_what_is_right_runs_and_no_value_is_left_from_before(faults):
+def test_correct_kernel_runs_and_shared_memory_is_not_preserved(faults):
     given = arrays()
     faults.run("right", Launch((1, 1), (64, 1)), given)
     halves = given["x"].reshape(2, 32).sum(1)
@@ -116,7 +116,7 @@ EDGES = [0.0, -0.0, 1.0, -3.3, 65519.996, 65520.0, 1e9, 2**-24, 2**-25, 3 * 2**-
 
 
 @pytest.mark.parametrize("real", REALS[1:], ids=lambda real: real.name)
-def test_numbers_of_16_bits_are_rounded_as_numpy_rounds_them(real, emulate):
+def test_16_bit_conversion_rounds_as_in_numpy(real, emulate):
     with np.errstate(over="ignore"):
         bits = np.random.default_rng(3).integers(0, 2**32, 4000, dtype=np.uint32)
         x = np.concatenate([np.float32(EDGES), bits.view(np.float32)])

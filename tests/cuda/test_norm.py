@@ -43,7 +43,7 @@ def vectors(draw):
     return drawn
 
 
-def test_moments(size, real, draw, emulate):
+def test_moments_kernel(size, real, draw, emulate):
     x, wide = draw(real, *size)
     result = FLOAT.empty(2, size[0])
     emulate("moments", *size, x=x, result=result, columns=size[1])
@@ -51,14 +51,14 @@ def test_moments(size, real, draw, emulate):
 
 
 @pytest.mark.parametrize("size", RMS_SIZES, ids=str)
-def test_squares_of_rows(size, real, draw, emulate):
+def test_row_squares_kernel(size, real, draw, emulate):
     x, wide = draw(real, *size)
     result = FLOAT.empty(size[0])
     emulate("row_squares", *size, x=x, result=result, columns=size[1])
     FLOAT.same(result, row_squares(wide))
 
 
-def test_moments_have_no_cancellation(emulate):
+def test_moments_kernel_avoids_cancellation(emulate):
     """Mean 1e4, deviation 1: in float, E[x^2] - E[x]^2 would be wrong by several."""
     x = np.random.default_rng(5).normal(size=(2, 300)).astype(np.float32) + np.float32(1e4)
     result = FLOAT.empty(2, 2)
@@ -68,7 +68,7 @@ def test_moments_have_no_cancellation(emulate):
 
 
 @pytest.mark.parametrize("rows", [1, 300])
-def test_moments_of_parts(rows, draw, emulate):
+def test_combine_moments_kernel(rows, draw, emulate):
     parts = np.abs(draw(FLOAT, 3, 2, rows)[0])
     result = FLOAT.empty(2, rows)
     given = {"ranks": 3, "rows": rows, "count": 12}
@@ -76,7 +76,7 @@ def test_moments_of_parts(rows, draw, emulate):
     FLOAT.same(result, np.stack(combine_moments(parts, 12)))
 
 
-def test_norm_with_split_columns(case, real, draw, vectors, emulate):
+def test_normalize_kernel_with_split_columns(case, real, draw, vectors, emulate):
     size, centred = case
     x, wide = draw(real, *size)
     (gamma, wide_gamma), (beta, wide_beta) = vectors(real, size[1], centred)
@@ -92,7 +92,7 @@ def test_norm_with_split_columns(case, real, draw, vectors, emulate):
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_gradient_with_split_columns(residual, case, real, draw, emulate):
+def test_normalize_gradient_kernel_with_split_columns(residual, case, real, draw, emulate):
     (rows, columns), centred = case
     (n, wide_n), (dy, wide_dy), (r, wide_r) = (draw(real, rows, columns) for _ in range(3))
     gamma, wide_gamma = draw(real, columns)
@@ -110,7 +110,7 @@ def test_gradient_with_split_columns(residual, case, real, draw, emulate):
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_residual_and_norm_in_one(residual, case, real, draw, vectors, emulate):
+def test_fused_residual_and_norm_kernel(residual, case, real, draw, vectors, emulate):
     (rows, columns), centred = size, _ = case
     (x, wide_x), (r, wide_r) = draw(real, *size), draw(real, *size)
     (gamma, wide_gamma), (beta, wide_beta) = vectors(real, columns, centred)
@@ -130,7 +130,7 @@ def test_residual_and_norm_in_one(residual, case, real, draw, vectors, emulate):
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_gradient_of_residual_and_norm_in_one(residual, case, real, draw, emulate):
+def test_fused_residual_and_norm_gradient_kernel(residual, case, real, draw, emulate):
     (rows, columns), centred = size, _ = case
     (s, wide_s), (dy, wide_dy), (r, wide_r) = (draw(real, *size) for _ in range(3))
     gamma, wide_gamma = draw(real, columns)
@@ -146,13 +146,13 @@ def test_gradient_of_residual_and_norm_in_one(residual, case, real, draw, emulat
 @pytest.mark.parametrize("rows", [0, 1, 7, 150])
 @pytest.mark.parametrize("columns", [1, 40, 300])
 @pytest.mark.parametrize("given", ["n", "x"])
-def test_gradients_of_gamma_and_beta(given, rows, columns, real, draw, emulate):
+def test_gamma_and_beta_gradient_kernel(given, rows, columns, real, draw, emulate):
     mean, rstd = draw(FLOAT, rows)[0], np.abs(draw(FLOAT, rows)[0])
     stored = {"mean": mean, "rstd": rstd} if given == "x" else {"mean": None, "rstd": None}
     columns_are_summed(stored, rows, columns, real, draw, emulate)
 
 
-def test_gradient_of_gamma_without_a_mean(real, draw, emulate):
+def test_gamma_gradient_kernel_of_rms_norm(real, draw, emulate):
     """What is given of RMS norm is x and rstd."""
     stored = {"mean": None, "rstd": np.abs(draw(FLOAT, 7)[0])}
     columns_are_summed(stored, 7, 300, real, draw, emulate)

@@ -25,7 +25,7 @@ def stored(real, value, master):
     return {"value": value, "master": None if real.name == "float32" else master}
 
 
-def test_adamw(arrays, real, emulate):
+def test_adamw_kernel(arrays, real, emulate):
     value, master, grad, first, second = arrays
     factors = np.float32([0.7, 1e-2, 1.3, 0.999])
     w, m, v = master.copy(), first.copy(), second.copy()
@@ -39,7 +39,7 @@ def test_adamw(arrays, real, emulate):
     np.testing.assert_array_equal(value, real.cast(master))
 
 
-def test_lion(arrays, real, emulate):
+def test_lion_kernel(arrays, real, emulate):
     value, master, grad, momentum, _ = arrays
     grad[0], momentum[0] = 0, 0  # no sign: it decays and does not move
     factors = np.float32([0.7, 1e-2, 0.999])
@@ -53,7 +53,7 @@ def test_lion(arrays, real, emulate):
 
 
 @pytest.mark.parametrize("blocks", [1, 5])
-def test_adamw_with_moments_in_8_bits(blocks, real, emulate, draw):
+def test_8_bit_adamw_kernel(blocks, real, emulate, draw):
     """Codes are the same but where a number lies between two levels to rounding."""
     size = blocks * BLOCK
     grad, master = (draw(FLOAT, size)[0] for _ in range(2))
@@ -79,7 +79,7 @@ def test_adamw_with_moments_in_8_bits(blocks, real, emulate, draw):
     np.testing.assert_allclose(scales, [m_scales, v_scales], rtol=1e-6)
 
 
-def test_gradient_descent(arrays, real, emulate):
+def test_gradient_descent_kernel(arrays, real, emulate):
     value, master, grad, _, _ = arrays
     factors = np.float32([0.3, 0.999])
     w = master.copy()
@@ -91,7 +91,7 @@ def test_gradient_descent(arrays, real, emulate):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_sum_of_squares_in_two_passes(size, draw, emulate):
+def test_sum_of_squares_kernels(size, draw, emulate):
     grad, wide = draw(FLOAT, size, offset=1)
     blocks = launch_table.kernels()["sum_squares"].launch(None, 1, size).grid[0]
     partial, total = FLOAT.empty(blocks), np.full(1, np.nan)

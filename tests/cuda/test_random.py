@@ -36,7 +36,7 @@ CUT = (np.array([7, 8, 2**33, 3]), range(2, 35), 64)  # rows that do not follow 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("block", [*BLOCKS, CUT], ids=str)
-def test_the_same_elements_are_dropped(rate, block, real, draw, emulate):
+def test_dropout_kernel_drops_the_same_elements_as_numpy(rate, block, real, draw, emulate):
     mask = Mask(philox_key((1234, "drop", 7)), rate, *block)
     shape = len(mask.rows), len(mask.columns)
     x, wide = draw(real, *shape)
@@ -50,7 +50,7 @@ def test_the_same_elements_are_dropped(rate, block, real, draw, emulate):
     np.testing.assert_array_equal(out, expected)
 
 
-def test_a_draw_at_the_limit_is_kept(emulate):
+def test_draw_equal_to_the_dropout_limit_is_kept(emulate):
     key = philox_key((1, "drop"))
     limit = philox_draws(key, 0, 4).view(np.uint16)[5]
     mask = Mask(key, limit / 2**16, range(1), range(16), 16)
@@ -72,11 +72,11 @@ def initial(real, emulate, rows, columns, width):
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_initial_weights(block, real, emulate):
+def test_initial_weights_kernel(block, real, emulate):
     real.same(*initial(real, emulate, *block), atol=0)
 
 
-def test_the_largest_of_many_initial_weights(emulate):
+def test_largest_initial_weight_is_accurate(emulate):
     """Where log u is steep, an error in the last place of u shows."""
     many = 1 << 22
     key = philox_key((7, "layers.0.up.weight"))

@@ -49,7 +49,7 @@ def same_routes(found, expected):
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 @pytest.mark.parametrize("biased", [False, True])
-def test_routes(count, top_k, biased, real, draw, by_cuda):
+def test_route_kernel(count, top_k, biased, real, draw, by_cuda):
     top_k = min(top_k, count)
     logits, wide = draw(real, 7, count)
     bias, wide_bias = draw(real, count)
@@ -58,13 +58,13 @@ def test_routes(count, top_k, biased, real, draw, by_cuda):
     same_routes(by_cuda(routing.route, numbers(logits), top_k, given), expected)
 
 
-def test_logits_that_are_ruled_out_or_large(real, by_cuda):
+def test_route_kernel_with_infinite_or_large_logits(real, by_cuda):
     wide = np.float32([[1e4, -np.inf, 0, 1e4, -1e4, -np.inf], [-3e4, 0, 0, 0, 0, 0]])
     logits = real.cast(wide)
     same_routes(by_cuda(routing.route, logits, 4), routing.route(real.back(logits), 4))
 
 
-def test_weights_of_experts_that_a_bias_brings_in_are_there(real, by_cuda):
+def test_route_kernel_weights_of_experts_selected_by_the_bias(real, by_cuda):
     logits, bias = np.float32([[0, 0, -200, -208]]), np.float32([-1, -1, 1, 1])
     same_routes(
         by_cuda(routing.route, real.cast(logits), 2, real.cast(bias)),
@@ -72,7 +72,7 @@ def test_weights_of_experts_that_a_bias_brings_in_are_there(real, by_cuda):
     )
 
 
-def test_experts_of_rows_that_are_not_finite_are_there(real, by_cuda):
+def test_route_kernel_with_non_finite_rows_selects_valid_experts(real, by_cuda):
     """What is not finite is seen in the weights, and no other memory is touched."""
     for odd in (np.nan, np.inf):
         logits = np.zeros((2, 5), np.float32)
@@ -88,7 +88,7 @@ def test_experts_of_rows_that_are_not_finite_are_there(real, by_cuda):
 @pytest.mark.parametrize(("tokens", "count"), [(4, 3), (150, 6), (20, 64)])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("capacity", strided([1, 9, 150], 3, 1))
-def test_slots(tokens, count, top_k, capacity, by_cuda):
+def test_slot_assignment_kernel(tokens, count, top_k, capacity, by_cuda):
     choices = chosen(SEQUENCES * tokens, count, top_k).experts
     room = min(capacity, tokens)
     for parts in {1, count // 2, count}:
@@ -103,7 +103,7 @@ def test_slots(tokens, count, top_k, capacity, by_cuda):
 
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("rows", [12, 300, 0])
-def test_choices_are_counted(pieces, rows, by_cuda):
+def test_expert_count_kernels(pieces, rows, by_cuda):
     top_k, count, tokens = 3, 5, max(rows // 3, 4)
     choices = chosen(rows, count, top_k).experts
     expected = routing.counts_of(choices, tokens, pieces, count)
@@ -123,7 +123,7 @@ def test_choices_are_counted(pieces, rows, by_cuda):
 
 
 @pytest.mark.parametrize("sequences", [0, 1, 40])
-def test_counts_of_all_ranks(sequences, by_cuda):
+def test_counts_before_each_rank_kernel(sequences, by_cuda):
     random = np.random.default_rng(3)
     ranks, top_k, pieces, count = 3, 2, 2, 9
     counts = random.integers(0, 99, (ranks, sequences, top_k, pieces, count))
@@ -138,7 +138,7 @@ def test_counts_of_all_ranks(sequences, by_cuda):
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("tokens", [0, 11])
 @pytest.mark.parametrize("offset", strided([0, 1], 2, 1))
-def test_rows_of_slots(columns, top_k, tokens, offset, real, draw, by_cuda):
+def test_dispatch_and_combine_kernels(columns, top_k, tokens, offset, real, draw, by_cuda):
     form = SlotForm(max(tokens, 1), 4, 3, 2, SEQUENCES * 3 + 1)
     routes = chosen(SEQUENCES * tokens, 4, top_k)
     slots, weights = routing.slots_of(routes.experts, form), routes.weights
@@ -162,7 +162,7 @@ def test_rows_of_slots(columns, top_k, tokens, offset, real, draw, by_cuda):
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize(("first", "rows"), [(0, 6), (4, 7), (0, 0)])
-def test_losses_and_the_gradient_of_logits(count, top_k, first, rows, real, draw, by_cuda):
+def test_router_loss_and_gradient_kernels(count, top_k, first, rows, real, draw, by_cuda):
     routes = chosen(rows, count, min(top_k, count))
     shares, dweights = draw(FLOAT, 2, count)[0], draw(FLOAT, *routes.weights.shape)[0]
     loss = RouterLoss(shares, first, 6, 0.3, 0.2)

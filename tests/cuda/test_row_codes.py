@@ -10,7 +10,7 @@ SIZES = [(0, 5), (1, 1), (3, 7), (2, 64), (3, 1100)]
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("odd", [None, np.nan, np.inf])
-def test_rows_in_8_bits_and_back(size, odd, real, draw, emulate):
+def test_int8_row_encoding_kernel_matches_numpy(size, odd, real, draw, emulate):
     _, wide = draw(real, *size)
     if odd is not None and wide.size:
         wide[-1, 0] = odd

@@ -14,7 +14,7 @@ SIZES = [(0, 5), (1, 1), (3, 7), (2, 64), (3, 1100)]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_bias(size, real, draw, emulate):
+def test_add_bias_kernel(size, real, draw, emulate):
     (y, wide), (bias, wide_bias) = draw(real, *size), draw(real, size[1])
     out = real.empty(*size)
     emulate("add_bias", *size, y=y, bias=bias, out=out, columns=size[1])
@@ -26,7 +26,7 @@ FLAT = [0, 1, 5, 8, 1000, 3 * 256 * 4 + 1]
 
 @pytest.mark.parametrize("size", FLAT)
 @pytest.mark.parametrize("offset", [0, 1])
-def test_flat_sums_and_products(size, offset, real, draw, emulate):
+def test_elementwise_add_and_multiply_kernels(size, offset, real, draw, emulate):
     (x, wide_x), (y, wide_y) = draw(real, size), draw(real, size, offset=offset)
     out = real.empty(size)
     emulate("add", 1, size, x=x, y=y, out=out, size=size)
@@ -40,7 +40,7 @@ def test_flat_sums_and_products(size, offset, real, draw, emulate):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("offset", [0, 3, 8])
-def test_a_sum_of_some_columns(size, offset, real, draw, emulate):
+def test_accumulate_columns_kernel_leaves_other_columns(size, offset, real, draw, emulate):
     """Of wider matrices; what stands beside the columns stays."""
     rows, columns = size
     (x, wide), (grad, before) = draw(real, rows, columns + 8), draw(FLOAT, rows, columns + 16)
@@ -52,7 +52,7 @@ def test_a_sum_of_some_columns(size, offset, real, draw, emulate):
     FLOAT.same(grad, expected)
 
 
-def test_a_grid_strides_over_what_it_cannot_cover(draw, emulate, monkeypatch):
+def test_grid_stride_loop_covers_all_elements(draw, emulate, monkeypatch):
     monkeypatch.setattr(launch_table, "BLOCKS", 2)
     (x, wide_x), (y, wide_y) = draw(FLOAT, 5000), draw(FLOAT, 5000)
     out = FLOAT.empty(5000)
@@ -63,7 +63,7 @@ def test_a_grid_strides_over_what_it_cannot_cover(draw, emulate, monkeypatch):
 @pytest.mark.parametrize("rows", [0, 1, 9, 150])
 @pytest.mark.parametrize("columns", [1, 33, 520])
 @pytest.mark.parametrize("add", [False, True])
-def test_the_sum_of_rows_in_two_passes(rows, columns, add, real, draw, emulate):
+def test_sum_of_rows_kernels(rows, columns, add, real, draw, emulate):
     y, wide = draw(real, rows, columns)
     partial = FLOAT.empty(launch_table.strips(rows), columns)
     total, before = draw(FLOAT, columns) if add else (FLOAT.empty(columns), 0)
@@ -77,7 +77,7 @@ def test_the_sum_of_rows_in_two_passes(rows, columns, add, real, draw, emulate):
 @pytest.mark.parametrize("kind", GELU)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_gelu_and_its_slope(kind, bias, size, real, draw, emulate):
+def test_gelu_kernel_and_its_slope(kind, bias, size, real, draw, emulate):
     h, wide = draw(real, *size)
     b, wide_b = draw(real, size[1])
     h[:1, 0], wide[:1, 0] = real.cast(np.float32([-40.0])), -40
@@ -94,7 +94,7 @@ PAIRED = [(0, 5), (1, 1), (3, 7), (4, 12), (2, 64), (3, 1100)]
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("size", PAIRED)
-def test_swiglu_and_its_gradient(size, offset, real, draw, emulate):
+def test_swiglu_kernel_and_its_gradient(size, offset, real, draw, emulate):
     rows, width = size
     h, wide = draw(real, rows, 2 * width)
     for gate, a in ((0, -200), (2, 40)):  # where exp(-a) is too large, and where s is 1

@@ -86,13 +86,13 @@ def same(found, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", some([*LINES, f"{LINES[3]} steps=1 microbatches=1"], 4))
-def test_a_rank_trains_as_with_numpy(line, launcher):
+def test_training_on_a_device_matches_numpy(line, launcher):
     (found,) = on_devices(line, train)
     same(found, serial(alone(line)))
 
 
 @pytest.mark.slow
-def test_8_bit_moments_are_numpys_but_for_the_codes_that_rounding_turns(launcher):
+def test_8_bit_moments_match_numpy_except_for_rounding_ties(launcher):
     line = f"{ONE} optimizer=adamw-8bit hidden=256 heads=4 kind=llama ffn=8 steps=2"
     (found,), expected = on_devices(line, train), serial(alone(line))
     np.testing.assert_allclose(found.totals, expected.totals, rtol=2e-5)
@@ -105,7 +105,7 @@ def test_8_bit_moments_are_numpys_but_for_the_codes_that_rounding_turns(launcher
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", ["block", "tensor"])
-def test_products_take_operands_of_float8(scales, launcher):
+def test_float8_products_on_a_device_match_numpy(scales, launcher):
     """Sums in another order round a few of the operands that follow to the other side: after four
     steps, on some processors, norms differ by 3 %."""
     line = f"{ONE} hidden=144 microbatches=1 steps=2 product_dtype=float8 product_scale={scales}"
@@ -120,7 +120,7 @@ def test_products_take_operands_of_float8(scales, launcher):
 @pytest.mark.parametrize(
     "line", some(["", "x=2 z=2", "d=2 zero=3 kind=llama kv_heads=2 ffn=96"], 0)
 )
-def test_products_of_a_gpu_that_has_float8(line, launcher, monkeypatch):
+def test_native_float8_products_match_numpy(line, launcher, monkeypatch):
     monkeypatch.setattr(rules.CudaPool, "float8", True)
     line += " schedule=none microbatches=1 layers=1 batch=8 sequence=8 hidden=64 steps=2"
     line += " heads=4 dtype=float32 product_dtype=float8 product_scale=tensor"
@@ -135,7 +135,7 @@ def test_products_of_a_gpu_that_has_float8(line, launcher, monkeypatch):
 @pytest.mark.parametrize(
     ("recompute", "dtype"), some([("none", "int8"), ("full", "int8"), ("none", "float8")], 2)
 )
-def test_activations_wait_in_8_bits(recompute, dtype, launcher):
+def test_8_bit_saved_activations_match_numpy(recompute, dtype, launcher):
     """A device keeps X of a norm, NumPy its rows, and so they round other numbers."""
     line = f"{ONE} recompute={recompute} keep_dtype={dtype}"
     (found,) = on_devices(line, train)
@@ -148,7 +148,7 @@ def test_activations_wait_in_8_bits(recompute, dtype, launcher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", some([ONE, f"d=2 zero=1 batch=8 dropout=0.25 {ONE[4:]}"], 0))
-def test_products_may_do_gelu(line, launcher):
+def test_fused_gelu_products_match_numpy(line, launcher):
     line = f"{line} backend=cupy fused_gelu=true"
     for found in on_devices(line, train):
         same(found, serial(alone(line)))
@@ -156,7 +156,7 @@ def test_products_may_do_gelu(line, launcher):
 
 
 @pytest.mark.parametrize("line", strided(SEVERAL, 99, 3))
-def test_ranks_train_as_one_with_numpy(line, launcher):
+def test_parallel_training_on_devices_matches_serial_numpy(line, launcher):
     line = f"{line} dtype=float32"
     for found in on_devices(line, train):
         same(found, serial(alone(line)))
@@ -164,7 +164,7 @@ def test_ranks_train_as_one_with_numpy(line, launcher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", some(MUON, 0))
-def test_matrices_are_orthogonalised_as_with_numpy(line, launcher):
+def test_muon_on_devices_matches_numpy(line, launcher):
     line = f"{line} dtype=float32"
     for found in on_devices(line, train):
         same(found, serial(alone(line)))
@@ -172,7 +172,7 @@ def test_matrices_are_orthogonalised_as_with_numpy(line, launcher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", some(LINES[:-1], 0))
-def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
+def test_replayed_cuda_graph_matches_the_launched_step(line, launcher, monkeypatch):
     """From the third step on nothing is launched one by one but the update."""
     expected, launched = serial(alone(line)).totals, []
     replay_of = "hpc3d.training.graphed_step.replay_of"
@@ -199,7 +199,7 @@ def test_a_recorded_step_is_the_step(line, launcher, monkeypatch):
     "line",
     some([ONE, f"{ONE} gelu=exact dropout=0.25", SEVERAL[1], LINES[3], SEVERAL[8], LINES[-1]], 0),
 )
-def test_16_bits_train_as_32(kind, line, launcher):
+def test_16_bit_training_matches_float32(kind, line, launcher):
     """With master weights in float32, and a scaled loss in float16."""
 
     def steps(mesh, config):
@@ -221,11 +221,11 @@ def test_16_bits_train_as_32(kind, line, launcher):
 @pytest.mark.parametrize(
     ("recompute", "dropout"), strided([*product(("none", "selective"), (0, 0.25))], 4)
 )
-def test_attention_by_one_kernel(recompute, dropout, launcher):
+def test_fused_attention_is_used_only_without_dropout(recompute, dropout, launcher):
     """Where it suits: with dropout it goes by products, in all passes."""
     rules.register(launcher, rules.Flash())
     line = f"{ONE} recompute={recompute} dropout={dropout}"
-    test_16_bits_train_as_32("bfloat16", line, launcher)
+    test_16_bit_training_matches_float32("bfloat16", line, launcher)
     assert bool(launcher.count["causal_softmax"]) == bool(dropout)
     rules.register(launcher)
 
@@ -237,7 +237,7 @@ LAUNCHES |= {"accumulate": 4, "gelu_tanh": 1, "gelu_grad": 1}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
-def test_launches_a_layer(fused, launcher):
+def test_number_of_launches_per_layer(fused, launcher):
     def counted(mesh, config):
         trainer = trainer_of(mesh, config)
         launcher.count.clear()

@@ -15,7 +15,7 @@ INDEX = np.array([2, -1, 0, 2, 9, 2, 4, 0, -7, 2, 4])  # of a table of 5 rows: s
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("first", [None, 0, 5])
-def test_rows_of_a_table_and_positions(columns, first, real, draw, emulate):
+def test_embedding_kernel(columns, first, real, draw, emulate):
     (table, wide), (positions, wide_p) = draw(real, 5, columns), draw(real, 6, columns)
     out = real.empty(INDEX.size, columns)
     given = {"positions": positions, "first": first} if first is not None else {}
@@ -29,7 +29,7 @@ def test_rows_of_a_table_and_positions(columns, first, real, draw, emulate):
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_the_gradient_of_a_table(columns, real, draw, emulate):
+def test_embedding_gradient_kernel(columns, real, draw, emulate):
     dy, wide = draw(real, INDEX.size, columns)
     total, before = draw(FLOAT, 5, columns)
     order = np.argsort(INDEX, kind="stable")
@@ -43,7 +43,7 @@ def test_the_gradient_of_a_table(columns, real, draw, emulate):
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("rows", [1, 7])
-def test_positions_and_their_gradient(columns, first, rows, real, draw, emulate):
+def test_position_kernels_and_their_gradient(columns, first, rows, real, draw, emulate):
     (x, wide_x), (table, wide_table) = draw(real, rows, columns), draw(real, 3, columns)
     out = real.empty(rows, columns)
     place = {"first": first, "period": 3, "columns": columns}
@@ -62,7 +62,7 @@ VOCABULARIES = [1, 30, 515, 2100]
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("padding", [0, 5])
-def test_cross_entropy_and_its_gradient_in_one(vocabulary, padding, real, draw, emulate):
+def test_fused_cross_entropy_and_gradient_kernel(vocabulary, padding, real, draw, emulate):
     columns, rows = vocabulary + padding, 4
     logits, wide = draw(real, rows, columns)
     targets = np.array([0, vocabulary - 1, IGNORE, vocabulary // 2])
@@ -76,7 +76,7 @@ def test_cross_entropy_and_its_gradient_in_one(vocabulary, padding, real, draw, 
 
 
 @pytest.mark.parametrize("valid", [7, 3, 0, -4])
-def test_cross_entropy_over_two_ranks(valid, real, draw, emulate):
+def test_cross_entropy_kernels_with_a_split_vocabulary(valid, real, draw, emulate):
     """Both halves of 20 columns, of which the second half has `valid` that are not padding."""
     rows, half = 5, 10
     logits, wide = draw(real, rows, 2 * half)
@@ -105,7 +105,7 @@ def test_cross_entropy_over_two_ranks(valid, real, draw, emulate):
         real.same(block, part, atol=1e-6)
 
 
-def test_logits_that_are_ruled_out(real, draw, emulate):
+def test_cross_entropy_with_logits_of_minus_infinity(real, draw, emulate):
     """A thread may see -infinity before, or instead of, any number."""
     logits, wide = draw(real, 2, 40)
     logits[:, :30], wide[:, :30] = real.cast(np.float32([-np.inf])), -np.inf
@@ -116,7 +116,7 @@ def test_logits_that_are_ruled_out(real, draw, emulate):
     real.same(logits, wide)
 
 
-def test_what_is_not_finite_is_seen(draw, emulate):
+def test_cross_entropy_propagates_nan(draw, emulate):
     """A NaN among the logits must not vanish in a maximum."""
     for column in (0, 1, 64, 99):
         logits, _ = draw(FLOAT, 1, 100)

@@ -65,7 +65,7 @@ def starts(batches, steps):
 
 
 @given(**sizes)
-def test_an_epoch_holds_every_window_once(sequence, windows, rest, batch, seed):
+def test_epoch_contains_every_window_once(sequence, windows, rest, batch, seed):
     length = windows * sequence + 1 + rest % sequence
     batches = Batches(Numbers(length), sequence, batch, seed)
     order = starts(batches, range(3 * windows // batch + 1))
@@ -75,7 +75,7 @@ def test_an_epoch_holds_every_window_once(sequence, windows, rest, batch, seed):
 
 
 @given(**sizes)
-def test_targets_are_the_inputs_one_token_on(sequence, windows, rest, batch, seed):
+def test_targets_are_the_inputs_shifted_by_one_token(sequence, windows, rest, batch, seed):
     batches = Batches(Numbers(windows * sequence + 1), sequence, batch, seed)
     inputs, targets = batches.batch(rest)
     assert np.array_equal(targets, inputs + 1)
@@ -86,9 +86,7 @@ def test_targets_are_the_inputs_one_token_on(sequence, windows, rest, batch, see
 
 
 @given(steps=st.lists(st.integers(0, 40), min_size=1), **sizes)
-def test_a_step_is_the_same_in_any_order_and_after_a_resume(
-    sequence, windows, rest, batch, seed, steps
-):
+def test_batches_depend_only_on_the_step(sequence, windows, rest, batch, seed, steps):
     tokens = Numbers(windows * sequence + 1)
     straight = Batches(tokens, sequence, batch, seed)
     seen = [straight.batch(step)[0] for step in range(41)]
@@ -98,7 +96,7 @@ def test_a_step_is_the_same_in_any_order_and_after_a_resume(
         assert np.array_equal(Batches(tokens, sequence, batch, seed).batch(step)[0], seen[step])
 
 
-def test_another_batch_goes_on_behind_the_sequences_that_were_seen():
+def test_new_batch_size_continues_after_the_seen_sequences():
     before, after = (Batches(Numbers(81), 4, batch, 7) for batch in (3, 5))
     seen = before.position(4)["sequences"]
     after.go_on(4, seen)
@@ -110,7 +108,7 @@ def test_another_batch_goes_on_behind_the_sequences_that_were_seen():
 
 
 @pytest.mark.parametrize("batch", [1, 4, 5, 11])
-def test_the_batch_size_does_not_change_the_order(batch):
+def test_batch_size_does_not_change_the_order(batch):
     one = starts(Batches(Numbers(51), 10, 1, 3), range(55))
     assert (
         starts(Batches(Numbers(51), 10, batch, 3), range(55 // batch))
@@ -118,7 +116,7 @@ def test_the_batch_size_does_not_change_the_order(batch):
     )
 
 
-def test_epochs_and_seeds_differ():
+def test_order_differs_by_epoch_and_seed():
     orders = {
         tuple(starts(Batches(Numbers(501), 10, 50, seed), [epoch]))
         for seed in (0, 1, 2**64 - 1)
@@ -127,7 +125,7 @@ def test_epochs_and_seeds_differ():
     assert len(orders) == 9
 
 
-def test_the_order_is_what_it_was():
+def test_order_is_stable_across_numpy_versions():
     """A checkpoint is resumed with another NumPy: its order must not have moved."""
     order = starts(Batches(Numbers(81), 10, 8, 1234), [0, 1])
     assert order[:8] == [30, 10, 60, 40, 50, 20, 70, 0]
@@ -143,7 +141,7 @@ def test_position_counts_sequences_and_epochs():
 
 
 @pytest.mark.parametrize("length", [0, 1, 8])
-def test_too_few_tokens_are_refused(length):
+def test_too_few_tokens_are_rejected(length):
     with pytest.raises(ValueError, match=r"\Adata\.path: .*model\.sequence = 8 .* 9;"):
         Batches(Numbers(length), 8, 1, 0)
     Batches(Numbers(9), 8, 1, 0)
@@ -159,7 +157,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_is_its_texts_by_name(folder):
+def test_folder_is_read_as_its_texts_sorted_by_name(folder):
     before = sorted(folder.iterdir())
     with open_tokens(str(folder)) as tokens:
         assert tokens.vocabulary == 256 and len(tokens) == len(ROW)
@@ -170,7 +168,7 @@ def test_a_folder_is_its_texts_by_name(folder):
     assert sorted(folder.iterdir()) == before
 
 
-def test_one_text_is_its_bytes(folder):
+def test_single_text_is_read_as_bytes(folder):
     with open_tokens(folder / "d.md") as tokens:
         assert tokens.read(0, len(tokens)).tolist() == list(b"no text\0")
 
@@ -199,12 +197,12 @@ print(sorted({{"h5py", "tokenizers", "pydantic", "mpi4py"}} & sys.modules.keys()
     ],
     ids=["nul", "latin", "cut", "surrogate", "late-nul", "late-latin"],
 )
-def test_what_is_no_text_is_refused(folder, damage):
+def test_file_that_is_no_utf8_text_is_rejected(folder, damage):
     (folder / "bad.txt").write_bytes(damage)
     assert re.search(r"bad\.txt .*UTF-8", message(folder))
 
 
-def test_missing_and_empty_are_refused(tmp_path):
+def test_missing_and_empty_inputs_are_rejected(tmp_path):
     assert f"{tmp_path}/none " in message(tmp_path / "none")
     assert f"{tmp_path}/none.h5 " in message(tmp_path / "none.h5")
     assert re.search(rf"{tmp_path} .*\*\.txt", message(tmp_path))
@@ -212,12 +210,12 @@ def test_missing_and_empty_are_refused(tmp_path):
     assert "hpc3d.prepare" in message(tmp_path / "folder.h5")
 
 
-def test_bpe_needs_a_token_file(folder):
+def test_bpe_requires_a_token_file(folder):
     assert "python -m hpc3d.prepare --tokenizer bpe" in message(folder, "bpe")
 
 
 @pytest.mark.parametrize("left", [0, 1, 5])
-def test_a_text_that_becomes_shorter_is_an_error(folder, left):
+def test_text_that_was_truncated_after_opening_raises(folder, left):
     with open_tokens(folder) as tokens:
         (folder / "a.txt").write_bytes(b"first\n"[:left])
         with pytest.raises(ValueError, match=r"data\.path: .*a\.txt .*shortened"):
@@ -242,7 +240,7 @@ def everything(path):
         return tokens.vocabulary, tokens.read(0, len(tokens)).tolist()
 
 
-def test_a_token_file_holds_the_row(file):
+def test_token_file_contains_the_tokens_and_attributes(file):
     assert everything(file) == (256, list(ROW))
     verify(file)
     with h5py.File(file) as raw:
@@ -253,11 +251,11 @@ def test_a_token_file_holds_the_row(file):
         assert raw.attrs["sources"].tolist() == [b"a.txt", b"b.txt", b"c.txt"]
 
 
-def test_only_the_token_file_is_left(file):
+def test_only_the_token_file_is_written(file):
     assert {path.name for path in file.parent.iterdir()} == TEXTS.keys() | {"tokens.h5"}
 
 
-def test_a_truncated_token_file_is_refused(file):
+def test_truncated_token_file_is_rejected(file):
     whole = file.read_bytes()
     for size in {*range(0, len(whole), 101), *range(600), len(whole) - 1}:
         file.write_bytes(whole[:size])
@@ -265,7 +263,7 @@ def test_a_truncated_token_file_is_refused(file):
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_refused_or_harmless(file):
+def test_flipped_bit_is_rejected_or_harmless(file):
     whole, good = file.read_bytes(), everything(file)
     outcomes = Counter()
     for place in (*range(0, 4096, 7), *range(4096, len(whole), 211)):
@@ -281,7 +279,7 @@ def test_a_flipped_bit_is_refused_or_harmless(file):
     assert outcomes["refused"] > outcomes["harmless"]
 
 
-def test_verify_finds_other_tokens(file):
+def test_verify_detects_changed_tokens(file):
     with h5py.File(file, "r+") as raw:
         raw["tokens"][3] += 1
     everything(file)
@@ -360,13 +358,13 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize(("change", "reason"), FOREIGN.values(), ids=FOREIGN.keys())
-def test_a_foreign_file_is_refused(file, change, reason):
+def test_foreign_file_is_rejected(file, change, reason):
     with h5py.File(file, "r+") as raw:
         change(raw)
     assert re.search(elided(reason), message(file))
 
 
-def test_an_id_beyond_the_vocabulary_is_refused(file):
+def test_token_id_beyond_the_vocabulary_is_rejected(file):
     with h5py.File(file, "r+") as raw:
         raw.attrs["vocabulary"] = max(ROW)
     with open_tokens(file) as tokens:
@@ -375,11 +373,11 @@ def test_an_id_beyond_the_vocabulary_is_refused(file):
             tokens.read(0, len(ROW))
 
 
-def test_the_tokenizer_must_be_the_configured_one(file):
+def test_tokenizer_must_match_the_configuration(file):
     assert re.search('data.tokenizer .* "bpe"; .* "byte"', message(file, "bpe"))
 
 
-def test_a_token_file_says_what_it_was_made_with(file, folder):
+def test_token_file_records_its_tokenizer(file, folder):
     with h5py.File(file, "r+") as raw:
         raw.attrs["tokenizer"] = np.bytes_("bpe")
     with open_tokens(file) as tokens, open_tokens(folder) as texts, open_tokens(file, "bpe"):

@@ -27,7 +27,7 @@ def trained(tmp_path, *words):
 
 
 @pytest.mark.slow
-def test_characters_are_trained_and_continued_as_characters(tmp_path):
+def test_nanogpt_character_data_trains_and_generates_text(tmp_path):
     nano(tmp_path, TEXT)
     run = trained(tmp_path)
     words = ["--prompt", "the c", "--tokens", 9, "--json"]
@@ -37,7 +37,7 @@ def test_characters_are_trained_and_continued_as_characters(tmp_path):
 
 
 @pytest.mark.slow
-def test_ids_of_a_tokenizer_are_trained_and_exported_with_it(tmp_path, bpe):
+def test_token_ids_train_and_export_with_their_tokenizer(tmp_path, bpe):
     (tmp_path / "tokenizer.json").write_text(bpe.json)
     bpe.encode(TEXT.encode()).astype(np.uint16).tofile(tmp_path / "train.bin")
     run = trained(tmp_path, "--tokenizer", str(tmp_path))

@@ -24,7 +24,7 @@ from tests.runs import without_progress
 CORPUS = ROOT / "inputs" / "corpus"
 
 
-def test_the_command_writes_what_open_tokens_reads(text, output):
+def test_prepare_writes_a_token_file_that_open_tokens_reads(text, output):
     done = python("-m", "hpc3d.prepare", text, "-o", output, "--json")
     assert done.returncode == 0 and not without_progress(done.stderr.decode())
     printed = done.stdout.decode()
@@ -37,7 +37,7 @@ def test_the_command_writes_what_open_tokens_reads(text, output):
     assert "tokens      2,281\n" in printed and "vocabulary  256\n" in printed
 
 
-def test_without_json_there_is_none(capsys, text, output):
+def test_output_contains_no_json_without_the_option(capsys, text, output):
     code, lines, error = call(capsys, text, "-o", output)
     assert code == 0 and error == "" and not any("{" in line for line in lines)
 
@@ -50,7 +50,7 @@ def test_folders_and_texts_keep_their_order(capsys, tmp_path, output):
     assert row(output).tolist() == list(b"first\0a.txt\0z.txt\0")
 
 
-def test_a_bpe_token_file_can_be_decoded(capsys, bpe, text, output):
+def test_bpe_token_file_can_be_decoded(capsys, bpe, text, output):
     words = (text, text, "-o", output, "--tokenizer", "bpe", "--vocabulary", 275, "--json")
     code, lines, _ = call(capsys, *words)
     assert code == 0 and json.loads(lines[-1])["vocabulary"] == 275
@@ -62,7 +62,7 @@ def test_a_bpe_token_file_can_be_decoded(capsys, bpe, text, output):
     assert (ids == 0).sum() == 2 and ids[-1] == 0
 
 
-def test_the_library_may_be_missing(capsys, monkeypatch, text, output):
+def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, output):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     code, _, error = call(capsys, text, "-o", output, "--tokenizer", "bpe")
     assert code == 2 and "pip install 'hpc3d[bpe]'" in error and error.count("\n") == 1
@@ -90,7 +90,7 @@ def test_the_library_may_be_missing(capsys, monkeypatch, text, output):
         (["text.txt", "--verify", "old.h5"], "TEXT and -o; leave"),
     ],
 )
-def test_an_error_is_one_line_and_writes_nothing(capsys, monkeypatch, text, words, part):
+def test_error_is_one_line_and_nothing_is_written(capsys, monkeypatch, text, words, part):
     monkeypatch.chdir(text.parent)
     Path("old.h5").write_text("precious")
     Path("bad.dat").write_bytes(b"\xff\0")
@@ -108,13 +108,13 @@ def test_an_error_is_one_line_and_writes_nothing(capsys, monkeypatch, text, word
 
 
 @pytest.mark.parametrize("vocabulary", [-1, 0, 256])
-def test_bpe_needs_an_id_for_each_byte(capsys, text, output, vocabulary):
+def test_bpe_requires_an_id_for_each_byte(capsys, text, output, vocabulary):
     words = (text, "-o", output, "--tokenizer", "bpe", "--vocabulary", vocabulary)
     code, _, error = call(capsys, *words)
     assert code == 2 and " 257" in error and not output.exists()
 
 
-def test_force_replaces(capsys, text, output):
+def test_force_option_replaces_the_output(capsys, text, output):
     output.write_text("old")
     assert call(capsys, text, "-o", output, "--force")[0] == 0
     assert len(row(output)) == len(TEXT.encode()) + 1
@@ -129,7 +129,7 @@ def test_help_names_every_option(capsys):
     assert all(option in printed for option in options)
 
 
-def test_it_tells_how_much_is_done(capsys, caplog, tmp_path, output):
+def test_progress_is_logged(capsys, caplog, tmp_path, output):
     (tmp_path / "long.txt").write_text(60_000 * "word ")
     with caplog.at_level("INFO", logger="hpc3d"):
         assert call(capsys, tmp_path / "long.txt", "-o", output)[2] == ""
@@ -137,7 +137,7 @@ def test_it_tells_how_much_is_done(capsys, caplog, tmp_path, output):
 
 
 @pytest.mark.parametrize("after", [1, 2, 5, 6])
-def test_a_killed_run_leaves_the_old_file(tmp_path, output, after):
+def test_killed_run_leaves_the_old_file(tmp_path, output, after):
     for name in "abcdef":
         (tmp_path / f"{name}.txt").write_bytes(b"line\n" * 50_000)
     write_tokens(output, [tmp_path / "a.txt"], ByteTokenizer())
@@ -160,7 +160,7 @@ write_tokens(Path({str(output)!r}), text_files({str(tmp_path)!r}), ByteTokenizer
 
 
 @pytest.mark.parametrize("room", [0, 1000, 100_000, 600_000])
-def test_a_full_disk_is_one_line(tmp_path, output, room):
+def test_full_disk_is_reported_in_one_line(tmp_path, output, room):
     large = tmp_path / "large.txt"
     large.write_bytes(b"line\n" * 200_000)
     output.write_bytes(b"old")
@@ -178,7 +178,7 @@ sys.exit(main([{str(large)!r}, "-o", {str(output)!r}, "--force"]))
     assert output.read_bytes() == b"old"
 
 
-def test_the_corpus_is_what_its_readme_says():
+def test_corpus_matches_its_readme():
     text = (CORPUS / "python.txt").read_bytes()
     readme = (CORPUS / "README.md").read_text(encoding="utf-8")
     assert hashlib.sha256(text).hexdigest() in readme and f"{len(text):,} bytes" in readme
@@ -188,6 +188,6 @@ def test_the_corpus_is_what_its_readme_says():
 
 @pytest.mark.skipif(platform.python_version() != "3.11.7", reason="made from Python 3.11.7")
 @pytest.mark.slow
-def test_the_corpus_can_be_made_again():
+def test_corpus_can_be_regenerated():
     made = runpy.run_path(str(CORPUS / "make.py"))["corpus"]()
     assert made.encode() == (CORPUS / "python.txt").read_bytes()

@@ -17,7 +17,7 @@ from hpc3d.data.tokenizer_files import characters
 from tests.data.prepared import TEXT, call, nano, row
 
 
-def test_json_lines_are_a_document_each(tmp_path, prepared):
+def test_each_json_line_is_a_document(tmp_path, prepared):
     lines = [{"text": "one", "id": 1}, {"text": "zwei ä\n", "id": 2}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     ids, _, documents = prepared("a.jsonl")
@@ -41,13 +41,13 @@ def test_json_lines_are_a_document_each(tmp_path, prepared):
         ("\n \n", "it has no documents"),
     ],
 )
-def test_json_lines_that_are_wrong_are_named(content, said, tmp_path, prepared):
+def test_invalid_json_lines_are_located(content, said, tmp_path, prepared):
     content = content if isinstance(content, bytes) else content.encode()
     (tmp_path / "a.jsonl").write_bytes(content)
     assert said.replace(".text.", '"text"') in prepared("a.jsonl")
 
 
-def test_parquet_is_a_document_a_row(tmp_path, prepared):
+def test_each_parquet_row_is_a_document(tmp_path, prepared):
     pyarrow = pytest.importorskip("pyarrow", reason="extra parquet")
     from pyarrow import parquet
 
@@ -63,7 +63,7 @@ def test_parquet_is_a_document_a_row(tmp_path, prepared):
 # Tokens of nanoGPT
 
 
-def test_characters_of_nanogpt_keep_their_numbers(tmp_path, prepared, capsys):
+def test_nanogpt_character_ids_are_preserved(tmp_path, prepared, capsys):
     text = "O for a\nMuse of fire, that would ascend"
     expected = nano(tmp_path, text)
     ids, tokenizer, _ = prepared("train.bin")
@@ -72,7 +72,7 @@ def test_characters_of_nanogpt_keep_their_numbers(tmp_path, prepared, capsys):
     assert tokenizer.encode(text.encode()).tolist() == expected
 
 
-def test_a_character_that_the_tokenizer_lacks_is_refused_by_name(tmp_path, prepared):
+def test_character_missing_from_the_tokenizer_is_named(tmp_path, prepared):
     (tmp_path / "tokenizer.json").write_text(characters({"O": 0, "\n": 1, " ": 2}).json)
     (tmp_path / "b.txt").write_text("O O\nO ☃")
     how = ["--tokenizer", str(tmp_path), "--end", "\n"]
@@ -84,14 +84,14 @@ def test_a_character_that_the_tokenizer_lacks_is_refused_by_name(tmp_path, prepa
 
 
 @pytest.mark.parametrize("kind", ["<i4", "<u4", "<i8"])
-def test_wider_ids_than_those_of_nanogpt_are_refused(kind, tmp_path, prepared):
+def test_nanogpt_ids_wider_than_16_bits_are_rejected(kind, tmp_path, prepared):
     """Whose halves would all be ids."""
     ids = np.array(nano(tmp_path, TEXT))
     ids.astype(kind).tofile(tmp_path / "train.bin")
     assert "every second id is at most 0" in prepared("train.bin")
 
 
-def test_the_characters_of_all_files_are_the_same(tmp_path, prepared, capsys):
+def test_all_nanogpt_files_must_use_the_same_characters(tmp_path, prepared, capsys):
     other = tmp_path / "other"
     other.mkdir()
     ids = [*nano(tmp_path, "abc abc"), *nano(other, "cab")]
@@ -105,7 +105,7 @@ def test_the_characters_of_all_files_are_the_same(tmp_path, prepared, capsys):
     assert row(tmp_path / "both.h5", None).tolist() == ids
 
 
-def test_ids_of_gpt2_want_its_tokenizer(tmp_path, prepared, bpe):
+def test_gpt2_ids_require_their_tokenizer(tmp_path, prepared, bpe):
     ids = [5, 274, 0, 7]
     np.array(ids, np.uint16).tofile(tmp_path / "train.bin")
     (tmp_path / "tokenizer.json").write_text(bpe.json)
@@ -135,7 +135,7 @@ def megatron(folder, documents, code=8, kind="<u2", version=1):
 
 
 @pytest.mark.parametrize(("code", "kind"), [(8, "<u2"), (1, "u1"), (5, "<i8")])
-def test_documents_of_an_indexed_dataset_end_with_the_token_for_it(
+def test_documents_of_an_indexed_dataset_end_with_the_end_token(
     tmp_path, bpe, code, kind, monkeypatch
 ):
     """One has it already, one is empty, one is of two sequences; a piece ends anywhere."""
@@ -165,7 +165,7 @@ def test_documents_of_an_indexed_dataset_end_with_the_token_for_it(
         (66, struct.pack("<q", 2**40), "documents are not contiguous"),
     ],
 )
-def test_an_index_that_is_damaged_is_refused(place, content, said, tmp_path):
+def test_damaged_dataset_index_is_rejected(place, content, said, tmp_path):
     megatron(tmp_path, [[[1, 2, 3]], [[4, 5]]])
     index = tmp_path / "a.idx"
     good = index.read_bytes()
@@ -174,7 +174,7 @@ def test_an_index_that_is_damaged_is_refused(place, content, said, tmp_path):
         opened_ids(tmp_path / "a.bin")
 
 
-def test_what_is_cut_short_is_refused(tmp_path):
+def test_truncated_dataset_is_rejected(tmp_path):
     megatron(tmp_path, [[[1, 2, 3]], [[4, 5]]])
     for name in ("a.idx", "a.bin"):
         good = (tmp_path / name).read_bytes()
@@ -185,7 +185,7 @@ def test_what_is_cut_short_is_refused(tmp_path):
         (tmp_path / name).write_bytes(good)
 
 
-def test_many_short_documents_are_encoded_at_once(tmp_path):
+def test_short_documents_are_encoded_in_one_batch(tmp_path):
     lines = [json.dumps({"text": str(number)}) for number in range(1000)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     ((ids, size),) = Source(tmp_path / "a.jsonl", ByteTokenizer())
@@ -193,7 +193,7 @@ def test_many_short_documents_are_encoded_at_once(tmp_path):
     assert size == (tmp_path / "a.jsonl").stat().st_size
 
 
-def test_a_long_document_is_encoded_in_pieces(tmp_path, bpe, monkeypatch):
+def test_long_document_is_encoded_in_pieces(tmp_path, bpe, monkeypatch):
     monkeypatch.setattr(sources, "PIECE", 10)
     text = "the cat sat on the mat"
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
@@ -202,7 +202,7 @@ def test_a_long_document_is_encoded_in_pieces(tmp_path, bpe, monkeypatch):
     assert sum(int((ids == bpe.end).sum()) for ids in parts) == 1 and parts[-1][-1] == bpe.end
 
 
-def test_documents_without_a_known_end_are_not_run_together(tmp_path, prepared, bpe):
+def test_documents_without_a_known_end_token_are_rejected(tmp_path, prepared, bpe):
     """The end of this vocabulary has a name of its own."""
     spec = json.loads(bpe.json.replace("<|end|>", "<|over|>"))
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
@@ -217,13 +217,13 @@ def test_documents_without_a_known_end_are_not_run_together(tmp_path, prepared, 
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.bin"])
-def test_training_wants_a_token_file_of_them(name, tmp_path):
+def test_training_on_other_formats_suggests_prepare(name, tmp_path):
     (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match=r"^data\.path: .* is not a text; .* hpc3d\.prepare "):
         open_tokens(tmp_path / name)
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_a_compressed_text_is_refused(pack, tmp_path, prepared):
+def test_compressed_text_is_rejected(pack, tmp_path, prepared):
     (tmp_path / "a.txt").write_bytes(pack(TEXT.encode()))
     assert "a.txt is compressed; unpack it first" in prepared("a.txt")

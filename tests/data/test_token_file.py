@@ -14,7 +14,7 @@ from tests.data.prepared import TEXT, call, row
 
 
 @pytest.mark.slow
-def test_a_large_text_is_never_in_memory(tmp_path, output):
+def test_large_text_is_not_loaded_into_memory(tmp_path, output):
     large = tmp_path / "large.txt"
     large.write_bytes(b"one long line " * (4 << 20))
     tracemalloc.start()
@@ -26,7 +26,7 @@ def test_a_large_text_is_never_in_memory(tmp_path, output):
 
 
 @pytest.mark.slow
-def test_a_large_vocabulary_fits_its_type(tmp_path, output):
+def test_large_vocabulary_is_stored_as_uint32(tmp_path, output):
     class Wide:
         name, vocabulary, json = "wide", 70_000, "x" * 200_000
         end, end_name = 0, None
@@ -41,14 +41,14 @@ def test_a_large_vocabulary_fits_its_type(tmp_path, output):
     assert row(output, "wide")[:6].tolist() == [69_000, 69_001, 69_002, 69_003, 0, 69_000]
 
 
-def test_verify_says_what_the_file_holds(capsys, text, output):
+def test_verify_reports_the_file_contents(capsys, text, output):
     call(capsys, text, "-o", output)
     code, lines, error = call(capsys, "--verify", output, "--json")
     assert code == 0 and error == ""
     assert json.loads(lines[-1])["sha256"] == hashlib.sha256(TEXT.encode() + b"\0").hexdigest()
 
 
-def test_verify_fails_with_3(capsys, text, output):
+def test_verify_of_a_damaged_file_exits_with_3(capsys, text, output):
     call(capsys, text, "-o", output)
     with h5py.File(output, "r+") as raw:
         raw["tokens"][7] = 7

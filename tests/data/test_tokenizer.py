@@ -13,7 +13,7 @@ from tests.data.prepared import TEXT, python
 
 
 @given(data=st.binary())
-def test_bytes_come_back(data):
+def test_byte_tokenizer_round_trips(data):
     ids = ByteTokenizer().encode(data)
     assert ids.dtype == np.uint8 and ids.tolist() == list(data)
     assert ByteTokenizer().decode(ids) == data.replace(b"\0", b"")
@@ -21,7 +21,7 @@ def test_bytes_come_back(data):
 
 @given(text=st.text(st.characters(exclude_characters="\0", codec="utf-8")), size=st.integers(1, 9))
 @example(text="a\r\nb\rc\n\ufeffd", size=2)
-def test_pieces_make_up_the_text(tmp_path_factory, text, size):
+def test_pieces_concatenate_to_the_text(tmp_path_factory, text, size):
     path = tmp_path_factory.getbasetemp() / "pieces.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
@@ -31,26 +31,26 @@ def test_pieces_make_up_the_text(tmp_path_factory, text, size):
     assert all(0 < len(piece.decode()) <= 2 * size for piece in found)
 
 
-def test_lines_stay_whole(tmp_path, monkeypatch):
+def test_pieces_end_at_line_breaks(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
     monkeypatch.setattr(text_module, "PIECE", 6)
     assert list(pieces(tmp_path / "a.txt")) == [b"one\ntwo\n", b"three\n"]
 
 
 @given(text=st.text(st.characters(codec="utf-8")) | st.just("a<|end|>b"))
-def test_bpe_gives_any_text_back(bpe, text):
+def test_bpe_round_trips_any_text(bpe, text):
     ids = bpe.encode(text.encode())
     assert bpe.decode(ids) == text.encode()
     assert all(ids > 0) and all(ids < bpe.vocabulary)
     assert BpeTokenizer(bpe.json).encode(text.encode()).tolist() == ids.tolist()
 
 
-def test_bpe_learns_the_words(bpe):
+def test_bpe_learns_frequent_words(bpe):
     assert bpe.vocabulary == 275
     assert len(bpe.encode(b" the the the")) == 3
 
 
-def test_bpe_is_the_same_in_every_process(bpe):
+def test_bpe_training_is_deterministic_across_processes(bpe):
     program = (
         "import sys; from hpc3d.data.tokenizer import train_bpe\n"
         "print(train_bpe([sys.stdin.buffer.read()], 275).json, end='')"
@@ -61,7 +61,7 @@ def test_bpe_is_the_same_in_every_process(bpe):
         assert done.stdout.decode() == bpe.json
 
 
-def test_a_text_is_neither_cut_nor_padded_nor_split_by_chance(bpe):
+def test_truncation_padding_and_bpe_dropout_are_disabled(bpe):
     """Whatever a tokenizer.json asks for, as those of sentence encoders do."""
     loaded, text = library().Tokenizer.from_str(bpe.json), TEXT.encode()
     loaded.enable_truncation(3)
@@ -73,7 +73,7 @@ def test_a_text_is_neither_cut_nor_padded_nor_split_by_chance(bpe):
     assert found.tolist() == bpe.encode(text).tolist()
 
 
-def test_json_that_is_no_tokenizer(bpe):
+def test_invalid_tokenizer_json_is_rejected(bpe):
     for damaged in ("", "{}", bpe.json[:500]):
         with pytest.raises(ValueError, match="BPE tokenizer"):
             BpeTokenizer(damaged)

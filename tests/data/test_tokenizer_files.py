@@ -13,7 +13,7 @@ from hpc3d.data.tokenizer_files import rules_of_bytes, tokenizer_from
 from tests.data.prepared import TEXT, nano
 
 
-def test_a_tokenizer_json_is_taken_as_it_is(tmp_path, prepared, bpe):
+def test_tokenizer_json_is_used_as_is(tmp_path, prepared, bpe):
     (tmp_path / "tokenizer.json").write_text(bpe.json)
     (tmp_path / "a.txt").write_text(TEXT)
     ids, tokenizer, _ = prepared("a.txt", "--tokenizer", str(tmp_path))
@@ -21,7 +21,7 @@ def test_a_tokenizer_json_is_taken_as_it_is(tmp_path, prepared, bpe):
     assert tokenizer.decode(ids[:-1]).decode() == TEXT
 
 
-def test_ranks_and_the_two_files_of_gpt2_cut_as_their_tokenizer_does(tmp_path, bpe):
+def test_tiktoken_ranks_and_gpt2_files_match_their_tokenizer(tmp_path, bpe):
     """The same vocabulary as ranks of tiktoken, where a byte or a merge has the rank of its id."""
     model = json.loads(bpe.json)["model"]
     letters = {letter: byte for byte, letter in _letters_of_gpt2().items()}
@@ -54,7 +54,7 @@ def _letters_of_gpt2():
 
 
 @pytest.mark.parametrize("content", ["{}", "no json", '{"model": 1}'])
-def test_a_tokenizer_that_is_none_is_refused(content, tmp_path, prepared):
+def test_invalid_tokenizer_is_rejected(content, tmp_path, prepared):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "tokenizer.json").write_text(content)
     assert "not a readable tokenizer" in prepared("a.txt", "--tokenizer", str(tmp_path))
@@ -64,7 +64,7 @@ def test_a_tokenizer_that_is_none_is_refused(content, tmp_path, prepared):
     assert "name its snapshot, " in prepared("a.txt", "--tokenizer", str(tmp_path))
 
 
-def test_the_end_of_a_document_is_that_of_the_tokenizer(bpe):
+def test_end_token_is_that_of_the_tokenizer(bpe):
     assert ByteTokenizer.end == bpe.end == 0
     spec = json.loads(bpe.json)
     spec["model"]["vocab"]["<|endoftext|>"] = 300
@@ -80,7 +80,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("content", [Evil(), {"stoi": Evil()}, {"stoi": {"a": 1}}, {}, [1]])
-def test_a_pickle_that_is_no_plain_dict_is_refused(content, tmp_path, prepared, capsys):
+def test_pickle_other_than_a_plain_dict_is_rejected(content, tmp_path, prepared, capsys):
     nano(tmp_path, "ab")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(content))
     said = prepared("train.bin")
@@ -88,13 +88,13 @@ def test_a_pickle_that_is_no_plain_dict_is_refused(content, tmp_path, prepared, 
 
 
 @pytest.mark.parametrize("index", [0x7FFFFFFF, 5])
-def test_a_pickle_that_asks_for_memory_gets_none(index, tmp_path, prepared):
+def test_pickle_cannot_allocate_excessive_memory(index, tmp_path, prepared):
     nano(tmp_path, "ab")
     (tmp_path / "meta.pkl").write_bytes(b"\x80\x04}r" + index.to_bytes(4, "little") + b".")
     assert "not a readable meta.pkl" in prepared("train.bin")
 
 
-def test_every_protocol_of_meta_is_read(tmp_path, prepared):
+def test_meta_pickle_is_read_in_every_protocol(tmp_path, prepared):
     expected = nano(tmp_path, "O for a Muse")
     meta = pickle.loads((tmp_path / "meta.pkl").read_bytes())
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
@@ -105,7 +105,7 @@ def test_every_protocol_of_meta_is_read(tmp_path, prepared):
 @pytest.mark.parametrize(
     ("merges", "numbers"), [("a b", {"a": 0, "b": 1}), ("a", {"a": 0}), ("a c", {"a": 0, "ac": 1})]
 )
-def test_merges_of_unknown_tokens_are_refused(merges, numbers, tmp_path, prepared):
+def test_merges_of_unknown_tokens_are_rejected(merges, numbers, tmp_path, prepared):
     """The library would panic."""
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "vocab.json").write_text(json.dumps(numbers))
@@ -115,7 +115,7 @@ def test_merges_of_unknown_tokens_are_refused(merges, numbers, tmp_path, prepare
     )
 
 
-def test_ranks_whose_way_to_cut_is_not_known_are_refused(tmp_path, prepared):
+def test_tiktoken_ranks_with_an_unknown_split_pattern_are_rejected(tmp_path, prepared):
     words = (base64.b64encode(number.to_bytes(3)).decode() for number in range(60_000))
     lines = [f"{word} {number}" for number, word in enumerate(words)]
     (tmp_path / "cl100k_base.tiktoken").write_text("\n".join(lines))
@@ -124,7 +124,7 @@ def test_ranks_whose_way_to_cut_is_not_known_are_refused(tmp_path, prepared):
     assert "60000 ranks" in said
 
 
-def test_gpt2_is_what_tiktoken_has_kept(tmp_path, prepared, bpe, monkeypatch):
+def test_gpt2_tokenizer_is_read_from_the_tiktoken_cache(tmp_path, prepared, bpe, monkeypatch):
     """Under the SHA-1 of its address, and only if it is the file that was meant."""
     (tmp_path / "a.txt").write_text(TEXT)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "none"))
@@ -146,7 +146,7 @@ def test_gpt2_is_what_tiktoken_has_kept(tmp_path, prepared, bpe, monkeypatch):
     assert ids == [*bpe.encode(TEXT.encode()), 0] and tokenizer.end_name == "<|endoftext|>"
 
 
-def test_bytes_have_rules_too():
+def test_byte_tokenizer_has_an_equivalent_tokenizer_json():
     text = "größer <|end|>\n a\u0100".encode()
     found = BpeTokenizer(rules_of_bytes())
     assert (found.vocabulary, found.end) == (ByteTokenizer.vocabulary, ByteTokenizer.end)

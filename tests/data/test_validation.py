@@ -12,7 +12,7 @@ from hpc3d.data.validation import TokenRange, ValidationBatches, divided
 from tests.data.test_batches import Numbers
 
 
-def test_the_last_part_is_held_out_and_training_never_sees_it():
+def test_held_out_tokens_are_the_last_and_are_never_trained_on():
     trained, held = divided(Numbers(1000), 0.1)
     assert (len(trained), len(held)) == (900, 100)
     assert held.read(0, 100).tolist() == [*range(900, 1000)]
@@ -22,7 +22,7 @@ def test_the_last_part_is_held_out_and_training_never_sees_it():
 
 
 @pytest.mark.parametrize("nothing", [None, ""])
-def test_without_validation_all_is_trained_on(nothing):
+def test_all_tokens_are_trained_on_without_validation(nothing):
     tokens = Numbers(10)
     assert divided(tokens, nothing) == (tokens, None)
 
@@ -40,9 +40,7 @@ def windows_of(batches):
     (44, 5, 0, 2),  # 10 windows and a rest
     (5, 3, 16, 1),
 ])  # fmt: skip
-def test_every_window_once_and_what_is_left_of_the_last_batch_counts_for_nothing(
-    length, batch, most, count
-):
+def test_each_validation_window_is_read_once_and_padding_is_ignored(length, batch, most, count):
     batches = ValidationBatches(Numbers(length), 4, batch, most)
     assert batches.count == count
     assert all(part.shape == (batch, 4) for n in range(count) for part in batches.batch(n))
@@ -53,7 +51,7 @@ def test_every_window_once_and_what_is_left_of_the_last_batch_counts_for_nothing
     assert starts == every if len(every) <= batch * count else len({*starts}) == batch * count
 
 
-def test_all_evaluations_read_the_same_and_a_part_is_a_sample_of_the_whole():
+def test_evaluations_read_the_same_sample_of_windows():
     first, again = (ValidationBatches(Numbers(4001), 4, 10, 5) for _ in range(2))
     starts = [int(inputs[0]) for inputs, _ in windows_of(first)]
     assert starts == [int(inputs[0]) for inputs, _ in windows_of(again)]
@@ -67,12 +65,12 @@ def refused(function, *given):
     return str(caught.value)
 
 
-def test_less_than_a_window_is_refused():
+def test_validation_text_shorter_than_a_window_is_rejected():
     line = refused(ValidationBatches, TokenRange(Numbers(100), 96, 100), 4, 2, 0)
     assert "4 tokens" in line and "at least 5" in line
 
 
-def test_a_text_of_its_own(tmp_path, text):
+def test_separate_validation_text(tmp_path, text):
     (tmp_path / "other.txt").write_text("held")
     tokens = open_tokens(text)
     trained, held = divided(tokens, str(tmp_path / "other.txt"))
@@ -82,14 +80,14 @@ def test_a_text_of_its_own(tmp_path, text):
     assert "was shortened" in refused(held.read, 0, 5)
 
 
-def test_a_text_that_cannot_be_read_is_refused_by_its_own_key(tmp_path, text):
+def test_unreadable_validation_text_error_names_its_key(tmp_path, text):
     tokens = open_tokens(text)
     assert "does not exist" in refused(divided, tokens, str(tmp_path / "none.txt"))
     (tmp_path / "bad.h5").write_bytes(b"no tokens")
     assert "not a readable token file" in refused(divided, tokens, str(tmp_path / "bad.h5"))
 
 
-def test_tokens_of_another_tokenizer_are_refused(tmp_path, text, bpe):
+def test_validation_tokens_of_another_tokenizer_are_rejected(tmp_path, text, bpe):
     def prepared(name, tokenizer):
         write_tokens(tmp_path / name, [text], tokenizer)
         return str(tmp_path / name)

@@ -7,5 +7,5 @@ from hpc3d.diagnose.meeting import numbers
 
 
 @pytest.mark.parametrize("ranks", [[], [0], [3, 4, 5], [0, 2, 3, 9, 10, 11, 40]])
-def test_ranks_are_told_and_read(ranks):
+def test_rank_spans_round_trip(ranks):
     assert numbers(f"ranks {spans(ranks)}") == ranks

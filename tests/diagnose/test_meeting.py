@@ -9,7 +9,7 @@ from tests.elided import elided
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, ALL_PAIRS, ALL_PAIRS + 1, 1000])
-def test_peers_meet_each_other_and_all_of_few(size):
+def test_peers_are_symmetric_and_complete_on_few_ranks(size):
     found = [peers(rank, size) for rank in range(size)]
     for rank, others in enumerate(found):
         assert all(rank in found[other] for other in others) and rank not in others
@@ -17,7 +17,7 @@ def test_peers_meet_each_other_and_all_of_few(size):
         assert len(others) <= max(ALL_PAIRS, 20)
 
 
-def test_a_line_names_the_hosts_once():
+def test_finding_names_each_pair_of_hosts_once():
     pairs = {(0, 2), (0, 3), (1, 2), (1, 3), (4, 5)}
     found = finding(pairs, ["a", "a", "b", "b", "c", ""], 5)
     assert re.fullmatch(

@@ -20,13 +20,13 @@ def no_launcher(monkeypatch):
 # -------------------------------------------------------------------------------- packages
 
 
-def test_python_of_now_and_an_older_one(monkeypatch):
+def test_python_version_check(monkeypatch):
     assert only(node_checks.python()).verdict == OK
     monkeypatch.setattr(sys, "version_info", (3, 10, 9))
     assert "3.11" in only(node_checks.python()).remedy
 
 
-def test_packages_of_now():
+def test_installed_packages_pass():
     names = [name for name, _ in node_checks.requirements()]
     assert names[:5] == ["numpy", "mpi4py", "h5py", "pydantic", "ml_dtypes"]
     found = only(node_checks.packages())
@@ -34,7 +34,7 @@ def test_packages_of_now():
 
 
 @pytest.mark.parametrize("version", ["1.26.4", "0", None])
-def test_a_package_that_is_too_old_or_not_there(version, monkeypatch):
+def test_outdated_or_missing_package_fails(version, monkeypatch):
     real = node_checks.installed
     monkeypatch.setattr(
         node_checks, "installed", lambda name: version if name == "numpy" else real(name)
@@ -44,7 +44,7 @@ def test_a_package_that_is_too_old_or_not_there(version, monkeypatch):
     assert found.remedy.endswith('pip install "numpy>=2.0"')
 
 
-def test_a_package_that_cannot_be_loaded(monkeypatch, tmp_path):
+def test_package_that_cannot_be_imported_fails(monkeypatch, tmp_path):
     (tmp_path / "h5py.py").write_text("raise ImportError('libhdf5.so.310 is not there')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = only(node_checks.packages())
@@ -65,14 +65,14 @@ def test_versions_are_compared_as_numbers():
 
 
 @pytest.mark.parametrize("asked", ["100000", "all"])
-def test_more_threads_than_cores(no_launcher, asked, monkeypatch):
+def test_too_many_threads_are_reported(no_launcher, asked, monkeypatch):
     assert verdicts(node_checks.threads(1))[0] == (OK, "threads")
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     first = next(node_checks.threads(1))
     assert first[:2] == (WARN, "threads") and "unset OMP_NUM_THREADS" in first.remedy
 
 
-def test_ranks_share_the_cores(no_launcher, monkeypatch):
+def test_thread_check_counts_all_ranks_on_the_node(no_launcher, monkeypatch):
     monkeypatch.setattr(environment, "cores_of_node", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert next(node_checks.threads(4)).verdict == OK
@@ -82,7 +82,7 @@ def test_ranks_share_the_cores(no_launcher, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "wrong"), [("150000 100000", True), ("200000 100000", False), ("max 100000", False)]
 )
-def test_a_container_that_gives_less_time_than_it_shows_cores(text, wrong, tmp_path, monkeypatch):
+def test_cpu_quota_below_the_core_count_is_reported(text, wrong, tmp_path, monkeypatch):
     monkeypatch.setattr(node_checks, "QUOTA", tmp_path / "cpu.max")
     node_checks.QUOTA.write_text(f"{text}\n")
     assert len(list(node_checks.quota(2))) == wrong
@@ -96,7 +96,7 @@ def node(monkeypatch):
     return fake
 
 
-def test_shared_memory(node, tmp_path, monkeypatch):
+def test_shared_memory_check(node, tmp_path, monkeypatch):
     assert only(node_checks.shared_memory(2)).verdict == OK
     node.usable = lambda ranks: False
     monkeypatch.setattr(node_checks.platform, "machine", lambda: "x86_64")
@@ -117,7 +117,7 @@ def test_shared_memory(node, tmp_path, monkeypatch):
         (resource.RLIMIT_MEMLOCK, "locked memory", "ulimit -l unlimited"),
     ],
 )
-def test_a_limit_that_is_too_low(limit, subject, remedy, monkeypatch):
+def test_low_resource_limit_is_reported(limit, subject, remedy, monkeypatch):
     limits = {}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, (-1, -1)))
     monkeypatch.setattr(node_checks, "FABRICS", ["/proc"])

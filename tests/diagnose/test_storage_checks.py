@@ -16,7 +16,7 @@ from tests.diagnose.planted import only, verdicts
 from tests.mpi import ROOT
 
 
-def test_a_disk_on_which_all_is_well(tmp_path):
+def test_writable_disk_passes(tmp_path):
     folder = tmp_path / "not" / "yet"
     assert [verdict for verdict, _ in verdicts(storage_checks.storage(folder))] == [OK, OK]
     assert not list(tmp_path.iterdir())
@@ -38,7 +38,7 @@ def fail_with(code):
         ("open", errno.EDQUOT),
     ],
 )
-def test_a_disk_on_which_something_is_refused(function, code, tmp_path, monkeypatch):
+def test_failed_disk_operation_is_reported(function, code, tmp_path, monkeypatch):
     with monkeypatch.context() as planted:
         planted.setattr(os, function, fail_with(code))
         found = only(storage_checks.storage(tmp_path))
@@ -46,7 +46,7 @@ def test_a_disk_on_which_something_is_refused(function, code, tmp_path, monkeypa
     assert "--run.out" in found.remedy
 
 
-def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
+def test_file_and_folder_are_synced(tmp_path, monkeypatch):
     synced, sync = [], os.fsync
 
     def noted(handle):
@@ -59,11 +59,11 @@ def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["/proc", __file__])
-def test_a_folder_that_cannot_be_written(folder):
+def test_unwritable_folder_fails(folder):
     assert only(storage_checks.storage(Path(folder, "results"))).verdict == FAIL
 
 
-def test_a_full_disk(tmp_path):
+def test_full_disk_fails(tmp_path):
     program = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -79,7 +79,7 @@ print(*[line for finding in storage({str(tmp_path)!r}) for line in finding.lines
     assert not list(tmp_path.iterdir())
 
 
-def test_little_room(tmp_path, monkeypatch):
+def test_low_disk_space_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(
         storage_checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**8)
     )
@@ -89,7 +89,7 @@ def test_little_room(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "verdict"), [("nfs4", WARN), ("tmpfs", WARN), ("fuse.sshfs", WARN), ("lustre", OK)]
 )
-def test_where_a_folder_lies(kind, verdict, tmp_path, monkeypatch):
+def test_file_system_type_of_a_folder(kind, verdict, tmp_path, monkeypatch):
     inner = tmp_path / "a b"
     inner.mkdir()
     mounts = tmp_path / "mounts"

@@ -65,13 +65,13 @@ def continued(line, prompt, samples, tokens, how=HOW):
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], *KINDS[2:], *MIXTURES])
-def test_one_rank_draws_what_whole_passes_draw(kind):
+def test_cached_generation_matches_full_forward_passes(kind):
     line = f"{COMMON} {kind}"
     assert continued(line, PROMPT, 2, TOKENS) == by_whole_passes(line, PROMPT, 2, TOKENS)
 
 
 @pytest.mark.parametrize("size", [1, SEQUENCE, SEQUENCE + 4])
-def test_a_prompt_of_any_length(size):
+def test_prompt_may_have_any_length(size):
     prompt = np.arange(size) % 29
     found = continued(COMMON, prompt, 1, 7)
     assert found == by_whole_passes(COMMON, prompt, 1, 7)
@@ -80,7 +80,7 @@ def test_a_prompt_of_any_length(size):
 @pytest.mark.parametrize("mesh", strided(MESHES, 12))
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
 @pytest.mark.parametrize("samples", [1, 3])
-def test_every_layout_gives_the_same_text(mesh, kind, samples):
+def test_generated_text_is_the_same_on_every_layout(mesh, kind, samples):
     line = f"{COMMON} {kind}"
     expected = continued(line, PROMPT, samples, TOKENS)
     assert len({*map(tuple, expected)}) == samples
@@ -88,17 +88,17 @@ def test_every_layout_gives_the_same_text(mesh, kind, samples):
 
 
 @pytest.mark.parametrize("mesh", ["x=4 scheme=1d", "x=2 y=2 scheme=2d-summa", "x=2 y=2 z=2"])
-def test_so_does_every_layout_of_experts(mesh):
-    test_every_layout_gives_the_same_text(mesh, MIXTURES[1], 3)
+def test_generated_text_of_experts_is_the_same_on_every_layout(mesh):
+    test_generated_text_is_the_same_on_every_layout(mesh, MIXTURES[1], 3)
 
 
-def test_greedy_tokens_are_the_largest_logits():
+def test_greedy_sampling_selects_the_largest_logits():
     greedy = Sampling(temperature=0)
     found = continued(f"{COMMON} x=2 y=2 z=2", PROMPT, 1, 6, greedy)
     assert found == by_whole_passes(COMMON, PROMPT, 1, 6, greedy)
 
 
-def test_all_ranks_end_where_rank_0_wants_no_more():
+def test_all_ranks_stop_when_rank_0_stops():
     config = config_of(f"{COMMON} x=2 y=2 z=2")
 
     def rank(mesh):
@@ -117,6 +117,6 @@ def test_all_ranks_end_where_rank_0_wants_no_more():
     assert found[1:] == 7 * [([], len(PROMPT) + 2)]
 
 
-def test_no_more_positions_are_kept_than_there_will_be():
+def test_cache_capacity_is_limited_to_prompt_and_new_tokens():
     assert TextRequest(PROMPT, 1, 1, 3).capacity(100) == 8
     assert TextRequest(PROMPT, 1, 1, 300).capacity(100) == 100

@@ -30,7 +30,7 @@ def counted(mesh, config):
 @pytest.mark.parametrize(
     "mesh", ["x=2 y=2 z=2 scheme=3d", "x=2 y=2 scheme=2d-summa", "x=4 scheme=1d"]
 )
-def test_predicted_is_counted(kind, mesh):
+def test_predicted_generation_traffic_and_flops_match_a_run(kind, mesh):
     config = config_of(f"{COMMON} {kind} {mesh}")
     sizes = config.mesh.sizes()
     found = threads.run(sizes, lambda mesh: counted(mesh, config))
@@ -40,7 +40,7 @@ def test_predicted_is_counted(kind, mesh):
     assert found[0]["bytes"].sum() and found[0]["flops"].sum()
 
 
-def test_operations_of_attention_grow_with_what_is_kept():
+def test_attention_flops_grow_with_the_cached_length():
     """2 layers of 4 T D for each of 12 heads of width 2 and 8 sequences."""
     config = config_of(COMMON)
     events = counted(abstract_mesh({}, {}), config)

@@ -36,7 +36,7 @@ def samples(written):
     return make
 
 
-def test_the_text_of_one_sample_comes_token_by_token(samples, written):
+def test_text_of_one_sample_is_streamed_token_by_token(samples, written):
     one = samples()
     for number, token in enumerate(b"a\xc3\xa9"):
         assert one.choose(logits(token), number) == [token]
@@ -47,14 +47,14 @@ def test_the_text_of_one_sample_comes_token_by_token(samples, written):
     assert one.reason == "tokens"
 
 
-def test_what_is_left_of_a_letter_comes_at_the_end(samples, written):
+def test_incomplete_character_is_flushed_at_the_end(samples, written):
     one = samples()
     one.choose(logits(0xC3), 0)
     one.finish("")
     assert "".join(written) == "\ufffd\n"
 
 
-def test_a_text_ends_with_its_last_sample(samples, written):
+def test_generation_ends_with_the_last_sample(samples, written):
     two = samples(2)
     assert two.choose(logits(*b"ab"), 0) == [*b"ab"]
     assert two.choose(logits(0, ord("c")), 1) == [0, ord("c")]
@@ -66,13 +66,13 @@ def test_a_text_ends_with_its_last_sample(samples, written):
     assert "".join(written) == "=== 1 of 2\n> a\n=== 2 of 2\n> bcd\n"
 
 
-def test_tokens_without_a_text_are_not_drawn(samples):
+def test_tokens_without_text_are_not_sampled(samples):
     row = logits(299)
     row[0, 7] = 0.5
     assert samples().choose(row, 0) == [7]
 
 
-def test_the_user_may_have_enough(samples):
+def test_user_can_stop_generation(samples):
     wanted = [False, True]
     one = samples(stopping=lambda: wanted.pop(0))
     assert one.choose(logits(5), 0) == [5]

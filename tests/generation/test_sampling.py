@@ -15,13 +15,13 @@ def softmax(x):
     return p / p.sum()
 
 
-def test_a_temperature_of_0_takes_the_largest():
+def test_temperature_0_takes_the_largest_logit():
     assert Sampling(temperature=0, top_k=3).draw(np.array([0.0, 3.0, 2.9]), 7, 7) == 1
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_logits_that_are_not_finite_are_one_line(odd, temperature):
+def test_non_finite_logits_are_reported_as_divergence(odd, temperature):
     with pytest.raises(BadData, match="diverged"):
         Sampling(temperature=temperature).draw(np.array([0.0, odd, 2.9]), 0, 0)
 
@@ -31,7 +31,7 @@ def test_logits_are_divided_by_the_temperature():
     np.testing.assert_allclose(found, softmax(2 * LOGITS), rtol=1e-12)
 
 
-def test_those_that_tie_with_the_last_of_top_k_stay():
+def test_top_k_keeps_ties_with_the_last_logit():
     found = Sampling(top_k=1).probabilities(LOGITS)
     np.testing.assert_allclose(found, [0, 0.5, 0, 0, 0.5, 0])
     kept = Sampling(top_k=3).probabilities(LOGITS)
@@ -40,7 +40,7 @@ def test_those_that_tie_with_the_last_of_top_k_stay():
     assert np.array_equal(Sampling(top_k=99).probabilities(LOGITS), softmax(LOGITS))
 
 
-def test_top_p_takes_the_fewest_that_make_it_up():
+def test_top_p_keeps_the_smallest_set_that_reaches_p():
     logits = np.log([0.1, 0.4, 0.2, 0.3])
     for p, kept in [(0.39, [1]), (0.41, [1, 3]), (0.69, [1, 3]), (0.71, [1, 2, 3]), (0, [1])]:
         found = Sampling(top_p=p).probabilities(logits)
@@ -48,7 +48,7 @@ def test_top_p_takes_the_fewest_that_make_it_up():
         assert found.sum() == pytest.approx(1)
 
 
-def test_top_p_is_of_what_temperature_and_top_k_have_left():
+def test_top_p_applies_after_temperature_and_top_k():
     logits = np.log([0.1, 0.4, 0.2, 0.3])
     found = Sampling(temperature=2.0, top_k=3, top_p=0.6).probabilities(logits)
     assert [*np.flatnonzero(found)] == [1, 3]  # of roots 0.63, 0.45, 0.55: 0.39, 0.27, 0.34
@@ -56,14 +56,14 @@ def test_top_p_is_of_what_temperature_and_top_k_have_left():
     assert [*np.flatnonzero(Sampling(2.0, 3, 0.35).probabilities(logits))] == [1]
 
 
-def test_tokens_come_as_often_as_they_are_likely():
+def test_sampled_token_frequencies_match_the_probabilities():
     how = Sampling(seed=5)
     drawn = [how.draw(LOGITS, sample, place) for sample in range(4) for place in range(1500)]
     counts = np.bincount(drawn, minlength=6)
     assert stats.chisquare(counts, 6000 * softmax(LOGITS)).pvalue > 1e-3
 
 
-def test_draws_differ_with_seed_sample_and_position_and_are_the_same_again():
+def test_draws_depend_only_on_seed_sample_and_position():
     def row(seed, sample):
         return [Sampling(seed=seed).draw(np.zeros(1000), sample, place) for place in range(8)]
 
@@ -73,7 +73,7 @@ def test_draws_differ_with_seed_sample_and_position_and_are_the_same_again():
 
 
 @pytest.mark.parametrize(("bits", "token"), [(0, 10), (2**64 - 1, 289)])
-def test_rounding_draws_no_token_without_a_chance(bits, token, monkeypatch):
+def test_rounding_never_samples_a_token_of_probability_0(bits, token, monkeypatch):
     """The lowest and the highest number that can be drawn, on sums that do not round to 1."""
     monkeypatch.setattr(
         "hpc3d.generation.sampling.philox_draws", lambda *_: np.array([bits], np.uint64)

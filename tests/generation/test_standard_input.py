@@ -18,7 +18,7 @@ def pipe(monkeypatch):
         os.close(end)
 
 
-def test_all_of_it_is_read(tmp_path):
+def test_standard_input_is_read_to_its_end(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)) * 1000)
     for launched in (False, True):
@@ -26,12 +26,12 @@ def test_all_of_it_is_read(tmp_path):
             assert standard_input(launched, file.fileno()) == path.read_bytes()
 
 
-def test_a_launcher_may_keep_the_end_to_itself(pipe):
+def test_launcher_may_keep_the_pipe_open(pipe):
     reading, writing = pipe
     os.write(writing, b"a text")
     assert standard_input(True, reading) == b"a text"
 
 
-def test_nothing_is_waited_for_in_vain(pipe):
+def test_empty_open_pipe_raises_instead_of_blocking(pipe):
     with pytest.raises(ValueError, match="--prompt"):
         standard_input(True, pipe[0])

@@ -14,7 +14,7 @@ def mesh_of(config):
     return {axis: size for axis, size in config.mesh.sizes().items() if size > 1}
 
 
-def test_the_runs_own_layout_for_as_many_ranks():
+def test_layout_of_the_run_is_kept_on_the_same_number_of_ranks():
     config = laid_out(config_of(RUN), [], 8, 1)
     assert mesh_of(config) == {"x": 2, "y": 2, "z": 2}
     assert config.parallel.scheme == "3d" and config.train.batch == 4
@@ -22,7 +22,7 @@ def test_the_runs_own_layout_for_as_many_ranks():
     assert config.train.dtype == "float64"
 
 
-def test_the_best_cuboid_moves_no_weights():
+def test_best_cuboid_for_generation_moves_no_weights():
     """With a row a sequence it is W that would cost: m is not cut, which would gather it."""
     stages = STAGES.replace("1d", "3d")
     for line, ranks in [(RUN, 4), (RUN, 1), (stages, 8), (f"{RUN} sequence=4096", 4)]:
@@ -31,14 +31,14 @@ def test_the_best_cuboid_moves_no_weights():
         assert config.mesh.x == config.mesh.p == config.mesh.d == 1
 
 
-def test_stages_and_replicas_give_their_ranks_to_tensor_axes():
+def test_pipeline_and_data_ranks_become_tensor_ranks():
     config = laid_out(config_of(STAGES), [], 4, 1)
     assert mesh_of(config) == {"x": 4}
     parallel = config.parallel
     assert (parallel.scheme, parallel.zero, parallel.microbatches) == ("1d", 0, 1)
 
 
-def test_experts_of_all_ranks_have_room_for_all_tokens():
+def test_generation_with_experts_never_drops_tokens():
     mixture = "p=2 e=2 x=2 schedule=1f1b microbatches=2 experts=4 top_k=2 capacity=1.5"
     words = [word for axis in "xyz" for word in (f"--mesh.{axis}", "2")]
     config = laid_out(config_of(mixture), words, 8, 1)
@@ -47,14 +47,14 @@ def test_experts_of_all_ranks_have_room_for_all_tokens():
     assert laid_out(config_of(RUN), [], 8, 1).model.capacity == 1.25  # of no meaning
 
 
-def test_options_choose_another_scheme_and_mesh():
+def test_options_select_another_scheme_and_mesh():
     words = ["--parallel.scheme", "2d-summa", "--mesh.x", "2", "--mesh.y", "4"]
     config = laid_out(config_of(RUN), words, 8, 3)
     assert mesh_of(config) == {"x": 2, "y": 4}
     assert config.parallel.scheme == "2d-summa" and config.train.batch == 8  # logits Y[m_xy]
 
 
-def test_a_scheme_of_ones_own_stays_or_gives_way():
+def test_custom_split_is_kept_unless_a_scheme_is_given():
     line = 'x=2 y=2 schedule=none microbatches=2 split=\'{m="x",n="y"}\''
     assert laid_out(config_of(line), [], 4, 1).parallel.split == {"m": "x", "n": "y"}
     words = ["--parallel.scheme", "1d", "--mesh.x", "4"]
@@ -62,7 +62,7 @@ def test_a_scheme_of_ones_own_stays_or_gives_way():
 
 
 @pytest.mark.parametrize("axis", ["p", "d", "c", "e"])
-def test_other_axes_are_refused_with_the_remedy(axis):
+def test_non_tensor_axes_are_rejected_with_a_fix(axis):
     with pytest.raises(ValueError, match=elided(f"mesh.{axis} = 2: ... give --mesh.{axis} 1")):
         laid_out(config_of(RUN), [f"--mesh.{axis}", "2"], 2, 1)
 
@@ -77,6 +77,6 @@ def test_other_axes_are_refused_with_the_remedy(axis):
         ([], 7, "mesh: no cuboid of 7 ranks"),
     ],
 )
-def test_what_does_not_fit_is_refused(words, ranks, line):
+def test_invalid_generation_layout_is_rejected(words, ranks, line):
     with pytest.raises(ValueError, match=elided(line)):
         laid_out(config_of(RUN), words, ranks, 1)

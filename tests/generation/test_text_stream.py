@@ -16,7 +16,7 @@ def pushed(tokenizer, tokens):
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_letters_come_when_they_are_whole(kind):
+def test_stream_emits_only_complete_characters(kind):
     if kind == "bpe":
         pytest.importorskip("tokenizers")
     tokenizer = ByteTokenizer() if kind == "byte" else train_bpe([TEXT.encode()], 262)
@@ -28,7 +28,7 @@ def test_letters_come_when_they_are_whole(kind):
     assert stream.tokens == [*tokens]
 
 
-def test_what_is_no_letter_is_replaced_when_that_is_known():
+def test_invalid_bytes_are_replaced_once_known():
     pieces, _ = pushed(ByteTokenizer(), b"a\xe2\x82b\xff")
     assert pieces == ["a", "", "", "\ufffdb", "", "\ufffd"]
 
@@ -40,6 +40,6 @@ class Spaced:
         return " ".join(["one", "two", "three"][token] for token in np.asarray(tokens)).encode()
 
 
-def test_a_tokenizer_may_write_a_first_token_otherwise():
+def test_tokenizer_may_render_the_first_token_differently():
     pieces, _ = pushed(Spaced(), [0, 1, 1, 2])
     assert pieces == ["one", " two", " two", " three", ""]

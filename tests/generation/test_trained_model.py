@@ -55,7 +55,7 @@ def values(model, words, sizes):
 
 
 @pytest.mark.parametrize("line", strided([BYTES, LLAMA, TRAINED, MIXTRAL], 2))
-def test_every_rank_takes_its_blocks_from_either_source(tmp_path, line):
+def test_ranks_load_their_blocks_from_runs_and_exports(tmp_path, line):
     stored = drawn_models.saved(tmp_path / "run", line)
     export(Checkpoint(stored), tmp_path / "theirs")
     whole = drawn_models.model_of(stored).parameters
@@ -69,7 +69,7 @@ def test_every_rank_takes_its_blocks_from_either_source(tmp_path, line):
                 np.testing.assert_array_equal(block[: len(part)], part)
 
 
-def test_the_newest_whole_checkpoint_is_taken_and_others_are_told(tmp_path):
+def test_newest_intact_checkpoint_is_used_and_damaged_ones_are_reported(tmp_path):
     for step in (1, 2):
         newest = drawn_models.saved(tmp_path / "run", BYTES, step)
     file = newest / "rank-00000.bin"
@@ -79,14 +79,14 @@ def test_the_newest_whole_checkpoint_is_taken_and_others_are_told(tmp_path):
     assert found.notes and "step-00000002" in found.notes[0]
 
 
-def test_bytes_are_the_tokens_of_a_vocabulary_of_256(tmp_path):
+def test_vocabulary_of_256_implies_byte_tokens(tmp_path):
     for path in saved(tmp_path, BYTES):
         found = find_model(path, [])
         assert isinstance(found.tokenizer, ByteTokenizer) and found.choices == 256
         assert [*found.prompt("é".encode())] == [0xC3, 0xA9]
 
 
-def test_where_a_text_begins_and_ends(tmp_path):
+def test_begin_and_end_tokens_of_a_model(tmp_path):
     run, theirs = saved(tmp_path, BYTES, {"eos_token_id": [3, 4], "bos_token_id": 7})
     ours, other = find_model(run, []), find_model(theirs, [])
     assert (ours.ends, [*ours.prompt(b"")]) == ({0}, [0])
@@ -95,7 +95,7 @@ def test_where_a_text_begins_and_ends(tmp_path):
         other._replace(begin=None).prompt(b"")
 
 
-def test_a_folder_may_have_a_tokenizer(tmp_path):
+def test_tokenizer_json_in_the_model_folder_is_used(tmp_path):
     pytest.importorskip("tokenizers")
     _, theirs = saved(tmp_path, BYTES.replace("vocabulary=256", "vocabulary=280"))
     with pytest.raises(
@@ -115,13 +115,13 @@ def test_a_folder_may_have_a_tokenizer(tmp_path):
         find_model(theirs, [])
 
 
-def test_a_cache_folder_names_its_snapshot(tmp_path):
+def test_cache_folder_error_names_the_snapshot(tmp_path):
     (tmp_path / "snapshots" / "0123").mkdir(parents=True)
     with pytest.raises(ValueError, match=f"name its snapshot, {tmp_path}/snapshots/0123$"):
         find_model(tmp_path, [])
 
 
-def test_a_token_file_gives_its_tokenizer(tmp_path):
+def test_tokenizer_is_read_from_the_token_file(tmp_path):
     pytest.importorskip("tokenizers")
     text, tokens = tmp_path / "text.txt", tmp_path / "tokens.h5"
     text.write_text("the theme of the thesis\n" * 9)
@@ -136,7 +136,7 @@ def test_a_token_file_gives_its_tokenizer(tmp_path):
         find_model(run, ["--data.path", str(tmp_path / "none.h5")])
 
 
-def test_a_token_that_the_model_has_not_is_refused(tmp_path):
+def test_prompt_token_beyond_the_vocabulary_is_rejected(tmp_path):
     run, _ = saved(tmp_path, BYTES)
     found = find_model(run, [])
     small = replace(found.config, model=replace(found.config.model, vocabulary=100))
@@ -146,7 +146,7 @@ def test_a_token_that_the_model_has_not_is_refused(tmp_path):
         found._replace(config=small).prompt(b"a\xff")
 
 
-def test_a_family_that_fills_gaps_is_refused(tmp_path):
+def test_bert_is_rejected_for_generation(tmp_path):
     for path in saved(tmp_path, f"{BYTES} kind=bert"):
         with pytest.raises(
             ValueError, match=elided("bert cannot continue a text; ... gpt2, llama, ")
@@ -154,7 +154,7 @@ def test_a_family_that_fills_gaps_is_refused(tmp_path):
             find_model(path, [])
 
 
-def test_other_keys_are_refused(tmp_path):
+def test_unrelated_keys_are_rejected(tmp_path):
     run, theirs = saved(tmp_path, BYTES)
     for path, word in [(run, "--model.sequence"), (theirs, "--data.path"), (run, "--train.steps")]:
         with pytest.raises(ValueError, match=f"{word}: "):
@@ -162,7 +162,7 @@ def test_other_keys_are_refused(tmp_path):
     assert find_model(theirs, ["--model.sequence", "3"]).config.model.sequence == 3
 
 
-def test_a_file_without_config_json_tells_what_it_lacks(tmp_path):
+def test_weights_without_config_json_require_the_head_count(tmp_path):
     _, theirs = saved(tmp_path, BYTES)
     (theirs / "config.json").unlink()
     with pytest.raises(ValueError, match=r"give --model\.heads"):
@@ -171,7 +171,7 @@ def test_a_file_without_config_json_tells_what_it_lacks(tmp_path):
     assert found.config.model.heads == 12
 
 
-def test_what_is_no_model_is_refused(tmp_path):
+def test_folder_without_a_model_is_rejected(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(ValueError, match="no checkpoint"):
             find_model(path, [])

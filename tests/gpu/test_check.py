@@ -33,7 +33,7 @@ def outcomes(result):
 
 
 @pytest.mark.slow
-def test_trouble_is_reported_and_costs_no_other_case(tmp_path, capfd):
+def test_failures_in_one_case_do_not_affect_the_others(tmp_path, capfd):
     result = planted(tmp_path, "trouble")
     assert outcomes(result) == {
         "0 right": "passed",
@@ -65,7 +65,7 @@ def test_trouble_is_reported_and_costs_no_other_case(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_slots_that_are_exchanged_are_found(tmp_path):
+def test_swapped_slots_are_detected(tmp_path):
     result = planted(tmp_path, "misrouted", seconds=100.0, case_limit=60.0)
     case = result["cases"]["0 misroutes"]
     wrong = {check["what"].split()[0] for check in case["checks"] if not check["right"]}
@@ -73,7 +73,7 @@ def test_slots_that_are_exchanged_are_found(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_has_no_time_left_is_skipped(tmp_path):
+def test_cases_without_remaining_time_are_skipped(tmp_path):
     result = planted(tmp_path, "slow", seconds=1.8, case_limit=10.0)
     cases = result["cases"]
     found = outcomes(result)
@@ -84,7 +84,7 @@ def test_what_has_no_time_left_is_skipped(tmp_path):
 
 
 @pytest.mark.slow
-def test_after_a_device_is_lost_a_new_process_goes_on(tmp_path):
+def test_check_continues_in_a_new_process_after_a_lost_device(tmp_path):
     result = planted(tmp_path, "lost")
     first, wrong, second, third = result["cases"].values()
     assert wrong["outcome"] == "failed"
@@ -92,7 +92,7 @@ def test_after_a_device_is_lost_a_new_process_goes_on(tmp_path):
     assert result["problem"] == ""
 
 
-def test_a_part_that_cannot_begin_is_a_problem(tmp_path):
+def test_part_that_fails_to_start_is_a_problem(tmp_path):
     result = planted(tmp_path, "broken")
     assert result["problem"] == "its process ended with 1"
     assert "TypeError" in result["printed"]
@@ -113,7 +113,7 @@ def check(folder, *words, hide=()):
     return done, {part["part"]: part for part in found["parts"]}
 
 
-def test_without_cupy_nothing_is_verified(tmp_path):
+def test_check_without_cupy_verifies_nothing(tmp_path):
     done, parts = check(tmp_path, "--only", "nccl", hide=["cupy"])
     assert done.returncode == command.NOTHING, done.stdout
     assert done.stdout.splitlines()[-1] == "nothing is verified: no part ran on a GPU"
@@ -121,7 +121,7 @@ def test_without_cupy_nothing_is_verified(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_machine_is_described_without_cupy(tmp_path):
+def test_environment_part_runs_without_cupy(tmp_path):
     done, parts = check(tmp_path, "--only", "environment", hide=["cupy"])
     assert done.returncode == command.NOTHING, done.stdout
     machine = parts["environment"]["cases"]["machine"]
@@ -130,7 +130,7 @@ def test_the_machine_is_described_without_cupy(tmp_path):
     assert not [c for c in parts["environment"]["cases"].values() if c["outcome"] == "failed"]
 
 
-def test_no_time_is_no_failure(tmp_path):
+def test_lack_of_time_is_not_a_failure(tmp_path):
     done, parts = check(tmp_path, "--only", "loader", "--minutes", "0.01")
     assert done.returncode == command.NOTHING
     assert parts["loader"]["skipped"] == "no time left"
@@ -143,7 +143,7 @@ def test_no_time_is_no_failure(tmp_path):
         (["--minutes", "-1"], "argument --minutes: -1: must be above 0"),
     ],
 )
-def test_a_wrong_option_is_a_line(words, said, capsys):
+def test_invalid_option_is_reported_in_one_line(words, said, capsys):
     with pytest.raises(SystemExit) as end:
         command.main(words)
     assert end.value.code == 2
@@ -151,7 +151,7 @@ def test_a_wrong_option_is_a_line(words, said, capsys):
 
 
 @pytest.mark.slow
-def test_a_check_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path):
+def test_terminated_check_writes_its_results_and_leaves_no_process(tmp_path):
     found = tmp_path / "found.json"
     words = ["-m", "tests.gpu", "--fake", "--quick", "--only", "sizes", "products", "--json"]
     process = subprocess.Popen(
@@ -177,7 +177,7 @@ def run_on_a_fake(folder, *parts):
 @pytest.mark.slow
 @rotating(3)
 @pytest.mark.timeout(900)
-def test_all_parts_on_a_fake_device(tmp_path):
+def test_all_parts_run_on_a_fake_device(tmp_path):
     """All but those that tests/played/test_cupy.py runs on CuPy itself."""
     names = [part.name for part in PARTS if part.name not in ("kernels", "sizes", "attention")]
     found = run_on_a_fake(tmp_path, *names)
@@ -189,12 +189,12 @@ def test_all_parts_on_a_fake_device(tmp_path):
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_every_part_is_a_module(part):
+def test_every_part_has_a_module_with_cases_or_run(part):
     module = import_module(f"tests.gpu.{part.name}")
     assert hasattr(module, "cases") or hasattr(module, "run")
 
 
-def test_all_parts_have_time_in_nine_minutes():
+def test_reserved_times_fit_into_nine_minutes():
     assert sum(part.reserved for part in PARTS) < 9 * 60 / 2
     assert all(part.reserved <= part.limit and part.case_limit <= part.limit for part in PARTS)
 
@@ -218,14 +218,14 @@ def write_into_x(x, y, out, size):
         (write_into_x, "x: is const, but byte 1[2-5] has changed"),
     ],
 )
-def test_guards_show_a_write_where_none_belongs(function, said):
+def test_guards_detect_out_of_bounds_writes(function, said):
     x, out = np.arange(1, 11, dtype=np.float32), np.zeros(10, np.float32)
     launch = guarded(Fake(), lambda name, rows, columns, **given: function(**given))
     with pytest.raises(Overrun, match=said):
         launch("add", 1, 10, x=x, y=x.copy(), out=out, size=10)
 
 
-def test_a_launch_on_the_device_changes_arrays_of_the_host():
+def test_guarded_launch_updates_the_host_arrays():
     memory = np.arange(13, dtype=np.float32)
     x, out = memory[3:], np.zeros(10, np.float32)
     seen = []
@@ -240,7 +240,7 @@ def test_a_launch_on_the_device_changes_arrays_of_the_host():
     assert launch_table.kernels()["add"].parameters["x"].startswith("const")
 
 
-def test_a_comparison_tells_where_arrays_differ():
+def test_comparison_locates_the_differences():
     expected = np.arange(6.0).reshape(2, 3)
     got = expected.copy()
     got[0, 2], got[1, 1] = np.nan, 5.0
@@ -252,14 +252,14 @@ def test_a_comparison_tells_where_arrays_differ():
     assert not compared(expected[0], expected, 1.0, 1.0)["right"]
 
 
-def test_the_operations_of_gpt_2():
+def test_gpt_2_flops_per_token():
     """6 x 123.6 M weights of products, and 113 M of attention, a token."""
     shape = {**benchmark.GPT2, "batch": 1}
     assert benchmark.flops_of(shape) / 1024 == pytest.approx(854.7e6, rel=1e-3)
 
 
 @pytest.mark.slow
-def test_the_peer_learns():
+def test_torch_baseline_reduces_the_loss():
     torch = pytest.importorskip("torch")
     from hpc3d.config.input_file import TrainConfig
     from tests.gpu.peer import Peer
@@ -272,7 +272,7 @@ def test_the_peer_learns():
     assert losses[-1] < losses[0] - 1
 
 
-def test_make_needs_no_environment_of_its_own():
+def test_make_gpu_check_runs_without_a_virtual_environment():
     words = ["make", "-n", "--no-print-directory", "gpu-check", "PYTHON=python9", "CHECK=--quick"]
     done = subprocess.run(words, cwd=parent.ROOT, capture_output=True, text=True, check=True)
     said = done.stdout.strip()

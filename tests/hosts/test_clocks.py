@@ -14,7 +14,7 @@ AHEAD, BOUND = 5000, 5_000_000  # s, ns: of an exchange on a machine that is bus
 EXCHANGES = 2000  # of a round, as many as there never must be
 
 
-def test_a_clock_is_found(tmp_path):
+def test_clock_offsets_between_hosts_are_corrected(tmp_path):
     with Emulated(hosts=2, clocks=[(2, AHEAD)], shared=[tmp_path]) as hosts:
         line = words(tmp_path, train__steps=6, trace__sync_every=2, mesh__x=4)
         done = hosts.mpirun(
@@ -35,7 +35,7 @@ def test_a_clock_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["train", "doctor"])
-def test_hosts_of_one_name_are_refused(command, tmp_path):
+def test_hosts_with_the_same_name_are_rejected(command, tmp_path):
     with Emulated(hosts=2, clocks=[(2, AHEAD)]) as hosts:
         for number in (1, 2):
             hosts.on(number, "hostname", "node")

@@ -54,7 +54,7 @@ def assert_empty(hosts, *numbers):
         wait_for(lambda number=number: not hosts.left(number))
 
 
-def test_a_link_that_is_lost_is_told_by_the_host_of_rank_0(hosts, tmp_path):
+def test_lost_link_is_reported_by_the_host_of_rank_0(hosts, tmp_path):
     done = lost(hosts, tmp_path / "out", hosts.cut, run__watchdog_s=5)
     (line,) = said(done)
     assert line.startswith("hpc3d.train: nothing moved for 5 s: ")
@@ -67,7 +67,7 @@ def test_a_link_that_is_lost_is_told_by_the_host_of_rank_0(hosts, tmp_path):
     assert_empty(hosts, 1, 2)
 
 
-def test_mpirun_itself_learns_of_a_lost_link(hosts, tmp_path, keepalive):
+def test_mpirun_detects_a_lost_link(hosts, tmp_path, keepalive):
     done = lost(hosts, tmp_path / "out", hosts.cut, run__watchdog_s=300)
     assert "lost communication with a remote daemon" in done.stderr
     assert not said(done)
@@ -75,7 +75,7 @@ def test_mpirun_itself_learns_of_a_lost_link(hosts, tmp_path, keepalive):
     assert_empty(hosts, 1, 2)
 
 
-def test_after_a_host_without_power_the_other_goes_on(hosts, tmp_path):
+def test_run_resumes_on_the_remaining_host_after_a_power_loss(hosts, tmp_path):
     out = tmp_path / "out"
     done = lost(hosts, out, hosts.kill, run__watchdog_s=60)
     assert_failed(done, tmp_path)

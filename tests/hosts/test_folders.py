@@ -26,7 +26,7 @@ def train(hosts, out, *more):
     return hosts.mpirun((2, 2), "python", "-m", "hpc3d.train", *line, *more)
 
 
-def test_a_folder_of_each_host_is_refused(hosts):
+def test_folder_that_hosts_do_not_share_is_rejected(hosts):
     before = hosts.on(1, "ls", "-A", "/tmp")
     done = train(hosts, "/tmp/own/results")
     assert done.returncode == BAD_INPUT
@@ -36,7 +36,7 @@ def test_a_folder_of_each_host_is_refused(hosts):
     assert hosts.on(1, "ls", "-A", "/tmp") == before
 
 
-def test_a_run_that_one_host_has_is_not_resumed(hosts, shared):
+def test_run_visible_on_one_host_only_cannot_be_resumed(hosts, shared):
     out = shared / "out"
     assert train(hosts, out, "--checkpoint.every", "1").returncode == 0
     (run,) = out.iterdir()
@@ -51,7 +51,7 @@ def test_a_run_that_one_host_has_is_not_resumed(hosts, shared):
     assert hosts.on(1, "find", "/tmp/own") == files
 
 
-def test_the_doctor_names_the_host(hosts):
+def test_doctor_names_the_host_with_another_folder(hosts):
     done = hosts.mpirun((2, 2), "python", "-m", "hpc3d.doctor", "--together", "--out", "/tmp")
     assert done.returncode == CHECK_FAILED
     assert "FAIL  folder: /tmp is a different folder for all of hn2\n" in done.stdout

@@ -24,7 +24,7 @@ def doctor(hosts, **how):
     return done.returncode, said
 
 
-def test_hosts_that_meet(hosts):
+def test_doctor_reports_no_problem_between_connected_hosts(hosts):
     code, said = doctor(hosts)
     assert not said and code == 3  # /tmp is another one on each host
 
@@ -35,7 +35,7 @@ def drop(hosts, number, other):
              "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")  # fmt: skip
 
 
-def test_a_firewall_between_two_hosts(hosts):
+def test_doctor_reports_a_firewall_between_two_hosts(hosts):
     """They are not those of rank 0."""
     drop(hosts, 2, 3)
     drop(hosts, 3, 2)
@@ -44,7 +44,7 @@ def test_a_firewall_between_two_hosts(hosts):
     assert code == 3
 
 
-def test_a_firewall_around_a_host(hosts):
+def test_doctor_reports_a_firewall_around_one_host(hosts):
     for other in (2, 3):
         drop(hosts, 1, other)
         drop(hosts, other, 1)
@@ -56,7 +56,7 @@ def test_a_firewall_around_a_host(hosts):
     assert code == 3
 
 
-def test_nor_does_training_wait_for_ever(hosts):
+def test_training_behind_a_firewall_ends_with_a_timeout(hosts):
     drop(hosts, 1, 2)
     drop(hosts, 2, 1)
     done = hosts.mpirun((2, 1, 1), "python", "-m", "hpc3d.train", "--run.out", "/tmp", timeout=90)

@@ -78,7 +78,7 @@ def test_srun_trains_on_two_nodes(command, folder):
     np.testing.assert_allclose(losses(run), alone, rtol=1e-10)
 
 
-def test_the_doctor_meets_all_under_srun(command, folder):
+def test_doctor_connects_all_ranks_under_srun(command, folder):
     launch = ["srun", "--mpi=pmix", "-N2", "-n4", "--ntasks-per-node=2", "python"]
     said = command(*launch, "-m", "hpc3d.doctor", "--together", "--out", folder, timeout=100)
     assert "4 on 2 hosts: hn1 0-1, hn2 2-3" in said and "0 FAIL" in said

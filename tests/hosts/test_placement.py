@@ -30,14 +30,14 @@ def hosts_of(done):
     return Counter(done.stdout.split())
 
 
-def test_ranks_go_to_the_hosts_that_have_slots_by_what_make_exports(hosts):
+def test_exported_mpi_settings_place_ranks_on_hosts_with_slots(hosts):
     exported = dict(EXPORTED.findall((ROOT / "Makefile").read_text()))
     assert mpi_library.CROWD_5 in exported
     done = hosts.mpirun((4, 4), "python", "-c", NAME, env=exported)
     assert hosts_of(done) == {"hn1": 4, "hn2": 4}
 
 
-def test_ranks_go_to_the_hosts_that_have_slots_by_what_make_writes(hosts, tmp_path):
+def test_mpi_parameter_file_places_ranks_on_hosts_with_slots(hosts, tmp_path):
     if not PARAMETERS.exists():
         pytest.skip("mpirun is not the wheel's")
     (written,) = WRITTEN.findall((ROOT / "Makefile").read_text())

@@ -48,14 +48,14 @@ def run(hosts, ranks, out, *more, **values):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_hosts_have_the_losses_of_one_process(layout, hosts, folder, alone):
+def test_losses_on_two_hosts_match_a_single_process(layout, hosts, folder, alone):
     values = LAYOUTS[layout] | {"train__steps": STEPS}
     place = run(hosts, (4, 4), folder / layout, **values)
     assert "\n8 ranks on 2 hosts: hn1 4, hn2 4\n" in (place / "train.log").read_text()
     np.testing.assert_allclose(losses(place), alone[:STEPS], rtol=1e-10)
 
 
-def test_a_run_goes_on_with_other_ranks_on_the_hosts(hosts, folder, alone):
+def test_run_resumes_with_fewer_ranks_on_two_hosts(hosts, folder, alone):
     out = folder / "continued"
     run(hosts, (2, 2), out, train__steps=2, checkpoint__every=1)
     command = ["python", "-m", "hpc3d.train", "--resume", newest(out), "--train.steps", STEPS + 1]

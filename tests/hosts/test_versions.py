@@ -40,13 +40,13 @@ def instead(hosts, number, path, other):
     hosts.on(number, "mount", "--bind", other, path)
 
 
-def test_hosts_that_are_alike(hosts, folder):
+def test_identical_hosts_pass_the_version_check(hosts, folder):
     code, row = versions(hosts, folder)
     assert code == 0 and row["verdict"] == "ok"
     assert all(name in row["text"] for name in ("h5py", "pydantic", "mpi4py", "numpy", "sources"))
 
 
-def test_another_package_and_other_sources(hosts, folder):
+def test_different_packages_and_sources_are_reported_by_host(hosts, folder):
     (metadata,) = Path(sysconfig.get_path("purelib")).glob("h5py-*.dist-info/METADATA")
     own = re.search(r"^Version: (.*)", metadata.read_text(), re.MULTILINE)[1]
     other = folder / "METADATA"

@@ -26,7 +26,7 @@ def hosts():
         ((2, 2, 2), "TwoLevel", (2 / 3, 2 / 3, 4 / 3)),
     ],
 )
-def test_cards_carry_what_the_formulas_say(hosts, ranks, kind, shares):
+def test_nic_traffic_of_collectives_matches_the_formulas(hosts, ranks, kind, shares):
     hosts.rate("500mbit")
     done = hosts.mpirun(ranks, sys.executable, "-m", "tests.hosts.wire_cases")
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def test_cards_carry_what_the_formulas_say(hosts, ranks, kind, shares):
             assert found[op] == pytest.approx(expected, rel=0.05, abs=0.05 * nbytes), op
 
 
-def test_numbers_of_ranks_that_differ_take_mpi(hosts):
+def test_hosts_with_unequal_rank_counts_use_mpi(hosts):
     hosts.rate(None)
     done = hosts.mpirun((2, 1), sys.executable, "-m", "tests.hosts.wire_cases")
     assert done.returncode == 0, done.stderr

@@ -11,14 +11,14 @@ from tests.library.tiny import TINY
 SMALL = {"model.hidden": 64, "model.heads": 8, "model.layers": 1, "train.batch": 8}
 
 
-def test_a_step_is_predicted():
+def test_predict_step_returns_the_step_time():
     found = hpc3d.predict_step(options=SMALL, ranks=4, machine="v100-4x16")
     assert found["ranks"] == 4 and found["machine"] == "v100-4x16"
     assert 0 < found["step_time_s"] < 1 and found["memory"]["fits"]
 
 
 @pytest.mark.slow
-def test_layouts_are_found_and_are_what_plan_finds():
+def test_find_layouts_returns_the_fastest_layouts():
     rows = hpc3d.find_layouts("gpt-3d-64", 4, SMALL | {"model.layers": 2}, top=3)
     assert 0 < len(rows) <= 3
     times = [row["step_time_s"] for row in rows]
@@ -27,12 +27,12 @@ def test_layouts_are_found_and_are_what_plan_finds():
     assert all(isinstance(size, int) for size in best.values())
 
 
-def test_where_nothing_fits_the_line_is_that_of_plan():
+def test_find_layouts_raises_the_message_of_plan_if_nothing_fits():
     with pytest.raises(ValueError, match=r"no layout fits in 0\.00 MB .* needs "):
         hpc3d.find_layouts("gpt-serial", 1, TINY, memory=1e3)
 
 
-def test_options_are_what_they_are():
+def test_python_options_map_to_configuration_values():
     given = {
         "name": "1e3",
         "mesh.x": np.int64(2),
@@ -48,7 +48,7 @@ def test_options_are_what_they_are():
 
 
 @pytest.mark.slow
-def test_a_run_on_ranks_is_opened(tmp_path):
+def test_run_training_returns_the_opened_run(tmp_path):
     options = SMALL | {"train.steps": 2, "name": "from-python"}
     runs = [hpc3d.run_training(None, options, ranks, tmp_path / str(ranks)) for ranks in (1, 2)]
     one, two = runs
@@ -68,12 +68,12 @@ def test_a_run_on_ranks_is_opened(tmp_path):
         lambda: hpc3d.find_layouts("nowhere", 2),
     ],
 )
-def test_what_commands_refuse_is_a_value_error(call):
+def test_rejected_input_raises_value_error(call):
     with pytest.raises(ValueError, match=r"nowhere|train\.step"):
         call()
 
 
-def test_an_mpirun_that_is_not_there_is_said(monkeypatch, tmp_path):
+def test_missing_mpirun_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     with pytest.raises(ValueError, match=r"hpc3d\[mpi\]"):
@@ -81,6 +81,6 @@ def test_an_mpirun_that_is_not_there_is_said(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("given", [{"ranks": 0}, {"ranks": 2.5}, {"ranks": 2, "top": 0}])
-def test_numbers_of_layouts_are_whole(given):
+def test_find_layouts_requires_integer_counts(given):
     with pytest.raises(ValueError, match="must be a whole number, 1 or more"):
         hpc3d.find_layouts("gpt-serial", **given)

@@ -40,12 +40,12 @@ def bash(tmp_path_factory):
         (["hpc3d", "report", "--train.s"], set()),
     ],
 )
-def test_bash_offers_what_there_is(bash, words, offered):
+def test_bash_completion_offers_commands_and_keys(bash, words, offered):
     assert {*bash(*words)} == offered
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_read_theirs(shell, tmp_path):
+def test_zsh_and_fish_scripts_are_valid(shell, tmp_path):
     text = script(shell, COMMANDS)
     assert all(command in text for command in COMMANDS) and "decay" in text
     if shutil.which(shell):
@@ -54,6 +54,6 @@ def test_other_shells_read_theirs(shell, tmp_path):
 
 
 @pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
-def test_a_shell_that_is_not_known_is_refused(words, capsys):
+def test_unknown_shell_is_rejected(words, capsys):
     assert main(["--completion", *words]) == 2
     assert "bash, zsh, fish" in capsys.readouterr().err

@@ -24,7 +24,7 @@ def matrices():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_scheme_multiplies_and_differentiates(scheme, matrices):
+def test_every_scheme_computes_the_product_and_its_gradients(scheme, matrices):
     x, w, dy = matrices
     cube = CUBES[scheme]
     np.testing.assert_allclose(cube.matmul(x, w, scheme), x @ w, rtol=0, atol=1e-12)
@@ -33,7 +33,7 @@ def test_every_scheme_multiplies_and_differentiates(scheme, matrices):
     np.testing.assert_allclose(dw, x.T @ dy, rtol=0, atol=1e-12)
 
 
-def test_a_rank_receives_what_the_formula_says(matrices):
+def test_received_bytes_of_a_rank_match_the_formula(matrices):
     """Of a block that q ranks share, each gathers the (q - 1) shares of the others."""
     x, w, _ = matrices
     cube = CUBES["3d"]
@@ -46,7 +46,7 @@ def test_a_rank_receives_what_the_formula_says(matrices):
     }
 
 
-def test_a_scheme_of_ones_own(matrices):
+def test_custom_split_computes_the_product(matrices):
     x, w, _ = matrices
     split = Split(m="z", n="x", k="y")
     cube = Cube(x=2, y=2, z=2)
@@ -55,7 +55,7 @@ def test_a_scheme_of_ones_own(matrices):
     assert cube.ranks == 8
 
 
-def test_each_rank_stores_an_equal_part(matrices):
+def test_each_rank_stores_an_equal_shard(matrices):
     x, _, _ = matrices
     cube = Cube(x=2, y=3, z=2)
     layout = cube.layouts()["x"]
@@ -80,7 +80,7 @@ def test_each_rank_stores_an_equal_part(matrices):
         (lambda x, w: Cube().gradients(x, w, x), "dy .*: must be "),
     ],
 )
-def test_what_cannot_be_multiplied_is_refused(call, said, matrices):
+def test_invalid_cube_input_is_rejected(call, said, matrices):
     x, w, _ = matrices
     with pytest.raises(ValueError, match=f"^{said}"):
         call(x, w)

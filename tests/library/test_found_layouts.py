@@ -16,7 +16,7 @@ def layouts():
 
 
 @pytest.mark.slow
-def test_they_are_those_of_the_command(layouts, capsys):
+def test_layouts_match_the_output_of_the_plan_command(layouts, capsys):
     words = ["--ranks", "2", "--top", "3", "--machine", "a100-selene", *WORDS, "--json"]
     assert main(["gpt-serial", *words]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -26,7 +26,7 @@ def test_they_are_those_of_the_command(layouts, capsys):
     assert [*losers["count"]] == [each["count"] for each in found["losers"]]
 
 
-def test_the_best_is_first_and_written(layouts, tmp_path):
+def test_best_layout_is_first_and_can_be_written(layouts, tmp_path):
     seconds = [row["step_time_s"] for row in layouts]
     assert seconds == sorted(seconds) and 1 <= len(seconds) <= 3 and layouts.technique is None
     written = load(layouts.write(tmp_path / "planned.toml"), [])
@@ -34,14 +34,14 @@ def test_the_best_is_first_and_written(layouts, tmp_path):
     assert written.model.hidden == 32
 
 
-def test_a_notebook_shows_the_best(layouts):
+def test_notebook_representation_shows_the_best_layout(layouts):
     frame = layouts.frame()
     assert [*frame["step_time_s"]] == [row["step_time_s"] for row in layouts]
     assert frame["layout"][0] in layouts._repr_html_()
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_there_is_a_technique(tmp_path):
+def test_technique_is_proposed_if_nothing_fits(tmp_path):
     """400 kB are wanted as it is."""
     less = hpc3d.find_layouts("gpt-serial", 1, TINY, memory=3e5, top=1)
     assert less.technique == "train.optimizer=adafactor"

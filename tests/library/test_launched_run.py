@@ -22,7 +22,7 @@ def ended(monkeypatch, code, err):
     monkeypatch.setattr(launched_run, "_ended", lambda command, settings: (code, err))
 
 
-def test_what_is_refused_is_a_value_error_with_the_lines_of_the_command(monkeypatch):
+def test_rejected_training_raises_the_lines_of_the_command(monkeypatch):
     lines = "hpc3d.train: 3 s: reads\nhpc3d.train: mesh: a\n" + NOISE + "hpc3d.train: name: b\n"
     ended(monkeypatch, 2, err=lines)
     with pytest.raises(Problems) as refused:
@@ -34,26 +34,26 @@ def test_what_is_refused_is_a_value_error_with_the_lines_of_the_command(monkeypa
     ("code", "err", "line"),
     [(4, "hpc3d.train: loss is nan\n", "code 4: loss is nan"), (1, NOISE, "code 1: prterun")],
 )
-def test_a_run_that_fails_is_a_runtime_error(monkeypatch, code, err, line):
+def test_failed_run_raises_runtime_error(monkeypatch, code, err, line):
     ended(monkeypatch, code, err=err)
     with pytest.raises(RuntimeError, match=line):
         run_training("gpt-serial")
 
 
 @pytest.mark.parametrize("ranks", [0, 2.0, "2"])
-def test_ranks_are_a_number(ranks):
+def test_rank_count_must_be_a_positive_integer(ranks):
     with pytest.raises(ValueError, match=r"ranks = .*: must be a whole number, 1 or more"):
         run_training("gpt-serial", ranks=ranks)
 
 
-def test_without_a_launcher_there_is_one_rank(monkeypatch):
+def test_several_ranks_require_a_launcher(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with pytest.raises(ValueError, match=r"no mpirun; pip install 'hpc3d\[mpi\]'"):
         run_training("gpt-serial", ranks=2)
 
 
 @pytest.mark.slow
-def test_it_trains_and_goes_on_on_another_layout(tmp_path, capfd, monkeypatch):
+def test_run_training_resumes_on_another_layout(tmp_path, capfd, monkeypatch):
     for key, value in {**surroundings(), "FORCE_COLOR": "1"}.items():  # as Jupyter's kernels do
         monkeypatch.setenv(key, value)
     options = TINY | {"checkpoint.every": 3, "name": "tiny"}
@@ -69,7 +69,7 @@ def test_it_trains_and_goes_on_on_another_layout(tmp_path, capfd, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_ranks(tmp_path):
+def test_keyboard_interrupt_ends_the_ranks(tmp_path):
     """As that of a notebook's button: SIGINT to this process alone."""
     options = TINY | {"train.steps": 100_000, "mesh.d": 2}
     code = f"import hpc3d; hpc3d.run_training('gpt-serial', {options}, 2, {str(tmp_path)!r})"

@@ -6,7 +6,7 @@ from matplotlib import rc_context
 import hpc3d
 
 
-def test_a_schedule_is_text_numbers_and_a_figure():
+def test_simulated_schedule_has_a_diagram_numbers_and_a_figure():
     found = hpc3d.simulate_schedule("1f1b", 2, 3, forward=2, weight=0)
     assert repr(found).splitlines() == [
         "1f1b: 2 stages, 3 microbatches, 1 chunk, 1 step",
@@ -18,7 +18,7 @@ def test_a_schedule_is_text_numbers_and_a_figure():
     assert found.timeline().figure.axes[0].get_ylabel() == "stage"
 
 
-def test_a_figure_has_the_default_style_whatever_a_matplotlibrc_asks_for(tmp_path):
+def test_figure_style_ignores_the_matplotlibrc(tmp_path):
     found = hpc3d.simulate_schedule("1f1b", 2, 3)
     with rc_context({"text.usetex": True, "font.family": "none"}):
         drawing = found.timeline()
@@ -29,7 +29,7 @@ def test_a_figure_has_the_default_style_whatever_a_matplotlibrc_asks_for(tmp_pat
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
-def test_parts_have_times_of_their_own():
+def test_simulation_accepts_times_per_stage_and_message():
     even = hpc3d.simulate_schedule("gpipe", 2, 4)
     slow = hpc3d.simulate_schedule("gpipe", 2, 4, forward=[1, 2], comm=(0.5,))
     assert slow.makespan > even.makespan
@@ -47,6 +47,6 @@ def test_parts_have_times_of_their_own():
         ("1f1b", {"steps": 2}, "steps = 2: "),
     ],
 )
-def test_what_the_command_refuses_is_a_value_error(name, how, line):
+def test_rejected_schedule_raises_value_error(name, how, line):
     with pytest.raises(ValueError, match=line):
         hpc3d.simulate_schedule(name, 2, 3, **how)

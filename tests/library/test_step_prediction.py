@@ -17,35 +17,35 @@ def step():
     return hpc3d.predict_step("gpt-serial", TINY | MESH, machine="a100-selene")
 
 
-def test_its_numbers_are_those_of_the_command(step, capsys):
+def test_step_prediction_matches_the_output_of_the_command(step, capsys):
     main([*COMMAND, *WORDS])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(json.dumps(step)) == found
     assert step.config.mesh.grid().size == step["ranks"] == 4
 
 
-def test_its_tables_are_frames(step):
+def test_prediction_tables_are_dataframes(step):
     assert {*step.memory.columns} == {"stage", *step["memory"]["stages"][0]}
     assert step.received["bytes"].sum() == sum(
         each["bytes"] for ops in step["bytes"].values() for each in ops.values()
     )
 
 
-def test_it_says_what_it_is(step):
+def test_prediction_repr_names_the_model_ranks_and_machine(step):
     assert repr(step).startswith("gpt-serial on 4 ranks of a100-selene: ")
 
 
-def test_it_is_kept_as_a_run(step, tmp_path):
+def test_prediction_is_saved_as_a_run(step, tmp_path):
     run = step.keep(str(tmp_path / "kept"))
     assert run.name == "kept" and run.table("step")["ranks"][0] == 4
     with pytest.raises(ValueError, match="kept exists"):
         step.keep(tmp_path / "kept")
 
 
-def test_it_is_drawn(step):
+def test_prediction_timeline_has_a_row_per_rank(step):
     assert len(step.timeline().figure.axes[0].get_yticks()) == 4
 
 
-def test_nothing_is_printed(capsys):
+def test_predict_step_prints_nothing(capsys):
     hpc3d.predict_step("gpt-serial", TINY | {"mesh.d": 2})
     assert capsys.readouterr() == ("", "")

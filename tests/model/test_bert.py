@@ -35,7 +35,7 @@ def gradients(made, tokens, targets):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("zero", [None, 0, 2, 3])
-def test_the_product_of_the_head_leaves_x_where_it_is(scheme, zero):
+def test_head_product_has_equal_input_and_output_layouts(scheme, zero):
     """Where blocks have owners its rows are those of more ranks, all but one without any."""
     split = SCHEMES[scheme] if zero is None else SCHEMES[scheme].over("d", zero)
     alike = split.alike()
@@ -45,7 +45,7 @@ def test_the_product_of_the_head_leaves_x_where_it_is(scheme, zero):
     assert (alike.defer, alike.scatter) == (split.defer, split.scatter)
 
 
-def test_it_takes_no_more_memory_than_other_weights():
+def test_head_product_weights_are_sharded_over_all_tensor_axes():
     """W of the head is cut over all ranks, but along axes that hold replicas of all weights."""
     for name, split in SCHEMES.items():
         axes = {axis for dim in split.alike().w for axis in dim}
@@ -54,7 +54,7 @@ def test_it_takes_no_more_memory_than_other_weights():
 
 
 @pytest.mark.parametrize("scheme", ["1d-sequence", "2d-summa", "3d", "3d-broadcast"])
-def test_the_product_is_that_of_one_rank(scheme):
+def test_head_product_matches_a_single_rank(scheme):
     """With integers, to the bit; X as a block leaves it."""
     random = np.random.default_rng(2)
     x, w, dy = (random.integers(-4, 5, shape).astype(float) for shape in ((8, 8), (8, 8), (8, 8)))
@@ -73,14 +73,14 @@ def test_the_product_is_that_of_one_rank(scheme):
     run(sizes, rank)
 
 
-def test_every_token_is_of_segment_0():
+def test_every_token_belongs_to_segment_0():
     made = model()
     _, found = gradients(made, *batch())
     assert found["embedding.segment"].shape == (2, 24)
     assert found["embedding.segment"][0].any() and not found["embedding.segment"][1].any()
 
 
-def test_a_token_sees_those_after_it():
+def test_bert_attention_is_bidirectional():
     """Of one target, the first token, the gradient reaches the last position."""
     tokens, targets = batch()
     targets[...] = IGNORE
@@ -89,7 +89,7 @@ def test_a_token_sees_those_after_it():
     assert np.abs(found["embedding.position"][5]).max() > 1e-3
 
 
-def test_nobody_sees_padding():
+def test_padding_is_masked_and_has_no_gradient():
     """Rows of positions at padding get no gradient; what stands there is nothing to the others,
     and a sample of padding alone is no reason for NaN."""
     made, (tokens, targets) = model(padding=PADDING), batch()
@@ -106,7 +106,7 @@ def test_nobody_sees_padding():
         np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-14, err_msg=name)
 
 
-def test_it_learns_a_pattern():
+def test_gradient_descent_reduces_the_loss():
     """Descent by its own gradients lowers the loss."""
     made, (tokens, targets) = model(), batch()
     first = 0.0

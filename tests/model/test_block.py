@@ -46,12 +46,12 @@ def trained(line, recompute):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", strided(MIXES, 11, 6))
-def test_full(line):
+def test_full_recomputation_is_bitwise_equal_to_serial_training(line):
     is_serial_and_the_same_to_the_last_bit(line, "full")
 
 
 @pytest.mark.parametrize("line", strided(MIXES, 11, 6))
-def test_selective(line):
+def test_selective_recomputation_is_bitwise_equal_to_serial_training(line):
     is_serial_and_the_same_to_the_last_bit(line, "selective")
 
 
@@ -73,7 +73,7 @@ RECOMPUTED = [line for line in MIXES if ranks(line) == 8 and "pipedream" not in 
 @pytest.mark.parametrize(
     "case", [Case(8, "auto", f"{line} steps=3 recompute=full") for line in RECOMPUTED], ids=str
 )
-def test_recomputation_on_real_ranks(run_in_job, case):
+def test_recomputation_on_mpi_ranks(run_in_job, case):
     """Ranks take shared memory and give it back in the same order."""
     run_in_job("tests.pipeline.on_mpi", case)
 
@@ -125,7 +125,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_a_block_keeps(form):
+def test_saved_activations_of_a_block(form):
     scheme, sizes, keep, tokens, scores, weights, whole = FORMS[form]
     wanted = {
         "none": tokens * N + scores * SCORES + weights * H * H,
@@ -141,7 +141,7 @@ def test_what_a_block_keeps(form):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_between_b_and_w_only_the_operands_of_dw_are_kept(recompute):
+def test_only_the_operands_of_dw_are_saved_between_b_and_w(recompute):
     """X (1 + 1 + 1 + 4) and dY (3 + 1 + 4 + 1) of four products: M_W of arXiv:2401.10241, 32 s b h
     bytes in numbers of 2 bytes."""
 
@@ -164,7 +164,7 @@ SLOPES = {"none": 16 * N + SCORES, "selective": 16 * N, "full": N}
 
 @pytest.mark.parametrize("dropout", [0, 0.25])
 @pytest.mark.parametrize("recompute", SLOPES)
-def test_every_layer_adds_to_the_peak_of_a_step_what_it_keeps(recompute, dropout):
+def test_peak_memory_grows_per_layer_by_its_saved_activations(recompute, dropout):
     sizes = f"batch={B} sequence={T} hidden={H} heads={HEADS} dropout={dropout}"
     first, second, fifth = (
         peak(f"layers={layers} {sizes} recompute={recompute}") for layers in (1, 2, 5)

@@ -16,7 +16,7 @@ def drawn(context):
     return " ".join(map(str, owner[:: context.length // (2 * context.parts)]))
 
 
-def test_chunks_zig_zag():
+def test_chunks_are_assigned_in_zig_zag_order():
     assert drawn(Context(24, rings=2)) == "0 1 1 0"
     assert drawn(Context(24, rings=4)) == "0 1 2 3 3 2 1 0"
     assert drawn(Context(24, heads=3)) == "0 0 1 1 2 2"
@@ -24,7 +24,7 @@ def test_chunks_zig_zag():
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=str)
-def test_every_token_is_on_one_rank(context):
+def test_every_token_is_on_exactly_one_rank(context):
     parts = [context.positions(part) for part in range(context.parts)]
     assert {len(part) for part in parts} == {context.tokens}
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(24))
@@ -42,7 +42,7 @@ def test_rows_of_virtual_sequences_are_tokens_of_the_batch(context):
 
 
 @pytest.mark.parametrize("rings", [2, 3, 4])
-def test_every_place_does_the_same_work_under_a_causal_mask(rings):
+def test_causal_work_is_equal_on_all_ring_ranks(rings):
     """Of pairs of chunks, in every hop: 3 of its own, 2 of every other's; 2 r + 1 in all."""
     context = Context(24, rings)
     for place in range(rings):

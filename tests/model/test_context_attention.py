@@ -80,7 +80,7 @@ def attended(mesh, kind, context, chunked=True):
 
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_form_is_attention_on_one_rank(kind, context):
+def test_context_attention_matches_a_single_rank(kind, context):
     out, dqkv, _ = run({}, lambda mesh: attended(mesh, kind, Context(T), chunked=False))[0]
     for found, gradient, rows in run(
         {"c": context.parts}, lambda mesh: attended(mesh, kind, context)
@@ -89,7 +89,7 @@ def test_every_form_is_attention_on_one_rank(kind, context):
         np.testing.assert_allclose(gradient, dqkv[rows], rtol=0, atol=1e-12)
 
 
-def test_without_chunks_whole_sequences_are_exchanged():
+def test_unchunked_attention_exchanges_full_sequences():
     context = Context(T, 1, 2)
     out, dqkv, _ = run({}, lambda mesh: attended(mesh, "causal", Context(T), chunked=False))[0]
     for found, gradient, rows in run(
@@ -125,7 +125,7 @@ def counted(kind, context, dtype="float64"):
 )
 @pytest.mark.parametrize("kind", ["causal", "both"])
 @pytest.mark.parametrize("c", [2, 3, 4])
-def test_what_a_ring_receives(c, kind, dtype, item, wide):
+def test_received_bytes_of_ring_attention(c, kind, dtype, item, wide):
     """2 (c-1) K e forward, 2 (c-1) K (e + w) backward."""
     keys = B * T // c * KINDS[kind][1].kv_heads * WIDTH
     received, _ = counted(kind, Context(T, c), dtype)
@@ -135,7 +135,7 @@ def test_what_a_ring_receives(c, kind, dtype, item, wide):
 
 @pytest.mark.parametrize("kind", ["causal", "both"])
 @pytest.mark.parametrize("u", [2, 3])
-def test_what_an_exchange_receives(u, kind):
+def test_received_bytes_of_ulysses_attention(u, kind):
     """(1 - 1/u) (2 Q + 2 K) e, in each direction: all_to_all, or among neighbors messages."""
     sizes = KINDS[kind][1]
     for rings, op in ((1, "all_to_all"), (2, "recv")):
@@ -150,7 +150,7 @@ def test_what_an_exchange_receives(u, kind):
 
 
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
-def test_operations_of_pairs_of_chunks(context):
+def test_flops_of_chunked_attention(context):
     """4 D a score forward and 10 backward, where p is made again: of the square (2r+1) / (4r)
     under a causal mask, all of it without; T / 256 chunks on one rank are one here."""
     square, chunks = B * HEADS * T * T * WIDTH // context.parts, 2 * context.rings
@@ -180,7 +180,7 @@ def kept(length, rings=1, chunked=True):
     return (mesh.pool.live.total() - qkv.nbytes) / 8
 
 
-def test_what_is_kept_is_linear_in_the_sequence_and_falls_with_the_ring():
+def test_saved_memory_is_linear_in_the_sequence_and_shrinks_with_the_ring():
     """The output and a sum per row and head; whole attention keeps T per row and head, too."""
     per_token = HEADS * WIDTH + HEADS
     assert kept(1024) == 1024 * per_token

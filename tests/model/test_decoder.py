@@ -97,7 +97,7 @@ def step_by_step(line, tokens, parts):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", ["", *strided(MESHES, 6)])
-def test_logits_are_those_of_the_forward_pass(mesh, kind):
+def test_cached_decoder_logits_match_the_full_forward_pass(mesh, kind):
     line = f"{COMMON} {kind} {mesh}"
     ranks = prod(config_of(line).mesh.sizes().values())
     tokens = np.random.default_rng(3).integers(0, 29, (2 * ranks, SEQUENCE))
@@ -112,11 +112,11 @@ def test_logits_are_those_of_the_forward_pass(mesh, kind):
     "mesh", ["", *strided([mesh for mesh in MESHES if "broadcast" not in mesh], 5)]
 )
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_those_of_experts_are_too(mesh, kind):
-    test_logits_are_those_of_the_forward_pass(mesh, kind)
+def test_cached_decoder_logits_of_experts_match_the_full_forward_pass(mesh, kind):
+    test_cached_decoder_logits_match_the_full_forward_pass(mesh, kind)
 
 
-def test_a_decoder_begins_anew():
+def test_forget_resets_the_decoder():
     tokens = np.random.default_rng(3).integers(0, 29, (1, 5))
 
     def rank(mesh):
@@ -131,7 +131,7 @@ def test_a_decoder_begins_anew():
     assert np.abs(first - other).max() > 0.01
 
 
-def test_a_decoder_has_neither_gradients_nor_a_state():
+def test_decoder_has_no_gradients_or_optimizer_state():
     def rank(mesh):
         decoder = decoder_of(mesh, config_of(COMMON))
         return decoder.parameters.value.size, decoder.parameters.grad.size, mesh.pool.live
@@ -153,7 +153,7 @@ def test_a_decoder_has_neither_gradients_nor_a_state():
         ("3d-broadcast", {"x": 2, "y": 3, "z": 5}, 1, 2),
     ],
 )
-def test_sequences_divide_over_the_axes_that_cut_rows(scheme, sizes, samples, expected):
+def test_sequences_divide_over_the_axes_that_split_rows(scheme, sizes, samples, expected):
     assert sequences_for(sizes, SCHEMES[scheme], samples) == expected
 
 
@@ -161,7 +161,7 @@ def test_sequences_divide_over_the_axes_that_cut_rows(scheme, sizes, samples, ex
     ("scheme", "plain", "mixed"),
     [("1d", 1, 1), ("1d-sequence", 2, 2), ("2d-summa", 4, 4), ("2.5d", 8, 8), ("3d", 4, 8)],
 )
-def test_those_of_experts_divide_over_all_ranks_that_decide_on_rows(scheme, plain, mixed):
+def test_expert_sequences_divide_over_all_ranks_that_route_rows(scheme, plain, mixed):
     sizes = {"x": 2, "y": 2, "z": 2}
     assert sequences_for(sizes, SCHEMES[scheme], 1) == plain
     assert sequences_for(sizes, SCHEMES[scheme], 1, mixes=True) == mixed

@@ -61,7 +61,9 @@ def in_parts(x, context):
     ],
     ids=str,
 )
-def test_every_mesh_and_microbatch_drops_the_same(sizes, context, dtype, cache, monkeypatch):
+def test_dropout_is_the_same_on_every_mesh_and_microbatch(
+    sizes, context, dtype, cache, monkeypatch
+):
     monkeypatch.setattr(rows, "CACHE", cache)
     x, factors = whole(6, dtype)
 
@@ -79,7 +81,7 @@ def test_every_mesh_and_microbatch_drops_the_same(sizes, context, dtype, cache, 
     run(sizes, rank)
 
 
-def test_without_dropout_x_stays_where_it_is():
+def test_zero_dropout_returns_its_input():
     def rank(mesh):
         x = np.ones((8, 6))
         dropout = Dropout(mesh, "drop", LAYOUT, spec_of(Context(ROWS), rate=0.0))
@@ -104,7 +106,7 @@ def beside(function, *results):
     return peak
 
 
-def test_only_pieces_of_the_factors_exist_at_a_time():
+def test_dropout_factors_are_generated_piecewise():
     """Of 8 MiB of elements, and of as many probabilities: 16 samples of 8 heads."""
     x, columns = np.ones((2048, 1024), np.float32), 8 * 128**2
     mask = Mask(philox_key((1, "x")), RATE, range(2048), range(1024), 1024)

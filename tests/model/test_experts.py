@@ -22,7 +22,7 @@ def sizes(experts, **how):
 
 @pytest.mark.parametrize("experts", [TOP_1, TOP_2, ROOM])
 @pytest.mark.parametrize(("family", "how"), FAMILIES, ids=["gpt2", "llama"])
-def test_loss_and_every_gradient_are_those_of_torch(family, how, experts):
+def test_mixture_loss_and_gradients_match_torch(family, how, experts):
     same_as(mixture_reference.loss, sizes(experts, **how), family)
 
 
@@ -64,7 +64,7 @@ def padding_with_a_gradient(right):
         ("combine_grad", padding_with_a_gradient, "experts.down.bias"),
     ],
 )
-def test_a_planted_fault_is_found(monkeypatch, name, fault, found):
+def test_planted_fault_in_expert_routing_is_detected(monkeypatch, name, fault, found):
     shape = sizes(TOP_1)
     monkeypatch.setattr(experts, name, fault(getattr(experts, name)))
     with pytest.raises(AssertionError, match=found):
@@ -72,7 +72,7 @@ def test_a_planted_fault_is_found(monkeypatch, name, fault, found):
 
 
 @pytest.mark.parametrize(("family", "how"), FAMILIES, ids=["gpt2", "llama"])
-def test_one_expert_with_room_for_all_is_a_dense_model(family, how):
+def test_single_expert_with_full_capacity_equals_the_dense_model(family, how):
     """Its weight is 1, whatever the router says, which so has no gradient."""
     alone = Experts(1, capacity=0, balance_loss=0, z_loss=0)
     mixture, dense = serial(sizes(alone, **how), family), serial(sizes(None, **how), family)

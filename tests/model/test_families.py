@@ -62,7 +62,7 @@ def stage_of(config, recompute="none", chunked=False):
     return mesh, parameters, stage
 
 
-def test_the_products_are_the_matrices_of_a_block(factor):
+def test_block_products_match_the_weight_matrices(factor):
     config = replace(Config(), model=model_of(Config()))
     _, parameters, _ = stage_of(config)
     matrices = {
@@ -77,7 +77,7 @@ def test_the_products_are_the_matrices_of_a_block(factor):
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_what_a_block_keeps_of_a_token(factor, recompute, chunked):
+def test_saved_activations_of_a_block_match_the_family_formula(factor, recompute, chunked):
     config = replace(Config(), model=model_of(Config()))
     mesh, _, stage = stage_of(config, recompute, chunked)
     tokens = np.zeros((2, SEQUENCE), np.int32)
@@ -91,7 +91,7 @@ def test_what_a_block_keeps_of_a_token(factor, recompute, chunked):
 
 
 @pytest.mark.parametrize("mesh", strided([{}, {"mesh__x": 2, "mesh__y": 2, "mesh__d": 2}], 2))
-def test_the_operations_are_those_recorded(factor, dense, mesh, tmp_path):
+def test_model_flops_match_the_recorded_flops(factor, dense, mesh, tmp_path):
     trace = trained(tmp_path / "run", 8 if mesh else 1, train__steps=1, **mesh)
     found, model = efficiency_row(trace), config_of(1).model
     assert found["recorded_flop"] == pytest.approx(found["model_flop"], rel=1e-12)
@@ -102,7 +102,7 @@ def test_the_operations_are_those_recorded(factor, dense, mesh, tmp_path):
     )
 
 
-def test_words_volumes_and_memory_ask_the_products(factor, dense):
+def test_volume_and_memory_estimates_use_the_block_products(factor, dense):
     config = replace(Config(), model=model_of(Config()))
     halves = replace(config, mesh=replace(config.mesh, x=2, y=1, z=1))
     weights = (4 + 2 * factor) * HIDDEN**2
@@ -151,7 +151,7 @@ def size_of(items, words=""):
     return sum(prod(item.shape) for item in items if words in item.name)
 
 
-def test_parameters_are_those_that_are_built_and_active_those_a_token_meets(mixture):
+def test_total_and_active_parameters_of_a_mixture(mixture):
     model = mixture.model
     built, _ = parameters_of(mixture, LayerRange(range(5), first=True, last=True))
     matrices = [item for item in built if item.name.startswith("layers.") and item.decay]
@@ -162,7 +162,7 @@ def test_parameters_are_those_that_are_built_and_active_those_a_token_meets(mixt
     assert families.expert_weights(model) == size_of(matrices, ".experts.")
 
 
-def test_the_products_of_a_mixture_are_its_matrices(mixture):
+def test_mixture_products_match_the_weight_matrices(mixture):
     built, _ = parameters_of(mixture, LayerRange(range(1, 2), first=False, last=False))
     matrices = {
         item.name.removeprefix("layers.1.").removesuffix(".weight"): item.shape
@@ -182,7 +182,7 @@ def test_the_products_of_a_mixture_are_its_matrices(mixture):
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_what_a_mixture_keeps_of_a_token(mixture, recompute, chunked):
+def test_saved_activations_of_a_mixture_match_the_family_formula(mixture, recompute, chunked):
     part = LayerRange(range(1, 2), first=False, last=False)
     how = {"recompute": recompute, "chunked": chunked}
     parameters, stage = parameters_of(mixture, part, **how)
@@ -203,9 +203,7 @@ def test_what_a_mixture_keeps_of_a_token(mixture, recompute, chunked):
     "mesh", [{}, {"mesh__e": 2, "mesh__x": 2, "mesh__z": 2}, {"mesh__e": 4, "mesh__d": 2}]
 )
 @pytest.mark.parametrize(("capacity", "slots"), strided([(1, 2), (1.5, 3), (0, 4)], 3, 1))
-def test_the_operations_of_a_mixture_are_those_recorded_but_for_empty_slots(
-    mesh, capacity, slots, tmp_path
-):
+def test_mixture_flops_match_the_recorded_ones_except_empty_slots(mesh, capacity, slots, tmp_path):
     """Of 4 tokens each goes to 2 of 4 experts; every other of 8 blocks has them."""
     how = {"model__experts": 4, "model__top_k": 2, "model__capacity": capacity}
     how |= {"model__moe_every": 2, "model__shared_experts": 1}
@@ -223,7 +221,7 @@ def test_the_operations_of_a_mixture_are_those_recorded_but_for_empty_slots(
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("axes", ["", "e", "d e", "c e"])
-def test_a_rank_has_its_share_of_parameters(axes, zero):
+def test_parameter_memory_of_a_rank_matches_the_footprint(axes, zero):
     """Values, gradients and states of float32, but for the padding of equal parts; with ZeRO 2 and
     3 values and gradients of vectors and positions are whole, too."""
     mesh = dict.fromkeys(axes.split(), 2)

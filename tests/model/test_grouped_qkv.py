@@ -40,7 +40,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("axes", "scheme", "kv_heads"), CASES)
-def test_a_rank_has_its_queries_with_the_keys_that_they_share(axes, scheme, kv_heads):
+def test_rank_computes_its_queries_and_their_shared_keys(axes, scheme, kv_heads):
     """Its columns are those of its queries, and head by head of the keys that these share."""
     x, values = np.random.default_rng(1).normal(size=(ROWS, HIDDEN)), whole(kv_heads)
 
@@ -70,7 +70,7 @@ def by_head(values, name, x, heads):
 
 @pytest.mark.parametrize("keep", ["", "x", "xw"])
 @pytest.mark.parametrize(("axes", "gathered"), [({"x": 2}, True), ({"y": 2}, False)])
-def test_a_pass_keeps_no_weight_that_it_did_not_gather(axes, gathered, keep):
+def test_only_gathered_weights_are_saved_for_backward(axes, gathered, keep):
     """A copy of the weights a microbatch in flight would be large: they are joined again."""
 
     def kept(mesh):
@@ -84,7 +84,7 @@ def test_a_pass_keeps_no_weight_that_it_did_not_gather(axes, gathered, keep):
         assert keeps == (gathered and "w" in keep) and min(gradients) > 0
 
 
-def test_who_owns_a_weight_keeps_it_as_all_do(monkeypatch):
+def test_weight_owner_saves_the_broadcast_copy(monkeypatch):
     """It gets its own block back from a broadcast by MPI, and in backward must broadcast no more
     than the others wait for."""
 
@@ -102,7 +102,7 @@ def test_who_owns_a_weight_keeps_it_as_all_do(monkeypatch):
     assert all(run({"x": 2, "y": 2, "z": 2}, keeps))
 
 
-def test_each_rank_has_a_partial_gradient_of_a_key_that_it_stores_whole():
+def test_replicated_key_heads_have_partial_gradients():
     """Zero where its queries need nothing."""
     x, dy = np.random.default_rng(1).normal(size=(2, ROWS, HIDDEN))
 

@@ -155,7 +155,7 @@ def by_hand(mesh, keep_dtype, x, dy):
 
 
 @pytest.mark.parametrize("keep_dtype", ROUNDED)
-def test_a_block_is_one_in_torch_that_rounds_what_it_keeps(keep_dtype):
+def test_quantized_activations_match_a_torch_reference(keep_dtype):
     rng = np.random.default_rng(1)
     x, dy = rng.normal(size=(2, ROWS, H))
     ((y, dx, grads, weights),) = run({}, lambda mesh: by_hand(mesh, keep_dtype, x, dy))
@@ -183,7 +183,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize(("keep_dtype", "recompute"), FORMS)
-def test_bytes_that_wait(keep_dtype, recompute):
+def test_bytes_of_quantized_saved_activations(keep_dtype, recompute):
     sizes = f"batch={B} sequence={T} hidden={H} heads={HEADS} keep_dtype={keep_dtype}"
 
     def peak(layers):
@@ -214,7 +214,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", strided(LINES, 3))
-def test_predicted_is_counted(line):
+def test_predicted_traffic_and_flops_match_the_counted_ones(line):
     config = config_of(line)
     for ours, theirs in zip(every_rank(config, 29), counted(config), strict=True):
         assert ours.moved() == theirs.moved()
@@ -222,7 +222,7 @@ def test_predicted_is_counted(line):
 
 
 @pytest.mark.parametrize("line", strided(LINES, 3, 1))
-def test_forward_is_exact_and_the_loss_near(line):
+def test_quantized_activations_keep_the_first_loss_exact_and_later_ones_close(line):
     def losses(line):
         config = config_of(f"{line} steps=5 dtype=float32")
 
@@ -237,7 +237,7 @@ def test_forward_is_exact_and_the_loss_near(line):
     np.testing.assert_allclose(kept, exact, rtol=0.01)
 
 
-def test_one_array_is_rounded_once_and_what_ranks_share_stays():
+def test_shared_array_is_quantized_once_and_read_only_ones_are_kept():
     def rank(mesh):
         form = KeptForm(mesh, "float32", "int8")
         x = mesh.zeros((4, 8), "float32")
@@ -280,7 +280,7 @@ def test_types_of_all_saved_fields_are_known_at_run_time():
 
 @pytest.mark.parametrize("keep_dtype", [None, "int8"])
 @pytest.mark.parametrize("offload", [(), ("activations",)])
-def test_the_type_of_a_field_marks_an_activation_whatever_its_name(keep_dtype, offload):
+def test_annotated_fields_are_quantized_or_offloaded(keep_dtype, offload):
     rng = np.random.default_rng(4)
     x, dy = rng.normal(size=(2, ROWS, H))
     tokens = np.zeros((B, T), np.int32)

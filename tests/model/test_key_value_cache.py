@@ -17,7 +17,7 @@ def micro_of(sequences, count):
 
 
 @pytest.mark.parametrize("kind", ["kind=gpt2", "kind=llama kv_heads=4 rope_theta=20.0"])
-def test_part_by_part(kind):
+def test_cached_attention_in_chunks_matches_full_attention(kind):
     config = config_of(f"schedule=none microbatches=1 batch=2 sequence=6 {kind}")
     spec = spec_of(config, 29)
     qkv = np.random.default_rng(2).normal(size=(2, 6, spec.sizes.qkv))

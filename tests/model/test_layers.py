@@ -90,7 +90,7 @@ def inputs(mesh, layout, seed=1):
 
 @pytest.mark.parametrize("build", [branches, twice, odd])
 @pytest.mark.parametrize(("name", "cuboid"), strided(ON, 6, 1))
-def test_known_traps(name, cuboid, build):
+def test_branching_and_reused_layers_match_a_single_rank(name, cuboid, build):
     def rank(mesh, split=SPLITS[name]):
         arrays, parameters = build(mesh, split)
         sum_gradients(parameters)

@@ -15,7 +15,7 @@ TARGETS = np.array([0, 9, IGNORE, 4, 5, 9, IGNORE])
 
 @pytest.mark.parametrize("size", [1.0, 1e4, -1e4], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 12])
-def test_loss_and_gradient_are_those_of_torch(ranks, size):
+def test_cross_entropy_and_gradient_match_torch(ranks, size):
     """Logits around 1e4 and -1e4, too, whose exponentials are no numbers; on 12 ranks two have
     nothing but padding."""
     logits = np.random.default_rng(2).normal(size, 3, (ROWS, COLUMNS))
@@ -38,7 +38,7 @@ def test_loss_and_gradient_are_those_of_torch(ranks, size):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 12])
-def test_the_score_is_the_loss_and_what_is_predicted_right(ranks):
+def test_score_returns_the_loss_and_the_correct_predictions(ranks):
     """Of one target two rows have the highest logit, one of them with another: a tie is right."""
     logits = np.random.default_rng(3).normal(0, 3, (ROWS, COLUMNS))
     logits[1, 9], logits[2, 4], logits[4, 5] = 20, 20, 20

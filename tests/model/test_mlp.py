@@ -66,7 +66,7 @@ def of_torch(weights, family, gelu):
     ids=["tanh", "exact", "swiglu"],
 )
 @pytest.mark.parametrize("axes", [{}, {"x": 2, "y": 2, "z": 2}], ids=["1", "8"])
-def test_its_passes_are_those_of_torch(axes, family, gelu):
+def test_mlp_forward_and_backward_match_torch(axes, family, gelu):
     serial = run({}, lambda mesh: passes(mesh, family, gelu))[0][-1]
     y, dx, gradients = of_torch({name: each[1] for name, each in serial.items()}, family, gelu)
     for where, my_y, my_dx, items in run(axes, lambda mesh: passes(mesh, family, gelu)):
@@ -80,7 +80,7 @@ def test_its_passes_are_those_of_torch(axes, family, gelu):
 
 
 @pytest.mark.parametrize("family", [GPT2, LLAMA], ids=["gelu", "swiglu"])
-def test_an_activation_of_a_stack_is_that_of_its_matrices(family):
+def test_batched_activation_matches_each_matrix(family):
     h = np.random.default_rng(2).normal(size=(5, 3, 8))
 
     def both(mesh):

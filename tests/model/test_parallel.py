@@ -90,12 +90,12 @@ ON = distinct()
 
 
 @pytest.mark.parametrize(("name", "cuboid"), strided(ON, 18))
-def test_parallel_is_serial(name, cuboid, kind):
+def test_parallel_model_matches_the_serial_model(name, cuboid, kind):
     on_mesh(name, cuboid, 1, kind)
 
 
 @pytest.mark.parametrize("name", strided(SPLITS, 5, 4))
-def test_parallel_is_serial_on_every_replica(name, kind):
+def test_every_replica_matches_the_serial_model(name, kind):
     on_mesh(name, (2, 2, 2), 2, kind)
 
 
@@ -103,7 +103,7 @@ ZEROS = (0, 0), (3, 0), (0, 3)
 
 
 @pytest.mark.parametrize("name", strided(SPLITS, 99, [*SPLITS].index("2d")))
-def test_several_axes_may_have_other_rows_of_the_batch(name, kind):
+def test_data_and_context_replicas_match_the_serial_model(name, kind):
     """Replicas along d and along c.  ZeRO 3 along one of them shards the weights only there."""
     turn = [*SPLITS].index(name) + [*KINDS.values()].index(kind[0])
     zeros = ZEROS[turn % len(ZEROS)]
@@ -123,6 +123,6 @@ def test_several_axes_may_have_other_rows_of_the_batch(name, kind):
         pytest.param(12, "mpi", marks=pytest.mark.slow),
     ],
 )
-def test_the_same_on_real_ranks(ranks, transport):
+def test_all_schemes_match_on_mpi_ranks(ranks, transport):
     out = checked(ranks, "-m", "tests.model.on_mpi", transport, timeout=250)
     assert out.split() == [*SPLITS, "done"]

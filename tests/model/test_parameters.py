@@ -44,14 +44,14 @@ def spans(part):
     return [(place.start, place.stop) for place in part]
 
 
-def test_without_zero_every_replica_owns_everything():
+def test_every_replica_owns_everything_without_zero():
     for parameters in replicas(2, 0, two_vectors):
         b, a = (parameters.slices[item] for item in parameters)
         assert spans(b) == [(0, 5)] * 4
         assert spans(a) == [(5, 11)] * 4
 
 
-def test_with_zero_a_replica_owns_one_equal_part_of_each_parameter():
+def test_each_replica_owns_an_equal_share_of_each_parameter_with_zero():
     """The last parameter comes first; 5 elements are padded to two parts of 3."""
     own = [[(0, 3), (6, 9)], [(3, 6), (9, 12)]]
     for parameters, (of_b, of_a) in zip(replicas(2, 1, two_vectors), own):
@@ -62,7 +62,7 @@ def test_with_zero_a_replica_owns_one_equal_part_of_each_parameter():
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_frozen_parameter_has_a_value_and_nothing_else(zero):
+def test_frozen_parameter_has_no_gradient_or_state(zero):
     """It lies between two others; the first of the replicas has the copy that counts."""
 
     def add(parameters):
@@ -82,7 +82,7 @@ def test_a_frozen_parameter_has_a_value_and_nothing_else(zero):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("zero", [2, 3])
-def test_the_own_part_of_a_matrix_is_the_block_of_its_gradient(zero, rank):
+def test_owned_share_of_a_matrix_is_its_gradient_block(zero, rank):
     """ZeRO-2 shards the gradient and ZeRO-3 also the value, in blocks of rows."""
 
     def add(parameters):
@@ -99,7 +99,7 @@ def test_the_own_part_of_a_matrix_is_the_block_of_its_gradient(zero, rank):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("data", [1, 2, 3, 5])
-def test_own_parts_are_all_of_a_parameter_once(data, zero):
+def test_owned_shares_cover_each_parameter_once(data, zero):
     def add(parameters):
         for number, size in enumerate((7, 1, 30)):
             parameters.add(str(number), (size,), Layout(""), **SUMMED)
@@ -114,7 +114,7 @@ def test_own_parts_are_all_of_a_parameter_once(data, zero):
     assert (count == (1 if zero else data)).all()
 
 
-def test_values_and_padding_of_all_replicas_start_alike():
+def test_replicas_start_with_equal_values_and_zero_padding():
     def add(parameters):
         parameters.add("w", (5, 3), WHOLE, std=0.5, **SUMMED)
 
@@ -123,7 +123,7 @@ def test_values_and_padding_of_all_replicas_start_alike():
     assert first.size == 16 and first[15] == 0 and first[:15].all()
 
 
-def test_parameters_that_are_summed_alike_lie_together_last_first_and_the_late_at_the_end():
+def test_parameters_are_ordered_by_reduction_axes_last_layer_first():
     def add(parameters):
         parameters.add("table", (4, 2), WHOLE, completed_last=True, **SUMMED)
         for number in range(2):
@@ -137,7 +137,7 @@ def test_parameters_that_are_summed_alike_lie_together_last_first_and_the_late_a
     assert starts == [0, 8, 16, 18, 20]
 
 
-def test_axes_of_one_rank_are_not_summed_over_and_the_data_axis_comes_last():
+def test_reduction_skips_axes_of_size_1_and_ends_with_the_data_axis():
     def add(parameters):
         parameters.add("a", (2,), Layout(""), partial=("d", "x", "y"))
 
@@ -145,7 +145,7 @@ def test_axes_of_one_rank_are_not_summed_over_and_the_data_axis_comes_last():
     assert item.partial == ("y", "d")
 
 
-def test_the_unit_of_a_parameter_is_the_part_whose_backward_pass_completes_it():
+def test_parameter_unit_is_the_module_that_completes_its_gradient():
     names = "layers.12.qkv.weight", "head.norm.gamma", "embedding.token"
 
     def add(parameters):
@@ -164,7 +164,7 @@ def pieces(zero):
     return [(*spans(piece[:2]), piece.decay) for piece in replica(2, 1, zero, add).pieces]
 
 
-def test_what_decays_alike_is_updated_in_one_piece():
+def test_parameters_with_the_same_decay_are_updated_in_one_piece():
     assert pieces(0) == [((0, 8),) * 2 + (True,), ((8, 16),) * 2 + (False,)]
     # A replica's own parts do not touch each other.
     assert pieces(1) == [
@@ -175,7 +175,7 @@ def test_what_decays_alike_is_updated_in_one_piece():
     ]
 
 
-def test_matrices_of_zero_3_are_updated_in_one_piece():
+def test_zero_3_matrices_are_updated_in_one_piece():
     def add(parameters):
         for name in "ab":
             parameters.add(name, (4, 3), Layout("d", ""), decay=True)
@@ -191,7 +191,7 @@ def matrices_and_a_vector(parameters):
     parameters.add("v", (4,), Layout(""), **SUMMED)
 
 
-def test_whole_matrices_are_dealt_to_replicas_and_vectors_cut():
+def test_matrices_are_assigned_to_replicas_and_vectors_are_split():
     """The tied table first, then the largest to whoever has the least."""
     found = [replica(2, rank, 1, matrices_and_a_vector, is_matrix) for rank in range(2)]
     for parameters in found:
@@ -204,7 +204,7 @@ def test_whole_matrices_are_dealt_to_replicas_and_vectors_cut():
     assert [part.stop - part.start for part in found[1].pieces[0][:2]] == [2, 2]
 
 
-def test_without_zero_every_replica_updates_all_matrices_whole():
+def test_every_replica_updates_all_full_matrices_without_zero():
     parameters = replica(2, 1, 0, matrices_and_a_vector, is_matrix)
     shapes = {part.item.name: part.shape for part in parameters.matrices}
     assert shapes == {"table": (2, 3), "a": (5, 2), "b": (4, 2), "c": (3, 2)}
@@ -214,7 +214,7 @@ def test_without_zero_every_replica_updates_all_matrices_whole():
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_a_matrix_that_zero_cuts_into_blocks_of_rows_is_such_a_block(zero):
+def test_matrix_of_zero_2_and_3_is_a_block_of_rows(zero):
     def add(parameters):
         blocks = Layout("d", "")
         parameters.add("w", (4, 3), WHOLE if zero == 2 else blocks, grad_layout=blocks)
@@ -227,7 +227,7 @@ def test_a_matrix_that_zero_cuts_into_blocks_of_rows_is_such_a_block(zero):
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_each_square_counts_once_over_all_ranks(zero):
+def test_sum_of_squares_counts_each_element_once_over_all_ranks(zero):
     """Gradients of 1: as many as there are elements, the twin of a table not among them."""
 
     def rank(mesh):
@@ -248,7 +248,7 @@ def test_each_square_counts_once_over_all_ranks(zero):
     assert sum(squares) == 2 * 24 + 2 * 8 + 8
 
 
-def test_old_values_stay_with_those_who_keep_them():
+def test_copy_on_write_preserves_the_old_values():
     parameters = replica(1, 0, 0, two_vectors)
     old = parameters.value
     kept = {item.name: item.value for item in parameters}

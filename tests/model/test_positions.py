@@ -28,7 +28,7 @@ TABLE = np.random.default_rng(2).normal(size=(T, H))
     ],
     ids=str,
 )
-def test_every_row_has_its_position_and_gives_its_gradient(sizes, context):
+def test_position_table_rows_and_gradient_on_every_layout(sizes, context):
     """dX of a row is its number in the batch, so that sums tell which rows they are of."""
     split = Split(m="c x", replicate="c x")
     spec = ModelSpec(GPT2, ModelSizes(1, H, 1, T, 5), {"dense": split}, context=context)

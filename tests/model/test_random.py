@@ -19,7 +19,7 @@ def whole(rows):
     st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted),
     st.tuples(st.integers(0, WIDTH), st.integers(0, WIDTH)).map(sorted),
 )
-def test_a_block_is_a_slice_of_the_whole(rows, columns):
+def test_block_of_random_numbers_is_a_slice_of_the_full_array(rows, columns):
     where = slice(*rows), slice(*columns)
     np.testing.assert_array_equal(normal(W, *where, WIDTH), normal(W, *whole(9), WIDTH)[where])
     np.testing.assert_array_equal(
@@ -36,7 +36,7 @@ def test_numbers_are_normal_and_differ_by_key():
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
-def test_masks_drop_at_the_rate(rate):
+def test_masks_drop_at_the_given_rate(rate):
     assert keep_mask(M, rate, *whole(20000), WIDTH).mean() == pytest.approx(1 - rate, abs=0.003)
 
 
@@ -44,7 +44,7 @@ def test_masks_drop_at_the_rate(rate):
     st.tuples(st.integers(0, 5), st.integers(0, 9)).map(sorted),
     st.tuples(st.integers(0, 8), st.integers(0, 9)).map(sorted),
 )
-def test_factors_of_a_part_are_those_of_the_whole(rows, columns):
+def test_dropout_factors_of_a_slice_match_the_full_mask(rows, columns):
     mask = Mask(M, 0.25, range(3, 8), range(7, 15), WIDTH)
     every = keep_mask(M, 0.25, slice(3, 8), slice(7, 15), WIDTH) / np.float32(0.75)
     where = slice(*rows), slice(*columns)

@@ -15,19 +15,19 @@ def test_widths_of_llama():
     assert (sizes.form, sizes.qkv, sizes.ffn) == ((6, 2), 48, 64)
 
 
-def test_a_product_counts_its_rows():
+def test_weight_product_flops_count_its_rows():
     """Two operations an element of W and row; experts have more or fewer rows than tokens."""
     assert WeightProduct("up", 3, 5).flops == 30 and WeightProduct("up", 3, 5).weights == 15
     assert WeightProduct("expert", 3, 5, rows=2).flops == 60
 
 
-def test_a_token_meets_the_weights_of_experts_that_it_goes_to():
+def test_active_weights_count_only_the_selected_experts():
     product = WeightProduct("experts.up", 3, 5, rows=2, experts=8)
     assert (product.weights, product.active, product.flops) == (120, 30, 60)
     assert product._replace(slots=3).computed == 45
 
 
-def test_slots_of_all_experts_for_a_token():
+def test_expert_slots_per_token():
     assert Experts(8, top_k=2).slots_of_token(64) == 8 * 20 / 64
     assert Experts(128).slots_of_token(64) == 2  # one slot each
     assert Experts(4, capacity=0).slots_of_token(64) == 4
@@ -46,11 +46,11 @@ def test_slots_of_all_experts_for_a_token():
         (Experts(8, capacity=0), 64),  # room for all
     ],
 )
-def test_slots_of_an_expert_for_64_tokens(experts, slots):
+def test_expert_slots_for_64_tokens(experts, slots):
     assert experts.slots(64) == slots
 
 
-def test_the_last_of_every_so_many_blocks_has_a_mixture():
+def test_every_nth_block_is_a_mixture():
     def sizes(experts):
         return ModelSizes(7, 24, 4, 6, 10, experts=experts)
 

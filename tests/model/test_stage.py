@@ -35,7 +35,7 @@ def serial(shape, family=GPT2):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("gelu", ["tanh", "exact"])
-def test_loss_and_every_gradient_are_those_of_torch(tied, gelu):
+def test_gpt2_loss_and_gradients_match_torch(tied, gelu):
     shape = ModelSizes(**SHAPE, tied=tied, gelu=gelu, std=0.3)
     same_as(torch_reference.loss, shape)
 
@@ -45,12 +45,12 @@ LLAMA_3 = Rotation(500.0, factor=4.0, low=1.0, high=3.0, original=6)
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("rotation", [Rotation(100.0), LLAMA_3])
-def test_llama_is_that_of_torch(kv_heads, rotation):
+def test_llama_matches_torch(kv_heads, rotation):
     how = {"kv_heads": kv_heads, "ffn": 40, "epsilon": 1e-6, "rotation": rotation}
     same_as(torch_reference.loss, ModelSizes(**SHAPE | how, tied=False, std=0.3), LLAMA)
 
 
-def test_qwen2_is_that_of_torch():
+def test_qwen2_matches_torch():
     how = {"kv_heads": 2, "ffn": 40, "epsilon": 1e-6}
     shape = ModelSizes(**SHAPE | how, tied=False, std=0.3)
     same_as(torch_reference.loss, shape, QWEN2)
@@ -60,7 +60,7 @@ def test_qwen2_is_that_of_torch():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("padding", [None, 3])
-def test_bert_is_that_of_torch(tied, padding):
+def test_bert_matches_torch(tied, padding):
     how = {"epsilon": 1e-12, "ffn": 40, "gelu": "exact", "padding": padding}
     shape = ModelSizes(**SHAPE | how, tied=tied, std=0.3)
     same_as(torch_reference.loss, shape, BERT)
@@ -165,15 +165,15 @@ class DroppedBert(Dropped):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def test_dropout_is_where_bert_has_it():
+def test_bert_dropout_positions_match_torch():
     same_as(DroppedBert(0.25).loss, ModelSizes(**SHAPE, std=0.3, dropout=0.25), BERT)
 
 
-def test_dropout_is_where_gpt_2_has_it():
+def test_gpt_2_dropout_positions_match_torch():
     same_as(Dropped(0.25).loss, ModelSizes(**SHAPE, std=0.3, dropout=0.25))
 
 
-def test_five_adamw_steps_are_those_of_torch():
+def test_five_adamw_steps_match_torch():
     shape = ModelSizes(**SHAPE, std=0.3)
     model = serial(shape)
     weights = torch_reference.weights_of(model.parameters)

@@ -23,7 +23,7 @@ def by_torch(qkv, form):
 @pytest.mark.parametrize("form", [HeadForm(6), HeadForm(2, 3)])
 @pytest.mark.parametrize("parts", [[7], [4, 1, 2], 7 * [1]])
 @pytest.mark.parametrize("scores", [1, 1 << 22])
-def test_part_by_part(form, parts, scores, monkeypatch):
+def test_cached_attention_in_chunks_matches_torch(form, parts, scores, monkeypatch):
     monkeypatch.setattr(cached_attention, "SCORES", scores)
     rows = np.random.default_rng(4).normal(size=(BATCH, SEQUENCE, HEADS * form.columns))
     expected = by_torch(rows.reshape(BATCH * SEQUENCE, -1), form)
@@ -38,7 +38,7 @@ def test_part_by_part(form, parts, scores, monkeypatch):
         first = stop
 
 
-def test_a_rank_without_rows():
+def test_cached_attention_without_rows():
     form = HeadForm(4)
     cache = np.empty((2, 0, HEADS, 5, 4))
     out = attend_cached(np.empty((0, HEADS * 12)), 3, form, cache, 0, Pool().empty)

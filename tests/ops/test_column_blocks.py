@@ -9,14 +9,14 @@ RNG = np.random.default_rng(7)
 
 
 @pytest.mark.parametrize("rows", [(), (0,), (3,)])
-def test_columns_stand_side_by_side(rows):
+def test_join_columns_concatenates_matrices(rows):
     parts = [RNG.normal(size=(*rows, columns)) for columns in (4, 1, 2)]
     out = np.full((*rows, 7), np.nan)
     assert join_columns(out, *parts) is out
     np.testing.assert_array_equal(out, np.concatenate(parts, -1))
 
 
-def test_a_sum_of_some_columns_leaves_the_others():
+def test_accumulate_columns_leaves_other_columns():
     grad, dw = RNG.normal(size=(2, 3, 7))
     expected = grad.copy()
     expected[:, 2:4] += dw[:, 5:]

@@ -15,7 +15,7 @@ def matrix(rows, columns, rank=99, seed=0):
 @pytest.mark.parametrize("rank", [1, 3, 5])
 @pytest.mark.parametrize("rows", [3, 4, 5, 9])
 @pytest.mark.parametrize("scale", [1.0, 1e-150, 1e150])
-def test_columns_are_orthonormal_or_0_and_span_what_they_did(rows, rank, scale):
+def test_orthonormalized_columns_span_the_same_space(rows, rank, scale):
     """Also where the rows leave no room for more, as those of padding do."""
     given = np.concatenate([matrix(rows, 5, rank), np.zeros((2, 5))]) * scale
     basis = given.copy()
@@ -27,13 +27,13 @@ def test_columns_are_orthonormal_or_0_and_span_what_they_did(rows, rank, scale):
     np.testing.assert_allclose(basis @ (basis.T @ given), given, atol=1e-12 * scale)
 
 
-def test_columns_of_very_different_lengths_are_told_apart():
+def test_columns_of_very_different_norms_are_orthonormalized():
     basis = matrix(6, 6) @ np.diag(10.0 ** -np.arange(0, 18, 3))
     orthonormalise(basis)
     np.testing.assert_allclose(basis.T @ basis, np.eye(6), atol=1e-12)
 
 
-def test_experts_are_done_one_by_one_and_a_column_of_0_stays():
+def test_experts_are_orthonormalized_separately_and_zero_columns_remain():
     stack = np.stack([matrix(7, 3, seed=seed) for seed in range(4)], axis=1)
     stack[:, 2, 1] = 0
     expected = []
@@ -45,7 +45,7 @@ def test_experts_are_done_one_by_one_and_a_column_of_0_stays():
     assert not stack[:, 2, 1].any()
 
 
-def test_columns_of_0_are_not_taken_over():
+def test_replace_columns_skips_zero_columns():
     q, total = matrix(4, 3), matrix(4, 3, seed=1)
     total[:, 1] = 0
     before = q.copy()
@@ -71,18 +71,18 @@ def taken(numbers, count):
         ([1, 2], 2, [0, 0], [0, 1]),
     ],
 )
-def test_of_equal_elements_those_at_lower_places_are_taken(numbers, count, left, places):
+def test_top_k_elements_prefer_the_lower_index_on_ties(numbers, count, left, places):
     found = taken(numbers, count)
     assert found == (left, [numbers[place] for place in places], places)
 
 
-def test_what_is_not_finite_is_taken_first():
+def test_non_finite_elements_are_selected_first():
     left, values, places = taken([9, np.nan, np.inf, 8], 2)
     assert places == [1, 2] and left == [9, 0, 0, 8]
     assert np.isnan(values[0]) and values[1] == np.inf
 
 
-def test_values_are_added_at_their_places():
+def test_add_at_adds_values_at_their_indices():
     flat = np.array([1.0, 2.0, 3.0])
     add_at(flat, np.array([10.0, 20.0]), np.array([2, 0], np.int32))
     assert flat.tolist() == [21, 2, 13]

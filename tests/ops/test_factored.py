@@ -16,7 +16,7 @@ def drawn(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sums_are_those_of_all_at_once(shape):
+def test_factored_sums_match_a_direct_computation(shape):
     grad, rows, columns = drawn(shape)
     sum_squares_of_lines(grad, 0.5, rows, columns)
     np.testing.assert_allclose(rows, (grad**2).sum(-1, keepdims=True) / 4, rtol=1e-12)
@@ -29,7 +29,7 @@ def test_sums_are_those_of_all_at_once(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("narrow", [False, True])
-def test_values_and_masters_are_updated(shape, narrow):
+def test_scaled_update_changes_values_and_master_weights(shape, narrow):
     grad, rows, columns = drawn(shape)
     begun = np.ones(shape)
     value = begun.astype(np.float16 if narrow else np.float64)

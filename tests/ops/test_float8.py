@@ -10,7 +10,7 @@ KINDS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_numbers_are_those_of_torch(dtype):
+def test_float8_encoding_matches_torch(dtype):
     rng = np.random.default_rng(0)
     spread = rng.standard_normal(20_000) * 2.0 ** rng.integers(-20, 16, 20_000)
     ties = np.arange(-4096, 4096) * 2.0**-11  # all sums of three neighbors, and subnormals
@@ -25,7 +25,7 @@ def test_numbers_are_those_of_torch(dtype):
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-def test_beyond_the_largest_is_the_largest_and_nan_is_nan(dtype):
+def test_float8_saturates_and_preserves_nan(dtype):
     most = LARGEST[dtype]
     found = encode(np.array([2 * most, -np.inf, np.nan], np.float32), dtype).astype(float)
     np.testing.assert_array_equal(found, [most, -most, np.nan])
@@ -72,7 +72,7 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize(("shape", "tiles"), CASES)
-def test_every_tile_has_a_scale_of_its_own(shape, tiles, dtype):
+def test_every_tile_has_its_own_scale(shape, tiles, dtype):
     rng = np.random.default_rng(1)
     x = rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 3, shape)
     x[:1, :, :2] = 0
@@ -84,7 +84,7 @@ def test_every_tile_has_a_scale_of_its_own(shape, tiles, dtype):
         assert maxima[place] == np.float32(most)
 
 
-def test_tiles_of_zeros_small_ones_and_those_that_are_not_finite():
+def test_tiles_of_zero_small_and_non_finite_values():
     x = np.ones((5, 1, 4), np.float32)
     x[0], x[1, 0, 2], x[2, 0, 0] = 0, np.nan, np.inf
     x[3] = 3e-44  # over 448 it is no number any more, or one that is far off
@@ -95,7 +95,7 @@ def test_tiles_of_zeros_small_ones_and_those_that_are_not_finite():
     np.testing.assert_allclose(found[4], 1, rtol=1e-6)
 
 
-def test_sums_of_double_precision_have_scales_of_it():
+def test_float64_input_has_float64_scales():
     x = np.random.default_rng(2).standard_normal((6, 1, 200))
     found, maxima = rounded(x, Tiles(1, 128))
     assert maxima.dtype == np.float64

@@ -53,7 +53,7 @@ def same(found, expected):
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
-def test_norms_of_whole_rows(case, blocks):
+def test_norm_and_gradient_of_full_rows_match_torch(case, blocks):
     y, saved = norm(case.x, case.gamma, case.beta, EPSILON, EMPTY)
     same(y, case.y)
     dgamma, dbeta = np.ones(COLUMNS), None if case.beta is None else np.ones(COLUMNS)
@@ -62,7 +62,7 @@ def test_norms_of_whole_rows(case, blocks):
     same(dbeta, None if case.beta is None else case.dbeta + 1)
 
 
-def test_norms_of_rows_in_parts(case, blocks):
+def test_norm_and_gradient_of_split_columns_match_torch(case, blocks):
     """As ranks do it that have some of the columns each."""
     parts = [slice(at, at + 4) for at in range(0, COLUMNS, 4)]
     x, dy, residual = (
@@ -94,7 +94,7 @@ def test_norms_of_rows_in_parts(case, blocks):
         same(np.hstack([dbeta for *_, dbeta in summed]), case.dbeta)
 
 
-def test_moments_have_no_cancellation(blocks):
+def test_moments_avoid_cancellation(blocks):
     """Mean 1e8, deviation 1: E[x^2] - E[x]^2 would leave nothing of it."""
     x = RNG.normal(size=(50, 64)) + 1e8
     mean, squares = moments(x)
@@ -103,7 +103,7 @@ def test_moments_have_no_cancellation(blocks):
     np.testing.assert_allclose(squares, (exact**2).sum(1), rtol=1e-6)
 
 
-def test_moments_of_parts_are_those_of_the_whole():
+def test_combined_moments_of_column_blocks_match_full_rows():
     x = RNG.normal(size=(5, 12)) + 1e6
     parts = np.stack([moments(np.ascontiguousarray(x[:, at : at + 4])) for at in (0, 4, 8)])
     for ours, whole in zip(combine_moments(parts, 4), moments(x), strict=True):

@@ -19,13 +19,13 @@ from hpc3d.ops.quantize import (
 
 
 @pytest.mark.parametrize("levels", LEVELS)
-def test_levels_are_256_from_a_millionth_on_to_1(levels):
+def test_256_levels_range_from_a_millionth_to_1(levels):
     assert len({*levels.tolist()}) == 256 and (np.diff(levels) > 0).all()
     assert levels[-1] == 1 and 0 in levels
     assert 1e-7 < levels[levels > 0][0] < 1e-6
 
 
-def test_levels_of_a_decade_are_means_of_equal_parts():
+def test_levels_of_a_decade_are_equally_spaced():
     """The last has 64 of each sign, or 128."""
     signed, unsigned = LEVELS
     for levels, count in ((signed, 64), (unsigned, 128)):
@@ -37,7 +37,7 @@ def test_levels_of_a_decade_are_means_of_equal_parts():
 
 
 @pytest.mark.parametrize("levels", LEVELS)
-def test_a_number_becomes_the_nearest_level_of_its_block(levels):
+def test_quantize_selects_the_nearest_level_of_its_block(levels):
     x = np.random.default_rng(2).normal(size=(5, BLOCK)) * np.logspace(-30, 3, 5)[:, None]
     x = np.abs(x) if levels[0] == 0 else x
     x[3] = 0
@@ -82,7 +82,7 @@ def by_hand(w, grads, factors):
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_steps_are_those_of_the_paper(narrow):
+def test_8_bit_adamw_steps_match_a_reference(narrow):
     blocks, steps = 2, 4
     factors = [(0.5, 0.02 / (1 - 0.9**t), 1 / sqrt(1 - 0.95**t), 0.999) for t in range(1, 5)]
     begun = np.random.default_rng(1).normal(size=blocks * BLOCK)
@@ -104,7 +104,7 @@ def coded(x):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 130), (3, 40_000), (0, 5), (4, 0)])
-def test_a_row_has_a_scale_of_its_own(shape, dtype):
+def test_each_row_has_its_own_int8_scale(shape, dtype):
     rng = np.random.default_rng(3)
     x = (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, (shape[0], 1))).astype(dtype)
     codes, scales, found = coded(x)
@@ -114,7 +114,7 @@ def test_a_row_has_a_scale_of_its_own(shape, dtype):
     assert (np.abs(codes).max(1, initial=0) == 127 * (largest > 0)).all()
 
 
-def test_rows_of_zeros_and_rows_that_are_not_finite():
+def test_int8_rows_of_zeros_and_non_finite_values():
     x = np.array([[0, 0, 0], [1, np.nan, 2], [1, np.inf, 2], [1e-40, 0, 0]], np.float32)
     codes, scales, found = coded(x)
     assert (found[0] == 0).all() and (codes[0] == 0).all()

@@ -17,11 +17,11 @@ def drawn_by_numpy(first, count):
 
 @pytest.mark.parametrize("first", [0, 1, 4, 7, 123_457, 2**40 + 2])
 @pytest.mark.parametrize("count", [0, 1, 5, 64])
-def test_draws_are_numpys_wherever_they_begin(first, count):
+def test_philox_draws_match_numpy_from_any_offset(first, count):
     np.testing.assert_array_equal(philox_draws(KEY, first, count), drawn_by_numpy(first, count))
 
 
-def test_threads_do_not_disturb_each_other():
+def test_philox_draws_are_thread_safe():
     whole = drawn_by_numpy(0, 40_000)
 
     def agree(first):
@@ -33,6 +33,6 @@ def test_threads_do_not_disturb_each_other():
         assert all(threads.map(agree, range(8)))
 
 
-def test_a_mask_without_rows_is_empty():
+def test_mask_without_rows_is_empty():
     mask = keep_mask(KEY, 0.5, range(3, 3), range(2, 7), 8)
     assert mask.shape == (0, 5) and mask.dtype == bool

@@ -29,7 +29,7 @@ def turned(x, base, form):
 
 
 @pytest.mark.parametrize("form", [HeadForm(2), HeadForm(8), HeadForm(6, 3)], ids=str)
-def test_queries_and_keys_turn_and_values_do_not(form):
+def test_rotary_embedding_rotates_queries_and_keys_but_not_values(form):
     rotation = Rotation(base=500.0)
     x, dy = RNG.normal(size=(2, BATCH * SEQUENCE, HEADS * form.columns))
     table = rotary_table(rotation, SEQUENCE, form.width, np.dtype(np.float64))
@@ -73,7 +73,7 @@ def published(rotation, width):
     ],
     ids=str,
 )
-def test_frequencies_are_those_published(rotation, width):
+def test_rotary_frequencies_match_the_published_formula(rotation, width):
     found = rotation.frequencies(width)
     np.testing.assert_allclose(found, published(rotation, width), rtol=1e-12)
     if rotation.factor > 1 and width > 2:
@@ -82,7 +82,7 @@ def test_frequencies_are_those_published(rotation, width):
         assert kept[0] == 1 and between.any() and kept[-1] < 1 / rotation.factor + 1e-9
 
 
-def test_a_table_has_the_angles_of_every_position():
+def test_rotary_table_has_the_angle_of_every_position():
     rotation = Rotation(100.0)
     table = rotary_table(rotation, 4, 6, np.dtype(np.float32))
     angles = [[position * 100 ** (-2 * i / 6) for i in range(3)] for position in range(4)]

@@ -78,7 +78,7 @@ def close(found, expected):
 
 @pytest.mark.parametrize("top_k", CHOICES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_token_goes_to_its_largest_scores(top_k, biased):
+def test_top_k_experts_and_weights_of_each_token(top_k, biased):
     """It is weighed by its probabilities, whatever it is chosen by."""
     logits = logits_of()
     bias = RNG.normal(size=COUNT) if biased else None
@@ -94,12 +94,12 @@ def test_a_token_goes_to_its_largest_scores(top_k, biased):
         close(routes.weights[row], gates if top_k == 1 else gates / gates.sum())
 
 
-def test_a_bias_changes_who_is_chosen():
+def test_router_bias_changes_the_selected_experts():
     logits = logits_of()
     assert (routing.route(logits, 1, np.arange(COUNT) == 3).experts == 3).all()
 
 
-def test_logits_that_are_large_or_ruled_out():
+def test_routing_of_large_and_infinite_logits():
     logits = np.array([[1e4, -inf, 0.0, 1e4, -1e4, -inf]])
     routes = routing.route(logits, 3)
     assert routes.experts.tolist() == [[0, 3, 1]]
@@ -109,7 +109,7 @@ def test_logits_that_are_large_or_ruled_out():
 
 @pytest.mark.parametrize("top_k", CHOICES)
 @pytest.mark.parametrize("form", FORMS)
-def test_slots_are_taken_in_the_order_of_positions(top_k, form):
+def test_slots_are_assigned_in_token_order(top_k, form):
     choices = routing.route(logits_of(), top_k).experts
     slots = routing.slots_of(choices, form)
     assert slots.tolist() == placed(choices, form).tolist()
@@ -118,14 +118,14 @@ def test_slots_are_taken_in_the_order_of_positions(top_k, form):
     assert (len(kept) == slots.size) == (form.capacity == TOKENS)
 
 
-def test_second_choices_come_after_all_first_ones():
+def test_second_choices_are_placed_after_all_first_choices():
     """Of two slots the last token's first choice takes one, the first token's second none."""
     choices = np.array([[1, 0], [0, 1], [0, 1]])
     slots = routing.slots_of(choices, SlotForm(3, 2, 2, 1, 2))
     assert slots.tolist() == [[1, -1], [0, 3], [2, -1]]
 
 
-def test_who_is_dropped_depends_on_no_other_sequence():
+def test_dropped_tokens_do_not_depend_on_other_sequences():
     choices = routing.route(logits_of(), 2).experts
     form, alone = FORMS[0], FORMS[0]._replace(rows=2)
     together = routing.slots_of(choices, form)
@@ -142,7 +142,7 @@ PIECES = np.array([[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]])
 
 @pytest.mark.parametrize("top_k", CHOICES)
 @pytest.mark.parametrize("capacity", [1, 2, 5, 12])
-def test_sequences_that_are_cut_drop_what_whole_ones_do(top_k, capacity):
+def test_split_sequences_drop_the_same_tokens_as_full_ones(top_k, capacity):
     """A rank's slots are its own: what it keeps and drops is what matters."""
     tokens = PIECES.shape[1]
     whole = routing.route(logits_of(2 * PIECES.size), top_k).experts
@@ -168,14 +168,14 @@ def test_sequences_that_are_cut_drop_what_whole_ones_do(top_k, capacity):
     close(shares, routing.shares_of(alone[None], PIECES.size, np.float64))
 
 
-def test_choices_are_counted_by_their_number_and_piece():
+def test_choices_are_counted_by_rank_and_piece():
     choices = np.array([[1, 0], [1, 2], [2, 1], [0, 1]])
     counts = routing.counts_of(choices, 4, 2, 3)
     assert counts.tolist() == [[[[0, 2, 0], [1, 0, 1]], [[1, 0, 1], [0, 2, 0]]]]
 
 
 @pytest.mark.parametrize("top_k", CHOICES)
-def test_shares_and_loads_are_counted(top_k):
+def test_shares_loads_and_excess_are_counted(top_k):
     routes, slots, _ = drawn(top_k)
     choices = routes.experts.reshape(SEQUENCES, -1)
     expected = [[list(row).count(e) / (TOKENS * top_k) for e in range(COUNT)] for row in choices]
@@ -191,7 +191,7 @@ def test_shares_and_loads_are_counted(top_k):
 
 @pytest.mark.parametrize("top_k", CHOICES)
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_go_to_their_slots_and_come_back(top_k, form, blocks):
+def test_dispatch_and_combine_move_rows_to_slots_and_back(top_k, form, blocks):
     routes, slots, held = drawn(top_k, form)
     x, y = RNG.normal(size=(ROWS, WIDTH)), RNG.normal(size=(held, WIDTH))
     buffer, back, total = np.zeros((held, WIDTH)), np.zeros_like(x), np.zeros_like(x)
@@ -208,7 +208,7 @@ def test_rows_go_to_their_slots_and_come_back(top_k, form, blocks):
 
 @pytest.mark.parametrize("top_k", CHOICES)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_gradients_of_slots_and_weights_are_those_of_torch(top_k, form, blocks):
+def test_combine_gradients_match_torch(top_k, form, blocks):
     routes, slots, held = drawn(top_k, form)
     y = torch.tensor(RNG.normal(size=(held, WIDTH)), requires_grad=True)
     weights = torch.tensor(routes.weights, requires_grad=True)
@@ -230,7 +230,7 @@ def kept_of(slots, row):
     return [(row, choice) for choice, slot in enumerate(slots[row]) if slot >= 0]
 
 
-def test_a_dropped_token_is_zero_and_has_no_gradient():
+def test_dropped_token_is_zero_and_has_no_gradient():
     slots, weights = np.array([[-1, -1], [2, -1]]), np.full((2, 2), 0.5)
     x, y = RNG.normal(size=(2, WIDTH)), RNG.normal(size=(4, WIDTH))
     assert not routing.combine(y, slots, weights, np.ones_like(x))[0].any()
@@ -242,7 +242,7 @@ def test_a_dropped_token_is_zero_and_has_no_gradient():
 
 @pytest.mark.parametrize("top_k", CHOICES)
 @pytest.mark.parametrize("first", [0, 4, 20])
-def test_losses_and_the_gradient_of_logits_are_those_of_torch(top_k, first):
+def test_router_losses_and_logit_gradients_match_torch(top_k, first):
     """Of some rows from `first` on; the shares are those of all, and have no gradient."""
     every, scale = logits_of(), 0.7
     bias = RNG.normal(size=COUNT) * 0.1
@@ -285,7 +285,7 @@ def passed(routes, slots, loss, held, empty):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("rows", [ROWS, 0])
-def test_arrays_without_data_have_the_same_shapes_and_types(dtype, rows):
+def test_abstract_routing_has_the_same_shapes_and_types(dtype, rows):
     routes, slots, held = drawn(2, FORMS[1], rows, dtype)
     found = passed(routes, slots, loss_of(routes), held, lambda shape: np.ones(shape, dtype))
     pool = AbstractPool(CostMeter())
@@ -304,12 +304,12 @@ def test_arrays_without_data_have_the_same_shapes_and_types(dtype, rows):
     assert routing.add_excess(pool.empty((COUNT,), dtype), shapes.experts) is None
 
 
-def test_what_is_gathered_lies_in_one_piece():
+def test_routing_results_are_contiguous():
     routes, slots, _ = drawn(2)
     assert all(each.flags.c_contiguous for each in (*routes, slots))
 
 
-def test_weights_of_experts_that_a_bias_brings_in_are_there():
+def test_weights_of_experts_selected_by_the_bias_are_accurate():
     """Their probabilities are 0 in float32, and the softmax of their logits is not."""
     logits, bias = np.float32([[0, 0, -200, -201]]), np.float32([-1, -1, 1, 1])
     found = routing.route(logits, 2, bias)

@@ -33,12 +33,12 @@ def lacks(ops):
     return found
 
 
-def test_no_op_lacks_a_rule():
+def test_every_operation_has_all_rules():
     assert len(OPS) > 20
     assert lacks(OPS) == {name: {"abstract"} for name in ON_DEVICES_ONLY}
 
 
-def test_an_op_without_a_rule_is_found(monkeypatch):
+def test_operation_without_a_rule_is_detected(monkeypatch):
     monkeypatch.setattr(primitive, "PRIMITIVES", [])
 
     @primitive.primitive
@@ -51,7 +51,7 @@ def test_an_op_without_a_rule_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-def test_the_rules_of_an_op_take_what_it_takes(op):
+def test_rules_accept_the_arguments_of_their_operation(op):
     names = list(inspect.signature(op.numpy).parameters)
     for rule, skipped in ((op.abstract_rule, 0), (op.cuda_rule, 1)):
         if rule is None:
@@ -62,7 +62,7 @@ def test_the_rules_of_an_op_take_what_it_takes(op):
         assert len(taken) - skipped >= len(names)
 
 
-def test_what_cuda_rules_launch_are_kernels():
+def test_cuda_rules_launch_existing_kernels():
     launched = set()
     for module in pkgutil.iter_modules(hpc3d.ops.__path__, "hpc3d.ops."):
         tree = ast.parse(inspect.getsource(importlib.import_module(module.name)))

@@ -15,7 +15,7 @@ def forward(h):
     return swiglu(h.copy(), np.empty((len(h), h.shape[1] // 2), h.dtype))
 
 
-def test_the_gate_of_a_pair_is_its_first(blocks):
+def test_swiglu_gates_with_the_first_element_of_each_pair(blocks):
     h = RNG.normal(size=(ROWS, 2 * WIDTH)) * 3
     expected = [
         [a / (1 + np.exp(-a)) * b for a, b in zip(row[0::2], row[1::2], strict=True)] for row in h
@@ -25,14 +25,14 @@ def test_the_gate_of_a_pair_is_its_first(blocks):
     np.testing.assert_allclose(forward(h), silu(gate) * up, rtol=1e-13, atol=1e-15)
 
 
-def test_the_gradient_is_that_of_differences(blocks):
+def test_swiglu_gradient_matches_finite_differences(blocks):
     h, dg = RNG.normal(size=(ROWS, 2 * WIDTH)) * 3, RNG.normal(size=(ROWS, WIDTH))
     slopes = h.copy()
     swiglu(slopes, np.empty(dg.shape))
     np.testing.assert_allclose(swiglu_grad(slopes, dg), difference(forward, h, dg), atol=1e-8)
 
 
-def test_a_gate_far_from_zero():
+def test_swiglu_of_large_gates_does_not_overflow():
     """Where exp(-a) is beyond the largest number, nothing is NaN."""
     h = np.array([[-800.0, 3.0, 800.0, 3.0]])
     out = np.empty((1, 2))

@@ -8,7 +8,7 @@ from hpc3d.ops.update import nesterov, orthogonalize, orthogonalize_flops
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5), (1, 6)])
-def test_singular_vectors_stay_and_singular_values_come_near_1(shape):
+def test_orthogonalize_keeps_singular_vectors_and_scales_values_near_1(shape):
     x = np.random.default_rng(1).standard_normal(shape)
     u, values, v = np.linalg.svd(x, full_matrices=False)
     s = values / np.sqrt((values**2).sum())
@@ -19,14 +19,14 @@ def test_singular_vectors_stay_and_singular_values_come_near_1(shape):
     assert shape == (8, 8) or ((s > 0.6).all() and (s < 1.3).all())
 
 
-def test_zeros_stay_zeros():
+def test_orthogonalize_keeps_zeros():
     x = np.zeros((3, 4))
     orthogonalize(x, np.empty)
     assert not x.any()
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5)])
-def test_flops_are_those_of_the_products(shape):
+def test_orthogonalize_flops_match_the_counted_products(shape):
     class Counting(CostMeter):
         flops = 0
 
@@ -38,7 +38,7 @@ def test_flops_are_those_of_the_products(shape):
     assert pool.meter.flops == orthogonalize_flops(shape)
 
 
-def test_a_step_ahead_of_the_momentum():
+def test_nesterov_step_matches_its_equation():
     g, m, out = np.array([2.0, -4.0]), np.array([1.0, 3.0]), np.empty(2)
     nesterov(g, m, out, scale=0.5, beta=0.75)
     np.testing.assert_allclose(m, [1.0, 1.75])

@@ -22,7 +22,7 @@ def drawn(atoms, values, stages):
     return ElementTree.fromstring(arc_diagram(graph, PipelineChoice(stages)))
 
 
-def test_atoms_values_and_borders():
+def test_diagram_shows_atoms_values_and_borders():
     values = [(0, (1, 3), 100.0), (1, (2,), 1e6), (2, (3,), 0.0)]
     root = drawn(4, values, (StageChoice(1), StageChoice(3, 2, True), StageChoice(4)))
     texts = [each.text for each in root.iter(f"{SVG}text")]
@@ -37,6 +37,6 @@ def test_atoms_values_and_borders():
     assert len(widths) == 3 and widths[0] == widths[1] < widths[2]
 
 
-def test_a_large_graph_is_refused():
+def test_diagram_of_a_large_graph_is_rejected():
     with pytest.raises(ValueError, match="301 atoms; at most 300"):
         drawn(301, [], (StageChoice(301),))

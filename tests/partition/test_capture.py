@@ -23,7 +23,7 @@ def model(request):
     return small(request.param)
 
 
-def test_only_values_with_the_batch_cross_a_border(model):
+def test_only_values_with_a_batch_dimension_cross_a_border(model):
     assert model.readers and all(map(carries_batch, model.readers))
 
 
@@ -33,7 +33,7 @@ def test_every_weight_is_read_by_a_piece(model):
     assert read == set(map(id, state.values()))
 
 
-def test_what_a_piece_computes_needs_its_own_nodes_its_copies_and_what_crosses(model):
+def test_each_piece_can_run_with_its_copies_and_inputs(model):
     """In the order in which they stand: so every piece can be run by itself."""
     for place, piece in enumerate(model.pieces):
         there = {*model.weights, *model.inputs, *model.readers}
@@ -44,7 +44,7 @@ def test_what_a_piece_computes_needs_its_own_nodes_its_copies_and_what_crosses(m
 
 
 @pytest.mark.slow
-def test_a_tied_weight_is_read_by_both_pieces():
+def test_tied_weight_is_read_by_both_pieces():
     names = {"tokens.weight", "head.weight"}
     readers = [piece.module for piece in small("bert").pieces if names & {*piece.weights}]
     assert readers == ["tokens", "head"]
@@ -71,7 +71,7 @@ def millions(name):
         ),
     ],
 )
-def test_a_model_of_any_size_takes_no_memory(name, count):
+def test_parameter_counts_match_the_published_models(name, count):
     """The numbers of parameters that arXiv:1810.04805, 1512.03385, 1608.06993 and RaNNC's
     (2103.16063) give; 1706.03762 has 213 for words that it does not count."""
     assert round(millions(name)) == count
@@ -85,7 +85,7 @@ def test_a_model_of_any_size_takes_no_memory(name, count):
         (2048, (1.281, 2.489, 4.906, 7.324, 9.741, 12.964)),
     ],
 )
-def test_enlarged_models_have_so_many_parameters(hidden, counts):
+def test_enlarged_bert_parameter_counts_match_the_published_ones(hidden, counts):
     """In 10^9, with 24 to 256 layers, each as large as the next."""
     first, second = (millions(f"bert:enlarged({hidden}, {n})") for n in (1, 2))
     found = [first + (layers - 1) * (second - first) for layers in (24, 48, 96, 144, 192, 256)]
@@ -97,7 +97,7 @@ def piece_of(found, name):
     return place
 
 
-def test_what_does_not_carry_the_batch_stays_with_its_readers():
+def test_values_without_a_batch_dimension_stay_with_their_readers():
     found = captured(f"{HERE}:branches")
     assert piece_of(found, "mean") == piece_of(found, "sub")
     assert piece_of(found, "chunk") == piece_of(found, "getitem") == piece_of(found, "getitem_1")
@@ -106,22 +106,22 @@ def test_what_does_not_carry_the_batch_stays_with_its_readers():
     assert not {node for node in found.piece_of if node.name in ("ones", "tril", "sum_1")}
 
 
-def test_what_is_written_in_place_stays_with_who_made_it_and_who_reads_it():
+def test_in_place_operations_stay_with_their_producer_and_reader():
     found = captured(f"{HERE}:branches")
     assert piece_of(found, "linear") == piece_of(found, "relu_") == piece_of(found, "mean")
 
 
-def test_a_buffer_stays_with_the_module_that_writes_it():
+def test_buffer_stays_with_the_module_that_writes_it():
     found = captured(f"{HERE}:branches")
     assert piece_of(found, "add_") == piece_of(found, "batch_norm")
 
 
-def test_a_buffer_is_read_where_it_is_written():
+def test_buffer_is_read_where_it_is_written():
     found = captured(f"{HERE}:counts")
     assert piece_of(found, "add") == piece_of(found, "copy_")
 
 
-def test_a_module_and_the_generator_stay_as_they_were():
+def test_capture_changes_neither_the_module_nor_the_generator():
     with torch.random.fork_rng():
         torch.manual_seed(3)
         module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
@@ -139,7 +139,7 @@ def test_a_module_and_the_generator_stay_as_they_were():
         pytest.param("copies_of_a_layer", None, marks=pytest.mark.slow),
     ],
 )
-def test_modules_as_they_are_written(name, pieces):
+def test_number_of_pieces_of_unusual_modules(name, pieces):
     found = captured(f"{HERE}:{name}")
     assert found.batch == 4 and len(found.pieces) == (pieces or len(found.pieces)) > 0
 
@@ -162,12 +162,12 @@ def test_modules_as_they_are_written(name, pieces):
         ("absent", "has no absent"),
     ],
 )
-def test_what_cannot_be_captured_is_refused_in_a_line(name, line):
+def test_uncapturable_module_is_rejected_in_one_line(name, line):
     with pytest.raises(ValueError, match=line) as found:
         captured(f"{HERE}:{name}")
     assert len(str(found.value).splitlines()) == 1
 
 
-def test_a_model_that_writes_to_its_input_is_refused():
+def test_model_that_writes_to_its_input_is_rejected():
     with pytest.raises(ValueError, match=r"writes to one of its inputs; .* add_ \(.*\.py:\d+\)"):
         capture(Function(lambda y, x: y + x.add_(1)), (torch.ones(6, 4),))

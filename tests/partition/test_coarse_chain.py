@@ -11,7 +11,7 @@ from hpc3d.partition.evaluation import RunCosts
 from tests.partition.arrangements import MACHINE, line, random_costs
 
 
-def test_a_long_chain_is_cut_where_little_crosses():
+def test_long_chain_is_cut_where_little_crosses():
     """Every fourth of 399 borders is crossed by nothing."""
     costs = line([1.0] * 400, [0.0 if n % 4 == 3 else 99.0 for n in range(399)])
     places = positions_of(costs, 4, 48)
@@ -19,12 +19,12 @@ def test_a_long_chain_is_cut_where_little_crosses():
     assert not (places % 4).any() and max(np.diff(places)) <= 16
 
 
-def test_a_short_one_is_cut_everywhere():
+def test_short_chain_is_cut_everywhere():
     assert [*positions_of(line([1.0] * 5, [9.0] * 4), 2, 48)] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_ranges_are_the_parts_between_two_places(seed):
+def test_ranges_match_the_costs_between_two_cuts(seed):
     costs, _, _ = random_costs(seed)
     costs.run = RunCosts(forward=2.0, backward=3.0) if seed % 2 else RunCosts()
     places = np.array([0, 2, costs.count])
@@ -36,7 +36,7 @@ def test_ranges_are_the_parts_between_two_places(seed):
         assert found.crossing[first] == part.received
 
 
-def test_wires_are_those_of_the_machine():
+def test_border_and_reduction_times_are_those_of_the_machine():
     """Borders lie between nodes of two ranks as soon as there are more of them."""
     costs = line([1.0], [])
     assert border_of(costs, 2).seconds(50.0) == pytest.approx(6.0)

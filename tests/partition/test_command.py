@@ -46,7 +46,7 @@ def planned(capsys, costs, *words):
         (("--objective", "load", "--bandwidth", "1.5"), 192, 62),
     ],
 )
-def test_time_and_load(words, time, load, costs, capsys):
+def test_command_finds_the_best_time_and_load(words, time, load, costs, capsys):
     code, found = planned(capsys, costs, *words)
     assert code == 0 and found["load"] == load and found["proven"]
     assert found["time"] == time
@@ -81,7 +81,7 @@ def test_times_and_bytes_have_the_units_that_are_printed(second, byte, step, tmp
         assert float(found[1]) == pytest.approx(value)
 
 
-def test_memory_is_that_in_flight_under_the_schedule(costs, capsys):
+def test_memory_counts_the_microbatches_in_flight(costs, capsys):
     """Of two nodes a stage, all 4 or at most 4, 3, 2 and 1 of 8 microbatches are in flight."""
     words = "--microbatches", "8", "--memory"
     _, found = planned(capsys, costs, *words, "12B", "--schedule", "1f1b")
@@ -102,23 +102,23 @@ def test_memory_is_that_in_flight_under_the_schedule(costs, capsys):
     "words",
     [("--ranks", "0"), ("--microbatches", "0"), ("--bandwidth", "fast"), ("--schedule", "2f2b")],
 )
-def test_bad_options(words, costs, capsys):
+def test_invalid_graph_options_are_rejected(words, costs, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--graph", str(costs), "--ranks", "4", *words])
     assert ended.value.code == 2 and words[0] in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(tmp_path, capsys):
+def test_missing_file_is_reported(tmp_path, capsys):
     assert main(["--graph", str(tmp_path / "none.json"), "--ranks", "2"]) == 2
     assert "none.json" in capsys.readouterr().err
 
 
-def test_more_passes_than_are_laid_out(costs, capsys):
+def test_too_many_passes_are_rejected(costs, capsys):
     code, err = planned(capsys, costs, "--microbatches", "100000")
     assert code == 2 and "65536" in err and err.count("\n") == 1
 
 
-def test_a_module_is_planned(capsys):
+def test_command_plans_a_module(capsys):
     pytest.importorskip("torch")
     words = "--ranks", "2", "--replicas", "1", "--batch", str(1 << 20), "--schedule", "1f1b"
     assert main(["inputs.partition.mlp:small", *words, "--json"]) == 0
@@ -131,7 +131,7 @@ def test_a_module_is_planned(capsys):
     assert any("  2.1/gelu_2; " in line for line in text)
 
 
-def test_replicas_of_each_stage_and_recomputation_of_all(capsys):
+def test_command_accepts_replicas_per_stage_and_full_recomputation(capsys):
     pytest.importorskip("torch")
     words = (
         "--ranks",
@@ -166,7 +166,7 @@ def test_replicas_of_each_stage_and_recomputation_of_all(capsys):
         ("--recompute", "some"),
     ],
 )
-def test_bad_options_of_a_module(words, capsys):
+def test_invalid_module_options_are_rejected(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["inputs.partition.mlp:small", "--ranks", "4", *words])
     err = capsys.readouterr().err
@@ -189,7 +189,7 @@ def test_bad_options_of_a_module(words, capsys):
         (("tests.partition.sample_models:decides",), "sample_models.py:"),
     ],
 )
-def test_what_no_plan_comes_from_is_refused_in_a_line(words, line, capsys):
+def test_impossible_plan_is_rejected_in_one_line(words, line, capsys):
     pytest.importorskip("torch")
     assert main([*words, "--ranks", "2"]) == 2
     err = capsys.readouterr().err
@@ -197,7 +197,7 @@ def test_what_no_plan_comes_from_is_refused_in_a_line(words, line, capsys):
 
 
 @pytest.mark.slow
-def test_modules_that_stay_whole_are_named(capsys, tmp_path):
+def test_opaque_modules_are_listed(capsys, tmp_path):
     """Those of a class in one line; they have no source for torchrun."""
     pytest.importorskip("torch")
     model = "tests.partition.untraceable_models:of('Choosy', 'Choosy', 'Experts')"

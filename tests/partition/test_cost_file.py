@@ -26,13 +26,13 @@ def edge(source, target, **rest):
     return {"from": source, "to": target, **rest}
 
 
-def test_what_is_absent_is_zero(tmp_path):
+def test_absent_costs_default_to_zero(tmp_path):
     graph = load(file_with(tmp_path, nodes=nodes("a", 1), edges=[edge("a", 1, bytes=8)]))
     assert graph.atoms == (Atom(("a",), 1.0, 2.5), Atom((1,), 1.0, 2.5))
     assert graph.values == (Value(0, (1,), 8.0),)
 
 
-def test_equal_bytes_of_one_node_are_one_value(tmp_path):
+def test_edges_with_equal_bytes_are_one_value(tmp_path):
     edges = [edge("a", "b", bytes=8), edge("a", "c", bytes=8), edge("a", "d", bytes=4)]
     graph = load(file_with(tmp_path, nodes=nodes(*"abcd"), edges=edges))
     assert graph.values == (Value(0, (1, 2), 8.0), Value(0, (3,), 4.0))
@@ -41,7 +41,7 @@ def test_equal_bytes_of_one_node_are_one_value(tmp_path):
     assert [value.targets for value in graph.values] == [(1,), (2,), (3,)]
 
 
-def test_groups(tmp_path):
+def test_together_groups_are_contracted(tmp_path):
     tree = {"nodes": nodes(*"abc"), "edges": [edge("a", "b")], "together": [["a", "c"]]}
     assert [atom.ids for atom in load(file_with(tmp_path, **tree)).atoms] == [("a", "c"), ("b",)]
 
@@ -67,7 +67,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("tree", "expected"), WRONG, ids=[line for _, line in WRONG])
-def test_a_line_says_what_is_wrong(tree, expected, tmp_path):
+def test_invalid_cost_file_is_reported_in_one_line(tree, expected, tmp_path):
     path = file_with(tmp_path, **tree)
     with pytest.raises(ValueError) as raised:
         load(path)
@@ -76,7 +76,7 @@ def test_a_line_says_what_is_wrong(tree, expected, tmp_path):
     assert re.search(elided(expected), line), line
 
 
-def test_a_file_that_is_no_json(tmp_path):
+def test_cost_file_must_be_json(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text("{")
     with pytest.raises(ValueError, match="JSON"):
@@ -85,7 +85,7 @@ def test_a_file_that_is_no_json(tmp_path):
         load(tmp_path / "absent.json")
 
 
-def test_too_many_nodes(tmp_path, monkeypatch):
+def test_too_many_nodes_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(cost_file, "MOST_NODES", 1)
     with pytest.raises(ValueError, match="at most 1;"):
         load(file_with(tmp_path, nodes=nodes(*"ab")))

@@ -15,14 +15,14 @@ def atoms(count):
     return [Atom((name,), 1.0, 2.0, 3.0, 4.0, 5.0) for name in "abcdefgh"[:count]]
 
 
-def test_the_downsets_of_a_diamond():
+def test_downsets_of_a_diamond():
     graph = Graph(atoms(4), DIAMOND)
     assert graph.downsets(6) == [0, 0b0001, 0b0011, 0b0101, 0b0111, 0b1111]
     assert graph.downsets(5) is None
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_downsets_are_closed_under_inputs_and_all_there(seed):
+def test_downsets_are_complete_and_closed_under_inputs(seed):
     graph = random_graph(seed)
     closed = {downset for (downset,) in partitions(graph, 1)}
     two = {pair[0] for pair in partitions(graph, 2)}
@@ -30,7 +30,7 @@ def test_downsets_are_closed_under_inputs_and_all_there(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_both_know_the_sums_and_bytes_of_every_cut(seed, monkeypatch):
+def test_cut_sums_and_bytes_match_a_recount(seed, monkeypatch):
     """Counted anew from the graph, value by value."""
     graph = random_graph(seed)
     shared = [Shared((0, 1, len(graph) - 1), 2.0, 1.0), Shared((0, 2), 1.0, 0.5)]

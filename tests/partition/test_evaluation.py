@@ -43,14 +43,14 @@ def choice(*stages, micros=1, **how):
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [("1f1b", 573), ("gpipe", 621)])
-def test_a_step_is_that_of_the_schedule(schedule, expected):
+def test_step_time_matches_the_schedule(schedule, expected):
     """The cut of the published loads that is best under 1F1B only."""
     quiet = costs(LOADS, QUIET, batch=8)
     stages = choice((3,), (5,), (6,), (8,), micros=8, schedule=schedule)
     assert evaluated(quiet, stages).seconds == expected
 
 
-def test_replicas_share_rows_and_sum_gradients():
+def test_replicas_share_rows_and_reduce_gradients():
     """Of 4 rows 2 each; 20 bytes to sum, of which each of two ranks receives 20."""
     found = evaluated(costs((1, 1)), choice((2, 2)))
     assert found.forward == (4.0,) and found.backward == (8.0,)
@@ -60,7 +60,7 @@ def test_replicas_share_rows_and_sum_gradients():
     assert fullest.forward == (6.0,)
 
 
-def test_three_replicas_receive_four_thirds_of_what_they_sum():
+def test_three_replicas_receive_four_thirds_of_the_gradient_bytes():
     found = evaluated(costs((1, 1), batch=3), choice((2, 3)))
     assert found.sums == pytest.approx((MACHINE.call("all_reduce", 4 / 3 * 20, range(3)),))
 
@@ -80,7 +80,7 @@ def test_messages_between_unequal_replicas(replicas, nbytes, peers):
 @pytest.mark.parametrize(
     ("schedule", "flights"), [("1f1b", (2, 1)), ("gpipe", (4, 4)), ("zb-h1", (2, 2))]
 )
-def test_memory_is_what_is_in_flight(schedule, flights):
+def test_memory_counts_activations_in_flight(schedule, flights):
     """Weights, gradients and moments; 5 bytes a row and atom saved, 3 a row received; 2 bytes, and
     the gradient of what was sent; one that is on its way where more microbatches follow."""
     stages = choice((1,), (4,), micros=4, schedule=schedule)
@@ -90,13 +90,13 @@ def test_memory_is_what_is_in_flight(schedule, flights):
     assert found.held == (40 + 5 * flights[0] + 2 + 3, 120 + 18 * flights[1] + 2 + sending)
 
 
-def test_with_recomputation_only_what_was_received_stays():
+def test_recomputation_saves_only_received_inputs():
     kept = evaluated(costs(), choice((1, 1, True), (4, 1, True), micros=4, schedule="gpipe"))
     assert kept.held == (40 + 5 + 2 + 2 * 3, 120 + 4 * 3 + 15 + 2)
     assert kept.forward == (1.0, 3.0) and kept.backward == (3.0, 9.0)
 
 
-def test_of_an_interleaved_schedule_chunks_are_in_flight_together():
+def test_interleaved_chunks_are_in_flight_together():
     """Stage 0 runs chunk 0 of two microbatches, chunk 1 of both, then chunk 0 of a third."""
     found = evaluated(
         costs(batch=4), choice((1,), (2,), (3,), (4,), micros=4, schedule="interleaved", chunks=2)
@@ -105,13 +105,13 @@ def test_of_an_interleaved_schedule_chunks_are_in_flight_together():
     assert found.held[0] == 80 + 3 * 5 + 2 * 8 + 2 + 2 * 3
 
 
-def test_replicas_share_moments_under_zero():
+def test_zero_1_shards_the_optimizer_moments():
     """Of 80 bytes 40 are moments."""
     held = [evaluated(costs((1, 1)), choice((2, 2), zero=zero)).held[0] for zero in (0, 1)]
     assert held[0] - held[1] == 20
 
 
-def test_a_weight_counts_once_a_stage_and_is_summed_over_its_stages():
+def test_tied_weight_counts_once_per_stage_and_is_reduced_over_its_stages():
     tied = (Shared((0, 1, 3), 40.0, 10.0),)
     one = evaluated(costs(shared=tied), choice((4,)))
     assert one.held == (160 - 80 + 4 * 20 + 2,) and one.sums == (0.0,)
@@ -122,7 +122,7 @@ def test_a_weight_counts_once_a_stage_and_is_summed_over_its_stages():
     assert two.sums == pytest.approx((over_all, alone + over_all))
 
 
-def test_a_weight_in_two_parts_of_one_stage_counts_once():
+def test_tied_weight_in_two_chunks_of_a_stage_counts_once():
     tied = (Shared((0, 2), 40.0, 10.0),)
     stages = choice((1, 2), (2, 1), (3, 2), (4, 1), micros=2, schedule="interleaved", chunks=2)
     alone, once = (evaluated(costs(shared=shared), stages) for shared in ((), tied))
@@ -131,7 +131,7 @@ def test_a_weight_in_two_parts_of_one_stage_counts_once():
     assert [alone.sums[0], once.sums[0]] == sums
 
 
-def test_weight_gradients_wait_in_a_split_backward():
+def test_split_backward_delays_weight_gradients():
     """Four times 2 + 2 + 2 s, and a bubble of F + B + W or of F + B - W."""
     seconds = {
         name: evaluated(costs(machine=QUIET), choice((2,), (4,), micros=4, schedule=name)).seconds
@@ -140,7 +140,7 @@ def test_weight_gradients_wait_in_a_split_backward():
     assert seconds == {"1f1b": 5 * 6, "zb-h1": 4 * 6 + 2}
 
 
-def test_what_comes_with_any_part_and_step():
+def test_overheads_per_stage_and_per_step_are_added():
     """Two microbatches of 2 rows on two stages, of 5 and 1 atoms of 12 s, of which all take an
     eighth more forward and a quarter more backward; 10 bytes of each atom are updated."""
     run = RunCosts(0.125, 0.25, 1000.0, 2.0)
@@ -154,7 +154,7 @@ def test_what_comes_with_any_part_and_step():
     assert found.backward == (30.375, 6.375)
 
 
-def test_a_shared_weight_is_updated_once_a_stage():
+def test_tied_weight_is_updated_once_per_stage():
     run = RunCosts(update=1.0)
     tied = (Shared((0, 1, 3), 40.0, 10.0),)
     plain, more = (
@@ -164,7 +164,7 @@ def test_a_shared_weight_is_updated_once_a_stage():
     assert more - plain == pytest.approx(20)
 
 
-def test_what_does_not_fit():
+def test_plan_fits_exactly_at_its_memory_limit():
     stages = choice((1,), (4,), micros=4)
     assert evaluated(costs(), stages, 143).fits and not evaluated(costs(), stages, 142).fits
 
@@ -180,19 +180,19 @@ def test_what_does_not_fit():
         (choice((2,), (4, 2), chunks=2), "the same number of replicas"),
     ],
 )
-def test_what_cannot_be_run_is_refused(wrong, line):
+def test_invalid_arrangement_is_rejected(wrong, line):
     with pytest.raises(ValueError, match=line):
         evaluated(costs(), wrong)
 
 
-def test_the_load_is_what_it_computes_and_moves_once():
+def test_load_counts_compute_and_boundary_bytes_once():
     graph = chain((2, 3, 5), nbytes=4.0)
     assert load(graph, 0b010, Limits(3)) == 9
     assert load(graph, 0b010, Limits(3, bandwidth=2.0)) == 9 + 4
     assert load(graph, 0b110, Limits(3, bandwidth=2.0)) == 24 + 2
 
 
-def test_what_is_held_grows_with_the_microbatches_in_flight():
+def test_held_memory_grows_with_microbatches_in_flight():
     atoms = [atom._replace(memory=3.0, saved=2.0) for atom in chain((1, 1)).atoms]
     graph = type(chain())(atoms, [])
     assert held(graph, 0b01, 1) == 5 and held(graph, 0b11, 4) == 22

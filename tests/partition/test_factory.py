@@ -14,7 +14,7 @@ from tests.partition.sample_models import HERE
 @pytest.mark.parametrize(
     ("call", "inputs"), [("sized(3, batch=4)", (4, 3)), ("sized(batch = 2, width=5)", (2, 5))]
 )
-def test_a_factory_is_given_literals(call, inputs):
+def test_factory_accepts_literal_arguments(call, inputs):
     module, (x,) = made(f"{HERE}:{call}")
     assert x.shape == inputs and module.in_features == inputs[1]
 
@@ -32,19 +32,19 @@ def test_a_factory_is_given_literals(call, inputs):
         ("absent(3)", "has no absent"),
     ],
 )
-def test_bad_arguments_of_a_factory_are_refused_in_a_line(call, line):
+def test_invalid_factory_arguments_are_rejected_in_one_line(call, line):
     with pytest.raises(ValueError, match=line) as found:
         made(f"{HERE}:{call}")
     assert len(str(found.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["tests", ":f", "no.such.module:f"])
-def test_a_factory_that_is_not_there_is_refused(name):
+def test_missing_factory_is_rejected(name):
     with pytest.raises(ValueError, match="^" + name.partition(":")[0]):
         made(name)
 
 
-def test_data_are_drawn_by_the_seed():
+def test_factory_data_depends_only_on_the_seed():
     """And torch's own generator stays as it was."""
     before = torch.get_rng_state()
     (one, _), (same, _), (other, _) = (
@@ -55,15 +55,15 @@ def test_data_are_drawn_by_the_seed():
     assert (weights[0] == weights[1]).all() and (weights[0] != weights[2]).any()
 
 
-def test_a_module_may_be_converted_to_another_type():
+def test_factory_may_convert_the_module_dtype():
     module, _ = made(f"{MODULES}:dropping_in_double")
     assert {each.dtype for each in module.parameters()} == {torch.float64}
 
 
-def test_a_factory_that_fails_with_data_is_refused():
+def test_factory_that_fails_with_data_is_rejected():
     with pytest.raises(ValueError, match="raised RuntimeError: no such size"):
         made_with_data(f"{HERE}:fails", 0)
 
 
-def test_a_function_is_called_with_its_literals():
+def test_function_is_called_with_its_literals():
     assert function_at(f"{HERE}:sized(3, batch=4)")()[1].shape == (4, 3)

@@ -27,7 +27,7 @@ POOR = PipelineChoice((StageChoice(3), StageChoice(4), StageChoice(12)), 4)
 ANY = Allowed(4, 1e9, (4,), ("1f1b",))
 
 
-def test_a_poor_arrangement_is_improved_until_nothing_helps():
+def test_poor_arrangement_is_improved_to_a_local_optimum():
     """Of 12 s for a row in 3 stages, one of them on two ranks."""
     choice, step = improved(COSTS, POOR, ANY, np.arange(0))
     assert sorted(choice.replicas) == [1, 1, 2] and choice.ranks == 4
@@ -37,7 +37,7 @@ def test_a_poor_arrangement_is_improved_until_nothing_helps():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_all_borders_are_moved_together(seed):
+def test_improvement_moves_all_borders(seed):
     """Among all ways to cut a chain into three, with other times for every atom."""
     draw = random.Random(seed)
     costs = line([draw.uniform(1, 9) for _ in range(24)], [draw.uniform(0, 9) for _ in range(23)])
@@ -51,7 +51,7 @@ def test_all_borders_are_moved_together(seed):
     assert step.seconds <= 1.005 * best < 0.995 * evaluated(costs, poor).seconds
 
 
-def test_recomputation_goes_where_there_is_room():
+def test_recomputation_is_dropped_if_memory_allows():
     again = PipelineChoice((StageChoice(6, 2, True), StageChoice(12, 2, True)), 4)
     choice, _ = improved(COSTS, again, ANY, np.arange(0))
     assert not any(stage.recompute for stage in choice.stages)
@@ -59,13 +59,13 @@ def test_recomputation_goes_where_there_is_room():
     assert all(stage.recompute for stage in kept.stages)
 
 
-def test_replicas_that_were_asked_for_stay():
+def test_requested_replicas_are_kept():
     choice, _ = improved(COSTS, POOR, ANY._replace(replicas=(1, 1, 1)), np.arange(0))
     assert choice.replicas == (1, 1, 1)
     assert [stage.end for stage in choice.stages] == [4, 8, 12]
 
 
-def test_a_border_moves_near_and_to_places_that_are_given():
+def test_border_moves_to_adjacent_and_given_positions():
     long = line([1.0] * 100, [0.0] * 99)
     choice = PipelineChoice((StageChoice(50), StageChoice(100)), 4)
     ends = {each.stages[0].end for each in moved(long, choice, 0, np.array([0, 10, 50, 90, 100]))}
@@ -75,7 +75,7 @@ def test_a_border_moves_near_and_to_places_that_are_given():
 @pytest.mark.parametrize(
     ("memory", "end", "instead", "tight"), [(1e9, 3, 4, False), (9.0, 2, None, True)]
 )
-def test_a_shorter_step_that_has_no_room_is_told(memory, end, instead, tight):
+def test_faster_step_that_does_not_fit_is_reported(memory, end, instead, tight):
     """Of two rows the first of two stages saves 4 bytes an atom, the other 2."""
 
     def graph(rows):
@@ -90,7 +90,7 @@ def test_a_shorter_step_that_has_no_room_is_told(memory, end, instead, tight):
     assert (other and other.stages[0].end, seconds is None) == (instead, instead is None)
 
 
-def test_a_plan_settles_where_no_border_alone_makes_it_better():
+def test_improvement_ends_where_no_single_border_move_helps():
     chance = random.Random(1)
     cuts = Chain(chain([chance.uniform(1, 9) for _ in range(20)]))
     limits = Limits(4, microbatches=6)
@@ -101,7 +101,7 @@ def test_a_plan_settles_where_no_border_alone_makes_it_better():
         assert all(each.seconds >= good.seconds for each in cuts_moved(cuts, limits, good, number))
 
 
-def test_places_that_do_not_fit_are_left_out():
+def test_cuts_that_do_not_fit_are_skipped():
     """Two microbatches in flight on the first stage keep 2 bytes an atom, of 8."""
     graph = chain([1.0] * 6)
     cuts = Chain(Graph([atom._replace(saved=1.0) for atom in graph.atoms], graph.values))

@@ -23,7 +23,7 @@ from tests.partition.graphs import (
 ANY = Allowed(4, 1e9, (1, 2, 4), ("1f1b", "gpipe"))
 
 
-def test_what_it_takes_a_step_for_is_about_that_of_the_clock():
+def test_estimated_gpipe_step_matches_the_simulator():
     """Without messages exactly, where stages are alike and GPipe fills and drains."""
     costs = line([1.0] * 8, [0.0] * 7)
     search = JointSearch(costs, ANY._replace(schedules=("gpipe",), replicas=(1,)))
@@ -32,7 +32,7 @@ def test_what_it_takes_a_step_for_is_about_that_of_the_clock():
     assert search.best == evaluated(costs, best).seconds == (4 + 3) * 2 * 2 * 3
 
 
-def test_passes_and_the_update_count():
+def test_estimate_includes_pass_overhead_and_update():
     """Of one stage exactly: 4 microbatches take 4 times what comes with a part."""
 
     def graph(rows):
@@ -45,7 +45,7 @@ def test_passes_and_the_update_count():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_it_finds_can_be_run_and_fits(seed):
+def test_found_arrangements_are_valid_and_fit(seed):
     costs, memory, ranks = random_costs(seed)
     allowed = ANY._replace(ranks=ranks, memory=memory, schedules=("1f1b", "gpipe", "interleaved"))
     found = JointSearch(costs, allowed).found()
@@ -55,7 +55,7 @@ def test_what_it_finds_can_be_run_and_fits(seed):
         assert evaluated(costs, choice, memory).fits
 
 
-def test_recomputation_only_where_there_is_no_room():
+def test_recomputation_is_used_only_if_memory_requires_it():
     """Stages of 4 atoms save 4 bytes a row; the first has two microbatches in flight."""
 
     def graph(rows):
@@ -73,7 +73,7 @@ def test_recomputation_only_where_there_is_no_room():
     assert not JointSearch(costs, allowed._replace(recompute=(False,), memory=7.0)).found()
 
 
-def test_an_interleaved_stage_without_room_runs_again():
+def test_interleaved_stage_that_does_not_fit_recomputes():
     """Of four parts of 2 atoms, which save 4 bytes in both rows, 5 are in flight on stage 0."""
 
     def graph(rows):
@@ -90,31 +90,31 @@ def test_an_interleaved_stage_without_room_runs_again():
     ("replicas", "expected"),
     [((2,), {(2,), (2, 2)}), ((1, 2), {(1, 2)}), ((3, 1), {(3, 1)})],
 )
-def test_replicas_that_are_asked_for(replicas, expected):
+def test_search_returns_the_requested_replicas(replicas, expected):
     search = JointSearch(line([1.0] * 6, [1.0] * 5), ANY._replace(replicas=replicas))
     assert {choice.replicas for choice in search.found()} == expected
 
 
-def test_many_ranks_are_given_in_units():
+def test_many_ranks_are_assigned_in_units():
     allowed = ANY._replace(ranks=256)
     assert allowed.unit == 8 and allowed.replicas_of(1)[:2] == (8, 16)
     assert allowed._replace(ranks=63).unit == 1
     assert allowed._replace(replicas=(3,)).units(3) == 1 and allowed.units(16) == 2
 
 
-def test_known_replicas_of_very_many_ranks_take_no_more_room():
+def test_requested_replicas_of_many_ranks_are_found():
     costs = line([1.0] * 6, [1.0] * 5, batch=1 << 16)
     many = ANY._replace(ranks=1 << 16, replicas=(1 << 14, 1 << 15))
     assert {each.replicas for each in JointSearch(costs, many).found()} == {(1 << 14, 1 << 15)}
 
 
-def test_split_backward_passes_are_found_where_asked_for():
+def test_split_backward_schedules_are_found_on_request():
     search = JointSearch(line([1.0] * 6, [0.0] * 5), ANY._replace(schedules=("zb-h1",)))
     found = search.found()
     assert found and all(each.schedule == "zb-h1" for each in found if each.width > 1)
 
 
-def test_nothing_fits():
+def test_search_reports_whether_anything_fits():
     costs, _, _ = random_costs(3)
     assert not JointSearch(costs, ANY._replace(memory=1.0)).fits()
     assert JointSearch(costs, ANY).fits()
@@ -125,7 +125,7 @@ def test_nothing_fits():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("seed", range(25))
-def test_it_is_the_shortest_of_all(schedule, seed):
+def test_quickest_is_the_optimum_of_all_partitions(schedule, seed):
     graph = random_graph(seed, most=7)
     limits = random_limits(seed, 2 + seed % 3)
     found, expected = (
@@ -139,14 +139,14 @@ def test_it_is_the_shortest_of_all(schedule, seed):
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [("1f1b", 573), ("gpipe", 600)])
-def test_uneven_loads(schedule, expected):
+def test_quickest_partition_of_uneven_loads(schedule, expected):
     """Loads whose lightest heaviest stage takes 600 under 1F1B."""
     limits = Limits(4, microbatches=8)
     found = quickest(cuts_of(chain()), limits, (schedule,))
     assert (found.seconds, found.schedule, found.proven) == (expected, schedule, True)
 
 
-def test_a_step_is_that_of_the_clock():
+def test_partition_time_matches_the_simulator():
     graph, limits = random_graph(3), Limits(3, None, 2.0, 5)
     cuts = cuts_of(graph)
     ends = [2, 5, cuts.count - 1]
@@ -156,7 +156,7 @@ def test_a_step_is_that_of_the_clock():
     assert found.seconds == seconds(graph, stages, limits, "1f1b")
 
 
-def test_what_was_received_is_held_by_every_microbatch_in_flight():
+def test_received_inputs_count_for_every_microbatch_in_flight():
     """Of 3 stages under GPipe 2 have received 4 bytes for each of 5 microbatches."""
     cuts, limits = cuts_of(chain((3, 3, 3), nbytes=4.0)), Limits(3, 20.0, None, 5)
     kept = limits._replace(keeps_received=True)
@@ -165,13 +165,13 @@ def test_what_was_received_is_held_by_every_microbatch_in_flight():
     assert quickest(cuts, kept._replace(memory=19.0), ("gpipe",)).ends == (3,)
 
 
-def test_a_search_that_is_cut_off_proves_nothing(monkeypatch):
+def test_truncated_search_proves_nothing(monkeypatch):
     monkeypatch.setattr(joint_search, "SEARCH_BUDGET", 64)
     found = quickest(cuts_of(random_graph(4)), Limits(4, microbatches=4), ("1f1b",))
     assert found and not found.proven
 
 
-def test_all_searches_together_run_so_many_passes_and_one_step(monkeypatch):
+def test_searches_share_one_budget(monkeypatch):
     """Of 20 numbers of stages and two schedules, with 16 microbatches."""
     run, passes = StepModel.ends, []
 
@@ -201,14 +201,14 @@ def heaviest(graph, limits):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_over_downsets_it_is_the_least_of_all(seed):
+def test_lightest_load_over_downsets_is_optimal(seed):
     graph = random_graph(seed, most=7)
     limits = random_limits(seed, 2 + seed % 3)
     assert heaviest(graph, limits) == lightest_of_all(graph, limits)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_chain_of_sorted_nodes_is_exact_for_chains(seed, monkeypatch):
+def test_lightest_load_of_a_chain_is_optimal(seed, monkeypatch):
     """What crosses several borders is counted as over all downsets."""
     graph, limits = random_graph(seed, most=7), random_limits(seed, 2 + seed % 3)
     exact = heaviest(graph, limits)
@@ -221,7 +221,7 @@ def test_a_chain_of_sorted_nodes_is_exact_for_chains(seed, monkeypatch):
     assert heaviest(line, limits) == lightest_of_all(line, limits)
 
 
-def test_a_branch_that_no_chain_of_the_sorted_nodes_can_cut(monkeypatch):
+def test_downset_search_beats_the_sorted_chain_on_branches(monkeypatch):
     """Nodes 0 2 | 1 3, sorted as 0 1 2 3: two stages of 2 need another order."""
     atoms = [Atom((number,), 1.0, 0.0) for number in range(4)]
     graph = Graph(atoms, [Value(0, (2,), 9.0), Value(1, (3,), 9.0)])
@@ -231,16 +231,16 @@ def test_a_branch_that_no_chain_of_the_sorted_nodes_can_cut(monkeypatch):
     assert heaviest(graph, limits) > 2
 
 
-def test_fewest_stages_of_equal_load():
+def test_fewest_stages_with_the_same_load_are_selected():
     assert len(lightest(cuts_of(chain((9, 1, 1))), Limits(3))) == 2
 
 
-def test_no_partition_fits():
+def test_lightest_returns_none_if_nothing_fits():
     graph = random_graph(1)
     assert lightest(cuts_of(graph), Limits(4, memory=0.5)) is None
 
 
-def test_what_was_received_needs_room_too():
+def test_received_inputs_require_memory():
     """Two nodes of 3 s and 4 bytes between them: the second holds these for a microbatch."""
     cuts = cuts_of(chain((3, 3), nbytes=4.0))
     assert lightest(cuts, Limits(2, memory=3.0)) == [1, 2]

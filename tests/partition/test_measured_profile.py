@@ -42,19 +42,19 @@ def costs(batch=4, **how):
 
 
 @pytest.mark.parametrize(("rows", "line"), [(1, 1), (2, 2), (3, 3), (4, 4)])
-def test_seconds_lie_on_a_line_between_those_that_were_measured(rows, line):
+def test_seconds_are_interpolated_between_measurements(rows, line):
     atoms = costs().graph(rows).atoms
     expected = [1 + number + (number + 1) * line / 4 for number in range(12)]
     assert [atom.forward for atom in atoms] == pytest.approx(expected)
     assert [atom.backward for atom in atoms] == pytest.approx([2 * each for each in expected])
 
 
-def test_beyond_the_largest_they_grow_with_the_rows():
+def test_seconds_are_extrapolated_by_rows():
     few, many = (costs().graph(rows).atoms for rows in (4, 12))
     assert [atom.forward for atom in many] == pytest.approx([3 * atom.forward for atom in few])
 
 
-def test_bytes_are_those_without_a_profile():
+def test_profile_keeps_the_byte_counts():
     """And the share of backward that is for weights: half of a product, but not of the first,
     whose input needs no gradient."""
     plain = graph_of(Operations(small("mlp")), FLOP, 4)
@@ -67,7 +67,7 @@ def test_bytes_are_those_without_a_profile():
     assert shares == pytest.approx([1.0, 0.0, *[0.5, 0.0] * 5])
 
 
-def test_a_step_has_what_comes_with_a_part_a_step_and_the_update():
+def test_step_includes_measured_overheads_and_the_update():
     """Of 4 rows on one rank; and of two stages of them, with a message."""
     found, parameters = costs(), 6 * (64 * 64 + 64) * 4
     passes = 3 * sum(1 + number + number + 1 for number in range(12))
@@ -79,7 +79,7 @@ def test_a_step_has_what_comes_with_a_part_a_step_and_the_update():
     assert two.seconds == pytest.approx(halves + 2 * message)
 
 
-def test_another_order_of_the_atoms_has_the_same_costs():
+def test_reordered_atoms_have_the_same_costs():
     found = costs()
     again = found.reordered([*range(found.count)])
     plain, other = (
@@ -88,7 +88,7 @@ def test_another_order_of_the_atoms_has_the_same_costs():
     assert plain == other > 8.0
 
 
-def test_replicas_update_a_part_each_under_zero():
+def test_zero_1_replicas_share_the_update_time():
     found, parameters = costs(), 6 * (64 * 64 + 64) * 4
     steps = [
         evaluated(found, PipelineChoice((StageChoice(12, 2),), zero=zero)).seconds
@@ -97,7 +97,7 @@ def test_replicas_update_a_part_each_under_zero():
     assert steps[0] - steps[1] == pytest.approx(0.01 * parameters / 2)
 
 
-def test_the_planner_weighs_what_comes_with_a_part():
+def test_planner_considers_the_overhead_per_stage():
     """Without it two stages and many microbatches are faster, with much of it one rank is."""
     quick = [{**each, "bytes": [1, 2], "seconds": [1e-9, 2e-9]} for each in CALLS]
     nothing = {**RUN, "step": 0.0, "update": 0.0, "forward": 0.0}
@@ -110,7 +110,7 @@ def test_the_planner_weighs_what_comes_with_a_part():
     assert widths[1].choice.microbatches == 1
 
 
-def test_its_machine_has_the_measured_calls():
+def test_machine_of_a_profile_has_the_measured_calls():
     machine = profile().machine(2)
     assert machine.call("send", 5_000, (0, 1)) == pytest.approx(51, rel=0.1)
     assert machine.call("send", 20_000, (0, 1)) == pytest.approx(201)
@@ -118,7 +118,7 @@ def test_its_machine_has_the_measured_calls():
     assert machine.memory_gb == 1.0
 
 
-def test_measured_on_one_rank_it_plans_for_one():
+def test_single_rank_profile_plans_only_one_rank():
     alone = profile(calls=[])
     assert alone.machine(1).call("send", 5, (0,)) == 0
     with pytest.raises(ValueError, match=r"mpirun -np 2.*--machine"):
@@ -129,12 +129,12 @@ def test_measured_on_one_rank_it_plans_for_one():
     ("how", "line"),
     [({"graph": "other"}, "has changed since"), ({"pieces": {}}, "differ in pieces")],
 )
-def test_of_another_model_it_is_refused(how, line):
+def test_profile_that_does_not_match_the_model_is_rejected(how, line):
     with pytest.raises(ValueError, match=line):
         costs(**how)
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_profile_round_trips(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(profile().text())
     assert measured_profile.load(path) == profile()
@@ -162,7 +162,7 @@ def changed(**fields):
         (changed(memory=float("nan")), "memory is missing or invalid"),
     ],
 )
-def test_what_is_no_profile_is_refused(text, line, tmp_path):
+def test_invalid_profile_is_rejected(text, line, tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=line) as error:

@@ -15,7 +15,7 @@ def graph(name, batch):
     return graph_of(Operations(small(name)), FLOP, batch)
 
 
-def test_a_stage_holds_values_gradients_and_two_moments_of_its_parameters():
+def test_stage_memory_counts_values_gradients_and_two_moments():
     """Of 6 layers of 64 x 64 with biases, in float32."""
     found = graph("mlp", 16)
     parameters = 6 * (64 * 64 + 64) * 4
@@ -36,13 +36,13 @@ def test_buffers_have_neither_gradients_nor_moments():
     assert found.total("memory", found.everything) == 4 * trained + buffers
 
 
-def test_values_are_what_crosses_in_bytes():
+def test_values_have_the_bytes_that_cross():
     """[16, 64] in float32 between any two operations of a perceptron."""
     found = graph("mlp", 16)
     assert [each.nbytes for each in found.values if each.nbytes] == 11 * [16 * 64 * 4]
 
 
-def test_what_another_piece_saves_is_told_apart():
+def test_saved_values_of_other_pieces_are_separate():
     """Of a perceptron every Linear but the first and every GELU saves what the one before made."""
     array = 16 * 64 * 4
     found = [each for each in graph("mlp", 16).values if each.saved]
@@ -50,13 +50,13 @@ def test_what_another_piece_saves_is_told_apart():
     assert len(found) == 11
 
 
-def test_skips_of_a_unet_cross_every_border_between_their_ends():
+def test_unet_skip_connections_cross_every_border_between_their_ends():
     found = graph("unet", 8)
     assert max(value.targets[-1] - value.source for value in found.values) > len(found) / 2
 
 
 @pytest.mark.slow
-def test_operations_keep_their_costs():
+def test_operation_costs_scale_with_the_batch():
     found = graph("bert", 8)
     half = graph("bert", 4)
     assert found.total("forward", found.everything) == pytest.approx(
@@ -65,7 +65,7 @@ def test_operations_keep_their_costs():
 
 
 @pytest.mark.slow
-def test_a_table_that_embedding_and_head_share_counts_once():
+def test_tied_embedding_counts_once():
     """Of BERT: 64 tokens of 32, in float32."""
     found, table = graph("bert", 8), 64 * 32 * 4
     state = small("bert").program.state_dict
@@ -76,13 +76,13 @@ def test_a_table_that_embedding_and_head_share_counts_once():
     assert [found.atoms[atom].parameters >= table for atom in shared.atoms] == [True, True]
 
 
-def test_atoms_know_their_pieces():
+def test_atoms_reference_their_pieces():
     found = graph("unet", 8)
     pieces = [piece for atom in found.atoms for piece in atom.pieces]
     assert sorted(pieces) == [*range(len(small("unet").pieces))]
 
 
-def test_the_widest_operation_of_a_layer():
+def test_working_memory_of_a_layer_is_that_of_its_widest_operation():
     """Gradients of a weight, a bias, and of what is read and made."""
     found = graph("mlp", 16)
     assert found.atoms[2].working == (64 * 64 + 64 + 2 * 16 * 64) * 4

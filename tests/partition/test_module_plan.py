@@ -36,7 +36,7 @@ def planned(name="unet", ranks=2, batch=None, **how):
 @pytest.mark.parametrize(
     "seeds", [range(3), pytest.param(range(3, 200), marks=pytest.mark.slow)], ids=["few", "all"]
 )
-def test_it_is_the_quickest_of_all_arrangements(seeds):
+def test_plan_is_close_to_the_fastest_of_all_arrangements(seeds):
     """Replicas, recomputation, microbatches, schedule and borders together; of 200 models four
     come out up to a fifth slower, those where little memory or slow messages decide."""
     missed = []
@@ -54,7 +54,7 @@ def test_it_is_the_quickest_of_all_arrangements(seeds):
     assert len(missed) <= len(seeds) / 40, missed
 
 
-def test_no_arrangement_with_equal_replicas_is_quicker():
+def test_no_arrangement_with_equal_replicas_is_faster():
     ways = [(1, 4), (2, 2), (4, 1)]
     times = [
         planned("mlp", 4, batch=1 << 16, replicas=(replicas,), microbatches=micros).step.seconds
@@ -63,7 +63,7 @@ def test_no_arrangement_with_equal_replicas_is_quicker():
     assert planned("mlp", 4, batch=1 << 16).step.seconds <= min(times)
 
 
-def test_a_model_is_cut_where_a_rank_has_no_room_for_it():
+def test_model_is_cut_if_it_does_not_fit_on_a_rank():
     """Of 6 layers, of which replicas have all."""
     whole = planned("mlp", 4, batch=64, schedule="1f1b")
     assert len(whole.choice.stages) == 1 and max(whole.step.held) > 6 * LAYER
@@ -71,12 +71,12 @@ def test_a_model_is_cut_where_a_rank_has_no_room_for_it():
     assert len(cut.choice.stages) > 1 and max(cut.step.held) <= cut.memory == 5.4 * LAYER
 
 
-def test_a_margin_is_left_free():
+def test_memory_margin_is_reserved():
     assert planned("mlp", memory=1e9, margin=0.25).memory == 0.75e9
     assert planned("mlp", margin=0.1).memory == pytest.approx(0.9 * 16e9)
 
 
-def test_a_stage_keeps_what_it_received():
+def test_stage_memory_includes_saved_inputs_and_workspace():
     """A perceptron that has room for 4 of 6 layers: Linear and GELU both keep what they read; one
     operation has the gradients of a layer and two arrays, and the first stage one that it got."""
     array, working = 16 * 64 * 4, LAYER / 4 + 2 * 16 * 64 * 4
@@ -88,7 +88,7 @@ def test_a_stage_keeps_what_it_received():
         assert held == layers * LAYER + (len(ids) + more) * array + working
 
 
-def test_all_may_run_again_or_none():
+def test_recompute_option_forces_full_or_none():
     how = {"ranks": 2, "batch": 64, "replicas": (1, 1), "microbatches": 4}
     again, none = (planned("mlp", recompute=kind, **how) for kind in ("full", "none"))
     assert all(stage.recompute for stage in again.choice.stages)
@@ -96,7 +96,7 @@ def test_all_may_run_again_or_none():
     assert none.step.seconds < again.step.seconds
 
 
-def test_moments_are_shared_under_zero():
+def test_zero_1_shards_moments():
     """With room for four of the six layers and their moments: one half of these."""
     how = {"ranks": 2, "batch": 64, "replicas": (2,), "memory": 5.5 * LAYER}
     with pytest.raises(ValueError, match="--zero 1"):
@@ -105,12 +105,12 @@ def test_moments_are_shared_under_zero():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "zb-h2"])
-def test_a_schedule_that_is_asked_for(schedule):
+def test_requested_schedule_is_used(schedule):
     found = planned("mlp", 2, batch=64, replicas=(1, 1), schedule=schedule).choice
     assert found.schedule == schedule and found.width == 2
 
 
-def test_pieces_of_parts_are_all_of_the_module():
+def test_stage_pieces_cover_the_module():
     plan = planned("unet", 3, batch=64, replicas=(2, 1), microbatches=4, schedule="1f1b")
     assert plan.choice.replicas == (2, 1)
     together = [piece for part in plan.pieces for piece in part]
@@ -118,7 +118,7 @@ def test_pieces_of_parts_are_all_of_the_module():
     assert [len(ids) for ids in plan.ids] == [len(part) for part in plan.pieces]
 
 
-def test_sums_of_gradients_end_the_step():
+def test_gradient_reduction_ends_the_step():
     """On 2 ranks with all of the model: the passes of half of the batch, and one sum."""
     half = planned("mlp", 1, batch=1 << 9, microbatches=1).step.seconds
     both = planned("mlp", 2, batch=1 << 10, replicas=(2,), microbatches=1).step.seconds
@@ -126,7 +126,7 @@ def test_sums_of_gradients_end_the_step():
     assert both - half == pytest.approx(MACHINE.call("all_reduce", parameters, range(2)))
 
 
-def test_a_border_is_explained_by_the_next_best():
+def test_each_border_reports_its_next_best_alternative():
     plan = planned("unet", 3, batch=1 << 12, replicas=(1,), microbatches=8, schedule="1f1b")
     assert len(plan.borders) == len(plan.choice.stages) - 1 > 0
     for border, ids in zip(plan.borders, plan.ids):
@@ -151,7 +151,7 @@ def test_branches_are_cut_in_another_order():
     assert plan.step.seconds < evaluated(costs, straight).seconds
 
 
-def test_the_lightest_heaviest_stage_can_be_asked_for():
+def test_load_objective_minimizes_the_heaviest_stage():
     plan = planned("mlp", 3, batch=1 << 18, objective="load")
     assert plan.choice.replicas == (1, 1, 1)
     loads = []
@@ -176,13 +176,13 @@ def test_the_lightest_heaviest_stage_can_be_asked_for():
         ({"ranks": 100, "replicas": (1,)}, r"only \d+ pieces, .* 100 stages"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(how, line):
+def test_impossible_plan_is_rejected(how, line):
     with pytest.raises(ValueError, match=line):
         planned(**how)
 
 
 @pytest.mark.parametrize("how", [{}, {"schedule": "interleaved"}, {"replicas": (1, 1)}])
-def test_the_memory_that_a_refusal_names_is_enough(how):
+def test_memory_named_in_a_rejection_is_sufficient(how):
     with pytest.raises(ValueError) as refused:
         planned("mlp", memory=1e5, margin=0.2, **how)
     (enough,) = re.findall(r"--memory (\d+)B", str(refused.value))
@@ -191,12 +191,12 @@ def test_the_memory_that_a_refusal_names_is_enough(how):
         planned("mlp", memory=0.99 * float(enough), margin=0.2, **how)
 
 
-def test_a_module_is_planned_for_the_batch_of_its_inputs():
+def test_module_is_planned_for_the_batch_of_its_inputs():
     found = planned_module(small("mlp"), MACHINE, Wanted(1))
     assert found.costs.batch == small("mlp").batch
     assert found.step == planned("mlp", 1).step
 
 
-def test_a_batch_that_is_not_first_leaves_nothing_to_cut():
+def test_batch_in_another_dimension_prevents_cuts():
     with pytest.raises(ValueError, match="the batch in dimension 0"):
         planned_module(captured(f"{HERE}:time_first"), MACHINE, Wanted(4, replicas=(1,)))

@@ -45,7 +45,7 @@ def total(captured, batch):
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("resnet", marks=pytest.mark.slow), "unet"])
-def test_operations_are_those_that_torch_counts(name):
+def test_flops_match_the_torch_counter(name):
     module, inputs = importlib.import_module(f"inputs.partition.{name}").small()
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     expected = counted(module, inputs)
@@ -54,7 +54,7 @@ def test_operations_are_those_that_torch_counts(name):
 
 
 @pytest.mark.slow
-def test_a_module_that_stays_whole_has_the_operations_that_torch_counts():
+def test_opaque_module_flops_match_the_torch_counter():
     name = f"{UNTRACEABLE}:of('Choosy', 'Experts')"
     found, (module, inputs) = captured_of(name), made_with_data(name, 0)
     assert found.whole
@@ -62,7 +62,7 @@ def test_a_module_that_stays_whole_has_the_operations_that_torch_counts():
     assert sum(total(found, 24)) == pytest.approx(2 * counted(module, inputs), rel=1e-9)
 
 
-def test_a_module_that_stays_whole_saves_what_it_takes_and_what_it_makes():
+def test_opaque_module_saves_its_inputs_and_results():
     """Choosy in the run with data: of 4 numbers in float32 what it takes, and what tanh makes."""
     found = captured_of(f"{UNTRACEABLE}:of('Choosy')")
     saved = {node.name: each.saved for node, each in Operations(found).costs(FLOP, 6).items()}
@@ -73,7 +73,7 @@ def test_a_module_that_stays_whole_saves_what_it_takes_and_what_it_makes():
 
 
 @pytest.mark.slow
-def test_attention_is_counted_by_its_formula():
+def test_attention_flops_follow_the_formula():
     """Of BERT with 4 layers, 4 heads of 8 and 8 x 16 tokens; torch counts its other products."""
     attention = 4 * 4 * 8 * 4 * 16 * 16 * 8
     rows, tokens, hidden, vocabulary = 8, 8 * 16, 32, 64
@@ -85,31 +85,31 @@ def test_attention_is_counted_by_its_formula():
 
 
 @pytest.mark.slow
-def test_half_a_batch_costs_half():
+def test_half_the_batch_costs_half():
     whole, half = (total(small("bert"), batch) for batch in (8, 4))
     assert half == pytest.approx([each / 2 for each in whole], rel=1e-9)
 
 
-def test_what_is_saved_is_counted_once():
+def test_saved_values_count_once():
     """Of Linear and GELU: the inputs of both but that of the model, and no weight."""
     found = Operations(small("mlp")).costs(FLOP, 16)
     assert sum(each.saved for each in found.values()) == 11 * 16 * 64 * 4
 
 
-def test_what_is_composed_of_products_is_counted_as_torch_does():
+def test_einsum_flops_match_the_torch_counter():
     """einsum of [b, 4] and [b, 4] to [b], of 4 samples, behind a layer."""
     forward, _ = total(captured(f"{HERE}:contracts"), 4)
     assert forward == 2 * 4 * 4 * 4 + 2 * 4 * 4
 
 
-def test_a_copy_moves_bytes_and_a_view_does_not():
+def test_copy_moves_bytes_and_a_view_does_not():
     found = Operations(captured(f"{HERE}:repeats")).costs(BYTES, 4)
     seconds = {node.name: each.forward for node, each in found.items()}
     assert seconds["unsqueeze"] == seconds["expand"] == 0
     assert seconds["reshape"] == pytest.approx(2 * 4 * 16 * 4)
 
 
-def test_half_of_the_products_backward_are_for_weights():
+def test_half_of_the_backward_products_are_weight_gradients():
     """Of the first layer, whose input needs no gradient, the only one."""
     found = Operations(small("mlp")).costs(FLOP, 16)
     layers = [each for node, each in found.items() if "linear" in node.name]
@@ -120,7 +120,7 @@ def test_half_of_the_products_backward_are_for_weights():
     assert not any(each.weight for each in others)
 
 
-def test_gradients_of_other_weights_do_not_wait():
+def test_only_product_weights_delay_their_gradients():
     """A table and a normalization have theirs at once; three layers and a product with the table's
     transpose do not."""
     found = Operations(captured("tests.partition.execution.modules:everything")).costs(FLOP, 12)

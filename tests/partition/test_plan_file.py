@@ -40,7 +40,7 @@ def saved():
     return plan_of(CHAIN, (1, 1), 2, "1f1b")
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_plan_round_trips(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(saved().text())
     found = plan_file.load(path)
@@ -49,7 +49,7 @@ def test_what_is_written_is_read(tmp_path):
     assert found.pieces(captured) == [[*part] for part in even_parts(captured, 2)]
 
 
-def test_a_digest_is_that_of_what_is_computed():
+def test_digest_depends_on_the_computation_not_on_the_batch():
     """Not of the batch, nor of values; but of operations, constants and shapes."""
     import torch
 
@@ -63,7 +63,7 @@ def test_a_digest_is_that_of_what_is_computed():
     assert digest(lambda y, x: x - y) != digest(lambda y, x: y - x)
 
 
-def test_the_plan_of_another_model_is_refused():
+def test_plan_of_another_model_is_rejected():
     _, _, other = prepared(f"{HERE}:everything")
     with pytest.raises(ValueError, match="has changed since the plan was made"):
         saved().pieces(other)
@@ -88,7 +88,7 @@ def test_the_plan_of_another_model_is_refused():
         ({"model": None}, "model is missing or invalid"),
     ],
 )
-def test_what_is_no_plan_is_refused(change, line, tmp_path):
+def test_invalid_plan_is_rejected(change, line, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(saved().text()) | change))
     with pytest.raises(ValueError, match=f"{line}.*; use a file written by"):
@@ -96,7 +96,7 @@ def test_what_is_no_plan_is_refused(change, line, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000])
-def test_what_is_no_json_is_refused(content, tmp_path):
+def test_plan_file_must_be_json(content, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(content)
     with pytest.raises(ValueError, match="; use a file written by"):

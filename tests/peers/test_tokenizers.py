@@ -41,7 +41,7 @@ def fast():
     return made
 
 
-def test_a_model_is_imported_trained_on_and_exported_with_its_tokenizer(tmp_path, fast):
+def test_imported_model_trains_and_exports_with_its_tokenizer(tmp_path, fast):
     """On 8 ranks; what is exported makes the tokens that the run was trained on."""
     theirs, run, out = (tmp_path / name for name in ("theirs", "run", "out"))
     torch.manual_seed(4)
@@ -79,7 +79,7 @@ def test_a_model_is_imported_trained_on_and_exported_with_its_tokenizer(tmp_path
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe"])
-def test_they_read_the_tokenizer_of_what_we_export(tmp_path, name):
+def test_transformers_reads_the_exported_tokenizer(tmp_path, name):
     (tmp_path / "a.txt").write_text(TEXT)
     made = [str(tmp_path / "a.txt"), "-o", str(tmp_path / "a.h5"), "--tokenizer", name]
     assert prepare.main(made) == 0
@@ -98,7 +98,7 @@ def test_they_read_the_tokenizer_of_what_we_export(tmp_path, name):
     assert tokenizer.encode(without) == expected.encode(without.encode()).tolist()
 
 
-def test_ranks_are_those_of_tiktoken(tmp_path):
+def test_tiktoken_ranks_encode_as_tiktoken(tmp_path):
     """Of a vocabulary learned here, which they cut as GPT-2 does."""
     tiktoken = pytest.importorskip("tiktoken")
     model = json.loads(train_bpe([TEXT.encode()], 330).json)["model"]

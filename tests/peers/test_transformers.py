@@ -133,7 +133,7 @@ def theirs(seed=4, kind="gpt2", **settings):
 
 
 @pytest.mark.parametrize("line", OURS)
-def test_they_load_what_we_export(tmp_path, line):
+def test_transformers_loads_the_export_with_the_same_logits(tmp_path, line):
     folder = drawn_models.saved(tmp_path / "run", f"{line} dtype=float32")
     config = config_of(Checkpoint(folder)).model
     command("export", folder, "-o", tmp_path / "out")
@@ -152,7 +152,7 @@ def test_they_load_what_we_export(tmp_path, line):
 
 
 @pytest.mark.parametrize("settings", THEIRS)
-def test_we_load_what_they_save(tmp_path, settings):
+def test_saved_transformers_model_is_imported_with_the_same_logits(tmp_path, settings):
     model = theirs(**settings)
     model.save_pretrained(tmp_path / "out")
     command("import", tmp_path / "out", "-o", tmp_path / "run")
@@ -165,7 +165,7 @@ def test_we_load_what_they_save(tmp_path, settings):
     same(drawn_models.logits(folder, tokens), logits(model, tokens))
 
 
-def test_several_short_files_become_what_they_say(tmp_path):
+def test_bfloat16_shards_are_imported_with_the_same_logits(tmp_path):
     """bfloat16 in shards, as large models are given away."""
     model = theirs(tie_word_embeddings=False).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "out", max_shard_size="4KB")
@@ -185,7 +185,7 @@ def test_several_short_files_become_what_they_say(tmp_path):
         {"kind": "bert", "hidden_act": "gelu_new"},
     ],
 )
-def test_there_and_back_is_the_same_to_the_last_bit(tmp_path, settings):
+def test_import_and_export_preserve_every_bit(tmp_path, settings):
     before = theirs(**settings)
     before.save_pretrained(tmp_path / "out")
     command("import", tmp_path / "out", "-o", tmp_path / "run")
@@ -211,7 +211,7 @@ LIKE_MIXTRAL |= {"num_hidden_layers": 2, "router_aux_loss_coef": 0.0}
         (LIKE_MIXTRAL, "d 2 e 4 zero 3"),
     ],
 )
-def test_a_run_goes_on_with_their_loss(tmp_path, settings, layout):
+def test_resumed_import_has_the_loss_of_transformers(tmp_path, settings, layout):
     """The first step of 8 ranks has the loss that they compute for its batch."""
     model = theirs(**settings)
     model.save_pretrained(tmp_path / "out")
@@ -229,7 +229,7 @@ def test_a_run_goes_on_with_their_loss(tmp_path, settings, layout):
     assert losses(tmp_path / "run")[0] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_their_generator_runs_on_what_we_export(tmp_path):
+def test_transformers_generates_from_the_export(tmp_path):
     folder = drawn_models.saved(
         tmp_path / "run", "schedule=none microbatches=2 sequence=11 dtype=float32"
     )
@@ -243,7 +243,7 @@ def test_their_generator_runs_on_what_we_export(tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"n_positions": 40}, {"kind": "llama"}, {"kind": "qwen2"}, {"kind": "mixtral"}]
 )
-def test_the_same_tokens_are_the_likeliest(tmp_path, settings):
+def test_greedy_generation_matches_transformers(tmp_path, settings):
     """Of a folder of theirs whose vocabulary of 256 is bytes; three queries share a key."""
     model = theirs(**settings, vocab_size=256).eval()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
@@ -262,7 +262,7 @@ def test_the_same_tokens_are_the_likeliest(tmp_path, settings):
         assert sample["tokens"] == expected
 
 
-def test_the_balance_loss_of_a_sequence_in_one_layer_is_theirs(tmp_path):
+def test_balance_loss_of_one_layer_matches_transformers(tmp_path):
     """Of several they multiply means over all of them; here each has a product of its own."""
     model = theirs(kind="mixtral", num_hidden_layers=1, router_aux_loss_coef=0.3)
     model.save_pretrained(tmp_path / "out")
@@ -279,7 +279,7 @@ def test_the_balance_loss_of_a_sequence_in_one_layer_is_theirs(tmp_path):
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(0.7, 20, 0.9), (1.5, 300, 0.5), (1.0, 7, 0.0)]
 )
-def test_tokens_are_as_likely_as_theirs(temperature, top_k, top_p):
+def test_sampling_probabilities_match_transformers(temperature, top_k, top_p):
     scores = torch.randn((1, 100), generator=torch.manual_seed(3), dtype=torch.float64)
     expected = scores
     for name, value in [("Temperature", temperature), ("TopK", top_k), ("TopP", top_p)]:

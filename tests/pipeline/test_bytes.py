@@ -94,7 +94,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("line", strided(BETWEEN, 4))
-def test_stages_hand_over_activations_and_their_gradients(line):
+def test_stages_exchange_activations_and_their_gradients(line):
     """2 v M b s h e / ranks sent and received by a stage of v chunks, less at the ends.
 
     A chunk sends every microbatch forward, but the last chunk does not, and back, but the first
@@ -151,7 +151,7 @@ def elements_of(stage, stages, layers):
 @pytest.mark.parametrize(
     ("zero", "data", "overlap"), strided([*product(range(4), (2, 4), ("true", "false"))], 5)
 )
-def test_replicas_move_their_parameters(zero, data, overlap):
+def test_data_parallel_bytes_match_the_formula_for_every_zero_stage(zero, data, overlap):
     """2 psi e (d-1)/d with ZeRO 0 and 1; psi e (d-1)/d more for every microbatch with 2, and twice
     that with 3."""
     pipeline = f"p=2 schedule=1f1b microbatches={MICROS} layers_per_stage=[1,3] tied=false"
@@ -164,7 +164,7 @@ def test_replicas_move_their_parameters(zero, data, overlap):
 @pytest.mark.parametrize(
     ("context", "zero"), strided([*product(["ring", "all-to-all"], range(4))], 5)
 )
-def test_ranks_with_other_tokens_are_replicas(zero, context):
+def test_context_ranks_reduce_gradients_as_replicas(zero, context):
     """2 psi e (1 - 1/(c d)), in one collective over the plane c d; what ZeRO 2 and 3 move in a
     pass goes along d and along c, and is as much."""
     line = f"d=2 c=2 sequence=4 context={context} microbatches={MICROS} tied=false zero={zero}"
@@ -183,7 +183,7 @@ def test_ranks_with_other_tokens_are_replicas(zero, context):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "bucket"), strided([*product(range(4), (0.001, 25))], 3))
-def test_bytes_of_any_tensor_scheme_schedule_and_bucket(zero, bucket):
+def test_zero_bytes_match_for_any_scheme_schedule_and_bucket(zero, bucket):
     """The elements are those of the rank's own blocks, which ZeRO-3 stores in d parts."""
     line = f"p=2 d=2 x=2 microbatches={MICROS} tied=false schedule=zb-h1 bucket_mb={bucket}"
     whole = counted(line)
@@ -192,7 +192,7 @@ def test_bytes_of_any_tensor_scheme_schedule_and_bucket(zero, bucket):
         assert {op: rank.bytes("d", op) for op in rank.ops("d")} == expected
 
 
-def test_a_table_that_serves_both_ends_is_reduced_for_each_of_them():
+def test_tied_table_is_reduced_for_both_ends():
     (rank, *_) = counted(f"d=2 zero=2 microbatches={MICROS}")
     both = elements_of(0, 1, 4) | {"head.table": TABLE}
     assert rank.bytes("d", "reduce_scatter") == on_data(2, 2, both)["reduce_scatter"]
@@ -216,7 +216,7 @@ WEIGHTS, VECTORS = 2 * 4 + 1, 2 * 8 + 1  # of a stage of two layers and the embe
         (3, "all_gather", 1 + 2 * (2 * WEIGHTS - 1), VECTORS + 2 * (2 * WEIGHTS - 1)),
     ],
 )
-def test_a_call_a_bucket(zero, op, one, many):
+def test_one_collective_per_bucket(zero, op, one, many):
     """One bucket holds all that is summed alike; without bytes a bucket is a parameter."""
     line = f"p=2 d=2 microbatches=2 tied=false zero={zero}"
     for size, number in ((25, one), (0, many)):
@@ -225,7 +225,7 @@ def test_a_call_a_bucket(zero, op, one, many):
 
 
 @pytest.mark.parametrize(("zero", "op"), [(0, "all_reduce"), (1, "reduce_scatter")])
-def test_a_bucket_is_full_before_the_next_begins(zero, op):
+def test_buckets_are_filled_before_the_next_one_starts(zero, op):
     """About as many calls as buckets of 20 kB fit into the gradients, of which some are larger."""
     line = f"p=2 d=2 microbatches=2 tied=false zero={zero}"
     parameters, buckets = (counted(f"{line} bucket_mb={size}")[0] for size in (0, 0.02))
@@ -241,7 +241,7 @@ def test_a_bucket_is_full_before_the_next_begins(zero, op):
     "pipeline",
     ["p=2 schedule=1f1b", "p=4 schedule=zb-h2", "p=2 schedule=interleaved chunks=2"],
 )
-def test_the_ends_exchange_a_tied_table_once(pipeline, zero):
+def test_tied_table_gradient_is_exchanged_once_between_ends(pipeline, zero):
     """Its gradient, or with ZeRO a rank's part of it, on the communicator of all ranks."""
     part = TABLE * ITEM // (2 if zero else 1)
     ranks = counted(f"{pipeline} d=2 microbatches=4 zero={zero}")
@@ -255,13 +255,13 @@ def test_the_ends_exchange_a_tied_table_once(pipeline, zero):
     "line",
     ["p=2 schedule=1f1b tied=false", "p=2 schedule=zb-v chunks=2", "d=2 schedule=none"],
 )
-def test_where_there_is_one_table_nothing_is_exchanged(line):
+def test_untied_or_single_stage_models_exchange_no_table(line):
     for rank in counted(f"{line} microbatches=4"):
         assert not {"send", "recv"} & rank.ops("world")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_sums_begin_under_the_last_backward_pass(schedule):
+def test_gradient_reductions_start_during_the_last_backward_pass(schedule):
     """A bucket a parameter: those of all but a stage's first layer are posted while it runs, and
     all after it where a stage waits for the gradient that it hands on."""
     line = f"p=2 d=2 microbatches=4 schedule={schedule} tied=false bucket_mb=0"
@@ -282,7 +282,7 @@ def posted_around_the_last_product(rank):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_keys_that_several_ranks_need_are_summed_when_the_step_ends(kv_heads):
+def test_replicated_key_gradients_are_reduced_at_the_end_of_a_step(kv_heads):
     """2 (1 - 1/n) e of the elements of Wk, Wv and their biases, which a rank stores whole along
     n's axes; biases are longer along m's; all else is what ranks with a key each receive."""
     layers, x, n, width = 2, 2, 4, HIDDEN // 12
@@ -297,14 +297,14 @@ def test_keys_that_several_ranks_need_are_summed_when_the_step_ends(kv_heads):
         assert not any(more.values())
 
 
-def test_a_rank_gathers_the_columns_of_the_keys_that_it_needs():
+def test_rank_gathers_the_columns_of_its_keys():
     """(1 - 1/m) e of [Wq | Wk | Wv], h (h / n + 2 D) elements."""
     (rank, *_) = counted("x=2 y=4 microbatches=1 schedule=none layers=1 kind=llama kv_heads=2")
     assert HIDDEN * (HIDDEN // 4 + 2 * HIDDEN // 12) * ITEM // 2 in rank.calls["x", "all_gather"]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_rms_norm_sums_one_number_a_row(ranks):
+def test_rms_norm_reduces_one_number_per_row(ranks):
     """2 (1 - 1/g) rows e bytes forward, as many backward, of two norms a layer and the last."""
     layers, micros = 2, 2
     line = f"z={ranks} schedule=none microbatches={micros} layers={layers} kind=llama kv_heads=4"
@@ -327,7 +327,7 @@ EXPERT_MESHES = {  # and the ranks that sequences and X's columns are cut over
 
 @pytest.mark.parametrize(("line", "ranks"), strided(EXPERT_MESHES.items(), 8))
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_slots_are_dispatched_and_combined(line, ranks, top_k):
+def test_dispatch_and_combine_bytes_match_the_formula(line, ranks, top_k):
     """4 (1 - 1/e) E C S h' e in a mixture, forward and backward, of S sequences of its own."""
     experts, micros, tokens, layers = 4, 2, 4, 4
     model = f"sequence={tokens} experts={experts} top_k={top_k} capacity=1 layers={layers}"
@@ -345,7 +345,7 @@ def test_slots_are_dispatched_and_combined(line, ranks, top_k):
 @pytest.mark.parametrize(
     ("line", "zero"), strided([*product(["c=2 d=2 e=2", "d=2 e=4", "e=4"], range(4))], 5)
 )
-def test_sums_over_e_are_those_of_dense_weights_alone(line, zero):
+def test_expert_axis_reduces_only_dense_weights(line, zero):
     """2 (1 - 1/(c d e)) psi e of dense weights, 2 (1 - 1/(c d)) psi e of a rank's experts."""
     layers, experts, batch = 2, 4, 32
     c, d, e = (int(words_of(line).get(axis, 1)) for axis in "cde")
@@ -388,7 +388,7 @@ SHARED = "p=2 d=2 x=2 schedule=1f1b microbatches=4 scheme=1d zero=1"
         2,
     ),
 )
-def test_bytes_go_by_the_types_of_values_and_of_what_is_reduced(types, of_values, of_gradients):
+def test_bytes_depend_on_the_value_and_reduction_types(types, of_values, of_gradients):
     """In float64 they are so many times as many; sums of the loss, along x, are in float32."""
     of_data = {"reduce_scatter": of_gradients, "all_gather": of_values}
     for rank, wide in zip(counted(f"{SHARED} {types}"), counted(SHARED), strict=True):

@@ -14,7 +14,7 @@ CELLS = st.sampled_from(["F0", "B0", "W0", "BW0", "F1", "B1", "1F0", "1B0", "F3"
 
 
 @given(st.lists(st.lists(CELLS, max_size=6), max_size=3), st.sampled_from([",", ",,", " , "]))
-def test_any_file_is_read_or_refused_in_a_line(tmp_path_factory, rows, comma):
+def test_any_file_is_parsed_or_rejected_in_one_line(tmp_path_factory, rows, comma):
     path = tmp_path_factory.getbasetemp() / "any.csv"
     path.write_bytes("\n".join(comma.join(row) for row in rows).encode())
     try:
@@ -26,7 +26,7 @@ def test_any_file_is_read_or_refused_in_a_line(tmp_path_factory, rows, comma):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h2", "zb-v"])
-def test_a_schedule_survives_its_file(tmp_path, name):
+def test_schedule_round_trips_through_a_file(tmp_path, name):
     chunks = SCHEDULES[name].chunks or 2
     written, placement = instruction_streams(name, 3, 7, chunks)
     to_csv(tmp_path / "schedule.csv", written, placement)
@@ -69,12 +69,12 @@ def test_blank_cells_ragged_rows_and_explicit_chunks(tmp_path):
         ("turn\nF0,B0\n", "row 1: .* turn .* 0 and 1, .* 1"),
     ],
 )
-def test_a_file_that_is_no_schedule(tmp_path, rows, fault):
+def test_invalid_schedule_file_is_rejected(tmp_path, rows, fault):
     with pytest.raises(ValueError, match=rf"s\.csv: {fault}"):
         from_csv(csv_file(tmp_path, rows))
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_files_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"none\.csv: No such file"):
         find(f"csv:{tmp_path / 'none.csv'}")
     (tmp_path / "binary.csv").write_bytes(b"F0,\xff\xfe")
@@ -82,7 +82,7 @@ def test_files_that_cannot_be_read(tmp_path):
         find(f"csv:{tmp_path / 'binary.csv'}")
 
 
-def test_a_file_has_its_own_sizes(tmp_path):
+def test_file_schedule_has_fixed_sizes(tmp_path):
     found = find(f"csv:{csv_file(tmp_path, 'F0,B0,F1,B1' + chr(10))}")
     assert found.forbids(1, 2, 1) is None
     assert "mesh.p = 2: " in found.forbids(2, 2, 1)

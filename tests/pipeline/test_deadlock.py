@@ -45,18 +45,18 @@ ON_MPI = "tests.pipeline.on_mpi"
     [Case(4, how, line) for how in ("auto", "mpi") for line in (NOT_BUFFERED, *LINES)],
     ids=str,
 )
-def test_schedules_run_although_nothing_is_buffered(run_in_job, case):
+def test_schedules_run_without_message_buffering(run_in_job, case):
     run_in_job(ON_MPI, case, UNBUFFERED)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("case", [Case(2, "mpi", BUFFERED)], ids=str)
-def test_small_messages_are_buffered_otherwise(run_in_job, case):
+def test_mpi_buffers_small_messages(run_in_job, case):
     run_in_job(ON_MPI, case)
 
 
-def test_the_blocks_are_of_all_sizes():
+def test_message_blocks_exceed_the_buffered_size():
     """Larger than the message whose buffer is looked for, and some larger than 64 KiB."""
     sizes = [block(config_of(line)) for line in LINES]
     assert {ranks(line) for line in LINES} == {4}

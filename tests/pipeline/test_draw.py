@@ -11,14 +11,14 @@ def drawn(*sizes, cost=EQUAL, steps=1, **how):
     return draw(timeline(*instruction_streams(*sizes, steps=steps), cost), **how).splitlines()
 
 
-def test_1f1b():
+def test_1f1b_diagram():
     assert drawn("1f1b", 2, 3) == [
         "0 |F0 F1       B0--- F2 B1---    B2---",
         "1 |   F0 B0--- F1 B1--- F2 B2---",
     ]
 
 
-def test_small_letters_are_chunk_1_and_a_number_before_the_letter_a_later_one():
+def test_lowercase_is_chunk_1_and_a_leading_number_a_later_chunk():
     assert drawn("zb-v", 2, 2, 2) == [
         "0 |F0 F1    f0 b0 w0 f1 b1 w1 B0 W0    B1 W1",
         "1 |   F0 f0 F1 f1 b0 w0 B0 W0 b1 w1 B1 W1",
@@ -26,7 +26,7 @@ def test_small_letters_are_chunk_1_and_a_number_before_the_letter_a_later_one():
     assert drawn("interleaved", 1, 1, 3) == ["0 |F0  f0  2F0 2B0---- b0----- B0-----"]
 
 
-def test_a_bar_is_an_update():
+def test_vertical_bar_marks_an_update():
     assert drawn("pipedream", 2, 2, columns=30) == [
         "0 |F0 F1       B0---|   B1---|",
         "1 |   F0 B0---|F1 B1---|",
@@ -38,7 +38,7 @@ def test_a_bar_is_an_update():
     ]
 
 
-def test_what_is_too_wide_loses_its_gaps_and_is_then_cut():
+def test_wide_diagram_loses_its_gaps_and_is_then_truncated():
     assert drawn("zb-h1", 2, 3, columns=34) == [
         "0 |F0 F1    B0 W0 F2 B1 W1 B2 W2",
         "1 |   F0 B0 F1 B1 W0 F2 B2 W1 W2",
@@ -54,7 +54,7 @@ def test_what_is_too_wide_loses_its_gaps_and_is_then_cut():
     ]
 
 
-def test_no_line_is_wider_than_the_columns():
+def test_diagram_fits_the_columns():
     for columns in (20, 50, 99):
         for name, v in (("1f1b", 1), ("interleaved", 2), ("zb-v", 2), ("pipedream", 1)):
             lines = drawn(name, 4, 12, v, columns=columns, cost=Cost(1.1, 1.7, 0.9, 0.3))
@@ -63,7 +63,7 @@ def test_no_line_is_wider_than_the_columns():
             assert max(map(len, lines[:4])) > columns - 6
 
 
-def test_cells_are_those_of_the_shortest_pass_or_of_the_unit():
+def test_cell_width_is_the_shortest_pass_or_the_unit():
     cost = Cost(0.02, 0.04, 0.02, comm=0.01)
     assert drawn("1f1b", 2, 1, cost=cost) == [
         "0 |F0                B0------",

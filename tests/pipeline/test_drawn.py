@@ -245,7 +245,7 @@ FOUND = (
 
 
 @pytest.mark.parametrize("case", strided(FOUND, 3))
-def test_what_was_drawn_once_and_wrong_is_right(case):
+def test_previously_failing_configurations_train_correctly(case):
     right(" then ".join(f"{MODEL} {line}" for line in case.split(" then ")))
 
 
@@ -258,18 +258,18 @@ ON_FOUR = [line for line in LINES if ranks(line) == 4]
 @pytest.mark.parametrize(
     "case", [Case(4, how, line) for how in ("auto", "mpi") for line in ON_FOUR], ids=str
 )
-def test_the_same_on_real_ranks(run_in_job, case):
+def test_previously_failing_configurations_train_correctly_on_mpi_ranks(run_in_job, case):
     run_in_job("tests.pipeline.on_mpi", case)
 
 
 @settings(max_examples=settings.default.max_examples // 10)
 @given(case=cases())
-def test_a_drawn_case_is_right_or_refused(case):
+def test_random_configuration_trains_correctly_or_is_rejected(case):
     right_or_refused(case)
 
 
 @pytest.mark.slow
-def test_most_drawn_cases_are_allowed():
+def test_most_random_configurations_are_allowed():
     allowed = []
 
     @settings(max_examples=200, phases=[Phase.generate])

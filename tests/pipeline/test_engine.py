@@ -43,7 +43,7 @@ def held(line, look):
 
 
 @pytest.mark.parametrize("line", ["p=4 schedule=1f1b", "p=2 d=2 schedule=zb-h1 zero=2"])
-def test_the_memory_of_a_microbatch_serves_the_next(line):
+def test_memory_of_a_microbatch_is_reused(line):
     def stock(mesh, _):
         return sum(len(memory) for free in mesh.pool.free.values() for memory in free)
 
@@ -51,7 +51,7 @@ def test_the_memory_of_a_microbatch_serves_the_next(line):
     assert few == many and min(few) > 0
 
 
-def test_seconds_are_summed_by_operation():
+def test_engine_sums_seconds_by_operation():
     """By a clock that advances by a second per call, each instruction takes one second."""
     config = config_of("p=2 schedule=1f1b microbatches=3")
 
@@ -67,7 +67,7 @@ def test_seconds_are_summed_by_operation():
 
 
 @pytest.mark.parametrize("line", strided(FLIGHTS, 3))
-def test_as_many_microbatches_are_in_flight_as_the_stream_says(line):
+def test_microbatches_in_flight_match_the_instruction_stream(line):
     config, peaks = held(line, lambda mesh, trainer: trainer.engine.peak)
     parallel, stages = config.parallel, config.mesh.p
     steps = 3 if parallel.schedule.startswith("pipedream") else 1
@@ -80,7 +80,7 @@ def test_as_many_microbatches_are_in_flight_as_the_stream_says(line):
 
 
 @pytest.mark.slow
-def test_the_published_numbers_of_activations():
+def test_activations_in_flight_match_the_published_numbers():
     """GPipe m; 1F1B and PipeDream min(m, p - i); ZB-H2 2p - 2i - 1; ZB-V 2p chunks."""
     published = {
         "gpipe microbatches=8": [8, 8, 8, 8],
@@ -102,7 +102,7 @@ def activations(schedule, micros):
     return held(line, lambda mesh, trainer: mesh.pool.peak["activation"])[1]
 
 
-def test_bytes_of_activations_follow_the_microbatches_in_flight():
+def test_activation_bytes_follow_the_microbatches_in_flight():
     two, four, eight = (activations("gpipe", micros) for micros in (2, 4, 8))
     grown = [(b - a, c - b) for a, b, c in zip(two, four, eight)]
     assert all(later == 2 * first > 0 for first, later in grown)
@@ -125,7 +125,7 @@ def bytes_by_kind(line):
 
 @pytest.mark.parametrize("pipeline", ["schedule=none", "p=2 schedule=zb-h1"])
 @pytest.mark.parametrize("data", strided([2, 4], 2))
-def test_zero_keeps_a_part_of_state_gradients_and_values(data, pipeline):
+def test_zero_shards_optimizer_state_gradients_and_parameters(data, pipeline):
     line = f"{pipeline} d={data} microbatches=3"
     found = [bytes_by_kind(f"{line} zero={zero}") for zero in range(4)]
     whole, matrices, every = found[0]
@@ -147,7 +147,7 @@ def versions(line):
     return held(f"p=4 microbatches=8 {line}", look)[1]
 
 
-def test_copies_of_weights():
+def test_weight_versions_of_asynchronous_schedules():
     """PipeDream p - i on stage i, and two when it updates; PipeDream-2BW two in all."""
     assert versions("schedule=1f1b") == [(1, 1)] * 4
     stashed = versions("schedule=pipedream tied=false clip=0")

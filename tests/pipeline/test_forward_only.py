@@ -21,7 +21,7 @@ def text(streams):
     return [" ".join(map(str, stream)) for stream in streams]
 
 
-def test_the_streams_as_text():
+def test_forward_only_streams():
     assert text(forward_only(Placement(2, 1), 3)) == ["F0 F1 F2"] * 2
     assert text(forward_only(Placement(2, 2), 4)) == ["F0 F1 1F0 1F1 F2 F3 1F2 1F3"] * 2
     assert text(forward_only(Placement(2, 2, v_shaped=True), 4)) == [
@@ -32,7 +32,7 @@ def test_the_streams_as_text():
 
 @pytest.mark.parametrize("micros", [1, 2, 5, 8])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_every_placement_passes_the_check_without_an_update(placement, micros):
+def test_forward_only_streams_pass_the_check_without_an_update(placement, micros):
     lowered = lower(forward_only(placement, micros), placement)
     check(lowered, placement, micros, passes="F")
     ops = {one.op for groups in lowered for one in chain.from_iterable(groups)}
@@ -40,7 +40,7 @@ def test_every_placement_passes_the_check_without_an_update(placement, micros):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_no_stage_waits_longer_than_for_the_first_microbatch(placement):
+def test_forward_only_stages_wait_only_while_the_pipeline_fills(placement):
     """Parts of equal time: stages wait while the pipeline fills and drains alone."""
     micros = 4 * placement.stages
     rows = timeline(forward_only(placement, micros), placement, Cost(placement.chunks, 0, 0))
@@ -51,7 +51,7 @@ def test_no_stage_waits_longer_than_for_the_first_microbatch(placement):
     assert bubble(rows) < 0.5
 
 
-def test_a_stage_that_skips_a_pass_is_found():
+def test_missing_forward_pass_is_detected():
     placement = Placement(3, 1)
     lowered = lower(forward_only(placement, 2), placement)
     lowered[1] = [group for group in lowered[1] if str(group[0]) != "F1"]
@@ -62,7 +62,7 @@ def test_a_stage_that_skips_a_pass_is_found():
 
 
 @pytest.mark.parametrize("line", MIXES)
-def test_the_program_lies_where_training_does(line):
+def test_evaluation_uses_the_placement_of_training(line):
     config = config_of(line)
     program = forward_program_of(config)
     assert program.placement == program_of(config).placement and not program.training

@@ -70,14 +70,14 @@ def filling(buckets):
     ],
 )
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_bucket_holds_neighbours_up_to_its_size(size, expected, zero):
+def test_bucket_holds_adjacent_parameters_up_to_its_size(size, expected, zero):
     """Of 80 bytes each, in the order in which a backward pass completes them."""
     buckets, _ = diary(three_layers, size, zero)
     assert filling(buckets.sums) == expected
     assert filling(buckets.gathers) == (expected if zero else [])
 
 
-def test_what_is_not_summed_alike_is_not_in_one_bucket():
+def test_bucket_contains_only_parameters_with_the_same_reduction():
     def add(parameters):
         parameters.add("embedding.w", (10,), Layout(""), partial=("d",), completed_last=True)
         parameters.add("layers.0.w", (10,), Layout("d"))
@@ -92,7 +92,7 @@ def test_what_is_not_summed_alike_is_not_in_one_bucket():
     ]
 
 
-def test_a_bucket_is_posted_when_its_last_part_is_finished():
+def test_bucket_is_posted_when_its_last_gradient_is_complete():
     buckets, lines = diary(three_layers, 300)
     buckets.finished("layers.2")
     assert not lines
@@ -104,7 +104,7 @@ def test_a_bucket_is_posted_when_its_last_part_is_finished():
     assert lines[2:] == ["wait d 30", "wait d 30"]
 
 
-def test_a_part_that_is_finished_twice_is_posted_once():
+def test_unit_finished_twice_is_posted_once():
     """As where a Reduce follows a backward pass that has posted its sums."""
     buckets, lines = diary(three_layers, 160)
     for unit in ("layers.2", "layers.1", "layers.2", "layers.1"):
@@ -112,14 +112,14 @@ def test_a_part_that_is_finished_twice_is_posted_once():
     assert lines == ["post d 20"] * 2
 
 
-def test_what_nobody_finished_is_summed_at_the_end():
+def test_unfinished_buckets_are_reduced_at_the_end():
     buckets, lines = diary(three_layers, 160)
     buckets.finished("layers.1")
     buckets.wait()
     assert lines == ["post d 20"] * 3 + ["wait d 20"] * 3
 
 
-def test_a_late_table_waits_for_the_end_of_the_step():
+def test_table_completed_last_is_reduced_at_the_end_of_the_step():
     def add(parameters):
         parameters.add("embedding.token", (8,), Layout(""), partial=("d",), completed_last=True)
         parameters.add("embedding.position", (6,), Layout(""), partial=("d",))
@@ -131,7 +131,7 @@ def test_a_late_table_waits_for_the_end_of_the_step():
     assert lines == ["post d 6", "post d 8", "wait d 6", "wait d 8"]
 
 
-def test_the_data_axis_is_summed_last_of_what_the_other_axes_sum_to():
+def test_data_axis_is_reduced_after_the_other_axes():
     def add(parameters):
         parameters.add("layers.0.b", (10,), Layout(""), partial=("d", "x"))
 
@@ -142,7 +142,7 @@ def test_the_data_axis_is_summed_last_of_what_the_other_axes_sum_to():
     assert lines == ["post x 10", "wait x 10", "post d 10", "wait d 10"]
 
 
-def test_a_step_begins_with_gradients_of_zero_and_all_buckets_to_post():
+def test_each_step_starts_with_zero_gradients_and_no_posted_buckets():
     buckets, lines = diary(three_layers, 160)
     for _ in range(2):
         buckets.begin()
@@ -152,7 +152,7 @@ def test_a_step_begins_with_gradients_of_zero_and_all_buckets_to_post():
     assert lines == (["post d 20"] * 3 + ["wait d 20"] * 3) * 2
 
 
-def test_gathers_are_one_bucket_ahead():
+def test_gathers_are_posted_one_bucket_ahead():
     buckets, lines = diary(three_layers, 160, zero=1)
     buckets.gather()
     post, wait = "post d 10", "wait d 10"
@@ -165,7 +165,7 @@ SIZES = {"layers.0.a": 7, "layers.0.b": 4, "layers.1.a": 1, "head.b": 12}
 @pytest.mark.parametrize("size", [0, 100, 1e6])
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("data", [2, 3])
-def test_sums_and_gathers_of_real_replicas(data, zero, size):
+def test_reductions_and_gathers_of_real_replicas(data, zero, size):
     """Gradient g + 10 rank of element g; the update of an own part is seen by all."""
 
     def rank(mesh):
@@ -190,7 +190,7 @@ def test_sums_and_gathers_of_real_replicas(data, zero, size):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_the_copies_of_a_table_get_the_sum_of_both(zero):
+def test_tied_tables_receive_the_sum_of_both_gradients(zero):
     """On stages 0 and 2 of three, each with two replicas."""
 
     def rank(mesh):
@@ -218,7 +218,7 @@ def test_the_copies_of_a_table_get_the_sum_of_both(zero):
 @pytest.mark.parametrize("size", [0, 1e6])
 @pytest.mark.parametrize(("zero", "whole"), [(0, no_matrix), (1, no_matrix), (1, is_matrix)])
 @pytest.mark.parametrize("reduced", ["bfloat16", "float16"])
-def test_gradients_cross_in_16_bits_and_are_summed_in_float32(reduced, zero, whole, size):
+def test_16_bit_gradients_are_summed_in_float32(reduced, zero, whole, size):
     """Of three replicas: rounded when posted, and once more when summed."""
 
     def add(parameters):

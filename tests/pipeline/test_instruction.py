@@ -29,11 +29,11 @@ instructions = st.one_of(
 
 
 @given(instructions)
-def test_an_instruction_is_read_as_it_is_written(instruction):
+def test_instruction_round_trips_through_text(instruction):
     assert parse(str(instruction)) == instruction
 
 
-def test_instructions_as_text():
+def test_instruction_text_formats():
     assert [str(i) for i in from_pattern("FFBfw")] == ["F0", "F1", "B0", "1F0", "1W0"]
     assert parse("0F3") == parse("F3") == ("F", 3, 0)
     assert parse("12RecvB3") == ("RecvB", 3, 12)
@@ -43,14 +43,14 @@ def test_instructions_as_text():
 @pytest.mark.parametrize(
     "nonsense", ["", "F", "f3", "3", "F-1", "Step1", "1Step", "Reduce3", "FB2"]
 )
-def test_nonsense_is_no_instruction(nonsense):
+def test_invalid_instruction_text_is_rejected(nonsense):
     with pytest.raises(ValueError, match=re.escape(repr(nonsense))):
         parse(nonsense)
 
 
 @pytest.mark.parametrize(("v_shaped", "v"), [(False, 1), (False, 3), (True, 2)])
 @pytest.mark.parametrize("p", [1, 2, 5])
-def test_places_of_parts(p, v, v_shaped):
+def test_placement_maps_model_chunks_to_stages(p, v, v_shaped):
     placement = Placement(p, v, v_shaped)
     places = [placement.location(part) for part in range(placement.parts)]
     assert sorted(places) == [(stage, chunk) for stage in range(p) for chunk in range(v)]
@@ -67,7 +67,7 @@ def test_places_of_parts(p, v, v_shaped):
             assert placement.other(stage, receive) == (after, send)
 
 
-def test_the_turn_of_a_v():
+def test_v_shaped_placement_turns_without_messages():
     placement = Placement(4, 2, v_shaped=True)
     assert [placement.part(stage, 1) for stage in range(4)] == [7, 6, 5, 4]
     assert placement.first(0, 0)

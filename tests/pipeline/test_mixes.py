@@ -40,7 +40,7 @@ QUICK = covering(sorted(MIXES, key=ranks), ("schedule", "scheme", "zero", "conte
         for line in MIXES
     ],
 )
-def test_a_mix_is_serial(line):
+def test_hybrid_parallel_training_matches_serial(line):
     config, expected = config_of(line), serial(alone(line))
     found = run(config.mesh.sizes(), lambda mesh: train(read_only(mesh), config))
     for trained in found:
@@ -52,12 +52,12 @@ KINDS = dict.fromkeys(line for line in map(alone, MIXES) if "dropout" not in lin
 
 
 @pytest.mark.parametrize("line", strided(KINDS, 4, ids=lambda line: line or "plain", days=1))
-def test_serial_is_torch(line):
+def test_serial_training_matches_torch(line):
     config, found = config_of(line), serial(line)
     same(found, RULES["none"](config))
 
 
-def test_clipping_and_uneven_microbatches_matter():
+def test_training_cases_exercise_clipping_and_uneven_microbatches():
     config, expected = config_of(""), serial("")
     assert min(norm for _, norm in expected.totals) > config.train.clip
     _, targets = Tokens(config).batch(0)
@@ -65,7 +65,7 @@ def test_clipping_and_uneven_microbatches_matter():
     assert valid[0] > valid[4] > valid[8] > valid[11] == 0
 
 
-def test_the_table_has_every_schedule_with_every_zero_and_every_scheme():
+def test_cases_cover_every_schedule_zero_stage_and_scheme():
     words = [words_of(line) for line in MIXES]
     piped = {(w.get("schedule"), w.get("zero")) for w in words if {"p", "d"} <= w.keys()}
     csv = next(name for name, _ in piped if name.startswith("csv:"))
@@ -91,7 +91,7 @@ def cases(lines):
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # tests.jobs limits each case
 @pytest.mark.parametrize("case", cases(MIXES), ids=str)
-def test_a_mix_on_real_ranks_is_serial(run_in_job, case):
+def test_hybrid_parallel_training_on_mpi_ranks_matches_serial(run_in_job, case):
     run_in_job(ON_MPI, case)
 
 
@@ -99,5 +99,5 @@ def test_a_mix_on_real_ranks_is_serial(run_in_job, case):
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("case", [Case(64, "auto", f"{line} steps=2") for line in LARGE], ids=str)
-def test_a_mix_on_64_ranks_is_serial(run_in_job, case):
+def test_hybrid_parallel_training_on_64_ranks_matches_serial(run_in_job, case):
     run_in_job(ON_MPI, case)

@@ -85,7 +85,7 @@ def decided(line):
     return decisions
 
 
-def test_slots_are_taken_in_order_and_some_are_dropped():
+def test_slots_are_assigned_in_order_and_some_tokens_are_dropped():
     for choices, kept in decided("schedule=none").values():
         shape = BATCH, TOKENS, 2
         expected = with_a_slot(choices.reshape(shape).tolist(), EXPERTS, SLOTS)
@@ -94,7 +94,7 @@ def test_slots_are_taken_in_order_and_some_are_dropped():
 
 
 @pytest.mark.parametrize(("line", "micros"), strided([*product(MESHES, MICROBATCHES)], 18))
-def test_no_mesh_and_no_microbatch_changes_who_goes_where(line, micros):
+def test_routing_does_not_depend_on_mesh_or_microbatches(line, micros):
     expected = decided("schedule=none")
     schedule = "" if "schedule" in line else "schedule=none "
     found = decided(f"{schedule}{line} microbatches={micros}")
@@ -103,7 +103,7 @@ def test_no_mesh_and_no_microbatch_changes_who_goes_where(line, micros):
         np.testing.assert_array_equal(found[key], decision, err_msg=str(key))
 
 
-def test_a_balancing_bias_steps_to_the_experts_with_few_choices():
+def test_balance_bias_moves_towards_underloaded_experts():
     """Equation 3 of arXiv:2408.15664: choices are those of the largest p + b, weights are of p,
     and b_i += u sign(mean - c_i) after a step."""
     notes, layer = noted("schedule=none"), "layers.1"
@@ -120,7 +120,7 @@ def test_a_balancing_bias_steps_to_the_experts_with_few_choices():
 
 
 @pytest.mark.parametrize("shared", [0, 1])
-def test_shared_experts_work_while_tokens_are_on_their_way(shared):
+def test_shared_experts_overlap_with_the_dispatch(shared):
     """Forward two products lie between the post and the wait of the first exchange, backward their
     four; the router's backward passes are there in any case."""
     line = f"e=2 schedule=none microbatches=1 experts=4 layers=1 shared_experts={shared} steps=1"

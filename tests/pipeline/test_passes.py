@@ -27,7 +27,7 @@ def lowered(name, p, m, v=1, steps=1, overlap=True):
     return lower(*instruction_streams(name, p, m, v, steps), overlap)
 
 
-def test_1f1b_with_its_messages():
+def test_lowered_1f1b_streams():
     assert text(lowered("1f1b", 3, 3)) == [
         "F0 SendF0 F1 SendF1 F2 SendF2+RecvB0 BW0 RecvB1 BW1 RecvB2 BW2+Reduce Step",
         "RecvF0 F0 RecvF1+SendF0 F1 RecvF2+SendF1+RecvB0 BW0 SendB0 F2 SendF2+RecvB1 BW1 "
@@ -36,7 +36,7 @@ def test_1f1b_with_its_messages():
     ]
 
 
-def test_a_reduction_alone_or_under_the_last_weight_gradient_of_its_chunk():
+def test_reduction_is_separate_or_overlaps_the_last_weight_gradient():
     early, late = (text(lowered("zb-v", 1, 1, 2, overlap=overlap))[0] for overlap in (True, False))
     assert early == "F0 1F0 1B0 1W0+1Reduce B0 W0+Reduce Step"
     assert late == "F0 1F0 1B0 1W0 B0 W0 Reduce 1Reduce Step"
@@ -49,7 +49,7 @@ def test_only_chunks_with_new_gradients_are_reduced():
     assert late == "BW0 Reduce Step 1B0 1W0 F1 1Reduce Step"
 
 
-def test_reductions_of_each_step_of_an_asynchronous_schedule():
+def test_asynchronous_schedule_reduces_in_each_step():
     early, late = (
         text(lowered("pipedream-2bw", 2, 2, steps=2, overlap=overlap)) for overlap in (True, False)
     )
@@ -73,7 +73,7 @@ def cases(name, stages, micros):
 
 @pytest.mark.parametrize("most", [(5, 12), pytest.param((8, 16), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_keeps_the_contract(name, most):
+def test_every_lowered_schedule_passes_the_check(name, most):
     mine = [*cases(name, *most)]
     assert len(mine) >= 12
     for p, m, v, steps in mine:
@@ -82,7 +82,7 @@ def test_every_schedule_keeps_the_contract(name, most):
 
 
 @given(st.sampled_from([*SCHEDULES]), *map(st.integers, [1] * 4, [12, 40, 4, 3]), st.booleans())
-def test_any_sizes_keep_it_or_are_refused(name, p, m, v, steps, overlap):
+def test_any_sizes_pass_the_check_or_are_rejected(name, p, m, v, steps, overlap):
     try:
         passes, placement = instruction_streams(name, p, m, v, steps)
     except ValueError as error:
@@ -92,7 +92,7 @@ def test_any_sizes_keep_it_or_are_refused(name, p, m, v, steps, overlap):
 
 
 @pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
-def test_lowering_keeps_the_order_of_passes_and_fuses_all_between_two(name, v):
+def test_lowering_keeps_pass_order_and_fuses_adjacent_messages(name, v):
     passes, placement = instruction_streams(name, 4, 8, v)
     for stream, groups in zip(passes, lower(passes, placement)):
         first = [group[0] for group in groups]
@@ -109,7 +109,7 @@ GOOD = (
 )
 
 
-def test_the_schedule_without_a_fault():
+def test_valid_program_passes_the_check():
     check(programs(*GOOD), TWO, 2)
 
 
@@ -140,7 +140,7 @@ def test_the_schedule_without_a_fault():
         ),
     ],
 )
-def test_a_planted_fault_is_named(stage, change, fault):
+def test_planted_fault_is_named(stage, change, fault):
     texts = list(GOOD)
     assert change[0] in texts[stage]
     texts[stage] = texts[stage].replace(*change, 1)
@@ -148,7 +148,7 @@ def test_a_planted_fault_is_named(stage, change, fault):
         check(programs(*texts), TWO, 2)
 
 
-def test_a_send_without_its_receive():
+def test_unmatched_send_or_receive_is_detected():
     texts = "F0 SendF0 F1 SendF1 RecvB0 BW0", "RecvF0 F0 BW0 SendB0"
     with pytest.raises(ValueError, match=r"stage 0: F1 .* 1 microbatches"):
         check(programs(*texts), TWO, 1)
@@ -160,7 +160,7 @@ def test_a_send_without_its_receive():
         check(programs(*texts), TWO, 1)
 
 
-def test_sends_that_block_need_their_group():
+def test_unfused_blocking_sends_deadlock():
     """1F1B whose messages are posted one by one deadlocks where the fused one does not."""
     passes, placement = instruction_streams("1f1b", 2, 4)
     fused = lower(passes, placement)
@@ -170,7 +170,7 @@ def test_sends_that_block_need_their_group():
         check(alone, placement, 4)
 
 
-def test_the_turn_of_a_v_hands_over_in_order():
+def test_v_shaped_turn_keeps_the_pass_order():
     turn = Placement(1, 2, v_shaped=True)
     check(programs("F0 1F0 1BW0 BW0"), turn, 1)
     with pytest.raises(ValueError, match="stage 0: 1F0 before F0"):
@@ -179,7 +179,7 @@ def test_the_turn_of_a_v_hands_over_in_order():
         check(programs("F0 1F0 BW0 1BW0"), turn, 1)
 
 
-def test_a_lowered_stream_is_made_of_named_parts():
+def test_lowered_stream_consists_of_instructions():
     step, reduction = lowered("1f1b", 1, 1)[0][-1:-3:-1]
     assert step == (Instruction("Step"),)
     assert reduction == (Instruction("BW", 0), Instruction("Reduce"))

@@ -22,7 +22,7 @@ def text(groups):
     return " ".join("+".join(map(str, group)) for group in groups)
 
 
-def test_a_synchronous_schedule_is_the_same_in_every_step():
+def test_synchronous_schedule_repeats_every_step():
     plan = program_of(config("1f1b", stages=2, micros=2))
     assert (plan.asynchronous, plan.ahead) == (False, 0)
     first, second = islice(plan.steps(1), 2)
@@ -30,7 +30,7 @@ def test_a_synchronous_schedule_is_the_same_in_every_step():
     assert text(first) == "RecvF0 F0 RecvF1 BW0 SendB0 F1 BW1 SendB1 Reduce Step"
 
 
-def test_the_steps_of_a_schedule_without_a_drain():
+def test_asynchronous_steps_overlap():
     """Stage 0 is ahead: microbatch 2 of step 1 is in flight when step 0 ends."""
     plan = program_of(config("pipedream-2bw", stages=2, micros=2))
     steps = [text(groups) for groups in plan.steps(0)]
@@ -47,13 +47,13 @@ def test_the_steps_of_a_schedule_without_a_drain():
         (4, ["F0 Step F1 BW0 Step BW1 Step F2 Step SendF2"]),
     ],
 )
-def test_groups_behind_the_last_update_belong_to_it(updates, expected):
+def test_groups_after_the_last_update_belong_to_the_last_step(updates, expected):
     words = ["F0", "Step", "F1", "BW0", "Step", "BW1", "Step", "F2", "Step", "SendF2"]
     groups = [(parse(word),) for word in words]
     assert [text(part) for part in cut(groups, updates)] == expected
 
 
-def test_the_program_of_a_stage_is_that_of_all_without_the_others():
+def test_program_of_a_stage_equals_its_part_of_the_full_program():
     whole = program_of(config("1f1b", stages=3, micros=4))
     alone = whole.of(1)
     assert [*alone.stages] == [1]
@@ -68,7 +68,7 @@ ASYNCHRONOUS = [
 
 
 @pytest.mark.parametrize(("schedule", "stages", "micros"), ASYNCHRONOUS)
-def test_steps_cut_a_stream_behind_their_last_update_and_lose_nothing(schedule, stages, micros):
+def test_asynchronous_steps_end_with_their_update_and_lose_nothing(schedule, stages, micros):
     plan = program_of(config(schedule, stages, micros))
     updates = micros if schedule == "pipedream" else 1
     assert (plan.updates, plan.alone) == (updates, schedule == "pipedream")
@@ -81,7 +81,7 @@ def test_steps_cut_a_stream_behind_their_last_update_and_lose_nothing(schedule, 
 
 
 @pytest.mark.parametrize(("schedule", "stages", "micros"), ASYNCHRONOUS)
-def test_a_step_needs_the_microbatches_of_ahead_steps_more(schedule, stages, micros):
+def test_step_uses_microbatches_of_at_most_ahead_later_steps(schedule, stages, micros):
     plan = program_of(config(schedule, stages, micros))
     furthest = 0
     for stage in range(stages):

@@ -16,7 +16,7 @@ def text(name, *sizes, **steps):
     return [" ".join(map(str, stream)) for stream in instruction_streams(name, *sizes, **steps)[0]]
 
 
-def test_schedules_as_they_are_written_in_papers():
+def test_schedules_match_the_papers():
     assert text("none", 1, 3) == ["F0 B0 F1 B1 F2 B2"]
     assert text("gpipe", 2, 3) == ["F0 F1 F2 B2 B1 B0"] * 2
     assert text("1f1b", 3, 4) == [
@@ -30,7 +30,7 @@ def test_schedules_as_they_are_written_in_papers():
     ]
 
 
-def test_asynchronous_schedules_run_on_and_update_on_their_way():
+def test_asynchronous_schedules_continue_and_update_between_passes():
     assert text("pipedream", 2, 2, steps=2) == [
         "F0 F1 B0 Step F2 B1 Step F3 B2 Step B3 Step",
         "F0 B0 Step F1 B1 Step F2 B2 Step F3 B3 Step",
@@ -52,7 +52,7 @@ def updates_before(stream):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
-def test_weights_are_stale_by_a_known_number_of_updates(stages):
+def test_weight_staleness_is_bounded(stages):
     for stage, stream in enumerate(instruction_streams("pipedream", stages, 6, steps=3)[0]):
         late = stages - 1 - stage
         assert updates_before(stream) == {mb: max(0, mb - late) for mb in range(18)}
@@ -63,7 +63,7 @@ def test_weights_are_stale_by_a_known_number_of_updates(stages):
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_activations_in_flight(p, m):
+def test_activations_in_flight_match_the_formulas(p, m):
     peaks = {
         name: [in_flight(stream) for stream in instruction_streams(name, p, m)[0]]
         for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "pipedream")
@@ -78,7 +78,7 @@ def test_activations_in_flight(p, m):
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 7), (4, 11), (3, 3)])
 @pytest.mark.parametrize("v", [1, 2, 3])
-def test_warm_up_of_interleaved(p, m, v):
+def test_warmup_of_the_interleaved_schedule(p, m, v):
     group = -(-m // (m // p))
     for stage, stream in enumerate(instruction_streams("interleaved", p, m, v)[0]):
         warmup = [i.op for i in stream].index("B") - 1
@@ -88,7 +88,7 @@ def test_warm_up_of_interleaved(p, m, v):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_pass_once(name):
+def test_every_schedule_runs_each_pass_once(name):
     schedule = SCHEDULES[name]
     for p, m in SIZES:
         chunks = schedule.chunks or 3
@@ -114,23 +114,23 @@ def test_every_pass_once(name):
         ("pipedream-2bw", (4, 2, 1), "parallel.microbatches = 2: .* 4 .* mesh.p = 2"),
     ],
 )
-def test_sizes_that_are_forbidden(name, sizes, line):
+def test_unsupported_sizes_are_rejected(name, sizes, line):
     with pytest.raises(ValueError, match=f"^{line}$"):
         instruction_streams(name, *sizes)
 
 
-def test_a_synchronous_schedule_is_one_step():
+def test_synchronous_schedule_allows_one_step():
     with pytest.raises(ValueError, match=r"steps = 2: schedule 1f1b .* 1"):
         instruction_streams("1f1b", 2, 4, steps=2)
 
 
-def test_an_unknown_schedule():
+def test_unknown_schedule_is_rejected():
     with pytest.raises(ValueError, match=r"'1f1b1': .*1f1b.* none, gpipe"):
         find("1f1b1")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_record_says_what_its_streams_do(name):
+def test_schedule_record_matches_its_streams(name):
     schedule, stages = SCHEDULES[name], 1 if name == "none" else 4
 
     def stage_0(micros):
@@ -147,6 +147,6 @@ def test_a_record_says_what_its_streams_do(name):
     assert schedule.update_per_microbatch == (count["Step"] == 5 * stages)
 
 
-def test_stages_may_take_different_times():
+def test_stages_may_have_different_times():
     costs = [Cost(1, 2, 0), Cost(1, 2, 0), Cost(2, 4, 0)]
     assert makespan(timeline(*instruction_streams("gpipe", 3, 10), costs)) == 10 * 6 + 2 * 3

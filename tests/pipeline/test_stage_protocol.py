@@ -35,12 +35,12 @@ def other_parameters(wanted, found):
         return f"{found} for {wanted}"
 
 
-def test_the_members_of_the_protocol():
+def test_stage_protocol_members():
     assert set(MEMBERS) == {"units", "auxiliary_loss", "incoming", "forward", "backward"}
 
 
 @pytest.mark.parametrize("kind", [Stage, ReplayedStage])
-def test_stages_conform(kind):
+def test_stages_implement_the_protocol(kind):
     assert not [*violations(kind)]
 
 
@@ -68,7 +68,7 @@ def without(name):
 
 
 @pytest.mark.parametrize("name", sorted(MEMBERS))
-def test_a_stage_that_lacks_a_member_is_found(name):
+def test_missing_protocol_member_is_reported(name):
     assert not [*violations(Sound)]
     (problem,) = violations(without(name))
     assert problem.startswith(name)
@@ -84,7 +84,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", sorted(PLANTED))
-def test_another_signature_is_found(name):
+def test_different_signature_is_reported(name):
     (problem,) = violations(type("Planted", (Sound,), {name: PLANTED[name]}))
     assert problem.startswith(name)
 
@@ -109,7 +109,7 @@ class Bare:
         "p=2 schedule=interleaved chunks=2 microbatches=2",
     ],
 )
-def test_the_engine_asks_for_nothing_else(line):
+def test_engine_uses_only_the_stage_protocol(line):
     config = config_of(f"steps=2 {line}")
 
     def rank(mesh, wrap):

@@ -26,14 +26,14 @@ def drawn(seed, name, chunks, most_stages, micros):
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("seed", range(6))
-def test_its_ends_are_those_of_the_timeline(name, chunks, seed):
+def test_step_model_ends_match_the_timeline(name, chunks, seed):
     sizes, costs, expected = drawn(seed, name, chunks, most_stages=5, micros=(5, 9))
     assert step_model(*sizes).ends(costs) == expected
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("seed", range(3))
-def test_with_many_microbatches_its_ends_are_as_good_as_those_of_the_timeline(name, chunks, seed):
+def test_steady_ends_approximate_the_timeline(name, chunks, seed):
     sizes, costs, expected = drawn(seed, name, chunks, most_stages=4, micros=(40, 60))
     assert step_model(*sizes).steady_ends(costs) == pytest.approx(expected, rel=0.02)
 
@@ -53,7 +53,7 @@ def test_a_schedule_of_a_file_is_simulated_with_all_its_microbatches(
     ]
 
 
-def test_one_stage_alone():
+def test_step_model_of_a_single_stage():
     assert step_model("none", 1, 3, 1).ends([Cost(1.0, 2.0, 3.0)]) == [18.0]
     assert step_model("none", 1, 3, 1).seconds(StageTimes([1.0], [2.0], [3.0])) == 18.0
 
@@ -91,7 +91,7 @@ def test_a_closed_form_is_near_the_makespan_of_the_timeline(name, chunks, tolera
         assert found == pytest.approx(exact, rel=tolerance), (stages, micros, cost, message)
 
 
-def test_a_slow_last_stage_sets_the_pace():
+def test_slowest_stage_determines_the_closed_form():
     times = [1.0, 1.0, 2.0], [2.0, 2.0, 4.0], [0.0] * 3
     assert step_model("gpipe", 3, 10, 1).seconds(StageTimes(*times)) == 10 * 6 + 2 * 3
     seconds = step_model("1f1b", 3, 10, 1).seconds(StageTimes(*times, 0.1))
@@ -153,7 +153,7 @@ def test_inputs_of_weight_gradients_are_held_until_they_are_computed():
     assert [most_held(model, stage, [1], [1]) for stage in range(3)] == [3, 3, 3]
 
 
-def test_gradients_are_on_their_way_after_the_first_backward_pass():
+def test_peaks_record_whether_gradients_are_in_flight():
     """Under GPipe, and 1F1B of as many microbatches as stages, the fullest moment is before it."""
     for name, micros in (("gpipe", 3), ("1f1b", 2)):
         model = step_model(name, 2, micros, 1)

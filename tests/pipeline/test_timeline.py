@@ -27,7 +27,7 @@ def run(name, p, m, v=1, cost=EQUAL, **steps):
 
 
 @pytest.mark.parametrize("row", PUBLISHED)
-def test_published_bubble_rates(row):
+def test_bubbles_match_the_published_rates(row):
     p, m, *times = row[:6]
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), row[6:]):
         assert abs(bubble(run(name, p, m, cost=Cost(*times))) - rate) <= 0.00005 + 1e-9, name
@@ -35,7 +35,7 @@ def test_published_bubble_rates(row):
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 8), (8, 4), (5, 16)])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
-def test_bubble_of_whole_backward_passes(name, p, m):
+def test_bubble_of_unsplit_backward_passes(name, p, m):
     rows = run(name, p, m, cost=Cost(2, 3, 1))
     assert bubble(rows) == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
     assert makespan(rows) == (m + p - 1) * 6
@@ -43,14 +43,14 @@ def test_bubble_of_whole_backward_passes(name, p, m):
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 8), (4, 4), (4, 12), (8, 16)])
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
-def test_bubble_of_interleaved(p, m, v):
+def test_bubble_of_the_interleaved_schedule(p, m, v):
     rows = run("interleaved", p, m, v)
     assert makespan(rows) / (3 * m) - 1 == pytest.approx((p - 1) / (v * m), abs=1e-12)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 16), (8, 32)])
 @pytest.mark.parametrize("cost", [Cost(1, 1, 1), Cost(3, 3, 2), Cost(4, 5, 3)])
-def test_bubble_of_late_weights(p, m, cost):
+def test_zero_bubble_wait_matches_the_paper(p, m, cost):
     """(p-1)(T_F + T_B - T_W) and (p-1)(T_F + T_B - 2 T_W): table 2 of arXiv:2401.10241."""
     for name, weights in (("zb-h1", 1), ("zb-h2", 2)):
         rows = run(name, p, m, cost=cost)
@@ -59,19 +59,19 @@ def test_bubble_of_late_weights(p, m, cost):
 
 
 @pytest.mark.parametrize("p", range(1, 9))
-def test_no_bubble_in_the_v(p):
+def test_zb_v_has_no_bubble_with_enough_microbatches(p):
     for m in (2 * p - 1, 2 * p, 3 * p + 1):
         assert bubble(run("zb-v", p, m, 2)) == 0.0
     short = [bubble(run("zb-v", p, m, 2)) for m in range(1, 2 * p - 1)]
     assert all(rate > 0 for rate in short)
 
 
-def test_two_steps_of_an_asynchronous_schedule_fill_and_drain_once():
+def test_two_asynchronous_steps_fill_and_drain_once():
     one = makespan(run("1f1b", 4, 8))
     assert makespan(run("pipedream-2bw", 4, 8, steps=2)) == 2 * one - 3 * 3
 
 
-def test_times_of_a_small_pipeline():
+def test_pass_times_of_a_small_pipeline():
     rows = run("1f1b", 2, 2, cost=Cost(1.0, 2.0, 4.0, comm=0.5))
     assert [[(start, end, str(what)) for start, end, what in row] for row in rows] == [
         [(0, 1, "F0"), (1, 2, "F1"), (9, 15, "BW0"), (16, 22, "BW1")],
@@ -79,7 +79,7 @@ def test_times_of_a_small_pipeline():
     ]
 
 
-def test_parts_on_one_stage_need_no_message():
+def test_chunks_on_the_same_stage_send_no_message():
     rows = run("zb-v", 1, 1, 2, cost=Cost(2, 2, 2, comm=9))
     assert [(start, str(what)) for start, _, what in rows[0]] == [
         (0, "F0"),
@@ -92,7 +92,7 @@ def test_parts_on_one_stage_need_no_message():
 
 
 @pytest.mark.parametrize("backward", ["B", "BW"])
-def test_streams_that_wait_for_each_other(backward):
+def test_deadlocked_streams_are_reported(backward):
     """What is wrong has the names that the streams have: that of a B stays B."""
     texts = "F0 B0 F1 B1".replace("B", backward), "F1 B1 F0 B0"
     orders, place = [list(map(parse, text.split())) for text in texts], Placement(2, 1)
@@ -103,13 +103,13 @@ def test_streams_that_wait_for_each_other(backward):
             run()
 
 
-def test_a_pass_before_its_own_input():
+def test_pass_before_its_input_is_a_deadlock():
     for text in ("W0 F0 B0", "B0 F0", "F0 W0 B0"):
         with pytest.raises(ValueError, match="deadlock: stage 0 at"):
             timeline([[parse(word) for word in text.split()]], Placement(1, 1), EQUAL)
 
 
-def test_every_part_has_its_time_and_every_border_its_messages():
+def test_timeline_uses_the_cost_of_each_chunk_and_border():
     """Two stages of two chunks; borders take longer down the model."""
     costs = [Cost(2.0**part, 3.0**part, 0.0, 0.1 * 2**part) for part in range(4)]
     passes, placement = instruction_streams("interleaved", 2, 2, 2)
@@ -131,7 +131,7 @@ def test_every_part_has_its_time_and_every_border_its_messages():
     assert waits[0] == pytest.approx(0.1) and len(starts) == len(spans)
 
 
-def test_the_optimum_of_uneven_loads_depends_on_the_schedule():
+def test_optimal_cut_of_uneven_loads_depends_on_the_schedule():
     """Loads 8 11 2 1 18 5 4 11, backward twice that, 8 microbatches: 1F1B prefers other borders
     than those of the lightest heaviest stage, which are GPipe's."""
 

@@ -64,7 +64,7 @@ def rule_of(line):
 
 
 @pytest.mark.parametrize("line", strided(LINES, 12))
-def test_an_asynchronous_mix_keeps_its_update_rule(line):
+def test_asynchronous_pipeline_follows_its_update_rule(line):
     config, expected = config_of(line), reference(rule_of(line))
     found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
     for trained in found:
@@ -78,7 +78,7 @@ def distance(one, other):
     return max(np.abs(ours - theirs).max() for ours, theirs in pairs)
 
 
-def test_stale_weights_make_other_weights():
+def test_stale_weights_change_the_result():
     """So no mix above can pass with the newest weights, or with those of another stage."""
     line = "schedule=pipedream tied=false clip=0 steps=4 microbatches=4"
     fresh, two, four = (reference(f"{line} p={stages}") for stages in (1, 2, 4))

@@ -8,7 +8,7 @@ from hpc3d.pipeline.schedule import instruction_streams
 from tests.pipeline.test_schedule import text
 
 
-def test_zero_bubble_schedules():
+def test_zero_bubble_instruction_streams():
     assert text("zb-h1", 3, 4) == [
         "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
         "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
@@ -26,7 +26,7 @@ def test_zero_bubble_schedules():
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
-def test_inputs_of_w_before_a_b(p):
+def test_delayed_weight_inputs_of_zero_bubble_schedules(p):
     for name, lag in (("zb-h1", 1), ("zb-h2", 2)):
         for stage, stream in enumerate(instruction_streams(name, p, 32)[0]):
             done = Counter()

@@ -137,7 +137,7 @@ def _id(case):
         for day, case in enumerate(NUMPY)
     ],
 )
-def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
+def test_cupy_training_matches_numpy(ranks, dtype, values, on_numpy, tmp_path):
     """Losses and norms; and, of the same type, every byte that is counted."""
     got, moved = told(run(ranks, tmp_path, train__backend="cupy", train__dtype=dtype, **values))
     own = {key: value for key, value in values.items() if "fused" not in key}
@@ -157,7 +157,7 @@ def test_it_trains_as_on_numpy(ranks, dtype, values, on_numpy, tmp_path):
     ],
     ids=["1d-sequence", "1f1b", "ZeRO"],
 )
-def test_it_needs_no_trace(values, on_numpy, tmp_path):
+def test_cupy_training_without_a_trace_matches_numpy(values, on_numpy, tmp_path):
     """A trace orders streams, and keeps arrays, by itself; nothing may depend on that."""
     how = {"train__dtype": "float32", "train__backend": "cupy", "trace__enabled": "false"}
     log = (run(2, tmp_path, **values, **how) / "train.log").read_text()
@@ -180,7 +180,7 @@ GRAPHS = [
     ("ranks", "values"),
     [pytest.param(*case, marks=rotating(day)) for day, case in enumerate(GRAPHS)],
 )
-def test_a_graph_is_the_same_step(ranks, values, tmp_path):
+def test_cuda_graph_step_matches_the_launched_step(ranks, values, tmp_path):
     plain, graph = tmp_path / "plain", tmp_path / "graph"
     values |= {"train__backend": "cupy", "train__dtype": "float32", "train__steps": 6}
     right = run(ranks, plain, **values)
@@ -191,7 +191,7 @@ def test_a_graph_is_the_same_step(ranks, values, tmp_path):
     assert json.loads((tmp_path / "posted").read_text())["graph"] > 2
 
 
-def test_launches_a_layer(tmp_path):
+def test_number_of_launches_per_layer(tmp_path):
     """26 beside attention, whatever CuPy launches by itself among them."""
 
     def counted(layers, steps):
@@ -210,7 +210,7 @@ def test_launches_a_layer(tmp_path):
 
 
 @pytest.mark.parametrize("first", ["numpy", "cupy"])
-def test_a_checkpoint_goes_from_one_backend_to_the_other(first, on_numpy, tmp_path):
+def test_checkpoint_resumes_on_the_other_backend(first, on_numpy, tmp_path):
     values = {"train__dtype": "float32", "checkpoint__every": 2}
     second = {"numpy": "cupy", "cupy": "numpy"}[first]
     begun = run(1, tmp_path, train__backend=first, train__steps=2, **values)
@@ -231,7 +231,7 @@ def test_a_checkpoint_goes_from_one_backend_to_the_other(first, on_numpy, tmp_pa
         )
     ],
 )
-def test_the_gpu_check_passes_on_it(part, tmp_path):
+def test_gpu_check_passes_on_fake_cupy(part, tmp_path):
     """The parts of `make gpu-check` that are quick enough here."""
     events = tmp_path / "events"
     events.touch()
@@ -248,7 +248,7 @@ def test_the_gpu_check_passes_on_it(part, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_offloaded_changes_nothing(ranks, tmp_path):
+def test_offloading_does_not_change_the_losses(ranks, tmp_path):
     how = {"train__backend": "cupy", "mesh__d": ranks, "parallel__microbatches": 2}
     plain, moved = [
         run(ranks, tmp_path / name, **how, **options)

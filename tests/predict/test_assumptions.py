@@ -29,13 +29,13 @@ def test_parameters_and_slots_of_a_mixture():
     assert (dense["slots"], dense["capacity"]) == (16, 0)
 
 
-def test_a_dense_model_assumes_nothing():
+def test_dense_model_has_no_assumptions():
     config = Config()
     config = replace(config, model=replace(config.model, vocabulary=256))
     assert of_mixture(config) == {} and lines(config) == []
 
 
-def test_what_is_assumed_is_said():
+def test_assumptions_are_listed():
     said = " ".join(lines(model_of(MIXTURE)))
     for part in ("2 of 4 blocks, top_k 2", "capacity 1.25: 10 slots", "FLOP and MFU", "balance"):
         assert part in said

@@ -26,7 +26,7 @@ def simulate(capsys, *words):
     return code, out, err
 
 
-def test_a_step_in_numbers(capsys):
+def test_simulate_prints_step_time_memory_and_bytes(capsys):
     code, out, err = simulate(capsys, INPUT, *MACHINE, "--json")
     assert (code, err) == (0, "")
     assert "64 ranks of v100-4x16: p=4 d=2 x=2 y=2 z=2, scheme 3d, schedule 1f1b" in out
@@ -45,13 +45,13 @@ def test_a_step_in_numbers(capsys):
     assert found["bytes"]["p"]["send"] == {"calls": 8, "bytes": 8 * 3 * 64 * 192 * 4}
 
 
-def test_options_change_the_input(capsys):
+def test_options_override_the_input(capsys):
     words = [INPUT, *MACHINE, "--ranks", "128", "--mesh.d", "4", "--train.batch", "384", "--json"]
     assert json.loads(simulate(capsys, *words)[1].splitlines()[-1])["ranks"] == 128
 
 
 @pytest.mark.slow
-def test_the_trace_is_reported_like_a_measured_one(capsys, tmp_path):
+def test_simulated_trace_is_reported_like_a_measured_one(capsys, tmp_path):
     out = tmp_path / "simulated"
     code, said, _ = simulate(capsys, INPUT, *MACHINE, "--out", out, "--json")
     assert code == 0
@@ -68,7 +68,7 @@ def test_the_trace_is_reported_like_a_measured_one(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prediction_lies_beside_its_measurement(capsys, tmp_path):
+def test_prediction_is_stored_next_to_its_measurement(capsys, tmp_path):
     run = train(2, tmp_path, mesh__x=2, train__steps=2)
     machine = tmp_path / "machine.toml"
     text = Path(MACHINE[1]).read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ def test_an_empty_configuration_of_a_run_is_refused(capsys, tmp_path):
         ([str(ROOT / "tests"), *MACHINE], "config.toml"),
     ],
 )
-def test_bad_input_is_one_line(capsys, words, said):
+def test_invalid_input_is_rejected_in_one_line(capsys, words, said):
     code, _, err = simulate(capsys, *words)
     assert code == 2 and said in err and "Traceback" not in err
     assert len(err.splitlines()) == 1
@@ -131,7 +131,7 @@ def test_bad_input_is_one_line(capsys, words, said):
     ],
     ids=lambda words: words[0],
 )
-def test_what_is_no_job_needs_no_mpi(words):
+def test_simulate_and_plan_run_without_mpi(words):
     module, *words = words
     code = f"import sys; sys.modules['mpi4py'] = None; from {module} import main; "
     done = subprocess.run(
@@ -147,6 +147,6 @@ def test_what_is_no_job_needs_no_mpi(words):
 @pytest.mark.parametrize(
     "name", ["pp_vs_dp.findings", "megatron_report", "tensor_3d", "vtrain_report"]
 )
-def test_published_results_are_predicted_without_mpi(name):
+def test_published_studies_import_without_mpi(name):
     code = f"import sys; sys.modules['mpi4py'] = None; import hpc3d.studies.{name}"
     subprocess.run([sys.executable, "-c", code], check=True)

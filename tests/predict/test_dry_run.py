@@ -22,7 +22,7 @@ def said(capsys, tmp_path, monkeypatch):
 SMALL = ["--model.hidden", "64", "--model.heads", "8", "--train.batch", "24"]
 
 
-def test_it_says_layout_memory_and_time_and_writes_nothing(said):
+def test_dry_run_prints_layout_memory_and_time_and_writes_nothing(said):
     lines = said(1, *SMALL, "--ranks", "4", "--machine", "v100-4x16", "--train.steps", "1000")
     assert lines[0] == "4 ranks: x=4"
     assert "by step 1, cosine from step 2 down to 0.0003 by step 1000" in "\n".join(lines)
@@ -33,13 +33,13 @@ def test_it_says_layout_memory_and_time_and_writes_nothing(said):
     assert "nothing was written" in lines[-1] and "results/gpt-DATE" in lines[-1]
 
 
-def test_a_machine_that_is_not_measured_has_no_time(said, monkeypatch):
+def test_machine_without_measurements_has_no_time(said, monkeypatch):
     monkeypatch.setattr("hpc3d.predict.dry_run.MEASURED", "never-measured")
     lines = said(2, *SMALL, "--train.dtype", "float64")  # of which h100.toml has no rates
     assert any("bench calibrate" in line for line in lines)
 
 
-def test_a_measured_machine_has_a_time_but_not_of_types_that_it_lacks(said, monkeypatch):
+def test_measured_machine_has_a_time_only_for_its_types(said, monkeypatch):
     monkeypatch.setattr("hpc3d.predict.dry_run.MEASURED", "v100-4x16")
     monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: 10**9)
     lines = said(2, *SMALL)
@@ -52,7 +52,9 @@ def test_a_measured_machine_has_a_time_but_not_of_types_that_it_lacks(said, monk
 @pytest.mark.parametrize(
     ("bytes_there", "verdict"), [(10**9, "all ranks fit in the 1 GB"), (10**7, "only 1 of 2 ")]
 )
-def test_it_says_whether_they_fit_on_this_machine(said, monkeypatch, bytes_there, verdict):
+def test_dry_run_reports_whether_the_ranks_fit_on_this_machine(
+    said, monkeypatch, bytes_there, verdict
+):
     monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: bytes_there)
     words = ["--mesh.p", "2", "--parallel.microbatches", "4", "--train.steps", "1000"]
     found = {line.partition(":")[0]: line for line in said(2, *SMALL, *words)}
@@ -61,14 +63,14 @@ def test_it_says_whether_they_fit_on_this_machine(said, monkeypatch, bytes_there
     assert "optimizer" in found["peak of each kind on the fullest rank"]
 
 
-def test_what_a_run_would_be_refused_for_is(said, monkeypatch):
+def test_dry_run_rejects_what_a_run_would_reject(said, monkeypatch):
     monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: 10**6)
     with pytest.raises(ValueError, match=r"^model and train: 1 rank here cannot hold"):
         said(1, *SMALL)
     assert said(1, *SMALL, "--machine", "h100")
 
 
-def test_a_file_of_this_machine_that_is_wrong_is_refused(said, tmp_path_factory, monkeypatch):
+def test_invalid_file_of_this_machine_is_rejected(said, tmp_path_factory, monkeypatch):
     path = tmp_path_factory.mktemp("machine") / "wrong.toml"
     path.write_text("name = 3")
     monkeypatch.setattr("hpc3d.predict.dry_run.MEASURED", str(path))
@@ -79,7 +81,7 @@ def test_a_file_of_this_machine_that_is_wrong_is_refused(said, tmp_path_factory,
 @pytest.mark.parametrize(
     ("ranks", "head"), [(1, "8 ranks: x=2 y=2 z=2"), (8, "8 ranks: x=2 y=2 z=2")]
 )
-def test_without_ranks_they_are_those_of_the_mesh(said, ranks, head):
+def test_rank_count_defaults_to_the_mesh(said, ranks, head):
     cube = ["--mesh.x", "2", "--mesh.y", "2", "--mesh.z", "2", "--parallel.scheme", "3d-broadcast"]
     lines = said(ranks, *SMALL, *cube)
     assert lines[0] == head
@@ -98,12 +100,12 @@ def test_without_ranks_they_are_those_of_the_mesh(said, ranks, head):
         (["--run.metrics_hook", "nowhere:x"], "run.metrics_hook = 'nowhere:x': "),
     ],
 )
-def test_what_is_wrong_is_refused(said, words, wrong):
+def test_invalid_dry_run_options_are_rejected(said, words, wrong):
     with pytest.raises(ValueError, match=f"^{wrong}"):
         said(1, *words)
 
 
-def test_an_option_is_taken_out_of_the_words():
+def test_option_is_removed_from_the_arguments():
     words = ["a", "--ranks=4", "--machine", "h100", "--x"]
     assert (taken(words, "--ranks"), taken(words, "--machine")) == ("4", "h100")
     assert (words, taken(words, "--ranks")) == (["a", "--x"], None)

@@ -82,7 +82,7 @@ def stages(model, recompute="none", **mesh):
 
 
 @pytest.mark.parametrize("model", [*MODELS, M22, M175], ids=named)
-def test_parameters(model):
+def test_parameter_count_matches_the_published_equation(model):
     """12 L h^2 (1 + 13 / (12 h) + (V + s) / (12 L h)): equation 2 of arXiv:2104.04473.
 
     It leaves out the norm before the head, 2 h; and the last stage has a copy of the table.
@@ -112,7 +112,7 @@ def equation_7(model):
 
 
 @pytest.mark.parametrize("model", [M22, M175, M530, M1000], ids=named)
-def test_operations(model):
+def test_flops_match_the_published_equations(model):
     """And equation 3 of arXiv:2104.04473, where blocks are repeated."""
     _, _, h, layers, _, _, s, v = model
     equation_3 = 96 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
@@ -126,7 +126,7 @@ MEASURED = {M22: (4, 8, 1.10, 41.5, 43.7), M175: (64, 64, 13.75, 51.4, 52.8)}
 
 
 @pytest.mark.parametrize("model", MEASURED, ids=named)
-def test_published_utilisations_follow_from_published_times(model):
+def test_published_utilization_follows_from_published_times(model):
     """As far as two decimals of the seconds and one of the result tell.
 
     The published HFU is that of equation 8, 12 L s^2 h more than equation 7; the program repeats
@@ -169,7 +169,7 @@ TABLE_2 = {
 
 @pytest.mark.parametrize("form", TABLE_2)
 @pytest.mark.parametrize("model", [M22, M175], ids=named)
-def test_activations(model, form):
+def test_saved_activations_match_the_published_table(model, form):
     """Table 2 without masks and what they leave, which are drawn and made again here.
 
     Those are two masks of a byte for every element of X, and for the probabilities a mask and
@@ -236,7 +236,7 @@ def of_norms(rows, g):
 
 
 @pytest.mark.parametrize(("share", "ranks"), WORDS)
-def test_words_of_a_layer(share, ranks):
+def test_communication_volume_of_a_layer_matches_the_formulas(share, ranks):
     """Megatron-LM, FSDP, Optimus, and the saved schedule of a cuboid with its norms."""
     tokens = int(share * H)
     m, w, away = tokens * H, H * H, (ranks - 1) / ranks
@@ -259,7 +259,7 @@ def test_words_of_a_layer(share, ranks):
         assert found / w == pytest.approx(printed, abs=0.0501 if printed >= 10 else 0.00501), name
 
 
-def test_the_products_of_the_mlp_attain_the_lower_bound():
+def test_mlp_products_attain_the_communication_lower_bound():
     """16 tokens a feature on 512 ranks, the third case of arXiv:2205.13407, theorem 3; those of
     attention would want another grid."""
     tokens, grid = 16 * H, (32, 2, 8)
@@ -273,7 +273,7 @@ def test_the_products_of_the_mlp_attain_the_lower_bound():
     assert min(found / bound for found, bound in zip(each[:2], bounds[:2])) > 1.01
 
 
-def test_all_products_of_a_layer_attain_the_lower_bound():
+def test_all_layer_products_attain_the_communication_lower_bound():
     """The first case, from four tokens a feature and rank on: weights alone are gathered."""
     tokens, ranks = 4 * H * 8, 8
     forward = [n for phase, n in calls(tokens, ranks, x=ranks) if phase == "forward"]

@@ -6,7 +6,7 @@ TINY = ["--model.layers=2", "--model.hidden=32", "--model.heads=4", "--train.bat
 EVALUATED = ["--train.eval_every=2", "--data.validation=0.1"]
 
 
-def test_evaluations_and_mixtures_are_told_where_there_are_any():
+def test_summary_has_evaluation_and_mixture_rows_only_if_used():
     assert not {"evaluation_batch_s", "mixture"} & {*step().summary}
     assert step(*EVALUATED).summary["evaluation_batch_s"] > 0
     assert step("--model.experts=4").summary["mixture"]["blocks"] == 2
@@ -16,6 +16,6 @@ def step(*words):
     return predicted_step("gpt-serial", [*TINY, *words], "h100")
 
 
-def test_it_is_kept_in_a_new_folder(tmp_path):
+def test_prediction_is_saved_in_a_new_folder(tmp_path):
     path = step().keep(tmp_path / "above" / "kept")
     assert path == tmp_path / "above" / "kept" / "trace.h5" and path.is_file()

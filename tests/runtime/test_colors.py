@@ -29,7 +29,7 @@ def written(stream, style="red"):
     return stream.getvalue()
 
 
-def test_a_terminal_shows_them(monkeypatch):
+def test_terminal_output_is_colored(monkeypatch):
     assert written(Terminal()) == "\x1b[31ma line\x1b[0m\n"
     assert written(Terminal(), style="") == "a line\n"
     assert written(io.StringIO()) == "a line\n"
@@ -38,14 +38,14 @@ def test_a_terminal_shows_them(monkeypatch):
         assert written(Terminal()) == "a line\n"
 
 
-def test_a_stream_is_made_to_have_them(monkeypatch):
+def test_force_color_colors_any_stream(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert written(io.StringIO()) == "\x1b[31ma line\x1b[0m\n"
     monkeypatch.setenv("NO_COLOR", "1")
     assert written(io.StringIO()) == "a line\n"
 
 
-def test_they_pass_through_plain_streams_and_those_of_others_do_not(monkeypatch):
+def test_own_colors_pass_the_sanitizer_and_others_are_escaped(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     with sanitized_streams():
@@ -54,7 +54,7 @@ def test_they_pass_through_plain_streams_and_those_of_others_do_not(monkeypatch)
     assert terminal.getvalue() == "\x1b[1ma line\x1b[0m\n\\u001b[1mx\n"
 
 
-def test_under_a_launcher_its_own_streams_say_whether_there_is_a_terminal(monkeypatch):
+def test_launcher_streams_decide_about_color(monkeypatch):
     """This process is taken for the launcher: a rank's stream has the number of one of its."""
     monkeypatch.setattr(colors, "launcher", lambda: (os.getpid(), None))
     ends = *os.pipe(), *pty.openpty()

@@ -50,7 +50,7 @@ def machine(monkeypatch):
         pytest.param(8, 8, 8, 8, "4(x2)", 2, False, id="as Slurm writes it"),
     ],
 )
-def test_cores_are_shared(
+def test_threads_share_the_cores(
     machine, monkeypatch, cores, own, launcher, allowed, ranks, threads, yields
 ):
     affinity = machine(cores, own, launcher, allowed)
@@ -62,7 +62,7 @@ def test_cores_are_shared(
     assert affinity[0] == set(range(own))
 
 
-def test_what_the_user_set_stays(machine, monkeypatch):
+def test_environment_set_by_the_user_is_kept(machine, monkeypatch):
     machine(8, 8, 8, 8)
     monkeypatch.setenv(RANKS, "64")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
@@ -80,7 +80,7 @@ def test_what_the_user_set_stays(machine, monkeypatch):
         ({"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}, False),
     ],
 )
-def test_mpi_starts_without_a_launcher_where_there_is_none(monkeypatch, step, alone):
+def test_mpi_starts_as_a_singleton_without_a_launcher(monkeypatch, step, alone):
     for name in (*environment.WORLD_RANKS, "PMIX_RANK", BTL):
         monkeypatch.delenv(name, raising=False)
     for name, value in {**step, "SLURM_STEP_ID": "0"}.items():

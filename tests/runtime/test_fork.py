@@ -18,7 +18,7 @@ print(fork.fork_or_end())
 """
 
 
-def test_a_copy_goes_on_and_so_does_this_process(monkeypatch):
+def test_forked_copy_and_parent_both_continue(monkeypatch):
     """The end of this process is planned before the copy is made, and called off after it."""
     done = []
     alarm = SimpleNamespace(
@@ -34,7 +34,7 @@ def test_a_copy_goes_on_and_so_does_this_process(monkeypatch):
 
 
 @pytest.mark.parametrize(("limit", "seconds", "code"), [(1000, 0, 0), (0.2, 1000, 1)])
-def test_a_process_that_is_not_copied_in_time_ends(limit, seconds, code):
+def test_process_that_cannot_fork_in_time_exits(limit, seconds, code):
     program = SLOW.format(limit, seconds)
     done = subprocess.run([sys.executable, "-c", program], timeout=200, check=False)
     assert done.returncode == code

@@ -26,31 +26,31 @@ def test_ranks_are_named_by_their_hosts(ranks, text):
     assert TWO.several() and TWO.leaders() == [0, 3]
 
 
-def test_a_host_of_one_rank_is_named_with_it():
+def test_single_rank_host_is_named_with_its_rank():
     assert Homes(["hn1", "hn2", "hn2"], [0, 1, 1]).named([0]) == "rank 0 (hn1)"
 
 
-def test_on_one_node_hosts_need_no_name():
+def test_ranks_on_one_node_are_named_without_host():
     one = Homes(["hn1"] * 4, [0] * 4)
     assert not one.several()
     assert (one.named([2]), one.named([0, 1, 3])) == ("rank 2", "ranks 0-1 3")
 
 
-def test_hosts_of_one_name_are_two():
+def test_hosts_with_the_same_name_are_distinguished():
     twins = Homes(["node"] * 4, [0, 0, 2, 2])
     assert twins.several() and twins.leaders() == [0, 2]
     assert twins.named([2, 3]) == "all of node"
     assert twins.named([1, 2, 3]) == "all of node and rank 1 (node)"
 
 
-def test_hosts_of_one_name_are_refused():
+def test_hosts_with_the_same_name_are_rejected():
     one, two = ("a", "1"), ("b", "")
     assert namesakes([("n", one), ("m", two), ("n", one)]) is None
     refused = namesakes([("n", one), ("m", two), ("n", one), ("n", two)])
     assert re.match("ranks 0 2 and 3 .* n: ", refused)
 
 
-def test_ranks_and_words_as_text():
+def test_rank_spans_and_lists_as_text():
     assert spans((0, 1, 2, 4, 5, 7)) == "0-2 4-5 7"
     assert [listed(words) for words in (["a"], ["a", "b"], ["a", "b", "c"])] == [
         "a",
@@ -59,7 +59,7 @@ def test_ranks_and_words_as_text():
     ]
 
 
-def test_a_clock_is_known_by_the_start_of_its_kernel_and_its_name_space(monkeypatch, tmp_path):
+def test_kernel_is_identified_by_boot_id_and_time_namespace(monkeypatch, tmp_path):
     boot = tmp_path / "boot_id"
     boot.write_text("0-1\n")
     monkeypatch.setattr(host_map, "BOOT", boot)

@@ -12,12 +12,12 @@ from tests.runtime.test_launch import job
 
 
 @pytest.mark.parametrize("mode", ["agree", "leave_well"])
-def test_a_good_end(mode, tmp_path):
+def test_successful_job_exits_with_0(mode, tmp_path):
     done, _ = job(3, mode, tmp_path)
     assert done.returncode == 0
 
 
-def test_bad_input_is_said_once_and_ends_all_ranks(tmp_path):
+def test_invalid_input_is_reported_once_and_ends_all_ranks(tmp_path):
     done, _ = job(4, "refuse", tmp_path)
     expected = ["hpc3d.test: one.key = 1: remedy", "hpc3d.test: another.key = 2: remedy"]
     assert said(done) == expected
@@ -26,13 +26,13 @@ def test_bad_input_is_said_once_and_ends_all_ranks(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_what_some_ranks_refuse_is_said_once_and_ends_all(tmp_path):
+def test_problem_of_some_ranks_is_reported_once_and_ends_all(tmp_path):
     done, _ = job(3, "refuse_on_some", tmp_path)
     assert said(done) == ["hpc3d.test: a.key = 1: remedy"]
     assert done.returncode == 2 and "Traceback" not in done.stderr
 
 
-def test_a_process_that_only_looked_at_mpi_starts_it():
+def test_mpi_can_start_after_only_the_library_was_inspected():
     code = """
         from hpc3d.runtime.mpi_library import found
         assert found()

@@ -40,13 +40,13 @@ def one_core():
     os.sched_setaffinity(0, cores)
 
 
-def test_real_ranks_yield_on_one_core(one_core, tmp_path):
+def test_mpi_ranks_yield_on_one_core(one_core, tmp_path):
     done, _ = job(2, "environment", tmp_path, **UNBOUND)
     assert done.stdout.split() == ["1", "1"] * 2
 
 
 @slow
-def test_real_ranks_share_the_cores(tmp_path):
+def test_mpi_ranks_share_the_cores(tmp_path):
     cores = len(os.sched_getaffinity(0))
     done, _ = job(2, "environment", tmp_path, **UNBOUND)
     assert done.stdout.split()[0] == str(max(1, cores // 2))
@@ -61,7 +61,7 @@ def alone(*words, stderr=subprocess.PIPE, **environment):
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE"])
-def test_a_world_of_one_under_a_launcher_of_many_is_explained(name, tmp_path):
+def test_singleton_under_a_multi_rank_launcher_is_explained(name, tmp_path):
     done = alone("hpc3d.train", "--run.out", str(tmp_path), **{name: "64"})
     line, *more = without_progress(done.stderr).splitlines()
     assert re.fullmatch("hpc3d.train: 64 .* MPI .* 1", line)
@@ -71,7 +71,7 @@ def test_a_world_of_one_under_a_launcher_of_many_is_explained(name, tmp_path):
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_one_of_many_worlds_of_one_explains(rank, tmp_path):
+def test_only_rank_0_of_several_singletons_explains(rank, tmp_path):
     where = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": str(rank)}
     done = alone("hpc3d.train", "--run.out", str(tmp_path), **where)
     assert bool(without_progress(done.stderr)) == (rank == 0)
@@ -79,7 +79,7 @@ def test_one_of_many_worlds_of_one_explains(rank, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_rank_that_was_meant_alone_inside_of_a_larger_job_runs(tmp_path):
+def test_intended_single_rank_inside_a_larger_job_runs(tmp_path):
     done, ended = job(1, "agree", tmp_path, SLURM_NTASKS="64")
     assert (done.returncode, ended) == (0, [0])
 
@@ -93,7 +93,7 @@ def test_one_rank_that_was_meant_alone_inside_of_a_larger_job_runs(tmp_path):
         pytest.param("return_code", 3, "hpc3d.test: rank 1 exited with 3", marks=slow),
     ],
 )
-def test_a_rank_that_fails_ends_the_job(mode, code, message, tmp_path):
+def test_failing_rank_ends_the_job(mode, code, message, tmp_path):
     done, ended = job(4, mode, tmp_path)
     assert done.seconds < PROMPT
     assert done.returncode == code
@@ -103,13 +103,13 @@ def test_a_rank_that_fails_ends_the_job(mode, code, message, tmp_path):
     assert 1 in ended
 
 
-def test_a_failure_of_all_ranks_is_said_once(tmp_path):
+def test_failure_of_all_ranks_is_reported_once(tmp_path):
     done, _ = job(4, "fail_all", tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("a message of all ranks\n") == 1
 
 
-def test_a_rank_alone_fails_without_a_word_of_mpi(tmp_path):
+def test_failure_of_a_single_rank_does_not_mention_mpi(tmp_path):
     done = alone("tests.runtime.on_launch", "fail_all", str(tmp_path))
     assert done.returncode == 1
     assert done.stderr.startswith("hpc3d.test: rank 0 failed\nTraceback")
@@ -117,21 +117,21 @@ def test_a_rank_alone_fails_without_a_word_of_mpi(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
-def test_a_rank_is_saved_amid_products_and_goes_on(tmp_path):
+def test_signal_during_products_saves_and_continues(tmp_path):
     done = alone("tests.runtime.on_launch", "told_amid_products", tmp_path, OMP_NUM_THREADS="2")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @slow
 @pytest.mark.parametrize("mode", ["terminated_in_products", "interrupted_twice_in_products"])
-def test_a_rank_amid_products_ends_when_it_is_told_to(mode, tmp_path):
+def test_termination_signal_during_products_ends_the_rank(mode, tmp_path):
     done = alone("tests.runtime.on_launch", mode, tmp_path, OMP_NUM_THREADS="2")
     assert done.returncode == 128 + signal.SIGTERM
     assert "hpc3d.test: ended by SIGTERM" in said(done)
     wait_for((tmp_path / "0").exists)
 
 
-def test_a_second_interrupt_does_not_wait_for_what_the_first_one_saves(tmp_path):
+def test_second_interrupt_does_not_wait_for_the_save_of_the_first(tmp_path):
     copies, errors = tmp_path / "copies", tmp_path / "errors"
     copies.mkdir()
     with errors.open("w") as file:  # a pipe would be open until the copy ends
@@ -144,7 +144,7 @@ def test_a_second_interrupt_does_not_wait_for_what_the_first_one_saves(tmp_path)
     assert len([*copies.iterdir()]) == 1
 
 
-def test_an_interrupt_before_there_is_a_job_is_a_line(monkeypatch, capsys):
+def test_interrupt_before_the_job_starts_is_one_line(monkeypatch, capsys):
     def interrupt(name, body):
         raise KeyboardInterrupt
 
@@ -153,7 +153,7 @@ def test_an_interrupt_before_there_is_a_job_is_a_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "hpc3d.train: ended by SIGINT\n"
 
 
-def test_one_rank_loads_mpi_in_its_environment_and_a_failure_is_a_line(monkeypatch, capsys):
+def test_mpi_load_failure_of_a_single_rank_is_one_line(monkeypatch, capsys):
     chosen = "OMPI_MCA_btl"
 
     class Module(ModuleType):
@@ -173,14 +173,14 @@ def test_one_rank_loads_mpi_in_its_environment_and_a_failure_is_a_line(monkeypat
 @pytest.mark.parametrize(
     "mode", ["terminated_in_mpi", "terminated_in_shared_memory", "terminated_at_work"]
 )
-def test_a_rank_that_is_told_to_end_does_what_is_to_be_done(mode, tmp_path):
+def test_terminated_rank_runs_its_cleanup(mode, tmp_path):
     done, _ = job(2, mode, tmp_path)
     assert done.returncode == 128 + 15
     wait_for((tmp_path / "1").exists)
 
 
 @pytest.mark.slow
-def test_a_rank_ends_even_where_the_launcher_does_not_listen(tmp_path):
+def test_rank_exits_even_if_the_launcher_does_not_respond(tmp_path):
     try:
         done, ended = job(2, "unheard", tmp_path)
     finally:
@@ -190,7 +190,7 @@ def test_a_rank_ends_even_where_the_launcher_does_not_listen(tmp_path):
     assert 0 in ended
 
 
-def test_what_goes_wrong_at_the_end_is_said_and_does_not_stop_the_rest(tmp_path):
+def test_error_during_cleanup_is_reported_and_the_rest_runs(tmp_path):
     done, ended = job(2, "agree", tmp_path)
     (line,) = said(done)
     assert re.fullmatch("hpc3d.test: rank [01]: .*: no space left", line)

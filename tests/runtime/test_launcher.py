@@ -36,14 +36,14 @@ def begun(monkeypatch):
 
 
 @pytest.mark.parametrize(("text", "code"), [(WAITS, -15), (DEAF, -9)])
-def test_it_is_told_to_end_then_killed(text, code, begun):
+def test_launcher_is_terminated_then_killed(text, code, begun):
     process = begun(text)
     end_later((process.pid, born(process.pid)))
     wait_for(lambda: process.poll() is not None)
     assert process.returncode == code
 
 
-def test_another_process_with_its_number_is_left_alone(begun, monkeypatch):
+def test_other_process_with_a_reused_pid_is_not_killed(begun, monkeypatch):
     """The process that would end it has ended, and it is still alive."""
     process, children = begun(WAITS), []
     copy = launcher.fork_or_end
@@ -55,7 +55,7 @@ def test_another_process_with_its_number_is_left_alone(begun, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "is_one"), [("prterun", True), ("bash-of-a-job", False)])
-def test_only_a_parent_with_the_name_of_one_is_a_launcher(name, is_one, tmp_path):
+def test_launcher_is_recognized_by_its_name(name, is_one, tmp_path):
     parent = tmp_path / name
     ask = "import os; from hpc3d.runtime.launcher import launcher as l; print(l(), os.getppid())"
     parent.write_text(f'#!/bin/sh\n{sys.executable} -c "{ask}"\ntrue\n')
@@ -65,6 +65,6 @@ def test_only_a_parent_with_the_name_of_one_is_a_launcher(name, is_one, tmp_path
     assert done.stdout.startswith(f"({pid}, '" if is_one else "None ")
 
 
-def test_nothing_happens_without_a_launcher(monkeypatch):
+def test_nothing_is_forked_without_a_launcher(monkeypatch):
     monkeypatch.setattr(launcher.os, "fork", lambda: pytest.fail("a process"))
     end_later(None)

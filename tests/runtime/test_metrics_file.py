@@ -28,7 +28,7 @@ def test_each_record_is_a_line_of_json(tmp_path):
     assert all(record["gradient_norm"] is None and record["time"] > 1e9 for record in records)
 
 
-def test_a_run_that_goes_on_has_no_step_twice(tmp_path):
+def test_resumed_run_rewinds_its_metrics(tmp_path):
     steps(tmp_path, range(5))
     with (tmp_path / NAME).open("a") as file:
         file.write('{"step": 2, "validation_loss": 1.5}\n{"step": 4, "validation_loss": 1.0}\n')
@@ -40,11 +40,11 @@ def test_a_run_that_goes_on_has_no_step_twice(tmp_path):
     assert [record["step"] for record in records if "validation_loss" in record] == [2]
 
 
-def test_a_folder_without_them_has_none(tmp_path):
+def test_folder_without_metrics_yields_an_empty_list(tmp_path):
     assert read(tmp_path) == []
 
 
-def test_what_is_new_is_read_and_a_line_that_is_not_whole_is_left_for_later(tmp_path):
+def test_reader_returns_new_complete_lines_only(tmp_path):
     reader, path = MetricsReader(tmp_path), tmp_path / NAME
     assert reader.more() == (True, [])
     path.write_text('{"step": 0, "loss": 5}\n{"st')
@@ -58,7 +58,7 @@ def test_what_is_new_is_read_and_a_line_that_is_not_whole_is_left_for_later(tmp_
     assert anew and [record["step"] for record in records] == [0, 1]
 
 
-def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
+def test_full_disk_error_names_the_metrics_file(tmp_path):
     (tmp_path / NAME).symlink_to("/dev/full")
     metrics = MetricsFile.__new__(MetricsFile)
     metrics.path, metrics.sinks = tmp_path / NAME, []
@@ -70,7 +70,7 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
         metrics.file.close()
 
 
-def test_what_fails_in_a_sink_is_told_once_and_the_run_goes_on(tmp_path):
+def test_failing_sink_is_reported_once_and_the_run_continues(tmp_path):
     seen = []
 
     def bad(record):
@@ -82,7 +82,7 @@ def test_what_fails_in_a_sink_is_told_once_and_the_run_goes_on(tmp_path):
     assert len(read(tmp_path)) == 3
 
 
-def test_a_hook_gets_every_record(tmp_path, monkeypatch):
+def test_metrics_hook_receives_every_record(tmp_path, monkeypatch):
     (tmp_path / "my_metrics.py").write_text("got = []\ndef take(record): got.append(record)\n")
     monkeypatch.chdir(tmp_path)  # also for `hpc3d`, which does not look here by itself
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
@@ -91,18 +91,18 @@ def test_a_hook_gets_every_record(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("hook", ["nowhere:take", "json:nothing", "json:__doc__", "json", ":"])
-def test_a_hook_that_is_none_is_refused(hook):
+def test_invalid_metrics_hook_is_rejected(hook):
     with pytest.raises(ValueError, match=r"^run\.metrics_hook = "):
         sinks_of(hook, tensorboard=False)
 
 
-def test_train_refuses_it_before_anything_starts():
+def test_train_rejects_an_invalid_hook_before_it_starts():
     with pytest.raises(ValueError, match=r"^run\.metrics_hook = 'nowhere:take': Mod"):
         read_command_line(1, ["--run.metrics_hook", "nowhere:take"])
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_every_finite_scalar(tmp_path):
+def test_tensorboard_receives_every_finite_scalar(tmp_path):
     pytest.importorskip("tensorboardX", reason="extra tensorboard")
     steps(tmp_path, range(3), sinks=sinks_of(None, tensorboard=True, folder=tmp_path))
     (file,) = (tmp_path / "tensorboard").iterdir()
@@ -110,7 +110,7 @@ def test_tensorboard_gets_every_finite_scalar(tmp_path):
     assert b"gradient_norm" not in file.read_bytes()  # it is infinite in each
 
 
-def test_without_its_package_tensorboard_is_refused(monkeypatch):
+def test_tensorboard_without_its_package_is_rejected(monkeypatch):
     monkeypatch.setattr("hpc3d.runtime.optional_packages.find_spec", lambda package: None)
     with pytest.raises(ValueError, match=r"pip install 'hpc3d\[tensorboard\]'"):
         sinks_of(None, tensorboard=True)

@@ -34,7 +34,9 @@ def no_launcher(monkeypatch):
         (None, FAIL, "PATH"),
     ],
 )
-def test_an_mpirun_and_the_library(launcher, verdict, text, no_launcher, monkeypatch, tmp_path):
+def test_mpirun_must_match_the_mpi_library(
+    launcher, verdict, text, no_launcher, monkeypatch, tmp_path
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     found = next(mpi_library.mpirun(OURS, launcher))
@@ -42,13 +44,13 @@ def test_an_mpirun_and_the_library(launcher, verdict, text, no_launcher, monkeyp
     assert bool(found.remedy) == (verdict != OK)
 
 
-def test_without_mpirun_there_may_be_srun(monkeypatch, tmp_path):
+def test_srun_may_replace_a_missing_mpirun(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     script(tmp_path / "srun", "")
     assert only(mpi_library.mpirun(OURS, None)).verdict == WARN
 
 
-def test_the_mpirun_beside_the_library_is_named(tmp_path):
+def test_mpirun_next_to_the_library_is_suggested(tmp_path):
     (tmp_path / "bin").mkdir()
     script(tmp_path / "bin" / "mpirun", "")
     mpi = OURS._replace(path=str(tmp_path / "lib" / "libmpi.so.40"))
@@ -65,13 +67,13 @@ def test_the_mpirun_beside_the_library_is_named(tmp_path):
         ("mpirun: unrecognized option", "of unknown make", None),
     ],
 )
-def test_an_mpirun_says_whose_it_is(printed, maker, version, monkeypatch, tmp_path):
+def test_mpirun_maker_and_version_are_parsed(printed, maker, version, monkeypatch, tmp_path):
     path = script(tmp_path / "mpirun", f"cat <<END\n{printed}\nEND")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert mpi_library.on_path() == (maker, version, str(path))
 
 
-def test_root_needs_to_consent(no_launcher, monkeypatch):
+def test_running_as_root_requires_consent_variables(no_launcher, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     found = only(mpi_library.root())
     assert found[:2] == (FAIL, "root") and all(
@@ -86,7 +88,9 @@ def test_root_needs_to_consent(no_launcher, monkeypatch):
 @pytest.mark.parametrize(
     ("version", "variable"), [("4.1.4", mpi_library.CROWD_4), ("5.0.11", mpi_library.CROWD_5)]
 )
-def test_more_ranks_than_cores(version, variable, no_launcher, monkeypatch, tmp_path):
+def test_more_ranks_than_cores_require_oversubscription(
+    version, variable, no_launcher, monkeypatch, tmp_path
+):
     launcher = OURS._replace(version=version, path=str(tmp_path / "bin" / "mpirun"))
     (found,) = mpi_library.oversubscription(launcher)
     assert found.verdict == WARN and f"{variable}=" in found.remedy
@@ -98,7 +102,7 @@ def test_more_ranks_than_cores(version, variable, no_launcher, monkeypatch, tmp_
     assert verdicts(mpi_library.oversubscription(launcher))[1] == (WARN, "more ranks than cores")
 
 
-def test_the_file_of_open_mpi_5_allows_more_ranks_than_cores(no_launcher, tmp_path):
+def test_open_mpi_5_parameter_file_allows_oversubscription(no_launcher, tmp_path):
     launcher = OURS._replace(path=str(tmp_path / "bin" / "mpirun"))
     (tmp_path / "etc").mkdir()
     file = tmp_path / "etc" / "prte-mca-params.conf"
@@ -118,7 +122,7 @@ def test_the_file_of_open_mpi_5_allows_more_ranks_than_cores(no_launcher, tmp_pa
         (OLDER, "Intel MPI", OK, "--mpi=pmi2"),
     ],
 )
-def test_srun_offers_what_the_library_takes_or_not(
+def test_srun_plugins_are_checked_against_the_library(
     printed, maker, verdict, way, no_launcher, monkeypatch, tmp_path
 ):
     script(tmp_path / "srun", f"cat <<END\n{printed}\nEND")
@@ -131,9 +135,7 @@ def test_srun_offers_what_the_library_takes_or_not(
     assert re.search("64 .* 1 node", job.text)
 
 
-def test_an_srun_that_is_not_set_up_says_nothing_outside_of_a_job(
-    no_launcher, monkeypatch, tmp_path
-):
+def test_unconfigured_srun_is_ignored_outside_a_job(no_launcher, monkeypatch, tmp_path):
     script(tmp_path / "srun", "echo srun: fatal: no configuration; exit 1")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert not list(mpi_library.slurm(OURS))
@@ -168,7 +170,7 @@ def test_an_srun_that_is_not_set_up_says_nothing_outside_of_a_job(
         ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "64"}, "another Open MPI", "PATH"),
     ],
 )
-def test_why_a_process_is_alone(maker, variables, text, remedy, no_launcher, monkeypatch):
+def test_singleton_cause_is_explained(maker, variables, text, remedy, no_launcher, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = mpi_library.why_singletons(64, OURS._replace(maker=maker))
@@ -180,9 +182,7 @@ def test_why_a_process_is_alone(maker, variables, text, remedy, no_launcher, mon
     ("variable", "foreign_to"),
     [("OMPI_COMM_WORLD_SIZE", "MPICH"), ("MPI_LOCALNRANKS", "Open MPI"), ("PMIX_RANK", None)],
 )
-def test_an_mpi_that_another_mpirun_started_is_not_started(
-    variable, foreign_to, no_launcher, monkeypatch
-):
+def test_launcher_of_another_mpi_is_detected(variable, foreign_to, no_launcher, monkeypatch):
     monkeypatch.setenv(variable, "2")
     makers = [
         maker
@@ -192,7 +192,7 @@ def test_an_mpi_that_another_mpirun_started_is_not_started(
     assert makers == ([foreign_to] if foreign_to else [])
 
 
-def test_what_train_says_of_a_world_of_one_starts_nothing(no_launcher):
+def test_mismatch_report_starts_no_process(no_launcher):
     """No process, of those that the doctor asks, and not MPI."""
     program = """
 import sys

@@ -18,14 +18,14 @@ def hidden(monkeypatch, *packages):
         monkeypatch.setitem(sys.modules, package, None)
 
 
-def test_every_package_is_in_its_extra():
+def test_every_optional_package_is_in_its_extra():
     sections = SETUP.read_text(encoding="utf-8").partition("[options.extras_require]")[2]
     for package, extra in EXTRAS.items():
         listed = sections.partition(f"\n{extra} =\n")[2].partition("=\n")[0]
         assert f"    {package}>=" in listed
 
 
-def test_each_that_is_lacking_has_a_line(monkeypatch):
+def test_each_missing_package_is_one_line(monkeypatch):
     there = ["bokeh", *filter(find_spec, EXTRAS)]  # there is no otf2 for Python 3.12
     assert {"bokeh", "scipy"} < {*there}
     need("this", *there)
@@ -38,7 +38,7 @@ def test_each_that_is_lacking_has_a_line(monkeypatch):
     ]
 
 
-def test_the_exact_gelu_is_refused_before_a_run_folder_exists(monkeypatch, tmp_path):
+def test_exact_gelu_without_scipy_is_rejected_before_a_run_folder_exists(monkeypatch, tmp_path):
     hidden(monkeypatch, "scipy")
     words = ["--model.gelu", "exact", "--run.out", str(tmp_path)]
     with pytest.raises(ValueError, match=r"^model.gelu = exact needs scipy: .*\[exact\]'$"):
@@ -46,7 +46,7 @@ def test_the_exact_gelu_is_refused_before_a_run_folder_exists(monkeypatch, tmp_p
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_report_is_refused_before_anything_is_read(monkeypatch, capsys, tmp_path):
+def test_report_without_its_packages_is_rejected_before_reading(monkeypatch, capsys, tmp_path):
     hidden(monkeypatch, "bokeh", "matplotlib")
     assert ended(report.main, tmp_path / "none") == 2
     error = capsys.readouterr().err.splitlines()
@@ -54,7 +54,7 @@ def test_a_report_is_refused_before_anything_is_read(monkeypatch, capsys, tmp_pa
     assert len(error) == 2 and remedies == {"bokeh", "matplotlib"}
 
 
-def test_a_picture_is_refused_before_the_schedule_is_run(monkeypatch, capsys):
+def test_schedule_figure_without_matplotlib_is_rejected_before_the_simulation(monkeypatch, capsys):
     hidden(monkeypatch, "matplotlib")
     words = ["schedule", "--name", "1f1b", "--stages", "2", "--microbatches", "2"]
     assert simulate.main([*words, "--png", "x.png"]) == 2

@@ -8,7 +8,7 @@ from hpc3d.runtime.probe import installed, outcome, release
 from tests.runs import assert_gone, time_is_up_when
 
 
-def test_the_code_and_all_that_was_printed():
+def test_outcome_returns_the_code_and_all_output():
     program = (
         "import os, sys; print('out'); print(os.environ['ASKED'], file=sys.stderr); sys.exit(3)"
     )
@@ -16,7 +16,7 @@ def test_the_code_and_all_that_was_printed():
     assert (code, printed) == (3, "out\nerr\n")
 
 
-def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path, monkeypatch):
+def test_timed_out_command_is_killed_with_its_children(tmp_path, monkeypatch):
     begun, limit = tmp_path / "begun", 12345
     program = f"echo begun; (touch {begun}; sleep 999; true) & wait"
     time_is_up_when(monkeypatch, begun.exists, limit)
@@ -24,7 +24,7 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path, monk
     assert_gone(begun)
 
 
-def test_a_package_has_a_version_or_is_not_there():
+def test_installed_returns_a_version_or_none():
     assert release(installed("numpy")) >= [2]
     assert installed("no-such-package-of-ours") is None
 
@@ -33,5 +33,5 @@ def test_a_package_has_a_version_or_is_not_there():
     ("version", "numbers"),
     [("2.0.0rc1", [2]), ("1.26.4", [1, 26, 4]), ("10.0", [10]), ("0", [0]), ("unknown", [0])],
 )
-def test_a_release_is_its_numbers(version, numbers):
+def test_release_parses_version_numbers(version, numbers):
     assert release(version) == numbers

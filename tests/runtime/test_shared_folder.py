@@ -79,27 +79,27 @@ def views(monkeypatch):
     return delays, looked
 
 
-def test_all_hosts_see_the_folder(views, tmp_path):
+def test_folder_visible_on_all_hosts_is_accepted(views, tmp_path):
     _, looked = views
     assert asked(HOMES, tmp_path) == [None] * 5
     assert sorted(rank for rank, _ in looked) == [2, 4]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_may_come_late_as_on_nfs(views, tmp_path):
+def test_file_may_appear_late_as_on_nfs(views, tmp_path):
     views[0][2] = 2
     assert asked(HOMES, tmp_path) == [None] * 5
     assert [rank for rank, _ in views[1]].count(2) == 3
 
 
-def test_hosts_that_do_not_see_it_are_named_on_all_ranks(views, tmp_path):
+def test_hosts_that_do_not_see_the_folder_are_named_on_all_ranks(views, tmp_path):
     views[0][4] = 10**6
     line = f"{tmp_path}: hn3 does not see what hn1 writes there; {REMEDY}"
     assert_refused(asked(HOMES, tmp_path), line)
     assert not list(tmp_path.iterdir())
 
 
-def test_several_and_a_folder_that_is_not_made_yet(views, tmp_path):
+def test_parent_of_a_new_folder_is_checked_on_several_hosts(views, tmp_path):
     views[0].update({2: 10**6, 4: 10**6})
     out = tmp_path / "results" / "new"
     line = f"{out}: hn2 and hn3 do not see what hn1 writes in {tmp_path}; {REMEDY}"
@@ -107,13 +107,13 @@ def test_several_and_a_folder_that_is_not_made_yet(views, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_one_host_leaves_no_file(views, tmp_path, monkeypatch):
+def test_single_host_writes_no_probe_file(views, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "touch", lambda *_, **__: pytest.fail("a file"))
     assert asked(Homes(["hn1"] * 3, [0] * 3), tmp_path) == [None] * 3
     assert not views[1]
 
 
-def test_where_rank_0_cannot_write_nobody_looks(views, tmp_path, monkeypatch):
+def test_folder_is_not_probed_if_rank_0_cannot_write(views, tmp_path, monkeypatch):
     def touch(*_, **__):
         raise PermissionError
 

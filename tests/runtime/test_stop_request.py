@@ -45,7 +45,7 @@ slow = pytest.mark.slow
         pytest.param("file", 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, ranks, tmp_path):
+def test_run_saves_on_a_stop_request_and_resumes(act, ranks, tmp_path):
     told = when_running(tmp_path, ACTS[act])
     done = mpirun(ranks, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000), meanwhile=told)
     assert done.returncode == STOPPED, done.stderr
@@ -62,7 +62,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on(act, ranks, tmp_path):
 
 @slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_one_rank_without_a_launcher_saves_and_stops(number, tmp_path):
+def test_single_rank_without_a_launcher_saves_and_stops(number, tmp_path):
     command = [sys.executable, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000)]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": interruptible}
     with subprocess.Popen(command, **how) as process:
@@ -75,7 +75,7 @@ def test_one_rank_without_a_launcher_saves_and_stops(number, tmp_path):
 
 
 @slow
-def test_the_minutes_of_a_run_end_it(tmp_path):
+def test_max_minutes_stops_the_run(tmp_path):
     done = mpirun(
         2, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000, train__max_minutes=0.1)
     )
@@ -84,7 +84,7 @@ def test_the_minutes_of_a_run_end_it(tmp_path):
 
 
 @slow
-def test_a_schedule_with_passes_in_flight_stops_and_says_that_nothing_is_saved(tmp_path):
+def test_stop_with_passes_in_flight_reports_that_nothing_is_saved(tmp_path):
     how = {"mesh__p": 2, "parallel__schedule": "pipedream", "parallel__microbatches": 2}
     how |= {"model__tied": "false", "train__clip": 0}
     options = words(tmp_path, train__steps=5000, **how)
@@ -102,7 +102,7 @@ class Job:
         self.rank, self.signals, self.started = rank, [*signals], started
 
 
-def test_a_rank_wishes_what_it_sees(tmp_path):
+def test_stop_request_of_a_rank_reflects_signals_minutes_and_stop_file(tmp_path):
     assert Stop(Job(), tmp_path, "USR1", 0).request() == 0
     assert Stop(Job(), tmp_path, "USR1", 1e-9).request() == MINUTES
     assert Stop(Job(1), tmp_path, "USR1", 1e-9).request() == 0

@@ -74,7 +74,7 @@ def whole(cluster, steps):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_slurm_takes_every_script(cluster, script):
+def test_slurm_accepts_every_script(cluster, script):
     """This cluster has one node, and no GPUs."""
     here = ["-N", 1, "--ntasks-per-node=64", "-c", 1, "--gpus-per-node=0"]
     cluster.command("sbatch", "--test-only", *(here * ("gpu" in script)), f"jobs/{script}")
@@ -104,7 +104,7 @@ def continued(request, cluster, steps):
     return job, cluster.wait(job, "COMPLETED")
 
 
-def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(cluster, continued, steps, whole):
+def test_signaled_job_is_requeued_and_resumes(cluster, continued, steps, whole):
     job, seen = continued
     assert seen["Restarts"] == "1"
     said = cluster.log(job)
@@ -118,7 +118,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(cluster, continu
     assert found.tolist() == losses(whole)[steps - len(found) : steps].tolist()
 
 
-def test_a_run_goes_on_in_another_job_on_another_layout(cluster, continued, steps, whole):
+def test_run_resumes_in_another_job_on_another_layout(cluster, continued, steps, whole):
     run = run_of(cluster, continued[0]).relative_to(cluster.site)
     words = ["jobs/resume.sbatch", run, "--train.steps", steps + 2]
     job = cluster.submit("-n", 2, "--export=NONE", *words)
@@ -129,7 +129,7 @@ def test_a_run_goes_on_in_another_job_on_another_layout(cluster, continued, step
     np.testing.assert_allclose(last, losses(whole)[-2:], rtol=1e-10)
 
 
-def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster):
+def test_cancelled_job_saves_and_is_not_requeued(cluster):
     job = train(cluster, LAUNCHERS[0], 5000)
     begun(cluster, job)
     cluster.command("scancel", job)
@@ -141,20 +141,20 @@ def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(cluster):
     assert len([*run.glob("checkpoints/step-????????")]) == 1
 
 
-def test_ranks_that_do_not_find_each_other_are_told_why(cluster):
+def test_singleton_ranks_are_explained_under_slurm(cluster):
     job = train(cluster, "srun --mpi=none", 5, ranks=2)
     assert cluster.wait(job, "FAILED")["ExitCode"] == "2:0"
     assert "2 processes were meant, but MPI sees 1" in cluster.log(job)
 
 
-def test_its_launcher_and_mpi_are_checked_as_docs_say(cluster):
+def test_documented_launcher_check_passes(cluster):
     words = f"make -C {ROOT} test-mpi NP=2 LAUNCH='{LAUNCHERS[0]}'"
     job = cluster.submit("-n", 2, "-o", "results/check-%j.log", "--wrap", words)
     cluster.wait(job, "COMPLETED", 500)
     assert re.search(r"^\d+ passed", cluster.log(job), re.MULTILINE)
 
 
-def test_an_array_of_layouts_gives_one_table(cluster):
+def test_array_of_layouts_produces_one_table(cluster):
     small = {key: SMALL[key] for key in ("model.heads", "model.sequence")} | {"train.steps": 4}
     words = ["-n", 8, "--array=0,1,4", "jobs/weak-scaling.sbatch", *options(small)]
     array = cluster.submit(*words, HIDDEN="72", BATCH="72")

@@ -60,7 +60,7 @@ def started(*arguments, **how):
 
 
 @pytest.mark.parametrize("path", sorted(JOBS.glob("[!.]*.s*")), ids=lambda path: path.name)
-def test_the_shell_takes_every_script(path):
+def test_shell_accepts_every_script(path):
     subprocess.run(["bash", "-n", path], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", path], check=True)
@@ -79,7 +79,7 @@ def work(config):
 
 
 @pytest.mark.parametrize("script", ["weak-scaling.sbatch", "strong-scaling.sbatch"])
-def test_every_layout_of_an_array_fits_and_does_the_work_it_should(script, site):
+def test_array_layouts_fit_and_have_the_intended_work(script, site):
     runs = [settled(started(site, script, "--train.steps", "3", task=task)) for task in TASKS]
     ranks, configs = zip(*runs, strict=True)
     assert set(ranks) == {1, 8, 64}
@@ -92,21 +92,21 @@ def test_every_layout_of_an_array_fits_and_does_the_work_it_should(script, site)
     assert {(config.run.out, config.train.steps) for config in configs} == {("results/job-7", 3)}
 
 
-def test_train_takes_an_input_and_options(site):
+def test_train_script_accepts_an_input_and_options(site):
     words = started(site, "train.sbatch", "inputs/gpt-3d-8.toml", "--train.steps", "5")
     own = ["inputs/gpt-3d-8.toml", "--train.steps", "5", "--run.out", "results/job-7"]
     assert words == ["launch", "python", "-m", "hpc3d.train", *own]
     assert started(site, "train.sbatch")[4] == "inputs/gpt-3d-64.toml"
 
 
-def test_tasks_of_an_array_train_runs_of_their_own(site):
+def test_array_tasks_train_separate_runs(site):
     """Otherwise the second would go on with the run of the first."""
     (site / "results/job-7_1/a/checkpoints/step-00000004").mkdir(parents=True)
     assert started(site, "train.sbatch", task=0)[-2:] == ["--run.out", "results/job-7_0"]
     assert started(site, "train.sbatch", task=1)[-1] == "results/job-7_1/a"
 
 
-def test_ranks_have_the_environment_of_the_job(site, monkeypatch):
+def test_ranks_receive_the_environment_of_the_job(site, monkeypatch):
     """After `sbatch --export=NONE` too, which Slurm would pass on to srun."""
     monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
     program(site / "bin/launch", 'echo "$SLURM_EXPORT_ENV"; echo "run kept in results"')
@@ -114,7 +114,7 @@ def test_ranks_have_the_environment_of_the_job(site, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [8, 64])
-def test_a_job_on_gpus_has_the_ranks_of_its_input(count, site):
+def test_gpu_job_has_the_ranks_of_its_input(count, site):
     script = f"train-{count}-gpu.sbatch"
     *_, path, option, out = started(site, script)
     assert (option, out) == ("--run.out", "results/job-7")
@@ -126,7 +126,7 @@ def test_a_job_on_gpus_has_the_ranks_of_its_input(count, site):
     assert config.train.backend == "cupy"
 
 
-def test_a_job_that_starts_again_goes_on_with_its_newest_run(site):
+def test_restarted_job_resumes_its_newest_run(site):
     for name in ("a/checkpoints/step-00000004", "b/checkpoints/step-00000002.tmp", "c"):
         (site / "results/job-7" / name).mkdir(parents=True)
     words = started(site, "train.sbatch", "--train.steps", "5")
@@ -146,9 +146,7 @@ def test_a_job_that_starts_again_goes_on_with_its_newest_run(site):
     ],
 )
 @pytest.mark.parametrize("script", ["train.sbatch", "resume.sbatch"])
-def test_only_a_run_that_saved_at_the_signal_is_queued_again(
-    script, code, told, saved, again, site
-):
+def test_only_a_run_that_saved_on_the_signal_is_requeued(script, code, told, saved, again, site):
     run = "results/job-7/run"
     ending = (
         f"trap 'exit {code}' USR1; touch ready; while {str(told).lower()}; do sleep 0.01; done"
@@ -167,7 +165,7 @@ def test_only_a_run_that_saved_at_the_signal_is_queued_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("said", "code"), [("step 3", 1), ("run kept in results/job-7", 0)])
-def test_a_launcher_that_ends_well_before_the_run_does_is_a_failure(said, code, site):
+def test_launcher_that_ends_before_the_run_is_a_failure(said, code, site):
     program(site / "bin/launch", f"echo {said}")
     process = begin(site, "train.sbatch")
     process.communicate(timeout=500)
@@ -178,7 +176,7 @@ def test_a_launcher_that_ends_well_before_the_run_does_is_a_failure(said, code, 
 @pytest.mark.parametrize(
     ("said", "ends", "code"), [("step 3", 0, 1), ("run kept in results", 0, 0), ("", 5, 5)]
 )
-def test_mpirun_has_the_exit_code_of_the_run(said, ends, code, site):
+def test_mpirun_script_returns_the_exit_code_of_the_run(said, ends, code, site):
     program(site / "bin/mpirun", f'echo "$* {said}"; exit {ends}')
     path = f"{site / 'bin'}{os.pathsep}{os.environ['PATH']}"
     words = ["bash", JOBS / "mpirun.sh", "-np", "8", "python"]
@@ -190,7 +188,7 @@ def test_mpirun_has_the_exit_code_of_the_run(said, ends, code, site):
     assert ("a host or its link was lost" in done.stderr) == (not ends and bool(code))
 
 
-def test_report_takes_all_runs_of_a_job_or_those_that_are_named(site):
+def test_report_script_accepts_a_job_or_named_runs(site):
     program(site / "bin/python", 'echo "$*"')
     for name in ("job-7/a", "job-7/b", "job-7/report"):
         (site / "results" / name).mkdir(parents=True)

@@ -9,7 +9,7 @@ from tests.studies.small import APART, FLOAT, LAYERS, RANKS, SEQUENCE, small
 
 
 @pytest.mark.parametrize(("batch", "less"), [(72, "pipeline"), (136, "pipeline"), (296, "data")])
-def test_bytes_of_both_are_their_closed_forms(batch, less):
+def test_pipeline_and_data_parallel_bytes_match_closed_forms(batch, less):
     hidden, tokens = 64, batch * SEQUENCE
     row = small(MACHINE, hidden, batch, 4)
     layer = 12 * hidden**2 + 13 * hidden
@@ -23,7 +23,7 @@ def test_bytes_of_both_are_their_closed_forms(batch, less):
     assert row["moves_less"] == less
 
 
-def test_a_pipeline_wins_where_the_model_is_wide_the_network_slow_and_tokens_few():
+def test_pipeline_wins_for_wide_models_slow_networks_and_few_tokens():
     slow = slowed(APART, 64)
     row = small(slow, 256, 16, 4)
     assert (row["moves_less"], row["wins"], row["why"]) == ("pipeline", "pipeline", "")
@@ -36,14 +36,14 @@ def test_a_pipeline_wins_where_the_model_is_wide_the_network_slow_and_tokens_few
     assert wide < narrow < 1 < many
 
 
-def test_data_parallelism_wins_against_a_pipeline_with_one_microbatch():
+def test_data_parallelism_beats_a_pipeline_with_one_microbatch():
     one, four = (small(MACHINE, 512, 16, count) for count in (1, 4))
     assert one["data_s"] == four["data_s"]
     assert (one["moves_less"], one["wins"], one["why"]) == ("pipeline", "data", "bubble")
     assert four["wins"] == "pipeline"
 
 
-def test_what_costs_a_losing_pipeline_most():
+def test_main_cost_of_a_losing_pipeline_is_named():
     row = {"moves_less": "pipeline", "wins": "data", "pipeline_s": 2.0, "data_s": 1.0}
     shares = {"ideal_bubble": 0.2, "pipeline_exposed": 0.6}
     assert why(row | shares) == "messages"
@@ -53,7 +53,7 @@ def test_what_costs_a_losing_pipeline_most():
     assert why(row | shares | {"moves_less": "data", "wins": "pipeline"}) == "sums"
 
 
-def test_a_slowed_machine_is_slower_between_nodes_only():
+def test_slowed_machine_is_slower_only_between_nodes():
     slow, far, near = slowed(MACHINE, 4), (0, 8), (0, 1)
     assert slow.call("send", 1e6, near) == MACHINE.call("send", 1e6, near)
     moved = MACHINE.call("send", 1e6, far) - MACHINE.call("send", 0, far)

@@ -33,14 +33,14 @@ def few():
     }
 
 
-def test_products_of_the_last_row_are_over_those_of_the_first():
+def test_ends_returns_the_ratio_of_last_to_first_products():
     rows = [{"calls": 2, "message": 3}, {"calls": 0, "message": 0}, {"calls": 8, "message": 6}]
     assert findings.ends(rows, "calls", "message") == 8
     assert findings.ends(rows, "message") == 2
 
 
 @pytest.mark.slow
-def test_the_findings_are_printed_and_drawn(tmp_path, capsys):
+def test_findings_are_printed_and_drawn(tmp_path, capsys):
     found = few()
     findings.report(found)
     text = capsys.readouterr().out
@@ -58,7 +58,7 @@ def test_the_findings_are_printed_and_drawn(tmp_path, capsys):
 
 @pytest.mark.slow
 @rotating(6)
-def test_the_findings_on_h100():
+def test_findings_on_h100():
     found = findings.main(SimpleNamespace(machine=None))
     near, far = found["races"][:20], found["races"][20:]
     for rows in (near, far):

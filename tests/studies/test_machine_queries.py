@@ -31,7 +31,7 @@ def calls(asked):
 
 
 @pytest.mark.parametrize("t", [1, 2, 4])
-def test_a_block_asks_for_the_products_and_calls_of_megatron(t):
+def test_block_queries_match_the_megatron_formulas(t):
     """24 b s h^2 + 4 b s^2 h forward (arXiv:2205.05198, appendix A), and twice that backward; two
     all-reduces of b s h each way (arXiv:2104.04473, section 3.2)."""
     b, s, h = 3, 64, 128
@@ -45,7 +45,7 @@ def test_a_block_asks_for_the_products_and_calls_of_megatron(t):
     assert work.parameters == 12 * h**2 // t + 7 * h // t + 6 * h
 
 
-def test_the_ends_ask_for_the_table():
+def test_head_and_embedding_queries_match_the_table_products():
     """The logits' product and its two gradients, 2 b s h V each; the embedding has none."""
     b, s, h, v = 2, 32, 64, 512
     how = ModelSizes(1, h, 4, s, v), SCHEMES["1d"], {"p": 1}, b, HALF
@@ -56,7 +56,7 @@ def test_the_ends_ask_for_the_table():
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
-def test_tallied_passes_take_what_simulated_ones_take(p):
+def test_tallied_pass_times_match_simulated_ones(p):
     """From the first forward pass to the last backward pass, and for every microbatch more."""
     found = {m: (by_tally(p, m), by_clock(p, m)) for m in (4, 9)}
     for tallied, simulated in found.values():
@@ -95,7 +95,7 @@ def by_clock(p, micros):
     return ((rows["t_start"] + rows["dur"]).max() - rows["t_start"].min()) / 1e9
 
 
-def test_steps_of_equal_stages_take_the_closed_form():
+def test_equal_stages_match_the_closed_form():
     """(m + p - 1)(t_f + t_b), arXiv:2104.04473 eq. 1, and two messages a boundary each way."""
     p, m, passes = 4, 6, np.empty((4, 2, 2))
     passes[:, 0], passes[:, 1] = [1.0, 3.0], [2.0, 5.0]

@@ -11,7 +11,7 @@ from hpc3d.studies.megatron import (
 
 
 @pytest.mark.slow
-def test_the_command_prints_and_returns_plain_values(capsys, monkeypatch):
+def test_command_prints_and_returns_plain_values(capsys, monkeypatch):
     import json
 
     monkeypatch.setattr(megatron_report, "WEAK_SCALING", WEAK_SCALING[:3])

@@ -8,7 +8,7 @@ from tests.predict.fixed import ALPHA, LAUNCH, LINE, MACHINE
 from tests.studies.small import summed
 
 
-def test_half_of_the_bandwidth_is_reached_with_alpha_over_beta():
+def test_half_bandwidth_message_size_is_alpha_over_beta():
     send = half_bytes(MACHINE, "send", (0, 1))
     assert send == pytest.approx((LAUNCH + ALPHA) * LINE, rel=2e-3)
     rounds = 6  # of an all-reduce of 8, by halving and doubling
@@ -16,7 +16,7 @@ def test_half_of_the_bandwidth_is_reached_with_alpha_over_beta():
     assert total == pytest.approx((LAUNCH + rounds * ALPHA) * LINE, rel=2e-3)
 
 
-def test_buckets_move_the_same_bytes_and_cost_a_latency_each():
+def test_buckets_move_equal_bytes_and_add_latency_each():
     overlapped, after = summed()
     for rows in (overlapped, after):
         assert len({round(row["calls"] * row["message"]) for row in rows}) == 1
@@ -24,7 +24,7 @@ def test_buckets_move_the_same_bytes_and_cost_a_latency_each():
     assert np.all(np.diff([row["step_s"] for row in after]) < 0)
 
 
-def test_the_best_bucket_is_neither_the_smallest_nor_the_largest_where_sums_overlap():
+def test_best_bucket_size_is_intermediate_with_overlap():
     overlapped, after = summed()
     steps = [row["step_s"] for row in overlapped]
     assert 0 < np.argmin(steps) < 3
@@ -34,7 +34,7 @@ def test_the_best_bucket_is_neither_the_smallest_nor_the_largest_where_sums_over
     )  # one bucket: nothing to hide it
 
 
-def test_more_microbatches_are_smaller_messages_that_take_longer():
+def test_more_microbatches_have_smaller_and_slower_messages():
     rows = microbatches(MACHINE, 512, 1, 512, 4, counts=(1, 4, 16, 64))
     one, summa = rows[:4], rows[4:]
     moved = [row["calls"] * row["message"] for row in one]

@@ -25,7 +25,7 @@ SMALL = point(1.0, (12, 10, 10, 11, 8))
 LARGE = point(5.0, (3, 2, None, 2.5, 1.5))
 
 
-def test_all_claims_hold():
+def test_all_claims_hold_on_favorable_points():
     found = claims([SMALL, LARGE], [])
     assert (
         "holds; 5.000 against 1.000 x 10^9 parameters, at least 5.0 times"
@@ -37,7 +37,7 @@ def test_all_claims_hold():
     assert 'settings": holds; 1.09 to 1.20' in found["ours"]
 
 
-def test_no_claim_holds():
+def test_no_claim_holds_for_a_slower_rannc():
     """A slower RaNNC that fits no more than Megatron-LM, on models that GPipe trains, too."""
     other = point(2.0, (4, 5, 9, None, 6))
     found = claims([point(1.0, (8, 5, 9, None, 4)), other], [])
@@ -48,7 +48,7 @@ def test_no_claim_holds():
     assert "less for bert:1.0 on 32, bert:2.0 on 32" in found["ours"]
 
 
-def test_models_that_are_not_large_enough_decide_nothing():
+def test_claims_are_undecided_if_models_are_too_small():
     """RaNNC trains all of them, Megatron-LM all but the largest; then none trains that."""
     middle, none = point(3.0, (3, 2, None, None, None)), point(9.0, (1, None, None, None, None))
     found = claims([SMALL, middle], [])["five times larger"]
@@ -57,19 +57,19 @@ def test_models_that_are_not_large_enough_decide_nothing():
     assert "does not hold; 3.000 against 1.000" in found and "least" not in found
 
 
-def test_the_best_gpipe_counts():
+def test_best_gpipe_variant_is_compared():
     names = "ours", "RaNNC", "GPipe, even layers", "GPipe, by time"
     found = claims([SMALL], [point(1.5, (9, 6, 3, 8), names)])
     assert "does not hold; 0.75 to 1.25" in found["better than GPipe"]
 
 
-def test_nothing_to_compare():
+def test_claim_without_comparable_models_is_reported():
     found = claims([point(1.0, (1, None, None, None, None))], [])
     assert "no model is trained by both" in found["comparable"]
 
 
 @pytest.mark.slow
-def test_small_models_make_a_table(monkeypatch, capsys):
+def test_small_models_produce_a_table(monkeypatch, capsys):
     settings = [Setting("inputs.partition.mlp:small", 1024, ranks) for ranks in (1, 4)]
     monkeypatch.setattr(rannc_experiments, "_QUICK", {"bert": settings, "resnet": settings[:1]})
     found = rannc_experiments.main(SimpleNamespace(machine=None, quick=True))

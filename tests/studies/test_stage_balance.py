@@ -7,7 +7,7 @@ from tests.studies.small import FLOAT, parted
 
 
 @pytest.mark.slow
-def test_activations_of_all_ranks_are_those_in_flight():
+def test_total_activations_match_the_microbatches_in_flight():
     """But for what a stage works with, which is the same on each, and what it has received."""
     even, poor = parted()
     assert [row["in_flight"] for row in even] == [(row["count"] + 1) * 8 / 2 for row in even]
@@ -21,13 +21,13 @@ def test_activations_of_all_ranks_are_those_in_flight():
         assert held == pytest.approx(expected, abs=1e-9)
 
 
-def test_fewer_microbatches_than_stages_are_in_flight_at_most():
+def test_fewer_microbatches_than_stages_limit_those_in_flight():
     even, _ = parted((8,))
     assert even[0]["in_flight"] == 5 * 4 + 3 + 2 + 1
 
 
 @pytest.mark.slow
-def test_total_memory_rises_with_the_stages_and_more_with_a_poor_partition():
+def test_total_memory_grows_with_stages_and_with_imbalance():
     even, poor = parted()
     for rows in (even, poor):
         assert np.all(np.diff([row["total"] for row in rows]) > 0)

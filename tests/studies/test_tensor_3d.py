@@ -35,25 +35,25 @@ def machine():
         ("float16", 16384, 256),
     ],
 )
-def test_both_speedups_hold_at_one_batch_and_hidden(machine, dtype, hidden, batch):
+def test_both_published_speedups_are_reproduced_at_one_size(machine, dtype, hidden, batch):
     row = point(machine, batch, hidden, dtype)
     assert row["speedup"] == pytest.approx(PAPER, rel=CLOSE)
     assert reproduces(row)
 
 
-def test_at_one_batch_1d_wants_more_memory_than_the_card_has(machine):
+def test_1d_exceeds_gpu_memory_at_the_published_size(machine):
     fits = point(machine, 128, 8192, "float32")["fits"]
     assert fits == {"1d": False, "2d-summa": True, "3d": True}
 
 
-def test_they_do_not_hold_everywhere(machine):
+def test_published_speedups_are_not_reproduced_everywhere(machine):
     """Small matrices: 1-D moves much more; large ones: products hide what is moved."""
     small, large = (point(machine, 64, hidden, "float32") for hidden in (2048, 32768))
     assert small["speedup"]["1d"] > 3 > PAPER["1d"] > 1.5 > large["speedup"]["1d"]
     assert not reproduces(small) and not reproduces(large)
 
 
-def test_speedups_over_2d_fall_with_the_batch_and_those_over_1d_with_hidden(machine):
+def test_speedups_fall_with_batch_over_2d_and_with_hidden_over_1d(machine):
     found = rows(machine, "float32", hidden=(4096, 8192), batch=(64, 256))
     over = [row["speedup"] for row in found]
     assert over[0]["2d-summa"] > over[1]["2d-summa"]
@@ -61,19 +61,19 @@ def test_speedups_over_2d_fall_with_the_batch_and_those_over_1d_with_hidden(mach
     assert over[0]["1d"] > over[2]["1d"] and over[1]["1d"] > over[3]["1d"]
 
 
-def test_a_sequence_takes_as_long_in_any_batch_of_1d(machine):
+def test_1d_time_per_sequence_does_not_depend_on_the_batch(machine):
     one, four = (point(machine, batch, 8192, "float32")["ms"]["1d"] for batch in (64, 256))
     assert one == pytest.approx(four, rel=0.02)
 
 
-def test_schemes_may_have_batches_of_their_own(machine):
+def test_schemes_may_use_different_batches(machine):
     found = rows(machine, "float32", hidden=(4096,), batch=(64, 128))
     assert own_batches(found) == [(4096, 128, 64)]
     assert not any(map(reproduces, found))
 
 
 @pytest.mark.slow
-def test_the_planned_cuboid_is_the_cube_only_where_tokens_and_features_match(machine):
+def test_planned_cuboid_is_the_cube_only_if_tokens_match_features(machine):
     assert len(cuboids()) == len(set(cuboids())) == 28
     square = planned(machine, point(machine, 64, 8192, "float32"))
     assert square["grid"] == (4, 4, 4) and square["over_cube"] == 1
@@ -81,7 +81,7 @@ def test_the_planned_cuboid_is_the_cube_only_where_tokens_and_features_match(mac
     assert long["grid"][0] > 4 and long["over_cube"] > 1.3
 
 
-def test_without_a_price_of_moving_all_only_multiply(machine):
+def test_free_communication_gives_equal_speed(machine):
     """Network and memory free, and products of all sizes as quick: there are as many of them."""
     free = tuple(
         replace(link, alpha_s=0, bandwidth=1e18, node_bandwidth=0, pair_bandwidth=0)
@@ -93,7 +93,7 @@ def test_without_a_price_of_moving_all_only_multiply(machine):
     assert over == pytest.approx({"1d": 1, "2d-summa": 1}, rel=0.005)
 
 
-def test_a_second_port_a_node_favours_1d(machine):
+def test_second_port_per_node_favors_1d(machine):
     how = variants(machine)
     changed, options = how["two ports per node"]
     over = [
@@ -107,7 +107,7 @@ def test_a_second_port_a_node_favours_1d(machine):
 
 @pytest.mark.slow
 @rotating(1)
-def test_the_command_prints_and_returns_plain_values(capsys):
+def test_command_prints_and_returns_plain_values(capsys):
     import json
 
     found = main(SimpleNamespace(machine=None))

@@ -34,7 +34,7 @@ def rows():
     return read(ROWS)
 
 
-def test_the_rows_are_composed(rows):
+def test_published_rows_are_linear_in_the_layers(rows):
     """To the last digit on lines over the layers: no clock did that; a row that is off shows."""
     assert bends(rows) < 2e-6
     bent = rows.copy()
@@ -44,7 +44,7 @@ def test_the_rows_are_composed(rows):
 
 
 @pytest.mark.slow
-def test_a_known_machine_and_its_profiles_are_found(rows):
+def test_known_machine_and_profile_factors_are_recovered(rows):
     """From steps that it was given; a profile that no row tells about has the factor 1."""
     few = rows[::EVERY].copy()
     truth = ProfileFactors(*with_values(load(MACHINE), (30e-6, 7e11, 2.5)), {})
@@ -62,7 +62,7 @@ def test_a_known_machine_and_its_profiles_are_found(rows):
     assert [*factors.values()] == pytest.approx([1.0] * len(factors), abs=0.02)
 
 
-def test_recomputing_adds_a_forward_pass_and_padding_adds_tokens():
+def test_recomputation_adds_a_forward_pass_and_padding_adds_tokens():
     """A rank's part of the vocabulary is a multiple of 128: 50304 tokens on 1 rank, 50688 on 4."""
     block, again = (Profile(1024, 16, 1024, 4, 1).work(each) for each in (COMPOSED, MEASURED))
     both = block["block"].forward + block["block"].backward
@@ -72,7 +72,7 @@ def test_recomputing_adds_a_forward_pass_and_padding_adds_tokens():
     assert [COMPOSED.vocabulary(t) for t in (1, 2, 8)] == [50257, 50256, 50256]
 
 
-def test_a_step_is_its_passes_messages_sum_and_update():
+def test_step_time_is_the_sum_of_passes_messages_reduction_and_update():
     """On two nodes of 8: replicas of 8 tensor ranks one on each, two stages one on each."""
     machine = replace(FIXED, gemm={"float16": Rates(1e12, (1.0,), (1e12,))})
     rows = [(16, 4, 1, 128, 8, 4, 64, 8, 2, 1, 1.0), (16, 4, 1, 128, 8, 4, 64, 2, 4, 2, 1.0)]
@@ -96,7 +96,7 @@ def test_a_step_is_its_passes_messages_sum_and_update():
         assert step == pytest.approx(seconds, rel=1e-12)
 
 
-def test_the_best_prediction_is_chosen_and_the_loss_counted(rows):
+def test_choices_select_the_best_prediction_and_report_the_loss(rows):
     """Of two layouts of one model the one that is predicted faster, though it is not."""
     same = (rows["ranks"] == 2) & (rows["hidden"] == 1024) & (rows["layers"] == 24)
     two = rows[same & (rows["batch"] == 2)]
@@ -131,7 +131,7 @@ GOOD = "8,32,4,1024,16,24,1024,2,2,2,219.7"
         ("a,32,4,1024,16,24,1024,2,2,2,1.5", "the columns are ranks, batch, micro"),
     ],
 )
-def test_rows_that_are_no_steps_are_refused(tmp_path, line, message):
+def test_invalid_rows_are_rejected(tmp_path, line, message):
     path = tmp_path / "rows.csv"
     path.write_text("\n".join([NAMES, GOOD, GOOD, line] + [GOOD] * 30))
     with pytest.raises(ValueError, match=r"rows\.csv") as refusal:
@@ -140,7 +140,7 @@ def test_rows_that_are_no_steps_are_refused(tmp_path, line, message):
     assert "\n" not in str(refusal.value)
 
 
-def test_files_that_hold_no_rows_are_refused(tmp_path):
+def test_files_without_rows_are_rejected(tmp_path):
     whole = ROWS.read_bytes()
     files = {"empty.csv": b"", "few.csv": f"{NAMES}\n{GOOD}".encode(), "cut.csv.gz": whole[:9000]}
     files |= {"text.csv.gz": b"no gzip", "broken.csv.gz": whole[:5000] + b"x" * 50 + whole[5050:]}
@@ -156,7 +156,7 @@ def test_files_that_hold_no_rows_are_refused(tmp_path):
         read(tmp_path / "absent.csv")
 
 
-def test_the_file_reads_alike_compressed_or_not(tmp_path, rows):
+def test_compressed_and_plain_files_are_read_equally(tmp_path, rows):
     path = tmp_path / "rows.csv"
     path.write_bytes(gzip.decompress(ROWS.read_bytes()))
     assert (read(path) == rows).all()

@@ -15,7 +15,7 @@ def found():
 
 
 @pytest.mark.slow
-def test_steps_are_predicted_and_layouts_chosen(found):
+def test_steps_and_chosen_layouts_are_accurate(found):
     """Mean 10 %, median 6 %; for every model the layout chosen is within 3 % of the best."""
     result = found["with a factor a profile"]
     assert found["calibrate"] * 10 <= found["rows"] == 1440
@@ -26,7 +26,7 @@ def test_steps_are_predicted_and_layouts_chosen(found):
 
 
 @pytest.mark.slow
-def test_the_machine_alone_reaches_the_mean(found):
+def test_machine_without_profile_factors_reaches_the_mean_error(found):
     """Without factors of profiles; and the values are such as an A100 has."""
     result = found["the machine alone"]
     assert result["errors"]["all"]["mean"] <= 0.10
@@ -36,7 +36,7 @@ def test_the_machine_alone_reaches_the_mean(found):
 
 
 @pytest.mark.slow
-def test_the_file_of_the_machine_has_what_is_found(found):
+def test_machine_file_has_the_calibrated_values(found):
     machine, values = load(MACHINE), found["the machine alone"]["values"]
     assert machine.launch_s * 1e6 == pytest.approx(values["launch_us"], rel=0.05)
     for kernel in ("attend", "attend_again", "attend_grad"):
@@ -46,7 +46,7 @@ def test_the_file_of_the_machine_has_what_is_found(found):
 
 
 @pytest.mark.slow
-def test_measured_steps_of_many_nodes_are_predicted_without_using_one(found):
+def test_multi_node_steps_are_predicted_from_single_node_ones(found):
     """From the rows of one node alone; the largest models, which are the steadiest, best."""
     errors = found["measured"]["errors"]
     assert errors["all"]["mean"] <= 0.10

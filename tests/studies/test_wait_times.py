@@ -11,7 +11,7 @@ from hpc3d.studies.pp_vs_dp.wait_times import by_axis, waiting
 from tests.predict.fixed import MACHINE
 
 
-def test_wait_and_transfer_are_those_of_the_trace_of_all_ranks(tmp_path):
+def test_wait_and_transfer_match_the_trace_of_all_ranks(tmp_path):
     parallel = {"microbatches": 4, "layers_per_stage": (5, 2, 1), "scheme": "1d"}
     mesh = {"p": 3, "d": 2, "x": 2}
     config = resolved_config(MACHINE, mesh, 16, parallel, hidden=128, layers=8, sequence=16)
@@ -28,7 +28,7 @@ def test_wait_and_transfer_are_those_of_the_trace_of_all_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_uneven_stages_wait_longer_and_move_no_more():
+def test_uneven_stages_wait_longer_and_transfer_the_same():
     rows = waiting(MACHINE, 128, 8)
     assert [row["imbalance"] for row in rows] == [0, 0.25, 0.5, 1, 1.5]
     waits = [sum(row["wait_s"].values()) for row in rows]

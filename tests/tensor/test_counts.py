@@ -90,7 +90,7 @@ SHAPE = (384, 192, 576)  # M, K, N
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_3d_moves_the_words_of_the_cuboid(grid):
+def test_3d_communication_volume_matches_the_cuboid_formula(grid):
     pm, pk, pn = grid
     sizes = {"x": pm, "y": pn, "z": pk}
     once = cuboid_words(SHAPE, grid)
@@ -101,7 +101,7 @@ def test_3d_moves_the_words_of_the_cuboid(grid):
     assert linear(SCHEMES["3d"], sizes, SHAPE, keep="")[0] == 2 * once + again
 
 
-def test_3d_makes_six_calls_or_eight():
+def test_3d_makes_six_calls_or_eight_without_saved_operands():
     cube = {"x": 2, "y": 2, "z": 2}
     assert linear(SCHEMES["3d"], cube, SHAPE)[1] == {"all_gather": 3, "reduce_scatter": 3}
     lean = linear(SCHEMES["3d"], cube, SHAPE, keep="")[1]
@@ -109,7 +109,7 @@ def test_3d_makes_six_calls_or_eight():
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64])
-def test_1d_moves_the_activations_twice(ranks):
+def test_1d_all_reduces_the_activations(ranks):
     m, k, n = SHAPE
     part = (ranks - 1) / ranks
     column, row = SCHEMES["1d"], SCHEMES["1d"].next()
@@ -119,7 +119,7 @@ def test_1d_moves_the_activations_twice(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64])
-def test_1d_with_sequence_parallelism(ranks):
+def test_1d_with_sequence_parallelism_gathers_and_reduce_scatters(ranks):
     m, k, n = SHAPE
     part = (ranks - 1) / ranks
     column, row = SCHEMES["1d-sequence"], SCHEMES["1d-sequence"].next()
@@ -130,7 +130,7 @@ def test_1d_with_sequence_parallelism(ranks):
 
 
 @pytest.mark.parametrize("q", [2, 3, 4])
-def test_summa_never_moves_y(q):
+def test_summa_communication_volume_and_calls(q):
     """3 (MK + KN) (q - 1) / q^2 in 6 q calls, of which those along axes of 1 are not made."""
     m, k, n = SHAPE
     sizes = {"x": q, "y": q}
@@ -146,7 +146,7 @@ def test_summa_never_moves_y(q):
 @pytest.mark.parametrize("split", ["z x", "x z"])
 @pytest.mark.parametrize("deep", ["z", "x"])
 @pytest.mark.parametrize(("q", "depth"), [(2, 2), (4, 2), (2, 3)])
-def test_25d_sums_weight_gradients_over_its_depth(q, depth, deep, split):
+def test_25d_reduces_weight_gradients_over_its_depth(q, depth, deep, split):
     """When the blocks are small, whatever the axes are called and in whichever order they lie."""
     m, k, n = SHAPE
     sizes = {"x": q, "y": q, "z": q} | {deep: depth}
@@ -166,7 +166,7 @@ def test_fsdp_gathers_weights_twice(ranks):
 
 
 @pytest.mark.parametrize("q", [2, 3])
-def test_broadcast_and_reduce_move_a_whole_block_to_all_but_one(q):
+def test_broadcast_scheme_moves_full_blocks_to_all_but_one(q):
     """Of each of 8 moves (X, W, Y; dY, X and W again, dX, dW), q - 1 blocks a group."""
     m, k, n = SHAPE
     split = SCHEMES["3d-broadcast"]
@@ -198,7 +198,7 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("shape", "grid"), GOLDEN, ids=str)
-def test_the_best_cuboid_attains_the_lower_bound(shape, grid, monkeypatch):
+def test_best_cuboid_attains_the_lower_bound(shape, grid, monkeypatch):
     """Shapes only: the local product is left out."""
     monkeypatch.setattr(Matmul, "multiply", still_multiply)
     pm, pk, pn = grid
@@ -211,6 +211,6 @@ def still_multiply(self, a, b, foreign):
     return np.zeros((a.shape[0], b.shape[1]), a.dtype)
 
 
-def test_a_deferred_axis_moves_nothing():
+def test_deferred_axis_moves_nothing():
     split = replace(Split(m="x", replicate="x"), defer="x")
     assert linear(split, {"x": 4}, SHAPE) == (0, {})

@@ -16,7 +16,7 @@ def of_ranks(look):
     return dict(run(SIZES, lambda mesh: (tuple(map(mesh.coord, "xyz")), look(mesh))))
 
 
-def test_the_first_axis_of_a_dim_is_the_outermost():
+def test_first_axis_of_a_dimension_is_the_outermost():
     found = of_ranks(lambda mesh: Layout("x y", "z").slices((12, 4), mesh))
     for (x, y, z), (rows, columns) in found.items():
         assert rows == slice(2 * (3 * x + y), 2 * (3 * x + y) + 2)
@@ -26,7 +26,7 @@ def test_the_first_axis_of_a_dim_is_the_outermost():
 @pytest.mark.parametrize(
     "layout", [Layout("x y", "z"), Layout("", "y x z"), Layout("z", "")], ids=str
 )
-def test_blocks_hold_every_element_once_for_each_replica(layout):
+def test_blocks_contain_every_element_once_per_replica(layout):
     held = np.zeros((12, 24), int)
     for where in of_ranks(lambda mesh: layout.slices((12, 24), mesh)).values():
         held[where] += 1
@@ -35,7 +35,7 @@ def test_blocks_hold_every_element_once_for_each_replica(layout):
     assert (held == replicas).all()
 
 
-def test_an_owned_block_is_there_once_along_its_axis():
+def test_owned_block_exists_once_along_its_axis():
     layout = Layout("x", "z", owned="y")
     held = np.zeros((12, 4), int)
     for (x, y, _), where in of_ranks(lambda mesh: layout.slices((12, 4), mesh)).items():
@@ -44,12 +44,12 @@ def test_an_owned_block_is_there_once_along_its_axis():
     assert (held == 1).all()
 
 
-def test_the_dim_of_an_axis():
+def test_dim_of_returns_the_dimension_of_an_axis():
     layout = Layout("x y", "z")
     assert [layout.dim_of(axis) for axis in "xyzd"] == [0, 0, 1, None]
 
 
-def test_layouts_are_equal_if_their_owners_are():
+def test_layout_equality_includes_owners():
     assert Layout("x", "") == Layout("x", "")
     assert not Layout("x", "") == Layout("x", "", owned="y")  # noqa: SIM201  `==` is what is ours
     assert Layout("x", "") != Layout("x", "", owned="y")
@@ -57,12 +57,12 @@ def test_layouts_are_equal_if_their_owners_are():
     assert str(Layout("x y", "", owned="z")) == "[_xy, -] owned along z"
 
 
-def test_what_does_not_divide_is_refused_with_its_axes():
+def test_indivisible_dimension_error_names_its_axes():
     with pytest.raises(ValueError, match=r"a dim of 10 .* x 2 x y 3 = 6"):
         run(SIZES, lambda mesh: part(10, ("x", "y"), mesh))
 
 
 @pytest.mark.parametrize("layout", [Layout("x y", "z"), Layout("x", "", owned="y z")], ids=str)
-def test_a_layout_can_be_pickled(layout):
+def test_layout_can_be_pickled(layout):
     received = pickle.loads(pickle.dumps(layout))
     assert received == layout and received.owned == layout.owned

@@ -66,7 +66,7 @@ HOW = [*product(CUBOIDS, (1, 2), (True, False))]  # with integers it is bitwise
 
 @pytest.mark.parametrize(("cuboid", "data", "integers"), strided(HOW, 30, days=1))
 @pytest.mark.parametrize("name", SPLITS)
-def test_parallel_is_serial(name, cuboid, data, integers):
+def test_sharded_product_matches_numpy(name, cuboid, data, integers):
     def rank(mesh):
         mesh.splits = splits(name, data)
         compare(mesh, integers)
@@ -75,13 +75,13 @@ def test_parallel_is_serial(name, cuboid, data, integers):
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_the_next_layer_takes_what_this_one_gives(name):
+def test_next_split_consumes_the_output_layout(name):
     split, turned = splits(name)
     assert turned.x == split.y
     assert turned.next() == split
 
 
-def test_shards_are_an_equal_part_of_every_matrix():
+def test_shards_are_equal_parts_of_every_matrix():
     def rank(mesh):
         split = SPLITS["3d"]
         shapes = {split.x: (M, K), split.w: (K, N), split.y: (M, N)}
@@ -91,7 +91,7 @@ def test_shards_are_an_equal_part_of_every_matrix():
     assert blocks == [[M * K // 12, K * N // 12, M * N // 12]] * 12
 
 
-def test_owners_lie_on_the_diagonal():
+def test_owners_are_on_the_diagonal():
     def rank(mesh):
         shape = SPLITS["3d-broadcast"].x.block((M, K), mesh)
         return mesh.coord("x"), mesh.coord("y"), shape[0]
@@ -100,7 +100,7 @@ def test_owners_lie_on_the_diagonal():
         assert rows == (M // 2 if x == y else 0)
 
 
-def test_a_size_that_does_not_divide_names_the_axes():
+def test_indivisible_size_error_names_the_axes():
     with pytest.raises(ValueError, match=r"dim of 10 does not divide .* x 2 x y 2 = 4"):
         run({"x": 2, "y": 2, "z": 1}, lambda mesh: SPLITS["3d"].x.slices((10, 8), mesh))
 
@@ -112,13 +112,13 @@ def test_a_size_that_does_not_divide_names_the_axes():
         pytest.param(12, "mpi", marks=[daily, pytest.mark.slow]),
     ],
 )
-def test_the_same_on_real_ranks(ranks, transport):
+def test_all_schemes_match_on_mpi_ranks(ranks, transport):
     out = checked(ranks, "-m", "tests.tensor.on_mpi", transport, timeout=200)
     assert out.split() == [*SPLITS, "done"]
 
 
 @pytest.mark.parametrize("scheme", hpc3d.SCHEMES)
-def test_the_public_product_takes_every_scheme(scheme):
+def test_public_matmul_supports_every_scheme(scheme):
     x, w, dy, *expected = operands(integers=True)
 
     def rank(mesh):
@@ -147,7 +147,7 @@ FUSED = {
 
 @pytest.mark.parametrize("what", FUSED)
 @pytest.mark.parametrize("on_device", [True, False])
-def test_what_a_device_may_do_in_one_product(what, on_device):
+def test_fusable_products_on_devices_are_detected(what, on_device):
     """`whole` where Y is no partial sum, `sums` where dW is none, `alone` where nothing is."""
     split, sizes, expected = FUSED[what]
     mesh = SimpleNamespace(

@@ -14,7 +14,7 @@ Q = 2
 @pytest.mark.parametrize(
     ("transport", "size"), strided([("auto", 64), ("mpi", 64), ("mpi", 1024)], 3)
 )
-def test_a_cube_gathers_a_face_of_each_matrix(transport, size):
+def test_cube_product_peak_memory_matches_the_formula(transport, size):
     """(MK + KN + MN) / q^2 at the peak of forward, and 1 / q^3 of each between the products."""
     out = checked(Q**3, "-m", "tests.tensor.on_memory", size, Q, transport)
     ranks = json.loads(out)

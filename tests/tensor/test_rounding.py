@@ -57,7 +57,7 @@ def compare(mesh, split, keep, scales):
 @pytest.mark.slow
 @pytest.mark.parametrize(("scales", "data"), [("block", 1), ("tensor", 2)])
 @pytest.mark.parametrize(("name", "cuboid"), distinct())
-def test_products_are_those_of_rounded_matrices(name, cuboid, data, scales):
+def test_float8_products_match_rounded_matrices(name, cuboid, data, scales):
     def rank(mesh):
         for split in splits(name, data):
             for keep in ("xw", ""):
@@ -66,7 +66,7 @@ def test_products_are_those_of_rounded_matrices(name, cuboid, data, scales):
     run({"d": data, **sizes(name, cuboid)}, rank)
 
 
-def test_experts_have_scales_of_their_own():
+def test_experts_have_their_own_scales():
     rng = np.random.default_rng(3)
     x, w = rng.normal(size=(M, 3, K)), rng.normal(size=(K, 3, N))
     w *= np.array([1, 10, 100])[:, None]
@@ -112,7 +112,7 @@ TENSORS = [
 
 
 @pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 99, 1))
-def test_every_layout_trains_the_serial_model(line):
+def test_float8_training_on_every_layout_matches_serial(line):
     config = config_of(line)
     found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
     micros = config.parallel.microbatches if config.train.product_scale == "tensor" else 1
@@ -124,7 +124,7 @@ def test_every_layout_trains_the_serial_model(line):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", strided(BLOCKS + TENSORS, 99, 2))
-def test_predicted_is_counted(line):
+def test_predicted_traffic_and_flops_match_the_counted_ones(line):
     config = config_of(line)
     for ours, theirs in zip(every_rank(config, 29), counted(config), strict=True):
         assert ours.moved() == theirs.moved()
@@ -132,7 +132,7 @@ def test_predicted_is_counted(line):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_losses_are_near_those_of_exact_products(dtype):
+def test_float8_losses_are_close_to_exact_ones(dtype):
     def losses(line):
         config = config_of(f"{line} dtype={dtype} layers=1 hidden=144 batch=12")
 
@@ -152,7 +152,7 @@ def test_losses_are_near_those_of_exact_products(dtype):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @rotating(5)
-def test_a_hundred_steps_by_block_end_within_two_percent_of_float32(tmp_path):
+def test_hundred_float8_steps_end_within_two_percent_of_float32(tmp_path):
     """The default input with a 24th of its batch, and a warm-up without which float32 itself is
     not stable: the mean loss of the last ten steps."""
     steady = "--train.batch", "8", "--train.learning_rate", "1e-3", "--train.warmup", "20"

@@ -58,7 +58,7 @@ def in_order(split):
     return (split.m, split.n, split.k, *(" ".join(sorted(axes.split())) for axes in stored))
 
 
-def test_there_is_no_other_split_of_two_axes():
+def test_valid_splits_of_two_axes_are_enumerated():
     keys, found = ("m", "n", "k", "replicate", "own", "panels"), set()
     for values in product(lists("xy"), repeat=6):
         try:
@@ -72,7 +72,7 @@ def test_there_is_no_other_split_of_two_axes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, *(pytest.param(zero, marks=slow) for zero in (0, 2, 3))])
-def test_each_of_them_is_right(zero):
+def test_every_valid_split_computes_the_product(zero):
     """2 and 3 ranks tell the axes of one letter apart; a dW that has another owner than W is left
     out."""
     found = {in_order(split): split for split in there_are("xy")}.values()
@@ -108,14 +108,14 @@ def test_each_of_them_is_right(zero):
         ),
     ],
 )
-def test_what_the_algebra_has_not_is_no_split(letters, line):
+def test_invalid_split_is_rejected_in_one_line(letters, line):
     with pytest.raises(ValueError) as refused:
         Split(**letters)
     (said,) = str(refused.value).splitlines()
     assert re.match(elided(line), said)
 
 
-def test_a_transposed_weight_has_no_panels():
+def test_transposed_weight_cannot_have_panels():
     split = Split(m="x", n="y", panels="y")
     with pytest.raises(ValueError, match="panels"):
         run({"x": 2, "y": 2}, lambda mesh: sharded_matmul(mesh, split, transposed=True))

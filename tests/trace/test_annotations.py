@@ -39,11 +39,11 @@ def supplements(path):
     return measured, predicted
 
 
-def test_a_file_without_them_has_none(path):
+def test_file_without_annotations_has_none(path):
     assert supplements(path) == ({}, {})
 
 
-def test_they_are_added_and_replaced(path):
+def test_calibration_and_prediction_are_added_and_replaced(path):
     write_calibration(path, MEASURED)
     write_prediction(path, PREDICTED)
     assert supplements(path) == (MEASURED, PREDICTED)
@@ -56,7 +56,7 @@ def test_they_are_added_and_replaced(path):
 
 
 @pytest.mark.parametrize("key", [("melt", "x"), ("send", ""), ("send", "x/y"), ("send", "..")])
-def test_a_calibration_of_nothing_is_refused(path, key):
+def test_calibration_of_an_unknown_call_is_rejected(path, key):
     with pytest.raises(ValueError, match=r"operation .* axis"):
         write_calibration(path, {key: calibration(8, 1e-6)})
 
@@ -69,7 +69,7 @@ def test_a_calibration_of_nothing_is_refused(path, key):
         (PREDICTED | {"value": ["fast", "slow"]}, "could not convert"),
     ],
 )
-def test_the_file_stays_as_it_was_if_they_cannot_be_written(path, rows, reason):
+def test_failed_write_leaves_the_file_unchanged(path, rows, reason):
     old = path.read_bytes()
     with pytest.raises(ValueError, match=rf"trace\.h5: {reason}.*; nothing was written"):
         write_prediction(path, rows)
@@ -92,7 +92,7 @@ def test_nothing_is_written_through_a_link(path, link):
         assert trace.prediction["value"].tolist() == PREDICTED["value"]
 
 
-def test_a_merge_keeps_those_of_its_run(path):
+def test_merge_keeps_the_annotations_of_the_same_run(path):
     write_calibration(path, MEASURED)
     write_prediction(path, PREDICTED)
     merge(path.parent)

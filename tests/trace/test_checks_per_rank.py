@@ -42,14 +42,14 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", strided(LAYOUTS, 6, 2))
-def test_a_run_on_threads_has_no_violation(layout, tmp_path):
+def test_threaded_run_has_no_violation(layout, tmp_path):
     assert_sound(trained(tmp_path / "run", 8, **LAYOUTS[layout]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "mpi"], ids="by {}".format)  # mpi is a mark
 @pytest.mark.parametrize("layout", ["1f1b", "zb-h1"])
-def test_a_run_on_real_ranks_has_no_violation(layout, transport, tmp_path):
+def test_mpi_run_has_no_violation(layout, transport, tmp_path):
     how = {"train__steps": 3, "train__batch": 24, "model__layers": 4, "mesh__transport": transport}
     assert_sound(train(8, tmp_path, **how, **LAYOUTS[layout]))
 
@@ -85,7 +85,7 @@ def found(path):
         return violations(trace)
 
 
-def test_the_trace_is_sound_before(copy):
+def test_untampered_trace_is_valid(copy):
     assert found(copy) == []
 
 
@@ -237,14 +237,14 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("what", strided(TAMPERED, 3))
-def test_what_is_wrong_is_named(what, copy):
+def test_tampered_trace_is_named(what, copy):
     edit, line = TAMPERED[what]
     with h5py.File(copy, "r+") as file:
         edit(file)
     assert any(re.search(elided(line), each) for each in found(copy)), found(copy)
 
 
-def test_what_lies_inside_of_another_does_not_overlap_it(copy):
+def test_nested_event_does_not_overlap_its_parent(copy):
     """The first event of a step encloses all others of it."""
     with h5py.File(copy, "r+") as file:
         start, duration = file["events/t_start"], file["events/dur"]
@@ -253,13 +253,13 @@ def test_what_lies_inside_of_another_does_not_overlap_it(copy):
     assert found(copy) == []
 
 
-def test_one_kind_alone_may_be_the_peak_of_all(copy):
+def test_single_kind_may_have_the_total_peak(copy):
     with h5py.File(copy, "r+") as file:
         change("memory/peak", 0, 6 << 21)(file)
     assert found(copy) == []
 
 
-def test_a_trace_of_a_version_without_all_kinds_together_is_sound(copy):
+def test_trace_of_a_version_without_total_memory_is_valid(copy):
     """Its enumeration ends before."""
     with h5py.File(copy, "r+") as file:
         kept = file["memory/kind"][:] < 6
@@ -275,7 +275,7 @@ def test_a_trace_of_a_version_without_all_kinds_together_is_sound(copy):
         assert [row["kind"] for row in peak_rows(trace)] == [*known]
 
 
-def test_an_incomplete_trace_is_not_asked_for_what_it_lacks(copy):
+def test_incomplete_trace_is_not_checked_for_missing_data(copy):
     with h5py.File(copy, "r+") as file:
         file.attrs["complete"] = False
         for op in ("all_gather", "recv"):
@@ -296,7 +296,7 @@ def test_hosts_are_compared_by_their_corrected_clocks(copy):
 
 
 @pytest.mark.parametrize("why", ["no samples", "CPU time"])
-def test_clocks_that_were_not_compared_are_not(why, copy):
+def test_uncompared_clocks_are_not_checked(why, copy):
     """The ranks of the second host seem to be a day late."""
     with h5py.File(copy, "r+") as file:
         file["events/t_global"][:] += 86400 * 10**9 * (file["events/rank"][:] >= ON_A_HOST)

@@ -23,7 +23,7 @@ from tests.trace.skewed import Busy, in_virtual_time
 BOUND = 5_000  # ns, in virtual time
 
 
-def test_every_host_but_the_first_has_one_parent_that_knows_it():
+def test_every_host_except_the_first_has_one_parent():
     for hosts in range(1, 40):
         asked = [(place, child) for place in range(hosts) for child in children(place, hosts)]
         assert sorted(child for _, child in asked) == list(range(1, hosts))
@@ -44,24 +44,24 @@ class Timed(Clocks):
         return 1, self.now, 0, trip, 1, peer
 
 
-def test_a_synchronisation_ends_when_no_exchange_gets_shorter():
+def test_synchronization_ends_when_exchanges_stop_improving():
     assert len(Timed([1000] * 1000).ask(0)) == 1 + IN_VAIN
     better = [1000] * IN_VAIN + [900] + [950] * 1000
     assert len(Timed(better).ask(0)) == len(better[: IN_VAIN + 1]) + IN_VAIN
 
 
-def test_a_synchronisation_ends_after_a_while():
+def test_synchronization_ends_after_a_time_limit():
     """Each exchange takes 10 ms and is shorter than the one before."""
     samples = Timed(10_000_000 - number for number in range(1000)).ask(0)
     assert LONGEST // 10_000_000 < len(samples) <= LONGEST // 10_000_000 + 2
 
 
-def test_nodes_of_one_name_exchange():
+def test_first_rank_of_each_node_exchanges_clocks():
     """The first of each asks, wherever its ranks are."""
     assert Timed([], nodes=(0, 0, 2, 2, 0, 5)).leaders == [0, 2, 5]
 
 
-def test_the_bounds_of_a_round_meet_in_a_knot():
+def test_bounds_of_a_round_intersect_in_a_knot():
     """Bounds [660, 760], [640, 740] and [0, 1000]; then two without anything in common."""
     first = as_rows(
         [(1, 900, 710.0, 100, 1, 0), (1, 1000, 690.0, 100, 1, 0), (1, 1400, 500.0, 1000, 1, 0)]
@@ -74,7 +74,7 @@ def test_the_bounds_of_a_round_meet_in_a_knot():
     )
 
 
-def test_the_model_goes_through_the_knots():
+def test_clock_model_interpolates_the_knots():
     samples = [
         (1, 1000, 710.0, 100, 1, 0),
         (1, 1200, 690.0, 100, 1, 0),
@@ -94,7 +94,7 @@ def test_the_model_goes_through_the_knots():
     assert 640 < model.residual < 735
 
 
-def test_a_wide_knot_that_agrees_tells_nothing():
+def test_wide_consistent_knot_is_ignored():
     """Bounds of 1000 ns in which the line of the others lies, then of 100 in which it does not."""
     ends = [(1, 1000, 0.0, 10, 1, 0), (1, 5000, 400.0, 10, 3, 0)]
     model = fit([*ends, (1, 3000, 600.0, 1000, 2, 0)])
@@ -103,14 +103,14 @@ def test_a_wide_knot_that_agrees_tells_nothing():
     assert (model.t0.tolist(), model.offset.tolist()) == ([1000, 3000], [0, 600])
 
 
-def test_without_samples_and_with_one_there_is_no_drift():
+def test_model_without_two_samples_has_no_drift():
     times = np.array([3, 10**18])
     assert IDENTITY.to_global(times).tolist() == fit([]).to_global(times).tolist() == [3, 10**18]
     one = fit([(0, 50, -20.0, 5, 1, 0)])
     assert one.to_global(times).tolist() == [-17, 10**18 - 20]
 
 
-def test_a_drift_above_does_not_add_up():
+def test_drift_of_the_parent_does_not_accumulate():
     """Host 1 runs 1 % fast; host 3 is 100 ns behind it whenever it asks."""
     above = fit([(2, 1000, -10.0, 0, 1, 0), (2, 11000, -110.0, 0, 2, 0)])
     below = fit([(6, 5900, 100.0, 0, 1, 2), (6, 9900, 100.0, 0, 2, 2)], above)
@@ -119,7 +119,7 @@ def test_a_drift_above_does_not_add_up():
 
 
 @pytest.mark.parametrize("ranks", [2, 6, 8])
-def test_a_skew_is_found_again_on_threads(ranks):
+def test_clock_skew_is_recovered_on_threads(ranks):
     network = Busy()
     for error, bound in run({"x": ranks}, lambda mesh: in_virtual_time(mesh, network)):
         assert error <= min(bound, BOUND)
@@ -134,7 +134,7 @@ def test_a_skew_is_found_again_on_threads(ranks):
         pytest.param(8, "mpi", id="four hosts"),
     ],
 )
-def test_a_skew_is_found_again_on_real_ranks(ranks, transport):
+def test_clock_skew_is_recovered_on_mpi_ranks(ranks, transport):
     """Within the bound that the round trips set, which are longer on a busy machine."""
     lines = checked(ranks, "-m", "tests.trace.skewed", transport).splitlines()
     found = [[*map(float, line.split())] for line in lines]

@@ -63,7 +63,7 @@ def step(recorder, device, number, spans=3, duration=200_000):
     return done
 
 
-def test_a_span_is_what_the_device_does_not_what_the_host_does(recorder, device, host):
+def test_span_records_device_time_not_host_time(recorder, device, host):
     recorder.begin_step(0)
     begin = host()
     done = [work(recorder, device, name, 300_000) for name in ("a", "b", "c")]
@@ -73,7 +73,7 @@ def test_a_span_is_what_the_device_does_not_what_the_host_does(recorder, device,
     agree(rows(recorder, 1), done)
 
 
-def test_a_time_between_spans_is_in_none_of_them(recorder, device):
+def test_idle_time_between_spans_belongs_to_none(recorder, device):
     recorder.begin_step(0)
     first = work(recorder, device, "a", 50_000)
     device.compute.work(70_000)
@@ -83,7 +83,7 @@ def test_a_time_between_spans_is_in_none_of_them(recorder, device):
     agree(rows(recorder, 1), [first, second])
 
 
-def test_the_host_has_a_stream_of_its_own(recorder, device, host):
+def test_host_spans_are_on_their_own_stream(recorder, device, host):
     recorder.begin_step(0)
     with recorder.span("read the text", "none"):
         begin = host()
@@ -95,7 +95,7 @@ def test_the_host_has_a_stream_of_its_own(recorder, device, host):
     agree([read], [("read the text", begin, begin + 40_000)])
 
 
-def test_the_drift_of_the_clocks_is_taken_into_account(tmp_path, host):
+def test_clock_drift_is_corrected(tmp_path, host):
     """One part in 10,000: a step of a second is a tenth of a ms wrong unless that is known."""
     (tmp_path / "trace").mkdir()
     device = TimedDevice(host, drift=1e-4)
@@ -105,7 +105,7 @@ def test_the_drift_of_the_clocks_is_taken_into_account(tmp_path, host):
     agree(rows(recorder, 1)[-3:], done)
 
 
-def test_a_look_at_the_clock_that_was_interrupted_is_not_believed(recorder, device, host):
+def test_interrupted_clock_reading_is_discarded(recorder, device, host):
     step(recorder, device, 0)
     host.lag.extend([0, 400_000])
     done = step(recorder, device, 1) + step(recorder, device, 2)
@@ -113,7 +113,7 @@ def test_a_look_at_the_clock_that_was_interrupted_is_not_believed(recorder, devi
     agree(rows(recorder, 1)[3:], done)
 
 
-def test_a_step_holds_what_was_done_in_it(recorder, device):
+def test_step_contains_its_events(recorder, device):
     for number in range(3):
         step(recorder, device, number)
     found = segment(recorder)
@@ -124,7 +124,7 @@ def test_a_step_holds_what_was_done_in_it(recorder, device):
         assert (own["t_start"] + own["dur"]).max() <= each["t_end"]
 
 
-def test_the_seconds_of_passes_are_those_of_the_device(recorder, device):
+def test_pass_seconds_are_device_times(recorder, device):
     for number in range(2):
         recorder.begin_step(number)
         for phase, duration in [("forward", 100_000), ("recompute", 30_000), ("backward", 70_000)]:
@@ -146,7 +146,7 @@ def call_rows(recorder):
     return {kind: events[[each == kind for each in kinds]] for kind in set(kinds)}
 
 
-def test_a_call_that_computation_hides_costs_nothing(recorder, device):
+def test_overlapped_call_has_no_exposed_time(recorder, device):
     comm = recorder.wrap(Comm(device), "x")
     recorder.begin_step(0)
     before = work(recorder, device, "before", 50_000)
@@ -168,7 +168,7 @@ def test_a_call_that_computation_hides_costs_nothing(recorder, device):
     assert (stall["count"], OP[stall["op"]], OP[flight["op"]]) == (500, "all_gather", "all_gather")
 
 
-def test_computation_stands_still_until_a_block_is_there(recorder, device):
+def test_computation_stalls_until_a_block_arrives(recorder, device):
     comm = recorder.wrap(Comm(device, lasts=300_000), "x")
     recorder.begin_step(0)
     pending = comm.all_gather(BLOCK)
@@ -185,7 +185,7 @@ def test_computation_stands_still_until_a_block_is_there(recorder, device):
     assert abs(spent - (ended - meanwhile[2])) < 2 * EXACT
 
 
-def test_a_call_that_is_waited_for_at_once_is_one_row_of_computation(recorder, device):
+def test_immediately_awaited_call_is_one_stall_row(recorder, device):
     comm = recorder.wrap(Comm(device), "x")
     recorder.begin_step(0)
     comm.all_gather(BLOCK).wait()
@@ -195,7 +195,7 @@ def test_a_call_that_is_waited_for_at_once_is_one_row_of_computation(recorder, d
     assert stall["posted"] == stall["t_start"] and stall["dur"] > 100_000
 
 
-def test_what_is_computed_without_a_span_lies_between_a_call_and_its_wait(recorder, device, host):
+def test_unrecorded_compute_between_call_and_wait_is_no_stall(recorder, device, host):
     comm = recorder.wrap(Comm(device), "x")
     recorder.begin_step(0)
     pending = comm.all_gather(BLOCK)
@@ -208,7 +208,7 @@ def test_what_is_computed_without_a_span_lies_between_a_call_and_its_wait(record
     assert stall["t_start"] - stall["posted"] > 190_000
 
 
-def test_a_call_that_keeps_the_host_is_a_row_of_its_own(recorder, device):
+def test_call_that_blocks_the_host_has_its_own_row(recorder, device):
     comm = recorder.wrap(Comm(device, host=150_000), "x")
     recorder.begin_step(0)
     pending = comm.all_gather(BLOCK)
@@ -224,7 +224,7 @@ def test_a_call_that_keeps_the_host_is_a_row_of_its_own(recorder, device):
     assert kept["group"] == 0 and kept["seq"] == -1
 
 
-def test_messages_that_leave_together_are_one_flight(recorder, device):
+def test_grouped_messages_are_one_transfer_row(recorder, device):
     comm = recorder.wrap(Comm(device), "p")
     recorder.begin_step(0)
     with comm.grouped():
@@ -240,12 +240,12 @@ def test_messages_that_leave_together_are_one_flight(recorder, device):
     assert abs(flight["t_start"] + flight["dur"] - comm.comm.ran[0][1]) < EXACT
 
 
-def test_calls_of_the_world_are_those_of_the_host(recorder, device, host):
+def test_world_calls_use_the_host_recorder(recorder, device, host):
     world = recorder.wrap(Comm(device), "world")
     assert type(world).__name__ == "Traced"
 
 
-def test_a_steady_step_makes_no_event_and_waits_only_at_its_ends(recorder, device):
+def test_steady_step_creates_no_events_and_waits_only_at_its_ends(recorder, device):
     comm, counts = recorder.wrap(Comm(device), "x"), []
     for number in range(8):
         recorder.begin_step(number)
@@ -262,7 +262,7 @@ def test_a_steady_step_makes_no_event_and_waits_only_at_its_ends(recorder, devic
     assert [created for _, created in counts[-3:]] == [2 * 700] * 3
 
 
-def test_what_the_device_has_not_done_waits_for_the_next_segment(recorder, device):
+def test_unfinished_device_work_is_written_to_the_next_segment(recorder, device):
     """The gather of one step lands in the next, and is in the second segment."""
     comm = recorder.wrap(Comm(device, lasts=5_000_000), "x")
     recorder.begin_step(0)
@@ -286,7 +286,7 @@ def test_what_the_device_has_not_done_waits_for_the_next_segment(recorder, devic
     assert not recorder.outstanding
 
 
-def test_many_segments_forget_what_nobody_asks_for(recorder, device):
+def test_flushed_segments_free_their_times(recorder, device):
     for number in range(4):
         step(recorder, device, number, spans=100)
         recorder.flush()
@@ -294,7 +294,7 @@ def test_many_segments_forget_what_nobody_asks_for(recorder, device):
     assert len(recorder.compute.times) == 0 and recorder.compute.first == 800
 
 
-def test_calls_of_replicas_run_beside_others(recorder, device):
+def test_data_parallel_calls_overlap_with_others(recorder, device):
     """A queue each: the call along d, which is posted first, is still running when that along x
     has ended."""
     replicas = recorder.wrap(Comm(device, lasts=900_000, queue="replicas"), "d")
@@ -308,7 +308,7 @@ def test_calls_of_replicas_run_beside_others(recorder, device):
     assert along_d[1] < along_x[1] and along_x[2] + 700_000 < along_d[2]
 
 
-def test_ranges_have_the_names_of_spans(tmp_path, device, host):
+def test_nvtx_ranges_have_the_names_of_spans(tmp_path, device, host):
     told = []
     ranges = told.append, lambda: told.append("end")
     recorder = DeviceRecorder(tmp_path, {"rank": 0}, device, device.timing, ranges, clock=host)
@@ -317,7 +317,7 @@ def test_ranges_have_the_names_of_spans(tmp_path, device, host):
     assert told == ["a", "b", "end", "end"] and recorder.count == 2
 
 
-def test_what_goes_into_a_graph_is_not_recorded(recorder, device):
+def test_captured_graph_work_is_not_recorded(recorder, device):
     comm = recorder.wrap(Comm(device), "x")
     device.compute.captures = device.queues["blocks"].captures = True
     with recorder.span("a"):
@@ -337,7 +337,7 @@ def test_what_goes_into_a_graph_is_not_recorded(recorder, device):
     assert [*segment(recorder).events["flops"]] == [42.0, 42.0]
 
 
-def test_the_share_of_communication_is_known_of_moments_with_and_without_times(recorder, device):
+def test_communication_share_mixes_known_and_pending_times(recorder, device):
     """It is asked for when only some have: it comes to what the rows will."""
     comm = recorder.wrap(Comm(device, lasts=50_000), "x")
     for number in range(2):
@@ -354,7 +354,7 @@ def test_the_share_of_communication_is_known_of_moments_with_and_without_times(r
     assert spent > 100 * 45_000
 
 
-def test_an_evaluation_between_steps_is_what_the_device_does(recorder, device):
+def test_evaluation_between_steps_records_device_time(recorder, device):
     """After the last step, too: nothing compares the clocks any more."""
     before = step(recorder, device, 0)
     with recorder.scope(phase="evaluation"):

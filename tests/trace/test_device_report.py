@@ -38,7 +38,7 @@ def trace(tmp_path):
         yield trace
 
 
-def test_a_call_that_runs_beside_is_no_part_of_the_step(trace):
+def test_overlapped_call_is_not_part_of_the_step_time(trace):
     for each in rank_rows(trace, calls_of(trace)):
         found = {key: round(each[key] * 1e3, 6) for key in ("compute_s", "exposed_s", "copy_s")}
         assert found == {"compute_s": 8, "exposed_s": 1, "copy_s": 0}
@@ -48,18 +48,18 @@ def test_a_call_that_runs_beside_is_no_part_of_the_step(trace):
     assert between_rows(trace) == []
 
 
-def test_the_host_has_the_time_that_its_device_leaves(trace):
+def test_host_time_excludes_time_covered_by_its_device(trace):
     host = trace.events["stream"] == 0
     np.testing.assert_allclose(own_time(trace)[host] * 1e-6, [0, 0.5] * 2)
 
 
-def test_the_call_as_it_runs_is_not_taken_for_the_call_that_waits(trace):
+def test_call_in_flight_is_separate_from_the_waiting_call(trace):
     calls = calls_of(trace)
     assert calls.ending.tolist() == [True, True]
     assert calls.blocked.tolist() == [1_000_000] * 2
 
 
-def test_the_critical_path_keeps_to_what_is_computed(trace):
+def test_critical_path_follows_the_compute_stream(trace):
     path = critical_path(trace, calls_of(trace), 0)
     found = [(each.category, *np.round([each.start, each.end], 9) * 1e3) for each in path]
     assert found == [
@@ -72,10 +72,10 @@ def test_the_critical_path_keeps_to_what_is_computed(trace):
     ]
 
 
-def test_a_pass_ends_with_what_is_computed(trace):
+def test_pass_ends_with_its_computation(trace):
     (only,) = StepPasses(trace).measured(0)[0]
     assert only[:2] == pytest.approx((0, 9e-3))
 
 
-def test_a_call_that_runs_beside_may_outlast_its_step(trace):
+def test_overlapped_call_may_outlast_its_step(trace):
     assert [what for _, what, rows in inside(trace) if len(rows)] == []

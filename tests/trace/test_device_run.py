@@ -124,7 +124,7 @@ def trace(run):
         yield trace
 
 
-def test_the_trace_is_sound(trace):
+def test_device_trace_is_valid(trace):
     assert violations(trace) == []
     assert trace.attrs["complete"]
 
@@ -151,7 +151,7 @@ def test_times_add_up_to_the_step(trace):
     assert 0 < step_row(trace, table)["communication_share"] < 1
 
 
-def test_the_host_counts_only_where_its_device_does_nothing(trace):
+def test_host_time_counts_only_while_its_device_is_idle(trace):
     """By a count of every 100 ns of the first step of a rank."""
     events, rows = trace.events, trace.rows(0)
     step = trace.steps["t_start"][0], trace.steps["t_end"][0]
@@ -169,7 +169,7 @@ def test_the_host_counts_only_where_its_device_does_nothing(trace):
     assert abs(int(own[inside].sum()) - alone) <= 100 * 2 * int(inside.sum())
 
 
-def test_what_the_host_does_beside_its_device_takes_no_time(tmp_path):
+def test_host_work_covered_by_its_device_takes_no_time(tmp_path):
     host = Simulated()
     device = TimedDevice(host)
     top = header(config_of(1), 0, 1)
@@ -188,7 +188,7 @@ def test_what_the_host_does_beside_its_device_takes_no_time(tmp_path):
     assert 0 < look < 10_000 and hidden == 0 and abs(half - 100_000) < 10_000
 
 
-def test_the_loop_knows_the_share_of_communication(run, trace):
+def test_training_loop_reports_the_communication_share(run, trace):
     stalls = (trace.events["stream"] == 1) & (trace.events["group"] >= 0)
     for rank in range(4):
         mine = stalls & (trace.events["rank"] == rank) & (trace.events["step"] == 0)
@@ -196,7 +196,7 @@ def test_the_loop_knows_the_share_of_communication(run, trace):
     assert all(0 < share < 1 for shares in run[1] for share in shares)
 
 
-def test_a_critical_path_ends_where_the_step_does(trace):
+def test_critical_path_ends_with_the_step(trace):
     path = critical_path(trace, calls_of(trace), 1)
     steps = trace.steps["step"] == 1
     begin, end = trace.steps["t_start"][steps].min(), trace.steps["t_end"][steps].max()
@@ -204,7 +204,7 @@ def test_a_critical_path_ends_where_the_step_does(trace):
     assert "compute" in {each.category for each in path}
 
 
-def test_streams_are_rows_of_their_own(trace, tmp_path):
+def test_streams_have_separate_lanes(trace, tmp_path):
     calls = calls_of(trace)
     chart = timeline(trace, calls, 1, critical_path(trace, calls, 1), 10_000)
     offset, height = lanes(chart.events)
@@ -236,7 +236,7 @@ def test_kernels_of_one_stream_do_not_overlap_in_hta(trace, tmp_path):
     assert {line["name"] for line in lines if line["cat"] == "cpu_op"} >= {"clock of the device"}
 
 
-def test_a_run_on_gpus_has_the_recorder_of_devices(tmp_path):
+def test_gpu_run_uses_the_device_recorder(tmp_path):
     device, told = TimedDevice(Real()), []
     create, elapsed = device.timing
     nvtx = SimpleNamespace(RangePush=told.append, RangePop=lambda: told.append("end"))
@@ -256,12 +256,12 @@ def test_a_run_on_gpus_has_the_recorder_of_devices(tmp_path):
     ("backend", "key", "value"),
     [("cupy", "trace__clock", "cpu"), ("numpy", "trace__nvtx", "true")],
 )
-def test_what_a_device_cannot_record_is_refused_in_a_line(backend, key, value):
+def test_trace_settings_invalid_for_the_backend_are_rejected(backend, key, value):
     with pytest.raises(ValueError, match=f"{key.replace('__', '.')} = {value}: only valid for "):
         config_of(1, train__backend=backend, **{key: value})
 
 
 @pytest.mark.slow
-def test_a_report_is_made_of_it(run, tmp_path, capsys):
+def test_report_of_a_device_trace_is_written(run, tmp_path, capsys):
     assert main([str(run[0]), "--out", str(tmp_path / "report")]) in (0, None)
     assert (tmp_path / "report" / "report.md").is_file()

@@ -31,7 +31,7 @@ def path(sound, tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks(number, tmp_path, monkeypatch):
+def test_trace_is_written_on_a_file_system_without_locks(number, tmp_path, monkeypatch):
     """A run there writes its trace and its token files, reads and changes them."""
 
     class File(h5py.File):
@@ -181,7 +181,7 @@ def other_format(file, _):
         (stored(chunks=(48,), scaleoffset=0), "dur .*filters .*gzip, shuffle, fletcher32"),
     ],
 )
-def test_an_unsound_file_is_refused(path, tmp_path, spoil, reason):
+def test_malformed_file_is_rejected(path, tmp_path, spoil, reason):
     other = tmp_path / "other.h5"
     other.write_bytes(path.read_bytes())
     with h5py.File(path, "r+") as file:
@@ -191,7 +191,7 @@ def test_an_unsound_file_is_refused(path, tmp_path, spoil, reason):
     assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_damaged_value_is_refused(path):
+def test_damaged_value_is_rejected(path):
     with h5py.File(path) as file:
         chunk = file["events/dur"].id.get_chunk_info(0)
     content = bytearray(path.read_bytes())
@@ -203,7 +203,7 @@ def test_a_damaged_value_is_refused(path):
             trace.events["dur"]
 
 
-def test_a_file_that_is_being_written_is_refused(path):
+def test_file_that_is_being_written_is_rejected(path):
     with h5py.File(path, "r+"):
         code = f"import hpc3d.trace; hpc3d.trace.open({str(path)!r})"
         done = subprocess.run(
@@ -212,7 +212,7 @@ def test_a_file_that_is_being_written_is_refused(path):
     assert done.stderr.endswith(f"{path}: another process is writing it; wait for it\n")
 
 
-def test_a_truncated_file_is_refused(path):
+def test_truncated_file_is_rejected(path):
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"trace\.h5: .*--merge"):
         hpc3d.trace.open(path)
@@ -239,7 +239,7 @@ def everything(path):
         return columns, references
 
 
-def test_a_whole_file_is_read(whole):
+def test_intact_file_is_read(whole):
     everything(whole)
 
 
@@ -272,7 +272,7 @@ def test_a_whole_file_is_read(whole):
         ("strings/name", "node1", "/strings .*twice"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused(whole, column, value, reason):
+def test_invalid_value_is_rejected(whole, column, value, reason):
     with h5py.File(whole, "r+") as file:
         file[column][0] = value
     with pytest.raises(ValueError, match=reason):
@@ -280,7 +280,7 @@ def test_a_value_that_cannot_be_is_refused(whole, column, value, reason):
 
 
 @pytest.mark.parametrize("pointers", [[0, 12, 11, 36, 48], [0, 12, 24, 36], [0, 12, 24, 36, 47]])
-def test_pointers_that_do_not_divide_the_rows_are_refused(whole, pointers):
+def test_rank_pointers_that_do_not_cover_the_rows_are_rejected(whole, pointers):
     with h5py.File(whole, "r+") as file:
         file["index/rank_ptr"].resize((len(pointers),))
         file["index/rank_ptr"][:] = pointers
@@ -289,7 +289,7 @@ def test_pointers_that_do_not_divide_the_rows_are_refused(whole, pointers):
 
 
 @pytest.mark.slow
-def test_a_text_that_all_rows_share_is_not_copied_for_each(whole):
+def test_excessive_string_table_is_rejected(whole):
     """Rows of variable length point into a heap, and may all point to one place."""
     with h5py.File(whole, "r+") as file:
         del file["strings/name"]
@@ -300,7 +300,7 @@ def test_a_text_that_all_rows_share_is_not_copied_for_each(whole):
 
 
 @pytest.mark.parametrize("spoil", ["alpha", "link"])
-def test_a_calibration_that_is_damaged_is_refused(whole, spoil):
+def test_damaged_calibration_is_rejected(whole, spoil):
     with h5py.File(whole, "r+") as file:
         if spoil == "alpha":
             file["calibration/send/x"].attrs["alpha"] = np.nan
@@ -310,7 +310,7 @@ def test_a_calibration_that_is_damaged_is_refused(whole, spoil):
         everything(whole)
 
 
-def test_large_attributes_are_left_out(whole):
+def test_large_attributes_are_skipped(whole):
     path = whole.with_name("latest.h5")
     with h5py.File(whole) as old, h5py.File(path, "w", libver="latest") as file:
         for name in old:
@@ -322,7 +322,7 @@ def test_large_attributes_are_left_out(whole):
         assert trace.attrs["run_id"] == "run-1"
 
 
-def test_a_file_that_is_refused_is_closed(whole):
+def test_rejected_file_is_closed(whole):
     """Else nobody could write it in this process."""
     with h5py.File(whole, "r+") as file:
         file.attrs["version"] = 2
@@ -333,7 +333,7 @@ def test_a_file_that_is_refused_is_closed(whole):
 
 
 @pytest.mark.slow
-def test_damaged_bytes_are_refused_and_nothing_else_happens(whole, chance):
+def test_fuzzed_file_is_read_or_rejected(whole, chance):
     """Neither a crash nor a hang nor another exception, in a process of its own."""
     what = str(whole), "100", str(chance.getrandbits(32))
     program = [sys.executable, "-m", "tests.trace.damaged", *what]

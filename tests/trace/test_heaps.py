@@ -25,12 +25,12 @@ def damaged(path, place, new):
     path.write_bytes(data)
 
 
-def test_sound_heaps_pass(path):
+def test_valid_heaps_pass(path):
     check_heaps(path)
 
 
 @pytest.mark.parametrize("what", ["size of the heap", "size of an object", "free space"])
-def test_sizes_that_lead_elsewhere_are_refused(path, what):
+def test_heap_sizes_out_of_range_are_rejected(path, what):
     data = path.read_bytes()
     heap = data.index(MARK)
     place = heap + {"size of the heap": 8, "size of an object": 24, "free space": 24}[what]
@@ -42,7 +42,7 @@ def test_sizes_that_lead_elsewhere_are_refused(path, what):
         check_heaps(path)
 
 
-def test_a_mark_at_the_end_of_a_file(tmp_path):
+def test_heap_marker_at_the_end_of_the_file_is_rejected(tmp_path):
     path = tmp_path / "end"
     path.write_bytes(b"rows" + MARK)
     with pytest.raises(ValueError, match="byte 4"):

@@ -14,7 +14,7 @@ def test_a_run_without_a_trace_is_named_whatever_its_settings(tmp_path, settings
         trace_of(tmp_path)
 
 
-def test_before_an_attempt_has_a_trace_the_one_before_is_named(tmp_path):
+def test_previous_trace_is_named_if_the_attempt_has_none(tmp_path):
     attempt(tmp_path, 0, 2)
     (tmp_path / "config.toml").write_text("")
     set_aside(tmp_path, 1)

@@ -46,7 +46,7 @@ def test_events_are_sorted_and_keep_every_value(run):
             assert events[column.name] == [row[column.name] for row in expected], column.name
 
 
-def test_two_hosts_of_one_name_have_two_clocks(run):
+def test_hosts_with_the_same_name_have_separate_clocks(run):
     """Ranks go by their node, and all hosts are called alike."""
     for rank in range(RANKS):
         for number in range(SEGMENTS):
@@ -60,7 +60,7 @@ def test_two_hosts_of_one_name_have_two_clocks(run):
         assert ahead == {(0, 0), (1, 0), (2, AHEAD), (3, AHEAD)}
 
 
-def test_names_and_groups_of_all_ranks_are_in_one_table(run):
+def test_names_and_groups_of_all_ranks_share_one_table(run):
     with hpc3d.trace.open(merge(run)) as trace:
         names = [trace.strings[i] for i in trace.events["name"]]
         groups = [None if i < 0 else trace.groups[i] for i in trace.events["group"]]
@@ -71,7 +71,7 @@ def test_names_and_groups_of_all_ranks_are_in_one_table(run):
         assert group == (own and (own["axis"], tuple(own["members"])))
 
 
-def test_parents_follow_their_events(run):
+def test_parent_indices_follow_their_events(run):
     events = opened_events(run)
     # A parent is row 5 of the same segment, whose unique count is the child's row 2 and 3 more.
     for count, parent in zip(events["count"], events["parent"], strict=True):
@@ -81,7 +81,7 @@ def test_parents_follow_their_events(run):
             assert parent == -1
 
 
-def test_of_two_events_with_one_start_the_enclosing_comes_first(tmp_path):
+def test_enclosing_event_precedes_a_nested_one_with_the_same_start(tmp_path):
     rows = [
         {"t_start": 5, "dur": 2, "group": -1, "parent": 1},
         {"t_start": 5, "dur": 9, "group": -1, "parent": -1},
@@ -148,7 +148,7 @@ def change_a_rank(path):
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, change_a_rank, pickle_it, Path.unlink])
-def test_a_damaged_segment_is_left_out_and_named(run, damage):
+def test_damaged_segment_is_skipped_and_named(run, damage):
     damage(segment_path(run, 2, 0))
     with hpc3d.trace.open(merge(run)) as trace:
         assert trace.attrs["complete"] is False
@@ -164,7 +164,7 @@ def test_a_damaged_segment_is_left_out_and_named(run, damage):
     assert not (run / "trace" / "trap").exists()
 
 
-def test_a_missing_rank_is_named_and_has_no_rows(run):
+def test_missing_rank_is_named_and_has_no_rows(run):
     for number in range(SEGMENTS):
         segment_path(run, 1, number).unlink()
     with hpc3d.trace.open(merge(run)) as trace:
@@ -188,14 +188,14 @@ def test_a_missing_rank_is_named_and_has_no_rows(run):
         ),
     ],
 )
-def test_what_does_not_fit_is_named(run, changes, line):
+def test_inconsistent_segment_is_named(run, changes, line):
     write(run, 3, 1, changes)
     with hpc3d.trace.open(merge(run)) as trace:
         assert re.match(elided(line), trace.attrs["missing"])
         assert not trace.attrs["complete"]
 
 
-def test_a_header_that_lacks_something_is_named(run):
+def test_incomplete_segment_header_is_named(run):
     path = segment_path(run, 3, 1)
     with np.load(path) as arrays:
         content = dict(arrays)
@@ -209,7 +209,7 @@ def test_a_header_that_lacks_something_is_named(run):
     assert re.fullmatch(elided("rank 3: ... after step 0"), last)
 
 
-def test_a_step_that_was_cut_off_is_named(run):
+def test_incomplete_step_is_named(run):
     """Rank 3 began step 1, as the others did, and did not complete it."""
     path = segment_path(run, 3, 1)
     with np.load(path) as arrays:
@@ -229,7 +229,7 @@ def test_a_step_that_was_cut_off_is_named(run):
 
 
 @pytest.mark.parametrize("ranks", [(3,), range(RANKS)], ids=str)
-def test_a_step_without_events_is_complete(run, ranks):
+def test_step_without_events_is_complete(run, ranks):
     """Those of step 1 were left out: the row of the step says that it was done."""
     for rank in ranks:
         path = segment_path(run, rank, 1)
@@ -250,7 +250,7 @@ def test_a_step_without_events_is_complete(run, ranks):
         ("measured", '"many"', ""),
     ],
 )
-def test_a_run_that_ended_early_is_not_complete(tmp_path, kind, steps, missing):
+def test_run_that_ended_early_is_incomplete(tmp_path, kind, steps, missing):
     """All ranks agree: none has more than steps 0 and 1."""
     for rank, number in product(range(RANKS), range(SEGMENTS)):
         write(tmp_path, rank, number, {"kind": kind, "config": f"[train]\nsteps = {steps}\n"})
@@ -259,13 +259,13 @@ def test_a_run_that_ended_early_is_not_complete(tmp_path, kind, steps, missing):
         assert trace.attrs["complete"] == (not missing)
 
 
-def test_a_rank_that_ends_early_is_named(run):
+def test_rank_that_ended_early_is_named(run):
     segment_path(run, 3, 1).unlink()
     with hpc3d.trace.open(merge(run)) as trace:
         assert re.fullmatch("rank 3: .* after step 0", trace.attrs["missing"])
 
 
-def test_until_when_each_rank_is_complete(tmp_path):
+def test_merge_reports_the_last_complete_step_of_each_rank(tmp_path):
     for rank in range(RANKS):
         for number in range(8):
             write(tmp_path, rank, number)
@@ -290,7 +290,7 @@ def test_until_when_each_rank_is_complete(tmp_path):
     assert [each.tolist() for each in steps] == [[*range(7)], [0, 1, 4, 6, 7], [], [*range(8)]]
 
 
-def test_two_runs_in_one_folder_are_told_apart(run):
+def test_segments_of_another_run_are_rejected(run):
     """Two ranks are of another run, one of them from its first segment on."""
     for rank, numbers in {1: (0, 1), 3: (1,)}.items():
         for number in numbers:
@@ -308,14 +308,14 @@ def test_two_runs_in_one_folder_are_told_apart(run):
         assert trace.ranks["n_events"].tolist() == [12, 0, 12, 6]
 
 
-def test_a_rank_that_the_run_has_not_is_named(run):
+def test_rank_beyond_the_world_size_is_named(run):
     write(run, 4, 0)
     with hpc3d.trace.open(merge(run)) as trace:
         assert re.fullmatch(r"rank 4: rank-00004-0000\.npz .* 4 ranks", trace.attrs["missing"])
         assert len(trace.events["rank"]) == trace.rank_ptr[-1] == 48
 
 
-def test_without_a_readable_segment_the_old_trace_stays(run):
+def test_old_trace_is_kept_if_no_segment_is_readable(run):
     old = merge(run).read_bytes()
     for path in (run / "trace").iterdir():
         path.write_bytes(b"")
@@ -325,6 +325,6 @@ def test_without_a_readable_segment_the_old_trace_stays(run):
     assert [path.name for path in run.iterdir() if path.suffix == ".tmp"] == []
 
 
-def test_a_folder_without_a_trace_is_refused(tmp_path):
+def test_folder_without_a_trace_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path}: .*segments"):
         merge(tmp_path)

@@ -17,7 +17,7 @@ RANKS, KILLED = 4, 1
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["in a step", "while it writes"])
-def test_a_killed_rank_is_complete_until_its_last_segment(where, tmp_path):
+def test_killed_rank_is_complete_up_to_its_last_segment(where, tmp_path):
     line = words(tmp_path, mesh__x=2, mesh__y=2, train__steps=1000, train__batch=16)
     done = mpirun(RANKS, "-m", "tests.trace.killed", where, KILLED, *line, timeout=250)
     assert done.returncode == 128 + 9

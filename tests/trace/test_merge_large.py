@@ -38,7 +38,7 @@ with hpc3d.trace.open(sys.argv[1] + "/trace.h5") as trace:
         pytest.param((8, 4, 8, 4), 10, 500, id="1024 ranks"),
     ],
 )
-def test_a_large_run_takes_little_memory(sizes, steps, events, tmp_path):
+def test_large_run_is_merged_with_little_memory(sizes, steps, events, tmp_path):
     generate(tmp_path, sizes, steps, events)
     ranks = prod(sizes)
     assert megabytes("merge", MERGE, tmp_path) < 300

@@ -82,7 +82,7 @@ def rows(trace, *names):
     return found
 
 
-def test_the_loads_of_experts_that_were_not_undone_are_kept(tmp_path):
+def test_expert_loads_of_kept_steps_are_preserved(tmp_path):
     layout = {"mesh__e": 2, "model__layers": 1, "model__experts": 4, "model__capacity": 1.0}
     attempt(tmp_path, 0, 3, layout=layout)
     attempt(tmp_path, 2, 4, layout=layout)
@@ -99,7 +99,7 @@ SAME = ("op", "category", "bytes", "count", "peer", "microbatch", "stage", "laye
 
 
 @pytest.mark.slow
-def test_what_was_not_undone_is_followed_by_what_was_done_then(tmp_path):
+def test_kept_steps_are_followed_by_those_of_the_new_attempt(tmp_path):
     attempt(tmp_path, 0, 4)
     attempt(tmp_path, 2, 6)
     with opened(tmp_path, "trace-1.h5") as trace:
@@ -125,7 +125,7 @@ def test_what_was_not_undone_is_followed_by_what_was_done_then(tmp_path):
     assert found[0, -1] == before[0, -1][:2] + after[0, -1]
 
 
-def test_every_value_is_kept_and_parents_are_followed(tmp_path):
+def test_merged_attempts_keep_every_value_and_parent(tmp_path):
     small.write_all(tmp_path)
     merge(tmp_path)
     (tmp_path / "config.toml").touch()
@@ -149,7 +149,7 @@ def test_every_value_is_kept_and_parents_are_followed(tmp_path):
         assert parent == -1 if not child else events["count"][parent] == row["count"] + 3
 
 
-def test_what_every_attempt_dropped_is_added_up(tmp_path):
+def test_dropped_events_of_all_attempts_are_summed(tmp_path):
     """A segment says how many its attempt had dropped by then: 5; and 2, then 3."""
     for number in range(small.SEGMENTS):
         for rank in range(small.RANKS):
@@ -167,7 +167,7 @@ def test_what_every_attempt_dropped_is_added_up(tmp_path):
     ]
 
 
-def test_numbers_of_calls_go_on(tmp_path):
+def test_call_numbers_continue_across_attempts(tmp_path):
     attempt(tmp_path, 0, 2)
     attempt(tmp_path, 2, 4)
     attempt(tmp_path, 3, 5)
@@ -182,7 +182,7 @@ def test_numbers_of_calls_go_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_clock_that_began_again_is_moved_by_the_time_on_the_wall(tmp_path):
+def test_restarted_clock_is_shifted_by_wall_time(tmp_path):
     origin = SOME()
     attempt(tmp_path, 0, 3, created=5)
     attempt(tmp_path, 3, 5, created=45, clock=clock_from(0))
@@ -199,14 +199,14 @@ def test_a_clock_that_began_again_is_moved_by_the_time_on_the_wall(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_attempt_of_an_unknown_time_comes_later_all_the_same(tmp_path):
+def test_attempt_with_an_unknown_time_is_placed_later(tmp_path):
     attempt(tmp_path, 0, 3, created=5)
     attempt(tmp_path, 3, 5, created=5, clock=clock_from(0))
     with opened(tmp_path) as trace:
         assert violations(trace) == []
 
 
-def test_of_another_layout_is_left_aside_and_said_so(tmp_path):
+def test_attempt_with_another_layout_is_omitted_and_reported(tmp_path):
     attempt(tmp_path, 0, 3)
     attempt(tmp_path, 2, 5, layout=FLAT)
     with opened(tmp_path) as trace:
@@ -219,7 +219,7 @@ def test_of_another_layout_is_left_aside_and_said_so(tmp_path):
         assert violations(trace) == []
 
 
-def test_what_goes_wrong_later_is_not_taken_for_damage(tmp_path, monkeypatch):
+def test_later_error_is_not_mistaken_for_damage(tmp_path, monkeypatch):
     attempt(tmp_path, 0, 2)
     attempt(tmp_path, 2, 4)
     monkeypatch.setattr(merging, "supplements", lambda *_: int("no number"))
@@ -241,7 +241,7 @@ def flip(path):
 
 
 @pytest.mark.parametrize("damage", [rubbish, flip])
-def test_a_damaged_trace_is_named(tmp_path, damage):
+def test_damaged_previous_trace_is_named(tmp_path, damage):
     attempt(tmp_path, 0, 2)
     attempt(tmp_path, 2, 4)
     damage(tmp_path / "trace-1.h5")
@@ -251,7 +251,7 @@ def test_a_damaged_trace_is_named(tmp_path, damage):
         assert "trace-1.h5" in trace.attrs["missing"]
 
 
-def test_a_rank_that_wrote_nothing_more_keeps_what_it_had(tmp_path):
+def test_rank_without_new_segments_keeps_its_previous_rows(tmp_path):
     attempt(tmp_path, 0, 2)
     attempt(tmp_path, 2, 4, run_id="renamed")
     segment_path(tmp_path, 0, 0).unlink()

@@ -35,7 +35,7 @@ def test_attributes_ranks_and_index(path):
         assert trace.clock_samples["rank"].tolist() == [2] * SEGMENTS
 
 
-def test_a_run_folder_stands_for_its_trace(path, tmp_path_factory):
+def test_run_folder_opens_its_trace(path, tmp_path_factory):
     for folder in (path.parent, str(path.parent)):
         with hpc3d.trace.open(folder) as trace:
             assert trace.path == path and len(trace.ranks) == 4
@@ -44,7 +44,7 @@ def test_a_run_folder_stands_for_its_trace(path, tmp_path_factory):
         hpc3d.trace.open(unmerged)
 
 
-def test_the_rows_of_a_rank(path):
+def test_rows_returns_the_rows_of_a_rank(path):
     with hpc3d.trace.open(path) as trace:
         for rank in range(4):
             mine = [row["count"] for row in expected_events() if row["rank"] == rank]
@@ -54,7 +54,7 @@ def test_the_rows_of_a_rank(path):
                 trace.rows(rank)
 
 
-def test_rows_are_read_without_those_of_other_ranks(tmp_path):
+def test_rows_of_a_rank_are_read_without_those_of_others(tmp_path):
     """The chunk with the rows of rank 2 is damaged."""
     generate(tmp_path, (3, 1, 1, 1), 110, 600)
     path = merge(tmp_path)
@@ -69,7 +69,7 @@ def test_rows_are_read_without_those_of_other_ranks(tmp_path):
             trace.events["dur", trace.rows(2)]
 
 
-def test_a_file_from_before_there_were_evaluations_has_none(tmp_path):
+def test_file_older_than_evaluations_has_none(tmp_path):
     path = merge(small.write_all(tmp_path))
     with h5py.File(path, "r+") as file:
         del file["evaluation"]

@@ -13,7 +13,7 @@ from hpc3d.trace.segment import count_segments, read_segment, segment_path
 from tests.trace.recording import HEADER, end_step, recorded
 
 
-def test_a_span_is_a_row(recorder, clock):
+def test_span_is_one_event_row(recorder, clock):
     recorder.begin_step(7)
     with recorder.scope(2, "backward"), recorder.span("product", "gemm", flops=48):
         clock.skip(500)
@@ -32,7 +32,7 @@ def test_a_span_is_a_row(recorder, clock):
     assert [OP[row["op"]] for row in (first, second)] == ["gemm", "elementwise"]
 
 
-def test_a_step_is_a_row_with_its_memory(recorder):
+def test_step_row_has_its_memory_peaks(recorder):
     pool = Pool()
     held = pool.empty((10,), "float64", "gradient")
     recorder.begin_step(4)
@@ -63,7 +63,7 @@ def fill(recorder, events):
             pass
 
 
-def test_a_full_table_grows_and_keeps_every_event(recorder):
+def test_full_table_grows_and_keeps_every_event(recorder):
     fill(recorder, 1000)
     segment = recorded(recorder)
     assert segment.events["flops"].tolist() == [*range(1000)]
@@ -87,11 +87,11 @@ def test_a_full_table_doubles_up_to_its_limit(events, most, capacity, tmp_path, 
     )
 
 
-def test_a_table_is_a_gibibyte_at_most():
+def test_table_is_at_most_one_gibibyte():
     assert MOST * ROW.size <= 2**30 < (MOST + 1) * ROW.size
 
 
-def test_a_table_that_may_not_grow_counts_what_it_drops(tmp_path, clock):
+def test_table_at_its_limit_counts_dropped_events(tmp_path, clock):
     recorder = Recorder(tmp_path, HEADER, capacity=64, clock=clock, most=100)
     fill(recorder, 170)
     segment = recorded(recorder)
@@ -99,14 +99,14 @@ def test_a_table_that_may_not_grow_counts_what_it_drops(tmp_path, clock):
     assert segment.header["dropped"] == 70
 
 
-def test_what_is_read_is_of_category_io(recorder):
+def test_read_span_has_category_io(recorder):
     with recorder.span("read the text", "none"):
         pass
     (row,) = recorded(recorder).events
     assert (CATEGORY[row["category"]], OP[row["op"]]) == ("io", "none")
 
 
-def test_a_segment_is_written_between_steps_only_when_it_is_due(recorder, clock, tmp_path):
+def test_segment_is_written_between_steps_only_when_due(recorder, clock, tmp_path):
     def step(number, events):
         recorder.begin_step(number)
         for _ in range(events):
@@ -124,7 +124,7 @@ def test_a_segment_is_written_between_steps_only_when_it_is_due(recorder, clock,
     assert [part["step"].tolist() for part in events] == [[0] * 32 + [1], [2, 3]]
 
 
-def test_an_event_allocates_nothing_that_stays(tmp_path, clock):
+def test_event_retains_no_memory(tmp_path, clock):
     recorder = Recorder(tmp_path, HEADER, capacity=6000, clock=clock)
 
     def events():
@@ -141,7 +141,7 @@ def test_an_event_allocates_nothing_that_stays(tmp_path, clock):
 
 
 @pytest.mark.parametrize("kind", ["records", "keeps rows in memory", "records nothing"])
-def test_a_scope_is_of_a_layer_and_a_phase_and_restores_them(recorder, kind):
+def test_scope_sets_and_restores_layer_and_phase(recorder, kind):
     """Inside of each other, and when an error leaves them."""
     if kind != "records":
         recorder = NullRecorder() if kind == "records nothing" else MemoryRecorder(0, lambda: 0)
@@ -168,7 +168,7 @@ def test_a_scope_is_of_a_layer_and_a_phase_and_restores_them(recorder, kind):
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_an_evaluation_is_a_row_of_rank_0(rank, tmp_path, clock):
+def test_evaluation_is_a_row_of_rank_0(rank, tmp_path, clock):
     recorder = Recorder(tmp_path, {**HEADER, "rank": rank}, 8, clock=clock)
     recorder.begin_step(0)
     end_step(recorder)
@@ -184,7 +184,7 @@ def test_an_evaluation_is_a_row_of_rank_0(rank, tmp_path, clock):
     assert not len(read_segment(segment_path(tmp_path, rank, 1), rank).evaluation)
 
 
-def test_a_long_evaluation_does_not_fill_the_table(tmp_path, clock):
+def test_long_evaluation_does_not_fill_the_table(tmp_path, clock):
     recorder = Recorder(tmp_path, HEADER, 8, clock=clock)
     for number in range(3):
         for _ in range(5):

@@ -13,7 +13,7 @@ from tests.trace.recording import end_step, recorded
 CHOSEN, KEPT = np.array([3, 0, 1]), np.array([2, 0, 1])
 
 
-def test_microbatches_are_summed_and_every_step_begins_at_0():
+def test_microbatch_sums_restart_at_0_every_step():
     sums = RouterSums()
     for layer in (3, 1, 3):
         sums.add(layer, CHOSEN, KEPT, 0.5 * layer, 0.25)
@@ -27,7 +27,7 @@ def test_microbatches_are_summed_and_every_step_begins_at_0():
     assert CHOSEN.tolist() == [3, 0, 1], "the arrays that come in are not written"
 
 
-def test_a_pass_that_runs_again_decides_nothing(recorder, tmp_path):
+def test_recomputed_pass_adds_no_router_counts(recorder, tmp_path):
     for number in range(2):
         recorder.begin_step(number)
         for phase in ("forward", "recompute"):
@@ -88,7 +88,7 @@ def test_every_choice_is_counted(alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_that_decide_the_same_count_once(name, alone, tmp_path):
+def test_replicated_router_decisions_count_once(name, alone, tmp_path):
     layout = LAYOUTS[name]
     ranks = int(np.prod([size for key, size in layout.items() if key.startswith("mesh")]))
     (counts, losses), (expected, sums) = decided(tmp_path / "run", ranks, True, **layout), alone

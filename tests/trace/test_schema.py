@@ -7,7 +7,7 @@ from hpc3d.trace.annotations import write_calibration, write_prediction
 from tests.trace.test_annotations import MEASURED, PREDICTED
 
 
-def test_everything_in_the_file_explains_itself(path):
+def test_every_object_in_the_file_has_a_description(path):
     write_calibration(path, MEASURED)
     write_prediction(path, PREDICTED)
     found = []
@@ -26,7 +26,7 @@ def test_everything_in_the_file_explains_itself(path):
     assert phases["forward"] == 0 and phases["other"] == 6
 
 
-def test_elements_have_the_sizes_of_their_types_by_any_code():
+def test_item_sizes_follow_their_type_names():
     sizes = schema.item_sizes({0: "none", 7: "bfloat16", 3: "int64", 9: "another"})
     assert sizes.nonzero()[0].tolist() == [3, 7] and sizes[[3, 7]].tolist() == [8, 2]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.trace.small import write
 
 
-def test_a_segment_is_whole_or_absent(tmp_path, monkeypatch):
+def test_segment_is_complete_or_absent(tmp_path, monkeypatch):
     def fill_the_disk(file, **_):
         file.write(b"half")
         raise OSError("disk full")
@@ -20,6 +20,6 @@ def test_a_segment_is_whole_or_absent(tmp_path, monkeypatch):
     assert list((tmp_path / "trace").iterdir()) == []
 
 
-def test_a_recording_rank_needs_no_h5py():
+def test_recording_requires_no_h5py():
     program = "import hpc3d.trace, hpc3d.trace.segment, sys; print('h5py' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"

@@ -11,7 +11,7 @@ from hpc3d.trace import file, schema, table
 from tests.trace.small import expected_events
 
 
-def test_a_column_that_no_trace_has_is_named_with_those_that_are(path):
+def test_unknown_column_error_lists_the_known_ones(path):
     with (
         hpc3d.trace.open(path) as trace,
         pytest.raises(ValueError, match=r"/steps .* foo; .* rank, step, t_start"),
@@ -19,7 +19,7 @@ def test_a_column_that_no_trace_has_is_named_with_those_that_are(path):
         trace.steps["foo"]
 
 
-def test_a_table_that_the_file_lacks_is_empty(path):
+def test_table_missing_from_the_file_is_empty(path):
     with h5py.File(path, "r+") as file:
         del file["clock"]
     with hpc3d.trace.open(path) as trace:
@@ -29,7 +29,7 @@ def test_a_table_that_the_file_lacks_is_empty(path):
         assert trace.prediction["quantity"].tolist() == []
 
 
-def test_columns_are_read_once_while_they_are_kept(path, monkeypatch):
+def test_columns_are_cached_while_kept(path, monkeypatch):
     read = []
     monkeypatch.setattr(table, "read", lambda *what: read.append(what[0].name) or real(*what))
     real = file.read
@@ -50,7 +50,7 @@ def test_columns_are_read_once_while_they_are_kept(path, monkeypatch):
         assert len(read) == 4
 
 
-def test_a_frame_has_names_in_place_of_numbers(path):
+def test_frame_replaces_codes_by_names(path):
     expected = expected_events()
     with hpc3d.trace.open(path) as trace:
         frame = trace.events.frame(["name", "op", "dur"])
@@ -65,7 +65,7 @@ def test_a_frame_has_names_in_place_of_numbers(path):
     ]
 
 
-def test_other_tables_are_frames_too(path):
+def test_other_tables_convert_to_frames(path):
     with hpc3d.trace.open(path) as trace:
         ranks, memory = trace.ranks.frame(), trace.memory.frame(["kind", "peak"])
     assert ranks["host_id"].tolist() == ["node0", "node0", "node1", "node1"]
@@ -74,7 +74,7 @@ def test_other_tables_are_frames_too(path):
     assert total.to_dict() == {"parameter": 120, "gradient": 120, "optimizer": 120}
 
 
-def test_a_frame_of_no_rows_has_its_columns(path):
+def test_frame_without_rows_has_its_columns(path):
     with hpc3d.trace.open(path) as trace:
         frame = trace.events.frame(["op", "name", "dur"], slice(0, 0))
     assert (len(frame), [*frame], [*frame["op"].cat.categories]) == (
@@ -84,7 +84,7 @@ def test_a_frame_of_no_rows_has_its_columns(path):
     )
 
 
-def test_without_pandas_there_is_no_frame(path, monkeypatch):
+def test_frame_requires_pandas(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with hpc3d.trace.open(path) as trace:
         assert len(trace.events["dur"]) == 48

@@ -9,19 +9,19 @@ from hpc3d.trace.trace_config import configured, one_time
 TEXT = '[trace]\nclock = "processor"\n[train]\nsteps = 3\n'
 
 
-def test_a_value_is_found_by_its_section_and_key():
+def test_configured_returns_a_value_by_section_and_key():
     assert configured(TEXT, "train", "steps") == 3
     assert configured(TEXT, "train", "batch") is None
     assert configured(TEXT, "mesh", "x") is None
 
 
 @pytest.mark.parametrize("text", ["", "no TOML at all", "train = 3", "[train", "\0"])
-def test_any_text_has_no_value_rather_than_an_error(text):
+def test_unparsable_text_has_no_value(text):
     assert configured(text, "train", "steps") is None
 
 
 @pytest.mark.parametrize(
     ("text", "same"), [(TEXT, False), ('[trace]\nclock = "wall"\n', True), ("", True)]
 )
-def test_only_processor_time_is_not_one_for_all_ranks(text, same):
+def test_cpu_time_is_not_common_to_all_ranks(text, same):
     assert one_time(SimpleNamespace(attrs={"config": text})) is same

@@ -15,13 +15,13 @@ from tests.trace.test_annotations import MEASURED
 FILE = Path(__file__).parents[2] / "docs" / "trace.md"
 
 
-def test_the_page_is_that_of_the_definitions():
+def test_trace_page_is_up_to_date():
     assert FILE.read_text(encoding="utf-8") == page(), (
         "python -m hpc3d.trace.trace_page > docs/trace.md"
     )
 
 
-def test_all_that_is_defined_is_on_the_page():
+def test_trace_page_lists_every_definition():
     text = page()
     for table, (description, columns) in schema.LAYOUT.items():
         assert table == "/" or f"### `/{table}`\n\n{description}\n" in text
@@ -51,7 +51,7 @@ def example(first):
     return defined
 
 
-def test_the_example_in_numpy_and_pandas_runs(run):
+def test_numpy_and_pandas_example_runs(run):
     defined = example("import hpc3d.trace")
     expected = expected_events()
     assert defined["duration"].tolist() == [row["dur"] for row in expected]
@@ -60,7 +60,7 @@ def test_the_example_in_numpy_and_pandas_runs(run):
     assert defined["events"]["axis"].value_counts().to_dict() == {"": 16, "x": 16, "y": 16}
 
 
-def test_the_example_in_h5py_runs(run, monkeypatch):
+def test_h5py_example_runs(run, monkeypatch):
     monkeypatch.chdir(run)
     gemms = [
         r["dur"] for r in expected_events() if r["rank"] == 3 and schema.OP[r["op"]] == "gemm"

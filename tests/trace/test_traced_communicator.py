@@ -66,7 +66,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_a_call_is_a_row_with_what_must_be_received(op, recorder, clock):
+def test_call_row_has_the_received_bytes_and_peer(op, recorder, clock):
     call, received, peer = CALLS[op]
     comm = recorder.wrap(Fake(clock), "y")
     recorder.begin_step(0)
@@ -83,7 +83,7 @@ def test_a_call_is_a_row_with_what_must_be_received(op, recorder, clock):
     assert row["posted"] == copy["t_start"] == row["t_start"] - copy["dur"] - 77_000 - 10
 
 
-def test_a_call_that_is_waited_for_at_once_is_one_row(recorder, clock):
+def test_immediately_awaited_call_is_one_row(recorder, clock):
     comm = recorder.wrap(Fake(clock), "y")
     comm.all_gather(BLOCK).wait()
     (row,) = recorded(recorder).events
@@ -91,7 +91,7 @@ def test_a_call_that_is_waited_for_at_once_is_one_row(recorder, clock):
     assert row["dur"] == recorder.communication == 1100 + 3 * 10
 
 
-def test_calls_that_cross_each_other_do_not_overlap(recorder, clock):
+def test_interleaved_calls_do_not_overlap(recorder, clock):
     """Two posted, two waited for, all at once: the first wait is longer than nothing."""
     x, y = (recorder.wrap(Fake(clock), axis) for axis in "xy")
     first, second = x.all_gather(BLOCK), y.all_gather(BLOCK)
@@ -102,7 +102,7 @@ def test_calls_that_cross_each_other_do_not_overlap(recorder, clock):
     assert (rows["t_start"][1:] >= (rows["t_start"] + rows["dur"])[:-1]).all()
 
 
-def test_a_call_that_is_waited_for_in_the_next_step_was_made_in_its_own(recorder, clock):
+def test_call_awaited_in_the_next_step_keeps_its_posting_step(recorder, clock):
     comm = recorder.wrap(Fake(clock), "y")
     recorder.begin_step(4)
     pending = comm.recv((6, 2), np.dtype(float), 0)
@@ -113,14 +113,14 @@ def test_a_call_that_is_waited_for_in_the_next_step_was_made_in_its_own(recorder
     assert (copy["step"], row["step"]) == (4, 5)
 
 
-def test_the_root_receives_nothing_of_a_broadcast(recorder, clock):
+def test_root_receives_no_bytes_of_a_broadcast(recorder, clock):
     comm = recorder.wrap(Fake(clock), "y")
     comm.broadcast(BLOCK, 1).wait()
     comm.reduce(BLOCK, 0).wait()
     assert recorded(recorder).events["bytes"].tolist() == [0, 0]
 
 
-def test_calls_count_a_group_each_in_the_order_of_posting(recorder, clock):
+def test_calls_are_numbered_per_group_in_posting_order(recorder, clock):
     x, y = (recorder.wrap(Fake(clock), axis) for axis in "xy")
     pending = [x.all_gather(BLOCK), y.all_gather(BLOCK), x.all_reduce(BLOCK)]
     for one in reversed(pending):
@@ -132,7 +132,7 @@ def test_calls_count_a_group_each_in_the_order_of_posting(recorder, clock):
     assert segment.header["groups"] == groups
 
 
-def test_a_traced_communicator_gives_what_the_other_gives():
+def test_traced_communicator_returns_the_same_results():
     def rank(mesh):
         comm = mesh.comm("x")
         recorder = Recorder(None, {"rank": mesh.rank})

@@ -91,7 +91,7 @@ CHANGES = [pair for pair in product(TYPES, repeat=2) if pair != ("float32", "flo
 
 
 @pytest.mark.parametrize(("before", "after"), strided(CHANGES, 6))
-def test_any_type_goes_on_from_any_other_on_any_layout(first, tmp_path, before, after):
+def test_run_in_any_type_resumes_from_any_other_on_any_layout(first, tmp_path, before, after):
     opened = first(before)
     known = stored(opened)
     for line in LAYOUTS:
@@ -110,7 +110,7 @@ def test_any_type_goes_on_from_any_other_on_any_layout(first, tmp_path, before, 
             assert array.tobytes() == expected.tobytes(), (name, kind)
 
 
-def test_a_value_in_16_bits_is_its_master_rounded(first):
+def test_16_bit_value_is_its_rounded_master_weight(first):
     """Else a run could not go on from a checkpoint as if it had not ended."""
     for dtype in ("float16", "bfloat16"):
         known = stored(first(dtype))
@@ -121,7 +121,7 @@ def test_a_value_in_16_bits_is_its_master_rounded(first):
                 assert (array.astype(np.float32) != master).any(), name
 
 
-def test_bfloat16_has_its_name_in_the_manifest(first):
+def test_manifest_names_bfloat16(first):
     opened = first("bfloat16")
     manifest = json.loads((opened.folder / "manifest.json").read_text())
     names = {tuple(piece[1:3]) for file in manifest["files"] for piece in file["pieces"]}
@@ -133,7 +133,7 @@ def test_bfloat16_has_its_name_in_the_manifest(first):
     assert sum(tensor["bytes"] for tensor in tensors) == 14 * size
 
 
-def test_without_ml_dtypes_it_is_refused_in_a_line(first, monkeypatch):
+def test_missing_ml_dtypes_is_rejected_in_one_line(first, monkeypatch):
     folder = first("bfloat16").folder
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(ValueError, match="bfloat16 needs ml_dtypes: pip install") as caught:
@@ -143,7 +143,7 @@ def test_without_ml_dtypes_it_is_refused_in_a_line(first, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["<V2", "V2", "<f1", "bfloat", "float32", ">f4", "|O", 7, None])
-def test_no_other_name_is_a_type(first, tmp_path, name):
+def test_unknown_dtype_name_is_rejected(first, tmp_path, name):
     folder = tmp_path / "step-00000002"
     folder.mkdir()
     for path in first("bfloat16").folder.iterdir():
@@ -155,7 +155,7 @@ def test_no_other_name_is_a_type(first, tmp_path, name):
         Checkpoint(folder)
 
 
-def test_what_is_exported_and_imported_is_the_master(first, tmp_path):
+def test_export_and_import_use_the_master_weights(first, tmp_path):
     """A run in 16 bits that begins with weights of 32 has all of them in its master copies."""
     opened = first("bfloat16")
     known = stored(opened)
@@ -214,14 +214,14 @@ def losses(line, dtype):
         3,
     ),
 )
-def test_a_hundred_steps_end_within_one_percent_of_float32(line, dtype):
+def test_hundred_16_bit_steps_end_within_one_percent_of_float32(line, dtype):
     theirs, ours = losses(line, "float32"), losses(line, dtype)
     assert theirs[-10:].mean() < 0.7 * theirs[0]  # it has learned something
     np.testing.assert_allclose(ours[-10:].mean(), theirs[-10:].mean(), rtol=0.01)
 
 
 @pytest.mark.parametrize("kind", ["kind=gpt2", "kind=bert"])
-def test_losses_are_those_of_torch_in_bfloat16(kind):
+def test_bfloat16_loss_matches_torch(kind):
     """Its loss of the same rounded weights; and that of both in float32 is near."""
     config = config_of(f"{SERIAL} layers=2 batch=24 dtype=bfloat16 steps=1 {kind}")
 
@@ -266,7 +266,7 @@ def learned(optimizer, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", strided(["bfloat16", "float16"], 2, days=1))
 @pytest.mark.parametrize("optimizer", strided(OPTIMIZERS, 99, 1))
-def test_every_optimizer_trains_in_16_bits_as_in_32(optimizer, dtype):
+def test_every_optimizer_learns_in_16_bits_as_in_float32(optimizer, dtype):
     """Its steps reach the values, not their master copies alone."""
     wide, narrow = learned(optimizer, "float32"), learned(optimizer, dtype)
     assert wide[-1] < 0.6 * wide[0], wide

@@ -93,7 +93,7 @@ LINES = covering(sorted((line for line in MIXES if "batch=" not in line), key=ra
 
 
 @pytest.mark.parametrize("line", strided(LINES, 18, 4))
-def test_a_mix_evaluates_as_one_rank_and_trains_on_as_if_it_had_not(line):
+def test_evaluation_matches_one_rank_and_does_not_affect_training(line):
     config, (expected, _) = config_for(line), serial(alone(line))
     without = trained(config, evaluate=False)
     for (found, _, totals), (_, _, undisturbed) in zip(trained(config), without):
@@ -111,7 +111,7 @@ ASYNCHRONOUS = [
 
 
 @pytest.mark.parametrize("line", strided(ASYNCHRONOUS, 2))
-def test_asynchronous_schedules_evaluate_the_newest_weights_of_each_stage(line):
+def test_asynchronous_schedules_evaluate_the_newest_weights(line):
     """Those that one rank has after as many updates, although passes are in flight."""
     held = trained(config_for(line))
     alike, without = trained(config_for(line), evaluate=False), serial_of(line, held)
@@ -139,7 +139,7 @@ def serial_of(line, found_by):
 
 
 @pytest.mark.parametrize("line", ASYNCHRONOUS)
-def test_no_message_is_on_its_way_when_a_step_ends(line):
+def test_no_message_is_in_flight_at_the_end_of_a_step(line):
     """Then those of an evaluation cannot be taken for it."""
     config = config_for(line)
     program = program_of(config)
@@ -155,7 +155,7 @@ def test_no_message_is_on_its_way_when_a_step_ends(line):
 
 
 @pytest.mark.parametrize("kind", ["", "tied=false gelu=exact", "kind=llama kv_heads=4 ffn=48"])
-def test_one_rank_is_torch(kind, monkeypatch):
+def test_evaluation_matches_torch(kind, monkeypatch):
     logits, entropy = [], functional.cross_entropy
     noted = lambda found, *given, **how: (logits.append(found), entropy(found, *given, **how))[1]  # noqa: E731
     monkeypatch.setattr(functional, "cross_entropy", noted)
@@ -181,7 +181,7 @@ def about(trainer):
     return trainer.shape, [item.name for item in trainer.parameters]
 
 
-def test_dropout_is_off_and_the_microbatches_do_not_matter():
+def test_evaluation_disables_dropout_and_ignores_microbatches():
     plain, (expected, _) = "microbatches=6 dropout=0.25", serial("dropout=0.25")
     ((found, _, _),) = trained(config_for(plain))
     np.testing.assert_allclose(numbers(found), expected, rtol=1e-10)
@@ -191,7 +191,7 @@ def test_dropout_is_off_and_the_microbatches_do_not_matter():
     "line",
     ["schedule=none microbatches=2", "p=2 e=2 x=2 schedule=1f1b microbatches=2"],
 )
-def test_the_losses_of_routers_do_not_count(line):
+def test_evaluation_excludes_router_losses(line):
     """In training they do."""
 
     def rank(mesh, config):
@@ -232,7 +232,7 @@ def fewer(program):
 
 
 @pytest.mark.parametrize("fault", ["dropout", "ignored", "a microbatch less"])
-def test_faults_are_found(fault, monkeypatch):
+def test_planted_evaluation_faults_are_detected(fault, monkeypatch):
     rate = " dropout=0.25" * (fault == "dropout")
     line = f"p=2 schedule=gpipe microbatches=4{rate}"
     expected, _ = serial(alone(line))
@@ -252,7 +252,7 @@ PEAKS = {
 
 
 @pytest.mark.parametrize(("line", "most"), strided(PEAKS.items(), 3))
-def test_an_evaluation_holds_less_than_a_step(line, most):
+def test_evaluation_uses_less_memory_than_a_step(line, most):
     """And leaves nothing behind."""
 
     def rank(mesh):
@@ -283,14 +283,14 @@ class Counting(Evaluator):
         return Evaluation(number, next(self.losses), 1, 0.5, 0.1)
 
 
-def test_it_is_time_after_every_so_many_steps_and_the_last():
+def test_evaluation_runs_every_n_steps_and_after_the_last():
     evaluator = Counting([5.0, 4.0, float("nan"), 4.5], steps=10, eval_every=3)
     found = [evaluator.after(number) for number in range(10)]
     assert [each.step for each in found if each] == [2, 5, 8, 9]
     assert evaluator.best == Best(6, 4.0)
 
 
-def test_what_is_no_number_has_no_perplexity_and_is_not_the_best():
+def test_non_finite_evaluation_is_never_the_best():
     assert Evaluation(0, 2.0, 1, 0, 0).perplexity == pytest.approx(7.389056)
     assert Evaluation(0, 1e4, 1, 0, 0).perplexity == float("inf")
     assert np.isnan(Evaluation(0, float("nan"), 1, 0, 0).perplexity)
@@ -305,7 +305,7 @@ def test_what_is_no_number_has_no_perplexity_and_is_not_the_best():
     ("train", {"eval_batches": 1}),
     ("checkpoint", {"keep_best": True}),
 ])  # fmt: skip
-def test_the_best_is_forgotten_where_others_cannot_be_compared_with_it(section, change):
+def test_best_evaluation_is_reset_if_it_is_not_comparable(section, change):
     config, known = Config(), {"best": {"step": 3, "loss": 2.5}}
     assert restored(known, config, config) == Best(3, 2.5)
     assert restored({}, config, config) is None
@@ -313,7 +313,7 @@ def test_the_best_is_forgotten_where_others_cannot_be_compared_with_it(section, 
     assert restored(known, config, other) is None
 
 
-def test_the_best_is_of_one_text_wherever_it_is():
+def test_best_evaluation_is_identified_by_the_text_hash():
     """By its hash; by its absolute path in checkpoints of earlier versions."""
 
     def texts(sha256):
@@ -330,7 +330,7 @@ def test_the_best_is_of_one_text_wherever_it_is():
     assert restored(known, a, b, texts("1")) is None
 
 
-def test_an_uneven_last_batch_is_the_mean_over_its_tokens():
+def test_uneven_last_batch_is_averaged_over_its_tokens():
     """10 windows in batches of 48 and of 2: one loss."""
     losses = []
     for batch in (48, 2):

@@ -78,7 +78,7 @@ def rewrite(folder, **values):
         (shutil.rmtree, None),
     ],
 )
-def test_it_is_named_and_kept_and_the_one_before_is_used(base, damage, line):
+def test_damaged_checkpoint_is_named_and_kept_and_the_previous_is_used(base, damage, line):
     damage(base / "checkpoints" / LAST)
     before = content(base / "checkpoints")
     lines = said(base)
@@ -89,7 +89,7 @@ def test_it_is_named_and_kept_and_the_one_before_is_used(base, damage, line):
         assert line in lines[0] and f"{base}/checkpoints/{LAST}" in lines[0]
 
 
-def test_one_of_another_model_is_named_and_kept(base, another):
+def test_checkpoint_of_another_model_is_named_and_kept(base, another):
     shutil.rmtree(base / "checkpoints" / LAST)
     shutil.copytree(another / "checkpoints" / LAST, base / "checkpoints" / LAST)
     before = content(base / "checkpoints")
@@ -103,12 +103,12 @@ def test_one_of_another_model_is_named_and_kept(base, another):
 @pytest.mark.parametrize(
     "change", [Path.unlink, lambda path: path.write_text("step-00000099\n"), lambda path: None]
 )
-def test_the_newest_is_found_whatever_latest_says(base, change):
+def test_newest_checkpoint_is_found_without_the_latest_file(base, change):
     change(base / "checkpoints" / "latest")
     assert re.fullmatch(f"resume: step 2 .*{base}/checkpoints/{LAST}", *said(base))
 
 
-def test_without_any_the_run_is_refused_with_all_reasons(base):
+def test_run_without_intact_checkpoints_is_rejected_with_all_reasons(base):
     for folder in steps_of(base / "checkpoints"):
         flip(folder)
     before = content(base / "checkpoints")
@@ -119,7 +119,7 @@ def test_without_any_the_run_is_refused_with_all_reasons(base):
     assert content(base / "checkpoints") == before
 
 
-def test_a_run_that_passes_a_damaged_one_does_not_lose_its_own(sound, base):
+def test_run_that_skips_damaged_checkpoints_keeps_its_own(sound, base):
     """Of steps 1 to 4 the last two are damaged: after step 3 was saved again, 2 is there, too."""
     live(base, "x=2", 4)
     shutil.copytree(sound / "checkpoints", base / "checkpoints", dirs_exist_ok=True)

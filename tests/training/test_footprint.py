@@ -74,14 +74,14 @@ def config_of(changes):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_it_is_a_lower_bound_and_a_close_one(name):
+def test_footprint_is_a_close_lower_bound(name):
     config, machine = config_of(LAYOUTS[name]), load(INPUTS / "machines" / "h100.toml")
     runs = simulate(config, config.model.vocabulary, machine)
     peak = sum(run.peak["all"] for run in runs) / len(runs)
     assert 0.2 * peak < least(config) < peak
 
 
-def test_what_a_node_cannot_hold_is_refused(monkeypatch):
+def test_run_that_exceeds_node_memory_is_rejected(monkeypatch):
     config = config_of({})
     need = 64 * least(config)
     monkeypatch.setattr(host_memory, "total", lambda: need)
@@ -95,7 +95,7 @@ def test_what_a_node_cannot_hold_is_refused(monkeypatch):
     assert f" {need / 1e9:.4g} GB: " in line and "hpc3d.plan" in line
 
 
-def test_train_refuses_it_before_a_folder_exists(tmp_path):
+def test_oversized_model_is_rejected_before_a_folder_exists(tmp_path):
     words = ["--model.hidden", "1048576", "--model.heads", "64", "--run.out", str(tmp_path)]
     plan = train.read_command_line(1, words)
     train.take_text(plan)
@@ -104,7 +104,7 @@ def test_train_refuses_it_before_a_folder_exists(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_is_offloaded_wants_a_folder(monkeypatch, tmp_path):
+def test_offloading_requires_an_existing_tmpdir(monkeypatch, tmp_path):
     config = load_resolved(None, ["--parallel.offload", '["optimizer"]'], 1)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     refuse_what_cannot_fit(config, 1)

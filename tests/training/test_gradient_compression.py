@@ -102,7 +102,7 @@ def expected(rule, name, shape, q, turned):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("kind", ["powersgd", "top-k"])
-def test_sums_and_residuals_are_those_of_a_model_of_the_members(kind, zero):
+def test_compressed_sums_and_residuals_match_a_reference(kind, zero):
     found = summed(kind, SHAPES, zero)
     for name, shape in SHAPES.items():
         if len(shape) < 2:
@@ -118,7 +118,7 @@ def test_sums_and_residuals_are_those_of_a_model_of_the_members(kind, zero):
 
 
 @pytest.mark.parametrize("kind", ["powersgd", "top-k"])
-def test_nothing_is_lost_and_vectors_are_summed_as_they_are(kind):
+def test_compression_preserves_the_total_gradient_and_skips_vectors(kind):
     """Sums over the steps and residuals are the gradients; with buckets of any size."""
     for size in (0, 1e6):
         found = summed(kind, SHAPES | STACK, size=size)
@@ -136,7 +136,7 @@ def test_nothing_is_lost_and_vectors_are_summed_as_they_are(kind):
             np.testing.assert_allclose(sum(sent) + kept, sum(per_step), atol=1e-10)
 
 
-def test_experts_are_as_many_matrices():
+def test_experts_are_compressed_separately():
     """Each of a stack is summed as if it were alone, with its own part of Q."""
     ((name, shape),) = STACK.items()
     found = summed("powersgd", STACK)
@@ -148,7 +148,7 @@ def test_experts_are_as_many_matrices():
             np.testing.assert_allclose(found[1][0][step][name][:, expert], total, atol=1e-10)
 
 
-def test_flop_of_low_rank_sums():
+def test_flops_of_low_rank_compression():
     """M Q, M' P, and P Q' for the residual and for the sum: 8 mnr per matrix and step."""
 
     def rank(mesh):
@@ -166,7 +166,7 @@ def test_flop_of_low_rank_sums():
     assert run({"d": MEMBERS}, rank) == [8 * elements * RANK] * MEMBERS
 
 
-def test_a_sum_of_low_rank_is_exact_also_after_a_step_without_gradient():
+def test_low_rank_gradient_is_exact_after_a_zero_gradient():
     """Experts that no token chose have one of 0: the directions of the step before stay."""
 
     def of_rank_2(name, shape, member, step):
@@ -182,7 +182,7 @@ def test_a_sum_of_low_rank_is_exact_also_after_a_step_without_gradient():
     assert np.abs(sum(residuals["head.w"] for _, residuals, _ in found)).max() < 1e-10
 
 
-def test_what_saves_no_bytes_is_not_compressed():
+def test_matrices_without_savings_are_not_compressed():
     spec = CompressionSpec("powersgd", 4, 0.01, 1)
     assert [spec.saves((8, columns), 2, 4) for columns in (7, 8, 9)] == [False, False, True]
     assert not spec.saves((4, 1000), 2, 4)
@@ -207,7 +207,7 @@ c=2 e=2 y=2 sequence=4 experts=4 moe_every=2 compression=top-k compression_share
 
 
 @pytest.mark.parametrize("line", strided(WHOLE, 12))
-def test_with_nothing_left_out_a_mix_is_serial(line, monkeypatch):
+def test_full_rank_compression_matches_serial_training(line, monkeypatch):
     monkeypatch.setattr(CompressionSpec, "saves", lambda *_: True)
     config, wanted = config_of(line), serial(alone(line))
     found = run(config.mesh.sizes(), lambda mesh: train(mesh, config))
@@ -221,7 +221,7 @@ FEW = "d=3 schedule=none microbatches=2 zero=1 compression=top-k compression_sha
 
 
 @pytest.mark.parametrize("line", strided([f"{LOW} x=2 zero=1", FEW], 2))
-def test_replicas_stay_alike_and_the_loss_falls(line):
+def test_compressed_replicas_stay_equal_and_the_loss_falls(line):
     config = config_of(f"{line} steps=8 learning_rate=0.01")
 
     def rank(mesh):
@@ -251,7 +251,7 @@ def sizes_of(config):
     return run(config.mesh.sizes(), rank)[0]
 
 
-def test_received_bytes_are_those_of_the_formulas():
+def test_received_bytes_of_compression_match_the_formulas():
     """2 (1 - 1/d) r (m + n) e and (d - 1) k (e + 4) of matrices, 2 (1 - 1/d) m e of vectors."""
     config = config_of(LOW)
     taken, others = sizes_of(config)
@@ -271,7 +271,7 @@ def test_received_bytes_are_those_of_the_formulas():
 
 
 @pytest.mark.parametrize("line", [f"{LOW} x=2", FEW, f"{LOW} e=2 experts=4 zero=1"])
-def test_what_a_rank_keeps_is_predicted(line):
+def test_predicted_residual_memory_matches_a_run(line):
     config = config_of(line)
 
     def rank(mesh):
@@ -288,7 +288,7 @@ def test_what_a_rank_keeps_is_predicted(line):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", strided([f"{LOW} x=2 zero=1", FEW], 2, 1))
-def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(line, tmp_path):
+def test_compressed_run_resumes_bit_for_bit(line, tmp_path):
     config, folder = config_of(line), tmp_path / "step-00000003.tmp"
     folder.mkdir()
     header = {"run_id": "run", "config": to_toml(config), "step": 3, "updates": 3}
@@ -317,7 +317,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(line, tmp_path):
     assert run(config.mesh.sizes(), lambda mesh: resumed(mesh, own=False)) != wanted
 
 
-def test_on_other_data_axes_it_starts_anew_and_says_so(tmp_path, monkeypatch):
+def test_residuals_are_reset_and_reported_on_other_data_axes(tmp_path, monkeypatch):
     run = "batch=8 layers=1 schedule=none decay=constant steps=1000000 compression=powersgd"
     monkeypatch.setitem(LAYOUTS, "d=2", f"{run} d=2 compression_rank=2")
     monkeypatch.setitem(LAYOUTS, "alone", f"{run} compression_rank=2")

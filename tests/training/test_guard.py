@@ -158,7 +158,7 @@ def test_guards_find_nothing_and_change_nothing(line):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("line", MATRIX)
-def test_a_flip_in_a_product_stops_all_ranks_and_names_one(line):
+def test_bit_flip_in_a_product_stops_all_ranks_and_names_one(line):
     def fault(mesh, trainer, number, comms):
         mesh.guard.countdown = 4 if number == 1 else -1
 
@@ -171,7 +171,7 @@ def test_a_flip_in_a_product_stops_all_ranks_and_names_one(line):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("line", MATRIX[1:])
-def test_a_flip_in_what_came_stops_all_ranks_and_names_one(line):
+def test_bit_flip_in_a_message_stops_all_ranks_and_names_one(line):
     for axis in axes_of(settled(line)):
 
         def fault(mesh, trainer, number, comms, axis=axis):
@@ -207,7 +207,7 @@ def nan_in(kind):
     ("kind", "line"), strided([*product(["value", "gradient"], ["", *QUICK])], 5, 1)
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_nan_stops_all_ranks_before_the_update_and_is_traced_to_its_place(kind, line):
+def test_nan_stops_all_ranks_before_the_update_and_is_located(kind, line):
     hurt = 1 if line else 0
     ranks = trained(line, hurt, nan_in(kind))
     assert [type(each) for each in ranks] == [NotFinite] * len(ranks)
@@ -219,7 +219,7 @@ def test_a_nan_stops_all_ranks_before_the_update_and_is_traced_to_its_place(kind
         assert sum(len(each.found) for each in ranks) == 1
 
 
-def test_squares_that_overflow_are_told_apart():
+def test_overflowing_gradient_norm_is_reported_separately():
     def fault(mesh, trainer, number, comms):
         trainer.parameters.sum_of_squares = lambda: np.inf
 
@@ -297,7 +297,7 @@ def hurt_replica(kind, name, bit=3):
         3,
     ),
 )
-def test_a_flip_in_a_parameter_or_its_state_is_found_by_comparing_replicas(line, kind, name, who):
+def test_replica_check_detects_flips_in_parameters_and_states(line, kind, name, who):
     ranks = trained(line, 1, hurt_replica(kind, name))
     assert [type(each) for each in ranks] == [Corrupt] * len(ranks)
     found = [find.line for each in ranks for find in each.found]
@@ -309,7 +309,7 @@ def test_a_flip_in_a_parameter_or_its_state_is_found_by_comparing_replicas(line,
 
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
-def test_every_flip_of_a_bit_gives_another_hash(dtype):
+def test_every_bit_flip_changes_the_hash(dtype):
     """In a block that takes several turns, of which the last is shorter."""
     block, factors = np.random.default_rng(3).normal(size=(3, 5)).astype(dtype), odd_numbers(4)
     bits = 8 * block.itemsize
@@ -320,7 +320,7 @@ def test_every_flip_of_a_bit_gives_another_hash(dtype):
     assert hash_of(block.copy(), factors) == hash_of(block, factors)
 
 
-def test_a_hash_tells_the_places_of_numbers():
+def test_hash_depends_on_element_positions():
     block, factors = np.arange(12, dtype=np.float32), odd_numbers(4)
     moved = [np.roll(block, shift) for shift in range(12)]
     assert len({hash_of(each, factors) for each in moved}) == 12
@@ -328,7 +328,7 @@ def test_a_hash_tells_the_places_of_numbers():
     assert (odd_numbers(99) % 2 == 1).all()
 
 
-def test_replicas_are_compared_after_every_so_many_steps():
+def test_replicas_are_compared_every_n_steps():
     def rank(mesh):
         trainer = trainer_of(mesh, settled("x=2 scheme=1d"))
         replicas = ReplicaCheck(trainer, 3)
@@ -345,7 +345,7 @@ def test_replicas_are_compared_after_every_so_many_steps():
     assert run({"x": 2}, rank) == [[2, 5]] * 2
 
 
-def test_a_mesh_is_guarded_where_that_is_wanted():
+def test_mesh_is_guarded_only_on_request():
     def rank(mesh):
         plain = guarded(mesh, GuardConfig())
         return plain is mesh, guarded(mesh, GuardConfig(abft_every=3)).guard.every
@@ -353,7 +353,7 @@ def test_a_mesh_is_guarded_where_that_is_wanted():
     assert run({"x": 2}, rank) == [(True, 3)] * 2
 
 
-def test_every_find_is_a_marker_in_the_trace():
+def test_every_finding_is_a_marker_in_the_trace():
     def rank(mesh):
         recorder = Recorder(None, {"rank": mesh.rank}, 16, clock=lambda: 7)
         with pytest.raises(Corrupt):
@@ -367,7 +367,7 @@ def test_every_find_is_a_marker_in_the_trace():
         assert not events["dur"].any()
 
 
-def test_few_lines_are_shown_and_those_near_the_cause_first():
+def test_few_lines_are_shown_starting_with_the_likely_cause():
     found = [[GuardFinding(rank % 3, f"rank {rank}")] for rank in range(30)]
     head, *said, rest = lines(Corrupt([]), found)
     assert head == "corrupted: 30 found"
@@ -377,7 +377,7 @@ def test_few_lines_are_shown_and_those_near_the_cause_first():
     assert (Corrupt.code, NotFinite.code) == (CHECK_FAILED, NOT_FINITE)
 
 
-def test_a_spike_is_a_loss_far_above_those_before():
+def test_spike_is_a_loss_far_above_the_recent_ones():
     spikes = LossSpikes(6.0)
     quiet = [3.2 + 0.1 * (-1) ** number for number in range(10)]
     assert [spikes.see(loss) for loss in [9.0, *quiet]] == [None] * 11
@@ -400,7 +400,7 @@ def test_a_spike_is_a_loss_far_above_those_before():
         ([1e6] + [1.0, 3.0] * 25, 100.0, True),
     ],
 )
-def test_where_a_spike_begins(before, loss, spike):
+def test_spike_threshold(before, loss, spike):
     spikes = LossSpikes(6.0)
     for each in before:
         spikes.see(each)
@@ -408,7 +408,7 @@ def test_where_a_spike_begins(before, loss, spike):
 
 
 @pytest.mark.parametrize(("limit", "before"), [(0.0, 30), (6.0, 9)])
-def test_no_spike_is_seen_when_off_or_too_early(limit, before):
+def test_no_spike_is_reported_when_off_or_too_early(limit, before):
     spikes = LossSpikes(limit)
     assert [spikes.see(1.0 + number % 2) for number in range(before)] == [None] * before
     assert spikes.see(1e9) is None

@@ -14,7 +14,7 @@ from hpc3d.training.log import Log, differences, duration, hosts, layout_lines
 from hpc3d.training.trainer import Step
 
 
-def test_several_hosts_are_named_with_their_ranks():
+def test_hosts_are_listed_with_their_rank_counts():
     assert [*hosts(["a"] * 4)] == []
     assert [*hosts(["a", "a", "b", "a"])] == ["4 ranks on 2 hosts: a 3, b 1"]
     many = [f"n{rank // 4}" for rank in range(64)]
@@ -40,7 +40,7 @@ def test_context_parallelism_is_described(context, text):
     assert [*layout_lines(config)][-1] == f"context: {text}"
 
 
-def test_keys_are_named_that_are_not_as_by_default():
+def test_non_default_keys_are_listed():
     config = resolve(load(None, ["--train.steps", "5", "--mesh.x", "2"]), 2)
     byte = replace(config.data, tokenizer="byte")
     settled = replace(config.model, vocabulary=256)
@@ -57,7 +57,7 @@ def log(tmp_path):
         yield log
 
 
-def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(log, tmp_path, capsys):
+def test_step_line_has_the_remaining_time_and_a_metrics_record(log, tmp_path, capsys):
     log.record(0, load(None, []))
     for number, seconds in enumerate([9.0, 2.0, 4.0, 3.0]):
         log.step(Step(number, 5.0, 0.1, 1.5, 64, seconds, 0.25, 10**7, 0), 4)
@@ -79,7 +79,7 @@ def test_a_step_is_a_line_with_the_time_that_is_left_and_a_record(log, tmp_path,
     }
 
 
-def test_a_log_needs_no_room_for_what_it_prints(log, tmp_path, monkeypatch):
+def test_log_file_is_written_if_stdout_is_full(log, tmp_path, monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         with sanitized_streams():
@@ -87,21 +87,21 @@ def test_a_log_needs_no_room_for_what_it_prints(log, tmp_path, monkeypatch):
     assert (tmp_path / "train.log").read_text() == "done\n"
 
 
-def test_a_loss_scale_that_is_adapted_is_in_the_record(log, tmp_path):
+def test_adaptive_loss_scale_is_in_the_record(log, tmp_path):
     log.record(0, load(None, []))
     log.step(Step(0, 5.0, 0.1, float("inf"), 64, 1.0, 0.25, 10**7, 0, 2.0**15), 4)
     (record,) = read(tmp_path)
     assert (record["loss_scale"], record["gradient_norm"]) == (2**15, None)
 
 
-def test_colours_are_for_the_terminal_and_not_for_the_log(log, tmp_path, monkeypatch, capsys):
+def test_colors_appear_on_the_terminal_but_not_in_the_log(log, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("hpc3d.runtime.colors.in_colour", lambda stream: True)
     log.say("done", "green")
     assert capsys.readouterr().out == "\x1b[32mdone\x1b[0m\n"
     assert (tmp_path / "train.log").read_text() == "done\n"
 
 
-def test_the_time_that_is_left_is_by_the_last_steps(log, capsys):
+def test_remaining_time_uses_the_last_steps(log, capsys):
     log.record(0, load(None, []))
     for number in range(60):
         seconds = 9.0 if number < 30 else 2.0
@@ -109,7 +109,7 @@ def test_the_time_that_is_left_is_by_the_last_steps(log, capsys):
     assert capsys.readouterr().out.endswith("   2.000  60/61, 2.00 s left\n")
 
 
-def test_other_ranks_are_silent(tmp_path, capsys):
+def test_other_ranks_print_nothing(tmp_path, capsys):
     log = Log(tmp_path / "train.log", speaks=False)
     log.record(0, load(None, []))
     log.step(Step(0, 5.0, 0.1, 1.5, 64, 1.0, 0.25, 10**7, 0), 4)
@@ -128,5 +128,5 @@ def test_other_ranks_are_silent(tmp_path, capsys):
         (273600, "3 d 4 h"),
     ],
 )
-def test_times_are_as_people_say_them(seconds, text):
+def test_durations_are_readable(seconds, text):
     assert duration(seconds) == text

@@ -46,7 +46,7 @@ def trained(line, act=lambda trainer, number: None, dtype="float16", start=None,
 
 
 @pytest.mark.parametrize("line", [*LAYOUTS, f"{LAYOUTS[0]} optimizer=sgd learning_rate=0.1"])
-def test_losses_and_norms_are_those_of_float32(line):
+def test_float16_losses_and_norms_match_float32(line):
     ours, theirs = trained(line), trained(line, dtype="float32")
     assert [factor for *_, factor, _ in ours] == [2.0**16] * 4
     assert [factor for *_, factor, _ in theirs] == [1.0] * 4
@@ -64,7 +64,7 @@ def kept(trainer, number):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("line", LAYOUTS)
-def test_an_update_that_overflows_is_left_out_and_the_factor_halved(line):
+def test_overflowing_update_is_skipped_and_the_scale_is_halved(line):
     """Until it fits: the loss of the first step is that of the steps that change nothing."""
     done = trained(line, kept, start=2.0**24, steps=12)
     left = [skipped for _, skipped, *_ in done]
@@ -86,7 +86,7 @@ def test_an_update_that_overflows_is_left_out_and_the_factor_halved(line):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_what_no_factor_mends_stops_the_run():
+def test_overflow_at_the_smallest_scale_stops_the_run():
     def spoil(trainer, number):
         trainer.parameters.sum_of_squares = lambda: np.inf
 
@@ -101,7 +101,7 @@ def test_what_no_factor_mends_stops_the_run():
         trained(LAYOUTS[0], spoil_value, steps=1)
 
 
-def test_it_goes_on_from_a_checkpoint(tmp_path):
+def test_loss_scale_is_restored_from_a_checkpoint(tmp_path):
     config = config_of(f"{MODEL} dtype=float16 {LAYOUTS[1]}")
     header = {"run_id": "run", "config": to_toml(config), "position": None}
 

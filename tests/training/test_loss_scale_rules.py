@@ -14,7 +14,7 @@ def good(scale, times):
     return scale.factor
 
 
-def test_it_doubles_after_so_many_good_updates_in_a_row():
+def test_loss_scale_doubles_after_enough_consecutive_updates():
     scale = LossScale()
     assert good(scale, 1999) == 2.0**16
     assert good(scale, 1) == 2.0**17
@@ -25,12 +25,12 @@ def test_it_doubles_after_so_many_good_updates_in_a_row():
     assert good(scale, 1) == 2.0**17
 
 
-def test_it_stays_below_its_limit():
+def test_loss_scale_stays_below_its_limit():
     scale = LossScale(2.0**23)
     assert [good(scale, 2000) for _ in range(3)] == [2.0**24] * 3
 
 
-def test_at_1_a_smaller_factor_is_no_remedy():
+def test_loss_scale_of_1_cannot_be_reduced():
     scale = LossScale()
     for power in reversed(range(16)):
         assert scale.skipped()
@@ -39,7 +39,7 @@ def test_at_1_a_smaller_factor_is_no_remedy():
     assert scale.factor == 1.0
 
 
-def test_a_static_one_never_moves():
+def test_static_loss_scale_never_changes():
     scale = LossScale(2.0**10, 2.0**10, 2.0**10)
     assert good(scale, 5000) == 2.0**10
     assert not scale.skipped()
@@ -47,7 +47,7 @@ def test_a_static_one_never_moves():
     assert scale.state() == {}
 
 
-def test_only_float16_has_one():
+def test_only_float16_uses_a_loss_scale():
     assert scale_of("float16").factor == 2.0**16
     for dtype in ("bfloat16", "float32", "float64"):
         scale = scale_of(dtype)
@@ -55,7 +55,7 @@ def test_only_float16_has_one():
         assert not scale.skipped()
 
 
-def test_it_goes_on_from_a_checkpoint_as_if_nothing_had_happened():
+def test_restored_loss_scale_continues_exactly():
     scale, other = LossScale(), LossScale()
     good(scale, 700)
     scale.skipped()
@@ -83,20 +83,20 @@ def test_it_goes_on_from_a_checkpoint_as_if_nothing_had_happened():
         {"factor": 8.0, "row": -1},
     ],
 )
-def test_what_is_none_of_it_changes_nothing(strange):
+def test_invalid_stored_scale_is_ignored(strange):
     scale = LossScale()
     scale.restore(strange)
     assert scale.state() == LossScale().state()
 
 
-def test_from_a_run_in_another_type_it_begins_anew():
+def test_scale_restarts_after_a_run_in_another_type():
     scale, other = LossScale(), scale_of("float32")
     good(other, 100)
     scale.restore(other.state())
     assert scale.state() == {"factor": 2.0**16, "row": 0}
 
 
-def test_what_was_stored_is_taken_within_the_limits_of_today():
+def test_stored_scale_is_clamped_to_the_current_limits():
     scale = LossScale()
     scale.restore({"factor": 2.0**40, "row": 10**9})
     assert scale.factor == 2.0**24

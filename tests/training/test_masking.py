@@ -42,7 +42,7 @@ def near(share, expected, count):
     return abs(share - expected) < 5 * (expected * (1 - expected) / count) ** 0.5
 
 
-def test_the_shares_are_those_of_bert():
+def test_masking_shares_match_bert():
     inputs, targets = masked()
     text, chosen = whole(), targets != IGNORE
     assert inputs.dtype == targets.dtype == np.int32
@@ -58,14 +58,14 @@ def test_the_shares_are_those_of_bert():
     assert near((other < 7).mean(), 1 / 7, other.size)
 
 
-def test_every_token_is_a_target_once_in_a_while_the_last_too():
+def test_every_token_is_eventually_a_target():
     assert MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY, MASK)).windows == BATCH
     chosen = sum((masked(step)[1] != IGNORE).astype(int) for step in range(80))
     assert chosen.min() > 0
     assert near(chosen.mean() / 80, 0.15, 80 * chosen.size)
 
 
-def test_a_step_is_masked_alike_whenever_it_is_made():
+def test_masking_depends_only_on_the_step():
     ahead = MaskedBatches(TEXT, SEQUENCE, BATCH, 7, Masking(VOCABULARY, MASK))
     ahead.batch(5)
     for found, expected in zip(ahead.batch(3), masked(3), strict=True):
@@ -73,19 +73,19 @@ def test_a_step_is_masked_alike_whenever_it_is_made():
 
 
 @pytest.mark.parametrize("other", [{"step": 1}, {"seed": 8}])
-def test_steps_and_seeds_differ(other):
+def test_masks_differ_by_step_and_seed(other):
     same = (masked()[1] != IGNORE) == (masked(**other)[1] != IGNORE)
     assert near(same.mean(), 0.15**2 + 0.85**2, same.size)
 
 
-def test_the_masked_tokens_are_what_they_were():
+def test_masking_is_stable_across_numpy_versions():
     """A run goes on with another NumPy: what is masked must not have moved."""
     inputs, targets = MaskedBatches(TEXT, 8, 2, 1234, Masking(VOCABULARY, MASK, 3)).batch(0)
     assert np.argwhere(targets != IGNORE).tolist() == [[0, 0], [0, 7], [1, 2]]
     assert inputs.tolist() == [[49, 36, 37, 38, 39, 40, 41, 49], [14, 15, 49, 17, 18, 19, 20, 21]]
 
 
-def test_padding_is_no_target_and_takes_no_place():
+def test_padding_is_never_a_target_or_replacement():
     inputs, targets = masked(padding=3)
     text = whole()
     assert (targets[text == 3] == IGNORE).all() and (inputs[text == 3] == 3).all()
@@ -95,7 +95,7 @@ def test_padding_is_no_target_and_takes_no_place():
 
 
 @pytest.mark.parametrize("name", ["[MASK]", "<mask>"])
-def test_a_tokenizer_s_own_mask_is_taken(name):
+def test_mask_token_of_the_tokenizer_is_used(name):
     """As 103 of BERT's vocabulary: other tokens are replaced by any but that one."""
     config, text = Config(), Text(SEQUENCE * BATCH)
     text.json = json.dumps(
@@ -110,7 +110,7 @@ def test_a_tokenizer_s_own_mask_is_taken(name):
 
 
 @pytest.mark.parametrize(("kind", "made"), [("gpt2", Batches), ("bert", MaskedBatches)])
-def test_what_a_family_learns_from(kind, made):
+def test_batch_type_follows_the_model_family(kind, made):
     config = Config()
     model = replace(config.model, kind=kind, vocabulary=VOCABULARY, padding=None)
     batches = batches_of(replace(config, model=model), TEXT)
@@ -120,7 +120,7 @@ def test_what_a_family_learns_from(kind, made):
     assert (targets == IGNORE).any() == (kind == "bert")
 
 
-def test_an_evaluation_masks_the_same_tokens_whatever_the_seed():
+def test_evaluation_masks_do_not_depend_on_the_seed():
     """And none of the sequences that fill its last batch: of a batch of 192 there are 20."""
     config, windows = Config(), 20
     model = replace(config.model, kind="bert", vocabulary=VOCABULARY)

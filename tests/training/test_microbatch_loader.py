@@ -48,7 +48,7 @@ def about(micro):
     return micro.step, micro.first, micro.tokens[:, 0].tolist(), micro.scale
 
 
-def test_microbatches_of_a_synchronous_step_are_numbered_from_0():
+def test_synchronous_microbatches_are_numbered_from_0():
     """All are scaled by the targets that count in the batch, and all ranks see the same."""
     ranks, read = fed("1f1b", 2, 3, ranks=2)
     scale = 1 / (5 * 64 + 1)
@@ -62,7 +62,7 @@ def test_microbatches_of_a_synchronous_step_are_numbered_from_0():
             }
 
 
-def test_microbatches_of_an_asynchronous_run_count_on_and_are_read_ahead():
+def test_asynchronous_microbatches_count_on_and_are_read_ahead():
     (steps,), read = fed("pipedream-2bw", 3, 3)
     assert read == [*range(STEPS)]
     assert [[*micros] for micros in steps] == [
@@ -75,18 +75,18 @@ def test_microbatches_of_an_asynchronous_run_count_on_and_are_read_ahead():
     assert about(steps[1][7]) == (2, 2, [202, 203], 1 / (5 * 64 + 1))
 
 
-def test_a_microbatch_that_is_a_minibatch_is_scaled_by_its_own_targets():
+def test_microbatch_with_its_own_update_is_scaled_by_its_own_targets():
     (steps,), _ = fed("pipedream", 2, 3)
     assert [micro.scale for micro in steps[4].values()] == [1 / 65, 1 / 128, 1 / 128]
 
 
-def test_a_microbatch_without_targets_has_a_scale():
+def test_microbatch_without_targets_has_a_finite_scale():
     targets = np.full((2, 4), IGNORE)
     (micro,) = microbatches(0, targets, targets, 1)
     assert micro.scale == 1
 
 
-def test_those_of_an_evaluation_are_not_for_training_and_have_a_cache_of_their_own(monkeypatch):
+def test_evaluation_microbatches_have_their_own_cache(monkeypatch):
     """Also where a CUDA graph keeps the place of the arrays of training."""
     settled = config("1f1b", 2, 3, batch=6)
     graphed = replace(settled, train=replace(settled.train, cuda_graph=True))

@@ -120,7 +120,7 @@ BROADCAST = "x=2 y=2 z=2 scheme=3d-broadcast microbatches=1"
         pytest.param("d=3 zero=2 microbatches=2", None, BROADCAST, "nccl", marks=slow),
     ],
 )
-def test_a_run_goes_on_as_that_on_numpy(tmp_path, before, there, after, here):
+def test_run_on_devices_resumes_as_on_numpy(tmp_path, before, there, after, here):
     life(tmp_path, before, there, STEPS)
     found = life(tmp_path, after, here, 4)
     expected = serial(alone(f"{MODEL} {before}"))
@@ -134,7 +134,7 @@ def shards(folder):
     return {path.name: path.read_bytes() for path in folder.glob("rank-*.bin")}
 
 
-def test_what_is_saved_is_what_numpy_saves(tmp_path):
+def test_devices_save_the_same_bytes_as_numpy(tmp_path):
     """Each rank's file, and the weights that are exported, to the last bit; and a run that begins
     with those weights."""
     found = {}
@@ -194,7 +194,7 @@ def named(trainer, name):
 
 
 @pytest.mark.parametrize("transport", ["nccl", "host-staged"])
-def test_replicas_that_are_alike_pass(transport):
+def test_equal_replicas_pass_the_check(transport):
     line = "p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=1"
     assert hurt(line, lambda trainer, number: None, transport) == [None] * 8
 
@@ -207,7 +207,7 @@ def test_replicas_that_are_alike_pass(transport):
         ("p=2 schedule=1f1b", "value", "token", "one of them: .* ranks 0 1 along p differ"),
     ],
 )
-def test_a_flipped_bit_in_a_replica_is_found_and_named(line, kind, name, who):
+def test_bit_flip_in_a_replica_is_detected_and_named(line, kind, name, who):
     def fault(trainer, number):
         item = named(trainer, name)
         states = trainer.optimizer.states_of(item)
@@ -227,7 +227,7 @@ def test_a_flipped_bit_in_a_replica_is_found_and_named(line, kind, name, who):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("kinds", "what"), [(["grad"], "gradient"), (["grad", "value"], "value")])
-def test_a_nan_is_named(kinds, what):
+def test_nan_is_located(kinds, what):
     """Those of parameters before those of gradients."""
 
     def fault(trainer, number):

@@ -34,7 +34,7 @@ def reopen(run):
 
 
 @pytest.mark.slow
-def test_reopening_can_be_killed_at_every_point(run, tmp_path):
+def test_reopen_can_be_killed_at_any_write(run, tmp_path):
     points, copy = tmp_path / "points", tmp_path / "copy"
 
     def interrupted(point):
@@ -73,7 +73,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
     assert [*(tmp_path / "checkpoints").iterdir()] == [tmp_path / "checkpoints" / "latest"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(run, tmp_path, monkeypatch):
+def test_unwritable_folder_is_rejected(run, tmp_path, monkeypatch):
     copy = shutil.copytree(run, tmp_path / "copy")
 
     def full(*_):
@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(run, tmp_path, monkeypatc
         reopen(copy)
 
 
-def test_why_a_folder_cannot_be_made_is_told(tmp_path, monkeypatch):
+def test_reason_for_a_failed_folder_creation_is_reported(tmp_path, monkeypatch):
     def taken(*_):
         raise FileExistsError("100 runs gpt exist already")
 
@@ -93,14 +93,14 @@ def test_why_a_folder_cannot_be_made_is_told(tmp_path, monkeypatch):
         run_folder.create(replace(Config(), run=replace(Config().run, out=str(tmp_path))), "")
 
 
-def test_a_lock_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_lock_is_named(tmp_path):
     (tmp_path / "lock").symlink_to("/dev/full")
     with pytest.raises(OSError) as full:
         run_folder.claim(tmp_path)
     assert full.value.filename == str(tmp_path / "lock")
 
 
-def test_only_one_run_is_at_work_in_a_folder(tmp_path):
+def test_only_one_run_may_use_a_folder(tmp_path):
     held = run_folder.claim(tmp_path)
     with pytest.raises(ValueError, match=rf"process {os.getpid()} on "):
         run_folder.claim(tmp_path, patience=0.2)
@@ -108,7 +108,7 @@ def test_only_one_run_is_at_work_in_a_folder(tmp_path):
     run_folder.claim(tmp_path, patience=0).close()
 
 
-def test_a_killed_process_holds_no_lock(tmp_path):
+def test_killed_process_releases_its_lock(tmp_path):
     def claim_and_die():
         held = run_folder.claim(tmp_path)
         assert held
@@ -118,7 +118,7 @@ def test_a_killed_process_holds_no_lock(tmp_path):
     run_folder.claim(tmp_path, patience=0).close()
 
 
-def test_a_file_system_without_locks_is_trusted(tmp_path, monkeypatch):
+def test_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
     def unknown(*_):
         raise OSError(95, os.strerror(95))
 
@@ -126,7 +126,7 @@ def test_a_file_system_without_locks_is_trusted(tmp_path, monkeypatch):
     run_folder.claim(tmp_path, patience=0).close()
 
 
-def test_the_revision_is_that_of_the_source_and_of_no_folder_around_it(tmp_path, monkeypatch):
+def test_git_revision_is_that_of_the_source_folder(tmp_path, monkeypatch):
     def git(*words):
         name = "-c", "user.name=a", "-c", "user.email=a@b"
         command = ["git", "-C", tmp_path, *name, *words]

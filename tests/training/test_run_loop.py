@@ -62,23 +62,23 @@ def run(tmp_path, monkeypatch, evaluator=None, **how):
     return one.lines, None
 
 
-def test_all_steps_are_made(tmp_path, monkeypatch):
+def test_run_completes_all_steps(tmp_path, monkeypatch):
     lines, code = run(tmp_path, monkeypatch)
     assert code is None and lines == [f"run kept in {tmp_path}"]
 
 
 @pytest.mark.parametrize(("saves", "code"), [(True, STOPPED), (False, FAILED)])
-def test_a_stop_saves_what_can_be_saved(saves, code, tmp_path, monkeypatch):
+def test_stop_saves_if_saving_is_possible(saves, code, tmp_path, monkeypatch):
     lines, found = run(tmp_path, monkeypatch, stop_after=2, saves=saves)
     assert found == code and lines[0].startswith("stopped after step 2, for ")
     assert ("go on with --resume" in lines[1]) == saves
 
 
-def test_a_stop_in_the_last_step_is_the_end(tmp_path, monkeypatch):
+def test_stop_in_the_last_step_is_a_normal_end(tmp_path, monkeypatch):
     assert run(tmp_path, monkeypatch, stop_after=STEPS - 1)[1] is None
 
 
-def test_a_wrong_number_ends_the_run(tmp_path, monkeypatch):
+def test_failed_check_ends_the_run(tmp_path, monkeypatch):
     lines, code = run(tmp_path, monkeypatch, fails_in=3)
     assert code == CHECK_FAILED and "a wrong number" in lines
     assert lines[-1] == "nothing was saved (checkpoint.every): start again"
@@ -96,7 +96,7 @@ class Evaluating:
         return Evaluation(number, 2.0, 8, 0.5, 0.1) if number in (1, 3, 4) else None
 
 
-def test_an_evaluation_comes_before_the_checkpoint_of_its_step(tmp_path, monkeypatch):
+def test_evaluation_precedes_the_checkpoint_of_its_step(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(Recorded, "after", lambda one, *given, **how: one.lines.append(how), False)
     monkeypatch.setattr(
@@ -108,6 +108,6 @@ def test_an_evaluation_comes_before_the_checkpoint_of_its_step(tmp_path, monkeyp
     assert calls == [(1, False), (3, True), (4, False)]
 
 
-def test_who_asks_to_stop_does_not_wait_for_an_evaluation(tmp_path, monkeypatch):
+def test_stop_request_skips_the_evaluation(tmp_path, monkeypatch):
     lines, _ = run(tmp_path, monkeypatch, Evaluating, stop_after=2)
     assert [line for line in lines if "evaluated" in line] == ["evaluated 0", "evaluated 1"]

@@ -18,7 +18,7 @@ from tests.pipeline.mixes import Tokens, Trained, alone, config_of, cover, train
 STEPS, WARMUP, RATE = 9, 3, 0.5
 
 
-def test_the_defaults_are_those_of_gpt_3():
+def test_training_defaults_match_gpt_3():
     """arXiv:2005.14165, appendix B: clip 1.0, weight decay 0.1, cosine to a tenth."""
     train = Config().train
     found = train.optimizer, train.clip, train.weight_decay, train.decay
@@ -44,7 +44,7 @@ def scheduled(optimizer, decay, steps=STEPS, warmup=WARMUP):
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
-def test_the_learning_rate_is_that_of_torch(decay):
+def test_learning_rate_matches_torch(decay):
     train = TrainConfig(steps=STEPS, warmup=WARMUP, learning_rate=RATE, decay=decay)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=RATE)
     schedule, expected = scheduled(optimizer, decay), []
@@ -66,7 +66,7 @@ def test_the_learning_rate_is_that_of_torch(decay):
         ("constant", 2, [0.5, 1, 1]),
     ],
 )
-def test_the_learning_rate_of_three_steps_by_hand(decay, warmup, shares):
+def test_learning_rate_of_three_steps(decay, warmup, shares):
     train = TrainConfig(steps=3, warmup=warmup, learning_rate=RATE, decay=decay)
     found = [learning_rate(train, step) / RATE for step in range(3)]
     assert found == pytest.approx(shares, rel=1e-12)
@@ -131,7 +131,7 @@ CLIPPED = {
 
 
 @pytest.mark.parametrize(("line", "above"), CLIPPED.items(), ids=CLIPPED)
-def test_training_is_that_of_torch(line, above):
+def test_training_matches_torch(line, above):
     """Norms lie on both sides of the limit, under SGD: Adam divides by the size of the gradient,
     so it would hardly see by how much that was scaled."""
     line = f"{line} steps=5"
@@ -159,7 +159,7 @@ def close(found, expected):
         np.testing.assert_allclose(block[: len(part)], part, rtol=0, atol=1e-6, err_msg=name)
 
 
-def test_parts_have_their_layers_and_the_other_end_of_a_tied_table():
+def test_stages_have_their_layers_and_the_peer_of_a_tied_table():
     """On two pipeline stages."""
     config = config_of("p=2 layers=4")
     asked = {}
@@ -200,7 +200,7 @@ def started():
     ],
     ids=str,
 )
-def test_weights_start_as_those_of_gpt_2(started, ends, mean, std):
+def test_initial_weights_match_gpt_2(started, ends, mean, std):
     """Normal numbers of std 0.02; those of residual layers, of which a block has two, are scaled
     by 1 / sqrt(N), where N is the number of them (Radford et al. 2019, section 2.3)."""
     found = [item for item in started.parameters if item.name.endswith(ends)]
@@ -211,7 +211,7 @@ def test_weights_start_as_those_of_gpt_2(started, ends, mean, std):
         assert item.value.std() == pytest.approx(std, rel=5 / sqrt(2 * draws)), item.name
 
 
-def test_no_weight_starts_otherwise(started):
+def test_every_parameter_kind_has_a_known_initialization(started):
     known = ("token", "position", "table", "weight", "bias", "beta", "gamma")
     assert all(item.name.endswith(known) for item in started.parameters)
 

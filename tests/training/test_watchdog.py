@@ -86,7 +86,7 @@ def files(path):
     return sorted(file.name for file in path.rglob("*.txt"))
 
 
-def test_ranks_that_move_are_left_alone(watched, tmp_path):
+def test_moving_ranks_are_not_silent(watched, tmp_path):
     second, dogs = watched
     for _ in range(100):
         second(0, 1, 2)
@@ -95,7 +95,7 @@ def test_ranks_that_move_are_left_alone(watched, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["step", "memory", "signal"])
-def test_a_step_memory_or_a_signal_is_movement_too(what, watched):
+def test_step_memory_change_or_signal_counts_as_progress(what, watched):
     second, (dog, *_) = watched
     second(1, 2)
     assert dog.silence == 1
@@ -109,14 +109,14 @@ def test_a_step_memory_or_a_signal_is_movement_too(what, watched):
     assert dog.silence == 0
 
 
-def test_a_job_that_was_suspended_for_an_hour_was_not_silent(watched, tmp_path):
+def test_suspended_job_is_not_silent(watched, tmp_path):
     second, dogs = watched
     second(gap=3600)
     assert [dog.silence for dog in dogs] == [2, 2, 2]
     assert not files(tmp_path)
 
 
-def test_those_that_are_silent_speak_when_one_was_for_too_long(watched, tmp_path):
+def test_silent_ranks_write_a_report_after_the_timeout(watched, tmp_path):
     second, _ = watched
     for moving, seconds in (((1, 2), 5), ((2,), 6), ((), 9)):
         for _ in range(seconds):
@@ -129,7 +129,7 @@ def test_those_that_are_silent_speak_when_one_was_for_too_long(watched, tmp_path
     assert not (tmp_path / "watchdog").exists()
 
 
-def test_one_rank_says_where_all_are_and_all_end(watched, tmp_path):
+def test_one_rank_reports_all_positions_and_the_job_ends(watched, tmp_path):
     second, dogs = watched
     for dog in dogs:
         dog.position.step = 4
@@ -155,7 +155,7 @@ def test_one_rank_says_where_all_are_and_all_end(watched, tmp_path):
 
 
 @pytest.mark.parametrize("homes", [Homes(["hn1", "hn2", "hn2"], [0, 1, 1])])
-def test_the_host_of_rank_0_speaks_for_all_and_names_hosts(watched, tmp_path, homes):
+def test_rank_0_host_reports_for_all_hosts(watched, tmp_path, homes):
     """The others may be heard by nobody: they end the job only if that one does not."""
     second, dogs = watched
     second(0, 1, 2)
@@ -173,7 +173,7 @@ def test_the_host_of_rank_0_speaks_for_all_and_names_hosts(watched, tmp_path, ho
 
 
 @pytest.mark.parametrize("homes", [Homes(["hn1", "hn2", "hn2"], [0, 1, 1])])
-def test_another_host_ends_the_job_where_that_of_rank_0_does_not(watched, monkeypatch, homes):
+def test_another_host_ends_the_job_if_that_of_rank_0_does_not(watched, monkeypatch, homes):
     second, dogs = watched
     second(0, 1, 2)
     monkeypatch.setattr(dogs[0], "act", lambda: None)
@@ -185,7 +185,7 @@ def test_another_host_ends_the_job_where_that_of_rank_0_does_not(watched, monkey
     assert " 20 s: rank 0 (hn1) silent" in dogs[1].job.said[0]
 
 
-def test_a_folder_that_does_not_answer_keeps_no_rank_from_its_end(watched, monkeypatch, tmp_path):
+def test_unresponsive_folder_does_not_prevent_the_end_of_the_job(watched, monkeypatch, tmp_path):
     _, (dog, *_) = watched
     over = threading.Event()
     monkeypatch.setattr(watchdog, "ANSWER", 0.2)
@@ -199,7 +199,7 @@ def test_a_folder_that_does_not_answer_keeps_no_rank_from_its_end(watched, monke
     assert dog.job.said == [said]
 
 
-def test_a_job_that_ends_already_is_not_ended_again(watched):
+def test_ending_job_is_not_ended_again(watched):
     _, (dog, *_) = watched
     with dog.job.ending:
         dog.end()
@@ -215,9 +215,7 @@ def test_a_job_that_ends_already_is_not_ended_again(watched):
         pytest.param(signal.SIGUSR1, True, 0, None, id="not for another signal"),
     ],
 )
-def test_a_rank_that_is_told_to_end_leaves_when_nobody_answers(
-    told, waits, before, after, watched
-):
+def test_signaled_rank_exits_if_its_peers_do_not_respond(told, waits, before, after, watched):
     second, (dog, *_) = watched
     for _ in range(before):
         second(1, 2)
@@ -235,7 +233,7 @@ def test_a_rank_that_is_told_to_end_leaves_when_nobody_answers(
         assert not dog.job.said
 
 
-def test_a_rank_shows_the_call_that_it_waits_in():
+def test_communicator_shows_the_call_it_waits_in():
     """Rank 1 looks at what rank 0 waits for, then sends it."""
     seen, comms, both = [], {}, threading.Barrier(2)
 
@@ -261,11 +259,11 @@ def test_a_rank_shows_the_call_that_it_waits_in():
     ("ranks", "text"),
     [((3,), "3"), ((0, 1, 2, 4, 5, 7), "0-2 4-5 7"), ((0, 16, 32), "0 16 32"), ((), "")],
 )
-def test_ranks_as_text(ranks, text):
+def test_rank_spans_as_text(ranks, text):
     assert spans(ranks) == text
 
 
 @pytest.mark.parametrize(("axis", "where"), [("x", "along x"), (WORLD, "over all ranks")])
-def test_a_call_of_all_ranks_is_along_no_axis(axis, where):
+def test_call_over_all_ranks_is_reported_without_an_axis(axis, where):
     comm = SimpleNamespace(waiting=("all_reduce", 3, 8, None))
     assert str(RankPosition({axis: comm})) == f"in all_reduce {where} (call 3, 8 bytes) of step -1"

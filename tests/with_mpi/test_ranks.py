@@ -18,7 +18,7 @@ def on_ranks(ranks, sizes, transport):
 # varies fastest from rank to rank.
 @BY
 @pytest.mark.parametrize(("size", "order"), [(2, "dx"), (2, "xd"), (FEW, "xd")])
-def test_calls_are_those_of_numpy(size, order, transport, world):
+def test_communicator_calls_match_numpy(size, order, transport, world):
     from tests.comm.cases import every
 
     size = min(size, world.size)
@@ -32,7 +32,7 @@ CUBOIDS = {2: (1, 1, 2), 4: (2, 1, 2), 8: (2, 2, 2)}
 
 @BY
 @pytest.mark.parametrize("scheme", ["3d", "3d-broadcast"])
-def test_a_product_is_that_of_numpy(scheme, transport, few):
+def test_sharded_product_matches_numpy(scheme, transport, few):
     from tests.tensor.cases import sizes, splits
     from tests.tensor.test_matmul import compare
 
@@ -50,7 +50,7 @@ MESHES = {  # of a mix on 2, 4 and 8 ranks
 
 @BY
 @pytest.mark.parametrize("mix", MESHES)
-def test_training_is_that_of_one_rank(mix, transport, few):
+def test_training_matches_a_single_rank(mix, transport, few):
     from tests.pipeline.mixes import alone, config_of, same, serial, train
 
     line = f"{dict(zip((2, 4, 8), MESHES[mix]))[few.size]} {mix} steps=2"

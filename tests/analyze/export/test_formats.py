@@ -8,7 +8,7 @@ from hpc3d.analyze.export.formats import export
 from tests.analyze.export.exported import exported
 
 
-def test_only_the_steps_that_were_asked_for(real, tmp_path):
+def test_export_contains_only_the_requested_steps(real, tmp_path):
     steps = real.events["step"]
     for first, last in ((1, 1), (1, None), (0, 1)):
         events = exported(real, first=first, last=last)
@@ -21,7 +21,7 @@ def test_only_the_steps_that_were_asked_for(real, tmp_path):
         exported(real, first=7)
 
 
-def test_the_report_exports_what_it_is_told_to(real, tmp_path, capsys):
+def test_report_writes_the_formats_given_by_export(real, tmp_path, capsys):
     path, out = str(real.path), tmp_path / "out"
     words = ["--tables", "--out", str(out), "--steps", "1:1", "--export"]
     assert report.main([path, *words, "perfetto,hta"]) == 0
@@ -34,7 +34,7 @@ def test_the_report_exports_what_it_is_told_to(real, tmp_path, capsys):
         assert why in capsys.readouterr().err
 
 
-def test_one_step_may_be_named_alone(real, tmp_path):
+def test_steps_option_accepts_a_single_step_and_open_ranges(real, tmp_path):
     texts = {}
     for steps in ("1", "1:1", "1:", ":1"):
         out = tmp_path / steps.replace(":", "-")
@@ -45,7 +45,7 @@ def test_one_step_may_be_named_alone(real, tmp_path):
     assert len(set(texts.values())) == 3
 
 
-def test_paths_of_what_was_exported_are_returned(hand, tmp_path):
+def test_export_returns_the_paths_of_written_files(hand, tmp_path):
     paths = export(["pipit", "hta"], exported(hand), tmp_path / "new")
     assert [path.name for path in paths] == ["pipit.csv", "hta"]
     assert all(path.exists() for path in paths)

@@ -15,7 +15,7 @@ def profiles(trace, folder):
     return [json.loads(each.read_text()) for each in sorted(path.iterdir())]
 
 
-def test_kineto_files_name_their_rank_first(trace, tmp_path):
+def test_kineto_files_state_the_rank_before_the_events(trace, tmp_path):
     path = kineto.write(exported(trace), tmp_path)
     for rank, each in enumerate(sorted(path.iterdir())):
         text = each.read_text()
@@ -50,7 +50,7 @@ def test_kineto_times_are_rounded_down(tmp_path):
     assert found == [(0, 1000), (1000, 0), (1000, 2000)]
 
 
-def test_kineto_calls_last_from_where_they_were_posted(tmp_path):
+def test_kineto_collectives_last_from_their_posting_to_their_end(tmp_path):
     rows = [*ROWS[:3], *ROWS[3:], call(0, "all_reduce", 9.2, 9.5, seq=1, posted=1.5, count=7)]
     with small(tmp_path / "trace.h5", rows) as trace:
         lines = profiles(trace, tmp_path)[0]["traceEvents"]
@@ -65,7 +65,7 @@ def test_kineto_calls_last_from_where_they_were_posted(tmp_path):
     assert args["Process Group Ranks"] == str([*GROUPS[0][1]])
 
 
-def test_a_copy_of_what_is_offloaded_is_on_a_stream_of_its_own(tmp_path):
+def test_kineto_puts_offload_copies_on_a_separate_stream(tmp_path):
     """What is computed meanwhile, and a call as it runs, are elsewhere."""
     rows = [
         row(0, 0, 4, stream=1),

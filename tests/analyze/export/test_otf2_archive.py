@@ -27,7 +27,7 @@ def kinds(events):
 
 
 @pytest.mark.slow
-def test_an_archive_has_every_event_and_what_it_moved_and_computed(trace, tmp_path):
+def test_otf2_archive_has_every_event_with_its_bytes_and_flops(trace, tmp_path):
     events = exported(trace)
     found, definitions = read(otf2_archive.write(events, tmp_path))
     assert definitions.clock_properties.timer_resolution == 10**9
@@ -54,7 +54,7 @@ def test_an_archive_has_every_event_and_what_it_moved_and_computed(trace, tmp_pa
 
 
 @pytest.mark.slow
-def test_ends_of_messages_and_collectives_match(real, tmp_path):
+def test_otf2_sends_match_receives_and_collectives_match_across_ranks(real, tmp_path):
     found, _ = read(otf2_archive.write(exported(real), tmp_path))
     sent, received, calls = Counter(), Counter(), defaultdict(Counter)
     for (process, _), lines in found.items():
@@ -82,7 +82,7 @@ def _rank(location):
     return int(location.group.name.split()[1])
 
 
-def test_a_step_by_hand(hand, tmp_path):
+def test_otf2_event_sequence_of_a_hand_written_step(hand, tmp_path):
     found, _ = read(otf2_archive.write(exported(hand), tmp_path))
     first = next(lines for (process, _), lines in found.items() if process.startswith("rank 0"))
     assert kinds(first) == [
@@ -100,7 +100,7 @@ def test_a_step_by_hand(hand, tmp_path):
     assert where == {"step": 0, "layer": 0, "stage": 0, "chunk": 0, "phase": "forward"}
 
 
-def test_calls_are_requested_where_they_were_posted(tmp_path):
+def test_otf2_requests_have_the_time_at_which_calls_were_posted(tmp_path):
     early = {"posted": 1.5, "count": 7}
     rows = [*ROWS, call(0, "all_reduce", 9.2, 9.5, seq=1, **early)]
     with small(tmp_path / "trace.h5", rows) as trace:
@@ -112,7 +112,7 @@ def test_calls_are_requested_where_they_were_posted(tmp_path):
     assert request.request_id == end.request_id and end.size_sent == 28
 
 
-def test_a_stream_is_a_location_and_what_runs_on_two_may_overlap(tmp_path):
+def test_otf2_streams_are_locations_that_may_overlap_in_time(tmp_path):
     rows = [row(0, 0, 4, stream=1), row(0, 1, 3, "comm", op="all_gather", stream=2), *ROWS[3:]]
     with small(tmp_path / "trace.h5", rows) as trace:
         found, definitions = read(otf2_archive.write(exported(trace), tmp_path))
@@ -123,7 +123,7 @@ def test_a_stream_is_a_location_and_what_runs_on_two_may_overlap(tmp_path):
     assert types["rank 1, host"] == otf2.LocationType.CPU_THREAD
 
 
-def test_ranks_without_a_common_time_have_no_calls(hand, tmp_path):
+def test_otf2_omits_communication_if_ranks_share_no_clock(hand, tmp_path):
     events = exported(hand)
     object.__setattr__(events, "one_time", False)
     found, _ = read(otf2_archive.write(events, tmp_path))

@@ -37,7 +37,7 @@ def written(trace, folder):
     return json.loads(path.read_text())
 
 
-def test_perfetto_lines_have_what_the_format_demands(trace, tmp_path):
+def test_perfetto_lines_have_the_fields_that_the_format_requires(trace, tmp_path):
     found = written(trace, tmp_path)
     assert found.keys() == {"displayTimeUnit", "traceEvents"}
     kinds = {"X": {"ts", "dur", "cat", "args"}, "M": {"args"}}
@@ -65,7 +65,7 @@ def test_perfetto_slices_of_a_thread_nest(trace, tmp_path):
     assert total == pytest.approx(trace.events["dur"].sum())
 
 
-def test_perfetto_arrows_lie_in_slices_and_point_forward(trace, tmp_path):
+def test_perfetto_arrows_start_and_end_in_slices_and_point_forward(trace, tmp_path):
     lines = written(trace, tmp_path)["traceEvents"]
     found = slices(lines)
     assert len(arrows(lines)) > 0
@@ -79,7 +79,7 @@ def test_perfetto_arrows_lie_in_slices_and_point_forward(trace, tmp_path):
             assert any(inside)
 
 
-def test_perfetto_says_where_who_and_for_whom(hand, tmp_path):
+def test_perfetto_slices_state_op_axis_bytes_and_wait_time(hand, tmp_path):
     lines = written(hand, tmp_path)["traceEvents"]
     gather = next(each for each in lines if each["name"] == "event" and each["ts"] == 4000)
     assert (gather["pid"], gather["dur"], gather["cat"]) == (0, 2000, "comm")
@@ -98,7 +98,7 @@ def test_perfetto_says_where_who_and_for_whom(hand, tmp_path):
     ]
 
 
-def test_processor_times_of_ranks_are_not_compared(tmp_path):
+def test_perfetto_omits_arrows_and_waits_if_ranks_record_cpu_time(tmp_path):
     with small(tmp_path / "trace.h5", config='[trace]\nclock = "cpu"\n') as trace:
         lines = written(trace, tmp_path)["traceEvents"]
     names = [each["args"]["name"] for each in lines if each["name"] == "process_name"]
@@ -107,7 +107,7 @@ def test_processor_times_of_ranks_are_not_compared(tmp_path):
     assert not arrows(lines) and not any("wait_us" in line.get("args", {}) for line in lines)
 
 
-def test_messages_are_joined_by_their_numbers(real, tmp_path):
+def test_perfetto_arrows_join_each_receive_to_its_send(real, tmp_path):
     """Each receive has one arrow, from the send of its number on the rank that it names."""
     lines = written(real, tmp_path)["traceEvents"]
     received = [each for each in lines if each["name"] == "recv" and each.get("cat") == "comm"]

@@ -21,7 +21,7 @@ def read(path):
     return found
 
 
-def test_pipit_rows_nest_and_no_two_of_a_process_have_one_time(trace, tmp_path):
+def test_pipit_rows_nest_and_timestamps_of_a_process_are_distinct(trace, tmp_path):
     path = pipit.write(exported(trace), tmp_path)
     header, *lines = path.read_text().splitlines()
     assert header == "Timestamp (s),Event Type,Name,Process"
@@ -42,7 +42,7 @@ def test_pipit_rows_nest_and_no_two_of_a_process_have_one_time(trace, tmp_path):
         assert abs(seconds - recorded) <= len(rows)
 
 
-def test_a_stream_of_a_device_is_a_thread(tmp_path):
+def test_pipit_maps_each_device_stream_to_a_thread(tmp_path):
     """What is computed and what is copied meanwhile do not lie in each other."""
     rows = [row(0, 0, 4, stream=1), row(0, 1, 3, stream=1, parent=0), row(0, 2, 5, stream=4)]
     with by_hand(tmp_path / "trace.h5", rows, {(0, 0): (0, 5)}, hosts=["a", "b"]) as trace:
@@ -62,7 +62,7 @@ def test_a_stream_of_a_device_is_a_thread(tmp_path):
     ]
 
 
-def test_pipit_rows_of_one_time_keep_their_order(tmp_path):
+def test_pipit_rows_with_equal_times_keep_their_order(tmp_path):
     """An outer event, one without duration where it begins, and one that ends where it ends."""
     rows = [
         row(0, 0, 4, name=0),

@@ -72,7 +72,7 @@ def close(wanted):
     return {key: pytest.approx(value, abs=1e-9) for key, value in wanted.items()}
 
 
-def test_by_category(hand):
+def test_breakdown_by_category(hand):
     rows = breakdown(hand, ["category"])
     wanted = {
         ("compute",): (6 + 10 + 5 + 9) / 4,
@@ -88,7 +88,7 @@ def test_by_category(hand):
     assert sum(each["share"] for each in rows) == pytest.approx(1)
 
 
-def test_by_axis_and_layer(hand):
+def test_breakdown_by_axis_and_layer(hand):
     rows = breakdown(hand, ["axis", "layer"])
     wanted = {
         ("recorded", "", -1): (4 + 2 + 2) / 4,
@@ -101,7 +101,7 @@ def test_by_axis_and_layer(hand):
     assert table(rows, "category", "axis", "layer") == close(wanted)
 
 
-def test_by_rank_the_rows_of_a_rank_are_its_step(hand):
+def test_breakdown_rows_of_a_rank_add_up_to_its_step(hand):
     rows = breakdown(hand, ["rank", "phase"])
     wanted = {
         (0, "recorded", "forward"): (4 + 5 + 5) / 2,
@@ -119,7 +119,7 @@ def test_by_rank_the_rows_of_a_rank_are_its_step(hand):
         assert each["seconds"] == pytest.approx(each["share"] * step)
 
 
-def test_by_step_and_stage(hand):
+def test_breakdown_by_step_and_stage(hand):
     """Rank 0 is of stage 1, for that is the highest that its events name."""
     rows = breakdown(hand, ["stage", "step"])
     wanted = {
@@ -135,20 +135,20 @@ def test_by_step_and_stage(hand):
     assert table(rows, "stage", "step", "category") == close(wanted)
 
 
-def test_an_event_counts_without_those_inside(tmp_path):
+def test_breakdown_excludes_the_time_of_nested_events(tmp_path):
     rows = [row(0, 0, 10, "host"), row(0, 1, 4, parent=0), row(0, 5, 9, "io", parent=0)]
     trace = by_hand(tmp_path / "trace.h5", rows, {(0, 0): (0, 12)})
     wanted = {("host",): 3, ("compute",): 3, ("io",): 4, ("unrecorded",): 2}
     assert table(breakdown(trace, ["category"]), "category") == close(wanted)
 
 
-def test_without_a_step_there_is_nothing_to_break_down(tmp_path):
+def test_breakdown_without_a_completed_step_is_rejected(tmp_path):
     trace = by_hand(tmp_path / "trace.h5", [row(0, 0, 1)], {}, hosts=["node0"])
     with pytest.raises(ValueError, match="no step was completed"):
         breakdown(trace, ["category"])
 
 
-def test_the_parts_of_a_rank(hand):
+def test_rank_rows_split_the_step_into_compute_wait_transfer_and_copy(hand):
     first, second = rank_rows(hand, calls_of(hand))
     wanted = {
         "rank": 0,
@@ -182,14 +182,14 @@ def test_the_parts_of_a_rank(hand):
     assert second == close(wanted)
 
 
-def test_a_rank_that_completed_no_step_is_no_row(tmp_path):
+def test_rank_without_a_completed_step_has_no_row(tmp_path):
     rows = [call(0, "all_reduce", 0, 8, 0), call(1, "all_reduce", 6, 8, 0), row(1, 0, 6)]
     trace = by_hand(tmp_path / "t.h5", rows, {(0, 0): (0, 9)}, GROUPS, hosts=["a", "b"])
     (only,) = rank_rows(trace, calls_of(trace))
     assert (only["rank"], only["host"], only["wait_s"]) == (0, "a", pytest.approx(6e-3))
 
 
-def test_calls_that_are_on_their_way_together_overlap_once(tmp_path):
+def test_concurrent_outstanding_calls_count_overlap_once(tmp_path):
     """In flight from 1 to 7 and from 3 to 9, while the rank computes from 0 to 4 and from 5 to 6:
     1 to 4 and 5 to 6."""
     rows = [
@@ -203,7 +203,7 @@ def test_calls_that_are_on_their_way_together_overlap_once(tmp_path):
     assert only["outstanding_s"] == pytest.approx(4e-3)
 
 
-def test_imbalance_is_the_most_over_the_mean(hand):
+def test_imbalance_is_the_maximum_over_the_mean(hand):
     rows = {each["phase"]: each for each in imbalance_rows(hand)}
     work = {"all": (7.5, 9.5), "forward": (4.5, 8), "backward": (1, 1.5), "optimizer": (2, 0)}
     assert rows.keys() == work.keys()
@@ -229,7 +229,7 @@ def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("run") / "small", 4, **sizes)
 
 
-def test_a_run_is_broken_down_as_a_sum_over_its_events(run):
+def test_breakdown_of_a_run_equals_a_sum_over_single_events(run):
     """One event at a time, in plain Python."""
     keys = ("category", "phase", "op", "axis", "layer", "rank")
     events, steps = run.events, run.steps
@@ -254,7 +254,7 @@ def test_a_run_is_broken_down_as_a_sum_over_its_events(run):
         assert 0 <= rest["unrecorded", "", "", "", "", rank] < 0.9 * own
 
 
-def test_the_parts_of_the_ranks_of_a_run_are_their_steps(run):
+def test_components_of_each_rank_add_up_to_its_step_time(run):
     steps = run.steps
     seconds = (steps["t_end"] - steps["t_start"]) * 1e-9
     rows = rank_rows(run, calls_of(run))
@@ -268,7 +268,7 @@ def test_the_parts_of_the_ranks_of_a_run_are_their_steps(run):
         assert each["wait_s"] + each["transfer_s"] == pytest.approx(each["exposed_s"])
 
 
-def test_many_ranks_are_broken_down_as_the_formula_says(tmp_path):
+def test_breakdown_of_many_ranks_matches_the_formula(tmp_path):
     trace = large(tmp_path / "large.h5", 6, 3, 20)
     rows = table(breakdown(trace, ["category"]), "category")
     assert rows["unrecorded",] == pytest.approx(0, abs=1e-9)
@@ -277,7 +277,7 @@ def test_many_ranks_are_broken_down_as_the_formula_says(tmp_path):
     assert first["compute_s"] == pytest.approx(sum(60e-6 + i * 13 % 11 * 1e-6 for i in range(20)))
 
 
-def test_copies_are_exposed_where_the_rank_stands_still(tmp_path):
+def test_copies_are_exposed_while_the_rank_waits(tmp_path):
     """Rank 0 copies for 2 ms itself; the device of rank 1 copies for 4 ms, and it waits for 1."""
     copy = {"op": "none", "group": -1, "name": 0}
     rows = [
@@ -296,5 +296,5 @@ def test_copies_are_exposed_where_the_rank_stands_still(tmp_path):
     }
 
 
-def test_no_copies_no_table(hand):
+def test_trace_without_copies_has_no_copy_table(hand):
     assert copy_rows(hand) == []

@@ -30,7 +30,7 @@ def parts(rows):
     return found
 
 
-def test_by_hand():
+def test_bubble_of_a_hand_written_schedule():
     """Stage 0 is idle from 4 to 9 before its first backward pass, from 12 to 13 between that and
     its last forward pass, from 15 to 20 and after 22; stage 1 from 0 to 4, 10 to 12 and 15 to 25.
     """
@@ -40,13 +40,13 @@ def test_by_hand():
     assert parts(rows) == [(5, 1, 5 + 4), (4, 2, 10)]
 
 
-def test_a_stage_without_a_backward_pass_only_fills():
+def test_stage_without_a_backward_pass_has_only_a_fill_bubble():
     rows = [[(0, 4, parse("F0")), (6, 9, parse("BW0"))], [(4, 6, parse("F0"))]]
     assert parts(rows) == [(2, 0, 0), (7, 0, 0)]
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 2), (4, 8), (4, 3)])
-def test_gpipe_fills_and_drains(stages, micros):
+def test_gpipe_bubble_matches_its_closed_form(stages, micros):
     """Each stage waits i t_f for its first microbatch; and (p-1-i)(t_f + t_b) for the first that
     comes back; the rest of (p-1)(t_f + t_b) after its last."""
     for stage, found in enumerate(parts(rows_of("gpipe", stages, micros))):
@@ -55,7 +55,7 @@ def test_gpipe_fills_and_drains(stages, micros):
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8)])
-def test_1f1b_fills_and_drains(stages, micros):
+def test_1f1b_bubble_matches_its_closed_form(stages, micros):
     """In all (p-1)(t_f + t_b) (Narayanan et al. 2021); the first stage fills while it waits for
     the others' t_b, the last while it waits for their t_f."""
     found = parts(rows_of("1f1b", stages, micros))
@@ -68,13 +68,13 @@ def test_1f1b_fills_and_drains(stages, micros):
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved"])
-def test_other_schedules_add_up(name):
+def test_bubble_components_of_other_schedules_are_not_negative(name):
     chunks = 1 if name == "zb-h1" else 2
     for each in parts(rows_of(name, 4, 8, chunks, cost=(1.0, 1.5, 0.5))):
         assert min(each) >= 0
 
 
-def test_a_run_on_threads(tmp_path):
+def test_bubble_of_a_threaded_run_with_a_slow_stage(tmp_path):
     """A stage that pauses eight times makes the other one wait: twice before the first gradient
     comes, twice for the second, four times when its forward passes are over."""
 

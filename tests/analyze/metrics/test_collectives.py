@@ -45,7 +45,7 @@ DEFINITIONS = {
 
 
 @pytest.mark.parametrize("op", DEFINITIONS)
-def test_rates_are_those_of_nccl_tests(tmp_path, op):
+def test_algbw_and_busbw_follow_the_nccl_tests_definitions(tmp_path, op):
     """From the last arrival at 3 to the last end at 11: 8 ms."""
     counts, received, size, factor = DEFINITIONS[op]
     peer = {"peer": 2} if op in ("broadcast", "reduce") else {}
@@ -59,7 +59,7 @@ def test_rates_are_those_of_nccl_tests(tmp_path, op):
     assert found["busbw"] == pytest.approx(max(received) / 8e-3), "what a link carries"
 
 
-def test_the_time_is_a_median_by_axis_members_and_size(tmp_path):
+def test_bandwidth_rows_use_the_median_time_by_axis_members_and_size(tmp_path):
     counts, received = [1000] * 4, [6000] * 4
     rows = [
         *meeting("all_reduce", 0, 3, 11, counts, received),
@@ -78,7 +78,7 @@ def test_the_time_is_a_median_by_axis_members_and_size(tmp_path):
     assert [each["later"] for each in found] == [0, 0, 0.5]
 
 
-def test_what_is_not_whole_or_not_inside_has_no_rate(tmp_path):
+def test_incomplete_calls_and_calls_outside_steps_have_no_bandwidth(tmp_path):
     counts, received = [1000] * 4, [6000] * 4
     rows = [
         *meeting("all_reduce", 0, 3, 11, counts, received)[1:],
@@ -96,7 +96,9 @@ def test_what_is_not_whole_or_not_inside_has_no_rate(tmp_path):
         ("all_reduce", 3, 3.001, 1000, 1e-6),
     ],
 )
-def test_without_bytes_or_time_there_is_no_rate(tmp_path, op, last, end, count, seconds):
+def test_calls_without_bytes_or_duration_have_no_bandwidth(
+    tmp_path, op, last, end, count, seconds
+):
     rows = meeting(op, 0, last, end, [count] * 4, [6 * count] * 4)
     (found,) = bandwidth_rows(calls_of(opened(tmp_path, rows)))
     assert found["seconds"] == pytest.approx(seconds)
@@ -104,14 +106,14 @@ def test_without_bytes_or_time_there_is_no_rate(tmp_path, op, last, end, count, 
     assert (found["algbw"] is not None, found["busbw"] is not None) == (known, known)
 
 
-def test_one_rank_has_nothing_to_say(tmp_path):
+def test_single_rank_has_no_bandwidth_wait_or_traffic(tmp_path):
     calls = calls_of(by_hand(tmp_path / "t.h5", [row(0, 0, 5)], {(0, 0): (0, 9)}))
     assert bandwidth_rows(calls) == wait_rows(calls) == []
     assert communication_matrix(calls).tolist() == [[0]] and incomplete(calls) == 0
     assert [each["meetings"] for each in straggler_rows(calls)] == [0]
 
 
-def test_a_message_counts_once_and_for_its_receiver(tmp_path):
+def test_message_bytes_count_once_for_the_receiver(tmp_path):
     rows = [
         call(0, "send", 50, 51, 0, group=2, peer=1, count=250, bytes=1000, posted=1),
         call(1, "recv", 0, 6, 0, group=2, peer=0, count=0, bytes=1000),
@@ -128,7 +130,7 @@ def test_a_message_counts_once_and_for_its_receiver(tmp_path):
     assert found["later"] == 0, "when the sender looks after its message says nothing"
 
 
-def test_what_has_a_root_goes_from_it_or_to_it(tmp_path):
+def test_rooted_collectives_send_from_or_to_the_root(tmp_path):
     """Rank 2 broadcasts 1000 bytes to three others; three ranks reduce 800 bytes to rank 1.
 
     The chain of the reduction begins after its root, on rank 2, which receives nothing.
@@ -144,7 +146,7 @@ def test_what_has_a_root_goes_from_it_or_to_it(tmp_path):
     assert communication_matrix(calls).tolist() == wanted.tolist()
 
 
-def test_a_collective_is_spread_evenly_over_its_members(tmp_path):
+def test_collective_bytes_are_spread_evenly_over_the_members(tmp_path):
     rows = [
         *meeting("all_gather", 0, 3, 11, [250] * 4, [3000] * 4),
         call(1, "reduce_scatter", 20, 21, 0, group=1, count=500, bytes=1000),
@@ -167,7 +169,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_byte_that_a_run_received_is_in_its_matrix(run):
+def test_communication_matrix_has_every_byte_a_run_received(run):
     calls, events = calls_of(run), run.events
     sends = events["op"] == next(c for c, n in events.labels("op").items() if n == "send")
     received = np.bincount(events["rank"], np.where(sends, 0, events["bytes"]), 8) / 3
@@ -183,7 +185,7 @@ def test_every_byte_that_a_run_received_is_in_its_matrix(run):
     np.testing.assert_allclose(stages.sum(1), sent, rtol=1e-12)
 
 
-def test_the_rates_of_a_run_are_the_bytes_of_its_links(run):
+def test_busbw_times_seconds_equals_the_received_bytes_of_a_run(run):
     """busbw is what a member receives in the time; where bytes are rounded down, nearly."""
     calls = calls_of(run)
     rows = bandwidth_rows(calls)
@@ -195,7 +197,7 @@ def test_the_rates_of_a_run_are_the_bytes_of_its_links(run):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_every_message_of_a_pipeline_has_two_ends(tmp_path, name):
+def test_every_pipeline_message_has_a_send_and_a_receive(tmp_path, name):
     values = {"mesh__p": 2, "mesh__d": 2, "parallel__microbatches": 4}
     values["parallel__chunks"] = 2 if name == "zb-v" else 1
     trace = trained(tmp_path / "run", 4, parallel__schedule=name, **values)
@@ -209,7 +211,7 @@ def test_every_message_of_a_pipeline_has_two_ends(tmp_path, name):
     assert sum(each["blocked_s"] for each in rows) == pytest.approx(blocked, rel=1e-12)
 
 
-def test_many_ranks_send_as_the_formula_says(tmp_path):
+def test_traffic_of_many_ranks_matches_the_formula(tmp_path):
     side, slots = 6, 24
     calls = calls_of(large(tmp_path / "large.h5", side, 2, slots))
     rows = {(each["axis"], each["op"]): each for each in bandwidth_rows(calls)}

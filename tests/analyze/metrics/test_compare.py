@@ -49,7 +49,7 @@ def pair(tmp_path):
     return run_of(tmp_path / "one.h5", ONE), run_of(tmp_path / "other.h5", OTHER)
 
 
-def test_differences_are_of_means_over_the_steps_but_the_first(pair):
+def test_differences_compare_step_means_without_the_first_step(pair):
     rows = {each["category"]: each for each in difference_rows(*pair, ["category"])}
     wanted = {
         "compute": (np.mean([5, 6, 4, 5.5]), np.mean([8, 7.5])),
@@ -66,7 +66,7 @@ def test_differences_are_of_means_over_the_steps_but_the_first(pair):
         assert found["difference_s"] == pytest.approx((theirs - ours) * 1e-3)
 
 
-def test_the_largest_difference_comes_first_after_the_step(pair):
+def test_difference_rows_list_the_step_then_the_largest_difference(pair):
     rows = difference_rows(*pair, ["category"])
     assert [each["category"] for each in rows] == ["step", "unrecorded", "compute", "io", "comm"]
     whole, *others = difference_rows(*pair, ["category", "axis", "op"])
@@ -75,7 +75,7 @@ def test_the_largest_difference_comes_first_after_the_step(pair):
         assert sum(each[key] for each in others) == pytest.approx(whole[key])
 
 
-def test_keys_may_leave_the_category_out(pair):
+def test_difference_rows_work_without_the_category_key(pair):
     rows = difference_rows(*pair, ["axis"])
     found = {(each["category"], each["axis"]): each["seconds"] for each in rows}
     assert found == {
@@ -86,14 +86,14 @@ def test_keys_may_leave_the_category_out(pair):
     }
 
 
-def test_the_table_is_students_t():
+def test_t_quantiles_match_students_distribution():
     """Two-sided 95 % for 1 to 30 degrees of freedom, to three decimals as in any table of it."""
     exact = stats.t.ppf(0.975, np.arange(1, 31))
     assert [*T95] == exact.round(3).tolist()
 
 
 @pytest.mark.parametrize("counts", [(4, 2), (2, 2), (9, 30), (40, 60)])
-def test_the_interval_is_welchs(tmp_path, counts):
+def test_confidence_interval_is_welchs(tmp_path, counts):
     """With the degrees of freedom rounded down, so at least as wide as scipy's, and not much."""
     random = np.random.default_rng(counts[0])
     ours, theirs = (20 + random.normal(0, 1 + 2 * place, n) for place, n in enumerate(counts))
@@ -115,7 +115,7 @@ def test_the_interval_is_welchs(tmp_path, counts):
     )
 
 
-def test_one_step_has_no_interval_and_equal_steps_a_narrow_one(tmp_path, pair):
+def test_single_step_has_no_interval_and_equal_steps_a_zero_width(tmp_path, pair):
     single = run_of(tmp_path / "single.h5", {"compute": (5,)})
     assert {each["low"] for each in difference_rows(single, pair[0])} == {None}
     same = run_of(tmp_path / "same.h5", {"compute": (5, 6, 6)})
@@ -125,13 +125,13 @@ def test_one_step_has_no_interval_and_equal_steps_a_narrow_one(tmp_path, pair):
 
 
 @pytest.mark.parametrize("times", [(7,), (9, 7), (9, 6, 8)])
-def test_the_first_step_is_left_out_where_there_are_others(times, tmp_path):
+def test_differences_skip_the_first_step_if_there_are_others(times, tmp_path):
     trace = run_of(tmp_path / "t.h5", {"compute": times})
     rows = {each["category"]: each for each in difference_rows(trace, trace, ["category"])}
     assert rows["compute"]["seconds"] == pytest.approx(7e-3)
 
 
-def test_a_layer_that_got_slower_is_found(tmp_path):
+def test_difference_rows_find_a_slower_layer(tmp_path):
     """By 1 to 1.4 NAP in steps 1 to 5."""
 
     def nap(recorder, name):
@@ -183,7 +183,7 @@ SETTING = (
 )
 
 
-def test_a_row_of_a_run(tmp_path):
+def test_run_row_of_a_hand_written_run(tmp_path):
     found = scheme_of(tmp_path / "t.h5", "1d", 2)
     assert found == {
         "run": "1d, x=2",
@@ -224,7 +224,7 @@ def test_strong_scaling_is_the_ratio_of_step_times(tmp_path):
     assert [each["efficiency"] for each in rows] == pytest.approx([1, 5 / 6, 5 / 8])
 
 
-def test_what_was_simulated_is_no_speed_up_over_what_was_measured(tmp_path):
+def test_simulated_run_has_no_speedup_over_a_measured_run(tmp_path):
     measured, simulated, again = (
         scheme_of(tmp_path / f"{n}.h5", "1d", 2, step=step) for n, step in enumerate((100, 1, 2))
     )
@@ -238,7 +238,7 @@ def test_what_was_simulated_is_no_speed_up_over_what_was_measured(tmp_path):
     assert scaling_rows([simulated, again])[1]["speedup"] == pytest.approx(0.5)
 
 
-def test_weak_scaling_is_as_much_work_a_rank(tmp_path):
+def test_weak_scaling_requires_equal_work_per_rank(tmp_path):
     """Twice the batch on twice the ranks in 5 / 4 of the time; four times the parameters on twice
     the ranks, and on four times the ranks; half the work."""
     runs = [
@@ -269,7 +269,7 @@ def test_weak_scaling_is_as_much_work_a_rank(tmp_path):
 @pytest.mark.parametrize(
     ("batch", "scaling"), [(44, "weak"), (43, "other"), (52, "weak"), (53, "other")]
 )
-def test_work_may_differ_by_a_tenth_in_weak_scaling(batch, scaling, tmp_path):
+def test_weak_scaling_allows_ten_percent_difference_in_work(batch, scaling, tmp_path):
     """Two ranks with 48 sequences would have as much each as one rank with 24."""
     one = scheme_of(tmp_path / "1.h5", "1d", 1)
     two = scheme_of(tmp_path / "2.h5", "1d", 2, batch=batch)
@@ -279,7 +279,7 @@ def test_work_may_differ_by_a_tenth_in_weak_scaling(batch, scaling, tmp_path):
 FLAT, CUBE = {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}
 
 
-def test_gains_are_over_the_best_run_of_another_scheme(tmp_path):
+def test_gains_compare_with_the_best_run_of_each_other_scheme(tmp_path):
     """Seconds of forward and backward by batch, as in arXiv:2105.14450, and those of steps."""
     runs = [
         scheme_of(tmp_path / "a.h5", "1d", 8, passes=(0.24, 0.24), step=500),  # 20 ms a sequence
@@ -311,7 +311,7 @@ def test_gains_are_over_the_best_run_of_another_scheme(tmp_path):
         ("3d", {"d": 2, "x": 2, "z": 2}, {}),
     ],
 )
-def test_what_is_another_scheme_or_no_peer_has_no_gain(tmp_path, name, mesh, others):
+def test_runs_of_other_layouts_or_sizes_have_no_gain(tmp_path, name, mesh, others):
     runs = [
         scheme_of(tmp_path / "a.h5", "1d", 8, passes=(0.24, 0.24)),
         scheme_of(tmp_path / "b.h5", name, mesh, passes=(0.06, 0.06), **others),
@@ -322,7 +322,7 @@ def test_what_is_another_scheme_or_no_peer_has_no_gain(tmp_path, name, mesh, oth
 @pytest.mark.parametrize(
     "other", [{"train__dtype": "float64"}, {"model__vocabulary": 99}, {"train__optimizer": "sgd"}]
 )
-def test_another_load_has_no_speedup_and_no_gain(tmp_path, other):
+def test_runs_with_different_workloads_have_no_speedup_and_no_gain(tmp_path, other):
     runs = [
         scheme_of(tmp_path / "a.h5", "1d", 8, step=436),
         scheme_of(tmp_path / "b.h5", "3d", CUBE, **other),
@@ -335,7 +335,7 @@ def test_another_load_has_no_speedup_and_no_gain(tmp_path, other):
     assert gain_rows(runs)[1]["step_over_1d"] == pytest.approx(4.36)
 
 
-def test_what_is_computed_again_is_no_speedup(tmp_path):
+def test_recomputation_does_not_count_as_speedup(tmp_path):
     """Full recomputation makes a third more operations of the same work."""
     again = {"parallel__recompute": "full", "flops": 4e9 / 3}
     runs = [scheme_of(tmp_path / "1.h5", "1d", 1), scheme_of(tmp_path / "2.h5", "1d", 1, **again)]
@@ -345,7 +345,7 @@ def test_what_is_computed_again_is_no_speedup(tmp_path):
 
 
 @pytest.mark.parametrize("count", [6, 7, 20, 99])
-def test_the_interval_of_a_ratio_of_medians_holds_what_it_says(count):
+def test_interval_of_a_median_ratio_covers_95_percent(count):
     """Of log-normal times, whose medians are 2 : 1, in about 95 % of all cases."""
     random, times = np.random.default_rng(count), []
     for _ in range(2000):
@@ -356,7 +356,7 @@ def test_the_interval_of_a_ratio_of_medians_holds_what_it_says(count):
     assert 0.93 < np.mean(times) < 0.99
 
 
-def test_an_interval_is_known_of_six_steps_or_more():
+def test_relative_error_requires_six_positive_finite_steps():
     assert relative_error(np.array([1.0, 2, 3, 4, 5])) is None
     assert relative_error(np.array([1.0, 2, 3, 4, 5, 6])) == pytest.approx(np.log(6) * 6**0.5 / 10)
     assert relative_error(np.full(6, 3.0)) == 0.0
@@ -364,7 +364,7 @@ def test_an_interval_is_known_of_six_steps_or_more():
     assert relative_error(np.array([np.nan, 2, 3, 4, 5, 6])) is None
 
 
-def test_what_is_not_known_is_none(tmp_path):
+def test_unknown_values_in_scaling_rows_are_none(tmp_path):
     steps = {(0, 0): (0, 100)}
     nothing = {"forward_s": float("nan"), "backward_s": float("nan")}
     trace = by_hand(
@@ -380,7 +380,7 @@ def _call(axis, op, received, seconds, category="comm"):
     return {"category": category, "axis": axis, "op": op, "bytes": received, "seconds": seconds}
 
 
-def test_bytes_are_side_by_side_by_axis_and_operation():
+def test_received_bytes_are_compared_by_axis_and_operation():
     product = _call("", "gemm", 0.0, 9.0, "compute")
     one = [product, _call("x", "all_gather", 60.0, 1.0), _call("x", "all_gather", 40.0, 2.0)]
     two = [

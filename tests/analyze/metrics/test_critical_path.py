@@ -41,7 +41,7 @@ def assert_path(trace, wanted):
     assert what == [(rank, *rest) for rank, _, _, *rest in wanted]
 
 
-def test_a_collective_leads_to_the_last_to_arrive(tmp_path):
+def test_critical_path_through_a_collective_follows_the_last_arrival(tmp_path):
     rows = [
         row(0, 0, 3, layer=0),
         row(1, 1, 9, layer=1),
@@ -65,7 +65,7 @@ def test_a_collective_leads_to_the_last_to_arrive(tmp_path):
     assert_path(opened(tmp_path, rows, (15, 14, 20)), wanted)
 
 
-def test_the_call_of_a_broadcast_leads_to_the_last_to_arrive(tmp_path):
+def test_critical_path_through_a_broadcast_follows_the_last_arrival(tmp_path):
     called = {"op": "broadcast", "group": 1}
     rows = [
         row(0, 0, 2, layer=0),
@@ -102,7 +102,7 @@ PIPELINE = [
 ]
 
 
-def test_a_message_leads_to_its_sender(tmp_path):
+def test_critical_path_through_a_message_follows_its_sender(tmp_path):
     wanted = [
         (0, 0, 4, "compute", "", 0),
         (1, 4, 6, "comm", "p", -1),
@@ -122,7 +122,7 @@ def test_a_message_leads_to_its_sender(tmp_path):
     assert [each["share"] for each in rows] == pytest.approx([8 / 15, 4 / 15, 3 / 15])
 
 
-def test_a_late_receiver_is_on_the_path_of_its_sender(tmp_path):
+def test_late_receiver_is_on_the_critical_path_of_its_sender(tmp_path):
     rows = [row(0, 0, 2), row(1, 0, 8), *message(0, 0, (2, 10), 1, (8, 9)), row(0, 10, 11)]
     wanted = [
         (1, 0, 8, "compute", "", 0),
@@ -132,7 +132,7 @@ def test_a_late_receiver_is_on_the_path_of_its_sender(tmp_path):
     assert_path(opened(tmp_path, [{**each, "layer": 0} for each in rows], (11, 9)), wanted)
 
 
-def test_a_message_that_came_while_the_rank_computed_leads_nowhere(tmp_path):
+def test_message_that_arrived_during_compute_is_off_the_critical_path(tmp_path):
     """Posted at 1 and there at 5, but not waited for before 9."""
     receive = call(1, "recv", 9, 10, 0, group=1, peer=0, posted=1)
     send = call(0, "send", 4, 5, 0, group=1, peer=1)
@@ -145,7 +145,7 @@ def test_a_message_that_came_while_the_rank_computed_leads_nowhere(tmp_path):
     assert_path(opened(tmp_path, rows, (5, 10)), wanted)
 
 
-def test_the_path_goes_on_where_a_call_was_made_not_where_it_was_waited_for(tmp_path):
+def test_critical_path_continues_at_the_posting_of_a_call(tmp_path):
     """Rank 1 posts its part at 6, computes until 9 and waits then; rank 0 waits for the part."""
     rows = [
         row(0, 0, 2, layer=0),
@@ -163,7 +163,7 @@ def test_the_path_goes_on_where_a_call_was_made_not_where_it_was_waited_for(tmp_
     assert_path(opened(tmp_path, rows, (12, 10)), wanted)
 
 
-def test_an_enclosing_event_is_seen_through_those_inside(tmp_path):
+def test_critical_path_resolves_nested_events(tmp_path):
     """Sorted by start the enclosing event comes first: row 0 is the parent."""
     rows = [
         row(0, 0, 10, "io"),
@@ -189,7 +189,7 @@ def assert_whole(path, seconds):
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_where_clocks_disagree_the_path_still_ends(tmp_path, number, chance):
+def test_critical_path_terminates_if_clocks_disagree(tmp_path, number, chance):
     """Rows at random, in which most calls end before some that they need begin."""
     random = np.random.default_rng(chance.getrandbits(64))
     rows = []
@@ -204,7 +204,7 @@ def test_where_clocks_disagree_the_path_still_ends(tmp_path, number, chance):
     assert_whole(path_of(trace), 0.2)
 
 
-def test_a_step_that_is_not_there_is_refused(tmp_path):
+def test_critical_path_of_a_missing_step_is_rejected(tmp_path):
     trace = opened(tmp_path, [*PIPELINE, row(0, 20, 30, step=1)], (15, 12))
     with pytest.raises(ValueError, match=r"no events of step 7; the trace has steps 0 to \d$"):
         path_of(trace, 7)
@@ -214,7 +214,7 @@ def test_a_step_that_is_not_there_is_refused(tmp_path):
         path_of(trace, 1)
 
 
-def test_the_path_of_many_ranks_is_that_of_the_last_to_arrive(tmp_path):
+def test_critical_path_of_many_ranks_follows_the_last_arrivals(tmp_path):
     """It has a computation and a transfer in each slot of time."""
     side, slots = 6, 24
     trace = large(tmp_path / "large.h5", side, 2, slots)
@@ -235,7 +235,7 @@ def test_the_path_of_many_ranks_is_that_of_the_last_to_arrive(tmp_path):
 NAP = 0.2  # seconds of virtual time; all else takes microseconds
 
 
-def test_a_slow_layer_dominates_the_path(tmp_path):
+def test_slow_layer_dominates_the_critical_path(tmp_path):
     def nap(recorder, name):
         slow = recorder.layer == 5 and recorder.phase == "backward" and recorder.step == 1
         return NAP if slow and name == "gelu" else 0
@@ -259,7 +259,7 @@ def test_a_slow_layer_dominates_the_path(tmp_path):
     assert_whole(path, whole * 1e-9)
 
 
-def test_one_slow_rank_is_on_the_path(tmp_path):
+def test_slow_rank_is_on_the_critical_path(tmp_path):
     def nap(recorder, name):
         slow = recorder.layer == 2 and recorder.phase == "forward" and recorder.step == 1
         return NAP if slow and recorder.rank == 3 and name == "gelu" else 0

@@ -43,7 +43,7 @@ LEVELS = [
 
 
 @pytest.mark.parametrize(("op", "nbytes", "on_card"), LEVELS)
-def test_a_card_carries_what_one_member_a_host_would(tmp_path, op, nbytes, on_card):
+def test_nic_traffic_of_a_collective_counts_one_member_per_host(tmp_path, op, nbytes, on_card):
     rows, pairs = crossings(tmp_path, together(op, nbytes))
     for host in "ab":
         found = rows[host]
@@ -55,19 +55,19 @@ def test_a_card_carries_what_one_member_a_host_would(tmp_path, op, nbytes, on_ca
     assert pairs["a", "a"] == pytest.approx(2 * nbytes / 3)
 
 
-def test_one_rank_a_host_receives_all_by_the_card(tmp_path):
+def test_nic_carries_all_bytes_with_one_rank_per_host(tmp_path):
     rows, _ = crossings(tmp_path, together("all_reduce", 6000), hosts=list("abcd"))
     assert [row["on_cards"] for row in rows.values()] == pytest.approx([6000] * 4)
 
 
-def test_groups_with_unequal_ranks_go_rank_by_rank(tmp_path):
+def test_groups_with_unequal_ranks_per_host_use_flat_collectives(tmp_path):
     """Rank 1 is alone on host a, ranks 2 and 3 are on b: b sends rank 1 all, and gets half."""
     rows, _ = crossings(tmp_path, together("all_gather", 2000, group=3))
     assert rows["a"]["on_cards"] == pytest.approx(2000)
     assert rows["b"]["on_cards"] == pytest.approx(2 * 1000)
 
 
-def test_what_stays_on_a_host_is_not_on_its_card(tmp_path):
+def test_traffic_inside_a_host_is_not_on_the_nic(tmp_path):
     rows, pairs = crossings(tmp_path, together("all_reduce", 4000, group=1))
     assert rows["a"] | {"bytes": 8000.0} == rows["a"]
     assert [(row["calls"], row["crossing"], row["on_cards"]) for row in rows.values()] == [
@@ -77,7 +77,7 @@ def test_what_stays_on_a_host_is_not_on_its_card(tmp_path):
     assert pairs == {("a", "a"): 8000}
 
 
-def test_a_message_counts_where_it_is_received(tmp_path):
+def test_message_between_hosts_counts_on_the_receiving_host(tmp_path):
     rows = [
         call(0, "send", 1, 2, 0, group=2, peer=2, bytes=700),
         call(2, "recv", 1, 3, 0, group=2, peer=0, bytes=700),
@@ -88,18 +88,18 @@ def test_a_message_counts_where_it_is_received(tmp_path):
 
 
 @pytest.mark.parametrize(("op", "on_cards"), [("broadcast", (0, 4000)), ("reduce", (4000, 0))])
-def test_a_block_with_a_root_crosses_once_a_host(tmp_path, op, on_cards):
+def test_rooted_collective_crosses_once_per_host(tmp_path, op, on_cards):
     rows = together(op, 4000, peer=0)
     rows[0]["bytes"] = 0 if op == "broadcast" else 4000
     found, _ = crossings(tmp_path, rows)
     assert tuple(row["on_cards"] for row in found.values()) == on_cards
 
 
-def test_one_host_has_no_such_table(tmp_path):
+def test_single_host_has_no_crossing_table(tmp_path):
     assert crossings(tmp_path, together("all_gather", 3000), hosts=["a"] * 4) == ({}, {})
 
 
-def test_it_is_in_the_report_with_a_picture(tmp_path):
+def test_report_has_a_table_and_chart_of_traffic_between_hosts(tmp_path):
     rows, steps = together("all_gather", 3000), {(rank, 0): (0, 1000) for rank in range(4)}
     with by_hand(tmp_path / "t.h5", rows, steps, GROUPS, HOSTS) as trace:
         run = analyze_run(trace)

@@ -71,7 +71,7 @@ def opened(tmp_path):
         yield found
 
 
-def test_the_load_of_every_step_and_layer(opened):
+def test_router_rows_by_step_and_layer(opened):
     even, step = router_rows(loads_of(opened))
     same = {"layer": 1, "highest": 1, "lowest": 1, "fullest": 0, "dropped": 0, "empty": 0}
     assert even == pytest.approx({"step": 0, **same, "balance_loss": 0.01, "z_loss": 0.005})
@@ -81,7 +81,7 @@ def test_the_load_of_every_step_and_layer(opened):
     assert step == pytest.approx(expected)
 
 
-def test_the_load_of_every_expert_over_some_steps(opened):
+def test_expert_rows_over_selected_steps(opened):
     loads = loads_of(opened)
     first, second, _, last = expert_rows(loads.of(np.array([1])))
     keys = ("layer", "expert", "share", "load", "dropped", "empty")
@@ -96,7 +96,7 @@ def test_the_load_of_every_expert_over_some_steps(opened):
     )
 
 
-def test_the_exchanges_of_experts_alone(opened):
+def test_exchange_rows_list_only_dispatch_and_combine(opened):
     calls = calls_of(Steady(opened))
     keys = ("axis", "phase", "what", "calls", "bytes", "blocked_s", "wait_s", "transfer_s")
     expected = [
@@ -110,7 +110,7 @@ def test_the_exchanges_of_experts_alone(opened):
     assert exchange_rows(calls, timed=False) == [dict(zip(keys[:5], row)) for row in expected]
 
 
-def test_what_an_imbalance_cost(opened):
+def test_cost_row_of_an_expert_imbalance(opened):
     steady = Steady(opened)
     loads = loads_of(opened).of(steady.steps["step"])
     lost = {"slots": 24, "highest": 2, "dropped": 0.25, "dropped_even": 0}
@@ -121,14 +121,14 @@ def test_what_an_imbalance_cost(opened):
     assert cost_row(steady, loads) == pytest.approx(lost | dict.fromkeys(waits))
 
 
-def test_without_a_configuration_slots_are_not_known(opened):
+def test_expert_capacity_is_unknown_without_a_configuration(opened):
     loads = loads_of(opened)._replace(slots=None)
     cost = cost_row(Steady(opened), loads)
     assert cost["dropped"] == 0.125 and cost["empty"] is cost["empty_flop"] is None
     assert "empty" not in router_rows(loads)[0] and expert_rows(loads)[0]["empty"] is None
 
 
-def test_a_run_on_threads(tmp_path):
+def test_expert_exchange_bytes_of_a_threaded_run_match_the_formula(tmp_path):
     """What ranks exchange is the formula: 4 (1 - 1/2) of E C S h' a microbatch and layer."""
     layout = MODEL | {"mesh__d": 2, "parallel__microbatches": 2, "train__dtype": "float32"}
     with traces.opened(traces.trained(tmp_path / "run", 4, **layout)) as found:
@@ -141,6 +141,6 @@ def test_a_run_on_threads(tmp_path):
     assert sum(row["bytes"] for row in rows) == 4 * (1 - 1 / 2) * slots * sequences * hidden * 4
 
 
-def test_a_dense_run_has_no_loads(tmp_path):
+def test_dense_run_has_no_expert_loads(tmp_path):
     with traces.opened(traces.trained(tmp_path / "run", 1)) as found:
         assert loads_of(found) is None

@@ -7,7 +7,7 @@ from hpc3d.analyze.metrics.intervals import before, in_common, merged
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_stretches_of_time_as_sets_of_numbers(number, chance):
+def test_interval_functions_agree_with_sets_of_integers(number, chance):
     random = np.random.default_rng(chance.getrandbits(64))
     sets, unions = [], []
     for _ in range(2):
@@ -25,7 +25,7 @@ def test_stretches_of_time_as_sets_of_numbers(number, chance):
     assert in_common(*unions) == len(sets[0] & sets[1])
 
 
-def test_no_stretches_of_time():
+def test_empty_intervals_have_no_overlap():
     nothing = merged(np.array([], int), np.array([], int))
     assert in_common(nothing, (np.array([3]), np.array([5]))) == 0
     assert in_common((np.array([3]), np.array([5])), nothing) == 0

@@ -12,7 +12,7 @@ from hpc3d.trace.merge import merge
 from tests.analyze.report.by_hand import reported, write_run
 
 
-def test_what_runs_differ_in_is_said_before_they_are_compared(tmp_path, capsys):
+def test_report_lists_configuration_differences_before_the_comparison(tmp_path, capsys):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", scheme="1d")
     three, flat = "3d along m n, x=2 y=2", "1d, x=2 y=2"
     scheme = {"parallel.scheme": f'"3d" in {three}; "1d" in {flat}'}
@@ -48,7 +48,7 @@ def test_what_runs_differ_in_is_said_before_they_are_compared(tmp_path, capsys):
     assert f"* train.batch: 192 in {three}; 96 in {flat}\n" in text
 
 
-def test_every_key_that_differs_is_told_in_its_group():
+def test_differing_keys_are_reported_by_group():
     texts = {
         "one": "[mesh]\nx = 2\n",
         "two": '[mesh]\nx = 2\nd = 2\n[parallel]\nkeep_dtype = "int8"\nzero = 1\n'
@@ -73,7 +73,7 @@ def test_every_key_that_differs_is_told_in_its_group():
     ]
 
 
-def test_a_value_that_many_runs_have_is_that_of_the_others():
+def test_most_common_value_is_reported_as_all_others():
     traces = [_trace(f"seed = {seed}\n") for seed in (1, 2, 1, 1, 3, 2)]
     (text,) = differing(traces, [*"abcdef"], [{}] * 6)[WORK].values()
     assert text == "2 in b and f; 3 in e; 1 in all others"
@@ -84,7 +84,7 @@ def _trace(text):
     return SimpleNamespace(attrs=attrs, steps={"tokens": np.array([9])}, ranks={"host_id": None})
 
 
-def test_every_key_has_a_group():
+def test_every_configuration_key_has_a_group():
     groups = {key: group_of(key) for key in flat(Config())}
     of = {group: [key for key in groups if groups[key] == group] for group in (LAYOUT, EXECUTION)}
     assert {"seed", "model.kind", "data.path", "train.batch", "train.tf32"} <= groups.keys()

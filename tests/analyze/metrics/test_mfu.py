@@ -23,14 +23,14 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_utilisation(name):
+def test_mfu_matches_the_published_values(name):
     hidden, layers, batch, ranks, seconds, mfu = PUBLISHED[name]
     model = ModelConfig(hidden=hidden, layers=layers, sequence=2048)
     found = model_flops(model, batch, 51200) / (seconds * ranks * PEAK)
     assert 100 * found == pytest.approx(mfu, abs=0.3)
 
 
-def test_model_flops_are_those_of_the_products_one_by_one():
+def test_model_flops_equal_the_sum_over_single_products():
     """qkv, projection, two of the MLP, q k', p v; the head; three times: forward and backward."""
     h, s, layers, batch, v = 8, 6, 3, 5, 11
     products = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
@@ -61,7 +61,7 @@ def small(folder, name, **values):
 
 
 @pytest.mark.parametrize("name", strided(RUNS, 3))
-def test_recorded_and_model_flops_are_equal(tmp_path, name):
+def test_recorded_flops_equal_model_flops(tmp_path, name):
     trace = small(tmp_path, name)
     found = efficiency_row(trace)
     assert found["recorded_flop"] == pytest.approx(found["model_flop"], rel=1e-12)
@@ -71,7 +71,7 @@ def test_recorded_and_model_flops_are_equal(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["1d", "3d"])
-def test_the_padding_of_the_vocabulary_is_recorded_and_not_of_the_model(tmp_path, name):
+def test_vocabulary_padding_counts_in_recorded_flops_not_model_flops(tmp_path, name):
     found = efficiency_row(small(tmp_path, name, vocabulary=17))
     model, padded = config_of(1, model__layers=2).model, {"1d": 18, "3d": 20}[name]
     assert found["model_flop"] == model_flops(model, 24, 17)
@@ -82,7 +82,7 @@ def gemm(start, flops, **values):
     return row(0, start, start + 1, flops=flops, layer=-1, **values)
 
 
-def test_utilisation_is_of_the_median_step_of_the_slowest_rank(tmp_path):
+def test_utilization_uses_the_median_step_of_the_slowest_rank(tmp_path):
     """Steps of 5, 2 and 3 s on rank 0 and of 1 s on rank 1; 8 of 12 flop are in products."""
     rows = [
         gemm(0, 3.0),
@@ -109,7 +109,7 @@ def test_utilisation_is_of_the_median_step_of_the_slowest_rank(tmp_path):
     assert found["mfu"] == pytest.approx(flop / 3 / (2 * 5))
 
 
-def test_a_vocabulary_that_the_tokenizer_chose_is_seen_in_the_head(tmp_path):
+def test_vocabulary_size_is_inferred_from_the_head_product(tmp_path):
     """2 B s h V = 2 * 24 * 4 * 8 * 40; products of layers and of backward passes are others."""
     head = 2.0 * 24 * 4 * 8 * 40
     rows = [
@@ -127,7 +127,7 @@ def test_a_vocabulary_that_the_tokenizer_chose_is_seen_in_the_head(tmp_path):
     "config",
     ["", "who = knows", "parallel = 3", "[trace]\nclock = []", "[parallel]\nsplit = { q = 'x' }"],
 )
-def test_without_a_configuration_the_model_is_not_known(tmp_path, config):
+def test_model_flops_are_unknown_without_a_configuration(tmp_path, config):
     trace = by_hand(tmp_path / "trace.h5", [gemm(0, 6.0)], {(0, 0): (0, 10)}, config=config)
     assert configuration(trace) is None and one_time(trace)
     assert layout_of(trace).label == "synthetic, 1 rank"

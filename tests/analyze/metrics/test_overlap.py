@@ -25,7 +25,7 @@ PIPELINE = {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, PIPELINE])
-def test_sums_that_overlap_are_less_exposed(more, tmp_path):
+def test_overlapped_gradient_reduction_is_less_exposed(more, tmp_path):
     """A backward pass of a layer takes as long as 4 all-reduces."""
 
     def nap(recorder, name):

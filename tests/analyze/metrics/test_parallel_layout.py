@@ -37,7 +37,7 @@ FLAT = {"x": 2, "y": 2, "z": 1}
         ),
     ],
 )
-def test_only_what_is_used_is_named(tmp_path, sizes, settings, label, family):
+def test_layout_label_names_only_the_axes_in_use(tmp_path, sizes, settings, label, family):
     mesh = dict.fromkeys("pdxyz", 1) | sizes
     values = {f"mesh__{axis}": size for axis, size in mesh.items()}
     values |= {f"parallel__{key}": value for key, value in settings.items()}
@@ -52,13 +52,13 @@ def test_only_what_is_used_is_named(tmp_path, sizes, settings, label, family):
     assert (found.label, found.family) == (label, family)
 
 
-def test_a_configuration_may_leave_its_schedule_out(tmp_path):
+def test_layout_label_of_a_configuration_without_a_schedule(tmp_path):
     text = {"config": "[train]\nsteps = 3\n", "axes": "p x", "axis_sizes": [2, 1]}
     steps = {(0, 0): (0, 10)}
     with by_hand(tmp_path / "t.h5", [row(0, 0, 1)], steps, hosts=["a", "a"], **text) as trace:
         assert layout_of(trace).label == "pipeline, p=2"
 
 
-def test_without_a_configuration_the_run_has_its_name(tmp_path):
+def test_layout_label_without_a_configuration_is_the_run_name(tmp_path):
     with by_hand(tmp_path / "t.h5", [row(0, 0, 1)], {(0, 0): (0, 10)}) as trace:
         assert layout_of(trace).label == "synthetic, 1 rank"

@@ -53,7 +53,7 @@ def run(request, tmp_path_factory):
         return StepPasses(recorded), *instruction_streams(name, stages, micros, chunks), along_x
 
 
-def test_a_stage_is_seen_to_run_its_stream(run):
+def test_stages_execute_the_instruction_streams_of_the_schedule(run):
     passes, given, _, along_x = run
     assert passes.ranks == dict.fromkeys(range(len(given)), along_x)
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def test_a_stage_is_seen_to_run_its_stream(run):
         assert [[what for *_, what in row] for row in rows] == [list(whole(one)) for one in given]
 
 
-def test_passes_come_one_after_the_other_and_after_what_they_need(run):
+def test_passes_are_sequential_and_start_after_their_dependencies(run):
     passes, _, placement, _ = run
     for step in range(STEPS):
         rows = passes.measured(step)
@@ -78,7 +78,7 @@ def test_passes_come_one_after_the_other_and_after_what_they_need(run):
                 assert all(ends[need] <= start for need in placement.needs(stage, what))
 
 
-def test_in_flight_are_as_many_as_the_schedule_says(run):
+def test_microbatches_in_flight_match_the_schedule(run):
     passes, given, _, _ = run
     wanted = {stage: in_flight(stream).activations for stage, stream in enumerate(given)}
     for step in range(STEPS):
@@ -88,7 +88,7 @@ def test_in_flight_are_as_many_as_the_schedule_says(run):
 @pytest.mark.parametrize(
     ("stages", "micros"), [(2, 4), (3, 3), pytest.param(4, 6, marks=pytest.mark.slow)]
 )
-def test_an_asynchronous_schedule_runs_on_from_step_to_step(tmp_path, stages, micros):
+def test_asynchronous_schedule_continues_across_steps(tmp_path, stages, micros):
     sizes = {"mesh__p": stages, "parallel__microbatches": micros}
     folder = trained(tmp_path / "run", stages, parallel__schedule="pipedream-2bw", **sizes)
     given, _ = instruction_streams("pipedream-2bw", stages, micros, steps=STEPS)
@@ -105,7 +105,7 @@ def test_an_asynchronous_schedule_runs_on_from_step_to_step(tmp_path, stages, mi
     assert idle[2][0] > 0, "drains at the end of the run"
 
 
-def test_an_ideal_clock_shows_what_other_steps_do_meanwhile(tmp_path):
+def test_simulated_panel_includes_passes_of_adjacent_steps(tmp_path):
     sizes = {"mesh__p": 3, "parallel__microbatches": 4}
     folder = trained(tmp_path / "run", 3, parallel__schedule="pipedream-2bw", **sizes)
     with opened(folder) as recorded:
@@ -118,7 +118,7 @@ def test_an_ideal_clock_shows_what_other_steps_do_meanwhile(tmp_path):
         assert (row[0].start, row[-1].end) == (0, end)
 
 
-def test_microbatches_on_one_stage_are_observed_too(tmp_path):
+def test_microbatches_on_a_single_stage_are_measured(tmp_path):
     folder = trained(tmp_path / "run", 1, parallel__microbatches=3)
     with opened(folder) as recorded:
         (row,), panels = pipeline_of_step(recorded, 2)
@@ -126,7 +126,7 @@ def test_microbatches_on_one_stage_are_observed_too(tmp_path):
     assert row["idle_share_simulated"] == pytest.approx(0, abs=1e-9) and len(panels) == 2
 
 
-def test_a_run_without_stages_and_microbatches_is_no_pipeline(tmp_path):
+def test_run_without_stages_and_microbatches_has_no_pipeline_table(tmp_path):
     folder = trained(tmp_path / "run", 2, mesh__x=2)
     with opened(folder) as recorded:
         assert pipeline_of_step(recorded, 1) == ([], [])
@@ -137,7 +137,7 @@ def rows_of(*stages):
     return [[(*span, parse(text)) for text, span in row.items()] for row in stages]
 
 
-def test_a_slow_pass_does_not_count_as_usual():
+def test_simulated_pass_costs_are_medians_that_ignore_an_outlier():
     config = config_of(2, mesh__p=2, parallel__microbatches=3)
     rows = rows_of(
         {"F0": (0, 1), "F1": (1, 2), "BW0": (9, 11), "F2": (11, 20), "BW1": (20, 22)},
@@ -147,6 +147,6 @@ def test_a_slow_pass_does_not_count_as_usual():
     assert simulated(config, 1, rows).cost == pytest.approx((2, 3.5, 0, 0))
 
 
-def test_idle_is_what_lacks_until_the_last_stage_is_done():
+def test_idle_share_counts_until_the_last_stage_finishes():
     rows = rows_of({"F0": (0, 2)}, {"F0": (2, 3), "BW0": (3, 5)}, {})
     assert idle_shares(rows) == pytest.approx({0: 0.6, 1: 0.4, 2: 1})

@@ -29,7 +29,7 @@ def path(tmp_path):
     return path
 
 
-def test_a_prediction_is_beside_its_measurement(path):
+def test_prediction_table_lists_predicted_and_measured_values(path):
     with trace.open(path) as opened:
         rows = prediction_rows(opened)
         shown = analyze_run(opened).tables["prediction"]
@@ -40,12 +40,12 @@ def test_a_prediction_is_beside_its_measurement(path):
     ]
 
 
-def test_without_a_prediction_there_is_no_table(tmp_path):
+def test_trace_without_a_prediction_has_no_prediction_table(tmp_path):
     with small(tmp_path / "trace.h5") as opened:
         assert prediction_rows(opened) == []
 
 
-def test_processor_time_is_not_that_of_a_step(tmp_path, path):
+def test_cpu_time_is_not_compared_with_a_predicted_step(tmp_path, path):
     with small(tmp_path / "other.h5", config='[trace]\nclock = "cpu"\n') as opened:
         assert prediction_rows(opened) == []
     columns = {"quantity": ["step_s"], "stage": [-1], "rank": [-1], "step": [-1], "value": [1.0]}

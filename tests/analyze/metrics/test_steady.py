@@ -32,7 +32,7 @@ def run_of(path, steps, **attributes):
         ),
     ],
 )
-def test_the_first_step_is_left_out_where_there_are_others(tmp_path, steps, kept, said):
+def test_averages_skip_the_first_step_if_there_are_others(tmp_path, steps, kept, said):
     with run_of(tmp_path / "t.h5", steps) as trace:
         steady = Steady(trace)
         assert slowest_seconds(steady).tolist() == pytest.approx([each * 1e-3 for each in kept])
@@ -41,7 +41,7 @@ def test_the_first_step_is_left_out_where_there_are_others(tmp_path, steps, kept
         assert len(trace.steps) == 2 * len(steps)
 
 
-def test_no_mean_of_a_report_has_it(tmp_path):
+def test_report_means_exclude_the_first_step(tmp_path):
     with run_of(tmp_path / "t.h5", [0, 1, 2]) as trace:
         found = analyze_run(trace).tables
     assert (found["step"][0]["step_s_max"], found["step"][0]["steps"]) == (pytest.approx(0.01), 2)
@@ -52,7 +52,7 @@ def test_no_mean_of_a_report_has_it(tmp_path):
     assert [each["step"] for each in found["loss"]] == [0, 1, 2]
 
 
-def test_the_first_step_can_be_drawn(tmp_path):
+def test_first_step_can_be_selected_for_the_timeline(tmp_path):
     with run_of(tmp_path / "t.h5", [0, 1, 2]) as trace:
         assert analyze_run(trace).step == 1
         assert sum(each["seconds"] for each in analyze_run(trace, step=0).tables["path"]) == (
@@ -60,6 +60,6 @@ def test_the_first_step_can_be_drawn(tmp_path):
         )
 
 
-def test_a_simulated_step_does_not_warm_up(tmp_path):
+def test_simulated_step_has_no_warmup(tmp_path):
     with run_of(tmp_path / "t.h5", [0], kind="simulated") as trace:
         assert averaged(Steady(trace)) == "of the simulated step"

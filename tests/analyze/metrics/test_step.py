@@ -12,7 +12,7 @@ def outside(name, start, dur):
     return event("F0", start, dur, step=-1, name=name, category=IO)
 
 
-def test_the_time_between_steps_is_counted_by_name(tmp_path):
+def test_time_between_steps_is_counted_by_event_name(tmp_path):
     """Two ranks; rank 0 takes two snapshots, rank 1 one."""
     events = {
         0: [event("F0", 0, 10), outside(0, 60, 2), outside(0, 70, 4)],
@@ -26,7 +26,7 @@ def test_the_time_between_steps_is_counted_by_name(tmp_path):
     assert found == pytest.approx([1.5, 4e-3, 6e-3, 6e-3])
 
 
-def test_without_any_there_is_no_row(tmp_path):
+def test_between_rows_are_empty_without_events_outside_steps(tmp_path):
     with opened(by_hand(tmp_path, {0: [event("F0", 0, 10)]})) as trace:
         assert between_rows(trace) == []
 
@@ -41,6 +41,6 @@ def test_without_any_there_is_no_row(tmp_path):
         (None, []),
     ],
 )
-def test_curves_that_are_alike_are_said_to_be(far, said):
+def test_equal_loss_curves_are_reported(far, said):
     rows = [{"run": name, "loss": 3.0, "loss_difference": far} for name in "ab"]
     assert equal_curves(rows) == said

@@ -22,24 +22,24 @@ def alike(ranks, steps, seed):
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 19), (8, 4), (8, 19), (64, 3), (64, 19)])
-def test_where_all_ranks_are_alike_hardly_ever_is_one_named(ranks, steps):
+def test_identical_ranks_rarely_yield_a_straggler(ranks, steps):
     named = [straggler(alike(ranks, steps, seed), STEP) is not None for seed in range(400)]
     assert np.mean(named) <= CHANCE
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 19), (8, 4), (8, 19), (64, 3), (64, 19)])
-def test_a_rank_that_is_slower_than_all_scatter_is_named(ranks, steps):
+def test_rank_slower_than_the_scatter_is_a_straggler(ranks, steps):
     work = alike(ranks, steps, 0)
     work[ranks - 1] += 0.5
     assert straggler(work, STEP) == ranks - 1
 
 
-def test_ranks_that_do_the_same_to_the_last_bit_are_no_stragglers():
+def test_identical_times_yield_no_straggler():
     assert straggler(np.full((4, 19), 0.5), STEP) is None
 
 
 @pytest.mark.parametrize(("more", "named"), [(LEAST * 1.01, 3), (LEAST * 0.99, None)])
-def test_a_difference_that_costs_nothing_is_none(more, named):
+def test_negligible_difference_yields_no_straggler(more, named):
     """However certain it is."""
     work = np.full((4, 19), 0.5)
     work[3] += more * STEP
@@ -47,7 +47,7 @@ def test_a_difference_that_costs_nothing_is_none(more, named):
 
 
 @pytest.mark.parametrize(("steps", "named"), [(3, None), (4, 1), (5, 1)])
-def test_so_few_steps_tell_nothing(steps, named):
+def test_straggler_requires_enough_steps(steps, named):
     """Of 4 ranks one is the slowest in 3 of 3 steps by chance in 4 of 64 cases."""
     work = np.full((4, steps), 0.5)
     work[1] += 0.1
@@ -57,11 +57,11 @@ def test_so_few_steps_tell_nothing(steps, named):
 @pytest.mark.parametrize(
     ("ranks", "steps"), [(1, 5), (4, 0)], ids=["one rank", "no step of all ranks"]
 )
-def test_nothing_to_compare(ranks, steps):
+def test_straggler_requires_ranks_and_common_steps(ranks, steps):
     assert straggler(np.ones((ranks, steps)), STEP) is None
 
 
-def test_the_bound_is_one_of_the_binomial_distribution():
+def test_straggler_chance_bounds_the_binomial_tail():
     assert chance(3, 3, 4) == pytest.approx(4 * 4**-3)
     assert chance(5, 20, 4) == chance(0, 20, 4) == 1.0
     for count in range(6, 21):
@@ -84,7 +84,7 @@ def run_of(path, slow=0):
 
 
 @pytest.mark.parametrize(("slow", "named"), [(0, []), (20, [1])])
-def test_the_table_names_it(tmp_path, slow, named):
+def test_straggler_table_marks_the_slow_rank(tmp_path, slow, named):
     calls = calls_of(run_of(tmp_path / "t.h5", slow))
     odd = [40 + 5 * (step % 2) for step in range(6)]
     even = [45 - 5 * (step % 2) + slow for step in range(6)]

@@ -104,7 +104,7 @@ def opened(path, rows, end=1000, **values):
 
 
 @pytest.mark.parametrize("name", MEETINGS)
-def test_a_meeting(tmp_path, name):
+def test_wait_and_transfer_time_of_single_calls(tmp_path, name):
     what, *members = MEETINGS[name]
     calls = calls_of(opened(tmp_path, rows_of(what, members)))
     found = zip(calls.rank, calls.wait, calls.blocked - calls.wait, calls.violation, calls.by)
@@ -127,14 +127,14 @@ def everything(tmp_path):
     return opened(tmp_path, rows)
 
 
-def test_meetings_are_told_apart_by_group_and_number(everything):
+def test_calls_are_matched_by_group_and_sequence_number(everything):
     calls = calls_of(everything)
     assert len(calls.first) == len(MEETINGS) and incomplete(calls) == 0
     wanted = sum(member[4] for _, *members in MEETINGS.values() for member in members)
     assert calls.wait.sum() == wanted * 10**6
 
 
-def test_wait_and_transfer_are_the_blocked_time(everything):
+def test_wait_and_transfer_add_up_to_blocked_time(everything):
     events, rows = everything.events, wait_rows(calls_of(everything))
     for each in rows:
         assert each["wait_s"] + each["transfer_s"] == pytest.approx(each["blocked_s"], rel=1e-12)
@@ -153,7 +153,7 @@ def test_wait_and_transfer_are_the_blocked_time(everything):
     assert sum(each["violations"] for each in rows) == 4
 
 
-def test_stragglers_are_ranked_by_the_waits_of_others(everything):
+def test_stragglers_are_ranked_by_imposed_wait(everything):
     rows = straggler_rows(calls_of(everything))
     imposed, waited = np.zeros(3), np.zeros(3)
     for _, *members in MEETINGS.values():
@@ -172,7 +172,7 @@ def test_stragglers_are_ranked_by_the_waits_of_others(everything):
     assert sum(each["meetings"] for each in rows) == len(everything.events)
 
 
-def test_the_two_directions_of_a_channel_are_two(tmp_path):
+def test_opposite_directions_of_a_channel_are_separate_messages(tmp_path):
     """Both ranks send message 0 to each other before they receive."""
     rows = [
         call(0, "send", 0, 1, 0, group=2, peer=1),
@@ -186,7 +186,7 @@ def test_the_two_directions_of_a_channel_are_two(tmp_path):
     assert calls.wait.sum() == 0 and incomplete(calls) == 0
 
 
-def test_a_sender_numbers_its_messages_to_each_receiver(tmp_path):
+def test_messages_are_numbered_per_receiver(tmp_path):
     """Message 0 to rank 1 and message 0 to rank 2."""
     rows = [
         call(0, "send", 0, 1, 0, peer=1),
@@ -208,7 +208,7 @@ CALLED_EARLY = {
 
 
 @pytest.mark.parametrize("name", CALLED_EARLY)
-def test_a_broadcast_waits_when_it_is_called(tmp_path, name):
+def test_broadcast_wait_starts_at_the_call(tmp_path, name):
     """Rank 1 is the root; all compute for half a millisecond or more between call and wait."""
     rows, members = [], CALLED_EARLY[name]
     for rank, called, free, begin, end, *_ in members:
@@ -235,7 +235,7 @@ def test_a_broadcast_waits_when_it_is_called(tmp_path, name):
     assert collective["count"] == 1
 
 
-def test_other_calls_are_no_waits(tmp_path):
+def test_copies_into_shared_blocks_are_not_waits(tmp_path):
     """A block that is written where its peers can read it is copied, however late these are."""
     rows = [row(0, 1, 3, "copy", op="all_gather", group=1), row(0, 3, 4)]
     rows += [call(0, "all_gather", 4, 9, 0, group=1, posted=1)]
@@ -244,14 +244,14 @@ def test_other_calls_are_no_waits(tmp_path):
     assert calls.ending.all() and calls.wait.tolist() == [4_000_000, 0]
 
 
-def test_a_missing_member_is_counted(tmp_path):
+def test_call_with_a_missing_member_is_incomplete(tmp_path):
     what, *members = MEETINGS["all wait for the last"]
     calls = calls_of(opened(tmp_path, rows_of(what, members[::2])))
     assert incomplete(calls) == 1
     assert calls.wait.tolist() == [1_000_000, 0], "until the last of those that are known"
 
 
-def test_only_completed_steps_count_but_all_arrivals_are_seen(tmp_path):
+def test_waits_count_in_completed_steps_but_use_all_arrivals(tmp_path):
     """The last to arrive never completed its step."""
     rows = [
         call(0, "all_gather", 2, 9, 0, group=1),
@@ -265,14 +265,14 @@ def test_only_completed_steps_count_but_all_arrivals_are_seen(tmp_path):
     assert straggler_rows(calls)[0]["imposed_s"] == pytest.approx(5e-3)
 
 
-def test_a_peer_that_does_not_exist_is_refused(tmp_path):
+def test_peer_out_of_range_is_rejected(tmp_path):
     rows = rows_of(None, MEETINGS["late sender"][1:])
     rows[0]["peer"] = 3
     with pytest.raises(ValueError, match="events/peer points outside"):
         calls_of(opened(tmp_path, rows))
 
 
-def test_many_ranks_wait_as_the_formula_says(tmp_path):
+def test_waits_of_many_ranks_match_the_formula(tmp_path):
     """[ranks along y, along x, slots]; the last of a group makes all others wait."""
     side, steps, slots = 6, 3, 20
     trace = large(tmp_path / "large.h5", side, steps, slots)
@@ -318,7 +318,7 @@ def slept(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("run") / "slept", 4, nap, **sizes)
 
 
-def test_a_rank_that_sleeps_is_named(slept):
+def test_sleeping_rank_is_the_first_straggler(slept):
     first, *others = straggler_rows(calls_of(slept))
     assert (first["rank"], first["host"]) == (2, "node2")
     assert first["imposed_s"] == pytest.approx(3 * NAP, abs=CLOSE)
@@ -326,7 +326,7 @@ def test_a_rank_that_sleeps_is_named(slept):
     assert first["wait_s"] < CLOSE
 
 
-def test_to_sleep_is_a_wait_of_others_and_no_transfer(slept):
+def test_sleep_counts_as_wait_of_other_ranks_not_as_transfer(slept):
     rows = wait_rows(calls_of(slept), ("layer", "phase", "axis"))
     there = {"layer": 1, "phase": "forward", "axis": "x"}
     (nap,) = (each for each in rows if there.items() <= each.items())

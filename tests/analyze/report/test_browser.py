@@ -89,7 +89,7 @@ def columns(page):
 
 
 @pytest.mark.parametrize("width", [400, 800, 1400])
-def test_the_page_is_as_wide_as_its_window(page, width):
+def test_page_fits_the_window_width(page, width):
     page.tab.set_viewport_size({"width": width, "height": 900})
     page.until(f"innerWidth === {width} && {DRAWN}")
     assert page.value("document.documentElement.scrollWidth") <= width
@@ -99,7 +99,7 @@ def test_the_page_is_as_wide_as_its_window(page, width):
         assert page.value(hidden) == 0
 
 
-def test_a_legend_leaves_place_for_its_plot_however_narrow(page):
+def test_legend_leaves_room_for_the_plot_in_narrow_windows(page):
     plots = "[...Bokeh.documents].flatMap(d => d.roots()).flatMap(root => [...root.references()])"
     plots += (
         ".filter(each => each.above?.some(part => part.type === 'Legend') && each.inner_width)"
@@ -123,7 +123,7 @@ def look_at(page, start, end):
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "wait"])
-def test_boxes_are_drawn_in_their_colours(page, kind):
+def test_timeline_boxes_have_the_colors_of_their_kind(page, kind):
     """Of the longest box of a kind, which is 0.84 of one row of four, every second pixel."""
     events = columns(page)
     left, right = ("start", "until") if kind == "wait" else ("until", "end")
@@ -149,7 +149,7 @@ def click_on_a_box(page):
     raise AssertionError("no box was hit")
 
 
-def test_a_click_shows_what_a_box_is(page):
+def test_click_on_a_box_shows_its_details(page):
     assert page.value(DETAILS) == "Click on a box to see its details."
     chosen, events = click_on_a_box(page), columns(page)
     (index,) = (each for each in chosen if events["rank"][each] == 2)  # of a call, all ranks' are
@@ -163,7 +163,7 @@ def test_a_click_shows_what_a_box_is(page):
     assert {"name", "when", "stage", "operation"} <= said.keys()
 
 
-def test_a_call_is_shown_with_those_that_belong_to_it(page):
+def test_selecting_a_call_highlights_it_on_all_members(page):
     events = columns(page)
     waited = np.flatnonzero(events["until"] > events["start"])
     index = int(waited[np.argmax((events["until"] - events["start"])[waited])])
@@ -190,7 +190,7 @@ def test_a_call_is_shown_with_those_that_belong_to_it(page):
         ("q=1", None),
     ],
 )
-def test_ranks_are_chosen(page, words, ranks):
+def test_timeline_ranks_can_be_filtered(page, words, ranks):
     page.tab.locator(".timeline input").fill("0")
     page.tab.locator(".timeline input").fill(words)
     events = columns(page)
@@ -207,7 +207,7 @@ def test_ranks_are_chosen(page, words, ranks):
     assert labels == [[place, str(rank)] for place, rank in enumerate(ranks)]
 
 
-def test_a_name_in_the_legend_hides_its_boxes(page):
+def test_click_on_a_legend_entry_hides_its_boxes(page):
     events = columns(page)
     these = events["kind"] == [*KINDS].index("forward")
     longest = np.where(these, events["end"] - events["until"], 0).argmax()
@@ -226,7 +226,7 @@ SEEN = """
 """
 
 
-def test_paper_gets_the_still_figures(page):
+def test_print_view_shows_the_static_figures(page):
     assert all(page.value(SEEN.format(".screen"))) and not any(page.value(SEEN.format(".paper")))
     page.tab.emulate_media(media="print")
     assert not any(page.value(SEEN.format(".screen"))) and all(page.value(SEEN.format(".paper")))
@@ -236,7 +236,7 @@ def test_paper_gets_the_still_figures(page):
     assert page.tab.pdf().startswith(b"%PDF")
 
 
-def test_without_scripts_the_still_figures_are_seen(browser, address):
+def test_static_figures_are_shown_without_javascript(browser, address):
     with opened(browser, java_script_enabled=False) as page:
         page.open(address)
         pictures = page.tab.locator(".paper")
@@ -245,7 +245,7 @@ def test_without_scripts_the_still_figures_are_seen(browser, address):
         assert not any(each.is_visible() for each in active)
 
 
-def test_the_check_itself_finds_requests_and_errors(browser, tmp_path):
+def test_browser_fixture_detects_requests_and_errors(browser, tmp_path):
     path = tmp_path / "bad.html"
     path.write_text("<img src='http://127.0.0.1:9/x.png'><script>lost()</script>")
     with opened(browser) as page:
@@ -255,7 +255,7 @@ def test_the_check_itself_finds_requests_and_errors(browser, tmp_path):
         assert len(page.complaints) >= 2
 
 
-def test_the_critical_path_is_drawn_and_its_button_hides_it(page):
+def test_button_toggles_the_critical_path(page):
     line = f"{MODEL}.renderers.find(each => each.name === 'path').visible"
     button = page.tab.get_by_role("button", name="critical path")
     assert page.value(line) and button.get_attribute("aria-pressed") == "true"
@@ -265,7 +265,7 @@ def test_the_critical_path_is_drawn_and_its_button_hides_it(page):
     assert "path=off" in page.tab.url
 
 
-def test_every_step_can_be_chosen(page):
+def test_every_step_can_be_selected(page):
     steps, shown = page.value(OTHER), page.value(STEP)
     assert len(steps) > 1 and shown in steps
     before = columns(page)["start"]
@@ -275,7 +275,7 @@ def test_every_step_can_be_chosen(page):
     assert not np.array_equal(columns(page)["start"], before)
 
 
-def test_the_address_makes_the_page_again(browser, address):
+def test_page_state_is_restored_from_the_url(browser, address):
     with opened(browser, color_scheme="light") as page:
         page.open(address)
         page.until(DRAWN)
@@ -298,7 +298,7 @@ def test_the_address_makes_the_page_again(browser, address):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_as_dark_as_the_system(browser, address, scheme):
+def test_page_follows_the_color_scheme_of_the_system(browser, address, scheme):
     with opened(browser, color_scheme=scheme) as page:
         page.open(address)
         page.until(DRAWN)
@@ -315,7 +315,7 @@ def test_the_page_is_as_dark_as_the_system(browser, address, scheme):
         assert f"theme={turned}" in page.tab.url
 
 
-def test_a_product_has_its_size_and_rate(page):
+def test_matrix_product_details_show_size_and_rate(page):
     names = page.value(f"{MODEL}.tags[0].names.name")
     index = page.value(
         f"(() => {{ const e = {EVENTS}.data; return e.name.findIndex("
@@ -330,7 +330,7 @@ def test_a_product_has_its_size_and_rate(page):
     assert 2 * m * n * k == page.value(f"{EVENTS}.data.flops[{index}]")
 
 
-def test_keys_go_from_box_to_box(page):
+def test_arrow_keys_move_between_boxes(page):
     page.tab.locator(".timeline .plot").focus()
     for key, rank in (("ArrowRight", 0), ("ArrowRight", 0), ("ArrowDown", 1), ("ArrowLeft", 1)):
         page.tab.keyboard.press(key)
@@ -341,7 +341,7 @@ def test_keys_go_from_box_to_box(page):
     assert page.value(width) == pytest.approx(before / 2)
 
 
-def test_a_table_sorts_searches_and_copies(page):
+def test_table_can_be_sorted_searched_and_copied(page):
     page.tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
     box = page.tab.locator("details.table[data-title='Time by rank']")
     head = box.get_by_role("button", name="rank", exact=True)
@@ -371,7 +371,7 @@ NAMELESS = """
 """
 
 
-def test_headings_are_in_order_and_controls_have_names(page):
+def test_headings_are_nested_and_controls_have_labels(page):
     levels = page.value(LEVELS)
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(after - before <= 1 for before, after in pairwise(levels))
@@ -382,7 +382,7 @@ def test_headings_are_in_order_and_controls_have_names(page):
     assert page.value("document.activeElement.className") == "skip"
 
 
-def test_the_pipeline_answers_to_the_mouse(page):
+def test_pipeline_chart_shows_details_under_the_mouse(page):
     page.tab.locator(".pipeline .screen").scroll_into_view_if_needed()
     page.until(DRAWN)
     left, top, width, height = place(page, ".pipeline .screen")
@@ -394,7 +394,7 @@ def test_the_pipeline_answers_to_the_mouse(page):
     raise AssertionError("no pass was hit")
 
 
-def test_runs_of_a_comparison_are_folded(browser, comparison):
+def test_runs_of_a_comparison_are_collapsed(browser, comparison):
     with opened(browser) as page:
         page.open(comparison)
         page.until(DRAWN)

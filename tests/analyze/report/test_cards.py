@@ -3,7 +3,7 @@
 from hpc3d.analyze.report import cards
 
 
-def test_the_memory_of_the_fullest_rank_is_that_at_one_time():
+def test_memory_card_shows_the_highest_simultaneous_peak():
     rows = [
         {"rank": 0, "parameter": 30, "activation": 50, "all": 60},
         {"rank": 1, "parameter": 20, "activation": 70, "all": 75},
@@ -13,7 +13,7 @@ def test_the_memory_of_the_fullest_rank_is_that_at_one_time():
     assert cards._memory([rows[0], rows[-1]]) == ("60B", "peak")
 
 
-def test_a_straggler_is_named_only_if_there_is_one():
+def test_straggler_card_names_a_rank_only_if_one_is_detected():
     rows = [{"rank": rank, "imposed_s": 0.003, "straggler": "no"} for rank in (1, 0)]
     assert cards._straggler(rows)[0] == "none"
     rows[1]["straggler"] = "yes"

@@ -13,7 +13,7 @@ from hpc3d.comm.mesh import WORLD
 from hpc3d.trace.schema import CATEGORY
 
 
-def test_a_matrix_of_many_ranks_is_summed_in_blocks():
+def test_traffic_matrix_of_many_ranks_is_binned():
     matrix = np.zeros((600, 600))
     matrix[0, 1] = matrix[2, 2] = 1e6
     matrix[599, 0] = 3e6
@@ -23,7 +23,7 @@ def test_a_matrix_of_many_ranks_is_summed_in_blocks():
     assert np.isnan(chart.values).sum() == 200**2 - 2
 
 
-def test_a_speedup_is_drawn_beside_the_ideal():
+def test_speedup_chart_includes_the_ideal_line():
     rows = [
         scaled("3d", 8, 1.0),
         scaled("1d", 8, 0.5),
@@ -38,7 +38,7 @@ def test_a_speedup_is_drawn_beside_the_ideal():
     }
 
 
-def test_every_series_begins_at_a_first_run_on_one_rank():
+def test_speedup_series_start_at_a_single_rank_baseline():
     rows = [scaled("", 1, 1.0), scaled("1d", 4, 2.0), scaled("3d", 8, 7.0, "weak")]
     assert charts.speedup(rows).lines == {
         "ideal": ([1, 4, 8], [1, 4, 8]),
@@ -47,7 +47,7 @@ def test_every_series_begins_at_a_first_run_on_one_rank():
     }
 
 
-def test_runs_that_are_no_series_have_no_speedup_figure():
+def test_unrelated_runs_have_no_speedup_chart():
     assert charts.speedup([scaled("3d", 8, 1.0), scaled("1d", 4, 0.5)]) is None
 
 
@@ -59,13 +59,13 @@ def loads(steps, layers):
     return ExpertLoads(np.arange(steps), np.arange(layers), chosen, chosen, losses, losses, None)
 
 
-def test_the_load_of_experts_is_drawn_by_step():
+def test_expert_load_map_by_step():
     chart = charts.expert_loads(loads(3, 2))
     assert chart.edges.tolist() == [0, 1, 2, 3] and [*chart.maps] == [0, 1]
     assert chart.maps[1].tolist() == [[1, 4, 1], [1, 0, 1], [1, 0, 1], [1, 0, 1]]
 
 
-def test_many_steps_are_means_and_many_layers_some_of_them():
+def test_expert_load_map_averages_steps_and_samples_layers():
     chart = charts.expert_loads(loads(601, 40))
     assert chart.edges.tolist() == [*range(0, 601, 3), 601]
     assert chart.maps[0][0, :2].tolist() == [2, 3] and chart.maps[0][0, -1] == 1
@@ -80,12 +80,12 @@ def scaled(layout, ranks, speedup, scaling="strong"):
     ("largest", "unit", "value"),
     [(300, "B", 300), (3e5, "kB", 300), (3e6, "MB", 3), (4e9, "GB", 4), (5e12, "TB", 5)],
 )
-def test_a_matrix_has_a_unit_of_its_size(largest, unit, value):
+def test_traffic_matrix_unit_depends_on_its_largest_value(largest, unit, value):
     chart = charts.traffic(np.array([[0, largest], [0, 0]]))
     assert (chart.unit, chart.values[0, 1]) == (f"{unit} per step", value)
 
 
-def test_time_by_phase_has_a_part_for_each_axis():
+def test_phase_chart_has_a_segment_per_axis():
     rows = [
         {"category": "compute", "phase": "forward", "axis": "", "seconds": 1.0},
         {"category": "comm", "phase": "forward", "axis": "x", "seconds": 0.5},
@@ -102,7 +102,7 @@ def test_time_by_phase_has_a_part_for_each_axis():
     assert len({color for color, _ in chart.parts.values()}) == 3
 
 
-def test_no_two_parts_of_a_step_have_one_colour():
+def test_segments_of_the_phase_chart_have_distinct_colors():
     parts = [
         {"category": category, "axis": ""} for category in (*CATEGORY, "unrecorded", "recorded")
     ]

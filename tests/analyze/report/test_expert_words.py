@@ -11,7 +11,7 @@ LOST = (
 )
 
 
-def test_what_was_lost_and_who_was_waited_for():
+def test_expert_summary_reports_losses_and_waits():
     assert in_words(COST) == (
         f"{LOST} In dispatch and combine, a rank waited 4.00 ms (4.0% of a step) on average,"
         " longest for rank 3, whose experts 4 to 7 had 1.25 times the mean load."
@@ -19,7 +19,7 @@ def test_what_was_lost_and_who_was_waited_for():
     assert "whose expert 4 had" in in_words(COST | {"experts": "4"})
 
 
-def test_what_is_not_known_is_not_said():
+def test_expert_summary_omits_unknown_values():
     assert in_words(COST | {"wait_s": None}) == LOST
     few = in_words(COST | {"wait_s": None, "empty": None})
     assert few == "25.0% of the routed tokens exceeded the capacity and were dropped."

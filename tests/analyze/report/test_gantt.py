@@ -29,7 +29,7 @@ def rgb(text):
     return pytest.approx([int(text[place : place + 2], 16) / 255 for place in (1, 3, 5)])
 
 
-def test_bars_lie_where_the_spans_are():
+def test_gantt_bars_match_the_spans():
     (panel,) = gantt([("measured", MEASURED)]).axes
     found = sorted((round(left, 6), round(right, 6)) for _, left, right, _ in bars(panel))
     assert found == sorted((start, end) for row in MEASURED for start, end, *_ in row)
@@ -38,7 +38,7 @@ def test_bars_lie_where_the_spans_are():
     assert low > high, "stage 0 is on top"
 
 
-def test_a_kind_has_its_colour_and_a_later_chunk_is_lighter():
+def test_gantt_color_depends_on_kind_and_chunk():
     rows = [[(0, 1, "F", "0"), (1, 2, "1F", "0"), (2, 3, "2F", "0"), (3, 4, "B", "0")]]
     (panel,) = gantt([("", rows)]).axes
     colors = [color for color, *_ in sorted(bars(panel), key=lambda bar: bar[1])]
@@ -48,18 +48,18 @@ def test_a_kind_has_its_colour_and_a_later_chunk_is_lighter():
     assert len(set(colors)) == 4
 
 
-def test_numbers_are_written_where_they_fit():
+def test_gantt_labels_appear_only_where_they_fit():
     (panel,) = gantt([("", MEASURED)]).axes
     assert sorted(text.get_text() for text in panel.texts) == ["0", "0", "0"]
 
 
-def test_messages_and_reductions_are_thin():
+def test_gantt_messages_and_reductions_are_thin():
     (panel,) = gantt([("", MEASURED)]).axes
     heights = {round(left, 6): round(height, 6) for _, left, _, height in bars(panel)}
     assert heights[1.0] == heights[4.5] < heights[0.0] / 2
 
 
-def test_panels_share_a_clock_and_one_legend():
+def test_gantt_panels_share_the_time_axis_and_a_legend():
     figure = gantt([("measured", MEASURED), ("simulated", spans(small()))])
     above, below = figure.axes
     assert above.get_xlim() == below.get_xlim() == (0.0, 9.0)
@@ -72,7 +72,7 @@ def small():
     return timeline(*instruction_streams("pipedream", 2, 2), Cost(1, 1, 1))
 
 
-def test_the_file_is_a_picture(tmp_path):
+def test_gantt_file_is_an_image_with_the_pass_colors(tmp_path):
     from matplotlib import rc_context
     from matplotlib.image import imread
 
@@ -86,7 +86,7 @@ def test_the_file_is_a_picture(tmp_path):
 
 
 @pytest.mark.slow
-def test_on_the_screen_panels_share_their_time_and_say_what_a_pass_is():
+def test_bokeh_panels_share_the_time_axis_and_label_passes():
     above, below = plot_bokeh.draw(Panels([("measured", MEASURED), ("ideal", MEASURED)])).children
     assert above.x_range is below.x_range
     assert [above.title.text, below.title.text] == ["measured", "ideal"]

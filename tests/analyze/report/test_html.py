@@ -91,14 +91,14 @@ def page(folder):
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_a_card_and_a_row(page):
+def test_evaluation_has_a_card_and_a_table_row(page):
     text = Reader(page).text
     assert "validation 2.5000 nat per token after step 1" in text
     assert "2.500000 12.1825 25.0% 96 500" in text
 
 
 @pytest.mark.slow
-def test_a_run_of_experts_has_a_section_and_another_has_none(page, tmp_path):
+def test_expert_section_appears_only_for_expert_models(page, tmp_path):
     assert "experts-1" not in page and "capacity was unused" not in Reader(page).text
     layout = {"mesh__e": 2, "model__layers": 2, "model__experts": 4, "model__capacity": 1.0}
     with trained(tmp_path / "run", 2, **layout) as opened:
@@ -120,7 +120,7 @@ def reported(opened, out):
     return (out / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_page_asks_for_nothing(page):
+def test_page_makes_no_network_requests(page):
     found = Reader(page).values
     addresses = [value for _, key, value in found if key in ("src", "href", "action", "poster")]
     assert all(value.startswith(("data:image/", "#")) for value in addresses)
@@ -131,18 +131,18 @@ def test_the_page_asks_for_nothing(page):
     assert "url(" not in style and "@import" not in style
 
 
-def test_the_page_is_light(page):
+def test_page_is_smaller_than_3_mb(page):
     assert len(page) < 3e6
 
 
-def test_every_link_has_its_target(page):
+def test_every_link_target_exists(page):
     found = Reader(page).values
     names = [value for _, key, value in found if key == "id"]
     assert len(names) == len(set(names))
     assert {value[1:] for _, key, value in found if key == "href"} <= {*names}
 
 
-def test_the_page_has_every_table_and_what_it_means(page):
+def test_page_has_every_table_with_its_definitions(page):
     text = Reader(page).text
     for spec in OF_A_RUN:
         if spec.rows_shown >= 0 and spec.name not in {*OF_EXPERTS, "copies"}:
@@ -152,7 +152,7 @@ def test_the_page_has_every_table_and_what_it_means(page):
         assert word in text or word == "12.5%"
 
 
-def test_the_page_has_every_picture_for_screen_and_paper(page, folder):
+def test_page_has_every_figure_for_screen_and_print(page, folder):
     names = {path.stem for path in (folder / "figures").iterdir()}
     assert {"loss", "timeline", "ranks", "phases", "path", "waits", "stragglers"} < names
     assert {"traffic", "traffic-p", "traffic-x", "pipeline", "memory"} < names
@@ -164,7 +164,7 @@ def test_the_page_has_every_picture_for_screen_and_paper(page, folder):
     assert (folder / "report.md").read_text().count("](figures/") == len(names)
 
 
-def test_the_numbers_that_one_looks_for_first(tmp_path):
+def test_summary_cards_of_a_small_run(tmp_path):
     with small(tmp_path / "trace.h5", config='name = "small"') as opened:
         run = analyze_run(opened, peak=1e12)
         found = {title: (value, note) for title, value, note in cards(run)}
@@ -180,7 +180,7 @@ def test_the_numbers_that_one_looks_for_first(tmp_path):
     assert "bubble" not in found
 
 
-def test_all_is_no_part_of_a_bar():
+def test_memory_chart_omits_the_total():
     rows = [
         {"rank": 0, "parameter": 30, "activation": 50, "all": 60},
         {"rank": 1, "parameter": 20, "activation": 70, "all": 75},
@@ -191,7 +191,7 @@ def test_all_is_no_part_of_a_bar():
 
 
 @pytest.mark.slow
-def test_names_in_a_trace_are_text(tmp_path):
+def test_names_from_the_trace_are_escaped(tmp_path):
     path = tmp_path / "trace.h5"
     small(path, run_id=HOSTILE, missing=HOSTILE, device=HOSTILE).close()
     with h5py.File(path, "r+") as file:
@@ -209,7 +209,7 @@ def test_names_in_a_trace_are_text(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_on_top(tmp_path):
+def test_missing_ranks_are_reported_at_the_top(tmp_path):
     with small(tmp_path / "trace.h5", missing="rank 7: no segment") as opened:
         text = Reader(reported(opened, tmp_path / "out")).text
     assert "The trace is incomplete. Missing: rank 7: no segment" in text
@@ -217,7 +217,7 @@ def test_what_is_missing_is_on_top(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trace_that_contradicts_itself_says_so(tmp_path):
+def test_inconsistent_trace_is_reported(tmp_path):
     late = {**ROWS[0], "t_start": ROWS[0]["t_start"] + 500_000_000}
     with small(tmp_path / "trace.h5") as sound, small(tmp_path / "two.h5", [late]) as other:
         assert "is inconsistent" not in reported(sound, tmp_path / "sound")
@@ -227,7 +227,7 @@ def test_a_trace_that_contradicts_itself_says_so(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_page_of_several_runs_has_a_section_each(tmp_path):
+def test_page_of_several_runs_has_a_section_per_run(tmp_path):
     with small(tmp_path / "one.h5") as one, small(tmp_path / "two.h5", run_id="two") as two:
         report = compare([one, two], [analyze_run(each) for each in (one, two)])
         report.differing["layout"]["mesh.<d>"] = "1 in one; 2 in two"
@@ -245,7 +245,7 @@ def test_a_page_of_several_runs_has_a_section_each(tmp_path):
 
 
 @pytest.mark.slow
-def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
+def test_cpu_time_report_omits_comparisons_between_ranks(tmp_path):
     with small(tmp_path / "trace.h5", config='[trace]\nclock = "cpu"\n') as opened:
         run = analyze_run(opened)
         report = compare([opened], [run])
@@ -275,7 +275,7 @@ def test_processor_time_shows_nothing_that_compares_ranks(tmp_path):
         }
 
 
-def test_processor_time_is_not_compared(tmp_path):
+def test_cpu_time_runs_are_not_compared(tmp_path):
     wall, processor = "", '[trace]\nclock = "cpu"\n'
     for place, configs in enumerate([(wall, processor), (wall, wall), (processor, processor)]):
         paths = [tmp_path / f"{place}-{number}.h5" for number in (1, 2)]
@@ -287,7 +287,7 @@ def test_processor_time_is_not_compared(tmp_path):
         assert told == [config == processor for config in configs]
 
 
-def test_processor_time_has_no_rates(tmp_path):
+def test_cpu_time_run_has_no_rates(tmp_path):
     config = '[trace]\nclock = "cpu"\n'
     with small(tmp_path / "trace.h5", config=config) as opened:
         tables = analyze_run(opened, peak=1e9).tables
@@ -297,7 +297,7 @@ def test_processor_time_has_no_rates(tmp_path):
     assert tables["efficiency"][0]["recorded_flop"] == 9e9
 
 
-def test_events_that_were_dropped_are_a_doubt(tmp_path):
+def test_dropped_events_are_reported(tmp_path):
     small(tmp_path / "trace.h5").close()
     with h5py.File(tmp_path / "trace.h5", "r+") as file:
         file["ranks/dropped"][1] = 7
@@ -312,18 +312,18 @@ def test_events_that_were_dropped_are_a_doubt(tmp_path):
     ("cores", "text"),
     [(0, None), (1, "1 for 2 ranks per host: ranks share cores"), (2, "2 for 2 ranks per host")],
 )
-def test_ranks_that_take_turns_are_told(tmp_path, cores, text):
+def test_ranks_that_share_cores_are_reported(tmp_path, cores, text):
     with small(tmp_path / "trace.h5", hosts=["a", "a"], cores=cores) as opened:
         found = analyze_run(opened).about.get("cores")
     assert (found and found[: len(text)]) == text
     assert not text or ("share cores" in found) == (cores == 1)
 
 
-def test_a_step_that_is_not_there_is_refused(tmp_path):
+def test_missing_step_is_rejected(tmp_path):
     with small(tmp_path / "trace.h5") as opened, pytest.raises(ValueError, match="step 5"):
         analyze_run(opened, step=5)
 
 
-def test_texts_become_paragraphs():
+def test_prose_converts_text_to_paragraphs():
     found = "<p>One <b>heading</b>\ngoes on.</p>\n<p>Two &lt;b&gt;.</p>"
     assert html.prose("One `heading`\ngoes on.\n\nTwo <b>.") == found

@@ -24,7 +24,7 @@ def chart(tmp_path_factory):
         return analyze_run(trace).timeline
 
 
-def test_times_and_names_come_back(chart):
+def test_packed_steps_preserve_times_and_names(chart):
     data = json.loads(json.dumps(packed([chart])))
     step = data["steps"][data["first"]]
     column = {key: unpacked(*data["pool"][place]) for key, place in step["columns"].items()}
@@ -35,6 +35,6 @@ def test_times_and_names_come_back(chart):
     assert column["rank"].tolist() == [*chart.events["rank"]]
 
 
-def test_a_column_that_several_steps_have_is_there_once(chart):
+def test_identical_columns_of_several_steps_are_stored_once(chart):
     once, twice = packed([chart]), packed([chart, chart._replace(step=chart.step + 1)])
     assert len(twice["steps"]) == 2 and len(twice["pool"]) == len(once["pool"])

@@ -49,7 +49,7 @@ def colors():
     return found
 
 
-def test_a_colour_has_one_meaning():
+def test_each_color_has_one_meaning():
     found = colors()
     found.pop("PALE")  # of unrecorded time
     assert len(found) > 40 and len({*found.values()}) == len(found)
@@ -58,7 +58,7 @@ def test_a_colour_has_one_meaning():
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
-def test_what_ranks_do_is_told_apart(sight):
+def test_work_colors_are_distinguishable_with_color_blindness(sight):
     seen = {
         name: lab(color, np.array(SIGHTS[sight]))
         for name, color in {**palette.WORK, "unrecorded": palette.UNRECORDED}.items()
@@ -68,7 +68,7 @@ def test_what_ranks_do_is_told_apart(sight):
 
 
 @pytest.mark.parametrize("ground", GROUNDS)
-def test_colours_are_seen_on_the_ground_of_the_page(ground):
+def test_colors_contrast_with_the_page_background(ground):
     seen = {name: contrast(color, ground) for name, color in colors().items()}
     assert min(seen.values()) > 1.1, min(seen, key=seen.get)
     lines = {name: contrast(color, ground) for name, color in colors().items() if "RUNS" in name}

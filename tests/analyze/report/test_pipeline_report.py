@@ -75,7 +75,7 @@ def hand(tmp_path):
     return by_hand(tmp_path / "hand", events, **SIZES)
 
 
-def test_a_pass_is_all_of_its_events_but_messages(hand):
+def test_pass_covers_all_its_events_except_messages(hand):
     with opened(hand) as recorded:
         passes = StepPasses(recorded)
     assert_rows(passes.measured(1), MEASURED)
@@ -83,7 +83,7 @@ def test_a_pass_is_all_of_its_events_but_messages(hand):
     assert passes.in_flight(1) == {0: 2, 1: 1}
 
 
-def test_an_ideal_clock_takes_the_mean_of_the_medians(hand):
+def test_simulated_schedule_uses_the_mean_of_median_pass_times(hand):
     with opened(hand) as recorded:
         config, rows = configuration(recorded), StepPasses(recorded).measured(1)
     ideal = simulated(config, 1, rows)
@@ -123,7 +123,7 @@ TABLE = [
 ]
 
 
-def test_the_table_of_a_pipeline(hand):
+def test_pipeline_table_of_a_hand_written_run(hand):
     with opened(hand) as recorded:
         rows, panels = pipeline_of_step(recorded, 1)
     assert rows == [pytest.approx(row) for row in TABLE]
@@ -134,7 +134,7 @@ def test_the_table_of_a_pipeline(hand):
     ]
 
 
-def test_the_ranks_of_a_stage_speak_through_the_first(tmp_path):
+def test_first_rank_represents_its_stage(tmp_path):
     late = [{**each, "t_start": each["t_start"] + 9 * MS, "stage": 0} for each in STAGE_0]
     run = by_hand(tmp_path / "run", {0: STAGE_0, 1: STAGE_1, 2: late}, mesh__p=3)
     with opened(run) as recorded:
@@ -143,7 +143,7 @@ def test_the_ranks_of_a_stage_speak_through_the_first(tmp_path):
     assert_rows(passes.measured(1), MEASURED)
 
 
-def test_split_backward_passes_cost_their_own(tmp_path):
+def test_split_backward_passes_have_separate_costs(tmp_path):
     events = {
         0: [event("F0", 0, 2), event("B0", 10, 4), event("W0", 20, 1), event("1F0", 30, 6)]
         + [event("1B0", 40, 8), event("1W0", 50, 3)]
@@ -155,7 +155,7 @@ def test_split_backward_passes_cost_their_own(tmp_path):
     assert simulated(config, 1, rows).cost == pytest.approx((8e-3, 12e-3, 4e-3, 0))
 
 
-def test_a_schedule_that_is_gone_or_another_is_not_simulated(tmp_path, monkeypatch):
+def test_missing_or_changed_schedule_file_is_not_simulated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.csv"
     file.write_text("F0,F1,BW0,BW1\nF0,BW0,F1,BW1\n")
@@ -179,7 +179,7 @@ def test_a_schedule_that_is_gone_or_another_is_not_simulated(tmp_path, monkeypat
     ]
 
 
-def test_steps_that_overlap_are_shown_where_they_do(tmp_path):
+def test_overlapping_steps_are_clipped_to_the_shown_step(tmp_path):
     """Step 1 of 2BW lasts from 0 to 40 ms; the passes of its neighbors are cut there."""
     rows = [
         [(-9, 2, "BW1", 0), (2, 6, "F3", 1), (6, 30, "BW2", 1), (30, 38, "F4", 1)],
@@ -206,7 +206,7 @@ def test_steps_that_overlap_are_shown_where_they_do(tmp_path):
     assert [row["idle_share"] for row in table] == pytest.approx([0, 0], abs=1e-9)
 
 
-def test_processor_time_makes_no_common_clock(tmp_path):
+def test_cpu_time_run_has_no_pipeline_table(tmp_path):
     run = by_hand(tmp_path / "run", {0: STAGE_0, 1: STAGE_1}, **SIZES, trace__clock="cpu")
     with opened(run) as recorded:
         assert pipeline_of_step(recorded, 1) == ([], [])
@@ -216,7 +216,7 @@ def test_processor_time_makes_no_common_clock(tmp_path):
     ("durations", "median"),
     [([9], 0), ([1, 9], 1), ([90, 3, 1, 2], 3), ([1, 8, 9, 7, 6], 3)],
 )
-def test_the_step_of_median_time_is_not_the_first(tmp_path, durations, median):
+def test_median_step_excludes_the_first_step(tmp_path, durations, median):
     steps = range(len(durations))
     run = by_hand(tmp_path / "run", {0: STAGE_0, 1: STAGE_1}, steps, durations, **SIZES)
     with opened(run) as recorded:
@@ -229,7 +229,7 @@ def reported(capsys, *arguments):
 
 
 @pytest.mark.slow
-def test_the_report_has_the_table_and_the_figure(hand, capsys):
+def test_report_has_the_pipeline_table_and_figure(hand, capsys):
     (result,) = reported(capsys, hand)["runs"]
     assert result["pipeline"] == [pytest.approx(row) for row in TABLE]
     text = (hand / "report" / "report.md").read_text()
@@ -251,7 +251,7 @@ def test_the_report_has_the_table_and_the_figure(hand, capsys):
 
 
 @pytest.mark.slow
-def test_figures_are_numbered_where_there_are_several_runs(hand, tmp_path, capsys):
+def test_pipeline_figures_of_several_runs_are_numbered(hand, tmp_path, capsys):
     other = by_hand(tmp_path / "other", {0: STAGE_0, 1: STAGE_1}, **SIZES | {"seed": 5})
     plain = by_hand(tmp_path / "plain", {0: STAGE_0[:1]}, parallel__scheme="1d")
     out = tmp_path / "out"
@@ -267,20 +267,20 @@ def test_figures_are_numbered_where_there_are_several_runs(hand, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_a_plain_run_has_neither_table_nor_figure(tmp_path, capsys):
+def test_run_without_stages_has_no_pipeline_table_or_figure(tmp_path, capsys):
     plain = by_hand(tmp_path / "plain", {0: STAGE_0[:1]}, parallel__scheme="1d")
     assert reported(capsys, plain)["runs"][0]["pipeline"] == []
     assert not [*(plain / "report").rglob("pipeline.*"), *(plain / "report").rglob("bubble.*")]
     assert "ipeline" not in (plain / "report" / "report.md").read_text()
 
 
-def test_a_stage_that_is_missing_is_left_out(hand, capsys):
+def test_missing_stage_is_omitted(hand, capsys):
     segment_path(hand, 1, 0).unlink()
     (result,) = reported(capsys, hand, "--merge", "--tables")["runs"]
     assert [(row["stage"], row["passes"]) for row in result["pipeline"]] == [(0, 4)]
 
 
-def test_what_is_computed_again_belongs_to_the_backward_pass(tmp_path):
+def test_recomputation_belongs_to_the_backward_pass(tmp_path):
     """Stage 1 repeats 2 ms before each B, and 1 ms in the middle of the second."""
     again = {"phase": "recompute"}
     rows = [
@@ -309,7 +309,7 @@ def test_what_is_computed_again_belongs_to_the_backward_pass(tmp_path):
 
 
 @pytest.mark.filterwarnings("error::UserWarning", "error::DeprecationWarning")
-def test_the_figure_has_both_panels_on_one_clock(hand):
+def test_pipeline_figure_has_two_panels_on_one_time_axis(hand):
     with opened(hand) as recorded:
         _, panels = pipeline_of_step(recorded, 1)
     measured, ideal = gantt(panels).axes

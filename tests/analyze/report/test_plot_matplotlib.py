@@ -27,7 +27,7 @@ class Run:
         self.tables = {"loss": rows, "evaluation": evaluated}
 
 
-def test_the_loss_has_a_line_a_run_and_its_difference():
+def test_loss_figure_has_a_line_per_run_and_a_difference_panel():
     runs = [Run("3d", (3.5, 3.25)), Run("1d, $x_2$", (3.5, None)), Run("2d", (3.75, 3.0, 2.0))]
     loss, difference = draw(charts.loss(runs)).axes
     assert [line.get_label() for line in loss.lines] == ["3d", r"1d, \$x_2\$", "2d"]
@@ -42,12 +42,12 @@ def test_the_loss_has_a_line_a_run_and_its_difference():
     )
 
 
-def test_one_run_has_no_differences():
+def test_single_run_has_no_difference_panel():
     (axes,) = draw(charts.loss([Run("3d", (3.5, 3.25))])).axes
     assert axes.get_legend().get_texts()[0].get_text() == "3d"
 
 
-def test_evaluations_are_a_curve_beside_the_loss_of_training():
+def test_evaluation_curve_is_drawn_with_the_training_loss():
     runs = [Run("3d", (3.5, 3.25, 3.0), [(0, 3.75), (2, 3.5)]), Run("1d", (3.5, 3.0))]
     loss, difference = draw(charts.loss(runs)).axes
     assert [line.get_label() for line in loss.lines] == ["3d", "1d", "3d, validation"]
@@ -57,7 +57,7 @@ def test_evaluations_are_a_curve_beside_the_loss_of_training():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_experts_have_a_map_a_layer(layers, tmp_path):
+def test_expert_figure_has_a_map_per_layer(layers, tmp_path):
     values = np.array([[1.0, 3.0], [1.0, 0.0]])
     chart = LoadMaps(np.array([4, 6, 8]), {2 * layer: values for layer in range(layers)})
     figure = draw(chart)
@@ -88,7 +88,7 @@ def test_bars_are_stacked():
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["r0", "r1", "r2"]
 
 
-def test_many_bars_are_an_outline():
+def test_many_bars_are_drawn_as_an_outline():
     (axes,) = draw(stack(200)).axes
     lower, upper = (patch.get_data() for patch in axes.patches)
     np.testing.assert_array_equal(lower.values, np.arange(200) + 1)
@@ -106,7 +106,7 @@ def test_horizontal_bars_are_stacked_to_the_right():
     assert axes.yaxis_inverted()
 
 
-def test_a_matrix_is_seen_with_its_sender_to_the_left():
+def test_traffic_matrix_has_the_sender_on_the_vertical_axis():
     figure = draw(Heat("MB", np.array([[NAN, 2.0], [1.0, NAN]]), ranks=8))
     axes, bar = figure.axes
     (image,) = axes.images
@@ -116,7 +116,7 @@ def test_a_matrix_is_seen_with_its_sender_to_the_left():
     assert (axes.get_ylabel(), bar.get_ylabel()) == ("sender [rank]", "MB")
 
 
-def test_ranks_of_a_matrix_are_whole_numbers():
+def test_rank_ticks_are_integers():
     figure = draw(Heat("MB", np.array([[NAN, 2.0], [1.0, NAN]]), ranks=1))
     figure.canvas.draw()
     for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
@@ -124,7 +124,7 @@ def test_ranks_of_a_matrix_are_whole_numbers():
         assert ticks == [round(tick) for tick in ticks]
 
 
-def test_a_timeline_has_a_box_for_each_part_of_an_event(tmp_path):
+def test_timeline_has_a_box_per_segment_of_an_event(tmp_path):
     with small(tmp_path / "trace.h5") as trace:
         calls = calls_of(trace)
         chart = timeline(trace, calls, 0, critical_path(trace, calls, 0))
@@ -142,7 +142,7 @@ def test_a_timeline_has_a_box_for_each_part_of_an_event(tmp_path):
     assert axes.get_xlim() == (0, 10) and axes.yaxis_inverted()
 
 
-def test_a_figure_is_saved_in_two_forms_and_always_the_same(tmp_path):
+def test_figure_is_saved_as_png_and_svg_reproducibly(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         save(draw(charts.loss([Run("3d", (3.5, 3.25))])), tmp_path / name / "loss")
@@ -155,6 +155,6 @@ def test_a_figure_is_saved_in_two_forms_and_always_the_same(tmp_path):
         assert one == (tmp_path / "styled" / f"loss.{end}").read_bytes()
 
 
-def test_a_chart_of_no_kind_is_refused():
+def test_unknown_chart_type_is_rejected():
     with pytest.raises(TypeError):
         draw(object())

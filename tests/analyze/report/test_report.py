@@ -17,7 +17,7 @@ PEAKS = ("-5", "nan", "0", "inf", "fast")
 
 
 @pytest.mark.slow
-def test_merged_only_when_needed_or_told(run, capsys):
+def test_trace_is_merged_only_if_stale_or_requested(run, capsys):
     reported(capsys, run)
     segment_path(run, 1, 0).unlink()
     assert reported(capsys, run / "trace.h5")["runs"][0]["missing"] == CUT_OFF
@@ -25,7 +25,7 @@ def test_merged_only_when_needed_or_told(run, capsys):
     assert reported(capsys, run, "--merge")["runs"][0]["missing"] == WITHOUT_RANK_1
 
 
-def test_labels_tell_runs_apart(run, tmp_path, capsys):
+def test_run_labels_are_distinct(run, tmp_path, capsys):
     twin = write_run(tmp_path / "twin")
     unnamed = write_run(tmp_path / "unnamed", scheme=None)
     rows = reported(capsys, run, twin, unnamed)["comparison"]
@@ -53,7 +53,9 @@ def test_labels_tell_runs_apart(run, tmp_path, capsys):
         *((["whole", f"--peak={peak}"], f"--peak: {peak}: must be FLOP/s") for peak in PEAKS),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, reason):
+def test_invalid_input_is_one_line_and_exits_with_2(
+    tmp_path, monkeypatch, capsys, arguments, reason
+):
     (tmp_path / "text").write_text("no trace")
     write_run(tmp_path / "whole")
     for name, enabled in (("silent", "false"), ("killed", "true")):
@@ -77,7 +79,7 @@ def code_of(arguments):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
-def test_a_terminal_of_few_letters_gets_the_report(run, encoding):
+def test_report_prints_to_a_terminal_with_a_limited_encoding(run, encoding):
     name = "x \u00fc \u4e2d"
     run = run.rename(run.with_name(name))
     done = printed(run, stdout=subprocess.PIPE, encoding=encoding)
@@ -86,7 +88,7 @@ def test_a_terminal_of_few_letters_gets_the_report(run, encoding):
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_is_no_error(run):
+def test_closed_output_pipe_is_no_error(run):
     reader, writer = os.pipe()
     os.close(reader)
     done = printed(run, stdout=writer)
@@ -104,7 +106,7 @@ def printed(run, stdout, encoding="utf-8"):
     )
 
 
-def test_one_run_twice_has_two_labels(run, capsys):
+def test_run_given_twice_gets_two_labels(run, capsys):
     rows = reported(capsys, run, run)["comparison"]
     first, second = (row["run"] for row in rows)
     assert (first, second) == tuple(f"3d along m n, x=2 y=2, small, {n}" for n in (1, 2))

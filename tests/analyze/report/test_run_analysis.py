@@ -44,7 +44,7 @@ def test_time_by_phase_axis_and_operation(run, capsys):
         assert row["flop_per_s"] == pytest.approx(rate)
 
 
-def test_step_memory_and_loss(run, capsys):
+def test_step_memory_and_loss_tables(run, capsys):
     (result,) = reported(capsys, run)["runs"]
     assert result["step"] == [
         pytest.approx(
@@ -77,7 +77,7 @@ def test_step_memory_and_loss(run, capsys):
     )
 
 
-def test_a_run_of_one_step_has_no_other(tmp_path, capsys):
+def test_run_with_one_step_reports_the_warmup_step(tmp_path, capsys):
     (result,) = reported(capsys, write_run(tmp_path / "one", losses=(4.0,)))["runs"]
     (step,) = result["step"]
     assert (step["steps"], step["first"], step["last"]) == (1, 0, 0)
@@ -87,7 +87,7 @@ def test_a_run_of_one_step_has_no_other(tmp_path, capsys):
     )
 
 
-def test_bytes_from_rank_to_rank(run, capsys):
+def test_traffic_table_lists_bytes_between_ranks(run, capsys):
     """4000 B of each gather along x come from the one other member; 1000 B along y in one step."""
     (result,) = reported(capsys, run)["runs"]
     pairs = [(axis, rank, rank ^ bit) for axis, bit in (("x", 2), ("y", 1)) for rank in range(4)]
@@ -97,20 +97,20 @@ def test_bytes_from_rank_to_rank(run, capsys):
 
 
 # Its four gathers along x with rank 3, and its reduce-scatter along y with rank 0.
-def test_what_is_missing_is_said(run, capsys):
+def test_missing_segment_is_reported(run, capsys):
     segment_path(run, 1, 0).unlink()
     assert reported(capsys, run)["runs"][0]["missing"] == WITHOUT_RANK_1
     assert "* rank 1: no segment" in (run / "report" / "report.md").read_text()
 
 
-def test_losses_are_compared_in_the_same_step(run, tmp_path, capsys):
+def test_losses_are_compared_at_the_last_common_step(run, tmp_path, capsys):
     """Step 2 is the last that both have."""
     longer = write_run(tmp_path / "longer", scheme="1d", losses=(4.0, 3.5, 3.0, 2.5))
     rows = reported(capsys, run, longer)["comparison"]
     assert [(row["loss_step"], row["loss"]) for row in rows] == [(2, 3.25), (2, 3.0)]
 
 
-def test_what_is_sent_is_not_received(tmp_path, capsys):
+def test_sent_bytes_do_not_count_as_received(tmp_path, capsys):
     """A rank sends 7000 bytes to another, which receives them."""
     rows = [
         call(0, "send", 4, 5, seq=0, peer=1, bytes=7000, count=1750, posted=4),
@@ -125,7 +125,7 @@ def test_what_is_sent_is_not_received(tmp_path, capsys):
     }
 
 
-def test_runs_are_compared(run, tmp_path, capsys):
+def test_comparison_of_two_runs(run, tmp_path, capsys):
     other = write_run(tmp_path / "other", scheme="1d", losses=(4.0, 3.5, 3.125))
     out = tmp_path / "comparison"
     found = reported(capsys, run, other, "--out", out)
@@ -147,7 +147,7 @@ def test_runs_are_compared(run, tmp_path, capsys):
     assert not (run / "report").exists()
 
 
-def test_an_index_out_of_its_table_is_refused(run, capsys):
+def test_index_outside_its_table_is_rejected(run, capsys):
     assert report.main([str(run), "--tables"]) == 0
     with h5py.File(run / "trace.h5", "r+") as file:
         file["events/group"][0] = 4
@@ -155,14 +155,14 @@ def test_an_index_out_of_its_table_is_refused(run, capsys):
     assert "events/group points outside of its table" in capsys.readouterr().err
 
 
-def test_a_run_without_a_completed_step_is_refused(tmp_path, capsys):
+def test_run_without_a_completed_step_is_rejected(tmp_path, capsys):
     run = write_run(tmp_path / "short", losses=())
     assert report.main([str(run)]) == 2
     assert "no step was completed" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_what_ranks_have_written_since_is_reported(run, capsys):
+def test_report_merges_segments_written_since_the_last_merge(run, capsys):
     """Also where something was put into the file after they wrote it."""
     late = segment_path(run, 3, 0)
     late.rename(run / "late")
@@ -187,7 +187,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", strided(LAYOUTS, 3))
-def test_a_step_is_the_same_where_a_run_evaluates(name, tmp_path):
+def test_evaluation_does_not_change_the_analysis_of_a_step(name, tmp_path):
     layout = LAYOUTS[name]
     """Its calls, bytes, operations, passes and what is in flight; the trace is sound."""
     ranks = layout["mesh__p"] * layout.get("mesh__x", 1)
@@ -227,7 +227,7 @@ def _analysed(folder):
         return analyze_run(trace)
 
 
-def test_runs_are_compared_by_their_last_and_best_evaluations():
+def test_comparison_shows_the_last_and_best_evaluation():
     def run(*losses):
         rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
         tables = {"loss": [], "step": [{}], "evaluation": rows, "memory_ranks": []}

@@ -15,7 +15,7 @@ def drawn(trace, limit=1000):
     return timeline(trace, calls, 0, critical_path(trace, calls, 0), limit)
 
 
-def test_a_call_is_a_wait_and_the_rest(tmp_path):
+def test_call_is_split_into_wait_and_transfer(tmp_path):
     with small(tmp_path / "trace.h5") as trace:
         chart = drawn(trace)
     found = {
@@ -30,7 +30,7 @@ def test_a_call_is_a_wait_and_the_rest(tmp_path):
     }
 
 
-def test_what_is_known_of_a_box(tmp_path):
+def test_timeline_events_carry_peer_call_axis_and_bytes(tmp_path):
     with small(tmp_path / "trace.h5") as trace:
         chart = drawn(trace)
     events = {key: values.tolist() for key, values in chart.events.items()}
@@ -55,13 +55,13 @@ def test_what_is_known_of_a_box(tmp_path):
         ("wait", "backward", "wait"),
     ],
 )
-def test_the_kind_of_a_box(tmp_path, category, phase, kind):
+def test_box_kind_by_category_and_phase(tmp_path, category, phase, kind):
     rows = [row(0, 0, 1, category, phase=phase)]
     with by_hand(tmp_path / "trace.h5", rows, {(0, 0): (0, 2)}) as trace:
         assert [*KINDS][drawn(trace).events["kind"][0]] == kind
 
 
-def test_times_are_from_the_first_begin_on_the_common_clock(tmp_path):
+def test_times_start_at_the_first_step_begin_on_the_common_clock(tmp_path):
     """Rank 1's clock is 3.5 ms behind, and it begins the step 3 ms after rank 0."""
     rows = [row(0, 2, 4), row(1, 5, 6, ahead=-3.5)]
     steps = {(0, 0): (1, 9), (1, 0): (0.5, 5.5)}
@@ -88,7 +88,7 @@ def crowd(path):
     return by_hand(path, rows, steps, [("x", tuple(range(MANY)))])
 
 
-def test_of_many_events_representative_ranks_are_shown(tmp_path):
+def test_timeline_shows_representative_ranks_if_events_exceed_the_limit(tmp_path):
     with crowd(tmp_path / "trace.h5") as trace:
         assert drawn(trace, limit=320).shown == list(range(MANY))
         assert len(drawn(trace, limit=319).shown) == 31
@@ -100,7 +100,7 @@ def test_of_many_events_representative_ranks_are_shown(tmp_path):
         assert drawn(trace, limit=1).shown == [0]
 
 
-def test_without_calls_the_first_rank_represents(tmp_path):
+def test_first_rank_is_representative_without_calls(tmp_path):
     rows = [row(rank, 0, 1) for rank in range(4)]
     with by_hand(tmp_path / "trace.h5", rows, {(r, 0): (0, 1) for r in range(4)}) as trace:
         assert drawn(trace, limit=1).shown == [0]

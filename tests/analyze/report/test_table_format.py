@@ -23,7 +23,7 @@ def source():
     """What the numbers mean."""
 
 
-def test_markdown_is_aligned_and_keeps_its_columns():
+def test_markdown_table_is_aligned_and_escapes_separators():
     assert markdown(FIELDS, ROWS).splitlines() == [
         "| name            | time [ms] | rank |",
         "| --------------- | --------: | ---: |",
@@ -32,7 +32,7 @@ def test_markdown_is_aligned_and_keeps_its_columns():
     ]
 
 
-def test_latex_has_the_rules_of_booktabs_and_no_special_characters():
+def test_latex_table_uses_booktabs_and_escapes_special_characters():
     assert latex(FIELDS, ROWS).splitlines() == [
         r"\begin{tabular}{lrr}",
         r"\toprule",
@@ -50,7 +50,7 @@ def test_latex_has_the_rules_of_booktabs_and_no_special_characters():
     )
 
 
-def test_files_have_what_is_known(tmp_path):
+def test_csv_files_keep_all_columns_and_text_omits_unknown_ones(tmp_path):
     table_format.write(TableSpec("mine", "Mine", FIELDS, source), ROWS, tmp_path)
     with (tmp_path / "mine.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [
@@ -95,11 +95,11 @@ def test_files_have_what_is_known(tmp_path):
         (table_format.change, 0.0, "0%"),
     ],
 )
-def test_numbers_are_written(write, value, text):
+def test_number_formats(write, value, text):
     assert write(value) == text
 
 
-def test_of_many_runs_a_text_has_the_columns_of_the_first_ones():
+def test_text_table_of_many_runs_shows_the_first_columns():
     for labels, shown in (("abcdef", "abcdef"), ("abcdefgh", "abcdef")):
         spec = next(each for each in over_runs([*labels]) if each.name == "received")
         bytes_of = [field.heading[0] for field in spec.narrowed().fields if "[B]" in field.heading]

@@ -7,7 +7,7 @@ from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_notes import MEANING
 
 
-def test_every_table_says_what_its_numbers_mean():
+def test_every_table_explains_its_columns():
     specs = (*over_runs(["one", "other"]), *OF_A_RUN)
     names = [spec.name for spec in specs]
     assert len(names) == len(set(names))

@@ -24,7 +24,7 @@ def found(tmp_path_factory):
         return run, compare([trace], [run]), compare([trace] * 2, [run] * 2)
 
 
-def test_a_run_has_its_verdict_and_its_numbers(found):
+def test_summary_of_a_run_has_the_verdict_and_the_step_time(found):
     run, report, _ = found
     said = lines(report)
     assert said[0] == run.label and said[1 : 1 + len(verdict(run.tables))] == verdict(run.tables)
@@ -32,14 +32,14 @@ def test_a_run_has_its_verdict_and_its_numbers(found):
     assert len(said) <= 12
 
 
-def test_what_a_trace_lacks_is_told(found):
+def test_summary_reports_missing_and_inconsistent_data(found):
     run, report, _ = found
     gaps = report._replace(runs=[replace(run, missing=["a", "b"], violations=["c"])])
     said = lines(gaps)
     assert "missing in the trace: a, and 1 more" in said and said[-1] == "inconsistent trace: c"
 
 
-def test_ranks_that_take_turns_are_told(found):
+def test_summary_reports_shared_cores(found):
     run, report, _ = found
     shared = f"2 for 8 ranks per host: {CORES_SHARED}"
     crowded = replace(run, about=run.about | {"cores": shared})
@@ -47,7 +47,7 @@ def test_ranks_that_take_turns_are_told(found):
     assert not any(line.startswith("cores") for line in lines(report))
 
 
-def test_several_runs_have_a_line_each(found):
+def test_summary_of_several_runs_has_a_line_per_run(found):
     *_, both = found
     said = lines(both)
     assert "to the last bit" in said[1]
@@ -55,7 +55,7 @@ def test_several_runs_have_a_line_each(found):
     assert len(lines(both._replace(runs=both.runs * 10))) == 12
 
 
-def test_what_runs_differ_in_is_a_line_a_group(found):
+def test_summary_has_a_line_per_group_of_differing_keys(found):
     *_, both = found
     keys = {f"train.{letter}": "1 in one; 2 in other" for letter in "abcdefgh"}
     said = lines(both._replace(notes=[], differing={"work": keys, "layout": {}}))
@@ -63,7 +63,7 @@ def test_what_runs_differ_in_is_a_line_a_group(found):
     assert said[0] == f"work differs: {short} and 2 more" and "layout differs" not in str(said)
 
 
-def test_of_one_step_no_spread_and_no_chance_is_told(found):
+def test_summary_of_one_step_has_no_spread_and_no_straggler(found):
     run, report, _ = found
     (line,) = [line for line in lines(report) if line.startswith("step: ")]
     assert "10.0 ms to" not in line and line.endswith(run.about["averages"])
@@ -71,7 +71,7 @@ def test_of_one_step_no_spread_and_no_chance_is_told(found):
     assert values["straggler"] == "unknown"
 
 
-def test_of_a_simulated_step_no_loss_is_told_and_of_ranks_that_are_alike_no_wait(tmp_path):
+def test_simulated_step_reports_no_loss_and_no_straggler_waits(tmp_path):
     rows = []
     for rank in (0, 1):
         gather = call(rank, "all_gather", 5, 9, seq=0, bytes=1000, count=250, posted=5)

@@ -37,7 +37,7 @@ def tables(ranks=None, **given):
     return found | given
 
 
-def test_a_step_that_is_communication():
+def test_verdict_of_a_communication_bound_step():
     assert verdict(tables()) == [
         "20% of a step is computation; 70% communication, 57% of it waiting for other ranks; 9%"
         " between events.",
@@ -45,7 +45,7 @@ def test_a_step_that_is_communication():
     ]
 
 
-def test_a_step_of_one_rank_is_computation():
+def test_verdict_of_a_single_rank_step():
     alone = rank(compute_s=0.97, wait_s=0.0, transfer_s=0.0, other_s=0.0, unrecorded_s=0.03)
     alone["exposed_s"] = 0.0
     time = [spent("compute", "", "gemm", 0.7), spent("compute", "", "attention", 0.27)]
@@ -56,22 +56,22 @@ def test_a_step_of_one_rank_is_computation():
 
 
 @pytest.mark.parametrize(("unrecorded", "told"), [(0.049, False), (0.051, True)])
-def test_what_no_event_accounts_for_is_told_where_it_is_much(unrecorded, told):
+def test_unrecorded_time_is_reported_above_five_percent(unrecorded, told):
     assert ("between events" in verdict(tables([rank(unrecorded_s=unrecorded)]))[0]) == told
 
 
-def test_what_stages_wait_for_is_the_bubble():
+def test_stage_message_waits_are_reported_as_the_bubble():
     time = [spent("comm", "p", "recv", 0.4), spent("comm", "p", "send", 0.1)]
     assert "messages between stages (p) and the bubble, 50%" in verdict(tables(time=time))[1]
 
 
-def test_where_ranks_count_their_own_time_nothing_is_said_of_waiting():
+def test_verdict_of_cpu_time_omits_waiting():
     found = rank(wait_s=None, transfer_s=0.0, exposed_s=0.4)
     first, lever = verdict(tables([found], waits=[], stragglers=[]))
     assert "waiting" not in first + lever and "40% communication" in first
 
 
-def test_a_rank_that_is_late_is_named():
+def test_verdict_names_a_straggler():
     late = [{"rank": 3, "imposed_s": 0.2, "straggler": "yes"}]
     assert verdict(tables(stragglers=late))[-1] == (
         "Rank 3 is a straggler: the other ranks wait 200 ms per step for it."
@@ -87,12 +87,12 @@ def test_a_rank_that_is_late_is_named():
         (25.0, "25 times the predicted 1.00 s"),
     ],
 )
-def test_a_prediction_is_compared(measured, said):
+def test_verdict_compares_the_measured_step_with_its_prediction(measured, said):
     rows = [{"quantity": "step_s", "predicted": 1.0, "measured": measured}]
     assert verdict(tables(prediction=rows))[-1].endswith(f", {said}.")
 
 
-def test_copies_of_what_is_offloaded_are_no_communication():
+def test_offload_copies_are_not_communication():
     """Of 0.3 s the rank copies 0.2 s itself, and waits 0.1 s for copies beside."""
     alone = rank(compute_s=0.6, wait_s=0.1, transfer_s=0.0, copy_s=0.2)
     time = [spent("compute", "", "gemm", 0.25), spent("compute", "", "norm", 0.25)]

@@ -26,7 +26,7 @@ def test_tables_are_printed_and_written(run, capsys):
 
 
 @pytest.mark.slow
-def test_a_report_takes_the_place_of_another_one(run, tmp_path, capsys):
+def test_new_report_replaces_an_older_one(run, tmp_path, capsys):
     out = tmp_path / "out"
     assert report.main([str(run), "--out", str(out), "--export", "pipit"]) == 0
     (out / "mine.txt").write_text("mine")
@@ -35,7 +35,7 @@ def test_a_report_takes_the_place_of_another_one(run, tmp_path, capsys):
     assert {path.name for path in out.iterdir()} == {"mine.txt", "report.md", "tables"}
 
 
-def test_a_folder_without_a_report_keeps_what_it_has(run, tmp_path, capsys):
+def test_report_keeps_unrelated_files_in_its_folder(run, tmp_path, capsys):
     (tmp_path / "out" / "figures").mkdir(parents=True)
     reported(capsys, run, "--out", tmp_path / "out")
     assert (tmp_path / "out" / "figures").is_dir()

@@ -39,7 +39,7 @@ def ends(contender):
     return [stage.end for stage in contender.choice.stages]
 
 
-def test_replicas_have_equal_shares():
+def test_data_parallel_replicas_have_equal_shares():
     """60 s forward and 120 s backward for 2 of 8 rows."""
     found = data_parallel(task())
     assert found.choice.replicas == (4,) and found.step.seconds == 360
@@ -49,7 +49,7 @@ def test_replicas_have_equal_shares():
     ("contender", "cut", "seconds"),
     [(gpipe, [2, 4, 6, 8], 4 * (60 + 7 * 23)), (torchgpipe, [1, 4, 5, 8], 4 * (60 + 7 * 20))],
 )
-def test_stages_of_gpipe(contender, cut, seconds):
+def test_gpipe_and_torchgpipe_cut_layers_into_stages(contender, cut, seconds):
     """Even layers, of which a stage has 5 + 18 s; the lightest heaviest stage has 5 + 4 + 11.
     They go forward twice, and backward for twice as long."""
     found = contender(task())
@@ -57,7 +57,7 @@ def test_stages_of_gpipe(contender, cut, seconds):
     assert found.step.seconds == seconds and found.step.fits
 
 
-def test_replicas_and_stages_of_a_hybrid_are_those_of_the_shortest_step_that_fits():
+def test_hybrid_selects_the_fastest_replicas_and_stages_that_fit():
     """Two stages of 22 and 38 s, of which each replica has one of four rows of a microbatch; half
     of the layers hold 24 bytes, a quarter 12."""
     halves = gpipe_hybrid(task())
@@ -66,25 +66,25 @@ def test_replicas_and_stages_of_a_hybrid_are_those_of_the_shortest_step_that_fit
     assert gpipe_hybrid(task(memory=23.0)).choice.replicas == (1, 1, 1, 1)
 
 
-def test_what_does_not_fit_needs_the_least():
+def test_hybrid_that_does_not_fit_uses_the_least_memory():
     found = gpipe_hybrid(task(memory=5.0))
     assert not found.step.fits and len(found.choice.stages) == 4
 
 
-def test_parameters_are_balanced():
+def test_parameters_are_balanced_over_stages():
     """All 48 bytes have no room; of two stages the first has a layer, with half of the bytes."""
     found = by_parameters(task(2, 45.0, (7.0, 1, 1, 1, 1, 1, 1, 1)))
     assert ends(found) == [1, 8] and found.choice.schedule == "1f1b"
 
 
-def test_pipedream_promises_what_its_slowest_stage_allows():
+def test_pipedream_predicts_the_throughput_of_its_slowest_stage():
     """Four replicas, which sum nothing that takes time: 2 samples every 2 x 180 / 4 s."""
     found = pipedream(task())
     assert found.choice.replicas == (4,) and found.step.seconds == 360
     assert found.note.endswith("0.02222 samples/s")
 
 
-def test_what_is_run_again_layer_by_layer_is_not_kept_at_once():
+def test_layerwise_recomputation_saves_one_layer_at_a_time():
     """A stage of 8 layers and 8 rows: instead of 8 x 8 bytes the inputs of 7 and one layer's 8."""
     costs = task().costs
     choice = PipelineChoice((StageChoice(8, 1, True),))
@@ -95,7 +95,7 @@ def test_what_is_run_again_layer_by_layer_is_not_kept_at_once():
     assert layer_by_layer(costs, kept, 1e9) == evaluated(costs, kept, 1e9)
 
 
-def test_every_microbatch_in_flight_keeps_what_layers_received():
+def test_microbatches_in_flight_save_the_layer_inputs():
     """Of four layers and two rows: three inputs of a layer for each of two microbatches, and of
     the second stage, which has one in flight, four; what a layer saves; of the first what is made
     again to be sent and its gradient, of the second the gradient that is on its way."""
@@ -104,11 +104,11 @@ def test_every_microbatch_in_flight_keeps_what_layers_received():
     assert found.held == (4 * 6 + 2 * 3 * 2 + 2 + 2 * 2, 4 * 6 + 4 * 2 + 2 + 2)
 
 
-def test_what_fits_is_better_than_what_needs_less_memory():
+def test_fitting_plan_ranks_above_one_with_less_memory():
     found = data_parallel(task())
     small = found.step._replace(fits=False, held=(0.0,))
     assert rank_of(found) < rank_of(found._replace(step=small))
 
 
-def test_too_few_samples_make_no_arrangement():
+def test_too_few_samples_have_no_arrangement():
     assert data_parallel(task(batch=3)).choice is None

@@ -21,13 +21,13 @@ NAMES = (
 )
 
 
-def test_a_layer_is_what_stands_between_numbers():
+def test_layer_runs_follow_the_numbers_in_module_names():
     graph = Graph([Atom((name,), 1.0, 1.0) for name in NAMES], [])
     runs = [(1, False), (2, False), (6, True), (8, True), (10, False)]
     assert layer_runs(graph) == [LayerRun(*each) for each in runs]
 
 
-def test_a_function_is_of_the_layer_before_it():
+def test_function_belongs_to_the_layer_before_it():
     graph = Graph(
         [Atom((name,), 1.0, 1.0) for name in ("0/linear", "relu", "1/linear", "loss")], []
     )
@@ -44,12 +44,12 @@ def runs(count):
     ("layers", "stages", "ends"),
     [(4, 2, [5, 10]), (4, 4, [3, 5, 7, 10]), (5, 2, [5, 12]), (3, 4, None), (3, 1, [8])],
 )
-def test_stages_have_equally_many_layers(layers, stages, ends):
+def test_stages_have_equal_numbers_of_layers(layers, stages, ends):
     assert even(runs(layers), stages) == ends
 
 
 @pytest.mark.parametrize("stages", range(1, 7))
-def test_the_heaviest_stage_is_the_lightest_of_all_cuts(stages):
+def test_balanced_cut_minimizes_the_heaviest_stage(stages):
     weights = [8, 11, 2, 1, 18, 5, 4, 11]
 
     def heaviest(ends):
@@ -60,5 +60,5 @@ def test_the_heaviest_stage_is_the_lightest_of_all_cuts(stages):
     assert len(found) == stages and heaviest(found) == min(map(heaviest, cuts))
 
 
-def test_no_stage_is_empty():
+def test_balanced_cut_has_no_empty_stage():
     assert balanced([9, 0, 0], 3) == [1, 2, 3] and balanced([1, 1], 3) is None

@@ -19,26 +19,26 @@ def costs(seconds, parameters=None, crossing=None):
     return ChainCosts(*map(np.array, (seconds, parameters or zeros, crossing or zeros)))
 
 
-def test_a_heavy_unit_has_more_replicas():
+def test_heavy_unit_gets_more_replicas():
     """3 of 4 workers for 9 s, 1 for 3 s: a minibatch every 3 s; four replicas of both would take
     4 (4 - 1) 80 / (4 x 10) = 24 s for the sum, and have one every 6 s."""
     found = asynchronous(costs([9.0, 3.0], [0.0, 80.0]), (WorkerLevel(4, 10.0),))
     assert found == (3.0, [AsynchronousStage(1, 3), AsynchronousStage(2, 1)])
 
 
-def test_sums_of_gradients_make_a_pipeline_of_replicas():
+def test_expensive_gradient_reduction_favors_a_pipeline():
     """4 (2 - 1) 30 / (2 x 2) = 30 s for the sum against 10 s: two stages of 5 s."""
     found = asynchronous(costs([5.0, 5.0], [0.0, 30.0]), (WorkerLevel(2, 2.0),))
     assert found == (5.0, [AsynchronousStage(1, 1), AsynchronousStage(2, 1)])
 
 
-def test_a_slow_border_is_not_cut():
+def test_slow_boundary_is_not_cut():
     """2 x 9 / 2 = 9 s for what crosses: two replicas take (5 + 5) / 2."""
     found = asynchronous(costs([5.0, 5.0], crossing=[9.0, 0.0]), (WorkerLevel(2, 2.0),))
     assert found == (5.0, [AsynchronousStage(2, 2)])
 
 
-def test_what_crosses_goes_there_and_comes_back():
+def test_boundary_traffic_counts_forward_and_backward():
     """2 x 7 / 2 s for what crosses, where replicas would take 30 s for the sum."""
     found = asynchronous(costs([5.0, 5.0], [0.0, 30.0], [7.0, 0.0]), (WorkerLevel(2, 2.0),))
     assert found == (7.0, [AsynchronousStage(1, 1), AsynchronousStage(2, 1)])
@@ -75,7 +75,7 @@ def drawn(seed, units):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_is_the_least_of_all_partitions(seed):
+def test_pipedream_plan_is_the_optimum_of_all_partitions(seed):
     given = drawn(seed, 5)
     expected = least(given, 4, 8.0, 0, 5, lambda i, j: sum(given.seconds[i:j]))
     seconds, stages = asynchronous(given, (WorkerLevel(4, 8.0),))
@@ -84,7 +84,7 @@ def test_it_is_the_least_of_all_partitions(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nodes_are_workers_of_the_level_above(seed):
+def test_hierarchical_plan_treats_nodes_as_workers(seed):
     given = drawn(seed, 4)
 
     def node(i, j):

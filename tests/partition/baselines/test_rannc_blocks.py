@@ -28,7 +28,7 @@ def test_values_only_flow_forward_between_blocks(seed):
         assert all(block[value.source] <= block[target] for target in value.targets)
 
 
-def test_there_are_at_most_so_many():
+def test_number_of_blocks_is_limited():
     graph = chain(range(1, 301), nbytes=1.0)
     found = blocks(graph, ANY, 1.0)
     assert 5 < len(found) <= MOST_BLOCKS
@@ -36,13 +36,13 @@ def test_there_are_at_most_so_many():
     assert max(times) < 3 * sum(times) / len(times)
 
 
-def test_the_widest_value_is_merged_first():
+def test_widest_value_is_merged_first():
     """Atom 1 of 7 may join 0 or 2; the latter receives more."""
     found = blocks(chained([9, 1, 9, 9, 9, 9, 9], [3, 5, 0, 0, 0, 0]), ANY, 1.0)
     assert [1, 2] in found
 
 
-def test_of_many_groups_the_heaviest_neighbour_is_merged_first():
+def test_heaviest_neighbor_is_merged_first_among_many_groups():
     """Atom 0 reads nothing and is read by 1 and 2; pairs of the others are merged as well.  Later
     nothing is, since nothing fits."""
     loads = [0.5, 1.2, 1.0, *(201 * [0.6, 1.4])]
@@ -53,7 +53,7 @@ def test_of_many_groups_the_heaviest_neighbour_is_merged_first():
     assert [0, 1] in found and [2] in found
 
 
-def test_groups_that_do_not_fit_stay_apart():
+def test_groups_that_do_not_fit_stay_separate():
     """Of 6 bytes each, one, two or four atoms."""
     graph = chain([1.0, 5.0] * 6)
     heavy = Graph([atom._replace(memory=6.0) for atom in graph.atoms], graph.values)
@@ -70,7 +70,7 @@ def crossing(graph, found):
     )
 
 
-def test_borders_move_to_where_less_crosses(monkeypatch):
+def test_block_boundaries_move_to_reduce_traffic(monkeypatch):
     graphs = [random_graph(seed, most=40, dense=0.1) for seed in range(20)]
     moved = [crossing(graph, blocks(graph, ANY, 1.0)) for graph in graphs]
     monkeypatch.setattr(rannc_blocks._Groups, "settle", lambda self, finer: None)

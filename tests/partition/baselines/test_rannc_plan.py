@@ -31,7 +31,7 @@ def branches(rows):
     return Graph(atoms, values)
 
 
-def test_stages_of_branches_only_read_from_stages_before():
+def test_stages_of_branches_read_only_from_earlier_stages():
     """Six stages at least: what a microbatch has received counts, too; gradients that arrive do
     not by its own estimate, and the second stage needs three bytes more."""
     found = rannc(task(branches, 8, 26.0))
@@ -47,7 +47,7 @@ def twins(rows):
     return Graph(atoms, [Value(n, (n + 2,), (1.0 + n % 2) * rows) for n in range(10)])
 
 
-def test_blocks_stand_in_an_order_of_their_own():
+def test_rannc_may_interleave_parallel_chains():
     """Pairs of one chain and the other in turn, a stage each: of two rows, or of one where two
     replicas send to two, cross a value of the first, of both, ... of the second."""
     found = rannc(task(twins, 8, 26.0))
@@ -55,7 +55,7 @@ def test_blocks_stand_in_an_order_of_their_own():
     assert found.step.sent == (2, 6, 3, 6, 4)
 
 
-def test_what_waits_in_the_memory_of_the_host_is_not_held():
+def test_activations_in_host_memory_do_not_count():
     """Of eight microbatches of one row two are on the device: six bytes less on the second."""
 
     def chain(rows):
@@ -69,7 +69,7 @@ def test_what_waits_in_the_memory_of_the_host_is_not_held():
     assert found.step.held == (held[0], held[1] - 6) == (9.0, 9.0)
 
 
-def test_nothing_fits():
+def test_no_partition_fits():
     found = rannc(task(branches, 2, 7.0))
     assert found.choice is None and "no partition that fits" in found.note
 
@@ -82,7 +82,7 @@ def test_nothing_fits():
         ("resnet:resnet152_x8", 128, (16, 8, 8)),
     ],
 )
-def test_published_plans(model, batch, replicas):
+def test_rannc_finds_the_published_plans(model, batch, replicas):
     """On 8 and 32 V100 of 32 GB (rannc-examples)."""
     operations = Operations(capture(*made(f"inputs.partition.{model}")))
     found = rannc(Task.of(operations, V100, batch, sum(replicas), 0.9 * 32e9))

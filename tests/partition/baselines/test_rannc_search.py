@@ -23,30 +23,30 @@ def blocks_of(loads, memory=0.0, saved=0.0):
     return costs
 
 
-def test_published_stages_in_lock_step():
+def test_lock_step_time_of_published_stages():
     """ResNet152x8 on three stages (RaNNC's README): 3.62 s, where 1F1B takes 3.49."""
     forward, backward = (0.164066, 0.143170, 0.113227), (0.455616, 0.460086, 0.410329)
     assert lock_step(forward, backward, 4) == pytest.approx(3.61895, abs=1e-5)
 
 
-def test_one_wave_is_the_sum():
+def test_lock_step_time_of_one_microbatch_is_the_sum():
     assert lock_step([1, 2, 3], [4, 5, 6], 1) == 21
 
 
-def test_the_fewest_stages_are_taken_although_more_would_be_quicker():
+def test_fewest_feasible_stages_are_selected():
     """Three replicas of 4 samples have two of them, two stages one after the other all."""
     found = first_feasible(blocks_of([1, 1]), 4, Devices(2, 2, 9.0))
     assert (found.ends, found.replicas, found.microbatches) == ([2], [2], 1)
 
 
-def test_stages_grow_in_number_until_they_fit():
+def test_stages_increase_until_they_fit():
     """Of 8 blocks of 3 bytes, 7 bytes are two: four stages on four devices."""
     found = first_feasible(blocks_of([1] * 8, memory=3.0), 8, Devices(4, 4, 7.0))
     assert found.ends == [2, 4, 6, 8] and found.replicas == [1, 1, 1, 1]
     assert first_feasible(blocks_of([1] * 8, memory=3.0), 8, Devices(2, 2, 7.0)) is None
 
 
-def test_a_pipeline_stays_on_a_node_where_it_fits():
+def test_pipeline_stays_on_one_node_if_it_fits():
     """Two stages on each of two nodes of two."""
     found = first_feasible(blocks_of([1, 1], memory=3.0), 8, Devices(4, 2, 4.0))
     assert found.replicas == [2, 2]
@@ -54,13 +54,13 @@ def test_a_pipeline_stays_on_a_node_where_it_fits():
     assert across.replicas == [1, 1, 1, 1]
 
 
-def test_a_heavy_stage_has_a_power_of_two_of_replicas():
+def test_heavy_stage_gets_a_power_of_two_of_replicas():
     """9 s and 3 s on four devices: 2 and 2 although 3 and 1 would be even."""
     found = first_feasible(blocks_of([9, 3], memory=3.0), 16, Devices(4, 4, 4.0))
     assert found.replicas == [2, 2]
 
 
-def test_more_than_one_microbatch_recomputes():
+def test_more_than_one_microbatch_implies_recomputation():
     """Estimates of a stage of 1 s a sample forward, 2 backward: in two microbatches 3 backward."""
     whole = first_feasible(blocks_of([1.0]), 8, Devices(1, 1, 9.0))
     assert (whole.microbatches, whole.seconds) == (1, 24)
@@ -68,7 +68,7 @@ def test_more_than_one_microbatch_recomputes():
     assert (parts.microbatches, parts.seconds) == (2, 2 * 4 * (1 + 3))
 
 
-def test_the_cut_has_the_least_sum_of_the_slowest_passes():
+def test_cut_minimizes_the_slowest_passes():
     """Of all cuts of the published loads into four stages of at most three blocks."""
 
     def slowest(ends):

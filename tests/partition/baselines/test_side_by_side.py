@@ -31,7 +31,7 @@ def compared(capsys, *words):
     return code, capsys.readouterr()
 
 
-def test_every_planner_has_a_row(capsys):
+def test_compare_prints_a_row_for_every_planner(capsys):
     """A step and its samples a second, beside ours, which no other is shorter than."""
     code, printed = compared(capsys, "--batch", "4096", "--machine", "v100-8x4", "--json")
     *text, last = printed.out.splitlines()
@@ -46,7 +46,7 @@ def test_every_planner_has_a_row(capsys):
         assert row["step"] >= rows["ours"]["step"] * (1 - 1e-9)
 
 
-def test_what_has_no_room_says_so(capsys):
+def test_compare_reports_planners_that_do_not_fit(capsys):
     """Weights, gradients and moments of six layers take 399,360 bytes; ours need a rank for
     three, and only what has one rank for all of them lacks room."""
     code, printed = compared(capsys, "--memory", "320000B", "--json")
@@ -57,7 +57,7 @@ def test_what_has_no_room_says_so(capsys):
     assert "(too large)" in printed.out
 
 
-def test_a_contender_as_plain_values():
+def test_contender_row_has_plain_values():
     stages = StageChoice(3, 2, True), StageChoice(8, 1, False)
     numbers = dict.fromkeys(Evaluated._fields, (1.0,))
     step = Evaluated(**numbers | {"seconds": 4.0, "held": (7.0, 5.0), "fits": True})
@@ -87,13 +87,13 @@ def test_a_contender_as_plain_values():
         (("inputs.partition.mlp:small", "--ranks", "2", "--memory", "10B"), "--memory"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_in_a_line(words, line, capsys):
+def test_invalid_comparison_is_rejected_in_one_line(words, line, capsys):
     assert main(["compare", *words]) == 2
     err = capsys.readouterr().err
     assert line in err and err.count("\n") == 1
 
 
-def test_bad_options(capsys):
+def test_invalid_options_are_rejected(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["compare", "a:b"])
     assert ended.value.code == 2 and "--ranks" in capsys.readouterr().err

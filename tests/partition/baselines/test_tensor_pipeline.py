@@ -32,28 +32,28 @@ def task(memory=1e12, name="bert", ranks=4):
     return Task.of(operations(name), QUIET, BATCH, ranks, memory)
 
 
-def test_with_room_for_all_it_is_data_parallel():
+def test_megatron_plan_is_data_parallel_with_enough_memory():
     """Only products take time, which as many ranks share either way; messages are no cheaper."""
     found, plain = megatron(task()), data_parallel(task())
     assert found.ways == 1 and found.choice.microbatches == 1
     assert found.step.seconds == plain.step.seconds
 
 
-def test_layers_are_split_where_a_rank_has_no_room_for_the_weights():
+def test_layers_are_split_if_the_weights_do_not_fit():
     """Half of the 399,360 bytes of a perceptron, and what 4 samples save."""
     found = megatron(task(250_000, "mlp", ranks=2))
     assert found.ways == 2 and found.step.fits and found.choice.replicas == (1,)
     assert 399_360 / 2 < max(found.step.held) < 250_000
 
 
-def test_a_pipeline_has_equally_many_layers():
+def test_megatron_pipeline_has_equal_numbers_of_layers():
     """Ranks with room for half of a layer: two that share each of three layers."""
     found = megatron_pipeline(task(130_000, "mlp"))
     assert found.step.fits and len(found.choice.stages) * found.ways == 4
     assert not megatron(task(80_000, "mlp")).step.fits
 
 
-def test_only_a_pipeline_has_microbatches():
+def test_only_the_pipeline_uses_microbatches():
     """What layers receive of 1024 samples has no room, of some of them it has."""
     large = Task.of(operations("mlp"), QUIET, 1024, 1, 800_000)
     assert not megatron(large).step.fits
@@ -62,11 +62,11 @@ def test_only_a_pipeline_has_microbatches():
 
 
 @pytest.mark.slow
-def test_models_without_pairs_of_linear_layers_are_left_alone():
+def test_model_without_linear_layer_pairs_has_no_tensor_plan():
     assert megatron(task(name="resnet")).choice is None
 
 
-def test_replicas_lie_as_far_apart_as_the_ranks_that_share_layers():
+def test_tensor_parallel_replicas_communicate_at_their_real_distance():
     """On nodes of two, of which every replica has one: what replicas of one rank sum inside of a
     node, they sum and send between nodes."""
     base = Task.of(operations(), MACHINE, BATCH, 4, 1e12).costs

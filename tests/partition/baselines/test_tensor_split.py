@@ -30,7 +30,7 @@ def modules(name, nodes):
     return [found.pieces[place].module for place in sorted(found.piece_of[node] for node in nodes)]
 
 
-def test_linear_layers_are_split_by_columns_and_rows_in_turn():
+def test_linear_layers_alternate_column_and_row_splits():
     """The head's first layer stays whole: a norm reads all of its result."""
     roles = split_roles(small("bert"), 2)
     layers = range(4)
@@ -49,7 +49,7 @@ def test_both_attentions_of_a_decoder_are_split():
     assert rows[-3:] == ["decoder.1.own.out", "decoder.1.cross.out", "decoder.1.down"]
 
 
-def test_heads_that_do_not_divide_stay_whole():
+def test_indivisible_heads_are_not_split():
     """Of 4 heads on 8 ranks all but attention is shared."""
     rows = modules("bert", split_roles(small("bert"), 8).rows)
     assert rows == [*(f"layers.{n}.down" for n in range(4)), "following"]
@@ -63,7 +63,7 @@ def total(graph, name):
     return graph.total(name, graph.everything)
 
 
-def test_two_all_reduces_forward_and_two_backward_in_a_layer():
+def test_split_layer_has_two_all_reduces_forward_and_two_backward():
     """On a machine where only messages take time, one second each; one more of the loss's second
     output forward, three for the loss by words, and two for the inputs of both heads."""
     operations = Operations(small("bert"))
@@ -72,7 +72,7 @@ def test_two_all_reduces_forward_and_two_backward_in_a_layer():
     assert total(graph, "backward") == pytest.approx(4 * 2 + 2)
 
 
-def test_products_are_shared():
+def test_flops_of_split_products_are_shared():
     """Of 8 x 16 tokens all but the dense layer of the head, forward and backward."""
     quiet = replace(FLOP, links=(Link(0, 0.0, 1e30),))
     operations = Operations(small("bert"))
@@ -84,7 +84,7 @@ def test_products_are_shared():
         assert total(part, name) == pytest.approx(shared + times * dense, rel=1e-9)
 
 
-def test_columns_share_n_and_rows_share_k():
+def test_column_splits_divide_n_and_row_splits_divide_k():
     """Products (batch, m, n, k) of [2, 64] and [64, 64], and backward for input and weight."""
     found = SplitOperations(Operations(small("mlp")), 2)
     works = {node.name: kind[0] for node, kind in found.kinds.items()}
@@ -95,19 +95,19 @@ def test_columns_share_n_and_rows_share_k():
     assert works["linear"].backward.products == ((1, 64, 32, 2),)
 
 
-def test_a_rank_holds_its_part_of_weights():
+def test_rank_stores_its_shard_of_the_weights():
     """Of a perceptron by columns and rows in turn, half but for the biases of rows."""
     operations = Operations(small("mlp"))
     graph = graph_of(SplitOperations(operations, 2), FLOP, 8)
     assert total(graph, "parameters") == 4 * (6 * 64 * 64 / 2 + 3 * 64 / 2 + 3 * 64)
 
 
-def test_what_lies_between_is_saved_in_part():
+def test_activations_between_split_layers_are_saved_in_shards():
     """Of [16, 64]: six linear layers and as many functions save what they read, the model's input
     aside, of which two in the middle of each pair in half."""
     graph = graph_of(SplitOperations(Operations(small("mlp")), 2), FLOP, 16)
     assert total(graph, "saved") == 16 * 64 * 4 * (11 - 3 * 2 / 2)
 
 
-def test_a_layer_whose_result_all_ranks_need_stays_whole():
+def test_layer_whose_full_result_is_needed_is_not_split():
     assert not split_roles(captured(f"{HERE}:by_name"), 2).columns

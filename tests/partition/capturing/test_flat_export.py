@@ -39,7 +39,7 @@ def assert_as_in_torch(module, *inputs):
         torch.testing.assert_close(held[name].grad, value.grad, msg=name)
 
 
-def test_blocks_without_gradient_are_as_in_torch():
+def test_no_grad_blocks_match_torch():
     assert_as_in_torch(Untaught(), torch.rand(6, 4))
 
 
@@ -63,11 +63,11 @@ def changed_later(y, x):
 
 
 @pytest.mark.parametrize("function", [changed_inside, changed_later])
-def test_memory_that_is_written_to_without_gradient(function):
+def test_in_place_changes_without_gradient_match_torch(function):
     assert_as_in_torch(Function(function), torch.rand(6, 4))
 
 
-def test_the_operations_of_a_block_stay_in_their_module_and_line():
+def test_operations_of_a_block_keep_their_module_and_line():
     program = exported(Untaught(), torch.rand(6, 4))
     lines = [where(node) for node in program.graph.nodes if node.op == "call_function"]
     assert len({line for line in lines if "sample_models.py:" in line}) > 5
@@ -79,7 +79,7 @@ def test_the_operations_of_a_block_stay_in_their_module_and_line():
     assert not calls & {*kept}
 
 
-def test_torch_is_afterwards_as_it_was():
+def test_export_restores_the_state_of_torch():
     with pytest.raises(ValueError, match="Rounded defines its backward pass"):
         exported(Function(lambda y, x: Rounded.apply(y)), torch.rand(6, 4))
     assert torch.autograd.Function.__dict__["apply"] is APPLY
@@ -91,7 +91,7 @@ def test_torch_is_afterwards_as_it_was():
 
 
 @pytest.mark.slow
-def test_other_blocks_are_refused():
+def test_unsupported_blocks_are_rejected():
     def function(y, x):
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (y,))
 

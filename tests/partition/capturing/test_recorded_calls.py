@@ -40,7 +40,7 @@ def recorded(module, *given):
     return calls
 
 
-def test_a_call_is_known_for_any_number_of_samples():
+def test_recorded_call_scales_with_the_number_of_samples():
     (call,) = recorded(Experts())
     assert [each.shape(7) for each in call.values] == [[7, 4]]
     assert [(each.shape(7), each.dtype) for each in call.results] == [
@@ -55,7 +55,7 @@ def test_a_call_is_known_for_any_number_of_samples():
     assert found["y"] is y and found["chosen"] == [chosen, None]
 
 
-def test_products_are_counted_forward_and_backward():
+def test_flops_of_a_call_are_counted_forward_and_backward():
     """Of a layer with 4 x 4 weights 32 operations a sample, and backward twice as many."""
     (call,) = recorded(nn.Linear(4, 4))
     assert call.flop == (32, 64) and call.saved == 0, "its input is not its own"
@@ -63,7 +63,7 @@ def test_products_are_counted_forward_and_backward():
     assert call.flop == (64, 128) and call.saved == 4 * 4, "the result of tanh"
 
 
-def test_arguments_that_are_no_tensors_belong_to_the_call():
+def test_non_tensor_arguments_belong_to_the_recorded_call():
     (call,) = recorded(Choosy(), lambda x: (x,))
     x = torch.ones(2, 4)
     assert call.arguments([x]) == ((x,), {})
@@ -71,7 +71,7 @@ def test_arguments_that_are_no_tensors_belong_to_the_call():
     assert call.tensors_taken((x,), {"scale": 2.0}) is None
 
 
-def test_buffers_that_are_written_to_are_known():
+def test_written_buffers_are_recorded():
     (call,) = recorded(Straight())
     assert call.written == {
         f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
@@ -132,7 +132,7 @@ class Collects(nn.Module):
         (Loose(), lambda x: (x, [x] * len(x)), "the structure of its arguments"),
     ],
 )
-def test_a_call_that_does_more_than_to_return_tensors_is_refused(module, given, why):
+def test_call_with_side_effects_is_rejected(module, given, why):
     if isinstance(module, Borrows):
         module.others[0].float()
     with pytest.raises(CannotStayWhole, match=f"^inner cannot be one operation: {why}") as found:
@@ -140,7 +140,7 @@ def test_a_call_that_does_more_than_to_return_tensors_is_refused(module, given, 
     assert found.value.path == "inner"
 
 
-def test_one_call_more_for_more_samples_is_refused():
+def test_call_count_that_depends_on_the_samples_is_rejected():
     class Often(Model):
         def forward(self, samples):
             return [self.inner(torch.ones(2, 4)) for _ in range(samples)]

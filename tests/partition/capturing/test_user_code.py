@@ -13,18 +13,18 @@ import torch
 from hpc3d.partition.capturing.user_code import described, undisturbed, without_data
 
 
-def test_an_error_is_described_in_a_line():
+def test_error_is_described_in_one_line():
     assert described(KeyError()) == "KeyError"
     assert described(ValueError("a\nb")) == "ValueError: a"
 
 
-def test_an_error_has_the_line_of_the_user():
+def test_error_description_has_the_line_of_the_user():
     with pytest.raises(ValueError) as found:
         raise ValueError("no")
     assert re.fullmatch(r"ValueError: no \(.*test_user_code.py:\d+\)", described(found.value))
 
 
-def test_nothing_is_printed_drawn_or_logged(capfd, caplog):
+def test_user_code_output_random_state_and_logs_are_isolated(capfd, caplog):
     before = torch.get_rng_state()
     with undisturbed():
         print("hello")
@@ -37,6 +37,6 @@ def test_nothing_is_printed_drawn_or_logged(capfd, caplog):
     assert caplog.records
 
 
-def test_tensors_have_no_data():
+def test_tensors_are_created_without_data():
     with without_data():
         assert torch.empty(10**9, 10**6).shape == (10**9, 10**6)

@@ -44,7 +44,7 @@ def weights_of(found, module):
     return [held[name] for name in found.weights]
 
 
-def test_it_computes_what_the_module_does_with_its_weights():
+def test_opaque_module_computes_the_result_and_gradients_of_the_module():
     module = Choosy()
     found, (x, _) = whole(module), samples(6)
     other = copy.deepcopy(module)
@@ -63,7 +63,7 @@ def test_it_computes_what_the_module_does_with_its_weights():
     torch.testing.assert_close([each.grad for each in other.parameters()], wanted)
 
 
-def test_threads_have_weights_of_their_own():
+def test_opaque_module_is_thread_safe():
     module = Choosy()
     found, (x, _) = whole(module), samples(6)
     weights = [[torch.full_like(each, n) for each in module.parameters()] for n in range(4)]
@@ -85,7 +85,7 @@ def test_threads_have_weights_of_their_own():
         assert len(several) == 20 and all(torch.equal(each, expected) for each in several)
 
 
-def test_on_fake_tensors_it_has_shapes_and_gradients():
+def test_opaque_module_on_fake_tensors_has_shapes_and_gradients():
     module = Experts()
     found = whole(module)
     with FakeTensorMode():
@@ -106,7 +106,7 @@ class Again(torch.nn.Linear):
         )
 
 
-def test_what_is_computed_again_has_the_same_weights():
+def test_checkpointed_module_recomputes_with_the_same_weights():
     module = Again(4, 4)
     found, (x, _) = whole(module), samples(6)
     weights = [each.detach().clone().mul_(3).requires_grad_() for each in module.parameters()]
@@ -140,12 +140,12 @@ class Fickle(torch.nn.Module):
         (10, "inner .* must not write to its inputs"),
     ],
 )
-def test_other_behaviour_in_a_run_is_refused(rows, line):
+def test_changed_behavior_of_an_opaque_module_is_rejected(rows, line):
     with pytest.raises(BadData, match=line):
         whole(Fickle())([samples(rows)[0]], [])
 
 
-def test_results_have_memory_and_a_gradient_of_their_own():
+def test_results_have_separate_memory_and_gradients():
     found = whole(Fickle())
     x = samples(6)[0].requires_grad_()
     assert found([x], []).untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
@@ -155,7 +155,7 @@ def test_results_have_memory_and_a_gradient_of_their_own():
     assert result.requires_grad and x.grad is None
 
 
-def test_all_of_a_class_stay_whole_and_nothing_else():
+def test_all_modules_of_an_untraceable_class_are_opaque():
     _, _, captured = prepared(f"{HERE}:three")
     assert [each.path for each in captured.whole] == ["parts.0", "parts.1", "parts.2"]
     assert all("untraceable_models.py:" in each.reason for each in captured.whole)
@@ -167,7 +167,7 @@ def test_all_of_a_class_stay_whole_and_nothing_else():
 
 
 @pytest.mark.slow
-def test_the_module_around_one_that_returns_a_number_stays_whole():
+def test_parent_of_a_module_that_returns_a_number_is_opaque():
     captured = captured_of(f"{HERE}:around")
     assert [each.path for each in captured.whole] == ["parts.0"]
 
@@ -182,25 +182,25 @@ def test_the_module_around_one_that_returns_a_number_stays_whole():
         ("Raises", r"with data raised RuntimeError: .* is no number .*models.py:\d+\)"),
     ],
 )
-def test_what_cannot_stay_whole_is_refused_in_a_line(kind, line):
+def test_module_that_cannot_be_opaque_is_rejected_in_one_line(kind, line):
     with pytest.raises(ValueError, match=f"^this model cannot be captured: .*{line}") as found:
         captured_of(f"{HERE}:alone('{kind}')")
     assert len(str(found.value).splitlines()) == 1
 
 
-def test_without_data_it_is_refused():
+def test_untraceable_module_without_data_is_rejected():
     module, inputs = made(f"{HERE}:of('Choosy')")
     with pytest.raises(ValueError, match="pass `with_data`"):
         capture(module, inputs)
 
 
-def test_a_model_that_is_too_large_for_its_data_is_refused(monkeypatch):
+def test_model_too_large_for_a_run_with_data_is_rejected(monkeypatch):
     monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: 100)
     with pytest.raises(ValueError, match=r"the model has 3.2e-07 GB, more than 50% of the memory"):
         captured_of(f"{HERE}:of('Choosy')")
 
 
-def test_a_module_stays_as_it_was():
+def test_capture_does_not_modify_the_module():
     module = Between(Choosy()).double()
     before = copy.deepcopy(module.state_dict())
     found = capture(module, samples())
@@ -214,7 +214,7 @@ class Sharper(Choosy):
 
 
 @pytest.mark.slow
-def test_a_digest_is_that_of_the_class_its_settings_and_its_weights():
+def test_digest_depends_on_class_settings_and_weight_shapes():
     def digest(*parts):
         return digest_of(capture(Between(*parts).double(), samples()))
 

@@ -90,7 +90,7 @@ CHANGES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "first", "second"), strided(CHANGES, 3, 1))
-def test_a_run_goes_on_by_another_plan_as_if_nothing_had_happened(model, first, second, tmp_path):
+def test_run_killed_and_resumed_with_another_plan_matches_one_rank(model, first, second, tmp_path):
     """A rank is killed in the third step or later, and the run goes on by another plan; against
     one rank that makes all steps."""
     name, *words = model
@@ -144,7 +144,7 @@ SCHEDULES = {  # by ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", SCHEDULES)
-def test_every_schedule_trains_as_torch_does(ranks, tmp_path):
+def test_every_schedule_matches_torch_training(ranks, tmp_path):
     """Parameters and losses of the whole module after three steps."""
     name, plans = f"{HERE}:eight_layers", []
     for schedule, replicas in SCHEDULES[ranks].items():
@@ -177,7 +177,7 @@ def settled(tmp_path, *words, replicas=(1, 1), **how):
     return configuration(asked, model_of(asked.plan))
 
 
-def test_a_plan_decides_what_is_its_own(tmp_path):
+def test_plan_overrides_layout_options(tmp_path):
     config = settled(tmp_path, "--steps", 7, "--train.clip", 0.5, replicas=(2, 1), zero=1)
     assert (config.mesh.p, config.mesh.d, config.parallel.zero) == (2, 2, 1)
     assert (config.train.steps, config.train.clip) == (7, 0.5)
@@ -197,18 +197,18 @@ def test_a_plan_decides_what_is_its_own(tmp_path):
         ([], {"replicas": (2, 1), "micros": 5}, "12 samples must be divisible by 5 microbatches"),
     ],
 )
-def test_what_cannot_be_run_is_refused(words, how, line, tmp_path):
+def test_unsupported_options_are_rejected(words, how, line, tmp_path):
     with pytest.raises(ValueError, match=line):
         settled(tmp_path, *words, **how)
 
 
 @pytest.mark.parametrize(("words", "line"), [([], "the plan file is missing"), (["x"], "x")])
-def test_a_plan_must_be_there(words, line):
+def test_plan_file_must_exist(words, line):
     with pytest.raises(ValueError, match=line):
         asked_for(words)
 
 
-def test_inputs_must_be_those_of_the_model():
+def test_inputs_must_match_the_captured_model():
     _, _, captured = prepared(DROPPING[0])
     assert [each.shape[0] for each in StepInputs(captured, points_of, 12)(3)] == [12, 12]
     for given, line in (
@@ -224,7 +224,7 @@ def test_inputs_must_be_those_of_the_model():
             StepInputs(captured, given, 12)(3)
 
 
-def test_an_empty_parameter_is_shared():
+def test_empty_parameter_is_broadcast():
     def shared(mesh):
         return shared_by_root(mesh.world, torch.zeros(0, 4), (0, 4), torch.float32)
 
@@ -240,7 +240,7 @@ def test_an_empty_parameter_is_shared():
     ],
 )
 @pytest.mark.slow
-def test_a_job_that_does_not_fit_its_plan_ends_with_a_line(ranks, change, line, tmp_path):
+def test_job_that_does_not_match_its_plan_exits_with_one_line(ranks, change, line, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(plan_of(DROPPING[0], (1, 1), 2, "1f1b")._replace(**change).text())
     done = mpirun(ranks, *COMMAND, path, "--run.out", tmp_path)

@@ -33,7 +33,7 @@ SMALL = [f"inputs.partition.{name}:small" for name in MODELS]
         ((1, 1, 1), 4, "zb-h2", {"recompute": True}),
     ],
 )
-def test_stages_train_as_the_whole(replicas, micros, schedule, how):
+def test_pipeline_training_matches_torch(replicas, micros, schedule, how):
     """Parameters and buffers after three steps: BatchNorm meets one microbatch after the other."""
     found = trained(EVERYTHING, replicas, micros, schedule, **how)
     assert_trained_alike(found, trained_by_torch(EVERYTHING, micros))
@@ -43,7 +43,7 @@ def test_stages_train_as_the_whole(replicas, micros, schedule, how):
     ("replicas", "micros", "how"),
     [((2,), 2, {}), ((2, 2), 3, {"zero": 1}), ((1, 3), 2, {}), ((3, 2), 2, {"zero": 1})],
 )
-def test_replicas_of_stages_train_as_one(replicas, micros, how):
+def test_replicated_stages_match_torch(replicas, micros, how):
     found = trained(CHAIN, replicas, micros, "1f1b" if replicas[1:] else "none", **how)
     assert_trained_alike(found, trained_by_torch(CHAIN, micros))
 
@@ -56,13 +56,13 @@ def test_replicas_of_stages_train_as_one(replicas, micros, how):
         ((1, 3, 2), 4, "zb-h1", {"recompute": True}),
     ],
 )
-def test_replicas_sum_gradients_that_were_late(replicas, micros, schedule, how):
+def test_delayed_weight_gradients_are_reduced(replicas, micros, schedule, how):
     found = trained(CHAIN, replicas, micros, schedule, **how)
     assert_trained_alike(found, trained_by_torch(CHAIN, micros))
 
 
 @pytest.mark.parametrize(("replicas", "schedule"), [((2,), "none"), ((2, 1), "1f1b")])
-def test_replicas_have_the_same_buffers(replicas, schedule):
+def test_replicas_average_their_batch_norm_buffers(replicas, schedule):
     """Each normalizes by its own rows, and moves its averages towards those; the step ends with
     the mean of all replicas."""
     (one, _), (other, _), *_ = trained(EVERYTHING, replicas, 2, schedule)
@@ -72,7 +72,7 @@ def test_replicas_have_the_same_buffers(replicas, schedule):
     assert one["norm.num_batches_tracked"] == 6
 
 
-def test_the_order_of_samples_is_that_of_the_batch():
+def test_samples_keep_the_order_of_the_batch():
     """Uneven microbatches: 12 samples in 5, of two replicas."""
     found = trained(CHAIN, (2, 2), 5, "1f1b")
     assert_trained_alike(found, trained_by_torch(CHAIN, 5))
@@ -88,7 +88,7 @@ def test_the_order_of_samples_is_that_of_the_batch():
         pytest.param("straight", (1, 1, 1), 2, {"recompute": True}, marks=pytest.mark.slow),
     ],
 )
-def test_modules_that_stay_whole_train_as_in_torch(name, replicas, micros, how):
+def test_opaque_modules_train_as_in_torch(name, replicas, micros, how):
     name = f"{UNTRACEABLE}:{name}"
     assert prepared(name)[-1].whole
     found = trained(name, replicas, micros, "1f1b", **how)
@@ -109,7 +109,7 @@ HOW = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "replicas", "micros", "schedule", "how"), rotated(SMALL, HOW, 3))
-def test_all_models_train_as_the_whole(name, replicas, micros, schedule, how):
+def test_every_sample_model_matches_torch(name, replicas, micros, schedule, how):
     found = trained(name, replicas, micros, schedule, **how)
     assert_trained_alike(found, trained_by_torch(name, micros))
 
@@ -129,14 +129,14 @@ REPLICATED = [
     ("name", "replicas", "micros", "schedule", "how"),
     rotated([name for name in SMALL if "res" not in name and "dense" not in name], REPLICATED, 4),
 )
-def test_replicas_of_all_models_train_as_one(name, replicas, micros, schedule, how):
+def test_replicas_of_every_sample_model_match_torch(name, replicas, micros, schedule, how):
     found = trained(name, replicas, micros, schedule, **how)
     assert_trained_alike(found, trained_by_torch(name, micros))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SMALL if "res" in name or "dense" in name])
-def test_replicas_that_normalise_by_their_own_rows(name):
+def test_replicas_with_local_batch_norm_match_torch(name):
     """As torch with the rows of one replica after the other; averages of buffers aside."""
     found = trained(name, (2, 2), 2, "1f1b", zero=1)
     tensors, losses = trained_by_torch(name, 2, replicas=2)
@@ -168,7 +168,7 @@ PEAKS = [
     ("name", "replicas", "micros", "schedule", "recompute"),
     rotated([f"inputs.partition.{name}" for name in WIDE], PEAKS, 4),
 )
-def test_the_peak_of_a_rank_is_that_of_its_plan(name, replicas, micros, schedule, recompute):
+def test_peak_memory_of_a_rank_matches_its_plan(name, replicas, micros, schedule, recompute):
     """All tensors of a step, and the moments."""
     for predicted, counted in peaks(name, replicas, micros, schedule, recompute):
         assert predicted == pytest.approx(counted, rel=0.05)

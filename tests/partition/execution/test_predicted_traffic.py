@@ -61,7 +61,7 @@ def counted(name, replicas, micros):
         (EVERYTHING, (1, 2, 3), 2),
     ],
 )
-def test_predicted_is_counted(name, replicas, micros):
+def test_predicted_traffic_matches_the_counted_one(name, replicas, micros):
     _, _, captured = prepared(name)
     model = staged_model(captured, even_parts(captured, len(replicas)), replicas, [False] * 3)
     found = counted(name, replicas, micros)
@@ -78,7 +78,7 @@ def test_predicted_is_counted(name, replicas, micros):
         assert extra in (0, STEPS * len(ranks) * buffers)
 
 
-def test_lines_say_what_crosses():
+def test_traffic_lines_list_borders_and_gradient_reductions():
     borders = [BorderTraffic(2_000_000, 1_000_000, 6)]
     sums = [SumTraffic((0, 1, 2), 3_000_000), SumTraffic((0, 3), 8)]
     assert [*traffic_lines(borders, sums)] == [

@@ -37,7 +37,7 @@ def dropped(x):
     return functional.dropout(x, 0.25)
 
 
-def test_a_mask_depends_on_seed_step_and_sample_only():
+def test_dropout_mask_depends_only_on_seed_step_and_sample():
     run, x = programmed(dropped), torch.rand(400, 4)
     whole = run(Draw(1, 2, 0, 400), x)
     for first, stop in [(0, 7), (7, 250), (250, 400)]:
@@ -48,31 +48,31 @@ def test_a_mask_depends_on_seed_step_and_sample_only():
         assert (run(other, x) != whole).any()
 
 
-def test_a_quarter_is_dropped_and_the_rest_is_larger():
+def test_dropout_rate_and_scale():
     found = programmed(dropped)(Draw(0, 0, 0, 4000), torch.ones(4000, 4))
     assert set(found.unique().tolist()) == {0.0, float(np.float32(1 / 0.75))}
     assert abs(float((found == 0).double().mean()) - 0.25) < 5 * (0.25 * 0.75 / 16_000) ** 0.5
 
 
-def test_two_operations_draw_different_numbers():
+def test_two_dropout_operations_use_different_masks():
     found = programmed(lambda x: dropped(x) - dropped(x))(Draw(0, 0, 0, 400), torch.ones(400, 4))
     assert found.any()
 
 
-def test_a_batch_in_another_dimension_is_found():
+def test_dropout_finds_a_batch_in_another_dimension():
     """Tokens first: the mask of a sample is that of its column."""
     run = programmed(lambda x: dropped(x.T).T)
     whole = run(Draw(0, 0, 0, 40), torch.ones(40, 4))
     assert (run(Draw(0, 0, 30, 10), torch.ones(10, 4)) == whole[30:]).all()
 
 
-def test_channels_are_dropped_as_a_whole():
+def test_dropout2d_drops_entire_channels():
     run = programmed(lambda x: functional.dropout2d(x, 0.5), (40, 5, 3, 3))
     found = run(Draw(0, 0, 0, 40), torch.ones(40, 5, 3, 3)).flatten(2)
     assert (found == found[:, :, :1]).all() and 0 < float(found.mean()) < 2
 
 
-def test_in_place_it_changes_its_operand():
+def test_in_place_dropout_changes_its_operand():
     def twice(x):
         y = x * 1
         functional.dropout(y, 0.5, inplace=True)
@@ -101,7 +101,7 @@ def test_attention_drops_probabilities(causal):
     np.testing.assert_allclose(*(mean.numpy() for mean in means), atol=0.05)
 
 
-def test_dropout_that_drops_nothing_is_left_alone():
+def test_inactive_dropout_is_unchanged():
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
     captured = capture(module, (torch.ones(4, 4),))
     stage_programs(captured, [range(len(captured.pieces))])
@@ -111,13 +111,13 @@ def test_dropout_that_drops_nothing_is_left_alone():
 
 
 @pytest.mark.parametrize("function", [torch.rand_like, torch.bernoulli])
-def test_other_random_numbers_are_refused(function):
+def test_other_random_operations_are_rejected(function):
     with pytest.raises(ValueError, match="would depend on the partition; use dropout"):
         programmed(lambda x: x * function(x))
 
 
 @pytest.mark.slow
-def test_a_cut_drops_what_the_whole_drops():
+def test_dropout_is_the_same_on_every_split():
     """Stages, replicas and microbatches of every kind against one rank and one microbatch."""
     name = f"{HERE}:dropping"
     ((expected, losses),) = trained(name, (1,), 1, "none")

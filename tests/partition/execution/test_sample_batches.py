@@ -19,7 +19,7 @@ from tests.partition.sample_models import HERE as SAMPLES
 
 
 @pytest.mark.parametrize(("batch", "micros", "replicas"), [(12, 3, 2), (13, 4, 3), (5, 1, 1)])
-def test_all_samples_are_somebodys_once(batch, micros, replicas):
+def test_every_sample_is_assigned_once(batch, micros, replicas):
     parts = [[*rows_of(batch, micros, replicas, replica)] for replica in range(replicas)]
     in_order = [row for micro in zip(*parts, strict=True) for rows in micro for row in rows]
     assert in_order == [*range(batch)]
@@ -29,13 +29,13 @@ def test_all_samples_are_somebodys_once(batch, micros, replicas):
     }
 
 
-def test_inputs_by_name_come_in_the_order_of_the_model():
+def test_named_inputs_follow_the_order_of_the_model():
     _, _, captured = prepared(f"{SAMPLES}:by_name")
     x = torch.ones(4, 4)
     assert flat_inputs(captured, {"scale": 2.0, "x": x}) == [x, 2.0]
 
 
-def test_inputs_in_tuples_lists_and_dicts_are_flat():
+def test_nested_inputs_are_flattened():
     _, _, captured = prepared(f"{HERE}:chain")
     assert flat_inputs(captured, ([{"a": (2,)}], 4)) == [2, 4]
     with pytest.raises(ValueError, match=r"the inputs are 3 values, .* takes x, y"):
@@ -43,7 +43,7 @@ def test_inputs_in_tuples_lists_and_dicts_are_flat():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.int64, torch.bfloat16])
-def test_all_ranks_have_the_tensor_of_the_first(dtype):
+def test_all_ranks_receive_the_tensor_of_the_first(dtype):
     tensor = (torch.arange(6) % 2).reshape(2, 3).to(dtype)
 
     def rank(mesh):
@@ -54,7 +54,7 @@ def test_all_ranks_have_the_tensor_of_the_first(dtype):
         assert found.dtype == dtype and (found == tensor).all()
 
 
-def test_a_microbatch_has_its_rows_and_its_share_of_the_mean():
+def test_microbatch_has_its_rows_and_its_share_of_the_mean():
     _, inputs, captured = prepared(f"{HERE}:chain")
 
     def rank(mesh):

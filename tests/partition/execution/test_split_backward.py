@@ -109,7 +109,7 @@ def convolved(call, how):
         *((convolved(call, how), *sizes) for call, *sizes, how in CONVOLUTIONS),
     ],
 )
-def test_gradients_are_those_of_torch_and_the_weights_comes_later(function, shape, rows):
+def test_split_backward_matches_torch_and_delays_the_weight_gradient(function, shape, rows):
     expected, before, after, calls, planned = passed(function, shape, rows)
     torch.testing.assert_close(before[0], expected[0], rtol=1e-12, atol=1e-12)
     assert not before[1].any() and calls == planned > 0
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_torch_and_the_weights_comes_later(function, shap
         lambda x, w: x @ (w * 2) @ x.T[:, :1],
     ],
 )
-def test_other_gradients_of_weights_do_not_wait(function):
+def test_derived_weights_get_their_gradient_immediately(function):
     expected, before, after, calls, _ = passed(function, (4, 4), (3, 4))
     assert calls == 0
     for ours, now, theirs in zip(after, before, expected, strict=True):
@@ -145,12 +145,12 @@ def test_other_gradients_of_weights_do_not_wait(function):
         lambda x, w: torch.einsum("bi,io->bo", x, w),
     ],
 )
-def test_the_planner_lets_no_other_weights_wait(function):
+def test_planner_does_not_delay_gradients_of_derived_weights(function):
     *_, calls, planned = passed(function, (4, 4), (3, 4))
     assert calls == planned == 0
 
 
-def test_weights_are_complete_after_their_last_product():
+def test_weight_gradient_is_complete_after_its_last_product():
     """Of a table also that of its transpose, after an embedding has added to it at once."""
     (stage,), weights, micro = stages(EVERYTHING, 1, split=True)
     _, kept = stage.forward(None, micro)
@@ -195,7 +195,7 @@ class Noting(NullRecorder):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_gradient_is_sent_before_the_weights_are_computed(recompute):
+def test_input_gradient_is_sent_before_the_weight_gradient(recompute):
     """Of the second of two stages with four microbatches."""
     noted = {}
 

@@ -92,7 +92,7 @@ MODELS += [pytest.param(name, marks=pytest.mark.slow) for name in LONG]
 
 @pytest.mark.parametrize("count", strided([1, 2, 3, 100], 2, 1))
 @pytest.mark.parametrize("name", MODELS)
-def test_parts_compute_what_the_module_does(name, count):
+def test_stage_programs_compute_what_the_module_does(name, count):
     """Outputs, gradients and buffers, also where every part is one atom."""
     assert_computes_the_same(*prepared(name), count)
 
@@ -100,7 +100,7 @@ def test_parts_compute_what_the_module_does(name, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 5, 1000])
 @pytest.mark.parametrize("name", ["bert", "resnet", "unet", "densenet", "translation"])
-def test_parts_of_models_compute_what_they_do(name, count):
+def test_stage_programs_of_models_compute_what_they_do(name, count):
     assert_computes_the_same(*prepared(f"inputs.partition.{name}:small"), count)
 
 
@@ -113,13 +113,13 @@ def from_memory(y, x):
     return (y * constant + x * column).sum()
 
 
-def test_what_is_written_to_memory_is_read_from_there():
+def test_in_place_writes_are_visible_to_later_stages():
     module, inputs = Function(from_memory).double(), (torch.rand(6, 4).double(),)
     for count in (1, 2, 100):
         assert_computes_the_same(module, inputs, capture(module, inputs), count)
 
 
-def test_a_border_has_what_later_parts_need():
+def test_border_passes_on_values_that_later_stages_need():
     """The first value of a chain of three is read by the last part, too: it is handed on."""
 
     def function(y, x):
@@ -134,7 +134,7 @@ def test_a_border_has_what_later_parts_need():
     assert [program.weights for program in programs][1:] == [(), (), ()]
 
 
-def test_values_without_gradient_are_known():
+def test_values_without_gradient_are_detected():
     """Of `everything`: integers, a comparison, and what depends on no parameter."""
     _, _, captured = prepared(f"{HERE}:everything")
     programs = stage_programs(captured, convex_parts(captured, 100))
@@ -143,14 +143,14 @@ def test_values_without_gradient_are_known():
     assert found <= {"gt", "unsqueeze"} and "embedding" in {node.name for node in crossing}
 
 
-def test_a_value_that_flows_backward_is_refused():
+def test_value_that_flows_backward_is_rejected():
     _, _, captured = prepared(f"{HERE}:chain")
     pieces = [*range(len(captured.pieces))]
     with pytest.raises(ValueError, match="linear of stage 1 is needed on stage 0: values only"):
         stage_programs(captured, [pieces[1:], pieces[:1]])
 
 
-def test_sizes_grow_with_the_batch():
+def test_reshape_sizes_scale_with_the_batch():
     captured = capture(Function(lambda y, x: y.reshape(-1, 2)), (torch.rand(6, 4),))
     (node,) = (node for node in captured.program.graph.nodes if "reshape" in node.name)
     assert [size_of(size, 10) for size in node.meta["val"].shape] == [20, 2]

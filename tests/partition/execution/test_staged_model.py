@@ -18,7 +18,7 @@ def staged(captured, replicas, chunks=1, parts=None):
     return staged_model(captured, parts, replicas, [False] * count)
 
 
-def test_weights_have_the_stages_of_their_parts():
+def test_weights_belong_to_the_stages_of_their_chunks():
     """In two chunks: parts 0 and 2 are on the first stage, 1 and 3 on the second."""
     _, _, captured = prepared(f"{HERE}:chain")
     model = staged(captured, (1, 2), chunks=2)
@@ -50,12 +50,12 @@ def function(which, x=None):
         ),
     ],
 )
-def test_what_cannot_be_trained_is_refused(captured, line):
+def test_untrainable_module_is_rejected(captured, line):
     with pytest.raises(ValueError, match=line):
         staged(captured(), (1,))
 
 
-def test_the_loss_comes_last():
+def test_loss_must_be_on_the_last_stage():
     captured = function(lambda y, x: (y.sum(), torch.tanh(y)))
     order = [*range(len(captured.pieces))]
     loss = next(n for n in order if "sum" in captured.pieces[n].nodes[0].name)

@@ -19,7 +19,7 @@ def test_owners_are_the_stages_with_a_weight():
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_gradients_are_summed_over_all_ranks_that_have_a_weight(zero):
+def test_tied_gradients_are_summed_over_all_owners(zero):
     """b on ranks 0 and 3, 4; c on 1, 2 and 3, 4: each brings its rank, 1 to 5."""
     replicas, size = (1, 2, 2), 3
 
@@ -47,7 +47,7 @@ def test_gradients_are_summed_over_all_ranks_that_have_a_weight(zero):
     assert run_stages(replicas, 4, rank) == [{"b": b}, {"c": c}, {"c": c}] + 2 * [{"b": b, "c": c}]
 
 
-def test_the_norm_counts_a_tied_weight_once():
+def test_gradient_norm_counts_a_tied_weight_once():
     """`everything` is clipped: a table that counted twice would be clipped to another norm."""
     name = f"{HERE}:everything"
     found = trained(name, (1, 1, 1), 2, "1f1b", zero=0)

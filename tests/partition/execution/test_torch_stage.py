@@ -19,7 +19,7 @@ from tests.partition.execution.modules import HERE, even_parts, prepared
 from tests.pipeline.test_stage_protocol import violations
 
 
-def test_it_is_what_the_engine_asks_for():
+def test_torch_stage_implements_the_stage_protocol():
     assert not [*violations(TorchStage)]
     assert "trace" in inspect.signature(TorchStage).parameters
 
@@ -49,7 +49,7 @@ def stages(name, count, recompute=False, split=False):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_blocks_are_of_the_announced_shapes_and_types(recompute):
+def test_stage_blocks_have_the_announced_shapes_and_types(recompute):
     made, weights, micro = stages(f"{HERE}:everything", 4, recompute)
     before = {name: tensor.detach().clone() for name, tensor in weights.tensors.items()}
     x, saved = None, []
@@ -70,7 +70,7 @@ def test_blocks_are_of_the_announced_shapes_and_types(recompute):
     assert (before["norm.running_mean"] != weights.tensors["norm.running_mean"]).any()
 
 
-def test_with_recomputation_it_keeps_what_it_received_only():
+def test_recomputation_saves_only_the_received_inputs():
     for recompute in (False, True):
         made, _, micro = stages(f"{HERE}:chain", 2, recompute)
         x, _ = made[0].forward(None, micro)

@@ -34,7 +34,7 @@ def bound(shared=()):
     return module, parameters, weights
 
 
-def test_values_are_those_of_the_module():
+def test_flat_array_holds_the_values_of_the_module():
     module, _, weights = bound()
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     assert weights.tensors.keys() == held.keys()
@@ -42,7 +42,7 @@ def test_values_are_those_of_the_module():
         assert (tensor == held[name]).all() and tensor.shape == held[name].shape
 
 
-def test_gradients_go_to_the_flat_array():
+def test_gradients_are_written_to_the_flat_array():
     _, parameters, weights = bound()
     done = []
     weights.completed = done.append
@@ -56,7 +56,7 @@ def test_gradients_go_to_the_flat_array():
     assert (weights.tensors["table.weight"] == 7).all()
 
 
-def test_a_counter_is_stored_and_loaded():
+def test_integer_counter_is_stored_and_loaded():
     """It is an integer, and the flat array is not."""
     _, _, weights = bound()
     counter = weights.tensors["norm.num_batches_tracked"]
@@ -68,7 +68,7 @@ def test_a_counter_is_stored_and_loaded():
     assert counter == 5 and counter.dtype == torch.int64
 
 
-def test_what_decays_and_what_is_frozen():
+def test_decayed_and_frozen_parameters():
     _, _, weights = bound(shared={"table.weight": False})
     items = weights.items
     assert {name for name, item in items.items() if item.decay} == {
@@ -83,11 +83,11 @@ def test_what_decays_and_what_is_frozen():
 @pytest.mark.parametrize(
     ("shape", "stored"), [((), (1,)), ((3,), (3,)), ((3, 4), (3, 4)), ((3, 4, 5, 2), (3, 40))]
 )
-def test_tensors_are_stored_as_vectors_and_matrices(shape, stored):
+def test_tensors_are_stored_as_vectors_or_matrices(shape, stored):
     assert stored_shape(shape) == stored
 
 
-def test_checkpoints_have_all_but_constants():
+def test_checkpoints_exclude_constants():
     _, _, captured = prepared(NAME)
     found = stored_tensors(captured)
     assert {*found["frozen"]} < {*found["shapes"]} == {*state_of(captured)}
@@ -95,7 +95,7 @@ def test_checkpoints_have_all_but_constants():
     assert stored_tensors(held) == {"shapes": {}, "frozen": [], "aliases": {}}
 
 
-def test_a_plain_attribute_has_its_value():
+def test_plain_tensor_attribute_keeps_its_value():
     module, _, captured = prepared(f"{SAMPLES}:held")
     ((name, value),) = values_in(module, captured)
     assert name == "table" and np.array_equal(value, module.table)

@@ -69,7 +69,7 @@ def methods(text):
     return [ast.unparse(node.body[-1]) for node in classes if re.fullmatch(r"Part\d+", node.name)]
 
 
-def test_the_file_needs_torch_alone():
+def test_torchrun_file_imports_only_torch():
     tree = ast.parse(written(CHAIN, (1, 1), 4, "1f1b"))
     names = {
         name.partition(".")[0]
@@ -80,7 +80,7 @@ def test_the_file_needs_torch_alone():
     assert names - sys.stdlib_module_names == {"torch"}
 
 
-def test_parts_are_readable_source():
+def test_stage_methods_are_readable_source():
     text = written(CHAIN, (1, 1), 4, "1f1b")
     first, second = methods(text)
     assert "self.layers" in first and "aten.linear.default(x, " in first
@@ -89,7 +89,7 @@ def test_parts_are_readable_source():
     assert name == "border_1" and "crossing([rows, 4], torch.float64, graded=True)" in text
 
 
-def test_random_operations_stay_those_of_torch():
+def test_dropout_remains_a_torch_operation():
     forward = "".join(methods(written(f"{HERE}:dropping", (1, 1), 2, "gpipe")))
     assert forward.count("aten.dropout.default(") == 4
 
@@ -179,7 +179,7 @@ def _held(model, name, cut):
     ],
 )
 @pytest.mark.parametrize("count", [3, 5])
-def test_parts_compute_what_the_model_does(name, count):
+def test_generated_stages_compute_what_the_model_does(name, count):
     module, inputs = exact(name)
     text = written(name, (1,) * count, 1, "gpipe")
     loss, gradients = parts_run(text)
@@ -201,13 +201,13 @@ def test_parts_compute_what_the_model_does(name, count):
         ((1, 1), 2, "zb-h1", "use 1f1b"),
     ],
 )
-def test_what_torch_does_not_have_is_refused(replicas, micros, schedule, line):
+def test_plan_unsupported_by_torch_is_rejected(replicas, micros, schedule, line):
     with pytest.raises(ValueError, match=line) as refused:
         written(CHAIN, replicas, micros, schedule)
     assert "\n" not in str(refused.value)
 
 
-def test_a_constant_that_is_too_long_is_refused():
+def test_constant_that_is_too_long_is_rejected():
     module = nn.Sequential(nn.Linear(4, 4), Constant())
     captured = capture(module, (torch.ones(4, 4),))
     plan = plan_of(captured, "nowhere:made", (1,), 1, "none")
@@ -220,7 +220,7 @@ class Constant(nn.Module):
         return (x.sum() + torch.tensor([1.0] * 10_001)).mean()
 
 
-def test_the_command_writes_the_file(tmp_path, capsys):
+def test_command_writes_the_torchrun_file(tmp_path, capsys):
     path = tmp_path / "plan.py"
     words = ["--ranks", "2", "--replicas", "1,1", "--schedule", "gpipe", "-o", str(path)]
     assert main([f"{__name__}:unusual_in_float32", *words]) == 0
@@ -233,7 +233,7 @@ def test_the_command_writes_the_file(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_schedule_that_torch_lacks_is_not_searched_for_a_file(tmp_path):
+def test_file_search_skips_schedules_that_torch_lacks(tmp_path):
     words = ["inputs.partition.mlp:regression", "--ranks", "2", "--replicas", "1,1"]
     words += ["--batch", "64", "--microbatches", "4", "-o"]
     for end, lacking in (("py", False), ("json", True)):
@@ -242,13 +242,13 @@ def test_a_schedule_that_torch_lacks_is_not_searched_for_a_file(tmp_path):
         assert ("zb-h1" in path.read_text()) == lacking
 
 
-def test_parts_run_where_their_inputs_are():
+def test_generated_stages_run_on_the_device_of_their_inputs():
     """What they make themselves is there, too."""
     loss, gradients = parts_run(written(UNUSUAL, (1, 1, 1), 2, "gpipe"), "meta")
     assert loss.is_meta and gradients and all(each.is_meta for each in gradients.values())
 
 
-def test_one_microbatch_goes_through_any_number_of_stages():
+def test_single_microbatch_may_use_any_number_of_stages():
     assert "ScheduleGPipe,\n" in written(CHAIN, (1, 1, 1), 1, "1f1b")
 
 
@@ -315,7 +315,7 @@ RUN = [
     ("name", "replicas", "micros", "schedule", "how"),
     RUN,
 )
-def test_torchrun_trains_as_the_whole(name, replicas, micros, schedule, how, tmp_path):
+def test_torchrun_training_matches_torch(name, replicas, micros, schedule, how, tmp_path):
     text = written(name, replicas, micros, schedule, **how)
     losses, found = run_by_torchrun(text, tmp_path, sum(replicas))
     expected, known = trained_by_torch(name, micros, replicas[0])

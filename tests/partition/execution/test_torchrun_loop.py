@@ -88,7 +88,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_step_is_that_of_torch(recompute, mesh):
+def test_trainer_step_matches_torch(recompute, mesh):
     """Two of them: gradients begin anew, and buffers are written to once a microbatch."""
     model, (x,) = made()
     trainer = PartTrainer(cut(recompute=recompute), mesh, model, 8, RATE)
@@ -107,7 +107,7 @@ def test_a_step_is_that_of_torch(recompute, mesh):
         assert torch.allclose(value, theirs[name], rtol=0, atol=1e-14), name
 
 
-def test_recomputation_meets_the_buffers_and_draws_of_before():
+def test_recomputation_restores_buffers_and_random_state():
     """Two passes are in flight before the first is run again."""
     weights = {**made()[0].state_dict(keep_vars=True), "factor": torch.ones(3)}
 
@@ -134,13 +134,13 @@ def test_recomputation_meets_the_buffers_and_draws_of_before():
     assert gradients[0] == gradients[1] and any(gradients[0])
 
 
-def test_what_crosses_has_no_data():
+def test_crossing_tensors_are_on_the_meta_device():
     like = crossing([2, 3], torch.float64, graded=True)
     assert (*like.shape, like.dtype, like.is_meta) == (2, 3, torch.float64, True)
     assert like.requires_grad and not crossing([2], torch.int64, graded=False).requires_grad
 
 
-def test_another_number_of_processes_is_refused(monkeypatch):
+def test_wrong_number_of_processes_is_rejected(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan.py"])
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(SystemExit, match="--nproc-per-node 2"):

@@ -11,11 +11,11 @@ from tests.partition.profiles.test_piece_timer import run_of
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(1, [1]), (8, [1, 2, 4, 8]), (6, [1, 2, 4, 6])])
-def test_rows_are_powers_of_two_and_the_batch(batch, rows):
+def test_measured_rows_are_powers_of_two_and_the_batch(batch, rows):
     assert sizes(batch) == rows
 
 
-def test_pieces_share_what_a_pass_takes():
+def test_piece_times_add_up_to_the_measured_pass():
     """The clock, read before a pass, between and behind, says one second for each direction."""
     run = run_of("chain")
     found = [*measured_pieces(run, [1, 4], 2)]
@@ -26,7 +26,7 @@ def test_pieces_share_what_a_pass_takes():
     assert forward.max() < 0.5 and forward.min() > 0
 
 
-def test_what_comes_with_any_part(monkeypatch):
+def test_per_stage_overhead_is_measured(monkeypatch):
     """Three seconds forward and five backward in every part, however many there are."""
     run = run_of("chain")
     now = [0.0]
@@ -47,7 +47,7 @@ def test_what_comes_with_any_part(monkeypatch):
     assert (found["forward"], found["backward"]) == (3.0, 5.0)
 
 
-def test_what_comes_with_a_step(monkeypatch):
+def test_step_overhead_and_update_time_are_measured(monkeypatch):
     """Of 640 bytes of parameters."""
     run = run_of("chain")
     found = measured_run(run, 2)

@@ -40,7 +40,7 @@ def tables():
     return everyone[0]
 
 
-def test_a_message_and_a_sum_of_several_sizes(tables):
+def test_send_and_all_reduce_are_timed_at_several_sizes(tables):
     send, total = tables
     assert (send["op"], send["members"]) == ("send", 2)
     assert (total["op"], total["members"]) == ("all_reduce", 3)
@@ -49,11 +49,11 @@ def test_a_message_and_a_sum_of_several_sizes(tables):
     assert send["seconds"][-1] > send["seconds"][0]
 
 
-def test_bytes_are_those_that_a_rank_receives(tables):
+def test_timed_bytes_are_the_received_ones(tables):
     """Of a sum of three, two thirds come twice."""
     send, total = tables
     assert total["bytes"] == pytest.approx([4 / 3 * each for each in send["bytes"]])
 
 
-def test_one_rank_sends_nothing():
+def test_single_rank_times_no_calls():
     assert timed_calls(FewRanks(1), None, 1) == []

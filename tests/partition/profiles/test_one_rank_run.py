@@ -12,7 +12,7 @@ from tests.partition.sample_models import branches, captured
 
 
 @pytest.mark.parametrize("name", ["chain", "everything"])
-def test_gradients_of_many_parts_are_those_of_one(name):
+def test_gradients_do_not_depend_on_the_number_of_stages(name):
     run = run_of(name)
     found = []
     for parts in (1, 3):
@@ -25,7 +25,7 @@ def test_gradients_of_many_parts_are_those_of_one(name):
     np.testing.assert_allclose(*found, 0, 1e-12)
 
 
-def test_a_step_has_passes_an_update_and_the_rest_and_leaves_the_weights():
+def test_timed_step_has_passes_update_and_rest_and_keeps_the_weights():
     run = run_of("chain")
     before = {name: each.detach().clone() for name, each in run.weights.items()}
     step = run.step()
@@ -33,7 +33,7 @@ def test_a_step_has_passes_an_update_and_the_rest_and_leaves_the_weights():
     assert all((before[name] == each).all() for name, each in run.weights.items())
 
 
-def test_a_larger_batch_has_the_inputs_again():
+def test_larger_batch_repeats_the_inputs():
     module, inputs, captured = prepared(f"{HERE}:chain")
     run = OneRankRun(captured, module, inputs, 30, reading())
     first, *_ = run.micro(30).inputs.values()
@@ -41,12 +41,12 @@ def test_a_larger_batch_has_the_inputs_again():
     assert (run.micro(5).inputs[captured.inputs[0]] == inputs[0][:5]).all()
 
 
-def test_bytes_that_are_trained():
+def test_trained_bytes_count_parameters():
     """Of four layers of 4 x 4 with biases, in float64."""
     assert run_of("chain").trained_bytes == 4 * (16 + 4) * 8
 
 
-def test_a_model_without_a_loss_is_refused():
+def test_model_without_a_loss_is_rejected():
     graph = captured("tests.partition.sample_models:branches")
     module, inputs = branches()
     with pytest.raises(ValueError, match="must return its loss"):

@@ -32,7 +32,7 @@ def chain():
     return run_of("chain")
 
 
-def test_every_operation_and_every_node_of_autograd_takes_its_time(chain):
+def test_every_operation_and_autograd_node_is_timed(chain):
     """Of a layer with tanh: its product and two sums of gradients; one node of its own."""
     forward, backward = PieceTimer(chain.captured, chain.clock).timed(
         chain.micro(4), chain.weights
@@ -59,7 +59,7 @@ class Masked(nn.Module):
         return (self.two(self.one(x) * mask) * mask).square().mean()
 
 
-def test_what_several_pieces_copy_belongs_to_the_first_of_them():
+def test_shared_copies_are_attributed_to_their_first_piece():
     inputs = (torch.ones(3, 4),)
     run = OneRankRun(capture(Masked(), inputs), Masked(), inputs, 3, reading())
     forward, _ = PieceTimer(run.captured, run.clock).timed(run.micro(3), run.weights)
@@ -67,7 +67,7 @@ def test_what_several_pieces_copy_belongs_to_the_first_of_them():
     assert forward.tolist()[:4] == [1, 4, 1, 1]
 
 
-def test_gradients_are_those_of_the_module(chain):
+def test_timed_gradients_match_the_module(chain):
     module, inputs, _ = prepared(f"{HERE}:chain")
     chain.trainer.parameters.grad.fill(0)
     PieceTimer(chain.captured, chain.clock).timed(chain.micro(12), chain.weights)
@@ -79,14 +79,14 @@ def test_gradients_are_those_of_the_module(chain):
         np.testing.assert_allclose(chain.weights[name].grad, value, 1e-12)
 
 
-def test_a_second_pass_takes_as_long(chain):
+def test_repeated_timing_is_the_same(chain):
     timer = PieceTimer(chain.captured, chain.clock)
     first, second = (timer.timed(chain.micro(4), chain.weights) for _ in range(2))
     assert (first == second).all() and first is not second
 
 
 @pytest.mark.slow
-def test_a_module_that_stays_whole_is_timed_as_a_piece():
+def test_opaque_module_is_timed_as_one_piece():
     module, inputs, found = prepared(f"{UNTRACEABLE}:experts")
     run = OneRankRun(found, module, inputs, found.batch, reading())
     forward, backward = PieceTimer(found, run.clock).timed(run.micro(4), run.weights)

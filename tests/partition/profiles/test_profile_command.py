@@ -24,7 +24,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_piece_and_all_that_comes_with_it_is_measured(written):
+def test_profile_measures_every_piece_and_overhead(written):
     path, printed = written
     profile, (_, _, captured) = measured_profile.load(path), prepared(f"{HERE}:in_double")
     assert profile.ranks == 2 and profile.rows == [1, 2, 4, 8, 12]
@@ -37,7 +37,7 @@ def test_every_piece_and_all_that_comes_with_it_is_measured(written):
 
 
 @pytest.mark.slow
-def test_a_plan_has_the_seconds_of_the_profile(written, tmp_path, capsys):
+def test_plan_uses_the_seconds_of_the_profile(written, tmp_path, capsys):
     """One rank and one microbatch take what all pieces take."""
     path, _ = written
     words = [f"{HERE}:in_double", "--profile", str(path), "--json"]
@@ -52,7 +52,7 @@ def test_a_plan_has_the_seconds_of_the_profile(written, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_profile_of_another_model_is_refused(written, capsys):
+def test_profile_of_another_model_is_rejected(written, capsys):
     path, _ = written
     words = [f"{HERE}:chain", "--ranks", "2", "--profile", str(path)]
     assert main(words) == 2
@@ -61,7 +61,7 @@ def test_a_profile_of_another_model_is_refused(written, capsys):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_measured_is_refused_once(tmp_path):
+def test_unmeasurable_model_is_rejected_once(tmp_path):
     path = tmp_path / "none.json"
     done = mpirun(2, *PROFILE, "tests.partition.sample_models:branches", "-o", path)
     assert done.returncode == 2 and "must return its loss" in done.stderr

@@ -11,21 +11,21 @@ from tests.runs import train
 
 
 @pytest.mark.parametrize("other", ["layers=3", "batch=16", "zero=1 d=2 y=1", "hidden=192"])
-def test_a_trace_of_something_else_is_refused(tmp_path, other):
+def test_trace_of_another_configuration_is_rejected(tmp_path, other):
     line = "y=2 hidden=96 batch=8"
     refused = pytest.raises(ValueError, match="differ from those of the program")
     with traced(tmp_path / "run", line, said=f"{line} {other}") as trace, refused:
         works(trace, skip=0)
 
 
-def test_a_trace_without_a_step_that_counts_is_refused(tmp_path):
+def test_trace_with_too_few_steps_is_rejected(tmp_path):
     refused = pytest.raises(ValueError, match=r"train again .* for more than two steps")
     with traced(tmp_path / "run", RUNS[0]) as trace, refused:
         works(trace)
 
 
 @pytest.mark.slow
-def test_a_real_run_is_aligned_and_all_of_its_time_is_work(tmp_path):
+def test_real_trace_is_aligned_and_all_its_time_is_attributed(tmp_path):
     """p=2 has messages, d=2 sums that are waited for later.  A step is made of its
     rows and what lies between them, and of the reading of data."""
     mesh = {"mesh__p": 2, "mesh__d": 2, "mesh__x": 1, "mesh__y": 1, "mesh__z": 1}

@@ -73,14 +73,14 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_products_are_found_again(found):
+def test_product_rates_are_recovered(found):
     rates = found.gemm["float32"]
     assert len(rates.flop) > 5
     assert rates.rate == pytest.approx([*map(KNOWN.gemm["float32"].curve, rates.flop)], rel=0.01)
 
 
 @pytest.mark.slow
-def test_kernels_are_found_again(found):
+def test_kernel_rates_are_recovered(found):
     assert found.launch_s == pytest.approx(KNOWN.launch_s, rel=0.2)
     assert {*KNOWN.kernels} < {*found.kernels}
     for name in ("add", "gelu_tanh", "adamw", "attend", "normalise", "moments"):
@@ -89,7 +89,7 @@ def test_kernels_are_found_again(found):
 
 
 @pytest.mark.slow
-def test_calls_are_found_again(found):
+def test_call_times_are_recovered(found):
     calls = {(table.op, table.members): table for table in found.measured}
     assert {("all_gather", 2), ("reduce_scatter", 2), ("send", 2), ("recv", 2)} < {*calls}
     assert {("all_reduce", 2), ("all_reduce", 4), ("all_reduce", 8)} < {*calls}
@@ -100,26 +100,26 @@ def test_calls_are_found_again(found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", OTHERS)
-def test_other_runs_are_predicted(found, line):
+def test_calibrated_machine_predicts_other_runs(found, line):
     config = config_of(line)
     known, ours = (step_seconds(simulate(config, 256, each)) for each in (KNOWN, found))
     assert ours == pytest.approx(known, rel=0.02)
 
 
 @pytest.mark.slow
-def test_what_a_step_takes_beyond_its_work_is_waking_up(found):
+def test_wakeup_time_is_fitted_to_the_unexplained_step_time(found):
     config = config_of(OTHERS[0])
     slow = step_seconds(simulate(config, 256, replace(found, wakeup_s=3e-4)))
     assert with_wakeup(found, [(config, slow)]).wakeup_s == pytest.approx(3e-4, rel=0.01)
     assert with_wakeup(found, [(config, 0.0)]).wakeup_s == 0.0
 
 
-def test_the_file_of_a_found_machine_is_read_back(found, tmp_path):
+def test_calibrated_machine_file_round_trips(found, tmp_path):
     (tmp_path / "found.toml").write_text(dumps(found))
     assert load(tmp_path / "found.toml") == found
 
 
-def test_times_on_the_wall_are_refused(tmp_path):
+def test_wall_clock_traces_are_rejected(tmp_path):
     refused = pytest.raises(ValueError, match=r"record it with --trace[.]clock cpu")
     with traced(tmp_path / "run", RUNS[0], clock="wall") as trace, refused:
         works(trace)

@@ -10,14 +10,14 @@ from hpc3d.predict.simulation.simulator import simulate
 from tests.predict.calibration.test_calibrate import KNOWN
 
 
-def test_lines_are_runs_of_one_to_eight_ranks():
+def test_calibration_runs_use_one_to_eight_ranks():
     ranks = [settings(line)[0] for line in (*CALIBRATE, *CHECK)]
     assert {*ranks} == {1, 2, 4, 8}
     assert len(CHECK) == 12
     assert not {config_of(line) for line in CHECK} & {config_of(line) for line in CALIBRATE}
 
 
-def test_ranks_share_cores():
+def test_ranks_that_share_cores_are_slower():
     """Ranks that do nothing but work need as much longer as there are more of them than cores; a
     pipeline's bubble is time for others."""
     config = config_of("p=4 layers=4 hidden=96 batch=8 microbatches=4 schedule=gpipe")

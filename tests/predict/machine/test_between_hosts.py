@@ -62,7 +62,7 @@ def hosts(ranks, cores=1, wake=0.0):
         ("send", 1, 1),
     ],
 )
-def test_with_one_rank_a_host_a_card_carries_what_a_trace_counts(op, counted, carries):
+def test_nic_volume_with_one_rank_per_host_equals_the_traced_bytes(op, counted, carries):
     there = hosts(1).crossing((0, 1))
     assert carried(op, counted * MB, there) == pytest.approx(carries * MB, rel=1e-12)
 
@@ -78,13 +78,13 @@ def test_with_one_rank_a_host_a_card_carries_what_a_trace_counts(op, counted, ca
         ("all_to_all", 7 / 8, 4 / 2),  # to each of the others a part of its own
     ],
 )
-def test_with_four_ranks_a_host_a_card_carries_what_one_rank_would(op, counted, carries):
+def test_nic_volume_with_four_ranks_per_host_equals_that_of_one_rank(op, counted, carries):
     there = hosts(4).crossing(range(8))
     assert (there.hosts, there.local) == (2, (0, 1, 2, 3))
     assert carried(op, counted * MB, there) == pytest.approx(carries * MB, rel=1e-12)
 
 
-def test_three_hosts():
+def test_nic_volume_on_three_hosts():
     there = hosts(2).crossing(range(6))
     assert carried("all_reduce", 2 * 5 / 6 * MB, there) == pytest.approx(4 / 3 * MB, rel=1e-12)
     assert carried("all_gather", 5 / 6 * MB, there) == pytest.approx(2 / 3 * MB, rel=1e-12)
@@ -93,14 +93,14 @@ def test_three_hosts():
 # Seconds of a call
 
 
-def test_a_reduce_scatter_of_two_hosts():
+def test_reduce_scatter_time_on_two_hosts():
     """Half of the block leaves each card, both ways at once."""
     found = legs(hosts(1), "reduce_scatter", MB / 2, (0, 1))
     assert found.wired == pytest.approx(ALPHA + MB / 2 / WIRE, rel=1e-12)
     assert found.work == pytest.approx(LAUNCH + MB / 2 / MEMORY, rel=1e-12)
 
 
-def test_a_call_in_two_levels():
+def test_two_level_call_time():
     """Inside a host 3/4 of the block of a rank, then 1/8 of it across from each."""
     machine = hosts(4)
     found = legs(machine, "reduce_scatter", 7 / 8 * MB, range(8))
@@ -113,13 +113,13 @@ def test_a_call_in_two_levels():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_group_on_one_host_needs_no_wire(op):
+def test_call_inside_a_host_uses_no_network(op):
     machine = hosts(4)
     found = legs(machine, op, MB, (0, 1, 2, 3))
     assert found == (machine.call(op, MB, (0, 1, 2, 3)), 0.0)
 
 
-def test_groups_of_a_host_share_its_card():
+def test_concurrent_groups_share_the_nic():
     """Four pairs across send four blocks; two groups of two ranks a host send two."""
     four = legs(hosts(4), "all_gather", MB / 2, (0, 4)).wired
     two = legs(hosts(4), "all_gather", 3 / 4 * MB, (0, 1, 4, 5)).wired
@@ -129,20 +129,20 @@ def test_groups_of_a_host_share_its_card():
     assert legs(free, "all_gather", MB / 2, (0, 4)).wired == pytest.approx(ALPHA + MB / 2 / WIRE)
 
 
-def test_messages_share_the_card_with_those_that_leave_the_host():
+def test_messages_share_the_nic_with_others_that_leave_the_host():
     """Of stages of two ranks on hosts of four, the second sends to the next host."""
     assert legs(hosts(4), "send", MB, (2, 4)).wired == pytest.approx(ALPHA + 2 * MB / WIRE)
     assert legs(hosts(4), "send", MB, (0, 4)).wired == pytest.approx(ALPHA + 4 * MB / WIRE)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_call_takes_its_legs(op):
+def test_call_time_is_the_sum_of_its_work_and_network_parts(op):
     machine = hosts(4)
     work, wired = legs(machine, op, MB, range(8))
     assert machine.call(op, MB, range(8)) == work + wired
 
 
-def test_what_was_measured_on_one_host_is_not_for_several():
+def test_single_host_measurements_do_not_apply_across_hosts():
     table = CallTable("all_gather", 2, 0, "at once", (1e3, 1e6), (1e-5, 1e-3))
     machine = replace(hosts(2), measured=(table,))
     assert machine.call("all_gather", 1e6, (0, 1)) == pytest.approx(1e-3)
@@ -183,7 +183,7 @@ def seconds(config, machine):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("line", strided(LAYOUTS, 3))
-def test_an_estimate_for_crowded_hosts_is_near_the_simulation(line, ranks):
+def test_estimate_for_shared_cores_is_close_to_the_simulation(line, ranks):
     machine, config = hosts(ranks, wake=2e-5), layout(line)
     found, taken = Estimator(256, machine).estimate(config), seconds(config, machine)
     assert found.seconds == pytest.approx(taken, rel=0.06)
@@ -194,7 +194,7 @@ def test_an_estimate_for_crowded_hosts_is_near_the_simulation(line, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("line", strided(LAYOUTS, 3, 1))
-def test_bounds_are_below_simulations_of_crowded_hosts(line, ranks):
+def test_bounds_are_below_simulations_with_shared_cores(line, ranks):
     machine, config = hosts(ranks, wake=2e-5), layout(line)
     costs, bounds = CostTable(256, machine), Bounds(config, 8, 256, machine)
     bounds.calibrate(config, costs.parts(config), costs.world(config).seconds)
@@ -213,7 +213,7 @@ LANES = {
 
 
 @pytest.mark.parametrize("line", strided([line for line in LAYOUTS if "p=2" not in line], 3))
-def test_a_step_takes_the_work_of_all_ranks_of_a_core_and_the_wire_of_one(line):
+def test_step_time_adds_the_work_of_ranks_on_a_core_to_the_network_time(line):
     """At a wire ever faster; lanes that take turns hide some of it from each other."""
     config, lanes = layout(line), LANES.get(line, 1)
     for rate in (1, 1e2, 1e4):
@@ -229,7 +229,7 @@ def test_a_step_takes_the_work_of_all_ranks_of_a_core_and_the_wire_of_one(line):
         assert 0 < crowd.wired <= alone.wired + 1
 
 
-def test_stages_on_hosts_of_their_own_leave_their_cores_to_nobody():
+def test_waiting_stages_leave_cores_only_to_ranks_of_their_node():
     """One microbatch: the ranks of a host work at the same time and wait at the same time.  On a
     node with the cores of both each stage has all of them while the other one waits."""
     config, quick = layout("p=2 x=4"), (Link(0, 1e-9, 1e12),)
@@ -240,7 +240,7 @@ def test_stages_on_hosts_of_their_own_leave_their_cores_to_nobody():
         assert taken == pytest.approx(times * step_length(alone), rel=0.07)
 
 
-def test_more_of_the_wire_is_hidden_where_processors_are_slower():
+def test_shared_cores_hide_more_network_time():
     """A rank sums along d beside its backward pass, which takes longer where cores are shared."""
     config = settled(f"{SMALL} d=8 bucket_mb=0.5")
     machine = replace(hosts(4), links=(Link(4, NEAR_ALPHA, NEAR), Link(0, ALPHA, 1e8, 1e8)))
@@ -249,7 +249,7 @@ def test_more_of_the_wire_is_hidden_where_processors_are_slower():
     assert crowd.wired < 0.8 * alone.wired
 
 
-def test_without_a_crowd_a_step_is_run_once():
+def test_simulation_runs_once_without_shared_cores():
     shares = []
 
     def runs(share):
@@ -260,7 +260,7 @@ def test_without_a_crowd_a_step_is_run_once():
     assert shares == [1.0]
 
 
-def test_a_step_takes_at_least_the_work_of_all_ranks_of_a_core():
+def test_step_takes_at_least_the_work_of_all_ranks_on_a_core():
     """Of a step of 100 ns four ranks of a core work 60 ns each; their cores are slowed down until
     it takes 240."""
 
@@ -270,13 +270,13 @@ def test_a_step_takes_at_least_the_work_of_all_ranks_of_a_core():
     assert step_length(with_shared_cores(CoreSharing(4.0, 2.0, 1.0), runs)) == 240
 
 
-def test_ranks_of_one_host_have_no_lanes_to_another():
+def test_tensor_axes_inside_a_host_have_no_network_lanes():
     config = layout("x=2 y=2 z=2")
     assert [core_sharing(config, machine).lanes for machine in (hosts(8, 2), hosts(4))] == [1, 4]
 
 
 @pytest.mark.slow
-def test_a_plan_simulates_the_cube():
+def test_plan_simulates_cube_layouts():
     """2 hosts of 4 on one core each: it ties for the first place where there are no stages."""
     machine = hosts(4, wake=2e-5)
     line = "model.layers=1 model.hidden=256 model.heads=8 model.sequence=64 train.batch=16"
@@ -291,7 +291,7 @@ def test_a_plan_simulates_the_cube():
     assert cubes and all(row.simulated for row in cubes)
 
 
-def test_a_machine_of_hosts_is_written_as_the_documentation_says(tmp_path):
+def test_machine_file_example_in_the_documentation_is_valid(tmp_path):
     text = (ROOT / "docs" / "limits.md").read_text()
     lines = text[text.index("    ranks_per_node") :].split("\n\n* ")[0]
     shown = tomllib.loads(lines.replace("\n    ", "\n").strip())

@@ -58,24 +58,24 @@ BYTE_TIMES = st.floats(1e-13, 1e-6)
         (chain, 5, 4, 4 * (10 + 2)),
     ],
 )
-def test_the_closed_forms(cost, g, nbytes, seconds):
+def test_collective_costs_match_the_closed_forms(cost, g, nbytes, seconds):
     assert cost(ALPHA, BETA, g, nbytes) == pytest.approx(seconds, rel=1e-12)
 
 
 @given(SIZES, BYTES, LATENCIES, BYTE_TIMES)
-def test_no_number_of_segments_beats_the_chain(g, nbytes, alpha, beta):
+def test_chain_cost_is_optimal_in_the_number_of_segments(g, nbytes, alpha, beta):
     cost = chain(alpha, beta, g, nbytes)
     for k in (1, 2, 3, 10, 100, 1000):
         assert cost <= (g - 2 + k) * (alpha + nbytes * beta / k) * (1 + 1e-12)
 
 
 @given(OPS, BYTES, LATENCIES, BYTE_TIMES)
-def test_one_member_has_nobody_to_wait_for(op, nbytes, alpha, beta):
+def test_single_member_call_costs_nothing(op, nbytes, alpha, beta):
     assert best(op, 1, nbytes, alpha, beta) == 0
 
 
 @given(OPS, SIZES, BYTES, LATENCIES, BYTE_TIMES)
-def test_no_call_beats_the_bounds(op, g, nbytes, alpha, beta):
+def test_call_costs_respect_the_lower_bounds(op, g, nbytes, alpha, beta):
     """The last member is reached after log2 g messages, and every byte has to arrive."""
     seconds = best(op, g, nbytes, alpha, beta)
     steps = 1 if op in ("send", "recv") else ceil(log2(g))
@@ -95,17 +95,17 @@ def test_no_call_beats_the_bounds(op, g, nbytes, alpha, beta):
         ("recv", 1),
     ],
 )
-def test_without_bytes_only_latency_is_left(op, steps):
+def test_call_without_bytes_costs_only_latency(op, steps):
     assert best(op, 8, 0, ALPHA, BETA) == steps * ALPHA
 
 
 @given(OPS, SIZES, BYTES, BYTE_TIMES)
-def test_without_latency_every_byte_is_paid_once(op, g, nbytes, beta):
+def test_call_without_latency_costs_only_bandwidth(op, g, nbytes, beta):
     assert best(op, g, nbytes, 0.0, beta) == pytest.approx(nbytes * beta, rel=1e-9)
 
 
 @given(OPS, SIZES, BYTES, BYTES, LATENCIES, BYTE_TIMES)
-def test_more_bytes_take_no_less_time(op, g, one, other, alpha, beta):
+def test_cost_grows_with_the_bytes(op, g, one, other, alpha, beta):
     few, many = sorted((one, other))
     least, most = (best(op, g, nbytes, alpha, beta) for nbytes in (few, many))
     assert least <= most * (1 + 1e-12)
@@ -128,19 +128,19 @@ def test_more_bytes_take_no_less_time(op, g, one, other, alpha, beta):
         ("all_to_all", 8, 1e9, pairwise),
     ],
 )
-def test_the_algorithm_that_libraries_take(op, g, nbytes, taken):
+def test_best_algorithm_matches_that_of_libraries(op, g, nbytes, taken):
     alpha, beta = 1e-5, 1e-10
     assert best(op, g, nbytes, alpha, beta) == taken(alpha, beta, g, nbytes)
 
 
-def test_neighbours_may_be_nearer_than_others():
+def test_ring_and_chain_use_the_adjacent_hop_latency():
     for op, nbytes, cost in (("all_gather", 1e9, ring), ("broadcast", 1e9, chain)):
         assert best(op, 8, nbytes, 1e-5, 1e-10, hop=1e-6) == cost(1e-6, 1e-10, 8, nbytes)
     assert best("all_gather", 8, 8, 1e-5, 0.0, hop=1e-6) == 7e-6
     assert best("all_gather", 8, 8, 1e-6, 0.0, hop=1e-5) == 3e-6
 
 
-def test_all_reduce_by_levels_by_hand():
+def test_hierarchical_all_reduce_cost():
     """4 members on each of 2 nodes, a block of 4 MB: 3/4 of it twice inside, in 3 steps each as it
     is long; across, each with its peer, a quarter of it: 1 MB in and out, in 2 steps."""
     nbytes = 2 * 7 / 8 * 4e6

@@ -44,30 +44,30 @@ CLUSTER = Machine(
         (50_000, 10e12),
     ],
 )
-def test_a_product_at_the_rate_of_its_size(n, rate):
+def test_product_time_follows_the_rate_of_its_size(n, rate):
     machine = replace(CLUSTER, launch_s=0.0)
     assert machine.product(1000, n, 1000, "float32") == pytest.approx(2e6 * n / rate, rel=1e-12)
 
 
-def test_knots_come_out_as_they_went_in():
+def test_rate_curve_passes_through_its_knots():
     rates = Rates(1.0, (3.0, 7.0, 11.0), (1.3, 2.7, 1.9))
     assert [rates.curve(flop) for flop in rates.flop] == [*rates.rate]
 
 
-def test_a_machine_may_have_rates_of_every_type_of_training():
+def test_machine_can_have_rates_of_every_training_type():
     assert {*get_args(get_type_hints(TrainConfig)["dtype"])} < {*TYPES}
 
 
-def test_a_batch_of_products_is_one_kernel():
+def test_batched_product_is_one_kernel():
     one = CLUSTER.product(1000, 5000, 1000, "float32")
     assert CLUSTER.product(100, 5000, 1000, "float32", batch=10) == one
 
 
-def test_no_product_is_quicker_than_its_launch():
+def test_product_takes_at_least_the_launch_time():
     assert CLUSTER.product(8, 8, 8, "float32") == 5e-6
 
 
-def test_a_device_moves_the_operands_through_its_memory():
+def test_product_time_is_limited_by_memory_bandwidth_on_devices():
     """Of [10000, 1] [1, 10000] it writes 4e8 bytes, at 1e12 a second; a core counts as computing
     2e8 operations at 10**12.15."""
     seconds = (4e8 + 8e4) / 1e12
@@ -77,12 +77,12 @@ def test_a_device_moves_the_operands_through_its_memory():
     assert product == pytest.approx(computed, rel=1e-12)
 
 
-def test_a_type_without_rates_is_refused():
+def test_type_without_rates_is_rejected():
     with pytest.raises(ValueError, match=r"16 nodes of 4: .*float64 \(.*float32\)"):
         CLUSTER.product(8, 8, 8, "float64")
 
 
-def test_a_kernel_is_a_launch_and_its_bytes():
+def test_kernel_time_is_launch_plus_bytes():
     assert CLUSTER.kernel("gelu", 1e6) == pytest.approx(5e-6 + 1e-6, rel=1e-12)
     assert CLUSTER.kernel("softmax", 1e6) == pytest.approx(5e-6 + 2e-6, rel=1e-12)
 
@@ -111,7 +111,7 @@ def axis(start, stride, size):
         ("halves", axis(0, 2, 4), (2e-6 + 10e-6) / 2, (2 * 2e-6 + 2 * 10e-6) / 4, 5e9),
     ],
 )
-def test_a_group_shares_what_leaves_its_node(name, members, alpha, hop, bandwidth):
+def test_group_shares_the_bandwidth_that_leaves_its_node(name, members, alpha, hop, bandwidth):
     g, beta = len(members), 1 / bandwidth
     short, long = (
         CLUSTER.call("all_gather", 1e3, members),
@@ -121,13 +121,13 @@ def test_a_group_shares_what_leaves_its_node(name, members, alpha, hop, bandwidt
     assert long == pytest.approx(5e-6 + ring(hop, beta, g, 1e8), rel=1e-12)
 
 
-def test_the_cube_in_numbers():
+def test_all_gather_times_along_cube_axes():
     """8 MB all-gathered along z: 3 steps of 2 us and 80 us; along y: 3 of 10 us and 3.2 ms."""
     assert CLUSTER.call("all_gather", 8e6, axis(0, 1, 4)) == pytest.approx(5e-6 + 86e-6)
     assert CLUSTER.call("all_gather", 8e6, axis(0, 4, 4)) == pytest.approx(5e-6 + 3230e-6)
 
 
-def test_one_adapter_for_each_rank():
+def test_bandwidth_scales_with_adapters_per_node():
     """Where only adapters limit, a group has as many as it has ranks on a node."""
     machine = replace(CLUSTER, links=(NEAR, replace(FAR, node_bandwidth=40e9)))
     for members, bandwidth in (
@@ -140,12 +140,12 @@ def test_one_adapter_for_each_rank():
     assert free.route(axis(0, 1, 8)).beta == pytest.approx(1 / 40e9, rel=1e-12)
 
 
-def test_memory_that_the_ranks_of_a_node_share():
+def test_ranks_of_a_node_share_memory_bandwidth():
     machine = replace(CLUSTER, links=(Link(0, 1e-6, 100e9, node_bandwidth=80e9),))
     assert machine.route((0, 1)).beta == pytest.approx(1 / 20e9, rel=1e-12)
 
 
-def test_wires_that_join_pairs():
+def test_pair_links_limit_the_bandwidth_of_small_groups():
     """A ring of 4 has three wires of each rank to go by, a pair one, wherever it lies."""
     machine = replace(CLUSTER, links=(replace(NEAR, pair_bandwidth=30e9), FAR))
     for members, bandwidth in (((0, 1), 30e9), ((1, 2, 3), 60e9), ((0, 1, 2, 3), 90e9)):
@@ -153,26 +153,26 @@ def test_wires_that_join_pairs():
     assert machine.route(axis(0, 4, 4)) == CLUSTER.route(axis(0, 4, 4))
 
 
-def test_links_inside_of_nodes():
+def test_links_inside_nodes_are_nested():
     socket = Link(2, 1e-6, 200e9)
     machine = replace(CLUSTER, links=(socket, NEAR, FAR))
     assert machine.route((2, 3)).beta == 1 / 200e9
     assert machine.route((1, 2)).beta == machine.route((0, 1, 2, 3)).beta == 1 / 100e9
 
 
-def test_a_message_has_its_pair():
+def test_message_time_depends_on_its_pair():
     assert CLUSTER.call("send", 1e8, (1, 0)) == pytest.approx(5e-6 + 2e-6 + 1e-3, rel=1e-12)
     assert CLUSTER.call("recv", 1e8, (8, 4)) == pytest.approx(5e-6 + 10e-6 + 40e-3, rel=1e-12)
 
 
-def test_all_to_all_sends_every_part_on_its_own():
+def test_all_to_all_sends_every_block_separately():
     """8 ranks on 2 nodes: 4/7 of what each receives comes from the other node, at 2.5 GB/s, in 7
     messages of (2 * 2 + 10) / 3 us."""
     seconds = 5e-6 + 7 * 14e-6 / 3 + 4 / 7 * 1e8 / 2.5e9
     assert CLUSTER.call("all_to_all", 1e8, axis(0, 1, 8)) == pytest.approx(seconds, rel=1e-12)
 
 
-def test_an_all_reduce_goes_by_levels_where_that_is_cheaper():
+def test_all_reduce_is_hierarchical_if_that_is_cheaper():
     """Between slow nodes 7 ranks of each exchange their seventh with a peer, in 2 messages; a ring
     of 14 has 26 hops, of which every seventh is slow."""
     links = (Link(7, 2e-6, 100e9), Link(0, 1e-3, 10e9, node_bandwidth=70e9))
@@ -184,7 +184,7 @@ def test_an_all_reduce_goes_by_levels_where_that_is_cheaper():
     assert seconds == pytest.approx(5e-6 + inside + across, rel=1e-12)
 
 
-def test_a_group_of_one_costs_nothing():
+def test_single_member_group_costs_nothing():
     assert CLUSTER.call("all_reduce", 1e6, (7,)) == 0
 
 
@@ -196,7 +196,7 @@ def test_a_group_of_one_costs_nothing():
     st.floats(1, 1e10),
     st.floats(1, 1e10),
 )
-def test_more_bytes_take_no_less_time(op, start, stride, size, one, other):
+def test_cost_grows_with_the_bytes(op, start, stride, size, one, other):
     members = axis(start, stride, size)
     few, many = (CLUSTER.call(op, nbytes, members) for nbytes in sorted((one, other)))
     assert few <= many * (1 + 1e-12)
@@ -218,20 +218,20 @@ TABLE = CallTable("all_gather", 4, 1, "alone", (1e3, 1e5), (1e-5, 1e-4))
         (0, 1e-5 - 1e3 * 9e-5 / 9.9e4),
     ],
 )
-def test_a_table_between_and_beyond_its_knots(nbytes, seconds):
+def test_measured_table_interpolates_and_extrapolates(nbytes, seconds):
     machine = replace(CLUSTER, measured=(TABLE,))
     assert machine.call("all_gather", nbytes, axis(4, 1, 4)) == pytest.approx(seconds, rel=1e-12)
 
 
 @given(st.floats(0, 1e9))
-def test_no_table_gives_time_back(nbytes):
+def test_measured_table_never_yields_negative_time(nbytes):
     steep = replace(TABLE, seconds=(1e-6, 1e-3))
     falling = replace(TABLE, seconds=(1e-3, 1e-6))
     assert steep.time(nbytes) >= 0
     assert falling.time(nbytes) > 0
 
 
-def test_a_table_is_for_its_own_kind_of_group():
+def test_measured_table_applies_only_to_its_kind_of_group():
     measured = replace(CLUSTER, measured=(TABLE,))
     same = [
         ("all_gather", axis(0, 4, 4)),
@@ -244,14 +244,14 @@ def test_a_table_is_for_its_own_kind_of_group():
     assert measured.call("all_gather", 1e3, (3, 2, 1, 0)) == 1e-5
 
 
-def test_at_once_comes_before_alone():
+def test_concurrent_measurement_has_priority_over_an_isolated_one():
     together = replace(TABLE, groups="at once", seconds=(2e-5, 2e-4))
     for tables in ((TABLE, together), (together, TABLE)):
         machine = replace(CLUSTER, measured=tables)
         assert machine.call("all_gather", 1e3, axis(0, 1, 4)) == 2e-5
 
 
-def test_alone_is_no_measure_for_a_group_that_others_hinder():
+def test_isolated_measurement_does_not_apply_to_contended_groups():
     """4 ranks on 4 nodes: on each node 3 more ranks send at the same time."""
     far = replace(TABLE, stride=4)
     machine, members = replace(CLUSTER, measured=(far,)), axis(0, 4, 4)
@@ -260,13 +260,13 @@ def test_alone_is_no_measure_for_a_group_that_others_hinder():
     assert machine.call("all_gather", 1e3, members) == 1e-5
 
 
-def test_a_group_of_whole_nodes_is_alone():
+def test_isolated_measurement_applies_to_groups_of_full_nodes():
     whole = replace(TABLE, members=8)
     machine = replace(CLUSTER, measured=(whole,))
     assert machine.call("all_gather", 1e3, range(8, 16)) == 1e-5
 
 
-def test_two_dgx_a100_all_reduce_at_the_rate_that_nvidia_names():
+def test_all_reduce_of_two_dgx_a100_has_the_published_bandwidth():
     """192 GB/s of busbw over 8 adapters (NVIDIA/nccl issue 812), which is what a rank receives a
     second."""
     machine = load(next(path for path in SHIPPED if path.stem == "a100-selene"))

@@ -15,7 +15,7 @@ from tests.predict.machine.test_machine import CLUSTER, FAR, NEAR, SHIPPED, TABL
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_shipped_machine_is_whole(path):
+def test_shipped_machine_is_complete(path):
     machine = load(path)
     assert machine.name == path.stem
     for rates in machine.gemm.values():
@@ -42,7 +42,7 @@ def said(text, tmp_path):
     return str(error.value).splitlines()
 
 
-def test_the_file_of_these_tests_is_good(tmp_path):
+def test_machine_file_of_these_tests_is_valid(tmp_path):
     path = tmp_path / "machine.toml"
     path.write_text(TEXT, encoding="utf-8")
     assert load(path) == replace(CLUSTER, measured=(TABLE,))
@@ -93,7 +93,7 @@ def test_the_file_of_these_tests_is_good(tmp_path):
         ),
     ],
 )
-def test_a_bad_file_is_refused_in_one_line(old, new, line, tmp_path):
+def test_invalid_machine_file_is_rejected_in_one_line(old, new, line, tmp_path):
     assert old in TEXT
     lines = said(TEXT.replace(old, new, 1), tmp_path)
     expected = 2 if "peek" in new else 1  # the key that is unknown, and the one that is missing
@@ -101,7 +101,7 @@ def test_a_bad_file_is_refused_in_one_line(old, new, line, tmp_path):
     assert any(re.match(elided(line), each) for each in lines), lines
 
 
-def test_links_go_outwards(tmp_path):
+def test_links_must_be_ordered_from_inner_to_outer(tmp_path):
     links = (NEAR, replace(NEAR, ranks=6), FAR)
     (line,) = said(dumps(replace(CLUSTER, links=links)), tmp_path)
     assert re.match(elided("links.1.ranks = 6: ... multiple ... 4;"), line)
@@ -112,18 +112,18 @@ def test_links_go_outwards(tmp_path):
     assert re.match(elided("links: ... [[links]] ... ranks = 0"), line)
 
 
-def test_a_table_has_two_knots(tmp_path):
+def test_measured_table_requires_two_points(tmp_path):
     bad = replace(CLUSTER, measured=(replace(TABLE, bytes=(1.0,), seconds=(1.0,)),))
     (line,) = said(dumps(bad), tmp_path)
     assert re.match(elided("measured.0: bytes ... 1 ... seconds ... 1;"), line)
 
 
-def test_a_machine_computes(tmp_path):
+def test_machine_requires_product_rates(tmp_path):
     (line,) = said("gemm = {}\n" + dumps(replace(CLUSTER, gemm={})), tmp_path)
     assert re.match(elided("gemm: ... [gemm.float32]"), line)
 
 
-def test_all_errors_are_said_at_once(tmp_path):
+def test_all_errors_are_reported_together(tmp_path):
     bad = replace(
         CLUSTER, name="", cores=-1, launch_s=-1.0, links=(NEAR,), measured=(TABLE, TABLE)
     )
@@ -131,7 +131,7 @@ def test_all_errors_are_said_at_once(tmp_path):
     assert keys == ["name", "cores", "launch_s", "links.0.ranks", "measured"]
 
 
-def test_a_file_that_is_not_there_is_refused():
+def test_missing_machine_file_is_rejected():
     with pytest.raises(ValueError, match=r"^no-machine\.toml: "):
         load("no-machine.toml")
 
@@ -180,7 +180,7 @@ def machines(draw):
 
 
 @given(machine=machines())
-def test_a_machine_comes_back_from_its_text(machine, tmp_path_factory):
+def test_machine_round_trips_through_text(machine, tmp_path_factory):
     path = tmp_path_factory.mktemp("machine") / "machine.toml"
     path.write_text(dumps(machine), encoding="utf-8")
     assert load(path) == machine

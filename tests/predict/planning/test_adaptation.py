@@ -52,7 +52,7 @@ def offered(config, memory=16 * GB, machine=CLUSTER):
         pytest.param("p=2 x=2 schedule=zb-h1 microbatches=4", marks=pytest.mark.slow),
     ],
 )
-def test_a_large_table_makes_uneven_layers_quicker(line):
+def test_large_vocabulary_favors_uneven_layers(line):
     config = settled(LARGE + line, 2 if "chunks" in line else 4)
     even, [best] = offered(config)
     (usual, _), (seconds, peak) = (step(each.config, vocabulary=TABLE) for each in (even, best))
@@ -63,13 +63,13 @@ def test_a_large_table_makes_uneven_layers_quicker(line):
 
 
 @pytest.mark.parametrize("line", ["p=2 schedule=1f1b microbatches=8", "p=2 schedule=gpipe"])
-def test_even_layers_stay_where_the_ends_take_no_time(line):
+def test_even_layers_are_kept_if_the_ends_are_free(line):
     assert offered(settled(SMALL + line, 2))[1] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [LINE, "p=4 schedule=zb-h1 microbatches=4"])
-def test_no_other_layers_are_simulated_quicker(line):
+def test_proposed_layer_counts_are_the_fastest_in_simulation(line):
     config = settled(LARGE + line, 4)
     _, [best] = offered(config)
     seconds, _ = step(best.config, vocabulary=TABLE)
@@ -84,7 +84,7 @@ def test_no_other_layers_are_simulated_quicker(line):
     assert seconds <= 1.01 * min(others)
 
 
-def test_what_does_not_fit_with_even_layers_fits_with_uneven_ones():
+def test_uneven_layers_fit_if_even_layers_do_not():
     """The stage with the head has as many layers as others; without them it has room."""
     config = settled(LARGE + LINE, 4)
     _, peak = step(config, vocabulary=TABLE)
@@ -95,7 +95,7 @@ def test_what_does_not_fit_with_even_layers_fits_with_uneven_ones():
     assert best.peak == pytest.approx(held, rel=0.03)
 
 
-def test_memory_keeps_layers_from_where_they_are_quickest():
+def test_memory_limit_changes_the_best_layer_counts():
     """With a short table all stages are as quick, but the first one has most in flight."""
     config = settled(SMALL + "p=2 schedule=1f1b microbatches=8 model.layers=8", 2)
     estimator = Estimator(256, CLUSTER)
@@ -106,7 +106,7 @@ def test_memory_keeps_layers_from_where_they_are_quickest():
     assert search.best([4, 4]) == (3, 5)
 
 
-def test_what_a_layout_would_take_with_equal_stages_is_less():
+def test_least_uneven_is_a_lower_bound():
     estimator = Estimator(TABLE, CLUSTER)
     estimate = estimator.estimate(settled(LARGE + LINE, 4))
     _, [best] = offered(settled(LARGE + LINE, 4))
@@ -116,7 +116,7 @@ def test_what_a_layout_would_take_with_equal_stages_is_less():
 # Buckets
 
 
-def test_buckets_hold_whole_layers():
+def test_bucket_sizes_are_multiples_of_a_layer():
     config = settled(SMALL + "d=4", 4)
     sizes = bucket_sizes(Estimator(256, CLUSTER), config)
     layer = 4 * (12 * 256**2 + 13 * 256) / 1e6
@@ -126,7 +126,7 @@ def test_buckets_hold_whole_layers():
 
 
 @pytest.mark.parametrize("machine", [CLUSTER, SLOW])
-def test_estimates_tell_buckets_apart(machine):
+def test_estimates_rank_bucket_sizes(machine):
     config = settled(MODEL + "model.vocabulary=4096 d=8")
     candidates = Candidates(Estimator(4096, machine), 8, 16 * GB)
     others = with_other_buckets(candidates, config)
@@ -134,7 +134,7 @@ def test_estimates_tell_buckets_apart(machine):
     assert len({each.seconds for each in others}) > 2
 
 
-def test_what_gains_little_is_not_worth_a_key():
+def test_small_gain_does_not_justify_a_key():
     assert gains(0.98, 1.0) and not gains(0.995, 1.0)
 
 
@@ -149,7 +149,7 @@ def plan_with_large_table():
 
 
 @pytest.mark.slow
-def test_a_plan_has_uneven_layers_where_they_are_quicker(plan_with_large_table):
+def test_plan_uses_uneven_layers_if_they_are_faster(plan_with_large_table):
     config, [best, *_] = plan_with_large_table
     assert best.simulated and best.config.parallel.layers_per_stage
     seconds, peak = step(best.config, SLOW, TABLE)
@@ -160,7 +160,7 @@ def test_a_plan_has_uneven_layers_where_they_are_quicker(plan_with_large_table):
 
 
 @pytest.mark.slow
-def test_a_plan_has_the_buckets_that_simulations_say_are_best():
+def test_plan_uses_the_bucket_size_that_is_fastest_in_simulation():
     config = config_of(MODEL + "model.vocabulary=4096")
     _, ranking = ranked(config, 8, CLUSTER, 0.3 * GB, 10)
     best = ranking.best(10)[0]

@@ -20,7 +20,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 8])
     batch=st.sampled_from([4, 12, 16, 144]),
     zero=st.integers(0, 3),
 )
-def test_what_the_rules_allow_runs(scheme, mesh, hidden, sequence, batch, zero):
+def test_every_allowed_layout_can_be_predicted(scheme, mesh, hidden, sequence, batch, zero):
     words = {
         "parallel.scheme": scheme,
         "parallel.zero": zero,

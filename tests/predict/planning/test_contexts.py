@@ -32,7 +32,7 @@ def whole():
     return min(every)
 
 
-def test_a_sequence_that_fits_no_other_layout_is_cut(whole):
+def test_context_parallelism_is_used_if_nothing_else_fits(whole):
     memory = 0.8 * whole
     searched = Search(config_of(LONG), 4, 256, CLUSTER, memory)
     found = searched.run(3, 400)
@@ -44,7 +44,7 @@ def test_a_sequence_that_fits_no_other_layout_is_cut(whole):
     assert step(best.config)[1] <= memory
 
 
-def test_sequences_are_not_cut_where_replicas_do_it():
+def test_context_parallelism_is_not_used_if_data_parallelism_suffices():
     """As much work of a rank, fewer words: a batch that divides over all, and room for it."""
     many = layouts.bare(config_of("model.layers=4 model.sequence=128 train.batch=32"))
     found = {config.mesh.c for (config,) in filter(None, layouts.every_mesh(many, 8, 16 * GB))}
@@ -59,7 +59,7 @@ def test_sequences_are_not_cut_where_replicas_do_it():
         ("train.batch=8", 4e6),  # 2 layers keep 16 and 1 vectors of 64 elements of 8192 tokens
     ],
 )
-def test_sequences_may_be_cut(line, memory):
+def test_context_parallelism_is_considered_only_if_useful(line, memory):
     config = on_one_rank_a_stage(f"{LONG} {line}")
     assert contexts.may_cut(config, 8, memory)
     assert not contexts.may_cut(config, 3, memory)  # nor do they divide
@@ -70,7 +70,7 @@ def on_one_rank_a_stage(line):
     return replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
 
 
-def test_there_is_nothing_to_gain_on_one_stage_with_room():
+def test_context_parallelism_is_not_considered_on_one_stage_that_fits():
     config = on_one_rank_a_stage(f"{LONG} train.batch=8")
     assert not contexts.may_cut(config, 8, 16 * GB)
 
@@ -84,7 +84,7 @@ c=4 y=2 scheme=3d context=both ulysses=2 microbatches=2 train.dtype=float16
 
 
 @pytest.mark.parametrize("line", WORDS)
-def test_words_along_c_are_those_that_are_counted(line):
+def test_context_traffic_estimate_matches_the_counted_bytes(line):
     """Of all layers and microbatches, the sums of gradients left out."""
     base = "model.layers=2 model.kind=llama model.heads=8 model.kv_heads=4 model.hidden=64"
     config = settled(f"{base} model.sequence=32 train.batch=4 {line}")
@@ -97,7 +97,7 @@ def test_words_along_c_are_those_that_are_counted(line):
 
 
 @pytest.mark.slow
-def test_bounds_of_cut_sequences_are_below_what_is_found():
+def test_bounds_of_context_layouts_are_below_their_estimates():
     searched = Search(config_of(f"{LONG} model.layers=4 train.batch=2"), 8, 256, CLUSTER, 0.2 * GB)
     found = searched.run(10, 400)
     cut = [each for each in found.timed if each.candidate.config.mesh.c > 1]
@@ -106,7 +106,7 @@ def test_bounds_of_cut_sequences_are_below_what_is_found():
         assert searched.bounds.least(each.candidate) < each.best.seconds
 
 
-def test_a_bound_does_not_wait_for_a_ring_that_attention_hides():
+def test_bound_ignores_ring_messages_hidden_by_attention():
     """Messages that take as long as what a rank computes, and four fifths of them beside it."""
     machine = replace(CLUSTER, links=(Link(0, 1e-6, 5e9),))
     config = settled(f"{LONG} train.batch=2 c=8")

@@ -23,7 +23,7 @@ TABLE, POSITIONS = 29 * 24 * 4, 3 * 24 * 4  # bytes of a gradient in float32
         ("p=2 schedule=zb-v chunks=2 microbatches=4", 0),  # both ends on one stage
     ],
 )
-def test_two_copies_of_a_tied_table_exchange_their_gradients(line, messages):
+def test_tied_table_copies_exchange_their_gradients(line, messages):
     config = config_of(f"{line} dtype=float32")
     stages = [*map(stage_content, contents(config))]
     seconds = CostTable(29, MACHINE).tied_exchange(config, stages).seconds
@@ -40,7 +40,7 @@ def test_two_copies_of_a_tied_table_exchange_their_gradients(line, messages):
     ],
 )
 @pytest.mark.parametrize("way", ["in-turn", "sharded"])
-def test_ranks_share_the_products_of_an_update(line, sharing, way):
+def test_ranks_share_the_products_of_a_muon_update(line, sharing, way):
     """Those of q, k, v, proj, up and down in all layers of a stage; with them go kernels, which
     take no longer."""
     config = config_of(f"{line} layers=16 dtype=float32 optimizer=muon hidden=192")

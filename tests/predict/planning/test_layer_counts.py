@@ -81,7 +81,7 @@ def drawn(seed, name, chunks):
     ("seeds", "layers"), [(5, 5), pytest.param(60, 7, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
-def test_no_other_layers_make_the_step_shorter(name, chunks, seeds, layers):
+def test_layer_counts_nearly_minimize_the_step_time(name, chunks, seeds, layers):
     """For nearly all pipelines; and none takes 4 % longer than it could."""
     best = 0
     for seed in range(seeds):
@@ -95,20 +95,20 @@ def test_no_other_layers_make_the_step_shorter(name, chunks, seeds, layers):
     assert best >= 0.9 * seeds
 
 
-def test_a_heavy_head_takes_the_place_of_layers():
+def test_heavy_head_replaces_layers():
     asked = pipeline("1f1b", 4, 16, 1, (Cost(0, 0, 0), Cost(2, 4, 0)), Cost(1, 2, 0))
     found = LayerCounts(asked, MANY).best([4, 4, 4, 4])
     assert found[3] < 4
     assert step(asked, found) < 0.9 * step(asked, (4, 4, 4, 4))
 
 
-def test_even_layers_stay_where_they_are_best():
+def test_even_layers_are_kept_if_they_are_best():
     asked = pipeline("1f1b", 4, 16, 1, (Cost(0.1, 0.2, 0),) * 2, Cost(1, 2, 0))
     assert LayerCounts(asked, MANY).best([4, 4, 4, 4]) is None
 
 
 @pytest.mark.parametrize("memory", [12, 11, 10, 9])
-def test_stages_with_more_in_flight_take_fewer_layers_where_memory_is_short(memory):
+def test_stages_with_more_microbatches_in_flight_get_fewer_layers(memory):
     ends = (Cost(0, 0, 0),) * 2
     more = {"held": bytes_held, "memory": memory * GB}
     asked = pipeline("1f1b", 4, 16, 1, ends, Cost(1, 2, 0), **more)
@@ -122,14 +122,14 @@ def test_stages_with_more_in_flight_take_fewer_layers_where_memory_is_short(memo
     assert step(asked, found) == pytest.approx(least)
 
 
-def test_nothing_is_found_where_nothing_fits_and_where_there_is_no_time():
+def test_layer_search_returns_none_without_memory_or_budget():
     ends, layer = (Cost(0, 0, 0), Cost(9, 9, 0)), Cost(1, 2, 0)
     short = pipeline("1f1b", 4, 16, 1, ends, layer, held=bytes_held, memory=2 * GB)
     assert LayerCounts(short, MANY).best([4, 4, 4, 4]) is None
     assert LayerCounts(short._replace(memory=1e12), 100).best([4, 4, 4, 4]) is None
 
 
-def test_a_thousand_microbatches_are_as_quick_as_few():
+def test_layer_search_time_does_not_grow_with_microbatches():
     asked = pipeline("1f1b", 4, 1000, 1, (Cost(0, 0, 0), Cost(2, 4, 0)), Cost(1, 2, 0))
     search = LayerCounts(asked, MANY)
     assert search.seconds((5, 4, 4, 3)) == pytest.approx(step(asked, (5, 4, 4, 3)))

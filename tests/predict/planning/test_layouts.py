@@ -6,7 +6,7 @@ from hpc3d.predict.planning import layouts
 from tests.predict.planning.test_search import SMALL, settled
 
 
-def test_every_cuboid_is_there_once():
+def test_every_cuboid_appears_once():
     found = [*layouts.meshes(8, layers=4, batch=32)]
     assert len(found) == len(set(found))
     assert all(p * d * x * y * z == 8 and p <= 4 for p, d, _, x, y, z in found)
@@ -18,7 +18,7 @@ def test_every_cuboid_is_there_once():
     assert (1, 8, "3d", 1, 1, 1) in found
 
 
-def test_microbatches_are_those_that_the_rules_allow():
+def test_microbatch_counts_are_those_the_rules_allow():
     config = settled(f"{SMALL} d=2 x=2 y=2 scheme=2d")
     allowed = [
         count

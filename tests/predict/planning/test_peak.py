@@ -17,7 +17,7 @@ def pipelines():
 @pytest.mark.parametrize(
     "first", [pytest.param(first, marks=pytest.mark.slow) for first in (0, 41, 83, 131, 197)]
 )
-def test_the_memory_of_pipelines_is_that_of_the_simulation(first, pipelines):
+def test_estimated_pipeline_memory_matches_the_simulation(first, pipelines):
     """Of every schedule, with few and many microbatches, with every ZeRO and recomputation."""
     estimator, wrong = Estimator(256, CLUSTER), []
     for config in islice(pipelines, first, None, 241):
@@ -29,7 +29,7 @@ def test_the_memory_of_pipelines_is_that_of_the_simulation(first, pipelines):
     assert sum(map(abs, wrong)) / len(wrong) < 0.015
 
 
-def test_of_uneven_stages_any_may_be_the_fullest():
+def test_any_uneven_stage_may_have_the_peak_memory():
     line = "p=6 model.layers=12 schedule=1f1b microbatches=8 layers_per_stage=[1,1,1,7,1,1]"
     config = settled(f"{SMALL} {line}", 6)
     found = Estimator(256, CLUSTER).estimate(config)

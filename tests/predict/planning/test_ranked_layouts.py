@@ -8,7 +8,7 @@ from hpc3d.predict.planning.ranked_layouts import allowed, as_plain, ranked, sea
 WORDS = ["--model.hidden", "32", "--model.heads", "4", "--model.layers", "2", "--train.batch", "8"]
 
 
-def test_layouts_are_searched_ranked_and_told():
+def test_ranked_layouts_report_times_and_search_counts():
     config = allowed("gpt-3d-64", WORDS)
     found, ranking = ranked(config, 2, load("h100"), 1e9, top=3)
     rows = [as_plain(row) for row in ranking.best(3)]
@@ -24,7 +24,7 @@ def test_layouts_are_searched_ranked_and_told():
     "--parallel.compression_share 0",
     "--parallel.compression top-k --train.dtype float16",
 ])  # fmt: skip
-def test_what_no_layout_allows_is_refused(line):
+def test_input_that_allows_no_layout_is_rejected(line):
     words = line.split()
     with pytest.raises(ValueError, match=words[0].removeprefix("--")):
         allowed("gpt-3d-64", words)

@@ -10,7 +10,7 @@ from tests.predict.planning.test_search import CLUSTER, SMALL, config_of, search
 
 
 @pytest.mark.slow
-def test_slow_links_are_why_others_lose():
+def test_slow_links_are_the_reason_of_losing_layouts():
     slow = replace(CLUSTER, links=(Link(0, 1e-4, 1e8),))
     searched, found = search(machine=slow)
     ranking = Ranking(searched, found, slow, most=1e9)
@@ -20,7 +20,7 @@ def test_slow_links_are_why_others_lose():
 
 
 @pytest.mark.slow
-def test_layouts_have_names():
+def test_named_layouts_include_the_best_of_each_scheme():
     searched, found = search()
     ranking = Ranking(searched, found, CLUSTER, most=1e9)
     ranking.widen()
@@ -40,6 +40,6 @@ def test_layouts_have_names():
     assert [row.seconds for row in best] == sorted(row.seconds for row in best)
 
 
-def test_a_layout_in_words_is_that_of_the_input_file():
+def test_layout_text_matches_the_input_file_keys():
     line = "p=2 d=2 x=2 scheme=1d zero=1 microbatches=4 schedule=zb-h1"
     assert shown_layout(settled(f"{SMALL} {line}")) == line

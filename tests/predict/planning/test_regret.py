@@ -76,7 +76,7 @@ def hold(space):
 
 
 @pytest.mark.slow
-def test_no_layout_of_two_ranks_is_quicker():
+def test_no_layout_of_two_ranks_is_faster():
     hold(Space("2 256 4 64 256 4 float32", 2, CLUSTER, (16e9, 20e6, 16e6)))
 
 
@@ -122,7 +122,7 @@ KNOWN = [  # with more sequences than all layouts are tried with
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("space", "line"), KNOWN, ids=["16 H100", "8 A100"])
-def test_fewer_microbatches_than_stages_and_zero_2_are_found(space, line):
+def test_known_fast_layouts_are_found(space, line):
     config = settled(f"{space.line()} {line}", space.ranks)
     best, _ = step(config, config.model.vocabulary, space.machine)
     assert chosen(space, 80e9)[0] <= 1.02 * best
@@ -132,7 +132,7 @@ def test_fewer_microbatches_than_stages_and_zero_2_are_found(space, line):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SPACES)
-def test_no_layout_is_quicker(name):
+def test_no_layout_is_faster(name):
     hold(SPACES[name])
 
 
@@ -144,7 +144,7 @@ def test_no_layout_is_quicker(name):
         pytest.param(SPACES["16 H100"], marks=pytest.mark.slow),
     ],
 )
-def test_less_memory_never_gives_a_quicker_plan(space):
+def test_less_memory_never_yields_a_faster_plan(space):
     found = [chosen(space, memory) for memory in space.memories]
     assert all(peak <= memory for (_, peak), memory in zip(found, space.memories))
     assert all(more <= less for (more, _), (less, _) in pairwise(found))

@@ -36,13 +36,13 @@ def least():
     return min(each.best.peak for each in found.timed)
 
 
-def test_exact_ones_come_first():
+def test_exact_techniques_come_first():
     exact = [resort.exact for resort in RESORTS]
     assert exact == sorted(exact, reverse=True)
 
 
 @pytest.mark.slow
-def test_each_that_helps_is_found_and_fits_a_simulation(least):
+def test_techniques_that_help_are_found_and_fit_in_simulation(least):
     search, found = searched(0.8 * least)
     assert not any(each.fits for each in found.timed)
     fitting = [*fits(None, WORDS, search, found)]
@@ -60,7 +60,7 @@ def test_each_that_helps_is_found_and_fits_a_simulation(least):
 
 
 @pytest.mark.slow
-def test_what_the_rules_refuse_is_left_out(least):
+def test_techniques_that_the_rules_reject_are_omitted(least):
     """SGD has next to no states that could be offloaded."""
     search, found = searched(0.8 * least)
     words = [*WORDS, "--train.optimizer", "sgd"]
@@ -72,7 +72,7 @@ EXACT = [(each,) for each in RESORTS if each.exact]
 
 
 @pytest.mark.parametrize("resort", strided(EXACT, 4, ids=lambda case: case[0].text))
-def test_an_exact_one_changes_no_bit(resort):
+def test_exact_technique_changes_no_bit(resort):
     line = "d=2 schedule=none microbatches=2"
     plain, other = (
         run({"d": 2}, lambda mesh, line=line: train(mesh, config_of(line)))

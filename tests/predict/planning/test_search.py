@@ -73,14 +73,14 @@ def small():
     return search()
 
 
-def test_a_llama_is_planned_on_more_ranks_than_heads_of_keys():
+def test_llama_is_planned_on_more_ranks_than_kv_heads():
     """The model that shows what launches take has as many as queries."""
     line = f"{SMALL} model.kind=llama model.kv_heads=2 model.ffn=640"
     searched, found = search(line, most=40, top=3)
     assert found.timed and over(searched) == {1, 2, 4, 8}
 
 
-def test_a_llama_is_planned_where_whole_heads_of_keys_are_shared():
+def test_tensor_ranks_divide_the_kv_heads():
     line = f"{SMALL} model.hidden=384 model.heads=24 model.kind=llama model.ffn=640"
     assert over(Search(config_of(f"{line} model.kv_heads=6"), 8, 256, CLUSTER, 16 * GB)) == {1, 2}
 
@@ -93,13 +93,13 @@ def over(searched):
 
 
 @pytest.mark.slow
-def test_bounds_are_below_what_is_found(small):
+def test_bounds_are_below_the_estimates(small):
     searched, found = small
     for each in found.timed:
         assert searched.bounds.least(each.candidate) < each.best.seconds
 
 
-def test_a_bound_knows_the_bubble_of_chunks():
+def test_bound_uses_the_interleaved_bubble():
     """As many microbatches as stages, and a stage of four chunks: a bubble of 3/16, not of 3/4."""
     line = "model.layers=16 model.hidden=1024 model.heads=8 model.sequence=512 train.batch=4 p=4"
     config = settled(f"{line} microbatches=4 schedule=interleaved chunks=4", 4)
@@ -133,7 +133,7 @@ def every_layout(searched, ways):
         pytest.param(0.025 * GB, layouts.MEMORY_OPTIONS, marks=pytest.mark.slow),
     ],
 )
-def test_no_layout_that_was_left_out_is_estimated_quicker(memory, ways, small):
+def test_no_pruned_layout_has_a_faster_estimate(memory, ways, small):
     searched, found = small if memory == 16 * GB else search(memory=memory)
     every = map(searched.estimator.estimate, every_layout(searched, ways))
     best = min(each.seconds for each in every if each.peak <= memory)
@@ -143,7 +143,7 @@ def test_no_layout_that_was_left_out_is_estimated_quicker(memory, ways, small):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @rotating(2)
-def test_no_layout_that_was_left_out_is_simulated_quicker():
+def test_no_pruned_layout_is_faster_in_simulation():
     searched, found = search()
     best = Ranking(searched, found, CLUSTER, most=1e9).best(10)[0]
     every = map(step, every_layout(searched, layouts.MEMORY_OPTIONS[:1]))
@@ -151,7 +151,7 @@ def test_no_layout_that_was_left_out_is_simulated_quicker():
 
 
 @pytest.mark.slow
-def test_with_less_memory_steps_take_longer():
+def test_step_time_grows_as_memory_shrinks():
     steps = []
     for memory in (1, 0.05, 0.03, 0.02):
         searched, found = search(memory=memory * GB)
@@ -162,7 +162,7 @@ def test_with_less_memory_steps_take_longer():
     assert steps == sorted(steps) and steps[0] < steps[-1]
 
 
-def test_zero_shares_out_what_does_not_fit_otherwise():
+def test_zero_stage_increases_until_the_model_fits():
     line = "model.layers=8 model.hidden=512 model.heads=8 model.sequence=64 train.batch=8"
     searched = Search(config_of(line), 8, 256, CLUSTER, 16 * GB)
     replicas = next(
@@ -179,7 +179,7 @@ def test_zero_shares_out_what_does_not_fit_otherwise():
     assert zeros == sorted(zeros) and zeros[-1] == 3
 
 
-def test_zero_3_is_better_than_whole_layers_again_on_quick_links():
+def test_zero_3_is_preferred_to_full_recomputation_on_fast_links():
     line = "model.layers=8 model.hidden=256 model.heads=8 model.sequence=1023 train.batch=8"
     near = replace(CLUSTER, links=(Link(0, 1e-6, 1e12),))
     searched = Search(config_of(line), 8, 256, near, 16 * GB)
@@ -195,13 +195,13 @@ def test_zero_3_is_better_than_whole_layers_again_on_quick_links():
     assert (found.zero, found.recompute) == (3, "selective")
 
 
-def test_nothing_fits_no_memory():
+def test_search_reports_that_nothing_fits():
     _, found = search(memory=1e5, most=100)
     assert not any(each.fits for each in found.timed)
 
 
 @pytest.mark.slow
-def test_where_memory_is_short_fewer_microbatches_may_do_more_again():
+def test_fewer_microbatches_with_recomputation_are_considered():
     """One microbatch with recomputation can be faster than several without, and fit as well."""
     line = "model.hidden=4096 model.heads=64 model.layers=8 model.sequence=2048 train.batch=32"
     line += " train.dtype=float16"
@@ -223,7 +223,7 @@ BIG = (
 
 
 @pytest.mark.slow
-def test_experts_that_fit_no_rank_are_cut_along_e_and_by_the_cube():
+def test_experts_too_large_for_a_rank_use_expert_and_tensor_parallelism():
     """An expert has 3 x 1024 x 4096 weights with 16 bytes of each: 0.2 GB."""
     searched, found = search(BIG, 16, memory=0.15 * GB)
     fitting = [each.best for each in found.timed if each.fits]
@@ -233,7 +233,7 @@ def test_experts_that_fit_no_rank_are_cut_along_e_and_by_the_cube():
     assert any(each.config.mesh.e > 1 and kind(each.config) == "3-D" for each in fitting)
 
 
-def test_where_there_is_room_every_rank_has_all_experts():
+def test_experts_are_replicated_if_memory_allows():
     """Nothing is sent along e then; the sums of gradients are as long as with fewer experts."""
     _, found = search(f"{SMALL} model.experts=2 model.top_k=2", 2)
     fastest = min((each.best for each in found.timed if each.fits), key=lambda each: each.seconds)
@@ -242,7 +242,7 @@ def test_where_there_is_room_every_rank_has_all_experts():
     assert all(each.waits["e"] > 0 for each in exchanged)
 
 
-def test_what_a_mixture_moves_is_what_is_counted():
+def test_estimated_mixture_traffic_matches_the_simulation():
     """The bounds' words along e and of the sums, of a whole step, as a simulation counts them."""
     line = "model.experts=8 model.top_k=2 model.layers=4 model.capacity=1 train.dtype=float32"
     config = settled(f"{SMALL} {line} d=2 e=4 p=1".replace("model.layers=4", "", 1))

@@ -32,7 +32,7 @@ def test_every_technique_has_a_row(found):
 
 
 @pytest.mark.slow
-def test_that_of_muon_has_a_row_where_muon_is_the_optimiser():
+def test_orthogonalize_row_appears_only_for_muon():
     muon = ["--train.optimizer", "muon"]
     (row,) = (
         row
@@ -42,7 +42,7 @@ def test_that_of_muon_has_a_row_where_muon_is_the_optimiser():
     assert row.change == "train.orthogonalize=sharded" and not row.refused
 
 
-def test_what_they_save_and_cost(found):
+def test_technique_effects_match_the_closed_forms(found):
     base = found["as it is"]
     replicas, psi = 2, base.memory["parameter"] // 4
     assert base.received == pytest.approx(2 * (1 - 1 / replicas) * 4 * psi, rel=0.01)
@@ -68,7 +68,7 @@ def test_what_they_save_and_cost(found):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_says_why_and_what_is_there_is_left_out():
+def test_rejected_techniques_state_the_reason_and_active_ones_are_omitted():
     machine = replace(MACHINE, gemm={"float16": MACHINE.gemm["float32"]})
     words = [*WORDS, "--train.dtype", "float16", "--train.backend", "cupy"]
     words += ["--parallel.recompute", "full"]

@@ -45,7 +45,7 @@ def around(clock, work, size=4):
 
 
 @pytest.mark.parametrize("work", [0.0, 2e-5, 1e-3])
-def test_a_hop_takes_what_takes_longer(work):
+def test_ring_hop_takes_the_longer_of_message_and_work(work):
     """The message or the work beside it; nothing is beside the last work."""
     message = LAUNCH + ALPHA + MB / LINE
     expected = 3 * max(work, message) + work
@@ -53,7 +53,7 @@ def test_a_hop_takes_what_takes_longer(work):
 
 
 @pytest.mark.parametrize(("ranks", "work"), [(4, 1e-3), (1, 1e-3), (1, 0.1)])
-def test_a_core_moves_blocks_itself(ranks, work):
+def test_core_moves_the_blocks_of_a_ring(ranks, work):
     """It sends and takes one for each of three hops; between hosts a card carries while it
     works."""
     machine = hosts(ranks)
@@ -63,7 +63,7 @@ def test_a_core_moves_blocks_itself(ranks, work):
     assert around(HostDrivenClock(machine), work) == pytest.approx(expected, rel=1e-6)
 
 
-def test_what_is_on_its_way_stands_behind_other_calls_of_its_queue():
+def test_message_waits_for_earlier_calls_of_its_queue():
     clock = Clock(MACHINE)
     ring, block = ring_of(clock, 2)
     end = clock.post("all_gather", MB, (0, 1), "x")
@@ -71,7 +71,7 @@ def test_what_is_on_its_way_stands_behind_other_calls_of_its_queue():
     assert clock.now == end + clock.call("send", MB, (0, 1))
 
 
-def test_the_slowest_message_of_a_ring_and_of_an_exchange():
+def test_slowest_message_of_a_ring_and_of_ulysses():
     """Nodes of four: a ring of eight crosses, an exchange among four does not, nor its ring more
     than it must."""
     machine = replace(MACHINE, ranks_per_node=4, links=(Link(4, 1e-6, 1e11), Link(0, 1e-5, 1e9)))
@@ -85,7 +85,7 @@ def test_the_slowest_message_of_a_ring_and_of_an_exchange():
 
 
 @pytest.mark.parametrize(("size", "heads"), [(4, 1), (4, 2), (6, 3), (8, 2), (3, 1)])
-def test_whom_a_rank_sends_to_is_as_far_as_whom_the_first_one_does(size, heads):
+def test_ring_neighbors_of_all_ranks_are_equally_distant(size, heads):
     context = Context(24 * size, size // heads, heads)
 
     class Rank:
@@ -111,7 +111,7 @@ NO_WORK = replace(
 RING = "c=4 schedule=none microbatches=2 sequence=64 batch=4 layers=3 kind=llama kv_heads=4 ffn=48"
 
 
-def test_a_ring_whose_ranks_compute_in_no_time_waits_for_all_its_messages():
+def test_ring_wait_equals_its_message_time_without_work():
     """2 (r - 1) of keys and values and r - 1 of their gradients, in a layer and microbatch; K are
     2 sequences of 16 tokens with 4 heads of 2 features."""
     config = config_of(RING)
@@ -120,13 +120,13 @@ def test_a_ring_whose_ranks_compute_in_no_time_waits_for_all_its_messages():
     assert waits_of(run)["c"] == pytest.approx(3 * 2 * 9 * message, rel=1e-3)
 
 
-def test_links_that_take_no_time_are_not_waited_for():
+def test_free_links_cause_no_wait():
     quick = replace(MACHINE, launch_s=0.0, links=(Link(0, 0.0, inf),))
     (run,) = simulate(config_of(RING), 29, quick)
     assert waits_of(run)["c"] == 0 and run.seconds > 0
 
 
-def test_mfu_counts_the_square_of_attention_and_hfu_what_is_done():
+def test_mfu_counts_full_attention_and_hfu_the_executed_work():
     """A causal ring of four does 9/16 of it, and 14/12 of that since it makes scores again."""
     config = config_of(RING)
     runs = simulate(config, 29, MACHINE)
@@ -141,7 +141,7 @@ def test_mfu_counts_the_square_of_attention_and_hfu_what_is_done():
 
 
 @pytest.mark.parametrize("line", [RING, "c=6 x=2 sequence=12 context=both ulysses=3"])
-def test_a_trace_names_whom_each_rank_sends_to(line, tmp_path):
+def test_simulated_trace_has_the_real_ring_peers(line, tmp_path):
     config = config_of(line)
     path = write_trace(tmp_path, simulate(config, 29, MACHINE), config, MACHINE)
     grid = config.mesh.grid()

@@ -91,7 +91,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_predicted_is_counted(line):
+def test_predicted_traffic_and_flops_match_the_counted_ones(line):
     config = config_of(line)
     predicted = list(every_rank(config, config.model.vocabulary))
     for ours, theirs in zip(predicted, counted(config), strict=True):
@@ -120,7 +120,7 @@ def evaluated(mesh, config, feed, batches):
 
 
 @pytest.mark.parametrize("line", EVALUATED)
-def test_an_evaluation_moves_what_is_predicted(line):
+def test_predicted_evaluation_traffic_matches_the_counted_one(line):
     config = config_of(line)
     grid = config.mesh.grid()
 
@@ -134,7 +134,7 @@ def test_an_evaluation_moves_what_is_predicted(line):
         assert {phase for *_, phase in ours.moved()} <= {"evaluation"}
 
 
-def test_calls_bytes_and_operations_are_added_up():
+def test_moved_and_flops_sum_the_event_rows():
     """Rows (category, op, phase, group, bytes, flops) by hand: `moved` of two runs that are
     compared would be wrong in both."""
     rows = [
@@ -162,7 +162,7 @@ def test_calls_bytes_and_operations_are_added_up():
     assert found.flops() == {"gemm": 1800, "attention": 50}
 
 
-def test_a_step_of_more_events_than_a_table_begins_with_is_kept(monkeypatch):
+def test_event_table_grows_beyond_its_capacity(monkeypatch):
     config = config_of("microbatches=3")
     wanted = predict(config, 29, dict.fromkeys(config.mesh.sizes(), 0)).events
     monkeypatch.setattr(count, "CAPACITY", 16)
@@ -170,7 +170,7 @@ def test_a_step_of_more_events_than_a_table_begins_with_is_kept(monkeypatch):
     assert len(wanted) > 100 and found.tolist() == wanted.tolist()
 
 
-def test_a_model_that_fits_no_memory_is_predicted_in_a_moment():
+def test_model_that_exceeds_memory_is_predicted_quickly():
     """175 B parameters on 1,024 ranks: a rank of the middle of the pipeline."""
     words = (
         "--model.layers 96 --model.hidden 12288 --model.heads 96 --model.sequence 2048 "

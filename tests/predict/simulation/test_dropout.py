@@ -47,19 +47,19 @@ def peaks(line):
 
 
 @pytest.mark.parametrize("line", ALONE)
-def test_the_memory_of_a_rank_is_predicted(line):
+def test_predicted_rank_memory_matches_a_run(line):
     predicted, counted = peaks(line)
     assert predicted == counted
 
 
 @pytest.mark.parametrize("line", PIPELINES)
-def test_activations_of_a_pipeline_are_predicted(line):
+def test_predicted_pipeline_activations_match_a_run(line):
     for predicted, counted in zip(*peaks(line), strict=True):
         assert predicted["activation"] == counted["activation"] > 0
 
 
 @pytest.mark.slow
-def test_peaks_on_real_ranks(tmp_path):
+def test_predicted_peaks_match_mpi_ranks(tmp_path):
     """Every kind of memory of a cube of ranks, in the second step."""
     layout = {"mesh__x": 2, "mesh__y": 2, "mesh__z": 2, "parallel__recompute": "selective"}
     layout["model__dropout"] = 0.1
@@ -84,7 +84,7 @@ class Told(CostMeter):
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-def test_attention_tells_of_its_dropout(dropout):
+def test_attention_reports_its_dropout_traffic(dropout):
     """The probabilities are read and written once more, forward and backward."""
     batch, heads, sequence, width = 3, 4, 16, 8
     pool = AbstractPool(Told())

@@ -17,14 +17,14 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_passes_that_are_replayed_take_as_long(line, monkeypatch):
+def test_replayed_passes_take_the_same_time(line, monkeypatch):
     config, machine = config_of(line), load("h100")
     found = seconds_of_batch(config, 29, machine)
     monkeypatch.setattr(evaluated_batch, "replay_passes", lambda *all: None)
     assert found == pytest.approx(seconds_of_batch(config, 29, machine), rel=1e-9)
 
 
-def test_it_is_the_forward_part_of_a_step():
+def test_evaluation_batch_takes_the_forward_time_of_a_step():
     """On one rank; of more stages a batch takes the time to fill the pipeline besides."""
     config, machine = config_of("schedule=none microbatches=4 dtype=float32"), load("h100")
     (run,) = simulate(config, 29, machine)

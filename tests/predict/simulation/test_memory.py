@@ -22,7 +22,7 @@ LAYOUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["compression", "context"])
-def test_peaks_are_measured_ones(layout, tmp_path):
+def test_predicted_peaks_match_measured_ones(layout, tmp_path):
     """With shared memory; within 2 % a kind, as far as a kind is 1 % of the whole."""
     folder = train(4, tmp_path, train__steps=2, **layout)
     config = load_resolved(None, words(tmp_path, **layout), 4)

@@ -52,7 +52,7 @@ c=2 e=2 x=2 kind=llama kv_heads=12 sequence=8 experts=4 top_k=2
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # tests.jobs limits each case
 @pytest.mark.parametrize("case", [Case(ranks(line), "auto", line) for line in LINES], ids=str)
-def test_peaks_of_mixes_are_counted_ones(run_in_job, case):
+def test_predicted_peaks_of_hybrid_layouts_match_mpi_ranks(run_in_job, case):
     run_in_job("tests.predict.simulation.peaks_on_mpi", case)
 
 
@@ -62,7 +62,7 @@ GEMM = MACHINE.gemm | dict.fromkeys(("bfloat16", "float16", "float64"), MACHINE.
 @daily
 @pytest.mark.slow
 @pytest.mark.parametrize("line", LINES)
-def test_simulated_peaks_are_predicted_ones(line):
+def test_simulated_peaks_match_predicted_ones(line):
     config = config_of(line)
     predicted = list(every_rank(config, config.model.vocabulary))
     runs = simulate(config, config.model.vocabulary, replace(MACHINE, gemm=GEMM))

@@ -41,7 +41,7 @@ def repeated(prediction, phase):
 @pytest.mark.parametrize(
     ("line", "recompute"), strided([*product(MIXES, ("selective", "full"))], 7)
 )
-def test_predicted_is_counted_and_the_forward_pass_is_repeated_once(line, recompute):
+def test_recomputed_operations_match_the_forward_pass(line, recompute):
     config = config_of(f"{line} recompute={recompute}")
     for ours, theirs in zip(every_rank(config, 29), counted(config), strict=True):
         assert ours.moved() == theirs.moved()
@@ -52,7 +52,7 @@ def test_predicted_is_counted_and_the_forward_pass_is_repeated_once(line, recomp
             assert again
 
 
-def test_of_a_list_its_blocks_are_repeated():
+def test_listed_layers_are_recomputed():
     listed = {0, 2, 3}
     config = config_of("p=2 d=2 schedule=1f1b microbatches=2 batch=8 recompute=[3,0,2]")
     for rank in every_rank(config, 29):
@@ -77,7 +77,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("how", TURNS)
-def test_what_is_repeated_is_so_in_b(how):
+def test_recomputation_happens_within_the_b_pass(how):
     schedule, recompute = how.split()
     line = f"p=2 x=2 schedule={schedule} microbatches=3 recompute={recompute}"
     for rank in every_rank(config_of(line), 29):
@@ -102,7 +102,7 @@ SIZES = f"batch={B} sequence={S} hidden={H} heads=4 layers={L} vocabulary={V}"
     [("none", 72, 12, 6), ("selective", 72, 14, 6), ("full", 96, 16, 6)],
 )
 @pytest.mark.parametrize("mesh", ["schedule=none", "p=3 x=2 schedule=zb-h1 microbatches=3"])
-def test_hardware_flops(recompute, blocks, attention, head, mesh):
+def test_hardware_flops_match_the_published_formulas(recompute, blocks, attention, head, mesh):
     """blocks B L s h^2 + attention B L s^2 h + head B s h V.
 
     "none" is equation 7 of arXiv:2205.05198, "full" equation 3 of arXiv:2104.04473.  "selective"
@@ -132,7 +132,7 @@ def eq3():
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_in_flight(recompute):
+def test_saved_activations_grow_with_microbatches_in_flight(recompute):
     """1F1B: a layer more on every stage is min(m, p - i) times more to keep on stage i of p."""
     stages, micros = 4, 3
     n, scores = 6 * 8 * 12, 6 * 4 * 8 * 8

@@ -19,7 +19,7 @@ def pass_recorder():
 @pytest.mark.parametrize(
     ("freed", "taken"), [("activation", "gradient"), ("gradient", "activation")]
 )
-def test_what_a_replayed_pass_frees_goes_before_what_it_takes(freed, taken):
+def test_replayed_pass_frees_memory_before_it_allocates(freed, taken):
     """800 bytes go, then 500 come: in none of three passes are there more than when it began,
     though the two together would be."""
     recorder, micro = pass_recorder(), SimpleNamespace(cache=SimpleNamespace(arrays={}))

@@ -17,7 +17,7 @@ class Done:
         return None
 
 
-def test_a_rank_that_waits_for_the_card_does_not_need_the_core():
+def test_rank_that_waits_for_the_nic_does_not_need_a_core():
     """Three times as long with a third of a core is what it does itself, not what it waits."""
     taken = []
     for slowdown in (1.0, 3.0):
@@ -31,7 +31,7 @@ def test_a_rank_that_waits_for_the_card_does_not_need_the_core():
     assert (more, crowded) == pytest.approx((3 * busy, 3 * busy + wired), abs=3)
 
 
-def test_what_a_rank_does_meanwhile_hides_the_wire():
+def test_work_overlaps_with_network_time():
     clock = HostDrivenClock(hosts(1))
     pending = call(clock)
     clock.work(5e-3)
@@ -40,7 +40,7 @@ def test_what_a_rank_does_meanwhile_hides_the_wire():
     assert clock.wired == pytest.approx((ALPHA + MB / 2 / WIRE - 5e-3) * 1e9, abs=2)
 
 
-def test_calls_of_both_queues_share_the_card():
+def test_calls_of_both_queues_share_the_nic():
     """The second waits for the first, whichever queue it is in."""
     clock, one = HostDrivenClock(hosts(1)), ALPHA + MB / 2 / WIRE
     first, second = call(clock), call(clock, axis="d")
@@ -51,7 +51,7 @@ def test_calls_of_both_queues_share_the_card():
     assert clock.now == pytest.approx(clock.busy + clock.wired, abs=2)
 
 
-def test_looking_at_a_clock_does_not_change_it():
+def test_reading_the_clock_does_not_change_it():
     clock = HostDrivenClock(hosts(1))
     call(clock)
     before = dict(vars(clock)), dict(clock.ends)

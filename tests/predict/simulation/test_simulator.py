@@ -44,7 +44,7 @@ def simulated(line):
     "line",
     [*strided(PIPELINES, 28), *strided(PLAYED, 4), *strided(MIXTURES, 8, 1)],
 )
-def test_played_passes_are_like_those_that_are_run(line):
+def test_replayed_passes_equal_executed_ones(line):
     """Every value of every row but times, and the peak of every kind of memory."""
     config, runs = simulated(line)
     for stage, run in enumerate(runs):
@@ -56,7 +56,7 @@ def test_played_passes_are_like_those_that_are_run(line):
         assert Counter(run.peak) == Counter(whole.peak)
 
 
-def test_the_time_of_a_product_and_of_a_call_are_the_machines():
+def test_product_and_call_times_are_those_of_the_machine():
     _, (run,) = simulated("x=4 scheme=1d hidden=32 heads=4 batch=4")
     gemm = run.rows[(run.rows["op"] == OP.index("gemm"))]
     np.testing.assert_allclose(gemm["dur"], np.maximum(1e3, gemm["flops"] / FLOPS * 1e9), atol=1)
@@ -66,7 +66,7 @@ def test_the_time_of_a_product_and_of_a_call_are_the_machines():
     assert large["dur"][0] == pytest.approx(seconds * 1e9, abs=1)
 
 
-def test_experts_take_what_their_products_and_exchanges_do():
+def test_expert_products_and_exchanges_take_the_machine_time():
     """Of 16 experts, on 4 ranks, S C e rows each: C = ceil(3/2 1.25) for 2 sequences of 3."""
     _, (run,) = simulated("e=4 experts=16 top_k=8 hidden=240 heads=12 batch=8 layers=1")
     gemm = run.rows[run.rows["op"] == OP.index("gemm")]
@@ -85,13 +85,13 @@ def test_experts_take_what_their_products_and_exchanges_do():
 GPU = "p=1 schedule=none microbatches=2 hidden=32 heads=4 backend=cupy dtype=float32"
 
 
-def test_a_recorded_step_does_what_another_does():
+def test_cuda_graph_step_equals_the_launched_step():
     (_, (plain,)), (_, (recorded,)) = simulated(GPU), simulated(f"{GPU} cuda_graph=true")
     assert recorded.seconds == plain.seconds
     assert len(recorded.rows) == len(plain.rows)
 
 
-def test_attention_of_a_gpu_keeps_no_scores():
+def test_gpu_attention_saves_no_scores():
     """In 16 bits: half of 2 products of 2 T^2 D a head forward, and what goes in and out."""
     machine = replace(MACHINE, gemm={**MACHINE.gemm, "bfloat16": MACHINE.gemm["float32"]})
     line = f"{GPU} dtype=bfloat16 sequence=1024 batch=4 layers=1"
@@ -106,7 +106,7 @@ def test_attention_of_a_gpu_keeps_no_scores():
     assert run.peak["activation"] + run.peak["workspace"] - WORKSPACE < scores
 
 
-def test_kernels_move_their_bytes():
+def test_kernel_time_is_launch_plus_moved_bytes():
     """The first of a norm whose rows are split: moments read x and write two numbers a row."""
     _, (run,) = simulated("z=2 scheme=3d hidden=32 heads=4 batch=4")
     norm = run.rows[(run.rows["op"] == OP.index("norm"))][0]
@@ -114,7 +114,7 @@ def test_kernels_move_their_bytes():
     assert norm["dur"] == pytest.approx(1e9 * (LAUNCH + 8 * (rows * 16 + 2 * rows) / BYTES), abs=1)
 
 
-def test_sums_run_beside_backward_only_where_they_may():
+def test_gradient_reduction_overlaps_only_if_enabled():
     line = "d=2 schedule=none microbatches=2 zero=0 bucket_mb=0.001 hidden=96 batch=96"
     waits = {}
     for overlap in ("true", "false"):

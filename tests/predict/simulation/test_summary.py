@@ -5,7 +5,7 @@ from tests.predict.fixed import MACHINE
 from tests.predict.simulation.test_simulator import simulated
 
 
-def test_token_tables_and_logits_are_named():
+def test_summary_reports_token_tables_and_logits():
     """The first stage and the last have a table; the last has logits, of 72 tokens."""
     config, runs = simulated("p=4 schedule=1f1b microbatches=2 vocabulary=29")
     found = summary(runs, config, MACHINE)["memory"]["stages"]
@@ -13,7 +13,7 @@ def test_token_tables_and_logits_are_named():
     assert [stage["logits"] for stage in found] == [0, 0, 0, 24 * 3 * 29 * 8]
 
 
-def test_a_stage_waits_for_the_one_before_it():
+def test_bubble_of_a_two_stage_pipeline():
     """Two stages, one microbatch: the second waits for a forward pass, the first for both."""
     line = "p=2 schedule=gpipe microbatches=1 hidden=32 heads=4 batch=4 vocabulary=8"
     config, runs = simulated(line)

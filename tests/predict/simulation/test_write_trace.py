@@ -17,7 +17,7 @@ from tests.strided import strided
 
 
 @pytest.mark.parametrize("line", strided(PIPELINES[len(ASYNCHRONOUS) :: 5], 6))
-def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
+def test_simulated_trace_is_consistent(line, tmp_path):
     config, runs = simulated(line)
     path = write_trace(tmp_path, runs, config, MACHINE)
     found = summary(runs, config, MACHINE)
@@ -33,13 +33,13 @@ def test_a_simulated_trace_is_a_sound_one(line, tmp_path):
         assert sum(shares) == pytest.approx(1, abs=1e-9)
 
 
-def test_steps_that_overlap_make_no_trace(tmp_path):
+def test_overlapping_steps_cannot_be_written_as_a_trace(tmp_path):
     config, runs = simulated(ASYNCHRONOUS[0])
     with pytest.raises(ValueError, match="its steps overlap"):
         write_trace(tmp_path, runs, config, MACHINE)
 
 
-def test_a_trace_of_too_many_rows_is_refused(tmp_path, monkeypatch):
+def test_trace_with_too_many_rows_is_rejected(tmp_path, monkeypatch):
     config, runs = simulated("p=2 schedule=gpipe microbatches=4")
     monkeypatch.setattr(write, "MOST_ROWS", 2 * len(runs[0].rows) - 1)
     with pytest.raises(ValueError, match="remove --out"):

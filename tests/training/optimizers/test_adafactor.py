@@ -64,7 +64,7 @@ def without_noise(trained):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_train_as_one(layout):
+def test_adafactor_on_several_ranks_matches_one_rank(layout):
     line = f"{LINE} {layout}"
     config = config_of(line)
     (expected,) = run({}, lambda mesh: without_noise(train(mesh, config_of(alone(line)))))
@@ -93,7 +93,7 @@ def matrices_of(name, array):
     return [*array.swapaxes(0, 1)] if name == "stack" else [array]
 
 
-def test_a_step_is_torchs():
+def test_adafactor_step_matches_torch():
     """torch scales the learning rate by max(eps2, rms(w)): eps2 = 10 is a constant.  Each matrix
     of a stack is one of its own."""
     rate, decay = 0.02, 0.1
@@ -138,7 +138,7 @@ COUNTED = [*LAYOUTS[:3], "d=2 z=2 zero=2", "p=2 d=2 y=2 schedule=zb-h1 microbatc
 
 
 @pytest.mark.parametrize("layout", strided(COUNTED, 3))
-def test_what_is_held_and_sent_is_predicted(layout):
+def test_predicted_state_memory_and_traffic_match_a_run(layout):
     """States are rows and columns of matrices, and whole vectors."""
     config = config_of(f"{LINE} {layout}")
     predicted = every_rank(config, config.model.vocabulary)
@@ -155,7 +155,7 @@ def test_what_is_held_and_sent_is_predicted(layout):
 
 
 @pytest.mark.parametrize("layout", ["x=4 scheme=1d", "x=2 y=2 scheme=2d", "e=2 z=2 experts=4"])
-def test_sums_of_rows_and_columns_are_all_that_is_sent(layout):
+def test_adafactor_sends_only_row_and_column_sums(layout):
     """Of a block A x B: A + 1 elements along an axis that cuts columns, B + 2 along one that cuts
     rows, 1 of a vector, and 2 (1 - 1/g) times as many are received; SGD sends none of them."""
     line = f"{LINE} {layout}"
@@ -190,7 +190,7 @@ WAYS = ["d=2 x=2 zero=1 scheme=1d", "d=2 y=2 zero=3", "p=2 x=2 y=2 scheme=2d zer
 
 
 @pytest.mark.parametrize(("before", "after"), strided([*pairwise([*WAYS, WAYS[0]])], 3))
-def test_states_go_from_one_layout_to_another(before, after, tmp_path):
+def test_adafactor_state_resumes_on_another_layout(before, after, tmp_path):
     """Three steps on one, two more on another."""
     line = LINE.replace("steps=4", "steps=5")
     opened = checkpoint(f"{line} {before}", tmp_path)
@@ -215,7 +215,7 @@ def test_states_go_from_one_layout_to_another(before, after, tmp_path):
         same(each, expected)
 
 
-def test_a_row_mean_that_differs_between_replicas_is_named():
+def test_differing_row_means_of_replicas_are_named():
     """Ranks along x have other columns of the same rows."""
     config = config_of(f"{LINE} x=2 scheme=1d")
 

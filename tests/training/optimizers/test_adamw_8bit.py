@@ -42,7 +42,7 @@ LAYOUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", strided(LAYOUTS, 2))
-def test_ranks_train_as_one(layout):
+def test_8_bit_adamw_on_several_ranks_matches_one_rank(layout):
     line = f"{LINE} {layout}"
     config = config_of(line)
     (expected,) = run({}, lambda mesh: train(mesh, config_of(alone(line))))
@@ -53,7 +53,7 @@ def test_ranks_train_as_one(layout):
 
 
 @pytest.mark.parametrize("layout", strided(LAYOUTS[:2], 2))
-def test_two_bytes_and_a_part_of_a_scale_a_parameter_are_held_and_predicted(layout):
+def test_8_bit_state_takes_two_bytes_plus_scales_as_predicted(layout):
     config = config_of(f"{LINE} {layout}")
 
     def rank(mesh):
@@ -70,7 +70,7 @@ def test_two_bytes_and_a_part_of_a_scale_a_parameter_are_held_and_predicted(layo
         assert ours.peak["optimizer"] == held == formula
 
 
-def test_a_run_holds_a_quarter_of_the_states_at_least():
+def test_footprint_of_8_bit_states_is_smaller():
     full, short = (config_of(LINE.replace("adamw-8bit", name)) for name in ("adamw", "adamw-8bit"))
     less = footprint.parameters(full) - footprint.parameters(short)
     count = footprint.parameters(full) / (4 * 8)
@@ -78,7 +78,7 @@ def test_a_run_holds_a_quarter_of_the_states_at_least():
 
 
 @slow
-def test_states_go_from_one_layout_to_another(tmp_path):
+def test_8_bit_state_resumes_on_another_layout(tmp_path):
     """Three steps on one, one more on another."""
     line = LINE.replace("steps=2", "steps=4")
     opened = checkpoint(f"{line} d=2 x=2 zero=1", tmp_path)
@@ -121,7 +121,7 @@ class Text:
 
 @slow
 @rotating(4)
-def test_it_learns_as_adamw_does():
+def test_8_bit_adamw_learns_as_adamw():
     """The mean loss of the last ten of 100 steps, within 1 %."""
 
     def loss(name):
@@ -140,7 +140,7 @@ def test_it_learns_as_adamw_does():
     assert loss("adamw-8bit") == pytest.approx(full, rel=0.01)
 
 
-def test_a_new_run_begins_with_moments_of_0():
+def test_new_run_starts_with_zero_8_bit_moments():
     shapes = {"w": (3, 2 * BLOCK), "v": (5,)}
     begun = initial_state(shapes, np.dtype("float32"), lambda name: np.ones(shapes[name]), STATES)
     found = [(piece.name, piece.kind, piece.dtype, piece.boxes) for piece in begun.pieces]

@@ -10,14 +10,14 @@ from hpc3d.training.optimizers.catalog import OPTIMIZERS
 from tests.pipeline.mixes import config_of, trainer_of
 
 
-def test_an_input_file_can_name_every_optimiser():
+def test_input_file_can_name_every_optimizer():
     assert {*get_args(get_type_hints(TrainConfig)["optimizer"])} == {*OPTIMIZERS}
     assert {*CONSTANTS} == {*OPTIMIZERS}
     assert {key for keys in CONSTANTS.values() for key in keys} == {*OPTIMIZER_KEYS}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimiser_gets_the_keys_that_it_has_a_use_for(name):
+def test_optimizer_receives_the_keys_it_uses(name):
     given = {key: 0.5 for key in CONSTANTS[name]}
     words = " ".join(f"{key}={value}" for key, value in given.items())
 

@@ -33,7 +33,7 @@ def cosine(part):
         ("wsd-linear", [0.5, 1, 1, 1, 1, 0.55]),
     ],
 )
-def test_it_decays_once(decay, rates):
+def test_learning_rate_decays_once(decay, rates):
     """Over the steps of the run where it has no decay_steps, and stays at its last after them."""
     train = replace(TRAIN, decay=decay)
     last = 1 if decay == "constant" else 0.1
@@ -43,7 +43,7 @@ def test_it_decays_once(decay, rates):
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "wsd"])
-def test_it_falls_to_the_lowest_that_is_given(decay):
+def test_learning_rate_decays_to_its_minimum(decay):
     train = replace(TRAIN, decay=decay, min_learning_rate=0.25, cooldown=3)
     found = curve(train, 8)
     assert found[6:] == [0.25, 0.25] and min(found[1:6]) > 0.25
@@ -54,13 +54,13 @@ def test_it_falls_to_the_lowest_that_is_given(decay):
 
 
 @pytest.mark.parametrize(("cooldown", "stable"), [(1, 19), (5, 15), (18, 2), (None, 16)])
-def test_it_is_stable_until_the_cooldown(cooldown, stable):
+def test_learning_rate_is_stable_until_the_cooldown(cooldown, stable):
     found = curve(replace(TRAIN, steps=20, decay="wsd", cooldown=cooldown), 21)
     assert found[1 : stable + 1] == [1] * stable and found[stable + 1] < 1
     assert found[-1] == pytest.approx(0.1)
 
 
-def test_it_is_that_of_torch():
+def test_learning_rate_matches_torch():
     """A cosine and a line of torch's schedulers, whose step 0 is the end of the warm-up."""
     weight = torch.zeros(1, requires_grad=True)
     ends = {
@@ -79,12 +79,12 @@ def test_it_is_that_of_torch():
         assert curve(replace(TRAIN, decay=decay), 7)[2:] == pytest.approx(found, rel=1e-12)
 
 
-def test_it_decays_over_more_steps_than_there_are():
+def test_learning_rate_may_decay_over_more_steps_than_the_run():
     longer = replace(TRAIN, steps=20)
     assert curve(replace(TRAIN, decay_steps=20), 6) == curve(longer, 6) != curve(TRAIN, 6)
 
 
-def test_a_run_of_the_warm_up_only_decays_at_once_when_it_is_extended():
+def test_extended_warmup_only_run_decays_immediately():
     config = with_decay_steps(replace(Config(), train=replace(TRAIN, steps=1)))
     assert config.train.decay_steps == 2
     extended = replace(config.train, steps=4)
@@ -102,11 +102,11 @@ def test_a_run_of_the_warm_up_only_decays_at_once_when_it_is_extended():
         (replace(TRAIN, steps=10, decay_steps=10), TRAIN, 10),
     ],
 )
-def test_the_steps_of_the_decay_are_settled_when_a_run_begins(asked, begun, steps):
+def test_decay_steps_are_fixed_when_a_run_starts(asked, begun, steps):
     assert with_decay_steps(replace(Config(), train=asked), begun).train.decay_steps == steps
 
 
-def test_a_warm_up_beyond_the_decay_is_refused():
+def test_warmup_beyond_the_decay_is_rejected():
     with pytest.raises(ValueError, match=r"^train.decay_steps = 6 .* train.warmup = 7$"):
         with_decay_steps(replace(Config(), train=replace(TRAIN, warmup=7)), TRAIN)
 
@@ -135,7 +135,7 @@ TEN = replace(LONGER, decay_steps=10)
         (replace(TEN, decay="constant"), replace(LONGER, decay="constant", steps=12), 6, []),
     ],
 )
-def test_what_the_learning_rate_does_in_a_run_that_goes_on(begun, train, done, lines):
+def test_resumed_run_reports_its_learning_rate(begun, train, done, lines):
     assert [*rate_notes(begun, train, done)] == lines
 
 
@@ -150,7 +150,7 @@ def test_what_the_learning_rate_does_in_a_run_that_goes_on(begun, train, done, l
         ("decay_steps", 11),
     ],
 )
-def test_every_key_that_changes_the_curve_is_told_of(key, value):
+def test_every_changed_learning_rate_key_is_reported(key, value):
     """Also one that a run was begun without; 8 steps are done of 10, 2 of which cool down."""
     begun = replace(TEN, decay="wsd")
     changed = replace(begun, **{key: value})

@@ -30,7 +30,7 @@ class Lion(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("words", "betas"), [("", (0.9, 0.99)), ("beta1=0.8 beta2=0.5", (0.8, 0.5))]
 )
-def test_steps_are_those_of_the_paper(words, betas):
+def test_lion_steps_match_the_paper(words, betas):
     draw = np.random.default_rng(1)
 
     def rank(mesh):
@@ -55,7 +55,7 @@ def test_steps_are_those_of_the_paper(words, betas):
     run({}, rank)
 
 
-def test_it_keeps_one_array():
+def test_lion_has_one_state_array():
     (states,) = run({}, lambda mesh: trainer_of(mesh, config_of(LINE)).optimizer.states)
     assert [*states] == ["momentum"]
 
@@ -71,7 +71,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", strided(LAYOUTS, 3, 1))
-def test_ranks_train_as_one(layout):
+def test_lion_on_several_ranks_matches_one_rank(layout):
     line = f"{LINE} {layout}"
     config, expected = config_of(line), without_keys_bias(serial(alone(line)))
     found = run(config.mesh.sizes(), lambda mesh: without_keys_bias(train(mesh, config)))

@@ -73,7 +73,7 @@ def apart(item, array):
     "words",
     ["", "beta1=0.8", f"kind=llama kv_heads=2 ffn={GATED}", f"experts=4 kind=llama ffn={GATED}"],
 )
-def test_steps_are_those_of_the_post(words):
+def test_muon_steps_match_a_torch_reference(words):
     draw = np.random.default_rng(1)
     config = config_of(f"{LINE} {words} layers=1 weight_decay={DECAY}")
 
@@ -98,7 +98,7 @@ def test_steps_are_those_of_the_post(words):
     assert not any(word in name for name in names for word in ("embedding", "head", "bias"))
 
 
-def test_a_matrix_moves_as_by_torch():
+def test_muon_update_is_close_to_torch():
     """As far as torch goes, which orthogonalises in bfloat16."""
     config, draw = config_of(f"{LINE} layers=1"), np.random.default_rng(2)
 
@@ -137,7 +137,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", strided(LAYOUTS, 12, 1))
-def test_ranks_train_as_one(layout):
+def test_muon_on_several_ranks_matches_one_rank(layout):
     line = f"{LINE} {layout}"
     config, expected = config_of(line), without_keys_bias(serial(alone(line)))
     found = run(config.mesh.sizes(), lambda mesh: without_keys_bias(train(mesh, config)))
@@ -156,7 +156,7 @@ def without_keys_bias(trained):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", strided(LAYOUTS[:6], 3, 2))
-def test_what_is_held_moved_and_computed_is_predicted(layout):
+def test_predicted_muon_memory_traffic_and_flops_match_a_run(layout):
     config = config_of(f"{LINE} {layout}")
     predicted = every_rank(config, config.model.vocabulary)
 
@@ -192,7 +192,7 @@ def moved_by_all_to_all(rank):
 
 
 @pytest.mark.parametrize("layout", ["x=4 scheme=1d", "x=2 y=2 scheme=2d", "e=2 z=2 experts=4"])
-def test_ranks_have_whole_matrices_in_turn(layout):
+def test_full_matrices_are_assigned_to_ranks_round_robin(layout):
     """Of n matrices of A x B that g ranks have cut, a rank has ceil(n / g) whole or fewer; along
     an axis of s ranks it receives 2 (1 - 1/s) of ceil(n / g) of them."""
     config = config_of(f"{LINE} {layout} layers=3")
@@ -214,7 +214,7 @@ def test_ranks_have_whole_matrices_in_turn(layout):
     assert flops == pytest.approx(expected)
 
 
-def test_states_go_from_one_layout_to_another(tmp_path):
+def test_muon_state_resumes_on_another_layout(tmp_path):
     """Three steps on one, two more on another."""
     line = f"{LINE} steps=5 layers=2"
     opened = checkpoint(f"{line} d=2 x=2 zero=1 scheme=1d", tmp_path)
@@ -240,7 +240,7 @@ def test_states_go_from_one_layout_to_another(tmp_path):
         same(each, expected)
 
 
-def test_a_matrix_has_4_bytes_of_state():
+def test_muon_matrix_has_4_bytes_of_state():
     config = config_of(f"{LINE} dtype=float32")
     adamw = replace(config, train=replace(config.train, optimizer="adamw"))
     assert footprint.parameters(config) / footprint.parameters(adamw) == (4 + 4 + 4) / 16

@@ -85,7 +85,7 @@ ZERO_1 = f"{LINE} {LAYOUTS[0]}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_optimiser_of_whole_matrices_trains_as_on_one_rank(layout):
+def test_full_matrix_optimizer_matches_one_rank(layout):
     line = f"{LINE} layers=4 {layout}"
     config = config_of(line)
     (expected,) = run({}, lambda mesh: train(mesh, config_of(alone(line))))
@@ -95,7 +95,7 @@ def test_an_optimiser_of_whole_matrices_trains_as_on_one_rank(layout):
     cover(found, expected)
 
 
-def test_replicas_share_out_the_states_of_whole_matrices():
+def test_replicas_share_the_states_of_full_matrices():
     def rank(mesh):
         trainer = trainer_of(mesh, config_of(ZERO_1))
         mine = {part.item.name for part in trainer.parameters.matrices}
@@ -107,7 +107,7 @@ def test_replicas_share_out_the_states_of_whole_matrices():
     assert 0.8 < size / size_of_others < 1.25
 
 
-def test_the_states_of_whole_matrices_are_predicted_as_they_are_held():
+def test_predicted_full_matrix_states_match_a_run():
     config = config_of(ZERO_1)
 
     def rank(mesh):
@@ -139,7 +139,7 @@ def checkpoint(line, folder):
     return Checkpoint(folder.with_suffix(""))
 
 
-def test_states_go_from_one_layout_to_another_through_a_checkpoint(tmp_path):
+def test_optimizer_states_resume_on_another_layout(tmp_path):
     opened = checkpoint(ZERO_1, tmp_path)
     assert kinds_of(opened) == ("value", "velocity", "longest")
     assert problems(opened.folder) == []
@@ -158,13 +158,13 @@ def test_states_go_from_one_layout_to_another_through_a_checkpoint(tmp_path):
     run({}, rank)
 
 
-def test_a_checkpoint_without_the_states_of_an_optimiser_is_not_its_own(tmp_path):
+def test_checkpoint_without_the_optimizer_states_does_not_match(tmp_path):
     config = config_of(ZERO_1)
     other = replace(config, train=replace(config.train, optimizer="adamw"))
     assert "first and second" in mismatch(other, checkpoint(ZERO_1, tmp_path))
 
 
-def test_a_state_that_differs_between_replicas_is_named():
+def test_differing_state_of_replicas_is_named():
     config = config_of(f"{LINE} d=2 zero=0")
 
     def rank(mesh):
@@ -181,7 +181,7 @@ def test_a_state_that_differs_between_replicas_is_named():
     assert " state velocity " in str(run({"d": 2}, rank))
 
 
-def test_a_new_run_begins_with_the_states_of_its_optimiser():
+def test_new_run_starts_with_the_states_of_its_optimizer():
     specs = RowNorm.STATES
     begun = new_run.initial_state(
         {"w": (3, 2)}, np.dtype("float64"), lambda _: np.ones((3, 2)), specs
@@ -191,7 +191,7 @@ def test_a_new_run_begins_with_the_states_of_its_optimiser():
     assert [array.nbytes for array in begun.arrays] == [48, 48, 24] and begun.nbytes == 120
 
 
-def test_states_count_in_what_a_run_holds_at_least():
+def test_footprint_includes_optimizer_states():
     config = config_of(alone(ZERO_1))
     whole = footprint.parameters(config)
     adamw = replace(config, train=replace(config.train, optimizer="adamw"))

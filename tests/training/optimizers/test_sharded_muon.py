@@ -31,7 +31,7 @@ SHARDED = f"{LINE} orthogonalize=sharded"
         (7, 9, "", ""),
     ],
 )
-def test_stacks_are_orthogonalised_as_by_torch(rows, columns, shorter, longer):
+def test_sharded_newton_schulz_matches_torch(rows, columns, shorter, longer):
     draw = np.random.default_rng(1)
     whole = draw.standard_normal((rows, 3, columns))
     whole[:, 1] = 0
@@ -48,7 +48,7 @@ def test_stacks_are_orthogonalised_as_by_torch(rows, columns, shorter, longer):
 
 
 @pytest.mark.parametrize("layout", strided(LAYOUTS, 12))
-def test_ranks_train_as_one_that_has_matrices_whole(layout):
+def test_sharded_muon_matches_one_rank_with_full_matrices(layout):
     config = config_of(f"{SHARDED} {layout}")
     expected = without_keys_bias(serial(alone(f"{LINE} {layout}")))
     found = run(config.mesh.sizes(), lambda mesh: without_keys_bias(train(mesh, config)))
@@ -59,7 +59,7 @@ def test_ranks_train_as_one_that_has_matrices_whole(layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", strided(LAYOUTS[:6], 3, 2))
-def test_what_is_held_moved_and_computed_is_predicted(layout):
+def test_predicted_sharded_muon_memory_traffic_and_flops_match_a_run(layout):
     config = config_of(f"{SHARDED} {layout}")
     predicted = every_rank(config, config.model.vocabulary)
 
@@ -103,7 +103,7 @@ def matrices_of(trainer):
         1,
     ),
 )
-def test_a_rank_receives_what_the_formula_says_and_computes_its_share(layout):
+def test_received_bytes_and_flops_of_a_rank_match_the_formula(layout):
     config = config_of(f"{SHARDED} {layout} layers=3 hidden=48")
     train = replace(config.train, optimizer="adamw", orthogonalize="in-turn")
     ranks = every_rank(config, 29), every_rank(replace(config, train=train), 29)
