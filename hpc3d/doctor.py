@@ -112,7 +112,7 @@ def parser() -> Parser:
     add(
         "--together",
         action="store_true",
-        help="under a launcher: only run the checks of all ranks together",
+        help="under a launcher: run only the collective checks of all ranks",
     )
     wait = "timeout of the processes that it starts (default: 60)"
     add("--timeout", type=_seconds, default=60, metavar="SECONDS", help=wait)

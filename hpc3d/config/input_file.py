@@ -149,8 +149,8 @@ class ParallelConfig:
     """Type of saved activations. The backward pass uses the rounded copies. int8 and float8
     (e4m3) have one scale per row. Default: train.dtype."""
     offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()
-    """Offloaded data, such as ["optimizer"]: optimizer states, saved activations, or block
-    matrices between their uses. CPUs offload to files in TMPDIR, GPUs to host memory."""
+    """Data to offload: optimizer states, saved activations, or the weights of blocks while they
+    are not in use. Example: ["optimizer"]. CPUs offload to files in TMPDIR, GPUs to host memory."""
     schedule: str | None = None
     """Pipeline schedule: {schedules} or csv:FILE. Default: none on one stage, otherwise 1f1b."""
 
@@ -252,8 +252,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TorchConfig:
-    """An unmodified PyTorch module instead of [model] and [data], which `hpc3d.partition run`
-    trains by its plan."""
+    """An unmodified PyTorch module, given instead of [model] and [data]. `hpc3d.partition run`
+    trains it according to its partition plan."""
 
     __pydantic_config__ = STRICT
     factory: str | None = None
