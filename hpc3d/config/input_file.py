@@ -150,7 +150,8 @@ class ParallelConfig:
     (e4m3) have one scale per row. Default: train.dtype."""
     offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = ()
     """Data to offload: optimizer states, saved activations, or the weights of blocks while they
-    are not in use. Example: ["optimizer"]. CPUs offload to files in TMPDIR, GPUs to host memory."""
+    are not in use. Example: ["optimizer"]. CPUs offload to files in TMPDIR, GPUs to host
+    memory."""
     schedule: str | None = None
     """Pipeline schedule: {schedules} or csv:FILE. Default: none on one stage, otherwise 1f1b."""
 
