@@ -1,8 +1,8 @@
-"""Status of a live run from its folder, in a few lines for a terminal.
+"""Terminal status of a live run, read from the run's folder.
 
-Steps come from metrics.jsonl, of which only new lines are read. The communication inside a step
-comes from the newest trace segment of each rank (hpc3d.analyze.newest_segments). The folder is
-only read.
+Step records come from metrics.jsonl; each update reads only the new lines. Communication times
+come from the newest trace segment of each rank (hpc3d.analyze.newest_segments). Nothing is
+written to the folder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
 _QUIET = 60  # minimum number of seconds without a step before a run counts as silent
 _TAIL = 2000  # bytes at the end of the log that are searched for the final state
 _RECENT = 20  # number of steps for the current speed
-_LATE, _NAMED = 2, 3  # late calls relative to the mean rank; maximum number of ranks
-_SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # keys of a step
+_LATE, _NAMED = 2, 3  # straggler threshold on late calls / mean over ranks; ranks listed at most
+_SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # step record keys
 _FINAL_STATES = (  # text in the log, state
     ("stopped after step", "stopped"),
     (KEPT, "ended"),
@@ -39,8 +39,10 @@ OVER = {final for _, final in _FINAL_STATES}
 
 
 class LiveRun:
-    """Run in a `folder`, as of the last `update`. `bars` are eight characters of increasing
-    height."""
+    """State of the run in `folder` as of the last call to `update`.
+
+    `bars` contains eight characters of increasing height, which are used to draw bar charts.
+    """
 
     def __init__(self, folder: Path, bars: str = BARS) -> None:
         self.folder, self.bars = folder, bars
@@ -55,7 +57,7 @@ class LiveRun:
         self.peak = self.incomplete = 0
 
     def update(self, now: float) -> None:
-        """Read the new records. `now` is the Unix time in seconds."""
+        """Read the new records of metrics.jsonl. `now` is the Unix time in seconds."""
         restarted, records = self.reader.more()
         if restarted:
             self._reset()
@@ -82,8 +84,10 @@ class LiveRun:
         return ", ".join(items)
 
     def screen(self, width: int) -> list[str]:
-        """Return the status in lines of at most `width` characters. The first line ends with the
-        state."""
+        """Return the status as lines of at most `width` characters.
+
+        The first line ends with the state of the run.
+        """
         name = self.folder.name[: max(8, width - len(self.state) - 3)]
         lines = [f"{name}   {self.state}"]
         if self.recent:
@@ -145,12 +149,12 @@ class LiveRun:
 
 
 def _is_complete(record: dict[str, Any]) -> bool:
-    """Return true if the record of a step has every number that the status shows."""
+    """Return true if a step record has all values that the status displays."""
     return (record.get("steps") or 0) > 0 and all(record.get(key) is not None for key in _SHOWN)
 
 
 def state(run: Path, steps: Sequence[dict[str, Any]], now: float) -> str:
-    """Return the state of a run, such as "running". `steps` are its newest records."""
+    """Return the state of a run, such as "running". `steps` contains its newest step records."""
     log, lock = run / "train.log", run / "lock"
     alive = _is_alive(lock)
     starting = alive and _modified(lock) > _modified(log)
@@ -191,7 +195,7 @@ def _modified(path: Path) -> int:
 
 
 def _tail(path: Path) -> str:
-    """Return the end of a text file, or "" if it cannot be read."""
+    """Return the last _TAIL bytes of a text file as a string, or "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
@@ -201,7 +205,7 @@ def _tail(path: Path) -> str:
 
 
 def _stragglers(axes: AxisShares) -> list[str]:
-    """Name the ranks that others wait for more often than for most ranks."""
+    """List the ranks that arrive last at calls at least _LATE times as often as the mean rank."""
     total = axes.late.total()
     if not total:
         return []
@@ -214,7 +218,7 @@ def _stragglers(axes: AxisShares) -> list[str]:
 
 
 def flow(items: Iterable[str], width: int) -> list[str]:
-    """Join texts with commas, and break the lines where the next text does not fit."""
+    """Join `items` with commas into lines of at most `width` characters."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + 2 + len(item) <= width:
@@ -225,8 +229,10 @@ def flow(items: Iterable[str], width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
-    """Return values as at most `width` bars of eight heights. A bar is the mean of consecutive
-    values."""
+    """Return a bar chart of `values` as a string of at most `width` characters.
+
+    Each character shows the mean of a group of consecutive values, at one of eight heights.
+    """
     runs = np.array_split(np.asarray(values, float), min(width, len(values)))
     means = np.array([run.mean() for run in runs])
     low, high = np.nanmin(means, initial=np.inf), np.nanmax(means, initial=-np.inf)

@@ -1,7 +1,7 @@
-"""Communication of a live run by mesh axis, from the newest trace segment of each rank.
+"""Communication time of a live run by mesh axis, from the newest trace segment of each rank.
 
-A rank writes a segment every half minute and at its end (hpc3d.trace.segment). Segments are
-only read, and unreadable ones are skipped.
+Each rank writes a segment every 30 seconds and when it exits (hpc3d.trace.segment). Unreadable
+segments are skipped.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _COMM = CATEGORY.index("comm")
 
 
 class AxisShares(NamedTuple):
-    """Communication by mesh axis, as means of `ranks` ranks over `steps`.
+    """Communication time by mesh axis, averaged over `ranks` ranks and the range `steps`.
 
     Attributes
     ----------
     calls, waits
-        {axis: share of the step time in calls, or waiting for late members}.
+        Dicts from axis to the share of the step time spent in calls, and in waiting for late
+        members.
     late
-        {rank: number of calls that it joined last}.
+        Number of collective calls at which each rank arrived last.
     """
 
     ranks: int
@@ -38,14 +39,14 @@ class AxisShares(NamedTuple):
 
 
 class NewestSegments:
-    """Newest segments of a run, which are read again after the run has written new ones."""
+    """Newest trace segments of a run. They are reread whenever the run has written new ones."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.counts = run, dict[int, int]()
         self.found: AxisShares | None = None
 
     def axes(self) -> AxisShares | None:
-        """Return the communication by axis, or None if no segment contains a step."""
+        """Return the communication shares by axis, or None if no segment contains a step."""
         counts = count_segments(self.run)
         if counts != self.counts:
             self.counts = counts
@@ -76,11 +77,10 @@ def _axis_shares(segments: Sequence[Segment]) -> AxisShares | None:
 
 
 def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Counter[int]]:
-    """Return the ns in calls and the ns of waiting by axis, and the number of late arrivals by
-    rank.
+    """Return the times in calls and in waiting by axis [ns], and the late arrivals by rank.
 
-    A collective waits until its last member has called it. The complete duration of a message
-    counts as waiting.
+    In a collective, a rank waits until the last member has made the call. The full duration of
+    a message counts as waiting.
     """
     calls, waits, late = Counter[str](), Counter[str](), Counter[int]()
     joined: dict[tuple, list[tuple[int, int, int]]] = {}

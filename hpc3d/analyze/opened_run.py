@@ -1,4 +1,4 @@
-"""Python interface to a run: its losses, tables and figures, which are computed on access."""
+"""Python interface to the losses, tables and figures of a run, computed on access."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Drawing(NamedTuple):
-    """Figure that a notebook displays."""
+    """Figure with a title, displayed inline by notebooks."""
 
     figure: Figure
     title: str
@@ -62,7 +62,7 @@ class OpenedRun:
     Raises
     ------
     ValueError
-        For any other path.
+        If `path` is neither of these.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -97,12 +97,12 @@ class OpenedRun:
 
     @property
     def verdict(self) -> str:
-        """Return a summary: the composition of a step, its largest cost, and stragglers."""
+        """Return a summary in sentences: breakdown of the step time, largest cost, stragglers."""
         return " ".join(verdict(self._of(None).tables))
 
     @property
     def tables(self) -> list[str]:
-        """Return the names of the tables that have rows, as arguments of `table`."""
+        """Return the names of the nonempty tables, which are valid arguments of `table`."""
         return [name for name, rows in self._of(None).tables.items() if rows]
 
     def table(self, name: str) -> pd.DataFrame:
@@ -111,7 +111,7 @@ class OpenedRun:
         Parameters
         ----------
         name
-            One of `tables`.
+            Name from `tables`.
 
         Returns
         -------
@@ -151,7 +151,7 @@ class OpenedRun:
         Parameters
         ----------
         step
-            Number of the step (None: one with the median time).
+            Step number (None: a step with the median time).
 
         Returns
         -------
@@ -172,12 +172,12 @@ class OpenedRun:
         return self._drawn("timeline", step)
 
     def pipeline(self, step: int | None = None) -> Drawing:
-        """Return the passes of each pipeline stage in a step, above the ideal schedule.
+        """Draw the passes of each pipeline stage in a step, above the ideal schedule.
 
         Parameters
         ----------
         step
-            Number of the step (None: one with the median time).
+            Step number (None: a step with the median time).
 
         Returns
         -------

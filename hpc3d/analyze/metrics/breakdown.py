@@ -1,7 +1,7 @@
-"""Breakdown of the time of a step and of the memory of a rank.
+"""Breakdown of the step time and of the memory per rank.
 
-Times are exclusive: an event does not include the events inside it. Only events in completed
-steps count. Times are in seconds, as means over ranks and steps.
+Times are exclusive: the time of an event excludes events nested in it. Only events in completed
+steps count. Times are means over ranks and steps, in seconds.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ DISJOINT = ("compute_s", "wait_s", "transfer_s", "copy_s", "other_s", "unrecorde
 
 
 def breakdown(trace: Trace, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the seconds of a step by any of category, phase, axis, op, name, layer, chunk,
+    """Break the step time down by any of category, phase, axis, op, name, layer, chunk,
     microbatch, rank, stage and step.
 
-    Rows with the same rank, stage and step, as far as these are keys, add up to the mean step
-    of the ranks and steps that they represent, and `share` is relative to this step. One of
-    these rows has category `unrecorded`, the time without any event. Without the key category,
-    the other rows have category `recorded`.
+    Rows are grouped by those of rank, stage and step that are in `keys`. The rows of a group add
+    up to the mean step time of its ranks and steps, and `share` is relative to this time. One
+    row per group has category `unrecorded`: the time not covered by any event. If category is
+    not a key, the other rows have category `recorded`.
     """
     of_cells = [key for key in CELL_KEYS if key in keys]
     of_events = [key for key in keys if key not in CELL_KEYS]
@@ -65,8 +65,8 @@ def breakdown(trace: Trace, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _totals(trace, keys, group):
-    """Return the combinations of keys in each group of steps, their groups, and their total
-    seconds."""
+    """Return the distinct combinations of group and key values: their rows, their group indices,
+    and their total seconds."""
     cell, duration = cells(trace), own_time(trace)
     inside = np.flatnonzero(cell >= 0)
     columns = [event_values(trace, key, inside) for key in keys]
@@ -77,18 +77,18 @@ def _totals(trace, keys, group):
 
 
 def rank_rows(trace: Trace, calls: CallInstances) -> list[dict[str, Any]]:
-    """Return the composition of the mean step of each rank.
+    """Return the breakdown of the mean step time of each rank.
 
     compute_s (including the optimizer), wait_s, transfer_s, copy_s, other_s and unrecorded_s add
-    up to step_s. wait_s and transfer_s are the two parts of the time that the rank is blocked in a
-    call (see wait_states.py), and exposed_s is their sum. copy_s is the time in calls with a
-    deferred wait, except broadcasts, which block.
+    up to step_s. exposed_s = wait_s + transfer_s is the time during which the rank is blocked in
+    calls (see wait_states.py). copy_s is the time in calls with a deferred wait, except
+    broadcasts, which block.
 
-    outstanding_s is the part of compute_s during which a call of the rank was outstanding: posted,
-    but not yet waited for. The call may have completed long before, so this is an upper bound of
-    the communication hidden by computation.
+    outstanding_s is the portion of compute_s during which a call of the rank was outstanding:
+    posted, but not yet waited for. It is an upper bound on the communication overlapped with
+    computation, because the call may have completed earlier.
 
-    With CPU time, only exposed_s is known; wait_s and transfer_s are `None`.
+    If the trace contains CPU time, only exposed_s is known; wait_s and transfer_s are `None`.
 
     Parameters
     ----------
@@ -109,10 +109,10 @@ def rank_rows(trace: Trace, calls: CallInstances) -> list[dict[str, Any]]:
 
 
 def copy_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the offload copies by name and phase: count, bytes, seconds and exposed seconds.
+    """Return the count, bytes, seconds and exposed seconds of offload copies by name and phase.
 
-    exposed_s is the time that a rank is blocked: it copies itself, or it waits for a copy of
-    its device.
+    exposed_s is the time during which the rank is blocked, because the host makes the copy or
+    waits for a copy made by the device.
     """
     events = trace.events
     local = (events["group"] < 0) & np.isin(events["step"], trace.steps["step"])
@@ -141,14 +141,14 @@ def copy_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _parts(times, early, wait):
-    """Split the step of a rank into its parts.
+    """Break down the step time of a rank into the columns of `DISJOINT` and exposed_s.
 
     Parameters
     ----------
     times
         Seconds by category.
     early
-        Seconds blocked in calls of category copy.
+        Seconds blocked in calls whose event has category copy.
     wait
         Seconds waiting in calls, or None if unknown.
     """
@@ -166,17 +166,16 @@ def _steps_of_ranks(trace):
 
 
 def _in_calls(calls, time):
-    """Return the `time` of calls, given in ns, as seconds per rank and step, [ranks]."""
+    """Convert the `time` of each call [ns] to seconds per step of each rank, [ranks]."""
     steps = _steps_of_ranks(calls.trace)
     total = np.bincount(calls.rank, time * calls.inside, len(steps))
     return (total / np.maximum(1, steps) * 1e-9).tolist()
 
 
 def _outstanding(trace, calls):
-    """Return the seconds per step that each rank computes while one of its calls is outstanding,
-    [ranks].
+    """Return the compute time during which at least one call of the rank is outstanding.
 
-    Simultaneous outstanding calls count once.
+    The times are in seconds per step, [ranks].
     """
     events, steps = trace.events, _steps_of_ranks(trace)
     work = np.flatnonzero(with_label(events, "category", WORK) & (cells(trace) >= 0))
@@ -193,10 +192,10 @@ def _outstanding(trace, calls):
 
 
 def imbalance_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the compute imbalance, max / mean over ranks, in the full step (phase `all`) and by
-    phase.
+    """Return the compute imbalance of the full step (phase `all`) and of each phase.
 
-    Compute time includes the optimizer. `rank` is the rank with the maximum.
+    The imbalance is the maximum over ranks divided by the mean. Compute time includes the
+    optimizer. `rank` is the rank with the longest compute time.
     """
     ranks = np.unique(trace.steps["rank"])
     work = defaultdict(lambda: np.zeros(len(ranks)))
@@ -217,9 +216,9 @@ def imbalance_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def memory_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the highest peak of each kind of memory in bytes, one row per rank.
+    """Return one row per rank with its highest peak of each kind of memory, in bytes.
 
-    The last row, of rank None, is the sum over the ranks.
+    The last row, with rank None, is the sum over ranks.
     """
     memory, kinds = trace.memory, trace.memory.labels("kind")
     (ranks, rank), (codes, kind) = (

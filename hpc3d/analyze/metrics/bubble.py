@@ -16,11 +16,12 @@ BACKWARD = ("B", "BW")
 
 
 def bubble_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the idle time of each stage in seconds, split into three parts.
+    """Return the idle time of each stage in seconds, in total and during three periods.
 
-    A stage is idle when it runs no pass between the first start and the last end of all stages.
-    warmup_s is the idle time before its first backward pass starts, drain_s the idle time after
-    its first backward pass has started and its last forward pass has ended, and steady_s the rest.
+    A stage is idle when it runs no pass between the start of the first pass on any stage and the
+    end of the last one. warmup_s is the idle time before the stage's first backward pass starts.
+    drain_s is the idle time after that start and after the end of its last forward pass.
+    steady_s is the remaining idle time.
 
     Parameters
     ----------

@@ -1,8 +1,9 @@
 """Communication matrix, and bandwidth of collectives and messages.
 
-Sizes and rates follow nccl-tests (doc/PERFORMANCE.md). S is the size of the complete array: the
-result of an all-gather, or the input of a reduce-scatter. algbw = S / t. busbw is algbw times a
-factor for n members that makes it the rate of the link of each member.
+Sizes and rates are defined as in nccl-tests (doc/PERFORMANCE.md). S is the size of the complete
+array: the result of an all-gather, or the input of a reduce-scatter. algbw = S / t. busbw is
+algbw times a factor that depends on the number of members, so that it is comparable to the
+bandwidth of each member's link.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ if TYPE_CHECKING:
 
 
 def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.ndarray:
-    """Return the bytes per step from each rank to each other rank, [sender, receiver].
+    """Return the bytes sent per step from each rank to each other rank, [sender, receiver].
 
-    The matrix describes whose data a rank receives, independent of the route that the library
-    takes. A message counts at its receiver. The root sends a broadcast and receives a reduction.
-    In other collectives, a rank receives equal shares from all other members.
+    The matrix shows the origin of the data that a rank receives, not the route that the library
+    chooses. Messages are counted at the receiver. In a broadcast, the root is the only sender; in
+    a reduction, the only receiver. In other collectives, a rank receives equal shares from all
+    other members.
 
     Parameters
     ----------
     axis
-        Mesh axis; by default all axes.
+        Only count communication along this mesh axis; by default, along all axes.
     """
     events, groups = calls.trace.events, calls.trace.groups
     ranks, row = calls.trace.attrs["world_size"], calls.row[calls.inside]
@@ -54,18 +56,19 @@ def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.nd
 
 
 def block_bytes(events: Table, row: np.ndarray) -> np.ndarray:
-    """Return the bytes of the input blocks of some calls."""
+    """Return the input block size in bytes of the calls in the given rows of /events."""
     return events["count"][row] * item_sizes(events.labels("dtype"))[events["dtype"][row]]
 
 
 def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """Return the number, median time and rates of calls by axis, operation, members and size in
-    bytes.
+    """Return the count, median time and bandwidth of calls by axis, operation, number of members
+    and size in bytes.
 
-    Both ends of a message count as one `send`. The time is from the last arrival to the last
-    end (for a message, the end of the receive), on the clock of rank 0. A member may do other
-    work between its call and its wait, so that the recorded end is late: `later` is the share
-    of such calls. A time that is not positive, because the clocks disagree, has no rate.
+    The send and the receive of a message count as one `send`. The time of a call is from the
+    last arrival to the last end (for a message, the end of the receive), on the clock of rank 0.
+    It is too long if a member does other work between the call and its wait; `later` is the share
+    of such calls. No bandwidth is computed if the median time is not positive, which happens if
+    the clocks disagree.
     """
     kinds, kind, time, later = _instances_in_steps(calls)
     order = np.lexsort((time, kind))
@@ -86,7 +89,7 @@ def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
 
 
 def _rates(row):
-    """Return algbw and busbw in bytes per second, or None if they are unknown."""
+    """Return algbw and busbw of a row in bytes per second, or None if they are unknown."""
     if row["size"] <= 0 or row["seconds"] <= 0:
         return {"algbw": None, "busbw": None}
     algbw = row["size"] / row["seconds"]
@@ -94,7 +97,7 @@ def _rates(row):
 
 
 def _instances_in_steps(calls):
-    """Return the kinds of complete call instances in steps, and the data of each instance.
+    """Classify the call instances that lie in steps and whose calls were all recorded.
 
     Returns
     -------
@@ -105,7 +108,7 @@ def _instances_in_steps(calls):
     time
         Duration of each instance in ns.
     later
-        Share of its calls with a deferred wait.
+        Share of the calls of each instance that have a deferred wait.
     """
     events, row, first = calls.trace.events, calls.row, calls.first
     axis, members = event_values(calls.trace, "axis", row[first]), calls.members
@@ -114,7 +117,7 @@ def _instances_in_steps(calls):
     complete = np.add.reduceat(calls.inside & calls.ending, first, dtype=int) == members
     kinds, kind = combinations([each[complete] for each in (axis, op, members, size_of)])
     kinds[:, 3] = size[kinds[:, 3]]
-    # Sends are excluded, because a send ends whenever its rank waits for it.
+    # Exclude sends: the recorded end of a send only depends on when its rank waits for it.
     ending = calls.ending & ~with_label(events, "op", ["send"])[row]
     time = np.maximum.reduceat(np.where(ending, calls.end, calls.posted), first) - calls.last
     later = ending & (calls.posted < calls.start)
@@ -123,8 +126,10 @@ def _instances_in_steps(calls):
 
 
 def _sizes(calls, members):
-    """Return S of each instance in bytes: its largest input block, times the members for an
-    all-gather."""
+    """Return the size S of each instance in bytes.
+
+    S is the largest input block, multiplied by the number of members for an all-gather.
+    """
     events, row, first = calls.trace.events, calls.row, calls.first
     block = np.maximum.reduceat(block_bytes(events, row), first)
     return block * np.where(with_label(events, "op", ["all_gather"])[row[first]], members, 1)

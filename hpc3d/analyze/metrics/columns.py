@@ -1,11 +1,12 @@
-"""Columns of /events for analyses: by step, by name, and in combinations.
+"""Access to columns of /events and /steps, and grouping of events by their values.
 
-Tables have keys. The keys rank, stage and step belong to a cell, which is one rank in one step (a
-row of /steps). All other keys, the columns of /events and the axis of a group, belong to an event.
+Tables are grouped by keys. The keys rank, stage and step are properties of a cell, which is one
+rank in one step (a row of /steps). All other keys are properties of an event: the columns of
+/events, and the mesh axis of its group.
 
-The time of a rank counts once. On a device, communication streams run concurrently with
-computation, so their events belong to no cell, and the host time excludes the time in which the
-device computes.
+The time of a rank is counted only once. On a device, communication streams run concurrently with
+computation, so their events are not assigned to a cell. The host time excludes the time during
+which the device computes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CELL_KEYS = ("rank", "stage", "step")
 
 
 def recorded_steps(trace: Trace) -> str:
-    """Describe the steps of a trace in words."""
+    """Return a clause with the first and last step of a trace, for error messages."""
     numbers = trace.steps["step"]
     if not len(numbers):
         return "the trace has no steps"
@@ -37,9 +38,9 @@ def recorded_steps(trace: Trace) -> str:
 
 
 def cells(trace: Trace) -> np.ndarray:
-    """Return the row of /steps of each event, or -1.
+    """Return the index of the row of /steps that each event belongs to, or -1.
 
-    The row is -1 for events outside of completed steps and for events on communication streams.
+    It is -1 for events outside of completed steps and for events on communication streams.
     """
     if not len(trace.steps):
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
@@ -81,9 +82,9 @@ def event_values(trace: Trace, key: str, rows: slice | np.ndarray = slice(None))
 
 
 def own_time(trace: Trace) -> np.ndarray:
-    """Return the exclusive time of each event in ns: its duration without the events inside it.
+    """Return the exclusive time of each event in ns: its duration without nested events.
 
-    Host events also exclude the time in which the device computes or waits for a block.
+    The time of a host event also excludes device computation and device waits for a block.
     """
     duration, parent = trace.events["dur"], trace.events["parent"]
     nested = parent >= 0
@@ -92,7 +93,7 @@ def own_time(trace: Trace) -> np.ndarray:
 
 
 def _hidden(trace):
-    """Return the part of each host event in ns during which the device computes."""
+    """Return the time in ns during which the device computes within each host event."""
     events, hidden = trace.events, np.zeros(len(trace.events), "i8")
     start, end = events["t_start"], events["t_start"] + events["dur"]
     for rows in slices(events["rank"], trace.attrs["world_size"]):
@@ -104,7 +105,7 @@ def _hidden(trace):
 
 
 def labels(trace: Trace, key: str) -> dict[int, str | None]:
-    """Return {value: name} of a key, empty if its values are numbers."""
+    """Return a dict from the values of a key to their names, empty for numeric keys."""
     if key == "axis":
         return dict(enumerate(_axes(trace)))
     return dict(enumerate(trace.strings)) if key == "name" else trace.events.labels(key)
@@ -121,7 +122,7 @@ def with_label(events: Table, column: str, names: Iterable[str]) -> np.ndarray:
 
 
 def named(trace: Trace, keys: Sequence[str], values: np.ndarray) -> list[dict[str, Any]]:
-    """Return {key: name} for each row of `values`, [rows, keys]."""
+    """Convert each row of `values`, [rows, keys], to a dict from key to the name of its value."""
     names = [labels(trace, key) for key in keys]
     return [
         {key: name.get(value, value) for key, name, value in zip(keys, names, row)}
@@ -130,7 +131,7 @@ def named(trace: Trace, keys: Sequence[str], values: np.ndarray) -> list[dict[st
 
 
 def combinations(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct rows of integer columns, and the index of the combination of each row.
+    """Return the distinct combinations of values in integer columns, and their index in each row.
 
     Returns
     -------
@@ -159,7 +160,7 @@ def slices(ranks: np.ndarray, count: int) -> list[slice]:
 
 
 def hosts(trace: Trace) -> dict[int, str | None]:
-    """Return {rank: host name}, with None for an unknown host."""
+    """Return a dict from rank to host name, or None for an unknown host."""
     names, ranks = trace.strings, trace.ranks
     pairs = zip(ranks["rank"].tolist(), ranks["host_id"].tolist())
     return {rank: names[host] or None if 0 <= host < len(names) else None for rank, host in pairs}

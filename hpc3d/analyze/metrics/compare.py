@@ -29,10 +29,10 @@ T95 = (
 _MODEL = ("layers", "hidden", "heads", "sequence")
 _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
-_ALL = "all"  # axes and operations
+_ALL = "all"  # axis and operation of the row with the total
 _Z95 = 1.96  # normal distribution, two-sided 95 %
-FEWEST = 6  # with n steps, their extremes enclose the median with probability 1 - 2^(1 - n) > 95 %
-CONSTANT = 0.1  # tolerance for the work of a rank in weak scaling
+FEWEST = 6  # the extremes of n steps enclose the median with probability 1 - 2^(1 - n) > 95 %
+CONSTANT = 0.1  # weak scaling: relative tolerance of the work per rank
 
 
 # Two runs
@@ -41,13 +41,12 @@ CONSTANT = 0.1  # tolerance for the work of a rank in weak scaling
 def difference_rows(
     one: Steady, other: Steady, keys: Sequence[str] = ("category", "phase", "axis", "op")
 ) -> list[dict[str, Any]]:
-    """Return the seconds per rank and step in two traces by keys of `breakdown`, and their
-    difference.
+    """Compare the times of two traces, in seconds per rank and step, by keys of `breakdown`.
 
     The first row is the complete step; the others are sorted by the absolute difference. `low`
-    and `high` bound the difference with 95 % confidence: Welch's interval over the steps, which
-    are assumed independent, with the degrees of freedom rounded down. They are `None` if a run
-    has only one step.
+    and `high` are the limits of Welch's 95 % confidence interval of the difference, with the
+    degrees of freedom rounded down. The samples are the steps, which are assumed independent.
+    The limits are `None` if a run has only one step.
     """
     ours, theirs = (_by_step(trace, keys) for trace in (one, other))
     rows = [dict(key) | _difference(ours[key], theirs[key]) for key in {**ours, **theirs}]
@@ -55,7 +54,7 @@ def difference_rows(
 
 
 def _by_step(trace, keys):
-    """Return the seconds in each step of every row, by the items (key, name) of the row."""
+    """Return a dict from the (key, name) items of each row to its seconds per step, [steps]."""
     columns = dict.fromkeys(("category", *keys))
     steps = np.unique(trace.steps["step"])
     found = defaultdict(lambda: np.zeros(len(steps)))
@@ -80,7 +79,7 @@ def _difference(ours, theirs):
 
 
 def _margin(*samples):
-    """Return half the width of Welch's 95 % interval for the difference of two means."""
+    """Return the half-width of Welch's 95 % confidence interval of the difference of two means."""
     variances = np.array([sample.var(ddof=1) / len(sample) for sample in samples])
     if not variances.any():
         return 0.0
@@ -93,17 +92,17 @@ def _margin(*samples):
 
 
 def received_rows(times: Sequence[Sequence[dict[str, Any]]], timed: bool) -> list[dict[str, Any]]:
-    """Return the bytes that a rank receives by axis and operation in several runs, largest first.
+    """Compare the bytes received per rank by axis and operation in several runs, largest first.
 
     The first row is the total. For run n, counted from 1, bytes_n is the number of bytes that a
-    rank receives per step, seconds_n its time in these calls (None unless `timed`), and
-    difference_n the relative difference of the bytes to the first run (None if the first run
-    receives none).
+    rank receives per step, and seconds_n is its time in these calls (None unless `timed`).
+    difference_n is the change in bytes relative to the first run (None if the first run receives
+    no bytes).
 
     Parameters
     ----------
     times
-        Rows of `time_rows`, one list per run.
+        Results of `time_rows`, one per run.
     """
     runs = [_received(time) for time in times]
     first = runs[0]
@@ -125,7 +124,7 @@ def received_rows(times: Sequence[Sequence[dict[str, Any]]], timed: bool) -> lis
 
 
 def _received(time):
-    """Return {(axis, operation): (bytes, seconds)} of the calls, and the total."""
+    """Return a dict from (axis, operation) to (bytes, seconds) of the calls, with the total."""
     found = defaultdict(lambda: (0.0, 0.0))
     for row in time:
         if row["axis"]:
@@ -139,14 +138,13 @@ def _received(time):
 
 
 def run_row(trace: Steady) -> dict[str, Any]:
-    """Return the sizes and rates of a run as input of `scaling_rows`, with None for unknown
-    values.
+    """Return the row of a run for `scaling_rows` and `gain_rows`, with None for unknown values.
 
     step_s is the median step time of the slowest rank. forward_s and backward_s are medians
     over steps of the mean over ranks. average_step_s = (forward_s + backward_s) / batch is the
-    "average step time" of arXiv:2105.14450. Unlike step_s, it excludes the messages between
+    "average step time" of arXiv:2105.14450. Unlike step_s, it excludes messages between pipeline
     stages, the gradient reduction over replicas and the optimizer. average_step_error and
-    step_error are the results of `relative_error`.
+    step_error are the relative standard errors returned by `relative_error`.
     """
     config, ranks, layout = configuration(trace), trace.attrs["world_size"], layout_of(trace)
     _, step = np.unique(trace.steps["step"], return_inverse=True)
@@ -180,9 +178,9 @@ def run_row(trace: Steady) -> dict[str, Any]:
 
 
 def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
-    """Return the standard error of the logarithm of the median of some values.
+    """Return the standard error of the logarithm of the median of `values`.
 
-    The result is `None` for fewer than FEWEST values, or if a value is not positive and finite.
+    The result is `None` if there are fewer than FEWEST values or one is not positive and finite.
     It is computed from two order statistics (McKean and Schrader 1984; Price and Bonett 2002):
     of n values, the c-th lowest and the c-th highest are z = (n + 1 - 2 c) / sqrt(n) standard
     errors away from the median.
@@ -196,7 +194,7 @@ def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
 
 
 def _interval(key, value, *errors):
-    """Return the columns of the 95 % log-normal interval of a ratio of two medians."""
+    """Return the limits of the 95 % log-normal confidence interval of a ratio of two medians."""
     if value is None or None in errors:
         return {f"{key}_low": None, f"{key}_high": None}
     factor = exp(_Z95 * hypot(*errors))
@@ -216,14 +214,13 @@ def _sizes(config):
 
 
 def scaling_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of `run_row` with their scaling relative to the first run.
+    """Extend the rows of `run_row` by their speedup and efficiency relative to the first run.
 
-    `scaling` is "strong" if the run does the work of the first run, and "weak" if each rank
-    does the same work (parameters of the blocks times tokens, within CONSTANT) with otherwise
-    equal settings. It is "other" in all other cases, if the work is unknown, and between a
-    measured and a simulated run. speedup is the ratio of the step times in strong scaling, the
-    ratio of the FLOP/s in weak scaling, and else None. efficiency is the speedup divided by the
-    ratio of the rank counts.
+    `scaling` is "strong" if both runs do the same total work. It is "weak" if the work per rank
+    (block parameters times tokens) is the same within CONSTANT and all other settings are equal.
+    Otherwise it is "other", for example if the work is unknown or only one run is simulated.
+    speedup is the ratio of step times for strong scaling, the ratio of FLOP/s for weak scaling,
+    and None otherwise. efficiency is the speedup divided by the ratio of the numbers of ranks.
     """
     return [{**run, **_scaling(run, runs[0])} for run in runs]
 
@@ -254,7 +251,7 @@ def _kind_of_scaling(run, first):
 
 
 def _work(run):
-    """Return the work of a rank per step: active weights of all blocks, times tokens."""
+    """Return the work per rank and step: active weights of all blocks times tokens per rank."""
     tokens = run["batch"] * run["sequence"]
     return run["block_weights"] * tokens / run["ranks"]
 
@@ -262,18 +259,18 @@ def _work(run):
 def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the gain of each run over 1-D and 2-D tensor parallelism, from rows of `run_row`.
 
-    over_1d and over_2d are the average step time of the best 1-D or 2-D run divided by that of
-    this run (arXiv:2105.14450: 2.32 and 1.57 for 3-D on 64 ranks). step_over_1d and
-    step_over_2d are the ratios of the complete step times. Only runs with the same model,
-    batch, and number of ranks, stages and replicas are compared. Each ratio has a 95 %
-    interval. The result is empty if no two comparable runs differ in their scheme.
+    over_1d and over_2d are the ratios of average step times, best 1-D or 2-D run to this run
+    (arXiv:2105.14450: 2.32 and 1.57 for 3-D on 64 ranks). step_over_1d and step_over_2d are the
+    corresponding ratios of complete step times. Only runs with the same model, batch size and
+    number of ranks, stages and replicas are compared. Each ratio has a 95 % confidence interval.
+    The result is empty if no two comparable runs differ in their scheme.
     """
     rows = [run | _gains(run, runs) for run in runs if run["family"]]
     return rows if any(row[key] for row in rows for key in ("over_1d", "over_2d")) else []
 
 
 def _gains(run, runs):
-    """Return the step times of the best peers of each other family, relative to this run."""
+    """Return the step time of the best comparable 1-D and 2-D run, relative to this run."""
     peers = [each for each in runs if all(each[key] == run[key] for key in _PEERS)]
     gains = {}
     for family in ("1d", "2d"):

@@ -1,11 +1,11 @@
 """Critical path of a step: the work that must become faster to make the step faster.
 
-The path is traced backward from the last end on any rank. Time inside an event of the current
-rank is attributed to this event, and time between two events to the host. An event in which the
-rank is blocked in a call is attributed from the arrival that the call waited for
-(wait_states.py); at this arrival, the path continues on the rank that arrived. The segments are
-therefore contiguous and contain no waiting. On a device, the path only contains computation:
-concurrent communication streams and concurrent host work are excluded.
+The path is traced backward from the last end of the step on any rank. Time inside an event of
+the current rank is attributed to this event, and time between two events to the host. If the rank
+is blocked in a call, only the time after the arrival that the call waited for is attributed to
+this call (wait_states.py). At this arrival, the path continues on the rank that arrived. The
+segments are therefore contiguous and contain no waiting. On a device, the path excludes
+communication streams and host work that run concurrently with computation.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _HOST = {"category": "host", "axis": "", "layer": -1, "phase": "other", "op": "n
 
 
 class PathSegment(NamedTuple):
-    """Segment of the critical path on one rank. Times are in seconds since the first start of the
-    step."""
+    """Segment of the critical path on one rank.
+
+    Times are in seconds since the first rank started the step.
+    """
 
     rank: int
     start: float
@@ -53,10 +55,10 @@ class PathSegment(NamedTuple):
 
 
 def critical_path(trace: Trace, calls: CallInstances, step: int) -> list[PathSegment]:
-    """Return the segments of the critical path of a step in order, from its first start to its
-    last end.
+    """Return the segments of the critical path of a step in chronological order.
 
-    Only innermost events count, and not the events that enclose them.
+    The path extends from the first start to the last end of the step on any rank. Only innermost
+    events are considered, not the events that enclose them.
 
     Parameters
     ----------
@@ -78,10 +80,10 @@ def critical_path(trace: Trace, calls: CallInstances, step: int) -> list[PathSeg
 
 
 class _Rows:
-    """Events of a step by rank, with times on the clock of rank 0.
+    """Events of a step, grouped by rank, with times on the clock of rank 0.
 
-    `until` and `by` are the arrival that each event waited for and its rank. If the event did
-    not wait, `until` is its own start.
+    `until` is the time of the arrival that each event waited for, and `by` is the rank that
+    arrived. If an event did not wait, they are its own start and rank.
     """
 
     def __init__(self, trace, calls, step):
@@ -107,11 +109,10 @@ class _Rows:
 
 
 def _extent(trace, rows, step):
-    """Return the first start and last end of a step on the clock of rank 0, and the rank that ends
-    last.
+    """Return the first start and last end of a step on the clock of rank 0, and the last rank.
 
-    The start of a rank is shifted to this clock like its first event, and the end like its last
-    event.
+    The clock offset of a rank is taken from its first event for the start and from its last event
+    for the end.
     """
     steps = trace.steps
     columns = [steps[key][steps["step"] == step] for key in ("rank", "t_start", "t_end")]
@@ -127,16 +128,20 @@ def _extent(trace, rows, step):
 
 
 class _Walk:
-    """Backward walk along the path. It uses every event at most once, so it also ends if clocks
-    disagree."""
+    """Backward walk along the path.
+
+    Each event is visited at most once, so the walk terminates even if the clocks disagree.
+    """
 
     def __init__(self, rows, first):
         self.rows, self.first = rows, first
         self.unused = [part.stop for part in rows.of]
 
     def back(self, rank, now):
-        """Yield (rank, start, end, row of /events) of each segment, last one first; row -1 is the
-        host."""
+        """Yield (rank, start, end, row of /events) of each segment, in reverse order.
+
+        Time of the host between events has row -1.
+        """
         rows = self.rows
         while now > self.first:
             index = self.take(rank, now)
@@ -159,7 +164,7 @@ class _Walk:
 
 
 def _described(trace, rows):
-    """Return the fields of _HOST for each row of /events; row -1 has the values of _HOST."""
+    """Return the values of the keys of _HOST for each row of /events, or _HOST for row -1."""
     columns = []
     for key, other in _HOST.items():
         names, values = labels(trace, key), event_values(trace, key, rows).tolist()
@@ -170,8 +175,7 @@ def _described(trace, rows):
 
 
 def path_rows(segments: Sequence[PathSegment], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the seconds and share of a critical path by any fields of its segments, largest
-    first."""
+    """Sum the seconds and shares of critical-path segments by the fields `keys`, largest first."""
     seconds, length = defaultdict(float), sum(each.seconds for each in segments)
     for each in segments:
         seconds[tuple(getattr(each, key) for key in keys)] += each.seconds

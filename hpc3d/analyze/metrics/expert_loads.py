@@ -1,7 +1,7 @@
 """Load of experts in mixture-of-experts models, and the cost of load imbalance.
 
 Every expert has the same capacity (number of slots) for each sequence and computes all of its
-slots, used or not. Imbalance therefore slows down no matrix product. Its costs are dropped
+slots, used or not. Imbalance therefore does not slow down any matrix product. It costs dropped
 tokens, which exceed the capacity of their expert, and unused capacity.
 """
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _BACKWARD = ("backward", "backward_input")  # phases in which combine comes before dispatch
-_PASS = ("phase", "rank", "group", "step", "microbatch", "chunk", "layer")  # two exchanges each
+# Events with equal values in these columns are the two exchanges of a layer in a pass.
+_PASS = ("phase", "rank", "group", "step", "microbatch", "chunk", "layer")
 
 
 class ExpertLoads(NamedTuple):
@@ -33,9 +34,11 @@ class ExpertLoads(NamedTuple):
     Attributes
     ----------
     chosen, kept
-        Routed tokens, and those within the capacity of the expert, int64[steps, layers, experts].
+        Number of routed tokens, and of routed tokens within the capacity of the expert,
+        int64[steps, layers, experts].
     balance, z
-        Auxiliary losses of the routers in nat per token, including their factors, [steps, layers].
+        Auxiliary losses of the routers in nat per token, multiplied by their factors,
+        [steps, layers].
     slots
         Capacity of an expert in a step, or None if unknown.
     """
@@ -50,19 +53,21 @@ class ExpertLoads(NamedTuple):
 
     @property
     def load(self) -> np.ndarray:
-        """Return the routed tokens of each expert relative to the mean expert of its step and
-        layer."""
+        """Return the routed tokens of each expert divided by the mean over experts.
+
+        The shape is [steps, layers, experts].
+        """
         return _over(self.chosen, self.chosen.mean(2, keepdims=True))
 
     def of(self, steps: np.ndarray) -> ExpertLoads:
-        """Return the loads of some steps."""
+        """Return the loads in the given steps only."""
         some = np.isin(self.steps, steps)
         by_step = (values[some] for values in self[2:6])
         return ExpertLoads(self.steps[some], self.layers, *by_step, self.slots)
 
 
 def loads_of(trace: Trace) -> ExpertLoads | None:
-    """Return the ExpertLoads of an open trace, or None if the model has no experts."""
+    """Return the expert loads of an open trace, or None if the model has no experts."""
     table = trace.experts
     if not len(table):
         return None
@@ -79,7 +84,7 @@ def loads_of(trace: Trace) -> ExpertLoads | None:
 
 
 def _losses(trace, steps, layers):
-    """Return both auxiliary losses in nat per token of the batch, [2, steps, layers]."""
+    """Return the balance loss and the z loss in nat per token, [2, steps, layers]."""
     table, found = trace.routers, np.zeros((2, len(steps), len(layers)))
     where = np.searchsorted(steps, table["step"]), np.searchsorted(layers, table["layer"])
     for total, name in zip(found, ("balance_loss", "z_loss")):
@@ -89,9 +94,9 @@ def _losses(trace, steps, layers):
 
 
 def _slots(config: Config) -> int | None:
-    """Return the capacity of an expert for all sequences of a step.
+    """Return the number of slots of an expert per step, summed over all sequences.
 
-    Each context-parallel rank has a separate capacity for its tokens.
+    The capacity applies separately to the tokens of each context-parallel rank.
     """
     model, context = config.model, config.context()
     form = family_of(model).sizes(model, model.vocabulary).experts
@@ -102,7 +107,7 @@ def _slots(config: Config) -> int | None:
 
 
 def _over(value, total):
-    """Return value / total, and 0 if the total is 0."""
+    """Return value / total element by element, or 0 if the total is 0."""
     shape = np.broadcast_shapes(np.shape(value), np.shape(total))
     return np.divide(value, total, out=np.zeros(shape), where=np.asarray(total) > 0)
 
@@ -111,10 +116,11 @@ def _over(value, total):
 
 
 def router_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
-    """Return one row per step and layer with its highest and lowest load, dropped tokens and
-    losses.
+    """Return one row per step and layer with the highest and lowest expert load, the dropped
+    tokens and the auxiliary losses.
 
-    `dropped` is the share of the routed tokens, and `empty` the unused share of the capacity.
+    `dropped` is the share of routed tokens that are dropped, and `empty` the unused share of the
+    capacity.
     """
     load, chosen, kept = loads.load, loads.chosen.sum(2), loads.kept.sum(2)
     count = loads.chosen.shape[2]
@@ -137,10 +143,11 @@ def router_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
 
 
 def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
-    """Return one row per layer and expert with its share of the routed tokens and its load, over
-    all steps.
+    """Return one row per layer and expert with the expert's share of the routed tokens and its
+    load, over all steps.
 
-    `dropped` is the share of its routed tokens, and `empty` the unused share of its capacity.
+    `dropped` is the share of the expert's routed tokens that are dropped, and `empty` the unused
+    share of its capacity.
     """
     chosen, kept = loads.chosen.sum(0), loads.kept.sum(0)
     share = _over(chosen, chosen.sum(1, keepdims=True))
@@ -160,10 +167,11 @@ def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
 
 
 def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, Any]]:
-    """Return dispatch and combine by axis and phase: calls, bytes and times per rank and step.
+    """Return the calls, bytes and times of dispatch and combine by axis and phase, per rank and
+    step.
 
-    If `timed`, blocked_s = wait_s + transfer_s. The first exchange of a layer is its dispatch
-    in a forward pass, and its combine in a backward pass.
+    If `timed`, the rows include blocked_s = wait_s + transfer_s. The first exchange of a layer is
+    the dispatch in a forward pass, and the combine in a backward pass.
     """
     events, index = calls.trace.events, _exchanges(calls)
     row = calls.row[index]
@@ -186,7 +194,7 @@ def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, An
 
 
 def _exchanges(calls):
-    """Return the indices in `calls` of the completed expert-parallel exchanges in steps."""
+    """Return the indices in `calls` of the all-to-all calls along the expert axis in steps."""
     events, row = calls.trace.events, calls.row
     along = np.array([group.axis == EXPERTS for group in calls.trace.groups], bool)
     exchanges = calls.inside & calls.ending & with_label(events, "op", ["all_to_all"])[row]
@@ -206,14 +214,16 @@ def _order_in_pass(events, row):
 def cost_row(
     trace: Steady, loads: ExpertLoads, calls: CallInstances | None = None
 ) -> dict[str, Any]:
-    """Return the cost of load imbalance in the mean step of `loads`.
+    """Return the cost of load imbalance, averaged over the steps of `loads`.
 
     `dropped` is a share of the routed tokens and `empty` a share of the capacity;
     `dropped_even` and `empty_even` are the values for a balanced load. `empty_flop` is the
-    number of operations in unused slots, forward and backward, without recomputation. `wait_s`
-    is the mean wait of a rank in expert-parallel exchanges. `rank` is the rank that others wait
-    for longest there, with its `experts` and their `load`, the tokens in their slots relative
-    to the mean expert. Without `calls` or without exchanges, these values are `None`.
+    number of operations in unused slots, forward and backward, without recomputation.
+
+    `wait_s` is the mean wait time of a rank in expert-parallel exchanges. `rank` is the rank that
+    causes the longest waits there. `experts` are its experts, and `load` is their number of
+    tokens within capacity relative to the mean expert. If there are no `calls` or exchanges,
+    these four values are `None`.
     """
     chosen, kept = int(loads.chosen.sum()), int(loads.kept.sum())
     return {
@@ -226,7 +236,7 @@ def cost_row(
 
 
 def _capacity_use(trace, loads, chosen, kept):
-    """Return the values that depend on the capacity, or None if it is unknown."""
+    """Return the columns that depend on the capacity. They are None if it is unknown."""
     if not loads.slots:
         return dict.fromkeys(("dropped_even", "empty", "empty_even", "empty_flop"))
     slots, model = loads.slots * loads.chosen.size, configuration(trace).model
@@ -240,8 +250,8 @@ def _capacity_use(trace, loads, chosen, kept):
 
 
 def _waits(trace, loads, calls):
-    """Return the mean wait of a rank in expert-parallel exchanges, and the rank that others wait
-    for."""
+    """Return the mean wait of a rank in expert-parallel exchanges, and the rank that causes the
+    longest waits."""
     index = _exchanges(calls) if calls else np.zeros(0, int)
     if not len(index):
         return dict.fromkeys(("wait_s", "wait_share", "rank", "experts", "load"))
@@ -257,7 +267,7 @@ def _waits(trace, loads, calls):
 
 
 def _experts_of(trace, loads, rank):
-    """Return the experts of a rank in each layer, and their load relative to the mean expert."""
+    """Return the range of experts on a rank, and their load relative to the mean expert."""
     axis = trace.attrs["axes"].split().index(EXPERTS)
     count = loads.chosen.shape[2]
     per_rank = count // trace.attrs["axis_sizes"][axis]

@@ -1,8 +1,7 @@
-"""Work of a training step, and all differences between runs that affect a comparison of their
-times.
+"""Work of a training step, and differences between runs that affect a comparison of their times.
 
-The work is defined by the configuration keys that determine what is computed, independent of
-the layout.
+The work is defined by the configuration keys that determine the computation, regardless of the
+layout.
 """
 
 from __future__ import annotations
@@ -22,36 +21,38 @@ if TYPE_CHECKING:
 SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
 _TRAIN = ("train.batch", "train.dtype", "train.optimizer")
 WORK, LAYOUT, EXECUTION = "work", "layout", "how it runs"
-_GROUPS = {  # {section: group}, with "" for keys outside of sections
+_GROUPS = {  # section -> group; section "" contains the top-level keys
     **dict.fromkeys(("", "model", "data", "torch", "train"), WORK),
     **dict.fromkeys(("mesh", "parallel"), LAYOUT),
     **dict.fromkeys(("checkpoint", "guard", "trace", "run"), EXECUTION),
 }
 _EXCEPTIONS = {
-    # They change results, by rounding or compression.
+    # These keys change results through rounding or compression.
     **dict.fromkeys(("parallel.keep_dtype", "parallel.reduce_dtype"), WORK),
     **{f"parallel.compression{end}": WORK for end in ("", "_rank", "_share")},
-    # They do not affect training, except for rounding.
+    # These keys do not affect training, except for rounding.
     **dict.fromkeys(("name", "mesh.transport", "train.max_minutes"), EXECUTION),
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
-_ALWAYS_NAMED = 2  # maximum number of runs with one value that are always listed
-_OF_MACHINE = ("hosts", "MPI", "program")  # titles at the top of the report of a run
+_ALWAYS_NAMED = 2  # runs with the same value are always listed if there are at most this many
+_OF_MACHINE = ("hosts", "MPI", "program")  # titles in the header of a run's report
 
 
 def group_of(key: str) -> str:
     """Return the group of a configuration key.
 
-    WORK is what is trained, LAYOUT is how it is parallelized, and EXECUTION is everything else:
-    the machine, and what is recorded and saved, and where.
+    WORK contains the model and its training, LAYOUT the parallelization, and EXECUTION everything
+    else: the machine, tracing, checkpoints and output folders.
     """
     section, dot, _ = key.rpartition(".")
     return _EXCEPTIONS.get(key) or _GROUPS[section if dot else ""]
 
 
 def load_of(trace: Trace) -> dict[str, Any] | None:
-    """Return {key: value} of the keys that determine the work of a step, or None if they are
-    unknown."""
+    """Return a dict of the configuration keys that determine the work of a step.
+
+    The result is `None` if the configuration of the trace is unknown.
+    """
     config = configuration(trace)
     if config is None:
         return None
@@ -63,7 +64,7 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
 
 
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
-    """Return the kind of a trace (measured or simulated) and its load without SIZES as text.
+    """Format the kind of a trace (measured or simulated) and its load, excluding the keys SIZES.
 
     The result is `None` if the load is unknown.
     """
@@ -76,7 +77,7 @@ def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
 def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
     """Return warnings about a comparison of runs, one line each.
 
-    They name runs with an unknown configuration, and runs with more ranks than cores.
+    There are warnings about unknown configurations and about runs with more ranks than cores.
     """
     if len(traces) < 2:
         return []
@@ -90,18 +91,19 @@ def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
 def differing(
     traces: Sequence[Trace], labels: Sequence[str], abouts: Sequence[Mapping[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Return {group: {key: runs with each value}} of all differences between runs.
+    """Return all differences between runs, as a dict from group to a dict from key to a text that
+    lists the runs with each value.
 
-    The comparison covers every configuration key, the tokens a step, the kind of the traces, and
-    the machine and program in `abouts`. A key that an older run lacks has its default. If the
-    configuration of any run is unknown, no keys are compared.
+    The comparison covers all configuration keys, the number of tokens per step, the kind of
+    trace, and the machine and program in `abouts`. A key missing in an older run has its default
+    value. If the configuration of any run is unknown, no keys are compared.
 
     Parameters
     ----------
     labels
         Label of each run.
     abouts
-        Text at the top of the report of each run, by title.
+        Header of each run's report, as a dict from title to text.
     """
     found: dict[str, dict[str, str]] = {WORK: {}, LAYOUT: {}, EXECUTION: {}}
     if len(traces) < 2:
@@ -113,7 +115,7 @@ def differing(
 
 
 def _compared(traces, abouts):
-    """Yield (group, key, value of each run as text)."""
+    """Yield (group, key, list of the runs' values as text) for each compared property."""
     configs = [configuration(trace) for trace in traces]
     if None not in configs:
         known = [flat(replace(each, model=with_epsilon(each.model))) for each in configs]
@@ -136,7 +138,8 @@ def _written(value):
 
 
 def _whose(values, labels):
-    """List each value with its runs. A frequent value comes last, without its runs."""
+    """List each value with its runs. The most frequent value comes last, and its runs are omitted
+    if they are more than _ALWAYS_NAMED."""
     found = {}
     for value, label in zip(values, labels):
         found.setdefault(value, []).append(label)

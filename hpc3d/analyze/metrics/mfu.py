@@ -1,7 +1,7 @@
 """Model FLOPs utilization (MFU) and hardware FLOPs utilization (HFU) of a run.
 
-MFU and HFU are defined in arXiv:2205.05198: the floating-point operations of the model, or
-those that were executed, divided by the operations at peak rate during a step.
+As defined in arXiv:2205.05198, MFU is the number of floating-point operations of the model
+divided by the number at peak rate during the step. HFU uses the number of executed operations.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PRODUCTS = ("gemm", "attention", "graph")
 def model_flops(model: ModelConfig, batch: int, vocabulary: int) -> float:
     """Return the FLOP of a step on `batch` sequences, without recomputation.
 
-    For GPT-2, this is equation 7: 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)), where `model` is
-    the section [model] with L layers, hidden size h and sequence length s. The count includes
-    the matrix products of the model family, 2 m n k for [m, k] times [k, n], and attention
-    including its masked half. The backward pass counts twice the forward pass. A token counts
-    only the experts that it is routed to.
+    For GPT-2, this is equation 7 of arXiv:2205.05198: 72 B L s h^2 (1 + s / (6 h) +
+    V / (12 h L)) for batch size B, L layers, sequence length s, hidden size h and vocabulary V.
+    The count includes the matrix products of the model family, 2 m n k for [m, k] times [k, n],
+    and attention including the masked half of the score matrix. The backward pass counts as two
+    forward passes. Only the experts that a token is routed to are counted.
     """
     family = family_of(model)
     return 3 * batch * model.sequence * family.flops(family.sizes(model, vocabulary))
@@ -42,21 +42,24 @@ def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
     The rates refer to the median step time of the slowest rank. `peak` is the peak FLOP/s of one
     rank. Unknown values are `None`.
 
-    model_flop is equation 7 for the configuration of the run. recorded_flop is the sum over ranks
-    of the recorded matrix products, attention and CUDA graphs. Attention on complete sequences
-    also counts its masked half (4 s h per token and layer forward, twice that backward), so both
-    values are equal except for
+    model_flop is the result of `model_flops` for the run's configuration. recorded_flop is the
+    FLOP of the recorded matrix products, attention and CUDA graphs, summed over ranks. Attention
+    on complete sequences includes the masked half of the score matrix (4 s h FLOP per token and
+    layer in the forward pass, twice as many in the backward pass). The two values are therefore
+    equal, except for the following differences:
 
-    * the vocabulary, which is padded to a multiple of the ranks that shard it;
-    * the dense product in the head of BERT, which all ranks along x repeat with scheme 1d;
-    * recomputation, which only recorded_flop includes;
-    * expert capacity: recorded_flop includes unused slots and excludes dropped tokens;
-    * chunked attention, which skips chunks that a causal mask hides. The forward pass takes
-      (n + 1) / 2n of 4 s h with n chunks on one rank, or (2 r + 1) / 4r on a ring of r ranks. The
-      backward pass takes 5/2 of that, because it recomputes the scores.
+    * recorded_flop uses the vocabulary padded to a multiple of the number of ranks that shard it.
+    * With scheme 1d, recorded_flop counts the dense product in the head of BERT on every rank
+      along x.
+    * Only recorded_flop includes recomputation.
+    * With experts, recorded_flop includes unused slots and excludes dropped tokens.
+    * Chunked attention skips chunks that are fully masked by the causal mask. The forward pass
+      executes a fraction (n + 1) / 2n of 4 s h with n chunks on one rank, or (2 r + 1) / 4r on a
+      ring of r ranks. The backward pass executes 5/2 times as many operations as the forward
+      pass, because it recomputes the scores.
 
-    MFU uses model_flop and HFU recorded_flop. With CPU time, the rates, MFU and HFU are
-    unknown.
+    MFU uses model_flop and HFU recorded_flop. If the trace contains CPU time, the rates, MFU and
+    HFU are unknown.
     """
     step = float(np.median(slowest_seconds(trace)))
     model, recorded = _of_model(trace), recorded_flops(trace)
@@ -73,14 +76,16 @@ def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
 
 
 def recorded_flops(trace: Trace) -> float:
-    """Return the operations per step in the matrix products and attention of all ranks."""
+    """Return the recorded FLOP per step of matrix products, attention and CUDA graphs, summed
+    over ranks."""
     return _sum_of(trace, with_label(trace.events, "op", _PRODUCTS))
 
 
 def _of_model(trace):
-    """Return equation 7. An unset vocabulary V follows from the recorded forward FLOP of the head.
+    """Return the model FLOP of a step, or None if the model is unknown.
 
-    The head has 2 B s h V FLOP in the forward pass.
+    If the vocabulary size V is not set, it is computed from the recorded FLOP of the head, whose
+    output projection has 2 B s h V FLOP in the forward pass.
     """
     config = configuration(trace)
     if config is None or config.torch.factory:
@@ -98,6 +103,6 @@ def _of_model(trace):
 
 
 def _sum_of(trace, events):
-    """Return the operations per step in some of the events."""
+    """Return the FLOP per step of the events selected by a mask."""
     inside = events & (cells(trace) >= 0)
     return float(trace.events["flops"][inside].sum()) / len(np.unique(trace.steps["step"]))

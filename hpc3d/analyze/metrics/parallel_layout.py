@@ -1,8 +1,8 @@
-"""Layout of a run: the dimensions that are really sharded, which depend on the mesh and the
-scheme.
+"""Effective parallel layout of a run, which depends on the mesh and the scheme.
 
-A scheme shards the loops m, n and k of its matrix products along axes. A loop whose axes have
-one rank is not sharded: 3-D on x=16 y=4 z=1 shards m and n, as 2-D does.
+A scheme shards the loop dimensions m, n and k of its matrix products along mesh axes. A dimension
+whose axes have a single rank is not sharded. For example, 3-D on x=16 y=4 z=1 shards m and n,
+like 2-D.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class RunLayout(NamedTuple):
     Attributes
     ----------
     kind
-        Scheme, schedule and other techniques, such as "3d, 1f1b"; "" on one rank.
+        Scheme, schedule and other techniques, such as "3d, 1f1b"; "" for a single rank.
     family
-        Dimension of the tensor parallelism (1d, 2d, 2.5d or 3d, from the sharded loops), or None.
+        Dimensionality of the tensor parallelism (1d, 2d, 2.5d or 3d, determined by the sharded
+        loop dimensions), or None.
     sizes
-        {mesh axis: number of ranks}.
+        Number of ranks along each mesh axis.
     """
 
     kind: str
@@ -43,7 +44,7 @@ class RunLayout(NamedTuple):
 
 
 def layout_of(trace: Trace) -> RunLayout:
-    """Return the RunLayout of a run. Without a configuration, its kind is the id of the run."""
+    """Return the layout of a run. If the configuration is unknown, its `kind` is the run id."""
     sizes = dict(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     config = configuration(trace)
     if config is None:
@@ -54,15 +55,17 @@ def layout_of(trace: Trace) -> RunLayout:
 
 
 def _tensor_axes(config):
-    """Return {loop: tensor axes that shard it}, for loops with such axes."""
+    """Return a dict from each sharded loop dimension to the tensor axes that shard it."""
     split = config.splits["dense"]
     axes = {loop: {*getattr(split, loop).split()}.difference(_DATA) for loop in "mnk"}
     return {loop: names for loop, names in axes.items() if names}
 
 
 def _kind(config, sharded, wide):
-    """Name the scheme, schedule, context parallelism and ZeRO, as far as their axes have several
-    ranks."""
+    """Describe the scheme, schedule, context parallelism and ZeRO stage.
+
+    Techniques are omitted if their mesh axes have a single rank.
+    """
     parallel, parts = config.parallel, []
     if sharded:
         name = "split" if parallel.split else parallel.scheme
@@ -78,9 +81,9 @@ def _kind(config, sharded, wide):
 
 
 def _family(config, sharded, wide):
-    """Return the dimension of the tensor parallelism: the number of sharded loops.
+    """Return the dimensionality of the tensor parallelism, or None.
 
-    A mesh that only shards m is data parallelism.
+    It is the number of sharded loop dimensions. Sharding only m is data parallelism.
     """
     split = config.splits["dense"]
     deep = {*split.replicate.split()} & {*split.m.split()} & wide - _DATA

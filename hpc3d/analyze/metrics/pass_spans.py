@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class PassSpan(NamedTuple):
-    """Activity of a stage from `start` to `end` [s].
+    """Pass or other activity of a pipeline stage from `start` to `end` [s].
 
-    `kind` is a kind of hpc3d.analyze.report.gantt, preceded by the index of its chunk unless it
-    is 0, such as F or 1BW. `label` is the text on the span.
+    `kind` is one of the kinds of hpc3d.analyze.report.gantt, such as F or 1BW. It is prefixed
+    with the index of the model chunk if this is not 0. `label` is the text drawn on the span.
     """
 
     start: float
@@ -23,7 +23,7 @@ class PassSpan(NamedTuple):
 
 
 def spans(timeline: Iterable[Row]) -> list[list[PassSpan]]:
-    """Convert the rows of a timeline of hpc3d.pipeline.timeline to the rows of a panel."""
+    """Convert a timeline of hpc3d.pipeline.timeline to the rows of a Gantt panel."""
     return [[PassSpan(start, end, *_kind(what)) for start, end, what in row] for row in timeline]
 
 

@@ -1,8 +1,7 @@
-"""Measured passes of the pipeline stages in a training step, and the ideal schedule for
-comparison.
+"""Comparison of the measured pipeline passes of a training step with the ideal schedule.
 
-As in hpc3d.pipeline.timeline, each stage has one row of passes (start, end, instruction), in
-seconds since the start of the first pass on any stage.
+As in hpc3d.pipeline.timeline, each stage has one row, a list of passes (start, end, instruction).
+Times are in seconds since the start of the first pass on any stage.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ _TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 def pipeline_of_step(
     trace: Trace, step: int
 ) -> tuple[list[dict[str, Any]], list[tuple[str, list[list[PassSpan]]]]]:
-    """Return the table of a step, one row per stage, and its measured and simulated panels.
+    """Return the table of a step with one row per stage, and the measured and simulated panels.
 
-    Both are empty if the run has neither pipeline stages nor microbatches, and with CPU time,
-    because the ranks then have no common clock.
+    Both are empty if the run has a single stage and a single microbatch. They are also empty if
+    the trace contains CPU time, because the ranks then have no common clock.
     """
     config = configuration(trace)
     if not config or config.mesh.p * config.parallel.microbatches == 1:
@@ -60,7 +59,7 @@ def pipeline_of_step(
 
 
 def configuration(trace: Trace) -> Config | None:
-    """Return the Config of a run, or None if the trace has no valid configuration."""
+    """Return the configuration of a run, or None if the trace has no valid one."""
     text = trace.attrs["config"]
     if not text.strip():
         return None
@@ -73,16 +72,16 @@ def configuration(trace: Trace) -> Config | None:
 
 
 def is_asynchronous(config: Config) -> bool:
-    """Return true if the schedule is asynchronous: passes of consecutive steps overlap."""
+    """Return true if the schedule is asynchronous, so that passes of consecutive steps overlap."""
     schedule = SCHEDULES.get(config.parallel.schedule)
     return bool(schedule and schedule.asynchronous)
 
 
 def _between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) -> list[Row]:
-    """Return all passes between the first start and the last end of the `chosen` ones.
+    """Return all passes that overlap the interval spanned by the `chosen` passes.
 
     The passes are clipped to this interval, and times are relative to its start. `chosen`
-    contains pairs of stage and instruction.
+    contains pairs (stage, instruction).
     """
     times = [
         (start, end)
@@ -102,7 +101,7 @@ def _between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) -
 
 
 def _pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
-    """Return the stage and instruction of each pass."""
+    """Return the set of pairs (stage, instruction) in the rows of a timeline."""
     return {(stage, what) for stage, row in enumerate(rows) for *_, what in row}
 
 
@@ -110,12 +109,12 @@ def _pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
 
 
 class StepPasses:
-    """Passes of a run on one rank per stage, the one with the lowest number.
+    """Passes of a run, taken from the lowest rank of each stage.
 
     All ranks of a stage run the same passes at nearly the same time, because they wait for each
-    other; `ranks[stage]` is their number. A pass lasts from the start of the first event to the
-    end of the last event in it, without messages, because a receive is posted long before the
-    pass that waits for it.
+    other. `ranks[stage]` is the number of ranks of a stage. A pass extends from the start of its
+    first event to the end of its last event. Messages are excluded, because a receive is posted
+    long before the pass that waits for it.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -123,11 +122,11 @@ class StepPasses:
         self.table = _merged(events)
 
     def measured(self, step: int) -> list[Row]:
-        """Return the rows of a training step."""
+        """Return the timeline of a training step, one row per stage."""
         return self.rows(self.table["step"] == step)
 
     def rows(self, chosen: slice | np.ndarray = slice(None)) -> list[Row]:
-        """Return the rows of some passes, by default of all."""
+        """Return the timeline of the selected passes (by default all), one row per stage."""
         table, rows = self.table[chosen], [[] for _ in range(1 + max(self.ranks, default=-1))]
         zero = table["start"].min(initial=2**62)
         for op, stage, _, mb, chunk, start, end in table.tolist():
@@ -136,9 +135,10 @@ class StepPasses:
         return rows
 
     def in_flight(self, step: int) -> dict[int, int]:
-        """Return {stage: maximum number of microbatches and chunks in flight} in a step.
+        """Return the maximum number of forward passes in flight on each stage during a step.
 
-        A microbatch is in flight from the start of its F to the end of its B or BW.
+        The forward pass of a microbatch through a model chunk is in flight from its start to the
+        end of the corresponding B or BW pass.
         """
         return {
             stage: max(accumulate(_changes(row), initial=self.before(stage, step)))
@@ -146,22 +146,27 @@ class StepPasses:
         }
 
     def before(self, stage: int, step: int) -> int:
-        """Return the number of microbatches in flight on a stage at the start of a step."""
+        """Return the number of forward passes in flight on a stage at the start of a step."""
         earlier = (self.table["stage"] == stage) & (self.table["step"] < step)
         count = Counter(COMPUTE[op] for op in self.table["op"][earlier].tolist())
         return count["F"] - count["B"] - count["BW"]
 
 
 def _changes(row):
-    """Return the changes of the number in flight in order of time: 1 for F, -1 for B and BW."""
+    """Return the changes of the number of passes in flight, in chronological order.
+
+    The change is +1 at the start of F and -1 at the end of B or BW.
+    """
     enter = [(start, 1) for start, _, what in row if what.op == "F"]
     leave = [(end, -1) for _, end, what in row if what.op in ("B", "BW")]
     return [change for _, change in sorted(enter + leave)]
 
 
 def _events_of_passes(trace):
-    """Return {stage: number of ranks}, and the _PASS records of the events on the first rank of
-    each stage."""
+    """Return the number of ranks of each stage, and the events on its first rank.
+
+    The events are an array of _PASS records, one per event that belongs to a pass.
+    """
     events = trace.events
     columns = {name: events[name].astype("i8") for name in _PASS_KEYS} | {"op": _ops(events)}
     inside = np.all([values >= 0 for values in columns.values()], axis=0)
@@ -179,7 +184,7 @@ def _events_of_passes(trace):
 
 
 def _ops(events):
-    """Return the index in COMPUTE of the pass of each event, or -1.
+    """Return the kind of pass that each event belongs to, as an index in COMPUTE, or -1.
 
     Recomputation belongs to the backward pass that follows it.
     """
@@ -219,9 +224,9 @@ class Ideal(NamedTuple):
     rows
         Passes of each stage.
     cost
-        Cost of the passes.
+        Times of a microbatch's passes through a stage.
     in_flight
-        {stage: maximum number of microbatches and chunks in flight}.
+        Maximum number of forward passes in flight on each stage.
     """
 
     rows: list
@@ -232,13 +237,13 @@ class Ideal(NamedTuple):
 def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
     """Simulate the schedule of a step with instantaneous messages and identical stages.
 
-    The time of a pass is the mean, over stages and chunks, of the medians of its kind. Effects
-    outside of this model, such as unbalanced stages, appear as differences between the measured
-    rows and these. An asynchronous schedule is simulated from its first step. The result is
-    None if the schedule no longer exists or has changed, such as a CSV file.
+    The time of a kind of pass is its median on each stage and chunk, averaged over stages and
+    chunks. Effects that are not modeled, such as unbalanced stages, appear as differences between
+    the measured and the simulated rows. An asynchronous schedule is simulated from its first
+    step. The result is None if the schedule, for example a CSV file, was removed or changed.
     """
     parallel, stages = config.parallel, config.mesh.p
-    # The first stage is p-1 microbatches ahead of the last one: less than p steps.
+    # The first stage is p-1 microbatches ahead of the last stage, which is less than p steps.
     steps = min(config.train.steps, step + 1 + stages) if is_asynchronous(config) else 1
     try:
         passes, placement = instruction_streams(
@@ -255,7 +260,10 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
 
 
 def _mean_cost(rows, chunks):
-    """Return the Cost of a microbatch in a stage. A full backward pass counts as `backward`."""
+    """Return the mean times of a microbatch's passes through all chunks of a stage.
+
+    The time of a full backward pass BW is stored as `backward`.
+    """
     seconds, medians = defaultdict(list), defaultdict(list)
     for stage, row in enumerate(rows):
         for start, end, (op, _, chunk) in row:
@@ -272,8 +280,8 @@ def _mean_cost(rows, chunks):
 def _stage_rows(
     passes: StepPasses, step: int, idle: Mapping[int, float], ideal: Ideal | None
 ) -> list[dict[str, Any]]:
-    """Return one row per stage: ranks, passes, seconds per kind of pass, idle share and peak in
-    flight.
+    """Return one row per stage with its number of ranks and passes, the seconds in each kind of
+    pass, the idle share, and the maximum number of forward passes in flight.
 
     Without `ideal`, the simulated columns are `None`.
     """
@@ -296,13 +304,13 @@ def _stage_rows(
 
 
 def _seconds(row, op):
-    """Return the seconds in the passes of a kind, or None if there were none."""
+    """Return the total seconds of the passes with operation `op`, or None if there are none."""
     times = [end - start for start, end, what in row if what.op == op]
     return sum(times) if times else None
 
 
 def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
-    """Return {stage: idle share of the time from the first start to the last end}."""
+    """Return the idle share of each stage between the first start and last end on any stage."""
     start = min(row[0][0] for row in rows if row)
     end = max(each[1] for row in rows for each in row)
     busy = [sum(end - start for start, end, _ in row) for row in rows]
@@ -312,7 +320,7 @@ def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
 def _panels(
     config: Config, step: int, rows: Sequence[Row], ideal: Ideal | None
 ) -> list[tuple[str, list[list[PassSpan]]]]:
-    """Return the measured panel and, if available, the simulated panel."""
+    """Return the title and spans of the measured panel and, if available, the simulated panel."""
     schedule = config.parallel.schedule
     found = [(f"measured: schedule {schedule}, step {step}, {_mean_idle(rows)}", spans(rows))]
     if ideal:

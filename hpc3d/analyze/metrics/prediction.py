@@ -16,11 +16,12 @@ _COLUMNS = ("quantity", "stage", "rank", "step", "value")
 
 
 def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the predictions for all steps with the measured values and predicted / measured.
+    """Return the predicted and measured values of a run, and their ratio predicted / measured.
 
-    step_s is the median step time of the slowest rank. peak_KIND_bytes is the highest peak of a
-    kind of memory on a rank. A measured value is `None` if it is unknown: older traces lack the
-    peak of all kinds together, and CPU time is not the time of a step.
+    Only predictions that apply to all steps are included. step_s is the median step time of the
+    slowest rank. peak_KIND_bytes is the highest peak of a kind of memory on a rank. Unknown
+    measured values are `None`: older traces lack the peak of the total memory, and traces with
+    CPU time lack the step time.
     """
     known = _peaks(trace)
     if one_time(trace):
@@ -35,7 +36,7 @@ def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _peaks(trace):
-    """Return {(quantity, rank): bytes} of the highest peak of each kind on each rank."""
+    """Return a dict from (quantity, rank) to the highest peak of this kind of memory in bytes."""
     names, peaks = trace.memory.labels("kind"), {}
     columns = (trace.memory[key].tolist() for key in ("kind", "rank", "peak"))
     for kind, rank, peak in zip(*columns):

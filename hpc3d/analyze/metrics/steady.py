@@ -1,7 +1,7 @@
-"""Steps that averages include: all except the first recorded step.
+"""Exclusion of the first recorded step from averages.
 
-The first step touches memory for the first time, opens connections and has cold caches. It
-takes longer than the others and is not representative of a long run.
+During the first step, memory is touched for the first time, connections are opened and caches are
+cold. It takes longer than other steps and is not representative of a long run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Steady:
-    """Open trace without the first step in its table of steps, if it has others."""
+    """Open trace whose table of steps excludes the first step, unless it is the only one."""
 
     def __init__(self, trace: Trace) -> None:
         step = trace.steps["step"]
@@ -41,7 +41,7 @@ class Rows:
 
 
 def averaged(steady: Steady) -> str:
-    """Describe the averaged steps in words."""
+    """Return a phrase that describes the steps included in averages."""
     recorded, steps = (
         np.unique(table["step"]).tolist() for table in (steady.trace.steps, steady.steps)
     )

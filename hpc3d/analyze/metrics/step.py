@@ -1,9 +1,9 @@
 """Tables of step time, loss and memory peaks, by phase, mesh axis and operation.
 
 Means are over the rows of /steps, one per rank and step. Totals are over the events in these
-steps. Times are exclusive: an event does not include the events inside it, so that times add up
-to the step. A table is a list of rows {column: value} in SI units, with None for unknown
-values.
+steps. Times are exclusive: the time of an event excludes events nested in it, so that times add
+up to the step time. A table is a list of rows, which are dicts from column to value in SI units.
+Unknown values are None.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _ROUNDING = 1e-5  # relative loss difference due to the order of float32 reducti
 
 
 def time_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return seconds, share of the step, calls, bytes received and FLOP per rank and step.
+    """Return the time, share of the step time, calls, bytes received and FLOP per rank and step.
 
-    Sends receive no bytes. The last row is the time of the steps without any event.
+    There is one row per category, phase, axis and operation. Sends receive no bytes. The last row
+    contains the time that is not covered by any event.
     """
     inside = np.flatnonzero(cells(trace) >= 0)
     kinds, kind = combinations([event_values(trace, key, inside) for key in _KEYS])
@@ -64,9 +65,10 @@ def time_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def between_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the work of the ranks between steps, except evaluations, which have a separate table.
+    """Return the activities of the ranks between steps, except evaluations.
 
-    A row has the count per rank, the mean and longest seconds of one, and the total per rank.
+    Each row has the count per rank, the mean and maximum duration, and the total time per rank,
+    in seconds.
     """
     evaluation = with_label(trace.events, "phase", ["evaluation"])
     between = np.flatnonzero((trace.events["step"] < 0) & ~evaluation & ~overlapped(trace))
@@ -88,11 +90,11 @@ def between_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the quantiles of the step time (slowest rank), pass times, tokens/s and
-    communication.
+    """Return quartiles of the step time (slowest rank), pass times, tokens/s and communication.
 
-    Communication is the share of calls and their waits in `time`, including calls of category
-    copy. With CPU time, tokens/s is unknown, because the wall-clock time is longer.
+    communication_share is the share of the step time spent in calls and their waits, including
+    calls of category copy. `time` is the result of `time_rows`. If the trace contains CPU time,
+    tokens/s is unknown, because the wall-clock time is longer.
     """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     low, lower, median, upper, high = np.percentile(
@@ -130,13 +132,13 @@ def slowest_seconds(trace: Trace) -> np.ndarray:
 
 
 def median_step(trace: Trace | Steady) -> int:
-    """Return a step with the median time."""
+    """Return the number of a step with the median time."""
     order = slowest_seconds(trace).argsort(kind="stable")
     return int(np.unique(trace.steps["step"])[order[(len(order) - 1) // 2]])
 
 
 def peak_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the highest peak of each kind of memory over ranks and steps, and the rank that has
+    """Return one row per kind of memory with its highest peak in bytes and the rank that reached
     it."""
     memory = {name: trace.memory[name] for name in ("kind", "rank", "peak")}
     labels = trace.memory.labels("kind")
@@ -150,7 +152,7 @@ def peak_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def loss_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return loss and gradient norm by step, as means over the ranks that have them."""
+    """Return the loss and gradient norm of each step, averaged over the ranks that record them."""
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     loss, norm = (means_of(step, trace.steps[name]) for name in ("loss", "grad_norm"))
     return [
@@ -173,10 +175,11 @@ def evaluation_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return one row per run: steps, loss, loss difference to the first run, and evaluations.
+    """Return one row per run with its step times, loss, memory peaks and validation losses.
 
-    The loss is that of the last common step. The loss difference is the largest one over all
-    steps. The evaluations are the last and the best one.
+    `loss` is the loss at the last step that all runs have. `loss_difference` is the largest
+    difference to the loss of the first run at any common step. The validation losses are the last
+    and the lowest one.
     """
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
     step = max(set.intersection(*map(set, losses)), default=None)
@@ -222,20 +225,23 @@ def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _evaluated(rows):
-    """Return the last and the lowest loss of some evaluations."""
+    """Return the last and the lowest validation loss."""
     known = [row["loss"] for row in rows if row["loss"] is not None]
     last = rows[-1]["loss"] if rows else None
     return {"validation_loss": last, "validation_best": min(known, default=None)}
 
 
 def _largest_difference(losses, others):
-    """Return the largest difference of two {step: loss} at their common steps."""
+    """Return the largest difference between two loss curves at their common steps, or None.
+
+    `losses` and `others` are dicts from step to loss.
+    """
     pairs = [(loss, others.get(step)) for step, loss in losses.items()]
     return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)
 
 
 def step_seconds(trace: Trace) -> np.ndarray:
-    """Return the seconds of each row of /steps."""
+    """Return the step time of each row of /steps, one per rank and step, in seconds."""
     return (trace.steps["t_end"] - trace.steps["t_start"]) * 1e-9
 
 
@@ -253,7 +259,7 @@ def finite(value: float) -> float | None:
 
 
 def rate(trace: Trace, amount: float, seconds: float) -> float | None:
-    """Return an amount per second, or None if it is unknown or the seconds are CPU time."""
+    """Return amount / seconds, or None if it is unknown or the trace contains CPU time."""
     return ratio(amount, seconds) if one_time(trace) else None
 
 

@@ -1,20 +1,22 @@
-"""Wait states: how long ranks wait for each other in calls, and for whom.
+"""Wait states: how long ranks wait for each other in calls, and for which rank.
 
-A call instance is a collective, identified by (group, number), or a message with its two ends,
-identified by (group, sender, receiver, number). A member arrives when it makes its call. It is
-blocked from the start of its wait for the result until it has the result. This time has two parts,
-on the clock of rank 0:
+A call instance is a collective, identified by (group, number), or a message with its send and
+receive, identified by (group, sender, receiver, number). A member arrives when it makes its call.
+It is blocked from the start of its wait for the result until it has the result. This time is
+split into two components, on the clock of rank 0:
 
-    wait       before the last arrival: max(0, min(end, last arrival) - start)
-    transfer   the rest
+    wait       time before the last arrival: max(0, min(end, last arrival) - start)
+    transfer   remaining time
 
-They correspond to wait at NxN, late sender and late receiver of Scalasca (Geimer et al. 2010). A
-broadcast also blocks when it is called, because the size is sent before the block. Its instance
-therefore includes the event of the call itself (category copy), if it has a separate one.
+They correspond to Scalasca's patterns wait at NxN, late sender and late receiver (Geimer et al.
+2010). A broadcast also blocks when it is called, because the size is sent before the block. If
+the call of a broadcast was recorded as a separate event (category copy), the call instance
+includes this event.
 
-A send, a broadcast or a reduction may end before the last arrival, because it does not need all
-members: a receiver of a broadcast only waits for the root, and a sender for nobody. A call that
-ended before a required arrival is a violation: the clocks disagree at least by the difference.
+A send, broadcast or reduction may end before the last arrival, because it does not depend on all
+members: a receiver of a broadcast only waits for the root, and a sender does not wait for any
+rank. A call that ended before an arrival that it depends on is a violation. It shows that the
+clock error is at least the difference of these times.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class CallInstances:
     row
         Row of each call in /events.
     ending
-        True at the end of a call, and false at the separate event where a broadcast was called.
+        True for the event that completes a call, false for a separate event in which a broadcast
+        was called.
     inside
         True if the call is in a completed step.
     rank
@@ -62,9 +65,10 @@ class CallInstances:
     instance
         Index of the call instance.
     until, by
-        Arrival that the call waited for, and its rank.
+        Time of the arrival that the call waited for, and the rank that arrived.
     first, last, late
-        First call, last arrival and rank of the last arrival of each call instance.
+        Index of the first call, time of the last arrival, and rank that arrived last, for each
+        call instance.
     """
 
     trace: Trace | Steady
@@ -92,7 +96,7 @@ class CallInstances:
 
     @property
     def violation(self) -> np.ndarray:
-        """Return by how much each call ended before a required arrival, or 0."""
+        """Return the time in ns from the end of each call to a required later arrival, or 0."""
         return np.maximum(0, self.until - self.end)
 
     @property
@@ -110,9 +114,9 @@ class CallInstances:
 
 
 def calls_of(trace: Trace | Steady) -> CallInstances:
-    """Return the CallInstances of an open trace.
+    """Group the calls of an open trace by call instance.
 
-    They are the numbered events of category comm, and the events of category copy in which a
+    Calls are the numbered events of category comm, and the events of category copy in which a
     broadcast was called.
     """
     row, instance = _call_instances(trace)
@@ -141,7 +145,7 @@ def calls_of(trace: Trace | Steady) -> CallInstances:
 
 
 def _call_instances(trace):
-    """Return the rows of /events that are calls, sorted by instance, and the instance of each."""
+    """Return the rows of /events that are calls, sorted by instance, and their instances."""
     events, ranks = trace.events, trace.attrs["world_size"]
     counted = (events["group"] >= 0) & (events["seq"] >= 0)
     row = np.flatnonzero(with_label(events, "category", ["comm"]) & counted)
@@ -162,10 +166,10 @@ def _call_instances(trace):
 
 
 def _broadcast_calls(events, row):
-    """Return the events in which a broadcast was called, and the indices in `row` of their waits.
+    """Return the events in which broadcasts were called, and the indices in `row` of their waits.
 
-    An event of category copy belongs to the wait of the same rank and group whose call was
-    posted at the start of the event.
+    An event of category copy is matched with the wait of the same rank and group whose posting
+    time is the start of the event.
     """
     kind = with_label(events, "op", _EARLY)
     calls = with_label(events, "category", ["copy"]) & kind & (events["seq"] < 0)
@@ -182,7 +186,7 @@ def _broadcast_calls(events, row):
 
 
 def _times(trace, row):
-    """Return start, end and posting time of calls, in ns on the clock of rank 0."""
+    """Return the start, end and posting times of calls, in ns on the clock of rank 0."""
     events = trace.events
     start = events["t_global"][row]
     shift = start - events["t_start"][row]
@@ -190,16 +194,19 @@ def _times(trace, row):
 
 
 def _first_where(true, first):
-    """Return the first call of each instance for which `true` holds, or the number of calls."""
+    """Return the index of the first call of each instance for which the mask `true` is set.
+
+    If there is none, the index is the number of calls.
+    """
     index = np.where(true, np.arange(len(true)), len(true))
     return np.minimum.reduceat(index, first)
 
 
 def _awaited_call(trace, row, instance, first, latest, early):
-    """Return the call whose arrival each call waited for.
+    """Return the index of the call whose arrival each call waited for.
 
-    It is the last one to arrive. For _UNBOUND calls that ended `early`, before the last
-    arrival, it is the root of a broadcast or the call itself.
+    This is the last call to arrive. If an _UNBOUND call ended before the last arrival (`early`),
+    it is the call of the root for a broadcast, and the call itself otherwise.
     """
     events, index = trace.events, np.arange(len(row))
     at_root = (events["rank"] == events["peer"])[row]
@@ -215,10 +222,10 @@ def _awaited_call(trace, row, instance, first, latest, early):
 
 
 def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> list[dict[str, Any]]:
-    """Return the calls and blocked = wait + transfer seconds per rank and step, by any keys of an
-    event.
+    """Return the number of calls and the time in calls per rank and step, by event keys.
 
-    `violations` is the total number of violations, and `worst_s` the largest one.
+    blocked_s = wait_s + transfer_s. `violations` is the total number of violations, and `worst_s`
+    is the largest violation in seconds.
     """
     row = calls.row[calls.inside]
     columns = [event_values(calls.trace, key, row) for key in keys]
@@ -243,6 +250,8 @@ def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> lis
 
 
 def incomplete(calls: CallInstances) -> int:
-    """Return the number of instances without the call of a member, whose last arrival is
-    uncertain."""
+    """Return the number of call instances that lack the call of a member.
+
+    The last arrival of such an instance is uncertain.
+    """
     return int((calls.known < calls.members).sum())
