@@ -1,4 +1,4 @@
-"""Events of a trace in the form that all export formats use."""
+"""Common representation of the events of a trace for all export formats."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Events:
-    """Events of some steps, sorted by rank and start.
+    """Events of a range of steps, sorted by rank and start time.
 
     Attributes
     ----------
     columns
-        COLUMNS of hpc3d.analyze.export.formats, and the times `start`, `end`, `posted` and `wait`
-        in ns since the first start on any rank.
+        COLUMNS of hpc3d.analyze.export.formats, the times `start`, `end` and `posted` in ns since
+        the start of the first event on any rank, and the duration `wait` in ns.
     names
-        {code: name} of each column that holds codes.
+        Dict from code to name for each column that contains codes.
     links
-        Pairs of rows, [links, 2]: a send and its receive, or a call and a call that waited for it.
+        Pairs of row indices, [links, 2]: a send and its receive, or a call and a call that waited
+        for it.
     one_time
-        True if the ranks share a clock. With CPU time, there are no links, and `wait` is 0.
+        True if the ranks share a clock. If the trace contains CPU time, there are no links, and
+        `wait` is 0.
     steps
         Tuples (rank, step, start, end).
     rows

@@ -1,4 +1,4 @@
-"""Export formats, each of which writes a file or a folder."""
+"""Export of events to the formats of other tools. Each format is a file or a folder."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ FORMATS = {
 def events_of(
     trace: Trace, calls: CallInstances, first: int = 0, last: int | None = None
 ) -> Events:
-    """Return the Events of the steps from `first` to `last`, by default of all steps.
+    """Return the events of the steps from `first` to `last`, by default of all steps.
 
-    `calls` is the result of `calls_of(trace)`. Raises ValueError if there are no such events.
+    `calls` is the result of `calls_of(trace)`. Raises ValueError if these steps have no events.
     """
     step = trace.events["step"]
     chosen = (step >= first) & (step <= (step.max(initial=0) if last is None else last))
@@ -74,7 +74,7 @@ def events_of(
 
 
 def _coords(trace, axes):
-    """Return the coordinates of every rank. A trace without coordinates has a full mesh."""
+    """Return the coordinates of each rank, computed from the full mesh if not in the trace."""
     if "coords" in trace.ranks:
         return trace.ranks["coords"].tolist()
     grid = Grid(dict(axes))
@@ -82,8 +82,10 @@ def _coords(trace, axes):
 
 
 def _links(calls, rows, size):
-    """Return pairs of indices in `rows`: an awaited call and the call that waited, and ends of
-    messages."""
+    """Return pairs of indices in `rows`, [links, 2].
+
+    Each pair is a send and its receive, or an awaited call and the call that waited for it.
+    """
     ranks = calls.trace.attrs["world_size"]
     key = calls.instance.astype("i8") * ranks + calls.rank
     order = np.argsort(
@@ -105,7 +107,10 @@ def _links(calls, rows, size):
 
 
 def _steps(trace, first, last, shift, of_rank, zero):
-    """Yield (rank, step, start, end) of completed steps, shifted like the rank's first event."""
+    """Yield (rank, step, start, end) of completed steps on the clock of rank 0.
+
+    The clock offset of a rank is taken from its first event.
+    """
     table = [trace.steps[key].tolist() for key in ("rank", "step", "t_start", "t_end")]
     for rank, step, begin, end in zip(*table):
         own = shift[of_rank[rank]]
@@ -114,6 +119,6 @@ def _steps(trace, first, last, shift, of_rank, zero):
 
 
 def export(formats: Iterable[str], events: Events, folder: Path) -> list[Path]:
-    """Write events in some of FORMATS, and return the paths."""
+    """Write events in the given formats (keys of FORMATS), and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     return [FORMATS[name](events, folder) for name in formats]

@@ -2,12 +2,12 @@
 
     TraceAnalysis(trace_dir="hta").get_comm_comp_overlap()
 
-An event is a kernel on a stream of the device of its rank. Computation is on stream 7, offload
-copies are on a separate stream, and calls are on one stream per mesh axis, from their posting
-to their end, like an NCCL kernel. The launch of a kernel links it to its step. Times are
-rounded down to microseconds, so that events that do not overlap in the trace do not overlap
-here. Host work is not on the device. Events of the communication streams are omitted, because
-they duplicate the calls.
+An event is written as a kernel on a stream of its rank's device. Computation is on stream 7, and
+offload copies are on a separate stream. There is one stream per mesh axis for calls, which extend
+from their posting to their end, like an NCCL kernel. The launch of a kernel links it to its step.
+Times are rounded down to microseconds, so that events that do not overlap in the trace do not
+overlap in the files. Host work is not written as kernels. Events of the communication streams are
+omitted, because they duplicate the calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ON_HOST, _COMMUNICATION, _OFFLOAD = map(STREAM.index, ("host", "communication",
 
 
 def write(events: Events, folder: Path) -> Path:
-    """Write the folder hta and return its path."""
+    """Write the profiler files to the folder hta, and return its path."""
     path = folder / "hta"
     path.mkdir(parents=True, exist_ok=True)
     for rank, rows in enumerate(events.rows):
@@ -59,7 +59,7 @@ def _lines(events, rank, rows):
 
 
 def _launched(events, row, number):
-    """Yield a kernel and its launch."""
+    """Yield the records of a kernel and of its launch."""
     launch, of_step = {"correlation": number}, {"External id": number}
     when = row["posted"], row["posted"]
     yield _complete("cudaLaunchKernel", "cuda_runtime", *when, _HOST, _HOST, launch | of_step)

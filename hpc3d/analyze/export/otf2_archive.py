@@ -1,12 +1,12 @@
-"""Open Trace Format 2 for Vampir and other tools of the Score-P ecosystem.
+"""Export to Open Trace Format 2, for Vampir and other tools of the Score-P ecosystem.
 
 Each stream of a rank is a location, each rank a location group, and each host a node of the system
-tree. Regions are events; the name of a call includes its axis. Groups of ranks are communicators,
-and calls have MPI records: blocking records if the wait immediately follows the call, otherwise a
-request at the call and a completion at its end. The tag of a message is its number. A metric
-accumulates the bytes and FLOP of each location, and attributes give the step, layer, microbatch,
-stage, chunk and phase of an event. With CPU time, there are no MPI records, because they would
-relate the clocks of different ranks.
+tree. An event is written as a region; the region name of a call includes the mesh axis. Groups of
+ranks are communicators, and calls have MPI records: blocking records if the wait immediately
+follows the call, otherwise a request at the call and a completion at its end. The tag of a message
+is its number. A metric accumulates the bytes and FLOP of each location, and attributes give the
+step, layer, microbatch, stage, chunk and phase of an event. MPI records are omitted if the trace
+contains CPU time, because they would relate the clocks of different ranks.
 
 Python bindings: https://perftools.pages.jsc.fz-juelich.de/cicd/otf2/tags/latest/python/
 """
@@ -45,7 +45,10 @@ _ENTER, _REQUEST, _LEAVE = range(3)  # actions
 
 
 def write(events: Events, folder: Path) -> Path:
-    """Write the folder otf2, whose main file is trace.otf2, and return its path."""
+    """Write an archive to the folder otf2, and return the folder's path.
+
+    The anchor file of the archive is trace.otf2.
+    """
     import otf2
 
     path = folder / "otf2"
@@ -64,7 +67,7 @@ def write(events: Events, folder: Path) -> Path:
 
 
 class _Definitions:
-    """Definitions of an archive, to which its records refer."""
+    """Definitions of an OTF2 archive, which the event records refer to."""
 
     def __init__(self, otf2: Any, registry: Any, events: Events) -> None:
         self.otf2, self.registry, self.events = otf2, registry, events
@@ -84,7 +87,7 @@ class _Definitions:
         self.metric = self._metric()
 
     def _locations(self):
-        """Yield ((rank, stream), location)."""
+        """Yield ((rank, stream), location) for each stream of each rank."""
         registry, kinds = self.registry, self.otf2.LocationType
         machine = registry.system_tree_node("hosts", "machine")
         for rank, rows in enumerate(self.events.rows):
@@ -102,8 +105,10 @@ class _Definitions:
                 yield (rank, stream), registry.location(label, type=kind, group=process)
 
     def _communicators(self):
-        """Return one communicator per group of the trace, with the communicator of all ranks as
-        parent."""
+        """Return one communicator per group of the trace.
+
+        The parent of each is the communicator of all ranks.
+        """
         registry, kinds = self.registry, self.otf2.GroupType
         first: dict[int, Any] = {}
         for (rank, _), location in self.locations.items():
@@ -127,7 +132,7 @@ class _Definitions:
         ]
 
     def _metric(self):
-        """Return the metric class with the accumulated bytes and FLOP of a location."""
+        """Return the metric class for the accumulated bytes and FLOP of a location."""
         otf2 = self.otf2
 
         def sum_of(name, meaning, kind, unit):
@@ -139,8 +144,7 @@ class _Definitions:
         return self.registry.metric_class((moved, computed), otf2.MetricOccurrence.SYNCHRONOUS)
 
     def region(self, number: int, op: str) -> Any:
-        """Return the region of an event, which is common to all events of the same name and
-        operation."""
+        """Return the region of an event. Events with equal name and operation share a region."""
         key = self.names[number], op
         if key not in self.regions:
             role = getattr(self.otf2.RegionRole, _ROLES.get(op, "FUNCTION"))
@@ -151,7 +155,7 @@ class _Definitions:
 
 
 class _Records:
-    """Writer of the records of a location."""
+    """Writer of the event records of a location."""
 
     def __init__(self, definitions: _Definitions, writer: Any) -> None:
         self.definitions, self.writer = definitions, writer
@@ -206,19 +210,19 @@ class _Records:
             end(time, *self._collective(row), *request)
 
     def _message(self, row):
-        """Return peer, communicator, tag and bytes."""
+        """Return the peer, communicator, tag and size in bytes of a message."""
         group = row["group"]
         communicator = self.definitions.communicators[group]
         return self._peer(row), communicator, row["seq"], row["bytes"]
 
     def _collective(self, row):
-        """Return operation, communicator, root, and the bytes sent and received."""
+        """Return the operation, communicator, root and sent and received bytes of a collective."""
         op = getattr(self.definitions.otf2.CollectiveOp, _COLLECTIVES[row["name_of_op"]])
         communicator = self.definitions.communicators[row["group"]]
         return op, communicator, self._peer(row), row["sent"], row["bytes"]
 
     def _peer(self, row):
-        """Return the rank of a peer or root within the group."""
+        """Return the rank of the peer or root within the group, or NONE."""
         none = self.definitions.otf2.CollectiveRoot.NONE
         return self.definitions.rank_in_group.get((row["group"], row["peer"]), none)
 
@@ -229,7 +233,7 @@ class _Records:
 
 
 def _of_location(events, own):
-    """Return the columns of some events, and additional columns for their records."""
+    """Return the columns of the events `own`, extended by the columns that the records need."""
     columns = {key: values[own] for key, values in events.columns.items()}
     columns["number"] = own
     columns["posted"] = np.clip(columns["posted"], 0, columns["start"])
@@ -242,7 +246,7 @@ def _of_location(events, own):
 
 
 def _sequence(columns):
-    """Return the times, actions and event indices of all records in order."""
+    """Return the times, actions and event indices of all records, in chronological order."""
     times, enters, index = visits(columns["start"], columns["end"])
     early = np.flatnonzero(columns["early"])
     early = early[np.argsort(columns["posted"][early], kind="stable")]

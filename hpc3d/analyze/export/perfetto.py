@@ -1,9 +1,9 @@
-"""Trace Event Format for ui.perfetto.dev and chrome://tracing.
+"""Export to the Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
-A rank is a process, and each of its streams a thread. A slice is an event, and its arguments
+Each rank is a process, and each of its streams a thread. Each event is a slice whose arguments
 are all columns of the event. Arrows connect a send to its receive, and an awaited call to the
-calls that waited for it. Format: "Trace Event Format", docs/getting-started/other-formats of
-Perfetto.
+calls that waited for it. The format is described in "Trace Event Format",
+docs/getting-started/other-formats of Perfetto.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _processes(events):
 
 
 def _coordinates(coords, axes):
-    """Return the coordinates of a rank on the axes with more than one rank."""
+    """Format the coordinates of a rank along the axes with more than one rank."""
     shown = [f"{axis}={index}" for (axis, size), index in zip(axes, coords) if size > 1]
     return f"({' '.join(shown)})" if shown else ""
 
@@ -68,14 +68,14 @@ def _meta(what, rank, thread, **values):
 
 
 def _slice(name, category, begin, end, rank, thread, values):
-    """Return a slice. Times are in microseconds with three decimals."""
+    """Return the record of a slice. Times are in microseconds with three decimals."""
     times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
     lane = {"pid": rank, "tid": thread}
     return {"name": name, "cat": category, "ph": "X", **times, **lane, "args": values}
 
 
 def _slices(events, rows):
-    """Yield the events of a rank."""
+    """Yield the records of a rank's slices."""
     names = events.names
     for row in records(events, rows):
         values = {key: names[key].get(row[key], "") for key in ("phase", "op", "axis")}
@@ -92,16 +92,16 @@ def _slices(events, rows):
 
 
 def records(events: Events, rows: slice) -> Iterator[dict[str, Any]]:
-    """Return the events of a slice of rows as dictionaries {column: value}."""
+    """Iterate over the events in a range of rows, as dicts from column to value."""
     columns = {key: values[rows].tolist() for key, values in events.columns.items()}
     return (dict(zip(columns, values)) for values in zip(*columns.values()))
 
 
 def _arrows(events):
-    """Yield the two events of each arrow, which have a common id.
+    """Yield the start and end record of each arrow, which have a common id.
 
-    The arrow starts in the first slice when its call was made, and ends in the second slice
-    just before its call returned.
+    The arrow starts at the time at which the first call was made, and ends just before the second
+    call returned.
     """
     columns = events.columns
     source, target = events.links.T

@@ -1,11 +1,11 @@
-"""CSV file for Pipit, with one row when a rank enters an event and one when it leaves the event.
+"""Export to a CSV file for Pipit, with one row for the start and one for the end of each event.
 
     pipit.Trace.from_csv("pipit.csv")
 
-A rank is a process. If ranks have several streams, each stream is a thread, because events of
-different streams are not nested. Pipit sorts rows by time and may swap rows with equal times.
-Therefore, all times of a stream are distinct: a row with the time of another one is delayed by
-some nanoseconds.
+Each rank is a process. If ranks have several streams, each stream is a thread, because events of
+different streams are not nested. Pipit sorts rows by time and may swap rows with equal times. To
+avoid this, rows with equal times are delayed by a few nanoseconds, so that all times of a stream
+are distinct.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write(events: Events, folder: Path) -> Path:
 
 
 def _sequence(events):
-    """Return time, entry flag and event index of each row of the file, in order of time."""
+    """Return the time, entry flag and event index of each row of the file, sorted by time."""
     streams = events.columns["stream"]
     found = [
         _of_stream(events.columns, rows.start + np.flatnonzero(streams[rows] == stream))
@@ -57,17 +57,17 @@ def _sequence(events):
 
 
 def _of_stream(columns, own):
-    """Return the rows of the events `own` of one stream, with distinct times."""
+    """Return the distinct times, entry flags and event indices of the rows of one stream."""
     times, enters, index = visits(columns["start"][own], columns["end"][own])
     count = np.arange(len(times))
     return np.maximum.accumulate(times - count) + count, enters, own[index]
 
 
 def visits(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the order in which nested events are entered and left.
+    """Return the entries and exits of nested events in chronological order.
 
-    At equal times, leaving comes first, and inner events leave before outer ones. An event without
-    duration is entered before it is left.
+    At equal times, exits precede entries, and inner events end before outer ones. An event of
+    zero duration is entered before it is exited.
 
     Parameters
     ----------

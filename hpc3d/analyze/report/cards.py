@@ -46,7 +46,7 @@ def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
 
 
 def any_loss(run: RunAnalysis) -> bool:
-    """Return true if any step has a loss. Simulated steps have none."""
+    """Return true if a loss was recorded in any step. Simulated steps have no loss."""
     return any(row["loss"] is not None for row in run.tables["loss"])
 
 
@@ -62,7 +62,10 @@ def _straggler(rows):
 
 
 def _memory(rows):
-    """Return the highest memory peak of any rank. Older traces only have the peak of each kind."""
+    """Return the value and note of the memory tile: the highest peak of any rank.
+
+    Older traces record only the peak of each kind of memory, so that the tile shows their sum.
+    """
     *ranks, total = rows
     if "all" in total:
         most = max(ranks, key=lambda row: row["all"])

@@ -1,6 +1,6 @@
-"""Data of the charts of a report, independent of the plotting library.
+"""Data of a report's charts, independent of the plotting library.
 
-plot_matplotlib draws a chart for paper, and plot_bokeh for the HTML page.
+plot_matplotlib draws the charts as image files, and plot_bokeh for the HTML page.
 """
 
 from __future__ import annotations
@@ -49,14 +49,17 @@ _RANK_PARTS = {
     "unrecorded": palette.UNRECORDED,
 }
 _BARS = 16  # maximum number of ranks in the straggler chart, and of hosts in the traffic chart
-_NAME_LENGTH = 32  # characters of a host name
+_NAME_LENGTH = 32  # maximum number of characters shown of a host name
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 _CELLS = 256  # maximum number of rows and columns of a matrix
 _MAPS = 12  # maximum number of layers with an expert load map
 
 
 class Lines(NamedTuple):
-    """Line plot of {label: (x values, y values)}, with an optional lower panel."""
+    """Line plot with an optional lower panel.
+
+    `lines` and `lower` are dicts from label to (x values, y values).
+    """
 
     xlabel: str
     ylabel: str
@@ -66,7 +69,11 @@ class Lines(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Stacked bars, {part: (color, one value per label)}."""
+    """Stacked bar chart.
+
+    `parts` is a dict from the name of each stacked segment to its color and its values, one per
+    bar. `labels` are the labels of the bars.
+    """
 
     xlabel: str
     ylabel: str
@@ -76,8 +83,10 @@ class Bars(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """Matrix [sender, receiver] in a unit, with NaN for empty cells. A cell covers `ranks` x
-    `ranks` pairs."""
+    """Heat map of a traffic matrix [sender, receiver] in `unit`, with NaN for empty cells.
+
+    Each cell is the sum over a block of `ranks` x `ranks` pairs of ranks.
+    """
 
     unit: str
     values: np.ndarray
@@ -85,9 +94,10 @@ class Heat(NamedTuple):
 
 
 class LoadMaps(NamedTuple):
-    """Load of each expert over time, {layer: [experts, columns]}, relative to a balanced load.
+    """Load of each expert over time, relative to a balanced load.
 
-    A column is the mean over the steps from one of `edges` to the next.
+    `maps` is a dict from layer to an array [experts, columns]. Column i is the mean over the steps
+    from edges[i] to edges[i + 1], exclusive.
     """
 
     edges: np.ndarray
@@ -98,8 +108,8 @@ class LoadMaps(NamedTuple):
 
 
 def loss(runs: Sequence[RunAnalysis]) -> Lines:
-    """Return the loss by step of each run, its validation loss, and the difference to the first
-    run."""
+    """Return the training and validation loss curves of each run, and the differences from the
+    training loss of the first run."""
     lines = {run.label: _losses(run, "loss") for run in runs}
     first = lines[runs[0].label]
     lower = {run.label: _difference(lines[run.label], first) for run in runs[1:]}
@@ -110,14 +120,14 @@ def loss(runs: Sequence[RunAnalysis]) -> Lines:
 
 
 def _losses(run, table):
-    """Return the steps and losses in a table of a run."""
+    """Return the steps and losses of the rows of a table, with NaN for unknown losses."""
     rows = run.tables[table]
     values = [np.nan if row["loss"] is None else row["loss"] for row in rows]
     return [row["step"] for row in rows], values
 
 
 def _difference(line, other):
-    """Return the difference of two lines at their common x values."""
+    """Return the common x values of two lines, and the differences of their y values."""
     theirs = dict(zip(*other))
     both = [(x, value - theirs[x]) for x, value in zip(*line) if x in theirs]
     return [x for x, _ in both], [value for _, value in both]
@@ -126,8 +136,8 @@ def _difference(line, other):
 def speedup(rows: Sequence[dict[str, Any]]) -> Lines | None:
     """Return the speedup over the first run by number of ranks, with the ideal speedup.
 
-    There is one line per series of `_series`. The result is `None` if no series covers two
-    numbers of ranks.
+    There is one line per layout and kind of scaling. The result is `None` if no line has at least
+    two different numbers of ranks.
     """
     series = {name: line for name, line in _series(rows).items() if len({*line[0]}) > 1}
     ranks = sorted({count for numbers, _ in series.values() for count in numbers})
@@ -136,11 +146,11 @@ def speedup(rows: Sequence[dict[str, Any]]) -> Lines | None:
 
 
 def _series(rows):
-    """Return {layout and kind of scaling: (ranks, speedups)}.
+    """Return a dict from layout and kind of scaling to (numbers of ranks, speedups).
 
-    A series has the runs of one layout with the work of the first run (strong scaling) or with
-    the same work per rank (weak scaling). If the first run has one rank, it is the start of
-    every series.
+    Each series contains the runs of one layout with the same total work (strong scaling) or the
+    same work per rank (weak scaling) as the first run. The first run is included in the series of
+    its layout, or in all series if it has a single rank.
     """
     first, lines = rows[0], {}
     for row in rows[1:]:
@@ -157,13 +167,13 @@ def _series(rows):
 
 
 def runs(found: Sequence[RunAnalysis]) -> Bars:
-    """Return the composition of the mean step of each run."""
+    """Return the breakdown of the mean step time of each run."""
     labels, rows = zip(*((run.label, _mean(run.tables["ranks"])) for run in found))
     return _of_ranks([*labels], rows)._replace(horizontal=True)
 
 
 def _mean(rows):
-    """Return the mean of each part of a step over some rows, or None if it is unknown."""
+    """Return the mean over rows of each component of the step time, or None if it is unknown."""
     keys = [f"{part}_s" for part in _RANK_PARTS]
     return {
         key: None if rows[0][key] is None else sum(row[key] for row in rows) / len(rows)
@@ -175,7 +185,7 @@ def _mean(rows):
 
 
 def ranks(run: RunAnalysis) -> Bars:
-    """Return the composition of the mean step of each rank."""
+    """Return the breakdown of the mean step time of each rank."""
     rows = sorted(run.tables["ranks"], key=lambda row: row["rank"])
     return _of_ranks([str(row["rank"]) for row in rows], rows)._replace(xlabel="rank")
 
@@ -189,12 +199,15 @@ def _of_ranks(labels, rows):
 
 
 def _disjoint(row):
-    """Remove the exposed time from a row if its parts, wait and transfer, are known."""
+    """Set the exposed time of a row to None if its components, wait and transfer, are known."""
     return row if row["wait_s"] is None else row | {"exposed_s": None}
 
 
 def phases(rows: Sequence[dict[str, Any]]) -> Bars:
-    """Return one bar per phase from rows of time by category, phase and axis."""
+    """Return the time per step by phase, one bar each, stacked by category or mesh axis.
+
+    `rows` is a breakdown by category, phase and axis.
+    """
     labels = list(dict.fromkeys(row["phase"] or row["category"] for row in rows))
     parts = defaultdict(lambda: [0.0] * len(labels))
     for row in rows:
@@ -216,15 +229,18 @@ def waits(run: RunAnalysis) -> Bars:
 
 
 def stragglers(run: RunAnalysis) -> Bars:
-    """Return the ranks with the longest imposed wait."""
+    """Return the imposed wait of the ranks that cause the longest waits."""
     rows = run.tables["stragglers"][:_BARS]
     parts = {"imposed wait": (palette.LATE, [row["imposed_s"] * 1e3 for row in rows])}
     return Bars("rank", "time per step [ms]", [str(row["rank"]) for row in rows], parts)
 
 
 def expert_loads(loads: ExpertLoads) -> LoadMaps:
-    """Return the load of experts by step. Many steps are averaged, and many layers are sampled
-    evenly."""
+    """Return the load of each expert by step and layer.
+
+    If there are more than _CELLS steps, consecutive steps are averaged. If there are more than
+    _MAPS layers, evenly spaced layers are shown.
+    """
     width = -(-len(loads.steps) // _CELLS)
     first = np.arange(0, len(loads.steps), width)
     counts = np.diff([*first, len(loads.steps)])
@@ -236,7 +252,7 @@ def expert_loads(loads: ExpertLoads) -> LoadMaps:
 
 
 def memory(run: RunAnalysis) -> Bars:
-    """Return the peak of each kind of memory by rank."""
+    """Return the peak of each kind of memory on each rank, in MB."""
     rows = [row for row in run.tables["memory_ranks"] if row["rank"] is not None]
     kinds = [*dict.fromkeys(key for row in rows for key in row if key not in ("rank", "all"))]
     parts = {
@@ -248,12 +264,15 @@ def memory(run: RunAnalysis) -> Bars:
 
 
 def _present(parts):
-    """Return the parts with at least one nonzero value."""
+    """Return the stacked segments that have at least one nonzero value."""
     return {part: (color, values) for part, (color, values) in parts.items() if any(values)}
 
 
 def traffic(matrix: np.ndarray) -> Heat:
-    """Return the bytes from rank to rank, summed over blocks of ranks if there are many."""
+    """Return the heat map of the bytes sent from rank to rank.
+
+    Matrices with more than _CELLS ranks are summed over blocks of ranks.
+    """
     block = -(-len(matrix) // _CELLS)
     edges = np.arange(0, len(matrix), block)
     totals = np.add.reduceat(np.add.reduceat(matrix, edges, axis=0), edges, axis=1)
@@ -262,8 +281,10 @@ def traffic(matrix: np.ndarray) -> Heat:
 
 
 def host_traffic(run: RunAnalysis) -> Bars:
-    """Return the bytes that each host receives from itself and from others, for the hosts with the
-    most."""
+    """Return the bytes received within each host and from other hosts.
+
+    Only the hosts that receive the most bytes from other hosts are included.
+    """
     rows = sorted(run.tables["crossing"], key=lambda row: -row["crossing"])[:_BARS]
     unit, size = _unit(max(row["bytes"] for row in rows))
     inside = [(row["bytes"] - row["crossing"]) / size for row in rows]

@@ -1,4 +1,4 @@
-"""Tables that compare runs, in the order of a report, and titles of the groups of differences."""
+"""Tables that compare runs, in report order, and titles of the groups of differences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpc3d.analyze.report.table_format import (
 )
 
 RUN = ColumnSpec("run", "run")
-_RUNS_SHOWN = 6  # runs with columns in a text table
+_RUNS_SHOWN = 6  # maximum number of runs in a text table with columns for each run
 GROUPS = {
     WORK: "work (model, data and optimization)",
     LAYOUT: "layout (mesh and techniques)",
@@ -28,7 +28,7 @@ GROUPS = {
 
 
 def _interval(key: str) -> tuple[ColumnSpec, ColumnSpec]:
-    """Return the columns with the bounds of the 95 % confidence interval of a ratio."""
+    """Return the columns for the lower and upper limit of a ratio's 95 % confidence interval."""
     return ColumnSpec(f"{key}_low", "from", ratio), ColumnSpec(f"{key}_high", "to", ratio)
 
 
@@ -119,7 +119,10 @@ def over_runs(labels: Sequence[str]) -> tuple[TableSpec, ...]:
 
 
 def _received(labels):
-    """Add the columns of every run. Text tables show only those of the first runs."""
+    """Return the table of received bytes with the columns of every run.
+
+    Text tables show only the columns of the first _RUNS_SHOWN runs.
+    """
     fields = [AXIS, OP]
     for number, label in enumerate(labels, 1):
         fields.append(ColumnSpec(f"bytes_{number}", f"{label} [B]", prefixed))

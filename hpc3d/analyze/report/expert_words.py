@@ -1,4 +1,4 @@
-"""Cost of expert load imbalance in sentences."""
+"""Description of the cost of expert load imbalance in sentences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpc3d.analyze.report.table_format import percent, prefixed, seconds
 
 
 def in_words(cost: Mapping[str, Any]) -> str:
-    """Describe a row of the table expert_cost in sentences, without its unknown values."""
+    """Describe a row of the table expert_cost in sentences, omitting unknown values."""
     return " ".join([_dropped_and_unused(cost), *_wait_time(cost)])
 
 

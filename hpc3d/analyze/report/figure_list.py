@@ -1,4 +1,4 @@
-"""Figures of a report in their order: file names, titles, captions and charts."""
+"""List of the figures of a report: file names, titles, captions and charts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Picture(NamedTuple):
 def of_runs(
     runs: Sequence[RunAnalysis], tables: Mapping[str, list[dict[str, Any]]]
 ) -> Iterator[Picture]:
-    """Yield the figures that compare runs. A single run only has the loss figure."""
+    """Yield the figures that compare runs. For a single run, this is only the loss figure."""
     if any(map(any_loss, runs)):
         yield Picture("loss", "Loss by training step", "", charts.loss(runs))
     if tables["scaling"]:
@@ -43,7 +43,7 @@ def of_runs(
 
 
 def of_run(run: RunAnalysis) -> Iterator[Picture]:
-    """Yield the figures of one run, without those that would be empty."""
+    """Yield the nonempty figures of one run."""
     if run.timeline:
         yield Picture("timeline", f"Step {run.step}", _shown(run.timeline), run.timeline)
     caption = (

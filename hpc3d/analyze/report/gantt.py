@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hpc3d.analyze.metrics.pass_spans import PassSpan
 
-# {kind: (name, color)}
+# kind of span -> (name, color)
 _KINDS = {
     "F": ("forward", WORK["forward"]),
     "B": ("backward, input", WORK["backward_input"]),
@@ -42,7 +42,7 @@ _TOOLTIPS = [
 
 
 class Panels(NamedTuple):
-    """Panels (title, rows) from top to bottom. A row holds the spans of a stage."""
+    """Panels (title, rows) from top to bottom, with one row of spans per pipeline stage."""
 
     panels: list
 
@@ -50,13 +50,13 @@ class Panels(NamedTuple):
 def draw_gantt(
     panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]], path: Path | str
 ) -> None:
-    """Write a Gantt chart as PNG. See `gantt`."""
+    """Write a Gantt chart of (title, rows) panels as a PNG file."""
     with default_style():
         gantt(panels).savefig(path, dpi=200)
 
 
 def gantt(panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]]) -> Figure:
-    """Return a figure with one panel per (title, rows); a row holds the spans of a stage.
+    """Return a figure with one panel per (title, rows), with one row of spans per stage.
 
     Each kind of span has a color, which is lighter for later chunks. Messages and reductions
     run concurrently with passes and are drawn as thin bars.
@@ -107,7 +107,10 @@ def _bars(panel, stage, row, kind):
 
 
 def _labels(panel, stage, row, seconds):
-    """Label each span that is wide enough for its text. A point is about `seconds` wide."""
+    """Label each span that is wide enough for its text.
+
+    `seconds` is the approximate time that corresponds to a width of one point.
+    """
     for start, end, kind, label in row:
         if label and end - start > seconds * _TEXT * (0.64 * len(label) + 0.2):
             color = "white" if sum(_color_of(kind)) < 1.0 else "black"
@@ -140,13 +143,16 @@ def name_of(kind: str) -> str:
 
 
 def _split_kind(kind: str) -> tuple[int, str]:
-    """Split a kind into its chunk and its base kind."""
+    """Split a kind into the index of the model chunk and the base kind."""
     name = kind.lstrip("0123456789")
     return int(kind.removesuffix(name) or 0), name
 
 
 def _color_of(kind: str) -> tuple[float, ...]:
-    """Return the RGB color of a kind, from 0 to 1. Each chunk is half-way closer to white."""
+    """Return the RGB color of a kind, with components from 0 to 1.
+
+    With each further chunk, the difference from white is halved.
+    """
     chunk, name = _split_kind(kind)
     text = _KINDS[name][1]
     full = [int(text[index : index + 2], 16) / 255 for index in (1, 3, 5)]
@@ -201,7 +207,7 @@ def _draw_passes(plot, rows):
 
 
 def _by_kind(rows):
-    """Return {kind: columns of its spans on all stages}, with times in ms."""
+    """Return a dict from kind to the columns of its spans on all stages, with times in ms."""
     found = defaultdict(lambda: defaultdict(list))
     for stage, row in enumerate(rows):
         for start, end, kind, label in row:

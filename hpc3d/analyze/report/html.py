@@ -1,6 +1,6 @@
-"""HTML report: one self-contained page that needs no network and no other file.
+"""HTML report: a single self-contained page that loads nothing from the network or other files.
 
-Figures are included twice: as interactive plots for the screen and as images for paper.
+Each figure is included twice: as an interactive plot for the screen and as an image for printing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hpc3d.console.sanitize import counted
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
 
-_OPEN = 12  # maximum number of rows of a table that starts unfolded
+_OPEN = 12  # tables with more rows are initially collapsed
 _SCRIPTS = ("state.js", "steps.js", "timeline.js", "tables.js")
 
 
 class Shown(NamedTuple):
-    """Picture on the page: its interactive placeholder, or "", and its image for paper."""
+    """Figure on the page: the placeholder of its interactive plot, or "", and its print image."""
 
     picture: Picture
     placeholder: str
@@ -44,10 +44,10 @@ class Shown(NamedTuple):
 
 
 def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path) -> str:
-    """Return the text of the page.
+    """Return the HTML of the page.
 
-    `pictures` are those of the comparison, followed by those of each run, by file name. `folder`
-    contains their image files.
+    `pictures` contains dicts from file name to figure, first for the comparison and then for each
+    run. `folder` contains the image files.
     """
     named = {name: each for found in pictures for name, each in found.items()}
     models = {name: model for name, each in named.items() if (model := _model(name, each))}
@@ -86,7 +86,7 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
 
 
 def _model(name, picture):
-    """Return the Bokeh model of a picture, or None if it only has an image."""
+    """Return the Bokeh model of a figure, or None if it is only available as an image."""
     if type(picture.chart) not in plot_bokeh.draw.registry:
         return None
     model = plot_bokeh.draw(picture.chart)
@@ -95,7 +95,7 @@ def _model(name, picture):
 
 
 def _image(path):
-    """Return the smaller image file of a figure as a data URL."""
+    """Return the smaller of a figure's image files as a data URL."""
     kinds = {path.with_suffix(".svg"): "svg+xml", path.with_suffix(".png"): "png"}
     smaller = min(kinds, key=lambda file: file.stat().st_size)
     data = base64.b64encode(smaller.read_bytes()).decode()
@@ -115,7 +115,7 @@ def _text(name):
 
 
 def prose(text: str) -> str:
-    """Format a text as HTML: paragraphs, with `headings` in bold."""
+    """Convert text to HTML paragraphs, with column headings in backticks set in bold."""
     return "\n".join(f"<p>{_marked(part)}</p>" for part in text.split("\n\n"))
 
 
@@ -124,7 +124,7 @@ def _marked(text):
 
 
 class StepChoices(NamedTuple):
-    """Steps that the timeline offers: (index, label), and their data as JSON without "<"."""
+    """Selectable steps of the timeline as (index, label), and their data as JSON without "<"."""
 
     choices: list
     data: str

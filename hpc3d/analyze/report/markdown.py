@@ -52,7 +52,7 @@ def _facts(run):
 
 
 def _listed(title, lines):
-    """List lines under a title, up to a readable number."""
+    """Format lines as a list under a title, truncated after _LINES items."""
     shown = [f"* {in_markdown(line)}" for line in lines[:_LINES]]
     more = [f"* and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
     return [title, "\n".join(shown + more)] if lines else []
@@ -64,7 +64,10 @@ def image(name: str, picture: Picture) -> str:
 
 
 def _section(level, spec, rows, step=None):
-    """Return a table with its title and notes, truncated for a text; nothing if it has no rows."""
+    """Return a table with its title and notes, truncated for a text report.
+
+    Nothing is returned for a table without rows.
+    """
     if not rows or spec.rows_shown < 0:
         return []
     shown = rows[: spec.rows_shown or None]

@@ -1,4 +1,4 @@
-"""Compact encoding of the timelines of a page, which page/steps.js decodes.
+"""Compact encoding of the timelines of an HTML page, decoded by page/steps.js.
 
 A column is an array of integers or floats. Its bytes are shuffled (the first byte of all
 values, then the second byte, and so on), compressed with zlib and encoded in base64. Most
@@ -25,13 +25,13 @@ _FINEST = 1e-4  # shortest tick in ms
 
 
 def packed(charts: Sequence[Timeline]) -> dict[str, Any]:
-    """Return the timelines as JSON data.
+    """Encode timelines as JSON data.
 
     Returns
     -------
     dict
-        "pool": the distinct arrays; "steps": {step: indices into the pool}; "first": the step of
-        the first chart, which the page shows first.
+        "pool": the distinct arrays. "steps": a dict from step to its data, with columns given as
+        indices into the pool. "first": the step that the page shows initially.
     """
     pool: dict[tuple[str, str], int] = {}
     steps = {str(chart.step): _step(chart, pool) for chart in charts}
@@ -61,20 +61,23 @@ def _step(chart, pool):
 
 
 def _stored(columns: Mapping[str, np.ndarray], pool):
-    """Return {name: index of its array in the pool}."""
+    """Add the columns to the pool, and return a dict from column name to index in the pool."""
     texts = {key: _text(_small(values)) for key, values in columns.items()}
     return {key: pool.setdefault(text, len(pool)) for key, text in texts.items()}
 
 
 def _text(values):
-    """Return the type of an array, and its bytes as text."""
+    """Return the type code of an array, and its compressed bytes in base64."""
     planes = values.astype(values.dtype.newbyteorder("<")).view("u1").reshape(-1, values.itemsize)
     data = zlib.compress(planes.T.tobytes(), 9)
     return f"{values.dtype.kind}{values.itemsize}", base64.b64encode(data).decode()
 
 
 def _columns(chart, tick):
-    """Return the columns of the boxes. Times are integers, mostly differences, which are small."""
+    """Return the event columns of a timeline, with times as integer ticks.
+
+    Times and sequence numbers are stored as differences, because small values compress better.
+    """
     events = dict(chart.events)
     start, until, end, posted = (events.pop(key) for key in ("start", "until", "end", "posted"))
     begun = _ticks(start, tick)
@@ -93,7 +96,7 @@ def _ticks(times, tick):
 
 
 def _small(values):
-    """Convert an array to the smallest type that holds its values and that JavaScript supports."""
+    """Convert an array to the smallest type supported by JavaScript that holds its values."""
     if values.dtype.kind == "f":
         return values.astype("f4")
     bounds = (int(values.min(initial=0)), int(values.max(initial=0)))

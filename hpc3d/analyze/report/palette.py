@@ -1,8 +1,8 @@
 """Colors of figures and pages. Each color has one meaning on a page.
 
 The activities of ranks use the color-blind safe palette of Okabe and Ito. All other colors were
-selected to differ from these and from each other, also for protanopes and deuteranopes (Machado
-et al. 2009), and to be visible on white and on the dark background of the page.
+selected to be distinguishable from these and from each other, also for protanopes and deuteranopes
+(Machado et al. 2009), and to be visible on white and on the dark background of the page.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ BLUE, ORANGE, GREEN, RED = "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 NAVY, PINK, YELLOW, WINE = "#0072B2", "#CC79A7", "#F0E442", "#882255"
 SAND, GRAY, LIGHT, PALE = "#C8B48C", "#707070", "#BDBDBD", "#E3D5EA"
 
-# Activities of a rank: computation by phase. A call is split at the last arrival into wait and
-# transfer.
+# Activities of a rank. Computation is colored by phase. The time in a call is split at the last
+# arrival into wait and transfer.
 WORK = {
     "forward": BLUE,
     "backward": RED,
@@ -28,11 +28,11 @@ WORK = {
     "copy": PINK,
     "host": GRAY,
 }
-UNRECORDED = PALE  # time without any event
+UNRECORDED = PALE  # time not covered by any event
 PATH = "#E0007A"  # critical path, drawn over boxes of all colors
 LATE = "#B3123F"  # imposed wait of a straggler
 
-# Totals over phases: all computation, and calls whose wait and transfer are unknown.
+# Totals over phases: computation, and time in calls if wait and transfer are unknown.
 COMPUTE, EXPOSED, RECORDED = "#3344DD", "#0099AA", "#2E6B4F"
 READING, MARKER = "#66CCBB", "#4A4030"
 

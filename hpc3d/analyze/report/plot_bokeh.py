@@ -1,4 +1,4 @@
-"""Interactive charts of a report with Bokeh, whose code is embedded in the page.
+"""Interactive charts of a report, drawn with Bokeh. Bokeh's code is embedded in the page.
 
 Plots use the canvas backend, because WebGL takes seconds per frame without a GPU.
 """
@@ -26,7 +26,7 @@ _TOOLTIP = '<div style="white-space: pre-line">@rank{all}</div>'  # page/timelin
 
 
 def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
-    """Return Bokeh's code, a script that draws the models, and {name: placeholder}."""
+    """Return Bokeh's code, a script that draws the models, and the HTML placeholder of each."""
     from bokeh.embed import components
     from bokeh.resources import Resources
 
@@ -72,7 +72,7 @@ def _panel(xlabel, ylabel, lines, colors, height):
 
     plot = _plot(height, x_axis_label=xlabel, y_axis_label=ylabel)
     plot.xaxis.ticker = BasicTicker(min_interval=1)
-    # Later lines are thinner, so that coinciding lines are all visible.
+    # Later lines are thinner, so that all coinciding lines are visible.
     widths = np.linspace(6, 1.5, len(lines)) if len(lines) > 1 else [2]
     for width, (label, (numbers, values)) in zip(widths, lines.items()):
         line = {"color": colors[label], "legend_label": label, "name": label}
@@ -108,14 +108,14 @@ def _bars(chart: Bars):
 
 
 def _range(rows):
-    """Return a range of rows from top to bottom."""
+    """Return an axis range with the first row at the top."""
     from bokeh.models import Range1d
 
     return Range1d(rows - 0.5, -0.5)
 
 
 def _label(axis, labels):
-    """Label the positions 0, 1, 2, ... of an axis, or an evenly spaced subset that fits."""
+    """Label the positions 0, 1, 2, ... of an axis, or an evenly spaced subset of many labels."""
     from bokeh.models import FixedTicker
 
     shown = range(0, len(labels), 1 + (len(labels) - 1) // _TICKS)
@@ -164,9 +164,9 @@ def _panels(chart: Panels):
 
 @draw.register
 def _timeline(chart: Timeline):
-    """Draw one row per rank, without events until page/steps.js loads a step.
+    """Create the timeline plot with one row per rank. page/steps.js adds the events of a step.
 
-    page/timeline.js shows the details of a clicked event and its participants.
+    When an event is clicked, page/timeline.js shows its details and the ranks involved.
     """
     from bokeh.models import ColumnDataSource, CustomJS, WheelZoomTool
 
@@ -191,15 +191,14 @@ def _timeline(chart: Timeline):
 
 
 def _draw_rest(plot, source, chart):
-    """Draw a box for the complete step behind the events of each rank, which shows unrecorded
-    time."""
+    """Draw a background box for the full step of each rank, to make unrecorded time visible."""
     box = {"y": "row", "left": "start", "right": "end", "height": 0.84}
     style = {"color": UNRECORDED, "line_color": None, "legend_label": rest(chart)}
     plot.hbar(**box, **style, source=source)
 
 
 def _draw_boxes(plot, source, chart):
-    """Draw the boxes of each kind and their tooltips. Waits have the flag `waited`."""
+    """Draw the boxes of each kind of event with tooltips. Wait boxes have the flag `waited`."""
     from bokeh.models import CDSView, CustomJSHover, GroupFilter, HoverTool, TapTool
 
     drawn, height = [], 0.84 * lanes(chart.events)[1]
@@ -219,7 +218,7 @@ def _draw_boxes(plot, source, chart):
 
 
 def _draw_path(plot):
-    """Draw the critical path above the boxes."""
+    """Draw the critical path on top of the boxes."""
     from bokeh.models import ColumnDataSource
 
     source = ColumnDataSource({key: [] for key in ("time", "rank", "row")})
@@ -228,7 +227,7 @@ def _draw_path(plot):
 
 
 def _names(chart):
-    """Return {column: list of names, indexed by code}."""
+    """Return a dict from column to a list of names, indexed by code."""
     return {
         key: [names.get(code, "") for code in range(1 + max(names, default=-1))]
         for key, names in chart.names.items()

@@ -1,6 +1,6 @@
-"""Charts of a report with matplotlib, as PNG and SVG.
+"""Charts of a report as PNG and SVG files, drawn with matplotlib.
 
-matplotlib is installed by the extra `report`; only figures need it.
+matplotlib is installed by the extra `report`. Only figures require it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NARROW = 48  # maximum number of vertical bars that are drawn separately
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PATH.png and PATH.svg, with reproducible bytes."""
+    """Write a figure as PATH.png and PATH.svg. The same figure always gives identical files."""
     from matplotlib import rc_context
 
     salt = {"svg.hashsalt": path.name}
     with default_style(), rc_context(salt), warnings.catch_warnings():
-        # A name in a trace may be wider than the figure, which then keeps the default layout.
+        # If a name in a trace is wider than the figure, matplotlib keeps the default layout.
         warnings.filterwarnings("ignore", "constrained_layout not applied")
         figure.savefig(path.with_suffix(".png"), dpi=200)
         figure.set_layout_engine("none")  # the SVG keeps the layout of the PNG
@@ -43,7 +43,7 @@ def save(figure: Figure, path: Path) -> None:
 def empty(
     width: float, height: float, rows: int = 1, **values: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure of a size in inches, and the axes of its rows."""
+    """Return an empty figure of the given size in inches, and the axes of its rows."""
     need("a figure", "matplotlib")
     from matplotlib.figure import Figure
 
@@ -68,8 +68,7 @@ def _drawn(chart: object) -> Figure:
 
 @_drawn.register
 def _lines(chart: Lines):
-    """Draw lines that get thinner from the first to the last, so that coinciding lines are
-    visible."""
+    """Draw a line plot. Later lines are thinner, so that all coinciding lines are visible."""
     rows = 2 if chart.lower else 1
     figure, axes = empty(WIDTH, 2.4 + 1.2 * rows, rows, height_ratios=(2, 1)[:rows])
     widths = np.linspace(6.0, 1.2, len(chart.lines)) if len(chart.lines) > 1 else [1.8]
@@ -90,7 +89,7 @@ def _lines(chart: Lines):
 
 
 def _style(color, width):
-    """Return the style of a line whose markers are only visible at isolated points."""
+    """Return a line style whose markers are only visible at isolated points."""
     return {"color": color, "linewidth": width, "marker": "o", "ms": width, "mew": 0}
 
 
@@ -120,7 +119,7 @@ def _bars(chart: Bars):
 
 
 def _horizontal_bars(chart):
-    """Draw horizontal bars from top to bottom, for labels that are words."""
+    """Draw stacked horizontal bars from top to bottom, which leave room for long labels."""
     figure, (panel,) = empty(WIDTH, 1.1 + 0.26 * len(chart.labels))
     left, rows = np.zeros(len(chart.labels)), range(len(chart.labels))
     for part, (color, values) in chart.parts.items():
@@ -133,7 +132,7 @@ def _horizontal_bars(chart):
 
 
 def _with_legend(figure):
-    """Add a legend of the parts above the plot."""
+    """Add a legend of the stacked segments above the plot."""
     handles, names = figure.axes[0].get_legend_handles_labels()
     style = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2}
     figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 8), **style)
@@ -156,8 +155,10 @@ def _heat(chart: Heat):
 
 @_drawn.register
 def _load_maps(chart: LoadMaps):
-    """Draw one map per layer in two columns: white is a balanced load, red a higher and blue a
-    lower one."""
+    """Draw one expert load map per layer, in two columns.
+
+    White is a balanced load, red a higher load and blue a lower load.
+    """
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 
@@ -191,8 +192,10 @@ def _panels(chart: Panels):
 
 @_drawn.register
 def _timeline(chart: Timeline):
-    """Draw one row per rank. Boxes are rasterized, because a step has too many for vector
-    graphics."""
+    """Draw a timeline with one row per rank.
+
+    Boxes are rasterized, because a step has too many of them for vector graphics.
+    """
     from matplotlib.collections import PolyCollection
 
     rows, half = len(chart.shown), 0.42 * lanes(chart.events)[1]

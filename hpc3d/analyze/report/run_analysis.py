@@ -1,4 +1,4 @@
-"""Complete analysis of a run from its trace: the tables and charts of its report."""
+"""Complete analysis of a run from its trace, with all data for the report's tables and charts."""
 
 from __future__ import annotations
 
@@ -82,19 +82,20 @@ class RunAnalysis:
     Attributes
     ----------
     about
-        {title: text} at the top of the report.
+        Header of the report, as a dict from title to text.
     config
         Configuration as TOML.
     missing, violations
-        Incomplete and inconsistent parts of the trace, one line each.
+        Descriptions of missing and of inconsistent data in the trace, one line each.
     tables
-        Rows of each table, by the table names of run_tables.py.
+        Dict from table name (run_tables.py) to the rows of the table.
     step
-        Step that the timeline and the pipeline panels show.
+        Step shown by the timeline and the pipeline panels.
     matrices
-        Bytes per step from rank to rank by mesh axis; "" is the sum over all axes.
+        Dict from mesh axis to the bytes sent per step, [sender, receiver]. Key "" is the sum over
+        all axes.
     loads
-        Load of the experts, if the model has any.
+        Expert loads, or None if the model has no experts.
     others
         Timelines of other steps, if requested.
     """
@@ -124,9 +125,9 @@ class Report(NamedTuple):
     notes
         Warnings about the comparison, one line each.
     differing
-        Differences between the runs, {group: {key: text}}.
+        Differences between the runs, as a dict from group to a dict from key to text.
     curves
-        One line per run whose losses equal those of the first run.
+        One line per run whose loss curve equals the first run's loss curve.
     """
 
     runs: list
@@ -137,9 +138,9 @@ class Report(NamedTuple):
 
 
 def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
-    """Return the Report of open traces and their analyses.
+    """Return a report that compares all runs with the first one.
 
-    All runs are compared with the first one. Times are not compared if any trace has CPU times.
+    `traces` are the open traces of `runs`. Times are not compared if any trace contains CPU time.
     """
     runs = _distinct(runs)
     timed = all(map(one_time, traces))
@@ -169,15 +170,15 @@ def analyze_run(
     events: int = EVENTS,
     others: int = 0,
 ) -> RunAnalysis:
-    """Return the RunAnalysis of an open trace; raise ValueError if no step was completed.
+    """Analyze an open trace. Raises ValueError if no step was completed.
 
-    `peak` is the peak FLOP/s of one rank, for MFU and HFU. The timeline shows `step` (by default
-    one with the median time) with at most `events` events. The timelines of all other steps have
-    at most `others` events together; 0 omits them.
+    `peak` is the peak FLOP/s of one rank, which is required for MFU and HFU. The timeline shows
+    `step` (by default a step with the median time) with at most `events` events. The timelines of
+    the other steps have at most about `others` events in total; 0 omits them.
     """
     if not len(trace.steps):
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
-    wrong = violations(trace)  # before calls_of: each uses half of the memory
+    wrong = violations(trace)  # called before calls_of, so that their memory peaks do not add up
     steady = Steady(trace)
     step, calls = median_step(steady) if step is None else step, calls_of(steady)
     matrices, loads = _matrices(trace, calls), loads_of(trace)
@@ -206,7 +207,7 @@ def analyze_run(
 
 
 def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
-    """Make labels unique: append the run id, and a number if a run occurs twice."""
+    """Make labels unique by appending the run id, and a number if runs have the same id."""
     labels = [run.label for run in runs]
     named = [
         f"{run.label}, {run.run_id}" if labels.count(run.label) > 1 else run.label for run in runs
@@ -218,20 +219,23 @@ def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
 
 
 def _dropped(trace):
-    """Yield a line that lists the ranks with dropped events."""
+    """Yield a line that lists the ranks with dropped events, if there are any."""
     if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
         yield _DROPPED.format(ranks=_ranks(dropped))
 
 
 def _ranks(numbers):
-    """List ranks as text, truncated if there are many."""
+    """Format a list of ranks, truncated after eight."""
     shown = ", ".join(map(str, numbers[:8].tolist()))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"rank{'s'[: len(numbers) > 1]} {shown}{more}"
 
 
 def _of_mean_step(steady, calls, peak, matrices, loads):
-    """Return the tables of averages, and empty tables for those that need a common clock."""
+    """Return the tables of averages over steps.
+
+    The tables that require a common clock of the ranks are included without rows.
+    """
     return {
         **_of_time(steady, calls, peak),
         **_of_traffic(calls, matrices),
@@ -255,7 +259,7 @@ def _of_time(trace, calls, peak):
 
 
 def _of_all_steps(trace):
-    """Return the tables that are not averages."""
+    """Return the tables that cover all steps, including the first one."""
     return {
         "loss": loss_rows(trace),
         "evaluation": evaluation_rows(trace),
@@ -266,7 +270,7 @@ def _of_all_steps(trace):
 
 
 def _of_traffic(calls, matrices):
-    """Return the tables of communication volume, which need no times."""
+    """Return the tables of communication volume, which do not depend on times."""
     return {
         "traffic": _pairs(matrices),
         "crossing": host_traffic_rows(calls),
@@ -288,7 +292,7 @@ def _of_experts(steady, loads, calls):
 
 
 def _of_calls(calls, path):
-    """Return the tables that compare times of several ranks."""
+    """Return the tables that compare times of different ranks and require a common clock."""
     return {
         "waits": wait_rows(calls),
         "stragglers": straggler_rows(calls) if len(calls.row) else [],
@@ -298,14 +302,17 @@ def _of_calls(calls, path):
 
 
 def _matrices(trace, calls):
-    """Return {axis: bytes [sender, receiver]} of the axes with traffic, and "" for all axes."""
+    """Return a dict from mesh axis to its traffic matrix in bytes per step, [sender, receiver].
+
+    Key "" is the sum over all axes. Axes without traffic are omitted.
+    """
     axes = ["", *sorted({group.axis for group in trace.groups})]
     found = {axis: communication_matrix(calls, axis or None) for axis in axes}
     return {axis: matrix for axis, matrix in found.items() if matrix.any()}
 
 
 def _pairs(matrices):
-    """Return one row per axis and pair of ranks."""
+    """Return one row per mesh axis and pair of ranks, with the bytes sent per step."""
     keys = ("axis", "sender", "receiver", "bytes")
     return [
         dict(zip(keys, (axis, *pair, amount)))
@@ -316,14 +323,17 @@ def _pairs(matrices):
 
 
 def _bubble(trace, step):
-    """Return the parts of the idle time of each stage; none for an asynchronous schedule."""
+    """Return the idle times of each stage in warmup, steady phase and drain.
+
+    The result is empty for asynchronous schedules.
+    """
     if is_asynchronous(configuration(trace)):
         return []
     return bubble_rows(StepPasses(trace).measured(step))
 
 
 def _wait_warnings(calls, tables):
-    """Yield the reasons why the waits may be wrong."""
+    """Yield the reasons why the wait times may be inaccurate."""
     partial, early = incomplete(calls), sum(row["violations"] for row in tables["waits"])
     worst = max((row["worst_s"] for row in tables["waits"]), default=0)
     if partial:

@@ -1,4 +1,4 @@
-"""Tables of a run in the order of a report: titles, column keys, headings and units."""
+"""Tables of a run in report order, with titles, column keys, headings and units."""
 
 from hpc3d.analyze.report.table_format import (
     ColumnSpec,

@@ -1,4 +1,4 @@
-"""Events of one training step on all ranks, as the timeline figures show them."""
+"""Timeline of one training step: the events of all or representative ranks, ready to plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 EVENTS = 100_000  # maximum number of events of a step on a page
 OTHERS = 400_000  # maximum number of events of all other steps together
-_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of steps in the list; events of each, at least
+_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of steps; smallest event limit of a step
 
 _KIND_INDEX = {kind: number for number, kind in enumerate(KINDS)}
 DETAILS = (
@@ -47,13 +47,13 @@ class Timeline(NamedTuple):
     Attributes
     ----------
     events
-        Columns of the events. Times are in ms since the first start of the step on any rank:
-        `start`, `until` (end of the wait for the last arrival, or `start`), `end`, and `posted`
-        (time of the call). `kind` is an index into KINDS. `meeting` is the index of the call
-        instance, and `by` the rank that the call waited for; both are -1 if there is none. The
-        other columns are `rank`, `stream` and DETAILS.
+        Columns of the events. Times are in ms since the first rank started the step: `start`,
+        `until` (end of the wait for the last arrival, or `start`), `end`, and `posted` (time of
+        the call). `kind` is an index into KINDS. `meeting` is the index of the call instance, and
+        `by` the rank that the call waited for, or -1 if there is none. The other columns are
+        `rank`, `stream` and DETAILS.
     names
-        {code: name} of every column that holds codes.
+        Dict from code to name for each column that contains codes.
     path
         Segments of the critical path.
     extents
@@ -81,7 +81,7 @@ def timeline(
     limit: int = EVENTS,
     peak: float | None = None,
 ) -> Timeline:
-    """Return the Timeline of a step, with representative ranks if it has more than `limit` events.
+    """Return the timeline of a step, with all ranks or as many as fit into `limit` events.
 
     Parameters
     ----------
@@ -115,9 +115,10 @@ def timeline(
 def other_steps(
     trace: Trace, calls: CallInstances, step: int, peak: float | None = None, limit: int = OTHERS
 ) -> list[Timeline]:
-    """Return the Timelines of all steps except `step`.
+    """Return the timelines of all steps except `step`.
 
-    Of many steps, the first, the longest, the last and evenly spaced ones are drawn.
+    If there are more than _STEPS steps, only the first, the longest, the last and evenly spaced
+    steps are included.
     """
     steps, length = _lengths(trace)
     if len(steps) > _STEPS:
@@ -134,7 +135,7 @@ def other_steps(
 
 
 def _lengths(trace):
-    """Return the completed steps that have events, and their lengths in ns."""
+    """Return the completed steps that have events, and their times in ns on the slowest rank."""
     steps, index = np.unique(trace.steps["step"], return_inverse=True)
     length = np.zeros(len(steps))
     np.maximum.at(length, index, trace.steps["t_end"] - trace.steps["t_start"])
@@ -143,10 +144,10 @@ def _lengths(trace):
 
 
 def boxes(chart: Timeline) -> dict[str, Any]:
-    """Return the boxes to draw as {kind: (left, right, row)}, with times in ms and rows of
-    `shown`.
+    """Return the boxes to draw, as a dict from kind to [left, right, vertical position].
 
-    A call has two boxes: its wait, and the rest.
+    Times are in ms, and positions are in rows of `chart.shown`. A call has two boxes: its wait
+    and the remaining time.
     """
     events = chart.events
     row = np.searchsorted(chart.shown, events["rank"]) + lanes(events)[0]
@@ -161,22 +162,27 @@ def boxes(chart: Timeline) -> dict[str, Any]:
 
 
 def lanes(events: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
-    """Return the vertical offset of each event from the middle of its row, and the height of a
-    lane.
+    """Return the vertical offset of each event from the middle of its row, and the lane height.
 
-    The streams of a rank share its row, which has height 1: each stream is a lane.
+    The row of a rank has height 1 and is divided into one lane per stream.
     """
     streams, lane = np.unique(events["stream"], return_inverse=True)
     return ((lane - (len(streams) - 1) / 2) / len(streams)).astype("f4"), 1 / len(streams)
 
 
 def rest(chart: Timeline) -> str:
-    """Return the legend of the background: a stream without an event may also be idle."""
+    """Return the legend text of the background.
+
+    With several streams per rank, a stream without an event may also be idle.
+    """
     return "unrecorded" if lanes(chart.events)[1] == 1 else "idle or unrecorded"
 
 
 def path(chart: Timeline) -> tuple[np.ndarray, np.ndarray]:
-    """Return the times of the critical path in ms and its rows, NaN for hidden ranks."""
+    """Return the critical path as two arrays: times in ms and timeline rows.
+
+    The row is NaN for ranks that are not shown.
+    """
     times = [time * 1e3 for each in chart.path for time in (each.start, each.end)]
     row = {rank: index for index, rank in enumerate(chart.shown)}
     rows = [row.get(each.rank, np.nan) for each in chart.path for _ in range(2)]
@@ -186,10 +192,10 @@ def path(chart: Timeline) -> tuple[np.ndarray, np.ndarray]:
 def _representatives(
     trace: Trace, calls: CallInstances, path: Sequence[PathSegment], events: np.ndarray, limit: int
 ) -> list[int]:
-    """Return the sorted ranks to show: all, or as many as have at most `limit` events together.
+    """Return the sorted ranks to show: all, or as many as fit into `limit` events in total.
 
-    `events` is the number of events of each rank. The order of preference is: the first rank,
-    the rank that others wait for longest, the first rank of each stage, the ranks on the
+    `events` is the number of events of each rank. Ranks are selected in this order: the first
+    rank, the rank that causes the longest waits, the first rank of each stage, the ranks on the
     critical path, and evenly spaced ranks.
     """
     if events.sum() <= limit:
@@ -206,7 +212,7 @@ def _representatives(
 
 
 def _times(trace, calls, step, rows):
-    """Return the times, the call instance and the awaited rank of each row."""
+    """Return the columns `start`, `until`, `end`, `posted`, `meeting` and `by` of some events."""
     start = trace.events["t_global"][rows]
     end = start + trace.events["dur"][rows]
     until, meeting, by = start.copy(), np.full(len(rows), -1), np.full(len(rows), -1)
@@ -224,22 +230,25 @@ def _times(trace, calls, step, rows):
 
 
 def _begin(trace, step):
-    """Return the first start of a step on any rank, in ns on the clock of rank 0."""
+    """Return the time at which the first rank starts a step, in ns on the clock of rank 0."""
     return _step_bounds(trace, step)[1].min()
 
 
 def _extents(trace, step, shown):
-    """Return the start and end of a step on some ranks, in ms since the first start."""
+    """Return the start and end of a step on the `shown` ranks, [ranks, 2].
+
+    Times are in ms since the first rank started the step.
+    """
     ranks, begin, end = _step_bounds(trace, step)
     index = np.searchsorted(ranks, shown)
     return (np.stack([begin, end], -1)[index] - begin.min()) * 1e-6
 
 
 def _step_bounds(trace, step):
-    """Return the ranks that have events of a step, and its start and end on each of them.
+    """Return the ranks that have events of a step, and the start and end of the step on each.
 
-    Times are in ns on the clock of rank 0, with the shift of the first event of a rank in the
-    step.
+    Times are in ns on the clock of rank 0. The clock offset of a rank is taken from its first
+    event in the step.
     """
     rows = np.flatnonzero(trace.events["step"] == step)
     ranks, first = np.unique(trace.events["rank"][rows], return_index=True)
@@ -253,7 +262,10 @@ def _step_bounds(trace, step):
 
 
 def _kinds(trace, rows):
-    """Return the index into KINDS of each row: the phase of computation, else its category."""
+    """Return the kind of each event as an index into KINDS.
+
+    The kind is the phase for computation, and the category for all other events.
+    """
     events = trace.events
     phase, category = (_kind_of_code(events.labels(key)) for key in ("phase", "category"))
     working = with_label(events, "category", ["compute"])[rows]
@@ -261,7 +273,7 @@ def _kinds(trace, rows):
 
 
 def _kind_of_code(names):
-    """Return the kind of each code of an enumeration."""
+    """Return the index into KINDS for each code of an enumerated column, [256]."""
     kinds = {"comm": "transfer", "compute": "other", "io": "host", "marker": "host"}
     number = np.full(256, _KIND_INDEX["other"])
     for code, name in names.items():

@@ -1,7 +1,7 @@
 """Tables as Markdown, LaTeX and CSV: columns, headings with units, and number formats.
 
-A CSV file contains the unformatted values in SI units under the column keys. Every cell is
-escaped, so that it is neither HTML, a macro nor a formula.
+A CSV file contains the unformatted values in SI units, with the column keys as headings. Cells are
+escaped, so that they are not interpreted as HTML, macros or formulas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class ColumnSpec(NamedTuple):
-    """Column of a table: the key of its values, its heading, and the format of a value."""
+    """Column of a table: key of its values, heading, and format function."""
 
     key: str
     heading: str
@@ -25,7 +25,7 @@ class ColumnSpec(NamedTuple):
         return self.write is str
 
     def text(self, row: dict[str, Any]) -> str:
-        """Return the formatted value of a row, or a dash if it is unknown."""
+        """Return the formatted value of this column in a row, or a dash if it is unknown."""
         value = row.get(self.key)
         return "-" if value is None else self.write(value)
 
@@ -33,8 +33,8 @@ class ColumnSpec(NamedTuple):
 class TableSpec(NamedTuple):
     """Table of a report: its file name, title and columns.
 
-    A text report shows the first `rows_shown` rows and `columns_shown` columns; 0 means all,
-    and negative `rows_shown` omits the table.
+    A text report shows the first `rows_shown` rows and `columns_shown` columns. The value 0 means
+    all of them, and a negative `rows_shown` omits the table.
     """
 
     name: str
@@ -44,11 +44,11 @@ class TableSpec(NamedTuple):
     columns_shown: int = 0
 
     def known(self, rows: Sequence[dict[str, Any]]) -> list[ColumnSpec]:
-        """Return the columns that have a value in any row."""
+        """Return the columns that have a known value in at least one row."""
         return [each for each in self.fields if any(row.get(each.key) is not None for row in rows)]
 
     def narrowed(self) -> TableSpec:
-        """Return the table with only the columns of a text report."""
+        """Return the table restricted to the columns shown in a text report."""
         return self._replace(fields=self.fields[: self.columns_shown or None])
 
 
@@ -84,7 +84,7 @@ def percent(value: float) -> str:
 
 
 def change(value: float) -> str:
-    """Format a relative difference with its sign."""
+    """Format a relative difference as a signed percentage."""
     return f"{value:+.1%}" if value else "0%"
 
 
@@ -97,7 +97,7 @@ def integer(value: int) -> str:
 
 
 def number(value: int) -> str:
-    """Format an index, such as a rank. A negative index means none."""
+    """Format an index, such as a rank, or a dash if it is negative."""
     return f"{value:d}" if value >= 0 else "-"
 
 
@@ -111,7 +111,7 @@ def ratio(value: float) -> str:
 
 
 def prefixed(value: float) -> str:
-    """Format a number with three digits and an SI prefix: 12345678 is 12.3 M."""
+    """Format a number with three significant digits and an SI prefix: 12345678 as 12.3 M."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{digits(value / size)} {prefix}"
@@ -125,7 +125,7 @@ _MARKDOWN = str.maketrans({char: rf"\{char}" for char in "\\`*[]<>|&"})
 
 
 def in_markdown(text: str) -> str:
-    """Escape a text so that Markdown shows it literally, also in a table cell."""
+    """Escape text so that Markdown renders it literally, even in a table cell."""
     return text.translate(_MARKDOWN)
 
 
@@ -136,8 +136,10 @@ def markdown(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> st
 
 
 def _column(field, values):
-    """Return heading, rule and cells of equal width: text is left-aligned, numbers are
-    right-aligned."""
+    """Return the heading, rule and cells of a column, padded to equal width.
+
+    Text is left-aligned, and numbers are right-aligned.
+    """
     cells = [field.heading, *map(in_markdown, values)]
     width = max(map(len, cells))
     if field.is_text:
@@ -170,7 +172,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def in_csv(value: Any) -> Any:
-    """Escape a text that a spreadsheet would interpret as a formula with a leading apostrophe."""
+    """Prefix text with an apostrophe if a spreadsheet would interpret it as a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 

@@ -1,4 +1,4 @@
-"""Report of about a dozen lines for a terminal."""
+"""Short report for a terminal, about a dozen lines."""
 
 from __future__ import annotations
 

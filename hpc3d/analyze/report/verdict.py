@@ -1,4 +1,4 @@
-"""Verdict of a report: composition of a step, largest cost, stragglers and prediction error."""
+"""Verdict of a report: step time breakdown, largest cost, stragglers and prediction error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORK = {
 
 
 def verdict(tables: Mapping[str, _Rows]) -> list[str]:
-    """Return the sentences of the verdict; the first one is the composition of a step.
+    """Return the sentences of the verdict. The first one is the breakdown of the step time.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def verdict(tables: Mapping[str, _Rows]) -> list[str]:
 
 
 def _means(ranks: _Rows) -> dict[str, float | None]:
-    """Return the mean over ranks of each part of a step, or None if it is unknown."""
+    """Return the mean over ranks of each component of the step time, or None if it is unknown."""
     return {
         key: None if ranks[0][key] is None else sum(row[key] for row in ranks) / len(ranks)
         for key in ("step_s", "exposed_s", *DISJOINT)
@@ -42,7 +42,7 @@ def _means(ranks: _Rows) -> dict[str, float | None]:
 
 
 def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
-    """Return the seconds in offload copies and in waits for them."""
+    """Return the seconds per step spent in offload copies and in waits for them."""
     alone = [row for row in tables["time"] if tables["copies"] and not row["axis"]]
     return {
         key: sum(row["seconds"] for row in alone if row["category"] == category)
@@ -51,7 +51,7 @@ def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
 
 
 def _composition(parts: Mapping[str, float | None]) -> str:
-    """Return the shares of computation, communication, waiting and unrecorded time in a step."""
+    """Describe the shares of computation, communication, waiting and other time in a step."""
     step = parts["step_s"]
     offload = parts["own_copies_s"] + parts["copy_wait_s"]
     calls = parts["exposed_s"] + parts["copy_s"] - offload
@@ -59,7 +59,7 @@ def _composition(parts: Mapping[str, float | None]) -> str:
     if calls > _ROUNDING * step:
         waiting = ""
         waits = (parts["wait_s"] or 0) - parts["copy_wait_s"]
-        if waits > _ROUNDING * step:  # identical ranks of a simulated step do not wait
+        if waits > _ROUNDING * step:  # in a simulated step, identical ranks do not wait
             waiting = f", {_share(waits, calls)} of it waiting for other ranks"
         clauses.append(f"{_share(calls, step)} communication{waiting}")
     if offload > _MENTIONED * step:
@@ -73,7 +73,7 @@ def _composition(parts: Mapping[str, float | None]) -> str:
 def _largest_costs(
     tables: Mapping[str, _Rows], parts: Mapping[str, float | None]
 ) -> Iterator[str]:
-    """Yield the largest cost of a step that can be reduced, and the straggler."""
+    """Yield sentences on the largest cost of a step that can be reduced and on the straggler."""
     step, costs = parts["step_s"], defaultdict(float)
     for row in tables["time"]:
         if row["category"] == "compute":
@@ -96,7 +96,7 @@ def _largest_costs(
 
 
 def _call(row: Mapping[str, Any]) -> str:
-    """Name a kind of call. A wait of a pipeline stage along p includes the bubble."""
+    """Describe the operation and axis of a call. Waits for messages along p include the bubble."""
     if row["axis"] == "p" and row["op"] in MESSAGES:
         return "messages between stages (p) and the bubble"
     return f"{row['op'].replace('_', '-')} along {row['axis']}"

@@ -1,4 +1,4 @@
-"""Report folder: report.md, report.html, tables/ and figures/."""
+"""Output of a report to a folder: report.md, report.html, tables/ and figures/."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _draw(found, folder):
 
 
 def _write_tables(report, folder):
-    """Write every table that has rows. The tables of several runs are concatenated."""
+    """Write all nonempty tables. The rows of several runs are concatenated in one table."""
     folder.mkdir(parents=True, exist_ok=True)
     for spec in over_runs([run.label for run in report.runs]):
         if rows := report.tables[spec.name]:
@@ -66,7 +66,7 @@ def _write_tables(report, folder):
 
 
 def _pictures(report):
-    """Return {file name: Picture} for the comparison and for each run."""
+    """Return dicts from file name to figure, one for the comparison and one for each run."""
     found = [{each.name: each for each in figure_list.of_runs(report.runs, report.tables)}]
     for number, run in enumerate(report.runs, 1):
         suffix = f"-{number}" if len(report.runs) > 1 else ""
