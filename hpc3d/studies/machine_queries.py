@@ -1,6 +1,7 @@
-"""Machine requests of a part of the model, recorded pass by pass.
+"""Recording of the operations in the forward and backward pass of a model chunk.
 
-Recording is useful if the same work is timed on many machines; `Clock` evaluates requests at once.
+The recorded operations can be timed on many machine models without repeating the passes. `Clock`,
+in contrast, computes the time of each operation immediately.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class Tally(CostMeter):
-    """Meter that counts requests to a machine: (method of `Machine`, its arguments) -> count."""
+    """Meter that counts operations by the `Machine` method that predicts their time.
+
+    `asked` maps (method of `Machine`, its arguments) to the number of operations.
+    """
 
     def __init__(self) -> None:
         self.asked = Counter()
@@ -50,7 +54,10 @@ class Tally(CostMeter):
 
 
 class PartWork(NamedTuple):
-    """Part of the model on one rank: its parameters, and the requests of its passes."""
+    """Work of a model chunk on one rank: number of parameters, and operations of both passes.
+
+    `forward` and `backward` are the counts of a `Tally`.
+    """
 
     parameters: int
     forward: Counter
@@ -66,9 +73,10 @@ def work_of(
     part: Any,
     recompute: str = "none",
 ) -> PartWork:
-    """Return the PartWork of a `part` (hpc3d.model.stage) on a mesh of `sizes` without p.
+    """Record the work of the model chunk `part` (hpc3d.model.stage) on one rank of a mesh.
 
-    A pass has one microbatch of `sequences`. Recomputation is part of the backward pass.
+    `sizes` is the shape of the mesh without pipeline stages. A pass processes one microbatch of
+    `sequences` sequences. Recomputation is counted in the backward pass.
     """
     tally = Tally()
     mesh = representative(Grid(sizes), AbstractPool(tally), Self())

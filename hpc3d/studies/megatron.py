@@ -1,13 +1,13 @@
-"""Predictions of published Megatron-LM steps from properties of the machine only.
+"""Predictions of published Megatron-LM step times, based only on properties of the machine.
 
 V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv:2205.05198: tables 4 and 5, figure 1. D. Narayanan et al., "Efficient Large-Scale Language
 Model Training on GPU Clusters Using Megatron-LM", SC 2021, arXiv:2104.04473: table 1.
 
-For the second paper, microbatches and chunks are those of its scripts (NVIDIA/Megatron-LM
-examples/sc21/run_table_1.sh), as are dropout, clipping and, for its smaller models, the overlap of
-gradient reduction with backward. The rows of the first paper guided which properties the machine
-model needs, but none of its numbers is fitted to a row.
+For the second paper, the microbatch size, model chunks, dropout, gradient clipping and, for the
+smaller models, the overlap of the gradient reduction with the backward pass are taken from the
+authors' scripts (NVIDIA/Megatron-LM examples/sc21/run_table_1.sh). The results of the first paper
+showed which properties the machine model needs, but no parameter of the machine is fitted to them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 SELENE = "machines/a100-selene.toml"
 _SEQUENCE, _VOCABULARY, _DROPOUT = 2048, 51200, 0.1
-_STATE = 18  # bytes per parameter: float16 values; float32 gradients, values and moments
+_STATE = 18  # bytes per parameter: float16 value; float32 gradient, master value, two moments
 _KINDS = ("parameter", "gradient", "optimizer")
 
 
 class PublishedStep(NamedTuple):
     """Published training step.
 
-    `t` is the number of tensor-parallel ranks, `p` the number of stages with `chunks` model chunks
-    each, and `micro` the number of sequences per microbatch and replica.
+    `t` is the number of tensor-parallel ranks, `p` the number of pipeline stages, `chunks` the
+    number of model chunks per stage, and `micro` the microbatch size in sequences per replica.
     """
 
     model: str
@@ -65,7 +65,8 @@ RECOMPUTATION = [
         "175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, "1d-sequence", "selective", True, 13.75
     ),
 ]
-# Its table 4, layers of the 22B model: scheme, recomputation, milliseconds of both passes.
+# arXiv:2205.05198, table 4: scheme, recomputation, and the times in ms of the forward and backward
+# pass of a layer of the 22B model.
 LAYERS = [
     ("1d", "none", 7.7, 11.9),
     ("1d-sequence", "none", 7.2, 11.8),
@@ -73,17 +74,17 @@ LAYERS = [
     ("1d", "selective", 7.7, 13.2),
     ("1d-sequence", "selective", 7.2, 13.1),
 ]
-# Its figure 1, from calculon-ai/calculon: GiB of parameters and optimizer states per rank, which
-# are _STATE bytes for each of 12 L h^2 / (t p) parameters. Token and position tables, biases and
-# norms are left out.
+# arXiv:2205.05198, figure 1 (data from calculon-ai/calculon): model, L, h, a, p, and memory of
+# parameters and optimizer states in GiB per rank. It is _STATE bytes for each of
+# 12 L h^2 / (t p) parameters, without embedding tables, biases and norms.
 STATES = [
     ("22B", 48, 6144, 64, 1, 45.5625),
     ("175B", 96, 12288, 96, 8, 45.5625),
     ("530B", 105, 20480, 128, 35, 31.640625),
     ("1T", 128, 25600, 160, 64, 32.958984375),
 ]
-# arXiv:2104.04473, table 1: model, L, h, a, t, p, ranks, batch; from the scripts: sequences per
-# microbatch, chunks; and 1e12 FLOP/s per rank.
+# arXiv:2104.04473, table 1: model, L, h, a, t, p, ranks, batch size, microbatch size, chunks, and
+# 1e12 FLOP/s per rank. The microbatch size and chunks are from the authors' scripts.
 WEAK_SCALING = [
     ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
     ("3.6B", 30, 3072, 32, 2, 1, 64, 512, 16, 1, 138),
@@ -96,9 +97,9 @@ WEAK_SCALING = [
     ("529.6B", 105, 20480, 128, 8, 35, 2520, 2520, 1, 3, 163),
     ("1008B", 128, 25600, 160, 8, 64, 3072, 3072, 1, 1, 163),
 ]
-# Rows of WEAK_SCALING with other microbatches or chunks.
+# Changes to rows of WEAK_SCALING: another microbatch size or number of chunks.
 OTHERWISE = [("39.1B", {"micro": 1}), ("39.1B", {"chunks": 2}), ("145.6B", {"chunks": 1})]
-_LATER = 258.74e12  # FLOP/s: best rate of later software (see [gemm.float16] of the machine)
+_LATER = 258.74e12  # FLOP/s: best GEMM rate of newer software ([gemm.float16] of the machine)
 
 ASSUMED = """\
 Assumptions for both tables: dropout 0.1, AdamW, float16 with float32 gradients. Gathered blocks
@@ -109,9 +110,9 @@ here. It also splits the messages between stages into t parts, which are sent in
 
 
 def weak(row: tuple) -> PublishedStep:
-    """Return the PublishedStep of a row of WEAK_SCALING.
+    """Convert a row of WEAK_SCALING to a published step.
 
-    Equation 3 of the paper converts its FLOP/s to seconds.
+    The published FLOP/s are converted to seconds with equation 3 of arXiv:2104.04473.
     """
     model, layers, hidden, heads, t, p, ranks, batch, micro, chunks, rate = row
     flop = 96 * batch * _SEQUENCE * layers * hidden**2
@@ -121,7 +122,7 @@ def weak(row: tuple) -> PublishedStep:
 
 
 def config_of(row: PublishedStep) -> Config:
-    """Return the resolved Config of a PublishedStep."""
+    """Return the resolved configuration of a published step."""
     replicas = row.ranks // (row.t * row.p)
     parallel = ParallelConfig(
         scheme=row.scheme,
@@ -142,10 +143,10 @@ def config_of(row: PublishedStep) -> Config:
 
 
 def rows(published: Iterable[PublishedStep], machine: Machine) -> list[dict[str, Any]]:
-    """Return the prediction of each step in `published` as a dict.
+    """Return one dict per published step with its prediction.
 
-    It has the model, published and predicted seconds, error, bubble, and fraction of
-    communication.
+    The keys are the model, recomputation, number of ranks, published and predicted step time,
+    relative error, bubble, and fraction of communication.
     """
     return [predicted(row, machine) for row in published]
 
@@ -166,13 +167,13 @@ def predicted(row: PublishedStep, machine: Machine) -> dict[str, Any]:
 
 
 def errors(found: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the mean and largest absolute error of rows."""
+    """Return the mean and maximum of the absolute relative errors of predictions."""
     sizes = [abs(row["error"]) for row in found]
     return {"mean": sum(sizes) / len(sizes), "worst": max(sizes)}
 
 
 def layers(machine: Machine) -> list[dict[str, Any]]:
-    """Return predictions of LAYERS: milliseconds of a layer's forward and backward pass."""
+    """Predict the times in ms of a layer's forward and backward pass for the cases in LAYERS."""
     found = []
     for scheme, recompute, *published in LAYERS:
         row = RECOMPUTATION[0]._replace(layers=2, scheme=scheme, recompute=recompute)
@@ -183,7 +184,10 @@ def layers(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _passes(row: PublishedStep, machine: Machine) -> list[float]:
-    """Return the milliseconds of a layer's forward and backward pass, with recomputation."""
+    """Return the times in ms of a layer's forward and backward pass.
+
+    The backward pass includes recomputation.
+    """
     (run,) = simulate(config_of(row), _VOCABULARY, machine)
     inside = run.rows[run.rows["layer"] >= 0]
     forward = inside["phase"] == PHASE.index("forward")
@@ -191,10 +195,10 @@ def _passes(row: PublishedStep, machine: Machine) -> list[float]:
 
 
 def states() -> list[dict[str, Any]]:
-    """Return predictions of STATES for a rank of the first stage.
+    """Predict the parameter and optimizer memory of STATES on a rank of the first stage.
 
-    The result has sizes with and without the tables that the published figures leave out. One
-    microbatch suffices, and chunks do not change the sizes.
+    The sizes are given with and without the embedding tables, which the published figures exclude.
+    They depend neither on the number of microbatches nor on the number of model chunks.
     """
     found = []
     for model, count, hidden, heads, p, published in STATES:
@@ -216,7 +220,11 @@ def states() -> list[dict[str, Any]]:
 
 
 def facts(machine: Machine) -> dict[str, list[float]]:
-    """Return the errors of the two 22B steps without each property of the machine."""
+    """Return the errors of the two 22B steps if single properties of the machine are changed.
+
+    The result is a dict from the change, mostly the kernel rate that is removed, to the relative
+    errors with full and with selective recomputation.
+    """
     changed = {"with all": machine, f"products at {_LATER:.5g}": _with_later_products(machine)}
     for name in machine.kernels:
         rates = {other: rate for other, rate in machine.kernels.items() if other != name}
@@ -227,14 +235,14 @@ def facts(machine: Machine) -> dict[str, list[float]]:
 
 
 def _with_later_products(machine: Machine) -> Machine:
-    """Return the machine with _LATER as its last float16 rate."""
+    """Return the machine with its last float16 GEMM rate replaced by _LATER."""
     rates = machine.gemm["float16"]
     rates = replace(rates, rate=(*rates.rate[:-1], _LATER))
     return replace(machine, gemm=machine.gemm | {"float16": rates})
 
 
 def otherwise(machine: Machine) -> list[dict[str, Any]]:
-    """Return predictions of the rows of OTHERWISE."""
+    """Predict the steps of WEAK_SCALING with the changes in OTHERWISE."""
     by_name = {values[0]: weak(values) for values in WEAK_SCALING}
     changed = [(by_name[model]._replace(**change), change) for model, change in OTHERWISE]
     return [predicted(row, machine) | {"change": change} for row, change in changed]

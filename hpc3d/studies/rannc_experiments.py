@@ -1,9 +1,9 @@
 """Predictions of RaNNC's two experiments: enlarged BERT on 32 devices, ResNet on 8 and 32.
 
 M. Tanaka et al., "Automatic Graph Partitioning for Very Large-scale Deep Learning",
-arXiv:2103.16063: RaNNC trained models five times larger than Megatron-LM could, was about as fast
-on the same models, and was faster than GPipe in all settings. Its README has two of its plans
-(tests/partition/baselines/test_rannc_plan.py).
+arXiv:2103.16063, claim that RaNNC trains models five times larger than Megatron-LM, is about as
+fast on the same models, and is faster than GPipe in all settings. RaNNC's README shows two plans,
+which are reproduced in tests/partition/baselines/test_rannc_plan.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
 _V100 = "machines/v100-8x4.toml"
-_MARGIN = 0.1  # fraction of the memory that RaNNC leaves free
-_NONE = {"fits": False}  # row of a planner that was not run
+_MARGIN = 0.1  # fraction of device memory that RaNNC leaves free
+_NONE = {"fits": False}  # default row if a planner was not run
 _TIMES_LARGER, _CLOSE = 5.0, 0.1
 
 _ASSUMED = """\
@@ -74,10 +74,10 @@ _OF_RESNET: tuple[_Planner, ...] = (rannc, contenders.gpipe, contenders.torchgpi
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return both experiments, and which claims of the paper hold.
+    """Print and return the results of both experiments and the verdict on each claim of the paper.
 
-    The machine is `options.machine`, by default 32 V100. `options.quick` selects some of the
-    models.
+    `options.machine` is the machine file, by default of 32 V100. If `options.quick` is true, only
+    some of the models are included.
     """
     machine = load(options.machine or shipped(_V100))
     settings = _QUICK if options.quick else {"bert": _BERT, "resnet": _RESNET}
@@ -90,7 +90,7 @@ def main(options: Namespace) -> dict[str, Any]:
 
 
 def _table(machine, settings, planners) -> Iterator[dict[str, Any]]:
-    """Yield the points, printing each one when it is finished."""
+    """Yield the plans for each setting, and print a table row as soon as they are computed."""
     known, head = {}, True
     for setting in settings:
         if setting.model not in known:
@@ -105,7 +105,7 @@ def _table(machine, settings, planners) -> Iterator[dict[str, Any]]:
 
 
 def _loaded(model):
-    """Return the operations of a model, and its parameters in 10^9."""
+    """Return the captured operations of a model, and its number of parameters in 10^9."""
     module, inputs = made(model)
     count = sum(each.numel() for each in module.parameters())
     return Operations(capture(module, inputs)), count / 1e9
@@ -118,7 +118,10 @@ def point(
     billions: float,
     planners: Sequence[_Planner],
 ) -> dict[str, Any]:
-    """Return the plans of a model in a setting by name: ours and those of `planners`."""
+    """Return a setting with the plans of hpc3d and of each planner in `planners`.
+
+    The value of key "rows" is a dict from planner name to its plan.
+    """
     memory = (1 - _MARGIN) * machine.memory_gb * 1e9
     task = Task.of(operations, machine, setting.batch, setting.ranks, memory)
     found = [ours(operations.captured, task), *(planner(task) for planner in planners)]
@@ -132,13 +135,16 @@ def _line(found):
 
 
 def _short(model):
-    """Return MODULE:FACTORY without the packages of the module."""
+    """Return MODULE:FACTORY of a model without the package names."""
     module, _, factory = model.partition(":")
     return f"{module.rpartition('.')[2]}:{factory}"
 
 
 def _rate(row):
-    """Format samples per second, stages x replicas (x ranks of each) and microbatches."""
+    """Format the samples per second and layout of a plan, or "-" if it does not fit in memory.
+
+    The layout is stages x replicas (x ranks per replica) and the number of microbatches.
+    """
     if not row["fits"]:
         return "-"
     counts = {*row["replicas"]}
@@ -149,7 +155,7 @@ def _rate(row):
 
 
 def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]]) -> dict:
-    """Return the paper's claims, each with a line that says if it holds for these points."""
+    """Return a dict from each claim to a line that states whether it holds for these settings."""
     gpipe = ("GPipe hybrid", "GPipe, even layers", "GPipe, by time")
     lines = {
         "five times larger": _larger(bert, "Megatron-LM"),
@@ -163,9 +169,9 @@ def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]
 
 
 def _larger(points, other):
-    """Format the ratio of the largest model of RaNNC to the largest of another planner.
+    """Format the ratio of the largest model that RaNNC can train to another planner's largest.
 
-    If RaNNC trains the largest model of all, the ratio is a lower bound.
+    The ratio is a lower bound if RaNNC can train all of the models.
     """
     ours, theirs = (
         max((each["billions"] for each in points if each["rows"][name]["fits"]), default=0.0)
@@ -184,7 +190,7 @@ def _larger(points, other):
 
 
 def _comparable(points, other):
-    """Format the ratio of RaNNC's samples/s to another planner's on models that both train."""
+    """Format the ratio of RaNNC's samples/s to another planner's, if both can train the model."""
     ratios = [ratio for _, ratio in _ratios(points, "RaNNC", (other,))]
     if not ratios:
         return f'"comparable on the same models" to {other}: no model is trained by both'
@@ -196,7 +202,7 @@ def _comparable(points, other):
 
 
 def _better(points, name, others):
-    """Format if a planner always has more samples/s than others, and where it has less."""
+    """Format whether a planner is always faster than `others`, and where it is slower."""
     ratios = dict(_ratios(points, name, others))
     worse = [where for where, ratio in ratios.items() if ratio < 1]
     best = "GPipe" if name == "RaNNC" else "all others"
@@ -207,7 +213,10 @@ def _better(points, name, others):
 
 
 def _ratios(points, name, others) -> Iterator[tuple[str, float]]:
-    """Yield (model, samples/s relative to the best other) for each point that both train."""
+    """Yield (setting, ratio of samples/s to the fastest of `others`).
+
+    Settings in which the planner `name` or all others cannot train the model are skipped.
+    """
     for each in points:
         rows = each["rows"]
         rates = [rows[other]["samples_s"] for other in others if rows.get(other, _NONE)["fits"]]

@@ -1,4 +1,4 @@
-"""Entry points of reproductions: findings, published steps, 3-D speed-ups, vTrain, RaNNC."""
+"""Entry points of the reproductions: findings, published steps, 3-D speed-ups, vTrain, RaNNC."""
 
 from __future__ import annotations
 

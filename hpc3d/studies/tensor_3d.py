@@ -1,8 +1,8 @@
-"""Predictions of the speed-ups in the 3-D paper.
+"""Predictions of the published speed-ups of 3-D tensor parallelism.
 
 Z. Bian, Q. Xu, B. Wang, Y. You, "Maximizing Parallelism in Distributed Training for Huge Neural
-Networks", arXiv:2105.14450: on 64 V100, the 3-D scheme is 2.32 times as fast as 1-D and 1.57 times
-as fast as 2-D in the average step time, (forward + backward) / batch.
+Networks", arXiv:2105.14450, report that on 64 V100, 3-D is 2.32 times as fast as 1-D and 1.57
+times as fast as 2-D. The metric is the average step time, (forward + backward) / batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 V100 = "machines/v100-4x16.toml"
-PAPER = {"1d": 2.32, "2d-summa": 1.57}  # step time of a scheme relative to 3-D
+PAPER = {"1d": 2.32, "2d-summa": 1.57}  # published step time relative to 3-D
 CLOSE = 0.10
 RANKS = 64
 _GRIDS = {"1d": (64, 1, 1), "2d-summa": (8, 8, 1), "3d": (4, 4, 4)}
 _DTYPES = ("float32", "float16")
 _HIDDEN = (2048, 4096, 6144, 8192, 12288, 16384)
 _BATCH = (64, 128, 192, 256, 512)
-# 1-D on 64 ranks requires a multiple of 64 heads.
+# 1-D on 64 ranks requires that the number of heads is a multiple of 64.
 _BLOCKS = {"layers": 2, "heads": RANKS, "vocabulary": RANKS}
 
 _UNTOLD = """\
@@ -47,7 +47,7 @@ all schemes, both speed-ups agree only if 1-D has such a GPU."""
 
 
 class _Spent(NamedTuple):
-    """Seconds of forward and backward of a layout, and peak bytes of a rank."""
+    """Forward plus backward time of a layout in seconds, and peak memory per rank in bytes."""
 
     seconds: float
     peak: int
@@ -61,7 +61,7 @@ def _model_of(
     keep: bool = False,
     recompute: str = "none",
 ) -> Config:
-    """Return the Config of a point without its scheme and mesh."""
+    """Return the configuration for a batch and hidden size, with default scheme and mesh."""
     return Config(
         parallel=ParallelConfig(keep_gathered=keep, recompute=recompute),
         model=ModelConfig(hidden=hidden, sequence=sequence, **_BLOCKS),
@@ -70,9 +70,9 @@ def _model_of(
 
 
 def _spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...]) -> _Spent:
-    """Return the _Spent of a scheme on a grid (x, y, z) of ranks.
+    """Predict the time and memory of a scheme on a grid (x, y, z) of ranks.
 
-    Raises ValueError if the sizes do not divide.
+    Raises ValueError if the model sizes are not divisible by the grid.
     """
     mesh = MeshConfig(**dict(zip("xyz", grid, strict=True)))
     config = replace(config, mesh=mesh, parallel=replace(config.parallel, scheme=scheme))
@@ -82,10 +82,10 @@ def _spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...])
 
 
 def point(machine: Machine, batch: int, hidden: int, dtype: str, **how: Any) -> dict[str, Any]:
-    """Return the results of the three schemes for a batch and hidden size.
+    """Compare the three schemes for a batch and hidden size.
 
-    These are the milliseconds per sequence, the speed-ups of 3-D over the others, and which
-    schemes fit in memory.
+    The result has, for each scheme, the time per sequence in ms, whether it fits in memory, and
+    the speed-up of 3-D over it.
     """
     config = _model_of(batch, hidden, dtype, **how)
     each = {scheme: _spent(machine, config, scheme, grid) for scheme, grid in _GRIDS.items()}
@@ -106,12 +106,12 @@ def rows(
     batch: Sequence[int] = _BATCH,
     **how: Any,
 ) -> list[dict[str, Any]]:
-    """Return the points of a sweep, by hidden size and then by batch."""
+    """Return the results of `point` for each hidden size and batch, ordered by hidden size."""
     return [point(machine, b, h, dtype, **how) for h, b in product(hidden, batch)]
 
 
 def _close(scheme: str, speedup: float) -> bool:
-    """Return True if a speed-up over a scheme is within CLOSE of the paper's."""
+    """Return True if a speed-up over `scheme` is within CLOSE of the published speed-up."""
     return abs(speedup / PAPER[scheme] - 1) <= CLOSE
 
 
@@ -120,10 +120,10 @@ def reproduces(row: dict[str, Any]) -> bool:
 
 
 def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return the points that reproduce the speed-ups if every scheme has its own batch.
+    """Return the sizes that reproduce the speed-ups if each scheme has a separate batch size.
 
-    A point is (hidden, batch of 2-D, batch of 3-D) and fits in memory. For 1-D, the time per
-    sequence is the same for any batch, however small.
+    Each result is (hidden size, batch of 2-D, batch of 3-D), and both layouts fit in memory. The
+    batch of 1-D is arbitrary, because its time per sequence does not depend on the batch.
     """
     pairs = [
         (flat, cube)
@@ -139,9 +139,10 @@ def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
 
 
 def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the fastest cuboid for the sizes of a point.
+    """Return the fastest 3-D grid for the batch and hidden size of a result of `point`.
 
-    The result has the grid, the milliseconds per sequence, and the speed-up over the cube.
+    The keys are the grid (x, y, z), the time per sequence in ms, and the speed-up over the cubic
+    grid.
     """
     timed, config = {}, _model_of(row["batch"], row["hidden"], row["dtype"])
     for grid in cuboids():
@@ -155,13 +156,13 @@ def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def cuboids() -> list[tuple[int, int, int]]:
-    """Return all grids of RANKS ranks."""
+    """Return all grids (x, y, z) with x y z = RANKS."""
     sizes = [n for n in range(1, RANKS + 1) if RANKS % n == 0]
     return [(x, y, RANKS // (x * y)) for x, y in product(sizes, sizes) if RANKS % (x * y) == 0]
 
 
 def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
-    """Return alternatives to the assumptions: label -> (machine, options)."""
+    """Return alternative assumptions, as a dict from label to (machine, options of `rows`)."""
     inside, outside = machine.links
     ports = inside, replace(outside, node_bandwidth=2 * outside.bandwidth)
     return {
@@ -173,7 +174,7 @@ def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the sweep on the machine of file `options.machine` (None: 64 V100)."""
+    """Print and return the sweeps for the machine file `options.machine` (None: 64 V100)."""
     machine = load(options.machine or shipped(V100))
     found = {dtype: _sweep(machine, dtype) for dtype in _DTYPES}
     found["variants"] = [
@@ -199,7 +200,7 @@ def _sweep(machine: Machine, dtype: str) -> dict[str, Any]:
 
 
 def _vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return and print where a sweep with other assumptions reproduces the speed-ups."""
+    """Print and return the sizes that reproduce both speed-ups under alternative assumptions."""
     found = rows(machine, dtype, **options)
     both = [(row["hidden"], row["batch"]) for row in found if reproduces(row)]
     print(f"   {dtype}, {label}: both within 10 % at (hidden, batch) {both or 'none'}")
@@ -207,7 +208,7 @@ def _vary(label: str, dtype: str, machine: Machine, options: Mapping[str, Any]) 
 
 
 def _print_table(found: Sequence[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
-    """Print a table of cells by hidden size and batch."""
+    """Print a table with one row per hidden size and one column per batch size."""
     batches = sorted({row["batch"] for row in found})
     print(" " * 10 + "".join(f"{f'batch {batch}':>15s}" for batch in batches))
     for hidden in sorted({row["hidden"] for row in found}):

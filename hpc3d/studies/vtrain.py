@@ -1,13 +1,14 @@
-"""Predictions of GPT-2 steps on A100 published by vTrain, from a machine fitted to a few of them.
+"""Predictions of vTrain's published GPT-2 step times on A100, with a machine fitted to a few rows.
 
-J. Bang et al., "vTrain", MICRO 2024, arXiv:2312.12391; the rows are in inputs/published. Each row
-is a step in float16 with tensor (scheme 1d), data and pipeline parallelism (1F1B), on 2 to 8 GPUs
-of one node or on 64 to 512 GPUs of many nodes.
+J. Bang et al., "vTrain", MICRO 2024, arXiv:2312.12391; the data are in inputs/published. Each row
+is a training step in float16 with tensor (scheme 1d), data and pipeline parallelism (1F1B), on 2
+to 8 GPUs of one node or on 64 to 512 GPUs of several nodes.
 
-The rows of many nodes are measured. Those of one node are called measured, but are composed by
-vTrain's rules from kernels of a layer, the embedding and the head, profiled on an A100 once for
-each `Profile`, and from measured tables of all-reduces. Steps that differ only in their layers are
-on a straight line to the nanosecond, unlike any measurement (hpc3d.studies.vtrain_report.bends).
+The multi-node rows are measured. The single-node rows are also published as measurements, but are
+composed by vTrain's rules from measured all-reduce tables and from kernel times of a layer, the
+embedding and the head, profiled on an A100 once for each `Profile`. Step times of otherwise
+identical configurations are linear in the number of layers to the nanosecond, unlike any
+measurement (hpc3d.studies.vtrain_report.bends).
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ if TYPE_CHECKING:
 COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
 _DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
-_FIELDS = range(-len(ROW), 0)  # the last columns of the file
-EVERY = 10  # the first of every 10 published rows is used for the calibration
+_FIELDS = range(-len(ROW), 0)  # columns of ROW are the last ones of the file
+EVERY = 10  # the first of every 10 published rows is used for calibration
 _VOCABULARY = 50257
 PARTS = {"embedding": FIRST, "block": LAYER, "head": LAST}
 _ATTENTION = ("attend", "attend_again", "attend_grad")
-_VALUE = 2  # bytes
-_UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE  # read and write value and Adam's moments; read gradient
-# Relative standard deviations: of a step from the model, and between profiles.
+_VALUE = 2  # bytes of a float16 value
+# Bytes of an update: read and write the value and Adam's two moments, read the gradient.
+_UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE
+# Relative standard deviations: of step times from the model, and of the factors of profiles.
 _NOISE, SPREAD = 0.02, 0.1
-# Fitted values: start, lower bound, upper bound.
+# Fitted values: initial value, lower bound, upper bound.
 FREE = {
     "launch_s": (20e-6, 1e-6, 1e-3),
     "attention": (5e11, 1e10, 2.039e12),
@@ -57,12 +59,12 @@ FREE = {
 
 
 def read(path: Path | str) -> np.ndarray:
-    """Return the rows of a .csv or .csv.gz file in vTrain's columns as ROW.
+    """Read training steps from a .csv or .csv.gz file with vTrain's columns, as an array of ROW.
 
-    Raises ValueError, with the row and the fix, if a row cannot be a training step.
+    Raises ValueError with the row number and a remedy if a row is not a valid training step.
     """
     try:
-        with warnings.catch_warnings(action="error", category=UserWarning):  # of an empty file
+        with warnings.catch_warnings(action="error", category=UserWarning):  # if file is empty
             how = {
                 "comments": None,
                 "delimiter": ",",
@@ -70,7 +72,7 @@ def read(path: Path | str) -> np.ndarray:
                 "usecols": _FIELDS,
                 "ndmin": 1,
             }
-            Path(path).stat()  # its errors have the system's reason
+            Path(path).stat()  # its errors contain the reason from the operating system
             rows = np.loadtxt(path, ROW, **how)
     except OSError as error:
         raise ValueError(f"{path}: {reason_of(error)}; use a CSV file of training steps") from None
@@ -86,7 +88,7 @@ def read(path: Path | str) -> np.ndarray:
 
 
 def _impossible(row: Mapping[str, float]) -> str | None:
-    """Return the reason if a row cannot be a training step, otherwise None."""
+    """Return the reason why a row is not a valid training step, or None if it is valid."""
     for name, value in row.items():
         if not 0 < value < inf:
             return f"{name} = {value}: must be positive"
@@ -99,17 +101,18 @@ def _impossible(row: Mapping[str, float]) -> str | None:
 
 
 class Published(NamedTuple):
-    """Common properties of the steps of a file.
+    """Common properties of the steps in a file.
 
-    `recompute` is as in the input file. With Megatron-LM, a rank's shard of the vocabulary is a
-    multiple of `pad`. With vTrain, `pad` is 0 and the remainder of the vocabulary is cut off.
+    `recompute` is the value of parallel.recompute. If `pad` is positive, the vocabulary is padded
+    so that the shard of each rank is a multiple of `pad`, as in Megatron-LM. If it is 0, the
+    vocabulary is rounded down to a multiple of the number of ranks, as in vTrain.
     """
 
     recompute: str
     pad: int
 
     def vocabulary(self, t: int) -> int:
-        """Return the total vocabulary of t ranks."""
+        """Return the padded or truncated vocabulary size on t tensor-parallel ranks."""
         return (
             -(-_VOCABULARY // (self.pad * t)) * self.pad * t if self.pad else _VOCABULARY // t * t
         )
@@ -121,7 +124,7 @@ MEASURED = Published(recompute="full", pad=128)
 
 
 class Profile(NamedTuple):
-    """Sizes on which the kernels of a rank depend."""
+    """Sizes that determine the kernels of a rank."""
 
     hidden: int
     heads: int
@@ -130,9 +133,9 @@ class Profile(NamedTuple):
     micro: int
 
     def work(self, published: Published) -> dict[str, PartWork]:
-        """Return the PartWork of each part of the model on one of t ranks.
+        """Return the work of the embedding, a block and the head on one of t ranks.
 
-        Dropout is left out, because the fitted values cover it.
+        Dropout is not modeled, because its cost is included in the fitted values.
         """
         vocabulary = published.vocabulary(self.t)
         model = ModelSizes(1, self.hidden, self.heads, self.sequence, vocabulary)
@@ -153,8 +156,9 @@ class Profile(NamedTuple):
 class ProfileFactors(NamedTuple):
     """Fitted machine with correction factors.
 
-    `odd` is the slowdown of products with an odd side. `factors` has, by profile, the time of the
-    layers' kernels relative to the machine, 1 for profiles without rows.
+    `odd` is the slowdown of matrix products with an odd dimension. `factors` is a dict from
+    profile to the ratio of the layers' kernel times to the machine's prediction. Missing profiles
+    have factor 1.
     """
 
     machine: Machine
@@ -162,10 +166,11 @@ class ProfileFactors(NamedTuple):
     factors: dict
 
     def seconds(self, asked: Counter) -> list[float]:
-        """Return the seconds [computation, calls] of a pass, from its tally.
+        """Return the predicted seconds of a pass, [computation, communication].
 
-        Rows of odd length do not begin at multiples of 16 bytes, which tensor cores need (NVIDIA,
-        "Matrix Multiplication Background User's Guide").
+        `asked` contains the operations of the pass. Products with odd dimensions are slower,
+        because tensor cores require rows aligned to 16 bytes (NVIDIA, "Matrix Multiplication
+        Background User's Guide").
         """
         spent = [0.0, 0.0]
         for (method, arguments), count in asked.items():
@@ -175,7 +180,7 @@ class ProfileFactors(NamedTuple):
         return spent
 
     def answer(self, method: str, arguments: tuple) -> float:
-        """Return the machine's seconds for a request of a `Tally`."""
+        """Return the predicted seconds of an operation recorded by a `Tally`."""
         match method, arguments:
             case "product", (m, n, k, dtype, batch):
                 return self.machine.product(m, n, k, dtype, batch)
@@ -186,7 +191,10 @@ class ProfileFactors(NamedTuple):
 
 
 class Steps:
-    """Rows of ROW with the recorded work of their ranks; the mesh order is p, d, t."""
+    """Training steps (an array of ROW) with the recorded work of their ranks.
+
+    Ranks are numbered along t first, then d, then p.
+    """
 
     def __init__(self, rows: np.ndarray, published: Published = COMPOSED) -> None:
         self.rows, self.micros = rows, rows["batch"] // (rows["d"] * rows["micro"])
@@ -200,19 +208,20 @@ class Steps:
         return self.total(self.passes(calibration), np.array(factors)[self.profile], calibration)
 
     def split(self, calibration: ProfileFactors) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of each step without the layers' kernels, and the seconds these add.
+        """Split the time of each step into the time without and the time of the layers' kernels.
 
-        A step is linear in them: its stages are identical except for the slowest one, with the
-        head.
+        Both are in seconds, [steps]. The step time is linear in the kernel times, because all
+        stages are identical except for the one with the head, which is the slowest.
         """
         passes = self.passes(calibration)
         fixed = self.total(passes, 0.0, calibration)
         return fixed, self.total(passes, 1.0, calibration) - fixed
 
     def passes(self, calibration: ProfileFactors) -> dict[str, np.ndarray]:
-        """Return the seconds of the passes of each part of the model.
+        """Return the times in seconds of the passes through the embedding, a block and the head.
 
-        The shape of a part is [computation or calls][forward or backward, step].
+        The result is a dict from name to an array [computation or communication, forward or
+        backward, step].
         """
         found = {}
         for name in PARTS:
@@ -222,7 +231,7 @@ class Steps:
         return found
 
     def total(self, passes: Any, factors: Any, calibration: ProfileFactors) -> np.ndarray:
-        """Return the seconds of each step with the layers' computation scaled by `factors`."""
+        """Return the step times in seconds with the layers' computation scaled by `factors`."""
         computation, calls = passes["block"]
         layers = (computation * factors + calls) * self.rows["layers"] / self.rows["p"]
         first, last = sum(passes["embedding"]), sum(passes["head"])
@@ -242,15 +251,15 @@ class Steps:
         return np.array([function(row, self.work[profile], machine) for row, profile in rows])
 
     def message(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
-        """Return the seconds of an activation or its gradient in flight to the next stage."""
+        """Return the time in seconds to send an activation or its gradient to the next stage."""
         nbytes = _VALUE * float(row["micro"] * row["sequence"] * row["hidden"])
         there = int(row["t"] * row["d"])
         return machine.call("send", nbytes, (0, there)) if row["p"] > 1 else 0.0
 
     def _end_of_step(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
-        """Return the seconds of the gradient all-reduce and of Adam on the first stage.
+        """Return the time in seconds of the gradient all-reduce and the Adam update.
 
-        The first stage has the most parameters.
+        It is computed for the first stage, which has the most parameters.
         """
         t, d = int(row["t"]), int(row["d"])
         layers = int(row["layers"] // row["p"])
@@ -261,9 +270,10 @@ class Steps:
 
 
 def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
-    """Return the seconds of many 1F1B steps at once.
+    """Return the times in seconds of many 1F1B steps with the same number of microbatches.
 
-    Shapes are passes[stage, forward or backward, step] and message[step].
+    Parameters and result are arrays of seconds: passes[stage, forward or backward, step],
+    message[step], and result[step].
     """
     schedule, placement = instruction_streams("1f1b", len(passes), micros)
     rows = timeline(schedule, placement, Cost(1, 1, 1))
@@ -279,11 +289,11 @@ def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
 
 
 def calibrate(rows: np.ndarray, base: Machine, profiles: bool = True) -> ProfileFactors:
-    """Fit ProfileFactors to `rows`, starting from a machine with published properties.
+    """Fit a machine to the step times in `rows`, starting from the published properties in `base`.
 
-    The fit has the values of FREE and, with `profiles`, a factor for each profile. It is a
-    least-squares fit of the logarithms of the steps, with a Gaussian prior of width SPREAD on the
-    factors.
+    The free parameters are those in FREE and, if `profiles` is true, one factor per profile. The
+    fit minimizes the squared errors of the logarithms of the step times, with a Gaussian prior of
+    width SPREAD on the factors.
     """
     need("a calibration by rows", "scipy")
     from scipy.optimize import least_squares
@@ -310,13 +320,13 @@ def calibrate(rows: np.ndarray, base: Machine, profiles: bool = True) -> Profile
 def _changes(
     profile: np.ndarray, fixed: np.ndarray, layers: np.ndarray, measured: np.ndarray, doubt: float
 ) -> np.ndarray:
-    """Return the relative change of the layers of each profile, by ridge regression."""
+    """Fit the relative change of the layers' kernel times for each profile by ridge regression."""
     share, missing = layers / measured, 1 - (fixed + layers) / measured
     return np.bincount(profile, share * missing) / (np.bincount(profile, share**2) + doubt)
 
 
 def with_values(base: Machine, values: Iterable[float]) -> tuple[Machine, float]:
-    """Return the machine with values of FREE, and the value of `odd`."""
+    """Return the machine with the given values of FREE, and the value of `odd`."""
     launch, attention, odd = map(float, values)
     kernels = base.kernels | dict.fromkeys(_ATTENTION, attention)
     return replace(base, launch_s=launch, kernels=kernels), odd

@@ -1,4 +1,4 @@
-"""Report on predictions of vTrain's published steps, and on layouts chosen by prediction."""
+"""Report on predictions of vTrain's published step times, and on layouts chosen by prediction."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 _MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]
 _LAYOUT = ["t", "d", "p", "micro"]
 _SHORT = ["ranks", "hidden", "layers", "batch"]
-_CLOSE = 0.03  # relative tolerance to the best layout's time
+_CLOSE = 0.03  # tolerance relative to the step time of the best layout
 
 
 class Choice(NamedTuple):
-    """Predicted and actual fastest layout of one model on one number of GPUs.
+    """Predicted and actual fastest layout of a model on a given number of GPUs.
 
-    `chosen` and `best` are row indices among `among` layouts. `loss` is the relative slowdown of
-    the chosen one.
+    `chosen` and `best` are the row indices of these layouts. `among` is the number of layouts.
+    `loss` is the slowdown of the chosen layout relative to the best one.
     """
 
     chosen: int
@@ -34,7 +34,11 @@ class Choice(NamedTuple):
 
 
 def choices(rows: np.ndarray, seconds: np.ndarray) -> Iterator[Choice]:
-    """Yield the Choice for every model, number of ranks and batch, from predicted `seconds`."""
+    """Yield the layout with the shortest predicted time and the best layout of each model.
+
+    Each combination of model, number of ranks and batch size is treated separately. `seconds` are
+    the predicted step times of `rows`.
+    """
     models, model = np.unique(rows[_MODEL], return_inverse=True)
     for number in range(len(models)):
         here = np.flatnonzero(model == number)
@@ -44,10 +48,11 @@ def choices(rows: np.ndarray, seconds: np.ndarray) -> Iterator[Choice]:
 
 
 def bends(rows: np.ndarray) -> float:
-    """Return the largest deviation from a line of steps that differ only in their layers [ms].
+    """Return the largest second difference of the step time by number of layers, in ms.
 
-    The layers have equal increments. Only rows with d = 1 are used, because gradient reductions
-    have their own steps.
+    It is computed for series of rows that differ only in the number of layers, which increases by
+    equal amounts. Only rows with d = 1 are used, because the time of gradient reductions is not
+    linear in the number of layers.
     """
     alone = rows[rows["d"] == 1]
     alone = alone[np.argsort(alone["layers"], kind="stable")]
@@ -58,17 +63,17 @@ def bends(rows: np.ndarray) -> float:
 
 
 def _spread(errors: np.ndarray) -> dict[str, float]:
-    """Return the mean, median, 90th percentile and maximum of absolute errors."""
+    """Return the mean, median, 90th percentile and maximum of the absolute values of errors."""
     size = abs(errors)
     values = size.mean(), np.median(size), np.quantile(size, 0.9), size.max()
     return dict(zip(("mean", "median", "p90", "max"), map(float, values), strict=True))
 
 
 def report(composed: Path | str, measured: Path | str, machine: Path | str) -> dict[str, Any]:
-    """Print and return the quality of the predictions.
+    """Print and return the accuracy of the predictions.
 
-    A tenth of the rows of the file `composed` calibrates the machine, which predicts the other
-    ones and all rows of the file `measured`.
+    The machine is calibrated with a tenth of the rows of the file `composed`. Its predictions are
+    compared with the remaining rows and with all rows of the file `measured`.
     """
     rows, base = read(composed), load(machine)
     held = np.arange(len(rows)) % EVERY > 0
@@ -92,14 +97,14 @@ def report(composed: Path | str, measured: Path | str, machine: Path | str) -> d
 def _outcome(
     rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the errors of the rows `held` and the chosen layouts, and print the worst rows."""
+    """Print and return the prediction errors of the rows `held` and the chosen layouts."""
     result = {"errors": errors(rows, seconds, held, names), "choices": _chosen(rows, seconds)}
     worst(rows, seconds, held)
     return result
 
 
 def values(calibration: ProfileFactors) -> dict[str, float]:
-    """Print and return the fitted values."""
+    """Print and return the fitted parameters of the machine."""
     machine = calibration.machine
     found = {
         "launch_us": machine.launch_s * 1e6,
@@ -113,7 +118,10 @@ def values(calibration: ProfileFactors) -> dict[str, float]:
 def errors(
     rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Return the errors of the rows `held`, of all of them and by the columns `names`."""
+    """Print and return the prediction errors of the held-out rows `held`.
+
+    The errors are summarized over all of these rows, and grouped by each column in `names`.
+    """
     error = seconds * 1e3 / rows["ms"] - 1
     groups = {"all": held}
     for name in names:
@@ -127,7 +135,7 @@ def errors(
 
 
 def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
-    """Print and return the losses of the layouts chosen by prediction."""
+    """Print and return the slowdown of the layouts chosen by prediction over the best layouts."""
     found = [*choices(rows, seconds)]
     losses = np.array([choice.loss for choice in found])
     close = int((losses <= _CLOSE).sum())
@@ -142,7 +150,7 @@ def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
 
 
 def _factors(calibration: ProfileFactors) -> None:
-    """Print the layers' time in each profile relative to the machine."""
+    """Print the fitted factor of each profile: the layers' kernel time relative to the machine."""
     print("    factors: hidden, t; microbatch")
     table = {}
     for profile, factor in calibration.factors.items():
@@ -155,7 +163,7 @@ def _factors(calibration: ProfileFactors) -> None:
 
 
 def worst(rows: np.ndarray, seconds: np.ndarray, held: np.ndarray) -> None:
-    """Print the ten rows with the largest errors."""
+    """Print the ten rows with the largest absolute prediction errors."""
     error = np.where(held, seconds * 1e3 / rows["ms"] - 1, 0)
     print("    worst rows")
     for row in np.argsort(-abs(error))[:10]:

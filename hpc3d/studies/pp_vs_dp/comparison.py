@@ -1,4 +1,4 @@
-"""Pipeline against data parallelism: as many ranks as stages or as replicas (arXiv:2407.02081)."""
+"""Comparison of pipeline with data parallelism on the same number of ranks (arXiv:2407.02081)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-_SLOWER = 16  # the second network, against the machine's own
+_SLOWER = 16  # slowdown of the second network relative to the machine's network
 _HIDDEN, _BATCHES, _SEQUENCE = (512, 1024, 2048, 4096, 8192), (16, 64, 256, 1024), 256
 _RANKS, _LAYERS = 16, 16
 _MICROBATCHES = (1, 4, 16, 64)
 
 
 def races(machine: Machine) -> list[dict[str, Any]]:
-    """A race for each network, hidden size and batch.
+    """Compare pipeline and data parallelism for each network, hidden size and batch size.
 
-    Microbatches: as many as stages, or four times as many where they still have a few sequences.
+    The pipeline has one microbatch per stage, or four if the batch is large enough.
     """
     return [
         race(each, _RANKS, hidden, batch, _RANKS if batch < 16 * _RANKS else 4 * _RANKS)
@@ -33,12 +33,12 @@ def races(machine: Machine) -> list[dict[str, Any]]:
 
 
 def by_microbatches(machine: Machine, hidden: int = 4096, batch: int = 64) -> list[dict[str, Any]]:
-    """The same race with ever more microbatches."""
+    """Compare pipeline and data parallelism for increasing numbers of microbatches."""
     return [race(machine, _RANKS, hidden, batch, count) for count in _MICROBATCHES]
 
 
 def slowed(machine: Machine, factor: float) -> Machine:
-    """The machine with outermost links that are so many times slower, and no measured calls."""
+    """Return the machine with outermost links slowed down by `factor`, and no measured calls."""
     *inner, link = machine.links
     rates = ("bandwidth", "node_bandwidth", "pair_bandwidth")
     slow = replace(link, **{rate: getattr(link, rate) / factor for rate in rates})
@@ -55,18 +55,19 @@ def race(
     layers: int = _LAYERS,
     sequence: int = _SEQUENCE,
 ) -> dict[str, Any]:
-    """`ranks` stages with a number of microbatches against as many replicas without.
+    """Compare a pipeline of `ranks` stages with data parallelism on `ranks` replicas.
 
-    The bytes are those that an inner stage and a replica receive.  Their closed forms are
-    2 T h e and 2 (d-1)/d 12 L h^2 g, for T tokens and activations of e and sums of g bytes: the
-    pipeline moves less below T = 12 L h (d-1)/d g/e tokens, the `boundary`.  What is `exposed` is
-    the share of its step that a replica waits for calls, and the stage that waits least.
+    Only the pipeline uses microbatches. The bytes are received per step by an inner stage and by a
+    replica. Their closed forms are 2 T h e and 2 (d-1)/d 12 L h^2 g, for T tokens, hidden size h,
+    L layers, d replicas, e bytes per activation and g bytes per gradient. The pipeline moves fewer
+    bytes if T is below the `boundary` 12 L h (d-1)/d g/e. The exposed communication is the share
+    of the step time during which a replica, or the stage that waits least, is blocked in calls.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     many = {"microbatches": microbatches}
     stages, piped = step(machine, resolved_config(machine, {"p": ranks}, batch, many, **model))
     replicas, copied = step(machine, resolved_config(machine, {"d": ranks}, batch, **model))
-    wide = 4 / itemsize(dtype_of(machine))  # sums are of float32
+    wide = 4 / itemsize(dtype_of(machine))  # gradients are reduced in float32
     row = {
         "network": machine.name,
         "ranks": ranks,
@@ -90,21 +91,22 @@ def race(
 
 
 def _received(run: StageRun, axis: str) -> float:
-    """Bytes that a rank receives along an axis; what it sends there counts for the other one."""
+    """Return the bytes that a rank receives per step along an axis. Sends are not counted."""
     calls = moved(run).get(axis, {})
     return sum(each["bytes"] for op, each in calls.items() if op != "send")
 
 
 def _verdict(row: dict[str, Any], quantity: str) -> str:
-    """Which of the two has less of it."""
+    """Return "pipeline" or "data", whichever has the smaller value of a quantity."""
     return "pipeline" if row[f"pipeline_{quantity}"] < row[f"data_{quantity}"] else "data"
 
 
 def why(row: dict[str, Any]) -> str:
-    """Why the one that moves more bytes wins, "" if it does not.
+    """Return the reason why the strategy that moves more bytes is faster, or "" if it is not.
 
-    The replicas win by what costs the pipeline most: its bubble, the messages that nothing hides,
-    or passes that are small and many, which take it longer than the replicas' whole step.
+    If data parallelism is faster, the reason is the largest cost of the pipeline: its bubble,
+    exposed messages, or the low efficiency of many small passes. If the pipeline is faster, the
+    reason is the gradient all-reduce of data parallelism ("sums").
     """
     if row["moves_less"] == row["wins"]:
         return ""

@@ -1,4 +1,4 @@
-"""Simulated step of an experiment, with defaults for most keys."""
+"""Simulated training step of an experiment, with defaults for most configuration keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def dtype_of(machine: Machine) -> str:
-    """Return the training dtype: float16 if the machine has rates for it."""
+    """Return the training dtype: float16 if the machine has GEMM rates for it, else float32."""
     return "float16" if "float16" in machine.gemm else "float32"
 
 
@@ -28,7 +28,7 @@ def resolved_config(
     parallel: Mapping[str, Any] | None = None,
     **model: Any,
 ) -> Config:
-    """Return the resolved Config of an experiment, with heads of 64 features."""
+    """Return the resolved configuration of an experiment, with 64 features per attention head."""
     hidden = model["hidden"]
     return resolve(
         Config(
@@ -45,6 +45,6 @@ def resolved_config(
 
 
 def step(machine: Machine, config: Config) -> tuple[list[StageRun], dict[str, Any]]:
-    """Return the StageRuns of a step and their summary."""
+    """Simulate a step. Returns the simulated run of each stage, and a summary."""
     runs = simulate(config, config.model.vocabulary, machine)
     return runs, summary(runs, config, machine)

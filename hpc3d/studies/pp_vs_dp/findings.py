@@ -1,9 +1,10 @@
-"""Four findings of arXiv:2407.02081, each a table of simulated steps on a machine.
+"""Four findings of arXiv:2407.02081, reproduced with tables of simulated steps.
 
-1. A pipeline can be faster than data parallelism, but need not be.
-2. The memory of all ranks increases with the number of stages, and more so with a poor partition.
-3. The size of messages matters.
-4. Waiting matters as well, apart from data transfer.
+1. Pipeline parallelism can be faster than data parallelism, but is not always.
+2. The total memory of all ranks increases with the number of stages, especially with a poor
+   partition.
+3. The message size affects the step time.
+4. Wait times contribute to the cost of communication, in addition to transfer times.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _WHY = {"": " ", "bubble": "b", "messages": "m", "passes": "s", "sums": "d"}
 
 
 def findings(machine: Machine) -> dict[str, Any]:
-    """Return {table: rows} of plain values in seconds and bytes, with the machine and dtype."""
+    """Return a dict from table name to rows, and the names of the machine and dtype.
+
+    Times are in seconds and sizes in bytes.
+    """
     return {
         "machine": machine.name,
         "dtype": dtype_of(machine),
@@ -45,7 +49,7 @@ def findings(machine: Machine) -> dict[str, Any]:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the findings on the machine of file `options.machine` (None: H100)."""
+    """Print and return the findings for the machine file `options.machine` (None: H100)."""
     found = findings(load(options.machine or shipped(H100)))
     report(found)
     return found
@@ -146,7 +150,7 @@ def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, 
 
 
 def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
-    """Return the product of values in the last row relative to the first row."""
+    """Return the product of the values of `keys` in the last row, relative to the first row."""
     first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
     return last / first
 
@@ -183,5 +187,5 @@ def _print_waiting(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _blocked(row: dict[str, Any]) -> tuple[float, float]:
-    """Return the seconds of waiting and of transfer along all axes."""
+    """Return the wait time and the transfer time in seconds, summed over all axes."""
     return sum(row["wait_s"].values()), sum(row["transfer_s"].values())

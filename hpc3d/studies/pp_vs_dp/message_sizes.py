@@ -1,4 +1,4 @@
-"""Costs of small messages, from gradient buckets and microbatches (arXiv:2407.02081)."""
+"""Cost of small messages due to gradient buckets and microbatches (arXiv:2407.02081)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _RANKS = 16  # replicas
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # MB
-# scheme -> mesh, and the operation that moves most of its bytes along the innermost axis
+# scheme -> (mesh, operation that moves the most bytes along the innermost axis)
 _TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
 _MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -29,10 +29,10 @@ def buckets(
     sequence: int = 256,
     sizes: Sequence[int] = _BUCKETS,
 ) -> list[dict[str, Any]]:
-    """Return rows by the size of gradient buckets, with and without overlap.
+    """Return the step time for each gradient bucket size, with and without overlap.
 
-    `message` is the mean size of a call, in bytes that a rank receives. `half` is the size at
-    which such a call reaches half of its bandwidth.
+    `message` is the mean number of bytes that a rank receives in an all-reduce. `half` is the size
+    at which the all-reduce reaches half of its asymptotic bandwidth.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     half = half_bytes(machine, "all_reduce", range(_RANKS))
@@ -51,7 +51,10 @@ def microbatches(
     sequence: int = 32,
     counts: Sequence[int] = _MICROBATCHES,
 ) -> list[dict[str, Any]]:
-    """Return rows by the number of microbatches, which divide the tensor-parallel messages."""
+    """Return the step time by scheme and number of microbatches.
+
+    More microbatches mean smaller tensor-parallel messages.
+    """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     return [
         _tensor_row(machine, scheme, count, batch, model) for scheme in _TENSOR for count in counts
@@ -61,7 +64,7 @@ def microbatches(
 def half_bytes(machine: Machine, op: str, members: Iterable[int]) -> float:
     """Return the message size at which a call reaches half of its asymptotic bandwidth.
 
-    This is Hockney's n1/2: alpha / beta of a call of alpha + beta n.
+    This is Hockney's n1/2 = alpha / beta, if a call of n bytes takes alpha + beta n.
     """
     members, large = tuple(members), 2.0**36
     beta = (machine.call(op, 2 * large, members) - machine.call(op, large, members)) / large
@@ -92,10 +95,10 @@ def _bucket_row(
 def _tensor_row(
     machine: Machine, scheme: str, count: int, batch: int, model: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return a row for a number of microbatches.
+    """Return the table row of a scheme with `count` microbatches.
 
-    With more microbatches, 1-D moves the same bytes, and SUMMA moves the weight panels again for
-    each microbatch.
+    The communication volume of 1-D does not depend on the number of microbatches. SUMMA
+    communicates the weight panels again for each microbatch.
     """
     mesh, op = _TENSOR[scheme]
     parallel = {"scheme": scheme, "microbatches": count}
@@ -114,7 +117,7 @@ def _tensor_row(
 
 
 def calls(run: StageRun, *axes: str) -> np.ndarray:
-    """Return the rows of the calls along some axes."""
+    """Return the events of a simulated run that are calls along the given axes."""
     groups = [number for number, axis in enumerate(run.axes) if axis in axes]
     return run.rows[(run.rows["category"] == COMM) & np.isin(run.rows["group"], groups)]
 

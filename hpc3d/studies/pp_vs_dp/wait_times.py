@@ -1,8 +1,8 @@
-"""Wait and transfer times of calls in a simulated step, from one rank of each stage.
+"""Wait and transfer times of calls in a simulated step, based on one rank of each stage.
 
-As in wait_states.py, the time in which a call blocks is wait before the last arrival and transfer
-after it. Ranks along a tensor or data axis arrive together, so only calls between stages have
-waits. A send never waits.
+As in wait_states.py, the time during which a call blocks is split into the wait before the last
+arrival and the transfer after it. Ranks along a tensor or data axis arrive simultaneously, so only
+calls between stages wait. A send never waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def waiting(
     microbatches: int = 16,
     uneven: Sequence[Sequence[int]] = _UNEVEN,
 ) -> list[dict[str, Any]]:
-    """Return a row for each partition: wait and transfer times of the mean rank, by axis."""
+    """Return the wait and transfer times by mesh axis for each layer partition in `uneven`.
+
+    Times are in seconds, averaged over ranks.
+    """
     mesh = {"p": len(uneven[0]), "d": 2, "x": 2}
     model = {"hidden": hidden, "layers": sum(uneven[0]), "sequence": 512}
     rows = []
@@ -55,7 +58,7 @@ def waiting(
 
 
 def by_axis(runs: Sequence[StageRun]) -> dict[str, tuple[float, float]]:
-    """Return {axis: (seconds of waiting, seconds of transfer)} of the mean rank."""
+    """Return a dict from mesh axis to (wait, transfer) in seconds, averaged over ranks."""
     waits, transfers, last = Counter(), Counter(), _arrivals(runs)
     for run in runs:
         for row in calls(run):
@@ -74,7 +77,7 @@ def calls(run: StageRun) -> np.ndarray:
 
 
 def _arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
-    """Return {call instance: time at which its last member made the call [ns]}."""
+    """Return a dict from call instance to the time in ns at which its last member arrived."""
     last = {}
     for run in runs:
         for row in calls(run):
@@ -84,9 +87,9 @@ def _arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
 
 
 def _call_instance(run: StageRun, row: np.void) -> tuple:
-    """Return the key of a call: its collective's number, or a message and its two ends.
+    """Return a key that is the same for all simulated ranks of a collective or message.
 
-    Along the other axes, one rank represents all members.
+    Along axes within a stage, one rank represents all members, so its rank is included in the key.
     """
     axis, rank, peer = run.axes[row["group"]], run.rank, int(row["peer"])
     ends = {_SEND: (rank, peer), _RECV: (peer, rank)}.get(int(row["op"]), ())
