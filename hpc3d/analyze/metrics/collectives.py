@@ -112,7 +112,7 @@ def _instances_in_steps(calls):
     """
     events, row, first = calls.trace.events, calls.row, calls.first
     axis, members = event_values(calls.trace, "axis", row[first]), calls.members
-    op = np.minimum.reduceat(events["op"][row], first)  # the code of send is below that of recv
+    op = np.minimum.reduceat(events["op"][row], first)  # send has a lower code than recv
     size, size_of = np.unique(_sizes(calls, members), return_inverse=True)
     complete = np.add.reduceat(calls.inside & calls.ending, first, dtype=int) == members
     kinds, kind = combinations([each[complete] for each in (axis, op, members, size_of)])

@@ -223,7 +223,7 @@ def cost_row(
     `wait_s` is the mean wait time of a rank in expert-parallel exchanges. `rank` is the rank that
     causes the longest waits there. `experts` are its experts, and `load` is their number of
     tokens within capacity relative to the mean expert. If there are no `calls` or exchanges,
-    these four values are `None`.
+    the values in this paragraph are `None`.
     """
     chosen, kept = int(loads.chosen.sum()), int(loads.kept.sum())
     return {

@@ -111,7 +111,7 @@ def _pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
 class StepPasses:
     """Passes of a run, taken from the lowest rank of each stage.
 
-    All ranks of a stage run the same passes at nearly the same time, because they wait for each
+    All ranks of a stage run the same passes almost simultaneously, because they wait for each
     other. `ranks[stage]` is the number of ranks of a stage. A pass extends from the start of its
     first event to the end of its last event. Messages are excluded, because a receive is posted
     long before the pass that waits for it.

@@ -207,7 +207,7 @@ def _peaks(rows):
 
 
 def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each run whose losses equal those of the first run up to rounding.
+    """Return a line for each run whose loss curve equals the first run's up to rounding.
 
     `rows` are the result of `comparison_rows`.
     """
