@@ -1,7 +1,7 @@
 """Arc diagram of a planned module.
 
-Atoms lie on a horizontal line, values between them are arcs, and vertical lines mark the stage
-borders.
+Atoms are dots on a horizontal line, arcs show the values passed between them, and vertical lines
+mark the stage boundaries.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hpc3d.partition.atom_graph import Graph
 from hpc3d.partition.evaluation import PipelineChoice
 
 _STEP, _MARGIN, _LABELS = 22, 40, 170  # pixels: atom spacing, margin, space for the labels below
-_MOST = 300  # the most atoms that a reader can tell apart
+_MOST = 300  # maximum number of atoms that remain legible
 _COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
 
 
 def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
-    """Return the SVG of a Graph whose chain of atoms is cut into the stages of `choice`.
+    """Return an SVG drawing of a graph and the stages into which `choice` partitions it.
 
-    The stroke width of an arc grows with the logarithm of its bytes. Raises ValueError if the
+    The stroke width of an arc grows with the logarithm of the size of its value. Raises ValueError if the
     graph has too many atoms for a page.
     """
     if len(graph) > _MOST:
@@ -46,7 +46,7 @@ def _x(index):
 
 
 def _borders(choice: PipelineChoice, base: float) -> Iterator[str]:
-    """Yield a label above each part and a dashed line behind all parts but the last."""
+    """Yield a label for each model chunk, and a dashed line at each boundary between chunks."""
     before = 0
     for part, stage in enumerate(choice.stages):
         right, middle = _x(stage.end - 0.5), (_x(before) + _x(stage.end - 1)) / 2

@@ -2,8 +2,8 @@
 
 Atoms are in topological order. A set of atoms is an int with one bit per atom. A partition into
 stages is convex: no path leaves a stage and returns to it. The stages can therefore be ordered so
-that values only flow forward. The union of the first stages is a *downset*: it is closed under
-inputs.
+that values only flow forward. The union of the first stages is a *downset*: it contains all
+inputs of its atoms.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import networkx as nx
 class Atom(NamedTuple):
     """One or more operations, named by their `ids`, that stay on one stage.
 
-    `forward` and `backward` are the seconds of a microbatch; `weight` is the part of `backward`
-    spent on weight gradients. Sizes are in bytes: `memory` is resident on the stage, `saved` is
-    needed per microbatch in flight, `parameters` are those whose gradients the replicas reduce,
-    and `working` is needed while one of the operations runs. `pieces` are the indices of its
-    pieces in a captured module, and `fed` is the bytes per sample of the model inputs that they
-    read.
+    `forward` and `backward` are seconds per microbatch; `weight` is the share of `backward` spent
+    on weight gradients. Sizes are in bytes: `memory` is resident on the stage, `saved` is stored
+    for each microbatch in flight, `parameters` is the size of the parameters whose gradients the
+    replicas reduce, and `working` is needed while one of the operations runs. `pieces` contains
+    the indices of the atom's pieces in the captured module, and `fed` is the size per sample of
+    the model inputs that these pieces read.
     """
 
     ids: tuple
@@ -42,9 +42,9 @@ class Atom(NamedTuple):
 class Value(NamedTuple):
     """Output of atom `source` that the atoms `targets` read.
 
-    `nbytes` are the bytes per microbatch, sent once to each stage that has a target. `saved` is
-    the part of the source's saved bytes that is saved for the first target: a stage that ends
-    before this target does not save them.
+    `nbytes` is the size per microbatch; the value is sent once to each stage that has a target.
+    `saved` is the number of the source's saved bytes that only the first target needs: a stage
+    that ends before this target does not save them.
     """
 
     source: int
@@ -56,8 +56,8 @@ class Value(NamedTuple):
 class Shared(NamedTuple):
     """Weight or model input that several `atoms` read.
 
-    Each atom includes the `memory` and `parameters` of the weight, or the input's `fed`, in its
-    own bytes. A stage with several of these atoms holds them once.
+    The fields of each atom already include the `memory` and `parameters` of the weight, or the
+    `fed` of the input. A stage with several of these atoms stores a single copy.
     """
 
     atoms: tuple[int, ...]
@@ -67,13 +67,13 @@ class Shared(NamedTuple):
 
 
 class Graph:
-    """Atoms in topological order, the values between them, and what atoms share."""
+    """Atoms in topological order, the values passed between them, and shared weights and inputs."""
 
     def __init__(
         self, atoms: Sequence[Atom], values: Sequence[Value], shared: Sequence[Shared] = ()
     ):
         self.atoms, self.values, self.shared = tuple(atoms), tuple(values), tuple(shared)
-        self.inputs = [0] * len(self.atoms)  # by atom: the set of atoms whose values it reads
+        self.inputs = [0] * len(self.atoms)  # per atom: the set of atoms whose values it reads
         for value in self.values:
             for target in value.targets:
                 self.inputs[target] |= 1 << value.source
@@ -125,7 +125,7 @@ class Graph:
         return Graph([self.atoms[atom] for atom in order], values, shared)
 
     def downsets(self, limit: int) -> list[int] | None:
-        """Return all downsets sorted by size, the empty one first; None if there are more than
+        """Return all downsets in ascending order of size, or None if there are more than
         `limit`."""
         return _downsets(tuple(self.inputs), limit)
 
@@ -165,11 +165,11 @@ def contracted(
     together: Iterable[Sequence[int]] = (),
     shared: Sequence[Shared] = (),
 ) -> Graph:
-    """Return the Graph with each group in `together` merged into one atom.
+    """Return a graph in which each group in `together` is merged into one atom.
 
-    An atom on a path from a group back into it joins the group, because a convex stage that
-    contains the group contains the path. Atoms may come in any order; each cycle also becomes one
-    atom.
+    Atoms on a path that leaves a group and returns to it are merged into the group, because every
+    convex stage that contains the group also contains the path. Each cycle becomes one atom, too.
+    The atoms may be in any order.
     """
     edges = nx.DiGraph()
     edges.add_nodes_from(range(len(atoms)))
@@ -202,8 +202,8 @@ def _as_one(atoms):
 def _shared_by_several(shared, new_index, merged):
     """Return the weights and inputs that several merged atoms still share.
 
-    A merged atom whose members read the same one counts it once: its entry in `merged` is
-    corrected.
+    If several members of a merged atom read the same weight or input, the entry in `merged` is
+    corrected so that it counts the weight or input once.
     """
     found = []
     for each in shared:
@@ -221,7 +221,7 @@ def _shared_by_several(shared, new_index, merged):
 
 
 def _between(values, new_index):
-    """Yield the values between the merged atoms; drop those within a single atom."""
+    """Yield the values passed between merged atoms; drop values used only within one atom."""
     for value in values:
         source = new_index[value.source]
         targets = sorted({new_index[target] for target in value.targets} - {source})

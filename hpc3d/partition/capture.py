@@ -1,14 +1,15 @@
 """Capture of an unmodified torch module as a graph of operations, without data or memory.
 
 torch.export traces the module on fake tensors with a symbolic batch size in dimension 0. The
-operations are grouped into *pieces*, which a plan never splits. Every value that crosses a border
-carries the batch in dimension 0, so that replicas can split it by rows. Therefore:
+operations are grouped into *pieces*, which a plan never splits. Every value sent across a stage
+boundary has the batch in dimension 0, so that replicas can split it by rows. Therefore:
 
-* An operation on the batch is a piece of its own.
+* An operation whose result has the batch in dimension 0 is a piece of its own.
 * Operations that do not depend on the batch (a transposed weight, a mask) are cheap. Every piece
-  that reads them has a private copy. A size is computed from the batch of the stage.
-* Operations that depend on the batch but do not carry it (a mean), and tuple results, stay with
-  their readers. Operations that share memory or a buffer that one of them writes to stay together.
+  that reads their results recomputes them. Sizes are computed from the batch size of the stage.
+* An operation whose result depends on the batch but does not have it in dimension 0 (a mean), or
+  is a tuple, is in the same piece as its readers. Operations that share memory or a buffer are in
+  one piece if one of them writes to it.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 class Piece(NamedTuple):
-    """Operations that stay together.
+    """Group of operations that is never split across stages.
 
-    `nodes` are its own operations and `copies` those that it computes privately. `weights` are the
-    names of the parameters and buffers that it reads. `module` is the path of the module of its
-    first operation.
+    `nodes` are the operations of this piece only. `copies` are cheap operations that every piece
+    that needs them recomputes. `weights` are the names of the parameters and buffers read by the
+    piece. `module` is the path of the submodule that contains the first operation.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -57,8 +58,8 @@ class Piece(NamedTuple):
 class Captured(NamedTuple):
     """Module captured as pieces in program order.
 
-    `readers` maps a node whose value crosses between pieces to the pieces that read it. `piece_of`
-    maps a node to its piece.
+    `readers` maps each node whose value other pieces read to the indices of these pieces.
+    `piece_of` maps a node to the index of its piece.
     """
 
     program: ExportedProgram
@@ -79,8 +80,8 @@ def capture(
     """Capture a module that is called with `inputs`, which carry the batch in dimension 0.
 
     The module is not changed. A submodule that cannot be traced becomes one opaque operation,
-    whose behavior is recorded in a run with data. If the tensors have no data, `with_data()` makes
-    the module and the inputs for this run.
+    whose behavior is recorded in a run with data. If the tensors have no data, `with_data()`
+    returns the module and the inputs for this run.
 
     Raises ValueError with file and line if the module cannot be captured, for example because its
     control flow depends on data or no input has a batch.
@@ -108,7 +109,7 @@ def capture(
 
 
 def captured_of(name: str) -> Captured:
-    """Return the Captured of the module that `MODULE:FACTORY` makes."""
+    """Capture the module that `MODULE:FACTORY` returns."""
     return capture(*made(name), partial(made_with_data, name, 0))
 
 
@@ -222,7 +223,7 @@ def _carries(leaf, batch):
 
 
 def _emptied(module, inputs):
-    """Return copies of a module and its inputs with fake tensors."""
+    """Return copies of a module and its inputs in which all tensors are fake."""
     with without_data():
         known = {id(each): _empty(each) for part in module.modules() for each in _held(part)}
         return copy.deepcopy(module, known), _mapped(inputs, _empty)
@@ -256,9 +257,9 @@ def _mapped(values, function):
 
 
 def _first_names(module):
-    """Map every name of a parameter or buffer to the first name of the same tensor.
+    """Return a dict from every name of a parameter or buffer to the first name of the same tensor.
 
-    Which of the names torch.export uses is arbitrary.
+    torch.export uses an arbitrary one of the names.
     """
     named = [
         *module.named_parameters(remove_duplicate=False),
@@ -269,9 +270,9 @@ def _first_names(module):
 
 
 def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> Captured:
-    """Group the operations of a program by the rules of this module.
+    """Group the operations of a program into pieces by the rules in the module docstring.
 
-    A tensor that a module has twice is called by the first of its `names`.
+    `names` maps each name of a weight to its canonical name.
     """
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     signature = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
@@ -298,7 +299,7 @@ def _pieces(program: ExportedProgram, batch: int, names: Mapping[str, str]) -> C
 def _followers(nodes, inputs):
     """Return the operations whose results depend on the values of the batch, not only on its size.
 
-    Operations that share memory that such an operation writes to also count.
+    They include operations whose results share memory to which such an operation writes.
     """
     follows, memory, before = set(inputs), set(), None
     while before != len(follows):
@@ -357,7 +358,7 @@ def loss_of(captured: Captured) -> fx.Node | None:
 
 
 def size_of(size: torch.SymInt | int, batch: int) -> int:
-    """Return a size, which may depend on the batch, as a number."""
+    """Return a possibly symbolic tensor size as an int, for a batch of `batch` samples."""
     if isinstance(size, int):
         return size
     expression = size.node.expr
@@ -380,8 +381,9 @@ def carries_batch(node: fx.Node) -> bool:
 def _sharing(program, nodes, weights, members):
     """Yield groups of operations that must stay together because one of them writes to memory.
 
-    A group shares the memory and includes its readers. If the memory is a buffer, the group is its
-    readers and the operations of the module that owns it.
+    A group contains the operations whose results share the memory, and the readers of these
+    results. For a buffer, it contains the operations that read the buffer and all operations of
+    the module that owns it.
     """
     memory, written = defaultdict(list), set()
     for node in nodes:
@@ -426,7 +428,7 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _module(node):
-    """Return the path of an operation's module; "" for the model itself."""
+    """Return the path of the submodule that contains an operation, or "" for the model itself."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -450,7 +452,7 @@ class _Joined:
 
 
 def _ordered(program, batch, nodes, weights, inputs, joined):
-    """Return the Captured of sets of nodes, sorted by the first node of each set."""
+    """Return the captured module with one piece per set in `joined`, in program order."""
     groups = defaultdict(list)
     for node in nodes:
         if node in joined.members:
@@ -473,10 +475,10 @@ def _ordered(program, batch, nodes, weights, inputs, joined):
 
 
 def _piece(group, piece_of, weights, writers, order):
-    """Return the Piece of a set of nodes.
+    """Return a set of nodes as a Piece.
 
-    Its copies are all operands that depend on no input, and the operations that write to their
-    memory.
+    Its copies are all direct and indirect operands that do not depend on model inputs, and the
+    operations that write to the memory of these operands.
     """
     copies, todo, names = set(), [*group], {}
     while todo:

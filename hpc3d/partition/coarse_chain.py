@@ -1,4 +1,4 @@
-"""Chain with a few candidate cuts, coarse enough for a search over all stages."""
+"""Chain of atoms with few candidate cuts, so that all stage boundaries can be searched together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _SHORT, _LONG = 1e-6, 64e6  # message sizes in bytes that determine latency and 
 
 
 def positions_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
-    """Return the candidate cuts of the chain, including 0 and its end.
+    """Return the candidate cuts of the chain, including 0 and the number of atoms.
 
-    The cuts bound `blocks` blocks with small shares of time and memory. Starting from single
-    atoms, the algorithm repeatedly joins the two neighbors with the least share of time or memory,
-    minus the time share of their border. Borders that few bytes cross therefore remain.
+    The cuts divide the chain into `blocks` blocks. Starting from single atoms, the algorithm
+    repeatedly merges the two adjacent blocks with the lowest score. The score is their combined
+    share of the model's time or memory, whichever is larger, minus the share of the time that it
+    takes to send the values between them. Cuts that few bytes cross are therefore kept.
     """
     chain = costs.chain(costs.rows(1, 2 * ranks))
     seconds = chain.forward + chain.backward
@@ -34,13 +35,16 @@ def positions_of(costs: ModelCosts, ranks: int, blocks: int) -> np.ndarray:
 
 
 def border_of(costs: ModelCosts, ranks: int) -> Wire:
-    """Return the Wire of a stage border, between nodes if the ranks span several."""
+    """Return latency and bandwidth across a stage boundary.
+
+    If the ranks span several nodes, the boundary is assumed to lie between two nodes.
+    """
     last = costs.machine.ranks_per_node if ranks > costs.machine.ranks_per_node else 1
     return _wire(lambda n: costs.message(n, range(last - 1, last), range(last, last + 1)))
 
 
 def sums_of(costs: ModelCosts, replicas: int) -> Wire:
-    """Return the Wire of the gradient all-reduce over `replicas` ranks."""
+    """Return latency and bandwidth of the gradient all-reduce over `replicas` ranks."""
     return _wire(lambda nbytes: costs.summed(nbytes, range(replicas)))
 
 
@@ -50,7 +54,7 @@ def _wire(seconds: Callable[[float], float]) -> Wire:
 
 
 class Ranges:
-    """Costs of a stage with `rows` samples, indexed by the cuts before and behind it."""
+    """Costs of a stage with `rows` samples per microbatch, indexed by its first and last cut."""
 
     def __init__(self, costs: ModelCosts, rows: int, positions: np.ndarray) -> None:
         chain = costs.chain(rows)

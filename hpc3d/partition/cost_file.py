@@ -5,8 +5,8 @@
      "together": [[ids]]}
 
 Times are in seconds per microbatch, sizes in bytes; missing values are 0. Edges from one node with
-equal bytes are one value with several readers, unless they differ in "value". The nodes of a group
-in "together" stay on one stage.
+equal "bytes" represent one value with several readers, unless their "value" differs. The nodes of
+a group in "together" are placed on one stage.
 """
 
 from collections import Counter, defaultdict
@@ -56,7 +56,7 @@ class _CostFile:
 
 
 def load(path: Path) -> Graph:
-    """Return the Graph of a file; raise ValueError with one line per problem."""
+    """Read the graph from a file; raise ValueError with one line per problem."""
     found = _parsed(path)
     problems = [*_wrong(found)]
     if problems:
@@ -82,7 +82,10 @@ def _parsed(path):
 
 
 def _explained(error):
-    """Return one line for a pydantic error; both errors of an invalid id give the same line."""
+    """Return a one-line message for a pydantic error.
+
+    pydantic reports two errors for an invalid id; both yield the same message.
+    """
     where = [part for part in error["loc"] if part not in ("str", "int")]
     key = ".".join(f"{part!s:.60}" for part in where) or "graph"
     known = {

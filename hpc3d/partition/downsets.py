@@ -1,9 +1,10 @@
-"""Cuts of a graph: its downsets, each the set of atoms before a border.
+"""Cuts of a graph. Each cut is a downset: the set of atoms before a stage boundary.
 
-`Downsets` has all of them. If there are too many, `Chain` has the first 0, 1, 2 ... atoms of one
-topological order. Both provide for each downset the sums over its atoms (`forward`, `backward`,
-`saved`) and `crossing`, the bytes of the values that cross the border behind it. For a stage
-between two downsets they provide its `fixed` and `trained` bytes.
+`Downsets` contains all downsets of the graph. If there are too many, `Chain` is used instead: it
+contains the first 0, 1, 2 ... atoms of one topological order. Both provide, for each downset, the
+sums over its atoms (`forward`, `backward`, `saved`) and `crossing`, the bytes of the values that
+cross the boundary after it. For a stage between two downsets, `fixed` returns the resident bytes
+and `trained` the bytes of the parameters.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import numpy as np
 
 from hpc3d.partition.atom_graph import Graph, bits
 
-MOST_WORK = 5e9  # pairs of downsets times values: some tens of seconds
+MOST_WORK = 5e9  # pairs of downsets times values; takes tens of seconds
 _MOST_DOWNSETS = 5_000
 
 
 def cuts_of(graph: Graph) -> Downsets | Chain:
-    """Return all downsets of a graph, or its chain if there are too many pairs of them."""
+    """Return all downsets of a graph, or its chain if there are too many downsets to search."""
     most = int((MOST_WORK / (1 + len(graph.values))) ** 0.5)
     found = graph.downsets(min(most, _MOST_DOWNSETS))
     return Chain(graph) if found is None else Downsets(graph, found)
@@ -28,13 +29,12 @@ def cuts_of(graph: Graph) -> Downsets | Chain:
 class _Stages:
     """Sums over the atoms between two downsets.
 
-    A weight or input that several atoms read counts once: all readers in the stage but one are
-    subtracted.
+    If several atoms of a stage read the same weight or input, it is counted only once.
     """
 
     def _count(self, graph, members):
-        """Store for each downset its sums of bytes, and the number of readers of each shared
-        weight."""
+        """Store the sums of bytes of each downset, and the number of readers of each shared
+        weight or input."""
         self._memory, self._parameters, self._fed = (
             self._sum(graph, name) for name in ("memory", "parameters", "fed")
         )
@@ -81,7 +81,7 @@ class Downsets(_Stages):
             row[list(value.targets)] = 1
         self.nbytes = np.array([value.nbytes for value in graph.values], float)
         self.made = self.members[:, [value.source for value in graph.values]]
-        self.read = self.members @ readers.T  # number of readers of a value before the border
+        self.read = self.members @ readers.T  # number of readers of each value in the downset
         self.open = self.made & (self.read < readers.sum(1))
         self.crossing = self.open @ self.nbytes
 
@@ -89,7 +89,7 @@ class Downsets(_Stages):
         return self.members @ np.array([getattr(atom, name) for atom in graph.atoms], float)
 
     def after(self, before: int) -> np.ndarray:
-        """Return the indices of the proper supersets of a downset."""
+        """Return the indices of all downsets that are proper supersets of downset `before`."""
         rest = np.arange(before + 1, self.count)
         return rest[self.members[rest][:, self.members[before]].all(1)]
 
@@ -104,7 +104,8 @@ class Downsets(_Stages):
         return self.entering(before, after) + leaving @ self.nbytes
 
     def entering(self, before: int, after: np.ndarray) -> np.ndarray:
-        """Return the bytes of the values that a stage between two downsets reads from others."""
+        """Return the bytes of the values that a stage between two downsets reads from other
+        stages."""
         return (self.made[before] & (self.read[after] > self.read[before])) @ self.nbytes
 
     def stage(self, before: int, after: int) -> int:
@@ -113,10 +114,10 @@ class Downsets(_Stages):
 
 
 class Chain(_Stages):
-    """Downsets of the first 0, 1, 2 ... atoms.
+    """Downsets that consist of the first 0, 1, 2 ... atoms.
 
-    It also has the sums `weight`, and by atom `alone`, the `working` bytes while only this atom
-    runs.
+    Attribute `weight` contains the cumulative times of weight gradients in seconds, and `alone`
+    the `working` bytes of each atom.
     """
 
     exact = False
@@ -127,7 +128,7 @@ class Chain(_Stages):
         self.saved, self.weight = self._sum(graph, "saved"), self._sum(graph, "weight")
         self.alone = np.array([atom.working for atom in graph.atoms])
         self._count(graph, _running)
-        # Columns: previous reader or maker of a value, next reader, bytes, 1 if it is the maker.
+        # Columns: producer or previous reader of a value, next reader, bytes, 1 for a producer.
         reads = []
         for value in graph.values:
             ends = pairwise((value.source, *value.targets))
@@ -146,22 +147,21 @@ class Chain(_Stages):
         return _running(np.array([getattr(atom, name) for atom in graph.atoms], float))
 
     def _leaving(self, before):
-        """Return the bytes that a stage from `before` makes and later stages read, by the end of
-        the stage."""
+        """Return the bytes sent by a stage that starts at `before`, as an array indexed by the
+        end of the stage."""
         made = self.source >= before
         ends = np.concatenate([self.source[made] + 1, self.last[made] + 1]).astype(int)
         weights = np.concatenate([self.size[made], -self.size[made]])
         return np.cumsum(np.bincount(ends, weights, self.count + 1))[: self.count]
 
     def working(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
-        """Return the peak bytes of the backward pass between two cuts, in addition to `kept`.
+        """Return the peak memory in bytes of the backward pass between two cuts, beyond `kept`.
 
-        The backward pass of atom a needs the gradients that it reads and makes, and at the same
-        time
+        While the backward pass of atom a reads and writes gradients, memory also contains
 
             the saved activations of all atoms up to a,
             the gradients of values that are read before and after a,
-            the received gradients, and copies of those that are passed on
+            the received gradients, and copies of the gradients that are passed on
         """
         if after not in self._peaks:
             kept = self._kept(after)
@@ -171,14 +171,14 @@ class Chain(_Stages):
         return self._peaks[after][before]
 
     def kept(self, before: int | np.ndarray, after: int) -> float | np.ndarray:
-        """Return the saved bytes between two cuts per microbatch in flight."""
+        """Return the bytes saved between two cuts for each microbatch in flight."""
         kept = self._kept(after)
         return kept[-1] - kept[before]
 
     def _kept(self, after):
         """Return the cumulative saved bytes of the first 0 to `after` atoms.
 
-        Values that are first saved behind `after` do not count.
+        Values whose first saver comes after the cut `after` do not count.
         """
         if after not in self._sums:
             open_ = (self.source < after) & (self.next >= after)
@@ -187,16 +187,16 @@ class Chain(_Stages):
         return self._sums[after]
 
     def _handed_on(self, after):
-        """Return the bytes of values that pass through a stage that ends at `after`, by its
-        beginning."""
+        """Return the bytes of the values that pass through a stage that ends at `after`, as an
+        array indexed by the start of the stage."""
         open_ = (self.source < after) & (self.last >= after)
         return np.cumsum(np.bincount(self.source[open_] + 1, self.size[open_], after + 1))[:after]
 
     def _waiting(self, after):
-        """Return by atom the bytes of incomplete gradients.
+        """Return the bytes of partially accumulated gradients during the backward pass of each atom.
 
-        A reader before `after` has already added its gradient, but another reader or the maker of
-        the value has not run its backward pass.
+        A reader before `after` has already added its gradient, but another reader or the producer
+        of the value has not run its backward pass yet.
         """
         read = self.reader < after
         start = self.earlier[read] + self.first[read]

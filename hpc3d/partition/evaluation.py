@@ -1,20 +1,20 @@
 """Step time and memory of pipeline arrangements of a captured module.
 
-One cost model serves the planner, the planners that it is compared with, and reports. The module
-is a chain of atoms, partitioned into parts. A pipeline stage has one part, or several (model
-chunks) under an interleaved schedule. Its replicas split each microbatch by rows.
+The planner, the baseline planners and the reports use the same cost model. The module is a chain
+of atoms, partitioned into model chunks. A pipeline stage has one chunk, or several under an
+interleaved schedule. Its replicas split each microbatch by rows.
 
-    step      simulated schedule, gradient all-reduce of every stage, and the update after all of
-              these
-    messages  per microbatch: bytes / min(replicas at both ends), and a latency for each peer
-    memory    weights, gradients and moments, the last sharded over replicas under ZeRO 1
+    step      simulated schedule, then the gradient all-reduces of the stages, then the update
+    messages  per microbatch: bytes / min(replicas of sender, replicas of receiver), and one
+              latency per peer
+    memory    weights, gradients and moments (sharded over replicas with ZeRO 1)
               + the inputs of a step
-              + microbatches in flight (saved + received), or with recomputation
-                microbatches in flight (received) + saved and sent of one
-              + the gradient of one that is sent while the next one is computed
-              + the peak of the gradients in the backward pass beyond `saved`
+              + (saved + received) * microbatches in flight, or with recomputation
+                received * microbatches in flight + saved + sent
+              + one gradient that is being sent while the next one is computed
+              + peak memory of the gradients in the backward pass beyond `saved`
 
-All numbers are those of the rank with the most rows: ceil(ceil(batch / microbatches) / replicas).
+All values are for the rank with the most rows: ceil(ceil(batch / microbatches) / replicas).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hpc3d.pipeline.step_model import StepModel, reduced, step_model
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.machine.machine import Machine
 
-MOMENTS = 2  # AdamW optimizer state: arrays of a parameter's size
+MOMENTS = 2  # AdamW optimizer state: number of arrays with the size of the parameters
 
 
 class Wire(NamedTuple):
@@ -51,14 +51,14 @@ class Wire(NamedTuple):
 class Limits(NamedTuple):
     """Resources that a plan may use.
 
-    `ranks` bounds the number of stages. `memory` is in bytes per rank and `bandwidth` in bytes/s
-    per link (None: unlimited). `all_in_flight` is True if every stage has all `microbatches` in
-    flight (GPipe), and False if it has at most the number of stages from itself to the last
+    `ranks` is the maximum number of stages. `memory` is in bytes per rank and `bandwidth` in
+    bytes/s per link (None: unlimited). `all_in_flight` is True if every stage has all
+    `microbatches` in flight (GPipe). If it is False, stage s of S has at most S - s in flight
     (1F1B).
 
     `latency` is the latency of a message in seconds. `sums` is the cost of the gradient all-reduce
-    at the end of a step (None: one replica per stage). If `keeps_received`, a stage also stores
-    the values that it received, for every microbatch in flight.
+    at the end of a step (None: one replica per stage). If `keeps_received` is True, a stage also
+    stores the values that it received, for every microbatch in flight.
     """
 
     ranks: int
@@ -71,15 +71,15 @@ class Limits(NamedTuple):
     keeps_received: bool = False
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds of a transfer."""
+        """Return the time of a transfer in seconds."""
         return Wire(self.latency, self.bandwidth or inf).seconds(nbytes)
 
 
 def load(graph: Graph, members: int, limits: Limits) -> float:
-    """Return the seconds of a stage per microbatch.
+    """Return the load of a stage in seconds per microbatch.
 
-    They are its forward and backward compute time, and one transfer of each value that enters or
-    leaves the stage.
+    The load is the forward and backward compute time, plus the time of one transfer of each value
+    that enters or leaves the stage.
     """
     computed = graph.total("forward", members) + graph.total("backward", members)
     moved = graph.bytes_in(members) + graph.bytes_out(members)
@@ -87,21 +87,21 @@ def load(graph: Graph, members: int, limits: Limits) -> float:
 
 
 def held(graph: Graph, members: int, in_flight: float) -> float:
-    """Return the bytes of a stage with `in_flight` microbatches in flight."""
+    """Return the memory in bytes of a stage with `in_flight` microbatches in flight."""
     return graph.total("memory", members) + in_flight * graph.total("saved", members)
 
 
 def as_size(nbytes: float) -> str:
-    """Return a size in the format of an option, rounded up."""
+    """Format a size in bytes, rounded up, as a value of a command-line option."""
     unit, name = (1e6, "MB") if nbytes >= 1e7 else (1, "B")
     return f"{-(-nbytes // unit):.0f}{name}"
 
 
 class StageChoice(NamedTuple):
-    """Part of the chain, up to the atom `end` (exclusive).
+    """Model chunk: the atoms from the end of the previous chunk up to `end` (exclusive).
 
-    It runs on `replicas` ranks. If `recompute`, it recomputes its forward pass in the backward
-    pass instead of saving activations.
+    It runs on `replicas` ranks. If `recompute` is True, its forward pass is repeated in the
+    backward pass, so that no activations are saved.
     """
 
     end: int
@@ -110,12 +110,12 @@ class StageChoice(NamedTuple):
 
 
 class PipelineChoice(NamedTuple):
-    """Pipeline arrangement: all parts in model order, `microbatches` per batch, and the
-    `schedule`.
+    """Pipeline arrangement of a model.
 
-    `chunks` is the number of parts per pipeline stage. With `zero` = 1 replicas shard the moments
-    of the optimizer. Part n is on pipeline stage n mod S, where S is the number of stages. All
-    parts of a stage have equally many replicas.
+    `stages` contains the model chunks in model order, `chunks` is the number of chunks per
+    pipeline stage, and `microbatches` the number of microbatches per step. Chunk n is on pipeline
+    stage n mod S, where S is the number of stages. All chunks of a stage have the same number of
+    replicas. With `zero` = 1, the replicas shard the optimizer moments.
     """
 
     stages: tuple[StageChoice, ...]
@@ -143,8 +143,8 @@ class PipelineChoice(NamedTuple):
 class RunCosts(NamedTuple):
     """Overhead of a rank in seconds, in addition to operations and communication.
 
-    `forward` and `backward` are per microbatch and part, `step` is per step, and `update` is per
-    byte of parameters.
+    `forward` and `backward` are per microbatch and model chunk, `step` is per step, and `update`
+    is per byte of parameters.
     """
 
     forward: float = 0.0
@@ -154,10 +154,10 @@ class RunCosts(NamedTuple):
 
 
 class PartNumbers(NamedTuple):
-    """Costs of a part on one rank.
+    """Costs of a model chunk on one rank.
 
     `forward`, `backward` and `weight` are seconds per microbatch without recomputation; `weight`
-    is the share of `backward` spent on weight gradients. The others are bytes.
+    is the share of `backward` spent on weight gradients. All other fields are in bytes.
     """
 
     forward: float
@@ -173,13 +173,14 @@ class PartNumbers(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Evaluated step of an arrangement.
+    """Predicted time and memory of a step of an arrangement.
 
-    `seconds` is the step time. By part, `forward` and `backward` are the seconds of a microbatch;
-    `backward` includes recomputation. By border, `sent` is the bytes per microbatch that the
-    busiest rank sends, and `messages` their seconds. By pipeline stage, `sums` is the seconds of
-    gradient all-reduces, `in_flight` the microbatches in flight, and `held` the bytes of a rank.
-    `fits` is True if these are within the memory.
+    `seconds` is the step time. `forward` and `backward` are seconds per microbatch for each model
+    chunk; `backward` includes recomputation. For each boundary between chunks, `sent` is the
+    number of bytes that the busiest rank sends per microbatch, and `messages` the time of these
+    messages in seconds. For each pipeline stage, `sums` is the time of the gradient all-reduces in
+    seconds, `in_flight` the number of microbatches in flight, and `held` the peak memory of a rank
+    in bytes. `fits` is True if `held` is within the memory limit on every stage.
     """
 
     seconds: float
@@ -196,12 +197,12 @@ class Evaluated(NamedTuple):
 class ModelCosts:
     """Costs of a model on a machine for steps of `batch` samples.
 
-    Costs depend on the rows, the samples of a microbatch on one rank: `graph_of(rows)` makes the
-    Graph, whose atoms are the same for any number of rows. `run` is the overhead of a run (None:
-    none).
+    Costs depend on the number of rows, which are the samples of a microbatch on one rank:
+    `graph_of(rows)` returns the graph, whose atoms are the same for any number of rows. `run` is
+    the overhead of each rank (None: no overhead).
 
-    The ranks of a stage are adjacent, and so are consecutive stages. A border that spans several
-    nodes is as slow as a link between nodes.
+    Each stage has contiguous ranks, which follow the ranks of the previous stage. If two adjacent
+    stages span several nodes, messages between them are as slow as on a link between nodes.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class ModelCosts:
         return len(self.graph(1))
 
     def reordered(self, order: list[int]) -> ModelCosts:
-        """Return the same costs along another topological order of the atoms."""
+        """Return the same costs with the atoms in another topological order."""
 
         def graph_of(rows):
             return self.graph(rows).ordered(order)
@@ -230,18 +231,18 @@ class ModelCosts:
         return ModelCosts(graph_of, self.machine, self.batch, self.run)
 
     def rows(self, microbatches: int, replicas: int) -> int:
-        """Return the samples of a microbatch on the rank with the most."""
+        """Return the largest number of samples of a microbatch on any rank."""
         microbatch = -(-self.batch // microbatches)
         return -(-microbatch // replicas)
 
     def chain(self, rows: int) -> Chain:
-        """Return the Chain of the graph for a number of rows, from a cache."""
+        """Return the cached chain of atoms for a number of rows."""
         if rows not in self._chains:
             self._chains[rows] = Chain(self.graph(rows))
         return self._chains[rows]
 
     def part(self, rows: int, before: int, after: int) -> PartNumbers:
-        """Return the costs of the atoms between two cuts of the chain."""
+        """Return the costs of the model chunk between two cuts of the chain."""
         key = rows, before, after
         if key not in self._parts:
             chain = self.chain(rows)
@@ -264,7 +265,7 @@ class ModelCosts:
         return self._parts[key]
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
-        """Return the seconds of sending a microbatch to the next stage.
+        """Return the time in seconds to send a microbatch to the next stage.
 
         `nbytes` is the size on the rank with the most rows.
         """
@@ -276,10 +277,10 @@ class ModelCosts:
         return again * call("send", 0, ends) + call("send", nbytes, ends)
 
     def summed(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
-        """Return the seconds of an all-reduce of `nbytes` over ranks.
+        """Return the time in seconds of an all-reduce of `nbytes` bytes over ranks.
 
-        Each of n ranks receives (n - 1) / n of the bytes twice: in the reduce-scatter and the
-        all-gather.
+        Each of n ranks receives (n - 1) / n of the bytes in the reduce-scatter, and the same
+        amount in the all-gather.
         """
         if not nbytes or len(ranks) == 1:
             return 0.0
@@ -287,15 +288,19 @@ class ModelCosts:
 
 
 def _peers(one, other):
-    """Return the largest number of ranks of the other stage with which a rank shares rows."""
+    """Return the maximum number of peers of a rank.
+
+    `one` and `other` are the numbers of replicas of two adjacent stages. A peer is a rank of the
+    adjacent stage that processes some of the same rows.
+    """
     few, many = sorted((one, other))
     return max(-(-(each + 1) * many // few) - each * many // few for each in range(few))
 
 
 def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = None) -> Evaluated:
-    """Evaluate the step of an arrangement with `memory` bytes per rank (None: unlimited).
+    """Predict the time and memory of a step; `memory` is in bytes per rank (None: unlimited).
 
-    Raises ValueError if its parts, replicas or microbatches are inconsistent.
+    Raises ValueError if the chunks, replicas or microbatches of the arrangement are inconsistent.
     """
     _refuse(costs, choice)
     model = _model_of(choice)
@@ -324,7 +329,7 @@ def evaluated(costs: ModelCosts, choice: PipelineChoice, memory: float | None = 
 
 
 def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
-    """Return the peak bytes of a rank of every pipeline stage."""
+    """Return the peak memory in bytes of a rank of each pipeline stage."""
     parts, owned, model = [*_parts(costs, choice)], [*_owners(costs, choice)], _model_of(choice)
     found = []
     for stage, replicas in enumerate(choice.replicas):
@@ -341,7 +346,7 @@ def bytes_held(costs: ModelCosts, choice: PipelineChoice) -> tuple[float, ...]:
 def _working_bytes(
     model: StepModel, stage: int, mine: list[tuple[StageChoice, PartNumbers]]
 ) -> float:
-    """Return the bytes of a stage that depend on its microbatches in flight and on its passes."""
+    """Return the memory in bytes of activations and gradients on a rank of a stage."""
     saved = [part.received + (not choice.recompute) * part.saved for choice, part in mine]
     gradient = max(part.received for _, part in mine)
     most = max(nbytes for _, nbytes in model.held(stage, saved, saved, gradient))
@@ -386,7 +391,7 @@ def _refuse(costs: ModelCosts, choice: PipelineChoice) -> None:
 
 
 def _model_of(choice):
-    """Return the step model; a single part runs the one-stage schedule."""
+    """Return the step model of an arrangement; a single chunk uses the one-stage schedule."""
     name = ONE_STAGE if len(choice.stages) == 1 else choice.schedule
     return step_model(name, choice.width, choice.microbatches, choice.chunks)
 
@@ -399,12 +404,12 @@ def _parts(costs, choice):
 
 
 def _stage_ranks(replicas: tuple[int, ...]) -> list[range]:
-    """Return the ranks of every stage, numbered stage by stage."""
+    """Return the ranks of each stage. Ranks are numbered stage by stage."""
     return [range(last - count, last) for last, count in zip(accumulate(replicas), replicas)]
 
 
 def _borders(costs, choice):
-    """Return the bytes and seconds per microbatch over every border."""
+    """Return the bytes and the seconds per microbatch at each boundary between chunks."""
     stage_ranks, sent, seconds = _stage_ranks(choice.replicas), [], []
     for part, stage in enumerate(choice.stages[:-1]):
         here, there = (stage_ranks[number % choice.width] for number in (part, part + 1))
@@ -415,10 +420,11 @@ def _borders(costs, choice):
 
 
 def _with_sums(costs, choice, parts, ends):
-    """Return the step time, and the seconds of the gradient all-reduces of every stage.
+    """Return the step time and the gradient all-reduce time of each stage, in seconds.
 
-    A weight on several stages is reduced once over all their ranks, after the last of them
-    finishes. Gradient clipping needs all reductions, and the update needs the gradient norm.
+    The gradient of a weight that several stages hold is reduced once over all their ranks, after
+    the last of these stages finishes. The update follows all reductions, because gradient
+    clipping needs the global gradient norm.
     """
     stage_ranks, owned = _stage_ranks(choice.replicas), [*_owners(costs, choice)]
     tied = [(sorted(owners), shared.parameters) for shared, owners in owned if len(owners) > 1]
@@ -440,14 +446,14 @@ def _with_sums(costs, choice, parts, ends):
 
 
 def _updated(costs, choice, parts, owned):
-    """Yield the bytes of the parameters that a rank of every stage updates."""
+    """Yield, for each stage, the bytes of the parameters that one rank updates."""
     for stage, replicas in enumerate(choice.replicas):
         trained = _stage_sum("trained", choice, parts, owned, stage)
         yield trained / replicas if choice.zero else trained
 
 
 def _owners(costs, choice):
-    """Yield each shared weight or input, with the number of its parts by stage."""
+    """Yield each shared weight or input, and the number of chunks that read it on each stage."""
     ends = [stage.end for stage in choice.stages]
     for shared in costs.graph(1).shared:
         parts = {bisect_right(ends, atom) for atom in shared.atoms}
@@ -458,7 +464,7 @@ _OF_SHARED = {"fixed": "memory", "trained": "parameters", "fed": "fed"}
 
 
 def _stage_sum(name, choice, parts, owned, stage):
-    """Return the bytes of all parts of a stage, counting what they share once."""
+    """Return the bytes of all chunks of a stage, counting shared weights and inputs once."""
     found = sum(getattr(part, name) for part in parts[stage :: choice.width])
     for shared, owners in owned:
         found -= max(0, owners[stage] - 1) * getattr(shared, _OF_SHARED[name])

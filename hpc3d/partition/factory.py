@@ -1,6 +1,6 @@
-"""Calls of the user's `MODULE:FACTORY`, which makes a module and its example inputs.
+"""Calls to the user's `MODULE:FACTORY`, which returns a module and its example inputs.
 
-The calls leave no side effects: torch's default generator is restored, and output is suppressed.
+The calls have no side effects: torch's default generator is restored, and output is suppressed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hpc3d.partition.capturing.user_code import described, undisturbed, without_
 
 
 def made(name: str) -> tuple[torch.nn.Module, tuple | dict]:
-    """Return the module and the example inputs that `MODULE:FACTORY` makes.
+    """Call `MODULE:FACTORY` and return its module and example inputs.
 
     The inputs are a tuple of positional arguments or a dict of keyword arguments. The name may
     include literal arguments of the factory, as in `MODULE:FACTORY(1024, layers=24)`. Tensors are
     fake if the factory works with fake tensors, so that a model of any size needs no memory.
-    Raises ValueError in one line if the factory fails.
+    Raises ValueError with a one-line message if the factory fails.
     """
     return _as_pair(name, _called(name, function_at(name)))
 
 
 def made_with_data(name: str, seed: int) -> tuple[torch.nn.Module, tuple | dict]:
-    """Return the module and the example inputs with data, drawn with torch's generator at
-    `seed`."""
+    """Return the module and the example inputs with data, after seeding torch's default
+    generator with `seed`."""
     make = function_at(name)
     try:
         with undisturbed():
@@ -84,7 +84,7 @@ def _literals(name, factory, call):
 
 
 def _called(name, make):
-    """Return the result of a factory, with data if it inspects its tensors."""
+    """Call a factory on fake tensors; call it again on real tensors if it needs their data."""
     try:
         try:
             with undisturbed(), without_data():
@@ -101,7 +101,7 @@ def _called(name, make):
 def _asks_for_data(error):
     """Return True if an error comes from a fake tensor, which has no data.
 
-    This includes failed conversions of a module to another type.
+    Failed conversions of a module to another dtype are included.
     """
     frames = traceback.extract_tb(error.__traceback__)
     inside = any(f"{os.sep}_subclasses{os.sep}" in frame.filename for frame in frames)

@@ -1,9 +1,9 @@
 """Local search that improves the arrangement of a module.
 
-It changes one thing at a time: a border, the replicas of two stages, or the recomputation of a
-part. Then it moves all borders at once, by a search over the atoms around them. The cost of moving
-a single border also explains its position. For a partition into downsets (`cuts_moved`, `settled`)
-only the borders move.
+Each move changes one property: a stage boundary, the replicas of one or two stages, or the
+recomputation of a model chunk. Then the search moves all boundaries at once, each to a nearby
+atom. The cost of moving a single boundary also explains its location to users. For a partition
+into downsets, `cuts_moved` and `settled` move only the boundaries.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ from hpc3d.partition.evaluation import (
 )
 from hpc3d.partition.joint_search import Allowed, JointSearch, Timed, timed
 
-_NEAR = 6  # positions tried on each side of a border, by atoms and by blocks
-_AROUND = 60  # atoms tried on one side of the borders, summed over borders
+_NEAR = 6  # candidate cuts tried on each side of a boundary: atoms, and block boundaries
+_AROUND = 60  # atoms tried on one side of a boundary, summed over all boundaries
 _CLIMB_BUDGET = 600_000  # simulated passes per climb
-_NEAR_CUTS = 16  # downsets tried for a border
-_BORDER_BUDGET = 100_000  # simulated passes for the borders of a plan
+_NEAR_CUTS = 16  # downsets tried per stage boundary
+_BORDER_BUDGET = 100_000  # simulated passes when the boundaries of a plan are moved
 
 
 def improved(
     costs: ModelCosts, choice: PipelineChoice, allowed: Allowed, positions: np.ndarray
 ) -> tuple[PipelineChoice, Evaluated]:
-    """Improve an arrangement that fits until no single change shortens its step, within the
-    budget.
+    """Improve an arrangement that fits in memory by local search; return it and its step.
 
-    Borders may lie at any atom, but move far only to `positions`. Returns the arrangement and its
-    step.
+    The search stops if no single change shortens the step, or if its budget is used up. Short
+    moves of a boundary may end at any atom, long moves only at `positions`.
     """
     for _ in range(2):
         choice, _ = _climbed(costs, choice, allowed, positions)
@@ -47,7 +46,7 @@ def improved(
 
 
 def _climbed(costs, choice, allowed, positions):
-    """Apply single changes as long as one shortens the step and the budget lasts."""
+    """Apply single changes until none shortens the step or the budget is used up."""
     best = evaluated(costs, choice, allowed.memory)
     left, better = _CLIMB_BUDGET, True
     while better and left > 0:
@@ -66,7 +65,7 @@ def _climbed(costs, choice, allowed, positions):
 
 
 def _refined(costs, choice, allowed):
-    """Return the best arrangement with all borders moved to nearby atoms.
+    """Return the best arrangement in which each boundary is at most a few atoms away.
 
     Replicas, microbatches and schedule stay the same.
     """
@@ -87,7 +86,10 @@ def _refined(costs, choice, allowed):
 
 
 def _kinds(choice):
-    """Return the number of possible kinds of change: borders, recomputation, replicas."""
+    """Return the number of properties to change.
+
+    They are each boundary, the recomputation of each chunk, and the replicas of each stage.
+    """
     return 2 * len(choice.stages) - 1 + choice.width
 
 
@@ -107,7 +109,8 @@ def _changed(costs, choice, kind, allowed, positions):
 def moved(
     costs: ModelCosts, choice: PipelineChoice, border: int, positions: np.ndarray
 ) -> Iterator[PipelineChoice]:
-    """Yield the arrangement with a border moved to nearby atoms and to nearby `positions`."""
+    """Yield arrangements in which one boundary is moved to a nearby atom or to a nearby entry of
+    `positions`."""
     ends = (0, *(stage.end for stage in choice.stages))
     before, here, after = ends[border : border + 3]
     low, high = np.searchsorted(positions, [here, here + 1])
@@ -122,10 +125,10 @@ def moved(
 
 
 def _shifted(costs, choice, stage, ranks):
-    """Yield the arrangements with one more replica of a stage, an idle rank or one of another
-    stage.
+    """Yield the arrangements in which a stage has one more replica.
 
-    The borders between adapt in later changes.
+    The new replica uses an idle rank, or a rank taken from another stage. Later changes adapt the
+    stage boundaries.
     """
     replicas, idle = choice.replicas, ranks - choice.ranks
     if replicas[stage] == costs.rows(choice.microbatches, 1):
@@ -155,10 +158,11 @@ def _with(choice, part, **what):
 def next_best(
     costs: ModelCosts, choice: PipelineChoice, step: Evaluated, border: int, memory: float
 ) -> tuple[PipelineChoice | None, float | None, bool]:
-    """Find the best other position near a border.
+    """Find the best other location near a stage boundary.
 
-    Returns the arrangement and its seconds, both None if no nearby position fits, and True if a
-    nearby position with a shorter step does not fit in memory.
+    Returns the arrangement with the moved boundary and its step time in seconds; both are None if
+    no nearby location fits in memory. The third result is True if a nearby location with a shorter
+    step does not fit in memory.
     """
     others = moved(costs, choice, border, np.arange(0))
     found = [(other, evaluated(costs, other, memory)) for other in others]
@@ -171,7 +175,7 @@ def next_best(
 def cuts_moved(
     cuts: Downsets | Chain, limits: Limits, found: Timed, number: int
 ) -> Iterator[Timed]:
-    """Yield the steps with border `number` moved to nearby downsets that fit."""
+    """Yield the simulated steps with boundary `number` moved to nearby downsets that fit."""
     ends = (0, *found.ends)
     before, here, after = ends[number : number + 3]
     others = [int(position) for position in cuts.between(before, after) if position != here]
@@ -184,7 +188,7 @@ def cuts_moved(
 
 
 def settled(cuts: Downsets | Chain, limits: Limits, found: Timed) -> Timed:
-    """Move single borders until none shortens the step, within the budget; return the step."""
+    """Move one boundary at a time until no move shortens the step or the budget is used up."""
     left, borders, still = _BORDER_BUDGET, len(found.ends) - 1, 0
     number = 0
     while borders and still < borders and left > 0:
