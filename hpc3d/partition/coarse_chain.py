@@ -1,4 +1,4 @@
-"""Chain of atoms with few candidate cuts, so that all stage boundaries can be searched together."""
+"""Chain of atoms with few candidate cuts, for a joint search over all stage boundaries."""
 
 from __future__ import annotations
 

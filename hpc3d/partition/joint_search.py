@@ -1,36 +1,37 @@
 """Search for candidate arrangements of a module.
 
-It chooses the replicas and recomputation of every stage, the borders, the number of stages and the
-microbatches together. A step with m microbatches takes about
+The search chooses the replicas and recomputation of every stage, the stage boundaries, the number
+of stages and the number of microbatches together. A step with m microbatches takes about
 
     (m - 1) T + sum_s w_s,    T = max_s w_s
 
-where w_s is the time of stage s for a microbatch forward and backward, its messages, and 1/m of
-its gradient all-reduces and its update. For an upper limit on T, dynamic programming finds the
+where w_s is the forward and backward time of a microbatch on stage s, including its messages and
+1/m of the gradient all-reduce and the update. For an upper limit on T, dynamic programming finds the
 exact minimum of the sum. It proceeds from the last stage to the first. The state is the start of
 the stage, the number of stages from it to the last (the microbatches in flight under 1F1B), and
-the ranks left for them:
+the number of ranks available to them:
 
-    G[s, i, d] = min over j, r of w(i, j, r) + G[s-1, j, d-r]    where w(i, j, r) <= T fits
+    G[s, i, d] = min over j, r of w(i, j, r) + G[s-1, j, d-r]    if w(i, j, r) <= T, and it fits
 
-The limit decreases until no arrangement is left. The chain has a few candidate cuts, which
-hpc3d.partition.improvement refines.
+The limit is lowered until no arrangement satisfies it. The search uses few candidate cuts of the
+chain of atoms; hpc3d.partition.improvement refines them.
 
-If each stage has one rank, the search over the downsets of a graph is exact, and steps are
-simulated. It is a branch and bound over chains of downsets, from the first stage to the last. With
-M microbatches, f_s and b_s seconds of stage s forward and backward, and n_s microbatches in flight
-there, lower bounds on the step time are
+If each stage has one rank, `quickest` searches the downsets of a graph exactly and simulates the
+steps. It is a branch-and-bound search over chains of downsets, from the first stage to the last.
+Let M be the number of microbatches, f_s and b_s the forward and backward times of stage s, and n_s
+its number of microbatches in flight. Lower bounds on the step time are
 
-    sum_{i<s} (f_i + b_i) + M (f_s + b_s)               to and from stage s, and its own passes
+    sum_{i<s} (f_i + b_i) + M (f_s + b_s)               way to stage s and back, and its own passes
     sum_i f_i + sum_{i!=s} b_i + M b_s + (M - n_s) f_s  work left after its first gradient
     sum_{i<s} (f_i + b_i) + M T                         T: the heaviest remaining stage
 
 `lightest` minimizes the load of the heaviest stage ("max-load" in Tarnawski et al. 2020,
-arXiv:2006.16423). If r stages are left for the atoms outside a downset I,
+arXiv:2006.16423). If r stages remain for the atoms outside a downset I,
 
     T[I, r] = min over J > I of max(T[J, r - 1], load(J - I))
 
-Both are exact over all downsets; a chain of sorted atoms is the fast path.
+Both searches are exact over all downsets. A chain of sorted atoms is faster to search, but not
+exact.
 """
 
 from __future__ import annotations
@@ -56,22 +57,22 @@ from hpc3d.pipeline.schedule import DEFAULT, ONE_STAGE, find
 from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
-SEARCH_BUDGET = 1_000_000  # simulated passes of all downset searches together
+SEARCH_BUDGET = 1_000_000  # total number of passes simulated by all downset searches
 _LOOK = 32  # cost of expanding one branch, in simulated passes
 _BLOCKS = 48  # number of blocks between candidate cuts
-_MOST_UNITS = 63  # the most units of ranks
-_STEPS = (0.8, 0.97)  # ratio of successive limits: coarse, then near the best
+_MOST_UNITS = 63  # maximum number of units of ranks
+_STEPS = (0.8, 0.97)  # ratios of successive limits: coarse search, search near the best limit
 _NEAR_BEST = 2.0  # candidates within this factor of the best are simulated
-_FEW = 6  # numbers of stages kept per limit
+_FEW = 6  # number of stage counts kept per limit
 
 
 class Allowed(NamedTuple):
     """Search space of arrangements.
 
-    It has the number of `ranks`, the `memory` of each in bytes, the allowed `microbatches` and
-    `schedules`, and the `replicas` (None: any; one number: the same for all stages; several: one
-    per stage). `recompute` lists the allowed values of recomputation. With `zero` = 1, replicas
-    shard the moments.
+    `ranks` is the number of ranks, and `memory` the usable memory of each in bytes.
+    `microbatches` and `schedules` list the allowed choices, and `recompute` whether stages may or
+    must recompute. `replicas` is None if any number is allowed; otherwise, it contains one number
+    for all stages, or one number per stage. With `zero` = 1, replicas shard the moments.
     """
 
     ranks: int
@@ -91,33 +92,37 @@ class Allowed(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Granularity in which ranks are assigned to stages if replicas are searched."""
+        """Number of ranks in a unit; a stage gets whole units if replicas are searched."""
         return max(1, 2 ** (self.ranks.bit_length() - _MOST_UNITS.bit_length()))
 
     def units(self, replicas: int) -> int:
-        """Return the units that a stage uses: of ranks, or one stage if replicas are given."""
+        """Return the number of units that a stage uses.
+
+        A unit is a group of `unit` ranks, or one stage if the replicas are given.
+        """
         return 1 if self.replicas else replicas // self.unit
 
     def replicas_of(self, left: int) -> tuple[int, ...]:
-        """Return the allowed replicas of a stage, `left` stages from the end including itself."""
+        """Return the allowed numbers of replicas of a stage with `left` - 1 stages after it."""
         if self.replicas is None:
             return tuple(range(self.unit, self.ranks + 1, self.unit))
         return self.replicas[-left:][:1] if self.replicas[1:] else self.replicas
 
 
 class Estimated(NamedTuple):
-    """Arrangement with the estimated seconds of its step."""
+    """Arrangement and its estimated step time in seconds."""
 
     seconds: float
     choice: PipelineChoice
 
 
 class _StageKind(NamedTuple):
-    """Costs of stages with `replicas` replicas, indexed by the cuts before and behind the stage.
+    """Costs of stages with `replicas` replicas, indexed by the first and last cut of the stage.
 
-    `load` counts for the limit and `weight` in the sum, both without recomputation, which adds
-    `again` to both. Bytes are `always` resident, `received` and `saved` per microbatch in flight,
-    and `made` in addition by recomputation.
+    `load` is compared with the limit, and `weight` is a term of the sum. Both are in seconds
+    without recomputation, whose time `again` is added to them. Sizes are in bytes: `always` is
+    resident, `received` and `saved` are stored per microbatch in flight, and `made` is the
+    additional memory for recomputation.
     """
 
     replicas: int
@@ -132,10 +137,10 @@ class _StageKind(NamedTuple):
     def costs(
         self, flight: int, sending: bool, allowed: Allowed
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the load for the limit, the weight in the sum, and True if a stage recomputes.
+        """Return the loads, the weights in the sum, and a mask of the stages that recompute.
 
-        `flight` is the number of microbatches in flight. If `sending`, the gradient of another one
-        is also in memory. The weight is inf if nothing fits.
+        `flight` is the number of microbatches in flight. If `sending` is True, memory also
+        contains a gradient that is being sent. The weight of a stage is inf if it does not fit.
         """
         least = self.always + (flight + sending) * self.received + self.saved
         keeps = least + (flight - 1) * self.saved <= allowed.memory
@@ -149,7 +154,7 @@ class _StageKind(NamedTuple):
 class JointSearch:
     """Search for arrangements of a model over candidate cuts of its chain.
 
-    The cuts are `positions` (None: the borders between blocks of the chain).
+    The cuts are `positions` (None: block boundaries chosen by `positions_of`).
     """
 
     def __init__(
@@ -166,8 +171,10 @@ class JointSearch:
         self.best = inf
 
     def found(self) -> list[PipelineChoice]:
-        """Return the arrangements that fit and are near the best, shortest estimated step
-        first."""
+        """Return the arrangements that fit in memory and are nearly optimal.
+
+        They are sorted by estimated step time.
+        """
         found = [each for way in self._ways() for each in self._of_way(*way)]
         near = [each for each in found if each.seconds <= _NEAR_BEST * self.best]
         near.sort(key=lambda each: each.seconds)
@@ -182,10 +189,10 @@ class JointSearch:
         return False
 
     def _ways(self):
-        """Yield the schedules, microbatches, and microbatches in flight on every stage.
+        """Yield combinations of schedule, microbatches, and microbatches in flight per stage.
 
-        The last is None if it is the number of stages from a stage to the last. Schedules with
-        several chunks are derived from arrangements of the default schedule.
+        Under 1F1B, the number in flight differs between stages and is given as None. Schedules
+        with several chunks are derived from arrangements of the default schedule.
         """
         names = [name if find(name).chunks else DEFAULT for name in self.allowed.schedules]
         for micros in self.allowed.microbatches:
@@ -231,9 +238,9 @@ class JointSearch:
             yield from each.found
 
     def _all_interleaved(self, name, choices) -> Iterator[PipelineChoice]:
-        """Yield arrangements with two parts per stage.
+        """Yield arrangements with two model chunks per stage.
 
-        Their replicas are those of the `choices`, or equal for all stages.
+        Replicas are taken from each of the `choices`, or are equal for all stages.
         """
         ways = {(each.replicas, each.microbatches): None for each in choices}
         for micros in self.allowed.microbatches:
@@ -249,10 +256,10 @@ class JointSearch:
                 yield from self._interleaved(name, replicas, micros)
 
     def _interleaved(self, name, replicas, micros) -> Iterator[PipelineChoice]:
-        """Yield the arrangement with the lightest heaviest part; parts that do not fit recompute.
+        """Yield the arrangement that minimizes the load of the heaviest chunk.
 
-        It yields nothing if the heaviest stage alone takes longer than the arrangements near the
-        best.
+        Chunks that do not fit in memory recompute their activations. Nothing is yielded if the
+        heaviest stage takes too long for a nearly optimal step.
         """
         heavy = [np.triu(self.balance[micros][r].load, 1) for r in replicas * 2]
         ends, again = _balanced(heavy), self.allowed.recompute[0]
@@ -267,7 +274,7 @@ class JointSearch:
         yield self._with_room(choice) if True in self.allowed.recompute else choice
 
     def _with_room(self, choice):
-        """Make parts of stages that exceed the memory recompute, one after another."""
+        """Enable recomputation for one chunk after another until every stage fits in memory."""
         for part, stage in enumerate(choice.stages):
             if bytes_held(self.costs, choice)[part % choice.width] > self.allowed.memory:
                 stages = [*choice.stages]
@@ -282,8 +289,10 @@ class JointSearch:
 
 
 def _balanced(loads):
-    """Return the ends of parts with these loads [before, after] that minimize the heaviest
-    load."""
+    """Return the ends of the model chunks that minimize the largest load.
+
+    `loads` contains one array [first cut, last cut] per chunk.
+    """
     heaviest, following = np.full(len(loads[0]), inf), []
     heaviest[-1] = 0.0
     for load in reversed(loads):
@@ -297,11 +306,11 @@ def _balanced(loads):
 
 
 def _flight_choices(schedule, micros, stages):
-    """Return the microbatches in flight to try.
+    """Return the candidate numbers of microbatches in flight.
 
-    1F1B has as many as stages to the last (None) and GPipe has all. A split backward pass has the
-    same number on every stage; it depends on the number of stages, of which powers of two are
-    tried.
+    Under GPipe, all microbatches are in flight. Under 1F1B, the number decreases from stage to
+    stage (None). Schedules that defer weight gradients have the same number on every stage; it
+    depends on the number of stages, for which powers of two are tried.
     """
     if schedule.keeps_all:
         return [micros]
@@ -312,8 +321,12 @@ def _flight_choices(schedule, micros, stages):
 
 
 class _Under(NamedTuple):
-    """Result under a limit: the least step time, sum and heaviest load, and the best
-    arrangements."""
+    """Result of a search with a limit.
+
+    `seconds` is the shortest estimated step time, `load` the largest stage load of that
+    arrangement, and `weight` the smallest sum over all numbers of stages. `found` contains the
+    best arrangements.
+    """
 
     seconds: float
     weight: float
@@ -322,7 +335,7 @@ class _Under(NamedTuple):
 
 
 class _OfWay:
-    """Search for one schedule, number of microbatches, and number of them in flight."""
+    """Search for one schedule, number of microbatches, and number of microbatches in flight."""
 
     def __init__(self, search, name, micros, flight):
         self.search, self.allowed = search, search.allowed
@@ -339,7 +352,10 @@ class _OfWay:
         self.least = np.min(each, 0).sum() / self.allowed.ranks if each else inf
 
     def _replicas(self):
-        """Yield the replicas, without those whose fullest rank has as many rows as with fewer."""
+        """Yield the numbers of replicas to try.
+
+        A number is skipped if the next smaller one gives the fullest rank as few rows.
+        """
         rows = self.search.costs.rows(self.micros, 1)
         wanted = {r for left in range(1, self.width + 1) for r in self.allowed.replicas_of(left)}
         for r in sorted(each for each in wanted if each <= rows):
@@ -358,7 +374,7 @@ class _OfWay:
         work = part.forward + part.backward + sums / micros
         messages = border[:, None] + border[None]
         load = work + (0.0 if self.schedule.keeps_all else messages)
-        # W runs after the gradient that others wait for, and W of others fills the wait.
+        # W runs after the gradient has been sent; while a stage waits, it runs deferred W passes.
         late = 1 + self.schedule.late_weights if self.schedule.splits_backward else 0
         weight = work + messages - late * part.weight
         always = part.fixed + micros * rows * part.fed + part.working
@@ -369,7 +385,7 @@ class _OfWay:
         return _StageKind(replicas, load, weight, part.forward, always, received, part.saved, sent)
 
     def _table(self, left, replicas):
-        """Return the costs of a stage that is `left` stages from the end, including itself."""
+        """Return the costs of a stage with `left` - 1 stages after it."""
         flight = min(self.micros, self.flight or left)
         key = flight, replicas
         if key not in self.costs:
@@ -397,7 +413,7 @@ class _OfWay:
         return _Under(best.seconds, min(start), load, [each for each, _ in found])
 
     def _sums(self, limit):
-        """Return G by the number of stages: [cuts, units of ranks left]."""
+        """Return one array G [cuts, units of ranks left] for each number of stages."""
         shape = len(self.search.positions), self._units() + 1
         sums = [np.full(shape, inf)]
         sums[0][-1] = 0.0
@@ -446,8 +462,9 @@ class _OfWay:
 class Timed(NamedTuple):
     """Simulated step of a partition.
 
-    `seconds` is the step time, `ends` are the downsets behind the stages, and `in_flight` the
-    microbatches in flight of each. `proven` is True if no step is shorter.
+    `seconds` is the step time, `ends` the index of the downset at the end of each stage, and
+    `in_flight` the number of microbatches in flight on each stage. `proven` is True if no
+    partition has a shorter step.
     """
 
     seconds: float
@@ -458,7 +475,7 @@ class Timed(NamedTuple):
 
 
 def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]) -> Timed | None:
-    """Return the step of a partition; None if a stage does not fit."""
+    """Simulate the step of a partition; return None if a stage does not fit in memory."""
     search = _DownsetSearch(cuts, limits, schedule if ends[1:] else ONE_STAGE, len(ends))
     return search.step(tuple(ends)) if search.fits(ends) else None
 
@@ -466,7 +483,7 @@ def timed(cuts: Downsets | Chain, limits: Limits, schedule: str, ends: list[int]
 def quickest(
     cuts: Downsets | Chain, limits: Limits, schedules: tuple[str, ...], passes: int | None = None
 ) -> Timed | None:
-    """Return the shortest step over all numbers of stages and `schedules`; None if nothing fits.
+    """Return the shortest step over all numbers of stages and schedules, or None if nothing fits.
 
     The search simulates at most about `passes` passes (None: SEARCH_BUDGET).
     """
@@ -502,7 +519,7 @@ class _DownsetSearch:
         self.rest, self.left, self.best = None, 0, None
 
     def run(self, following, rest, passes):
-        """Find the best step, starting from the optimum of a `table`."""
+        """Search for the shortest step, starting from the partition that a `table` contains."""
         self.rest, self.left = rest, passes
         if np.isfinite(rest[0, self.stages]):
             self._try_out(tuple(path(following, self.stages)))
@@ -526,7 +543,8 @@ class _DownsetSearch:
     def least(self, before, after, here, behind):
         """Return a lower bound on the step time for each end in `after` of the next stage.
 
-        It is inf if the stage does not fit, or leaves too little for the others.
+        The bound is inf if the stage does not fit in memory or leaves too few atoms for the
+        remaining stages.
         """
         cuts, micros = self.cuts, self.micros
         forward = cuts.forward[after] - cuts.forward[before]
@@ -545,14 +563,14 @@ class _DownsetSearch:
         return np.inf if self.limits.memory is None else self.limits.memory
 
     def held(self, before, after, stage):
-        """Return the bytes of the stage between two downsets."""
+        """Return the memory in bytes of the stage between two downsets."""
         saved = self.cuts.saved[after] - self.cuts.saved[before]
         if self.limits.keeps_received:
             saved = saved + self.cuts.crossing[before]
         return self.cuts.fixed(before, after) + self.in_flight[stage] * saved
 
     def fits(self, ends):
-        """Return True if every stage fits."""
+        """Return True if every stage fits in memory."""
         cuts = enumerate(zip((0, *ends[:-1]), ends, strict=True))
         return all(self.held(*cut, stage) <= self.room for stage, cut in cuts)
 
@@ -566,7 +584,7 @@ class _DownsetSearch:
             self.best = found
 
     def step(self, ends):
-        """Return the Timed of a partition."""
+        """Simulate the step of a partition."""
         done = self.model.ends(_stage_costs(self.cuts, ends, self.limits))
         if self.limits.sums:
             parameters = map(self.cuts.trained, (0, *ends[:-1]), ends)
@@ -577,7 +595,7 @@ class _DownsetSearch:
 def _stage_costs(cuts: Downsets | Chain, ends: tuple[int, ...], limits: Limits) -> list[Cost]:
     """Return the costs of the stages for the schedule simulator.
 
-    A message carries all values needed behind the border, including those that later stages need.
+    A message to the next stage also contains the values that only later stages need.
     """
     found = []
     for before, after in zip((0, *ends[:-1]), ends):
@@ -588,9 +606,11 @@ def _stage_costs(cuts: Downsets | Chain, ends: tuple[int, ...], limits: Limits) 
 
 
 def lightest(cuts: Downsets | Chain, limits: Limits) -> list[int] | None:
-    """Return the partition with the lightest heaviest stage, as the downsets behind the stages.
+    """Return the partition that minimizes the load of the heaviest stage.
 
-    It has at most `limits.ranks` stages, and the fewest among equals. Returns None if none fits.
+    It is given by the index of the downset at the end of each stage. It has at most `limits.ranks`
+    stages; among equally good partitions, the one with the fewest stages is returned. The result
+    is None if no partition fits in memory.
     """
     following, load = table(cuts, limits)
     least = load[0].min()
@@ -598,7 +618,7 @@ def lightest(cuts: Downsets | Chain, limits: Limits) -> list[int] | None:
 
 
 def path(following: np.ndarray, stages: int) -> list[int]:
-    """Return the downsets behind each stage of the optimum with `stages` stages in a `table`."""
+    """Return the downset at the end of each stage for the optimum in a `table`."""
     at, ends = 0, []
     for left in range(stages, 0, -1):
         at = int(following[at, left])
@@ -607,7 +627,10 @@ def path(following: np.ndarray, stages: int) -> list[int]:
 
 
 def table(cuts: Downsets | Chain, limits: Limits) -> tuple[np.ndarray, np.ndarray]:
-    """Return by downset and number of remaining stages the next downset of the optimum, and T."""
+    """Return two arrays, indexed [downset, number of remaining stages].
+
+    The first contains the index of the next downset of the optimal partition, the second T.
+    """
     width = min(limits.ranks, cuts.count - 1) + 1
     load = np.full((cuts.count, width), np.inf)
     following = np.full((cuts.count, width), -1, np.int32)

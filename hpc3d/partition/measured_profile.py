@@ -1,7 +1,8 @@
 """File with the measurements of `hpc3d.partition profile`, and plan costs derived from it.
 
-The seconds of a piece are interpolated linearly between the measured numbers of rows. Beyond the
-last one they are proportional to the rows. Bytes are counted as without a profile.
+The time of a piece is interpolated linearly between the measured numbers of rows. Beyond the
+largest one, it is proportional to the number of rows. Memory and communication volumes are counted
+as without a profile.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FORMAT, _VERSION = "hpc3d-profile", 1
 _REMEDY = "use a file written by python -m hpc3d.partition profile"
 _ONE_NODE = 4096  # ranks per node: more than any profile has, so all are on one node
 
-# One second per operation and byte, for the shares of times that are not measured.
+# One second per FLOP and per byte, to estimate the weight gradients' share of backward.
 UNIT = Machine(
     "unit",
     "a second an operation and a byte",
@@ -44,10 +45,10 @@ UNIT = Machine(
 class ModuleProfile(NamedTuple):
     """Measurements of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`).
 
-    All `ranks` ranks measured at once, on a machine with `cores` cores. `pieces` maps the name
-    of a piece to two lists, the seconds of a microbatch forward and backward for each number of
-    `rows`. `run` has the fields of RunCosts, and each of the `calls` those of a CallTable.
-    `memory` is the bytes per rank, and `host` describes the machine.
+    All `ranks` ranks measured at the same time, on a machine with `cores` cores. `pieces` maps
+    the name of a piece to two lists: its forward and backward times in seconds, for each number of
+    `rows` per microbatch. `run` has the fields of RunCosts, and each entry of `calls` has fields
+    of a CallTable. `memory` is in bytes per rank, and `host` describes the machine.
     """
 
     model: str
@@ -62,11 +63,11 @@ class ModuleProfile(NamedTuple):
     calls: list[dict[str, Any]]
 
     def text(self) -> str:
-        """Return the content of the profile's file."""
+        """Return the content of the profile file."""
         return json.dumps({"format": _FORMAT, "version": _VERSION, **self._asdict()}) + "\n"
 
     def machine(self, ranks: int) -> Machine:
-        """Return the Machine of the measurements, for plans of `ranks` ranks.
+        """Return a machine description with the measured times, for plans with `ranks` ranks.
 
         Raises ValueError if the profile lacks the message times that several ranks need.
         """
@@ -95,7 +96,7 @@ class ModuleProfile(NamedTuple):
     def costs(self, captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
         """Return the measured costs of the model, with the communication times of `machine`.
 
-        Raises ValueError if the profile is that of another model.
+        Raises ValueError if the profile was measured for another model.
         """
         if digest_of(captured) != self.graph:
             raise ValueError(
@@ -119,7 +120,7 @@ def _frozen(value):
 
 
 def _link_of(tables):
-    """Return the Link for calls without a table, fitted to messages between two ranks."""
+    """Fit latency and bandwidth to the messages between two ranks, for calls without a table."""
     for table in tables:
         if table.op == "send":
             more = table.bytes[-1] - table.bytes[0], table.seconds[-1] - table.seconds[0]
@@ -128,7 +129,7 @@ def _link_of(tables):
 
 
 class MeasuredOperations(Operations):
-    """Operations of a captured module whose pieces take the times of a ModuleProfile."""
+    """Operations of a captured module, with the measured times of its pieces."""
 
     def __init__(self, captured: Captured, profile: ModuleProfile) -> None:
         super().__init__(captured)
@@ -143,7 +144,7 @@ class MeasuredOperations(Operations):
         return [_weight(found[node] for node in each.nodes) for each in self.captured.pieces]
 
     def costs(self, machine: Machine, batch: int) -> dict:
-        """Return the costs with the seconds of a piece assigned to its first operation."""
+        """Return the costs; the time of a piece is assigned to its first operation."""
         found = {
             node: each._replace(forward=0.0, backward=0.0, weight=0.0)
             for node, each in super().costs(UNIT, batch).items()
@@ -158,7 +159,7 @@ class MeasuredOperations(Operations):
         return found
 
     def at(self, rows: int) -> np.ndarray:
-        """Return the seconds [piece, forward or backward] of a microbatch of `rows` rows."""
+        """Return the times in seconds for `rows` rows, indexed [piece, pass]."""
         known, last = self.rows, self.rows[-1]
         if rows >= last:
             return self.seconds[..., -1] * (rows / last)
@@ -174,7 +175,7 @@ def _weight(costs):
 
 
 def load(path: Path | str) -> ModuleProfile:
-    """Return the ModuleProfile of a file; raise ValueError in one line if it is invalid."""
+    """Read a profile; raise ValueError with a one-line message if the file is invalid."""
     content = small_files.read(path, small_files.MOST_JSON, _REMEDY)
     try:
         tree = json.loads(content)

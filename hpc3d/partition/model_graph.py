@@ -1,4 +1,4 @@
-"""Graph of a captured module with its costs, as hpc3d.partition.planner partitions it.
+"""Conversion of a captured module to a graph with costs.
 
 A stage stores the value, the gradient and the optimizer state of each of its parameters, and the
 saved activations of every microbatch in flight.
@@ -20,16 +20,18 @@ from hpc3d.predict.machine.machine import Machine
 
 
 def costs_of(captured: Captured, machine: Machine, batch: int | None = None) -> ModelCosts:
-    """Return the ModelCosts of a captured module; `batch` defaults to that of the example
-    inputs."""
+    """Return the costs of a captured module on a machine.
+
+    `batch` is the number of samples per step (None: the batch of the example inputs).
+    """
     graphs = partial(graph_of, Operations(captured), machine)
     return ModelCosts(graphs, machine, batch or captured.batch)
 
 
 def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
-    """Return the Graph of a module for microbatches of `batch` samples.
+    """Return the graph of a module for microbatches of `batch` samples.
 
-    The id of an atom is its module and its first operation.
+    The id of an atom consists of its module and its first operation.
     """
     captured, found = operations.captured, operations.costs(machine, batch)
     weights, reads = _weights(captured), [*_read_inputs(captured)]
@@ -49,7 +51,7 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 
 
 def _saved_later(operations, found):
-    """Yield values without bytes for the results of a piece that another piece saves."""
+    """Yield values of size 0 that represent results saved by another piece than their producer."""
     piece_of = operations.captured.piece_of
     for node, saver in operations.savers.items():
         if node in piece_of and piece_of.get(saver, piece_of[node]) != piece_of[node]:
@@ -57,7 +59,7 @@ def _saved_later(operations, found):
 
 
 def _before_loss(captured):
-    """Return values without bytes that make the loss the last atom, behind unread results."""
+    """Return values of size 0 that make the loss the last atom, after results that nothing reads."""
     loss = loss_of(captured)
     if loss is None:
         return []
@@ -67,7 +69,7 @@ def _before_loss(captured):
 
 
 def _weights(captured):
-    """Return by name the bytes that a stage stores for a weight, and its trainable bytes."""
+    """Return a dict from weight name to two sizes in bytes: stored on a stage, and trainable."""
     state, found = {**captured.program.state_dict, **captured.program.constants}, {}
     for name in {name for piece in captured.pieces for name in piece.weights}:
         tensor = state[name]
@@ -78,7 +80,7 @@ def _weights(captured):
 
 
 def _shared(captured, weights):
-    """Return the weights that several pieces read."""
+    """Return the weights that are read by several pieces."""
     readers = defaultdict(list)
     for number, piece in enumerate(captured.pieces):
         for name in piece.weights:
@@ -91,7 +93,7 @@ def _shared(captured, weights):
 
 
 def _read_inputs(captured):
-    """Yield for every input the pieces that read it and its bytes per sample."""
+    """Yield, for every batched input, the pieces that read it and its bytes per sample."""
     for node in captured.inputs:
         tensor, readers = node.meta["val"], {captured.piece_of.get(user) for user in node.users}
         if carries_batch(node):
@@ -119,6 +121,6 @@ def _atom(number, piece, found, weights):
 
 
 def _name_of(piece):
-    """Return the module of a piece and its first operation on the batch."""
+    """Return a name composed of a piece's module and its first operation on the batch."""
     first = next(filter(carries_batch, piece.nodes), piece.nodes[0]).name
     return f"{piece.module}/{first}" if piece.module else first
