@@ -204,7 +204,7 @@ def _of_file(options):
     return _as_json(plan, limits)
 
 
-# Allocations between garbage collections: a captured model keeps millions of objects.
+# Allocations between garbage collections. A captured model has millions of live objects.
 _SELDOM = 200_000
 
 
@@ -253,7 +253,7 @@ def _write(path, plan, captured):
 
 
 def _costs(captured, options):
-    """Return the ModelCosts from a machine description or a measured profile."""
+    """Return the costs of a model from a machine description or a measured profile."""
     from hpc3d.partition.model_graph import costs_of
     from hpc3d.predict.machine import machine_file
 
@@ -269,7 +269,7 @@ def _costs(captured, options):
 
 
 def _machine_of(options):
-    """Return the names of the profile and machine that the plan is for."""
+    """Return the names of the profile and the machine for which the plan was made."""
     names = [str(each) for each in (options.profile, options.machine) if each]
     return " ".join(names) or DEFAULT_MACHINE
 
@@ -370,7 +370,7 @@ def _how(plan):
 
 
 def _some(ids):
-    """Return the first two ids, the last one and their number as text; all of up to four."""
+    """Format a list of ids; if there are more than four, shorten it and append their number."""
     if len(ids) <= 4:
         return " ".join(map(str, ids))
     return f"{ids[0]} {ids[1]} ... {ids[-1]} ({len(ids)})"

@@ -1,9 +1,10 @@
 """Plan of a captured module on a machine.
 
-Stages, their replicas and recomputation, microbatches and schedule are chosen together. Candidates
-come from hpc3d.partition.joint_search. They are simulated by hpc3d.partition.evaluation, and
-hpc3d.partition.improvement improves the best few. If the graph has few downsets, the best
-partition over all of them with equally many replicas per stage is also a candidate.
+The planner chooses the stages, their replicas and recomputation, the number of microbatches and the
+schedule together. hpc3d.partition.joint_search proposes candidates, hpc3d.partition.evaluation
+simulates them, and hpc3d.partition.improvement improves the best few. If the graph has few
+downsets, all of them are also searched for the best partition with the same number of replicas on
+every stage.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ from hpc3d.partition.model_graph import costs_of
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 from hpc3d.predict.machine.machine import Machine
 
-_MOST_MICROBATCHES = 128  # the most that are tried
-_LOOKED_AT = 250  # simulated arrangements with one part per stage
-_AT_LEAST, _IMPROVED = 4, 8  # numbers of arrangements that are improved
-_FAR = 1.1  # factor from the best that no improvement makes up for
+_MOST_MICROBATCHES = 128  # maximum number tried
+_LOOKED_AT = 250  # number of simulated arrangements with one chunk per stage
+_AT_LEAST, _IMPROVED = 4, 8  # minimum and maximum number of arrangements to improve
+_FAR = 1.1  # candidates slower than the best by this factor are dropped
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
 _MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits of a search over all downsets
-_MOST_LAID_OUT = 2**14  # the most forward passes of a simulated schedule
-_CLOSE = 1e-3  # relative tolerance of the least memory in an error message
+_MOST_LAID_OUT = 2**14  # maximum number of forward passes in a simulated schedule
+_CLOSE = 1e-3  # relative tolerance of the minimum memory in an error message
 
 
 class Wanted(NamedTuple):
     """Request for a plan.
 
-    `ranks` is the number of ranks. `memory` is the bytes of each (None: the machine's), of which
-    the fraction `margin` is left free. `batch` is the samples of a step (None: those of the
-    example inputs). If `replicas` (of all stages, or of each), `microbatches` or `schedule` is
-    None, it is searched; schedules are taken from `schedules`. `recompute` is "none", "full", or
-    "stage", which is searched for every stage. With `zero` = 1, replicas shard the moments of the
-    optimizer.
+    `ranks` is the number of ranks. `memory` is the memory of a rank in bytes (None: from the
+    machine description); the fraction `margin` is left free. `batch` is the number of samples per
+    step (None: the batch of the example inputs). `replicas` contains one number for all stages or
+    one per stage. `replicas`, `microbatches` and `schedule` are searched if they are None;
+    candidate schedules are in `schedules`. `recompute` is "none", "full", or "stage" (searched for
+    each stage). With `zero` = 1, replicas shard the optimizer moments.
     """
 
     ranks: int
@@ -71,12 +72,13 @@ class Wanted(NamedTuple):
 
 
 class ModuleBorder(NamedTuple):
-    """Border between two parts.
+    """Boundary between two model chunks.
 
-    `nbytes` is the bytes per microbatch that the busiest rank sends, and `behind` the id before
-    the border. `next_best` is the step time with only this border moved to the best other position
-    nearby, behind `instead`; both are absent if no such position fits. `room` is False if a nearby
-    position with a shorter step does not fit in memory.
+    `nbytes` is the number of bytes that the busiest rank sends per microbatch, and `behind` the id
+    of the last operation before the boundary. `next_best` is the step time in seconds if only this
+    boundary moves to the best other location nearby, which is after `instead`; both are None if no
+    such location fits in memory. `room` is False if a nearby location with a shorter step does not
+    fit in memory.
     """
 
     nbytes: float
@@ -87,9 +89,10 @@ class ModuleBorder(NamedTuple):
 
 
 class ModulePlan(NamedTuple):
-    """Arrangement with its `step`, its explained borders, and the `memory` limit.
+    """Planned arrangement.
 
-    The stages end at atoms of the chain in `costs`.
+    It has the predicted `step`, the boundaries between chunks with explanations, and the `memory`
+    limit in bytes per rank. The chunks end at atoms of the chain in `costs`.
     """
 
     choice: PipelineChoice
@@ -101,20 +104,20 @@ class ModulePlan(NamedTuple):
 
     @property
     def ids(self) -> list[list[str]]:
-        """Ids of the atoms of every part, in model order."""
+        """Ids of the atoms of each model chunk, in model order."""
         return self._of_parts("ids")
 
     @property
     def pieces(self) -> list[list[int]]:
-        """Indices of the pieces of the captured module in every part, in model order.
+        """Indices of the pieces of the captured module in each model chunk, in model order.
 
-        Part n is on stage n mod S of S pipeline stages.
+        Chunk n is on stage n mod S of S pipeline stages.
         """
         return [sorted(pieces) for pieces in self._of_parts("pieces")]
 
     @property
     def load(self) -> float:
-        """Seconds per microbatch of the heaviest stage, including messages at its borders."""
+        """Load of the heaviest stage in seconds per microbatch, including its messages."""
         parts = zip(self.step.forward, self.step.backward, strict=True)
         messages = (0.0, *self.step.messages, 0.0)
         loads = [sum(each) + sum(messages[part : part + 2]) for part, each in enumerate(parts)]
@@ -136,10 +139,10 @@ def planned_module(captured: Captured, machine: Machine, wanted: Wanted) -> Modu
 
 
 def best_plan(costs: ModelCosts, wanted: Wanted) -> ModulePlan:
-    """Return the ModulePlan with the shortest step that the search finds.
+    """Return the plan with the shortest step that the search finds.
 
-    Raises ValueError for inconsistent numbers, and if nothing fits the memory of a rank; the
-    message says how much memory would suffice.
+    Raises ValueError if the request is inconsistent, or if no partition fits in the memory of a
+    rank; the message reports how much memory would suffice.
     """
     if not costs.count:
         raise ValueError("the model computes nothing from its inputs")
@@ -211,13 +214,13 @@ def _refuse_few(costs, wanted, allowed):
 
 
 def _quickest(costs, allowed):
-    """Yield the costs, choice and step of the best few simulated arrangements, improved."""
+    """Improve the best few simulated arrangements and yield their costs, choices and steps."""
     search = JointSearch(costs, allowed)
     found = search.found()
     several = [each for each in found if each.chunks > 1]
     found = [each for each in found if each.chunks == 1][:_LOOKED_AT] + several
     found = _sorted_on_the_clock(costs, found)
-    # The best of every schedule and number of stages: small changes do not reach others.
+    # Take the best one per schedule and number of stages: local search changes neither of them.
     kinds = {(each.schedule, each.width): each for each in reversed(found)}
     best = sorted(kinds.values(), key=found.index)[:_IMPROVED]
     best += [each for each in found if each not in best][: max(0, _AT_LEAST - len(best))]
@@ -230,7 +233,7 @@ def _quickest(costs, allowed):
 def _sorted_on_the_clock(costs, choices):
     """Sort arrangements by simulated step time.
 
-    Those whose busiest stage alone takes far longer than the best step are dropped.
+    Arrangements whose busiest stage takes much longer than the best step are dropped.
     """
     seconds, best = {}, inf
     for choice in sorted(choices, key=lambda each: busiest(costs, each)):
@@ -242,9 +245,9 @@ def _sorted_on_the_clock(costs, choices):
 
 
 def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, PipelineChoice]]:
-    """Yield the fastest partition of a small branched graph over all its downsets.
+    """Yield the fastest partition of a graph with branches and few downsets, found over all downsets.
 
-    Its replicas and microbatches are those of the best arrangement with equal replicas.
+    Replicas and microbatches are taken from the best arrangement with equal replicas on all stages.
     """
     alike = [each for each in choices if len({*each.replicas}) == 1 and each.chunks == 1]
     downsets = costs.graph(1).downsets(_MOST_DOWNSETS)
@@ -279,7 +282,7 @@ def _limits(costs, allowed, replicas, micros):
 
 
 def _along(costs, cuts, ends, replicas):
-    """Return the costs along a chain in which the stages are contiguous, and the stages."""
+    """Return the costs of a chain of atoms in which each stage is contiguous, and the stages."""
     if not cuts.exact:
         return costs, tuple(StageChoice(int(end), replicas) for end in ends)
     stages = [[*bits(cuts.stage(*cut))] for cut in pairwise((0, *ends))]
@@ -289,9 +292,9 @@ def _along(costs, cuts, ends, replicas):
 
 
 def _lightest(costs, allowed):
-    """Yield the costs, choice and step of the partition with the lightest heaviest stage.
+    """Yield the costs, choice and step of the partition that minimizes the largest stage load.
 
-    It has the first of the allowed microbatches and replicas, which are the fewest.
+    It uses the smallest allowed numbers of microbatches and replicas.
     """
     micros, replicas = allowed.microbatches[0], (allowed.replicas or (1,))[0]
     cuts = cuts_of(costs.graph(costs.rows(micros, replicas)))
@@ -307,7 +310,7 @@ def _lightest(costs, allowed):
 
 
 def _borders(costs, choice, step, memory):
-    """Yield every border with the step time if only this border moves."""
+    """Yield each boundary with the step time that results from moving only that boundary."""
     atoms = costs.graph(1).atoms
     for border, nbytes in enumerate(step.sent):
         other, seconds, tight = next_best(costs, choice, step, border, memory)

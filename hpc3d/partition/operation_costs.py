@@ -1,14 +1,15 @@
 """Costs of the operations of a captured module on a machine, for any batch size.
 
-The graph runs on fake tensors, which have shapes and an autograd graph but no data. Products,
-convolutions and attention are counted in floating-point operations, all other operations in bytes:
+The graph runs on fake tensors, which have shapes and an autograd graph but no data. FLOPs are
+counted for matrix products, convolutions and attention, and bytes for all other operations:
 
-    product     2 m n k; backward once more for each operand that needs a gradient
-    attention   4 b h s t d, and 10 b h s t d backward: its products again, and four more
-    the rest    reads and writes every byte once; backward reads the gradient and what was read
+    GEMM        2 m n k; in backward, the same for each operand that requires a gradient
+    attention   4 b h s t d; in backward, 10 b h s t d (one recomputed product and four more)
+    others      read inputs and write outputs once; backward reads the output gradient and the
+                saved tensors, and writes the input gradients
 
-A tensor that backward needs counts once, by storage, with the operation that makes it. Parameters
-and inputs do not count.
+A tensor saved for backward is counted once per storage, for the operation that produces it.
+Parameters and model inputs are not counted.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class OperationCost(NamedTuple):
     """Cost of an operation for one microbatch.
 
     `forward` and `backward` are seconds; `weight` is the share of `backward` spent on the weight
-    gradients of products, which may be deferred. Sizes are in bytes: `saved` for backward, of
-    which `later` are saved by other operations; `nbytes` of the result; `working` for the
-    gradients that backward reads and makes at once.
+    gradients of matrix products, which may be deferred. Sizes are in bytes: `saved` for backward,
+    of which `later` are saved by other operations; `nbytes` of the result; `working` for the
+    gradients that backward reads and writes at the same time.
     """
 
     forward: float = 0.0
@@ -50,7 +51,7 @@ class OperationCost(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Work of an operation: products (batch, m, n, k), FLOPs of a fused kernel, and bytes
+    """Work of an operation: matrix products (batch, m, n, k), FLOPs of a fused kernel, and bytes
     moved."""
 
     products: tuple[tuple[int, int, int, int], ...] = ()
@@ -59,10 +60,10 @@ class Work(NamedTuple):
 
 
 class _Operation(NamedTuple):
-    """Counts of an operation for one batch size.
+    """Work and memory of an operation for one batch size.
 
-    `saved`, `nbytes`, `working` and `later` are bytes as in OperationCost. `weight` is the
-    fraction of backward for weight gradients, which may be deferred.
+    `saved`, `nbytes`, `working` and `later` are in bytes, as in OperationCost. `weight` is the
+    fraction of the backward work spent on weight gradients, which may be deferred.
     """
 
     forward: Work
@@ -77,8 +78,8 @@ class _Operation(NamedTuple):
 class Operations:
     """Operations of a captured module for any batch size.
 
-    They are counted for two sizes, since all counts are linear in the batch size. `savers` maps an
-    operation to the first other operation that saves its result.
+    Work and memory are counted for two batch sizes and interpolated, because they are linear in
+    the batch size. `savers` maps an operation to the first other operation that saves its result.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -93,7 +94,7 @@ class Operations:
     def costs(self, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
         """Return the OperationCost of each operation for a microbatch of `batch` samples.
 
-        Identical operations of repeated layers are costed once.
+        The cost of identical operations in repeated layers is computed once.
         """
         way = (batch - _LOW) / (_HIGH - _LOW)
         found = {
@@ -128,7 +129,7 @@ def _seconds(machine, work, dtype):
 
 
 class _Meter(fx.Interpreter):
-    """Interpreter that runs a program on fake tensors of a batch and counts."""
+    """Interpreter that runs a program on fake tensors and counts the work of each operation."""
 
     def __init__(self, captured, batch):
         super().__init__(captured.program.graph_module, garbage_collect_values=False)
@@ -161,8 +162,8 @@ class _Meter(fx.Interpreter):
             yield value
 
     def _empty(self, value):
-        """Return a tensor like one of the program for this batch; return other values as they
-        are."""
+        """Return an empty tensor with the shape for this batch size; return other values
+        unchanged."""
         if not isinstance(value, torch.Tensor):
             return value
         shape = [size if isinstance(size, int) else self._size(size) for size in value.shape]
@@ -183,7 +184,7 @@ class _Meter(fx.Interpreter):
             if maker is not self.node:
                 self.savers.setdefault(maker, self.node)
                 self.later[maker] += storage.nbytes()
-            self.kept.append(value)  # no other storage gets its id while it lives
+            self.kept.append(value)  # keep it alive, so that no other storage reuses its id
         return value
 
     def run_node(self, node):
@@ -209,7 +210,7 @@ class _Meter(fx.Interpreter):
         return result
 
     def _keep_whole(self, node, operands):
-        """Count the operands of an opaque module and the recorded bytes that it saves."""
+        """Count the saved bytes of an opaque module: its operands and the recorded amount."""
         if any(each.requires_grad for each in operands):
             for each in operands:
                 self._saved(each)
@@ -218,7 +219,7 @@ class _Meter(fx.Interpreter):
             self.savings[node] += saved
 
     def _works(self, node, operands, result, saved, flop):
-        """Return the Work of an operation forward and backward."""
+        """Return the forward and backward Work of an operation."""
         if isinstance(node.target, WholeModule):
             moved = _nbytes([*operands, *tensors(result)]) + saved
             forward, backward = (each * self.batch for each in node.target.call.flop)
@@ -228,7 +229,7 @@ class _Meter(fx.Interpreter):
         return _work(node, operands, result, saved)
 
     def _share_of_weights(self, node, operands, products):
-        """Return the fraction of the backward products that computes a weight gradient."""
+        """Return the fraction of the backward matrix products that compute weight gradients."""
         name = getattr(node.target, "overloadpacket", None)
         if name not in _LATE_WEIGHTS or not products:
             return 0.0
@@ -237,7 +238,7 @@ class _Meter(fx.Interpreter):
         return (is_one and (name != _aten.matmul or weight.dim() == 2)) / products
 
     def _counted(self, node):
-        """Run an operation and count the FLOPs if torch composes it of products."""
+        """Run an operation; count its FLOPs if torch decomposes it into matrix products."""
         if getattr(node.target, "overloadpacket", None) not in _COMPOSED:
             return super().run_node(node), 0
         with FlopCounterMode(display=False) as counter:
@@ -246,10 +247,11 @@ class _Meter(fx.Interpreter):
 
 
 def _widest(result, needed, ends):
-    """Return the peak bytes of gradients that a backward pass reads and makes at once.
+    """Return the peak size in bytes of the gradients that a backward step reads and writes.
 
-    The pass covers the autograd graph between a result and the `ends` of its operands. If the
-    graph does not reach them, the bytes of the result and the `needed` operands are returned.
+    The autograd graph is searched from a result to the nodes `ends`, which belong to its operands.
+    If it does not reach any of them, the bytes of the result and of the `needed` operands are
+    returned.
     """
     todo = [tensor.grad_fn for tensor in tensors(result) if tensor.grad_fn]
     found, known = 0, set()
@@ -284,7 +286,7 @@ _NOTHING = Work()
 
 
 def _work(node, operands, result, saved):
-    """Return the Work of an operation that torch does not compose of products."""
+    """Return the forward and backward Work of an operation without counted FLOPs."""
     if not tensors(result) or _is_view(node, operands, result):
         return _NOTHING, _NOTHING
     name = getattr(node.target, "overloadpacket", node.target)
@@ -330,7 +332,10 @@ def _matmul(operands, result):
 
 
 def _of_products(operands, sizes):
-    """Return the Work of a product; backward has one for each operand that needs a gradient."""
+    """Return the forward and backward Work of a matrix product.
+
+    Backward has one product for each operand that requires a gradient.
+    """
     batch, m, n, k = sizes
     back = [(batch, m, k, n), (batch, k, n, m)]
     needed = [each for each, operand in zip(back, operands) if operand.requires_grad]
@@ -338,7 +343,7 @@ def _of_products(operands, sizes):
 
 
 def _convolution(operands, result):
-    """Count the product of all windows [places, channels x kernel] with the kernels."""
+    """Return the Work of the GEMM of all windows [positions, channels * kernel size] and kernels."""
     x, weight = operands[:2]
     transposed = result.dim() == x.dim() and x.shape[1] == weight.shape[0] != result.shape[1]
     windows = x if transposed else result
@@ -356,7 +361,7 @@ def _attention(operands, result):
 
 
 def _recurrent(operands, result):
-    """Count the product of every weight with every token of the sequence."""
+    """Return the Work of a recurrent layer, which multiplies each token by each weight matrix."""
     x, weights = operands[0], [each for each in operands[1:] if each.dim() == 2]
     flop = 2 * _rows(x) * sum(each.numel() for each in weights)
     back = 2 * flop if any(each.requires_grad for each in weights) else 0

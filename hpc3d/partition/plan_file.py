@@ -1,7 +1,7 @@
 """Plan as a JSON file: `hpc3d.partition -o` writes it and `hpc3d.partition run` executes it.
 
-A plan is valid for one model. It contains the SHA-256 of the graph that torch.export finds, so
-that a model with another computation is rejected.
+A plan is valid for one model. It contains the SHA-256 of the graph captured by torch.export, so
+that a model with a different computation is rejected.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class SavedPlan(NamedTuple):
     """Plan of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`) for `batch` samples
     per step.
 
-    `replicas` has one number per pipeline stage. In model order, `recompute` is True for each part
-    with recomputation, and `parts` are the names of the pieces of each part. `predicted` records
-    the machine and the predicted seconds and bytes.
+    `replicas` has one number per pipeline stage. `parts` lists the names of the pieces of each
+    model chunk, in model order, and `recompute` is True for each chunk with recomputation.
+    `predicted` records the machine and the predicted times in seconds and sizes in bytes.
     """
 
     model: str
@@ -50,11 +50,11 @@ class SavedPlan(NamedTuple):
         return sum(self.replicas)
 
     def text(self) -> str:
-        """Return the content of the plan's file."""
+        """Return the content of the plan file."""
         return json.dumps({"format": _FORMAT, "version": _VERSION, **self._asdict()}) + "\n"
 
     def pieces(self, captured: Captured) -> list[list[int]]:
-        """Return the indices of the pieces of each part; raise ValueError for another model."""
+        """Return the indices of the pieces of each chunk; raise ValueError for another model."""
         if digest_of(captured) != self.graph:
             raise ValueError(
                 f"{self.model} or the version of torch has changed since the plan was made; make "
@@ -67,7 +67,7 @@ class SavedPlan(NamedTuple):
 
 
 def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> SavedPlan:
-    """Return the SavedPlan of a model for a machine, both given by name."""
+    """Return a plan in its saved form; `model` and `machine` are names."""
     choice, step = plan.choice, plan.step
     return SavedPlan(
         model=model,
@@ -94,7 +94,7 @@ def saved(plan: ModulePlan, captured: Captured, model: str, machine: str) -> Sav
 
 
 def name_of(captured: Captured, piece: int) -> str:
-    """Return the name of a piece in plan files, which is that of its first operation."""
+    """Return the name of a piece in plan files: the name of its first operation."""
     return captured.pieces[piece].nodes[0].name
 
 
@@ -114,12 +114,12 @@ def digest_of(captured: Captured) -> str:
 
 
 def _constants(value):
-    """Return the operands with nodes replaced by None."""
+    """Return the arguments of an operation with graph nodes replaced by None."""
     return fx.node.map_arg(value, lambda node: None)
 
 
 def _described(value):
-    """Return shapes and types with b for the batch size."""
+    """Describe the shapes and dtypes of a value; the batch size is written as b."""
     if isinstance(value, torch.Tensor):
         shape = [_described(size) for size in value.shape]
         return str(value.dtype), value.requires_grad, shape
@@ -132,7 +132,7 @@ def _described(value):
 
 
 def load(path: Path | str) -> SavedPlan:
-    """Return the SavedPlan of a file; raise ValueError in one line if it is invalid."""
+    """Read a plan; raise ValueError with a one-line message if the file is invalid."""
     content = small_files.read(path, small_files.MOST_JSON, _REMEDY)
     try:
         tree = json.loads(content)
@@ -164,7 +164,7 @@ def _list_of(sound):
     return lambda value: isinstance(value, list) and bool(value) and all(map(sound, value))
 
 
-_LONGEST = 10_000  # characters of a name
+_LONGEST = 10_000  # maximum number of characters in a name
 _SOUND = {
     "model": _text,
     "graph": _text,

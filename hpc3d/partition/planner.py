@@ -1,4 +1,4 @@
-"""Planner of a graph with costs: the objectives by name, and the resulting plan."""
+"""Planner that partitions a graph with costs to minimize the step time or the largest load."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from hpc3d.partition.joint_search import lightest, quickest, timed
 from hpc3d.pipeline.schedule import DEFAULT, FOR_PARTITIONS, find
 
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if each.undivided)
-_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # limits of the initial table of a search
+_MOST_CELLS, _MOST_STEPS = 3e7, 4e9  # limits on the size and work of the initial table
 
 
 class _PlannedStage(NamedTuple):
-    """Stage of a plan: its ids, seconds per microbatch, bytes in and out, and bytes held."""
+    """Stage of a plan.
+
+    It contains the atom ids, the times in seconds per microbatch, the bytes received and sent per
+    microbatch, and the memory `held` in bytes.
+    """
 
     ids: list
     forward: float
@@ -31,11 +35,12 @@ class _PlannedStage(NamedTuple):
 
 
 class _PlannedBorder(NamedTuple):
-    """Border between two stages.
+    """Boundary between two stages.
 
-    `nbytes` is the bytes per microbatch that cross it forward, and `behind` the id before it.
-    `next_best` is the step time with the border at the best other position nearby, behind
-    `instead`; both are absent if no such position fits.
+    `nbytes` is the number of bytes per microbatch sent across it in the forward pass, and `behind`
+    the id of the last node before it. `next_best` is the step time in seconds if the boundary is
+    at the best other location nearby, after the node `instead`; both are None if no such location
+    fits in memory.
     """
 
     nbytes: float
@@ -47,8 +52,8 @@ class _PlannedBorder(NamedTuple):
 class GraphPlan(NamedTuple):
     """Partition of a graph.
 
-    `proven` is True if no other partition is better. `cuts` is the number of cuts searched, and
-    `all_cuts` is True if these are all downsets of the graph.
+    `proven` is True if the partition is optimal. `cuts` is the number of cuts searched, and
+    `all_cuts` is True if they are all downsets of the graph.
     """
 
     objective: str
@@ -67,16 +72,17 @@ class GraphPlan(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Bytes of the fullest stage."""
+        """Memory of the stage that needs the most, in bytes."""
         return max(stage.held for stage in self.stages)
 
 
 def planned(
     graph: Graph, limits: Limits, objective: str = "time", schedule: str | None = None
 ) -> GraphPlan:
-    """Return the best GraphPlan.
+    """Return the best partition of a graph.
 
-    Raises ValueError if nothing fits; the message says how much memory would suffice.
+    Raises ValueError if no partition fits in memory; the message reports how much memory would
+    suffice.
     """
     cuts = cuts_of(graph)
     _refuse_large(cuts, limits)
@@ -137,7 +143,7 @@ def _stages(graph, cuts, limits, found):
 
 
 def _borders(graph, cuts, limits, found):
-    """Return every border with the step time if only this border moves."""
+    """Return the boundaries, each with the step time that results from moving only it."""
     borders = []
     for number, (before, here) in enumerate(pairwise((0, *found.ends[:-1]))):
         others = [*cuts_moved(cuts, limits, found, number)]
