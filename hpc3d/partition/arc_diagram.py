@@ -20,7 +20,7 @@ _COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
 
 
 def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
-    """Return an SVG drawing of a graph and the stages into which `choice` partitions it.
+    """Return an SVG drawing of a graph and its stages.
 
     The stroke width of an arc grows with the logarithm of the size of its value. Raises ValueError if the
     graph has too many atoms for a page.

@@ -67,7 +67,7 @@ class Shared(NamedTuple):
 
 
 class Graph:
-    """Atoms in topological order, the values passed between them, and shared weights and inputs."""
+    """Atoms in topological order, the values passed between them, and shared weights."""
 
     def __init__(
         self, atoms: Sequence[Atom], values: Sequence[Value], shared: Sequence[Shared] = ()

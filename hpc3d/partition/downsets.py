@@ -193,7 +193,7 @@ class Chain(_Stages):
         return np.cumsum(np.bincount(self.source[open_] + 1, self.size[open_], after + 1))[:after]
 
     def _waiting(self, after):
-        """Return, for the backward pass of each atom, the bytes of partially accumulated gradients.
+        """Return the bytes of partially accumulated gradients in the backward pass of each atom.
 
         A reader before `after` has already added its gradient, but another reader or the producer
         of the value has not run its backward pass yet.

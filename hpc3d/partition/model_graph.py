@@ -51,7 +51,7 @@ def graph_of(operations: Operations, machine: Machine, batch: int) -> Graph:
 
 
 def _saved_later(operations, found):
-    """Yield values of size 0 that represent results saved by another piece than their producer."""
+    """Yield values of size 0 for results that are saved by another piece than their producer."""
     piece_of = operations.captured.piece_of
     for node, saver in operations.savers.items():
         if node in piece_of and piece_of.get(saver, piece_of[node]) != piece_of[node]:

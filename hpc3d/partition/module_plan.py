@@ -1,7 +1,7 @@
 """Plan of a captured module on a machine.
 
-The planner chooses the stages, their replicas and recomputation, the number of microbatches and the
-schedule together. hpc3d.partition.joint_search proposes candidates, hpc3d.partition.evaluation
+The planner chooses the stages, their replicas and recomputation, the number of microbatches, and
+the schedule together. hpc3d.partition.joint_search proposes candidates, hpc3d.partition.evaluation
 simulates them, and hpc3d.partition.improvement improves the best few. If the graph has few
 downsets, all of them are also searched for the best partition with the same number of replicas on
 every stage.
@@ -39,7 +39,7 @@ from hpc3d.predict.machine.machine import Machine
 _MOST_MICROBATCHES = 128  # maximum number tried
 _LOOKED_AT = 250  # number of simulated arrangements with one chunk per stage
 _AT_LEAST, _IMPROVED = 4, 8  # minimum and maximum number of arrangements to improve
-_FAR = 1.1  # candidates slower than the best by this factor are dropped
+_FAR = 1.1  # candidates whose busiest stage exceeds the best step by this factor are dropped
 _SCHEDULES = tuple(each.name for each in FOR_PARTITIONS if not each.on_request)
 _RECOMPUTE = {"none": (False,), "full": (True,), "stage": (False, True)}
 _MOST_DOWNSETS, _FEW_PASSES = 1_000, 100_000  # limits of a search over all downsets
@@ -245,9 +245,10 @@ def _sorted_on_the_clock(costs, choices):
 
 
 def _over_downsets(costs, allowed, choices) -> Iterator[tuple[ModelCosts, PipelineChoice]]:
-    """Yield the fastest partition of a graph with branches and few downsets, found over all downsets.
+    """Yield the fastest partition over all downsets of a graph with branches and few downsets.
 
-    Replicas and microbatches are taken from the best arrangement with equal replicas on all stages.
+    Replicas and microbatches are taken from the best arrangement with the same number of replicas
+    on all stages.
     """
     alike = [each for each in choices if len({*each.replicas}) == 1 and each.chunks == 1]
     downsets = costs.graph(1).downsets(_MOST_DOWNSETS)

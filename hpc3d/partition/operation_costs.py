@@ -343,7 +343,10 @@ def _of_products(operands, sizes):
 
 
 def _convolution(operands, result):
-    """Return the Work of the GEMM of all windows [positions, channels * kernel size] and kernels."""
+    """Return the Work of a convolution, counted as a GEMM.
+
+    The GEMM multiplies the windows [output positions, channels * kernel size] by the kernels.
+    """
     x, weight = operands[:2]
     transposed = result.dim() == x.dim() and x.shape[1] == weight.shape[0] != result.shape[1]
     windows = x if transposed else result

@@ -1,5 +1,5 @@
-"""Partitions of other systems, timed under the same costs as ours.
+"""Planners of other systems, evaluated with the same cost model as the planner of hpc3d.
 
-Each planner is reimplemented from its publication. Its module names the source and the
+Each planner is reimplemented from its publication. Its module cites the source and lists the
 assumptions.
 """

@@ -1,8 +1,8 @@
-"""Pipeline arrangements of other planners, timed under the same costs as ours.
+"""Pipeline arrangements of other planners, evaluated with the same cost model as hpc3d's plans.
 
-If a system leaves a choice to the user or to a search over a few numbers, its contender takes the
-fastest option that fits: microbatches in powers of two, recomputation of all stages or none, and
-the number of replicas. GPipe recomputes all stages, as published.
+Some systems leave a choice to the user or to a search over a few values. In this case, the fastest
+option that fits in memory is used: the number of microbatches (powers of two), recomputation of
+all stages or none, and the number of replicas. GPipe recomputes all stages, as published.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from hpc3d.predict.machine.machine import Machine
 
 _Stepper = Callable[[ModelCosts, PipelineChoice, float], Evaluated]
 
-_MOST_MICROBATCHES = 128  # the most that are tried
-_SAMPLE = 64  # layer times are taken for 1/64 of the batch
-_LONG = 64_000_000  # bytes of the message that determines the bandwidth
+_MOST_MICROBATCHES = 128  # maximum number tried
+_SAMPLE = 64  # layers are timed with 1/64 of the batch
+_LONG = 64_000_000  # size in bytes of the message from which the bandwidth is computed
 
 
 class Contender(NamedTuple):
     """Arrangement of a planner and its evaluated step.
 
-    `choice` and `step` are None if the planner has no solution; `note` gives the reason. If `ways`
-    > 1, each replica is `ways` ranks that shard every layer.
+    `choice` and `step` are None if the planner has no solution; `note` gives the reason. Each
+    replica consists of `ways` tensor-parallel ranks.
     """
 
     name: str
@@ -62,41 +62,46 @@ class Task(NamedTuple):
     def of(
         cls, operations: Operations, machine: Machine, batch: int, ranks: int, memory: float
     ) -> Task:
-        """Return the Task of a model on a machine."""
+        """Return the planning task for a model on a machine."""
         costs = ModelCosts(partial(graph_of, operations, machine), machine, batch)
         return cls(operations, costs, ranks, memory)
 
 
 def data_parallel(task: Task) -> Contender:
-    """Return data parallelism: the full model on every rank."""
+    """Return the data-parallel arrangement, with the full model on every rank."""
     ends = [task.costs.count]
     return fastest("data parallel", task, pipelines(task, lambda _: ends, DEFAULT, [1]))
 
 
 def gpipe(task: Task) -> Contender:
-    """Return GPipe with one stage per rank and equal numbers of layers (arXiv:1811.06965)."""
+    """Return GPipe's arrangement: one stage per rank and equal numbers of layers per stage.
+
+    Reference: arXiv:1811.06965.
+    """
     runs = layer_runs(task.costs.graph(1))
     stages = max(1, min(task.ranks, sum(run.numbered for run in runs)))
     return fastest("GPipe, even layers", task, _alone(task, even(runs, stages)))
 
 
 def torchgpipe(task: Task) -> Contender:
-    """Return GPipe with one stage per rank and balanced times (torchgpipe's balance_by_time,
-    arXiv:2004.09910)."""
+    """Return torchgpipe's arrangement: GPipe with one stage per rank and balanced stage times.
+
+    The stages are balanced as by torchgpipe's balance_by_time (arXiv:2004.09910).
+    """
     stages = min(task.ranks, len(layer_runs(task.costs.graph(1))))
     cut = _by_weight(task.costs, lambda chain: chain.forward + chain.backward)
     return fastest("GPipe, by time", task, _alone(task, cut(stages)))
 
 
 def gpipe_hybrid(task: Task) -> Contender:
-    """Return GPipe with two or more stages of equally many layers and equally many replicas."""
+    """Return GPipe's arrangement with equal numbers of layers and replicas on two or more stages."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
     counts = divisors(task.ranks)[1:]
     return fastest("GPipe hybrid", task, pipelines(task, cut, GPIPE, counts))
 
 
 def by_parameters(task: Task) -> Contender:
-    """Return stages with balanced parameter counts, as in DeepSpeed's PipelineModule."""
+    """Return the arrangement with balanced parameter counts, as in DeepSpeed's PipelineModule."""
     cut = _by_weight(task.costs, _trained)
     return fastest("by parameters", task, pipelines(task, cut, DEFAULT, divisors(task.ranks)))
 
@@ -118,7 +123,7 @@ def pipedream(task: Task) -> Contender:
 
 
 def _levels(machine, ranks):
-    """Return the levels of links: ranks within a node, then nodes."""
+    """Return the network levels: links between the ranks of a node, then links between nodes."""
     node = gcd(ranks, machine.ranks_per_node)
     inside = machine.ranks_per_node > 1
     found = [WorkerLevel(node, _bandwidth(machine, (0, 1)))] if node > 1 and inside else []
@@ -138,12 +143,15 @@ def divisors(count: int) -> list[int]:
 
 
 def _trained(chain):
-    """Return the parameter bytes of the first 0, 1, 2 ... atoms."""
+    """Return the cumulative parameter bytes of the first 0, 1, 2 ... atoms."""
     return np.array([chain.trained(0, end) for end in range(chain.count)])
 
 
 def _by_weight(costs, weights):
-    """Return a function that cuts between layers and balances the cumulative `weights`."""
+    """Return a function from a number of stages to stage ends between layers.
+
+    The stages have balanced weights. `weights(chain)` returns cumulative weights of the atoms.
+    """
     runs = [run.end for run in layer_runs(costs.graph(1))]
     units = np.diff(weights(costs.chain(max(1, costs.batch // _SAMPLE)))[[0, *runs]])
 
@@ -166,9 +174,10 @@ def pipelines(
     counts: Iterable[int],
     most: int = _MOST_MICROBATCHES,
 ) -> Iterator[PipelineChoice]:
-    """Yield the pipelines for each number of stages in `counts`, split at the ends `cut(stages)`.
+    """Yield the pipelines for each number of stages in `counts`.
 
-    Every stage has the same number of ranks. A pipeline has at most `most` microbatches.
+    `cut(stages)` returns the ends of the stages. Every stage has the same number of ranks. A
+    pipeline has at most `most` microbatches.
     """
     for stages in counts:
         ends = cut(stages)
@@ -178,9 +187,10 @@ def pipelines(
 
 
 def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
-    """Yield the stages with powers of two of microbatches, with and without recomputation.
+    """Yield arrangements of the stages with 1, 2, 4 ... microbatches.
 
-    GPipe always recomputes if it has several microbatches.
+    Each is tried with and without recomputation. GPipe always recomputes if it has several
+    microbatches.
     """
     replicas = max(stage.replicas for stage in stages)
     micros = 1
@@ -194,8 +204,10 @@ def _searched(costs, stages, schedule, most=_MOST_MICROBATCHES):
 def fastest(
     name: str, task: Task, choices: Iterable[PipelineChoice], step: _Stepper = evaluated
 ) -> Contender:
-    """Return the arrangement with the shortest step that fits, else the one that needs least
-    memory."""
+    """Return the fastest arrangement that fits in memory.
+
+    If none fits, the arrangement that needs the least memory is returned.
+    """
     found = [Contender(name, choice, step(task.costs, choice, task.memory)) for choice in choices]
     few = "too few layers for the stages, or too few samples for the ranks"
     none = Contender(name, None, None, few)
@@ -203,7 +215,11 @@ def fastest(
 
 
 def rank_of(contender: Contender) -> tuple[int, float]:
-    """Return the sort key of a contender: seconds if it fits, else bytes; smaller is better."""
+    """Return the sort key of a contender; smaller is better.
+
+    Contenders that fit in memory come first, sorted by step time; the others follow, sorted by
+    memory.
+    """
     step = contender.step
     if step is None:
         return 2, 0.0
@@ -211,10 +227,10 @@ def rank_of(contender: Contender) -> tuple[int, float]:
 
 
 def layer_by_layer(costs: ModelCosts, choice: PipelineChoice, memory: float) -> Evaluated:
-    """Evaluate an arrangement that recomputes layer by layer.
+    """Evaluate an arrangement with activation checkpointing of each layer.
 
-    Like `evaluated`, but a stage that recomputes saves the input of every layer, and the
-    activations of only one layer of one microbatch at a time.
+    A stage that recomputes saves the input of every layer. It stores the other activations of only
+    one layer of one microbatch at a time.
     """
     step = evaluated(costs, choice, memory)
     runs, before, held = layer_runs(costs.graph(1)), 0, []

@@ -1,10 +1,10 @@
-"""Cuts between the layers of a model, for systems whose users list the layers.
+"""Cuts between the layers of a model, for systems in which users list the layers.
 
-A layer is the operations of a module with a number in its path: `layers.3.up` belongs to
-`layers.3`. Layers are in program order. Functions of the model itself belong to the layer before
-them. `even` puts all atoms before the first layer on its stage: this is the common use of GPipe
-(arXiv:1811.06965). `balanced` over times is torchgpipe's balance_by_time, over parameters
-DeepSpeed's partition_method="parameters".
+A layer contains the operations of a module with a number in its path: `layers.3.up` belongs to
+`layers.3`. Layers are in program order. Operations of the model itself belong to the preceding
+layer. `even` assigns all atoms before the first layer to the first stage, as is common with GPipe
+(arXiv:1811.06965). `balanced` corresponds to torchgpipe's balance_by_time if the weights are
+times, and to DeepSpeed's partition_method="parameters" if they are parameter counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hpc3d.partition.atom_graph import Graph
 class LayerRun(NamedTuple):
     """Adjacent atoms up to `end` (exclusive).
 
-    `numbered` is True for a layer, and False for an embedding or the loss, for example.
+    `numbered` is True for a layer with a number in its path, and False otherwise, for example for
+    an embedding or the loss.
     """
 
     end: int
@@ -28,7 +29,7 @@ class LayerRun(NamedTuple):
 
 
 def layer_runs(graph: Graph) -> list[LayerRun]:
-    """Return the runs of a graph whose ids are `module/operation`, in the order of its atoms."""
+    """Return the layers of a graph in the order of its atoms, whose ids are `module/operation`."""
     found, last, seen = [], None, set()
     for index, atom in enumerate(graph.atoms):
         name, numbered = _layer_of(str(atom.ids[0]))
@@ -51,7 +52,7 @@ def _layer_of(name):
 
 
 def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
-    """Return the ends of stages whose numbers of numbered layers differ by at most one.
+    """Return the ends of stages with equal numbers of numbered layers, up to one layer.
 
     Returns None if there are fewer layers than stages.
     """
@@ -63,9 +64,10 @@ def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
 
 
 def balanced(weights: Sequence[float], stages: int) -> list[int] | None:
-    """Return the exclusive ends of non-empty stages that minimize the weight of the heaviest one.
+    """Return the exclusive ends of non-empty stages that minimize the weight of the heaviest stage.
 
-    Among equal cuts the first one is taken. Returns None if there are fewer weights than stages.
+    Ties are resolved in favor of the first cut. Returns None if there are fewer weights than
+    stages.
 
       T[s, j] = min over i < j of max(T[s - 1, i], sum of weights i to j)
     """

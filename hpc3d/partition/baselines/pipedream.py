@@ -1,15 +1,16 @@
 """PipeDream's partition (A. Harlap et al., arXiv:1806.03377; D. Narayanan et al., SOSP 2019).
 
-It minimizes the time of the slowest stage for a minibatch when all stages are busy with different
-minibatches: the pipeline is asynchronous, and gradients refer to weights that are some steps old.
-Let T(i, j) be the seconds of the units i to j forward and backward, w their bytes of parameters
-and c the bytes between two units. On m workers connected by links of bandwidth B,
+The planner minimizes the time of the slowest stage per minibatch, while all stages process different
+minibatches. The pipeline is asynchronous: gradients are computed with weights that are some steps
+old. Let T(i, j) be the forward and backward time of units i to j in seconds, w the size of their
+parameters in bytes, and c_k the bytes sent across the boundary after unit k. On m workers
+connected by links of bandwidth B,
 
     R(i, j, m) = max(T(i, j), 4 (m - 1) w / (m B)) / m        one stage, with m replicas
     A(i, j, m) = min(R(i, j, m), min over k, m' of max(A(i, k, m - m'), 2 c_k / B, R(k, j, m')))
 
-On the next level of links the workers are nodes, and A(i, j, all of a node) replaces T. Memory
-limits are ignored.
+On the next network level, the workers are nodes, and T is replaced by A(i, j, m) with m equal to
+the number of ranks of a node. Memory limits are ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import numpy as np
 
 
 class ChainCosts(NamedTuple):
-    """Chain of units: seconds per minibatch, forward and backward together, bytes of parameters,
-    and bytes that cross the border behind each unit."""
+    """Costs of a chain of units.
+
+    `seconds` is the sum of the forward and backward time per minibatch, `parameters` is in bytes,
+    and `crossing` is the number of bytes sent across the boundary after each unit.
+    """
 
     seconds: np.ndarray
     parameters: np.ndarray
@@ -29,14 +33,14 @@ class ChainCosts(NamedTuple):
 
 
 class WorkerLevel(NamedTuple):
-    """Level of workers, ranks of a node or nodes, connected by links of `bandwidth` bytes/s."""
+    """Network level: workers (ranks or nodes) connected by links of `bandwidth` bytes/s."""
 
     workers: int
     bandwidth: float
 
 
 class AsynchronousStage(NamedTuple):
-    """Stage of the units up to `end` (exclusive) on `replicas` workers."""
+    """Stage that contains the units up to `end` (exclusive) and runs on `replicas` workers."""
 
     end: int
     replicas: int
@@ -45,9 +49,9 @@ class AsynchronousStage(NamedTuple):
 def asynchronous(
     costs: ChainCosts, levels: tuple[WorkerLevel, ...]
 ) -> tuple[float, list[AsynchronousStage]]:
-    """Return the seconds between two minibatches, and the stages.
+    """Return the time per minibatch in seconds, and the stages of the optimal partition.
 
-    `levels` are ordered from the innermost to the outermost.
+    `levels` are ordered from the innermost to the outermost network level.
     """
     seconds = np.concatenate([[0.0], np.cumsum(costs.seconds)])
     parameters = np.concatenate([[0.0], np.cumsum(costs.parameters)])
@@ -62,14 +66,14 @@ def asynchronous(
 
 
 def _ranges(sums):
-    """Return the sum from i to j for every [i, j]; inf unless i < j."""
+    """Return an array with the sum over units i to j at [i, j], and inf unless i < j."""
     found = sums[None, :] - sums[:, None]
     found[np.tril_indices(len(sums))] = np.inf
     return found
 
 
 class _Level:
-    """Table of A(i, j, m) on one level of links, with the best cuts."""
+    """Table of A(i, j, m) on one network level, with the best cuts."""
 
     def __init__(self, alone, parameters, crossing, level):
         size, workers = len(alone), level.workers
@@ -89,7 +93,7 @@ class _Level:
                 self._try(m, rear, moved)
 
     def _try(self, m, rear, moved):
-        """Try all cuts before a last stage of `rear` workers."""
+        """Try all partitions whose last stage has `rear` workers."""
         front = np.maximum(self.best[:, :, m - rear], moved)  # [i, k]
         for end in range(2, len(moved)):
             candidates = np.maximum(front[:, :end], self.single[:end, end, rear])  # [i, k]
@@ -104,7 +108,7 @@ class _Level:
 def _unfolded(levels, number, start, end, workers):
     """Yield the stages of units `start` to `end` on the workers of a level.
 
-    Stages of a level are unfolded into those of the level below.
+    Each stage of a level is expanded into the stages of the level below.
     """
     if number < 0:
         yield AsynchronousStage(end, 1)

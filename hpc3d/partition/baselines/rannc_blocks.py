@@ -1,10 +1,10 @@
-"""Blocks of RaNNC: the atoms of a graph in at most 32 groups of adjacent atoms.
+"""Blocks of RaNNC: at most 32 groups of adjacent atoms of a graph.
 
 M. Tanaka et al., arXiv:2103.16063, and nict-wisdom/rannc src/graph/Partitioner.cpp. Coarsening
-merges neighbors if that saves communication and no group becomes much heavier than the others.
-Uncoarsening moves units across the borders. Compaction merges the lightest groups of the sorted
-list. A group stays convex and fits in memory. RaNNC measures merged groups; here their seconds are
-added.
+merges adjacent groups to save communication, unless a group becomes much heavier than the others.
+Uncoarsening moves units between adjacent groups. Compaction sorts the groups topologically and
+merges the lightest ones with a neighbor. Groups remain convex and fit in memory. RaNNC measures
+the time of a merged group; here, it is the sum of the times of its atoms.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import networkx as nx
 from hpc3d.partition.atom_graph import Graph
 
 MOST_BLOCKS = 32
-_FEWEST, _MOST_MEASURED = 5, 200  # groups; RaNNC measures no merges above the second
+_FEWEST, _MOST_MEASURED = (
+    5,
+    200,
+)  # numbers of groups; RaNNC does not measure merges above the second
 _SPREAD = 2  # largest weight of a group, in standard deviations above the mean
 
 
 def blocks(graph: Graph, memory: float, bandwidth: float) -> list[list[int]]:
     """Return the atoms of every block, with the blocks in topological order.
 
-    Merged groups need at most `memory` bytes. Values move at `bandwidth` bytes/s.
+    Merged groups need at most `memory` bytes. Values are sent at `bandwidth` bytes/s.
     """
     groups = _Groups(graph, memory, bandwidth)
     levels = [groups.members()]
@@ -39,7 +42,7 @@ def blocks(graph: Graph, memory: float, bandwidth: float) -> list[list[int]]:
 
 
 class _Groups:
-    """Groups of atoms, each named by one of its atoms, and the values between them."""
+    """Groups of atoms and the values passed between them; the key of a group is one of its atoms."""
 
     def __init__(self, graph, memory, bandwidth):
         self.graph, self.memory, self.bandwidth = graph, memory, bandwidth
@@ -57,7 +60,7 @@ class _Groups:
         return [frozenset(atoms) for atoms in self.atoms.values()]
 
     def _readers(self, group):
-        """Return the groups that read from a group, with the bytes that they read."""
+        """Return a dict from the groups that read values of a group to the bytes that they read."""
         found = defaultdict(float)
         for atom in self.atoms[group]:
             for value in self.made[atom]:
@@ -66,7 +69,7 @@ class _Groups:
         return found
 
     def merge_neighbours(self):
-        """Merge every group with at most one other in one pass, the lightest first."""
+        """Merge each group with at most one other group in one pass, starting with the lightest."""
         weights = self.seconds.values()
         most = fmean(weights) + _SPREAD * pstdev(weights)
         measured, free = len(self.atoms) <= _MOST_MEASURED, set(self.atoms)
@@ -84,7 +87,7 @@ class _Groups:
                 self._join(group, best)
 
     def _merged(self, group, other, most, measured):
-        """Return the seconds saved by merging two groups; None if they must not be merged."""
+        """Return the gain from merging two groups in seconds; None if they must not be merged."""
         one, two = self.seconds[group], self.seconds[other]
         if max(one, two) > most or (measured and one + two > most):
             return None
@@ -103,7 +106,9 @@ class _Groups:
             here = todo.pop()
             if here == other:
                 return True
-            if min(self.atoms[here]) > last:  # atoms are sorted: no path leads back from here
+            if (
+                min(self.atoms[here]) > last
+            ):  # atoms are in topological order: no path leads back from here
                 continue
             new = {*self.after[here]} - seen
             seen |= new
@@ -111,14 +116,17 @@ class _Groups:
         return False
 
     def _fits(self, atoms):
-        """Return True if weights, gradients, moments, one microbatch and the values sent and
-        received fit."""
+        """Return True if a group of atoms fits in memory.
+
+        It needs weights, gradients, moments, saved activations of one microbatch, and the values
+        sent and received.
+        """
         members = sum(1 << atom for atom in atoms)
         kept = self.graph.total("memory", members) + self.graph.total("saved", members)
         return kept + self._over_borders(atoms, atoms) <= self.memory
 
     def _over_borders(self, atoms, inside):
-        """Return the bytes of values that atoms make or read and that leave or enter `inside`."""
+        """Return the bytes of values produced or read by `atoms` that leave or enter `inside`."""
         values = {id(v): v for a in atoms for v in (*self.made[a], *self.read[a])}
         return sum(v.nbytes for v in values.values() if not {v.source, *v.targets} <= inside)
 
@@ -135,7 +143,7 @@ class _Groups:
             self.after[each] = self._readers(each)
 
     def settle(self, finer):
-        """Move units of a finer level across a border if that reduces the traffic over borders."""
+        """Move units of a finer level to an adjacent group if this reduces the communication."""
         for unit in finer:
             here = self.of[min(unit)]
             if len(self.atoms[here]) == len(unit):
@@ -148,16 +156,17 @@ class _Groups:
                     break
 
     def _sides(self, unit, here):
-        """Return the groups that a unit may move to.
+        """Return the groups to which a unit may move.
 
-        On the side of such a group, the unit's neighbors are all in this group.
+        They are the group that contains all readers of the unit's values, and the group that
+        contains all producers of the values that the unit reads.
         """
         ahead = {self.of[t] for a in unit for v in self.made[a] for t in {*v.targets} - unit}
         behind = {self.of[v.source] for a in unit for v in self.read[a] if v.source not in unit}
         return [min(side) for side in (ahead, behind) if len(side) == 1]
 
     def _crossing(self, unit, group):
-        """Return the bytes of a unit's values that would cross a border if it were in `group`."""
+        """Return the bytes that a unit would send and receive if it were in `group`."""
         return self._over_borders(unit, unit | self.atoms[group])
 
     def _move(self, unit, here, there):
@@ -169,8 +178,7 @@ class _Groups:
         self._regroup(set(), here)
 
     def compacted(self):
-        """Merge neighbors in the sorted list, the lightest first, and return the atoms of each
-        block."""
+        """Merge neighbors in topological order, lightest first; return the atoms of each block."""
         edges = nx.DiGraph()
         edges.add_nodes_from(self.atoms)
         edges.add_edges_from((one, two) for one in self.atoms for two in self.after[one])

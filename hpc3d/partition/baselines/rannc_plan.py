@@ -1,4 +1,4 @@
-"""RaNNC's plan of a model, timed under our costs."""
+"""RaNNC's plan for a model, evaluated with hpc3d's cost model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hpc3d.pipeline.schedule import GPIPE
 
 
 def rannc(task: Task) -> Contender:
-    """Return RaNNC's partition, found with its own estimates of time and memory.
+    """Return RaNNC's partition, which is found with RaNNC's own estimates of time and memory.
 
-    RaNNC's stages offload their inputs to host memory, which costs no time here. They run GPipe's
-    schedule, which is no slower than RaNNC's lock-step waves.
+    RaNNC's stages offload their inputs to host memory; offloading is assumed to take no time. The
+    stages run GPipe's schedule, which is no slower than RaNNC's lock-step waves.
     """
     costs = task.costs
     least = costs.graph(max(1, costs.batch // (task.ranks * MOST_MICROBATCHES)))
@@ -51,7 +51,7 @@ def rannc(task: Task) -> Contender:
 
 
 def _offloaded(costs, choice, memory) -> Evaluated:
-    """Evaluate a step whose stages keep only two of the received microbatches in device memory."""
+    """Evaluate a step whose stages offload all but two received microbatches to host memory."""
     step = evaluated(costs, choice, memory)
     starts, held = (0, *(stage.end for stage in choice.stages)), []
     for start, stage, nbytes in zip(starts, choice.stages, step.held):
@@ -61,7 +61,7 @@ def _offloaded(costs, choice, memory) -> Evaluated:
 
 
 def _of_blocks(graph, groups):
-    """Return the chain whose atoms are the blocks."""
+    """Return a chain in which each group of atoms is merged into one atom."""
     ordered, end, together = graph.ordered([*chain.from_iterable(groups)]), 0, []
     for group in groups:
         together.append(range(end, end + len(group)))

@@ -1,19 +1,20 @@
 """RaNNC's search over a chain of blocks.
 
-arXiv:2103.16063; nict-wisdom/rannc src/graph/DPStaging.cpp. The search takes the fewest stages
-that fit in memory. It first tries pipelines on one node, replicated on every node, and then
-pipelines on more nodes. Replicas of a stage and microbatches are powers of two. With several
-microbatches, stages recompute and offload their inputs to host memory. For each number of stages,
-blocks and devices, one state is kept, the one with the least
+arXiv:2103.16063; nict-wisdom/rannc src/graph/DPStaging.cpp. The search uses the fewest stages that
+fit in memory. It first tries pipelines on one node, replicated on every node, and then pipelines
+that span more nodes. The numbers of replicas of a stage and of microbatches are powers of two.
+With several microbatches, stages recompute activations and offload their inputs to host memory.
+For each number of stages, blocks and devices, the search keeps the state that minimizes
 
     max over stages of (forward + c) + max over stages of (backward + c)
 
-Among the numbers of microbatches that fit, it takes the shortest step in lock-step waves
+Among the numbers of microbatches that fit, it selects the shortest step in lock-step waves
 
     sum over t of max over active s (forward + c) + max over active s (backward + c)
     + max over stages of parameters / A
 
-c is bytes in and out / P. P = 20 GiB/s and A = 10 GiB/s are its only model of the network.
+c is the number of bytes received and sent, divided by P. The network model consists of only two
+bandwidths: P = 20 GiB/s (point-to-point) and A = 10 GiB/s (all-reduce).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Devices(NamedTuple):
 class RanncPlan(NamedTuple):
     """Plan of RaNNC.
 
-    `ends` are the numbers of blocks before the end of each stage, `replicas` those of each stage,
-    and `seconds` the step time by RaNNC's own estimate.
+    `ends` contains the number of blocks before the end of each stage, `replicas` the number of
+    replicas of each stage, and `seconds` is the step time according to RaNNC's own estimate.
     """
 
     ends: list[int]
@@ -54,9 +55,10 @@ class RanncPlan(NamedTuple):
 def first_feasible(
     chain_of: Callable[[int], Chain], batch: int, devices: Devices
 ) -> RanncPlan | None:
-    """Return the RanncPlan for a step of `batch` samples; None if nothing fits.
+    """Return RaNNC's plan for a step of `batch` samples; None if no plan fits in memory.
 
-    `chain_of(samples)` returns the chain of blocks with the costs of this number of samples.
+    `chain_of(samples)` returns the chain of blocks with costs for microbatches of `samples`
+    samples.
     """
     nodes = devices.count // devices.node
     most = 0
@@ -75,7 +77,7 @@ def first_feasible(
 
 
 def lock_step(forward: Sequence[float], backward: Sequence[float], microbatches: int) -> float:
-    """Return the seconds of a step in which all active stages wait for the slowest one."""
+    """Return the time in seconds of a step in which active stages wait for the slowest one."""
     stages, seconds = len(forward), 0.0
     for wave in range(microbatches + stages - 1):
         active = slice(max(0, wave - microbatches + 1), wave + 1)
@@ -91,9 +93,9 @@ def _powers(most) -> Iterator[int]:
 
 
 class _Costs(NamedTuple):
-    """Seconds of a stage between two blocks, [before, after]; inf if the stage does not fit.
+    """Times in seconds of stages, indexed [first cut, last cut]; inf if the stage does not fit.
 
-    `moved` is the time of messages and `summed` that of the gradient all-reduce.
+    `moved` is the time of messages and `summed` the time of the gradient all-reduce.
     """
 
     forward: np.ndarray
@@ -103,7 +105,7 @@ class _Costs(NamedTuple):
 
 
 def _costs(chain: Chain, memory: float, recompute: bool) -> _Costs:
-    """Return the costs of all stages of a chain."""
+    """Return the costs of all possible stages of a chain."""
     found = _Costs(*(np.full((chain.count, chain.count), inf) for _ in _Costs._fields))
     for before in range(chain.count - 1):
         after = chain.after(before)
@@ -121,10 +123,10 @@ def _costs(chain: Chain, memory: float, recompute: bool) -> _Costs:
 
 
 class _State(NamedTuple):
-    """Best cut of the first blocks on some devices, indexed [blocks, devices].
+    """Best partition of the first blocks over the first devices, indexed [blocks, devices].
 
-    `value` is the objective, `forward` and `backward` are those of the slowest stages, and `block`
-    and `device` are where the last stage begins.
+    `value` is the objective, `forward` and `backward` are the times of the slowest stages in
+    seconds, and `block` and `device` are the first block and the first device of the last stage.
     """
 
     value: np.ndarray
@@ -135,9 +137,9 @@ class _State(NamedTuple):
 
 
 class _Table:
-    """States for `pipelines` replicas of a pipeline on a group of devices.
+    """Dynamic-programming states for `pipelines` replicas of a pipeline on a group of devices.
 
-    `extended` adds one stage at a time.
+    Each call of `extended` adds one stage.
     """
 
     def __init__(self, chain_of, batch, group, pipelines, micros):
@@ -155,7 +157,7 @@ class _Table:
         return _State(*numbers, *(np.zeros(shape, int) for _ in range(2)))
 
     def extended(self) -> RanncPlan | None:
-        """Add a stage and return the plan; None if no plan with that number of stages fits."""
+        """Add a stage and return the plan, or None if no plan with this number of stages fits."""
         stages, last = len(self.states), self.states[-1]
         state = self._empty(inf)
         for end in range(stages, self.blocks + 1):
@@ -167,8 +169,8 @@ class _Table:
     def _choose(self, last, state, end, devices):
         """Choose the last stage of the state for `end` blocks on `devices`.
 
-        RaNNC compares the value of a candidate with the larger of the values of the stored
-        candidate and of its front.
+        RaNNC compares the value of a new candidate with the stored candidate's value, or with the
+        value of the stored candidate's preceding stages if it is larger.
         """
         before = len(self.states) - 1
         starts = slice(before, end if before else 1)
@@ -196,7 +198,7 @@ class _Table:
         state.device[end, devices] = left[column]
 
     def _plan(self):
-        """Return the plan of the last state, with its step in lock-step waves."""
+        """Return the plan of the last state, with its step time in lock-step waves."""
         end, devices, ends, sizes = self.blocks, self.devices, [], []
         rows = []
         for state in self.states[:0:-1]:
@@ -213,7 +215,10 @@ class _Table:
 
 
 def _first_kept(value, front):
-    """Return the index of the last candidate that replaced its predecessor; None if none fits."""
+    """Return the index of the candidate that RaNNC keeps; None if no candidate fits.
+
+    Candidates are compared in order, and each better one replaces the stored candidate.
+    """
     kept, stored, index = None, inf, 0
     while (better := np.flatnonzero(value[index:] < stored)).size:
         kept = index + int(better[0])

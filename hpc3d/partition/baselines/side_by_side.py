@@ -1,4 +1,4 @@
-"""Table of our plan of a captured module and those of other systems, one row per planner."""
+"""Table that compares hpc3d's plan for a captured module with the plans of other systems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD = (
 
 
 def everyone(captured: Captured) -> list[Callable[[Task], Contender]]:
-    """Return all planners in the order of the table, ours first."""
+    """Return all planners in the order of the table, starting with hpc3d's."""
     return [
         lambda task: ours(captured, task),
         contenders.data_parallel,
@@ -36,7 +36,7 @@ def everyone(captured: Captured) -> list[Callable[[Task], Contender]]:
 
 
 def ours(captured: Captured, task: Task) -> Contender:
-    """Return the plan of hpc3d.partition.module_plan, or the reason for its absence as `note`."""
+    """Return hpc3d's own plan, or a contender whose `note` explains why there is none."""
     wanted = Wanted(task.ranks, task.memory, task.costs.batch, margin=0.0)
     try:
         found = planned_module(captured, task.costs.machine, wanted)
@@ -56,7 +56,7 @@ def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterat
 
 
 def as_row(contender: Contender, batch: int) -> dict[str, Any]:
-    """Return a contender as plain values in seconds and bytes, with None for missing ones."""
+    """Return a contender as a table row, with seconds and bytes; missing values are None."""
     name, choice, step, note, ways = contender
     row = {"name": name, "note": note, "ways": ways}
     if choice is None or step is None:
@@ -103,7 +103,7 @@ def _line(row, step):
 
 
 def _replicas(row):
-    """Return the replicas of each stage, and "x" the ranks that shard its layers, as text."""
+    """Format the replicas of each stage; " x N" indicates N tensor-parallel ranks per replica."""
     counts = row["replicas"]
     text = str(counts[0]) if len({*counts}) == 1 else ",".join(map(str, counts))
     text = text if len(text) <= 10 else f"{min(counts)} to {max(counts)}"

@@ -1,9 +1,9 @@
 """Megatron-LM's arrangements: 1-D tensor and data parallelism (arXiv:1909.08053), with and without
 a pipeline (arXiv:2104.04473).
 
-The ranks of a tensor-parallel group are adjacent, then come replicas, then stages. The fastest
-that fits of 1, 2, 4 and 8 tensor-parallel ranks is taken. Recomputation is layer by layer. The
-first version of Megatron-LM had neither pipeline nor microbatches.
+Ranks are ordered with tensor parallelism innermost, then replicas, then stages. The fastest
+arrangement that fits with 1, 2, 4 or 8 tensor-parallel ranks is used. Recomputation is per layer.
+The first version of Megatron-LM had neither a pipeline nor microbatches.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class TensorCosts(ModelCosts):
         super().__init__(partial(graph_of, operations, costs.machine), costs.machine, costs.batch)
 
     def message(self, nbytes: float, senders: range, receivers: range) -> float:
-        """Return the seconds of a message between ranks that are `ways` times as far apart."""
+        """Return the time of a message in seconds; replica r starts at rank `ways` * r."""
         senders, receivers = (self._apart(each) for each in (senders, receivers))
         return super().message(nbytes, senders, receivers)
 
     def summed(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
-        """Return the seconds of the all-reduce over the first ranks of all replicas.
+        """Return the time in seconds of the all-reduce over the first ranks of all replicas.
 
         The other ranks of the replicas reduce their shards at the same time.
         """
@@ -57,8 +57,7 @@ def megatron(task: Task) -> Contender:
 
 
 def megatron_pipeline(task: Task) -> Contender:
-    """Return the fastest arrangement with microbatches and one or more stages of equally many
-    layers."""
+    """Return the fastest arrangement with microbatches and equal numbers of layers per stage."""
     return _fastest_split("Megatron-LM, pipeline", task, pipeline=True)
 
 

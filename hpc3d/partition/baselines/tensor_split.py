@@ -2,16 +2,16 @@
 arXiv:1909.08053).
 
 On t ranks, a linear layer with a replicated input is column parallel: each rank computes 1/t of
-the output columns. The following operations work on that shard, attention by heads. The next
-linear layer is row parallel, and its result is all-reduced. The backward pass all-reduces the
-gradient of each input of such a pair. A Transformer layer therefore has two all-reduces forward
-and two backward. Every rank computes all other operations, such as norms, dropout and sums, in
-full.
+the output columns. The following operations work on that shard; attention is sharded by heads. The
+next linear layer is row parallel, and its result is all-reduced. The backward pass all-reduces the
+gradient of the input of such a pair of layers. A Transformer layer therefore has two all-reduces
+in the forward pass and two in the backward pass. All other operations, such as norms, dropout and
+residual additions, are replicated on every rank.
 
-Assumptions: the head with its loss, and embeddings of at least 128 t words, are sharded by
-vocabulary; the loss all-reduces three numbers per token; there is no sequence parallelism
-(arXiv:2205.05198); convolutions are not sharded. A model input that a column-parallel layer saves
-is counted like its result.
+Assumptions: the head with its loss, and embeddings of at least 128 t rows, are sharded by
+vocabulary; the loss all-reduces three values per token; there is no sequence parallelism
+(arXiv:2205.05198); convolutions are not sharded. A model input saved by a column-parallel layer is
+counted as if it were sharded, like the result of the layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 _PADDED = 128  # rows per rank below which embeddings and indivisible columns are not sharded
 _LOSS_SUMS = 3  # per token: the maximum, the sum of exponentials, the logit of the label
 
-# Operations that work on a shard of the columns as on the full tensor.
+# Operations that can be applied to a shard of the columns without communication.
 _LOCAL = {
     _aten.view,
     _aten.reshape,
@@ -64,8 +64,10 @@ class SplitRoles(NamedTuple):
 
 
 def split_roles(captured: Captured, ways: int) -> SplitRoles:
-    """Return the operations of a model that `ways` ranks shard; empty sets if it has no layer
-    pairs."""
+    """Return the operations of a model that are sharded over `ways` ranks.
+
+    The sets are empty if the model has no pairs of linear layers.
+    """
     barred: set[fx.Node] = set()
     while True:
         found = _Flow(captured, ways, barred)
@@ -85,8 +87,8 @@ def _is_getitem(node):
 class _Flow:
     """Propagation of column shards through a program.
 
-    All linear layers with a replicated input are column parallel unless they are `barred`. `wrong`
-    are the column-parallel layers whose shards reach an operation that needs all columns.
+    Linear layers with a replicated input are column parallel unless they are in `barred`. `wrong`
+    contains the column-parallel layers whose shards reach an operation that needs all columns.
     """
 
     def __init__(self, captured, ways, barred):
@@ -120,7 +122,7 @@ class _Flow:
             self._refuse(node)
 
     def _linear(self, node, split):
-        """Make a layer row parallel behind sharded columns, else column parallel."""
+        """Make a layer row parallel if its input is sharded, and otherwise column parallel."""
         weight = self._weight(node, 1)
         if split:
             self.rows.add(node)
@@ -134,13 +136,16 @@ class _Flow:
         return count % self.ways == 0 or count >= _PADDED * self.ways
 
     def _weight(self, node, index):
-        """Return the parameter that is operand `index`; None if the operand is computed."""
+        """Return the weight at operand `index`; None if the operand is a computed value."""
         given = node.args[index]
         return given.meta["val"] if given in self.captured.weights else None
 
     def _is_local(self, node, name):
-        """Return True if a local operation reads only sharded values of the batch, with divisible
-        heads."""
+        """Return True if an operation can be applied to the column shards of a rank.
+
+        All operands that depend on the batch must be sharded. For attention, the number of heads
+        must be divisible by the number of ranks.
+        """
         batch = [each for each in node.all_input_nodes if each in self.captured.piece_of]
         if not all(each in self.origins for each in batch):
             return False
@@ -154,7 +159,7 @@ class _Flow:
 
 
 class SplitOperations(Operations):
-    """Operations of one of `ways` tensor-parallel ranks."""
+    """Operations of a model on one of `ways` tensor-parallel ranks."""
 
     def __init__(self, operations: Operations, ways: int) -> None:
         self.ways, self.roles = ways, split_roles(operations.captured, ways)
@@ -172,13 +177,13 @@ class SplitOperations(Operations):
             return operation
         own = {"forward": _shared(operation.forward, node in roles.rows, ways)}
         own["backward"] = _shared_back(operation, node in roles.rows, ways)
-        if node not in roles.rows | roles.tables:  # these return the full result
+        if node not in roles.rows | roles.tables:  # these operations return the full result
             kept = ("saved", "later", "working") + ("nbytes",) * (node not in roles.losses)
             own |= {name: getattr(operation, name) / ways for name in kept}
         return operation._replace(**own)
 
     def costs(self, machine: Machine, batch: int) -> dict[fx.Node, OperationCost]:
-        """Return the costs of one rank, including the seconds of the all-reduces."""
+        """Return the costs on one rank, including the times of the all-reduces."""
         found, ranks = super().costs(machine, batch), range(self.ways)
 
         def summed(nbytes):
@@ -197,22 +202,25 @@ class SplitOperations(Operations):
         return found
 
     def _readers_of_whole(self):
-        """Return one column-parallel layer for each value that such layers read."""
+        """Return one column-parallel layer for each value that column-parallel layers read."""
         read = {node.args[0]: node for node in self.roles.columns}
         return [node for value, node in read.items() if value in self.kinds]
 
 
 def _shared(work, by_rows, ways):
-    """Divide n of the products (batch, m, n, k), or k if `by_rows`, and the other work."""
+    """Divide forward work over `ways` ranks.
+
+    In the products (batch, m, n, k), n is divided, or k if the layer is row parallel (`by_rows`).
+    """
     index = 3 if by_rows else 2
     return _with_products(work, [(sizes, index) for sizes in work.products], ways)
 
 
 def _shared_back(operation, by_rows, ways):
-    """Divide the backward products (batch, m, k, n) of the input and (batch, k, n, m) of the
-    weight.
+    """Divide backward work over `ways` ranks.
 
-    The product of the input is absent if the input needs no gradient.
+    The products are (batch, m, k, n) for the input gradient and (batch, k, n, m) for the weight
+    gradient. The first one is absent if the input does not require a gradient.
     """
     indices = (2, 1) if by_rows else (3, 2)
     products = operation.backward.products
@@ -220,7 +228,10 @@ def _shared_back(operation, by_rows, ways):
 
 
 def _with_products(work, indices, ways):
-    """Return the Work with one size of each product, at its index in `indices`, divided."""
+    """Divide work by `ways`.
+
+    `indices` lists pairs of a product's sizes and the index of the size that is divided.
+    """
     products = tuple(
         tuple(size / ways if at == index else size for at, size in enumerate(sizes))
         for sizes, index in indices
