@@ -22,8 +22,8 @@ _COLOURS = ("#3b6fb6", "#c8553d", "#4d9078", "#8661a8", "#b98b2f", "#5b6770")
 def arc_diagram(graph: Graph, choice: PipelineChoice) -> str:
     """Return an SVG drawing of a graph and its stages.
 
-    The stroke width of an arc grows with the logarithm of the size of its value. Raises ValueError if the
-    graph has too many atoms for a page.
+    The stroke width of an arc grows with the logarithm of the size of its value. Raises
+    ValueError if the graph has too many atoms for a page.
     """
     if len(graph) > _MOST:
         raise ValueError(f"--draw: the graph has {len(graph)} atoms; at most {_MOST} can be drawn")

@@ -6,9 +6,9 @@ of stages and the number of microbatches together. A step with m microbatches ta
     (m - 1) T + sum_s w_s,    T = max_s w_s
 
 where w_s is the forward and backward time of a microbatch on stage s, including its messages and
-1/m of the gradient all-reduce and the update. For an upper limit on T, dynamic programming finds the
-exact minimum of the sum. It proceeds from the last stage to the first. The state is the start of
-the stage, the number of stages from it to the last (the microbatches in flight under 1F1B), and
+1/m of the gradient all-reduce and the update. For an upper limit on T, dynamic programming finds
+the exact minimum of the sum. It proceeds from the last stage to the first. The state is the start
+of the stage, the number of stages from it to the last (the microbatches in flight under 1F1B), and
 the number of ranks available to them:
 
     G[s, i, d] = min over j, r of w(i, j, r) + G[s-1, j, d-r]    if w(i, j, r) <= T, and it fits

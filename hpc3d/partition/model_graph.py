@@ -59,7 +59,7 @@ def _saved_later(operations, found):
 
 
 def _before_loss(captured):
-    """Return values of size 0 that make the loss the last atom, after results that nothing reads."""
+    """Return values of size 0 from unread results to the loss, which becomes the last atom."""
     loss = loss_of(captured)
     if loss is None:
         return []

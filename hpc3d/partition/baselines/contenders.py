@@ -94,7 +94,7 @@ def torchgpipe(task: Task) -> Contender:
 
 
 def gpipe_hybrid(task: Task) -> Contender:
-    """Return GPipe's arrangement with equal numbers of layers and replicas on two or more stages."""
+    """Return GPipe's arrangement with equal layer and replica counts on two or more stages."""
     cut = partial(even, layer_runs(task.costs.graph(1)))
     counts = divisors(task.ranks)[1:]
     return fastest("GPipe hybrid", task, pipelines(task, cut, GPIPE, counts))

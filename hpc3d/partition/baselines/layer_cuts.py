@@ -29,7 +29,7 @@ class LayerRun(NamedTuple):
 
 
 def layer_runs(graph: Graph) -> list[LayerRun]:
-    """Return the layers of a graph in the order of its atoms, whose ids are `module/operation`."""
+    """Return the layers of a graph in order; the ids of its atoms are `module/operation`."""
     found, last, seen = [], None, set()
     for index, atom in enumerate(graph.atoms):
         name, numbered = _layer_of(str(atom.ids[0]))
@@ -64,7 +64,7 @@ def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
 
 
 def balanced(weights: Sequence[float], stages: int) -> list[int] | None:
-    """Return the exclusive ends of non-empty stages that minimize the weight of the heaviest stage.
+    """Return the exclusive ends of non-empty stages that minimize the largest stage weight.
 
     Ties are resolved in favor of the first cut. Returns None if there are fewer weights than
     stages.

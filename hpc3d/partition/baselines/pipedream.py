@@ -1,9 +1,9 @@
 """PipeDream's partition (A. Harlap et al., arXiv:1806.03377; D. Narayanan et al., SOSP 2019).
 
-The planner minimizes the time of the slowest stage per minibatch, while all stages process different
-minibatches. The pipeline is asynchronous: gradients are computed with weights that are some steps
-old. Let T(i, j) be the forward and backward time of units i to j in seconds, w the size of their
-parameters in bytes, and c_k the bytes sent across the boundary after unit k. On m workers
+The planner minimizes the time of the slowest stage per minibatch, while all stages process
+different minibatches. The pipeline is asynchronous: gradients are computed with weights that are
+some steps old. Let T(i, j) be the forward and backward time of units i to j in seconds, w the size
+of their parameters in bytes, and c_k the bytes sent across the boundary after unit k. On m workers
 connected by links of bandwidth B,
 
     R(i, j, m) = max(T(i, j), 4 (m - 1) w / (m B)) / m        one stage, with m replicas

@@ -42,7 +42,7 @@ def blocks(graph: Graph, memory: float, bandwidth: float) -> list[list[int]]:
 
 
 class _Groups:
-    """Groups of atoms and the values passed between them; the key of a group is one of its atoms."""
+    """Groups of atoms, each identified by one of its atoms, and the values between them."""
 
     def __init__(self, graph, memory, bandwidth):
         self.graph, self.memory, self.bandwidth = graph, memory, bandwidth
@@ -60,7 +60,7 @@ class _Groups:
         return [frozenset(atoms) for atoms in self.atoms.values()]
 
     def _readers(self, group):
-        """Return a dict from the groups that read values of a group to the bytes that they read."""
+        """Return a dict from each group that reads from `group` to the number of bytes read."""
         found = defaultdict(float)
         for atom in self.atoms[group]:
             for value in self.made[atom]:
@@ -69,7 +69,7 @@ class _Groups:
         return found
 
     def merge_neighbours(self):
-        """Merge each group with at most one other group in one pass, starting with the lightest."""
+        """Merge each group with at most one other group, starting with the lightest."""
         weights = self.seconds.values()
         most = fmean(weights) + _SPREAD * pstdev(weights)
         measured, free = len(self.atoms) <= _MOST_MEASURED, set(self.atoms)

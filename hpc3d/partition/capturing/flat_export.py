@@ -1,11 +1,12 @@
 """torch.export with all operations in one graph, including those under torch.no_grad.
 
-    torch.no_grad             each floating-point operand that may require a gradient passes
-                              through aten.detach, so that nothing inside has a gradient
-    autocast(enabled=False)   no effect, because there is no enclosing autocast
+    torch.no_grad             each floating-point operand that may require a gradient is passed
+                              through aten.detach, so that no result in the block has a gradient
+    autocast(enabled=False)   ignored, because there is no enclosing autocast
 
-torch.export itself makes separate graphs of such blocks and drops torch.no_grad inside an autocast
-block. It traces the forward pass of a torch.autograd.Function, but not its backward pass.
+By default, torch.export creates a separate graph for each such block and drops torch.no_grad
+inside an autocast block. It traces the forward pass of a torch.autograd.Function, but not its
+backward pass.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _MODES = _set_grad_enabled, _enter_autocast, autocast_mode._exit_autocast
 def flat_export(model: torch.nn.Module, inputs: tuple | dict, shapes: Any) -> ExportedProgram:
     """Return the exported program of a module that is called with `inputs`.
 
-    Raises ValueError with the user's line for autocast, for custom torch.autograd.Functions, and
-    for other blocks that torch keeps as separate graphs.
+    Raises ValueError, with the user's line if it is known, for autocast, for custom
+    torch.autograd.Functions, and for other blocks that torch exports as separate graphs.
     """
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
     blocks = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"
@@ -72,18 +73,18 @@ def _checked_apply(cls, *args, **kwargs):
 
 
 class _Modes:
-    """Pass over a program in order that tracks whether gradients are enabled."""
+    """Pass over a program that tracks whether gradients are enabled and removes mode changes."""
 
     def __init__(self, program):
         self.graph = program.graph
         kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-        self.without = {  # gradient
+        self.without = {  # values without a gradient
             node
             for node in self.graph.nodes
             if node.op == "placeholder" and kinds[node.name] is not InputKind.PARAMETER
         }
         self.enabled, self.detached = True, {}
-        self.written = {}  # result of an in-place operation without gradient -> its operand
+        self.written = {}  # result of an in-place operation under no_grad -> its first operand
 
     def settle(self):
         for node in [*self.graph.nodes]:
@@ -119,7 +120,7 @@ class _Modes:
             self.written[node] = before
 
     def _detached(self, source, reader):
-        """Return the detached value, which shares the memory of `source`."""
+        """Return a detached alias of `source`, inserted before `reader`."""
         if source not in self.detached:
             with self.graph.inserting_before(reader):
                 copy = self.graph.call_function(_detach, (source,))
@@ -149,7 +150,7 @@ def _refuse_autocast(node):
 
 
 def where(node: fx.Node) -> str:
-    """Return the user's file and line of an operation, in parentheses."""
+    """Return the file and line of an operation in the user's code, in parentheses."""
     lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
     found = re.findall(r'File "(.*)", line (\d+)', lines[-1]) if lines else []
     return f" ({found[0][0]}:{found[0][1]})" if found else ""

@@ -1,6 +1,7 @@
-"""Recording of the arguments and results of a module's calls in runs of the model with data.
+"""Recorder of the arguments and results of a module's calls while the model runs on data.
 
-The model runs once with a few samples and once with twice as many.
+The model runs once with a few samples and once with twice as many, to determine which sizes depend
+on the number of samples.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 class CannotStayWhole(ValueError):
-    """Error for a module at `path` that cannot be called as one opaque operation."""
+    """Error raised if the module at `path` cannot be called as one opaque operation."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path} cannot be one operation: {why}")
@@ -24,7 +25,7 @@ class CannotStayWhole(ValueError):
 
 
 class Like(NamedTuple):
-    """Shape and dtype of a tensor; a size (a, b) stands for a * samples + b."""
+    """Shape and dtype of a tensor; a size is a pair (a, b) that represents a * samples + b."""
 
     sizes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
@@ -34,11 +35,12 @@ class Like(NamedTuple):
 
 
 class RecordedCall(NamedTuple):
-    """Call of a module: its arguments and results as `leaves` of tuples, lists and dicts.
+    """Recorded call of a module.
 
-    A tensor leaf is a Like; every other leaf is its value. `written` are the names of the buffers
-    that the call writes to. `flop`, forward and backward, and the bytes `saved` for backward are
-    per sample.
+    Arguments (`taken`) and results (`returned`) are stored as the leaves of nested tuples, lists
+    and dicts. Tensors are represented by a Like, other leaves by their value. `written` contains
+    the names of the buffers to which the call writes. `flop` (forward, backward) and `saved`, the
+    bytes saved for backward, are per sample.
     """
 
     taken: TreeSpec
@@ -58,12 +60,14 @@ class RecordedCall(NamedTuple):
         return _filled(values, self.returned_leaves, self.returned)
 
     def tensors_taken(self, *arguments: tuple | dict) -> list[torch.Tensor] | None:
-        """Return the tensors in a tuple and a dict of arguments; None if another call takes
-        these."""
+        """Return the tensors in the arguments of a call.
+
+        Returns None if the arguments differ from the recorded ones in structure or constants.
+        """
         return _matching(arguments, self.taken_leaves, self.taken)
 
     def tensors_returned(self, result: Any) -> list[torch.Tensor] | None:
-        """Return the tensors in a result; None if another call returns this."""
+        """Return the tensors in a result; None if its structure or constants were not recorded."""
         return _matching(result, self.returned_leaves, self.returned)
 
     @property
@@ -96,7 +100,7 @@ def _matching(tree, leaves, spec):
 
 
 class _Seen(NamedTuple):
-    """Call in one run, with the numbers of all its samples."""
+    """Call recorded in one run. `flop` and `saved` are summed over the samples of the run."""
 
     taken: TreeSpec
     taken_leaves: tuple[Any, ...]
@@ -113,10 +117,10 @@ def recorded_calls(
     samples: int,
     paths: Iterable[str],
 ) -> dict[str, list[RecordedCall]]:
-    """Return all calls of the modules at these paths, in order, while `run(count)` runs the model.
+    """Run the model and return the calls of the modules at these paths, in the order of execution.
 
-    `count` is the number of samples. Raises CannotStayWhole if a module has other effects than to
-    return tensors and to write to its buffers.
+    `run(count)` runs the model on `count` samples. Raises CannotStayWhole if a module has side
+    effects other than writing to its buffers.
     """
     low, high = (_seen(model, run, count, paths) for count in (samples, 2 * samples))
     return {path: [*_combined(path, low[path], high[path], samples)] for path in paths}
@@ -168,8 +172,10 @@ def _combined_leaves(path, few, many, samples):
 
 
 def _combined_leaf(path, few, many, samples):
-    """Return the Like of a tensor seen at `samples` and twice as many; other leaves must be
-    equal."""
+    """Combine a leaf of two runs, with `samples` and 2 * `samples` samples.
+
+    Two tensors are combined into a Like; other leaves must be equal.
+    """
     if not isinstance(few, torch.Tensor) or not isinstance(many, torch.Tensor):
         if type(few) is not type(many) or few != many:
             why = f"an argument is {few!r:.40}, but {many!r:.40} for more samples"
@@ -225,7 +231,10 @@ class _Watch:
                 raise CannotStayWhole(self.path, f"it {how} a {type(leaf).__name__}")
 
     def _written(self, before, after):
-        """Return the names of the buffers that a call has written to."""
+        """Return the names of the buffers that a call has modified.
+
+        Raises CannotStayWhole if it has other side effects.
+        """
         changed = {
             key
             for key in before.attributes.keys() | after.attributes.keys()
@@ -250,7 +259,7 @@ class _Watch:
         return frozenset(written)
 
     def _check_origins(self, found, own):
-        """Raise CannotStayWhole if gradients flow to other modules' parameters."""
+        """Raise CannotStayWhole if gradients flow to a parameter of another module."""
         known, todo = {id(each) for each in own}, [each.grad_fn for each in found]
         seen = {each.grad_fn for each in own}
         while todo:
@@ -267,7 +276,7 @@ _CONSTANTS = int | float | bool | str | torch.dtype | torch.device | type(None)
 
 
 class _ModuleState:
-    """State that a call must not change, except for buffers."""
+    """Snapshot of a module before or after a call, to detect side effects."""
 
     def __init__(self, part, leaves):
         self.attributes = {
@@ -304,7 +313,7 @@ def _cut_off(leaf):
 
 
 def _shape_of(leaf):
-    """Return a tensor without its data."""
+    """Return a meta tensor with the same shape and dtype; return other leaves unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
@@ -320,7 +329,7 @@ def _kept(kept, value):
 
 
 def _backward(found, own):
-    """Return the floating-point operations of the backward pass."""
+    """Return the number of floating-point operations of the backward pass."""
     ends = [each for each in found if each.requires_grad]
     starts = [each for each in own if each.requires_grad]
     if not ends or not starts:

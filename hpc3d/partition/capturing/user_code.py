@@ -1,4 +1,4 @@
-"""Calls of user code without side effects, and one-line reports of its exceptions."""
+"""Tools to call user code without side effects and to report its exceptions on one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore torch's default generator on exit, and suppress all output until then."""
+    """Suppress all output in the context, and restore torch's default generator on exit."""
     state, level = torch.get_rng_state(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -38,7 +38,7 @@ def without_data() -> FakeTensorMode:
 
 
 def described(error: Exception) -> str:
-    """Return the first line of an error, and the user's file and line that raised it."""
+    """Return the first line of an error message, and the file and line in the user's code."""
     told = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,8 +1,8 @@
-"""Modules that torch.export cannot trace, as opaque operations of the program.
+"""Opaque operations for modules that torch.export cannot trace.
 
-While the model is traced, a stand-in replaces such a module. It calls an operation whose results
-have the shapes that were recorded in a run with data. That operation then becomes a WholeModule,
-which calls the module.
+While the model is traced, a stand-in replaces such a module. It calls a placeholder operation,
+whose results have the shapes recorded in a run with data. After tracing, the operation is replaced
+by a WholeModule, which calls the module.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from hpc3d.partition.capturing.recorded_calls import (
 )
 from hpc3d.partition.capturing.user_code import described, undisturbed
 
-_MOST_TRIES = 16  # the most failed traces that are resolved
+_MOST_TRIES = 16  # maximum number of failed traces that are resolved
 _MOST_SAMPLES = 8
 _numbers = count()
 _Run = Callable[[int], object]
 
 
 class WholeModule:
-    """Call of a module as one operation on a list of tensors and a list of weights.
+    """Operation that calls a module on a list of tensors and a list of weights.
 
-    It returns a tensor, or a list of several. On fake tensors it only returns the shapes.
+    It returns a tensor, or a list if there are several. On fake tensors, it does not call the
+    module and returns fake results with the recorded shapes.
     """
 
     __module__ = __name__
@@ -60,7 +61,7 @@ class WholeModule:
         _KNOWN[self.number] = self
 
     def __str__(self) -> str:
-        """Return a text that identifies the computation, as far as it is known."""
+        """Return a text that identifies the computation as far as possible."""
         return f"{self.path} {self._text}"
 
     def __call__(
@@ -74,12 +75,12 @@ class WholeModule:
         return found[0] if len(found) == 1 else found
 
     def like(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return tensors with the shapes of the results."""
+        """Return empty tensors with the shapes of the results."""
         samples = self._samples(values)
         return [torch.empty(each.shape(samples), dtype=each.dtype) for each in self.call.results]
 
     def _samples(self, values):
-        """Return the number of samples, derived from a size that depends on it."""
+        """Derive the number of samples from a tensor size that depends on it."""
         sizes = [
             (a, size - b if b else size)
             for like, value in zip(self.call.values, values, strict=True)
@@ -112,7 +113,8 @@ class WholeModule:
     def _bound(self, weights):
         """Return this thread's copy of the module with the given tensors as its weights.
 
-        Backward may recompute parts of the module, so the tensors remain bound after the call.
+        The tensors remain bound after the call, because the backward pass may recompute some
+        operations of the module.
         """
         if not hasattr(self._here, "module"):
             self._here.module = copy.deepcopy(self._module)
@@ -126,7 +128,7 @@ class WholeModule:
 
 
 def _graded(value):
-    """Return a floating-point result that requires a gradient, even if it is always zero."""
+    """Return a result that requires a gradient if it is floating point, even a zero gradient."""
     if value.requires_grad or not (value.is_floating_point() or value.is_complex()):
         return value
     return value.detach().requires_grad_().clone()
@@ -141,7 +143,7 @@ def _held(module, **how):
 
 
 def _without_data(path, module):
-    """Return a copy of a module whose weights have no data, without forward hooks."""
+    """Return a copy of a module with weights on the meta device and without forward hooks."""
     for part in module.modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor):
@@ -161,7 +163,7 @@ def _meta(tensor):
 
 
 def _digest(module, call):
-    """Return the SHA-256 of a module's source, settings and weight shapes, and of a call."""
+    """Return the SHA-256 of a call and of a module's source, settings and weight shapes."""
     lines = [repr((*call[:4], sorted(call.written)))]
     for path, part in module.named_modules():
         kind = type(part)
@@ -194,7 +196,7 @@ def _(values, weights, number):
 
 
 class _StandIn:
-    """Replacement of a module's `forward` while the model is traced."""
+    """Replacement for a module's `forward` while the model is traced."""
 
     def __init__(self, path, part, calls):
         self.path, self.part, self.calls = path, part, iter(calls)
@@ -210,10 +212,10 @@ class _StandIn:
 
 
 class WholeModules:
-    """Modules of a model that become opaque operations, found one after another.
+    """Modules of a model that become opaque operations; each failed trace adds some.
 
     `example()` returns the model with data, and a function that calls it with a given number of
-    samples taken from its `batch`.
+    samples. `batch` is the batch size of the example inputs.
     """
 
     def __init__(self, example: Callable[[], tuple[torch.nn.Module, _Run]], batch: int) -> None:
@@ -223,7 +225,7 @@ class WholeModules:
         self.calls: dict[str, list[WholeModule]] = {}
 
     def stand_in(self, model: torch.nn.Module) -> None:
-        """Install the stand-ins in a copy of the model without data."""
+        """Install the stand-ins in `model`, a copy of the model without data."""
         for path, calls in self.calls.items():
             part = model.get_submodule(path)
             part.forward = _StandIn(path, part, calls)
@@ -231,8 +233,8 @@ class WholeModules:
     def add(self, model: torch.nn.Module, path: str, reason: str) -> None:
         """Make a module that cannot be traced, and all modules of its class, opaque operations.
 
-        If a module cannot be one, its parent is tried. Raises ValueError if that is the model
-        itself.
+        If a module cannot be an opaque operation, its parent is tried. Raises ValueError if only
+        the model itself remains, or after too many tries.
         """
         self.tries, why = self.tries + 1, ""
         while path in self.calls:
@@ -244,7 +246,7 @@ class WholeModules:
                 if any(calls.get(each) for each in _around(path)):
                     self.calls, self.reasons = calls, reasons
                     return
-                path = path.rpartition(".")[0]  # a ModuleList or the like: it is never called
+                path = path.rpartition(".")[0]  # a container such as ModuleList has no calls
             except CannotStayWhole as error:
                 path, why = error.path.rpartition(".")[0], f"; {error}"
         raise ValueError(f"{reason}{why}")
@@ -268,8 +270,10 @@ class WholeModules:
 
 
 def _alike(model, path):
-    """Return the path and those of other modules of the same class, unless the class is
-    torch's."""
+    """Return the paths of all modules of the same class as the module at `path`.
+
+    If the class is defined in torch, only `path` is returned.
+    """
     kind = type(model.get_submodule(path))
     if kind.__module__.startswith("torch."):
         return [path]
@@ -301,7 +305,7 @@ def culprit(error: BaseException | None, model: torch.nn.Module) -> str:
 
 
 def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
-    """Replace the operations of stand-ins by WholeModules, and return these."""
+    """Replace the operations of stand-ins by WholeModules, and return the WholeModules."""
     graph, found = program.graph, []
     for node in [*graph.nodes]:
         if node.target is torch.ops.hpc3d.whole_module.default:
@@ -316,7 +320,7 @@ def place_whole(program: ExportedProgram) -> tuple[WholeModule, ...]:
 
 
 def _replace(graph, node, new):
-    """Redirect the readers of a list to the new node, or to its only tensor."""
+    """Replace a node by `new`, which returns a tensor instead of a list if there is one result."""
     if len(new.target.call.results) == 1:
         (new.meta["val"],) = node.meta["val"]
         for reader in [*node.users]:

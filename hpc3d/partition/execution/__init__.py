@@ -1,1 +1,1 @@
-"""Stages of a plan as torch modules that run on the engine of hpc3d.pipeline."""
+"""Execution of the stages of a plan on the engine of hpc3d.pipeline, or with torchrun."""

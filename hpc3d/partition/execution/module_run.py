@@ -73,7 +73,10 @@ _USAGE = "use partition run PLAN.json --section.key VALUE ..., or partition run 
 
 
 class RunRequest(NamedTuple):
-    """Command-line request: the plan, the configuration options, and the run to resume, if any."""
+    """Command-line request.
+
+    It contains the plan, the configuration options, and the folder of the run to resume, if any.
+    """
 
     plan: SavedPlan
     words: list[str]
@@ -81,21 +84,21 @@ class RunRequest(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """State that rank 0 opens: the plan of the run and the lock of its folder."""
+    """Plan of the run and lock of its folder, which only rank 0 opens."""
 
     plan: RunPlan
     lock: TextIO
 
 
 class _Source(NamedTuple):
-    """Data of the model on rank 0: the initial weights, and the inputs of each step."""
+    """Data of the model, which only rank 0 has: initial weights and the inputs of each step."""
 
     values: dict[str, torch.Tensor]
     batches: StepInputs
 
 
 def run(job: Job, words: list[str]) -> None:
-    """Train on this rank, from the command line to the last step."""
+    """Parse the command line and train on this rank until the last step."""
     if {"-h", "--help"} & {*words}:
         job.from_root(lambda: print(__doc__))
         return
@@ -114,7 +117,7 @@ def run(job: Job, words: list[str]) -> None:
 
 
 def asked_for(words: list[str]) -> RunRequest:
-    """Return the RunRequest of a command line on rank 0; raise ValueError if it is invalid."""
+    """Parse the command line on rank 0; raise ValueError if it is invalid."""
     words = list(words)
     resumed = run_to_resume(words)
     given = words and not words[0].startswith("-")
@@ -138,7 +141,7 @@ def _spelled_out(word):
 
 
 def _model(plan):
-    """Return the StagedModel of a plan, without data."""
+    """Return the partitioned model of a plan, without data."""
     captured = captured_of(plan.model)
     split = find(plan.schedule).splits_backward
     pieces = plan.pieces(captured)
@@ -160,13 +163,13 @@ def _prepare(asked, model):
             where = run_folder.create(config, load.to_toml(config))
             lock = refused.enter_context(run_folder.claim(where))
         run_folder.write_text(where / "plan.json", asked.plan.text())
-        refused.pop_all()  # the lock stays open
+        refused.pop_all()  # keep the lock open
     plan = RunPlan(config, resumed, where, run_folder.git_revision(), changed)
     return _Opened(plan, lock)
 
 
 def configuration(asked: RunRequest, model: StagedModel) -> Config:
-    """Return the Config of a run on rank 0 from the given options and the plan."""
+    """Return the configuration of a run on rank 0, from the plan and the given options."""
     plan, resumed = asked.plan, asked.resumed
     config = config_of_run(resumed, asked.words) if resumed else load.load(None, asked.words)
     mesh = MeshConfig(len(plan.replicas), max(plan.replicas), x=1, y=1, z=1)
@@ -189,7 +192,7 @@ def configuration(asked: RunRequest, model: StagedModel) -> Config:
 
 
 def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
-    """Yield one line for each property of a plan that cannot run."""
+    """Yield one error message for each property of a plan that prevents it from running."""
     schedule, rows = find(plan.schedule), plan.batch // plan.microbatches
     if schedule.asynchronous:
         yield f"schedule {plan.schedule}: not supported for torch modules; use {DEFAULT}"
@@ -216,7 +219,7 @@ def _wrong(plan: SavedPlan, zero: int) -> Iterator[str]:
 
 
 def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
-    """Make the module with its data on rank 0."""
+    """Create the module with its data on rank 0."""
     module, inputs = made_with_data(plan.model, config.seed)
     values = dict(values_in(module, model.captured))
     given = function_at(config.torch.inputs) if config.torch.inputs else lambda step: inputs
@@ -224,7 +227,7 @@ def _source(plan: SavedPlan, config: Config, model: StagedModel) -> _Source:
 
 
 def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) -> RunningJob:
-    """Return the RunningJob of this rank in its initial or resumed state."""
+    """Set up training on this rank, in the initial or resumed state."""
     config = plan.config
     rows = config.train.batch // config.parallel.microbatches
     mesh, line = build_stages(model.replicas, rows, config.mesh.transport)
@@ -243,7 +246,7 @@ def _begin(job: Job, plan: RunPlan, model: StagedModel, source: _Source | None) 
 
 
 def _layout(config: Config, model: StagedModel) -> Iterator[str]:
-    """Yield log lines on the partition of the model over the ranks."""
+    """Yield log lines that describe how the model is partitioned over the ranks."""
     counts = [len(program.module.graph.nodes) for program in model.programs]
     replicas = " ".join(map(str, model.replicas))
     yield f"{config.torch.factory}: operations by part {' '.join(map(str, counts))}"
@@ -256,7 +259,7 @@ def _layout(config: Config, model: StagedModel) -> Iterator[str]:
 
 
 class StepInputs:
-    """Inputs of a module by step, made by `given(step)` for steps of `samples` samples."""
+    """Inputs of a module for each step of `samples` samples, returned by `given(step)`."""
 
     def __init__(
         self, captured: Captured, given: Callable[[int], tuple | dict], samples: int
@@ -293,7 +296,7 @@ def _described(dtype: torch.dtype, shape: list[int]) -> str:
 
 
 def mismatch(model: StagedModel, opened: Checkpoint) -> str | None:
-    """Return why a checkpoint does not match the module and its optimizer; None if it matches."""
+    """Return the reason why a checkpoint does not match the module; None if it matches."""
     tensors = stored_tensors(model.captured)
     shapes = {name: stored_shape(dims) for name, dims in tensors["shapes"].items()}
     found = inconsistencies(opened, shapes, tensors["frozen"])

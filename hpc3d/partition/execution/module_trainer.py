@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class ModuleTrainer(Trainer):
-    """Trainer of the stages of a StagedModel on a hpc3d.comm.stage_mesh.
+    """Trainer of the stages of a partitioned torch module on a hpc3d.comm.stage_mesh.
 
-    `line` makes the communicator of a list of ranks. Only rank 0 has `batches`, which returns the
-    flat inputs of a step. The weights are undefined before `fill`.
+    `line` creates the communicator of a list of ranks. `batches` returns the flat inputs of a
+    step; it is None on all ranks except rank 0. The weights are undefined before `fill`.
     """
 
     has_tied_ends = False
@@ -94,9 +94,9 @@ class ModuleTrainer(Trainer):
         return TiedBuckets(self.parameters, size, [each for each in shared if each[1]])
 
     def fill(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast the parameters, buffers and constants from rank 0, one at a time.
+        """Broadcast the parameters, buffers and constants from rank 0, one tensor at a time.
 
-        `values` is empty on the other ranks.
+        `values` is empty on all ranks except rank 0.
         """
         for name, like in state_of(self.model.captured).items():
             value = shared_by_root(self.mesh.world, values.get(name), like.shape, like.dtype)

@@ -1,10 +1,10 @@
-"""Predicted communication volume and messages of a partitioned model per step.
+"""Predicted communication volume and number of messages of a partitioned model per step.
 
-over a border   each value that crosses it forward, and the gradients of those that have one
-                backward: their bytes for all samples, and one message for each microbatch, value
-                and pair of ranks that share samples
-sums            2 (n - 1) / n of the bytes of the gradients for each of n replicas, and the same
-                over all ranks that have a weight of several stages
+boundaries    values are sent forward and their gradients backward; the volume is their size for
+              all samples. There is one message for each microbatch, value or gradient, and pair of
+              ranks that share samples.
+all-reduces   each of n replicas receives 2 (n - 1) / n of the size of its gradients. The gradient
+              of a weight on several stages is reduced over all ranks of these stages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpc3d.partition.execution.torch_weights import is_trained, state_of
 
 
 class BorderTraffic(NamedTuple):
-    """Bytes and messages per step over a border between parts, summed over all ranks."""
+    """Bytes and messages sent per step across a chunk boundary, summed over all ranks."""
 
     forward: int
     backward: int
@@ -30,14 +30,14 @@ class BorderTraffic(NamedTuple):
 
 
 class SumTraffic(NamedTuple):
-    """Bytes of gradients per step that each rank of a group all-reduces."""
+    """Size in bytes of the gradients that a group of ranks all-reduces in each step."""
 
     ranks: tuple[int, ...]
     nbytes: int
 
 
 def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterator[BorderTraffic]:
-    """Yield the traffic over every border between parts of different stages, in model order."""
+    """Yield the traffic across each boundary between chunks on different stages."""
     width = len(model.replicas)
     for number, program in enumerate(model.programs[:-1]):
         if width == 1:
@@ -52,7 +52,7 @@ def border_traffic(model: StagedModel, batch: int, microbatches: int) -> Iterato
 
 
 def _pairs(one, other, rows):
-    """Return the number of pairs of ranks of two stages that have samples in common."""
+    """Return the number of pairs of ranks, one per stage, that have samples in common."""
     if one == other:
         return one
     return sum(
@@ -68,8 +68,11 @@ def _nbytes(value, samples):
 
 
 def sum_traffic(model: StagedModel) -> Iterator[SumTraffic]:
-    """Return the gradient reductions over the replicas of a stage, and over all ranks of tied
-    weights."""
+    """Return the gradient all-reduces of a step.
+
+    Gradients are reduced over the replicas of a stage or, for tied weights, over all ranks that
+    hold the weight.
+    """
     like, ranks = state_of(model.captured), ranks_of(model.replicas)
     found: dict[tuple[int, ...], int] = {}
     for name, stages in model.owners.items():

@@ -1,4 +1,4 @@
-"""Dropout with the same random numbers for every partition, microbatch and replica.
+"""Dropout whose random numbers do not depend on the partition, the microbatches or the replicas.
 
 The mask of an element depends only on the seed, the name of the operation, the step, and the index
 of the sample in the batch.
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class Draw(NamedTuple):
-    """Key of random numbers: `samples` samples from index `first` of the batch of a step."""
+    """Key of random numbers, for `samples` samples from index `first` in the batch of a step."""
 
     seed: int
     step: int
@@ -28,10 +28,10 @@ class Draw(NamedTuple):
 
 
 def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
-    """Make the copy of a random operation draw its numbers by the name of the `original` and a
-    Draw.
+    """Replace a copied random operation by one with reproducible random numbers.
 
-    Raises ValueError for random operations that have no rule.
+    They depend only on the name of the `original` operation and the Draw that `draw` passes at run
+    time. Raises ValueError for random operations without a rule in this module.
     """
     packet = getattr(node.target, "overloadpacket", None)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
@@ -49,22 +49,22 @@ def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Return all arguments of an operation by name, including defaults."""
+    """Return a dict from name to value of all arguments of an operation, including defaults."""
     schema = node.target._schema.arguments
     given = {each.name: each.default_value for each in schema if each.has_default_value()}
     return given | {each.name: value for each, value in zip(schema, node.args)} | node.kwargs
 
 
 def _batch_dim(node):
-    """Return the dimension of the result that grows with the batch; None if none does."""
+    """Return the result dimension whose size depends on the batch; None if there is none."""
     sizes = node.meta["val"].shape
     return next((dim for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
 
 
 def _factors(name, draw, dim, rate, shape, dtype):
-    """Return 0 or 1 / (1 - rate) for every element of an array.
+    """Return an array of the given shape with dropout factors: 0 or 1 / (1 - rate).
 
-    Dimension `dim` holds the samples, with one or several rows for each.
+    Dimension `dim` contains the samples, with one or several rows per sample.
     """
     rows = 1 if dim is None else shape[dim]
     others = [size for index, size in enumerate(shape) if index != dim]
@@ -85,13 +85,13 @@ def _dropout_in_place(name, draw, dim, self, p, train):
 
 
 def _feature_dropout(name, draw, dim, input, p, train):
-    """Drop entire channels."""
+    """Apply dropout to entire channels."""
     shape = [*input.shape[:2], *[1] * (input.dim() - 2)]
     return input * _factors(name, draw, dim, p, shape, input.dtype)
 
 
 def _attention(name, draw, dim, query, key, value, attn_mask, dropout_p, is_causal, **how):
-    """Return softmax(q k' scale + mask) v with dropout of the probabilities."""
+    """Return softmax(q k' scale + mask) v with dropout applied to the attention probabilities."""
     if how.get("enable_gqa"):
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))

@@ -1,4 +1,4 @@
-"""Batch of a step, split by rows over microbatches and the replicas of a stage."""
+"""Split of the batch of a step by rows, over microbatches and the replicas of a stage."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class SampleRows(NamedTuple):
     """Samples of this rank in a microbatch of a training step.
 
-    They are the `samples` samples from index `first` of the batch. `inputs` maps the model's input
-    nodes to values. The gradient is that of the summed losses times `scale`. `training` is always
-    True.
+    The samples have the indices `first` to `first + samples` (exclusive) in the batch. `inputs`
+    maps the model's input nodes to values. The loss whose gradient is computed is the sum of the
+    losses of the samples, multiplied by `scale`. `training` is always True.
     """
 
     step: int
@@ -34,7 +34,7 @@ class SampleRows(NamedTuple):
 
 
 def rows_of(batch: int, microbatches: int, replicas: int, replica: int) -> Iterator[range]:
-    """Yield the samples of a replica in each microbatch; their counts differ by at most one."""
+    """Yield the samples of a replica in each microbatch, split as evenly as possible."""
     for number in range(microbatches):
         first, stop = (batch * end // microbatches for end in (number, number + 1))
         rows = stop - first
@@ -44,7 +44,7 @@ def rows_of(batch: int, microbatches: int, replicas: int, replica: int) -> Itera
 def flat_inputs(captured: Captured, inputs: tuple | dict) -> list[Any]:
     """Return the inputs of a model in the order of `captured.inputs`.
 
-    Raises ValueError if their number or names differ.
+    Raises ValueError if their number or names do not match the model.
     """
     wanted = ", ".join(node.name for node in captured.inputs)
     if isinstance(inputs, dict):
@@ -73,9 +73,9 @@ def _leaves(values):
 class SampleLoader:
     """Loader that broadcasts batches from rank 0 and splits them by rows.
 
-    `batches(step)` returns the flat inputs of the model on rank 0; it is None elsewhere. All
-    tensors that carry the batch have `samples` samples. A rank stores its rows of the inputs in
-    `read` only.
+    `batches(step)` returns the flat inputs of the model; it is None on all ranks except rank 0.
+    All tensors with a batch dimension have `samples` samples. Each rank stores only the inputs in
+    `read`, and of them only its own rows.
     """
 
     asynchronous = False
@@ -94,8 +94,10 @@ class SampleLoader:
         self.valid: dict[int, int] = {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, SampleRows]:
-        """Return the SampleRows of step `number` by microbatch, for the mean loss times
-        `factor`."""
+        """Return a dict from microbatch index to the samples of step `number`.
+
+        The loss is the mean over all samples, multiplied by `factor`.
+        """
         self.valid, nodes = {number: self.samples}, self.captured.inputs
         given = self.batches(number) if self.batches else [None] * len(nodes)
         kept: list[dict[fx.Node, Any]] = [{} for _ in self.rows]
@@ -111,7 +113,7 @@ class SampleLoader:
         }
 
     def _told(self, node, value):
-        """Return an input as rank 0 has it."""
+        """Return an input with the value that it has on rank 0."""
         like = node.meta["val"]
         if not isinstance(like, torch.Tensor):
             return like
@@ -122,7 +124,10 @@ class SampleLoader:
 def shared_by_root(
     world: Communicator, value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Broadcast a tensor from rank 0, the only rank with a `value`; do not write to the result."""
+    """Broadcast a tensor from rank 0, the only rank that passes a `value`.
+
+    The result may share memory with `value`, so callers must not write to it.
+    """
     if 0 in shape:
         return torch.empty(*shape, dtype=dtype)
     block = np.empty(0, np.uint8)
@@ -134,7 +139,7 @@ def shared_by_root(
 
 
 def _rows(node, whole, rows):
-    """Return a copy of an input for a range of samples."""
+    """Return a copy of the rows of an input that belong to a range of samples."""
     if carries_batch(node):
         return whole[rows.start : rows.stop].clone()
     return whole.clone() if isinstance(whole, torch.Tensor) else whole

@@ -1,14 +1,15 @@
 """Matrix products and convolutions with a split backward pass: input gradients in B, weight
 gradients in W.
 
-torch.autograd computes both at once. Here the product of x with a weight W of the model and a bias
-b is a separate autograd function:
+torch.autograd computes both in one pass. In this module, the product of x with a weight W and an
+optional bias b is a separate autograd function:
 
     B    dx = dy W'
     W    W.grad += x' dy,   b.grad += sum of dy over all rows
 
-W is a deferred call that holds x and dy until it runs. If the operand is computed from a weight,
-as by a norm, it is not a view of a parameter, and torch's own backward pass is used.
+Pass W is a deferred call that keeps x and dy in memory until it runs. If the operand W is computed
+from a parameter, for example by weight normalization, it is not a view of the parameter, and
+torch's own backward pass is used.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ _aten = torch.ops.aten
 
 
 def split_backward(node: fx.Node, later: fx.Node) -> None:
-    """Make the copy of a product with a weight defer its parameter gradients.
+    """Make a copied product with a weight defer its parameter gradients.
 
-    They are passed to `later(function, *args)`. Other operations are not changed.
+    The backward pass calls `later(function, *args)` with the function that accumulates them. Other
+    operations are not changed.
     """
     if getattr(node.target, "overloadpacket", None) in _RULES:
         given = arguments_of(node)
@@ -38,7 +40,7 @@ def split_backward(node: fx.Node, later: fx.Node) -> None:
 def product(
     operation: torch._ops.OpOverload, later: Callable[..., None], **given: Any
 ) -> torch.Tensor:
-    """Return the result of an operation that has a rule, given all arguments by name."""
+    """Compute an operation that has a rule, with all arguments passed by name."""
     rule = _RULES[operation.overloadpacket]
     x, weight, bias = operands = [given.pop(name, None) for name in rule.names]
     views = [_view_of(each) for each in (weight, bias)]
@@ -50,7 +52,7 @@ def product(
 
 
 class _ParameterView(NamedTuple):
-    """View of a parameter by sizes, strides, and its offset from the start of the parameter."""
+    """View of a parameter, given by shape, strides, and offset from the start of the parameter."""
 
     parameter: torch.nn.Parameter
     shape: tuple[int, ...]
@@ -58,15 +60,19 @@ class _ParameterView(NamedTuple):
     offset: int
 
     def gradient(self) -> torch.Tensor:
-        """Return the same view of the parameter's gradient, which has the memory layout of the
-        parameter."""
+        """Return the same view of the parameter's gradient.
+
+        The gradient has the same memory layout as the parameter.
+        """
         whole = self.parameter.grad
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
 
 
 def _view_of(tensor):
-    """Return the _Place of a parameter or of its view; None if the view has overlapping
-    elements."""
+    """Return a tensor as a view of a parameter.
+
+    Returns None if the tensor is not such a view, or if its elements overlap in memory.
+    """
     if tensor is None:
         return None
     parameter = tensor if tensor._base is None else tensor._base
@@ -89,8 +95,9 @@ def _overlaps(tensor):
 class _Rule(NamedTuple):
     """Rule that splits the backward pass of an operation.
 
-    `names` are the arguments for input, weight and bias. `of_input(split, dy, x, weight)` returns
-    the input gradient, `adds(split, dy, x, weight)` accumulates the parameter gradients, and
+    `names` are the names of the arguments for input, weight and bias. `of_input(split, dy, x,
+    weight)` returns the input gradient, `adds(split, dy, x, weight)` accumulates the parameter
+    gradients, and
     `fits(x, weight, arguments)` is True if the rule applies.
     """
 
@@ -101,7 +108,10 @@ class _Rule(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """Product: its operation, the non-tensor arguments `how`, and the views of its parameters."""
+    """Call of a product with a split backward pass.
+
+    `how` contains the non-tensor arguments; `weight` and `bias` are views of parameters.
+    """
 
     rule: _Rule
     operation: torch._ops.OpOverload
@@ -172,7 +182,7 @@ def _matrices(split, dy, x, weight):
 
 
 def _is_matrix(x, weight, how):
-    """Return True for the plain product of rows with one matrix."""
+    """Return True if the weight is a matrix and the product is not scaled."""
     return weight.dim() == 2 and how.get("alpha", 1) == how.get("beta", 1) == 1
 
 
@@ -189,7 +199,7 @@ def _convolution(split, dy, x, weight):
 
 
 def _convolved_back(split, dy, x, weight, mask):
-    """Return the gradients of a convolution that `mask` selects."""
+    """Return the gradients of a convolution; `mask` selects those of input, weight and bias."""
     how, dims = split.how, weight.dim() - 2
     stride, dilation, between = (
         _per_dim(how.get(name, fewest), dims)
@@ -204,13 +214,13 @@ def _convolved_back(split, dy, x, weight, mask):
 
 
 def _per_dim(number, dims):
-    """Return one number for every spatial dimension of the kernel."""
+    """Return an argument as a list with one number per spatial dimension of the kernel."""
     numbers = [number] if isinstance(number, int) else [*number]
     return numbers * (dims if len(numbers) == 1 else 1)
 
 
 def _padding(weight, how):
-    """Return the padding on both sides of every dimension; None if the sides differ."""
+    """Return the padding of each spatial dimension; None if its two sides differ."""
     kernel, padding = weight.shape[2:], how["padding"]
     if not isinstance(padding, str):
         return _per_dim(padding, len(kernel))

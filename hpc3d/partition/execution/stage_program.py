@@ -1,8 +1,8 @@
-"""Parts of a captured module as separate programs.
+"""Separate programs for the model chunks of a captured module.
 
-A part computes its pieces and private copies of the cheap operations that they read. A value that
-a later part needs passes through all parts between. Every border therefore has one list of values,
-in program order.
+A chunk runs its own pieces and duplicates the cheap operations whose results they need. A value
+needed by a later chunk passes through all intermediate chunks, so each chunk boundary has a single
+list of values, in program order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hpc3d.partition.execution.split_backward import split_backward
 
 
 class StageProgram(NamedTuple):
-    """Program of one part of a model.
+    """Program of one model chunk.
 
-    `module` takes a Draw, a receiver of deferred weight gradients if the backward pass is `split`,
-    the `sizes` as numbers, and then tensors: those `received` from the previous part, the `inputs`
-    of the model, and the `weights` by name. It returns the values `sent` to the next part and the
-    `outputs` of the model that this part computes, and writes to the buffers `written`.
+    The arguments of `module` are a Draw, a function that takes deferred weight gradients if the
+    backward pass is `split`, the `sizes` as numbers, and tensors: the values `received` from the
+    previous chunk, the model `inputs`, and the `weights`. It returns the values `sent` to the next
+    chunk and the model `outputs` computed by this chunk. It writes to the buffers in `written`.
     """
 
     module: fx.GraphModule
@@ -49,9 +49,8 @@ class StageProgram(NamedTuple):
     ) -> tuple[tuple, tuple]:
         """Return the values sent and the model outputs for the samples of a Draw.
 
-        `inputs` maps the input nodes of the model to values, `weights` names to tensors. If the
-        program is `split`, `later(function, *args)` receives the deferred calls of its backward
-        pass.
+        `inputs` maps the input nodes of the model to values, and `weights` maps names to tensors.
+        If the program is `split`, its backward pass defers calls with `later(function, *args)`.
         """
         sizes = [size_of(size, draw.samples) for size in self.sizes]
         tensors = [inputs[node] for node in self.inputs] + [weights[name] for name in self.weights]
@@ -66,11 +65,12 @@ def stage_programs(
     redraw: bool = True,
     split: bool = False,
 ) -> list[StageProgram]:
-    """Return one program for each of the `parts` of the pieces, in pipeline order.
+    """Return one program per model chunk, in model order.
 
-    Without `redraw`, random operations use torch's generator and ignore the Draw. With `split`,
-    the weight gradients of products are deferred. Raises ValueError if a value would flow
-    backward, and for random operations that have no rule.
+    `parts` lists the indices of the pieces of each chunk. If `redraw` is False, random operations
+    use torch's generator and ignore the Draw. If `split` is True, the weight gradients of matrix
+    products and convolutions are deferred. Raises ValueError if a value would flow backward, or if
+    random operations are not supported.
     """
     part_of = {piece: number for number, part in enumerate(parts) for piece in part}
     crossing = dict(_crossing(captured, part_of))
@@ -79,7 +79,7 @@ def stage_programs(
 
 
 def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
-    """Yield (value, (part that makes it, last part that reads it)) for values across borders."""
+    """Yield (value, (producing chunk, last reading chunk)) for values that other chunks read."""
     for node in captured.program.graph.nodes:
         if node in captured.readers:
             first = part_of[captured.piece_of[node]]
@@ -94,7 +94,7 @@ def _crossing(captured: Captured, part_of: Mapping[int, int]) -> Iterator:
 
 
 def _emitter(captured, part, crossing, number):
-    """Return the _Emitter of part `number`."""
+    """Return the builder of the program of model chunk `number`."""
     received = [node for node, (first, last) in crossing.items() if first < number <= last]
     sent = [node for node, (first, last) in crossing.items() if first <= number < last]
     wanted = set()
@@ -106,7 +106,7 @@ def _emitter(captured, part, crossing, number):
 
 
 class _Emitter:
-    """Builder that copies operations into a graph with placeholders for their operands."""
+    """Builder that copies operations into a new graph with placeholders for external operands."""
 
     def __init__(self, captured, order, received, sent, outputs):
         self.order, self.captured, self.sent, self.outputs = order, captured, sent, outputs
@@ -144,7 +144,7 @@ def _is_size(node):
 
 
 def graded(captured: Captured, programs: Sequence[StageProgram]) -> set[fx.Node]:
-    """Return the values that have a gradient among those that cross borders and the outputs."""
+    """Return the values with a gradient, among values sent between chunks and model outputs."""
     found = {}
     state = {**captured.program.state_dict, **captured.program.constants}
     with FakeTensorMode() as fake:
@@ -162,7 +162,7 @@ _ROWS = 2
 
 
 def _like(fake, value):
-    """Return a fake tensor like one of a model, with `_ROWS` samples."""
+    """Return a fake copy of a tensor for `_ROWS` samples; return other values unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     shape = [size_of(size, _ROWS) for size in value.shape]

@@ -1,4 +1,4 @@
-"""Captured module partitioned into stages, as every rank knows it."""
+"""Captured module that is partitioned into stages; every rank has the same description."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hpc3d.partition.execution.torch_weights import state_of
 class StagedModel(NamedTuple):
     """Partitioned model.
 
-    `programs` are all parts in model order; part n is on pipeline stage n mod S. `replicas` has
-    one number for each of the S stages, and `recompute` is True for each part with recomputation.
-    `graded` are the values with a gradient, `loss` is the output that is minimized, a mean over
-    samples, and `owners` maps each weight to its stages.
+    `programs` contains the programs of all model chunks in model order; chunk n is on pipeline
+    stage n mod S. `replicas` has one number for each of the S stages, and `recompute` is True for
+    each chunk with recomputation. `graded` contains the values with a gradient. `loss` is the
+    output that is minimized, a mean over samples. `owners` maps each weight to its stages.
     """
 
     captured: Captured
@@ -53,11 +53,11 @@ def staged_model(
     redraw: bool = True,
     split: bool = False,
 ) -> StagedModel:
-    """Return the StagedModel of a plan.
+    """Partition a captured module as a plan requires.
 
-    Without `redraw`, random operations use torch's generator. With `split`, backward passes defer
-    weight gradients. Raises ValueError if the model cannot be trained: it has no loss, parameters
-    of several types, or random operations that have no rule.
+    If `redraw` is False, random operations use torch's generator. If `split` is True, backward
+    passes defer weight gradients. Raises ValueError if the model cannot be trained, because it has
+    no loss, parameters of several dtypes, or unsupported random operations.
     """
     if len(types := _types(captured)) != 1 or not types <= {"float32", "float64"}:
         found = ", ".join(sorted(types)) or "none"

@@ -1,4 +1,7 @@
-"""Weights shared by several pipeline stages: one gradient, counted once in the norm."""
+"""Weights shared by several pipeline stages.
+
+Their gradients are summed over the stages and counted once in the gradient norm.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.model.parameters import Parameter, Parameters
 
-Owners = dict[str, tuple[int, ...]]  # weight -> the stages that have it
+Owners = dict[str, tuple[int, ...]]  # weight name -> stages that hold a copy
 
 
 def owners_of(names: Iterable[Iterable[str]]) -> Owners:
-    """Return the stages of each weight, given the names on every stage."""
+    """Return the stages that hold each weight, given the weight names of each stage."""
     found = defaultdict(list)
     for stage, here in enumerate(names):
         for name in dict.fromkeys(here):
@@ -30,9 +33,10 @@ def owners_of(names: Iterable[Iterable[str]]) -> Owners:
 def lines_of_owners(
     owners: Owners, replicas: Sequence[int], stage: int, line: Line
 ) -> dict[tuple[int, ...], Communicator]:
-    """Return the communicator of all ranks for each group of stages that shares weights.
+    """Create a communicator for each group of stages that shares weights.
 
-    Only groups that contain `stage` are included.
+    The communicator contains all ranks of these stages. Only groups that contain `stage` are
+    included.
     """
     ranks = ranks_of(replicas)
     groups = sorted({stages for stages in owners.values() if len(stages) > 1 and stage in stages})
@@ -42,9 +46,10 @@ def lines_of_owners(
 
 
 class TiedBuckets(Buckets):
-    """Gradient buckets that also reduce shared weights over all ranks that have them.
+    """Gradient buckets that also all-reduce the gradients of shared weights.
 
-    The `partial` of these weights names no axis, so no other reduction includes them.
+    They are reduced over all ranks that hold the weights. No other reduction includes them,
+    because the `partial` field of these parameters names no axis.
     """
 
     def __init__(

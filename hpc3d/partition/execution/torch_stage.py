@@ -1,4 +1,4 @@
-"""Part of an unmodified torch module as a stage of hpc3d.pipeline's engine."""
+"""Adapter that runs a model chunk of a torch module on the engine of hpc3d.pipeline."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class _Kept(NamedTuple):
-    """Saved state of a microbatch for backward.
+    """State of a microbatch that is saved for the backward pass.
 
-    `edges` are the gradient edges of the results, whose values may be freed. They are None if
-    backward recomputes the part, starting from these `buffers`.
+    `edges` are the gradient edges of the results, which allow the results themselves to be freed.
+    They are None if the backward pass recomputes the chunk, starting from a copy of its `buffers`.
     """
 
     received: Sequence[torch.Tensor]
@@ -35,10 +35,10 @@ class _Kept(NamedTuple):
 
 
 class TorchStage:
-    """`PipelineStage` of a StageProgram.
+    """Implementation of `PipelineStage` for a StageProgram.
 
-    The last part of the model has its `loss`. With `recompute` it saves only the received tensors
-    of a microbatch.
+    Only the last model chunk has a `loss`. If `recompute` is True, only the received tensors and
+    the written buffers are saved for each microbatch.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TorchStage:
         received = [_tensor(array) for array in _arrays(x)]
         for tensor, has_gradient in zip(received, self.graded_in, strict=True):
             tensor.requires_grad_(has_gradient)
-        # Recomputation starts from the same buffers and writes to these copies.
+        # Recomputation starts from these copies of the buffers and writes to them.
         names = self.program.written if self.recompute else ()
         buffers = {name: self.weights.tensors[name].clone() for name in names}
         with self.trace.span("operations", "gemm"), torch.set_grad_enabled(not self.recompute):
@@ -92,7 +92,7 @@ class TorchStage:
         return tuple(tensor.detach().contiguous().numpy() for tensor in made), kept
 
     def _run(self, received, micro, tensors):
-        """Return the values sent, or the mean loss of the samples for the last part."""
+        """Return the values sent, or the mean loss of the samples on the last chunk."""
         draw = Draw(self.seed, micro.step, micro.first, micro.samples)
         sent, outputs = self.program.run(draw, received, micro.inputs, tensors, self._later)
         return sent if self.loss is None else [outputs[self.loss]]
@@ -134,7 +134,7 @@ class TorchStage:
 
 
 def spec_of(like: torch.Tensor, samples: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape and dtype of a captured value as an array for `samples` samples."""
+    """Return the array shape and dtype of a captured value for `samples` samples."""
     shape = tuple(size_of(size, samples) for size in like.shape)
     return shape, torch.empty(0, dtype=like.dtype).numpy().dtype
 
@@ -149,10 +149,10 @@ def _arrays(block):
 
 
 def _tensor(array):
-    """Return a tensor on the memory of an array, or on a copy if the array is read-only."""
+    """Return a tensor that shares the memory of an array, or of a copy if it is read-only."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _gradient(leaf):
-    """Return the gradient of a tensor, zero if the loss does not depend on it."""
+    """Return the gradient of a tensor, which is zero if the loss does not depend on it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()

@@ -1,8 +1,8 @@
-"""Parameters and buffers of a rank's stages as torch tensors in hpc3d's flat arrays.
+"""Parameters and buffers of a rank's stages, as torch tensors that are stored in hpc3d's arrays.
 
 A parameter and its gradient are views of the blocks of hpc3d.model.parameters. torch accumulates
-the gradient; hpc3d does the rest (gradient reduction, clipping, the update, checkpoints). Buffers
-and parameters without gradient are frozen Parameters.
+the gradient. hpc3d performs the gradient reduction, clipping, updates and checkpointing. Buffers
+and parameters without a gradient are stored as frozen Parameters.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def stored_tensors(captured: Captured) -> dict[str, Any]:
     """Return the description of a model's tensors in checkpoints.
 
-    It has the `shapes` of parameters and buffers by name, the names of the `frozen` ones, and the
-    `aliases`, other names of some.
+    `shapes` maps the names of parameters and buffers to shapes, `frozen` lists the names of the
+    tensors that are not trained, and `aliases` maps other names of a tensor to its stored name.
     """
     held = captured.program.state_dict
     state = {name: like for name, like in state_of(captured).items() if name in held}
@@ -42,8 +42,7 @@ def stored_tensors(captured: Captured) -> dict[str, Any]:
 
 
 def state_of(captured: Captured) -> dict[str, torch.Tensor]:
-    """Return the parameters, buffers and constants that the operations of a model read, without
-    data."""
+    """Return the parameters, buffers and constants read by a model, by name and without data."""
     program = captured.program
     return {
         name: program.state_dict.get(name, program.constants.get(name))
@@ -64,19 +63,20 @@ def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str
 
 
 def _attribute(module, path, otherwise):
-    """Return a tensor that a module has as a plain attribute."""
+    """Return the tensor at an attribute path; return `otherwise` if there is none."""
     for part in path.split("."):
         module = getattr(module, part, otherwise)
     return module
 
 
 class TorchWeights:
-    """Weights of one rank by name: `tensors`, and `items`, the Parameters that store them.
+    """Weights of one rank.
 
-    Other pipeline stages also have the weights in `shared`, whose values are True on the stage
-    whose copy counts. Constants are not stored in Parameters. In a backward pass, torch calls
-    `completed(name)` after its last contribution to a parameter's gradient, and `defer` takes
-    calls that may run later.
+    `tensors` maps names to torch tensors, and `items` maps them to the Parameters that store the
+    tensors; constants have no Parameter. `shared` maps the name of each weight that is replicated
+    on other stages to True if this stage owns it. During the backward pass, torch calls
+    `completed(name)` after its last contribution to a parameter's gradient, and `defer` is called
+    with work that may run later.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TorchWeights:
         self.tensors: dict[str, torch.Tensor] = {}
         self.completed: Callable[[str], object] = _nobody
         self.defer: Callable[..., None] = immediately
-        self._accumulators: list[Node] = []  # autograd does not keep them alive
+        self._accumulators: list[Node] = []  # autograd holds no strong reference to them
         self.dtype = torch.from_numpy(np.empty(0, parameters.dtype)).dtype
         for name in names:
             if name in captured.program.state_dict:
@@ -111,7 +111,7 @@ class TorchWeights:
         return parameters.add(name, shape, Layout(*[""] * len(shape)), **how)
 
     def bind(self) -> None:
-        """Create the tensors on the arrays of the Parameters, which must exist."""
+        """Create the tensors as views of the arrays of the Parameters, which must exist."""
         for name, item in self.items.items():
             like = self.like[name]
             if not item.frozen:
@@ -124,19 +124,19 @@ class TorchWeights:
     def _trained(self, name, item, like):
         tensor = torch.nn.Parameter(torch.from_numpy(item.value).view(like.shape))
         tensor.grad = torch.from_numpy(item.grad).view(like.shape)
-        # This also runs if all gradients of the tensor are deferred.
+        # The hook also runs if all contributions to the gradient are deferred.
         accumulator = get_gradient_edge(tensor).node
         accumulator.register_hook(lambda *_: self.completed(name))
         self._accumulators.append(accumulator)
         return tensor
 
     def fill(self, name: str, value: torch.Tensor) -> None:
-        """Set a tensor if this rank has it."""
+        """Set the value of a tensor if this rank holds it."""
         if name in self.tensors:
             self.tensors[name].detach().copy_(value)
 
     def average(self, names: Sequence[str], replicas: Communicator) -> None:
-        """Average the floating-point buffers over the replicas, and `store`."""
+        """Average the floating-point buffers `names` over the replicas, then call `store`."""
         floating = [self.tensors[name] for name in names if self.tensors[name].is_floating_point()]
         if floating and replicas.size > 1:
             mine = torch.cat([tensor.reshape(-1) for tensor in floating]).numpy()
@@ -148,12 +148,12 @@ class TorchWeights:
         self.store()
 
     def store(self) -> None:
-        """Write buffers of other types, such as counters, to their Parameters."""
+        """Copy buffers of a different dtype, such as counters, to their Parameters."""
         for name, item in self._apart():
             item.value[...] = self.tensors[name].numpy().reshape(item.shape)
 
     def load(self) -> None:
-        """Read buffers of other types from their Parameters."""
+        """Copy the Parameters of buffers of a different dtype to the buffers."""
         for name, item in self._apart():
             self.tensors[name].copy_(torch.from_numpy(item.value).view(self.like[name].shape))
 

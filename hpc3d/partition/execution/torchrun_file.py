@@ -1,12 +1,12 @@
-"""Plan as a Python file for torch's own runtime, written by `hpc3d.partition -o PLAN.py`.
+"""Export of a plan as a Python file for torchrun, written by `hpc3d.partition -o PLAN.py`.
 
-The file has the operations of each part as source code, and trains the parts as the stages of
-torch.distributed.pipelining under torchrun. It does not import hpc3d.
+The file contains the operations of each model chunk as source code. Under torchrun, it trains the
+chunks as stages of torch.distributed.pipelining. It does not import hpc3d. It consists of
 
     hpc3d.partition.execution.torchrun_loop    copied without its module docstring
-    class Part0(ModelPart): ...                a part: def forward(self, received ..., inputs)
-    def border_1(rows): ...                    tensors that a part receives, for `rows` samples
-    CUT = CutModel(...)                        and main(CUT)
+    class Part0(ModelPart): ...                a chunk: def forward(self, received ..., inputs)
+    def border_1(rows): ...                    tensors received by chunk 1, for `rows` samples
+    CUT = CutModel(...)                        description of the model, passed to main(CUT)
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ SCHEDULES = {
     "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
 }
-_MOST_NUMBERS = 10_000  # the most elements of a constant that is written out
+_MOST_NUMBERS = 10_000  # maximum number of elements of a constant in the file
 _KNOWN = {"torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}  # names in fx code
 
 
 def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
-    """Return the file of a plan of a captured model.
+    """Return the content of the Python file for a plan of a captured model.
 
-    Raises ValueError for features that torch.distributed.pipelining lacks: stages with different
-    numbers of replicas, sharded moments, unequal microbatches, other schedules.
+    Raises ValueError for features that torch.distributed.pipelining does not support: stages with
+    different numbers of replicas, sharded moments, unequal microbatches, and other schedules.
     """
     refuse([*_whole(captured), *_wrong(plan)])
     pieces = plan.pieces(captured)
@@ -59,13 +59,13 @@ def torchrun_file(plan: SavedPlan, captured: Captured) -> str:
 
 
 def _whole(captured: Captured) -> Iterator[str]:
-    """Yield one line for each module that is an opaque operation without source."""
+    """Yield one error message for each module that is an opaque operation without source code."""
     for path in dict.fromkeys(each.path for each in captured.whole):
         yield f"{path}: cannot be traced, so its source cannot be written; write PLAN.json"
 
 
 def _wrong(plan: SavedPlan) -> Iterator[str]:
-    """Yield one line for each property of a plan that cannot be written."""
+    """Yield one error message for each property of a plan that cannot be exported."""
     stages, micros, replicas = len(plan.replicas), plan.microbatches, plan.replicas[0]
     here = "torch.distributed.pipelining"
     if plan.schedule not in SCHEDULES:
@@ -115,7 +115,7 @@ def _loop():
 
 
 def _parts(plan: SavedPlan, model: StagedModel) -> Iterator[str]:
-    """Yield the source of the class of each part."""
+    """Yield the source code of the class of each model chunk."""
     last = len(model.programs) - 1
     for number, program in enumerate(model.programs):
         names, nodes = plan.parts[number], program.module.graph.nodes
@@ -140,10 +140,10 @@ def _tuple_of(names):
 
 
 class _PartSource:
-    """Converter from the graph of a part to the source of a method.
+    """Converter from the graph of a model chunk to the source code of its forward method.
 
-    Weights become attributes of the part. Sizes and the device come from a tensor that carries the
-    batch.
+    Weights become attributes of the class. Sizes and the device are taken from a tensor with a
+    batch dimension.
     """
 
     def __init__(self, program: StageProgram, loss: fx.Node | None) -> None:
@@ -157,7 +157,7 @@ class _PartSource:
         self.graph.owning_module = None
 
     def text(self) -> str:
-        """Return the indented source of the method."""
+        """Return the indented source code of the method."""
         rows, where, inputs = map(self._named, ("rows", "device", "inputs"))
         self._place_weights()
         self._place_device(where)
@@ -201,20 +201,20 @@ class _PartSource:
             )
 
     def _inputs_read(self, inputs, also):
-        """Yield the lines that read the used inputs, and the input `also`."""
+        """Yield the lines that read the inputs in use, including the input `also`."""
         for node, original in zip(self.inputs, self.program.inputs, strict=True):
             if node.users or node is also:
                 row = "" if carries_batch(original) else "[0]"
                 yield f'{node} = {inputs}["{original.name}"]{row}'
 
     def _sizes_found(self, rows):
-        """Yield the lines that set the sizes that are used."""
+        """Yield the lines that compute the sizes in use."""
         for node, size in zip(self.sizes, self.program.sizes, strict=True):
             if node.users:
                 yield f"{node} = {_size(size, rows.name)}"
 
     def _with_batch(self):
-        """Return a tensor that carries the batch, and the rows per sample in its dimension 0."""
+        """Return a tensor with the batch in dimension 0, and its number of rows per sample."""
         program = self.program
         given = zip(self.received + self.inputs, program.received + program.inputs, strict=True)
         for node, original in given:
@@ -233,7 +233,7 @@ class _PartSource:
 
 
 class _Method(CodeGen):
-    """Code generator with a given function head and last statement."""
+    """Code generator with a given first and last part of the function."""
 
     def __init__(self, head, last):
         super().__init__()
@@ -247,7 +247,7 @@ class _Method(CodeGen):
 
 
 def _size(size: torch.SymInt | int, rows: str) -> str:
-    """Return the source of a size; `rows` is the name of the number of samples."""
+    """Return the source code of a size; `rows` is the variable with the number of samples."""
     if isinstance(size, int):
         return str(size)
     text = PythonPrinter().doprint(size.node.expr)
@@ -257,7 +257,7 @@ def _size(size: torch.SymInt | int, rows: str) -> str:
 
 
 def _borders(model: StagedModel) -> Iterator[str]:
-    """Yield the source of a function per border that returns the crossing tensors."""
+    """Yield, for each chunk boundary, the source code of a function that returns its tensors."""
     for number, program in enumerate(model.programs[1:], 1):
         lines = "".join(
             f"        crossing({_like(node.meta['val'])}, graded={node in model.graded}),\n"
@@ -272,13 +272,13 @@ def _borders(model: StagedModel) -> Iterator[str]:
 
 
 def _like(value):
-    """Return the shape and dtype of a tensor as the source of arguments."""
+    """Return the shape and dtype of a tensor as source code of two arguments."""
     shape = ", ".join(_size(size, "rows") for size in value.shape)
     return f"[{shape}], {value.dtype}"
 
 
 def _make(model):
-    """Return the source of the function that calls the user's factory."""
+    """Return the source code of the function that calls the user's factory."""
     module, _, call = model.partition(":")
     call = call.strip() if "(" in call else f"{call.strip()}()"
     return f'''\
@@ -288,7 +288,7 @@ def make():
 
 
 def _named(model: StagedModel) -> str:
-    """Return the source of the function that maps the factory's inputs to names."""
+    """Return the source code of the function that assigns names to the factory's inputs."""
     captured = model.captured
     spec, count = captured.program.call_spec.in_spec, len(captured.inputs)
     by_position, by_name = tree_unflatten([*range(count)], spec)
@@ -304,7 +304,7 @@ def _named(model: StagedModel) -> str:
 
 
 def _paths(values: Any, path: str) -> Iterator[tuple[int, str]]:
-    """Yield (leaf, source of its access path) for nested tuples, lists and dicts."""
+    """Yield (leaf, source code that accesses it) for nested tuples, lists and dicts."""
     if isinstance(values, int):
         yield values, path
         return
@@ -334,14 +334,18 @@ CUT = CutModel(
 
 
 def _schedule(plan):
-    """Return the name of torch's schedule class; with one microbatch and chunk all agree."""
+    """Return the name of torch's schedule class.
+
+    With one microbatch and one chunk per stage, all schedules are the same.
+    """
     return SCHEDULES["gpipe" if plan.chunks == plan.microbatches == 1 else plan.schedule]
 
 
 def _constants(model: StagedModel) -> Iterator[str]:
-    """Yield the items of a dict of the tensors that the model creates in its operations.
+    """Yield the source code of dict items for the constants that the model creates itself.
 
-    Constants that are attributes of the model have no data here, so they are skipped.
+    Constants that are attributes of the model are skipped, because the file reads them from the
+    model.
     """
     names = {name for program in model.programs for name in program.weights}
     captured = model.captured

@@ -1,7 +1,7 @@
-"""Training of a partitioned model as stages of torch.distributed.pipelining.
+"""Training loop for a partitioned model on the stages of torch.distributed.pipelining.
 
-hpc3d.partition.execution.torchrun_file copies this source, without this docstring, to the
-beginning of every file that it writes. It imports nothing from hpc3d.
+hpc3d.partition.execution.torchrun_file copies this source code, without this docstring, to the
+beginning of each file that it writes. It must not import anything from hpc3d.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 
 class ModelPart(nn.Module):
-    """Part of a model.
+    """Model chunk.
 
-    `reads_weights` are the names of its weights in the model, and `writes_buffers` those of the
-    buffers that it changes. Tensors in `weights` that are not parameters become buffers, which are
-    persistent if their names are in `state`.
+    `reads_weights` contains the names of the chunk's weights in the full model, and
+    `writes_buffers` the names of the buffers that it modifies. Tensors in `weights` that are not
+    parameters become buffers, which are persistent if their names are in `state`.
     """
 
     reads_weights: tuple[str, ...] = ()
@@ -50,10 +50,10 @@ class ModelPart(nn.Module):
 
 
 class ComputedAgain(nn.Module):
-    """Part with activation checkpointing.
+    """Model chunk with activation checkpointing.
 
-    It saves only the received tensors of a microbatch, and recomputes the rest in backward from
-    the buffers before the forward pass.
+    Only the received tensors and the initial values of the written buffers are saved for each
+    microbatch. The backward pass recomputes all other activations.
     """
 
     def __init__(self, part: ModelPart) -> None:
@@ -73,18 +73,20 @@ class ComputedAgain(nn.Module):
 
 
 def _written(part):
-    """Return the buffers that a forward pass changes, by name."""
+    """Return a dict from name to buffer for the buffers that a forward pass modifies."""
     return {name: part.get_buffer(name) for name in part.writes_buffers}
 
 
 class CutModel(NamedTuple):
-    """Model partitioned into `parts`; part n is on stage n mod `stages`, with `replicas` each.
+    """Partitioned model.
 
-    `make()` returns the model with its initial weights, and the inputs of a step. `named` maps the
-    inputs to the names by which parts read them; `undivided` inputs do not carry samples.
-    `borders[n](rows)` returns the tensors that part n sends for a microbatch of `rows` samples.
-    `recompute` is True for parts with activation checkpointing. `constants` are tensors by name
-    that the model creates itself. The last part returns the loss, a mean over samples.
+    `parts` contains the classes of the model chunks. Chunk n is on stage n mod `stages`; each
+    stage has `replicas` replicas. `make()` returns the model with its initial weights, and the
+    inputs of a step. `named` converts the inputs to a dict with the names that the chunks use;
+    inputs in `undivided` have no batch dimension. `borders[n](rows)` returns the tensors that
+    chunk n sends for a microbatch of `rows` samples. `recompute` is True for chunks with
+    activation checkpointing. `constants` maps names to the tensors that the model creates itself.
+    The last chunk returns the loss, a mean over samples.
     """
 
     make: Callable[[], tuple[nn.Module, Any]]
@@ -105,15 +107,18 @@ class CutModel(NamedTuple):
 
 
 def crossing(shape: Sequence[int], dtype: torch.dtype, graded: bool) -> torch.Tensor:
-    """Return a tensor without data, like one that crosses a border; `graded` if it has a
-    gradient."""
+    """Return a meta tensor that represents a tensor sent between chunks.
+
+    `graded` is True if it has a gradient.
+    """
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=graded)
 
 
 class PartTrainer:
-    """Trainer of the parts of one process of `mesh`, whose axes are "stage" and "replica".
+    """Trainer of the model chunks of one process.
 
-    `model` is the full model with the initial weights. A step has `samples` samples.
+    The axes of `mesh` are "stage" and "replica". `model` is the full model with the initial
+    weights. A step has `samples` samples.
     """
 
     def __init__(
@@ -148,7 +153,8 @@ class PartTrainer:
     def _scheduled(self, here):
         """Return the schedule of this process's stages.
 
-        Shapes are given, because torch would infer them by a forward pass on uninitialized memory.
+        Shapes are passed explicitly, because torch would infer them by running a forward pass on
+        uninitialized memory.
         """
         cut = self.cut
         rows = self.samples // (cut.replicas * cut.microbatches)
@@ -169,11 +175,11 @@ class PartTrainer:
         return cut.schedule(given, cut.microbatches, loss_fn=self._share, scale_grads=False)
 
     def _share(self, loss, target):
-        """Return the contribution of a microbatch to the loss."""
+        """Return the contribution of a microbatch to the mean loss."""
         return loss / self.cut.microbatches
 
     def _owners(self):
-        """Return the process group of each trained weight that other processes also have.
+        """Return a dict from name to process group, for trained weights on several processes.
 
         All processes create all groups in the same order.
         """
@@ -192,7 +198,7 @@ class PartTrainer:
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run an optimizer step and return the mean loss of the samples.
 
-        The result is 0 on all stages but the last.
+        The result is 0 on all stages except the last one.
         """
         self.optimizer.zero_grad()
         mine = {name: self._share_of(name, value) for name, value in inputs.items()}
@@ -207,7 +213,7 @@ class PartTrainer:
         return loss / self.cut.replicas
 
     def _share_of(self, name, value):
-        """Return this replica's rows of an input, or the full input for each microbatch."""
+        """Return this replica's rows of an input; repeat undivided inputs for each microbatch."""
         value = value.to(self.device)
         if name in self.cut.undivided:
             return value.expand(self.cut.microbatches, *value.shape)
@@ -215,9 +221,9 @@ class PartTrainer:
         return value[self.replica * rows : (self.replica + 1) * rows]
 
     def _sum_gradients(self):
-        """Average gradients over replicas and add those of stages that share a weight.
+        """Average gradients over replicas, and sum them over stages that share a weight.
 
-        Weights are reduced in the order of their names, which is the same on all processes.
+        Gradients are reduced in the order of the weight names, which is the same on all processes.
         """
         sums = []
         for name, group in self.owners.items():
@@ -230,7 +236,7 @@ class PartTrainer:
             each.wait()
 
     def _average_buffers(self):
-        """Average the floating-point buffers that parts write over the replicas."""
+        """Average written floating-point buffers over the replicas."""
         for part in self.parts if self.cut.replicas > 1 else ():
             for buffer in _written(part).values():
                 if buffer.is_floating_point():
@@ -238,7 +244,7 @@ class PartTrainer:
                     buffer /= self.cut.replicas
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return this process's part of the state of the full model."""
+        """Return the entries of the full model's state dict that this process holds."""
         return {key: value for part in self.parts for key, value in part.state_dict().items()}
 
 
@@ -261,7 +267,7 @@ def _options():
 
 
 def main(cut: CutModel) -> None:
-    """Train the model in this process of torchrun."""
+    """Train the model in this process, which torchrun started."""
     options = _options()
     if int(os.environ.get("WORLD_SIZE", "0")) != cut.processes:
         command = f"torchrun --nproc-per-node {cut.processes} {sys.argv[0]}"
@@ -272,7 +278,7 @@ def main(cut: CutModel) -> None:
         torch.cuda.set_device(device)
     try:
         _train(cut, options)
-        dist.barrier()  # no process exits while another one sends
+        dist.barrier()  # no process may exit while another one is still sending
     finally:
         dist.destroy_process_group()
 
@@ -297,7 +303,7 @@ def _train(cut, options):
 
 
 def _batches(cut, place, example):
-    """Return the function that returns the inputs of a step by name."""
+    """Return a function from a step number to a dict of named inputs."""
     module, _, function = (place or "").partition(":")
     given = getattr(import_module(module), function) if place else lambda step: example
 

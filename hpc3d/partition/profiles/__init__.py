@@ -1,1 +1,1 @@
-"""Measured times of a module's pieces, which replace the formulas of a machine in planning."""
+"""Measurement of the times of a module's pieces, for plans based on measured times."""

@@ -68,7 +68,7 @@ def _profile(job: Job, options: Namespace) -> None:
 
 
 def _made(options):
-    """Return the OneRankRun of the module named on the command line."""
+    """Set up a run on one rank of the module named on the command line."""
     from hpc3d.partition.capture import captured_of
     from hpc3d.partition.factory import made_with_data
     from hpc3d.partition.profiles.measurement import CLOCK
@@ -123,7 +123,7 @@ def _show(job, constants):
 
 
 def _by_name(captured: Captured, seconds: np.ndarray) -> dict[str, list[list[float]]]:
-    """Return the seconds [rows, pass, piece] as lists by the name of the piece."""
+    """Convert times in seconds [rows, pass, piece] to a dict from piece name to nested lists."""
     from hpc3d.partition.plan_file import name_of
 
     return {

@@ -1,8 +1,8 @@
-"""Measurements of a profile, which all ranks make at the same time.
+"""Measurements for a profile, which all ranks take at the same time.
 
-Times are CPU times of the rank's thread: other processes affect them only through caches and
-memory. Pieces are timed in one pass over all of them. Their times are then scaled so that the sum
-equals the time of a pass without timers.
+Times are CPU times of the rank's thread, so other processes affect them only by contention for
+caches and memory bandwidth. All pieces are timed in the same pass. Their times are then scaled so
+that the sum equals the time of a pass without timers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from hpc3d.partition.profiles.one_rank_run import OneRankRun
 from hpc3d.partition.profiles.piece_timer import PieceTimer
 
 CLOCK = time.thread_time
-_PARTS = 8  # parts of a model when the overhead of a part is measured
+_PARTS = 8  # number of model chunks for measuring the overhead of a chunk
 
 
 def sizes(batch: int) -> list[int]:
-    """Return the powers of two up to the batch, and the batch."""
+    """Return the batch size and all powers of two below it, in ascending order."""
     return sorted({*(1 << power for power in range(batch.bit_length())), batch})
 
 
 def measured_pieces(run: OneRankRun, rows: Sequence[int], repeats: int) -> Iterator[np.ndarray]:
-    """Yield the median seconds [forward or backward, piece] for each number of `rows` per
-    microbatch."""
+    """Yield the median times in seconds, indexed [pass, piece], for each entry of `rows`.
+
+    `rows` lists numbers of samples per microbatch; the passes are forward and backward.
+    """
     timer = PieceTimer(run.captured, run.clock)
     whole = run.stages([range(len(run.captured.pieces))])
     for count in rows:
@@ -45,10 +47,10 @@ def measured_pieces(run: OneRankRun, rows: Sequence[int], repeats: int) -> Itera
 
 
 def measured_run(run: OneRankRun, repeats: int) -> dict[str, float]:
-    """Return the fields of RunCosts.
+    """Measure overheads and return them as a dict with the fields of RunCosts.
 
-    The overhead of a part is the difference between many parts and one. The overheads of a step
-    and of its update come from steps of the full batch.
+    The overhead of a model chunk is computed from the times of the model in one chunk and in
+    several. The overheads of a step and of the update are measured in steps of the full batch.
     """
     one, many = (run.stages(_parts(run.captured, count)) for count in (1, _PARTS))
     apart = []
@@ -67,7 +69,7 @@ def measured_run(run: OneRankRun, repeats: int) -> dict[str, float]:
 
 
 def _parts(captured: Captured, count: int) -> list[list[int]]:
-    """Return the pieces in at most `count` parts between which values flow forward."""
+    """Group the pieces into at most `count` chunks, so that no chunk depends on a later one."""
     atoms = graph_of(Operations(captured), UNIT, 2).atoms
     count = min(count, len(atoms))
     ends = [len(atoms) * part // count for part in range(count + 1)]

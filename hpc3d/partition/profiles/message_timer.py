@@ -1,7 +1,7 @@
-"""Times of messages and gradient all-reduces between the ranks that measure.
+"""Timer of messages and gradient all-reduces between the ranks of a profiling run.
 
-Each time is the fastest of many repeats: if another process occupies the core of a rank, all other
-ranks wait for it.
+Each time is the minimum over many repetitions, because all ranks are delayed if another process
+occupies the core of one rank.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.runtime.job import Job
 
-_MORE = 5  # factor on the repeats of other measurements, which take longer
+_MORE = 5  # number of repetitions, relative to other measurements, which take longer
 _SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # bytes
 
 
 def timed_calls(job: Job, comm: Communicator, repeats: int) -> list[dict[str, Any]]:
-    """Return tables (op, members, bytes, seconds) of messages and all-reduces.
+    """Measure messages and all-reduces; return tables (op, members, bytes, seconds).
 
-    A message is between two ranks, an all-reduce over all ranks of `comm`. One rank has no tables.
+    Messages are sent between two ranks. All-reduces are over all ranks of `comm`. With a single
+    rank, no tables are returned.
     """
     if job.size == 1:
         return []
@@ -38,7 +39,7 @@ def timed_calls(job: Job, comm: Communicator, repeats: int) -> list[dict[str, An
 
 
 def _fastest(job: Job, call: Callable[[], float], repeats: int) -> float:
-    """Return the minimum over repeats of the maximum over ranks of `call()`."""
+    """Return the minimum over repetitions of the maximum of `call()` over ranks, in seconds."""
     found = []
     for _ in range(repeats):
         job.comm.Barrier()

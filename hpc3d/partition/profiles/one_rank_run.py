@@ -1,4 +1,4 @@
-"""Module in the trainer of a run on one rank, to time its passes, steps and updates."""
+"""Run of a module on one rank, to time its passes, steps and updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpc3d.pipeline.schedule import ONE_STAGE
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of a step of one microbatch: its passes, its update, and the rest."""
+    """Time of a step with one microbatch, in seconds: passes, update, and everything else."""
 
     passes: float
     update: float
@@ -32,10 +32,10 @@ class StepSeconds(NamedTuple):
 
 
 class OneRankRun:
-    """Steps of `batch` samples of a captured module with data, timed by a `clock` in seconds.
+    """Run of a captured module with data, timed by a `clock` that returns seconds.
 
-    Every step has the given inputs, repeated if they have fewer samples. The weights do not
-    change.
+    All steps have `batch` samples and the same inputs; `inputs` are repeated if they have fewer
+    samples. The learning rate is 0, so that the weights do not change.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OneRankRun:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the parameters that a step updates."""
+        """Size in bytes of the parameters that a step updates."""
         trained = [each for each in self.weights.values() if each.requires_grad]
         return sum(each.numel() * each.element_size() for each in trained)
 
@@ -79,7 +79,7 @@ class OneRankRun:
         return SampleRows(0, 0, rows, inputs, 1 / rows)
 
     def stages(self, parts: Sequence[Sequence[int]]) -> list[TorchStage]:
-        """Return the pieces of the model as stages, which share the weights."""
+        """Return one stage for each list of pieces in `parts`; all stages share the weights."""
         programs = stage_programs(self.captured, parts)
         crossing, last = graded(self.captured, programs), len(programs) - 1
         return [
@@ -94,7 +94,7 @@ class OneRankRun:
         ]
 
     def passes(self, stages: Sequence[TorchStage], rows: int) -> tuple[float, float]:
-        """Return the seconds forward and backward of a microbatch through consecutive stages."""
+        """Run a microbatch through all stages; return forward and backward times in seconds."""
         micro, times, kept, block = self.micro(rows), [self.clock()], [], None
         for stage in stages:
             block, saved = stage.forward(block, micro)
@@ -107,7 +107,7 @@ class OneRankRun:
         return times[1] - times[0], times[2] - times[1]
 
     def step(self) -> StepSeconds:
-        """Run the next step and return its seconds."""
+        """Run the next step and return its times."""
         start = self.clock()
         self.trainer.step(self.steps)
         whole = self.clock() - start
@@ -118,11 +118,11 @@ class OneRankRun:
 
 
 def _nothing(unit):
-    """Ignore finished gradients: there is no other rank to reduce them with."""
+    """Ignore completed gradients, because a single rank does not reduce them."""
 
 
 def _repeated(captured: Captured, inputs: tuple | dict, batch: int) -> list[Any]:
-    """Return the inputs in program order, repeated to `batch` samples."""
+    """Return the inputs in program order for `batch` samples, repeating samples if necessary."""
     rows = torch.arange(batch) % captured.batch
     return [
         value[rows] if carries_batch(node) else value

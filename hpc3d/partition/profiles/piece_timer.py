@@ -1,9 +1,9 @@
-"""Seconds of every piece of a module in one forward and backward pass.
+"""Timer of each piece of a module in one forward and backward pass.
 
-The pass is the same as in a run: one program, whose operations find the same state of caches and
-memory. The clock is read between operations, and in backward between the nodes of the autograd
-graph. A node belongs to the operation that created it; the accumulation of a weight's gradient
-belongs to the first operation that reads the weight.
+All pieces run in one program as in a training run, so that caches and memory are in the same
+state. The clock is read between operations and, in the backward pass, between the nodes of the
+autograd graph. The time of a node is assigned to the operation that created it. The accumulation
+of a weight's gradient is assigned to the first operation that reads the weight.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class PieceTimer:
-    """Timer of the pieces of a captured module by a `clock` in seconds."""
+    """Timer of the pieces of a captured module; `clock` returns seconds."""
 
     def __init__(self, captured: Captured, clock: Callable[[], float]) -> None:
         self.clock, self.pieces = clock, len(captured.pieces)
         (self.program,) = stage_programs(captured, [range(self.pieces)])
         self.loss = self.program.outputs.index(loss_of(captured))
         self.seconds = np.zeros((2, self.pieces))
-        self.last, self.owners = 0.0, {}  # last reading of the clock; autograd node -> piece
+        self.last, self.owners = 0.0, {}  # last clock value; autograd node -> piece
         self._read_clock(captured)
 
     def _read_clock(self, captured):
-        """Insert a call of `_made` after every operation of the program."""
+        """Insert a call to `_made` after every operation of the program."""
         graph = self.program.module.graph
         copies = [node for node in graph.nodes if node.op == "call_function"]
         for copy, piece in zip(copies, _pieces_of(captured), strict=True):
@@ -45,7 +45,7 @@ class PieceTimer:
         self.program.module.recompile()
 
     def _made(self, piece, value):
-        """Assign the time since the last reading to a piece, and own the nodes of its result."""
+        """Assign the time since the last clock reading, and new autograd nodes, to a piece."""
         self.seconds[0, piece] += self.clock() - self.last
         for tensor in tensors(value):
             self._own(tensor.grad_fn, piece)
@@ -62,9 +62,9 @@ class PieceTimer:
     def timed(
         self, micro: SampleRows, weights: Mapping[str, torch.Tensor], seed: int = 0
     ) -> np.ndarray:
-        """Return the seconds [forward or backward, piece] of a microbatch.
+        """Return the times of a microbatch in seconds, indexed [pass, piece].
 
-        Gradients are accumulated into those of the weights.
+        The passes are forward and backward. Gradients are accumulated in the weights' gradients.
         """
         self.seconds[...], self.last = 0.0, self.clock()
         draw = Draw(seed, micro.step, micro.first, micro.samples)
@@ -88,9 +88,9 @@ class PieceTimer:
 
 
 def _pieces_of(captured: Captured) -> list[int]:
-    """Return the piece of every operation of a program of all pieces, in program order.
+    """Return the piece index of each operation in a program of all pieces, in program order.
 
-    A copied operation belongs to the first piece that has a copy.
+    An operation that several pieces duplicate is assigned to the first of them.
     """
     copied: dict[fx.Node, int] = {}
     for number, piece in enumerate(captured.pieces):
