@@ -43,7 +43,7 @@ class Value(NamedTuple):
     """Output of atom `source` that the atoms `targets` read.
 
     `nbytes` is the size per microbatch; the value is sent once to each stage that has a target.
-    `saved` is the number of the source's saved bytes that only the first target needs: a stage
+    `saved` is the number of the source's saved bytes that are saved by the first target: a stage
     that ends before this target does not save them.
     """
 
@@ -168,7 +168,7 @@ def contracted(
     """Return a graph in which each group in `together` is merged into one atom.
 
     Atoms on a path that leaves a group and returns to it are merged into the group, because every
-    convex stage that contains the group also contains the path. Each cycle becomes one atom, too.
+    convex stage that contains the group also contains the path. Each cycle also becomes one atom.
     The atoms may be in any order.
     """
     edges = nx.DiGraph()

@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """Module captured as pieces in program order.
+    """Captured module, with its pieces in program order.
 
     `readers` maps each node whose value other pieces read to the indices of these pieces.
     `piece_of` maps a node to the index of its piece.
@@ -77,7 +77,7 @@ def capture(
     inputs: tuple | dict,
     with_data: Callable[[], tuple[torch.nn.Module, tuple | dict]] | None = None,
 ) -> Captured:
-    """Capture a module that is called with `inputs`, which carry the batch in dimension 0.
+    """Capture a module that is called with `inputs`, whose dimension 0 is the batch.
 
     The module is not changed. A submodule that cannot be traced becomes one opaque operation,
     whose behavior is recorded in a run with data. If the tensors have no data, `with_data()`

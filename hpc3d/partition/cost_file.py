@@ -22,7 +22,7 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
 
 MOST_NODES, _MOST_LINES = 100_000, 20
-_MOST = 1e30  # seconds or bytes: sums stay finite
+_MOST = 1e30  # maximum in seconds or bytes, so that sums are finite
 _STRICT = {"extra": "forbid"}
 _NUMBERS = ("forward", "backward", "memory", "saved", "parameters")
 

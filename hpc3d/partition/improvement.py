@@ -65,7 +65,7 @@ def _climbed(costs, choice, allowed, positions):
 
 
 def _refined(costs, choice, allowed):
-    """Return the best arrangement in which each boundary is at most a few atoms away.
+    """Return the best arrangement whose boundaries are near the current ones.
 
     Replicas, microbatches and schedule stay the same.
     """
@@ -86,9 +86,10 @@ def _refined(costs, choice, allowed):
 
 
 def _kinds(choice):
-    """Return the number of properties to change.
+    """Return the number of properties that a single change can affect.
 
-    They are each boundary, the recomputation of each chunk, and the replicas of each stage.
+    The properties are each boundary, the recomputation of each chunk, and the replicas of each
+    stage.
     """
     return 2 * len(choice.stages) - 1 + choice.width
 

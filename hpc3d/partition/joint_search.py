@@ -21,7 +21,7 @@ steps. It is a branch-and-bound search over chains of downsets, from the first s
 Let M be the number of microbatches, f_s and b_s the forward and backward times of stage s, and n_s
 its number of microbatches in flight. Lower bounds on the step time are
 
-    sum_{i<s} (f_i + b_i) + M (f_s + b_s)               way to stage s and back, and its own passes
+    sum_{i<s} (f_i + b_i) + M (f_s + b_s)               one pass to s and back, and all passes of s
     sum_i f_i + sum_{i!=s} b_i + M b_s + (M - n_s) f_s  work left after its first gradient
     sum_{i<s} (f_i + b_i) + M T                         T: the heaviest remaining stage
 

@@ -1,8 +1,8 @@
 """File with the measurements of `hpc3d.partition profile`, and plan costs derived from it.
 
 The time of a piece is interpolated linearly between the measured numbers of rows. Beyond the
-largest one, it is proportional to the number of rows. Memory and communication volumes are counted
-as without a profile.
+largest one, it is proportional to the number of rows. Memory and communication volumes do not
+depend on the profile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UNIT = Machine(
 class ModuleProfile(NamedTuple):
     """Measurements of `model` (MODULE:FACTORY, whose graph has the SHA-256 `graph`).
 
-    All `ranks` ranks measured at the same time, on a machine with `cores` cores. `pieces` maps
+    All `ranks` ranks ran at the same time, on a machine with `cores` cores. `pieces` maps
     the name of a piece to two lists: its forward and backward times in seconds, for each number of
     `rows` per microbatch. `run` has the fields of RunCosts, and each entry of `calls` has fields
     of a CallTable. `memory` is in bytes per rank, and `host` describes the machine.

@@ -286,7 +286,7 @@ _NOTHING = Work()
 
 
 def _work(node, operands, result, saved):
-    """Return the forward and backward Work of an operation without counted FLOPs."""
+    """Return the Work of an operation that torch does not decompose into matrix products."""
     if not tensors(result) or _is_view(node, operands, result):
         return _NOTHING, _NOTHING
     name = getattr(node.target, "overloadpacket", node.target)

@@ -107,7 +107,7 @@ def by_parameters(task: Task) -> Contender:
 
 
 def pipedream(task: Task) -> Contender:
-    """Return PipeDream's partition for an asynchronous pipeline, run synchronously.
+    """Return PipeDream's partition for an asynchronous pipeline, with a synchronous schedule.
 
     The note reports the throughput that PipeDream's own objective predicts.
     """
@@ -148,9 +148,9 @@ def _trained(chain):
 
 
 def _by_weight(costs, weights):
-    """Return a function from a number of stages to stage ends between layers.
+    """Return a function that computes the ends of a given number of stages with balanced weights.
 
-    The stages have balanced weights. `weights(chain)` returns cumulative weights of the atoms.
+    Stages end between layers. `weights(chain)` returns the cumulative weights of the atoms.
     """
     runs = [run.end for run in layer_runs(costs.graph(1))]
     units = np.diff(weights(costs.chain(max(1, costs.batch // _SAMPLE)))[[0, *runs]])

@@ -29,7 +29,7 @@ class LayerRun(NamedTuple):
 
 
 def layer_runs(graph: Graph) -> list[LayerRun]:
-    """Return the layers of a graph in order; the ids of its atoms are `module/operation`."""
+    """Return the layers of a graph in order; atom ids have the form `module/operation`."""
     found, last, seen = [], None, set()
     for index, atom in enumerate(graph.atoms):
         name, numbered = _layer_of(str(atom.ids[0]))
@@ -52,7 +52,7 @@ def _layer_of(name):
 
 
 def even(runs: Sequence[LayerRun], stages: int) -> list[int] | None:
-    """Return the ends of stages with equal numbers of numbered layers, up to one layer.
+    """Return the ends of stages whose numbers of numbered layers differ by at most one.
 
     Returns None if there are fewer layers than stages.
     """

@@ -66,7 +66,7 @@ def asynchronous(
 
 
 def _ranges(sums):
-    """Return an array with the sum over units i to j at [i, j], and inf unless i < j."""
+    """Return the sums over units i to j as an array indexed [i, j], with inf unless i < j."""
     found = sums[None, :] - sums[:, None]
     found[np.tril_indices(len(sums))] = np.inf
     return found

@@ -17,10 +17,8 @@ import networkx as nx
 from hpc3d.partition.atom_graph import Graph
 
 MOST_BLOCKS = 32
-_FEWEST, _MOST_MEASURED = (
-    5,
-    200,
-)  # numbers of groups; RaNNC does not measure merges above the second
+# Numbers of groups: coarsening stops at the first; RaNNC measures merges only up to the second.
+_FEWEST, _MOST_MEASURED = 5, 200
 _SPREAD = 2  # largest weight of a group, in standard deviations above the mean
 
 
@@ -98,7 +96,7 @@ class _Groups:
         return 0.0 if measured else one + two
 
     def _other_way(self, group, other):
-        """Return True if a path leads from one group to the other through a third."""
+        """Return True if a path leads from `group` to `other` through a third group."""
         last = max(self.atoms[other])
         todo = [each for each in self.after[group] if each != other]
         seen = {*todo}
@@ -106,9 +104,7 @@ class _Groups:
             here = todo.pop()
             if here == other:
                 return True
-            if (
-                min(self.atoms[here]) > last
-            ):  # atoms are in topological order: no path leads back from here
+            if min(self.atoms[here]) > last:  # atoms are sorted topologically: no path to `other`
                 continue
             new = {*self.after[here]} - seen
             seen |= new

@@ -73,7 +73,7 @@ def _checked_apply(cls, *args, **kwargs):
 
 
 class _Modes:
-    """Pass over a program that tracks whether gradients are enabled and removes mode changes."""
+    """Compiler pass that applies the gradient mode to operations and removes mode changes."""
 
     def __init__(self, program):
         self.graph = program.graph

@@ -67,7 +67,10 @@ class RecordedCall(NamedTuple):
         return _matching(arguments, self.taken_leaves, self.taken)
 
     def tensors_returned(self, result: Any) -> list[torch.Tensor] | None:
-        """Return the tensors in a result; None if its structure or constants were not recorded."""
+        """Return the tensors in a result.
+
+        Returns None if the result differs from the recorded one in structure or constants.
+        """
         return _matching(result, self.returned_leaves, self.returned)
 
     @property

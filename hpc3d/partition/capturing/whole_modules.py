@@ -128,7 +128,7 @@ class WholeModule:
 
 
 def _graded(value):
-    """Return a result that requires a gradient if it is floating point, even a zero gradient."""
+    """Make a floating-point result require a gradient, even if the gradient is always zero."""
     if value.requires_grad or not (value.is_floating_point() or value.is_complex()):
         return value
     return value.detach().requires_grad_().clone()
@@ -212,7 +212,7 @@ class _StandIn:
 
 
 class WholeModules:
-    """Modules of a model that become opaque operations; each failed trace adds some.
+    """Modules of a model that become opaque operations; each failed trace adds one or more.
 
     `example()` returns the model with data, and a function that calls it with a given number of
     samples. `batch` is the batch size of the example inputs.

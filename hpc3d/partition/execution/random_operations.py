@@ -30,8 +30,9 @@ class Draw(NamedTuple):
 def make_reproducible(node: fx.Node, original: fx.Node, draw: fx.Node) -> None:
     """Replace a copied random operation by one with reproducible random numbers.
 
-    They depend only on the name of the `original` operation and the Draw that `draw` passes at run
-    time. Raises ValueError for random operations without a rule in this module.
+    The numbers depend only on the name of the `original` operation and on the value of the graph
+    node `draw` at run time, a Draw. Raises ValueError for random operations without a rule in this
+    module.
     """
     packet = getattr(node.target, "overloadpacket", None)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

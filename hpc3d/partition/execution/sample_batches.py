@@ -1,4 +1,4 @@
-"""Split of the batch of a step by rows, over microbatches and the replicas of a stage."""
+"""Division of the batch of a step by rows over microbatches and replicas."""
 
 from __future__ import annotations
 

@@ -97,8 +97,7 @@ class _Rule(NamedTuple):
 
     `names` are the names of the arguments for input, weight and bias. `of_input(split, dy, x,
     weight)` returns the input gradient, `adds(split, dy, x, weight)` accumulates the parameter
-    gradients, and
-    `fits(x, weight, arguments)` is True if the rule applies.
+    gradients, and `fits(x, weight, arguments)` is True if the rule applies.
     """
 
     names: tuple[str, ...]

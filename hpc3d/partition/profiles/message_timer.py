@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.runtime.job import Job
 
-_MORE = 5  # number of repetitions, relative to other measurements, which take longer
+_MORE = 5  # factor on the number of repetitions, because messages take little time
 _SIZES = [1 << power for power in (10, 13, 16, 18, 20, 22, 24)]  # bytes
 
 

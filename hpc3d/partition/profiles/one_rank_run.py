@@ -118,7 +118,7 @@ class OneRankRun:
 
 
 def _nothing(unit):
-    """Ignore completed gradients, because a single rank does not reduce them."""
+    """Ignore completed gradients, because a single rank does not need to reduce them."""
 
 
 def _repeated(captured: Captured, inputs: tuple | dict, batch: int) -> list[Any]:
