@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as instruction streams, passes that lower them, the engine."""
+"""Pipeline parallelism: instruction streams of schedules, lowering passes, and the engine."""

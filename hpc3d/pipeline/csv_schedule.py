@@ -14,8 +14,8 @@ _TURN = "turn"
 
 
 class ScheduleTable(NamedTuple):
-    """Instruction streams of all stages, the placement of the parts, and the number of
-    microbatches."""
+    """Schedule read from a CSV file: the instruction stream of each stage, the placement of the
+    model chunks, and the number of microbatches."""
 
     streams: list[list[Instruction]]
     placement: Placement
@@ -23,12 +23,12 @@ class ScheduleTable(NamedTuple):
 
 
 def from_csv(path: str) -> ScheduleTable:
-    """Read the schedule of a file.
+    """Read a schedule from a CSV file.
 
-    Cells contain only F, B, W and BW; passes add the rest.  If the first row is the single word
-    `turn`, the parts of chunk 1 are placed from the last stage back to the first.  Blank cells and
-    rows are ignored, and rows may have any length.  Raises ValueError with the row and the column,
-    from 1, of the error.
+    Cells contain only F, B, W and BW; `passes.lower` adds the other instructions.  If the first
+    row is the single word `turn`, chunks 1 are placed from the last stage back to the first.
+    Blank cells and rows are ignored, and rows may have any length.  Raises ValueError with the row
+    and column of the error, both counted from 1.
     """
     content = small_files.read(
         path, small_files.MOST_SCHEDULE, "use a CSV file with one row per stage"
@@ -40,7 +40,7 @@ def from_csv(path: str) -> ScheduleTable:
 
 
 def to_csv(path: str, streams: Iterable[Iterable[Instruction]], placement: Placement) -> None:
-    """Write a synchronous schedule as a file that `from_csv` reads."""
+    """Write a synchronous schedule to a CSV file that `from_csv` can read."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerows([[_TURN]] if placement.v_shaped else [])
@@ -48,7 +48,7 @@ def to_csv(path: str, streams: Iterable[Iterable[Instruction]], placement: Place
 
 
 def _rows(content):
-    """Return (row, [(column, text)]) for all rows and cells that are not blank."""
+    """Return a list of (row, [(column, text), ...]) without blank rows and cells."""
     try:
         reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
         rows = [(reader.line_num, list(enumerate(map(str.strip, row), 1))) for row in reader]
@@ -85,7 +85,11 @@ def _stream(row, cells):
 
 
 def _pass(text, done):
-    """Return the instruction of a cell; `done` has the passes F, B, W of the cells to its left."""
+    """Parse the instruction in a cell and add its passes to `done`.
+
+    `done` holds the passes (F, B or W) of the cells to the left.  Raises ValueError if a pass is
+    repeated or comes before its predecessor.
+    """
     instruction = parse(text)
     op, mb, chunk = instruction
     if op not in COMPUTE:
@@ -101,7 +105,7 @@ def _pass(text, done):
 
 
 def _refuse_gaps(row, stream, micros, chunks):
-    """Raise ValueError unless every microbatch from 0 passes every chunk forward and backward."""
+    """Raise ValueError unless each of `micros` microbatches has an F and a B on every chunk."""
     done = {(op[0], mb, chunk) for op, mb, chunk in stream}
     for letter, chunk, mb in (
         (x, c, m) for x in "FB" for c in range(chunks) for m in range(micros)

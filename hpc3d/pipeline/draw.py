@@ -1,4 +1,4 @@
-"""Text diagrams of timelines in the style of papers on pipeline schedules."""
+"""Text diagrams of pipeline timelines, in the style of the papers on pipeline schedules."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,11 @@ from hpc3d.pipeline.timeline import Row
 
 
 class Scale(NamedTuple):
-    """Seconds and characters per cell, characters of the gap, and cells per line."""
+    """Scale of a diagram.
+
+    `unit` and `width` are the seconds and the characters per cell, `gap` is the number of blanks
+    after a pass, and `cells` is the number of cells per line.
+    """
 
     unit: float
     width: int
@@ -15,17 +19,20 @@ class Scale(NamedTuple):
     cells: int
 
     def cell(self, time: float) -> int:
-        """Return the cell that starts nearest to a time, up to rounding errors of summed times."""
+        """Return the index of the cell whose start is nearest to `time`, in seconds.
+
+        Times are rounded first, so that accumulated rounding errors do not change the result.
+        """
         return int(round(time / self.unit, 6) + 0.5)
 
 
 def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
     """Return a diagram with one line per stage and one cell per `unit` seconds.
 
-    The default `unit`, 0, is the time of the shortest pass.  A pass is drawn as its letter (small
-    for chunk 1), its microbatch, and a line for the rest of its time.  A bar marks a Step, and
-    blank space means that the stage waits.  A diagram wider than `columns` is truncated, which a
-    last line reports.
+    If `unit` is 0, a cell is as long as the shortest pass.  A pass is drawn as its letter
+    (lowercase for chunk 1) and its microbatch, followed by a line up to its end.  A bar marks a
+    Step, and blank space is idle time.  A diagram wider than `columns` characters is truncated,
+    and a final line reports this.
     """
     spans = [span for row in rows for span in row]
     heads = [f"{stage:>{len(str(len(rows) - 1))}} |" for stage in range(len(rows))]
@@ -39,8 +46,10 @@ def draw(rows: Sequence[Row], columns: int = 99, unit: float = 0.0) -> str:
 
 
 def _scale(spans, columns, unit):
-    """Return a scale with cells as wide as the longest label, plus a gap if it fits or shows a
-    Step."""
+    """Return a scale whose cells are as wide as the longest label.
+
+    Cells also have a gap if the diagram still fits into `columns` or needs the gap to show a Step.
+    """
     label = max(len(_label(instruction)) for *_, instruction in spans)
     cells = Scale(unit, 0, 0, 0).cell(max(end for _, end, _ in spans))
     steps = any(instruction.op == "Step" for *_, instruction in spans)

@@ -1,8 +1,9 @@
-"""Engine that executes the lowered stream of a stage: one table, one entry per instruction.
+"""Pipeline engine, which executes the lowered instruction stream of a stage.
 
-A receive is posted at its position in the stream, and its block is awaited at its first use.  A
-send is completed before the next send on its channel.  No stage waits longer than in
-`passes.check`, where every group waits for all of its messages.
+A receive is posted at its position in the stream, and the engine waits for the block just before
+its first use.  A send is completed before the next send to the same peer in the same direction.
+The engine therefore never waits where the model in `passes.check` would not: there, every group
+waits for all of its messages.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ EVALUATION = dict.fromkeys(PHASE, "evaluation")  # phases of passes outside of t
 
 
 class DeferredWeightGrads:
-    """Weight gradients deferred until their W, each with its layer."""
+    """Queue of weight-gradient computations deferred until W, each with its layer number."""
 
     def __init__(self, trace: MeshRecorder) -> None:
         self.trace = trace
@@ -61,12 +62,12 @@ class DeferredWeightGrads:
 
 
 class Engine:
-    """Pipeline engine of this rank: its stages (`PipelineStage`), one per chunk, and their blocks.
+    """Pipeline engine of this rank, which runs one `PipelineStage` per chunk.
 
-    `update()` is called for every `Step`.  `losses` is this rank's share of the summed loss by
-    training step.  For microbatches that are not for training, which have no backward pass, it is
-    the result of the last part.  `seconds` is the time of a run by operation, measured by `clock`.
-    `peak` is the largest number of (microbatch, chunk) pairs between F and the end of their B.
+    The engine calls `update()` at every `Step`.  `losses` maps a training step to this rank's
+    share of the summed loss.  In an evaluation, it holds the sums that the last model chunk
+    returns.  `seconds` maps an operation to its total time in the last call of `run`, measured
+    with `clock`.  `peak` is the largest number of forward passes in flight, over all chunks.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class Engine:
         self.stage = mesh.coord("p")
         self.micros: Mapping[int, Microbatch] = {}
         self.phases: Mapping[str, str] = PHASE
-        # Keys: microbatch and chunk; kind first for messages; peer and kind for sent messages.
+        # `saved` and `deferred` have (microbatch, chunk) as keys, `inbox` and `outbox` (kind,
+        # microbatch, chunk), and `sent` (peer, kind).
         self.saved: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrads] = {}
         self.inbox: dict[tuple[str, int, int], Pending] = {}
@@ -114,8 +116,8 @@ class Engine:
     ) -> None:
         """Execute groups of instructions.
 
-        `micros` maps the number of a microbatch to a Microbatch, and `phases` maps an operation to
-        its phase in the trace.
+        `micros` maps a microbatch number to its `Microbatch`, and `phases` maps an operation to
+        the name of its phase in the trace.
         """
         self.micros, self.phases, trace = micros, phases, self.mesh.trace
         self.seconds.clear()
@@ -129,7 +131,7 @@ class Engine:
         trace.at(self.stage, 0, -1)
 
     def execute(self, instruction: Instruction) -> None:
-        """Execute one instruction with its entry of the table."""
+        """Execute one instruction with its handler in `table`, and record its time and phase."""
         trace, start = self.mesh.trace, self.clock()
         trace.at(self.stage, instruction.chunk, instruction.mb)
         with trace.scope(phase=self.phases[instruction.op]):
@@ -152,7 +154,7 @@ class Engine:
             self._deliver("F", key, y)
 
     def backward(self, instruction: Instruction, defer: Callable[..., None] = immediately) -> None:
-        """Run the backward pass of the stage; weight gradients go through `defer`."""
+        """Run the backward pass of a chunk; `defer` is called with each weight gradient."""
         mb, chunk = key = instruction[1:]
         last = self.placement.last(self.stage, chunk)
         dy = None if last else self.inbox.pop(("B", *key)).wait()
@@ -169,8 +171,8 @@ class Engine:
         self.deferred.pop(instruction[1:]).run()
 
     def finished(self, unit: str) -> None:
-        """Report a unit's gradient as complete if this backward pass is the last one of the
-        step."""
+        """Mark the gradient of `unit` as complete if this is the chunk's last backward pass of
+        the step and its reductions overlap with this pass."""
         if self.closing:
             with self.mesh.trace.scope(phase="optimizer"):
                 self.buckets.finished(unit)
@@ -183,7 +185,8 @@ class Engine:
         self.update()
 
     def _deliver(self, kind: str, key: tuple[int, int], block: Array) -> None:
-        """Store a block for its Send, or for its use if the next part is on this stage."""
+        """Store a block in `outbox` for its Send, or in `inbox` if this stage also runs the next
+        model chunk."""
         here = self.placement.part(self.stage, key[1])
         stage, chunk = self.placement.location(here + (1 if kind == "F" else -1))
         if stage == self.stage:

@@ -1,4 +1,4 @@
-"""Instruction streams of an evaluation: forward passes only, for any placement of the model."""
+"""Forward-only instruction streams for evaluation, for any placement of the model chunks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def forward_only(placement: Placement, micros: int) -> list[list[Instruction]]:
-    """Return the stream of each stage: in every round it runs its deepest part with an input.
+    """Return the forward passes of each stage, in a greedy order.
 
-    No stage is idle while it has work, microbatches near the end of the model finish first, and
-    few microbatches wait between two parts.
+    In every round, a stage runs the last of its model chunks (in model order) that has an input.
+    No stage is idle while it has work, microbatches close to the head finish first, and few
+    microbatches are queued between two chunks.
     """
     waiting: list[deque[int]] = [deque() for _ in range(placement.parts)]
     waiting[0].extend(range(micros))

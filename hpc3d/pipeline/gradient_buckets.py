@@ -1,8 +1,8 @@
 """Gradient reduction and ZeRO all-gathers over the data axes, in buckets of parameters.
 
-A bucket is a contiguous range of the flat gradient, of a size in bytes that the user chooses.
-Small buckets start early; large ones use the network better (the message size n at which half of
-the bandwidth is reached is alpha / beta).
+A bucket is a contiguous range of the flat gradient.  The user sets its maximum size in bytes.
+Reductions of small buckets start earlier; large buckets use the network better (with latency alpha
+and time per byte beta, a message of alpha / beta bytes reaches half of the bandwidth).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Compression(Protocol):
-    """Reducer of selected gradients by its own method, as in
+    """Custom reduction of selected gradients, for example by
     hpc3d.training.gradient_compression."""
 
     def takes(self, item: Parameter) -> bool: ...
@@ -33,8 +33,8 @@ class Compression(Protocol):
 class Buckets:
     """Reduce gradients over the axes where they are partial, and all-gather values for ZeRO.
 
-    `finished(unit)` reports that the gradient of a part of the model is complete.  A bucket starts
-    its reduction once all of its units are finished.  Gradients that `compression` takes have
+    Call `finished(unit)` when the gradient of a unit of the model is complete.  The reduction of a
+    bucket starts when all of its units are finished.  Gradients that `compression` reduces have
     separate buckets.
     """
 
@@ -55,27 +55,30 @@ class Buckets:
         self.begin()
 
     def bucket(self, shared: type[Bucket], owned: type[Bucket], items: Sequence[Parameter]) -> Any:
-        """Return a bucket of items that the replicas update in parts, or that one of them
-        updates."""
+        """Return a bucket of class `owned` if one replica updates the items, or of class `shared`
+        if each replica updates a shard of them."""
         return (owned if items[0] in self.parameters.owners else shared)(self.parameters, items)
 
     def compresses(self, item: Parameter) -> bool:
         return self.compression is not None and self.compression.takes(item)
 
     def sum_of(self, items: Sequence[Parameter]) -> GradientBucket:
-        """Return the bucket that reduces the gradients of items."""
+        """Return the bucket that reduces the gradients of `items`."""
         if self.compression and self.compresses(items[0]):
             return self.compression.bucket(self.parameters, items)
         return self.bucket(GradientBucket, _OwnerSum, items)
 
     def begin(self) -> None:
-        """Start a new step with gradients of zero."""
+        """Set the gradients to zero and start a new step."""
         self.parameters.grad.fill(0)
         self.left = {bucket: {item.unit for item in bucket.items} for bucket in self.sums}
         self.posted: list[GradientBucket] = []
 
     def finished(self, unit: str) -> None:
-        """Mark `unit` as finished and post the buckets that waited only for it."""
+        """Mark `unit` as finished and post the buckets that are now complete.
+
+        Buckets that are `posted_last` are posted in `wait`.
+        """
         for bucket in [b for b, units in self.left.items() if not b.posted_last]:
             self.left[bucket].discard(unit)
             if not self.left[bucket]:
@@ -87,9 +90,10 @@ class Buckets:
         self.posted.append(bucket)
 
     def wait(self) -> None:
-        """Wait until all gradients are summed over the replicas and both copies of a tied table.
+        """Wait until all gradients are reduced over the replicas.
 
-        With ZeRO, only this rank's own parts are complete.
+        The gradient of a tied embedding table is also summed over its two copies.  With ZeRO, the
+        result is complete only for this rank's shards.
         """
         for bucket in [*self.left]:
             self.post(bucket)
@@ -99,9 +103,9 @@ class Buckets:
             self._reduce_tied(item)
 
     def _reduce_tied(self, item: Parameter) -> None:
-        """Add the gradient of the other copy of a tied table.
+        """Add the gradient of the other copy of a tied embedding table.
 
-        The message goes through `world`, between hosts, so that it cannot be mistaken for a
+        The message is sent from host memory on the `world` communicator, so that it cannot match a
         message of the schedule.
         """
         mine = self.parameters.grad[self.parameters.slices[item].own_grad]
@@ -112,9 +116,9 @@ class Buckets:
         mine += self.mesh.pool.bring(theirs)
 
     def gather(self) -> None:
-        """All-gather the updated values, one bucket while the next is in flight.
+        """All-gather the updated values, with the next bucket in flight while one is written.
 
-        At most two buckets take up memory.
+        At most two buckets are in memory at a time.
         """
         ahead = iter(self.gathers)
         for bucket in [None, *self.gathers]:
@@ -125,7 +129,11 @@ class Buckets:
 
 
 class Bucket:
-    """Adjacent parameters; as parts, one row per replica, with its own part of each."""
+    """Adjacent parameters that are communicated together.
+
+    If they are sharded, the communicated block has one row per replica, and the row holds the
+    replica's shard of each parameter, in the columns `columns`.
+    """
 
     pending: Any  # the collective in flight, or None
 
@@ -147,9 +155,9 @@ class Bucket:
 class GradientBucket(Bucket):
     """Bucket of gradients, reduced over the axes where they are partial, the data axes last.
 
-    The reduction over the first axis is in flight after `post`; reductions over other axes, for
-    vectors only, start in `wait`.  If the first axis is a tensor axis, the bucket is
-    `posted_last`: posted earlier, it would delay messages that the pass and other stages wait for.
+    `post` starts the reduction over the first axis.  Only vectors have further axes, and `wait`
+    runs those reductions.  If the first axis is a tensor axis, the bucket is `posted_last`: an
+    earlier reduction would delay messages on the critical path of this pass and of other stages.
     """
 
     def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
@@ -177,7 +185,7 @@ class GradientBucket(Bucket):
         return comm.all_reduce(self._carried(axis))
 
     def _carried(self, axis: str) -> Array:
-        """Return the gradient in the type used for communication over the axis."""
+        """Return the gradient in the dtype that the reduction over `axis` uses."""
         grad, dtype = self.parameters.grad[self.span], self.parameters.reduced
         if dtype == grad.dtype or axis not in {self.replicas, *self.items[0].replicas}:
             return grad
@@ -200,7 +208,7 @@ class GradientBucket(Bucket):
 
 
 class _ValueBucket(Bucket):
-    """Bucket of values of which each replica has updated its own part."""
+    """Bucket of sharded values: replicas update their shards, and an all-gather combines them."""
 
     def post(self) -> None:
         here = zip(self.items, self.slices, strict=True)
@@ -216,7 +224,7 @@ class _ValueBucket(Bucket):
 
 
 class _OwnerSum(GradientBucket):
-    """Bucket of complete matrices: their sum over the data axes is reduced to the owner."""
+    """Bucket of unsharded matrices whose gradients are reduced to their owner."""
 
     @property
     def owner(self) -> int:
@@ -233,7 +241,7 @@ class _OwnerSum(GradientBucket):
 
 
 class _OwnerGather(Bucket):
-    """Bucket of complete matrices: the owner broadcasts the updated values to every replica."""
+    """Bucket of unsharded matrices whose owner broadcasts the updated values to all replicas."""
 
     def post(self) -> None:
         here = zip(self.items, self.slices, strict=True)
@@ -257,10 +265,10 @@ def _make_buckets(
     size: int,
     apart: Callable[[Parameter], bool] = bool,
 ) -> Iterator[list[Parameter]]:
-    """Yield lists of adjacent parameters with the same reduction and the same updating replicas.
+    """Yield lists of adjacent parameters that have the same reduction and the same owner.
 
-    Each list is as long as possible within `size` bytes.  Parameters that are `apart` have
-    separate lists.
+    Each list is as long as possible within `size` bytes of gradients, but has at least one
+    parameter.  Parameters for which `apart` returns True are not mixed with others.
     """
     owners, itemsize = parameters.owners, parameters.wide.itemsize
     for _, alike in groupby(

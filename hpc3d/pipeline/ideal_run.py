@@ -1,4 +1,4 @@
-"""Simulation of a schedule in isolation: its passes, their times and its cost."""
+"""Simulation of a pipeline schedule with given pass and message times, without a model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hpc3d.pipeline.schedule import find, instruction_streams
 from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
 
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # seconds, the defaults
-MOST_SIMULATED = 1_000_000  # forward passes of one simulation
-_SHORTEST, _LONGEST = 1e-12, 1e9  # bounds in seconds that keep sums and ratios of times finite
+MOST_SIMULATED = 1_000_000  # maximum number of forward passes in a simulation
+_SHORTEST, _LONGEST = 1e-12, 1e9  # bounds in seconds, so that sums and ratios stay finite
 
 Seconds = float | list[float] | tuple[float, ...]
 
 
 class IdealRun(NamedTuple):
-    """Simulated schedule with its sizes, times and result.
+    """Simulated schedule with its sizes, times and timeline.
 
-    `chunks` are per stage and `microbatches` per step; `times` are as in `ideal_run`.  `passes`
-    are the passes of each stage, `placement` the stages of the parts, and `rows` the (start, end,
-    instruction) of each stage in seconds.
+    `chunks` is the number per stage, `microbatches` the number per step, and `times` is as in
+    `ideal_run`.  `passes` lists the passes of each stage, `placement` maps model chunks to stages,
+    and `rows` lists (start, end, instruction) for each stage, with times in seconds.
     """
 
     name: str
@@ -38,17 +38,19 @@ class IdealRun(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Name and sizes, as in "1f1b: 2 stages, 3 microbatches, 1 chunk, 1 step"."""
+        """Title with the name and sizes, such as "1f1b: 2 stages, 3 microbatches, 1 chunk, 1
+        step"."""
         sizes = {"stage": self.stages, "microbatch": self.microbatches}
         sizes |= {"chunk": self.chunks, "step": self.steps}
         words = [counted(number, what) for what, number in sizes.items()]
         return sanitized(f"{self.name}: {', '.join(words)}")
 
     def found(self) -> dict[str, Any]:
-        """Return the results as plain values.
+        """Return the results as a dict of plain values.
 
-        They are the simulated sizes and times, the makespan [s], the bubble as defined in
-        arXiv:2401.10241, and for each stage the peaks of microbatches in flight and waiting for W.
+        The dict has the simulated sizes and times, the makespan in seconds, the bubble as defined
+        in arXiv:2401.10241, and two peaks per stage: the number of microbatches in flight, and of
+        microbatches that wait for W.
         """
         from hpc3d.pipeline.step_model import in_flight  # needs NumPy, unlike --help
 
@@ -74,11 +76,12 @@ def ideal_run(
 ) -> IdealRun:
     """Simulate a schedule.
 
-    `times` overrides TIMES.  The time of a pass is in seconds per microbatch and stage, for all
-    chunks together, or a list with one value per part of the model.  The time of a message is one
-    value, or a list with one per border between parts.  The default for `chunks` is the number
-    that the schedule requires, or 2.  Raises ValueError if the schedule forbids the sizes, or for
-    more than MOST_SIMULATED forward passes.
+    `times` overrides entries of TIMES, in seconds.  The time of a pass is one value per microbatch
+    and stage, for all chunks together, or a list with one value per model chunk.  The time of a
+    message is one value, or a list with one value per boundary between model chunks.  `chunks`
+    defaults to the number that the schedule requires, or to 2.  Raises ValueError if the schedule
+    does not support the sizes, a time is invalid, or the simulation would have more than
+    MOST_SIMULATED forward passes.
     """
     chunks = chunks if chunks is not None else find(name).chunks or 2
     _refuse_large(stages, microbatches, chunks, steps)
@@ -110,9 +113,9 @@ def _refuse_times(times: Mapping[str, Seconds]) -> None:
 
 
 def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | list[Cost]:
-    """Return the Cost of all stages, or a Cost per part if a list is given."""
+    """Return one Cost for all stages, or one per model chunk if any of the times is a list."""
     if not any(isinstance(value, list | tuple) for value in times.values()):
-        return Cost(**times)  # type: ignore[arg-type]  # no lists are among them
+        return Cost(**times)  # type: ignore[arg-type]  # all values are numbers
     parts, lists = stages * chunks, {}
     for name, value in times.items():
         count, what = (parts - 1, "boundaries") if name == "comm" else (parts, "parts")
@@ -123,7 +126,7 @@ def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | lis
         else:
             given = counted(len(value), "value")
             raise ValueError(f"--{name}: {given} for {count} {what}; use 1 or {count} values")
-    lists["comm"].append(0.0)  # no message follows the last part
+    lists["comm"].append(0.0)  # the last model chunk sends no message
     return [Cost(*each) for each in zip(*(lists[name] for name in TIMES), strict=True)]
 
 
@@ -133,5 +136,5 @@ def bounds_of_times() -> str:
 
 
 def is_time(value: float) -> bool:
-    """Return True if a number of seconds is within the bounds."""
+    """Return True if `value` is a valid time in seconds: 0, or within the bounds."""
     return value == 0 or _SHORTEST <= value <= _LONGEST

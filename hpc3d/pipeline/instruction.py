@@ -1,4 +1,4 @@
-"""Instructions of pipeline stages, and the placement of the model's parts on stages."""
+"""Instructions of pipeline stages, and the placement of model chunks on stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "W", "BW")
-# Message -> (the peer's name for it, distance to the peer in parts).
+# Maps a message to (the peer's matching operation, offset of the peer's model chunk).
 MESSAGES = {
     "SendF": ("RecvF", +1),
     "RecvF": ("SendF", -1),
@@ -21,12 +21,12 @@ _WRITTEN = re.compile(
 
 
 class Instruction(NamedTuple):
-    """One operation of a stage on microbatch `mb` (-1: on none) of model chunk `chunk`.
+    """Operation of a stage on microbatch `mb` (-1 if it has none) and model chunk `chunk`.
 
-    F is a forward pass, B the gradient of its input, W the gradient of its weights, and BW both in
-    one.  RecvF and SendF transfer an activation, RecvB and SendB its gradient.  Reduce sums the
-    gradients of a chunk over the data axis, and Step is the optimizer update.  As text, a chunk
-    other than 0 comes first: F3, 1B0, Reduce, 1Reduce, Step.
+    F is a forward pass, B computes the gradient of its input, W the gradient of its weights, and
+    BW both at once.  RecvF and SendF transfer an activation, RecvB and SendB its gradient.  Reduce
+    sums the gradients of a chunk over the data axis, and Step is the optimizer update.  In text
+    form, the chunk is a prefix unless it is 0: F3, 1B0, Reduce, 1Reduce, Step.
     """
 
     op: str
@@ -51,9 +51,9 @@ def parse(text: str) -> Instruction:
 
 
 def from_pattern(pattern: Iterable[str]) -> Iterator[Instruction]:
-    """Yield the stream of a pattern of letters: F, B, W for chunk 0, small letters for chunk 1.
+    """Yield the instructions of a pattern of letters: F, B, W for chunk 0, lowercase for chunk 1.
 
-    Each letter gets its microbatches in order: "FFBFB" is F0 F1 B0 F2 B1.
+    Microbatches are numbered in order for each letter: "FFBFB" is F0 F1 B0 F2 B1.
     """
     count: Counter[str] = Counter()
     for letter in pattern:
@@ -62,7 +62,8 @@ def from_pattern(pattern: Iterable[str]) -> Iterator[Instruction]:
 
 
 def whole(stream: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Yield the stream with BW for each B without a W: such a B is the full backward pass."""
+    """Yield the stream with each B that has no matching W replaced by BW, the full backward
+    pass."""
     stream = list(stream)
     split = {(mb, chunk) for op, mb, chunk in stream if op == "W"}
     for instruction in stream:
@@ -72,15 +73,15 @@ def whole(stream: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 class Placement(NamedTuple):
-    """Mapping between the parts of the model and the chunks of the stages.
+    """Mapping between model chunks in model order and the (stage, chunk) that runs them.
 
-    A part is a segment of the model in model order: part 0 has the embedding, the last the head.
-    Chunk by chunk, the parts are placed on the stages from first to last,
+    `part` is the index of a model chunk in model order: chunk 0 has the embedding, and the last
+    one has the head.  By default, the model chunks are assigned to the stages round-robin:
 
         stage 0: 0 4    1: 1 5    2: 2 6    3: 3 7        (stages=4, chunks=2)
 
-    or, with `v_shaped` and two chunks, from first to last and back, so that stage 0 has both the
-    embedding and the head:
+    With `v_shaped` and two chunks, they are assigned from the first stage to the last and back, so
+    that stage 0 has both the embedding and the head:
 
         stage 0: 0 7    1: 1 6    2: 2 5    3: 3 4
     """
@@ -99,11 +100,11 @@ class Placement(NamedTuple):
         return chunk * self.stages + stage
 
     def parts_of(self, stage: int) -> list[int]:
-        """Return the parts of a stage by chunk."""
+        """Return the model-order indices of the chunks of a stage."""
         return [self.part(stage, chunk) for chunk in range(self.chunks)]
 
     def location(self, part: int) -> tuple[int, int]:
-        """Return the (stage, chunk) of a part."""
+        """Return the (stage, chunk) that runs model chunk `part`."""
         chunk, stage = divmod(part, self.stages)
         return (self.parts - 1 - part if self.v_shaped and chunk == 1 else stage), chunk
 
@@ -114,15 +115,19 @@ class Placement(NamedTuple):
         return self.part(stage, chunk) == self.parts - 1
 
     def neighbor(self, stage: int, chunk: int, further: int) -> tuple[int, int] | None:
-        """Return the (stage, chunk) of the part `further` parts away in model order, or None."""
+        """Return the (stage, chunk) that is `further` model chunks ahead in model order.
+
+        The result is None if there is no such model chunk.
+        """
         part = self.part(stage, chunk) + further
         return self.location(part) if 0 <= part < self.parts else None
 
     def other(self, stage: int, instruction: Instruction) -> tuple[int, Instruction]:
-        """Return the peer stage of a message, and the peer's name for the message.
+        """Return the peer stage of a message and the matching instruction on that stage.
 
-        Raises ValueError if there is no such part (before the first part or after the last one),
-        or if both parts are on one stage."""
+        Raises ValueError if there is no peer: before the first model chunk, after the last one, or
+        if both model chunks are on the same stage.
+        """
         op, further = MESSAGES[instruction.op]
         place = self.neighbor(stage, instruction.chunk, further)
         if place is None or place[0] == stage:
@@ -132,10 +137,10 @@ class Placement(NamedTuple):
         return place[0], Instruction(op, instruction.mb, place[1])
 
     def needs(self, stage: int, instruction: Instruction) -> list[tuple[int, Instruction]]:
-        """Return the passes, each with its stage, whose results a pass needs.
+        """Return the (stage, pass) pairs whose results a pass needs.
 
-        F needs F of the previous part.  B and BW need B of the next part and their own F.  W needs
-        its own B.  A BW satisfies the need for a B.
+        F needs the F of the previous model chunk.  B and BW need the B of the next model chunk and
+        the F of their own.  W needs the B of its own.  A BW counts as a B.
         """
         op, mb, chunk = instruction
         if op == "W":

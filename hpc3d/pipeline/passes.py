@@ -1,14 +1,16 @@
-"""Passes that lower schedules to executable programs: stream in, stream out.
+"""Compiler passes that lower schedules to executable programs.
 
-    add_steps      the optimizer, if the schedule has no Step
-    add_messages   between stages, in an order without deadlock; a B without a W becomes BW
-    fuse           the messages between two passes become one group
-    add_reductions gradient reductions over the data axis, overlapped with the last backward pass
+    add_steps      add the optimizer update if the schedule has no Step
+    add_messages   add the messages between stages in a deadlock-free order; replace a B without a
+                   W by BW
+    fuse           combine the messages between two passes into one group
+    add_reductions add gradient reductions over the data axis, which overlap with the last backward
+                   pass
 
 Contract of a lowered schedule: the messages of a group are posted together, and the group is
-complete when all of them are.  A message is complete when both ends have posted it.  A stage runs
-its groups in order, and nothing else orders them, so no order may rely on buffering.  `check`
-verifies a schedule against this contract.
+complete when all of its messages are.  A message is complete when both the sender and the receiver
+have posted it, so a valid order must not rely on buffering.  A stage runs its groups in order, and
+stages are synchronized only by messages.  `check` verifies a schedule against this contract.
 """
 
 from collections import defaultdict
@@ -24,9 +26,10 @@ Group = tuple[Instruction, ...]
 def lower(
     streams: Iterable[Iterable[Instruction]], placement: Placement, overlap: bool = True
 ) -> list[list[Group]]:
-    """Return the groups of each stage after all passes.
+    """Lower the instruction streams and return the groups of each stage.
 
-    Raises ValueError, with the original names of the instructions, if the streams deadlock.
+    Raises ValueError if the streams deadlock; the message names the instructions as written in the
+    input.
     """
     complete = [_add_steps(stream) for stream in streams]
     moved = _add_messages(complete, placement)
@@ -34,7 +37,7 @@ def lower(
 
 
 def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
-    """Return the stream with a final Step, unless it has Steps or no gradients."""
+    """Append a Step to the stream, unless it already has one or has no backward passes."""
     stream, step = list(stream), Instruction("Step")
     backward = any(instruction.op in COMPUTE[1:] for instruction in stream)
     return stream if step in stream or not backward else [*stream, step]
@@ -43,20 +46,21 @@ def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
 def _add_messages(
     streams: Iterable[Iterable[Instruction]], placement: Placement
 ) -> list[list[Instruction]]:
-    """Return the streams with the messages between stages that their passes need.
+    """Return the streams with all messages that their passes need between stages.
 
-    The time of a message is the end of the pass that produces it, on an ideal clock where F, B and
-    W take 1 and messages nothing.  Both ends post it before the first pass that starts then or
-    later: the sender right after the pass that produces it, the receiver no later than right
-    before the pass that needs it.  Messages with equal times are ordered by sender and content,
-    which both ends know.
+    The time of a message is the end time of the pass that produces it in an ideal simulation, in
+    which F, B and W take 1 and messages take no time.  Sender and receiver post it before their
+    first pass that starts at or after this time: the sender right after the pass that produces it,
+    the receiver at the latest right before the pass that needs it.  Messages with equal times are
+    ordered by sender and content, which both stages know.
 
-    All messages therefore have one order, each stage posts its own in this order, and no schedule
-    can deadlock.  Proof: suppose that no stage can proceed.  Each unfinished stage is at a group
-    with a message that its peer has not posted; let m be the first of all these messages.  The
-    peer is at a group before m, whose messages all come before m, and one of them is not posted by
-    its own peer either: then m was not the first.  It also follows that each pair of stages has
-    one order for its messages, so no tags are needed.
+    This defines a global order of all messages.  Each stage posts its messages in this order, so
+    no schedule can deadlock.  Proof: Suppose that no stage can proceed.  Each unfinished stage is
+    at a group with a message that its peer has not posted.  Let m be the first of all these
+    messages in the global order.  The peer of m is at an earlier group, whose messages all come
+    before m, and one of them has not been posted by its peer.  This contradicts the choice of m.
+    The global order also fixes the order of the messages between each pair of stages, so no tags
+    are needed.
     """
     rows = timeline(streams, placement, Cost(*[placement.chunks] * 3))
     posts: list[list[tuple[float, Instruction]]] = [[] for _ in rows]
@@ -68,7 +72,7 @@ def _add_messages(
 
 
 def _sends(rows, placement):
-    """Return (time, stage, send) for all messages, in their global order."""
+    """Return (time, sending stage, send instruction) for all messages, in their global order."""
     return sorted(
         (time, stage, Instruction(f"Send{op[0]}", mb, chunk))
         for stage, row in enumerate(rows)
@@ -78,13 +82,16 @@ def _sends(rows, placement):
 
 
 def _goes_on(placement, stage, op, chunk):
-    """Return True if another stage has the part that uses the result of a pass."""
+    """Return True if the result of a pass must be sent to another stage."""
     neighbor = placement.neighbor(stage, chunk, 1 if op == "F" else -1)
     return neighbor is not None and neighbor[0] != stage
 
 
 def _merged(row, posts):
-    """Yield the instructions of a row, each after the messages up to its start time."""
+    """Merge messages into a row of passes.
+
+    Each pass follows all messages with times up to its start time.
+    """
     posts = iter([*posts, (float("inf"), None)])
     time, message = next(posts)
     for start, _, instruction in row:
@@ -98,8 +105,10 @@ def _merged(row, posts):
 
 
 def _fuse(stream: Iterable[Instruction]) -> Iterator[Group]:
-    """Yield groups: the messages between two other instructions form one, each other instruction
-    forms its own."""
+    """Yield the groups of a stream.
+
+    Consecutive messages form one group, and every other instruction is a group of its own.
+    """
     for moves, run in groupby(stream, key=_is_message):
         group = tuple(run)
         yield from [group] if moves else zip(group)
@@ -110,13 +119,13 @@ def _is_message(instruction):
 
 
 def add_reductions(groups: Iterable[Group], overlap: bool) -> Iterator[Group]:
-    """Add a Reduce of each chunk with new gradients before each Step.
+    """Before each Step, add a Reduce for each chunk that has new gradients.
 
-    With `overlap`, the Reduce joins the last W or BW of the chunk, so that reductions overlap with
-    this pass.  If another stage waits for the message after the pass, the Reduce follows that
-    message, because posting the reductions first would delay all earlier stages.  These stages
-    overlap their reductions with the drain.  Without `overlap`, the Reduce is a separate group
-    before the Step.
+    With `overlap`, the Reduce joins the group of the chunk's last W or BW, so that reductions
+    overlap with this pass.  If the pass is followed by a SendB of its result, the Reduce comes
+    after the SendB, because posting the reductions first would delay all earlier stages.  Such
+    stages overlap their reductions with the drain.  Without `overlap`, the Reduce is a separate
+    group before the Step.
     """
     return _reduced_early(groups) if overlap else _reduced_late(groups)
 
@@ -154,12 +163,12 @@ def _reduced_late(groups):
 def check(
     programs: Sequence[Sequence[Group]], placement: Placement, micros: int, passes: str = "FBW"
 ) -> None:
-    """Run the lowered streams of all stages by the contract; ValueError for the first error.
+    """Verify the lowered streams of all stages; raise ValueError for the first error.
 
-    Every stage runs F, B and W, or BW, of all `micros` microbatches (of all steps together) and
-    chunks once and in this order; `passes` restricts the check to the passes that exist.  No pass
-    precedes its input, every receive has a send and every send a receive, both ends of a pair of
-    stages have the same message order, and there is no deadlock.
+    Every stage must run F, B and W (or F and BW) exactly once, in this order, for each chunk and
+    each of the `micros` microbatches, counted over all steps.  `passes` lists the required passes:
+    "F" for an evaluation.  No pass may precede its input, every send must have a receive and vice
+    versa, sender and receiver must have the same message order, and there must be no deadlock.
     """
     streams = [list(chain.from_iterable(groups)) for groups in programs]
     for stage, stream in enumerate(streams):
@@ -169,7 +178,7 @@ def check(
 
 
 def _check_passes(stage, stream, placement, micros, passes):
-    """Check that a stage runs all passes once, after their local inputs and their receives."""
+    """Check that a stage runs every pass once, after its local inputs and receives."""
     done = set()
     for instruction in stream:
         for need in _needs_here(stage, instruction, placement):
@@ -190,8 +199,8 @@ def _check_passes(stage, stream, placement, micros, passes):
 
 
 def _needs_here(stage, instruction, placement):
-    """Return the required predecessors on the same stage: passes, or receives of remote
-    results."""
+    """Return the instructions that must precede an instruction on its stage: passes, or receives
+    of remote results."""
     op, mb, chunk = instruction
     if op.startswith("Send"):
         return [Instruction(op[-1], mb, chunk)]
@@ -202,7 +211,10 @@ def _needs_here(stage, instruction, placement):
 
 
 def _results(instruction):
-    """Return the passes or messages that may occur only once; BW counts as B and W."""
+    """Return the passes or messages of an instruction that may occur only once.
+
+    BW counts as B and W.
+    """
     op, mb, chunk = instruction
     if op in ("Reduce", "Step"):
         return []
@@ -225,7 +237,7 @@ def _check_pairs(streams, placement):
 
 
 def _check_pair(sender, receiver, sent, received):
-    # Each send has its receive; otherwise a pass of the receiver would precede its input.
+    # Every send has a receive: otherwise, `_check_passes` reports a pass before its input.
     for send, receive in sorted(set(received) - set(sent)):
         raise ValueError(f"stage {receiver}: {receive} has no matching {send} on stage {sender}")
     for (send, due), (_, receive) in zip(sent, received):
@@ -237,7 +249,7 @@ def _check_pair(sender, receiver, sent, received):
 
 
 def _check_rendezvous(programs, placement):
-    """Run the groups until none can proceed; raise ValueError if some are left."""
+    """Simulate the groups with unbuffered messages; raise ValueError in case of a deadlock."""
     heads, moved = [0] * len(programs), True
     posted: set[tuple[int, Instruction]] = set()
     while moved:

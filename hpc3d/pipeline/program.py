@@ -1,4 +1,4 @@
-"""Programs of the stages of a run: the lowered schedule of its input file."""
+"""Pipeline program of a run: the lowered schedule of its input file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STEP = (Instruction("Step"),)
 
 
 class Program(NamedTuple):
-    """Groups of instructions of every stage, and the placement of the model's parts.
+    """Instruction groups of every stage, and the placement of the model chunks.
 
-    A synchronous schedule has the groups of one training step.  An asynchronous schedule has the
-    groups of all steps, and microbatches of up to `ahead` more steps are in flight before a step
-    ends.  A training step has `updates` updates; an evaluation has none.  If microbatches are
-    `alone`, each is a minibatch with its own update.  `weights` is the class that manages older
-    weights.
+    `stages` has the groups of one training step for a synchronous schedule, and of all steps for
+    an asynchronous one.  In the latter, microbatches of up to `ahead` later steps are in flight
+    before a step ends.  A training step has `updates` optimizer updates; an evaluation has none.
+    If `alone` is true, each microbatch is a minibatch with a separate update.  `weights` is the
+    class that manages weight versions.
     """
 
     stages: list | dict
@@ -37,7 +37,7 @@ class Program(NamedTuple):
     weights: type
 
     def of(self, stage: int) -> Program:
-        """Return the program with the groups of `stage` only."""
+        """Return a program that only has the groups of `stage`."""
         return self._replace(stages={stage: self.stages[stage]})
 
     @property
@@ -52,14 +52,20 @@ class Program(NamedTuple):
 
 
 def cut(groups: Sequence[Group], updates: int) -> Iterator[Sequence[Group]]:
-    """Split groups after every `updates`-th Step; groups after the last Step belong to it."""
+    """Split the groups after every `updates`-th Step.
+
+    Groups after the last Step belong to the last section.
+    """
     ends = [count for count, group in enumerate(groups, 1) if group == STEP]
     edges = [0, *ends[updates - 1 : -1 : updates], len(groups)]
     return (groups[start:stop] for start, stop in pairwise(edges))
 
 
 def program_of(config: Any) -> Program:
-    """Return the program of a run; ValueError if the schedule forbids it or `check` fails."""
+    """Return the training program of a run.
+
+    Raises ValueError if the schedule does not support the sizes or fails `check`.
+    """
     parallel, stages = config.parallel, config.mesh.p
     schedule = find(parallel.schedule)
     asynchronous, alone = schedule.asynchronous, schedule.update_per_microbatch
@@ -78,10 +84,10 @@ def program_of(config: Any) -> Program:
 
 
 def forward_program_of(config: Any) -> Program:
-    """Return the program that evaluates a batch of a run on its mesh.
+    """Return the program that evaluates one batch on the mesh of a run.
 
-    It has forward passes only, through the parts of the model as placed by the schedule, with the
-    newest weights of each stage.
+    The program has forward passes only.  It uses the schedule's placement of the model chunks and
+    the newest weights of each stage.
     """
     parallel = config.parallel
     schedule, micros = find(parallel.schedule), parallel.microbatches

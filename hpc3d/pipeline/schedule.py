@@ -18,8 +18,8 @@ from hpc3d.pipeline.instruction import Instruction, Placement, from_pattern
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
-ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"  # names that other modules use
-_CHUNKS = (2, 3, 4, 6, 8)  # searched if a schedule allows any number
+ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"  # schedule names used by other modules
+_CHUNKS = (2, 3, 4, 6, 8)  # numbers of chunks to try if a schedule allows any number
 
 
 def none(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
@@ -76,7 +76,10 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int) -> Iterator[I
 
 
 def _group_edges(micros, groups):
-    """Return the edges of groups of nearly equal sizes, the larger ones first."""
+    """Split the microbatches into groups of nearly equal sizes, the larger ones first.
+
+    Returns an iterator over the boundaries of the groups, from 0 to `micros`.
+    """
     size, larger = divmod(micros, groups)
     return accumulate((size + (group < larger) for group in range(groups)), initial=0)
 
@@ -112,7 +115,7 @@ def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]
 
 
 def _anything(name, stages, micros):
-    """Return None: the rule of schedules that support all sizes."""
+    """Rule of schedules that support all sizes; returns None."""
 
 
 def _one_stage(name, stages, micros):
@@ -131,17 +134,17 @@ def _one_a_stage(name, stages, micros):
 class Schedule(NamedTuple):
     """Pipeline schedule and the sizes that it supports.
 
-    `generate` returns the stream of a stage from (stage, stages, micros).  It also takes the
-    number of chunks if `chunks` is None, which allows any number.  If the schedule is
-    `asynchronous`, one stream runs through all training steps, and `generate` also takes their
-    number.  `v_shaped` is as in `Placement`.  `rule` returns an error message for (name, stages,
-    micros), or None.
+    `generate(stage, stages, micros)` returns the stream of a stage.  If `chunks` is None, any
+    number of chunks is allowed, and `generate` takes it as another argument.  If the schedule is
+    `asynchronous`, one stream covers all training steps, and `generate` also takes the number of
+    steps.  `v_shaped` is as in `Placement`.  `rule(name, stages, micros)` returns an error
+    message, or None if the sizes are valid.
 
-    `splits_backward` means that the streams have W.  `weights` is the class that manages older
-    weights, and `update_per_microbatch` makes every microbatch a minibatch.  `keeps_all` means
-    that all forward passes come first, so the activations of all microbatches of a step are in
-    flight at once.  `late_weights` is the number of W that a stage defers for each stage before
-    it.  A partitioner considers an `on_request` schedule only if the user asks for it.
+    If `splits_backward` is true, the streams contain W.  `weights` is the class that manages
+    weight versions.  If `update_per_microbatch` is true, every microbatch is a minibatch.  If
+    `keeps_all` is true, all forward passes come first, so the activations of all microbatches of a
+    step are in flight at once.  A stage defers `late_weights` W for each stage before it.  A
+    partitioner considers an `on_request` schedule only if the user asks for it.
     """
 
     name: str
@@ -159,23 +162,23 @@ class Schedule(NamedTuple):
 
     @property
     def search_chunks(self) -> tuple[int, ...]:
-        """Numbers of chunks that a search tries."""
+        """Numbers of chunks per stage that a search tries."""
         return (self.chunks,) if self.chunks else _CHUNKS
 
     @property
     def undivided(self) -> bool:
-        """True if a stage has one chunk, and each microbatch one backward pass there."""
+        """True if a stage has a single chunk and the backward pass is not split."""
         return self.chunks == 1 and not self.splits_backward
 
     @property
     def takes_partitions(self) -> bool:
-        """True if the schedule runs any partition, with part n on stage n modulo the stages."""
+        """True if the schedule supports any partition, with chunk n on stage n mod stages."""
         several = not self.forbids(2, 2, self.chunks or 2)
         return several and not self.asynchronous and not self.v_shaped
 
     def forbids(self, stages: int, micros: int, chunks: int) -> str | None:
-        """Return an error message with key and fix if the schedule does not support these
-        sizes."""
+        """Return None if the schedule supports these sizes, or an error message with key and
+        fix."""
         sizes = {"mesh.p": stages, "parallel.microbatches": micros, "parallel.chunks": chunks}
         for key, size in sizes.items():
             if size < 1:
@@ -187,7 +190,7 @@ class Schedule(NamedTuple):
     def stream(
         self, stage: int, placement: Placement, micros: int, steps: int
     ) -> list[Instruction]:
-        """Return the stream of a stage as a list."""
+        """Return the instruction stream of a stage as a list."""
         extra = [steps] if self.asynchronous else [placement.chunks] if not self.chunks else []
         return list(self.generate(stage, placement.stages, micros, *extra))
 
@@ -245,7 +248,7 @@ def find(name: str) -> Schedule:
 
 
 def _from_table(name, table):
-    """Return the schedule of a file, which supports only the sizes of the file."""
+    """Return a schedule read from a file, which supports only the sizes in the file."""
 
     def rule(name, stages, micros):
         if stages != table.placement.stages:
@@ -269,10 +272,11 @@ def _from_table(name, table):
 def instruction_streams(
     name: str, stages: int, micros: int, chunks: int = 1, steps: int = 1
 ) -> tuple[list[list[Instruction]], Placement]:
-    """Return the stream of each stage, and the placement of the model's parts.
+    """Return the instruction stream of each stage, and the placement of the model chunks.
 
-    A synchronous schedule covers one step, which is repeated.  An asynchronous schedule covers
-    `steps` steps with consecutive microbatch numbers.  Raises ValueError for unsupported sizes.
+    The streams of a synchronous schedule cover one step, which a run repeats.  Those of an
+    asynchronous schedule cover `steps` steps with consecutive microbatch numbers.  Raises
+    ValueError for unsupported sizes.
     """
     schedule = find(name)
     problem = schedule.forbids(stages, micros, chunks)

@@ -73,7 +73,7 @@ def page() -> str:
 
 
 def _section(schedule: Schedule) -> str:
-    """Return the section of a schedule: the docstring of its generator, diagram and peaks."""
+    """Return the section about a schedule: its generator's docstring, a diagram and the peaks."""
     stages, micros, steps = _sizes(schedule)
     chunks = schedule.chunks or 2
     passes, placement = instruction_streams(schedule.name, stages, micros, chunks, steps)
@@ -90,7 +90,7 @@ def _section(schedule: Schedule) -> str:
 
 
 def _sizes(schedule):
-    """Return stages, microbatches per step and steps, with 8 microbatches in total."""
+    """Return the numbers of stages, microbatches per step and steps; 8 microbatches in total."""
     if schedule.forbids(4, 8, schedule.chunks or 2):
         return 1, 8, 1
     generations = schedule.asynchronous and not schedule.update_per_microbatch

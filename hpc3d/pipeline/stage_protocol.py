@@ -1,7 +1,7 @@
-"""Protocol between the engine and the stages.
+"""Interface between the pipeline engine and its stages.
 
-`model.stage.Stage` implements it with the layers of hpc3d, and
-`predict.simulation.replay.ReplayedStage` by replaying most passes.
+`model.stage.Stage` implements it with the layers of hpc3d.
+`predict.simulation.replay.ReplayedStage` replays recorded costs for most passes.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,42 +9,44 @@ from typing import Any, Protocol
 
 
 class PipelineStage(Protocol):
-    """Model chunk of a pipeline stage on one rank, which runs as one unit.
+    """Model chunk of a pipeline stage on one rank.
 
-    A block between stages is this rank's shard of the transferred arrays: the arrays that
-    `incoming` describes, in a tuple unless there is exactly one.
-    A stage stores no state of a pass except its `auxiliary_loss`.  The data for backward is in
-    `saved`, so any number of microbatches may be in flight, with backward passes in any order.
-    All ranks of the stage make the same calls in the same order.
+    A block passed between stages is this rank's shard of the arrays that `incoming` describes: a
+    tuple, or a single array if there is only one.
+    A stage stores no state between passes except its `auxiliary_loss`.  The data for the backward
+    pass is in `saved`, so any number of microbatches may be in flight, and their backward passes
+    may run in any order.  All ranks of the stage make the same calls in the same order.
     """
 
     @property
     def units(self) -> list[str]:
-        """Names of the units that `finished` receives, the `unit` of their parameters.
+        """Names of this chunk's units (`Parameter.unit`), as passed to `finished`.
 
-        The gradient of each unit is reduced over replicas when it is complete.
+        When the gradient of a unit is complete, it can be reduced over the replicas.
         """
 
     @property
     def auxiliary_loss(self) -> Any:
-        """This rank's share of the router losses of the last forward pass, which are added to the
-        summed loss of the last part."""
+        """This rank's share of the router losses of the most recent forward pass.
+
+        The engine adds it to the summed loss of the last model chunk.
+        """
 
     def incoming(self, kind: str, micro: Any) -> Sequence[tuple[tuple[int, ...], Any]]:
-        """Return the shape and type of each array of an incoming block of a microbatch.
+        """Return the shape and dtype of each array in a received block of a microbatch.
 
-        F is the activation from the previous part, B the gradient from the next part.
+        If `kind` is F, the block is the activation from the previous model chunk; if it is B, the
+        gradient from the next one.
         """
 
     def forward(self, x: Any, micro: Any) -> tuple[Any, Any]:
-        """Return Y and the data saved for `backward` of this microbatch
-        (`model.stage.Microbatch`).
+        """Run the forward pass; return Y and the data saved for the backward pass.
 
-        x is a read-only block, or None for the first part of the model, which reads
-        `micro.tokens`. Y is the block for the next part.  The last part returns this rank's share
-        of the summed loss instead, as a number or a device array of one.  If a microbatch is not
-        for `training`, nothing is saved, and the last part returns its share of [the summed loss,
-        the number of correctly predicted tokens].
+        x is a read-only block.  It is None for the first model chunk, which reads `micro.tokens`.
+        Y is the block for the next model chunk.  The last chunk returns this rank's share of the
+        summed loss instead, as a number or a device array with one element.  Unless
+        `micro.training` is true, nothing is saved, and the last chunk returns this rank's share of
+        [summed loss, number of correctly predicted tokens].
         """
 
     def backward(
@@ -55,11 +57,12 @@ class PipelineStage(Protocol):
         defer: Callable[..., None],
         finished: Callable[[str], None],
     ) -> Any:
-        """Return the gradient of x for the summed loss times `micro.scale`; None for the first
-        part.
+        """Run the backward pass; return the gradient of the summed loss times `micro.scale`.
 
-        dy is the gradient of Y, None for the last part.  `saved` is from the forward pass of this
-        microbatch.  It is used once, and only deferred calls may keep references to it.  Calls
-        `defer(function, *args)` add the weight gradients to the parameters' gradients, at once or
-        in order at W.  After the calls of each of `units` comes `defer(finished, unit)`.
+        The result is the gradient with respect to x, or None for the first model chunk.  dy is the
+        gradient with respect to Y, or None for the last one.  `saved` comes from the forward pass
+        of this microbatch.  It is used once, and only deferred calls may keep references to it.
+        Each call `defer(function, *args)` accumulates a weight gradient, either immediately or
+        later, in order, at W.  After the calls of each unit in `units`, the stage calls
+        `defer(finished, unit)`.
         """

@@ -1,8 +1,9 @@
 """Step time and memory of a pipeline schedule, from the costs and bytes of each model chunk.
 
-Planners ask this module how long the passes and the gradient reductions of a step take, and what
-a stage holds in memory.  The order of the passes depends only on the schedule and its sizes, so
-it is computed once for thousands of costs.  hpc3d.pipeline.timeline is the reference.
+Planners use this module to predict the time of a step's passes and gradient reductions, and the
+memory of each stage.  The order of the passes depends only on the schedule and its sizes, so it is
+computed once and reused for thousands of costs.  hpc3d.pipeline.timeline is the reference
+implementation.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from hpc3d.pipeline.timeline import Cost
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 
 _KINDS = ("F", "B", "W", "BW")
-_NOWHERE, _START = -2, -1  # indices after all passes: no remote input; start of a stage
-_FILL, _ROUNDS = 4, 4  # microbatches per stage until a schedule is steady, and to measure its pace
-# Change of the microbatches whose activations and whose inputs of W a stage saves.
+_NOWHERE, _START = -2, -1  # sentinel indices: no remote input; start of a stage
+# Microbatches per stage to reach the steady state of a schedule, and to measure its period.
+_FILL, _ROUNDS = 4, 4
+# Changes by a pass: microbatches with saved activations, microbatches with saved inputs of W.
 _KEPT = {"F": (1, 0), "B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}
 
 
 class InFlight(NamedTuple):
-    """Peaks of a stage, in microbatches of one chunk.
+    """Peak numbers of saved microbatches on a stage, where each chunk counts separately.
 
-    `activations` are saved from F to the end of B or BW; `weight_inputs`, the inputs and gradients
-    of the products that W computes, from the end of B to the end of W.
+    `activations` are saved from F to the end of B or BW.  `weight_inputs` (the inputs and output
+    gradients of the products that W computes) are saved from the end of B to the end of W.
     """
 
     activations: int
@@ -40,14 +42,15 @@ class InFlight(NamedTuple):
 
 
 def in_flight(stream: Iterable[Instruction]) -> InFlight:
-    """Return the peaks of a stream of passes."""
+    """Return the peak numbers of microbatches that a stream of passes saves."""
     return InFlight(*_kept([*whole(stream)], 1).max((0, 2)).tolist())
 
 
 def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
-    """Return the microbatches that a stage saves, [before each pass and at the end, 2, chunks].
+    """Count the microbatches that a stage saves before each pass and after the last one.
 
-    The second axis has activations and inputs of W.  With one chunk, all chunks count together.
+    Returns an array of shape [1 + passes, 2, chunks], with activations and inputs of W on the
+    second axis.  If `chunks` is 1, all chunks count together.
     """
     changes = np.zeros((1 + len(passes), 2, chunks), int)
     for number, (op, _, chunk) in enumerate(passes, 1):
@@ -56,15 +59,15 @@ def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
 
 
 def _fullest(states: np.ndarray) -> np.ndarray:
-    """Return the rows that no other row equals or exceeds in every column."""
+    """Return the distinct rows that no other row equals or exceeds in every column."""
     states = np.unique(states, axis=0)
     return states[[np.all(states >= row, axis=1).sum() == 1 for row in states]]
 
 
 class StageTimes(NamedTuple):
-    """Seconds of a microbatch on each stage, for all chunks together, and of a message.
+    """Pass times of a microbatch on each stage, for all chunks together, and message time.
 
-    `weight` is 0 if the backward pass is not split.
+    All times are in seconds.  `weight` is 0 if the backward pass is not split.
     """
 
     forward: Sequence[float]
@@ -73,17 +76,17 @@ class StageTimes(NamedTuple):
     message: float = 0.0
 
     def work(self) -> list[float]:
-        """Return the seconds of all passes of a microbatch, by stage."""
+        """Return the total time of the passes of a microbatch on each stage, in seconds."""
         return [sum(passes) for passes in zip(*self[:3])]
 
     def longest(self) -> int:
-        """Return the stage with the most work."""
+        """Return the index of the stage with the most work."""
         work = self.work()
         return max(range(len(work)), key=work.__getitem__)
 
 
 class StepModel:
-    """Step of a schedule with given numbers of stages, microbatches and chunks."""
+    """Model of a step of a schedule, for given numbers of stages, microbatches and chunks."""
 
     def __init__(self, name: str, stages: int, micros: int, chunks: int) -> None:
         self.schedule = find(name)
@@ -93,14 +96,17 @@ class StepModel:
 
     @cached_property
     def messages(self) -> list[int]:
-        """Number of messages that each part sends and receives in a pass; none within a stage."""
+        """Number of messages that each model chunk sends and receives in a pass.
+
+        Adjacent model chunks on the same stage exchange no messages.
+        """
         stages = [self.placement.location(part)[0] for part in range(self.placement.parts)]
         borders = [int(one != other) for one, other in pairwise(stages)]
         return [before + after for before, after in zip([0, *borders], [*borders, 0])]
 
     @cached_property
     def most_in_flight(self) -> list[int]:
-        """By stage, the largest number of microbatches in flight, over all chunks together."""
+        """Peak number of microbatches in flight on each stage, over all chunks together."""
         return [int(_kept(passes, 1).sum(1).max()) for passes in self._streams]
 
     def held(
@@ -110,21 +116,22 @@ class StepModel:
         weight_inputs: Sequence[float],
         gradient: float = 0.0,
     ) -> list[tuple[tuple[str, int], float]]:
-        """Return the bytes of the microbatches that a stage holds when its passes start.
+        """Return the bytes of saved microbatches on a stage at the start of its passes.
 
         Parameters
         ----------
         saved, weight_inputs : sequence of float
-            Bytes of a microbatch by chunk: from F to the end of B or BW, and from the end of B to
-            the end of W.
+            Bytes of a microbatch for each chunk, saved from F to the end of B or BW, and from the
+            end of B to the end of W.
         gradient : float
-            Bytes of the gradient of an earlier microbatch, which may still be in flight to the
-            previous stage once the stage has run a backward pass.
+            Bytes of an input gradient, which may still be in flight to the previous stage after
+            the first backward pass.
 
         Returns
         -------
         list
-            ((op, chunk) of the pass, bytes), for the fullest moments of each kind of pass.
+            Pairs ((op, chunk) of a pass, bytes).  Only starts of passes that may have the highest
+            memory use are included.
         """
         if stage not in self._known:
             self._known[stage] = self._fullest_moments(stage)
@@ -133,8 +140,12 @@ class StepModel:
         return [*zip(kinds, nbytes.tolist(), strict=True)]
 
     def _fullest_moments(self, stage):
-        """Return (op, chunk) and the counts that `held` weighs with bytes, for several moments."""
-        # More microbatches than twice the fill of the pipeline change nothing.
+        """Return the passes, as (op, chunk), whose start may have the highest memory use.
+
+        Also returns the counts of saved blocks at these starts, which `held` multiplies by their
+        sizes in bytes.
+        """
+        # Unless all forward passes come first, the peak does not grow beyond 4 * stages.
         most = self.micros if self.schedule.keeps_all else min(self.micros, 4 * self.stages)
         passes = [*whole(self.schedule.stream(stage, self.placement, most, 1))]
         states = _kept(passes, self.chunks).reshape(1 + len(passes), -1)
@@ -154,10 +165,10 @@ class StepModel:
 
     @cached_property
     def _order(self):
-        """All passes in dependency order, and the last pass of every stage.
+        """All passes in dependency order, and the index of the last pass of every stage.
 
-        A pass is (index of the previous pass on its stage, index of the pass that it needs from
-        another stage, border between these, part and kind).
+        A pass is a tuple of four indices: the previous pass on its stage, the pass that it needs
+        from another stage, the boundary between these model chunks, and its model chunk and kind.
         """
         streams = [deque(passes) for passes in self._streams]
         numbers: dict[tuple[int, Instruction], int] = {}
@@ -179,7 +190,7 @@ class StepModel:
         return found, last
 
     def _from_another(self, stage, instruction):
-        """Return the pass of another stage that a pass needs, or None."""
+        """Return the (stage, pass) on another stage that a pass depends on, or None."""
         needs = self.placement.needs(stage, instruction)
         return next((need for need in needs if need[0] != stage), None)
 
@@ -191,8 +202,10 @@ class StepModel:
         return numbers[need], min(part, self.placement.part(need[0], need[1].chunk)), kind
 
     def ends(self, costs: Sequence[Cost]) -> list[float]:
-        """Return the end time in seconds of the last pass of each stage; `costs` has one per
-        part."""
+        """Return the end time of the last pass of each stage, in seconds.
+
+        `costs` has one Cost per model chunk.
+        """
         seconds = [cost.seconds()[kind] for cost in costs for kind in _KINDS]
         messages, (passes, last) = [cost.comm for cost in costs], self._order
         ends = [0.0] * len(passes) + [-inf, 0.0]
@@ -205,16 +218,17 @@ class StepModel:
     def simulated_microbatches(self) -> int:
         """Number of microbatches that `steady_ends` simulates.
 
-        A schedule from a file has a fixed number of microbatches, and all of them are simulated.
+        If the schedule does not support a smaller number (such as a schedule from a file), all
+        microbatches are simulated.
         """
         few = self.micros - self.stages * max(0, self.micros // self.stages - _FILL - _ROUNDS)
         return self.micros if self.schedule.rule(self.schedule.name, self.stages, few) else few
 
     def steady_ends(self, costs: Sequence[Cost]) -> list[float]:
-        """Return the same as `ends` for any number of microbatches by simulating a few of them.
+        """Return the end times that `ends` returns, extrapolated from a few microbatches.
 
-        After the first rounds, every round takes the same time.  The result is exact if one stage
-        is always busy, and within 2 % if message loops set the pace.
+        In the steady state, every round of microbatches takes the same time.  The result is exact
+        if one stage is always busy, and within 2 % if loops of messages limit the throughput.
         """
         few, rounds = self.simulated_microbatches, _ROUNDS * self.stages
         ends = self._of(few).ends(costs)
@@ -227,10 +241,11 @@ class StepModel:
         return step_model(self.schedule.name, self.stages, micros, self.chunks)
 
     def seconds(self, times: StageTimes) -> float:
-        """Return the seconds from the first pass of a step to its last one.
+        """Return the time from the start of the first pass of a step to the end of the last one.
 
-        A closed form is used if the schedule has one.  To plan 175 B parameters on 1,024 ranks
-        takes 42 s of CPU time with closed forms, and 50 s with simulations only.
+        The time is in seconds.  A closed form is used if the schedule has one: planning 175 B
+        parameters on 1,024 ranks takes 42 s of CPU time with closed forms, and 50 s with
+        simulations only.
         """
         if self.stages == 1:
             return self.micros * sum(times.work())
@@ -249,10 +264,11 @@ def reduced(
     seconds: Sequence[float],
     shared: Iterable[tuple[Iterable[int], float]] = (),
 ) -> list[float]:
-    """Return the end of the gradient reductions of each stage, from the ends of its passes.
+    """Return the end time of each stage's gradient reductions, given the `ends` of its passes.
 
-    `seconds` are those of the reductions within each stage.  `shared` has (stages, seconds) of
-    later reductions over several stages, each of which starts when the last of them is ready.
+    `seconds` is the time of the reductions within each stage.  `shared` has pairs (stages,
+    seconds) for subsequent reductions across several stages, which start when all of these stages
+    are ready.
     """
     found = [end + each for end, each in zip(ends, seconds, strict=True)]
     for stages, more in shared:
@@ -262,16 +278,16 @@ def reduced(
     return found
 
 
-# Closed forms of `StepModel.seconds` for two or more stages.  They are equal to the timeline if
-# all stages are equal.  If one stage has more work, such as the stage with the head, the others
-# wait for it.  It is busy except while the first microbatch travels to it and the last one from
-# it, and during messages that nothing hides.  The bubbles are those given for each schedule in
-# hpc3d.pipeline.schedule.
+# Closed forms of `StepModel.seconds` for two or more stages.  They equal the result of the
+# schedule simulator if all stages have the same work.  If one stage has more work, such as the
+# stage with the head, the other stages wait for it.  That stage is busy except while the first
+# microbatch travels to it, while the last one travels back, and during exposed messages.
+# hpc3d.pipeline.schedule gives the bubble of each schedule.
 
 
 def _busy_and_fill(model, times):
-    """Return the busy seconds of the longest stage in a step, and the seconds of one microbatch on
-    all other stages."""
+    """Return two times in seconds: the work of the longest stage in a step, and the work of one
+    microbatch on all other stages."""
     work, longest = times.work(), times.longest()
     return model.micros * work[longest], sum(work) - work[longest]
 
@@ -286,8 +302,8 @@ def _all_forward_first(model, times):
 def _alternating(model, times):
     """1F1B: the period of the slowest stage or message loop, plus fill and exposed messages.
 
-    In a loop of k stages, k microbatches are in flight to the last stage and back, at most as
-    many as the step has.
+    The last k stages form a loop, in which k microbatches are in flight: to the last stage and
+    back.  k is at most the number of microbatches of a step.
     """
     micros, message = model.micros, times.message
     _, fill = _busy_and_fill(model, times)
@@ -306,20 +322,20 @@ def _interleaved(model, times):
 
 
 def _late_weights(model, times):
-    """ZB-H1 and ZB-H2: each stage defers some W per stage before it, and these fill the drain."""
+    """ZB-H1 and ZB-H2: a stage defers W in proportion to its index, and these W fill the drain."""
     late, micros, count = model.schedule.late_weights, model.micros, model.stages
     busy, _ = _busy_and_fill(model, times)
     ahead, back, slack = _ways(model, times)
     weight = times.weight[times.longest()]
     drain = max(0.0, back - min(micros - 1, late * (count - 1)) * weight)
-    # The warm-up of ZB-H1 covers one round, not two, so stages wait for messages in every loop.
+    # ZB-H1 has half the warm-up of ZB-H2, so its stages wait for messages in every round.
     loops = min(1, (micros - 1) / (count - 1)) if late == 1 else 0
     shown = times.message + loops * max(0.0, times.message - slack)
     return busy + ahead + drain + 2 * (count - 1) * shown
 
 
 def _down_and_up(model, times):
-    """ZB-V: W of later microbatches fill the bubble of one, fully if possible, for m >= 2p-1."""
+    """ZB-V: the W of other microbatches fill the bubble, completely at best, if m >= 2p-1."""
     micros, count = model.micros, model.stages
     busy, _ = _busy_and_fill(model, times)
     ahead, back, slack = _ways(model, times)
@@ -332,9 +348,11 @@ def _down_and_up(model, times):
 
 
 def _ways(model, times):
-    """Return the seconds of a microbatch to and from the longest stage, and the slack.
+    """Return the forward and the backward time of a microbatch outside the longest stage, and the
+    slack.
 
-    The slack is the excess of the work of the longest stage over the mean of the others.
+    The slack is the work of the longest stage minus the mean work of the other stages.  All times
+    are in seconds.
     """
     work, longest = times.work(), times.longest()
     ahead, back = (sum(each) - each[longest] for each in times[:2])

@@ -1,4 +1,4 @@
-"""Schedule simulator with an ideal clock: start and end times of each pass of each stage."""
+"""Schedule simulator: ideal start and end times of each pass on each stage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Row = list[tuple[float, float, Instruction]]
 
 
 class Cost(NamedTuple):
-    """Seconds of a microbatch in a full stage, all chunks together, and of a message.
+    """Pass times of a microbatch on a stage, for all chunks together, and message time, in s.
 
-    In a list with one Cost per part, the times are those of one part and of a message from it to
-    the next part.
+    In a list with one Cost per model chunk, the times apply to that model chunk and to a message
+    from it to the next one.
     """
 
     forward: float
@@ -28,7 +28,7 @@ class Cost(NamedTuple):
         return Cost(forward, backward, weight, self.comm)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each pass; other operations take no time."""
+        """Return a dict from pass to its time in seconds; other operations take no time."""
         passes = {"F": self.forward, "B": self.backward, "W": self.weight}
         return {**passes, "BW": self.backward + self.weight}
 
@@ -36,28 +36,28 @@ class Cost(NamedTuple):
 def timeline(
     streams: Iterable[Iterable[Instruction]], placement: Placement, cost: Cost | Sequence[Cost]
 ) -> list[Row]:
-    """Return (start, end, instruction) of each stage, in seconds from the start of the run.
+    """Simulate a schedule; return a list of (start, end, instruction) for each stage.
 
-    `cost` applies to all stages, or is a list with one Cost per part of the model.  The streams
-    contain passes, and Reduce and Step, which take no time; a B without a W becomes BW.  An
-    instruction starts when the previous one on its stage has ended and its inputs are available:
-    results of its own stage at once, results of another stage after the message time of their
-    border.  Sends never block.  Raises ValueError, with the original names of the instructions, if
-    they deadlock.
+    Times are in seconds from the start of the run.  `cost` applies to all stages, or is a list
+    with one Cost per model chunk.  The streams contain passes, Reduce and Step; the latter two
+    take no time.  A B without a W becomes BW.  An instruction starts when the previous one on its
+    stage has ended and its inputs are available: results of the same stage immediately, results of
+    another stage after the message time of the stage boundary.  Sends never block.  Raises
+    ValueError if the instructions deadlock; the message names them as given in the streams.
     """
     return _Clock(streams, placement, cost).run()
 
 
 def makespan(rows: Iterable[Row]) -> float:
-    """Return the seconds from the first start to the last end over all stages."""
+    """Return the time from the first start to the last end over all stages, in seconds."""
     return max(row[-1][1] for row in rows) - min(row[0][0] for row in rows)
 
 
 def bubble(rows: Iterable[Row]) -> float:
-    """Return (cost - m (T_F + T_B + T_W)) / cost: the idle fraction of the worst stage.
+    """Return the bubble rate (cost - m (T_F + T_B + T_W)) / cost.
 
-    `cost` is the longest time from the first start to the last end of a stage: arXiv:2401.10241,
-    section 5.3.
+    `cost` is the time from the first start to the last end on a stage, for the stage where it is
+    longest.  See arXiv:2401.10241, section 5.3.
     """
     cost = max(row[-1][1] - row[0][0] for row in rows)
     work = max(sum(end - start for start, end, _ in row) for row in rows)
@@ -65,24 +65,24 @@ def bubble(rows: Iterable[Row]) -> float:
 
 
 def refuse_deadlock(stuck: dict[int, str]) -> None:
-    """Raise ValueError if any stages are `stuck`; the values describe their positions."""
+    """Raise ValueError unless `stuck` is empty; it maps a stage to the instruction that blocks."""
     if stuck:
         where = ", ".join(f"stage {stage} at {text}" for stage, text in sorted(stuck.items()))
         raise ValueError(f"deadlock: {where}; each stage waits for another; change the order")
 
 
 class _Clock:
-    """Simulate each stage until it needs a missing result, and resume it when the result exists.
+    """Event-driven simulator: a stage runs until an input is missing, and resumes when it arrives.
 
-    Every instruction is visited once when it is reached and once when its input arrives, so the
-    time is linear in the number of instructions.
+    An instruction is visited when it is reached and again when a missing input arrives, so the
+    run time is linear in the number of instructions.
     """
 
     def __init__(self, streams, placement, cost):
         self.placement = placement
         if isinstance(cost, Cost):
             cost = [cost.share(placement.chunks)] * placement.parts
-        self.messages = [each.comm for each in cost]  # by the part before the border
+        self.messages = [each.comm for each in cost]  # index: the model chunk before the boundary
         self.seconds = {placement.location(part): each.seconds() for part, each in enumerate(cost)}
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]
@@ -104,7 +104,7 @@ class _Clock:
         return self.rows
 
     def advance(self, stage) -> Iterator[int]:
-        """Run a stage as far as possible; yield the stages that waited for its results."""
+        """Run a stage until an input is missing; yield the stages that waited for its results."""
         row = self.rows[stage]
         clock = row[-1][1] if row else 0.0
         while len(row) < len(self.streams[stage]):
@@ -121,7 +121,7 @@ class _Clock:
             yield from self.finish(stage, instruction, clock)
 
     def _arrival(self, location, need):
-        """Return the time when the result of a pass arrives at a (stage, chunk)."""
+        """Return the time in seconds at which the result of a pass arrives at a (stage, chunk)."""
         stage, instruction = need
         if stage == location[0]:
             return self.ends[need]

@@ -1,7 +1,7 @@
-"""Weight versions that pipelines without a flush between updates must store.
+"""Weight versions of asynchronous pipeline schedules, which do not flush between updates.
 
-A layer saves the weights of its forward pass for its backward pass.  A microbatch therefore keeps
-its version if each update writes to new memory: this is all that weight stashing needs.
+A layer saves a reference to the weights of its forward pass for its backward pass.  Weight
+stashing therefore only requires that each update writes to new memory.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ if TYPE_CHECKING:
 
 
 class InPlace:
-    """In-place updates for synchronous schedules: no microbatch is in flight during an update."""
+    """In-place updates, for synchronous schedules, which have no microbatch in flight then."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
 
     def before_forward(self, generation: int) -> None:
-        """Select the weights for a microbatch of this generation (a batch, counted from 0)."""
+        """Select the weights for a microbatch of batch number `generation`, counted from 0."""
 
     def before_update(self) -> None:
-        """Allocate memory for the next version, if needed."""
+        """Prepare new memory for the next version, if the class needs it."""
 
 
 class Stashed(InPlace):
     """Weight stashing of PipeDream (arXiv:1806.03377): forward uses the stage's newest weights.
 
-    Stage i of p updates after every backward, so microbatch k sees k - (p - 1 - i) updates.
+    Stage i of p updates its weights after every backward pass, so microbatch k uses weights after
+    k - (p - 1 - i) updates.
     """
 
     def before_update(self) -> None:

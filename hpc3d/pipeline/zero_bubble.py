@@ -1,8 +1,9 @@
 """Schedules that split the backward pass in two, so that W fills the bubble.
 
-The previous stage waits for the gradient of a stage's input (B), while the gradient of its weights
-(W) can be deferred.  Zero Bubble, arXiv:2401.10241; p stages, m microbatches, a stage i from 0,
-T_F, T_B, T_W the times of the passes.
+The previous stage waits for the gradient of a stage's input (B), but the gradient of the weights
+(W) can be deferred: see Zero Bubble, arXiv:2401.10241.  In the docstrings, p is the number of
+stages, m the number of microbatches, i a stage counted from 0, and T_F, T_B and T_W are the times
+of the passes.
 """
 
 from collections.abc import Iterator
@@ -52,7 +53,8 @@ def zb_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
 
 
 def _late_weights(warmup: int, lag: int, micros: int) -> Iterator[Instruction]:
-    """Yield `warmup` F, then F B W round-robin; each W is `lag` microbatches behind the B."""
+    """Return a stream of `warmup` F followed by repeated F B W, with W `lag` microbatches behind
+    B."""
     warmup = min(warmup, micros)
     pattern = "F" * warmup
     for done in range(micros):
