@@ -1,1 +1,1 @@
-"""Prediction of time, memory and communication of a run, and search for the best layout."""
+"""Prediction of the time, memory and communication of a run; search for the fastest layout."""

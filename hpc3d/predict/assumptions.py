@@ -1,4 +1,4 @@
-"""Assumptions of a prediction about a mixture of experts, as lines to print."""
+"""Sizes of a mixture of experts, and the assumptions of a prediction about it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 def of_mixture(config: Config) -> dict[str, Any]:
     """Return the sizes of a mixture of experts as plain values, or {} for a dense model.
 
-    The vocabulary of `config` must be resolved. `parameters` is the total count and `active` the
-    count that a token uses. `blocks` is the number of blocks with a mixture. `slots` is the number
-    of slots of an expert for a sequence: `capacity` times its even share top_k s / E.
+    The vocabulary of `config` must be resolved. `parameters` is the total number of parameters and
+    `active` the number that a token uses. `blocks` is the number of blocks with a mixture. `slots`
+    is the number of slots per expert and sequence: `capacity` times the even share top_k s / E for
+    s tokens and E experts.
     """
     model = config.model
     experts = family_of(model).sizes(model, model.vocabulary).experts
@@ -35,7 +36,7 @@ def of_mixture(config: Config) -> dict[str, Any]:
 def lines(config: Config) -> list[str]:
     """Return the sizes and assumptions of a mixture as lines to print, or [] for a dense model.
 
-    No prediction depends on the routing of tokens to experts.
+    Predictions do not depend on the routing of tokens to experts.
     """
     found = of_mixture(config)
     if not found:

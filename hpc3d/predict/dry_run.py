@@ -1,4 +1,4 @@
-"""What a run would be, before there is one: `train --dry-run`."""
+"""Summary of a run before it starts, for `train --dry-run`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _UNMEASURED = (
 
 
 def taken(words: list[str], option: str) -> str | None:
-    """The value of an option of the command line, which is taken out of the words."""
+    """Remove an option from the command-line arguments `words`; return its value or None.
+
+    Raises ValueError if the option has no value.
+    """
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == option:
@@ -41,8 +44,12 @@ def taken(words: list[str], option: str) -> str | None:
 
 
 def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
-    """Lines about a run of a settled `config` on a `machine` (None: this one, if it has been
-    measured), of a text with so many windows; ValueError where there is no such machine."""
+    """Yield the lines of a dry run of a resolved `config`.
+
+    `machine` is the name of a machine; by default, it is this machine, if it has been measured.
+    `windows` is the number of training sequences in the text. Raises ValueError if the machine
+    does not exist.
+    """
     known, untimed = _machine(machine, config.train.dtype)
     yield _ranks(config)
     yield from layout_lines(config)
@@ -64,7 +71,7 @@ def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
 
 
 def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
-    """A machine to predict with, and why its times are not to be shown, if so."""
+    """Return the machine for predictions, and the reason not to show predicted times, or ""."""
     if name is not None:
         return load(name), ""
     try:
@@ -77,7 +84,10 @@ def _machine(name: str | None, dtype: str) -> tuple[Machine, str]:
 
 
 def _stand_in() -> Machine:
-    """A machine with rates of every type; memory and bytes are the same on each."""
+    """Return a machine with product rates for every dtype.
+
+    It is good enough for memory and communication volume, which do not depend on the machine.
+    """
     machine = load(DEFAULT_MACHINE)
     return replace(machine, gemm={"float64": machine.gemm["float32"]} | machine.gemm)
 
@@ -114,7 +124,8 @@ def _text(config: Config, windows: int) -> str:
 
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:
-    """The peak of the fullest rank and of all, beside what there is."""
+    """Format the peak memory of the fullest rank and of all ranks, compared with the available
+    memory."""
     peak = found["worst"]["all"]
     line = (
         f"memory: peak of {_size(peak)} on the fullest rank, {_size(found['total'])} on all ranks"
@@ -131,7 +142,8 @@ def _memory(config: Config, found: dict, machine: Machine | None) -> str:
 
 
 def _parts(found: dict) -> Iterator[str]:
-    """What the fullest rank holds, and what a rank of each stage does at its peak."""
+    """Yield lines with the peak of each kind of memory on the fullest rank, and with the peak of
+    each stage."""
     kinds = [kind for kind in MEMORY_KIND if kind != "all" and found["worst"][kind]]
     held = ", ".join(f"{kind} {_size(found['worst'][kind])}" for kind in kinds)
     yield f"peak of each kind on the fullest rank: {held}"
@@ -153,7 +165,7 @@ def _time(config: Config, seconds: float, machine: Machine) -> str:
 
 
 def _size(count: float) -> str:
-    """Bytes with a unit, as 41.2 MB."""
+    """Format a number of bytes with a unit, such as 41.2 MB."""
     for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class PredictedStep(NamedTuple):
     """Simulated step of a resolved `config` on a `machine`.
 
-    `runs` has one StageRun per stage. `summary` has plain values, including those of evaluation
-    and of a mixture of experts if the input uses them.
+    `runs` has one StageRun per stage. `summary` is a dict of plain values. It covers evaluation
+    and the mixture of experts if the input uses them.
     """
 
     config: Config
@@ -32,7 +32,7 @@ class PredictedStep(NamedTuple):
     summary: dict[str, Any]
 
     def keep(self, folder: Path) -> Path:
-        """Create the folder, write a simulated trace to it and return the trace's path."""
+        """Create `folder`, write a simulated trace to it, and return the path of the trace."""
         folder.mkdir(parents=True)
         return write_trace(folder, self.runs, self.config, self.machine)
 
@@ -44,9 +44,9 @@ def predicted_step(
     ranks: int | None = None,
     of_run: bool = False,
 ) -> PredictedStep:
-    """Predict a training step of an input on a number of ranks.
+    """Predict a training step of an input file on `ranks` ranks of a machine.
 
-    `of_run` is passed to hpc3d.config.load. Raises ValueError if the input breaks a rule or the
+    `of_run` is passed to hpc3d.config.load. Raises ValueError if the input is invalid or the
     machine does not exist.
     """
     config = load_resolved(source, overrides, ranks, of_run)

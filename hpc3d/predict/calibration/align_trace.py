@@ -1,9 +1,9 @@
-"""Alignment of a measured trace with the products, kernels and calls that the program makes.
+"""Alignment of a measured trace with the products, kernels and calls of the program.
 
-A rank on abstract arrays (hpc3d.arrays.abstract) records the same rows as a real rank, in the same
-order, and also logs the products and kernels between and within them. Its recorder uses the length
-of this log as its clock, so the timestamps of a row are indices into the log. Rows of category
-copy and io are left out: they depend on timing and on data.
+A simulated rank on abstract arrays (hpc3d.arrays.abstract) records the same trace rows as a real
+rank, in the same order. It also logs the products and kernels between and within them. The length
+of this log is the clock of its recorder, so the timestamps of a row are indices into the log. Rows
+of the categories copy and io are excluded, because they depend on timing and data.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Call(NamedTuple):
 
 
 class TimedWork(NamedTuple):
-    """Work of a rank between the ends of two consecutive rows, and its duration in seconds.
+    """Work of a rank between the ends of two consecutive trace rows, and its duration in seconds.
 
-    `computed` has the Products and TimedKernels. `call` is the Call of the second row, or None if
-    that row is not a call.
+    `computed` lists the Products and TimedKernels. `call` is the communication call that the
+    second row records, or None if it records something else.
     """
 
     computed: tuple
@@ -89,10 +89,10 @@ class _MeterLog(CostMeter):
 
 
 class _ExpectedRows(NamedTuple):
-    """Rows of a rank in a steady-state step, with the Products and TimedKernels between their
-    ends.
+    """Expected trace rows of a rank in a steady-state step.
 
-    The last entry of `computed` has the work after the last row.
+    `computed` lists, for each row, the Products and TimedKernels since the end of the previous
+    row. Its last entry is the work after the last row.
     """
 
     rows: np.recarray
@@ -100,7 +100,10 @@ class _ExpectedRows(NamedTuple):
 
 
 def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) -> _ExpectedRows:
-    """Return the _ExpectedRows of the rank at `coords` (axis -> coordinate)."""
+    """Run the program on abstract arrays; return the expected rows of the rank at `coords`.
+
+    `coords` maps an axis to the rank's coordinate.
+    """
     log = _MeterLog()
     mesh = abstract_mesh(config.mesh.sizes(), coords, AbstractPool(log))
     ledger = MemoryRecorder(mesh.rank, lambda: len(log.entries))
@@ -116,11 +119,11 @@ def _expected_rows(config: Config, coords: Mapping[str, int], program: Program) 
 
 
 def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
-    """Return the TimedWork of every rank of an open trace in a step.
+    """Return the work of all ranks of an open trace in a step, as a list of TimedWork.
 
-    Durations are medians over the steps after the first `skip`. Raises ValueError if other code
-    wrote the trace or if its clock is not CPU time. Wall-clock time includes waiting and, on
-    shared cores, the work of other ranks.
+    Durations are medians over the steps after the first `skip`. Raises ValueError if a different
+    version of the program wrote the trace, or if its clock is not CPU time: wall-clock time
+    includes waiting and, on shared cores, the work of other ranks.
     """
     config = configuration(trace)
     program, grid, found = program_of(config), config.mesh.grid(), []
@@ -137,10 +140,10 @@ def works(trace: Trace, skip: int = 2) -> list[TimedWork]:
 
 
 def _parts(computed: tuple, call: Call | None, before: float, inside: float) -> list[TimedWork]:
-    """Split the time around a row into the TimedWork before it and the TimedWork of its call.
+    """Split the time of a trace row into the work before it and its communication call.
 
-    If nothing is computed before a call, Python's overhead before it is counted as part of the
-    call.
+    `before` and `inside` are the seconds before and within the row. If nothing is computed before
+    a call, the time before it is Python overhead, which counts as part of the call.
     """
     if call is None or not computed:
         return [TimedWork(computed, call, before + inside)]
@@ -159,14 +162,14 @@ def configuration(trace: Trace) -> Config:
 
 
 def _steps_of(trace: Trace, rank: int) -> list[tuple[int, ...]]:
-    """Return the number, start and end of each step of a rank."""
+    """Return (step number, start, end) of each step of a rank, with times in ns."""
     mine = trace.steps["rank"] == rank
     columns = (trace.steps[key][mine].tolist() for key in ("step", "t_start", "t_end"))
     return [*zip(*columns, strict=True)]
 
 
 def _rows_of(trace: Trace, rank: int) -> np.recarray:
-    """Return the rows of a rank in the order in which they ended."""
+    """Return the trace rows of a rank, ordered by end time."""
     mine, names = trace.rows(rank), ("step", *_SAME, *_TIMES)
     rows = np.rec.fromarrays([trace.events[name, mine] for name in names], names=[*names])
     return rows[np.argsort(rows.t_start + rows.dur, kind="stable")]
@@ -175,11 +178,12 @@ def _rows_of(trace: Trace, rank: int) -> np.recarray:
 def _aligned(
     rows: np.recarray, expected: _ExpectedRows, step: int, begin: int, end: int
 ) -> np.ndarray | None:
-    """Return the seconds before and in each expected row, shape [2, rows], or None if rows differ.
+    """Return the seconds before and within each expected row, or None if the rows differ.
 
-    The time before a row starts at the end of the preceding row. The end of the step is a row of
-    zero length. If a call is waited for after it was posted, the time to post it (category copy)
-    is part of the call, even with other rows in between.
+    The result has the shape [2, rows + 1]: the end of the step counts as a row of zero length. The
+    time before a row starts at the end of the preceding row. If the wait for a call starts later
+    than its post, the time to post it (a row of category copy) is part of the call, even if other
+    rows are in between.
     """
     rows = rows[rows.step == step]
     extra = np.isin(rows.category, _EXTRA)

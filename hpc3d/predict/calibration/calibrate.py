@@ -1,12 +1,12 @@
 """Machine model fitted to traces of runs on the machine.
 
-align_trace.py says which work each rank did between two rows, and how long it took. The times of
-products and calls are means by size, with one bin per doubling of the size. The bandwidth of each
-kernel and the common launch time are a least-squares fit to the measured times. They include
-Python's overhead between kernels.
+align_trace.py returns the work of each rank between two trace rows and its duration. The times of
+products and calls are averaged in bins, one per doubling of the size. The bandwidth of each kernel
+and the common launch time come from a least-squares fit to the measured times, so they include the
+Python overhead between kernels.
 
-All times are CPU times of the ranks. On the wall clock, a step takes as long as the work of its
-ranks plus, in every call, the wake-up time of the ranks that waited.
+All times are CPU times of the ranks. The wall-clock time of a step also includes, for every call,
+the wake-up time of the ranks that waited.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from hpc3d.predict.calibration.align_trace import TimedWork
     from hpc3d.predict.simulation.simulator import StageRun
 
-_LEAST_S = 1e-7  # no call is faster
-_PROBE_S = 1e-4
-# Longest plausible wake-up delay: a nap (hpc3d.comm.mpi) and the timer's slack.
+_LEAST_S = 1e-7  # minimum duration of a call in seconds
+_PROBE_S = 1e-4  # wake-up time in seconds of the second simulation in `with_wakeup`
+# Longest plausible wake-up time in seconds: a sleep in hpc3d.comm.mpi plus the timer slack.
 MOST_S = 3e-4
 
 
 def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
-    """Return the Machine of ranks that did `works` on one node.
+    """Fit a Machine to the measured `works` of ranks on one node.
 
-    `facts` are its name, source, ranks_per_node, cores and memory_gb.
+    `facts` has the other fields: name, source, ranks_per_node, cores and memory_gb.
     """
     rates = _rates_of(works)
     launch, kernels, bandwidth = _kernels_of(works, rates)
@@ -56,7 +56,7 @@ def machine_of(works: Sequence[TimedWork], **facts: Any) -> Machine:
 
 
 def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
-    """Return the Rates by dtype, from rows that contain exactly one product."""
+    """Return a dict from dtype to Rates, measured between rows that enclose only one product."""
     found = defaultdict(list)
     for work in works:
         if work.call is None and len(work.computed) == 1 and isinstance(work.computed[0], Product):
@@ -72,7 +72,10 @@ def _rates_of(works: Sequence[TimedWork]) -> dict[str, Rates]:
 def _octave_means(
     points: Sequence[tuple[float, float]],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the means (x, y) of the points in each octave, 2^(i - 1/2) to 2^(i + 1/2) in x."""
+    """Average the points in each octave of x, from 2^(i - 1/2) to 2^(i + 1/2).
+
+    Returns two tuples, the mean x and the mean y of each octave.
+    """
     octaves = defaultdict(list)
     for x, y in points:
         octaves[round(log2(x))].append((x, y))
@@ -88,13 +91,16 @@ def _rounded(value: float) -> float:
 def _kernels_of(
     works: Sequence[TimedWork], rates: Mapping[str, Rates]
 ) -> tuple[float, dict[str, float], float]:
-    """Return the launch time, the bytes/s by kernel, and the bytes/s of all kernels together.
+    """Fit the launch time and the rates of kernels.
 
-    Weighted least-squares fit over all rows that are not calls:
+    Returns the launch time in seconds, a dict from kernel to its rate in bytes/s, and the mean
+    rate of all kernels in bytes/s. They are a weighted least-squares fit to all work that is not a
+    call:
 
     seconds - products = sum over kernels of launch + bytes / rate
 
-    A row has the weight 1 / sqrt(seconds), because its time is a sum of many.
+    Equations are weighted by 1 / sqrt(seconds), because the variance of a sum of many kernel times
+    is proportional to their number.
     """
     rows = [work for work in works if work.call is None and _kernels_in(work)]
     names = sorted({each.name for work in rows for each in _kernels_in(work)})
@@ -116,13 +122,16 @@ def _kernels_in(work: TimedWork) -> list[TimedKernel]:
 
 
 def _in_products(work: TimedWork, rates: Mapping[str, Rates]) -> float:
-    """Return the seconds that the rates predict for the products of a row."""
+    """Return the time in seconds that the rates predict for the products in `work`."""
     products = [each for each in work.computed if isinstance(each, Product)]
     return sum(each.flop / rates[each.dtype].curve(each.flop) for each in products)
 
 
 def _positive(matrix: np.ndarray, values: np.ndarray) -> list[float]:
-    """Solve a least-squares problem, dropping columns with negative coefficients."""
+    """Solve a least-squares problem with nonnegative coefficients.
+
+    Columns with negative coefficients are dropped until none is left; their coefficients are 0.
+    """
     found, used = np.zeros(matrix.shape[1]), np.arange(matrix.shape[1])
     while True:
         part = np.linalg.lstsq(matrix[:, used], values, rcond=None)[0]
@@ -146,9 +155,10 @@ def _tables_of(works: Sequence[TimedWork], bandwidth: float) -> tuple[CallTable,
 
 
 def _table(found: tuple, bandwidth: float) -> tuple:
-    """Return a table with at least two knots.
+    """Return the (bytes, seconds) columns of a table with at least two knots.
 
-    A single knot is extended to twice its bytes, at the memory bandwidth.
+    A single knot is complemented by one with twice the bytes, extrapolated at the memory
+    bandwidth.
     """
     (bytes_, *more), (seconds, *_) = found
     if more:
@@ -159,8 +169,9 @@ def _table(found: tuple, bandwidth: float) -> tuple:
 def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Machine:
     """Return `machine` with the wake-up time that explains the measured step times.
 
-    `timed` has pairs (config, seconds) of runs in which each rank had a core. wakeup_s is the
-    median over these runs, at most MOST_S: any more was the work of other programs.
+    `timed` has pairs (config, step time in seconds) of runs in which each rank had its own core.
+    `wakeup_s` is the median over these runs, limited to MOST_S, because longer delays are caused
+    by other programs.
     """
     found = []
     for config, seconds in timed:
@@ -175,5 +186,5 @@ def with_wakeup(machine: Machine, timed: Iterable[tuple[Config, float]]) -> Mach
 
 
 def step_seconds(runs: Sequence[StageRun]) -> float:
-    """Return the duration of a simulated step over all its stages, in seconds."""
+    """Return the duration of a simulated step over all stages, in seconds."""
     return (max(run.step[3] for run in runs) - min(run.step[2] for run in runs)) * 1e-9

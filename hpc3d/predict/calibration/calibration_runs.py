@@ -1,6 +1,6 @@
 """Runs that calibrate a machine (CALIBRATE) and independent runs that check it (CHECK).
 
-Each line has mesh sizes (omitted sizes are 1) and keys of the input file without their sections.
+A line sets mesh sizes (1 by default) and other keys of the input file, without section names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ p=2 x=2 y=2 hidden=256 layers=4 batch=32 microbatches=4
 
 
 def settings(line: str, **more: str) -> tuple[int, list[str]]:
-    """Return the number of ranks of a line and the command-line options of its run."""
+    """Return the number of ranks and the command-line options of the run that a line describes.
+
+    `more` overrides keys of the line.
+    """
     pairs = dict(pair.split("=") for pair in f"{_BASE} {line}".split()) | more
     ranks = prod(int(pairs.get(axis, 1)) for axis in ("p", "d", "x", "y", "z"))
     options = ([f"--{_SECTION[key]}.{key}", value] for key, value in pairs.items())
@@ -66,6 +69,6 @@ def settings(line: str, **more: str) -> tuple[int, list[str]]:
 
 
 def config_of(line: str, **more: str) -> Config:
-    """Return the Config of a line."""
+    """Return the Config of the run that a line describes; `more` overrides keys."""
     ranks, words = settings(line, **more)
     return load_resolved(None, words, ranks)

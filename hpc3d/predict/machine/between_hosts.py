@@ -1,9 +1,9 @@
-"""Calls between hosts without devices: what their cores do, and what their cards carry.
+"""Cost of communication calls between hosts without devices: CPU time and NIC time.
 
-Where groups have r members on each of h hosts, a call goes in two levels: inside the hosts by
-shared memory, and across, where each member carries 1/r of the block.  So the card of a host
-carries what that of one member of h would, however many members the host has.  Groups with more
-members on one host than on another are taken for such, too.
+A call of a group with r members on each of h hosts has two levels: within the hosts through shared
+memory, and between the hosts, where each member transfers 1/r of the block.  The NIC of a host
+therefore carries the same volume for any r, as if the group had one member per host.  The model
+is also used for groups with different numbers of members on the hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpc3d.comm.communicator import received_share
 from hpc3d.predict.machine.collective_costs import best
 from hpc3d.trace.schema import MESSAGES
 
-# Of each call what is done inside the hosts; across it is the call itself.
+# Calls within the hosts, for each call of a group on several hosts.
 _INSIDE = {
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
@@ -27,9 +27,12 @@ _INSIDE = {
 
 
 class Crossing(NamedTuple):
-    """A group on several `hosts`: its members on one of them, and `alpha` seconds a message and
-    `beta` seconds a byte that this host's card carries for the group, while the others of the
-    host carry theirs."""
+    """Group of `size` members on several `hosts`.
+
+    `local` lists the members on the host with the most members.  The NIC of that host takes
+    `alpha` seconds per message and `beta` seconds per byte of the group, while the other ranks of
+    the host communicate in their own groups.
+    """
 
     size: int
     hosts: int
@@ -39,34 +42,40 @@ class Crossing(NamedTuple):
 
 
 class Legs(NamedTuple):
-    """Seconds of a call: those of a core, and those of the wire."""
+    """CPU time (`work`) and network time (`wired`) of a call, in seconds."""
 
     work: float
     wired: float
 
 
 def crossing(machine: Any, members: Sequence[int]) -> Crossing | None:
-    """The Crossing of a group; None if all of it are on one host."""
+    """Return the Crossing of a group, or None if all members are on one host."""
     hosts = machine.by_node(members)
     if len(hosts) == 1:
         return None
     local, link = tuple(max(hosts, key=len)), machine.link(members)
-    # Of a pipeline's stages those send that are next to another host.
+    # If pipeline stages are adjacent on a host, only those next to another host use the NIC.
     apart = max(members) - min(members) if len(members) == 2 else machine.ranks_per_node
     beta = link.beta(len(local), min(apart, machine.ranks_per_node))
     return Crossing(len(members), len(hosts), local, link.alpha_s, beta)
 
 
 def carried(op: str, nbytes: float, there: Crossing) -> float:
-    """Bytes that a host's card receives for a call of a group with this Crossing."""
+    """Return the bytes that the NIC of a host receives for a call of a group.
+
+    `nbytes` is the number of bytes that one member receives.
+    """
     block = nbytes / received_share(op, there.size)
-    if op == "all_to_all":  # to each member on another host a part of its own
+    if op == "all_to_all":  # each remote member receives a different block
         block *= len(there.local)
     return block * received_share(op, there.hosts)
 
 
 def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
-    """The Legs of a call whose trace counts `nbytes`; all of it is work where no card is."""
+    """Return the CPU and network time of a call that receives `nbytes` per member.
+
+    If the group is on one host, or if ranks have devices, the full time counts as work.
+    """
     there = machine.crossing(members) if machine.cores else None
     if there is None:
         return Legs(machine.call(op, nbytes, members), 0.0)
@@ -81,7 +90,10 @@ def legs(machine: Any, op: str, nbytes: float, members: Sequence[int]) -> Legs:
 
 
 def _handed(machine: Any, op: str, nbytes: float, hosts: int) -> float:
-    """Seconds of a core that hands a card its part of a call and takes what comes: those
-    that the call takes among as many members in memory, if that was measured."""
+    """Return the CPU time in seconds to move a member's share of a call to and from the NIC.
+
+    If measured, this is the time of the same call in a group with `hosts` members in shared
+    memory.
+    """
     table = machine.anywhere.get((op, hosts))
     return table(nbytes) if table else machine.launch_s + nbytes / machine.memory_bandwidth

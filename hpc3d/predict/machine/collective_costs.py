@@ -1,12 +1,14 @@
-"""What a call costs: `alpha` seconds a message and `beta` seconds a byte, by algorithm.
+"""Cost models of collective algorithms with `alpha` s per message and `beta` s per byte.
 
-Every cost takes (alpha, beta, g, nbytes): the g members of the group, and the bytes that a trace
-counts, which is what one member receives at least.  Of all_gather, reduce_scatter and all_to_all
-that is (1 - 1/g) of the whole, of all_reduce twice that, otherwise the block.  Additions cost
-nothing of their own: a measured beta has them in it.
+Every cost function takes (alpha, beta, g, nbytes) and returns seconds.  g is the number of members
+of the group.  `nbytes` is the number of bytes that a trace counts, which is the minimum that one
+member receives: a fraction 1 - 1/g of the full array for all_gather, reduce_scatter and
+all_to_all, twice that for all_reduce, and the block for other operations.  The time of additions
+is not separate, because a measured beta includes it.
 
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
-(IJHPCA 19(1), 2005) has all of them but the chain; MPICH's src/mpi/coll repeats them.
+(IJHPCA 19(1), 2005) describes all algorithms except the chain; MPICH implements them in
+src/mpi/coll.
 """
 
 from __future__ import annotations
@@ -16,68 +18,78 @@ from typing import NamedTuple
 
 from hpc3d.trace.schema import MESSAGES
 
-_SHORT = 512 * 1024  # bytes: MPICH gathers and scatters by doubling up to here
+_SHORT = 512 * 1024  # bytes up to which MPICH uses recursive doubling and halving
 
 
 def message(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """One message from one member to another."""
+    """Single message from one member to another."""
     return alpha + nbytes * beta
 
 
 def ring(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """All-gather or reduce-scatter from neighbor to neighbor around a ring."""
+    """Ring all-gather or reduce-scatter."""
     return (g - 1) * alpha + nbytes * beta
 
 
 def pairwise(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """All-to-all with a new partner in every step."""
+    """Pairwise all-to-all, with a different partner in every step."""
     return (g - 1) * alpha + nbytes * beta
 
 
 def doubling(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """All-gather with partners 1, 2, 4, ... away (Bruck's for any g), and its mirror image:
-    reduce-scatter by recursive halving, for powers of two."""
+    """All-gather by recursive doubling, or by Bruck's algorithm if g is not a power of two.
+
+    The cost is the same for its mirror image, reduce-scatter by recursive halving, which requires
+    a power of two.
+    """
     return ceil(log2(g)) * alpha + nbytes * beta
 
 
 def bruck(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """All-to-all in log2 g steps, each of which sends half of everything."""
+    """Bruck all-to-all: log2 g steps, each of which sends half of the array."""
     return ceil(log2(g)) * (alpha + nbytes * g / (g - 1) / 2 * beta)
 
 
 def ring_all_reduce(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """A reduce-scatter and an all-gather around a ring."""
+    """Ring all-reduce: a ring reduce-scatter followed by a ring all-gather."""
     return 2 * (g - 1) * alpha + nbytes * beta
 
 
 def rabenseifner(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """All-reduce: a reduce-scatter by halving and an all-gather by doubling.
+    """Rabenseifner all-reduce: reduce-scatter by recursive halving, all-gather by doubling.
 
-    The members beyond a power of two hand their block to a neighbor and get the sum back.
+    If g is not a power of two, the excess members send their blocks to a neighbor first and
+    receive the sum at the end.
     """
     odd = not _power_of_two(g)
     return 2 * (floor(log2(g)) + odd) * alpha + (nbytes + 2 * odd * _summed(g, nbytes)) * beta
 
 
 def doubling_all_reduce(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """All-reduce that exchanges the whole block in every one of log2 g steps."""
+    """Recursive-doubling all-reduce, which exchanges the full block in each of log2 g steps."""
     steps = floor(log2(g)) + 2 * (not _power_of_two(g))
     return steps * (alpha + _summed(g, nbytes) * beta)
 
 
 def binomial(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """Broadcast or reduce along a tree."""
+    """Binomial-tree broadcast or reduce."""
     return ceil(log2(g)) * (alpha + nbytes * beta)
 
 
 def scatter_all_gather(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """Broadcast: scatter along a tree, then all-gather around a ring; backwards a reduce."""
+    """Broadcast as a binomial-tree scatter followed by a ring all-gather.
+
+    A reduce with these steps reversed has the same cost.
+    """
     return (ceil(log2(g)) + g - 1) * alpha + 2 * (1 - 1 / g) * nbytes * beta
 
 
 def chain(alpha: float, beta: float, g: int, nbytes: float) -> float:
-    """Broadcast or reduce from neighbor to neighbor in k segments: (g - 2 + k)(alpha + n beta/k)
-    with the best k = sqrt((g - 2) n beta / alpha), and at least 1."""
+    """Pipelined broadcast or reduce along a chain of neighbors, in k segments.
+
+    The cost is (g - 2 + k)(alpha + n beta / k), with the optimal k = sqrt((g - 2) n beta / alpha),
+    but at least 1.
+    """
     fill = (g - 2) * nbytes * beta
     if fill <= alpha:
         return (g - 1) * (alpha + nbytes * beta)
@@ -89,7 +101,7 @@ def _power_of_two(g: int) -> bool:
 
 
 def _summed(g: int, nbytes: float) -> float:
-    """The bytes of the block that is all-reduced."""
+    """Return the size in bytes of the array in an all-reduce that receives `nbytes`."""
     return nbytes * g / (2 * (g - 1))
 
 
@@ -105,8 +117,8 @@ def short_power_of_two(g: int, nbytes: float) -> bool:
     return nbytes <= _SHORT and _power_of_two(g)
 
 
-# Of each call the algorithms and when libraries take them: doubling sends far, so that long
-# messages would meet on the same links.
+# Algorithms of each operation, with the condition under which libraries use them.  Recursive
+# doubling sends to distant ranks, so long messages would contend for the same links.
 ALGORITHMS = {
     "all_gather": ((ring, always), (doubling, short)),
     "reduce_scatter": ((ring, always), (doubling, short_power_of_two)),
@@ -122,15 +134,15 @@ ALGORITHMS = {
 }
 
 
-_NEIGHBOURS = {ring, ring_all_reduce, chain}  # algorithms of which no message goes far
+_NEIGHBOURS = {ring, ring_all_reduce, chain}  # algorithms that send to neighbors only
 
 
 def best(
     op: str, g: int, nbytes: float, alpha: float, beta: float, hop: float | None = None
 ) -> float:
-    """Seconds of a call by the cheapest algorithm that libraries would take.
+    """Return the time of a call in seconds with the fastest algorithm that libraries would use.
 
-    `hop` is the latency between neighbors, where it is not alpha.
+    `hop` is the latency in seconds between neighbors, if it differs from `alpha`.
     """
     if g == 1:
         return 0.0
@@ -143,7 +155,7 @@ def best(
 
 
 class Level(NamedTuple):
-    """Members that are joined alike: seconds a message and seconds a byte."""
+    """Level of a network hierarchy: its members, seconds per message and seconds per byte."""
 
     members: int
     alpha: float
@@ -151,9 +163,11 @@ class Level(NamedTuple):
 
 
 def hierarchical_all_reduce(nbytes: float, inside: Level, across: Level) -> float:
-    """Seconds of a reduce-scatter inside of nodes, an all-reduce across, an all-gather inside.
+    """Return the time of a hierarchical all-reduce in seconds.
 
-    `inside` and `across` are (g, alpha, beta) of the members on one node, and of the nodes.
+    It consists of a reduce-scatter within the nodes, an all-reduce across the nodes, and an
+    all-gather within the nodes. `inside` is the Level of the members on a node, and `across` the
+    Level of the nodes.
     """
     (members, alpha, beta), (nodes, far_alpha, far_beta) = inside, across
     block = _summed(members * nodes, nbytes)

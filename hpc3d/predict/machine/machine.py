@@ -1,7 +1,8 @@
-"""Machine model: the seconds of products, kernels and communication calls.
+"""Machine model, which predicts the times of matrix products, kernels and communication calls.
 
 Machine files are in inputs/machines/*.toml; machine_file.py reads and writes them. Measured rates
-and tables are stored as knots and interpolated, so that the model reproduces the measurements.
+and times are interpolated between the stored points, so that the model reproduces the
+measurements.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hpc3d.predict.machine.collective_costs import Level, best, hierarchical_all
 if TYPE_CHECKING:
     from hpc3d.predict.machine.between_hosts import Crossing
 
-TYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")  # of products
+TYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")  # dtypes of products
 
 
 class Curve:
@@ -45,10 +46,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of products of one dtype.
+    """Rates of matrix products in one dtype.
 
-    `peak` FLOP/s is the reference for MFU. A product of `flop` floating-point operations runs at
-    `rate` FLOP/s.
+    `peak` in FLOP/s is the reference for MFU. A product with `flop` floating-point operations runs
+    at `rate` FLOP/s; both are lists of measured points.
     """
 
     __pydantic_config__ = STRICT
@@ -63,12 +64,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Link:
-    """Network link that connects `ranks` consecutive ranks (0: all).
+    """Network link that connects `ranks` consecutive ranks (0: all ranks).
 
-    `alpha_s` is the latency of a message. A single rank sends `bandwidth` bytes/s over the link,
-    and all ranks of a node together at most `node_bandwidth` (0: no shared limit). One rank sends
-    at most `pair_bandwidth` to one other rank (0: its full bandwidth; less if wires connect pairs
-    of ranks without a switch).
+    `alpha_s` is the latency of a message in seconds. Bandwidths are in bytes/s: `bandwidth` of a
+    single rank, `node_bandwidth` of all ranks of a node together (0: no shared limit), and
+    `pair_bandwidth` from one rank to one other rank (0: same as `bandwidth`; it is lower if pairs
+    of ranks are connected directly, without a switch).
     """
 
     __pydantic_config__ = STRICT
@@ -79,10 +80,10 @@ class Link:
     pair_bandwidth: float = 0.0
 
     def beta(self, senders: int, ranks_per_node: int, peers: float = inf) -> float:
-        """Return the seconds per byte of a group of which `senders` ranks of a node use the link.
+        """Return the time per byte of a group that has `senders` ranks on a node, in s.
 
-        Each sends to `peers` other ranks, while the other ranks of the node do so in their own
-        groups.
+        Each of them sends to `peers` other ranks over the link, while the other ranks of the node
+        do the same in their own groups.
         """
         common = (self.node_bandwidth or inf) * min(1, senders / ranks_per_node)
         return 1 / min(senders * self.bandwidth, common, peers * (self.pair_bandwidth or inf))
@@ -90,10 +91,11 @@ class Link:
 
 @dataclass(frozen=True)
 class CallTable:
-    """Measured `seconds` of calls of an `op` by the bytes that a trace counts.
+    """Measured times of an operation `op`, in `seconds`, as a function of its size in `bytes`.
 
-    The group has `members`, `stride` ranks apart (0: any stride, on one node). `groups` is "alone"
-    if only this group called, or "at once" if all groups of the axis called concurrently.
+    `bytes` are counted as in a trace. The group has `members` ranks with a distance of `stride`
+    ranks (0: any stride, on one node). `groups` is "alone" if only this group made calls, and
+    "at once" if all groups of the axis made calls concurrently.
     """
 
     __pydantic_config__ = STRICT
@@ -109,8 +111,10 @@ class CallTable:
         return Curve(self.bytes, self.seconds)
 
     def time(self, nbytes: float) -> float:
-        """Return the seconds: log-log interpolation between knots, alpha + beta nbytes beyond
-        them."""
+        """Return the time of a call in seconds.
+
+        The interpolation is log-log between the knots and linear (alpha + beta nbytes) outside.
+        """
         x, y = self.bytes, self.seconds
         if x[0] <= nbytes <= x[-1]:
             return self.curve(nbytes)
@@ -124,10 +128,10 @@ class CallTable:
 class Route(NamedTuple):
     """Cost parameters of the calls of a group.
 
-    Measured `tables` take precedence. Otherwise a message takes `alpha` between any members and
-    `hop` between neighbors of a ring, plus `beta` per byte, or `spread` per byte if each member
-    sends to all others. `levels` are the (inside, across) Levels of a group with several members
-    on several nodes.
+    Measured `tables` take precedence. Otherwise, a message takes `alpha` seconds, or `hop` seconds
+    between neighbors in a ring, plus `beta` seconds per byte, or `spread` seconds per byte in an
+    all-to-all. If the group has several members on each of several nodes, `levels` has the Levels
+    within and across the nodes.
     """
 
     members: int
@@ -146,12 +150,12 @@ def _over_nodes(
     leaving: float,
     tables: dict[str, Callable[[float], float]],
 ) -> Route:
-    """Return the Route of several members on several nodes.
+    """Return the Route of a group with several members on each of several nodes.
 
-    A ring leaves each node once, through as many adapters as it has members there, and takes
-    `leaving` seconds per byte from node to node. Its steps overlap, so their latency is that of
-    the mean hop, as in NCCL (src/graph/tuning.cc). A tree has steps within nodes and steps across
-    nodes.
+    A ring leaves each node once, through as many NICs as the group has members there, and takes
+    `leaving` seconds per byte from node to node. The steps of a ring overlap, so their latency is
+    the mean latency of a hop, as in NCCL (src/graph/tuning.cc). The latency of a tree is the mean
+    over its steps within and across nodes.
     """
     near, far = ceil(log2(inside.members)), ceil(log2(across.members))
     alpha = (near * inside.alpha + far * across.alpha) / (near + far)
@@ -170,15 +174,15 @@ def _over_nodes(
 
 @dataclass(frozen=True)
 class Machine:
-    """Model of a machine's ranks and links; `source` says where the numbers come from.
+    """Model of a machine's ranks and links; `source` is the origin of the numbers.
 
-    A node has `ranks_per_node` ranks, which share its `cores` if they outnumber them (0 cores:
-    each rank has a device). `memory_gb` is per rank. A kernel takes `launch_s` plus the time to
+    A node has `ranks_per_node` ranks. If `cores` is less, ranks share the cores; if it is 0, each
+    rank has a device. `memory_gb` is per rank. A kernel takes `launch_s` seconds plus the time to
     move its bytes at `memory_bandwidth`, or at its own rate in `kernels`, in bytes/s. `links` are
-    ordered from the innermost outwards. Without devices, a core makes the calls itself, and a rank
-    that waited resumes after `wakeup_s`. A device's fused attention supports heads up to
-    `max_fused_head_dim` (0: none). A device copies `host_bandwidth` bytes/s to or from its host
-    (25e9: PCIe 4 x16).
+    ordered from the innermost to the outermost. Without devices, communication uses the cores, and
+    a rank that waited resumes after `wakeup_s` seconds. Fused attention on a device supports heads
+    up to the size `max_fused_head_dim` (0: no fused attention). Copies between a device and its
+    host run at `host_bandwidth` bytes/s (25e9: PCIe 4 x16).
     """
 
     __pydantic_config__ = STRICT
@@ -198,17 +202,19 @@ class Machine:
     host_bandwidth: float = 25e9
 
     def product(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
-        """Return the seconds of `batch` products [m, k] [k, n].
+        """Return the time in seconds of `batch` products of shapes [m, k] and [k, n].
 
-        A product takes at least one launch. A device moves the operands through its memory (S.
-        Williams et al., "Roofline", CACM 52(4), 2009); a core finds them in its caches. Raises
-        ValueError if the machine has no rates of the dtype.
+        A product takes at least the launch time. On a device, it also takes at least the time to
+        move the operands through memory (S. Williams et al., "Roofline", CACM 52(4), 2009); cores
+        are assumed to find them in their caches. Raises ValueError if the machine has no rates for
+        the dtype.
         """
         moved = 0 if self.cores else batch * (m * k + k * n + m * n) * itemsize(dtype)
         return self.fused(2.0 * m * n * k * batch, moved, dtype)
 
     def fused(self, flop: float, nbytes: float, dtype: str) -> float:
-        """Return the seconds of a kernel with `flop` in products and `nbytes` of traffic."""
+        """Return the time in seconds of a kernel with `flop` FLOPs and `nbytes` of memory
+        traffic."""
         if dtype not in self.gemm:
             raise ValueError(
                 f"machine {self.name}: no rates of {dtype} (it has {', '.join(self.gemm)}); add "
@@ -218,16 +224,16 @@ class Machine:
         return max(self.launch_s, computed, nbytes / self.memory_bandwidth)
 
     def kernel(self, name: str, nbytes: float) -> float:
-        """Return the seconds of an elementwise kernel that reads and writes `nbytes` in total."""
+        """Return the time in seconds of an elementwise kernel that moves `nbytes` in total."""
         return self.launch_s + nbytes / self.kernels.get(name, self.memory_bandwidth)
 
     def call(self, op: str, nbytes: float, members: Sequence[int]) -> float:
-        """Return the seconds of a call that all groups along an axis make concurrently.
+        """Return the time in seconds of a call that all groups along an axis make concurrently.
 
-        `members` are the ranks of one group (a tuple or a range) and `nbytes` the bytes that a
-        trace counts. A call is a launch and its messages (collective_costs.best); a measured table
-        includes both. Calls between hosts without devices are split in two
-        (hpc3d.predict.machine.between_hosts).
+        `members` are the ranks of one group (a tuple or a range), and `nbytes` is the number of
+        bytes that a trace counts. The time is the sum of a launch and the messages
+        (collective_costs.best); a measured table includes both. For calls between hosts without
+        devices, it is the sum of CPU and network time (hpc3d.predict.machine.between_hosts).
         """
         if len(members) == 1:
             return 0.0
@@ -243,8 +249,10 @@ class Machine:
         return self.launch_s + seconds
 
     def crossing(self, members: Sequence[int]) -> Crossing | None:
-        """Return the Crossing of a group (hpc3d.predict.machine.between_hosts), or None on one
-        node."""
+        """Return the Crossing of a group (hpc3d.predict.machine.between_hosts).
+
+        The result is None if all members are on one node.
+        """
         members = members if isinstance(members, range) else tuple(members)
         if members not in self._crossings:
             self._crossings[members] = between_hosts.crossing(self, members)
@@ -252,12 +260,12 @@ class Machine:
 
     @cached_property
     def _crossings(self) -> dict[tuple[int, ...], Crossing | None]:
-        """Cache of crossings: members -> Crossing or None."""
+        """Cache: dict from members to their Crossing or None."""
         return {}
 
     @cached_property
     def anywhere(self) -> dict[tuple[str, int], Callable[[float], float]]:
-        """Measured times of groups with any stride: (op, members) -> time function."""
+        """Dict from (op, number of members) to a time function, for tables without a stride."""
         return {
             (each.op, each.members): each.time
             for groups in ("alone", "at once")
@@ -267,11 +275,11 @@ class Machine:
 
     @cached_property
     def _routes(self) -> dict[tuple[int, ...], Route]:
-        """Cache of routes: members -> Route."""
+        """Cache: dict from members to their Route."""
         return {}
 
     def route(self, members: tuple[int, ...]) -> Route:
-        """Return the Route of at least two ranks, the same number of them on each node."""
+        """Return the Route of a group of at least two ranks, with equal numbers on each node."""
         on_node, ranks = self.by_node(members), self.ranks_per_node
         here = max(on_node, key=len)
         near, far = self.link(here), self.link(members)
@@ -285,7 +293,7 @@ class Machine:
         return _over_nodes(len(members), inside, across, far.beta(len(here), ranks), tables)
 
     def by_node(self, members: Sequence[int]) -> Collection[list[int]]:
-        """Return the members on each node."""
+        """Return lists of the members on each node."""
         nodes = defaultdict(list)
         for rank in members:
             nodes[rank // self.ranks_per_node].append(rank)
@@ -300,10 +308,11 @@ class Machine:
     def tables(
         self, members: Sequence[int], alone_serves: bool
     ) -> dict[str, Callable[[float], float]]:
-        """Return the measured times that apply to a group: op -> time function.
+        """Return a dict from operation to the measured time function that applies to a group.
 
-        Tables measured "at once" take precedence. Tables measured "alone" apply if `alone_serves`:
-        the group has its links to itself. Tables without a stride apply on one node.
+        Tables measured "at once" take precedence. Tables measured "alone" apply only if
+        `alone_serves` is true, which means that the group shares no link with other groups. Tables
+        without a stride apply to groups on one node.
         """
         ranks, across = sorted(members), len(self.by_node(members)) > 1
         strides = {there - here for here, there in pairwise(ranks)}

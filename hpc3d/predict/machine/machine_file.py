@@ -19,21 +19,21 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.predict.machine.collective_costs import ALGORITHMS
 from hpc3d.predict.machine.machine import TYPES, CallTable, Link, Machine, Rates
 
-_RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # old key: new key
-_LONGEST, _SLOWEST = 10.0, 1.0  # seconds of anything, units a second of any rate
+_RENAMED = {"wake_s": "wakeup_s", "widest_head": "max_fused_head_dim"}  # maps old keys to new keys
+_LONGEST, _SLOWEST = 10.0, 1.0  # maximum of any time in seconds, minimum of any rate per second
 _PARTS = {"gemm": Rates, "links": Link, "measured": CallTable}
 
 
 def load(path: Path | str) -> Machine:
-    """Return the Machine of a TOML file or of a name in hpc3d.config.package_data.
+    """Read a Machine from a TOML file, or by name from hpc3d.config.package_data.
 
-    Raises ValueError with one line for every error, each with its key and the fix.
+    Raises ValueError with one line per error, which names the key and the fix.
     """
     return _validate(read(find(path, MACHINE)))
 
 
 def dumps(machine: Machine) -> str:
-    """Return the text of a TOML file that `load` reads as an equal machine."""
+    """Return `machine` as TOML text, from which `load` reads an equal Machine."""
     tree = asdict(machine)
     gemm, links, kernels, measured = map(tree.pop, ("gemm", "links", "kernels", "measured"))
     parts = [_table("", tree)]
@@ -54,9 +54,9 @@ def _key(name: str) -> str:
 
 
 def _validate(tree: dict[str, Any]) -> Machine:
-    """Convert a tree of tables to a Machine, and print a warning for each old name.
+    """Convert nested TOML tables to a Machine, and warn about each deprecated key.
 
-    Raises ValueError with one line for every error, each with its key and the fix.
+    Raises ValueError with one line per error, which names the key and the fix.
     """
     import json
 
@@ -77,7 +77,7 @@ def _validate(tree: dict[str, Any]) -> Machine:
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    """Format one of pydantic's errors as a line."""
+    """Format a pydantic error as one line."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
         return f"{key}: missing; add it"
@@ -94,7 +94,7 @@ def _hint(*key: str) -> str:
 
 
 def _wrong_numbers(machine: Machine) -> Iterator[str]:
-    """Yield errors of numbers out of range."""
+    """Yield an error for each value that is out of range."""
     if not (machine.name.strip() and machine.name.isprintable()):
         yield f"name = {machine.name!r}: must be one line of printable characters, and not empty"
     if machine.ranks_per_node < 1:
@@ -124,7 +124,7 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_rates(machine: Machine) -> Iterator[str]:
-    """Yield errors of missing product rates, invalid knots and rates above their peak."""
+    """Yield an error for missing product rates, invalid knots, and rates above the peak."""
     if not machine.gemm:
         yield "gemm: missing; add [gemm.float32], or the table of another type"
     for dtype, rates in machine.gemm.items():
@@ -139,7 +139,7 @@ def _wrong_rates(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_links(machine: Machine) -> Iterator[str]:
-    """Yield errors of links that are not ordered from the innermost outwards."""
+    """Yield an error for missing or invalid links, and if links are not ordered outwards."""
     if not machine.links:
         yield "links: missing; add [[links]] with ranks = 0, which connects all ranks"
     for place, link in enumerate(machine.links):
@@ -168,7 +168,7 @@ def _wrong_link(key: str, link: Link, last: bool) -> Iterator[str]:
 
 
 def _wrong_tables(machine: Machine) -> Iterator[str]:
-    """Yield errors of unknown, invalid and duplicate measured calls."""
+    """Yield an error for each unknown, invalid or duplicate table of measured calls."""
     for index, table in enumerate(machine.measured):
         key = f"measured.{index}"
         if table.op not in ALGORITHMS:
@@ -188,7 +188,10 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
 
 
 def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterator[str]:
-    """Yield an error if two columns are not the knots of a curve; the first must ascend."""
+    """Yield an error unless two columns are valid knots of a curve.
+
+    They must have the same length of at least `least` and be positive, and the first must ascend.
+    """
     (first, x), (second, y) = columns.items()
     if len(x) != len(y) or len(x) < least:
         yield (
@@ -202,5 +205,5 @@ def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterat
 
 
 def _sound(value: float) -> bool:
-    """Return True if a number is positive and finite."""
+    """Return True if `value` is positive and finite."""
     return 0 < value < inf
