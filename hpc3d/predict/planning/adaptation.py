@@ -1,8 +1,8 @@
-"""Uneven layers per stage and other bucket sizes for the best layouts of a search.
+"""Uneven numbers of layers per stage and other bucket sizes for the best layouts of a search.
 
-The rest of the search does not depend on these two, because they gain little on a good layout. The
-schedule simulator evaluates the layers per stage (layer_counts.py), also for layouts that do not
-fit with even layers. A bucket holds the gradient of 1, 2, 4, ... layers.
+They are tried last and only for the best layouts, because they gain little on a good layout.
+layer_counts.py evaluates layers per stage with the schedule simulator, also for layouts that do
+not fit in memory with even layers. The bucket sizes are the gradient sizes of 1, 2, 4, ... layers.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.cost_table import CostTable
     from hpc3d.predict.planning.estimate import Estimate, Estimator
 
-_FEW = 6  # layouts for which uneven layers are tried
-_SCHEDULES = 3  # schedules per candidate
-_LESS = 2  # memory options that save less and may fit with uneven layers
+_FEW = 6  # maximum number of layouts for which uneven layers are tried
+_SCHEDULES = 3  # maximum number of schedules per candidate
+_LESS = 2  # number of memory options with smaller savings, which may fit with uneven layers
 _PASSES = 12_000_000  # budget of simulated passes for all layouts together
-_WORTH = 0.01  # least relative gain of a step for non-default keys
+_WORTH = 0.01  # minimum relative reduction of the step time that justifies non-default keys
 _BUCKETS = 6  # number of bucket sizes: 1, 2, 4, ... layers
 
 
 class Offer(NamedTuple):
-    """Estimate for the timed candidate with index `number`."""
+    """Additional estimate for the timed candidate with index `number`."""
 
     number: int
     estimate: Estimate
 
 
 def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
-    """Yield layouts with uneven layers that are faster than with even layers, or fit better."""
+    """Yield estimates of layouts with uneven layers that are faster or fit in memory.
+
+    Each is preceded by an estimate with even layers from the same simulator, for comparison.
+    """
     estimator = candidates.estimator
     limit = min((each.best.seconds for each in timed if each.fits), default=inf)
     found = [
@@ -62,7 +65,7 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
         left -= share - max(0, search.left)
         if counts:
             candidates.count += 1
-            # Time both with the schedule simulator, so that they are comparable.
+            # Estimate both with the schedule simulator, so that they are comparable.
             clocked = estimator.estimate(_with_layers(config, even))._replace(config=config)
             other = estimator.estimate(_with_layers(config, counts))
             yield offer._replace(estimate=clocked)
@@ -71,7 +74,7 @@ def uneven(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 
 
 def gains(seconds: float, usual: float) -> bool:
-    """Return True if non-default keys shorten a step enough to be worth setting."""
+    """Return True if `seconds` is enough below `usual` to justify non-default keys."""
     return seconds < (1 - _WORTH) * usual
 
 
@@ -82,8 +85,8 @@ def _with_layers(config: Config, counts: Sequence[int]) -> Config:
 def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[Offer]:
     """Yield layouts with even layers that uneven layers may improve.
 
-    These are the fastest few schedules of each candidate with a pipeline, and the fastest
-    estimates that save less memory than even layers need.
+    These are the fastest few schedules of each candidate with a pipeline, and the fastest layouts
+    with memory options that save too little memory for even layers.
     """
     for number, each in enumerate(timed):
         if each.best.config.mesh.p == 1:
@@ -98,7 +101,10 @@ def _bases(candidates: Candidates, timed: Sequence[TimedCandidate]) -> Iterator[
 
 
 def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
-    """Yield the fastest estimates with less recomputation than `best`, or a lower ZeRO stage."""
+    """Yield the fastest estimates that save less memory than `best`.
+
+    They recompute or re-gather less, or have a lower ZeRO stage.
+    """
     config, parallel = best.config, best.config.parallel
     ways = candidates.ways(config)
     way = MemoryOption(parallel.keep_gathered, parallel.recompute, parallel.attention)
@@ -112,7 +118,7 @@ def _saving_less(candidates: Candidates, best: Estimate) -> Iterator[Estimate]:
 
 
 def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
-    """Return the step time that a layout would have if all stages had equal work."""
+    """Return the step time in seconds that a layout would have if all stages had equal work."""
     config = estimate.config
     stages = [stage_content(each) for each in contents(config)]
     works = estimator.works(config, estimator.costs.parts(config), stages)
@@ -121,7 +127,7 @@ def least_uneven(estimator: Estimator, estimate: Estimate) -> float:
 
 
 def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> LayerPipeline:
-    """Return the LayerPipeline of a layout, with `memory` bytes per stage."""
+    """Return the LayerPipeline of a layout, with at most `memory` bytes per rank."""
     parts, model = estimator.costs.parts(config), model_of(config)
     none = _with_layers(config, (0,) * model.placement.parts)
     backward = parts.layer.backward if model.schedule.splits_backward else parts.layer.whole
@@ -137,9 +143,9 @@ def layer_pipeline(estimator: Estimator, config: Config, memory: float) -> Layer
 
 
 def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float]:
-    """Return the exposed gradient-reduction time of a stage as a function of its layers.
+    """Return a function (stage, layers) -> exposed time of gradient reductions in seconds.
 
-    The time per byte is that of the first stage.
+    All stages are assumed to have the same time per byte as the first stage.
     """
     chunks = contents(config)
     first = stage_content(chunks[0])
@@ -155,7 +161,7 @@ def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float
 
 
 def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]], float]:
-    """Return the bytes of a stage as a function of the layers of its chunks."""
+    """Return a function (stage, layers of its chunks) -> peak memory of a rank in bytes."""
     parts, placement = costs.parts(config), model_of(config).placement
     sums, rest = costs.update(config, stage_content(contents(config)[0]))
 
@@ -171,13 +177,16 @@ def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]
 
 
 def _mixtures(config: Config, layers: int) -> float:
-    """Return the mean number of layers with a mixture of experts, 0 if all layers are the same."""
+    """Return the mean number of mixtures of experts in `layers` layers.
+
+    The result is 0 if all layers of the model are identical.
+    """
     every = config.model.moe_every
     return layers / every if every > 1 else 0
 
 
 def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]:
-    """Return estimates of a layout with other bucket sizes, fastest first."""
+    """Return estimates of a layout with other bucket sizes, ordered by step time."""
     sizes = bucket_sizes(candidates.estimator, config)
     candidates.count += len(sizes)
     sized = (replace(config.parallel, bucket_mb=size) for size in sizes)
@@ -186,9 +195,9 @@ def with_other_buckets(candidates: Candidates, config: Config) -> list[Estimate]
 
 
 def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
-    """Return bucket sizes in megabytes: 1, 2, 4, ... layers, up to a full stage.
+    """Return the bucket sizes to try in MB: gradients of 1, 2, 4, ... layers up to a full stage.
 
-    The configured size is left out.
+    The configured size is excluded.
     """
     layer = estimator.costs.layer_gradient(config) / config.model.moe_every
     whole = max(
@@ -200,6 +209,6 @@ def bucket_sizes(estimator: Estimator, config: Config) -> list[float]:
 
 
 def _rounded_up(size: float) -> float:
-    """Round up to two digits, so that the intended gradients fit into the bucket."""
+    """Round up to two significant digits, so that the intended gradients fit into a bucket."""
     unit = 10.0 ** (ceil(log10(size)) - 2)
     return round(ceil(size / unit * (1 - 1e-12)) * unit, 12)

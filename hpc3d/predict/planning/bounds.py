@@ -33,15 +33,16 @@ _KINDS = {
     "2.5d": "2.5-D",
     "3d": "3-D",
 }
-_SHORT = 2  # candidates per (p, d, c, e) on the short list
-_BOUND_MARGIN = 0.7  # fraction of a layout's work and communication that is a lower bound
+_SHORT = 2  # number of candidates per (p, d, c, e) on the short list
+# Factor by which estimated compute and communication times are multiplied in a lower bound.
+_BOUND_MARGIN = 0.7
 
 
 class Candidate(NamedTuple):
-    """Layout without its schedule and memory options.
+    """Layout of which the schedule and the memory options are not chosen yet.
 
-    `moves` has the seconds of communication by axis. `work` is the part of them that a core
-    spends, and `hidden` the part that overlaps with computation.
+    `moves` maps an axis to its communication time per step, in seconds. `work` is the CPU time of
+    all communication, and `hidden` the communication time that may overlap with compute.
     """
 
     config: Config
@@ -55,16 +56,17 @@ class Candidate(NamedTuple):
 
 
 def kind(config: Config) -> str:
-    """Return the class of the scheme, such as "2-D"; "none" with one rank on all tensor axes."""
+    """Return the class of a layout's scheme, such as "2-D", or "none" without tensor
+    parallelism."""
     mesh = config.mesh
     return "none" if mesh.x * mesh.y * mesh.z == 1 else _KINDS[config.parallel.scheme]
 
 
 def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Return (lists of candidates to time first, other candidates).
+    """Select the candidates to time first; return lists of them, and the other candidates.
 
-    There is a list for each (p, d, c, e). It has the candidates with the least communication,
-    shortest first: a fixed number and at least one of every kind.
+    There is one list for each (p, d, c, e), ordered by communication time. It has at least one
+    candidate of every kind, and the fastest others up to a fixed number.
     """
     groups, others = {}, []
     for candidate in sorted(candidates, key=lambda candidate: sum(candidate.moves.values())):
@@ -76,7 +78,7 @@ def shortlists(candidates: Sequence[Candidate]) -> tuple[list[list[Candidate]], 
 
 
 def _product_type(config: Config, machine: Machine) -> str:
-    """Return the fastest dtype in which the matrix products of layers run."""
+    """Return the fastest dtype that a run uses for the matrix products of its layers."""
     train = config.train
     asked = (train.backend, train.product_dtype, train.product_scale)
     coded = asked == ("cupy", "float8", "tensor") and E4M3 in machine.gemm
@@ -84,13 +86,14 @@ def _product_type(config: Config, machine: Machine) -> str:
 
 
 class Bounds:
-    """Lower bounds of layouts on a machine: ideal compute, pipeline bubble, communication."""
+    """Lower bounds on the step time of layouts, from compute, pipeline bubble and
+    communication."""
 
     def __init__(self, config: Config, ranks: int, vocabulary: int, machine: Machine) -> None:
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
         computed = sum(count * each.computed for count, each in block_products(model))
-        columns = int(computed) // (model.layers * model.hidden)  # all products of a block as one
+        columns = int(computed) // (model.layers * model.hidden)  # all products of a block combined
         whole = machine.product(rows, columns, model.hidden, _product_type(config, machine))
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
@@ -101,7 +104,11 @@ class Bounds:
         return self.machine.call("all_gather", 1e6, (0, stride))
 
     def candidate(self, config: Config) -> Candidate:
-        """Return the Candidate of a layout, with the heaviest axes innermost if that is faster."""
+        """Return the Candidate of a layout.
+
+        If it is faster, the axes are reordered so that those with the most communication are
+        innermost.
+        """
         volume = volumes(config)
         candidate = self.moves(config, volume)
         if self.placed and volume:
@@ -111,10 +118,10 @@ class Bounds:
         return candidate
 
     def calibrate(self, config: Config, parts: PartCosts, fixed: float) -> None:
-        """Update the bounds from the costs of a microbatch.
+        """Tighten the bounds with the measured costs of a microbatch.
 
-        This sets the compute of a step on any layout, and the `fixed` seconds that all layouts
-        add.
+        Sets the compute time of a step on any layout, and the time `fixed`, in seconds, that is
+        added to the step of every layout.
         """
         micros = config.parallel.microbatches * self.layers / config.mesh.p
         layer = parts.layer.forward + parts.layer.whole
@@ -124,9 +131,9 @@ class Bounds:
     def least(self, candidate: Candidate) -> float:
         """Return a lower bound on the step time in seconds.
 
-        It is the compute and bubble at the best number of microbatches, plus the fraction of the
-        communication that cannot be hidden. If ranks share a core, it is at least the work of all
-        of them.
+        It is the time of compute and bubble at the best number of microbatches, plus the
+        communication time that cannot be hidden. If ranks share a core, the bound is at least the
+        CPU time of all of them.
         """
         stages, micros, found = candidate.config.mesh.p, 1, []
         chunks = max(1, self.layers // stages)
@@ -142,18 +149,18 @@ class Bounds:
         )
 
     def shown_context(self, candidate: Candidate) -> float:
-        """Return the approximate exposed seconds of communication along c.
+        """Return the approximate exposed communication time along c in seconds.
 
-        It overlaps with attention at peak rate.
+        The communication overlaps with attention, which is assumed to run at peak rate.
         """
         rate, hidden = self.machine.gemm[candidate.config.train.dtype].peak, candidate.hidden
         busy = attention_flops(candidate.config) / rate
         return candidate.moves.get(CONTEXT, 0.0) - min(hidden, busy)
 
     def moves(self, config: Config, volume: Mapping[str, float]) -> Candidate:
-        """Return the Candidate of a layout.
+        """Return the Candidate of a layout, given its communication `volume` by axis.
 
-        Communication is estimated with two calls per product and four products per layer.
+        Along the tensor axes, a layer is assumed to make two calls for each of four products.
         """
         itemsize = np.dtype(config.train.dtype).itemsize
         found, work = {}, 0.0
@@ -168,7 +175,8 @@ class Bounds:
 
 
 def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
-    """Return (operation, number of calls, ranks) along an axis."""
+    """Return the operation, the number of calls per step and the ranks of a group along an
+    axis."""
     grid, layers = config.mesh.grid(), config.model.layers / config.mesh.p
     members = grid.ranks_over(axis.split(), {})
     if axis == "p":
@@ -188,23 +196,22 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
 
 
 def _seconds(sample: LayerSample, sequences: int) -> float:
-    """Return the seconds of a forward and a backward pass of a layer."""
+    """Return the time in seconds of a forward and a backward pass of a layer."""
     passes = sample.layer_passes(sequences, halves=False)
     return passes.forward.seconds + passes.whole.seconds
 
 
 def _smallest(config: Config) -> Config:
-    """Return a one-layer model on one rank with negligible compute, to measure launches only."""
+    """Return a one-layer model on one rank that is so small that launches dominate its time."""
     model = replace(config.model, layers=1, hidden=1, heads=1, kv_heads=None, ffn=None, sequence=1)
     mesh = MeshConfig(x=1, y=1, z=1)
     return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))
 
 
 def volumes(config: Config) -> Counter[str]:
-    """Return the elements that a rank receives in a step along each axis with several ranks.
+    """Return the elements that a rank receives per step along each axis with several ranks.
 
-    All layers are included. There are as many microbatches as stages, and each gathers the
-    weights.
+    The counts assume as many microbatches as pipeline stages, each of which gathers the weights.
     """
     mesh, model, train = config.mesh, config.model, config.train
     tensor, layers = mesh.x * mesh.y * mesh.z, model.layers / mesh.p
@@ -228,7 +235,7 @@ def volumes(config: Config) -> Counter[str]:
 
 
 def _summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
-    """Return the matrix elements of all blocks with the axes that reduce their gradients."""
+    """Return pairs (axes, number of matrix elements with gradient reductions over these axes)."""
     sizes, dense, experts = config.mesh.sizes(), 0, 0.0
     for count, each in block_products(config.model):
         if each.experts > 1:
@@ -239,10 +246,11 @@ def _summed(config: Config) -> list[tuple[tuple[str, ...], float]]:
 
 
 def _slot_words(config: Config) -> float:
-    """Return the elements that a rank receives in a step along e: 4 (1 - 1/e) E C S h.
+    """Return the elements that a rank receives per step along e: 4 (1 - 1/e) E C S h per mixture.
 
-    E is the number of experts, C the slots per sequence, S the sequences and h the hidden size,
-    for all mixtures. Along c, a rank has slots for at most its own tokens.
+    E is the number of experts, C the slots per expert and sequence, S the number of sequences and
+    h the hidden size, divided over the other axes. With context parallelism, C is at most the
+    number of a rank's own tokens.
     """
     model, mesh = config.model, config.mesh
     experts = family_of(model).sizes(model, model.vocabulary).experts
@@ -254,7 +262,10 @@ def _slot_words(config: Config) -> float:
 
 
 def _heaviest_last(config: Config, volume: Mapping[str, float]) -> Config:
-    """Return the layout with its axes ordered by communication volume, the heaviest innermost."""
+    """Return the layout with its axes ordered by communication volume.
+
+    The axis with the largest volume is innermost.
+    """
     order, words = config.mesh.order.split(), Counter()
     for group, count in volume.items():
         words.update(dict.fromkeys(group.split(), count))

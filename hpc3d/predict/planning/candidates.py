@@ -1,4 +1,4 @@
-"""Estimates of schedules, microbatches, ZeRO stages and recomputation on a given mesh."""
+"""Estimates of layouts that differ in schedule, microbatches, ZeRO stage and recomputation."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.bounds import Candidate
     from hpc3d.predict.planning.estimate import Estimate, Estimator
 
-NEAR = 0.1  # an estimate above the memory by at most this fraction may fit when simulated
-SURE = 0.95  # an estimate of at most this fraction of the memory fits
-_LONG = 1024  # sequence length from which other ways of attention are tried
-RECOMPUTE = ("none", "selective", "full")  # in increasing order
+NEAR = 0.1  # an estimate that exceeds the memory by at most this fraction may still fit
+SURE = 0.95  # an estimate up to this fraction of the memory certainly fits
+_LONG = 1024  # minimum sequence length for which chunked attention is tried
+RECOMPUTE = ("none", "selective", "full")  # by increasing recomputation
 
 
 class TimedCandidate(NamedTuple):
     """Candidate with its estimates.
 
-    `offers` has the estimates that may fit in memory, fastest first, or only the smallest one if
-    none `fits`. `sure` is the step time of the fastest estimate that certainly fits, or inf.
+    `fits` is True if any estimate may fit in memory. `offers` has all estimates that may, fastest
+    first; otherwise, it has only the one with the lowest peak. `sure` is the step time in seconds
+    of the fastest estimate that certainly fits, or inf.
     """
 
     candidate: Candidate
@@ -45,16 +46,19 @@ class TimedCandidate(NamedTuple):
 
 
 class Candidates:
-    """Estimates by an `estimator` for layouts on a number of ranks with `memory` bytes each."""
+    """Generator of estimates for layouts on `ranks` ranks with `memory` bytes each.
+
+    `count` is the number of estimates so far.
+    """
 
     def __init__(self, estimator: Estimator, ranks: int, memory: float) -> None:
         self.estimator, self.ranks, self.memory, self.count = estimator, ranks, memory, 0
 
     def ways(self, config: Config) -> list[MemoryOption]:
-        """Return the memory options that make sense for a layout.
+        """Return the memory options that have an effect on a layout.
 
-        Without tensor axes there is nothing to re-gather. With chunked attention there are no
-        probabilities to recompute.
+        Without tensor parallelism, nothing is re-gathered. With chunked attention, there are no
+        saved probabilities for selective recomputation.
         """
         config = replace(config, parallel=replace(config.parallel, attention=None))
         mesh, chunked = config.mesh, config.chunked()
@@ -69,10 +73,10 @@ class Candidates:
         ]
 
     def promising(self, config: Config) -> list[Estimate]:
-        """Return estimates that show how good the mesh of `config` is.
+        """Return the estimates that are needed to compare the mesh of `config` with others.
 
-        Less recomputation is faster, so a layout recomputes no more than it must. ZeRO 2 and 3 are
-        tried only if full layers would be recomputed otherwise.
+        Recomputation costs time, so layouts recompute only as much as the memory limit requires.
+        ZeRO 2 and 3 are tried only if layouts would need full recomputation otherwise.
         """
         mesh, found = config.mesh, []
         counts = layouts.microbatches(config, self.ranks)
@@ -92,10 +96,10 @@ class Candidates:
         return [*found, *self.split(min(fitting, key=seconds_of))]
 
     def every(self, best: Estimate, limit: Callable[[], float]) -> Iterator[list[Estimate]]:
-        """Yield lists of estimates on the mesh of `best` that may take less than `limit()`.
+        """Yield lists of estimates on the mesh of `best` that may be faster than `limit()`.
 
-        Numbers of microbatches close to that of `best` come first. Layouts recompute no more than
-        memory requires.
+        `limit()` returns seconds. Numbers of microbatches similar to the one of `best` come first.
+        Layouts recompute only as much as the memory limit requires.
         """
         config, start = best.config, best.config.parallel.microbatches
         counts = layouts.microbatches(config, self.ranks)
@@ -109,8 +113,8 @@ class Candidates:
     def _needed(
         self, config: Config, micros: int, group: Sequence[int], splits: bool, limit: float
     ) -> Iterator[Estimate]:
-        """Yield estimates below `limit` seconds with the memory options that are needed."""
-        sure = {}  # (schedule, chunks, ZeRO stage) -> memory options that certainly fit
+        """Yield estimates below `limit` seconds, with as small memory savings as necessary."""
+        sure = {}  # maps (schedule, chunks, ZeRO stage) to memory options that certainly fit
         for way in self.ways(config):
             quick = False
             for each in self.options(config, micros, group, way, splits):
@@ -131,9 +135,10 @@ class Candidates:
         ways: Sequence[MemoryOption],
         found: list[Estimate],
     ) -> MemoryOption | None:
-        """Return the first of `ways` that fits with `micros` microbatches, or None.
+        """Return the first memory option in `ways` that fits with `micros` microbatches, or None.
 
-        `ways` are ordered by increasing savings. The estimates made here are added to `found`.
+        `ways` are ordered by increasing savings. All estimates made in the search are added to
+        `found`.
         """
         low, high = 0, len(ways)
         while low < high:
@@ -148,7 +153,10 @@ class Candidates:
     def _tries(
         self, config: Config, counts: Sequence[int], group: Sequence[int], way: MemoryOption
     ) -> Iterator[Estimate]:
-        """Yield estimates with more and more microbatches, until they fit and get slower."""
+        """Yield estimates for increasing numbers of microbatches.
+
+        Stops if layouts that fit become slower, or after the first that fits without a pipeline.
+        """
         best = inf
         for micros in counts:
             options = [*self.options(config, micros, group, way)]
@@ -159,7 +167,7 @@ class Candidates:
             best = seconds
 
     def split(self, best: Estimate) -> Iterator[Estimate]:
-        """Yield estimates of the schedules that split the backward pass, otherwise like `best`."""
+        """Yield estimates like `best`, but with schedules that split the backward pass."""
         config, parallel = best.config, best.config.parallel
         way = MemoryOption(parallel.keep_gathered, parallel.recompute, parallel.attention)
         yield from self.options(config, parallel.microbatches, (parallel.zero,), way, True)
@@ -174,7 +182,8 @@ class Candidates:
     ) -> Iterator[Estimate]:
         """Yield estimates for all schedules and the ZeRO stages in `group`.
 
-        `splits` selects the schedules that split the backward pass, or the others.
+        If `splits` is true, only schedules that split the backward pass are considered; otherwise,
+        only schedules that do not.
         """
         named = layouts.schedules(config.mesh.p, micros, config.model.layers)
         named = [each for each in named if find(each[0]).splits_backward == splits]
@@ -193,22 +202,26 @@ def seconds_of(estimate: Estimate) -> float:
 
 
 def _floor(estimate: Estimate) -> float:
-    """Return the seconds that no other schedule or ZeRO stage can save."""
+    """Return a lower bound on the step time, in seconds, with any schedule and ZeRO stage.
+
+    It excludes the bubble and the gradient reductions.
+    """
     sums = replicas_of(estimate.config, estimate.waits)
     return estimate.seconds - estimate.bubble - sums.total()
 
 
 def _keeps_more(way: MemoryOption, other: MemoryOption) -> bool:
-    """Return True if a memory option recomputes nothing that the other one does not."""
+    """Return True if everything that `way` recomputes or re-gathers, `other` does, too."""
     less = RECOMPUTE.index(way.recompute) <= RECOMPUTE.index(other.recompute)
     chunks_too = other.attention is not None or way.attention is None
     return way.keep_gathered >= other.keep_gathered and less and chunks_too
 
 
 def _chunks_save(config: Config, widest: int) -> bool:
-    """Return True if chunked attention, not being the default, saves memory.
+    """Return True if chunked attention is not the default but would save memory.
 
-    A device's fused attention, for heads up to `widest`, stores no probabilities either.
+    It saves nothing if the device has fused attention, for heads of size up to `widest`, because
+    this stores no probabilities either.
     """
     model, train = config.model, config.train
     if config.chunked() or model.sequence < _LONG:

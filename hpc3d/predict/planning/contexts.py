@@ -1,4 +1,4 @@
-"""Layouts with context parallelism, and the communication volume along the context axis."""
+"""Layouts with context parallelism, and their communication volume along the context axis."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
 _FULL = 0.5  # fraction of memory that saved activations may use without context parallelism
-_SPARE = 4  # largest ratio of context ranks to those that memory requires
-_FEW, _ENOUGH = 2, 4  # microbatches per stage that leave a large and a small bubble
+_SPARE = 4  # maximum ratio of the context-parallel size to the size that memory requires
+_FEW, _ENOUGH = 2, 4  # microbatches per stage below which the bubble is large, above which small
 
-_FORWARD_AND_BACKWARD = 3.5  # FLOPs of both passes over those of forward: 14 / 4
+_FORWARD_AND_BACKWARD = 3.5  # FLOPs of forward and backward relative to forward: 14 / 4
 
 
 def contexts(c: int) -> Iterator[tuple[str, int]]:
-    """Yield (parallel.context, parallel.ulysses) for c context ranks."""
+    """Yield the values of (parallel.context, parallel.ulysses) for c context-parallel ranks."""
     yield from (("ring", 1), ("all-to-all", 1))
     yield from (("both", size) for size in divisors(c)[1:-1])
 
 
 def with_context(config: Config, c: int, context: str, ulysses: int) -> Config:
-    """Return a layout with context parallelism."""
+    """Return the layout `config` with c-way context parallelism of the given kind."""
     parallel = replace(config.parallel, context=context, ulysses=ulysses)
     return replace(config, mesh=replace(config.mesh, c=c), parallel=parallel)
 
 
 def may_cut(config: Config, c: int, memory: float) -> bool:
-    """Return True if a layout may gain from c-way context parallelism.
+    """Return True if a layout may benefit from c-way context parallelism.
 
-    With c times as many replicas instead, ranks do the same work with less communication. That is
-    not possible if the batch does not divide over them, if too few microbatches remain for a
-    pipeline, or if the saved activations of full sequences, as many as a pipeline has in flight,
-    exceed _FULL of `memory`. Many more context ranks than memory requires do not help.
+    With c times as many replicas instead, ranks do the same work with less communication. This is
+    not an option in three cases: the batch is not divisible by the number of replicas, too few
+    microbatches remain for a pipeline, or the saved activations of the full sequences in flight
+    exceed the fraction _FULL of `memory` bytes. In the last case, a context-parallel size far
+    above the size that memory requires does not help.
     """
     mesh = config.mesh
     batch, copies, stages = config.train.batch, mesh.d * mesh.e * c, mesh.p
@@ -55,7 +56,7 @@ def may_cut(config: Config, c: int, memory: float) -> bool:
 
 
 def _kept(config: Config) -> float:
-    """Return the bytes of saved activations per rank and sequence."""
+    """Return the size in bytes of the saved activations of a sequence on a rank."""
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     sizes = family.sizes(model, model.vocabulary)
     stage = family.blocks_kept(sizes, "none", True) / mesh.p
@@ -64,9 +65,10 @@ def _kept(config: Config) -> float:
 
 
 def ring_words(config: Config) -> float:
-    """Return the elements of keys, values and their gradients that a rank receives in its ring.
+    """Return the number of elements that a rank receives per step in ring attention.
 
-    The count is per step. Gradients have at least 32 bits.
+    It covers keys, values and their gradients, in units of `train.dtype`. Gradients have at least
+    32 bits per element.
     """
     itemsize = np.dtype(config.train.dtype).itemsize
     wide = max(4, itemsize) / itemsize
@@ -75,7 +77,8 @@ def ring_words(config: Config) -> float:
 
 
 def exchange_words(config: Config) -> float:
-    """Return the elements that a rank receives per step in its all-to-all (Ulysses) group."""
+    """Return the number of elements that a rank receives per step in all-to-all (Ulysses)
+    calls."""
     share = 1 - 1 / config.context().heads
     elements = _elements(config, keys=True) + _elements(config, keys=False)
     return 4 * share * elements
@@ -84,7 +87,8 @@ def exchange_words(config: Config) -> float:
 def attention_flops(config: Config) -> float:
     """Return the FLOPs of chunked attention per rank and step.
 
-    The backward pass recomputes the scores, and a causal mask hides half of them.
+    They include the recomputation of the scores in the backward pass. With a causal mask, half of
+    the scores are skipped.
     """
     model, mesh, family = config.model, config.mesh, family_of(config.model)
     square = family.attention(family.sizes(model, model.vocabulary))
@@ -94,7 +98,7 @@ def attention_flops(config: Config) -> float:
 
 
 def _elements(config: Config, keys: bool) -> float:
-    """Return the elements of a rank's keys, or queries, in all layers and microbatches."""
+    """Return the number of elements of a rank's keys (or queries) per step, in all layers."""
     model, mesh = config.model, config.mesh
     width = model.hidden * (model.kv_heads or model.heads) / model.heads if keys else model.hidden
     rows = config.train.batch * model.sequence / mesh.replicas()

@@ -1,6 +1,7 @@
-"""Costs of the passes, gradient reductions, updates and messages of layouts, measured once each.
+"""Cache of the costs of passes, gradient reductions, updates and messages of layouts.
 
-Many layouts of a search have the same costs.  A `CostKey` has the values that a cost depends on.
+Many layouts of a search share costs.  The cache key, `CostKey`, has all values that a cost depends
+on.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.pass_costs import Pass, StageContent
 
 _TOKEN = 4  # bytes
-_MESSAGE_COSTS = ("message", "handled")  # costs for which the program does not run
+_MESSAGE_COSTS = ("message", "handled")  # costs computed without running the program
 
 
 class CostKey(NamedTuple):
     """Values that a cost depends on.
 
-    All costs depend on those without a default. `tensor` has the (axis, size, stride) of x, y, z
-    and e, and `context` that of c and the keys about context parallelism and attention. The others
-    are None unless a cost depends on them. `keep` is parallel.keep_gathered, `halves` is True if
-    the backward pass is split, `together` if one stage has embedding and head, and `times` is the
-    number of layers that an update covers. `data` and `pipeline` are the (axis, size, stride) of d
-    and p.
+    All costs depend on the fields without a default; the others are None unless the cost depends
+    on them. `tensor` has (axis, size, stride) of x, y, z and e, and `data` and `pipeline` have it
+    for d and p. `context` has it for c, followed by the keys for context parallelism and
+    attention. `keep` is parallel.keep_gathered. `halves` is True if the backward pass is split,
+    and `together` is True if the embedding and the head are on the same stage. `times` is the
+    number of layers in an update, in units of the sample's layers.
     """
 
     cost: str
@@ -63,7 +64,7 @@ class CostKey(NamedTuple):
 
 
 def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
-    """Return the CostKey of a cost of a layout."""
+    """Return the CostKey of the cost named `cost` for a layout; `values` sets optional fields."""
     train, parallel, axes = config.train, config.parallel, _axes_of(config.mesh)
     return CostKey(
         cost,
@@ -95,7 +96,7 @@ def _axes_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
 class CostTable:
     """Costs of a model with `vocabulary` tokens on a machine.
 
-    `measured` is the number of costs for which the program ran.
+    `measured` is the number of costs that were measured by running the program.
     """
 
     def __init__(self, vocabulary: int, machine: Machine) -> None:
@@ -105,7 +106,7 @@ class CostTable:
         self._held_by = cache(_held_by)
 
     def _once(self, key: CostKey, measure: Callable[[], Any]) -> Any:
-        """Return the cost of a CostKey, which `measure()` returns the first time."""
+        """Return the cost for `key`; call `measure()` if it is not in the cache."""
         if key not in self._found:
             self._found[key] = measure()
             self.measured += key.cost not in _MESSAGE_COSTS
@@ -114,11 +115,12 @@ class CostTable:
     def sample(
         self, config: Config, zero: int, keep: bool = True, recompute: str = "none"
     ) -> LayerSample:
-        """Return the LayerSample of a layout with other values."""
+        """Return the LayerSample of a layout with these values of ZeRO stage, keep_gathered and
+        recompute."""
         mesh, parallel = config.mesh, config.parallel
         both = mesh.p == 1 or find(parallel.schedule).v_shaped
         ends = ((FIRST, LAST),) if both else ((FIRST,), (LAST,))
-        ends = ends if recompute == "none" else ()  # embedding and head recompute nothing
+        ends = ends if recompute == "none" else ()  # recomputation applies to layers only
 
         def measure():
             changed = replace(parallel, zero=zero, keep_gathered=keep, recompute=recompute)
@@ -137,11 +139,11 @@ class CostTable:
         return self._once(key, measure)
 
     def parts(self, config: Config) -> PartCosts:
-        """Return the PartCosts of a microbatch."""
+        """Return the costs of a microbatch in a layer, the embedding and the head."""
         parallel, mesh = config.parallel, config.mesh
         sequences = config.train.batch // parallel.microbatches
         halves = find(parallel.schedule).splits_backward
-        # ZeRO 2 and 3 communicate during the passes, 0 and 1 do not.
+        # Only ZeRO 2 and 3 communicate during the passes.
         zero = parallel.zero if parallel.zero > 1 and mesh.replicas() > 1 else 0
         keep, recompute = parallel.keep_gathered, parallel.recompute
 
@@ -172,17 +174,17 @@ class CostTable:
         return self._once(key, measure)
 
     def held(self, config: Config, stage: StageContent) -> Counter:
-        """Return the bytes of the parameters, gradients and optimizer state of a stage, by
-        kind."""
+        """Return a dict from kind to the bytes of a stage's parameters, gradients and optimizer
+        state."""
         return self._held_by(self.sample(config, config.parallel.zero), stage)
 
     def layer_gradient(self, config: Config) -> int:
-        """Return the gradient bytes of the sample's layers."""
+        """Return the size in bytes of the gradients of the layers in the LayerSample."""
         sample = self.sample(config, config.parallel.zero)
         return sample.held[(sample.layers,)]["gradient"]
 
     def update(self, config: Config, stage: StageContent) -> tuple[Pass, Pass]:
-        """Return the Pass of the gradient reductions of a stage and the Pass of its update."""
+        """Return the costs of a stage's gradient reductions and of its update, each as a Pass."""
         sample = self.sample(config, config.parallel.zero)
         layer = sample.held[(sample.layers,)]["gradient"]
         times = self._held_by(sample, stage)["gradient"] / layer
@@ -196,7 +198,8 @@ class CostTable:
         return self._once(key, measure)
 
     def message(self, config: Config, nbytes: float) -> float:
-        """Return the seconds of a message in flight to the next stage, averaged over stages."""
+        """Return the transfer time of a message to the next stage in seconds, averaged over
+        stages."""
 
         def seconds(pair):
             if not self.machine.cores:
@@ -206,7 +209,7 @@ class CostTable:
         return self._between_stages("message", config, nbytes, seconds)
 
     def handled(self, config: Config, nbytes: float) -> Pass:
-        """Return the Pass of a core that sends or receives a message, averaged over both."""
+        """Return the CPU cost of sending or receiving a message (mean of both), as a Pass."""
 
         def work(pair):
             return mean(legs(self.machine, op, nbytes, pair).work for op in MESSAGES)
@@ -233,7 +236,7 @@ class CostTable:
         return self._once(_key_of(cost, config, nbytes=nbytes, pipeline=pipeline), measure)
 
     def tied_exchange(self, config: Config, stages: Sequence[StageContent]) -> Pass:
-        """Return the Pass in which the two copies of a tied embedding exchange gradients."""
+        """Return the cost of exchanging gradients between both copies of a tied embedding."""
         if not config.model.tied or config.mesh.p == 1 or stages[0].last:
             return NOTHING
         ends = config.mesh.grid().ranks_along("p", {})
@@ -241,7 +244,7 @@ class CostTable:
         return self._call("p", "send", nbytes, (ends[0], ends[-1]))
 
     def world(self, config: Config) -> Pass:
-        """Return the Pass of the calls of all ranks in a step.
+        """Return the cost of the calls that involve all ranks in a step.
 
         They are the broadcast of the batch and three all-reduces of one element.
         """
@@ -253,7 +256,7 @@ class CostTable:
         return self._call("world", "broadcast", batch, ranks) + element * 3
 
     def _call(self, axis: str, op: str, nbytes: float, members: Sequence[int]) -> Pass:
-        """Return the Pass of a call."""
+        """Return the cost of a communication call as a Pass."""
         if not self.machine.cores:
             seconds = self.machine.call(op, nbytes, members)
             waits = Counter({axis: seconds})
@@ -266,7 +269,8 @@ class CostTable:
 
 
 def _held_by(sample: LayerSample, stage: StageContent) -> Counter:
-    """Return the bytes of the parameters, gradients and optimizer state of a stage, by kind."""
+    """Return a dict from kind to the bytes of a stage's parameters, gradients and optimizer
+    state."""
     held = sample.held
     ends = tuple(part for part, here in ((FIRST, stage.first), (LAST, stage.last)) if here)
     parts, counts = (sample.layers,), (stage.layers,)

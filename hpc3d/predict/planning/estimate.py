@@ -1,8 +1,8 @@
 """Estimated step of a layout, from the costs of its passes and a model of its schedule.
 
-hpc3d.predict.simulation.simulator runs the full step and is the reference. An estimate is fast
-enough for every layout of a search: the CostTable measures one layer, the embedding and the head,
-and hpc3d.pipeline.step_model combines them into a step.
+Estimates are fast enough for all layouts of a search: a CostTable measures one layer, the
+embedding and the head, and hpc3d.pipeline.step_model combines these costs into a step. The
+reference is hpc3d.predict.simulation.simulator, which runs the full step.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class Estimate(NamedTuple):
-    """Layout with its estimated step.
+    """Estimated step of a layout.
 
-    The `seconds` of the step are those in which the stage with the most work computes, its waits
-    for communication by axis, and its `bubble`. `kinds` has the bytes of the fullest rank by kind;
-    this rank is on `stage`.
+    For the stage with the most work, the step time `seconds` is the sum of `compute`, `bubble` and
+    the communication times in `waits`, which maps an axis to seconds. `kinds` maps a kind of
+    memory to the bytes of the rank with the highest peak, which is on stage number `stage`.
     """
 
     config: Config
@@ -54,29 +54,29 @@ class Estimate(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank."""
+        """Peak memory in bytes of the fullest rank."""
         return sum(self.kinds.values())
 
     @property
     def held(self) -> int:
-        """Bytes that the fullest rank also holds between steps."""
+        """Bytes of parameters, gradients and optimizer state on the fullest rank."""
         return sum(self.kinds.get(kind, 0) for kind in ("parameter", "gradient", "optimizer"))
 
 
 class Estimator:
-    """Estimates of the steps of a model with `vocabulary` tokens on a machine."""
+    """Estimator of steps of a model with `vocabulary` tokens on a machine."""
 
     def __init__(self, vocabulary: int, machine: Machine) -> None:
         self.vocabulary, self.machine = vocabulary, machine
         self.costs = CostTable(vocabulary, machine)
 
     def estimate(self, config: Config) -> Estimate:
-        """Return the Estimate of a resolved `config` with a synchronous schedule."""
+        """Estimate the step of a resolved `config` with a synchronous schedule."""
         costs, parts, chunks = self.costs, self.costs.parts(config), contents(config)
         stages = [stage_content(each) for each in chunks]
         works = self.works(config, parts, stages)
 
-        # Work after the passes of the stage `late`, whose gradient reductions are the last to end.
+        # Work after the passes on stage `late`, whose gradient reductions end last.
         if even(config):
             late, (sums, rest) = 0, costs.update(config, stages[0])
         else:
@@ -86,14 +86,14 @@ class Estimator:
         after = _without(sums, self.hidden(config, parts, stages[late], sums)) + rest
         after = after + costs.world(config) + costs.tied_exchange(config, stages)
 
-        # Work of each stage in a step; the stage with the most of it has the shortest bubble.
+        # Work of each stage in a step; the stage with the most work has the shortest bubble.
         known = {id(work): work for work in works}
         micros = config.parallel.microbatches
         known = {key: sum(work, NOTHING) * micros for key, work in known.items()}
         totals = [known[id(work)] for work in works]
         step = max(totals, key=lambda each: each.seconds) + after
 
-        # Seconds of the step, if cores are shared as well.
+        # Step time, including the slowdown if ranks share cores.
         def passes(slowdown):
             return self.pass_seconds(config, parts, works, late, slowdown)
 
@@ -111,9 +111,9 @@ class Estimator:
     def works(
         self, config: Config, parts: PartCosts, stages: Sequence[StageContent]
     ) -> list[StageWork]:
-        """Return the StageWork of each stage on a microbatch.
+        """Return the work of each stage on a microbatch, as a list of StageWork.
 
-        Stages with the same content and number of messages may share one.
+        Stages with the same content and the same number of messages may share one object.
         """
         model = model_of(config)
         messages = (
@@ -123,16 +123,17 @@ class Estimator:
         return self._with_messages(config, parts, stages, messages)
 
     def part_costs(self, config: Config, parts: PartCosts, slowdown: float = 1.0) -> list[Cost]:
-        """Return the Cost of a microbatch for each part of the model.
+        """Return the Cost of a microbatch for each model chunk.
 
-        `slowdown` is the factor by which cores take longer.
+        All CPU times are multiplied by `slowdown`.
         """
         messages, message = model_of(config).messages, self.costs.message(config, parts.block)
         works = self._with_messages(config, parts, contents_in_order(config), messages)
         return [Cost(*(_slowed(each, slowdown) for each in work), message) for work in works]
 
     def _with_messages(self, config, parts, contents, messages):
-        """Return the StageWork of contents whose cores handle some messages in each pass."""
+        """Return the work of each StageContent, including the CPU time to send and receive its
+        messages."""
         split = find(config.parallel.schedule).splits_backward
         works = [work_of(parts, content, split) for content in contents]
         if not self.machine.cores:
@@ -144,11 +145,11 @@ class Estimator:
         return found
 
     def _ends(self, config, parts, slowdown=1.0):
-        """Return the end of the passes of each stage by simulating the schedule."""
+        """Simulate the schedule; return the end time in seconds of each stage's passes."""
         return model_of(config).steady_ends(self.part_costs(config, parts, slowdown))
 
     def _last_to_reduce(self, config, parts, stages):
-        """Return the stage whose gradient reductions are the last to end."""
+        """Return the index of the stage whose gradient reductions end last."""
         shown = {each: self.shown_sums(config, parts, each) for each in {*stages}}
         ends = reduced(self._ends(config, parts), [shown[stage] for stage in stages])
         return ends.index(max(ends))
@@ -161,7 +162,8 @@ class Estimator:
         late: int,
         slowdown: float,
     ) -> float:
-        """Return the seconds of the passes of a step, up to the last one of the stage `late`."""
+        """Return the time in seconds from the start of a step to the last pass of stage
+        `late`."""
         if not even(config):
             return self._ends(config, parts, slowdown)[late]
         seconds = [[_slowed(each, slowdown) for each in work] for work in works]
@@ -169,11 +171,10 @@ class Estimator:
         return model_of(config).seconds(times)
 
     def hidden(self, config: Config, parts: PartCosts, stage: StageContent, sums: Pass) -> Counter:
-        """Return the seconds of gradient reductions, by axis, that overlap with the last backward
-        pass of a stage.
+        """Return a dict from axis to the hidden time of gradient reductions, in seconds.
 
-        A bucket is posted after a layer. The last bucket is full, and the last layer complete,
-        only at the end of the pass.
+        These reductions overlap with the last backward pass of the stage. Buckets are posted after
+        each layer, so the last one is posted at the end of the pass and is not hidden.
         """
         parallel = config.parallel
         if not parallel.overlap:
@@ -186,7 +187,7 @@ class Estimator:
         return Counter({axis: share * seconds for axis, seconds in idle.items()})
 
     def shown_sums(self, config: Config, parts: PartCosts, stage: StageContent) -> float:
-        """Return the seconds of the gradient reductions of a stage that no backward pass hides."""
+        """Return the exposed time of a stage's gradient reductions in seconds."""
         sums, _ = self.costs.update(config, stage)
         return sums.seconds - self.hidden(config, parts, stage, sums).total()
 
@@ -199,11 +200,11 @@ class Estimator:
         busy: float,
         idle: float,
     ) -> float:
-        """Return the factor by which a step takes longer if ranks share cores, without idle time.
+        """Return the factor by which core sharing lengthens a step, apart from its idle time.
 
-        The step takes `alone` seconds if each rank has its own core; a core is `busy` and `idle`
-        for some of them. `passes(factor)` returns the seconds of the passes with slower cores, and
-        `after` is the Pass after them.
+        If each rank has its own core, the step takes `alone` seconds, of which a core is `busy`
+        and `idle` for the given times in seconds. `passes(factor)` returns the time of the passes
+        if cores are slower by `factor`, and `after` is the work after the passes.
         """
         sharing, chain = core_sharing(config, self.machine), 0.0
         if sharing.ranks == 1:
@@ -215,7 +216,7 @@ class Estimator:
 
 
 def _slowed(done: Pass, slowdown: float) -> float:
-    """Return the seconds of a Pass if its core takes `slowdown` times as long."""
+    """Return the time of a Pass in seconds if its CPU times are multiplied by `slowdown`."""
     if slowdown == 1:
         return done.seconds
     idle = done.idle.total()
@@ -223,7 +224,7 @@ def _slowed(done: Pass, slowdown: float) -> float:
 
 
 def _without(done: Pass, hidden: Counter) -> Pass:
-    """Return a Pass without some seconds of its calls, by axis."""
+    """Return a Pass without the `hidden` times of its calls (a dict from axis to seconds)."""
     if not hidden.total():
         return done
     seconds = done.seconds - hidden.total()

@@ -1,16 +1,16 @@
-"""Search for the number of layers per pipeline part with the shortest step that fits in memory.
+"""Search for the numbers of layers per model chunk with the shortest step that fits in memory.
 
-The embedding and the head take time and memory on the first and last part, so an even partition is
-not the fastest. Layers are identical. A greedy assignment, one layer at a time to the stage with
-the least work that has memory left, minimizes the work of the heaviest stage. From there, and from
-the even partition, the search moves single layers as long as the schedule simulator finds a
-shorter step. For M microbatches and f_s, b_s and w_s seconds of stage s forward, backward and in
-total, the step time has the lower bound
+The embedding and the head take time and memory on the first and the last model chunk, so an even
+partition is not optimal. All layers are assumed to be identical. A greedy algorithm assigns one
+layer at a time to the stage with the least work that has memory left, which minimizes the work of
+the slowest stage. Starting from this or from the even partition, whichever is faster, the search
+moves single layers as long as the simulated step becomes shorter. If stage s takes f_s seconds for
+a forward pass, b_s for a backward pass and w_s in total, a step of M microbatches takes at least
 
     sum_{i<s} f_i + M w_s + sum_{i<s} b_i
 
-for each s, without the last sum if W may follow B. With chunks, the bound is M w_s. It rejects
-most moves without a simulation.
+for each s, without the last sum if the backward pass is split. With several chunks per stage, the
+bound is M w_s. These bounds reject most moves without a simulation.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from typing import NamedTuple
 from hpc3d.pipeline.step_model import StepModel, reduced
 from hpc3d.pipeline.timeline import Cost
 
-# Costs in units of a simulated pass: of a pass when the simulator is built, and of a part of the
-# model when a partition is checked.
+# Costs in units of a simulated pass: building the simulator, per pass; and checking the bound of a
+# partition, per model chunk.
 _BUILT = 150
 _LOOK = 3
-_GAIN = 1e-9  # relative gain of a step above rounding errors
+_GAIN = 1e-9  # minimum relative improvement of the step time, above rounding errors
 
 
 class LayerPipeline(NamedTuple):
     """Pipeline to which layers are assigned, with the StepModel of its schedule.
 
-    `bare` has the costs of each part without layers and `layer` those of a layer, both for one
-    microbatch. A stage ends its gradient reductions `sums(stage, layers)` seconds after its
-    passes. `held(stage, layers of its chunks)` is the bytes of a rank, at most `memory`.
+    `bare` lists the Cost of each model chunk without layers, and `layer` is the Cost of a layer;
+    both are for one microbatch. `sums(stage, layers)` returns the exposed time of gradient
+    reductions in seconds. `held(stage, layers of its chunks)` returns the peak memory of a rank in
+    bytes, which must not exceed `memory`.
     """
 
     model: StepModel
@@ -48,9 +49,9 @@ class LayerPipeline(NamedTuple):
 
 
 class LayerCounts:
-    """Search for the number of layers of each part, in the order of the model.
+    """Search for the number of layers of each model chunk, in model order.
 
-    `passes` is the budget of simulated passes, and `left` its unused rest.
+    `passes` is the budget of simulated passes, and `left` is the remaining budget.
     """
 
     def __init__(self, pipeline: LayerPipeline, passes: int) -> None:
@@ -64,10 +65,10 @@ class LayerCounts:
         self.held = cache(pipeline.held)
 
     def best(self, even: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the layers of each part in the fastest partition found.
+        """Return the number of layers of each model chunk in the fastest partition found.
 
-        Returns None if the `even` partition is as fast, if no partition found fits in memory, or
-        if the budget is too small.
+        Returns None if that is the `even` partition, if it does not fit in memory, or if the
+        budget is too small.
         """
         if self.left <= 0:
             return None
@@ -79,9 +80,9 @@ class LayerCounts:
         return None if found == even or self.excess(found) else found
 
     def level(self, layers: int, order: Sequence[int]) -> tuple[int, ...]:
-        """Return a greedy partition: each layer goes to the lightest stage that has memory left.
+        """Return a greedy partition: each layer is added to the stage with the least work.
 
-        Ties go to the first part in `order`.
+        Stages that would exceed the memory are chosen last. Ties are broken by `order`.
         """
         counts = [0] * len(self.parts)
         heights = [self.level_with(counts, part) for part in self.parts]
@@ -93,10 +94,11 @@ class LayerCounts:
         return tuple(counts)
 
     def level_with(self, counts: list[int], part: int) -> tuple[float, float, float]:
-        """Return the sort key of adding a layer to a part.
+        """Return the sort key for adding a layer to model chunk `part`.
 
-        The key has the bytes by which the stage exceeds the memory, the seconds of all its passes,
-        and the seconds of the part.
+        With the added layer, the key consists of the bytes by which its stage exceeds the memory,
+        the time of the stage in a step, and the time of the model chunk for a microbatch, both in
+        seconds.
         """
         stage = self.stage_of[part]
         counts[part] += 1
@@ -107,7 +109,7 @@ class LayerCounts:
         return over, seconds, own
 
     def descended(self, counts: tuple[int, ...], key: tuple[float, float]) -> tuple[int, ...]:
-        """Return the counts that no move of a single layer improves."""
+        """Move single layers while this improves the key; return the final numbers of layers."""
         better = True
         while better:
             better = False
@@ -124,18 +126,22 @@ class LayerCounts:
         return counts
 
     def is_hopeless(self, counts: Sequence[int], key: tuple[float, float]) -> bool:
-        """Return True if counts cannot be better than those with `key`."""
+        """Return True if the lower bound shows that `counts` cannot improve on `key`."""
         excess, seconds = key
         self.left -= _LOOK * len(self.parts)
         more = self.excess(counts)
         return more > excess or (more == excess and self.least(counts) >= seconds)
 
     def key(self, counts: Sequence[int]) -> tuple[float, float]:
-        """Return (bytes above the memory, seconds of the step); smaller is better."""
+        """Return the key of a partition: bytes above the memory, step time in seconds.
+
+        Smaller keys are better.
+        """
         return self.excess(counts), self.seconds(counts)
 
     def seconds(self, counts: Sequence[int]) -> float:
-        """Return the simulated seconds of a step, from its first pass to its last reduction."""
+        """Return the simulated time in seconds from the first pass to the last gradient
+        reduction."""
         pipeline, layer = self.pipeline, self.pipeline.layer
         self.left -= self.passes
         costs = [
@@ -146,7 +152,7 @@ class LayerCounts:
         return max(reduced(self.model.steady_ends(costs), sums))
 
     def least(self, counts: Sequence[int]) -> float:
-        """Return a lower bound on the seconds of a step."""
+        """Return a lower bound on the step time in seconds."""
         works = [self.model.micros * work for work in self.work(counts)]
         if self.model.chunks > 1:
             return max(works)
@@ -157,27 +163,27 @@ class LayerCounts:
         return max(work + way for work, way in zip(works, accumulate(ways, initial=0.0)))
 
     def work(self, counts: Sequence[int]) -> list[float]:
-        """Return the seconds of a microbatch on each stage."""
+        """Return the time of a microbatch on each stage, in seconds."""
         found = [0.0] * self.model.stages
         for part, stage in enumerate(self.stage_of):
             found[stage] += self.of(counts, part)
         return found
 
     def of(self, counts: Sequence[int], part: int) -> float:
-        """Return the seconds of a microbatch on a part."""
+        """Return the time of a microbatch on model chunk `part`, in seconds."""
         return self.bare[part] + counts[part] * self.layer
 
     def excess(self, counts: Sequence[int]) -> float:
-        """Return the bytes above the memory, summed over stages."""
+        """Return the bytes by which stages exceed the memory, summed over all stages."""
         return sum(self.over(counts, stage) for stage in range(self.model.stages))
 
     def over(self, counts: Sequence[int], stage: int) -> float:
-        """Return the bytes of a stage above the memory."""
+        """Return the bytes by which a stage exceeds the memory, or 0."""
         return max(0.0, self.held(stage, self.chunks_of(counts, stage)) - self.pipeline.memory)
 
     def sums(self, counts: Sequence[int], stage: int) -> float:
         return self.pipeline.sums(stage, sum(self.chunks_of(counts, stage)))
 
     def chunks_of(self, counts: Sequence[int], stage: int) -> tuple[int, ...]:
-        """Return the layers of each chunk of a stage."""
+        """Return the number of layers of each chunk of a stage."""
         return tuple([counts[part] for part in self.parts_of[stage]])

@@ -1,4 +1,4 @@
-"""Enumeration of the layouts of a model: meshes, and the options of each mesh."""
+"""Enumeration of layouts: the meshes for a model, and the options of each mesh."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class MemoryOption(NamedTuple):
-    """Values of the keys of [parallel] that trade memory for recomputation in backward.
+    """Values of the keys in [parallel] that save memory at the cost of recomputation.
 
-    `attention` = None selects the default.
+    If `attention` is None, the default is used.
     """
 
     keep_gathered: bool
@@ -36,8 +36,8 @@ def _options(*ways: tuple[str, ...]) -> tuple[MemoryOption, ...]:
     return tuple(MemoryOption(keep, *way) for way in ways for keep in (True, False))
 
 
-# Fastest first. Chunked attention also recomputes the probabilities. On CPUs it is no slower than
-# "selective" and has a lower peak; on devices it launches far more kernels.
+# Options in order of increasing time. Chunked attention also recomputes the probabilities. On CPUs,
+# it is no slower than "selective" and has a lower peak; on devices, it launches far more kernels.
 MEMORY_OPTIONS = _options(("none",), ("selective",), ("full",))
 WITH_CHUNKS = {
     "numpy": _options(("none",), ("none", "chunked"), ("full", "chunked")),
@@ -47,10 +47,10 @@ _ZEROS = ((0, 1), (2,), (3,))  # in increasing order of communication per pass
 
 
 def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple[int, int, str, int, int, int]]:
-    """Yield each distinct mesh (p, d, scheme, x, y, z) of a number of ranks once.
+    """Yield each distinct mesh (p, d, scheme, x, y, z) for a number of ranks.
 
-    3-D on x and y only is 2-D. On y only, it is 1-D with sequence parallelism. 2.5-D needs a
-    depth.
+    Equivalent meshes appear once: 3-D with z = 1 is the same as 2-D, and with x = z = 1 it is the
+    same as 1-D with sequence parallelism. 2.5-D requires z > 1.
     """
     for p in (p for p in divisors(ranks) if p <= layers):
         for d in (d for d in divisors(ranks // p) if batch % d == 0):
@@ -62,7 +62,7 @@ def meshes(ranks: int, layers: int, batch: int) -> Iterator[tuple[int, int, str,
 
 
 def _schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the schemes that apply to these sizes, with their sizes."""
+    """Yield (scheme, x, y, z) for all schemes that support these sizes."""
     if z == 1 and x > 1 and y > 1:
         yield from (("2d", x, y, 1), ("2d-summa", x, y, 1))
     elif x == z == 1 < y:
@@ -74,7 +74,7 @@ def _schemes(x: int, y: int, z: int) -> Iterator[tuple[str, int, int, int]]:
 
 
 def bare(config: Config) -> Config:
-    """Return `config` without a mesh and without the keys that belong to one mesh only."""
+    """Return `config` without mesh sizes and with the defaults of all keys that depend on them."""
     order, transport = config.mesh.order, config.mesh.transport
     parallel = replace(
         config.parallel,
@@ -101,7 +101,8 @@ def with_mesh(config: Config, p: int, d: int, scheme: str, x: int, y: int, z: in
 
 
 def every_mesh(base: Config, ranks: int, memory: float) -> Iterator[list[Config]]:
-    """Yield lists of valid layouts that differ only in their context parallelism."""
+    """Yield a list of valid layouts for each mesh; they differ in their kind of context
+    parallelism."""
     layers, batch = base.model.layers, base.train.batch
     for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
         if ranks % (c * e):
@@ -119,7 +120,7 @@ def _cut(config: Config, c: int, ranks: int) -> Iterator[Config]:
     """Yield the valid layouts of `config` with c-way context parallelism."""
     ring = with_context(config, c, "ring", 1)
     if [*wrong_parts(ring), *wrong_pipeline(ring), *violations(ring, ranks)]:
-        return  # invalid with any kind of context parallelism
+        return  # every kind of context parallelism is invalid
     for context, ulysses in contexts(c):
         cut = with_context(config, c, context, ulysses)
         if not [*wrong_context(cut)] and (cut == ring or not violations(cut, ranks)):
@@ -127,16 +128,16 @@ def _cut(config: Config, c: int, ranks: int) -> Iterator[Config]:
 
 
 def problems(config: Config, ranks: int) -> list[str]:
-    """Return the rules that a layout breaks."""
+    """Return an error message for each rule that a layout violates."""
     parts = *wrong_parts(config), *wrong_pipeline(config)
     return [*wrong_context(config), *parts, *violations(config, ranks)]
 
 
 @cache
 def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], ...]:
-    """Return (name, chunks) of the schedules for a number of stages and microbatches.
+    """Return (name, chunks) of all schedules for these numbers of stages and microbatches.
 
-    Schedules that split the backward pass come last. Otherwise the order is by name.
+    They are sorted by name, with schedules that split the backward pass last.
     """
     if stages == 1:
         return ((usual(stages), 1),)
@@ -153,7 +154,7 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 
 
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ZeRO stages that differ and divide the model, grouped by identical passes."""
+    """Return the valid ZeRO stages of a layout, grouped by identical passes."""
     if config.mesh.replicas() == 1:
         return ((0,),)
     allowed = [group for group in _ZEROS if not [*wrong_compression(_with_zero(config, group[0]))]]
@@ -165,15 +166,15 @@ def _with_zero(config: Config, zero: int) -> Config:
 
 
 def orders(config: Config) -> int:
-    """Return the number of orders of the axes."""
+    """Return the number of possible orders of the axes with more than one rank."""
     return factorial(sum(size > 1 for size in config.mesh.sizes().values()))
 
 
 def microbatches(config: Config, ranks: int) -> list[int]:
     """Return the valid numbers of microbatches in ascending order.
 
-    The sequences of a microbatch must divide over the axes that shard them, so the largest number
-    is a multiple of all others.
+    The number of sequences per microbatch must be divisible by the sizes of the axes that shard
+    them, so the largest valid number of microbatches is a multiple of all others.
     """
     allowed = divisors(config.train.batch // (config.mesh.d * config.mesh.e))
     for most in reversed([size for size in allowed if size * config.mesh.p <= MOST_PASSES]):
