@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @composite
 def join_columns(out: Array, *parts: Array) -> Array:
-    """Concatenate matrices with the same rows, or vectors: out = [part | part | ...]."""
+    """Concatenate vectors, or matrices with equal row counts: out = [part | part | ...]."""
     start = 0
     for part in parts:
         stop = start + part.shape[-1]
@@ -28,7 +28,7 @@ def _(gpu, out, *parts):
 
 @composite
 def accumulate_columns(grad: Array, to: slice, dw: Array, start: int) -> None:
-    """Add the columns of dW from `start` on to the columns `to` of a gradient."""
+    """Add the columns of dW, starting at column `start`, to the columns `to` of a gradient."""
     some = grad[:, to]
     some += dw[:, start : start + some.shape[1]]
 

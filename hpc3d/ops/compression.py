@@ -1,6 +1,6 @@
 """Local operations of gradient compression: orthonormal bases and largest elements.
 
-On devices, they use the operations of the arrays, as in NumPy.
+On GPUs, they use the same array operations as with NumPy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hpc3d.arrays.primitive import composite, primitive
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-_PASSES = 3  # of Gram-Schmidt; if the last pass halves a column, only rounding errors were left
+_PASSES = 3  # Gram-Schmidt passes; a column that the last pass halves was only rounding errors
 
 
 @composite
@@ -22,7 +22,7 @@ def orthonormalise(p: Array) -> None:
     """Orthonormalize the columns of p[m, r], or of each p[:, e] of p[m, e, r], in place.
 
     The span of the columns is preserved. Columns are processed one by one in a fixed order. A
-    column that depends linearly on the preceding ones becomes 0.
+    column that is linearly dependent on the preceding ones is set to 0.
     """
     scale = np.abs(p).max(0)
     p /= scale + (scale == 0)
@@ -61,9 +61,9 @@ def _(gpu, q, total):
 def take_largest(flat: Array, values: Array, indices: Array) -> None:
     """Move the elements of largest magnitude from a flat array to `values`.
 
-    The array is 0 at their indices afterward. The size of `values` is the number of elements.
-    `indices` receives their indices in int32, ascending. Ties go to the lower index. NaN counts as
-    the largest magnitude, so that it is noticed.
+    The moved elements are set to 0 in the array. Their number is the size of `values`. `indices`
+    receives their indices as int32, in ascending order. Ties go to the lower index. NaN counts as
+    the largest magnitude, so that it is not lost.
     """
     size = np.abs(flat)
     size = np.where(np.isnan(size), np.inf, size)

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm, for complete rows and for rows whose features are sharded over ranks.
 
 RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) is LayerNorm with mean 0 and without beta:
-`mean` and `beta` do not exist, and only the remaining one of the two row sums exists.
+`mean` and `beta` are None, and only one of the two row sums is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def norm(
 ) -> tuple[Array, tuple[Array, Any, Array]]:
     """Compute y = (x - mean) / sqrt(var + epsilon) gamma + beta of complete rows.
 
-    Also returns the arguments of `norm_grad` between dy and the residual.
+    Returns y and the `saved` argument of `norm_grad`.
     """
     mean, squares = (None, row_squares(x)) if beta is None else moments(x)
     rstd = 1 / np.sqrt(squares / x.shape[1] + epsilon)
@@ -37,7 +37,7 @@ def norm(
 
 @norm.cuda
 def _(gpu, x, gamma, beta, epsilon, empty):
-    """Save x itself, with the mean and the reciprocal deviation of every row."""
+    """Save x instead of n, with the mean and the reciprocal standard deviation of each row."""
     y = empty(x.shape, x.dtype)
     rstd = gpu.empty(x.shape[:1], np.float32)
     mean = None if beta is None else gpu.empty(x.shape[:1], np.float32)
@@ -56,7 +56,7 @@ def norm_grad(
     dbeta: Array | None,
     empty: Empty,
 ) -> Array:
-    """Return dx, plus a given `residual`, from the values that `norm` saved.
+    """Return dx, plus `residual` if given, from the values saved by `norm`.
 
     The gradients of gamma and beta are added to `dgamma` and `dbeta`.
     """
@@ -136,7 +136,7 @@ def _(gpu, x):
 
 @primitive
 def combine_moments(parts: Array, count: int) -> tuple[Array, Array]:
-    """Combine the moments of `parts` [g, 2, rows], over `count` elements each.
+    """Combine the moments of g ranks, `parts` [g, 2, rows], each taken over `count` elements.
 
     Chan, Golub and LeVeque 1979: M2 = sum M2_i + count sum (mean_i - mean)^2.
     """
@@ -205,10 +205,10 @@ def _(gpu, x, mean, rstd, gamma, beta, n, y):
 def normalise_sums(
     n: Array, dy: Array, gamma: Array, centred: bool = True
 ) -> tuple[Array, Array, Array | None]:
-    """Return the sums of the backward pass of a norm: row sums [1 or 2, rows], dgamma and dbeta.
+    """Return the row sums [1 or 2, rows], dgamma and dbeta for the backward pass of a norm.
 
-    The row sums are sums over features: of dn n, and in front of them of dn if `centred`. dgamma
-    and dbeta are sums over rows.
+    The row sums are sums over the features of dn n, preceded by the sums of dn if `centred`.
+    dgamma and dbeta are sums over rows.
     """
     real = wide(n.dtype)
     sums, ones = np.empty((1 + centred, n.shape[0]), real), np.ones(n.shape[0], real)
@@ -252,7 +252,7 @@ def _add_columns(
     dbeta: Array | None,
     add: bool,
 ) -> None:
-    """Set the gradients of gamma and beta (+)= the sums over rows of dy n and dy."""
+    """Set `dgamma` and `dbeta` to the sums over rows of dy n and dy, or add the sums if `add`."""
     count, columns = x.shape
     dbeta = gpu.empty(dgamma.shape, dgamma.dtype) if dbeta is None else dbeta
     partial = gpu.empty((gpu.strips(count), 2 * columns), np.float32)

@@ -1,4 +1,4 @@
-"""Matrix products of blocks on one rank, with operations that devices fuse into them."""
+"""Local matrix products, with epilogues that GPUs fuse into them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-_PANEL, _BLOCK = 1 << 23, 1 << 21  # bytes of float32 copies of b and of a
+_PANEL, _BLOCK = 1 << 23, 1 << 21  # size in bytes of the float32 copies of b and of a
 
 
 @composite
 def product(a: Array, b: Array, out: Array) -> Array:
-    """Compute out[m, n] = a[m, k] b[k, n], on devices optionally + bias[n] + residual[m, n].
+    """Compute out[m, n] = a[m, k] b[k, n].
 
-    Stacks have one product per expert e: out[m, e, n] = a[m, e, k] b[k, e, n].
+    GPUs can also add bias[n] and residual[m, n]. Stacks are multiplied separately for each expert
+    e: out[m, e, n] = a[m, e, k] b[k, e, n].
     """
     a, b, total = _matrices(a, b, out)
     np.matmul(a, b, out=total)
@@ -45,7 +46,7 @@ def _(gpu, a, b, out, bias=None, residual=None, **gelu):
 
 @product.narrow
 def _(a, b, out):
-    """Multiply blocks of rows of a by panels of columns of b, to limit the float32 copies."""
+    """Multiply row blocks of a by column panels of b, to limit the size of float32 copies."""
     a, b, total = _matrices(a, b, out)
     inner = a[..., :1, :].size
     for columns in _pieces(b.shape[-1], inner, _PANEL):
@@ -56,7 +57,7 @@ def _(a, b, out):
 
 
 def _pieces(count: int, size: int, nbytes: int) -> Iterator[slice]:
-    """Yield slices of `count` vectors of `size` elements, each of about `nbytes` of float32."""
+    """Split `count` vectors of `size` elements into slices of about `nbytes` in float32."""
     step = max(16, nbytes // (4 * max(1, size)))
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
@@ -84,13 +85,13 @@ def _(gpu, grad, dw):
 
 @primitive
 def accumulate_product(grad: Array, a: Array, b: Array, sums: Array | None = None) -> None:
-    """Add a b to `grad`, and the sum of the rows of b to `sums`, on devices only."""
+    """Add the product a b to `grad`, and the sum of b's rows to `sums` (GPU only)."""
     raise NotImplementedError
 
 
 @accumulate_product.cuda
 def _(gpu, grad, a, b, sums=None):
-    """Fuse the sums into the product if cuBLASLt supports it, else use two passes over b."""
+    """Fuse the row sum into the product if cuBLASLt supports it; otherwise, read b twice."""
     if sums is None:
         a, b, total = _matrices(a, b, grad)
         gpu.multiply(a, b, total, add=total)

@@ -1,7 +1,8 @@
 """Routing of tokens in a mixture of experts: selection, dispatch, combination, and gradients.
 
-A *choice* is one of the top_k routed experts of a token. A *slot* is a row of the capacity buffer
-[e R, E/e, h] that the experts process; the slot of a dropped choice is -1.
+A *choice* is one of the top_k experts to which a token is routed. A *slot* is a row of the
+capacity buffer that the experts process. The buffer has shape [e R, E/e, h] for E experts sharded
+over e ranks. The slot of a dropped choice is -1.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class SlotForm(NamedTuple):
     """Layout of the slots.
 
     A rank has `tokens` tokens of each sequence. `count` experts are sharded over `parts` ranks.
-    Each expert has `capacity` slots per sequence, in `rows` rows of the buffer for each rank of e.
+    Each expert has `capacity` slots per sequence. The buffer has `rows` rows per rank.
     """
 
     tokens: int
@@ -52,11 +53,11 @@ class SlotForm(NamedTuple):
 
 
 class RouterLoss(NamedTuple):
-    """Inputs of the router losses besides the routes.
+    """Inputs of the router losses, in addition to the routes.
 
-    `shares` [S, E] is the fraction f of every sequence. `first` is the index of the block's first
-    row among the rows of these sequences. `tokens` is the number of tokens per sequence, `balance`
-    is alpha E, and `z` is the coefficient of the z-loss.
+    `shares` [S, E] is the fraction f of each sequence's choices that an expert receives. `first`
+    is the index of the block's first row among the rows of these sequences. `tokens` is the number
+    of tokens per sequence, `balance` is alpha E, and `z` is the coefficient of the z-loss.
     """
 
     shares: Array
@@ -110,9 +111,9 @@ def _(gpu, logits, top_k, bias=None):
 
 @primitive
 def counts_of(choices: Array, tokens: int, pieces: int, count: int) -> Array:
-    """Count the choices of each expert, int64[S, k, pieces, E].
+    """Count the choices of each expert; return int64[S, k, pieces, E].
 
-    The counts are separate for each sequence, rank of choice (first, second, ...) and piece of a
+    The counts are separate for each sequence, choice index (first, second, ...) and segment of the
     sequence.
     """
     rows, top_k = choices.shape
@@ -140,10 +141,11 @@ def _(gpu, choices, tokens, pieces, count):
 
 @primitive
 def before_of(counts: Array, precedes: Array) -> Array:
-    """Count the choices of other ranks that precede this rank's choices, int64[S, k, pieces, E].
+    """Count the choices that precede this rank's choices; return int64[S, k, pieces, E].
 
-    `counts` [c, S, k, pieces, E] includes all ranks. `precedes` [k, pieces, c, k, pieces] is 1 for
-    the groups that come earlier.
+    `counts` [c, S, k, pieces, E] contains the counts of all c ranks. `precedes` [k, pieces, c, k,
+    pieces] is 1 if the group with the last three indices precedes this rank's group with the first
+    two. A group is a pair of choice index and segment.
     """
     found = np.tensordot(precedes, counts, ([2, 3, 4], [0, 2, 3]))  # [k, pieces, S, E]
     return np.ascontiguousarray(found.transpose(2, 0, 1, 3))
@@ -165,7 +167,7 @@ def _(gpu, counts, precedes):
 def _sizes(counts: Array) -> dict[str, int]:
     """Return the kernel arguments for the counts [c, S, k, pieces, E] of all ranks.
 
-    A group is a choice and a piece.
+    A group is a pair of choice index and segment.
     """
     ranks, sequences, top_k, pieces, count = counts.shape
     return {
@@ -178,11 +180,11 @@ def _sizes(counts: Array) -> dict[str, int]:
 
 @primitive
 def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Array:
-    """Assign slots to choices, int64[n, k].
+    """Assign slots to choices; return int64[n, k].
 
-    The choices of a sequence take the slots of their expert in order of position, second choices
-    after all first choices. `before` counts the choices of other ranks that take earlier slots
-    (`before_of`).
+    Within a sequence, each expert's slots are assigned in order of token position, first choices
+    before second choices. `before` counts the choices on other ranks that take earlier slots (see
+    `before_of`).
     """
     (rows, top_k), (tokens, count, capacity, parts, held) = choices.shape, form
     sequences, here = rows // tokens, count // parts
@@ -204,7 +206,7 @@ def slots_of(choices: Array, form: SlotForm, before: Array | None = None) -> Arr
 
 
 def _lower(queues: Array, count: int) -> Array:
-    """Count the choices of lower-numbered experts in each queue, int64[S, E]."""
+    """For each expert, count the choices of lower-numbered experts in each queue, int64[S, E]."""
     sequences = len(queues)
     numbers = queues + 1 + (count + 1) * np.arange(sequences)[:, None]
     found = np.bincount(numbers.ravel(), minlength=sequences * (count + 1))
@@ -232,7 +234,7 @@ def _(gpu, choices, form, before=None):
 def shares_of(counts: Array, tokens: int, dtype: DTypeLike) -> Array:
     """Return the fraction of the choices of each sequence that each expert receives, [S, E].
 
-    `tokens` is the length of a sequence; `counts` [c, S, k, pieces, E] includes all ranks.
+    `tokens` is the length of a sequence; `counts` [c, S, k, pieces, E] has the counts of all c ranks.
     """
     return (counts.sum((0, 2, 3)) / (tokens * counts.shape[2])).astype(dtype)
 
@@ -252,7 +254,7 @@ def _(gpu, counts, tokens, dtype):
 
 @primitive
 def load_of(choices: Array, slots: Array, count: int) -> tuple[Array, Array]:
-    """Count the choices of each expert, in total and with a slot, int64[E] each."""
+    """Return the number of each expert's choices, and of those with a slot, int64[E] each."""
     kept = choices[slots >= 0]
     return np.bincount(choices.ravel(), minlength=count), np.bincount(kept, minlength=count)
 
@@ -272,7 +274,10 @@ def _(gpu, choices, slots, count):
 
 @primitive
 def add_excess(grad: Array, choices: Array) -> None:
-    """Add E times the excess of each expert's choices over the mean, which is an integer."""
+    """Add E times the excess of each expert's choices over the mean to `grad`.
+
+    The factor E makes the excess an integer.
+    """
     found = np.bincount(choices.ravel(), minlength=grad.size)
     grad += grad.size * found - choices.size
 
@@ -321,7 +326,7 @@ def _(gpu, x, slots, out):
 
 
 def _takers(gpu: Gpu, slots: Array, rows: int) -> Array:
-    """Return the index of the choice in each slot, int64[rows], or -1 if it is empty."""
+    """Return the index of the choice in each slot, int64[rows], or -1 if the slot is empty."""
     takers = gpu.empty((rows,), np.int64)
     takers.fill(-1)
     gpu.launch("takers_of", 1, slots.size, slots=slots, takers=takers, size=slots.size)
@@ -330,7 +335,7 @@ def _takers(gpu: Gpu, slots: Array, rows: int) -> Array:
 
 @primitive
 def dispatch_grad(dslots: Array, slots: Array, out: Array) -> Array:
-    """Compute the gradient of x: the sum of the gradients of its slots."""
+    """Compute the gradient of x: for each token, the sum of the gradients of its slots."""
     out.fill(0)
     for rows in row_blocks(out):
         for _, kept, at in _kept(slots[rows]):
@@ -357,7 +362,7 @@ def _(gpu, dslots, slots, out):
 
 @primitive
 def combine(y: Array, slots: Array, weights: Array, out: Array) -> Array:
-    """Sum, over the choices of each token, the weight times the row of the slot."""
+    """Compute each token's output: the gate-weighted sum of the rows in its slots."""
     out.fill(0)
     for rows in row_blocks(out):
         for choice, kept, at in _kept(slots[rows]):
@@ -388,7 +393,10 @@ def _(gpu, y, slots, weights, out):
 def combine_grad(
     dout: Array, y: Array, slots: Array, weights: Array, out: Array
 ) -> tuple[Array, Array]:
-    """Return the gradient of the slots, in `out`, and of the weights from these columns."""
+    """Return the gradients of the slots, in `out`, and of the gate weights.
+
+    The gradient of the gate weights is a partial sum over this rank's columns.
+    """
     out.fill(0)
     dweights = np.zeros_like(weights)
     for rows in row_blocks(dout):
@@ -421,7 +429,8 @@ def _(gpu, dout, y, slots, weights, out):
 def router_loss(probs: Array, lse: Array, loss: RouterLoss) -> tuple[Any, Any]:
     """Return the balance loss and the z-loss of these rows.
 
-    They are the sums over the rows of alpha E f P, with f of their sequence, and of z lse^2.
+    The balance loss is the sum over rows and experts of alpha E f P, with the fraction f of the
+    row's sequence. The z-loss is the sum over rows of z lse^2.
     """
     balance = loss.balance * float(np.vdot(_shares(loss, len(lse)), probs))
     return balance, loss.z * float(np.dot(lse, lse))
@@ -441,7 +450,7 @@ def _(gpu, probs, lse, loss):
 
 
 def _shares(loss: RouterLoss, rows: int) -> Array:
-    """Return the shares of the sequence of every row, [n, E]."""
+    """Return, for each row, the fractions f of its sequence, [n, E]."""
     return loss.shares[(loss.first + np.arange(rows)) // loss.tokens]
 
 
@@ -449,7 +458,11 @@ def _shares(loss: RouterLoss, rows: int) -> Array:
 def route_grad(
     dweights: Array, routes: Routes, loss: RouterLoss, scale: float, out: Array
 ) -> Array:
-    """Compute the gradient of the logits from the weights, and from the losses times `scale`."""
+    """Compute the gradient of the logits.
+
+    It is the sum of the gradient through the gate weights and the gradient of the router losses
+    times `scale`.
+    """
     experts, weights, probs, lse = routes
     dprobs = _shares(loss, len(lse)) * (loss.balance * scale)
     chosen = np.arange(len(experts))[:, None], experts

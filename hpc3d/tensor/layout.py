@@ -22,7 +22,7 @@ class Layout(tuple):
     *dims
         Axes of each dimension, separated by spaces, outermost first.
     owned
-        Axes along which one rank stores the block, and the others none of its rows.
+        Axes along which only one rank stores the block.  The other ranks store none of its rows.
     """
 
     owned: tuple[str, ...]
@@ -33,7 +33,7 @@ class Layout(tuple):
         return layout
 
     def __getnewargs__(self) -> tuple[str, ...]:
-        """Return the arguments of `__new__` for pickle, which copies `owned` itself."""
+        """Return the arguments of `__new__` for pickle, which restores `owned` separately."""
         return tuple(" ".join(axes) for axes in self)
 
     def __eq__(self, other: object) -> bool:
@@ -50,8 +50,7 @@ class Layout(tuple):
         return f"[{dims}]" + (f" owned along {' '.join(self.owned)}" if self.owned else "")
 
     def of_experts(self, axes: str) -> Layout:
-        """Return the layout with an expert dim, sharded by `axes`, in the middle: A[i, expert,
-        j]."""
+        """Return the layout of A[i, expert, j], whose expert dimension is sharded by `axes`."""
         rows, columns = (" ".join(dim) for dim in self)
         return Layout(rows, axes, columns, owned=" ".join(self.owned))
 
@@ -74,13 +73,13 @@ class Layout(tuple):
         """Return the coordinate on `axis` of the rank that owns this block: the diagonal.
 
         The owner depends only on the block's rows, so all column blocks of a row have the same
-        owner.  The context axis is left out, so that all tokens of a sequence have the same owner,
-        too: their ranks attend to each other.
+        owner.  The context axis is excluded, so that all tokens of a sequence, which attend to
+        each other, have the same owner as well.
         """
         return mesh.index(other for other in self[0] if other != CONTEXT) % mesh.size(axis)
 
     def _holds_rows(self, mesh: Mesh) -> bool:
-        """Return True if this rank stores its block rather than none of its rows."""
+        """Return True if this rank stores its block, as its owner or because it is not owned."""
         return all(mesh.coord(axis) == self.owner(axis, mesh) for axis in self.owned)
 
     def slices(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:
@@ -127,7 +126,10 @@ class Layout(tuple):
 
 
 def part(size: int, axes: Sequence[str], mesh: Mesh) -> slice:
-    """Return this rank's slice of a dim of `size` sharded by `axes`, outermost first."""
+    """Return this rank's slice of a dimension of length `size`, sharded by `axes`.
+
+    `axes` lists the outermost axis first.
+    """
     count = mesh.count(axes)
     if size % count:
         sizes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in axes)

@@ -16,7 +16,7 @@ Every published scheme is a choice of loops and storage (hpc3d.tensor.split.SCHE
     1-D + sequence    Split(n="x")                    3-D     Split(m="x", n="y", k="z")
     data parallel     Split(m="d", replicate="d")     FSDP    Split(m="d")
 
-The 3-D scheme is that of Bian, Xu, Wang and You, arXiv:2105.14450, on any cuboid of ranks.
+The 3-D scheme follows Bian, Xu, Wang and You, arXiv:2105.14450, and works on any cuboid of ranks.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Matmul", "Saved", "Split", "Summa", "sharded_matmul"]
 
-_NONE = ""  # an axis that no mesh has: of size 1
+_NONE = ""  # placeholder for an axis that no mesh has; its size is 1
 
 
 class Saved(NamedTuple):
-    """X and W for the backward pass: working blocks if named in `kept`, stored blocks
-    otherwise."""
+    """X and W saved for the backward pass.
+
+    Operands named in `kept` are saved as working blocks, the others as stored blocks.
+    """
 
     x: SavedActivation
     w: SavedWeight
@@ -54,7 +56,7 @@ class Saved(NamedTuple):
 
 
 class SavedForWeight(NamedTuple):
-    """Factors of dW: X as in `Saved`, and the working block of dY."""
+    """Operands of the product dW = X' dY: X as in `Saved`, and the working block of dY."""
 
     x: Array
     dy: Array
@@ -82,7 +84,7 @@ class Matmul:
         }
         self.deferred = set(split.defer.split())
         self.rounded = rounded
-        # An epilogue can only be fused to a product that is not a partial sum.
+        # An epilogue can only be fused into a product that is not a partial sum.
         self.y_is_complete = fused and self._complete("k")
         self.dw_is_complete = fused and self._complete("m")
         self.is_local = self.y_is_complete and self.dw_is_complete and self._complete("n")
@@ -90,8 +92,8 @@ class Matmul:
     def forward_saving(self, x: Array, w: Array, **epilogue: Any) -> tuple[Array, Saved]:
         """Return Y = X W and the data saved for `backward_input`.
 
-        If `y_is_complete`, the `epilogue` of the product (hpc3d.ops.product) may have a bias, a
-        residual and GELU.
+        If `y_is_complete`, the `epilogue` of the product (hpc3d.ops.product) may include a
+        bias, a residual and GELU.
         """
         gathered_x, gathered_w = self._gather_x(x), self._gather_w(w)
         a, b = gathered_x.wait(), gathered_w.wait()
@@ -103,8 +105,10 @@ class Matmul:
     def backward_input(
         self, saved: Saved, dy: Array, **epilogue: Any
     ) -> tuple[Pending, SavedForWeight]:
-        """Return the pending dX = dY W', reduced as the adjoint of the gather of X, and the data
-        saved for `backward_weight`."""
+        """Compute dX = dY W' and start its reduction, the adjoint of the gather of X.
+
+        Returns the pending dX and the operands saved for `backward_weight`.
+        """
         dy = self.rounded.dy(self.gather(dy, self.split.y, self.axes["k"]).wait())
         b = saved.w if "w" in saved.kept else self._gather_w(saved.w).wait()
         dx = self.multiply(dy, self._rounded_w(b).T, self.axes["n"], **epilogue)
@@ -112,15 +116,15 @@ class Matmul:
         return self.reduce(dx, self.split.x, self.axes["n"]), rest
 
     def backward_weight(self, rest: SavedForWeight) -> Pending:
-        """Return the pending dW = X' dY, reduced as the adjoint of the gather of W.
+        """Compute dW = X' dY and start its reduction, the adjoint of the gather of W.
 
-        It may be called any time after `backward_input`.
+        Returns the pending dW.  Call this method any time after `backward_input`.
         """
         dw = self.multiply(*self._factors_of_dw(rest), self.axes["m"])
         return self.reduce(dw, self.dw_layout, self.axes["m"], self.deferred)
 
     def gather(self, block: Array, layout: Layout, foreign: Sequence[str]) -> Pending:
-        """Return the pending working block of a stored block."""
+        """Gather a stored block along the `foreign` axes; return the pending working block."""
         pending = ready(block)
         for axis in reversed(foreign):
             comm = self.mesh.comm(axis)
@@ -133,7 +137,7 @@ class Matmul:
     def reduce(
         self, block: Array, layout: Layout, foreign: Sequence[str], deferred: Collection[str] = ()
     ) -> Pending:
-        """Return the pending stored block of a partial block: the adjoint of `gather`."""
+        """Reduce a partial block (the adjoint of `gather`); return the pending stored block."""
         pending = ready(block)
         for axis in foreign:
             comm = self.mesh.comm(axis)
@@ -191,7 +195,7 @@ class Matmul:
             accumulate_product(grad, a, b, bias_grad)
 
     def multiply(self, a: Array, b: Array, foreign: Sequence[str], **epilogue: Any) -> Array:
-        """Return a b in the buffer that the first reduction over `foreign` reads."""
+        """Compute the product a b in the send buffer of the first reduction over `foreign`."""
         axis = next((axis for axis in foreign if self.mesh.size(axis) > 1), _NONE)
         out = self.mesh.comm(axis).buffer((*a.shape[:-1], b.shape[-1]), a.dtype)
         with self._span(a, b):
@@ -201,7 +205,7 @@ class Matmul:
 
     @property
     def moves_w(self) -> bool:
-        """True if gathering W receives blocks of other ranks."""
+        """True if this rank receives blocks from other ranks to gather W."""
         layout = self.w_layout
         stored = {axis for dim in layout for axis in dim} | {*layout.owned}
         return any(self.mesh.size(axis) > 1 and axis in stored for axis in self.axes["m"])
@@ -213,7 +217,7 @@ class Matmul:
         return self.gather(w, self.w_layout, self.axes["m"])
 
     def _rounded_w(self, block: Array) -> Array:
-        """Return W[k, n] from a working block, which may be stored transposed."""
+        """Return the rounded W[k, n] from a working block, which may be stored transposed."""
         block = self.rounded.w(block)
         return block.T if self.transposed else block
 
@@ -224,14 +228,16 @@ class Matmul:
         return left.T, right
 
     def _complete(self, letter: str) -> bool:
-        """Return True if no product is a partial sum over a loop, except over deferred axes."""
+        """Return True if the axes of a loop require no reduction, except at the end of the step."""
         return all(
             self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
         )
 
     def _span(self, a: Array, b: Array) -> AbstractContextManager[Any]:
-        """Return the trace event of a product [m, k] times [k, n], named by its size; m counts the
-        rows of all experts."""
+        """Return the trace span of a product [m, k] times [k, n], named by its dimensions.
+
+        For stacked experts, m is the total number of rows of all experts.
+        """
         k, n = b.shape[-2:]
         name = f"gemm m={a.size // k if k else 0} n={n} k={k}"
         return self.mesh.trace.span(name, "gemm", 2 * a.size * n)
@@ -257,10 +263,11 @@ def _in_order(axes: str, layout: Layout) -> list[str]:
 class Summa(Matmul):
     """SUMMA on X[m_x, k_y], W[k_x, n_y], Y[m_x, n_y], panel by panel of k; Y is stationary.
 
-    A panel of X is owned by one rank along y and a panel of W by one rank along x: broadcast
-    forward, reduce backward (van de Geijn and Watts 1997; Optimus, arXiv:2104.05343).  At most
-    one panel of X and one of W are gathered at a time, so no working block is saved.  Other axes
-    that shard W, such as the ZeRO-3 axis, are gathered first.  Stored blocks are rounded before
+    Each panel of X is owned by one rank along y, and each panel of W by one rank along x.  Owners
+    broadcast panels in the forward pass; gradients are reduced to the owners in the backward pass
+    (van de Geijn and Watts 1997; Optimus, arXiv:2104.05343).  At most one panel of X and one of W
+    are gathered at a time, so no working block is saved.  W is gathered first along other axes
+    that shard it, such as the ZeRO-3 axis.  Stored blocks are rounded before
     their panels are broadcast, and no epilogue is fused with the products of panels.
     """
 
@@ -312,14 +319,14 @@ class Summa(Matmul):
         return self.mesh.comm(self.along_w).broadcast(w[part], owner)
 
     def _reduce_to_owner(self, partial: Array, stored: Array, axis: str, panel: int) -> None:
-        """Reduce `partial` into the owner's panel of the rows of `stored`."""
+        """Reduce `partial` along `axis` into the panel's rows of `stored` on the panel's owner."""
         owner, part = self._panel_slice(axis, stored.shape[0], panel)
         total = self.mesh.comm(axis).reduce(partial, owner).wait()
         if self.mesh.coord(axis) == owner:
             stored[part] = total
 
     def _panel_slice(self, axis: str, size: int, panel: int) -> tuple[int, slice]:
-        """Return the owner of a panel along `axis` and the slice of the owner's `size`."""
+        """Return the owner of a panel along `axis`, and the panel's slice of its `size` rows."""
         each = self.panels // self.mesh.size(axis)
         owner, number = divmod(panel, each)
         width = size // each
@@ -343,11 +350,14 @@ def sharded_matmul(
     keep
         Operands whose working blocks are saved for the backward pass.  In the 3-D scheme on q^3
         ranks, "xw" saves 1/q^2 of X and of W (six collectives), and "" saves 1/q^3 (eight).  A
-        split with panels saves none.
-    transposed, stacked
-        True if W is stored as [n, k], and if experts are the middle dim: X[m, e, k] W[k, e, n].
+        split with panels saves no working blocks.
+    transposed
+        True if W is stored as [n, k].
+    stacked
+        True if experts are the middle dimension: X[m, e, k] W[k, e, n].
     scales
-        "block" or "tensor" rounds the operands to float8 (hpc3d.tensor.rounding).
+        Scales for rounding the operands to float8, "block" or "tensor" (hpc3d.tensor.rounding).
+        If None, operands are not rounded.
 
     Returns
     -------

@@ -7,9 +7,9 @@ A scale belongs to a tile of the full matrix, which several ranks may share:
     tensor      all                     all             Micikevicius et al., arXiv:2209.05433
 
 X and W are float8_e4m3fn; dY, which has a wider range, is float8_e5m2.  Ranks whose blocks share a
-tile all-reduce its maximum.  The rows of a tensor are the rows of one microbatch on all replicas.
-The product dW = X' dY uses the scales of X and dY from the other products.  DeepSeek-V3 uses tiles
-of 128 tokens there, but such tiles would depend on how the batch is split.
+tile all-reduce its maximum.  The full X and dY contain the rows of one microbatch on all replicas.
+The product dW = X' dY reuses the scales of X and dY from the other products.  DeepSeek-V3 uses
+tiles of 128 tokens in this product, but such tiles would depend on how the batch is split.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hpc3d.tensor.split import Split
 
 TILE = 128
-_WHOLE = 0  # the extent of a tile as long as the matrix
+_WHOLE = 0  # tile extent that denotes the full dimension of the matrix
 _TILES = {
     "block": {"x": (1, TILE), "w": (TILE, TILE), "dy": (1, TILE)},
     "tensor": dict.fromkeys(("x", "w", "dy"), (_WHOLE, _WHOLE)),
@@ -62,12 +62,13 @@ EXACT = Operands(_as_it_is, _as_it_is, _as_it_is)
 def rounded_operands(mesh: Mesh, split: Split, scales: str, dense: bool) -> Operands:
     """Return the functions that round the operands of a product to float8.
 
-    `scales` is "block" or "tensor".  `dense` means neither panels nor stacks of experts.  Dense
-    operands with one scale each stay float8 codes if the GPU multiplies float8.
+    `scales` is "block" or "tensor".  `dense` is True for products without panels and without
+    stacked experts.  Dense operands with one scale each are stored as float8 codes if the GPU
+    supports float8 products.
     """
     m, n, k = (axes.split() for axes in (split.m, split.n, split.k))
-    # Axes that shard the rows and the columns of the rounded matrices: working blocks, or the
-    # stored blocks of X and W if their panels are broadcast.
+    # Axes that shard the rows and the columns of each matrix at the time of rounding.  Working
+    # blocks are rounded, except that panels of X and W are rounded before they are broadcast.
     axes: dict[str, tuple[Sequence[str], Sequence[str]]] = {"x": (m, k), "w": (k, n), "dy": (m, n)}
     if split.panels:
         axes |= {"x": (split.x[0], split.x[1]), "w": (split.w[0][:1], n)}
@@ -82,10 +83,11 @@ def rounded_operands(mesh: Mesh, split: Split, scales: str, dense: bool) -> Oper
 
 
 class _Dim(NamedTuple):
-    """Tiles of `extent` along one dim of a rank's block.
+    """Tiles along one dimension of a rank's block.
 
-    The block has tiles `first` to `last` (exclusive) of `total` and starts at element `offset` of
-    the first.  `shared` names the axes along which block boundaries cut tiles.
+    Each tile has `extent` elements.  The block covers tiles `first` to `last` (exclusive) of the
+    `total` tiles of the matrix, and starts at element `offset` of tile `first`.  `shared` lists
+    the mesh axes along which several ranks may share a tile.
     """
 
     extent: int
@@ -97,7 +99,10 @@ class _Dim(NamedTuple):
 
     @property
     def tiles(self) -> slice:
-        """This block's tiles within a message, which has all tiles if some are shared."""
+        """Slice of this block's tiles in an all-reduce message.
+
+        The message holds all tiles of the dimension if ranks share tiles, else this block's tiles.
+        """
         return slice(self.first, self.last) if self.shared else slice(self.last - self.first)
 
 
@@ -115,7 +120,7 @@ class Rounding:
         self.cuts = [[axis for axis in axes if mesh.size(axis) > 1] for axes in cuts]
 
     def __call__(self, block: Array) -> Array:
-        """Return the rounded copy of a block [m, n], or of a stack [m, e, n] with scales per e."""
+        """Return a rounded copy of a block [m, n] or of a stack [m, e, n] with scales per e."""
         stack = block if block.ndim == 3 else block.reshape(len(block), 1, -1)
         rows, columns = map(self._dim, (len(stack), stack.shape[2]), self.tiles, self.cuts)
         tiles = Tiles(rows.extent, columns.extent, rows.offset, columns.offset)

@@ -10,7 +10,7 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.tensor.layout import Layout
 
 LOOPS = "m", "n", "k"
-STORAGE = "replicate", "own", "panels"  # a foreign axis that is not named there shards
+STORAGE = "replicate", "own", "panels"  # a foreign axis in none of these shards the block
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Split:
     """Mesh axes on each loop of Y[m, n] = X[m, k] W[k, n].
 
     The axes on the loop that a matrix lacks are foreign to it.  A foreign axis shards the rows of
-    the block, unless it is in `replicate` or `own`.  `defer` and `scatter` are for axes whose
-    ranks have different rows, see `over`.
+    the block, unless it is in `replicate` or `own`.  `defer` and `scatter` apply to axes
+    whose ranks process different rows of X, such as the data axis (see `over`).
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Split:
     Raises
     ------
     ValueError
-        With one line for each combination that the algebra does not support.
+        If a combination of axes is not supported.  The message has one line per problem.
     """
 
     m: str = ""
@@ -63,7 +63,7 @@ class Split:
         Returns
         -------
         Split
-            Split with n and k exchanged, so that its X has the layout of this Y.
+            Split with n and k exchanged.  Its X has the same layout as the Y of this split.
         """
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
         turn = [axis for axis in self.n.split() if axis not in stay]
@@ -71,7 +71,10 @@ class Split:
 
     @cache  # noqa: B019
     def without_panels(self) -> Split:
-        """Return the split without panels that stores X the same way: for lookups and the head."""
+        """Return the equivalent split without panels, which has the same storage layout for X.
+
+        Embedding lookups and the head use it.
+        """
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
         turn = [axis for axis in self.n.split() if axis not in stay]
         return replace(self, n=" ".join(turn), k=" ".join([*self.k.split(), *stay]), panels="")
@@ -80,21 +83,21 @@ class Split:
     def alike(self) -> Split:
         """Return the split of a product whose X and Y both have the layout of this split's X.
 
-        It fits a single product between two that store X the same way.  It is `by_rows`, except
-        that X's columns are processed panel by panel.
+        Use it for a single product between two products that store X in this layout.  It differs
+        from `by_rows` only in that X's columns are processed panel by panel.
         """
         rows = self.by_rows()
         return replace(rows, n=rows.k, k="", panels=rows.k)
 
     @cache  # noqa: B019
     def by_rows(self) -> Split:
-        """Return the split of a single product whose Y has few columns, such as a router's: X has
-        the layout of this split's X, and each rank has complete rows of Y.
+        """Return the split of a product whose Y has few columns, such as the logits of a router.
 
-        An axis of n that shards X's rows, or along which one rank owns them, has different rows:
-        it becomes the outermost axis of m, so that the axes of `over` stay the innermost of W.
-        (The order of the axes on X's rows does not matter to a product that does not communicate
-        X.) Along axes that replicate X, all ranks do the same work.
+        X has the same layout as the X of this split, and each rank computes complete rows of Y.
+        If an axis of n shards X's rows, or one rank along it owns them, it becomes the outermost
+        axis of m, so that the axes added by `over` remain the innermost axes of W.  (The order of
+        the axes that shard X's rows is irrelevant, because the product does not communicate X.)
+        All ranks along an axis that replicates X do the same work.
         """
         panels = self.panels.split()
         rows = [axis for axis in self.n.split() if axis not in [*self.replicate.split(), *panels]]
@@ -109,11 +112,11 @@ class Split:
         Parameters
         ----------
         axis
-            Axis whose ranks have different rows, and become replicas of the weights.
+            Axis whose ranks process different rows of X and hold replicas of the weights.
         zero
             ZeRO stage (arXiv:1910.02054).  With 3, each replica stores a shard of the weights.
-            With 0 and 1, gradients are all-reduced at the end of the step, otherwise
-            reduce-scattered in every pass.
+            With 0 or 1, gradients are all-reduced at the end of the step.  With 2 or 3, they are
+            reduce-scattered in every backward pass.
         outermost
             True for the outermost axis of m, False for the innermost one.
 
@@ -143,7 +146,7 @@ class Split:
 
     @cached_property
     def w_transposed(self) -> Layout:
-        """Layout of a weight stored as [n, k]: the embedding table that the head shares."""
+        """Layout of a weight stored as [n, k], such as an embedding table tied to the head."""
         return self._store(self.n, self.k, self.m)
 
     @cached_property
@@ -160,14 +163,17 @@ class Split:
     def _store(self, rows, columns, foreign):
         kept = {*self.replicate.split(), *self.own.split(), *columns.split()}
         shards = [axis for axis in foreign.split() if axis not in kept]
-        shards.sort(key=self.scatter.split().__contains__)  # within the block that is replicated
+        shards.sort(key=self.scatter.split().__contains__)  # scatter axes are the innermost
         owned = [axis for axis in foreign.split() if axis in self.own.split()]
         return Layout(" ".join([rows, *shards]), columns, owned=" ".join(owned))
 
 
 def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
-    """Yield one message for every axis on no loop or on several, stored in two ways, or in
-    unsupported panels; `letters` are the fields of a `Split`."""
+    """Yield an error message for each unsupported use of a mesh axis in a split.
+
+    An axis must split exactly one loop and be stored in one way, and `panels` has restrictions.
+    `letters` maps the field names of a `Split` to their values.
+    """
     axes = {key: letters.get(key, "").split() for key in LOOPS + STORAGE}
     loops = [axis for letter in LOOPS for axis in axes[letter]]
     for axis in sorted({axis for axis in loops if loops.count(axis) > 1}):
