@@ -1,9 +1,9 @@
 """Multi-head attention on complete heads and complete sequences, without communication.
 
 The rows of a block are complete sequences of T tokens; its columns are complete heads of width D.
-With one query per key, the columns are [q | k | v] head after head. With grouped-query attention
-(Ainslie et al. 2023, arXiv:2305.13245), g queries share a key and a value, and the columns are all
-q, then all k, then all v: q 0 to g - 1 belong to k 0.
+If each key head has one query head, the columns are [q | k | v] of each head. With grouped-query
+attention (Ainslie et al. 2023, arXiv:2305.13245), g query heads share a key head and a value head.
+The columns are then all q, all k and all v, and query heads 0 to g - 1 use key head 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCORES = 1 << 18  # bytes of the probabilities of a chunk of heads
 
 
 class HeadForm(NamedTuple):
-    """Width D of a head and number g of queries per key."""
+    """Width D of a head, and number g of query heads per key head."""
 
     width: int
     queries: int = 1
@@ -52,7 +52,7 @@ class HeadForm(NamedTuple):
     def stretches(self, columns: int) -> list[slice]:
         """Return the column slices of qkv in which the heads are contiguous.
 
-        These are q, k and v, or one slice with all columns if each key has one query.
+        These are q, k and v, or one slice with all columns if each key head has one query head.
         """
         if self.queries == 1:
             return [slice(0, columns)]
@@ -104,8 +104,8 @@ def _chunks_of(
 ) -> tuple[int, int, int, int]:
     """Return the shape [chunks, T, heads, g*T] of all probabilities.
 
-    The number of heads per chunk divides `heads`, and is the largest for which a chunk fits in the
-    cache, at least 1.
+    The number of heads per chunk is the largest divisor of `heads` for which a chunk fits in the
+    cache, or 1 if none fits.
     """
     fit = max(1, SCORES // (form.queries * sequence**2 * itemsize))
     chunk = next(count for count in range(min(fit, heads), 0, -1) if heads % count == 0)
@@ -118,7 +118,7 @@ def _chunk_indices(batch: int, heads: int, chunk: int) -> list[tuple[int, slice]
 
 
 def _together(q: Array) -> Array:
-    """Reshape [heads, g, T, D] to [heads, g*T, D]: the queries of a key are stacked."""
+    """Reshape [heads, g, T, D] to [heads, g*T, D], stacking the queries that share a key head."""
     heads, g, sequence, width = q.shape
     return q.reshape(heads, g * sequence, width)
 
@@ -135,8 +135,8 @@ def _softmaxes(
     """Compute the probabilities softmax(q k' / sqrt(D) + mask) chunk by chunk.
 
     Yields the index of each chunk and its P[head, key, g*query]. The memory layout is [key, head,
-    g*query]: the softmax reduces over the columns of a matrix, so that every operation works on
-    long rows.
+    g*query], so that the softmax reduces along the columns of a matrix and every operation works
+    on long rows.
     """
     _, sequence, chunk, queries = probabilities.shape
     dtype = probabilities.dtype
@@ -190,11 +190,12 @@ def attend(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> tuple[Array, Array]:
-    """Compute softmax(q k' / sqrt(D) + mask) v, and the probabilities for the backward pass.
+    """Compute softmax(q k' / sqrt(D) + mask) v from qkv [B*T, heads*(g+2)*D].
 
-    qkv [B*T, heads*(g+2)*D] -> [B*T, heads*g*D] and [chunks, T, heads, g*T]. Before the product
-    with v, the probabilities are multiplied by the factors of the dropout mask `drop`. With cuDNN,
-    (out, stats) of `Flash.forward` replace the probabilities.
+    Returns the output [B*T, heads*g*D], and the probabilities [chunks, T, heads, g*T] for the
+    backward pass. Before the product with v, the probabilities are multiplied by the factors of
+    the dropout mask `drop`. With cuDNN, the (out, stats) of `Flash.forward` are returned instead
+    of the probabilities.
     """
     q, k, v = heads_of(qkv, sequence, form)
     batch, heads, g, _, width = q.shape
@@ -250,7 +251,7 @@ def attend_again(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Array:
-    """Recompute the probabilities of `attend`, before dropout, or (out, stats) with cuDNN."""
+    """Recompute the probabilities of `attend` before dropout, or (out, stats) if cuDNN is used."""
     q, k, _ = heads_of(qkv, sequence, form)
     shape = _chunks_of(*k.shape[:2], form, sequence, qkv.itemsize)
     probabilities = empty(shape, qkv.dtype)
@@ -295,7 +296,7 @@ def attend_grad(
     """Compute the gradient of qkv.
 
     ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D). The gradients of k and v
-    are summed over the queries of a key.
+    are summed over the query heads of each key head.
     """
     chunk, queries = probabilities.shape[2:]
     q, k, v = heads_of(qkv, sequence, form)
@@ -358,7 +359,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
 
 
 def _empty_probabilities(qkv: Array, sequence: int, form: HeadForm, empty: Empty) -> Array:
-    """Allocate 16-bit probabilities in the chunks of the float32 computation."""
+    """Allocate 16-bit probabilities with the chunk sizes of the float32 computation."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     return empty(_chunks_of(batch, heads, form, sequence, WIDE.itemsize), qkv.dtype)
 
@@ -370,7 +371,10 @@ def _samples(
     drop: Mask | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """Yield the rows, the chunks of probabilities, and the dropout and mask of every sample."""
+    """Yield the rows of each sample, its chunks of probabilities, and its dropout and mask.
+
+    Dropout and mask are keyword arguments of `attend`.
+    """
     batch = qkv.shape[0] // sequence
     each = len(probabilities) // max(1, batch)
     for sample in range(batch):
@@ -385,7 +389,7 @@ def _samples(
 def _scored(
     qkv: AbstractArray, sequence: int, form: HeadForm, empty: Empty
 ) -> tuple[int, AbstractArray]:
-    """Count the product q k'; return the number of query heads in all samples, and the scores."""
+    """Meter the product q k'; return the number of query heads of all samples, and the scores."""
     batch, heads = qkv.shape[0] // sequence, qkv.shape[1] // form.columns
     shape = _chunks_of(batch, heads, form, sequence, qkv.itemsize)
     count = batch * heads * form.queries
@@ -414,7 +418,7 @@ def _by_cudnn(
 def _contiguous(gpu: Gpu, qkv: Array, sequence: int, form: HeadForm) -> Array:
     """Return a contiguous copy [3, B heads g, T, D] of q, k and v.
 
-    k and v are repeated for each of their queries.
+    k and v are repeated for each query head that shares them.
     """
     q, k, v = heads_of(qkv, sequence, form)
     if form.queries == 1:

@@ -1,4 +1,4 @@
-"""Causal attention of new tokens to the cached keys and values of all earlier tokens."""
+"""Causal attention of new tokens to themselves and to the cached keys and values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from hpc3d.ops.attention import HeadForm, heads_of
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
 
-SCORES = 1 << 22  # bytes of the scores of one batch of heads
+SCORES = 1 << 22  # maximum size in bytes of the scores of one batch of heads
 
 
 @primitive
 def attend_cached(
     qkv: Array, sequence: int, form: HeadForm, cache: Array, first: int, empty: Empty
 ) -> Array:
-    """Compute softmax(q k' / sqrt(D) + mask) v of `sequence` = t new tokens per sample.
+    """Compute softmax(q k' / sqrt(D) + mask) v for `sequence` = t new tokens per sample.
 
-    qkv [B*t, heads*(g+2)*D] -> [B*t, heads*g*D]. The new tokens have the positions from `first`
-    on. `cache` [2, B, heads, T, D] holds the keys and values of the earlier positions; those of
-    the new tokens are appended. This is inference: nothing is saved for a backward pass.
+    Returns the output [B*t, heads*g*D] for qkv [B*t, heads*(g+2)*D]. The first new token is at
+    position `first`. `cache` [2, B, heads, T, D] holds the keys and values of the earlier
+    positions, and the new keys and values are appended to it. Nothing is saved for a backward
+    pass, because this function is only used for inference.
     """
     q, k, v = heads_of(qkv, sequence, form)
     batch, heads, g, _, width = q.shape
@@ -82,7 +83,10 @@ def _(gpu, qkv, sequence, form, cache, first, empty):
 
 
 def _extended(cache: Array, k: Array, v: Array, first: int) -> list[Array]:
-    """Append new keys and values to the cache, and return all of them [B, heads, first + t, D]."""
+    """Append new keys and values to the cache.
+
+    Returns all keys and all values, [B, heads, first + t, D] each.
+    """
     seen = first + k.shape[2]
     for kept, new in zip(cache, (k, v), strict=True):
         kept[:, :, first:seen] = new

@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from hpc3d.ops.attention import HeadForm
     from hpc3d.ops.random import Mask
 
-# On a GPU: queries and keys of a tile of scores, and bytes of the tiles of one batch of heads.
+# On a GPU: maximum number of queries and of keys of a score tile, and maximum size in bytes of the
+# score tiles of one batch of heads.
 _TILE, _SCORES = 1024, 1 << 26
 
 
 class ChunkPair(NamedTuple):
     """A chunk of queries and a chunk of keys, as row slices of their blocks.
 
-    The positions are the offsets in the sequence at which the chunks begin. With `masked`, queries
-    do not attend to later keys.
+    `query_position` and `key_position` are the positions in the sequence of the chunks' first
+    tokens. If `masked` is True, queries do not attend to later keys.
     """
 
     queries: slice
@@ -37,9 +38,8 @@ class Chunks(NamedTuple):
     """Pairs of chunks of queries and keys to compute, for heads of the given `form`.
 
     `padding`, bool [B, t], marks keys that no query attends to. Before the product with v, the
-    probabilities are multiplied by the factors of `drop`. These are draws of a matrix [samples
-    heads key, T]; `rows` holds the first row of each sample of this rank, with a stride of heads
-    times keys.
+    probabilities are multiplied by the dropout mask `drop`, which is generated as a matrix of
+    shape [samples*heads*keys, T]. Its `rows` holds the first row of each of this rank's samples.
     """
 
     pairs: Sequence[ChunkPair]
@@ -50,10 +50,10 @@ class Chunks(NamedTuple):
     def tiles(
         self, kv: Array, tokens: int, nbytes: int
     ) -> Iterator[tuple[tuple[int, slice], ChunkPair]]:
-        """Yield (sample, heads) and a part of a pair for each tile.
+        """Yield the index (sample, heads) and the `ChunkPair` of each tile.
 
-        A tile has at most `tokens` rows and columns. The number of heads is the largest whose
-        scores fit in `nbytes`, at least 1.
+        A tile has at most `tokens` rows and columns. It has as many heads as fit in `nbytes` of
+        scores, but at least 1.
         """
         _, batch, heads, _, _ = kv.shape
         g = self.form.queries
@@ -100,7 +100,7 @@ def _cut(pair: ChunkPair, g: int, tokens: int) -> Iterator[ChunkPair]:
 
 
 class GpuTile(NamedTuple):
-    """A tile of `chunks` on a GPU: some heads of one sample, with their queries and keys."""
+    """A tile of `chunks` on a GPU, for a range of heads of one sample."""
 
     gpu: Gpu
     chunks: Chunks
@@ -132,7 +132,7 @@ class GpuTile(NamedTuple):
         return scores
 
     def given(self, sequence: int) -> dict[str, Any]:
-        """Return the arguments of the softmax kernels besides scores and sums."""
+        """Return the arguments of the softmax kernels other than scores and sums."""
         tile, (width, g), padding = self.tile, self.chunks.form, self.chunks.padding
         keys = _count(tile.keys)
         return {

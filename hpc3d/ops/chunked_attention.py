@@ -1,11 +1,11 @@
-"""Chunked attention: only the scores of one tile exist at a time, never the full matrix.
+"""Chunked attention computes the score matrix tile by tile and never stores it in full.
 
-The contribution of a chunk of keys to the rows of a chunk of queries is merged with the earlier
-contributions. With the log-sum-exp L of the scores so far and l of the new scores,
+The contribution of a chunk of keys to the output rows of a chunk of queries is merged with the
+earlier contributions. If L is the log-sum-exp of the earlier scores and l of the new scores,
 
     out <- out exp(L - L') + p v exp(l - L')    L' = log(exp L + exp l)
 
-so that keys may come in any order, and from other ranks (Milakov and Gimelshein 2018,
+so keys may be processed in any order and may come from other ranks (Milakov and Gimelshein 2018,
 arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135; Liu et al. 2023, arXiv:2310.01889). The
 backward pass recomputes the probabilities from L.
 """
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from hpc3d.arrays.primitive import Primitive
     from hpc3d.ops.random import Mask
 
-_TILE = 256  # queries and keys of a tile of scores: 256 KB of float32
-_SCORES = 1 << 18  # bytes of the score tiles of the heads in one batch
+_TILE = 256  # maximum number of queries and of keys of a score tile (256 KB in float32)
+_SCORES = 1 << 18  # maximum size in bytes of the score tiles of one batch of heads
 
 
 class Merged(NamedTuple):
-    """Attention to the keys so far, in float32 or wider.
+    """Attention over the keys merged so far, in float32 or wider.
 
-    `out` is the output [B*t, heads*g*D], `sums` the log-sum-exp of the scores [B, heads, g, t],
-    -inf before the first key.
+    `out` is the output [B*t, heads*g*D], and `sums` the log-sum-exp of the scores [B, heads, g,
+    t], which is -inf before the first key.
     """
 
     out: Array
@@ -52,10 +52,10 @@ class Merged(NamedTuple):
 
 
 class ChunkGrad(NamedTuple):
-    """Inputs of the backward pass besides q and the keys.
+    """Inputs of the backward pass other than q, k and v.
 
-    `dout` is the gradient of the output [B*t, heads*g*D], `sums` the log-sum-exp of all scores,
-    and `dots` sum(dout out) of every row [B, heads, g, t].
+    `dout` is the gradient of the output [B*t, heads*g*D]. `sums` is the log-sum-exp of the scores
+    of each query, and `dots` is sum(dout out) over the features of a head, both [B, heads, g, t].
     """
 
     dout: Array
@@ -98,9 +98,10 @@ begin_merging.abstract(_empty_merged)
 
 @primitive
 def merge_chunks(qkv: Array, kv: Array, merged: Merged, chunks: Chunks) -> None:
-    """Merge attention to a block of keys and values into `merged`, one pair of chunks at a time.
+    """Merge the attention over a block of keys and values into `merged`, pair by pair of chunks.
 
-    The queries are those of qkv [B*t, heads*(g+2)*D]; keys and values are [2, B, heads, t, D].
+    The queries are taken from qkv [B*t, heads*(g+2)*D]; `kv` [2, B, heads, t, D] holds the keys
+    and values.
     """
     sequence, form = kv.shape[3], chunks.form
     q, _, _ = heads_of(qkv, sequence, form)
@@ -146,7 +147,7 @@ def _(gpu, qkv, kv, merged, chunks):
 
 @composite
 def end_merging(merged: Merged, dtype: np.dtype, empty: Empty) -> Array:
-    """Return the output in the data type of the model."""
+    """Return the merged output, converted to `dtype`."""
     if merged.out.dtype == dtype:
         return merged.out
     out = empty(merged.out.shape, dtype)
@@ -187,10 +188,10 @@ def chunks_grad(
     chunks: Chunks,
     empty: Empty,
 ) -> Array:
-    """Return the gradients of keys and values [2, B, heads, t, D] from these queries.
+    """Return the contribution of these queries to the gradients of k and v [2, B, heads, t, D].
 
-    The gradient of the queries is added to `dq` [B*t, heads*g*D]. Both are in float32 or wider. p
-    = exp(s - L), ds = p (dp - sum(dout out)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D).
+    The gradient of the queries is added to `dq` [B*t, heads*g*D]. Both are in float32 or wider.
+    With p = exp(s - L), ds = p (dp - sum(dout out)), dq = ds k / sqrt(D), dk = ds' q / sqrt(D).
     """
     sequence, form, drop = kv.shape[3], chunks.form, chunks.drop
     q, _, _ = heads_of(qkv, sequence, form)
@@ -277,15 +278,15 @@ for _op in (keys_and_values, begin_merging, end_merging, join_grads):
 
 
 def _together(q: Array) -> Array:
-    """Reshape [heads, g, t, D] to [heads, g*t, D]: the queries of a key are stacked."""
+    """Reshape [heads, g, t, D] to [heads, g*t, D], stacking the queries that share a key head."""
     heads, g, tokens, width = q.shape
     return q.reshape(heads, g * tokens, width)
 
 
 def _by_columns(k: Array, q: Array) -> Array:
-    """Return k q' of [heads, key, D] and [heads, g*query, D] as [key, heads, g*query].
+    """Return k q' [key, heads, g*query] of k [heads, key, D] and q [heads, g*query, D].
 
-    Reductions over the keys of a query run down a column, so that operations work on long rows.
+    In this layout, reductions over keys run along columns, so that operations work on long rows.
     """
     heads, keys, _ = k.shape
     scores = np.empty((keys, heads, q.shape[1]), q.dtype)
@@ -304,7 +305,7 @@ def _scores(
 ) -> tuple[Array, Array]:
     """Return the scores S[key, heads, g*query] = k q' / sqrt(D) of a tile, and the scaled q.
 
-    The scores of hidden keys are -inf.
+    The scores of masked keys are -inf.
     """
     scaled = _together(q) * q.dtype.type(1 / sqrt(q.shape[-1]))
     scores = _by_columns(k[at][:, tile.keys], scaled)
@@ -320,7 +321,7 @@ def _scores(
 def _later(ahead: int, keys: int, g: int, queries: int, dtype: np.dtype) -> np.ndarray:
     """Return the causal mask [key, g*query]: -inf if a key is later than the query, else 0.
 
-    The first key is `ahead` tokens ahead of the first query.
+    The first key is `ahead` positions after the first query.
     """
     later = ahead + np.arange(keys)[:, None] > np.arange(queries)
     return np.tile(np.where(later, -np.inf, 0).astype(dtype), g)

@@ -1,4 +1,4 @@
-"""Rank-local operations of the cross-entropy, on a rank's columns of the logits."""
+"""Local operations of the cross-entropy loss, on a rank's shard of the logit columns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class LossRows(NamedTuple):
-    """Saved values of each row of logits for the backward pass.
+    """Values saved for the backward pass for each row of logits.
 
     `sums` are the sums of exponentials. `valid` is True if the row has a target. `at` holds the
-    indices of the target entries, or the arrays from which a device finds them.
+    indices of the target entries or, on a GPU, the arrays from which the kernel computes them.
     """
 
     sums: Array
@@ -32,7 +32,7 @@ class LossRows(NamedTuple):
 def cross_entropy(
     logits: Array, targets: Array, vocabulary: int, scale: float
 ) -> tuple[Any, tuple[Array, LossRows | None]]:
-    """Compute the summed loss of an unsharded vocabulary, and the inputs of `softmax_grad`."""
+    """Return the summed loss over an unsharded vocabulary, and the inputs of `softmax_grad`."""
     top, valid = row_max(logits, vocabulary), targets != IGNORE
     sums, at = local_sums(logits, top, targets)
     return negative_log(sums, valid), (logits, LossRows(sums[0], valid, at))
@@ -40,7 +40,7 @@ def cross_entropy(
 
 @cross_entropy.cuda
 def _(gpu, logits, targets, vocabulary, scale):
-    """Compute the gradient in the same pass, in the memory of the logits."""
+    """Also compute the gradient, in the same pass, and overwrite the logits with it."""
     rows, columns = logits.shape
     losses = gpu.empty((rows,), np.float32)
     given = {"targets": targets, "scale": scale, "loss": losses}
@@ -81,7 +81,8 @@ def _(gpu, logits, columns):
 def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
     """Return the sum of exponentials and the target logit of each row, [2, rows].
 
-    The logits are overwritten by their exponentials.
+    Logits are taken relative to `top` and overwritten by their exponentials. The second result is
+    the index of the target entries.
     """
     rows, columns = _targets(logits, index)
     logits -= top[:, None]
@@ -140,7 +141,7 @@ def _(gpu, sums, valid):
 
 @primitive
 def score_rows(sums: Array, valid: Array) -> Array:
-    """Return [`negative_log`, number of correct predictions] of the valid rows, float64.
+    """Return [summed loss, number of correct predictions] over the valid rows, float64.
 
     A prediction is correct if no logit exceeds the target's logit, so ties count as correct.
     """

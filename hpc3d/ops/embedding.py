@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @primitive
 def gather_rows(table: Array, index: Array) -> Array:
-    """Return the rows of a table with these indices, and zeros for indices out of range."""
+    """Return the rows of a table at these indices, and rows of zeros for indices out of range."""
     absent = (index < 0) | (index >= table.shape[0])
     rows = table[np.where(absent, 0, index)]
     rows[absent] = 0
@@ -51,9 +51,9 @@ def order_of(index: np.ndarray) -> np.ndarray:
 
 @primitive
 def scatter_rows(dy: Array, index: Array, order: Array, shape: Sequence[int]) -> Array:
-    """Sum the rows of `dy` with equal indices, for indices within `shape`.
+    """Return an array of `shape` whose row i is the sum of the rows of `dy` with index i.
 
-    `order` sorts the indices.
+    Indices out of range are ignored. `order` sorts the indices.
     """
     total = np.zeros(shape, np.promote_types(dy.dtype, np.float32))
     order = order[(index[order] >= 0) & (index[order] < shape[0])]

@@ -1,8 +1,8 @@
-"""Factored second moments by rows and columns, and the update from them.
+"""Second moments factored by rows and columns, and the update computed from them.
 
 A block is a block of a matrix [inputs, outputs] or of a stack of matrices, [inputs, experts,
-outputs]. Values per row have one column, and values per column have one row. A sum over a complete
-matrix lacks the first dimension and has one column.
+outputs]. An array with one value per row has one column, and an array with one value per column
+has one row. A sum over a complete matrix lacks the first dimension and has one column.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEVICE_CHUNK = 1 << 24  # elements that a device processes at once
 
 
 def _bands(block: Array) -> Iterator[slice]:
-    """Yield slices of the rows of a block that are processed at once."""
+    """Yield the row slices of a block, each of which is processed in one operation."""
     chunk = _CHUNK if isinstance(block, np.ndarray) else _DEVICE_CHUNK
     step = max(1, chunk // max(1, prod(block.shape[1:])))
     for start in range(0, len(block), step):
@@ -32,7 +32,7 @@ def _bands(block: Array) -> Iterator[slice]:
 
 @primitive
 def sum_squares_of_lines(grad: Array, scale: float, rows: Array, columns: Array) -> None:
-    """Set rows and columns to the sums of (scale grad)^2 over the other dimension."""
+    """Set `rows` and `columns` to the sums of (scale grad)^2 over each row and each column."""
     columns.fill(0)
     for band in _bands(grad):
         squares = grad[band] * scale
@@ -53,7 +53,7 @@ def _(gpu, grad, scale, rows, columns):
 
 @primitive
 def sum_squares_scaled(grad: Array, rows: Array, columns: Array, sums: Array) -> None:
-    """Set sums to the sum of (rows grad columns)^2 over each matrix."""
+    """Set `sums` to the sum of (rows grad columns)^2 over each matrix."""
     sums.fill(0)
     for band in _bands(grad):
         update = grad[band] * rows[band]

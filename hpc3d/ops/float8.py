@@ -1,10 +1,10 @@
-"""Float8 rounding by tiles. The scale of a tile maps its largest magnitude to the largest number.
+"""Float8 rounding by tiles. A tile's scale maps its largest magnitude to the largest float8 number.
 
-    float8_e4m3fn    1 sign, 4 bits of exponent, 3 of mantissa; up to 448, no infinities
-    float8_e5m2      1 sign, 5 bits of exponent, 2 of mantissa; up to 57344
+    float8_e4m3fn    1 sign bit, 4 exponent bits, 3 mantissa bits; up to 448, no infinities
+    float8_e5m2      1 sign bit, 5 exponent bits, 2 mantissa bits; up to 57344
 
-Micikevicius et al. 2022, arXiv:2209.05433. Larger numbers saturate. If an element of a tile is not
-finite, the complete tile is not finite, or it has NaN at that element.
+Micikevicius et al. 2022, arXiv:2209.05433. Larger magnitudes saturate. A non-finite element of a
+tile makes all elements of the rounded tile non-finite, or at least becomes NaN itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXPONENT = {"float32": 0xFF << 23, "float64": 0x7FF << 52}  # bit mask of the e
 class Tiles(NamedTuple):
     """Tiling of a block into tiles [height, width].
 
-    The first element of the block has the offset (top, left) in its tile.
+    The first element of the block is at offset (top, left) in its tile.
     """
 
     height: int
@@ -51,18 +51,18 @@ class Tiles(NamedTuple):
 
 
 def encode(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round to the nearest float8 numbers, ties to even. Larger magnitudes saturate."""
+    """Round x to the nearest float8 numbers, ties to even. Larger magnitudes saturate."""
     most = LARGEST[dtype]
     with np.errstate(invalid="ignore"):  # NaN stays NaN
         return np.clip(x, -most, most).astype(dtype)
 
 
 def nearest(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round x in place to the values of `encode`.
+    """Round x in place to the same values as `encode`.
 
-    Let p be the largest power of two not above |x|. Numbers with d bits of mantissa have a spacing
-    of p 2^-d, as have floats with m bits around 1.5 p 2^(m - d). Adding and subtracting this
-    number therefore rounds to the spacing, ties to even.
+    Let p be the largest power of two not above |x|. Near x, numbers with d mantissa bits have a
+    spacing of p 2^-d. Floats with m mantissa bits have the same spacing around 1.5 p 2^(m - d), so
+    adding and subtracting this number rounds x to multiples of the spacing, ties to even.
     """
     (digits, lowest), most = _FORM[dtype], LARGEST[dtype]
     np.clip(x, -most, most, out=x)
@@ -75,7 +75,7 @@ def nearest(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def divisors(maxima: np.ndarray, most: float) -> np.ndarray:
-    """Return the scales maxima / most, with 1 in place of 0."""
+    """Return the scales maxima / most, with zeros replaced by 1."""
     scales = maxima / most
     return np.where(scales == 0, scales.dtype.type(1), scales)
 
@@ -183,11 +183,10 @@ def _(gpu, x, maxima, tiles, dtype, out):
 
 
 class Coded(NamedTuple):
-    """Float8 matrix for products on a GPU that supports them.
+    """Float8 matrix for GPUs that support float8 products.
 
-    `codes` holds the bits of float8 numbers of type `kind` as uint8, row-major. The matrix is the
-    numbers times `scale` [1], or its transpose if `turned`. Results computed from it have the type
-    `dtype`.
+    `codes` holds the bits of float8 numbers of type `kind` as uint8, row-major. The matrix equals
+    these numbers times `scale` [1], transposed if `turned`. Products with it have type `dtype`.
     """
 
     codes: Array
@@ -211,9 +210,9 @@ class Coded(NamedTuple):
 
 @primitive
 def encode_tensor(x: Array, largest: Array, kind: str, codes: Array, scale: Array) -> None:
-    """Set codes = round(x / scale) of a matrix, with scale[1] = `largest` / the maximum of `kind`.
+    """Encode the matrix x as codes = round(x / scale).
 
-    `largest` is max |x|.
+    `scale` [1] is set to `largest`, which is max |x|, divided by the largest number of `kind`.
     """
     scale[...] = divisors(largest.reshape(1), LARGEST[kind])
     with np.errstate(invalid="ignore"):
@@ -235,7 +234,7 @@ def _(gpu, x, largest, kind, codes, scale):
 
 @primitive
 def multiply_coded(out: Array, a: Coded, b: Coded) -> Array:
-    """Compute out[m, n] = a[m, k] b[k, n], on devices only."""
+    """Compute out[m, n] = a[m, k] b[k, n] (GPU only)."""
     raise NotImplementedError
 
 
@@ -247,7 +246,7 @@ def _(gpu, out, a, b):
 
 
 def _lying(gpu: Any, matrix: Coded, turned: bool) -> Coded:
-    """Return the matrix with codes stored transposed if `turned`, else row-major."""
+    """Return the matrix with its codes stored transposed if `turned`, else row-major."""
     if matrix.turned == turned:
         return matrix
     return matrix._replace(codes=gpu.contiguous(matrix.codes.T), turned=turned)

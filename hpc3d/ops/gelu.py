@@ -1,4 +1,4 @@
-"""GELU. The forward pass computes the slope for the backward pass, in place and without powers."""
+"""GELU. The forward pass also computes the derivative for the backward pass, in place."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def _(gpu, h, out):
 
 @primitive
 def gelu_exact(h: Array, out: Array) -> Array:
-    """Compute out = h Phi(h), Phi the normal distribution.
+    """Compute out = h Phi(h), where Phi is the standard normal distribution function.
 
-    h is overwritten by the slope Phi(h) + h phi(h).
+    h is overwritten by the slope Phi(h) + h phi(h), where phi is the normal density.
     """
     from scipy.special import erf
 

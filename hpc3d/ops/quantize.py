@@ -6,7 +6,7 @@ level is a power of ten times a linear fraction; the smaller the power, the fewe
 the fraction. An element of a row is the row's scale times its code:
 
     codes int8     integers from -127 to 127
-    codes uint8    the bits of float8_e4m3fn, which reaches to 448
+    codes uint8    the bits of float8_e4m3fn numbers, whose largest value is 448
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from hpc3d.ops.rows import row_blocks
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-BLOCK = 256  # numbers per scale
+BLOCK = 256  # elements per scale
 _BLOCKS_AT_ONCE = 64  # blocks that fit in a core's cache
 _DECADES = 7
 _LARGEST_CODE = {"int8": 127, "uint8": LARGEST[E4M3]}
 
 
 def in_blocks(shape: Sequence[int]) -> bool:
-    """Return True if a parameter has 8-bit moments: a matrix with at least one block per row."""
+    """Return True if a parameter of this shape has 8-bit moments.
+
+    These are the matrices whose rows have at least one block.
+    """
     return len(shape) > 1 and shape[0] > 1 and shape[-1] >= BLOCK
 
 
 def _levels(signed: bool) -> np.ndarray:
-    """Return the 256 levels, ascending, float32.
+    """Return the 256 levels in ascending order, as float32.
 
-    The levels of second moments, which are never negative, have one more bit of fraction instead
-    of a sign.
+    Second moments are never negative, so their levels use the sign bit for the fraction.
     """
     found = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -53,12 +55,12 @@ LEVELS = np.stack([_levels(signed=True), _levels(signed=False)])  # first, secon
 
 
 def dequantized(codes: np.ndarray, scales: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Return the numbers [n, BLOCK] from their codes and the scales [n] of their blocks."""
+    """Return the values [n, BLOCK] decoded from their codes and the scales [n] of the blocks."""
     return levels[codes] * scales[:, None]
 
 
 def quantize(x: np.ndarray, levels: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
-    """Quantize numbers [n, BLOCK] to codes and scales. Ties between two levels go to the lower."""
+    """Quantize values [n, BLOCK] to codes and scales. Ties go to the lower level."""
     scales[...] = np.abs(x).max(1)
     shares = x / np.where(scales > 0, scales, 1)[:, None].astype(x.dtype)
     codes[...] = np.searchsorted((levels[:-1] + levels[1:]) / 2, shares)
@@ -73,7 +75,7 @@ def adamw_8bit(
     constants: Mapping[str, float],
     factors: Sequence[float],
 ) -> None:
-    """Update complete blocks as `adamw` does, with 8-bit moments.
+    """Apply an AdamW update with 8-bit moments to complete blocks.
 
     `moments` are the codes of the first and second moments, and the scales of both. A nonzero
     second moment never gets code 0: otherwise, the first moment would be divided by epsilon.
@@ -126,8 +128,7 @@ def _(gpu, value, master, grad, moments, constants, factors):
 def encode_rows(x: Array, codes: Array, scales: Array) -> None:
     """Set codes[m, n] = round(x[m, n] / scales[m]), scales[m] = max |x[m]| / the largest code.
 
-    If a row has an element that is not finite, its scale is not finite, and neither is the decoded
-    row.
+    A row with a non-finite element has a non-finite scale, and its decoded row is non-finite.
     """
     for rows in row_blocks(x):
         part = x[rows]

@@ -32,9 +32,9 @@ def philox_key(name: object) -> np.ndarray:
 
 
 class _Generator(local):
-    """One generator per thread, which is repositioned for every use.
+    """One generator per thread, repositioned for every use.
 
-    A new generator takes ten times as long, because it requests a seed from the system.
+    Creating a generator takes ten times as long, because it requests a seed from the system.
     """
 
     def __init__(self) -> None:
@@ -119,10 +119,10 @@ def keep_mask(
 class Mask(NamedTuple):
     """Dropout mask of a block of a matrix with `width` columns.
 
-    Each element has a factor 0 or 1 / (1 - rate). Factors are drawn on demand, so that they never
-    all exist at once. `rows` and `columns` are the indices of the block in the matrix, and `key`
-    is the key of its random stream. Rows that are not contiguous are an array, on the device if
-    the block is there.
+    Each element has a factor 0 or 1 / (1 - rate). Factors are drawn on demand, so the full mask is
+    never stored. `rows` and `columns` are the indices of the block in the matrix, and `key` is the
+    key of its random stream. Non-contiguous `rows` are an index array, which is in device memory
+    if the block is.
     """
 
     key: np.ndarray
@@ -140,7 +140,7 @@ class Mask(NamedTuple):
 def cuda_mask(mask: Mask | None, key: str) -> dict[str, Any]:
     """Return the dropout arguments of a kernel, with the stream's key under the name `key`.
 
-    Without a mask, they are null.
+    If there is no mask, the key is None and the other arguments are 0.
     """
     if mask is None:
         names = "first_row", "first_column", "width", "limit", "factor"
@@ -157,7 +157,10 @@ def cuda_mask(mask: Mask | None, key: str) -> dict[str, Any]:
 
 @primitive
 def initialise(value: Array, item: Any, seed: int, block: tuple[slice, slice]) -> None:
-    """Set `value` to a `block`, slices of rows and columns, of a parameter's initial tensor."""
+    """Set `value` to a block of a parameter's initial tensor.
+
+    `block` holds the slices of rows and columns of the block in the tensor.
+    """
     value.fill(item.mean)
     if item.std:
         rows, columns = block

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Rotation(NamedTuple):
-    """Rotation frequencies of the pairs of a head: base^(-2 i / width) per position for pair i.
+    """Rotation frequencies of the pairs of a head: base^(-2 i / width) rad/position for pair i.
 
     Pairs with a period above `original` / `low` positions rotate `factor` times more slowly. Pairs
     with a period below `original` / `high` are unchanged, with linear interpolation in between.
-    This is the form "llama3" of Llama 3.1's config (Grattafiori et al. 2024, arXiv:2407.21783, and
-    transformers' modeling_rope_utils). With a factor of 1, nothing changes.
+    This is the scaling type "llama3" of Llama 3.1 (Grattafiori et al. 2024, arXiv:2407.21783, and
+    transformers' modeling_rope_utils). A factor of 1 disables the scaling.
     """
 
     base: float = 10000.0
@@ -54,9 +54,9 @@ def rotary_table(rotation: Rotation, sequence: int, width: int, dtype: DTypeLike
 def rotate(x: Array, table: Array, form: HeadForm, sign: int = 1) -> Array:
     """Rotate q and k of x [B*T, heads*(g+2)*D], which has the layout of qkv, in place.
 
-    With sign -1, rotate back, which is the gradient. The pairs (i, i + D / 2) of a head rotate by
-    the angle of their position, as in Llama's published weights: (a, b) -> (a cos - b sin, b cos +
-    a sin). `table` [2, T, D / 2] is the rotary table for the positions of the rows.
+    With sign -1, rotate in the opposite direction, as the backward pass does. The pairs (i, i + D
+    / 2) of a head rotate by the angle of their position, as in Llama's published weights: (a, b)
+    -> (a cos - b sin, b cos + a sin). `table` [2, T, D / 2] is the rotary table for the positions of the rows.
     """
     _, sequence, half = table.shape
     parts, turned = form.turned(x.shape[1])

@@ -234,7 +234,7 @@ def _(gpu, choices, form, before=None):
 def shares_of(counts: Array, tokens: int, dtype: DTypeLike) -> Array:
     """Return the fraction of the choices of each sequence that each expert receives, [S, E].
 
-    `tokens` is the length of a sequence; `counts` [c, S, k, pieces, E] has the counts of all c ranks.
+    `tokens` is the length of a sequence. `counts` [c, S, k, pieces, E] covers all c ranks.
     """
     return (counts.sum((0, 2, 3)) / (tokens * counts.shape[2])).astype(dtype)
 

@@ -1,7 +1,7 @@
-"""Operations on the rows of a block: bias, dropout, periodic tables, and their gradients.
+"""Row-wise operations: bias, dropout, adding a repeated table, and their gradients.
 
-The NumPy rules run at cache speed: each function processes its rows in cache-sized blocks, in
-place, and without a temporary of the full size.
+To run at cache speed, the NumPy rules process rows in cache-sized blocks, in place, and without
+full-size temporaries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-CACHE = 1 << 17  # bytes of one operand of a block
+CACHE = 1 << 17  # size in bytes of one operand's rows in a cache-sized block
 
 
 def row_blocks(x: Array) -> list[slice]:
@@ -33,7 +33,7 @@ def row_blocks(x: Array) -> list[slice]:
 def rounded(*arrays: Array) -> Iterator[tuple[slice, list[Array]]]:
     """Yield cache-sized row slices of 16-bit arrays, with float32 copies of these rows.
 
-    Values written to the copies are rounded into the arrays before the next slice.
+    Before the next slice, the copies are rounded and written back to the arrays.
     """
     for rows in row_blocks(arrays[0]):
         copies = [widened(each[rows]) for each in arrays]
@@ -59,7 +59,7 @@ def _(gpu, y, bias, out):
 
 @composite
 def sum_rows(y: Array) -> Array:
-    """Return the sum over rows, the gradient of a bias, as one product with a vector of ones."""
+    """Return the sum over rows (the gradient of a bias), computed as a product with ones."""
     return np.ones(y.shape[0], wide(y.dtype)) @ y
 
 
@@ -79,7 +79,7 @@ def _(gpu, y):
 
 
 def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
-    """Set total (+)= the sum of the rows of y."""
+    """Add the sum of the rows of y to `total`, or overwrite `total` with it if `add` is False."""
     rows, columns = y.shape
     strips = gpu.strips(rows)
     partial = gpu.empty((strips, columns), np.float32)
@@ -90,9 +90,9 @@ def add_rows(gpu: Gpu, total: Array, y: Array, add: bool = True) -> None:
 def add_strips(
     gpu: Gpu, partial: Array, add: bool, total: Array, other: Array | None = None
 ) -> None:
-    """Set total (+)= the sum of the strips.
+    """Add the sum of the strips to `total`, or overwrite `total` with it if `add` is False.
 
-    If `other` is given, it receives the sum of the second half of their columns.
+    If `other` is given, it receives the second half of the columns of the sum.
     """
     sums, columns = 1 if other is None else 2, total.size
     given = {"partial": partial, "total": total, "other": other, "add": add}
@@ -124,7 +124,7 @@ def _(gpu, x, mask, out):
 
 @primitive
 def add_repeated(x: Array, table: Array, first: int, out: Array) -> Array:
-    """Add the rows of a table to the rows of x periodically, from its row `first` on."""
+    """Add the rows of a table to the rows of x, cyclically and starting at table row `first`."""
     return np.add(x, table[(first + np.arange(len(x))) % len(table)], out=out)
 
 
@@ -148,7 +148,7 @@ def _(gpu, x, table, first, out):
 def sum_repeated(dx: Array, first: int, period: int) -> Array:
     """Return the gradient of the table of `add_repeated`.
 
-    Each row is the sum over the rows of dx to which this row of the table was added.
+    Each row is the sum of the rows of dx to which the corresponding table row was added.
     """
     rows = -(-(first + len(dx)) // period) * period
     whole = np.zeros((rows, dx.shape[1]), dx.dtype)

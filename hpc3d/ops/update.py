@@ -70,7 +70,7 @@ def _(gpu, value, grad, rate):
 
 
 def sum_parts(gpu: Gpu, partial: Array, total: Array | None = None) -> Array:
-    """Return the sum of float32 [n], added to `total` if it is given."""
+    """Return the sum of the float32 vector `partial` [n], added to `total` if given."""
     add, total = total is not None, gpu.empty((1,), np.float64) if total is None else total
     given = {"partial": partial, "total": total, "parts": partial.size, "add": add}
     gpu.launch("sum_parts", 1, partial.size, **given)
@@ -205,8 +205,8 @@ def _(gpu, value, master, grad, factors):
 def orthogonalize(matrix: Array, empty: Empty) -> None:
     """Overwrite X[m, n] = U S V^T by approximately U V^T.
 
-    X / |X| is multiplied five times from its shorter side: with A = X X^T, X = a X + (b A + c A A)
-    X.
+    X is first divided by its Frobenius norm, and transposed if m > n. Each of five steps computes
+    A = X X^T and X = a X + (b A + c A A) X.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if tall else matrix

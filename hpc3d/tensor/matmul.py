@@ -228,7 +228,7 @@ class Matmul:
         return left.T, right
 
     def _complete(self, letter: str) -> bool:
-        """Return True if the axes of a loop require no reduction, except at the end of the step."""
+        """Return True if the axes of a loop need no reduction before the end of the step."""
         return all(
             self.mesh.size(axis) == 1 or axis in self.deferred for axis in self.axes[letter]
         )
