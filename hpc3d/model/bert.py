@@ -1,8 +1,8 @@
 """Embeddings and head of BERT (Devlin et al. 2019, arXiv:1810.04805): embeddings with segments
 and a norm, and the head that predicts masked tokens.
 
-Next-sentence prediction is left out, so all tokens are in segment 0.  The table has both rows, so
-that published weights are imported and exported completely.
+Next-sentence prediction is omitted, so all tokens are in segment 0.  The segment table still has
+both rows, so that published weights are imported and exported completely.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class MaskedLogitsSaved(NamedTuple):
 class MaskedHead(Head):
     """Logits Y[m, v] = norm(gelu(X W + b)) table' + b', and the cross-entropy of masked tokens.
 
-    The product with the table needs X in the layout of the blocks' output, because the table has
-    the layout of the lookup.  W therefore has the split whose Y has the layout of its X,
-    `Split.alike`.
+    The table has the layout that the lookup requires, so its product needs an operand in the
+    layout of the blocks' output.  The product with W therefore uses `Split.alike`, whose Y has the
+    same layout as its X.
     """
 
     def __init__(

@@ -1,6 +1,10 @@
-"""A Transformer block: x + proj(attention(qkv(norm(x)))), then x + mlp(norm(x)), with one MLP or
-a mixture of experts; with post-norm, norm(x + proj(attention(qkv(x)))), then norm(x + mlp(x)).
-The differences between families are data of `Family`."""
+"""Transformer block with attention, and an MLP or a mixture of experts.
+
+    pre-norm     y = x + proj(attention(qkv(norm(x))))     z = y + mlp(norm(y))
+    post-norm    y = norm(x + proj(attention(qkv(x))))     z = norm(y + mlp(y))
+
+The fields of `Family` describe the differences between model families.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ class BlockSaved(NamedTuple):
 
 
 class BlockInput(NamedTuple):
-    """Data saved with full recomputation: X and the weights."""
+    """Data saved with full recomputation: X, and the flat array of the weights."""
 
     x: SavedActivation
     weights: Array
@@ -52,7 +56,7 @@ class PreNorm:
         self.mesh, self.norm, self.dropout, self.hidden = norm.mesh, norm, dropout, hidden
 
     def branch_input(self, x: Array) -> tuple[Array, Any]:
-        """Return the input of f and the data that the norm saves, None with post-norm."""
+        """Return the input of f, and the data saved by the norm (None with post-norm)."""
         return self.norm.forward(x)
 
     def add(
@@ -60,7 +64,8 @@ class PreNorm:
     ) -> tuple[Array, Any]:
         """Return x + dropout(f) and the data that f saves.
 
-        `forward` returns f and its saved data; if it `adds_residual`, it takes a residual.
+        `forward` returns the output of f and its saved data. If `adds_residual` is True, it accepts
+        a residual and adds it to the output.
         """
         if adds_residual and not self.dropout.rate:
             return forward(residual=x)
@@ -70,7 +75,7 @@ class PreNorm:
             return add_bias(x, y, self.mesh.empty(x.shape, x.dtype)), saved
 
     def output(self, total: Array, saved: Any) -> tuple[Array, NormSaved]:
-        """Return y, from the sum with the residual, and the data that the norm saves."""
+        """Return y, computed from the sum with the residual, and the data saved by the norm."""
         return total, saved
 
     def total_grad(self, dy: Array, saved: NormSaved) -> Array:
@@ -104,11 +109,11 @@ class PostNorm(PreNorm):
 
 
 class Block:
-    """Layer number `number` of the model; X and Y both have the layout of the split's X.
+    """Transformer block with index `number`, whose X and Y both have the layout of the split's X.
 
     `recompute` selects activation checkpointing (arXiv:2205.05198, section 5): "selective"
-    recomputes the attention probabilities from q and k; "full" recomputes the whole block, with
-    its communication, from X.  A rank with n elements of X, T tokens of h features per sequence
+    recomputes the attention probabilities from q and k; "full" recomputes the complete block from
+    X, including its communication.  A rank with n elements of X, T tokens of h features per sequence
     and a heads saves n (16 + a T / h) elements with "none", 16 n with "selective" and n with
     "full".
     """
@@ -152,13 +157,12 @@ class Block:
         )
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved | BlockInput]:
-        """Return the block of Y and the saved data; with "full", the input of `_recomputed`."""
+        """Return this rank's block of Y and the saved data (with "full", a `BlockInput`)."""
         y, saved = self.forward_saving(x, micro)
         return y, BlockInput(x, self.parameters.value) if self.recompute == "full" else saved
 
     def _recomputed(self, kept: BlockInput, micro: Microbatch) -> BlockSaved:
-        """Repeat the forward pass with its original weights and return the data it did not
-        save."""
+        """Repeat the forward pass with its original weights and return the data saved by it."""
         newest = self.parameters.value
         self.parameters.use(kept.weights)
         with self.mesh.trace.scope(phase="recompute"):
@@ -167,7 +171,7 @@ class Block:
         return saved
 
     def forward_saving(self, x: Array, micro: Microbatch) -> tuple[Array, BlockSaved]:
-        """Return the block of Y and the data saved for the backward pass."""
+        """Return this rank's block of Y and the data saved for the backward pass."""
         proj, mlp, residual1, residual2 = self.proj, self.mlp, self.residual1, self.residual2
         n1, saved_norm1 = residual1.branch_input(x)
         qkv, saved_qkv = self.qkv.forward(n1)

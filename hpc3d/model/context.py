@@ -1,9 +1,9 @@
 """Context parallelism: the sharding of sequences along the context axis c.
 
-The c ranks form `rings` positions of a ring times `heads` ranks that exchange heads for tokens
-(all-to-all).  Keys and values travel around the ring, chunk by chunk.  Under a causal mask a later
-chunk attends to more of them, so ring position i of r has chunks i and 2r-1-i of 2r (zig-zag):
-all ranks do the same work.
+The c ranks form a ring with `rings` positions.  Each position has `heads` ranks, which exchange
+heads for tokens (all-to-all).  Keys and values are passed around the ring.  Under a causal mask,
+later chunks attend to more keys.  Ring position i of r therefore has chunks i and 2r-1-i of 2r
+(zig-zag), so that all ranks do the same work.
 
     r = 4    chunk  0 1 2 3 4 5 6 7        r = 2, heads = 2    chunk  0 0 1 1 2 2 3 3
          ring rank  0 1 2 3 3 2 1 0                            rank   0 1 2 3 2 3 0 1
@@ -20,8 +20,8 @@ import numpy as np
 class Context(NamedTuple):
     """Sequences of `length` tokens on `rings` x `heads` ranks of the context axis.
 
-    A microbatch of S sequences consists of c S virtual sequences of T/c tokens, with those of rank
-    0 first.  Axis c is outermost on the rows of every layout, so each rank has its own tokens.
+    A microbatch of S sequences consists of c S virtual sequences of T/c tokens, ordered by rank.
+    Axis c is the outermost axis on the rows of every layout, so each rank has its own tokens.
     """
 
     length: int
@@ -30,7 +30,7 @@ class Context(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of ranks of the context axis, c."""
+        """Number of ranks along the context axis, c."""
         return self.rings * self.heads
 
     @property
@@ -45,11 +45,11 @@ class Context(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Number of contiguous runs of tokens on a rank."""
+        """Number of contiguous segments of a sequence on each rank."""
         return 2 if self.rings > 1 else 1
 
     def starts(self) -> np.ndarray:
-        """Return the first position of each contiguous run of every rank, int64[c, pieces]."""
+        """Return the first position of each contiguous segment of each rank, int64[c, pieces]."""
         return _order(self).reshape(self.parts, self.pieces, -1)[:, :, 0]
 
     def chunks(self, ring_rank: int) -> tuple[int, ...]:
@@ -57,30 +57,31 @@ class Context(NamedTuple):
         return ring_rank * self.chunk, (2 * self.rings - 1 - ring_rank) * self.chunk
 
     def positions(self, part: int) -> np.ndarray:
-        """Return the positions in the sequence of the tokens of one rank, int64[T/c]."""
+        """Return the positions in the sequence of one rank's tokens, int64[T/c]."""
         return _order(self)[part]
 
     def peer(self, number: int, of_first: int) -> int:
-        """Return the rank to which rank `number` sends when rank 0 sends to `of_first` and all
-        ranks send by the same distance, around the ring or within the group that exchanges
-        heads."""
+        """Return the rank to which rank `number` sends if rank 0 sends to rank `of_first`.
+
+        All ranks send over the same distance, either around the ring or within the group that
+        exchanges heads.
+        """
         if of_first % self.heads == 0:
             return (number + of_first) % self.parts
         member = number % self.heads
         return number - member + (member + of_first) % self.heads
 
     def cut(self, batch: np.ndarray) -> np.ndarray:
-        """Return a batch [S, T] as virtual sequences [c S, T/c]."""
+        """Split a batch [S, T] into virtual sequences [c S, T/c]."""
         if self.parts == 1:
             return batch
         parts = batch[:, _order(self)]  # [S, c, T/c]
         return np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(-1, self.tokens)
 
     def rows(self, here: slice, sequences: int, first: int) -> range | np.ndarray:
-        """Return the row indices, in the batch's tensor with one row per token of complete
-        sequences, of the rows `here` of a microbatch.
+        """Return the indices of the rows `here` of a microbatch in the tensor of the full batch.
 
-        The microbatch has c S = `sequences` virtual sequences, and its first sequence has index
+        That tensor has one row per token, in the order of the complete sequences.  The microbatch has c S = `sequences` virtual sequences, and its first sequence has index
         `first` in the batch.
         """
         if self.parts == 1:
@@ -90,12 +91,12 @@ class Context(NamedTuple):
         return (first + sequence) * self.length + _order(self)[part, token]
 
 
-WHOLE = Context(0)  # sequences of any length, which nothing cuts
+WHOLE = Context(0)  # placeholder for unsharded sequences of any length
 
 
 @cache
 def _order(context: Context) -> np.ndarray:
-    """Return the position of every token of every rank, int64[c, T/c]."""
+    """Return the positions in the sequence of each rank's tokens, int64[c, T/c]."""
     if context.rings == 1:
         return np.arange(context.length).reshape(context.parts, -1)
     starts = [context.chunks(ring_rank) for ring_rank in range(context.rings)]

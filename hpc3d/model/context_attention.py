@@ -43,8 +43,11 @@ def attention_of(mesh: Mesh, name: str, spec: ModelSpec) -> Any:
 
 
 class RingSaved(NamedTuple):
-    """Data saved for backward: [q|k|v] with rotary positions applied, the output, and the
-    log-sum-exps of the scores."""
+    """Data saved for the backward pass of ring attention.
+
+    `qkv` is [q|k|v] after the rotary embedding, `out` is the output, and `sums` are the
+    log-sum-exps of the scores.
+    """
 
     qkv: SavedActivation
     out: SavedActivation
@@ -52,13 +55,14 @@ class RingSaved(NamedTuple):
 
 
 class RingAttention(HeadBlock):
-    """softmax(q k' / sqrt(D) + mask) v, where each rank has some tokens of every sequence.
+    """softmax(q k' / sqrt(D) + mask) v on sequences whose tokens are sharded over a ring of ranks.
 
-    Keys and values travel around the ring in one message, which overlaps with the computation
-    (Liu et al. 2023, arXiv:2310.01889).  With K the elements of its k, a rank receives 2 (c - 1) K
-    elements forward.  Backward it receives as many again, and the gradients, which start at the
-    next rank and arrive at their owner last, in float32 or wider.  The rank saves the output and
-    one sum per row, and needs memory for the scores of one tile.
+    Each rank passes keys and values around the ring in one message, which overlaps with the
+    computation (Liu et al. 2023, arXiv:2310.01889).  If k has K elements on a rank, the rank
+    receives 2 (c - 1) K elements in the forward pass.  In the backward pass, it receives as many
+    again, and the gradients of keys and values in float32 or wider, which are accumulated around
+    the ring until they reach their owner.  The rank saves the output and one log-sum-exp per row,
+    and needs memory for the scores of one tile.
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
@@ -100,8 +104,7 @@ class RingAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def _pairs(self, ring_rank: int) -> tuple[ChunkPair, ...]:
-        """Return the pairs of this rank's chunks and of visible chunks at ring position
-        `ring_rank`."""
+        """Return the pairs of this rank's query chunks and the visible key chunks of `ring_rank`."""
         mine, theirs = (list(self._chunks(which)) for which in (self.ring_rank, ring_rank))
         return tuple(
             ChunkPair(queries, keys, self.causal and position == other, position, other)
@@ -111,7 +114,7 @@ class RingAttention(HeadBlock):
         )
 
     def _chunks(self, ring_rank: int) -> Iterator[tuple[slice, int]]:
-        """Yield (rows of a virtual sequence, position of the first) for the chunks of a rank."""
+        """Yield (rows of a virtual sequence, position of the first row) for each chunk of a rank."""
         starts: Sequence[int]
         if self.context.rings > 1:
             starts, size = self.context.chunks(ring_rank), self.context.chunk
@@ -124,18 +127,20 @@ class RingAttention(HeadBlock):
             yield slice(number * size, (number + 1) * size), start
 
     def _span(self, kv: Array, ring_rank: int, products: int) -> Any:
-        """Return the trace event of attention to the chunks of `ring_rank`, with `products` FLOPs
-        for each of the D features of a score."""
+        """Return the trace span of attention to the chunks of `ring_rank`.
+
+        `products` is the number of FLOPs per score and head feature.
+        """
         scores = sum(
             (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start)
             for pair in self.pairs[ring_rank]
         )
-        heads = kv.size // (2 * self.tokens)  # times D, of all samples
+        heads = kv.size // (2 * self.tokens)  # key heads of all samples, times D
         flops = products * scores * heads * self.form.queries
         return self.mesh.trace.span("attention", "attention", flops)
 
     def _chunks_seen(self, micro: Microbatch) -> Callable[[int], Chunks]:
-        """Return a function that gives the `Chunks` of each ring position."""
+        """Return a function that returns the `Chunks` for the keys of a ring position."""
         drop = self._drop(micro)
 
         def at(ring_rank):
@@ -144,8 +149,11 @@ class RingAttention(HeadBlock):
         return at
 
     def _drop(self, micro: Microbatch) -> Mask | None:
-        """Return the dropout `Mask` of a matrix [samples heads key, T] with this rank's first row
-        of each sample, or None."""
+        """Return the dropout `Mask` of the probabilities, or None without dropout.
+
+        It is a mask of a matrix [samples*heads*keys, T]; `rows` holds the first row of this rank's
+        heads for each sample.
+        """
         if not self.drops(micro):
             return None
         length, samples = self.context.length, self.samples(micro)
@@ -172,7 +180,7 @@ class Ring:
         """Yield (ring position, its block) for every position, nearest predecessor first.
 
         This rank's own block comes first, or last if `home_last`.  The next block is in flight
-        while one is used.
+        while the current block is in use.
         """
         coming = self._next(block, 1)
         if not home_last:
@@ -188,7 +196,7 @@ class Ring:
         return self.pass_on(block) if hop < self.size else None
 
     def pass_on(self, block: Array) -> Pending:
-        """Send a block to the next rank, and return the pending block of the previous rank."""
+        """Send a block to the next rank, and return the pending block from the previous rank."""
         with self.comm.grouped():
             sent = self.comm.send(block, self.after)
             received = self.comm.recv(block.shape, block.dtype, self.before)
@@ -202,11 +210,11 @@ class Ring:
 
 
 class HeadExchange:
-    """Attention on 1/u of the heads and u times as many tokens, by an all-to-all before and after.
+    """Attention on 1/u of the heads and u times as many tokens, between two all-to-alls.
 
-    The u ranks are neighbors on the context axis (Jacobs et al. 2023, arXiv:2309.14509).  With Q
-    and K the elements of its q and k, a rank receives (1 - 1/u) (2 Q + 2 K) elements forward and
-    as many backward.
+    The u ranks are neighbors on the context axis (Jacobs et al. 2023, arXiv:2309.14509).  If q and
+    k have Q and K elements on a rank, the rank receives (1 - 1/u) (2 Q + 2 K) elements in the
+    forward pass and as many in the backward pass.
     """
 
     def __init__(self, mesh: Mesh, context: Context, core: CoreAttention | RingAttention) -> None:
@@ -228,8 +236,10 @@ class HeadExchange:
         return self.to_tokens(dqkv, self.core.form.stretches(dqkv.shape[1] * self.members))
 
     def to_heads(self, x: Array, stretches: Sequence[slice]) -> Array:
-        """Return [B*t, heads] as [B*u*t, heads/u], for columns that are heads in each of the
-        `stretches`."""
+        """Redistribute x from [B*t, heads] to [B*u*t, heads/u] with an all-to-all.
+
+        Each of the column slices `stretches` contains contiguous complete heads.
+        """
         rows, columns = x.shape
         u, width = self.members, columns // self.members
         parts = self.mesh.empty((u * rows, width), x.dtype)
@@ -240,7 +250,7 @@ class HeadExchange:
         return self._in_one_piece(parts.swapaxes(0, 1), (u * rows, width))
 
     def to_tokens(self, x: Array, stretches: Sequence[slice]) -> Array:
-        """Return [B*u*t, heads/u] as [B*t, heads], the inverse of `to_heads`."""
+        """Redistribute x from [B*u*t, heads/u] to [B*t, heads], the inverse of `to_heads`."""
         rows, width = x.shape
         u = self.members
         parts = x.reshape(-1, u, self.tokens, width).swapaxes(0, 1)
@@ -254,8 +264,10 @@ class HeadExchange:
     def _columns(
         self, whole: Array, parts: Array, stretches: Sequence[slice]
     ) -> Iterator[tuple[Array, Array]]:
-        """Yield views [u, rows, ...] of the same heads in [rows, heads] and in [u, rows, heads/u],
-        one pair per stretch."""
+        """Yield a pair of views [u, rows, ...] of the same heads for each of the `stretches`.
+
+        The first is a view of `whole` [rows, heads], the second of `parts` [u, rows, heads/u].
+        """
         u, start = self.members, 0
         for stretch in stretches:
             width = (stretch.stop - stretch.start) // u
@@ -271,7 +283,7 @@ class HeadExchange:
         return out
 
     def _exchange(self, parts: Array) -> Array:
-        """Send part j to neighbor j and return the parts received from all neighbors."""
+        """Send block j to rank j of the group, and return the blocks received from all ranks."""
         if self.members == self.comm.size:
             return self.comm.all_to_all(parts).wait()
         blocks = parts.reshape(self.members, -1, parts.shape[1])

@@ -22,19 +22,22 @@ if TYPE_CHECKING:
 
 
 class AttentionSaved(NamedTuple):
-    """Data saved for backward: [q|k|v] with rotary positions applied, and the probabilities unless
-    they are recomputed."""
+    """Data saved for the backward pass of core attention.
+
+    `qkv` is [q|k|v] after the rotary embedding. `probabilities` is None if they are recomputed.
+    """
 
     qkv: SavedActivation
     probabilities: SavedActivation | None
 
 
 class HeadBlock:
-    """The tokens and heads of attention that a rank has between all-to-all exchanges.
+    """Tokens and attention heads that a rank processes between the all-to-alls.
 
-    With context parallelism, a rank has the tokens of its ring position, `tokens` of each of its
-    sequences, and complete heads.  Rotary positions are those of these tokens.  Dropout is drawn
-    by sample, head and positions, so that every mesh drops the same probabilities.
+    With context parallelism, a rank has complete heads and `tokens` tokens of each of its
+    sequences, namely those of its ring position.  The rotary embedding uses their positions in the
+    full sequence.  Dropout draws are indexed by sample, head and positions, so that every mesh
+    drops the same probabilities.
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec) -> None:
@@ -46,7 +49,7 @@ class HeadBlock:
         self.rotary, self.causal = spec.family.rotary, spec.family.causal
 
     def turned(self, qkv: Array, micro: Microbatch, sign: int = 1) -> Array:
-        """Apply the rotary positions to q and k of `qkv` in place and return it."""
+        """Apply the rotary embedding to q and k of `qkv` in place; return `qkv`."""
         if not self.rotary:
             return qkv
         dtype = qkv.dtype
@@ -69,15 +72,17 @@ class HeadBlock:
         return self.sizes.dropout > 0 and micro.training
 
     def samples(self, micro: Microbatch) -> range:
-        """Return the sequences of the microbatch of which this rank has tokens."""
+        """Return the indices of the sequences in the microbatch of which this rank has tokens."""
         rows = Layout(" ".join(self.layout[0]), owned=" ".join(self.layout.owned))
         (here,) = rows.slices((micro.sequences,), self.mesh)
         first = here.start % (micro.sequences // self.context.parts)
         return range(first, first + here.stop - here.start)
 
     def padding(self, micro: Microbatch, ring_rank: int) -> Any:
-        """Return the padding mask [B, t] of the tokens of `ring_rank` in these sequences, or None
-        if the model has no padding token."""
+        """Return the padding mask [B, t] for the tokens of `ring_rank` in this rank's sequences.
+
+        Returns None if the model has no padding token.
+        """
         if self.sizes.padding is None:
             return None
         name = f"attention.padding.{ring_rank}"
@@ -90,14 +95,14 @@ class HeadBlock:
         return tokens.reshape(len(samples), self.tokens) == self.sizes.padding
 
     def heads(self) -> range:
-        """Return this rank's query heads."""
+        """Return the indices of this rank's query heads."""
         columns = Layout(" ".join(self.layout[1])).slices((self.sizes.heads,), self.mesh)[0]
         count = (columns.stop - columns.start) // self.context.heads
         first = columns.start + self.member * count
         return range(first, first + count)
 
     def key(self, micro: Microbatch) -> Any:
-        """Return the random key of a step."""
+        """Return the Philox key of the dropout draws of a step."""
         return micro.cached(
             self.name, lambda micro: philox_key((self.spec.seed, self.name, micro.step))
         )
@@ -106,7 +111,7 @@ class HeadBlock:
 class CoreAttention(HeadBlock):
     """softmax(q k' / sqrt(D) + mask) v of [q|k|v] on complete sequences and complete heads.
 
-    Nothing is communicated.  With `recompute` "selective", the backward pass recomputes the
+    It needs no communication.  With `recompute` "selective", the backward pass recomputes the
     probabilities from q and k (arXiv:2205.05198, section 5).
     """
 
@@ -133,7 +138,7 @@ class CoreAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def recompute(self, qkv: Array, micro: Microbatch) -> Any:
-        """Recompute the probabilities, half of the forward FLOPs."""
+        """Recompute the probabilities, which takes half of the forward FLOPs."""
         trace, half = self.mesh.trace, self._flops(qkv) // 2
         empty, seen = self.mesh.empty, self._seen(micro)
         with trace.scope(phase="recompute"), trace.span("attention", "attention", half):

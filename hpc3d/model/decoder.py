@@ -1,6 +1,6 @@
-"""Decoder for text generation: logits of the next token, for sequences of one length.
+"""Decoder for text generation: logits of the next token, for sequences of equal length.
 
-The layers are those of training (hpc3d.model.stage), so every scheme and tensor layout works.
+It uses the layers of training (hpc3d.model.stage), so every scheme and tensor layout works.
 Attention uses a key/value cache (hpc3d.model.key_value_cache), and nothing is saved for backward.
 """
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 def sequences_for(
     sizes: Mapping[str, int], split: Split, samples: int, mixes: bool = False
 ) -> int:
-    """Return the smallest number of sequences, at least `samples`, that every row sharding
-    divides.
+    """Return the smallest number of sequences, at least `samples`, that can be sharded by rows.
 
-    `sizes` are the sizes of the mesh axes.  Routers count if the model `mixes` experts.  With one
-    new token, a sequence is one row.
+    It is divisible by the number of ranks that shard the rows of any product.  `sizes` maps mesh
+    axes to their sizes.  Routers are included if the model `mixes` experts.  A sequence with one
+    new token is one row.
     """
     ends = split.without_panels()
     splits = split, split.next(), ends, ends.next(), *([split.by_rows()] if mixes else [])
@@ -60,7 +60,7 @@ class Decoder:
         self.parameters.allocate(seed=0)
 
     def forget(self) -> None:
-        """Restart at the first position."""
+        """Clear the key/value caches, so that the next token is at the first position."""
         self.kept.length = 0
 
     def forward(self, tokens: np.ndarray) -> Array:
@@ -83,7 +83,7 @@ class Decoder:
         return self.mesh.pool.bring(make(micro))
 
     def _embedded(self, micro: Microbatch, count: int) -> Array:
-        """Return X of the tokens, at the positions after the cached ones."""
+        """Return the embeddings of the tokens, at the positions after the cached ones."""
         first, embeddings = self.kept.length, self.stage.embeddings
         assert embeddings
         x, _ = embeddings.lookup.forward(micro)
@@ -100,7 +100,7 @@ class Decoder:
         return self._gathered(logits, head.layout)[:, : self.vocabulary]
 
     def _gathered(self, block: Array, layout: Layout) -> Array:
-        """Return the full matrix of a `layout` from its blocks."""
+        """Gather the full matrix, on all ranks, from its blocks in the given `layout`."""
         for axis in reversed(layout.owned):
             owner = layout.owner(axis, self.mesh)
             block = self.mesh.comm(axis).broadcast(block, owner).wait()

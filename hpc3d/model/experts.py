@@ -1,14 +1,14 @@
-"""Mixture of experts in place of a block's MLP: each token is routed to `top_k` experts, and an
-all-to-all along e exchanges the rows.
+"""Mixture of experts that replaces the MLP of a block.
 
+Each token is routed to `top_k` experts, and all-to-alls along e send tokens to their experts.
 Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert per token, GShard (Lepikhin et al.
 2020, arXiv:2006.16668) with two, Mixtral (Jiang et al. 2024, arXiv:2401.04088) without dropping.
-A group is one sequence: each expert has C slots for it (its capacity), filled in the order of
-positions, second choices after all first choices.  Tokens beyond the capacity are dropped.  Which
-tokens are dropped therefore depends neither on the mesh nor on the microbatch.
+The routing group is one sequence: each expert has C slots per sequence (its capacity), assigned in
+order of token position, first choices before second choices.  Tokens beyond the capacity are
+dropped.  Which tokens are dropped therefore depends neither on the mesh nor on the microbatch.
 
     X[rows, h] --route--> choices, weights
-      |  dispatch        [e R, E/e, h]      R rows of slots of each expert, for each rank of e
+      |  dispatch        [e R, E/e, h]      R slot rows per rank of e
       |  all-to-all
       |  experts' MLPs   [e R, E/e, h]      one stacked product each, sharded by x, y, z
       |  all-to-all
@@ -119,7 +119,7 @@ class StackedLinear(Linear):
 class ExpertMlps:
     """MLPs of a rank's experts on X[rows, E/e, h].
 
-    A row of zeros adds nothing to any gradient, because the gradient of its output is zero.
+    Empty slots do not contribute to any gradient, because the gradients of their outputs are zero.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class ExpertMlps:
 
 
 class MixtureSaved(NamedTuple):
-    """Data saved for the backward pass of a mixture.
+    """Data saved for the backward pass of a mixture of experts.
 
-    `routes` are those of the rank's own rows, `slots` and `weights` [rows, top_k] those of all
-    rows of X, and `y` is the output of the experts after the all-to-all.
+    `routes` covers only this rank's own rows; `slots` and `weights` [rows, top_k] cover all rows
+    of X.  `y` is the output of the experts after the all-to-all.
     """
 
     router: Saved
@@ -168,13 +168,13 @@ class MixtureSaved(NamedTuple):
 
 
 class ExpertMixture:
-    """Mixture of block `name` on rows of complete sequences, in the layout of the block's X.
+    """Mixture of experts of block `name`, whose input and output have the layout of the block's X.
 
     A rank routes its own rows: the router's product has complete rows, and the choices are
-    gathered along k.  `auxiliary_loss` is this rank's share of the router's losses in the last
+    gathered along k.  `auxiliary_loss` is this rank's share of the router losses in the last
     forward pass: z lse^2 of every token (Zoph et al. 2022, arXiv:2202.08906) and
     alpha E sum_i f_i P_i of its sequence (Fedus et al. 2021, equation 4), where f_i is the
-    fraction of choices of expert i.  Each token counts on one of the ranks that route it.
+    fraction of choices of expert i.  If several ranks route a token, only one counts its losses.
     """
 
     adds_residual = False
@@ -204,10 +204,10 @@ class ExpertMixture:
         self.auxiliary_loss: Any = 0.0
 
     def _precedes(self) -> Array:
-        """Return int64 [k, pieces, c, k, pieces], 1 if another c rank's choice precedes this
-        rank's.
+        """Return int64 [k, pieces, c, k, pieces]: which choices of other ranks take earlier slots.
 
-        An earlier choice precedes, or the same choice of an earlier run of tokens.
+        An entry is 1 if the choice index of the other rank along c is lower, or if it is equal and
+        that rank's segment of the sequence is earlier.
         """
         starts = self.context.starts()
         here, choice = self.mesh.coord(CONTEXT), np.arange(self.form.top_k)
@@ -218,10 +218,10 @@ class ExpertMixture:
         return self.mesh.pool.bring(found)
 
     def _balancing_bias(self, parameters, name, matmul):
-        """Add the bias b_i of arXiv:2408.15664, which affects only the choice of experts.
+        """Add the bias b_i of arXiv:2408.15664, which affects only the selection of experts.
 
         It decreases by a fixed rate if expert i had more choices than the mean, and increases if
-        it had fewer.  Its gradient is that excess times the number of experts.
+        it had fewer.  Its gradient is the excess over the mean times the number of experts.
         """
         if not self.form.balance_bias:
             return None
@@ -286,7 +286,7 @@ class ExpertMixture:
         self.mesh.trace.routed(chosen, kept, losses)
 
     def _slots(self, rows: int, micro: Microbatch) -> SlotForm:
-        """Return the arrangement of the slots for a rank's rows of X."""
+        """Return the slot layout for a rank's `rows` rows of X."""
         tokens, count = micro.tokens.shape[1], self.form.count
         capacity = self.form.slots(tokens * self.context.parts)
         held = -(-(rows // tokens * min(tokens, capacity)) // self.multiple) * self.multiple
@@ -330,9 +330,10 @@ class ExpertMixture:
         micro: Microbatch,
         defer: Callable[..., None],
     ) -> Array:
-        """Return the router's part of the gradient of X.
+        """Return the router's contribution to the gradient of X.
 
-        `dweights` is the gradient of the routing weights, partial on each rank along k.
+        `dweights` is the gradient of the gate weights, of which each rank along k has a partial
+        sum.
         """
         matmul = self.router.matmul
         own = matmul.reduce(dweights, matmul.split.y, matmul.axes["k"]).wait()
@@ -344,7 +345,7 @@ class ExpertMixture:
         return self.router.backward(dlogits, saved.router, defer)
 
     def _bias_grad(self, choices: Array) -> None:
-        """Add E times the excess of each expert's choices, which are integers."""
+        """Add E times the excess of each expert's choices over the mean to the bias gradient."""
         with self.mesh.trace.span("gradient"):
             add_excess(self.bias.grad, choices)
 
@@ -362,9 +363,9 @@ def _flat(rows: Array) -> Array:
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the factor of which an expert's slot rows per rank of e must be a multiple.
+    """Return the number of which the slot rows per rank of e must be a multiple.
 
-    It lets the rows of up's Y divide over the ranks along k.
+    The rows of the up product's Y are then divisible by the number of ranks along k.
     """
     gathered = mesh.size(EXPERTS) * mesh.count(
         [axis for axis in split.n.split() if axis in split.x[0]]

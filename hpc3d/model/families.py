@@ -1,7 +1,7 @@
-"""Families of models: the sizes, the embedding and head, and the products of each.
+"""Model families, with their sizes, embedding, head, and matrix products.
 
-Rules, planner bounds, MFU and memory footprints count the parameters, FLOPs and elements of a
-model from these lists.  A family is one entry of FAMILIES.
+Rules, planner bounds, MFU and memory footprints are computed from these numbers of parameters,
+FLOPs and saved elements.  Each family is one entry of FAMILIES.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _block_products(sizes, mixes, gated):
 
 
 def _mlp_products(sizes, gated, name="", wide=1, **experts):
-    """Return the products of an MLP, `wide` times as wide as that of a dense block."""
+    """Return the products of an MLP that is `wide` times as wide as the MLP of a dense block."""
     ffn = wide * sizes.ffn
     return (
         WeightProduct(f"{name}up", sizes.hidden, (1 + gated) * ffn, **experts),
@@ -111,23 +111,28 @@ def _final_norm(sizes, centred):
 
 
 def _bert_vectors(sizes):
-    """Return the elements of the segment table, the norms of the embeddings and of the head, the
-    bias of the head's dense product, and the bias of the logits."""
+    """Return the number of elements of BERT's segment table, norms and biases outside of blocks.
+
+    These are the norms of the embeddings and of the head, the bias of the head's dense product,
+    and the bias of the logits.
+    """
     return (SEGMENTS + 2 * 2 + 1) * sizes.hidden + sizes.vocabulary
 
 
 def _full_attention(sizes):
-    """Return the FLOPs of q k' and p v per token, with the masked half: 2 T D per head and
-    product."""
+    """Return the FLOPs of q k' and p v per token, 2 T D per head and product.
+
+    Masked scores are included.
+    """
     return 4 * sizes.sequence * sizes.hidden
 
 
 def _block_kept(sizes, recompute, chunked, mixes, gated):
-    """Return the elements that a block saves per token, without dropout's masks.
+    """Return the number of elements that a block saves per token, without dropout masks.
 
-    Korthikanti et al. 2022, section 4: the inputs of norms, qkv, proj and up; q, k and v; and the
-    inputs of activation and down.  Attention saves its probabilities or, if chunked, one sum per
-    row and head.
+    They are the inputs of norms, qkv, proj and up; q, k and v; and the inputs of activation and
+    down (Korthikanti et al. 2022, section 4).  Attention saves its probabilities or, if chunked,
+    one log-sum-exp per row and head.
     """
     features = (2 + gated) * sizes.ffn
     rest = 5 * sizes.hidden + sizes.qkv
@@ -140,10 +145,10 @@ def _block_kept(sizes, recompute, chunked, mixes, gated):
 
 
 def _mixture_kept(sizes, features):
-    """Return the elements that a mixture saves per token.
+    """Return the number of elements that a mixture of experts saves per token.
 
-    Every slot, even an empty one, saves the input of up, the inputs of activation and down, and
-    the output.  Shared experts save as much as an MLP.  The router's data is negligible.
+    For every slot, even an empty one, it saves the input of up, the inputs of activation and down,
+    and the output.  Each shared expert saves as much as an MLP.  The router's data is negligible.
     """
     form = sizes.experts
     slots = form.slots_of_token(sizes.sequence)
@@ -207,46 +212,48 @@ FAMILIES = {family.kind: family for family in (GPT2, LLAMA, QWEN2, BERT)}
 
 
 def family_of(model: Any) -> Family:
-    """Return the Family of a section [model]."""
+    """Return the `Family` that a section [model] selects."""
     return FAMILIES[model.kind]
 
 
 def with_epsilon(model: Any) -> Any:
-    """Return a section [model] with the epsilon of its norms, by default that of its family."""
+    """Return a section [model] with `norm_epsilon` set, by default to the value of its family."""
     return replace(model, norm_epsilon=_or_usual(model.norm_epsilon, family_of(model).epsilon))
 
 
 def least_vocabulary(model: Any, tokens: int) -> int:
     """Return the smallest vocabulary for a tokenizer with `tokens` tokens.
 
-    A family that masks tokens needs one more, the last, for the mask.
+    A family that masks tokens needs one additional entry, the last, for the mask token.
     """
     return tokens if family_of(model).causal else tokens + 1
 
 
 def block_products(model: Any) -> list[tuple[int, WeightProduct]]:
-    """Return pairs of a number of blocks and a WeightProduct for the model of a section
-    [model]."""
+    """Return pairs (number of blocks, `WeightProduct` of each of them) for a section [model]."""
     family = family_of(model)
     return family.block_products(family.sizes(model, model.vocabulary))
 
 
 class Total(NamedTuple):
-    """Elements of a model, and the elements active per token: those of its routed experts."""
+    """Total number of elements, and number active per token.
+
+    Elements of experts to which a token is not routed are inactive.
+    """
 
     total: float
     active: float
 
 
 def block_weights(model: Any) -> Total:
-    """Return the number of elements of the matrices of all blocks."""
+    """Return the number of elements of all matrices in the blocks."""
     products = block_products(model)
     total = sum(count * each.weights for count, each in products)
     return Total(total, sum(count * each.active for count, each in products))
 
 
 def parameters(model: Any) -> Total:
-    """Return the number of parameters of the model of a section [model] with a vocabulary."""
+    """Return the number of parameters of the model of a section [model] with `vocabulary` set."""
     family = family_of(model)
     sizes = family.sizes(model, model.vocabulary)
     tables = 0 if sizes.tied else sizes.vocabulary
@@ -271,7 +278,7 @@ def _biased(model):
 
 
 def _balancing(sizes):
-    """Return the number of elements of the biases that balance experts."""
+    """Return the number of elements of the expert-balancing biases."""
     balanced = sizes.experts and sizes.experts.balance_bias
     return sizes.blocks()[True] * sizes.experts.count if balanced else 0
 

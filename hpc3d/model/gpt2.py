@@ -1,8 +1,8 @@
-"""Embeddings and head of decoder-only models: token and position embeddings; final norm, logits
-and loss.
+"""Embeddings and head of decoder-only models.
 
-GPT-2 (Radford et al. 2019), and Llama, which has no table of positions.  The blocks are in
-hpc3d.model.block; hpc3d.model.stage combines the three.
+The embeddings are token and position embeddings; the head has the final norm, logits and loss.
+Both are used by GPT-2 (Radford et al. 2019) and by Llama, which has no position table.  The blocks
+are in hpc3d.model.block; hpc3d.model.stage combines embeddings, blocks and head.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 def add_table(
     mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, **how: Any
 ) -> Parameter:
-    """Add a table W[v, h], with one row per token and padding so that its axes divide the rows."""
+    """Add a table W[v, h] with one row per token.
+
+    Its rows are padded to a multiple of the number of ranks that shard them.
+    """
     matmul, sizes = sharded_matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
     rows = -(-sizes.vocabulary // count) * count  # type: ignore[operator]  # a number by now
@@ -107,13 +110,13 @@ class Head:
             mesh, parameters, "head.norm", sizes.hidden, split.x, sizes.epsilon
         )
         self.matmul = sharded_matmul(mesh, whole, spec.keep, transposed=True)
-        vocabulary: Any = sizes.vocabulary  # a number, where a model is built
+        vocabulary: Any = sizes.vocabulary  # not None when a model is built
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:
         """Return the summed loss of this rank's rows, or 0 if another rank counts the same rows.
 
-        If the microbatch is not for training, the loss comes with the number of correctly
+        If the microbatch is not for training, the result also contains the number of correctly
         predicted rows (`CrossEntropy.score`).
         """
         logits, saved = self.logits(x)
@@ -135,7 +138,7 @@ class Head:
         return micro.rows(micro.targets, self.layout, self.mesh).ravel().astype(np.int64)
 
     def backward(self, micro: Microbatch, saved: HeadSaved, defer: Callable[..., None]) -> Array:
-        """Return the gradient of X for the summed loss times its factor."""
+        """Return the gradient of X for the summed loss times the factor of the microbatch."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
         return self.logits_grad(dlogits, saved.logits, defer)
 
@@ -152,6 +155,9 @@ class Head:
         self.table.grad += self.matmul.backward_weight(rest).wait()
 
     def counts(self) -> bool:
-        """Return True if this rank's copy of its loss rows is the one that counts."""
+        """Return True if this rank counts the loss of its rows.
+
+        Exactly one of the ranks with the same rows does so.
+        """
         split = (*row_axes(self.layout), "p")
         return all(self.mesh.coord(axis) == 0 for axis in self.mesh.sizes if axis not in split)

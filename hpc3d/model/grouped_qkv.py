@@ -1,10 +1,10 @@
 """The qkv product of grouped-query attention, with separate weights for q, k and v.
 
-A rank multiplies X once, with [Wq | Wk | Wv] of its heads, in the order of `hpc3d.ops.attention`.
-If the size of n's axes does not divide the number of key heads, then the key heads divide the
-ranks: Wk and Wv are replicated along n, and ranks whose queries share a key use the same columns.
-Example with 4 heads, where pairs of queries share a key:
-pairs share keys:
+A rank multiplies X once, with the columns [Wq | Wk | Wv] of its heads, ordered as in
+`hpc3d.ops.attention`.  If the number of key heads is not divisible by the number of ranks along n,
+the number of ranks must be a multiple of the number of key heads.  Wk and Wv are then replicated
+along n, and ranks whose query heads share a key head use the same columns.  Example with 4 query
+heads, of which pairs share a key head:
 
     over 2 ranks    q0 q1 k0 v0             q2 q3 k1 v1
     over 4 ranks    q0 k0 v0    q1 k0 v0    q2 k1 v1    q3 k1 v1
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class _Part(NamedTuple):
     """Weight and bias of q, k or v.
 
-    A rank multiplies with the columns `needed` of its blocks, which become the columns `joined` of
-    its [q | k | v].
+    A rank's product uses the columns `needed` of its blocks.  They become the columns `joined` of
+    the rank's [q | k | v].
     """
 
     weight: Parameter
@@ -45,10 +45,11 @@ class _Part(NamedTuple):
 
 
 class GroupedSaved(NamedTuple):
-    """X and the gathered W as in `Saved`.
+    """X and the gathered W, as in `Saved`.
 
-    W is None if no block of W is gathered or saved, and is then joined again from `weights`,
-    because copies of W for all microbatches in flight would be large.
+    `w` is None if W is not saved, or if it is gathered without communication.  The backward pass
+    then concatenates `weights` again, because copies of W for all microbatches in flight would be
+    large.
     """
 
     x: SavedActivation
@@ -58,7 +59,7 @@ class GroupedSaved(NamedTuple):
 
 
 class GroupedQkv(Linear):
-    """[q | k | v] = X [Wq | Wk | Wv] + b by a `matmul`."""
+    """[q | k | v] = X [Wq | Wk | Wv] + b with a sharded `matmul`."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class GroupedQkv(Linear):
         std: float,
         biased: bool,
     ) -> tuple[Parameter, Parameter | None]:
-        """Return the weight and bias, sharded over n's axes or replicated along them."""
+        """Add a weight and bias, sharded over n's axes or replicated along them."""
         split, how = self.matmul.split, gradient(self.matmul)
         weight, bias, rows = split.w, Layout(" ".join(self.across)), row_axes(split.y)
         if not self._is_cut(shape[1] // self.width):
@@ -107,7 +108,7 @@ class GroupedQkv(Linear):
         return heads % self.mesh.count(self.across) == 0
 
     def _needed(self, heads: int) -> slice:
-        """Return the columns of this rank's block of `heads` heads that it multiplies with."""
+        """Return the columns of this rank's block of `heads` heads that its product uses."""
         members = self.mesh.count(self.across)
         if self._is_cut(heads):
             return slice(0, heads // members * self.width)
@@ -127,7 +128,7 @@ class GroupedQkv(Linear):
         return y, GroupedSaved(saved.x, None, saved.kept.replace("w", ""), weights)
 
     def _joined(self, blocks: Sequence[Array]) -> Array:
-        """Return the columns that this rank multiplies with, side by side."""
+        """Concatenate the columns of the blocks that this rank's product uses."""
         first = blocks[0]
         out = self.mesh.empty((*first.shape[:-1], self.columns), first.dtype)
         needed = (block[..., part.needed] for block, part in zip(blocks, self.parts, strict=True))

@@ -1,18 +1,20 @@
-"""Saved activations with fewer bits than the computation uses.
+"""Reduced-precision saved activations, and offloading of saved activations and weights.
 
 The forward pass uses exact values; the backward pass uses rounded copies of the saved activations
 (Gist's delayed precision reduction, Jain et al. 2018):
 
-    bfloat16   2 bytes an element
-    int8       1 byte an element, and a scale of 4 bytes a row: its largest magnitude / 127
-    float8     1 byte an element, e4m3, and a scale of 4 bytes a row: its largest magnitude / 448
+    bfloat16   2 bytes per element
+    int8       1 byte per element, and a 4-byte scale per row: its largest magnitude / 127
+    float8     1 byte per element (e4m3), and a 4-byte scale per row: its largest magnitude / 448
 
 Fields of the type `SavedActivation` (hpc3d.arrays.array) are rounded.  All other saved fields,
-such as weights, moments and routing choices, stay as they are.  So does an array in memory that
-several ranks share: it exists once for all of them, while each rank would have its own copy.
+such as weights, moments and routing choices, are not changed.  Neither is an array in memory that
+several ranks share: it is stored once for all of them, whereas rounding would create a copy on
+each rank.
 
 Saved data may also be offloaded from the memory of the rank (hpc3d.arrays.host_store).  Each byte
-is copied out once and back once; the data of the next block is loaded while one is computed.
+is copied out once and back once; the data of the next block is loaded during the computation of
+the current block.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class RoundedArray(NamedTuple):
-    """An array with fewer bits: `codes` of its shape, and the scales of its rows, if any."""
+    """Array in reduced precision: `codes` of the same shape, and the scales of rows, if any."""
 
     codes: Array
     scales: Array | None
@@ -51,13 +53,15 @@ class OffloadedArray(NamedTuple):
 
 
 def stored_type(keep_dtype: str | None, dtype: DTypeLike) -> np.dtype:
-    """The type of the elements of activations of the type `dtype` that wait for backward."""
+    """Return the element type in which activations of type `dtype` are stored until backward."""
     return np.dtype(np.uint8 if keep_dtype == "float8" else keep_dtype or dtype)
 
 
 class KeptForm:
-    """Form of saved activations of type `dtype` until the backward pass: exact or rounded, in the
-    memory of the rank or offloaded."""
+    """Storage of activations of type `dtype` until the backward pass.
+
+    Activations are stored exactly or rounded, in the memory of the rank or offloaded.
+    """
 
     def __init__(
         self, mesh: Mesh, dtype: DTypeLike, keep_dtype: str | None, offload: bool = False
@@ -66,7 +70,7 @@ class KeptForm:
         self.keep_dtype = stored_type(keep_dtype, dtype)
 
     def put_away(self, saved: Any) -> Any:
-        """Return saved data in its stored form; an array saved under two names is stored once."""
+        """Return saved data in its stored form; an array that occurs twice is stored once."""
         if self.keep_dtype != self.dtype:
             with self.mesh.trace.span("round"):
                 saved = _replaced(saved, self._round, {})
@@ -78,7 +82,7 @@ class KeptForm:
             saved[-1] = _replaced(saved[-1], self._load, {})
 
     def pop(self, saved: list[Any]) -> Any:
-        """Pop the last entry of `saved` as it is, and start loading the entry before it."""
+        """Pop the last entry of `saved` unchanged, and start loading the entry before it."""
         last = saved.pop()
         self.ask(saved)
         return last
@@ -151,14 +155,14 @@ class KeptForm:
 
 
 def _matrix(array: Array) -> Array:
-    """Return an array of any number of dims as a matrix of its rows."""
+    """Reshape an array to a matrix with the same last dimension."""
     return array.reshape(-1, array.shape[-1])
 
 
 def _replaced(
     saved: Any, function: Callable[[Any], Any], done: dict, marked: Any = SavedActivation
 ) -> Any:
-    """Return what a layer saved with `function` applied once to each array of a `marked` type."""
+    """Return saved data of a layer with `function` applied once to each array of type `marked`."""
     if not hasattr(saved, "_fields"):
         return saved
     fields = zip(saved, _are_marked(saved.__class__, marked))
@@ -191,10 +195,11 @@ def _once(value: Any, function: Callable[[Any], Any], done: dict) -> Any:
 
 
 class FetchedWeights:
-    """Offloaded matrices of a stage's blocks: the next block's are loaded while one is computed.
+    """Offloaded weight matrices of a stage's blocks, prefetched one block ahead.
 
-    The data that a block saves for backward refers to the parameters instead of copies of their
-    values, which would stay in memory until then.  `blocks` are the names of the blocks.
+    The data that a block saves for backward refers to the parameters instead of their loaded
+    values, which would otherwise stay in memory until the backward pass.  `blocks` are the names
+    of the blocks.
     """
 
     def __init__(self, parameters: Parameters, blocks: Sequence[str]) -> None:
@@ -206,8 +211,10 @@ class FetchedWeights:
         self.asked: dict[int, list[Callable[[], Array]]] = {}
 
     def of(self, block: int, then: int) -> AbstractContextManager[None]:
-        """Return a context in which the matrices of `block` are loaded and those of `then` are
-        being loaded."""
+        """Return a context in which the matrices of `block` are available.
+
+        Meanwhile, the matrices of block `then` are prefetched.
+        """
         return self._at_hand(block, then) if self.items[block] else nullcontext()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Attention with a key/value cache, so that one more token costs one row per sample.
+"""Attention with a key/value cache, so that a new token requires only one row per sample.
 
 `CachedAttention` replaces the core attention of a block (hpc3d.model.core_attention).
 """
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class KeptPositions:
-    """Number of positions in the caches of all layers, `length`, of at most `capacity`."""
+    """Number of cached positions per sequence, `length`, and its maximum, `capacity`.
+
+    It is the same for the caches of all layers.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.length, self.capacity = 0, capacity
@@ -30,9 +33,9 @@ class KeptPositions:
 class CachedAttention:
     """softmax(q k' / sqrt(D) + mask) v of new tokens, with the cached keys and values.
 
-    The new tokens have the positions from `kept.length` on.  Every rank has complete sequences and
-    complete heads, so nothing is communicated.  Rotary positions are applied to q and k before k
-    is cached.
+    The first new token is at position `kept.length`.  Every rank has complete sequences and
+    complete heads, so no communication is needed.  The rotary embedding is applied to q and k
+    before k is cached.
     """
 
     def __init__(self, mesh: Mesh, spec: ModelSpec, kept: KeptPositions) -> None:
@@ -58,7 +61,7 @@ class CachedAttention:
         return 4 * seen * queries * width * qkv.size // self.form.columns
 
     def _turn(self, qkv: Array, sequence: int, first: int) -> None:
-        """Apply the rotary positions to q and k in place."""
+        """Apply the rotary embedding to q and k in place."""
         if not self.rotary:
             return
         sizes, wide = self.sizes, np.promote_types(qkv.dtype, np.float32)

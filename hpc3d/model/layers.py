@@ -2,7 +2,7 @@
 
 A layer stores parameters and its axes, but no state of a pass, so it may be used twice, in
 parallel branches, or by several microbatches in flight.  Gradients are added to `Parameter.grad`.
-Weight gradients go through `defer`, which computes them at once or later.
+Weight gradients are passed to `defer`, which computes them immediately or later.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ if TYPE_CHECKING:
 
 
 def row_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the axes that shard the rows of a block: along them a vector's gradient is
-    partial."""
+    """Return the axes that shard the rows of a block.
+
+    Along these axes, each rank has a partial sum of the gradient of a bias or norm weight.
+    """
     return (*layout[0], *layout.owned)
 
 
 def immediately(function: Callable[..., object], *args: Any) -> None:
-    """Call `function` at once: the `defer` of a backward pass that postpones nothing."""
+    """Call `function` immediately; the default `defer` of a backward pass."""
     function(*args)
 
 
@@ -61,7 +63,7 @@ def owned(mesh: Mesh, y: Array) -> Array:
 
 
 class Linear:
-    """Y = X W + b with a sharded `matmul`; without `biased` there is no b."""
+    """Y = X W + b with a sharded `matmul`, or Y = X W if not `biased`."""
 
     def __init__(
         self,
@@ -85,19 +87,18 @@ class Linear:
 
     @property
     def adds_residual(self) -> bool:
-        """True if the product completes Y, so that `forward` takes a residual."""
+        """True if Y needs no reduction after the product, so that `forward` adds a residual."""
         return self.matmul.y_is_complete
 
     def forward(self, x: Array, residual: Array | None = None) -> tuple[Array, Saved]:
-        """Return Y and the data saved for backward; a product that completes Y adds the
-        `residual`."""
+        """Return Y, plus `residual` if `adds_residual`, and the data saved for backward."""
         bias = self.bias.value if self.bias else None
         return self.affine(x, self.weight.value, bias, residual)
 
     def affine(
         self, x: Array, w: Array, bias: Array | None, residual: Array | None = None
     ) -> tuple[Array, Saved]:
-        """Return Y and the saved data for any W and b."""
+        """Return Y and the data saved for backward, for the given W and b."""
         if self.matmul.y_is_complete:
             return self.matmul.forward_saving(x, w, bias=bias, residual=residual)
         y, saved = self.matmul.forward_saving(x, w)
@@ -108,10 +109,9 @@ class Linear:
             return add_bias(y, bias, out), saved
 
     def activated(self, x: Array) -> tuple[Array, Saved, Array]:
-        """Return GELU(Y), the data saved for backward, and Y, with bias and GELU fused to the
-        product.
+        """Return GELU(Y), the data saved for backward, and Y.
 
-        It requires a matrix x.
+        Bias and GELU are fused into the product.  x must be a matrix.
         """
         assert self.bias
         h = self.mesh.empty((x.shape[0], self.bias.value.size), x.dtype)
@@ -141,15 +141,18 @@ class Linear:
 
 
 def gradient(matmul: Matmul) -> dict[str, Any]:
-    """Return the layout of a weight's gradient, and the axes of its reduction at the end of a
-    step."""
+    """Return the arguments of `Parameters.add` that describe the gradient of a weight.
+
+    They are its layout, and the axes over which it is reduced at the end of a step.
+    """
     return {"grad_layout": matmul.dw_layout, "partial": tuple(matmul.split.defer.split())}
 
 
 class NormSaved(NamedTuple):
     """Data saved for the backward pass of a norm: the rows and the other inputs of `norm_grad`.
 
-    They are (x - mean) / std and 1 / std or, on a device, X with mean and 1 / std.
+    On a CPU, the rows are (x - mean) / std, and `scales` is 1 / std.  On a GPU, unless features are
+    sharded, the rows are X, and `scales` is the mean and 1 / std.
     """
 
     rows: SavedActivation
@@ -238,10 +241,10 @@ class RMSNorm(LayerNorm):
 
 
 class Dropout:
-    """Scale each element by 0 or 1 / (1 - rate); the factors are drawn again in backward.
+    """Scale each element by 0 or 1 / (1 - rate); the backward pass regenerates the factors.
 
-    Element e of the batch's tensor is dropped by draw e of the key (seed, name, step), so every
-    mesh drops the same elements, however the batch is split into microbatches.
+    Draw e of the random stream (seed, name, step) determines whether element e of the batch's
+    tensor is dropped.  Every mesh and every split into microbatches drops the same elements.
     """
 
     def __init__(self, mesh: Mesh, name: str, layout: Layout, spec: ModelSpec) -> None:
@@ -251,7 +254,7 @@ class Dropout:
     def mask(self, micro: Microbatch, columns: int) -> Mask | None:
         """Return the `Mask` of this rank's block of a tensor with one row per token.
 
-        Returns None if nothing is dropped: at rate 0, or in a pass that is not for training.
+        Returns None if nothing is dropped: at rate 0, or outside of training.
         """
         if not self.rate or not micro.training:
             return None
@@ -272,7 +275,7 @@ class Dropout:
         return philox_key((self.seed, self.name, micro.step))
 
     def apply(self, x: Array, micro: Microbatch, columns: int) -> Array:
-        """Return x times the factors; backward applies it to the gradient."""
+        """Return x multiplied by the factors; the backward pass applies it to the gradient."""
         mask = self.mask(micro, columns)
         if mask is None:
             return x
@@ -288,9 +291,9 @@ class EmbeddingSaved(NamedTuple):
 
 
 class Embedding:
-    """Rows of a table by token: the product of a one-hot X[m, v] with W[v, h].
+    """Embedding lookup, which is the product of a one-hot X[m, v] with W[v, h].
 
-    The axes of k shard the vocabulary; Y has the layout of X of the first layer.
+    The axes of k shard the vocabulary; Y has the layout of the first layer's X.
     """
 
     def __init__(self, mesh: Mesh, table: Parameter, split: Split) -> None:
@@ -298,15 +301,17 @@ class Embedding:
         self.matmul = sharded_matmul(mesh, split)
 
     def index(self, micro: Microbatch) -> np.ndarray:
-        """Return the row in this rank's working block of the table for each of its working
-        rows."""
+        """Return the row in this rank's working block of the table for each of its tokens.
+
+        Rows of other ranks' blocks are out of range.
+        """
         tokens = micro.rows(micro.tokens, Layout(self.split.m), self.mesh)
         axes = self.split.k.split()
         first = self.mesh.index(axes) * (self.table.shape[0] // self.mesh.count(axes))
         return tokens.reshape(-1).astype(np.int64) - first
 
     def order(self, micro: Microbatch) -> np.ndarray:
-        """Return the indices that sort `index` by row of the table."""
+        """Return the indices that sort the tokens of `index` by table row."""
         return order_of(self.index(micro))
 
     def forward(self, micro: Microbatch) -> tuple[Array, EmbeddingSaved]:

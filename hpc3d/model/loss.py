@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 
 class LossSaved(NamedTuple):
-    """Data saved for `softmax_grad`: the logits' memory, which holds their exponentials.
+    """Data saved for `softmax_grad`.
 
-    If a device computes the gradient at once, `logits` is the gradient and `rows` is absent.
+    `logits` holds the exponentials of the logits, in their memory.  If a GPU computes the gradient
+    in the forward pass, `logits` holds the gradient instead, and `rows` is None.
     """
 
     logits: Array
@@ -58,17 +59,19 @@ class CrossEntropy:
     def score(self, logits: Array, targets: np.ndarray) -> Array:
         """Return [the summed loss of this rank's rows, the number of correct rows] as float64.
 
-        It is for a pass without backward, and overwrites the logits.  A row is correct if no logit
-        exceeds the target's (`score_rows`).  The loss needs the row maximum anyway, so this takes
-        no further message.
+        It overwrites the logits and does not support a backward pass.  A row is correct if no logit
+        exceeds the target's logit (`score_rows`).  The loss needs the row maximum anyway, so the
+        score requires no additional communication.
         """
         sums, _ = self._sums(logits, targets)
         with self.mesh.trace.span("loss", "loss"):
             return score_rows(sums, targets != IGNORE)
 
     def _sums(self, logits: Array, targets: np.ndarray) -> tuple[Array, Any]:
-        """Return `local_sums` reduced over the full vocabulary, and the positions of the targets
-        in this rank's shard; replace the logits by exponentials."""
+        """Return `local_sums`, reduced over the full vocabulary, and overwrite the logits.
+
+        The second result is `LossRows.at`, the indices of the targets in this rank's shard.
+        """
         first = self.mesh.index(self.shard_axes) * logits.shape[1]
         with self.mesh.trace.span("loss", "loss"):
             top = row_max(logits, max(0, self.vocabulary - first))
@@ -81,6 +84,6 @@ class CrossEntropy:
         return sums, at
 
     def backward(self, saved: LossSaved, scale: float) -> Array:
-        """Return scale (softmax - onehot), 0 for rows that do not count, in the logits' memory."""
+        """Return scale (softmax - onehot), or 0 for ignored rows, in the memory of the logits."""
         with self.mesh.trace.span("loss", "loss"):
             return softmax_grad(saved.logits, saved.rows, scale)

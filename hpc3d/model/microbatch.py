@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], Any]) -> Any:
-    """Return `make(micro)` as it is, for model arrays in host memory."""
+    """Return `make(micro)` without a copy, for models whose arrays are in host memory."""
     return make(micro)
 
 
@@ -68,9 +68,9 @@ def microbatches(
 ) -> Iterator[Microbatch]:
     """Yield `count` microbatches of a batch [sequences, T], with sequences sharded by `context`.
 
-    The gradient is that of the mean loss over the whole batch, or of each microbatch if `alone`.
-    Means are over the tokens whose target is not IGNORE, so that uneven microbatches are weighted
-    by their tokens.
+    Gradients are gradients of the mean loss over the full batch, or over each microbatch if
+    `alone`.  The mean is taken over the tokens whose target is not IGNORE, so that microbatches
+    are weighted by their number of such tokens.
     """
     ends = [len(tokens) * number // count for number in range(count + 1)]
     whole, cut = valid_tokens(targets), context.cut if context else np.asarray

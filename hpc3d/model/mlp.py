@@ -1,4 +1,4 @@
-"""The MLP of a block, down(f(up(x))) with f GELU or SwiGLU."""
+"""The MLP of a block: down(f(up(x))), where f is GELU or SwiGLU."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ class Activation:
 
 
 def _matrix(stack: Array) -> Array:
-    """Return a stack [rows, experts, columns] as one matrix of the same rows."""
+    """Return a stack [rows, experts, columns] as a matrix [rows, experts*columns]."""
     return stack.reshape(len(stack), -1) if stack.ndim == 3 else stack
 
 
 class MlpSaved(NamedTuple):
-    """Data saved for the backward pass of an MLP: the inputs of its products, and the slopes of
-    the activation, or the input of GELU if products fuse it."""
+    """Data saved for the backward pass of an MLP: the operands of its products and `slopes`.
+
+    `slopes` holds the slopes of the activation, or the input of GELU if products fuse it.
+    """
 
     up: Saved
     slopes: SavedActivation
@@ -54,7 +56,10 @@ class MlpSaved(NamedTuple):
 
 
 class Mlp:
-    """down(f(up(x))) with `ffn` hidden features; `last` is the std of down's weights."""
+    """down(f(up(x))) with `ffn` hidden features.
+
+    `last` is the standard deviation of the initial weights of down.
+    """
 
     def __init__(
         self,

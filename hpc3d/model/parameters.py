@@ -1,26 +1,27 @@
-"""Parameters of a rank: blocks of flat arrays over which the optimizer makes one pass.
+"""Parameters of a rank, stored in flat arrays that the optimizer updates in one pass.
 
 A parameter has its global shape, the layouts of its value and gradient, its initialization, and
 the axes along which each rank's gradient is only a partial sum at the end of a step.
 
-The replicas on the data axis d have the same parameters.  So do the ranks of a context axis c,
-which have other tokens of the same sequences, and the ranks of e: the replicas form the plane
-c d e.  Experts are sharded along e, so their replicas form the plane c d.  With ZeRO
-(arXiv:1910.02054), every parameter is split into as many equal parts as it has replicas.  Each
-replica updates one, its *own* part, and stores the optimizer state of that part only:
+Ranks along the data axis d have the same parameters.  So do ranks along the context axis c, which
+process different tokens of the same sequences, and ranks along e.  The replicas of a parameter
+therefore form the plane c d e.  Experts are sharded along e, so their replicas form the plane c d.
+With ZeRO (arXiv:1910.02054), every parameter is split into as many equal shards as it has
+replicas.  Each replica updates only its *own* shard and stores only the optimizer state of it:
 
-    zero    value     gradient   at the end of a step
-    0       full      full       all-reduce of gradients; every replica updates everything
-    1       full      full       reduce-scatter of gradients, update, all-gather of values
-    2       full      own part   reduced in every pass; update, all-gather of values
-    3       own part  own part   values gathered and gradients reduced in every pass; update
+    zero    value      gradient    at the end of a step
+    0       full       full        all-reduce of gradients; every replica updates everything
+    1       full       full        reduce-scatter of gradients, update, all-gather of values
+    2       full       own shard   reduced in every pass; update, all-gather of values
+    3       own shard  own shard   values gathered and gradients reduced in every pass; update
 
-Stages 2 and 3 apply to matrices and the token table; vectors and positions, 13 of 12 h + 13
-columns per layer, are treated as in stage 1.
+Stages 2 and 3 apply to matrices and the token table.  Vectors and the position table are treated
+as in stage 1; the vectors are 13 of 12 h + 13 columns per layer.
 
-Some optimizers need complete matrices.  An own part above is then a complete block of a matrix:
-with stages 2 and 3 a block of its gradient's layout; otherwise the stored block, which is assigned
-to one replica, its *owner*: the gradient is reduced to the owner, which broadcasts the value.
+Some optimizers need complete matrices.  The own shard is then a complete block of a matrix.  With
+stages 2 and 3, it is a block in the layout of the gradient.  Otherwise, the stored block is
+assigned to one replica, its *owner*: the gradient is reduced to the owner, which updates the value
+and broadcasts it.
 """
 
 from __future__ import annotations
@@ -55,19 +56,20 @@ def no_matrix(name: str, shape: Sequence[int]) -> bool:
 
 @dataclass(eq=False)
 class Parameter:
-    """One tensor; `value` and `grad` are this rank's blocks, views of the flat arrays.
+    """Parameter tensor; `value` and `grad` are this rank's blocks, as views of the flat arrays.
 
-    The middle dim of an expert parameter is the expert: [inputs, experts, outputs].  `replicas`
-    are the data axes along which ranks have the same values.  A parameter with a `sign_rate` is
-    not a weight of the loss: a step subtracts the rate if the gradient is positive and adds it if
-    it is negative, and there is no optimizer state.
+    Expert parameters have the shape [inputs, experts, outputs].  `replicas` are the data axes
+    along which ranks have the same values.  A parameter with a `sign_rate` is not trained on the
+    loss and has no optimizer state: a step subtracts the rate from elements with a positive
+    gradient and adds it to elements with a negative gradient.
 
     `tied_peer` is the pipeline stage with the other copy of a tied table.  The gradient of a
     `completed_last` parameter, such as a tied table, is complete only at the end of the step.
-    `unit` is the part of the model whose backward pass completes the gradient: layer, norm, ...
-    A `frozen` parameter has a value, but no gradient and no optimizer state.  A parameter that is
-    not `counted` is a copy of another pipeline stage's.  `interleaved` (matrices, columns) means
-    that the columns belong to several matrices round-robin, in groups of `columns`.
+    `unit` names the component of the model whose backward pass completes the gradient, such as
+    "layers.0".  A `frozen` parameter has a value, but no gradient and no optimizer state.  A
+    parameter that is not `counted` is a copy of another pipeline stage's parameter.  `interleaved`
+    (matrices, columns) means that groups of `columns` columns belong to `matrices` matrices,
+    round-robin.
     """
 
     name: str
@@ -77,7 +79,7 @@ class Parameter:
     mean: float = 0.0
     partial: tuple[str, ...] = ()
     decay: bool = False
-    rows: int | None = None  # rows that are drawn; the padding below them is initialized to 0
+    rows: int | None = None  # rows initialized at random; the padding rows below are 0
     grad_layout: Layout | None = None
     tied_peer: int | None = None
     completed_last: bool = False
@@ -100,8 +102,10 @@ class Parameter:
         return self.grad_layout or self.layout
 
     def start(self, seed: int, mesh: Mesh) -> None:
-        """Set `value` to this rank's block of the initial tensor; each expert is drawn
-        separately."""
+        """Set `value` to this rank's block of the initial tensor.
+
+        Each expert has its own random stream.
+        """
         block = self.layout.slices(self.shape, mesh)
         if not self.std or len(self.shape) < 3:
             initialise(self.value, self, seed, block)
@@ -118,8 +122,11 @@ class Parameter:
 
 
 class FlatSlices(NamedTuple):
-    """Slices of a parameter in the flat arrays: its blocks, padded to equal parts, and this rank's
-    own part of each."""
+    """Slices of the flat arrays that hold a parameter's value and gradient.
+
+    `value` and `grad` are this rank's blocks, padded so that their shards have equal size.
+    `own_value` and `own_grad` are this rank's own shards.
+    """
 
     value: slice
     grad: slice
@@ -133,8 +140,10 @@ class FlatSlices(NamedTuple):
 
 
 class UpdateSlice(NamedTuple):
-    """Contiguous range that the optimizer updates: slices of value and gradient, and its
-    parameters, whose own parts are adjacent."""
+    """Contiguous range that the optimizer updates: the adjacent own shards of some parameters.
+
+    `value` and `grad` are its slices of the flat arrays, and `items` are the parameters.
+    """
 
     value: slice
     grad: slice
@@ -146,10 +155,10 @@ class UpdateSlice(NamedTuple):
 
 
 class WholeMatrix(NamedTuple):
-    """Block of a matrix that the optimizer updates: slices of value and gradient, `shape`,
-    `layout`.
+    """Block of a complete matrix that the optimizer updates.
 
-    Experts have a stack of matrices, [inputs, experts, outputs].
+    `value` and `grad` are its slices of the flat arrays, and `shape` is the shape of the block.
+    For experts, it is a block of a stack of matrices, [inputs, experts, outputs].
     """
 
     value: slice
@@ -167,8 +176,8 @@ class Parameters:
     replica that updates it.  `own_states` are flat arrays that only this rank stores between
     steps, such as gradient residuals.  Gradients of 16-bit values are summed in float32
     (arXiv:1710.03740, section 3) and reduced over the data axes in the type `reduced`.  `offload`
-    names the data stored outside of the memory of the ranks: with "parameters", the values of
-    the blocks' matrices are in another flat array, `elsewhere`.
+    names the data that is offloaded from the memory of the ranks: with "parameters", the matrices
+    of Transformer blocks are stored in a separate flat array, `elsewhere`.
     """
 
     def __init__(
@@ -202,7 +211,10 @@ class Parameters:
         replicas: tuple[str, ...] | None = None,
         **how: Any,
     ) -> Parameter:
-        """Add a parameter with replicas along the data axes; `allocate` creates its arrays."""
+        """Register a parameter, whose arrays `allocate` creates.
+
+        By default, it is replicated along all data axes.
+        """
         replicas = self.mesh.data_axes if replicas is None else replicas
         partial = self._summed_over(
             [axis for axis in partial if self.mesh.size(axis) > 1], replicas
@@ -213,14 +225,17 @@ class Parameters:
         return self.items[-1]
 
     def _summed_over(self, axes: Sequence[str], replicas: Sequence[str]) -> tuple[str, ...]:
-        """Return the reduction groups of `axes`: all axes of replicas form one group, the last."""
+        """Return the axes or planes over which a gradient is reduced, one after the other.
+
+        If `axes` contain all axes of the replicas, these are reduced last, as one plane.
+        """
         data = [axis for axis in replicas if self.mesh.size(axis) > 1]
         others = [axis for axis in axes if axis not in data]
         over = [axis for axis in data if axis in axes]
         return (*others, *([plane(replicas)] if over and over == data else over))
 
     def parts(self, item: Parameter) -> int:
-        """Return the number of replicas that split the update of a parameter."""
+        """Return the number of replicas over which the update of a parameter is sharded."""
         return self.mesh.count(item.replicas) if self.zero else 1
 
     def __iter__(self) -> Iterator[Parameter]:
@@ -230,8 +245,8 @@ class Parameters:
         """Allocate the flat arrays and initialize the parameters.
 
         Parameters reduced over the same axes are adjacent, in the order in which a backward pass
-        completes them, so that a gradient bucket is one contiguous range.  Among them, parameters
-        with weight decay are adjacent, so that an update has few ranges.
+        completes them, so that a gradient bucket is one contiguous range.  Among these,
+        parameters with weight decay are adjacent, so that an update has few ranges.
         """
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
@@ -260,10 +275,9 @@ class Parameters:
         ]
 
     def _deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
-        """Return {matrix: the replica that updates it}, assigned largest first to the least
-        loaded.
+        """Return a dict from each matrix to the replica that updates it.
 
-        The result is identical on all ranks of a stage, because it depends on global shapes only.
+        The largest matrices are assigned first, each to the replica with the least load. The result is identical on all ranks of a stage, because it depends on global shapes only.
         A tied table comes first, so that its copies on two stages are assigned to the same
         replica.
         """
@@ -277,7 +291,7 @@ class Parameters:
         return owners
 
     def updates(self, item: Parameter) -> bool:
-        """Return True if this rank updates a matrix, or its own block of one."""
+        """Return True if this rank updates a matrix or its own block of the matrix."""
         here = self.mesh.index(item.replicas)
         return self.owners.get(item, here) == here
 
@@ -314,13 +328,15 @@ class Parameters:
         return sharded.isdisjoint(item.replicas)
 
     def shared_out(self, item: Parameter) -> bool:
-        """Return True if each replica stores the full value and updates one part of it, or
-        none."""
+        """Return True if each replica stores the full value and updates at most one shard of it."""
         slices = self.slices[item]
         return item in self.owners or slices.own_value != slices.value
 
     def _shard(self, item: Parameter, start: int, size: int, own: int) -> slice:
-        """Return the slice of this rank's `own` elements of a parameter of `size` at `start`."""
+        """Return the slice of this rank's `own` elements of a parameter.
+
+        The parameter has `size` elements and starts at index `start` of the flat array.
+        """
         start += self.mesh.index(item.replicas) * own if own < size else 0
         return slice(start, start + own)
 
@@ -333,11 +349,11 @@ class Parameters:
         )
 
     def flat(self, item: Parameter) -> Array:
-        """Return the flat array with the value of a parameter."""
+        """Return the flat array that contains the value of a parameter."""
         return self.elsewhere if self.lies_elsewhere(item) else self.value
 
     def read(self, item: Parameter, part: slice) -> Array:
-        """Return the slice `part` of a parameter's flat array, loaded if it is offloaded."""
+        """Return the slice `part` of a parameter's flat array, after loading it if offloaded."""
         if not self.lies_elsewhere(item):
             return self.value[part]
         return store_of(self.mesh.pool).load(self.elsewhere[part], "workspace", self.mesh.trace)()
@@ -364,13 +380,13 @@ class Parameters:
                 item.grad = _view(self.grad, slices.grad, layout.block(item.shape, self.mesh))
 
     def update_by_sign(self) -> None:
-        """Update this rank's own parts of the parameters with a `sign_rate`."""
+        """Update this rank's own shards of the parameters with a `sign_rate`."""
         for slices, rate in self.by_sign:
             with self.mesh.trace.span("update"):
                 step_by_sign(self.value[slices.own_value], self.grad[slices.own_grad], rate)
 
     def copy_on_write(self) -> None:
-        """Copy the values to a new flat array; data saved for backward keeps the old one."""
+        """Copy the values to a new flat array; data saved for backward still uses the old one."""
         old, self.value = self.value, self.mesh.empty(self.value.shape, self.dtype, "parameter")
         self.value[...] = old
         self.bind()
@@ -382,17 +398,23 @@ class Parameters:
             self.bind()
 
     def sum_of_squares(self) -> Any:
-        """Return this rank's share of the gradient's squared norm, each parameter counted once."""
+        """Return this rank's share of the squared gradient norm, which counts replicas once."""
         weights = [item for item in self.slices if self.counts(item) and not item.sign_rate]
         return sum_of_squares(self.grad, [self.slices[item].own_grad for item in weights])
 
     def counts(self, item: Parameter) -> bool:
-        """Return True if this rank's own part of a parameter is the copy that counts."""
+        """Return True if this rank's own shard of a parameter is the copy that is counted.
+
+        Exactly one of several identical copies is counted in norms, totals and checkpoints.
+        """
         parted = self.parts(item) > 1 and not item.frozen
         return self._counts(item, item.updated_layout, parted)
 
     def counts_state(self, item: Parameter, layout: Layout) -> bool:
-        """Return True if this rank's block of an optimizer state with its own `layout` counts."""
+        """Return True if this rank's block of an optimizer state is the copy that is counted.
+
+        `layout` is the layout of the state.
+        """
         return self._counts(item, layout, item in self.owners)
 
     def _counts(self, item: Parameter, layout: Layout, parted: bool) -> bool:
@@ -409,7 +431,7 @@ def _view(flat: Array, part: slice, shape: Sequence[int]) -> Array:
 
 
 def _merged(items: Sequence[Parameter], parameters: Parameters) -> list[UpdateSlice]:
-    """Return the update slices, with adjacent parameters merged if their weight decay is equal."""
+    """Return the update slices, in which adjacent parameters with equal decay are merged."""
     pieces: list[UpdateSlice] = []
     for item in items:
         slices = parameters.slices[item]

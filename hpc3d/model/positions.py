@@ -1,4 +1,4 @@
-"""Learned positions: a table with one row per position in a sequence."""
+"""Learned position embeddings: a table with one row per position in a sequence."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 
 class Positions:
-    """X[m, h] + W[position of the row in its sequence, h], with X in the layout of the split's
-    X."""
+    """Position embedding X[m, h] + W[position, h], for the position of each row in its sequence.
+
+    X has the layout of the split's X.
+    """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec) -> None:
         sizes, self.layout = spec.sizes, spec.splits["dense"].x
@@ -35,7 +37,7 @@ class Positions:
         )
 
     def add(self, x: Array, micro: Microbatch) -> Array:
-        """Return X plus the positions, in new memory."""
+        """Return X plus the position embeddings, in new memory."""
         table = self.table.value
         if self.context.parts > 1:
             table = gather_rows(table, micro.cached("embedding.positions", self._here))
@@ -59,6 +61,6 @@ class Positions:
         return order_of(self._here(micro))
 
     def _first(self, micro: Microbatch) -> int:
-        """Return the offset in its virtual sequence of the first token of this rank's rows."""
+        """Return the index of this rank's first token in the virtual sequence that contains it."""
         shape = micro.tokens.size, self.table.shape[1]
         return self.layout.slices(shape, self.mesh)[0].start % self.context.tokens

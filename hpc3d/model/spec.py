@@ -21,8 +21,8 @@ class Experts:
 
     It has `count` experts, of which each token is routed to `top_k`, and `shared` experts that
     process all tokens.  `balance_loss` and `z_loss` are the factors of the router's auxiliary
-    losses; `balance_bias` is the update rate of the balancing bias.  With a `capacity` of 0 no
-    token is dropped.
+    losses; `balance_bias` is the update rate of the balancing bias.  If `capacity` is 0, no token
+    is dropped.
     """
 
     count: int
@@ -35,14 +35,17 @@ class Experts:
     balance_bias: float = 0.0
 
     def slots(self, tokens: int) -> int:
-        """Return the slots of an expert for a sequence of T `tokens`, ceil(k T capacity / E)."""
+        """Return the number of slots of an expert for a sequence of T `tokens`.
+
+        It is ceil(k T capacity / E), but at most T.
+        """
         if not self.capacity:
             return tokens
         wanted = self.top_k * tokens * Fraction(str(self.capacity)) / self.count
         return min(tokens, ceil(wanted))
 
     def slots_of_token(self, tokens: int) -> float:
-        """Return the slots of all experts per token of such a sequence, E C / T."""
+        """Return the number of slots of all experts per token, E C / T with T `tokens`."""
         return self.count * self.slots(tokens) / tokens
 
 
@@ -50,9 +53,9 @@ class Experts:
 class ModelSizes:
     """Sizes of a model.
 
-    `std` is the standard deviation of the initial weights, `rotation` the parameters of rotary
-    positions, and `padding` the token that no other token attends to.  With `fused_gelu`, a device
-    with complete matrices fuses GELU with products.
+    `std` is the standard deviation of the initial weights, `rotation` the parameters of the
+    rotary embedding, and `padding` the token to which no token attends.  With `fused_gelu`, a GPU
+    whose MLP is not sharded fuses GELU into the products.
 
     `kv_heads` is the number of key/value heads (0: `heads`), and `ffn` the number of hidden
     features of the MLP or of an expert (0: 4 hidden).
@@ -84,36 +87,37 @@ class ModelSizes:
         return self.experts is not None and (layer + 1) % self.experts.every == 0
 
     def blocks(self) -> dict[bool, int]:
-        """Return {True if a block has a mixture of experts: the number of such blocks}."""
+        """Return the numbers of blocks with (True) and without (False) a mixture of experts."""
         mixtures = self.layers // self.experts.every if self.experts else 0
         return {False: self.layers - mixtures, True: mixtures}
 
     @property
     def form(self) -> HeadForm:
-        """Form of a key head with its queries."""
+        """Width of a head and number of query heads per key head."""
         return self.form_over(1)
 
     def form_over(self, members: int) -> HeadForm:
         """Return the head form on one of `members` ranks over which heads are sharded.
 
-        If there are more ranks than key heads, several ranks share the queries of one key head.
+        If there are more ranks than key heads, the query heads of each key head are sharded.
         """
         queries = self.heads // max(self.kv_heads, members)
         return HeadForm(self.hidden // self.heads, queries)
 
     @property
     def qkv(self) -> int:
-        """Number of columns of q, k and v together."""
+        """Total number of columns of q, k and v."""
         return self.hidden + 2 * self.hidden * self.kv_heads // self.heads
 
 
 class WeightProduct(NamedTuple):
     """Product Y[m, outputs] = X[m, inputs] W with `rows` rows per token.
 
-    `turned` means the next split, as for the second of two consecutive products (Bian et al. 2021,
-    section 3.1.2); `alike` the split whose Y has the layout of X; `by_rows` the split whose Y has
-    complete rows.  Each of `experts` has its own W, and a token is routed to `rows` of them.  It
-    has `slots` rows there, which are computed and communicated whether full or empty.
+    `turned` selects `Split.next`, for the second of two consecutive products (Bian et al. 2021,
+    section 3.1.2).  `alike` selects the split whose Y has the layout of X, and `by_rows` the split
+    whose Y has complete rows.  Each of `experts` has its own W, and a token is routed to `rows` of
+    them.  The experts have `slots` rows per token, which are computed and communicated even if
+    they are empty.
     """
 
     name: str
@@ -133,12 +137,12 @@ class WeightProduct(NamedTuple):
 
     @property
     def active(self) -> float:
-        """Elements of W times the rows per token."""
+        """Number of elements of W times the number of rows per token."""
         return self.rows * self.inputs * self.outputs
 
     @property
     def computed(self) -> float:
-        """Elements of W times the computed rows per token, including empty slots."""
+        """Number of elements of W times the computed rows per token, including empty slots."""
         return self.slots * self.inputs * self.outputs
 
     @property
@@ -147,12 +151,12 @@ class WeightProduct(NamedTuple):
         return 2 * self.active
 
 
-# Recomputation of every block, or the numbers of the blocks that are fully recomputed.
+# Activation checkpointing mode of all blocks, or the indices of fully recomputed blocks.
 _Recompute = str | Sequence[int]
 
 
 def recompute_of(recompute: _Recompute, layer: int) -> str:
-    """Return the recomputation of a block: "none", "selective" or "full"."""
+    """Return the activation checkpointing mode of a block: "none", "selective" or "full"."""
     if isinstance(recompute, str):
         return recompute
     return "full" if layer in recompute else "none"
@@ -168,19 +172,19 @@ class Family:
     epsilon   default epsilon of the norms, if [model] has none
     gated     True for SwiGLU, False for GELU
     causal    True if a token attends only to earlier tokens and its target is the next token;
-              False if some tokens are masked, and these are the targets
+              False if the targets are masked tokens
     rotary    True for rotary positions, False for a table of positions in the embedding
     biased    the linear layers of a block that have a bias
     first     the embedding, with the token table: (mesh, parameters, spec, table)
     last      the head, with the loss: (mesh, parameters, spec, table)
-    products  of a block: (sizes, True for a mixture of experts) -> WeightProducts, in the order of
-              the forward pass
-    head      of the head: (sizes) -> WeightProducts
-    vectors   elements of embedding and head without products and the tables of tokens and
-              positions: (sizes)
-    attention FLOPs of core attention per token and block, forward: (sizes)
-    kept      elements that a block saves per token for backward: (sizes, recompute, True for
-              chunked attention, True for a mixture of experts)
+    products  products of a block, in the order of the forward pass: (sizes, True for a mixture of
+              experts) -> WeightProducts
+    head      products of the head: (sizes) -> WeightProducts
+    vectors   number of elements of embedding and head other than products and the tables of tokens
+              and positions: (sizes)
+    attention forward FLOPs of core attention per token and block: (sizes)
+    kept      number of elements that a block saves per token for backward: (sizes, recompute, True
+              for chunked attention, True for a mixture of experts)
     """
 
     kind: str
@@ -203,15 +207,15 @@ class Family:
     def flops(self, sizes: ModelSizes) -> float:
         """Return the forward FLOPs per token of products and attention.
 
-        They are one third of the FLOPs of a step without recomputation.  Only the experts to which
-        a token is routed count; empty slots do not.
+        They are one third of the FLOPs of a step without recomputation.  Only experts to which a
+        token is routed are counted; empty slots are not.
         """
         blocks = sum(count * product.flops for count, product in self.block_products(sizes))
         head = sum(product.flops for product in self.head(sizes))
         return blocks + sizes.layers * self.attention(sizes) + head
 
     def block_products(self, sizes: ModelSizes) -> list[tuple[int, WeightProduct]]:
-        """Return pairs of a number of blocks and a WeightProduct that each of them has."""
+        """Return pairs (number of blocks, `WeightProduct` that each of them has)."""
         return [
             (count, product)
             for mixes, count in sizes.blocks().items()
@@ -220,7 +224,7 @@ class Family:
         ]
 
     def blocks_kept(self, sizes: ModelSizes, recompute: _Recompute, chunked: bool) -> float:
-        """Return the elements that all blocks save per token, the sum of `kept`."""
+        """Return the number of elements that all blocks save per token, the sum of `kept`."""
         if isinstance(recompute, str):
             counts = {(recompute, mixes): count for mixes, count in sizes.blocks().items()}
         else:
@@ -235,12 +239,13 @@ class Family:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Complete specification of a model for its layers.
+    """Complete specification of a model, from which its layers are built.
 
-    `splits` has the split of the products of each kind of layer, `keep` the operands saved for
-    backward, `seed` the seed of dropout, `recompute` the activation checkpointing, and `context`
-    the sharding of sequences (none by default).  `chunked` selects chunked attention.  `scales` is
-    "block" or "tensor" if the products of layers use float8: the region that has one scale.
+    `splits` maps each kind of layer to the split of its products.  `keep` names the operands saved
+    for backward, `seed` is the seed of dropout, `recompute` selects activation checkpointing, and
+    `context` is the sharding of sequences (none by default).  `chunked` selects chunked attention.
+    If the products of layers use float8, `scales` is the region that shares a scale: "block" or
+    "tensor".
     """
 
     family: Family

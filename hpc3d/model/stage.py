@@ -1,6 +1,7 @@
-"""Model chunk of a pipeline stage: some of the blocks, and perhaps the embedding or the head.
+"""Model chunk of a pipeline stage: a range of blocks, with or without the embedding and the head.
 
-Forward and backward store no state in the stage, so any number of microbatches may be in flight.
+The forward and backward passes store no state in it, so any number of microbatches may be in
+flight.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _ignore(unit: str) -> None:
-    """Ignore the end of a unit: the default `finished` of a backward pass."""
+    """Do nothing when a unit is finished; the default `finished` of a backward pass."""
 
 
 def _as_it_is(kept: Any) -> Any:
@@ -36,8 +37,10 @@ def _collect(
     result: tuple[Any, Any],
     form: Callable[[Any], Any] = _as_it_is,
 ) -> Any:
-    """Return Y of a layer's result; append its saved data to `saved`, converted by `form`, if the
-    microbatch has a backward pass."""
+    """Return Y from a layer's `result`, a pair of Y and the saved data.
+
+    If the microbatch has a backward pass, append the saved data, converted by `form`, to `saved`.
+    """
     y, kept = result
     if micro.training:
         saved.append(form(kept))
@@ -52,7 +55,7 @@ class LayerRange(NamedTuple):
     last: bool
 
 
-# Separate parts of a model: the embedding, one block, the head.
+# Layer ranges with only the embedding, only one block, and only the head.
 FIRST = LayerRange(range(0), first=True, last=False)
 LAYER = LayerRange(range(1), first=False, last=False)
 LAST = LayerRange(range(0), first=False, last=True)
@@ -65,11 +68,11 @@ def build(
     parts: Sequence[LayerRange],
     tied_peer: int | None = None,
 ) -> list[Stage]:
-    """Return this rank's stages for a `ModelSpec`, one per part, and add their parameters to
-    `parameters`.
+    """Build this rank's model chunks of a `ModelSpec`, one for each layer range in `parts`.
 
-    A rank with the first part has the token table; in a tied model, so does a rank with the last.
-    If these are different ranks, `tied_peer` is the pipeline stage of the other.
+    Their parameters are added to `parameters`.  A rank with the embedding has the token table; in
+    a tied model, so does a rank with the head.  If these are different ranks, `tied_peer` is the
+    pipeline stage of the other rank.
     """
     table, tied = None, spec.sizes.tied
     if any(part.first or (part.last and tied) for part in parts):
@@ -106,14 +109,14 @@ class Stage:
 
     @property
     def auxiliary_loss(self) -> Any:
-        """This rank's share of the auxiliary losses of the routers in the last forward pass."""
+        """This rank's share of the routers' auxiliary losses in the last forward pass."""
         return sum(block.mlp.auxiliary_loss for block in self.blocks if block.mixes)
 
     def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, list[Any]]:
-        """Return Y, or the head's result for the last part, and the data saved for backward.
+        """Return Y, or the result of the head if there is one, and the data saved for backward.
 
-        Nothing is saved if the microbatch is not for training.  Parts with the embedding take no
-        x.
+        Nothing is saved if the microbatch is not for training.  If the model chunk has the
+        embedding, x is ignored.
         """
         saved: list[Any] = []
         if self.embeddings:
@@ -136,8 +139,9 @@ class Stage:
     ) -> Array | None:
         """Return the gradient of x.
 
-        Weight gradients go through `defer`, which then calls `finished(unit)` for every completed
-        part of the model.  Empties `saved`.  Parts with the head take no dy.
+        Weight gradients are passed to `defer`, and so is a call of `finished(unit)` for each
+        completed unit of the model.  `saved` is emptied.  If the model chunk has the head, dy is
+        ignored.
         """
         if self.head:
             dy = self.head.backward(micro, self.kept.pop(saved), defer)
@@ -152,8 +156,7 @@ class Stage:
         return dy
 
     def _put_away(self, number: int, saved: Any) -> Any:
-        """Return a block's saved data in the form in which it is stored until the backward
-        pass."""
+        """Return a block's saved data in its stored form, rounded or offloaded as configured."""
         return self.kept.put_away(self.weights.without(saved, number))
 
     def _taken(self, number: int, saved: list[Any]) -> Any:
@@ -167,8 +170,10 @@ class Stage:
         return [*ends, *(block.name for block in self.blocks)]
 
     def incoming(self, kind: str, micro: Microbatch) -> list[tuple[tuple[int, ...], Any]]:
-        """Return the shape and type of a received block; an activation and its gradient have the
-        same."""
+        """Return the shape and dtype of a received block.
+
+        They are the same for an activation and its gradient.
+        """
         return [(self.block_of(micro.tokens.size), self.dtype)]
 
     def block_of(self, tokens: int) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def local_sums(logits: Array, top: Array, index: Array) -> tuple[Array, Any]:
     """Return the sum of exponentials and the target logit of each row, [2, rows].
 
     Logits are taken relative to `top` and overwritten by their exponentials. The second result is
-    the index of the target entries.
+    `LossRows.at`.
     """
     rows, columns = _targets(logits, index)
     logits -= top[:, None]
