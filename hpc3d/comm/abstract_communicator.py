@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class AbstractCommunicator(Communicator):
-    """Communicator that allocates as much memory as those of real ranks; arrays with data pass
-    through.
+    """Communicator that moves no data but allocates the same memory as a real one.
 
-    Gathered blocks are allocated in full.  Ranks of one node (comm/shared_memory.py) also copy
-    blocks to be reduced, unless they are in a `buffer`, and share one total of large sums; devices
+    Arrays with real data are returned unchanged, resized if needed.  Gathered blocks are allocated
+    in full.  On a node (hpc3d.comm.shared_memory), a block to be reduced is also copied unless it
+    is in a `buffer`, and the ranks share a single result of a large all-reduce.  Devices
     (hpc3d.comm.nccl) do neither.
     """
 
     @property
     def _of_node(self) -> bool:
-        """True if the members are ranks of a node, not devices."""
+        """True if the members are CPU ranks of one node, False if they are devices."""
         return not self.pool.on_device
 
     def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> AbstractArray:
@@ -43,15 +43,15 @@ class AbstractCommunicator(Communicator):
         return self.like(block, block.shape) if self._of_node and not ours else block
 
     def like(self, block: Any, shape: Sequence[int], kind: str = "communication") -> Any:
-        """Return a received block of another shape with the type of `block`."""
+        """Return a received block of the given shape and of the type of `block`."""
         if isinstance(block, AbstractArray):
             return self.pool.empty(shape, block.dtype, kind)
         return np.resize(block, shape)
 
     def shared(self, block: Any) -> Any:
-        """Mark a block as one that all ranks of a node read in the same memory, and return it."""
+        """Mark a block as stored once in memory shared by all ranks of a node, and return it."""
         if self._of_node and isinstance(block, AbstractArray):
-            block.lease.shared = True  # type: ignore[union-attr]  # it is one of a pool
+            block.lease.shared = True  # type: ignore[union-attr]  # all arrays of a pool have one
         return block
 
     def _all_gather(self, block):
@@ -94,7 +94,10 @@ class AbstractCommunicator(Communicator):
 def abstract_mesh(
     sizes: Mapping[str, int], coords: Mapping[str, int], pool: Pool | None = None
 ) -> Mesh:
-    """Return the mesh of one rank of `sizes` at `coords`, in isolation and without data."""
+    """Return the mesh, of shape `sizes`, as seen by the rank at `coords`.
+
+    No other rank is created and no data is exchanged.
+    """
     pool, grid = pool or AbstractPool(), Grid(sizes)
     world = AbstractCommunicator(grid.rank(coords), grid.size, None, pool)
     comms = {

@@ -1,15 +1,15 @@
-"""Collectives by messages between all pairs of members: long blocks, and sums of 16-bit floats.
+"""Collectives by messages between all pairs of members, for long blocks and 16-bit sums.
 
 MPI uses a rendezvous for long messages, and over TCP the reply waits behind the data that the peer
 sends.  Members that receive before they send, as in collectives of Open MPI, therefore use one
 direction of the network at a time in about half of all calls.  Here, all messages are sent first.
-Each member sends a peer no more than the usual formula says:
+Each member sends each peer no more data than the standard algorithms do:
 
-    reduce_scatter        each member sends part j to member j, and sums the received parts
-    all_gather            each member sends its block to all others (up to 8 members)
-    all_reduce            2 members send all and sum; 3: by slices, reduce_scatter + all_gather
+    reduce_scatter        each member sends chunk j to member j, and sums the received chunks
+    all_gather            each member sends its block to all other members (at most 8 members)
+    all_reduce            2 members exchange their blocks; 3 use reduce_scatter and all_gather
 
-MPI has no 16-bit floats: all their sums are computed here, in float32 (`fold`).
+MPI has no 16-bit floats, so their sums are always computed here, in float32 (`fold`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.arrays.pool import Pool
 
-_CALLS = 1 << 13  # calls with different tags; the largest tag may be 2 ** 15 - 1
-# Largest numbers of members.  Above them, MPI's rings are as fast for sums, and if several members
-# on a host gather, a ring sends each block over the network only once.
+_CALLS = 1 << 13  # number of calls with distinct tags; MPI guarantees tags up to 2 ** 15 - 1
+# Largest group sizes for which these collectives are used.  In larger groups, MPI's ring is as
+# fast for sums, and a ring all-gather sends each block over the network only once if a host has
+# several members.
 _MOST = {"all_gather": 8, "all_reduce": 3}
 
 
 class AllPairs(MpiCommunicator):
     """MPI communicator that uses its own collectives for blocks of `long` bytes and more.
 
-    From this size on, MPI's messages need a rendezvous.
+    MPI messages of this size need a rendezvous.
     """
 
     long: float = 1 << 16
@@ -104,7 +105,7 @@ class AllPairs(MpiCommunicator):
     def summed(
         self, operation: Callable[..., object], parts: Sequence[Any], out: np.ndarray, tag: int
     ) -> Pending:
-        """Return the pending sum of all members' blocks for this one, in `out`.
+        """Return the pending sum, in `out`, of the blocks that all members have for this one.
 
         parts[j] is this rank's block for member j.  Blocks are added in the order of the members.
         """
@@ -121,8 +122,8 @@ class AllPairs(MpiCommunicator):
         return self.swapped(parts, blocks, tag).then(add)
 
     def swapped(self, sent: Sequence[Any], received: Sequence[Any], tag: int) -> Pending:
-        """Return the pending blocks received[j] from all peers j, which get sent[j] (sent
-        first)."""
+        """Send sent[j] to every peer j, then receive received[j]; return the pending
+        `received`."""
         peers = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
         requests = [self.comm.Isend(integers(sent[peer]), peer, tag) for peer in peers]
         requests += [
@@ -131,15 +132,15 @@ class AllPairs(MpiCommunicator):
         return arriving(lambda: MPI.Request.Testall(requests), received, sent)
 
     def tag(self) -> int:
-        """Return the tag of a collective; the next tag is for its second stage.
+        """Return the tag of a new collective; tag + 1 is reserved for its second stage.
 
-        The second stage starts when the call is waited for, perhaps after later calls.
+        The second stage starts in `wait()`, possibly after later calls have started.
         """
         self.exchanges += 1
         return MESSAGE + 1 + 2 * (self.exchanges % _CALLS)
 
 
 def slices_of(count: int, size: int) -> list[slice]:
-    """Return the slice of `count` elements of each of `size` members."""
+    """Split `count` elements into `size` slices, one per member."""
     bounds = [count * member // size for member in range(size + 1)]
     return [slice(*pair) for pair in pairwise(bounds)]

@@ -30,12 +30,11 @@ def build(
 ) -> Mesh:
     """Return the mesh of `sizes` (axis -> number of ranks, the last varies fastest) on `comm`.
 
-    Groups of ranks on one node use shared memory.  Groups with equally many ranks on each of
-    several hosts use shared memory and MPI (two-level).  All others use MPI, and with
-    `transport="mpi"` every group does.  With a `device` (hpc3d.cuda.device), blocks are in device
-    memory, and `transport` is one of hpc3d.comm.transport; blocks of the world communicator are in
-    host memory.
-    Collective: all ranks make the same calls.
+    Groups of ranks on one node use shared memory.  Groups with the same number of ranks, at least
+    two, on each of several hosts use shared memory and MPI (two-level).  All others use MPI, and
+    with `transport="mpi"` every group does.  With a `device` (hpc3d.cuda.device), blocks are in
+    device memory, and `transport` is one of hpc3d.comm.transport; blocks of the world communicator
+    are in host memory.  The call is collective over `comm`.
     """
     grid, pool = Grid(sizes), Pool()
     cart = comm.Create_cart(list(sizes.values()), reorder=False)
@@ -78,7 +77,7 @@ def _line(
 def build_stages(replicas: Sequence[int], rows: int, transport: str = "auto") -> tuple[Mesh, Line]:
     """Return the stage mesh (hpc3d.comm.stage_mesh) of an MPI job, and a factory of communicators.
 
-    The ranks use the transports of `build`; the factory takes a list of ranks.
+    Transports are chosen as in `build`.  The factory returns the communicator of a list of ranks.
     """
     comm, pool = MPI.COMM_WORLD.Dup(), Pool()
     nodes = [None] * comm.size if transport == "mpi" else node_of_rank(comm)
@@ -108,7 +107,8 @@ def _communicator_of(
 
 
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:
-    """Return the first rank of each rank's node, or None if the node cannot share memory."""
+    """Return, for each rank, the first rank of its node, or None if the node cannot share
+    memory."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     can_share = node.allreduce(usable(node.size), MPI.LAND)
     first = node.bcast(comm.rank)

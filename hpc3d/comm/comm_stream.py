@@ -1,10 +1,10 @@
 """CUDA streams for computation and communication, each in program order, and their dependencies.
 
-A call on a communication stream starts after all previous computation, and computation after its
-wait starts after the call.  The host waits for neither.  An array that a call reads or writes is
-kept alive until something is ordered after the call, even if Python drops it earlier: freed memory
-is reused for the next computation, which must not run concurrently with a call that still reads
-it.
+A call on a communication stream starts after all previously posted computation.  Computation
+posted after its wait starts when the call is complete.  The host waits for neither.  An array that
+a call reads or writes is kept alive until later computation is ordered after the call, even if
+Python drops it earlier: freed memory is reused for the next computation, which must not run
+concurrently with a call that still reads it.
 
     computation     x = ...  |record a             |wait b   y + ...
     communication            |wait a   all-gather  |record b
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 
 class AsyncCall:
-    """Calls in flight together: their `arrays` on the device, the `host_buffers` lent by the host,
-    and the event at their end."""
+    """One call, or one group of calls, in flight.
+
+    It holds the device `arrays` and the `host_buffers` of the calls.  The event `done` marks their
+    completion.
+    """
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
@@ -35,12 +38,11 @@ class AsyncCall:
 
 
 class CommStream:
-    """Calls of a rank's communicators in one queue (hpc3d.comm.mesh), in program order on one
-    stream.
+    """Stream that runs a rank's communication calls of one queue (hpc3d.comm.mesh) in order.
 
-    One stream prevents the calls from overtaking each other in a different order on another rank.
-    `device` has the `compute` stream and the streams of its `queues`; `group` is NCCL's context in
-    which calls are posted together.
+    A single stream ensures that all ranks execute the calls in the same order.  `device` provides
+    the `compute` stream and one stream per queue in `queues`.  `group` returns a context manager
+    in which calls are posted as a group (NCCL).
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class CommStream:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """Group the calls in this context, so that none waits for another."""
+        """Post the calls in this context as a group, so that none blocks another."""
         self.open = flight = self.begin()
         try:
             with self.group():
@@ -75,10 +77,10 @@ class CommStream:
         self.end(flight)
 
     def finish(self, flight: AsyncCall) -> None:
-        """Order all later computation after a flight.
+        """Make all later computation wait for a flight.
 
-        Device memory may be freed now, because it is reused only in that order; host buffers may
-        not.
+        The device arrays of the flight are released, because their memory is reused only by later
+        computation.  The host buffers are not.
         """
         self.compute.wait_event(flight.done)
         flight.arrays.clear()
@@ -100,10 +102,10 @@ class CommStream:
         return flight
 
     def end(self, flight: AsyncCall) -> None:
-        """Record the end of a flight.
+        """Record the event at the end of a flight.
 
-        Events of a graph that is being captured must not be queried; all of its calls must be
-        waited for.
+        Events must not be queried while a CUDA graph is being captured, so the flight is not
+        tracked then.  The caller must wait for every captured call.
         """
         flight.done = self.sending.record()
         if self.sending.is_capturing():

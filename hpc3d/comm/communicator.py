@@ -6,11 +6,11 @@ contiguous blocks along dim 0.  The resulting blocks may be in memory shared by 
 they must not be written to.
 
     all_gather       [n, ...]   -> [g*n, ...]    the blocks of the g members, in order
-    reduce_scatter   [g*n, ...] -> [n, ...]      this member's part of the sum
+    reduce_scatter   [g*n, ...] -> [n, ...]      this member's shard of the sum
     all_reduce       [...]      -> [...]         the sum (or maximum)
-    broadcast        [n, ...]   -> [n, ...]      the root's block; the others pass zero rows of it
-    reduce           [n, ...]   -> [n, ...]      the sum at the root, zero rows elsewhere
-    all_to_all       [g*n, ...] -> [g*n, ...]    part j goes to member j
+    broadcast        [n, ...]   -> [n, ...]      the root's block; other members pass an empty one
+    reduce           [n, ...]   -> [n, ...]      the sum on the root, an empty block elsewhere
+    all_to_all       [g*n, ...] -> [g*n, ...]    chunk j goes to member j
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ if TYPE_CHECKING:
 
     from hpc3d.arrays.array import Array
 
-# Up to this size, each member sums the full all-reduce in shared memory; above it, one slice.
+# Up to this size in bytes, every member of an all-reduce in shared memory sums the full blocks;
+# above it, each member sums one slice.
 SMALL_SUM = 1 << 14
 
-# Collectives without a root: how often each member receives the full array but for its own part.
+# Collectives without a root: number of times that each member receives the full array except its
+# own shard.
 EXCHANGES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 
 
 def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: Any = 0) -> Any:
-    """Bytes that a member of a group must receive in a call; any number may be an array.
+    """Return the bytes that a member must receive in a call; any argument may be an array.
 
     Parameters
     ----------
     op : operation
-    nbytes : bytes of the block that goes in; of a broadcast or a message the block that is sent
+    nbytes : size in bytes of the input block (for a broadcast or a message, of the block sent)
     size : number of members
-    member : number of the member (None: a member that receives something)
-    root : number of the root of a broadcast or a reduction, whose chain begins next to it
+    member : index of the member (None: any member that receives data)
+    root : index of the root of a broadcast or reduction; a reduction's chain starts at root + 1
     """
     if op == "all_gather":
         return nbytes * (size - 1)
@@ -59,18 +61,18 @@ def received_bytes(op: str, nbytes: Any, size: Any, member: Any = None, root: An
 
 
 def received_share(op: str, size: int) -> float:
-    """Bytes that a member must receive in a call, as a share of the full array."""
+    """Return the bytes that a member must receive, as a fraction of the full array."""
     return EXCHANGES[op] * (size - 1) / size if op in EXCHANGES else 1.0
 
 
 class Pending:
-    """Block in flight."""
+    """Handle to a block in flight."""
 
     def __init__(self, finish: Callable[..., Any]) -> None:
         self.finish = finish
 
     def wait(self) -> Any:
-        """Return the block; call it once."""
+        """Complete the call and return the block.  Call this only once."""
         return self.finish()
 
     def then(self, function: Callable[[Any], Any]) -> Pending:
@@ -84,7 +86,8 @@ def ready(block: Any) -> Pending:
 
 
 def all_of(pending: Sequence[Pending]) -> Pending:
-    """Return the pending tuple of all blocks, or the only block."""
+    """Combine pending blocks into one `Pending` of a tuple, or of the block if there is only
+    one."""
     if len(pending) == 1:
         return pending[0]
     return Pending(lambda: tuple(each.wait() for each in pending))
@@ -118,12 +121,12 @@ class Communicator:
     ) -> None:
         self.rank, self.size = rank, size
         self.members = tuple(members if members is not None else range(size))
-        self.pool: Any = pool or Pool()  # its arrays are of its own kind
+        self.pool: Any = pool or Pool()  # Any: the array type depends on the pool
 
     @property
     def readers(self) -> tuple[int, int]:
-        """Index and number of the members that read a gathered block in the same read-only
-        memory."""
+        """This member's index among the members that share the memory of a gathered block, and
+        their number."""
         return self.rank, self.size
 
     def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
@@ -131,8 +134,7 @@ class Communicator:
         return self.pool.empty(shape, dtype, "communication")
 
     def wrapped(self, wrapper: Any, axis: str) -> Any:
-        """Return this communicator wrapped by a wrapper of hpc3d.comm.mesh for the calls along
-        `axis`."""
+        """Return this communicator, along `axis`, wrapped by a hpc3d.comm.mesh.Wrapper."""
         return wrapper.wrap(self, axis)
 
     def all_gather(self, block: Array, dim: int = 0) -> Pending:
@@ -171,7 +173,7 @@ class Communicator:
         return self.call("all_to_all", block.nbytes, None, move)
 
     def grouped(self) -> AbstractContextManager:
-        """Return a context whose messages are posted together, so that none waits for another."""
+        """Return a context manager that posts messages as a group, so that none blocks another."""
         return nullcontext()
 
     def send(self, block: Array, peer: int) -> Pending:
@@ -183,7 +185,7 @@ class Communicator:
         return self.call("recv", nbytes, peer, partial(self._recv, shape, dtype, peer))
 
     def call(self, op: str, nbytes: int, peer: int | None, move: Callable[[], Pending]) -> Pending:
-        """Return the pending block of `move()` and count the call.
+        """Start the call `move()`, count it, and return the pending block.
 
         `peer` is the root or the other member, if any.
         """
@@ -201,7 +203,7 @@ class Communicator:
 
 
 class Self(Communicator):
-    """Communicator of an axis of size 1, where every call returns its block."""
+    """Communicator of an axis of size 1; every call returns its input block."""
 
     def __init__(self, pool: Pool | None = None, member: int = 0) -> None:
         super().__init__(0, 1, (member,), pool)
@@ -226,7 +228,7 @@ class Self(Communicator):
 
 
 def _rows_first(block: Array, dim: int) -> Array:
-    """Return `block` with `dim` exchanged with dim 0 (its own inverse)."""
+    """Return `block` with dims 0 and `dim` swapped; a second call undoes the swap."""
     return block if dim == 0 else block.swapaxes(0, dim)
 
 
@@ -234,7 +236,7 @@ REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 
 def fold(operation: Callable[..., object], blocks: Any, out: Array) -> None:
-    """Combine blocks[0] o blocks[1] o ... into `out`, in the order of the members.
+    """Reduce the blocks with `operation` into `out`, in the order of the members.
 
     `out` may be one of the first two blocks.  Narrow types are summed in float32 and rounded once.
     """

@@ -5,8 +5,8 @@ The input is then complete, and the output buffer is no longer in use.  After th
 is available to all later computation.
 
 Blocks of 16 bits are moved as integers, which every MPI supports, and summed in float32.
-Reductions complete when they are posted, because a CUDA-aware MPI may not support them in the
-background (Open MPI 5.0: CUDA with UCX, non-blocking reductions).
+Reductions are blocking, because a CUDA-aware MPI may not support non-blocking ones (Open MPI 5.0
+with CUDA and UCX).
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class CudaAwareMpi(MpiCommunicator):
         return super()._recv(shape, carried, peer).then(lambda block: block.view(dtype))
 
     def moved(self, call: Callable[..., Any], block: Array, *how: object) -> Pending:
-        """Return the pending result of a call that only moves a block."""
+        """Start an MPI call that only moves data, and return its pending result."""
         self.device.synchronize()
         return call(integers(block), *how).then(lambda result: result.view(block.dtype))
 
     def summed(
         self, call: Callable[..., Any], block: Array, result: Array, *how: object
     ) -> Pending:
-        """Return the pending result of an MPI call that computes."""
+        """Run a blocking MPI reduction, and return its result as a `Pending`."""
         wide = widened(block)
         total = result if wide is block else self.empty(result.shape, wide.dtype)
         self.device.synchronize()
@@ -87,9 +87,9 @@ class CudaAwareMpi(MpiCommunicator):
 
 
 class CudaAwareMessages(HostStaged):
-    """CUDA-aware sends and receives; all collectives go through the hosts.
+    """Communicator with CUDA-aware sends and receives, and host-staged collectives.
 
-    It is for an MPI that supports device memory only in messages, as used by `direct`.
+    It is used if MPI supports device memory only in messages, which `direct` sends and receives.
     """
 
     def __init__(
@@ -101,5 +101,5 @@ class CudaAwareMessages(HostStaged):
         pool: DevicePool,
     ) -> None:
         super().__init__(comm, traffic, pinned, pool)
-        self._send = direct._send  # type: ignore[method-assign]  # in place of the class's
+        self._send = direct._send  # type: ignore[method-assign]  # replaces the method of HostStaged
         self._recv = direct._recv  # type: ignore[method-assign]

@@ -27,14 +27,16 @@ _DRIVER = "/proc/driver/nvidia/version"
 EXTRAS = "python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, by the driver)"
 _WHEELS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 TAKEN, STAGED, WRONG = "taken", "staged", "wrong"
-# Prefixes of a launcher's variables; user settings of MPI have them, too (see _KEPT).
+# Prefixes of environment variables set by MPI launchers.  Users' own MPI settings (_KEPT) have the
+# same prefixes.
 _LAUNCHED = ("OMPI_", "PMI", "PRTE_LAUNCHED", "SLURM_")
 _SIZES = 2, 1 << 18  # rows of the test blocks
 _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
 
 
 def devices() -> Iterator[Finding]:
-    """Yield the devices of this process with driver, runtime and NCCL, or a note without CuPy."""
+    """Yield findings on this process's devices, CUDA versions and NCCL, or a note if CuPy is
+    missing."""
     if find_spec("cupy") is None:
         here = "an NVIDIA driver is here, but not CuPy" if os.path.exists(_DRIVER) else "no CuPy"
         yield Finding(OK, "GPU", f"{here}, so no GPU backend: {EXTRAS}")
@@ -91,7 +93,7 @@ def _described(number: int, properties: Mapping[str, Any]) -> Finding:
 
 
 def nccl_version() -> int:
-    """Return NCCL's version as a number, 0 without NCCL; suppress CuPy's five-line warning."""
+    """Return NCCL's version number, or 0 if NCCL is missing, without CuPy's five-line warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -107,7 +109,7 @@ def release_of(whole: int) -> str:
 
 
 def nccl() -> Iterator[Finding]:
-    """Yield findings on NCCL and the type bfloat16, which CuPy's wheels do not include."""
+    """Yield findings on NCCL and on ml_dtypes (bfloat16), which CuPy's wheels do not include."""
     if found := nccl_version():
         yield Finding(OK, "NCCL", release_of(found))
     else:
@@ -117,7 +119,7 @@ def nccl() -> Iterator[Finding]:
 
 
 def device_map(job: Job) -> Iterator[Finding]:
-    """Yield the device of each rank of a node: its local rank modulo the number of devices."""
+    """Yield a finding on the device of each rank: its local rank modulo the number of devices."""
     location, taken = job.location(), None
     if present():
         import cupy
@@ -148,7 +150,8 @@ def missing(asked: str, dtype: str) -> str | None:
 
 
 def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
-    """Yield (missing requirement, fix); later checks are invalid after the first one yielded."""
+    """Yield (missing requirement, fix).  Use only the first: later checks assume that earlier
+    ones pass."""
     if find_spec("cupy") is None:
         yield "CuPy is not installed here", EXTRAS
     from hpc3d.cuda.device import imported
@@ -178,7 +181,8 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
 
 
 def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield whether MPI supports device memory: its own claim, tested by two ranks if positive."""
+    """Yield a finding on CUDA-aware MPI: MPI's own claim, tested by two ranks if it is
+    positive."""
     answer, problem = tried(mpirun, seconds, environment)
     if answer == STAGED:
         yield Finding(OK, "CUDA-aware MPI", "no: messages go through the host's memory")
@@ -210,8 +214,8 @@ def _told_by_launcher(name: str) -> bool:
 
 
 def surroundings() -> dict[str, str]:
-    """Return the environment variables that two test ranks need beyond the user's; see
-    `library`."""
+    """Return environment variables that let MPI start the two test ranks as root and on one
+    core."""
     return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
         library.CROWD_5: "slot:oversubscribe"
     }
@@ -224,7 +228,7 @@ def says_yes(path: str | None) -> bool:
 
 
 def _attempt() -> str:
-    """Run one of two ranks: test every call of a CudaAwareMpi communicator with known results."""
+    """Test all calls of CudaAwareMpi on this rank, one of two; return TAKEN, STAGED or WRONG."""
     from mpi4py import MPI
 
     if not says_yes(library.library_file()):
@@ -238,8 +242,8 @@ def _attempt() -> str:
 
 
 def _right(comm: CudaAwareMpi) -> bool:
-    """Return True if two members get correct results for small and large blocks of 4 and 2
-    bytes."""
+    """Return True if two members get correct results for small and large blocks of float32 and
+    float16."""
     return all(
         _right_blocks(comm, rows, dtype) for rows in _SIZES for dtype in ("float32", "float16")
     )

@@ -20,16 +20,17 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.cuda.device import Cuda, DevicePool
 
-# {axis: (part of the Cartesian communicator, ranks of its members)}
+# axis -> (sub-communicator of the Cartesian communicator, ranks of its members)
 Lines = Mapping[str, tuple[MPI.Intracomm, Sequence[int]]]
 
 
 def communicators(
     transport: str, cart: MPI.Cartcomm, lines: Lines, pool: DevicePool
 ) -> dict[str, Communicator]:
-    """Return {axis: communicator} for `lines`, parts of `cart`, with blocks in `pool` on a device.
+    """Return a dict from axis to communicator, with blocks in `pool` on a device.
 
-    Collective over `cart`, for the same axes in the same order.
+    `lines` are sub-communicators of `cart`.  The call is collective over `cart`: all ranks pass
+    the same axes in the same order.
     """
     pool.device.meanwhile.append(MPI.COMM_SELF.Iprobe)
     return _MAKERS[transport](cart, lines, pool)
@@ -70,7 +71,8 @@ def _by_messages(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str
 
 
 def _through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
-    """Return {axis: arguments of a HostStaged}; hosts receive in pinned memory."""
+    """Return a dict from axis to the arguments of its HostStaged, which receives in pinned
+    memory."""
     pinned, traffic = pool.device.pinned, _comm_streams(pool.device, nullcontext)
     return {
         axis: {
@@ -86,7 +88,7 @@ def _through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
 def _comm_streams(
     device: Cuda, group: Callable[[], AbstractContextManager]
 ) -> dict[str, CommStream]:
-    """Return the CommStream of each queue."""
+    """Return a dict from queue to its CommStream."""
     return {queue: CommStream(device, group, queue) for queue in QUEUES}
 
 

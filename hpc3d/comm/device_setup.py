@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.host_map import Homes
     from hpc3d.runtime.job import Job
 
-_RECORDED = ("none", "nccl")  # transports that a CUDA graph can contain
+_RECORDED = ("none", "nccl")  # transports that can be captured in a CUDA graph
 
 
 class Hardware(NamedTuple):
@@ -29,10 +29,10 @@ class Hardware(NamedTuple):
 
 
 def hardware(job: Job, config: Any) -> Hardware:
-    """Return the Hardware of this rank for a Config.
+    """Return the device and transport of this rank, as a `Hardware`, for a Config.
 
-    With the backend cupy, the device becomes the current one.  If any rank lacks a requirement,
-    the job is refused on all ranks.
+    With `train.backend = cupy`, the device becomes the current device.  If any rank lacks a
+    requirement, the job is refused on all ranks.
     """
     train, asked = config.train, config.mesh.transport
     if train.backend == "numpy":

@@ -6,7 +6,7 @@ from functools import cached_property
 from math import prod
 from types import MappingProxyType
 
-AXES = ("p", "d", "c", "e", "x", "y", "z")  # of a mesh
+AXES = ("p", "d", "c", "e", "x", "y", "z")  # axes of a mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,17 +57,17 @@ class Grid:
         return found
 
     def stride(self, axis: str) -> int:
-        """Return the distance between the ranks of neighbors.
+        """Return the rank stride between neighbors along an axis.
 
         Parameters
         ----------
         axis
-            Axis of the neighbors.
+            Axis along which the ranks are neighbors.
 
         Returns
         -------
         int
-            Difference of their ranks.
+            Difference of the two ranks.
         """
         return self._strides[axis]
 
@@ -90,7 +90,7 @@ class Grid:
         return rank
 
     def coord(self, rank: int, axis: str) -> int:
-        """Return a coordinate of a rank.
+        """Return the coordinate of a rank on one axis.
 
         Parameters
         ----------
@@ -122,7 +122,7 @@ class Grid:
         return {axis: self.coord(rank, axis) for axis in self.sizes}
 
     def ranks_along(self, axis: str, coords: Mapping[str, int]) -> range:
-        """Return the ranks of a line of the grid.
+        """Return the ranks along one axis of the grid.
 
         Parameters
         ----------
@@ -141,12 +141,12 @@ class Grid:
         return range(first, first + self.sizes[axis] * stride, stride)
 
     def ranks_over(self, axes: Iterable[str], coords: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the ranks of a plane of the grid, or of more dimensions.
+        """Return the ranks of the subgrid that several axes span.
 
         Parameters
         ----------
         axes
-            Directions of the plane; an axis that the grid lacks has one rank.
+            Axes of the subgrid; an axis that is not in the grid has size 1.
         coords
             Coordinates of one of its ranks; an omitted coordinate is 0.
 

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from hpc3d.comm.comm_stream import CommStream
     from hpc3d.cuda.device import DevicePool, Pinned
 
-CHUNK = 4 << 20  # bytes of a chunk per member
+CHUNK = 4 << 20  # chunk size in bytes per member
 
 
 class HostStaged(Communicator):
     """Host-staged communicator over the host communicator `comm`; all members have devices.
 
-    `comm` must not require a certain order of freeing its arrays (as SharedMemory does), because
-    they stay alive until a device has read them.  Copies run on the communication stream of
-    `traffic`, from and to arrays of `pinned`, a pool of pinned memory.
+    `comm` must not require that arrays are freed in a certain order (as SharedMemory does),
+    because they stay alive until the device has read them.  Copies run on the communication stream
+    of `traffic`, to and from arrays of `pinned`, a pool of pinned host memory.
     """
 
     def __init__(
@@ -89,14 +89,15 @@ class HostStaged(Communicator):
     ) -> Pending:
         """Return the pending result of a host call that only moves data.
 
-        `given` and `taken` are the numbers of members whose parts a block and a result have.
+        The block contains the shards of `given` members, and the result the shards of `taken`
+        members.
         """
         return self.staged(call, integers(block), integers(result), given, taken, result)
 
     def summed(
         self, call: Callable[..., Pending], block: Array, result: Array, given: int, taken: int
     ) -> Pending:
-        """Return the pending result of a host call that computes, as `moved`."""
+        """Return the pending result of a reduction on the host, with the arguments of `moved`."""
         wide = widened(block)
         total = result if wide is block else self.buffer(result.shape, wide.dtype)
         pending = self.staged(call, wide, total, given, taken, total)
@@ -115,7 +116,7 @@ class HostStaged(Communicator):
         return self._arriving(coming, target, taken, result)
 
     def out(self, block: Array, parts: int) -> Iterator[np.ndarray]:
-        """Yield the chunks of a block of `parts` parts on the host.
+        """Yield host copies of the chunks of a block that contains `parts` shards.
 
         All copies from the device have started when the first chunk is yielded.
         """
@@ -132,8 +133,10 @@ class HostStaged(Communicator):
     def _arriving(
         self, coming: Sequence[Pending], target: Array, parts: int, result: Array
     ) -> Pending:
-        """Return the pending result; `target` is a view of its memory, and hosts receive the
-        chunks."""
+        """Return the pending `result`, filled from the chunks that the host receives.
+
+        `target` is a view of the memory of `result`.
+        """
 
         def finish():
             chunks = [pending.wait() for pending in coming]
@@ -146,7 +149,7 @@ class HostStaged(Communicator):
         return Pending(finish)
 
     def bring(self, host: np.ndarray, target: Any) -> None:
-        """Copy a host array to `target`, ordered before the next computation."""
+        """Copy a host array to `target` on the device, before any later computation."""
         chunk: Any = (
             target if target.flags.c_contiguous else self.pool.empty(target.shape, target.dtype)
         )
@@ -158,18 +161,18 @@ class HostStaged(Communicator):
 
 
 def _chunks_of(flat: Array) -> list[slice]:
-    """Return slices of the columns of [parts, n], CHUNK bytes of each part."""
+    """Return column slices that split `flat` [parts, n] into chunks of CHUNK bytes per row."""
     step = CHUNK // flat.itemsize
     return [slice(start, start + step) for start in range(0, flat.shape[1], step)]
 
 
 def widened(block: Array) -> Array:
-    """Return a block in the type of its sums: float32 for 16-bit types."""
+    """Return a block in its accumulation type: float32 for 16-bit types."""
     return block.astype(WIDE) if is_narrow(block.dtype) else block
 
 
 def narrowed(total: Array, result: Array) -> Array:
-    """Return a sum in the memory and type of `result`."""
+    """Store a sum in `result`, converted to its type, and return `result`."""
     if total is not result:
         result[...] = total.astype(result.dtype)
     return result

@@ -42,8 +42,10 @@ def plane(axes: Sequence[str]) -> str:
 
 
 def groups_of(grid: Grid, coords: Mapping[str, int]) -> dict[str, Sequence[int]]:
-    """Return name -> ranks for every group of the rank at `coords`: along each axis with more than
-    one rank, and over the planes of several data axes."""
+    """Return a dict from name to member ranks for each group of the rank at `coords`.
+
+    There is one group per axis with more than one rank, and one per plane of several data axes.
+    """
     groups: dict[str, Sequence[int]] = {
         axis: grid.ranks_along(axis, coords) for axis, size in grid.sizes.items() if size > 1
     }
@@ -63,12 +65,12 @@ def queue_of(axis: str) -> str:
 
 
 def along(axis: str) -> str:
-    """Return a description of the ranks of a call."""
+    """Return a phrase for the ranks of a call: over all ranks, or along an axis."""
     return "over all ranks" if axis == WORLD else f"along {axis}"
 
 
 class MeshRecorder(Protocol):
-    """Recorder interface that a mesh uses, as implemented by hpc3d.trace.recorder."""
+    """Interface of a trace recorder, implemented by hpc3d.trace.recorder."""
 
     step: int
     layer: int
@@ -96,7 +98,10 @@ class MeshRecorder(Protocol):
 
 
 class _MeshGuard(Protocol):
-    """Guard interface that a mesh uses, as in hpc3d.comm.abft.checker; `found` are error lines."""
+    """Interface of a checker of products and messages, implemented by hpc3d.comm.abft.checker.
+
+    `found` lists the error messages.
+    """
 
     found: Sequence[str]
 
@@ -107,7 +112,8 @@ class _MeshGuard(Protocol):
 
 
 class Wrapper(Protocol):
-    """Wrapper of a mesh's communicators: `wrap` returns one that intercepts the calls."""
+    """Wrapper of a mesh's communicators: `wrap` returns a communicator that intercepts all
+    calls."""
 
     def wrap(self, comm: Communicator, axis: str) -> Any: ...
 
@@ -134,7 +140,7 @@ class Scope:
 
 
 class NullRecorder:
-    """Recorder of an untraced mesh."""
+    """No-op recorder, for a mesh that is not traced."""
 
     step = layer = -1
     phase = "other"
@@ -181,7 +187,7 @@ class NullRecorder:
 
 
 class NullGuard:
-    """Guard of a mesh without checks of products and messages."""
+    """No-op guard, for a mesh on which products and messages are not checked."""
 
     found: Sequence[str] = ()
 
@@ -203,10 +209,10 @@ class Mesh:
 
     There is one communicator per axis, one for each plane of several data axes, and one for all
     ranks.  An absent axis has size 1, coordinate 0 and the `Self` communicator.  Weights have
-    replicas along the `data_axes`, expert weights along the `expert_data_axes`; the name of such a
-    `plane` is that of its communicator.  Ranks are in the order of a `Grid`, so ranks along the
-    last axis are adjacent on a node.  Blocks are in the memory of `pool`, which may be a device's;
-    the world communicator uses host arrays.
+    replicas along the `data_axes`, expert weights along the `expert_data_axes`; the function
+    `plane` returns the name of the communicator over these axes.  Ranks are in the order of a
+    `Grid`, so ranks along the last axis are adjacent on a node.  Blocks are allocated from `pool`,
+    which may be on a device; the world communicator uses host arrays.
     """
 
     def __init__(
@@ -265,8 +271,7 @@ class Mesh:
         return self._wrapped(recorder, recorder, self.guard)
 
     def guarded(self, ledger: Any) -> Mesh:
-        """Return this mesh with every product and call checked by `ledger`, inside of the
-        trace."""
+        """Return this mesh with every product and every call checked by `ledger`."""
         return self._wrapped(ledger, self.trace, ledger)
 
     def _wrapped(self, wrapper: Wrapper, trace: MeshRecorder, guard: _MeshGuard) -> Mesh:
@@ -278,7 +283,8 @@ class Mesh:
         return found
 
     def wrapped(self, comm: Communicator, axis: str) -> Communicator:
-        """Return another communicator of this rank, wrapped like those of the mesh."""
+        """Return `comm`, another communicator of this rank, with the same wrappers as the
+        mesh's own."""
         for wrapper in self.wrappers:
             comm = comm.wrapped(wrapper, axis)
         return comm

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
 
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
-MESSAGE = 0  # tag of messages; AllPairs has higher tags
+MESSAGE = 0  # tag of point-to-point messages; AllPairs uses higher tags
 # A waiting rank yields its core, and sometimes sleeps, so that waiting ranks do not evict the
 # caches of working ones: with 64 ranks on 2 cores and other programs running, a step takes 3 s,
 # but 10 s with yields only.  Sleeps grow with the wait, up to tenfold, because pipeline stages
@@ -33,10 +33,10 @@ _YIELDS, _NAP = 8, 200e-6
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    """Return when `done()` is true.
+    """Wait until `done()` is true.
 
-    MPI progress is called now and then to move this rank's messages: a peer may wait for one of
-    them before it does what `done` waits for.
+    MPI is polled regularly to make progress on this rank's messages, because a peer may need one
+    of them before `done()` can become true.
     """
     tries = 0
     while not done():
@@ -49,7 +49,8 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 class MpiCommunicator(Communicator):
-    """Communicator on one MPI communicator; all members wait for collectives in one order."""
+    """Communicator on one MPI communicator; all members must wait for collectives in the same
+    order."""
 
     def __init__(self, comm: MPI.Comm, members: Sequence[int], pool: Pool) -> None:
         super().__init__(comm.rank, comm.size, members, pool)
@@ -81,7 +82,7 @@ class MpiCommunicator(Communicator):
         return self.spread_rows(block, root, int(rows[0]))
 
     def spread_rows(self, block: Array, root: int, rows: int) -> Pending:
-        """Return the pending block of the root, which has `rows` rows."""
+        """Broadcast the root's block of `rows` rows, and return it as a `Pending`."""
         mine = self.rank == root
         whole = block if mine else self.empty((rows, *block.shape[1:]), block.dtype)
         return arriving(self.comm.Ibcast(integers(whole), root).Test, whole)
@@ -106,7 +107,10 @@ class MpiCommunicator(Communicator):
 
 
 def arriving(done: Callable[[], bool], result: Any, source: object = None) -> Pending:
-    """Return a pending `result`, complete when `done()`; `source`, read by MPI, is kept alive."""
+    """Return `result` as a `Pending`, complete when `done()` is true.
+
+    `source`, which MPI may still read, is kept alive until then.
+    """
 
     def finish(source=source):
         wait_until(done)

@@ -1,8 +1,8 @@
 """NCCL communicator: arrays on devices, calls on separate streams (CommStream).
 
-The host posts a call and continues; `wait()` makes the device wait, not the host.  Communicators
-on two streams may deadlock if one rank starts with the calls of one and another rank with those of
-the other (NVIDIA/nccl issues 195 and 592).  Since release 2.26, NCCL starts them in host order
+The host posts a call and continues; `wait()` makes the device wait, not the host.  Calls of two
+communicators on two streams may deadlock if ranks start them in different orders (NVIDIA/nccl
+issues 195 and 592).  Since release 2.26, NCCL starts them in host order
 (NCCL_LAUNCH_ORDER_IMPLICIT), which is the same on all ranks.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
     from hpc3d.comm.comm_stream import AsyncCall, CommStream
 
-# NCCL's numbers of types and operations (nccl.h).
+# NCCL's enum values of data types and reduction operations (nccl.h).
 TYPES = {
     "int8": 0,
     "uint8": 1,
@@ -46,11 +46,11 @@ OLDEST, _IN_ORDER = 22600, "NCCL_LAUNCH_ORDER_IMPLICIT"
 def split(
     library: ModuleType, comm: MPI.Intracomm, lines: Mapping[str, tuple[int, int]]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return NCCL's communicator of all ranks of the MPI communicator `comm`, and its parts.
+    """Return an NCCL communicator of all ranks of the MPI communicator `comm`, and its splits.
 
-    The parts are {axis: communicator} for the `lines`, {axis: (number of this rank's line, index
-    in it)}, in the same order on all ranks.  `library` is CuPy's module.  No call may be in
-    flight, and every rank must be in a line.
+    The splits are a dict from axis to communicator.  `lines` maps each axis to the color of this
+    rank's group and the rank's index in it, with the axes in the same order on all ranks.
+    `library` is CuPy's NCCL module.  No call may be in flight, and every rank must be in a group.
     """
     os.environ[_IN_ORDER] = "1"
     name = comm.bcast(library.get_unique_id() if comm.rank == 0 else None)
@@ -65,7 +65,7 @@ def split(
 
 
 def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
-    """Return a function that gives a context in which NCCL's calls are posted together."""
+    """Return a factory of context managers in which NCCL calls are posted as one group."""
 
     @contextmanager
     def group():
@@ -81,8 +81,8 @@ def grouped(library: ModuleType) -> Callable[[], AbstractContextManager]:
 class Nccl(Communicator):
     """Communicator on one NCCL communicator `nccl`; all members have devices.
 
-    `host` is the MPI communicator of the same members: it communicates the number of rows of a
-    block that only its root knows.
+    `host` is the MPI communicator of the same members.  It broadcasts the number of rows of a
+    block, which only the root knows.
     """
 
     def __init__(
@@ -142,9 +142,10 @@ class Nccl(Communicator):
         *how: object,
         of: Array | None = None,
     ) -> Pending:
-        """Call `function` from `source` to `target`; return the pending target, or `of`.
+        """Post the NCCL call `function`; return the pending `target`, or `of` if it is given.
 
-        The call has as many elements as `counted`; without elements, there is no call.
+        The call reads `source`.  `counted` sets its type and number of elements; if `counted` is
+        empty, nothing is posted.
         """
         result = target if of is None else of
         if not counted.size:

@@ -1,14 +1,14 @@
 """Communicator of the ranks of one node: collectives in shared memory without unnecessary copies.
 
-A gathered block exists once per group, not once per rank: each member writes its part, sets its
-flag and reads the full block.  A product is written to memory that its peers can read, and each
-member sums its own slice of all partial blocks.  Nothing is copied through a message queue.
+A gathered block exists once per group, not once per rank: each member writes its shard, sets its
+flag and reads the full block.  A partial product is written directly to shared memory, and each
+member sums its own slice of all partial products.  Nothing is copied through a message queue.
 
 Contract.  All members make the same calls in the same order and drop the arrays obtained here at
-the same points of the program, as reference counting does by itself.  The members' allocators
-therefore agree without communication.  Memory dropped before a member's post number t may be
-rewritten by any member that has seen post t+1 of all members.  The posts contain the number of the
-region: members that disagree stop with an error.
+the same points of the program, which reference counting guarantees.  The members' allocators
+therefore agree without communication.  Memory dropped after post t may be reused by a member that
+has seen post t+1 of all members.  Each post records its region, so that members whose calls differ
+raise an error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LINE = 1 + 2 * _RING
 def usable(node_ranks: int) -> bool:
     """Return True if the `node_ranks` ranks of this node can share memory.
 
-    The order of flags and blocks relies on x86's stores; another architecture would need fences.
+    The order of flags and blocks relies on x86's store order; other architectures need fences.
     """
     if platform.machine() not in ("x86_64", "AMD64") or not os.path.isdir(SHARED):
         return False
@@ -68,7 +68,10 @@ class Region:
 
 
 class SharedLease(Lease):
-    """Lease on part of a region; `slot_of` is the communicator whose own slot it is, if any."""
+    """Lease on memory of a region.
+
+    If the memory is this member's own slot, `slot_of` is its communicator, otherwise None.
+    """
 
     __slots__ = ("region", "slot_of")
 
@@ -96,8 +99,10 @@ class SharedMemory(MpiCommunicator):
         self.posted = self.seen = 0
 
     def _segment(self, size: int) -> np.ndarray:
-        """Return `size` bytes that all members map, in an unnamed file that cannot be left
-        behind."""
+        """Return `size` bytes of shared memory that all members map.
+
+        The backing file has no name, so it cannot outlive the processes.
+        """
         handle = path = None
         if self.rank == 0:
             handle = os.open(SHARED, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -125,7 +130,8 @@ class SharedMemory(MpiCommunicator):
     def lend(
         self, region: Region, memory: np.ndarray, shape: Sequence[int], dtype: DTypeLike
     ) -> np.ndarray:
-        """Return an array on `memory` of `region`, which is freed when all views are dead."""
+        """Return an array in `memory`.  `region` is released when the last view of the array is
+        deleted."""
         shape, booked = tuple(shape), prod(shape) * np.dtype(dtype).itemsize
         self.pool.count("communication", booked)
 
@@ -140,8 +146,7 @@ class SharedMemory(MpiCommunicator):
         self.free[region.memory.size].append(region)
 
     def publish(self, region: Region | None = None, value: int = 0) -> int:
-        """Set this member's flag, which publishes its writes so far; return the number of the
-        post."""
+        """Set this member's flag, which publishes its writes so far; return the post number."""
         self.posted += 1
         if self.posted - self.seen >= _RING:
             self.wait_for_all(self.posted - _RING + 1)
@@ -177,7 +182,8 @@ class SharedMemory(MpiCommunicator):
         return array
 
     def placed(self, block: np.ndarray) -> tuple[np.ndarray, Region]:
-        """Return `block` in a `buffer` of this communicator (itself or a copy), and the region."""
+        """Return `block`, copied unless it is in a `buffer` of this communicator, and its
+        region."""
         lease: Any = lease_of(block)
         ours = isinstance(lease, SharedLease) and lease.slot_of is self
         if ours and block.ctypes.data == lease.memory.ctypes.data:
@@ -224,8 +230,7 @@ class SharedMemory(MpiCommunicator):
         return self.after(self.publish(region), finish)
 
     def _sum_by_slices(self, block: np.ndarray, op: str) -> Pending:
-        """Sum a slice of all blocks on each member into one shared total, which all members
-        read."""
+        """Sum one slice of all blocks on each member, into a total in memory that all share."""
         block, region = self.placed(block)
         result = self.region(-(-block.nbytes // self.size))
         total = self.lend(result, result.memory[: block.nbytes], block.shape, block.dtype)

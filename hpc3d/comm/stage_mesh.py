@@ -1,8 +1,8 @@
 """Mesh of a pipeline whose stages may have different numbers of replicas.
 
 Ranks are numbered stage by stage.  The replicas of a stage split the rows of a microbatch in
-order.  If two stages have equally many replicas, a rank sends its rows to the replica with the
-same number.  Otherwise every rank sends to those that need some of its rows.
+order.  If two stages have the same number of replicas, each rank sends its rows to the replica
+with the same index.  Otherwise, each rank sends rows to all replicas that need some of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from hpc3d.comm.communicator import Communicator, Pending
 from hpc3d.comm.mesh import DATA, Mesh
 
-# Factory of the communicator of some ranks, including this one; collective over them.
+# Factory of the communicator of a list of ranks that includes this one; collective over them.
 Line = Callable[[Sequence[int]], Communicator]
 
 
@@ -25,7 +25,7 @@ def ranks_of(replicas: Sequence[int]) -> list[range]:
 
 
 def stage_and_replica(replicas: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return the stage of a rank and its index among the replicas."""
+    """Return the stage and the replica index of a rank."""
     return next(
         (stage, ranks.index(rank))
         for stage, ranks in enumerate(ranks_of(replicas))
@@ -34,7 +34,7 @@ def stage_and_replica(replicas: Sequence[int], rank: int) -> tuple[int, int]:
 
 
 def shares(rows: int, replicas: int) -> list[range]:
-    """Return the rows of each replica; their numbers differ by at most one."""
+    """Return the range of rows of each replica; range lengths differ by at most one."""
     return [
         range(rows * replica // replicas, rows * (replica + 1) // replicas)
         for replica in range(replicas)
@@ -63,8 +63,8 @@ def stage_mesh(
 class SplitRows(Communicator):
     """Messages between stages with different numbers of replicas.
 
-    A block has one or several rows for each of this rank's samples.  Each peer that shares samples
-    sends or receives their rows.
+    A block has the same number of rows for each of this rank's samples.  Rows are exchanged with
+    each rank of the peer stage that has some of the same samples.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class SplitRows(Communicator):
         return found
 
     def _shared(self, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield the ranks of another stage that share samples with this rank, and the shared
-        samples."""
+        """Yield each rank of stage `peer` that shares samples with this rank, and their slice."""
         for rank, theirs in zip(self.stages[peer], self.rows[peer], strict=True):
             first, stop = max(self.mine.start, theirs.start), min(self.mine.stop, theirs.stop)
             if first < stop:
                 yield rank, slice(first - self.mine.start, stop - self.mine.start)
 
     def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield the ranks of another stage that share samples, and the shared rows of a block."""
+        """Yield each rank of stage `peer` that shares samples, and the slice of rows of a
+        block."""
         each = rows // len(self.mine)
         for rank, samples in self._shared(peer):
             yield rank, slice(samples.start * each, samples.stop * each)

@@ -1,4 +1,4 @@
-"""Communicators between threads as ranks: the full program under plain pytest, without MPI."""
+"""Communicators with threads as ranks, to run the full program in pytest without MPI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpc3d.comm.stage_mesh import Line, stage_mesh
 
 
 class ThreadGroup:
-    """Shared state of the members of one communicator: a slot each, a barrier, and a mailbox."""
+    """Shared state of a communicator's members: one slot per member, a barrier, and a mailbox."""
 
     def __init__(self, members: Sequence[int]) -> None:
         self.members = members
@@ -123,7 +123,7 @@ def run(
 ) -> list[Any]:
     """Call a function once per rank, with threads as ranks.
 
-    If a rank raises an exception, it is raised here, and the other ranks end.
+    If a rank raises an exception, the other ranks end, and the exception is raised here.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def run_stages(
     """Call `function(mesh, line)` once per rank of a stage mesh (hpc3d.comm.stage_mesh), on
     threads.
 
-    `line` makes the communicator of some ranks.  Returns the results in rank order.
+    `line` creates the communicator of a list of ranks.  Returns the results in rank order.
     """
     size, pool = sum(replicas), Pool()
     world = ThreadGroup(range(size))

@@ -6,7 +6,7 @@
     host-staged     MPI through host memory (HostStaged)
     none            a single rank without communication
 
-Nothing is tried that might end the job: see hpc3d.comm.cuda_aware_probe.
+The choice runs no code that might abort the job (hpc3d.comm.cuda_aware_probe).
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ _PATIENCE = 60  # timeout in seconds of the two ranks that test MPI
 
 
 class RankDevice(NamedTuple):
-    """Device and libraries of a rank: its host, its device (globally identified, and by name),
-    NCCL's version (0: no NCCL), True if NCCL may share a device, True if MPI claims CUDA
-    support."""
+    """Device and libraries of a rank.
+
+    `device` identifies the device on its host.  `nccl` is NCCL's version (0: no NCCL), `several`
+    is True if NCCL lets ranks share a device, and `aware` is True if MPI reports CUDA support.
+    """
 
     host: str
     device: str
@@ -91,7 +93,7 @@ def refuse(job: Job, problems: Sequence[str | None]) -> None:
 
 def _rank_device(host: str, device: Cuda) -> RankDevice:
     """Return the RankDevice of a rank on its `device`."""
-    there = f"{device.bus} {device.uuid}"  # the parts of one device have the same bus
+    there = f"{device.bus} {device.uuid}"  # MIG instances share a bus ID
     several = os.environ.get(_SEVERAL) == "1"
     aware = cuda_aware_probe.says_yes(library_file())
     return RankDevice(host, there, str(device), cuda_aware_probe.nccl_version(), several, aware)
@@ -100,11 +102,10 @@ def _rank_device(host: str, device: Cuda) -> RankDevice:
 def choose(
     asked: str, devices: Sequence[RankDevice], cuda_aware_support: Callable[[], tuple[str, str]]
 ) -> tuple[str, str]:
-    """Return the transport of ranks with these `devices` and the reason; `asked` is
-    mesh.transport.
+    """Return the transport for ranks with these `devices`, and the reason.
 
-    `cuda_aware_support()` returns MPI's support for device memory ("none", "p2p" or "full") and
-    the evidence for it.
+    `asked` is mesh.transport.  `cuda_aware_support()` returns MPI's support for device memory
+    ("none", "p2p" or "full") and the evidence for it.
 
     Raises ValueError if the requested transport is impossible.
     """
@@ -146,7 +147,7 @@ def _against_nccl(asked: str, devices: Sequence[RankDevice]) -> str | None:
 
 
 def sharing(devices: Sequence[RankDevice]) -> list[str]:
-    """Return a line for each device that several ranks share."""
+    """Return a message for each device that several ranks share."""
     there: dict[tuple[str, str, str], list[int]] = {}
     for rank, rank_device in enumerate(devices):
         there.setdefault((rank_device.host, rank_device.device, rank_device.name), []).append(rank)
@@ -160,8 +161,8 @@ def sharing(devices: Sequence[RankDevice]) -> list[str]:
 def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
     """Return MPI's support for device memory, and the evidence for it.
 
-    The evidence is the user's setting, or MPI's claim with a test by two ranks in separate
-    processes.  Rank 0 asks for all ranks.
+    The evidence is the user's setting, or MPI's own claim, tested by two ranks in separate
+    processes.  Only rank 0 calls this function.
     """
     said = os.environ.get(OVERRIDE)
     if said is not None and said not in _WAYS:

@@ -6,7 +6,7 @@ transfers its share.  All members of a host read the result in shared memory.
 
                     inside a host                      on the network, by lanes
     all_gather                                         blocks, into shared memory
-    reduce_scatter  sum the parts of this lane     ->  reduce_scatter of them
+    reduce_scatter  sum the chunks of this lane    ->  reduce_scatter of them
     all_reduce      sum this lane's slice          ->  all_reduce of it, into shared memory
     broadcast       the root's block is shared     ->  broadcast of this lane's slice
     reduce          sum this lane's slice          ->  reduce of it, to the root's host
@@ -69,13 +69,13 @@ class TwoLevel(AllPairs):
         return super().buffer(shape, dtype) if short else self.node.buffer(shape, dtype)
 
     def shared(self, shape: Sequence[int], dtype: np.dtype) -> tuple[np.ndarray, Region]:
-        """Return an array that the members on this host share, and its region."""
+        """Return an array in memory shared by the members on this host, and its region."""
         nbytes = prod(shape) * dtype.itemsize
         region = self.node.region(-(-nbytes // self.node.size))
         return self.node.lend(region, region.memory[:nbytes], shape, dtype), region
 
     def seen(self, whole: np.ndarray, region: Region | None = None) -> np.ndarray:
-        """Return `whole` once all members on this host have written their share of it."""
+        """Return `whole` once all members on this host have written their slice of it."""
         whole.flags.writeable = False
         self.node.wait_for_all(self.node.publish(region))
         return whole

@@ -42,9 +42,9 @@ def position(where: MeshRecorder | CallRecord) -> str:
 class CheckedCommunicator(Communicator):
     """Communicator that records its calls in a ledger while the ledger is active.
 
-    Each row of `rows` is a call: first the checksum of the block given to each member, then that
-    of the block received from each member.  A sum has only one received checksum; the norm of the
-    signed row sums of this rank's block follows it.
+    Each row of `rows` describes a call: the checksums of the blocks given to each member, then the
+    checksums of the blocks received from each member.  A reduction has only one received checksum,
+    followed by the norm of the signed row sums of this rank's block.
     """
 
     def __init__(self, comm: Communicator, ledger: Any, axis: str) -> None:
@@ -107,8 +107,7 @@ class CheckedCommunicator(Communicator):
     def _moving(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, givers: list[int]
     ) -> Pending:
-        """Record a call in which a member gives `parts` parts, and gets one from each of
-        `givers`."""
+        """Record a call that sends `parts` chunks and receives one from each of `givers`."""
         if not self.ledger.active:
             return pending
         row = self.open(op, block)
@@ -125,9 +124,9 @@ class CheckedCommunicator(Communicator):
         return pending.then(check)
 
     def watched(self, whole: np.ndarray, givers: list[int]) -> list[int]:
-        """Return the givers whose parts this member checks.
+        """Return the givers whose chunks this member checks.
 
-        If several members read the same memory, each of them checks different parts.
+        If several members read the same memory, each of them checks different chunks.
         """
         if whole.flags.writeable:
             return givers
@@ -141,7 +140,8 @@ class CheckedCommunicator(Communicator):
     def adding(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, gets: bool = True
     ) -> Pending:
-        """Record a call that sums `parts` parts over the members; this one `gets` one of them."""
+        """Record a reduction of `parts` chunks over the members; `gets`: this member receives
+        one."""
         if not self.ledger.active:
             return pending
         row, signs = self.open(op, block), self.ledger.signs
@@ -178,7 +178,7 @@ class CheckedCommunicator(Communicator):
 
         return pending.then(check)
 
-    @quiet  # also for its generators, which run here
+    @quiet  # also covers the generators that it runs
     def compare(self) -> list[str]:
         """Exchange the records with all members; return one line per error in this rank's
         results."""
@@ -218,8 +218,7 @@ class CheckedCommunicator(Communicator):
                 yield self.line(note, what)
 
     def peaks(self, everyone: np.ndarray) -> Iterator[str]:
-        """Yield a line for each maximum that differs between ranks, on the members in the
-        minority."""
+        """Yield a line for each maximum on this rank that differs from the majority of ranks."""
         for row in self.maxima:
             got = everyone[:, row, self.size].tolist()
             if 2 * got.count(got[self.rank]) <= len(got) and len(set(got)) > 1:
@@ -228,7 +227,7 @@ class CheckedCommunicator(Communicator):
     def messages(self, count: int) -> Iterator[str]:
         """Yield a line for each message whose bits differ from those sent.
 
-        Messages that the other end has not recorded yet are checked in the next comparison.
+        Messages that the peer has not recorded yet are checked in the next comparison.
         """
         table = np.zeros((count, 6), np.uint64)
         for column, notes in ((0, self.sent), (3, self.arrived)):
@@ -257,7 +256,7 @@ class CheckedCommunicator(Communicator):
         self.sent = {key: letter for key, letter in self.sent.items() if key not in seen}
 
     def forget(self) -> None:
-        """Drop messages whose other end was not recorded."""
+        """Drop messages that only the sender or only the receiver has recorded."""
         self.sent, self.arrived = {}, {}
 
     def line(self, note: CallRecord, what: str) -> str:

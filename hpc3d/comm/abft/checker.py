@@ -2,7 +2,7 @@
 
 Checksums are recorded during the step and compared before the update:
 
-    product                        C s = A (B s) up to rounding, at once (hpc3d.comm.abft.checksum)
+    product                        C s = A (B s) up to rounding, immediately (hpc3d.comm.abft.checksum)
     all_gather, broadcast,         checksum of the bits that a member gave = checksum of the bits
     all_to_all, send and recv      that were received from it, exactly
     reduce_scatter, all_reduce,    the signed sums of all members' contributions to a part add up
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 
 class AbftChecker:
-    """Checksum records of a rank for every `every`-th step; `found` lists the errors on this
-    rank."""
+    """Recorder and checker of a rank's checksums in every `every`-th step.
+
+    `found` lists the errors on this rank.
+    """
 
     def __init__(self, rank: int, every: int = 1) -> None:
         self.rank, self.every = rank, every
@@ -42,7 +44,7 @@ class AbftChecker:
         self.found: list[str] = []
         self.signs, self.active = Signs(), False
         self.trace: MeshRecorder = NullRecorder()
-        # The newest product, if it still exists, and the signed sums of its rows.
+        # Weak reference to the newest product, and the signed sums of its rows.
         self.latest: tuple[Callable[[], Any], Any] = (lambda: None, None)
 
     def wrap(self, comm: Communicator, axis: str) -> CheckedCommunicator:

@@ -1,15 +1,16 @@
 """Checksums of products, of blocks before and after communication, and of sums over ranks.
 
-A product C = A B is checked as Huang and Abraham do (IEEE Trans. Comput. C-33, 1984): for a fixed
-vector s of random signs, C s = A (B s) up to rounding.  Row i of the difference is at most
+A product C = A B is checked by the method of Huang and Abraham (IEEE Trans.  Comput.  C-33, 1984):
+for a fixed vector s of random signs, C s = A (B s) up to rounding.  Row i of the difference is at
+most
 
     4 u (sqrt k + sqrt n) |A_i| |B|        u the unit roundoff, |B| the Frobenius norm
 
 because rounding errors behave like independent errors (Higham and Mary, SIAM J. Sci. Comput. 41,
 2019): n of them amount to sqrt n.  The largest of millions of observed differences, on small
-matrices and on difficult ones (all positive, of rank one, canceling), is a third of that.  Norms
-read A and B a second time, so a difference that is small relative to C s, or for a row of average
-size, is accepted without computing all of them.
+matrices and on difficult ones (all positive, of rank one, canceling), is a third of that.
+Computing norms reads A and B a second time, so a difference that is small relative to C s, or to a
+row of average norm, is accepted without computing the norm of every row.
 
 A sum over ranks P = sum_q C_q is checked by numbers r' C_q s and r' P s.  They differ by at most
 
@@ -19,8 +20,8 @@ where |C s| approximates |C|.  It is far below |C| only if the rows of C are alm
 orthogonal to s, and then P would also have to cancel for the bound to fall below rounding errors.
 
 A flip of bit b of the mantissa changes an element by 2^-b of its value, so it is detected if that
-exceeds the bound.  Detected fraction of flips, for 4,000 elements of a product of random matrices
-in float32 (in float64 the same 29 bits further down):
+exceeds the bound.  The table lists the fraction of flips that are detected, for 4,000 elements of
+a product of random matrices in float32 (in float64, the same fractions 29 bits lower):
 
     A            B             sign, exponent    mantissa 1     3     5     7     9    11
     [192, 96]    [96, 48]               1.00           1.00  1.00  0.99  0.96  0.83  0.41
@@ -55,9 +56,9 @@ class Signs:
 
     @quiet
     def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:
-        """Return the signed sums of the rows of `block`, [parts, rows of a part].
+        """Return the signed sums of the rows of `block`, [parts, rows per part].
 
-        A row is a row of a matrix or of a stack of matrices, or WIDE elements of a part.
+        Vectors, and matrices with more than WIDE columns, are split into rows of WIDE elements.
         """
         if block.ndim > 1 and block.shape[-1] <= WIDE:
             return (block @ self(block.shape[-1], block.dtype)).reshape(parts, -1)
@@ -74,7 +75,7 @@ class Signs:
 
 
 def _drawn(count: int) -> np.ndarray:
-    """Return signs drawn by the generator splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return random signs from the generator splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     z: np.ndarray = np.arange(1, count + 1, dtype=np.uint64) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -95,7 +96,7 @@ def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
 
 
 def terms(block: np.ndarray) -> int:
-    """Return the number of elements that are summed in the type of the block."""
+    """Return the number of elements per sum that is accumulated in the type of the block."""
     return min(WIDE, block.shape[-1] if block.ndim > 1 else block.size)
 
 
@@ -120,7 +121,10 @@ def largest(dtype: np.dtype) -> float:
 
 
 def slack(dtype: np.dtype, *counts: int) -> float:
-    """Return the rounding error of sums of `counts` terms, relative to a norm; 0 for integers."""
+    """Return a bound on the rounding error of sums of `counts` terms, relative to a norm.
+
+    The bound is 0 for integers.
+    """
     unit = _ROUNDOFF.get(dtype.char, 0.0)
     return _BOUND * unit * sum(map(sqrt, counts))
 
