@@ -130,8 +130,7 @@ class SharedMemory(MpiCommunicator):
     def lend(
         self, region: Region, memory: np.ndarray, shape: Sequence[int], dtype: DTypeLike
     ) -> np.ndarray:
-        """Return an array in `memory`.  `region` is released when the last view of the array is
-        deleted."""
+        """Return an array in `memory`; `region` is released when its last view is deleted."""
         shape, booked = tuple(shape), prod(shape) * np.dtype(dtype).itemsize
         self.pool.count("communication", booked)
 
@@ -182,8 +181,7 @@ class SharedMemory(MpiCommunicator):
         return array
 
     def placed(self, block: np.ndarray) -> tuple[np.ndarray, Region]:
-        """Return `block`, copied unless it is in a `buffer` of this communicator, and its
-        region."""
+        """Return `block`, copied unless it is in a `buffer` of this object, and its region."""
         lease: Any = lease_of(block)
         ours = isinstance(lease, SharedLease) and lease.slot_of is self
         if ours and block.ctypes.data == lease.memory.ctypes.data:

@@ -20,15 +20,16 @@ from hpc3d.cuda.cublaslt_library import (
 )
 from hpc3d.cuda.cublaslt_plan import ProductPlan, operand_of
 
-# Allowed reduction schemes for split-k: any, or only in the compute type.
+# Allowed reduction schemes for split-K GEMMs: any, or only in the compute type.
 _ANY_REDUCTION, _COMPUTE_TYPE_REDUCTION = 7, 2
 
 
 class Lt:
     """cuBLASLt on one stream of the current device.
 
-    `workspace` is the address, a multiple of 256, and the size in bytes of memory that nothing
-    else uses. With `tf32`, the operands of float32 products are rounded to TF32; sums never are.
+    `workspace` is (address, size in bytes) of memory that nothing else uses; the address is a
+    multiple of 256. With `tf32`, the operands of float32 products are rounded to TF32; sums never
+    are.
     """
 
     def __init__(
@@ -61,12 +62,13 @@ class Lt:
         type of out. `add` may be out itself. In a and b, either stride may be one element, so
         transposed views are allowed. All matrices may be batches, [g, m, k], which share the bias.
 
-        `bias_grad[n]` receives the sum of the rows of b, as needed with X' dY, the gradient of a
-        weight. `gelu_input[m, n]` receives the result before activation, and out its tanh-GELU.
-        With `gelu_at[m, n]`, out is the result times the slope of that GELU there.
+        `bias_grad[n]` receives the sum of the rows of b. If the product is a weight gradient X'
+        dY, this sum is the bias gradient. `gelu_input[m, n]` receives the result before
+        activation, and out its tanh-GELU. With `gelu_at[m, n]`, out is the result multiplied by
+        the derivative of tanh-GELU at `gelu_at`.
 
-        The host does not wait. If k is 0, out is written by the operators of the arrays, so the
-        stream must be the current one.
+        The host does not wait. If k is 0, array operations write out on the current stream, which
+        must then be the stream of this object.
 
         Raises Unsupported, before anything is written, if no cuBLASLt kernel supports the
         combination. The caller can then retry with a smaller epilogue.
@@ -105,7 +107,7 @@ class Lt:
         self.run(plan, left, right, out, None, 1.0)
 
     def planned(self, key: tuple[tuple | None, ...], vector: Any, matrix: Any) -> ProductPlan:
-        """Return a new plan with its algorithm.
+        """Return a new plan, with its algorithm selected.
 
         The choice of the algorithm depends on the alignment of every address.
         """
@@ -163,7 +165,7 @@ def _without_terms(
     bias_grad: Any,
     gelu: Any,
 ) -> None:
-    """Compute the product if a or b is empty: sums of no terms, or no output at all."""
+    """Compute a product of which a or b is empty: all its sums are empty, or the output is."""
     if bias_grad is not None and b.size:
         raise Unsupported("cuBLASLt has no bias_grad of a product without rows")
     if gelu is not None and out.size:

@@ -1,4 +1,4 @@
-"""ctypes bindings of libcublasLt: the functions that products need, their attributes and errors.
+"""ctypes bindings of the functions, attributes and errors of libcublasLt that GEMMs need.
 
 Constants, types and sizes match cublasLt.h, and are identical in CUDA 12 and 13.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
 SUCCESS = 0
-REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: before anything runs
+REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: returned before anything runs
 
 
 class Unsupported(RuntimeError):
@@ -93,7 +93,7 @@ def load() -> ctypes.CDLL:
 
 
 class Library:
-    """Functions of cuBLASLt, which raise an exception on failure."""
+    """Wrapper of cuBLASLt's functions that raises an exception on failure."""
 
     def __init__(self, dll: Any) -> None:
         for name, arguments in _FUNCTIONS.items():
@@ -112,7 +112,7 @@ class Library:
             raise failure(f"{name}: {self.dll.cublasLtGetStatusName(status).decode()}")
 
     def create(self, kind: str, *arguments: Any) -> int:
-        """Create an object of the library, which exists until the process ends."""
+        """Create a cuBLASLt object, which lives until the process ends, and return its handle."""
         made = c_void_p()
         self.call(f"cublasLt{kind}Create", byref(made), *arguments)
         return made.value

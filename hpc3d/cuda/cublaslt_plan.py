@@ -2,7 +2,7 @@
 
 cuBLASLt is column-major: D = alpha op(A) op(B) + beta C. A row-major matrix is its own transpose
 there, so out = a b is computed as out' = b' a': A is b, B is a, C is the added matrix, and D is
-out. A statement about a row of D holds for a column of out.
+out. A row of D is a column of out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EPILOGUES = {
     ("gelu_input",): 160,  # GELU_AUX
     ("bias", "gelu_input"): 164,  # GELU_AUX_BIAS
     ("gelu_at",): 192,  # DGELU
-    ("bias_grad",): 256,  # BGRADA: sums op(A) = b' over k, one per row of D
+    ("bias_grad",): 256,  # BGRADA: sums op(A) = b' over k, one sum per row of D
 }
 
 
@@ -56,13 +56,13 @@ class Operand(NamedTuple):
 
     @property
     def batches(self) -> tuple[int, int]:
-        """Number of matrices, and the stride between them."""
+        """Number of matrices, and the stride between them in elements."""
         return (self.shape[0], self.steps[0]) if len(self.shape) == 3 else (1, 0)
 
     def columns(self) -> tuple[bool, int, int, int]:
         """Return the column-major layout (transposed, rows, columns, leading dimension).
 
-        `transposed` is True if the matrix must be transposed once more in this order.
+        `transposed` is True if cuBLASLt must transpose the matrix.
         """
         (rows, columns), (down, across) = self.shape[-2:], self.steps[-2:]
         if (columns == 1 or across == 1) and (rows == 1 or down >= columns):
@@ -94,7 +94,7 @@ class ProductPlan:
     """
 
     def __init__(self, library: Library, key: Sequence[tuple | None], tf32: bool = False) -> None:
-        """`key` has an Operand as a tuple, or None, for each of _ROLES."""
+        """For each role in _ROLES, `key` contains the fields of an Operand as a tuple, or None."""
         named = zip(_ROLES, key, strict=True)
         given = {role: Operand(*operand) for role, operand in named if operand is not None}
         self.library, self.fused = library, tuple(role for role in _FUSED if role in given)
@@ -116,7 +116,7 @@ class ProductPlan:
         return f"{out.dtype} {out.shape} = {a.dtype} {a.shape} x {b.shape}{fused}"
 
     def layout(self, name: str) -> int:
-        """Create the layout of a matrix, and set its transposition in the operation."""
+        """Create the layout of a matrix, and set its transposition in the operation descriptor."""
         operand = self.operands[name]
         transposed, rows, columns, step = operand.columns()
         if name in "AB":
@@ -150,7 +150,7 @@ class ProductPlan:
 
 
 def _check_shapes(given: Mapping[str, Operand]) -> None:
-    """Assert the shapes of out[.., m, n] = a[.., m, k] b[.., k, n]."""
+    """Assert that the shapes match out[.., m, n] = a[.., m, k] b[.., k, n]."""
     a, b, out = (given[role].shape for role in ("a", "b", "out"))
     assert len(a) in (2, 3) and a[-1] == b[-2] and a[:-2] == b[:-2] == out[:-2], (a, b, out)
     assert out[-2:] == (a[-2], b[-1]), (a, b, out)
@@ -190,9 +190,9 @@ def _check_float8(a: Operand, b: Operand) -> None:
 def _check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
     """Reject epilogues that cuBLASLt does not support: its heuristics do not always report them.
 
-    NVIDIA's nvmath-python (epilog_protocol.py) shows that the slope of GELU and the sum require k
-    > 1, and that the sum requires an A that is not transposed. According to PyTorch (pull request
-    194497), some kernels fault if an epilogue's array is not aligned to 16 bytes.
+    NVIDIA's nvmath-python (epilog_protocol.py) shows that DGELU and BGRADA require k > 1, and that
+    BGRADA does not support a transposed A. According to PyTorch (pull request 194497), some
+    kernels fault if an epilogue's array is not aligned to 16 bytes.
     """
     if fused not in _EPILOGUES:
         raise Unsupported(f"no epilogue of cuBLASLt has {' and '.join(fused)} together")

@@ -1,8 +1,9 @@
-"""Attention by cuDNN's fused kernels, which save no probabilities.
+"""Attention by cuDNN's fused kernels, which do not store the softmax probabilities.
 
 The algorithm is FlashAttention-2 (Dao 2023, arXiv:2307.08691). The package nvidia-cudnn-frontend
-(module `cudnn`, 1.16 or newer) builds a graph of one operation, which runs on pointers. Nothing is
-copied: q, k and v are strided views of qkv, and their gradients are strided views of dqkv.
+(module `cudnn`, 1.16 or newer) builds a graph of one operation, which is executed on device
+pointers. Nothing is copied: q, k and v are strided views of qkv, and their gradients are strided
+views of dqkv.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool) -> Case:
-        """Return the case of an array [B*T, heads*(g+2)*D] with the HeadForm (D, g)."""
+        """Return the Case of an array [B*T, heads*(g+2)*D] with the HeadForm (D, g)."""
         (rows, columns), (width, queries) = qkv.shape, form
         heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
         return cls(rows // sequence, heads, queries, sequence, width, name, causal)
@@ -63,8 +64,8 @@ class Case(NamedTuple):
     def addresses(self, array: Any) -> list[int]:
         """Return the addresses of q, k and v in an array with the layout of qkv.
 
-        The columns are [q | k | v] head after head, or, with several queries per key, all q, then
-        all k, then all v.
+        The columns are [q | k | v] for each head or, with several query heads per key head, all of
+        q, then all of k, then all of v.
         """
         heads, queries, width = self.heads, self.queries, self.width
         keys = (1, 2) if queries == 1 else (queries * heads, (queries + 1) * heads)
@@ -81,7 +82,7 @@ class Case(NamedTuple):
 
 
 class AttentionGraph(NamedTuple):
-    """A graph that is ready to run, and its workspace."""
+    """Executable cuDNN graph and its workspace."""
 
     graph: Any
     workspace: Any
@@ -98,9 +99,9 @@ class Flash:
     The first call with a shape builds its graph, and must not be captured in a CUDA graph. Later
     calls use `empty` only for the arrays that they return, and never wait for the device.
 
-    On Hopper, a deterministic backward pass needs a workspace of 2 bytes per score, that is B
-    heads T^2 scores. A nondeterministic one sums the gradient of q in an order that differs
-    between runs.
+    On Hopper, a deterministic backward pass needs a workspace of 2 bytes per element of the score
+    matrices, [B, heads, T, T]. A nondeterministic pass sums the gradient of q in an order that
+    differs between runs.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Flash:
 
         qkv [B*T, heads*(g+2)*D] -> out [B*T, heads*g*D], and stats [B, heads*g, T, 1] in float32:
         the log-sum-exp of every row of scores. Raises RuntimeError if cuDNN does not support the
-        case, such as T = 1.
+        case, for example T = 1.
         """
         case = Case.of(qkv, sequence, form, causal)
         plan = self.plan(self.attention, case)
@@ -184,13 +185,13 @@ class Flash:
         return dqkv
 
     def attention(self, graph: Any, case: Case) -> None:
-        """Describe the forward pass: inputs, operation and outputs."""
+        """Add the forward pass to a graph: inputs, operation and outputs."""
         q, k, v = (self.input(graph, case, tensor) for tensor in (_Q, _K, _V))
         made = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **case.operation)
         self.outputs(case, (_OUT, _STATS), made)
 
     def attention_grad(self, graph: Any, case: Case) -> None:
-        """Describe the backward pass."""
+        """Add the backward pass to a graph: inputs, operation and outputs."""
         names = {"q": _Q, "k": _K, "v": _V, "o": _OUT, "dO": _DOUT, "stats": _STATS}
         given = {name: self.input(graph, case, tensor) for name, tensor in names.items()}
         how = {**case.operation, "use_deterministic_algorithm": self.deterministic}
@@ -215,7 +216,7 @@ class Flash:
         return getattr(self.cudnn.data_type, "FLOAT" if tensor == _STATS else TYPES[case.dtype])
 
     def plan(self, describe: Callable[[Any, Case], None], case: Case) -> AttentionGraph:
-        """Return the plan of a pass, which is built at the first call."""
+        """Return the graph of a pass, which is built at the first call."""
         key = describe.__name__, case
         if key not in self.plans:
             with self.told(f"build {describe.__name__} of {case}"):
@@ -265,10 +266,11 @@ class Flash:
 
 
 def preload() -> None:
-    """Load libraries from where pip installed them if they would be searched for elsewhere.
+    """Load CUDA libraries from pip's folders before other code searches for them elsewhere.
 
-    The frontend finds the CUDA runtime only by its bare name, and cuDNN also in the first folder
-    of packages. cuDNN finds NVRTC, and NVRTC its builtins library, only by their bare names.
+    The frontend finds the CUDA runtime only by its bare name, and cuDNN by its bare name or in the
+    first folder of packages. cuDNN finds NVRTC, and NVRTC its builtins library, only by their bare
+    names.
     """
     with suppress(ImportError):
         from cuda.pathfinder import load_nvidia_dynamic_lib

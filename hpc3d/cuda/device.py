@@ -1,6 +1,6 @@
 """The GPU of a rank: its streams, its memory, and copies between host and device.
 
-CuPy (v14) is passed as a value, so that tests can replace it with a mock.
+The module `cupy` (v14) is passed as an argument, so that tests can replace it with a mock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
 _DONE, _NOT_READY = 0, 600  # results of cudaEventQuery: cudaSuccess, cudaErrorNotReady
-GRACE = 1.0  # seconds that pending calls have to finish when the job ends
+GRACE = 1.0  # seconds granted to pending calls when the job ends
 QUEUES = ("blocks", "replicas", "offload")
 _FLOAT8 = 89  # minimum compute capability of float8 products
 
@@ -41,8 +41,8 @@ def imported() -> ModuleType:
 def bound(local_rank: int) -> Cuda:
     """Return the Cuda device of a rank, given its local rank on the node.
 
-    Each rank has its own device if there are enough. If a launcher shows each rank one device,
-    that is device 0.
+    Each rank has its own device if there are enough. If the launcher makes only one device visible
+    to each rank, it is device 0.
     """
     cupy = imported()
     return Cuda(local_rank % cupy.cuda.runtime.getDeviceCount(), cupy)
@@ -51,7 +51,7 @@ def bound(local_rank: int) -> Cuda:
 def _register(device: Cuda) -> None:
     """Register array operations in which CuPy differs from NumPy.
 
-    Reading a value waits as `device.synchronize` does, not as CuPy would.
+    Reading a value waits with `device.synchronize`, which makes MPI progress, unlike CuPy's wait.
     """
     cupy, kind = device.cupy, device.array_type
 
@@ -76,10 +76,10 @@ class Cuda:
     Its stream `compute` becomes the current stream. Its streams do not synchronize with CUDA's
     default stream.
 
-    `queues` are the streams of communication (Traffic), and `pinned` is a pool of page-locked host
-    memory for asynchronous copies. While the host waits, it calls the functions in `meanwhile`:
-    other ranks may need MPI progress, and NCCL reports errors only when polled. The functions in
-    `aborts` abort calls that no peer will complete.
+    `queues` are the streams for communication and offloading (hpc3d.comm.comm_stream), and
+    `pinned` is a pool of page-locked host memory for asynchronous copies. While the host waits, it
+    calls the functions in `meanwhile`: other ranks may need MPI progress, and NCCL reports errors
+    only when polled. The functions in `aborts` abort calls that no peer will complete.
     """
 
     def __init__(self, number: int, cupy: ModuleType | None = None) -> None:
@@ -149,7 +149,8 @@ class Cuda:
         return status == _DONE
 
     def close(self) -> None:
-        """Abort calls that still wait for peers at the end of a job, since these may have exited.
+        """Abort calls that still wait for peers at the end of a job, since the peers may have
+        exited.
 
         A forked child that writes a checkpoint does nothing, because it cannot use the device.
         """
@@ -179,9 +180,9 @@ class Pinned(Pool):
 
 
 class Loan:
-    """Device memory on loan.
+    """Device memory on loan from a pool.
 
-    The arrays in this memory hold a reference to the loan. Its destruction calls `end`.
+    The arrays in this memory hold a reference to the loan. When it is destroyed, it calls `end`.
     """
 
     __slots__ = ("end", "memory")

@@ -1,4 +1,4 @@
-"""Interface of the CUDA rules of primitives to the kernels, products and memory of a device.
+"""Interface through which CUDA rules of primitives use a device's kernels, GEMMs and memory.
 
 All work is posted on the current stream, and nothing waits for the device. Sums, moments and
 parameter gradients are float32; losses and norms are float64 [1].
@@ -27,7 +27,7 @@ WORKSPACE = 32 << 20  # bytes of cuBLASLt's workspace, as NVIDIA recommends for 
 
 
 class Gpu:
-    """Kernels, products and memory of one device.
+    """Kernels, GEMMs and memory of one device.
 
     `launch(name, rows, columns, **arguments)` launches a kernel (kernel_loader.Kernels).
     `multiply` is Lt.product, `coded` is Lt.coded_product, and `flash` is a Flash or None.
@@ -57,14 +57,14 @@ class Gpu:
         return launch_table.kernels()[name].launch(None, 1, size).grid[0]
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """Yield the pieces of work of a rule.
+        """Yield the work items of a rule.
 
-        Pieces of equal `kind` have identical kernel launches.
+        Items of the same `kind` have identical kernel launches.
         """
         yield from pieces
 
     def by_arrays(self, primitive: Primitive, *arrays: Array) -> None:
-        """Run a primitive that has no kernel by the array operations of its NumPy rule."""
+        """Run a primitive that has no kernel with the array operations of its NumPy rule."""
         primitive.numpy(*arrays)
 
     def contiguous(self, x: Array) -> Array:
@@ -86,7 +86,7 @@ class Gpu:
     def multiply_with(
         self, a: Array, b: Array, out: Array, add: Array | None, **epilogue: Any
     ) -> bool:
-        """Return True if cuBLASLt computed a product with an epilogue.
+        """Compute a product with an epilogue in cuBLASLt, and return True if it is supported.
 
         Unsupported cases, such as a vector at an unaligned address, are cached and not tried
         again.

@@ -1,4 +1,4 @@
-"""CUDA graphs: work on a device, captured once and replayed by one call of the host."""
+"""CUDA graphs: work on a device, captured once and replayed by one host call."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class CudaGraph:
     """CUDA graph of the work that a `device` receives between `begin` and `end`.
 
-    It captures the stream `compute`, and streams that wait for this stream and that it waits for.
-    Nothing runs before `launch`. Its arrays are in a private memory pool, so that no other array
-    reuses this memory between two launches. External inputs must keep their addresses.
+    It captures the stream `compute`, and all streams that fork from it and join it again. Nothing
+    runs before `launch`. Its arrays are in a private memory pool, so that no other array reuses
+    this memory between two launches. External inputs must keep their addresses.
     """
 
     def __init__(self, device: Cuda) -> None:

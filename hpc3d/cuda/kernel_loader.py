@@ -60,7 +60,7 @@ class Kernels:
 
 
 def options() -> tuple[str, ...]:
-    """Return the options of the compiler.
+    """Return the compiler options for NVRTC.
 
     CuPy's cache key consists of the source and the options, but not of the headers. Therefore, a
     digest of our headers is one of the options.

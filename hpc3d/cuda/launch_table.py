@@ -21,8 +21,8 @@ REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 _LOAD = 16  # bytes per load of a thread
 WARP = 32
-ROWS_PER_STRIP, STRIPS = 64, 128  # first pass of a sum: minimum rows per strip, maximum strips
-BLOCKS = 2048  # maximum size of a grid-stride launch
+ROWS_PER_STRIP, STRIPS = 64, 128  # first pass of a sum: minimum rows per strip, most strips
+BLOCKS = 2048  # maximum number of blocks of a grid-stride launch
 
 _SCALARS = {
     "int": np.int32,
@@ -45,7 +45,8 @@ _POINTEES = {
 class Launch(NamedTuple):
     """Blocks per grid and threads per block, each (x, y). No kernel uses dynamic shared memory.
 
-    A grid of one row per block is empty if there are no rows: CUDA does not allow such a launch.
+    With one block per row, the grid is empty if there are no rows. CUDA does not allow such a
+    launch.
     """
 
     grid: tuple[int, int]
@@ -53,7 +54,7 @@ class Launch(NamedTuple):
 
 
 def whole(size: int, part: int) -> int:
-    """Return the number of parts that cover `size`, at least one."""
+    """Return the number of chunks of `part` elements that cover `size` elements, at least one."""
     return max(1, -(-size // part))
 
 
@@ -68,7 +69,7 @@ def block_per_row(rows: int, columns: int, pack: int, most: int) -> Launch:
 
 
 def row_of(elements: int) -> Callable[[int, int, int, int], Launch]:
-    """Return a shape with one block per row and `elements` elements per thread, for any type."""
+    """Return a launch shape with one block per row and `elements` elements per thread."""
     return lambda rows, columns, pack, most: block_per_row(rows, columns, elements, most)
 
 
@@ -113,11 +114,12 @@ SHAPES = {
     )
 }
 
-# A comment before each kernel states how (rows, columns) of the work map to a launch: a name in
-# SHAPES, or `row_of` and a number of elements. For flat arrays, rows is 1; for sum_repeated and
-# similar kernels, the rows of the result; for sum_strips, one or two sums; for attention, B heads
-# matrices of T columns. The arrays that a kernel reads before it writes them follow. All other
-# arrays are either only read or only written.
+# A comment before each kernel states how the (rows, columns) of its work map to a launch: a name
+# in SHAPES, or `row_of` and a number of elements. For flat arrays, rows is 1; for sum_repeated and
+# similar kernels, the number of rows of the result; for sum_strips, the number of sums (1 or 2);
+# for attention, the number of matrices (B heads), with T columns. The comment then lists the
+# arrays that the kernel reads before it writes them. All other arrays are either only read or only
+# written.
 _DECLARATION = re.compile(
     r"// Launch: (\w+)(?: (\d+))?(?:; reads and writes ([\w, ]+))?\n"
     r"(template <typename T>\s)?__global__ void __launch_bounds__\((\d+)(?:, \d+)?\)\s+"
@@ -161,8 +163,8 @@ class Kernel(NamedTuple):
 
         Numbers become NumPy scalars of the parameter's type; arrays and None (null) are unchanged.
         `dtype_of(array)` returns the name of an array's dtype. An array whose dtype differs from
-        the parameter's would be read as garbage. This fails an assertion, as does a missing or
-        unknown name.
+        the parameter's would be read as garbage, so it fails an assertion. A missing or unknown
+        name does, too.
         """
         assert given.keys() == self.parameters.keys(), f"{self.name}: {[*given]}"
         reals = {dtype_of(given[n]) for n in self.pointers("T") if given[n] is not None}

@@ -140,8 +140,7 @@ class CheckedCommunicator(Communicator):
     def adding(
         self, op: str, block: np.ndarray, pending: Pending, parts: int, gets: bool = True
     ) -> Pending:
-        """Record a reduction of `parts` chunks over the members; `gets`: this member receives
-        one."""
+        """Record a reduction of `parts` chunks over the members; `gets`: this member gets one."""
         if not self.ledger.active:
             return pending
         row, signs = self.open(op, block), self.ledger.signs

@@ -2,7 +2,7 @@
 
 Checksums are recorded during the step and compared before the update:
 
-    product                        C s = A (B s) up to rounding, immediately (hpc3d.comm.abft.checksum)
+    product                        C s = A (B s) up to rounding, at once (hpc3d.comm.abft.checksum)
     all_gather, broadcast,         checksum of the bits that a member gave = checksum of the bits
     all_to_all, send and recv      that were received from it, exactly
     reduce_scatter, all_reduce,    the signed sums of all members' contributions to a part add up

@@ -1,6 +1,6 @@
 """Checksums of products, of blocks before and after communication, and of sums over ranks.
 
-A product C = A B is checked by the method of Huang and Abraham (IEEE Trans.  Comput.  C-33, 1984):
+A product C = A B is checked by the method of Huang and Abraham (IEEE Trans. Comput. C-33, 1984):
 for a fixed vector s of random signs, C s = A (B s) up to rounding.  Row i of the difference is at
 most
 
