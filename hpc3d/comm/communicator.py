@@ -94,7 +94,7 @@ def all_of(pending: Sequence[Pending]) -> Pending:
 
 
 class Communicator:
-    """Communicator of `size` members along one axis; this member has number `rank`.
+    """Communicator of `size` members along one axis; this member has index `rank`.
 
     `members` are their ranks in the mesh.  A subclass moves contiguous blocks along dim 0 in
     `_all_gather`, `_reduce_scatter`, `_all_reduce`, `_broadcast`, `_reduce`, `_all_to_all`,

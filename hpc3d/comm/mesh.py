@@ -24,7 +24,7 @@ WORLD = "world"  # axis name of the group of all ranks
 
 
 def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axes along which ranks have different tokens and the same weights.
+    """Return the axes along which ranks process different tokens with the same weights.
 
     Gradients are reduced over them.  Several such axes span a plane.
     """

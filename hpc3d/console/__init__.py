@@ -1,1 +1,1 @@
-"""Shared by all commands: parser, sanitized output, progress, exit codes, small files."""
+"""Modules shared by all commands: parser, sanitized output, progress, exit codes, small files."""

@@ -1,4 +1,4 @@
-"""Argument parser of all commands, and error handling of those that need no launcher."""
+"""Argument parser of all commands, and error handling of commands that need no launcher."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {sanitized(message)}; see --help\n")
 
     def parse_known_args(self, *words: Any, **how: Any) -> Any:
-        """Parse a command line, also for `parse_args`; --help tolerates a closed pipe."""
+        """Parse a command line, also for `parse_args`; the output tolerates a closed pipe."""
         with sanitized_streams():
             return super().parse_known_args(*words, **how)
 
@@ -77,7 +77,7 @@ def complain(verb: str, lines: Iterable[str]) -> None:
 def split_options(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Split a command line into its own arguments and the options `--section.key value`.
 
-    `also` names options without a section that belong to the latter.
+    `also` lists options without a section that belong to the second list.
     """
     ours, settings, words = [], [], iter(words)
     for word in words:

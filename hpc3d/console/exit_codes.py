@@ -1,4 +1,4 @@
-"""Exit codes of a job, which README lists."""
+"""Exit codes of a job, as listed in README."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ BAD_INPUT = 2
 CHECK_FAILED = 3  # stored or computed data are wrong
 NOT_FINITE = 4
 STALLED = 5  # no progress for run.watchdog_s
-STOPPED = 75  # on request, before the last step, with a checkpoint: EX_TEMPFAIL of sysexits
+STOPPED = 75  # stopped on request with a checkpoint, before the last step; EX_TEMPFAIL
 INTERRUPTED = 130  # by Ctrl-C, after printing partial results: 128 + SIGINT
 
 

@@ -43,7 +43,7 @@ class StatusLine:
         self.shown = self.begun = False
 
     def show(self, text: str) -> None:
-        """Show a text, unless other output has an unfinished line."""
+        """Show a text, unless other output has left an unfinished line."""
         encoding = self.terminal.encoding or "utf-8"
         visible = text.encode(encoding, "backslashreplace").decode(encoding)
         with self.lock:
@@ -69,7 +69,7 @@ class StatusLine:
 
 
 class Above:
-    """Output stream to a terminal that has a StatusLine."""
+    """Output stream to a terminal, which erases the StatusLine before it writes."""
 
     def __init__(self, stream: TextIO, status: StatusLine) -> None:
         self.stream, self.status = stream, status

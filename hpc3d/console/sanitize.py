@@ -1,7 +1,7 @@
 """Sanitized output of text from files, arguments and the environment.
 
-Such text may have control characters, line breaks, or invalid bytes.  `sanitized` escapes all of
-them, so that one line stays one visible line.  Inside `sanitized_streams`, everything that a
+Such text may contain control characters, line breaks, or invalid bytes.  `sanitized` escapes all
+of them, so that one line stays one visible line.  Inside `sanitized_streams`, everything that a
 command prints is escaped, except line breaks.  The escapes, such as \\u001b, are valid in JSON and
 TOML strings.
 """
@@ -77,7 +77,7 @@ def lines_of(error: BaseException) -> list[str]:
 
 
 def _shortened(line: str) -> str:
-    """Shorten a long line by its middle, usually text quoted from a file."""
+    """Replace the middle of a long line, usually text quoted from a file, with dots."""
     if len(line) <= _LONGEST_LINE:
         return line
     half = _LONGEST_LINE // 2
@@ -90,7 +90,7 @@ def file_and_reason(error: OSError) -> str:
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of an OSError: the system's message, or its own."""
+    """Return the reason of an OSError: the system's message, or the exception's own."""
     return error.strerror or str(error).rstrip(".")
 
 
@@ -102,7 +102,7 @@ def counted(number: int, noun: str) -> str:
 
 
 class Controls(str):
-    """Sanitized text with our own terminal control sequences."""
+    """Text with our own terminal control sequences, which SanitizedStream does not escape."""
 
     __slots__ = ()
 
@@ -154,7 +154,7 @@ def _discard(stream: TextIO) -> None:
 
 @contextmanager
 def sanitized_streams() -> Iterator[None]:
-    """Use `SanitizedStream`s as standard output and error, which tolerate a closed reader.
+    """Replace standard output and error with `SanitizedStream`s, which tolerate a closed reader.
 
     At the end, output that cannot be written is discarded.  Otherwise Python would complain about
     it when it exits.
@@ -172,7 +172,7 @@ def sanitized_streams() -> Iterator[None]:
 def _open_missing_streams() -> None:
     """Connect standard streams that were closed when this process started to the null device.
 
-    They take the lowest file descriptors, so that no other file takes those of the streams.
+    They take the lowest file descriptors, so that no other file gets a standard descriptor.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

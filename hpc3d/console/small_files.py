@@ -1,9 +1,9 @@
 """Bounded reading of small files and TOML from untrusted sources, and atomic writing.
 
-A device or a pipe might never end, and a large file takes long to parse.
+Reading is bounded because a device or a pipe may never end, and a large file takes long to parse.
 
-A file has the name NAME.HOST.PID.tmp until it is complete and on disk.  A killed process leaves
-that file, and the next writer of NAME removes it.
+A file is written as NAME.HOST.PID.tmp, and renamed to NAME when it is complete and on disk.  A
+killed process leaves the temporary file behind, and the next writer of NAME removes it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hpc3d.console.sanitize import file_and_reason
 _MOST_TEXT = 2**20  # bytes of an input or machine file
 MOST_JSON = 2**25  # bytes of a config.json or a weight index
 MOST_SCHEDULE = 2**24  # bytes of a schedule as a CSV file
-_ABANDONED_S = 86400  # age of the temporary file of another host whose writer must have ended
-MOST_PARTS = 100  # parts of a key a.b.c: parsing time is quadratic in them
+_ABANDONED_S = 86400  # age of another host's temporary file after which it is abandoned
+MOST_PARTS = 100  # components of a dotted key a.b.c; parsing time is quadratic in them
 
 
 def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") -> bytes:
     """Return the bytes of a regular file.
 
-    Raises ValueError with one line if it is no regular file, is unreadable or exceeds `most`
-    bytes.
+    Raises ValueError with a one-line message if the path is not a regular file, cannot be read or
+    exceeds `most` bytes.
     """
     path = Path(path)
     try:
@@ -49,7 +49,7 @@ def read(path: Path | str, most: int = _MOST_TEXT, remedy: str = "name a file") 
 
 
 def toml(text: str) -> dict[str, Any]:
-    """Parse TOML into nested tables; ValueError if it is invalid or too large."""
+    """Parse TOML into nested dicts; raise ValueError if it is invalid or too large."""
     import tomllib  # training ranks do not load it
 
     if len(text) > _MOST_TEXT:
@@ -120,7 +120,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add this path to an OSError without a file name, such as an error of writing."""
+    """Add this path to an OSError that has no file name, such as a write error."""
     try:
         yield
     except OSError as error:

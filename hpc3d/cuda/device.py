@@ -149,8 +149,7 @@ class Cuda:
         return status == _DONE
 
     def close(self) -> None:
-        """Abort calls that still wait for peers at the end of a job, since the peers may have
-        exited.
+        """Abort calls that still wait for peers at the end of a job: the peers may have exited.
 
         A forked child that writes a checkpoint does nothing, because it cannot use the device.
         """

@@ -1,7 +1,7 @@
 """Interface through which CUDA rules of primitives use a device's kernels, GEMMs and memory.
 
 All work is posted on the current stream, and nothing waits for the device. Sums, moments and
-parameter gradients are float32; losses and norms are float64 [1].
+parameter gradients are float32; losses and norms are float64 arrays of shape [1].
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FOLDER = Path(__file__).parent / "kernels"
-REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # T, by dtype
-# Options of NVRTC besides the architecture and the include path FOLDER. Lambdas have no
-# __device__ qualifier.
+REALS = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}  # dtype -> T
+# Options of NVRTC besides the architecture and the include path FOLDER. The second option is
+# needed because our lambdas have no __device__ qualifier.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 _LOAD = 16  # bytes per load of a thread
 WARP = 32

@@ -1,7 +1,7 @@
 """Checks across the ranks of a job: placement, equal versions, shared folder, communication.
 
-A check is collective: all ranks call it, and it yields the same findings on each.  Rank 0 may
-print them.
+A check is collective: all ranks call it, and it yields the same findings on each rank, so that
+only rank 0 needs to print them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
     from hpc3d.runtime.job import Job
 
-_SMALL, _LARGE = 8, 4 << 20  # bytes of a message
+_SMALL, _LARGE = 8, 4 << 20  # message sizes in bytes
 _EXCHANGES, _LARGE_EXCHANGES = 200, 10
-_SUMMED = 1 << 17  # elements
+_SUMMED = 1 << 17  # elements of the reduced array
 
 
 def report_hosts(job: Job) -> Iterator[Finding]:
@@ -79,7 +79,8 @@ def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
 
 
 def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
-    """Check if ranks of a host compete for cores: they use `used` of its `cores`."""
+    """Check whether `ranks` ranks of a host, bound to `used` of its `cores` cores, compete for
+    them."""
     if used < min(ranks, cores):
         text = f"{ranks} ranks of {host} share {used} of its {counted(cores, 'core')}"
         remedy = "use mpirun --bind-to none, or srun with --cpus-per-task (jobs/README.md)"
@@ -114,7 +115,7 @@ def alike(job: Job) -> Iterator[Finding]:
 
 
 def _unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
-    """Format which hosts have which of the ranks' values `found`: 2.1 on hn1, 2.0 on hn2.
+    """Format the distinct values `found` on the ranks with their hosts: 2.1 on hn1, 2.0 on hn2.
 
     If the ranks of one host differ, ranks are listed instead of hosts.
     """
@@ -188,14 +189,14 @@ def _known_sum(comm: Communicator) -> bool:
 
 
 def _known_gather(comm: Communicator) -> bool:
-    """Return True if an all-gather returns each member's block."""
+    """Return True if an all-gather over `comm` returns the blocks of all members."""
     block = np.full(_SUMMED // comm.size, comm.rank)
     whole = comm.all_gather(block).wait().reshape(comm.size, -1)
     return (whole == np.arange(comm.size)[:, None]).all()
 
 
 def _verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
-    """Return the finding of a test whose result each rank has checked."""
+    """Return the finding of a test; `right` is True if this rank has the correct result."""
     wrong = [rank for rank, good in enumerate(job.gather(bool(right))) if not good]
     if not wrong:
         return Finding(OK, subject, text)

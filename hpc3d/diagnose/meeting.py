@@ -1,8 +1,8 @@
-"""Check that all ranks of a job reach each other: messages both ways, with a time limit.
+"""Check that all ranks of a job can reach each other, by messages with a time limit.
 
 If hosts have no common network that MPI uses, the first collective call of MPI hangs, or MPI ends
-the job with its own message.  Therefore ranks send their results to rank 0 as published names of
-MPI, through the launcher, which has reached all hosts.
+the job with its own message.  Therefore, ranks report their results to rank 0 through the
+launcher, which has reached all hosts, by MPI's name publishing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mpi4py import MPI
 from hpc3d.diagnose.job_checks import spans
 from hpc3d.runtime.finding import FAIL, Finding
 
-_WITHIN = 5  # s, for the messages
-_LATER = 2  # s by which another rank may be late
-ALL_PAIRS = 128  # ranks; in larger jobs, each exchanges with ranks at distances 1, 2, 4, ...
+_WITHIN = 5  # time limit of the messages in s
+_LATER = 2  # delay in s allowed to other ranks
+ALL_PAIRS = 128  # ranks; in larger jobs, each rank exchanges with ranks at distances 1, 2, 4, ...
 _SIZE = 64  # bytes of a message
 _SPOKEN = 0.2  # s until printed output has left the host
 _REMEDY = """\
@@ -44,7 +44,7 @@ class Board:
             self.works = False
 
     def read(self, what: str, until: float) -> list[str]:
-        """Return the text of each rank, "" for ranks without one by the time `until`."""
+        """Return the text that each rank has published by the time `until`, or "" if none."""
         return [self.text(what, rank, until) for rank in range(self.comm.size)]
 
     def text(self, what: str, rank: int, until: float) -> str:
@@ -62,10 +62,10 @@ class Board:
 
 
 def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = _WITHIN) -> Finding | None:
-    """Return the Finding that ranks do not reach each other, or None if they do, on rank 0.
+    """Exchange messages between ranks; rank 0 returns a Finding if a peer is unreachable, or None.
 
-    Other ranks return None, unless a peer is unreachable: then they exit, and the caller ends the
-    job.
+    Other ranks return None if they reach all their peers.  Otherwise they exit, and the caller on
+    rank 0 ends the job.
     """
     board, end = Board(comm), time.monotonic() + within
     board.tell("host", socket.gethostname())

@@ -1,7 +1,7 @@
 """Checks of the local machine that do not need MPI: packages, cores, memory.
 
-A check yields findings.  Training does not need them, and each may fail on an unusual machine: a
-check that raises is also reported as a finding.
+Each check yields findings.  Training does not depend on them.  A check may raise an exception on
+an unusual machine, which is then reported as a finding.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hpc3d.runtime.probe import installed, outcome, release
 
 _OLDEST = (3, 11)
 _BOUND = re.compile(r"([\w.-]+)\s*>=\s*([\d.]+)")
-# h5py needs a subprocess: a wrong HDF5 library aborts the process that loads it.
+# Run in a subprocess, because h5py aborts the process if it loads a wrong HDF5 library.
 _LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
-# Open files of a launcher.  With 32 ranks, Open MPI 5 crashes or hangs with a limit of 128 files,
-# and runs with 192.
+# Open files that a launcher needs: a constant, plus a number per rank.  With 32 ranks, Open MPI 5
+# crashes or hangs with a limit of 128 open files, and runs with 192.
 _FILES, _FILES_OF_RANK = 64, 6
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
@@ -112,7 +112,7 @@ def _blas() -> Iterator[Finding]:
 
 
 def quota(cores: int) -> Iterator[Finding]:
-    """Check if a container's CPU quota is less than the cores that it shows."""
+    """Check whether the CPU quota of a container is less than its number of visible cores."""
     try:
         share, period = QUOTA.read_text().split()
         time = float(share) / float(period)

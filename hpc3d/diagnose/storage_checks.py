@@ -1,4 +1,4 @@
-"""Checks of the folder of runs: free space, operations of a checkpoint, file system."""
+"""Checks of the output folder: free space, file operations of a checkpoint, file system type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc3d.console.sanitize import reason_of
 from hpc3d.diagnose.node_checks import size
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 
-_LITTLE = 10**9  # bytes
+_LITTLE = 10**9  # free bytes below which to warn
 _NETWORK = ("nfs", "cifs", "smb", "afs", "9p", "fuse.sshfs", "glusterfs")
 _MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mounts")
@@ -63,7 +63,7 @@ def replaced(folder: Path) -> None:
 
 
 def lies_on(folder: Path) -> Iterator[Finding]:
-    """Report a folder on a network file system or in memory."""
+    """Report the file system of a folder; warn if it is a network file system or in memory."""
     kind = file_system(_standing(folder))
     if kind.startswith(_NETWORK):
         text = f"{folder} is on a network file system ({kind})"

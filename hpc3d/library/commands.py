@@ -59,8 +59,9 @@ def run_training(
 ) -> OpenedRun:
     """Train a model with mpirun on this machine.
 
-    The call blocks until the run has ended.  It prints nothing: train.log in the run folder has
-    the output of the command.  An interrupt (Ctrl-C, or a notebook's stop button) ends the ranks.
+    The call blocks until the run has ended.  It prints nothing; train.log in the run folder
+    contains the output of the command.  An interrupt (Ctrl-C, or a notebook's stop button) ends
+    the ranks.
 
     Parameters
     ----------
@@ -71,7 +72,7 @@ def run_training(
     out
         Parent of the new run folder.
     resume
-        A run to resume in its folder from its last checkpoint, on the same or any other layout.
+        Run, or its folder, to resume from its last checkpoint, with the same or another layout.
 
     Returns
     -------
@@ -83,7 +84,7 @@ def run_training(
     ValueError
         If `train` rejects the input.
     RuntimeError
-        If a rank or a check fails; the message has its output and exit code (README.md).
+        If a rank or a check fails.  The message contains the output and the exit code (README.md).
     """
     from hpc3d.library.launched_run import launched
 
@@ -143,20 +144,20 @@ def find_layouts(
     source, options
         Input file or its name, and values of its keys.
     ranks, machine, memory
-        Number of ranks, machine file or its name, and memory of a rank in B (None: machine's).
+        Number of ranks, machine file or its name, and memory per rank in B (None: machine's).
     top
         Maximum number of layouts.
 
     Returns
     -------
     FoundLayouts
-        The layouts, the fastest first.  If none fits in memory, they use the first technique that
-        makes one fit.
+        The layouts, fastest first.  If no layout fits in memory, all of them use the first
+        memory-saving technique with which one fits.
 
     Raises
     ------
     ValueError
-        If the input is invalid, or no layout fits with any technique.
+        If the input is invalid, or no layout fits in memory with any technique.
     """
     from hpc3d.library.found_layouts import FoundLayouts
     from hpc3d.predict.machine.machine_file import load
@@ -193,13 +194,13 @@ def simulate_schedule(
         Model chunks per stage (None: set by the schedule); training steps, if asynchronous.
     **times
         Seconds per microbatch and stage: `forward`, `backward` (input gradient) and `weight`
-        (weight gradient), 1 by default; and `comm` of a message, 0 by default.  A list has one
-        value per model chunk, and for `comm` one per boundary between chunks.
+        (weight gradient), 1 by default; and `comm` (time of a message), 0 by default.  A list has
+        one value per model chunk, and for `comm` one per boundary between chunks.
 
     Returns
     -------
     StageTimeline
-        Makespan, bubble, peaks of memory, and the diagram.
+        Makespan, bubble, peak numbers of saved activations, and the diagram.
 
     Raises
     ------

@@ -87,7 +87,7 @@ def _option(action: argparse.Action) -> str:
 
 
 def _spelled(action: argparse.Action, short: bool = False) -> str:
-    """Return an option with its value, or an argument, as in a command line."""
+    """Return an option with its placeholder, or a positional argument, as on a command line."""
     names = action.option_strings[:1] if short else action.option_strings
     return " ".join(filter(None, [", ".join(names), _values(action)]))
 
@@ -101,7 +101,7 @@ def _values(action: argparse.Action) -> str:
 
 
 def _sentence(text: str | None) -> str:
-    """Return a text with a capital letter at its start and a period at its end."""
+    """Capitalize the first letter of a text, and end it with a period."""
     text = (text or "").strip()
     return text[:1].upper() + text[1:] + "." * (text[-1:] not in ("", "."))
 

@@ -25,14 +25,14 @@ _MOST = 512  # threads
 
 
 class Received(NamedTuple):
-    """Communication of one collective along an axis, as means over ranks.
+    """Communication of one collective along an axis, averaged over ranks.
 
     Attributes
     ----------
     axis, operation : str
         Mesh axis, and the collective.
     calls, received : float
-        Number of calls, and received bytes.
+        Number of calls, and received bytes, per rank.
     """
 
     axis: str
@@ -42,7 +42,7 @@ class Received(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """Blocks of a rank after a product, and {(axis, operation): (calls, bytes)}."""
+    """Result blocks of a rank, and a dict from (axis, operation) to (calls, received bytes)."""
 
     mesh: Mesh
     blocks: tuple[Array, ...]
@@ -114,7 +114,7 @@ class Cube:
         Raises
         ------
         ValueError
-            If a dimension is not divisible.
+            If a dimension cannot be split evenly.
         """
         return [
             np.ascontiguousarray(whole[layout.slices(whole.shape, mesh)])
@@ -132,7 +132,7 @@ class Cube:
         Returns
         -------
         dict
-            The layouts by the names "x", "w" and "y".
+            Layout of each matrix, with the keys "x", "w" and "y".
         """
         split = _split(scheme)
         return {"x": split.x, "w": split.w, "y": split.y}
@@ -157,7 +157,7 @@ class Cube:
         Raises
         ------
         ValueError
-            If a dimension is not divisible, or the scheme does not use an axis of the cube.
+            If a dimension cannot be split evenly, or the scheme does not use an axis of the cube.
         """
         return self._run(scheme, x, w)[0]
 
@@ -259,7 +259,7 @@ def _product(mesh: Mesh, split: Split, x: Array, w: Array, dy: Array | None) -> 
 
 
 def _calls(results: Sequence[_Done]) -> list[Received]:
-    """Return the means over ranks by axis and operation."""
+    """Return the communication by axis and operation, averaged over ranks."""
     calls: Counter[tuple[str, str]] = Counter()
     received = calls.copy()
     for done in results:

@@ -21,11 +21,11 @@ _COLUMNS = "step_time_s", "simulated", "bubble", "communication", "axis", "peak_
 
 
 class FoundLayouts(list[dict[str, Any]]):
-    """Layouts in the format of `python -m hpc3d.plan --json`, the fastest first.
+    """Layouts in the format of `python -m hpc3d.plan --json`, fastest first.
 
-    A layout has `layout` (tables of an input file), `step_time_s` (an estimate unless
-    `simulated`), `bubble` and `communication` as shares of the step, the `axis` with the longest
-    waits, and `peak_bytes` of the fullest rank.
+    Each layout is a dict with `layout` (tables of an input file), `step_time_s` (an estimate
+    unless `simulated`), `bubble` and `communication` as fractions of the step time, the `axis`
+    with the longest waits, and `peak_bytes`, the maximum over ranks.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class FoundLayouts(list[dict[str, Any]]):
         -------
         pandas.DataFrame
             One row per `reason`: the `count` of its layouts, and the columns of `frame` for the
-            nearest one.
+            fastest one that fits in memory (or else the smallest one).
         """
         losers = self._planned.ranking.losers(self._rows[0])
         return _frame(
@@ -66,7 +66,7 @@ class FoundLayouts(list[dict[str, Any]]):
         )
 
     def config(self, place: int = 0) -> Config:
-        """Return the configuration with a layout.
+        """Return the configuration of a layout.
 
         Parameters
         ----------

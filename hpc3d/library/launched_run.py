@@ -24,12 +24,12 @@ _SETTINGS = {
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
 }
 _CONSENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-# Our lines on standard error except progress lines.  The launcher may prefix them.
+# Lines of hpc3d.train on standard error, except progress lines.  The launcher may prefix them.
 _SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 
 
 def launched(ranks: int, words: list[str]) -> Path:
-    """Train with command-line arguments on `ranks` processes; return the run folder.
+    """Run `train` with command-line arguments `words` on `ranks` processes; return the run folder.
 
     A run that stopped early on request counts as finished.  Raises ValueError with the lines of
     the command if it rejects the input, and RuntimeError with its output and exit code if a rank

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class StageTimeline:
-    """Timeline of the stages of a schedule; its text form is the usual diagram.
+    """Timeline of the stages of a schedule; its repr is the diagram as text.
 
     Attributes
     ----------
     makespan : float
-        Time from the first start to the last end [s].
+        Time from the start of the first pass to the end of the last [s].
     bubble : float
-        Idle share of the worst stage, as defined in arXiv:2401.10241, section 5.3.
+        Idle fraction of the worst stage, as defined in arXiv:2401.10241, section 5.3.
     in_flight : list of int
         Peak number of microbatches (of a chunk) with saved activations, per stage.
     weight_inputs : list of int

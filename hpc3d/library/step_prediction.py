@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class StepPrediction(dict[str, Any]):
-    """Predicted step: the values of `python -m hpc3d.simulate --json` by name.
+    """Predicted step: a dict with the values of `python -m hpc3d.simulate --json`.
 
-    `step_time_s` [s]; `tokens_per_s`; `bubble`, the share of the time that the busiest stage waits
-    for messages; `communication`, the share of the step that it waits for other calls; `flop` of
-    all ranks; `mfu` and `hfu` (arXiv:2205.05198), shares of the machine's peak; `memory` [B]: the
-    peaks of the `stages`, of the `worst` stage and in `total`, and `fits`, true if it fits;
-    `bytes` received by a rank of stage 0, by axis and operation.  `config` is the resolved
-    configuration.
+    `step_time_s` [s]; `tokens_per_s`; `bubble`, the fraction of the time that the busiest stage
+    waits for messages; `communication`, the fraction of the step that it waits for other calls;
+    `flop` of all ranks; `mfu` and `hfu` (arXiv:2205.05198), fractions of the machine's peak;
+    `memory` [B]: the peaks of the `stages`, of the `worst` stage and in `total`, and `fits`, true
+    if the model fits; `bytes` received by a rank of stage 0, by axis and operation.  `config` is
+    the resolved configuration.
     """
 
     def __init__(self, step: PredictedStep) -> None:

@@ -29,7 +29,7 @@ def say(line: str, style: str = "", stream: TextIO | None = None) -> None:
 
 
 def in_colour(stream: TextIO) -> bool:
-    """Return True if output to a stream shall be colored.
+    """Return True if output to a stream should be colored.
 
     NO_COLOR disables colors (no-color.org).  FORCE_COLOR enables them for any stream
     (force-color.org).  Otherwise, only a terminal shows colors.
@@ -42,7 +42,7 @@ def in_colour(stream: TextIO) -> bool:
 
 
 def _on_terminal(stream: TextIO) -> bool:
-    """Return True if a stream ends on a terminal.
+    """Return True if a stream is connected to a terminal.
 
     Open MPI always gives ranks a pseudo-terminal, so under a launcher the launcher's own stream
     is inspected instead.

@@ -28,7 +28,7 @@ def number_in(names: Iterable[str], default: int) -> int:
 def cores_of_node() -> int:
     """Return the number of cores of this node that the job may use, ignoring this rank's binding.
 
-    The launcher's own affinity shows the cores of the job; a container may allow fewer.
+    The launcher's own affinity mask contains the cores of the job; a container may allow fewer.
     """
     bound = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
@@ -38,7 +38,8 @@ def cores_of_node() -> int:
 
 
 def set_environment() -> None:
-    """Divide the node's cores among its ranks; if there are too few, waiting ranks yield."""
+    """Set the threads per rank, and make waiting ranks yield if the node has more ranks than
+    cores."""
     cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
     threads = min(cores // ranks, len(os.sched_getaffinity(0)))
     chosen = next(filter(None, map(os.environ.get, THREAD_VARIABLES)), str(max(1, threads)))
@@ -52,9 +53,9 @@ def set_environment() -> None:
 def mpi_environment() -> Iterator[None]:
     """Set the environment for MPI initialization, and restore it afterwards.
 
-    It only changes if no launcher started this process.  Then Open MPI would leave a shared-memory
-    segment behind unless its only transport is `self`.  Open MPI 4 would also mistake the srun of
-    an interactive shell for its launcher, and abort.
+    The environment is changed only if no launcher started this process.  In this case, Open MPI
+    would leave a shared-memory segment behind unless its only transport is `self`.  Open MPI 4
+    would also mistake the srun of an interactive shell for its launcher, and abort.
     """
     before = dict(os.environ)
     if number_in(WORLD_RANKS, default=1) == 1 and "PMIX_RANK" not in os.environ:

@@ -18,7 +18,7 @@ class Finding(NamedTuple):
     verdict
         OK, WARN or FAIL.
     subject, text
-        The object of the check, and the result in words.
+        The checked object, and the result as a sentence.
     remedy
         Instructions for fixing the problem, one per line.
     printed
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def examine(check: Callable[..., Iterable[Finding]], *args: Any) -> Iterator[Finding]:
-    """Yield the findings of a check; an exception becomes a finding, too."""
+    """Yield the findings of a check; an exception is reported as a finding."""
     try:
         yield from check(*args)
     except Exception as error:

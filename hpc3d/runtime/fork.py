@@ -6,13 +6,13 @@ import faulthandler
 import os
 from pathlib import Path
 
-_COPIED = 5  # s, upper limit on the time of a fork that is not blocked
+_COPIED = 5  # s, upper limit on the duration of a fork that is not blocked
 
 
 def fork_or_end() -> int:
     """Call `os.fork()`, and end this process if the call does not return.
 
-    OpenBLAS stops its threads before a fork.  A product on another thread that waits for them
+    OpenBLAS stops its threads before a fork.  A BLAS call on another thread that waits for them
     then deadlocks.
     """
     with Path(os.devnull).open("w") as nowhere:

@@ -27,7 +27,8 @@ def kernel() -> tuple[str, str]:
 
 
 def namesakes(kernels: Iterable[tuple[str, tuple[str, str]]]) -> str | None:
-    """Return a message if different kernels share one host name, given (host, kernel) per rank."""
+    """Return a message if several kernels have the same host name, given (host, kernel) per
+    rank."""
     ranks = {}
     for rank, each in enumerate(kernels):
         ranks.setdefault(each, []).append(rank)
@@ -43,7 +44,7 @@ def namesakes(kernels: Iterable[tuple[str, tuple[str, str]]]) -> str | None:
 
 
 def spans(ranks: Iterable[int]) -> str:
-    """Return ascending ranks as ranges: 0-2 4-7."""
+    """Format ascending ranks as ranges: 0-2 4-7."""
     runs = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -54,7 +55,7 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 class Homes(NamedTuple):
-    """Host name of each rank, and first rank of its node."""
+    """Host name of each rank, and the first rank of its node."""
 
     hosts: list
     nodes: list
@@ -72,8 +73,8 @@ class Homes(NamedTuple):
     def named(self, ranks: Sequence[int]) -> str:
         """Return ascending ranks with their hosts as text.
 
-        Examples: all of hn2; rank 3 (hn1); ranks 2-3 (hn1) and 4 (hn2).  The host is omitted if
-        the job uses only one node.
+        Examples: "all of hn2", "rank 3 (hn1)", "ranks 2-3 (hn1) and 4 (hn2)".  The host is omitted
+        if the job uses only one node.
         """
         if not self.several():
             return f"rank{'s'[: len(ranks) > 1]} {spans(ranks)}"
@@ -97,6 +98,6 @@ def homes_of(locations: Sequence[Mapping[str, Any]]) -> Homes:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Join words to an English list: a, b and c."""
+    """Join strings into an English list: a, b and c."""
     *most, last = words
     return f"{', '.join(most)} and {last}" if most else last

@@ -10,7 +10,7 @@ LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 
 def total() -> int:
-    """Return the memory [B] of this machine, or the limit of its container."""
+    """Return the memory of this machine, or the limit of its container if lower, in bytes."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no such file, or its content is "max"
         found = min(found, int(LIMIT_OF_CONTAINER.read_text()))

@@ -1,4 +1,4 @@
-"""The MPI job: collective calls before the mesh exists, and a common end of all ranks."""
+"""The MPI job: collective calls before the mesh exists, and termination of all ranks together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hpc3d.console.sanitize import lines_of, sanitized
 from hpc3d.runtime.host_map import kernel, namesakes
 from hpc3d.runtime.launcher import end_later, launcher
 
-_OUTLIVED = 2  # s for which a failed rank's mark outlives its process
-_UNHEARD = 5  # s until a launcher that received an abort has ended the job
+_OUTLIVED = 2  # s for which the failure mark of a rank outlives its process
+_UNHEARD = 5  # s granted to the launcher to end the job after an abort
 
 
 class Job:
@@ -34,7 +34,7 @@ class Job:
     started
         Start time of this rank.
     signals
-        Signals received so far.  The first one in `requests` makes the job stop by itself.
+        Signals received so far.  The first one that is in `requests` asks the job to stop.
     """
 
     def __init__(self, name: str, started: float) -> None:
@@ -57,14 +57,14 @@ class Job:
     def from_root(self, function: Callable[[], Any]) -> Any:
         """Call `function()` on rank 0 and return its value on all ranks.
 
-        If it raises an exception of REFUSED, all ranks end the job.
+        If it raises an exception in REFUSED, all ranks end the job.
         """
         return self.comm.bcast(self.on_root(function))
 
     def on_root(self, function: Callable[[], Any]) -> Any:
         """Call `function()` on rank 0 and return its value there, None on the other ranks.
 
-        If it raises an exception of REFUSED, all ranks end the job.
+        If it raises an exception in REFUSED, all ranks end the job.
         """
         value, problems = None, ()
         if self.rank == 0:
@@ -88,8 +88,8 @@ class Job:
     def on_all_ranks(self, function: Callable[[], Any]) -> Any:
         """Call `function()` on every rank and return its value.
 
-        If it raises an exception of REFUSED on any rank, all ranks end the job; each distinct
-        line of the messages is printed once.
+        If it raises an exception in REFUSED on any rank, all ranks end the job, and each distinct
+        message line is printed once.
         """
         value, problems = None, []
         try:
@@ -125,7 +125,8 @@ class Job:
             time.sleep(0.005)
 
     def location(self) -> dict[str, Any]:
-        """Return host, process id, local rank and first rank of this rank's node; collective."""
+        """Return this rank's host, process ID and local rank, and the first rank of its node
+        (collective)."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         mine = node.bcast(self.rank), MPI.Get_processor_name(), kernel()
         first = self.gather(mine).index(mine)
@@ -140,8 +141,9 @@ class Job:
     def first_to_fail(self) -> bool:
         """Return True on the first failing rank of this job on this host.
 
-        The first rank to bind an abstract socket address holds it until its process and a child
-        end.  The child outlives it while the other ranks end.  No file remains.
+        The first rank to bind an abstract socket address holds it until its process and a child of
+        it have ended.  The child outlives the process until the other ranks have ended.  No file
+        remains.
         """
         try:
             failure = socket.socket(socket.AF_UNIX)
@@ -157,7 +159,7 @@ class Job:
 
 
 def end_job(code: int) -> None:
-    """End all ranks now, or at least this one if the launcher does not respond.
+    """End all ranks now, or at least this rank if the launcher does not respond.
 
     Exit handlers do not run.  No `Job` is needed.
     """

@@ -50,12 +50,12 @@ _DISK = (
     errno.EIO,
     errno.ESTALE,
 )
-_MEETING = 60  # s until the first collective call completes, after MPI was initialized
+_MEETING = 60  # s within which the first collective call must complete
 _SPOKEN = 0.5  # s until printed output has left the host
-_ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # requests to stop: run.signal
+_ASKING = (signal.SIGUSR1, signal.SIGUSR2)  # stop requests that run.signal can select
 _POKE = signal.SIGURG  # wakes the main thread; ignored by default
-_BUSY_ALONE = 5  # s granted to the main thread for a BLAS or HDF5 call
-_BUSY = 0.1  # s, if a launcher will soon kill this process
+_BUSY_ALONE = 5  # s granted to a BLAS or HDF5 call on the main thread
+_BUSY = 0.1  # the same limit in s if a launcher will soon kill this process
 _SAVED = 60  # s granted to a forked child for the exit hooks
 
 
@@ -123,9 +123,9 @@ def _starting(name: str) -> AbstractContextManager[None]:
 def _met(make: Callable[[], Job], name: str) -> Job:
     """Return the job of `make()`, whose first collective call must complete in _MEETING seconds.
 
-    Otherwise, for example if hosts do not reach each other, one rank per host prints a message and
-    all ranks are aborted.  A mere exit would make the ranks that were reached end with an error of
-    Open MPI.
+    Otherwise, for example if hosts cannot reach each other, one rank per host prints a message and
+    all ranks are aborted.  If ranks only exited, the ranks that they had reached would fail with
+    an Open MPI error.
     """
     from hpc3d.runtime.job import end_job
 
@@ -188,14 +188,14 @@ def _exit_code(error: BaseException) -> int:
 def obey_signals(job: Job) -> None:
     """Install the signal handling of this rank.
 
-    The first signal of `job.requests` asks the job to stop by itself: this rank saves its trace
-    now, and continues.  A second signal of ENDING, or one that is not in `job.requests`, ends the
-    rank.
+    The first signal in `job.requests` asks the job to stop.  If it is in ENDING, this rank also
+    calls its exit hooks in a child process now, and continues.  A second signal of ENDING, or a
+    signal that is not in `job.requests`, ends the rank.
 
-    Python calls signal handlers only on the main thread, which may wait inside MPI forever.
-    Therefore a thread reads the signals from a pipe.  While the main thread communicates, this
-    thread acts itself.  Otherwise the main thread acts between two bytecodes, because a fork
-    during a BLAS product or an HDF5 call would deadlock.
+    Python calls signal handlers only on the main thread, which may be blocked inside MPI.
+    Therefore, a separate thread reads the signals from a pipe.  While the main thread
+    communicates, the separate thread handles the signal.  Otherwise, the main thread handles it
+    between two bytecodes, because a fork during a BLAS or HDF5 call would deadlock.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
@@ -232,7 +232,7 @@ def _must_end(job: Job, signals: list[int]) -> bool:
 
 
 def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
-    """Call `act()` on this or the main thread; repeat until the process ends if it must."""
+    """Call `act()` on this or the main thread, repeatedly if the process must end."""
     last = time.monotonic() + (_BUSY_ALONE if job.size == 1 else _BUSY)
     while True:
         if _in_a_call() or time.monotonic() > last:
@@ -245,7 +245,7 @@ def _call_where_safe(job: Job, act: Callable[[], None]) -> None:
 
 
 def _in_a_call() -> bool:
-    """Return True if the main thread communicates, and hence is in no BLAS product."""
+    """Return True if the main thread is communicating, and thus not in a BLAS call."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     # torch.fx compiles functions in namespaces without __name__.
     module = frame.f_globals.get("__name__") or ""
@@ -270,7 +270,8 @@ def _report_end(job: Job, number: int) -> None:
 
 
 def _keep(job: Job) -> None:
-    """Call the exit hooks in a child now: this process may be killed before it stops."""
+    """Call the exit hooks in a child process now, because this process may be killed before it
+    stops."""
     if job.exit_hooks and job.ending.acquire(blocking=False):
         try:
             child = save_in_child(job)

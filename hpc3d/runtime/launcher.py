@@ -1,7 +1,7 @@
 """The launcher of the ranks on this host, and its termination if it outlives them.
 
-A launcher that ends a job waits for the daemons of all hosts, even of an unreachable one: mpirun
-was seen to wait for minutes after a link was lost.
+When a launcher ends a job, it waits for the daemons of all hosts, even of unreachable ones.  For
+example, mpirun waited for minutes after a link was lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from hpc3d.runtime.fork import fork_or_end
 # Names in /proc of the launchers of Open MPI and MPICH; never a shell or a batch system's daemon.
 _LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy")
 HEARD = 8  # s within which a working launcher ends a job
-AGAIN = 2  # s between signals: the first one does not end an mpirun that waits for a host
+# s between signals, since the first one does not stop an mpirun that is waiting for a host.
+AGAIN = 2
 _SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 
@@ -32,7 +33,7 @@ def born(pid: int) -> str | None:
 
 
 def launcher() -> tuple[int, str | None] | None:
-    """Return process id and start time of this process's launcher, or of its daemon on this host.
+    """Return process ID and start time of this process's launcher, or of its daemon on this host.
 
     Returns None if no launcher started this process.
     """
@@ -44,9 +45,9 @@ def launcher() -> tuple[int, str | None] | None:
 
 
 def end_later(found: tuple[int, str | None] | None) -> None:
-    """End the launcher `found` by signals if it does not end by itself; return at once.
+    """End the launcher `found` by signals if it does not end by itself; return immediately.
 
-    A child process sends the signals, because this process ends earlier.
+    A child process sends the signals, because this process exits first.
     """
     if found is None or fork_or_end():
         return

@@ -1,11 +1,11 @@
 """Metrics of a run: metrics.jsonl in its folder, one JSON object per line.
 
-A training step has `step`, `steps` (of the run), `loss`, `learning_rate`, `gradient_norm`,
-`tokens`, `seconds`, `tokens_per_s`, `communication` (a share of the step), `peak_bytes` (of the
-fullest rank) and `time` (seconds since 1970).  An evaluation has the `step` that it follows,
-`validation_loss`, `perplexity`, `accuracy`, `evaluated_tokens`, `evaluation_seconds` and `time`.
-Values that are not finite are null.
-A float16 run adds `loss_scale`, the loss scale of the next step.
+The record of a training step has `step`, `steps` (of the run), `loss`, `learning_rate`,
+`gradient_norm`, `tokens`, `seconds`, `tokens_per_s`, `communication` (fraction of the step time),
+`peak_bytes` (maximum over ranks) and `time` (seconds since 1970).  A float16 run adds
+`loss_scale`, the loss scale of the next step.  The record of an evaluation has `step` (the
+preceding step), `validation_loss`, `perplexity`, `accuracy`, `evaluated_tokens`,
+`evaluation_seconds` and `time`.  Values that are not finite are null.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class MetricsFile:
 
 
 def read(folder: Path) -> list[_Record]:
-    """Return the records of a run so far, without an incomplete last line."""
+    """Return the records that a run has written so far; an incomplete last line is ignored."""
     return MetricsReader(folder).more()[1]
 
 
@@ -83,8 +83,8 @@ class MetricsReader:
         Returns
         -------
         tuple
-            True if the records start from the first one, since a resumed run rewrites its file,
-            and the records since the last call.
+            True if the records start at the first one, as after a resumed run has rewritten its
+            file, and the records since the last call.
         """
         try:
             with self.path.open("rb") as file:
@@ -136,8 +136,8 @@ def _finite(value: Any) -> Any:
 def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) -> list[_Sink]:
     """Return the additional sinks of a run's metrics: a user function and TensorBoard.
 
-    With `folder` = None, TensorBoard is only checked for and gets no sink.  Raises ValueError if
-    the function or the package does not exist.
+    If `folder` is None, TensorBoard's package is checked but no sink for it is returned.  Raises
+    ValueError if the function or the package does not exist.
     """
     sinks = [_function(hook)] if hook else []
     if tensorboard:

@@ -1,6 +1,6 @@
 """Installed MPI: the library that mpi4py loads, the mpirun on PATH, and the launcher.
 
-Except for `world`, nothing here initializes MPI: incompatible parts may end the process.
+Only `world` initializes MPI, because an incompatible library and launcher may end the process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MpiInstall(NamedTuple):
 
     @property
     def abi(self) -> str:
-        """ABI; libraries and launchers with the same one are compatible."""
+        """ABI of the library; libraries and launchers with the same ABI are compatible."""
         return "Open MPI" if self.maker == _OPEN_MPI else "MPICH"
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class MpiInstall(NamedTuple):
 def _loaded() -> MpiInstall:
     """Return the MPI that mpi4py loads, without initializing it.
 
-    Without an MPI library, mpi4py raises the error of its loader.
+    If there is no MPI library, the error of mpi4py's loader is raised.
     """
     import mpi4py
 
@@ -65,7 +65,7 @@ def _loaded() -> MpiInstall:
 
 
 def found() -> MpiInstall | None:
-    """Return the MPI that mpi4py loads, or None without an MPI."""
+    """Return the MPI that mpi4py loads, or None if it cannot load one."""
     try:
         return _loaded()
     except Exception:  # RuntimeError of mpi4py, ImportError of the linker
@@ -104,7 +104,7 @@ def on_path() -> MpiInstall | None:
 
 
 def _maker_of(printed: str) -> str:
-    """Return the maker of the mpirun that prints this version text."""
+    """Return the maker of an mpirun, given its version text."""
     for word, maker in (("Open MPI", _OPEN_MPI), ("OpenRTE", _OPEN_MPI), ("Intel", "Intel MPI")):
         if word in printed:
             return maker
@@ -123,7 +123,11 @@ def library() -> Iterator[Finding]:
 
 
 def _to_load() -> str:
-    """Return the remedy if mpi4py finds no library: it does not try the name of Debian's MPICH."""
+    """Return the remedy if mpi4py finds no MPI library.
+
+    mpi4py does not search for Debian's MPICH, libmpich.so.12, so a symbolic link is suggested if
+    that file exists.
+    """
     if not (files := [*_LIBRARIES.glob("*/libmpich.so.12")]):
         return INSTALL
     folder = Path(sys.prefix, "lib", "mpich")
@@ -165,7 +169,7 @@ def put_on_path(mpi: MpiInstall) -> str:
 
 
 def root() -> Iterator[Finding]:
-    """Check that Open MPI starts ranks for this user."""
+    """Check that Open MPI's mpirun starts ranks for this user, who may be root."""
     missing = [name for name in CONSENT if os.environ.get(name) != "1"]
     if os.geteuid() == 0 and missing:
         remedy = f"export {' '.join(f'{name}=1' for name in missing)}, or be another user"
@@ -226,7 +230,8 @@ def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
 
 
 def started_by_other_mpi(mpi: MpiInstall) -> bool:
-    """Return True if the mpirun of another MPI started this process: MPI_Init may end it."""
+    """Return True if the mpirun of another MPI started this process, which MPI_Init may then
+    end."""
     return _starter() is not None and _starter() != mpi.abi
 
 
@@ -261,7 +266,7 @@ def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
 def mismatch_report(meant: int) -> list[str]:
     """Return the lines to print if a launcher started `meant` processes and MPI sees one.
 
-    Rank 0 of such a job calls it.  It is fast and starts no process.
+    Only rank 0 calls this function, which is fast and starts no process.
     """
     mpi, path = _loaded(), shutil.which("mpirun")
     told = [

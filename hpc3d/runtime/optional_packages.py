@@ -1,7 +1,4 @@
-"""Optional packages, which are checked before a command starts.
-
-This check does not import them.
-"""
+"""Check for optional packages before a command starts, without importing them."""
 
 from __future__ import annotations
 

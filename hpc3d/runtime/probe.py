@@ -63,7 +63,7 @@ def installed(name: str) -> str | None:
 
 
 def release(version: str) -> list[int]:
-    """Return the numbers of a version without trailing zeros: 2.0.0rc1 equals 2."""
+    """Return the numeric components of a version without trailing zeros: 2.0.0rc1 equals 2."""
     numbers = re.match(r"[\d.]*", version)[0].strip(".").split(".")
     while len(numbers) > 1 and not int(numbers[-1]):
         numbers.pop()

@@ -1,6 +1,6 @@
 """Check that all hosts of a job share the output folder.
 
-Rank 0 temporarily creates a key, an empty file, in the folder, and the first rank of each other
+Rank 0 temporarily creates an empty file, the key, in the folder.  The first rank of each other
 node looks for it.  A job on one node creates no file.
 """
 
@@ -57,7 +57,7 @@ def _unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
 def _left_key(folder: Path) -> str | None:
     """Create an empty file in `folder` or its nearest existing parent, and return its path.
 
-    Returns None if it cannot be written; creating the folder later reports the error.
+    Returns None if the file cannot be created; the later creation of the folder reports the error.
     """
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     key = there / f".hpc3d-{secrets.token_hex(8)}"

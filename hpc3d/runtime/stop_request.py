@@ -22,7 +22,7 @@ class Stop:
     """Stop requests of this rank for a run in `folder`.
 
     Rank 0 checks the time limit of `minutes` (0: none) and the file STOP.  The signals of ENDING
-    and SIG`name` become requests, too.
+    and the signal SIG`name` are requests, too.
     """
 
     def __init__(self, job: Job, folder: Path, name: str, minutes: float) -> None:
@@ -43,7 +43,7 @@ class Stop:
 
 
 def reason(request: int) -> str:
-    """Return a request in words."""
+    """Return the message for a request."""
     words = {MINUTES: "train.max_minutes have passed", FILE: "there is a file STOP in the folder"}
     return words.get(request) or f"{signal.Signals(request).name} came"
 

@@ -5,9 +5,9 @@ Checksums are recorded during the step and compared before the update:
     product                        C s = A (B s) up to rounding, at once (hpc3d.comm.abft.checksum)
     all_gather, broadcast,         checksum of the bits that a member gave = checksum of the bits
     all_to_all, send and recv      that were received from it, exactly
-    reduce_scatter, all_reduce,    the signed sums of all members' contributions to a part add up
+    reduce_scatter, all_reduce,    the signed sums of all members' contributions to a chunk add up
     reduce                         to the signed sum of the result, up to rounding
-    all_reduce of the maximum      all members got the same bits
+    all_reduce of the maximum      all members receive the same bits
 
 The records are exchanged later.  When the gradients of the step are complete, the members of each
 axis exchange their records, one row per call, in one all-gather.  Later calls, such as ZeRO's

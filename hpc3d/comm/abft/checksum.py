@@ -7,10 +7,10 @@ most
     4 u (sqrt k + sqrt n) |A_i| |B|        u the unit roundoff, |B| the Frobenius norm
 
 because rounding errors behave like independent errors (Higham and Mary, SIAM J. Sci. Comput. 41,
-2019): n of them amount to sqrt n.  The largest of millions of observed differences, on small
-matrices and on difficult ones (all positive, of rank one, canceling), is a third of that.
-Computing norms reads A and B a second time, so a difference that is small relative to C s, or to a
-row of average norm, is accepted without computing the norm of every row.
+2019): a sum of n such errors grows as sqrt n.  The largest of millions of observed differences, on
+small matrices and on difficult ones (all positive, of rank one, canceling), is a third of this
+bound.  Computing norms reads A and B a second time, so a difference that is small relative to C s,
+or to a row of average norm, is accepted without computing the norm of every row.
 
 A sum over ranks P = sum_q C_q is checked by numbers r' C_q s and r' P s.  They differ by at most
 
