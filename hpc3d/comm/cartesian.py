@@ -107,8 +107,7 @@ def _communicator_of(
 
 
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:
-    """Return, for each rank, the first rank of its node, or None if the node cannot share
-    memory."""
+    """Return each rank's node, by its first rank, or None if the node cannot share memory."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     can_share = node.allreduce(usable(node.size), MPI.LAND)
     first = node.bcast(comm.rank)

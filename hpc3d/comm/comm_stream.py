@@ -1,4 +1,5 @@
-"""CUDA streams for computation and communication, each in program order, and their dependencies.
+"""CUDA streams for computation and communication, each in program order, and their
+synchronization.
 
 A call on a communication stream starts after all previously posted computation.  Computation
 posted after its wait starts when the call is complete.  The host waits for neither.  An array that

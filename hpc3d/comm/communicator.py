@@ -86,8 +86,7 @@ def ready(block: Any) -> Pending:
 
 
 def all_of(pending: Sequence[Pending]) -> Pending:
-    """Combine pending blocks into one `Pending` of a tuple, or of the block if there is only
-    one."""
+    """Combine pending blocks into a pending tuple; a single block is returned as it is."""
     if len(pending) == 1:
         return pending[0]
     return Pending(lambda: tuple(each.wait() for each in pending))

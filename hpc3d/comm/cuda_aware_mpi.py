@@ -101,5 +101,5 @@ class CudaAwareMessages(HostStaged):
         pool: DevicePool,
     ) -> None:
         super().__init__(comm, traffic, pinned, pool)
-        self._send = direct._send  # type: ignore[method-assign]  # replaces the method of HostStaged
+        self._send = direct._send  # type: ignore[method-assign]  # instead of HostStaged's
         self._recv = direct._recv  # type: ignore[method-assign]

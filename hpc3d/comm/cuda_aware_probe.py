@@ -35,8 +35,7 @@ _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
 
 
 def devices() -> Iterator[Finding]:
-    """Yield findings on this process's devices, CUDA versions and NCCL, or a note if CuPy is
-    missing."""
+    """Yield findings on the visible devices, CUDA and NCCL, or a note if CuPy is missing."""
     if find_spec("cupy") is None:
         here = "an NVIDIA driver is here, but not CuPy" if os.path.exists(_DRIVER) else "no CuPy"
         yield Finding(OK, "GPU", f"{here}, so no GPU backend: {EXTRAS}")
@@ -181,8 +180,7 @@ def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
 
 
 def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding on CUDA-aware MPI: MPI's own claim, tested by two ranks if it is
-    positive."""
+    """Yield a finding on CUDA-aware MPI: MPI's claim, which two ranks test if it is positive."""
     answer, problem = tried(mpirun, seconds, environment)
     if answer == STAGED:
         yield Finding(OK, "CUDA-aware MPI", "no: messages go through the host's memory")
@@ -214,8 +212,7 @@ def _told_by_launcher(name: str) -> bool:
 
 
 def surroundings() -> dict[str, str]:
-    """Return environment variables that let MPI start the two test ranks as root and on one
-    core."""
+    """Return variables that let MPI start the two test ranks as root and on one core."""
     return dict.fromkeys((*library.CONSENT, library.CROWD_4), "1") | {
         library.CROWD_5: "slot:oversubscribe"
     }
@@ -242,8 +239,7 @@ def _attempt() -> str:
 
 
 def _right(comm: CudaAwareMpi) -> bool:
-    """Return True if two members get correct results for small and large blocks of float32 and
-    float16."""
+    """Return True if results are correct for small and large float32 and float16 blocks."""
     return all(
         _right_blocks(comm, rows, dtype) for rows in _SIZES for dtype in ("float32", "float16")
     )

@@ -71,8 +71,7 @@ def _by_messages(cart: MPI.Cartcomm, lines: Lines, pool: DevicePool) -> dict[str
 
 
 def _through_hosts(lines: Lines, pool: DevicePool) -> dict[str, dict[str, Any]]:
-    """Return a dict from axis to the arguments of its HostStaged, which receives in pinned
-    memory."""
+    """Return a dict from axis to the arguments of HostStaged; hosts use pinned memory."""
     pinned, traffic = pool.device.pinned, _comm_streams(pool.device, nullcontext)
     return {
         axis: {

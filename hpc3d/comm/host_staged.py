@@ -1,7 +1,7 @@
 """Communication of device blocks staged through host memory, for an MPI without CUDA support.
 
-A block is sent in chunks: while one is in flight between hosts, the next one is copied from its
-device.
+A block is sent in chunks.  While one chunk is in flight between hosts, the next one is copied from
+its device.
 
     device    |0 out|1 out|2 out|         |0 in|1 in|2 in|
     hosts           |  0  |  1  |  2  |

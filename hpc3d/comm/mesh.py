@@ -112,8 +112,7 @@ class _MeshGuard(Protocol):
 
 
 class Wrapper(Protocol):
-    """Wrapper of a mesh's communicators: `wrap` returns a communicator that intercepts all
-    calls."""
+    """Wrapper of communicators: `wrap` returns a communicator that intercepts all calls."""
 
     def wrap(self, comm: Communicator, axis: str) -> Any: ...
 

@@ -90,8 +90,7 @@ class SplitRows(Communicator):
                 yield rank, slice(first - self.mine.start, stop - self.mine.start)
 
     def _parts(self, rows: int, peer: int) -> Iterator[tuple[int, slice]]:
-        """Yield each rank of stage `peer` that shares samples, and the slice of rows of a
-        block."""
+        """Yield each rank of stage `peer` that shares samples, and its slice of a block's rows."""
         each = rows // len(self.mine)
         for rank, samples in self._shared(peer):
             yield rank, slice(samples.start * each, samples.stop * each)

@@ -71,7 +71,7 @@ def _rank_devices(job: Job) -> tuple[Cuda, list[RankDevice]]:
 
 
 def explained(job: Job) -> Iterator[Finding]:
-    """Yield the default transport for `doctor`, if all ranks have devices."""
+    """Yield a finding on the default transport, for `doctor`, if all ranks have devices."""
     if all(job.gather(cuda_aware_probe.present())):
         _, devices = _rank_devices(job)
         way, why = job.from_root(

@@ -1,8 +1,8 @@
 """Two-level communicator: shared memory inside each host, MPI between hosts with equally many
 ranks.
 
-A lane has one member of each host.  Data crosses the network once per host, and each lane
-transfers its share.  All members of a host read the result in shared memory.
+A lane consists of one member of each host.  Data crosses the network once per host, and each lane
+transfers one slice of it.  All members of a host read the result in shared memory.
 
                     inside a host                      on the network, by lanes
     all_gather                                         blocks, into shared memory

@@ -125,7 +125,7 @@ def quota(cores: int) -> Iterator[Finding]:
 
 
 def shared_memory(ranks: int) -> Iterator[Finding]:
-    """Check the shared memory for collectives within a node; without it ranks use MPI."""
+    """Check the shared memory for collectives within a node.  Without it, ranks use MPI."""
     from hpc3d.comm.shared_memory import SHARED, usable
 
     remedy = "enlarge it: docker run --shm-size=8g, or mount /dev/shm"

@@ -1,4 +1,4 @@
-"""Environment variables of the launcher and the user, and the number of threads per rank.
+"""Environment variables of the launcher and the user, and the choice of threads per rank.
 
 This module imports neither NumPy nor MPI, which read the environment when they are loaded.
 """
@@ -38,8 +38,7 @@ def cores_of_node() -> int:
 
 
 def set_environment() -> None:
-    """Set the threads per rank, and make waiting ranks yield if the node has more ranks than
-    cores."""
+    """Set the threads per rank; if there are more ranks than cores, make waiting ranks yield."""
     cores, ranks = cores_of_node(), number_in(LOCAL_RANKS, default=1)
     threads = min(cores // ranks, len(os.sched_getaffinity(0)))
     chosen = next(filter(None, map(os.environ.get, THREAD_VARIABLES)), str(max(1, threads)))

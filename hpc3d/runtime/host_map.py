@@ -27,8 +27,7 @@ def kernel() -> tuple[str, str]:
 
 
 def namesakes(kernels: Iterable[tuple[str, tuple[str, str]]]) -> str | None:
-    """Return a message if several kernels have the same host name, given (host, kernel) per
-    rank."""
+    """Return a message if kernels share a host name, given (host, kernel) of each rank."""
     ranks = {}
     for rank, each in enumerate(kernels):
         ranks.setdefault(each, []).append(rank)

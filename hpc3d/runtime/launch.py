@@ -270,8 +270,7 @@ def _report_end(job: Job, number: int) -> None:
 
 
 def _keep(job: Job) -> None:
-    """Call the exit hooks in a child process now, because this process may be killed before it
-    stops."""
+    """Call the exit hooks in a child now, because this process may be killed at any time."""
     if job.exit_hooks and job.ending.acquire(blocking=False):
         try:
             child = save_in_child(job)

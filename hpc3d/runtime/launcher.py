@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpc3d.runtime.fork import fork_or_end
 
-# Names in /proc of the launchers of Open MPI and MPICH; never a shell or a batch system's daemon.
+# Process names of the launchers of Open MPI and MPICH, but not of shells and batch system daemons.
 _LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydra_pmi_proxy")
 HEARD = 8  # s within which a working launcher ends a job
 # s between signals, since the first one does not stop an mpirun that is waiting for a host.

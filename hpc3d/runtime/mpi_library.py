@@ -230,8 +230,7 @@ def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
 
 
 def started_by_other_mpi(mpi: MpiInstall) -> bool:
-    """Return True if the mpirun of another MPI started this process, which MPI_Init may then
-    end."""
+    """Return True if another MPI's mpirun started this process, so that MPI_Init may abort."""
     return _starter() is not None and _starter() != mpi.abi
 
 
