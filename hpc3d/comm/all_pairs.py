@@ -122,7 +122,7 @@ class AllPairs(MpiCommunicator):
         return self.swapped(parts, blocks, tag).then(add)
 
     def swapped(self, sent: Sequence[Any], received: Sequence[Any], tag: int) -> Pending:
-        """Send sent[j] to each peer j, and receive received[j] from it; return pending `received`."""
+        """Send sent[j] to each peer j, and receive received[j]; return the pending `received`."""
         peers = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
         requests = [self.comm.Isend(integers(sent[peer]), peer, tag) for peer in peers]
         requests += [

@@ -67,7 +67,7 @@ def build(
 def _line(
     cart: MPI.Cartcomm, name: str, members: Sequence[int], sizes: Mapping[str, int]
 ) -> MPI.Intracomm:
-    """Return the MPI communicator of a group (hpc3d.comm.mesh.groups_of); collective over
+    """Create the MPI communicator of a group (hpc3d.comm.mesh.groups_of); collective over
     `cart`."""
     if name in sizes:
         return cart.Sub([name == other for other in sizes])
@@ -107,7 +107,7 @@ def _communicator_of(
 
 
 def node_of_rank(comm: MPI.Intracomm) -> list[int | None]:
-    """Return each rank's node, by its first rank, or None if the node cannot share memory."""
+    """Return the first rank of each rank's node, or None for a node without shared memory."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     can_share = node.allreduce(usable(node.size), MPI.LAND)
     first = node.bcast(comm.rank)

@@ -1,5 +1,4 @@
-"""CUDA streams for computation and communication, each in program order, and their
-synchronization.
+"""CUDA streams for computation and communication, and their synchronization.
 
 A call on a communication stream starts after all previously posted computation.  Computation
 posted after its wait starts when the call is complete.  The host waits for neither.  An array that

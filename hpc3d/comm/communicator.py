@@ -86,7 +86,7 @@ def ready(block: Any) -> Pending:
 
 
 def all_of(pending: Sequence[Pending]) -> Pending:
-    """Combine pending blocks into a pending tuple; a single block is returned as it is."""
+    """Combine pending blocks into one pending tuple; a single block stays unchanged."""
     if len(pending) == 1:
         return pending[0]
     return Pending(lambda: tuple(each.wait() for each in pending))
@@ -129,7 +129,7 @@ class Communicator:
         return self.rank, self.size
 
     def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return an array that this communicator reduces without copying it first."""
+        """Return an array that this communicator can reduce without copying it first."""
         return self.pool.empty(shape, dtype, "communication")
 
     def wrapped(self, wrapper: Any, axis: str) -> Any:

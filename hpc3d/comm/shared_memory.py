@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 SHARED = "/dev/shm"
 _SEGMENT = 1 << 20
-# Row of a member in the flag page, in 8-byte words: its last post, then the region and a value for
-# each of its last _RING posts.
+# Row of a member in the flag page, in 8-byte words: the number of its last post, then the regions
+# of its last _RING posts, then one value for each of them.
 _RING = 63
 _LINE = 1 + 2 * _RING
 

@@ -1,8 +1,8 @@
 """Progress of long operations: the newest log record, shown after two seconds.
 
-On a terminal one status line is updated; elsewhere a line is printed every 30 s.  All modules log
-their progress with `logging`, which costs almost nothing.  Only a command inside `progress` shows
-the records.
+On a terminal, one status line is updated; otherwise, a line is printed every 30 s.  All modules
+log their progress with `logging`, which costs almost nothing.  Only a command inside `progress`
+shows the records.
 """
 
 from __future__ import annotations

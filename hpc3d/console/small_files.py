@@ -82,7 +82,7 @@ def replacing(path: Path, crowded: bool = False) -> Iterator[Path]:
 
 
 def temporary_of(path: Path) -> Path:
-    """Return the temporary path of this process for `path`; remove those of killed processes."""
+    """Return this process's temporary path for `path`; remove files of killed processes."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         host, _, process = left.name[len(path.name) + 1 : -len(".tmp")].rpartition(".")
         with suppress(OSError):  # another process removed it, or the disk is read-only

@@ -79,7 +79,7 @@ def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
 
 
 def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
-    """Check whether a host's `ranks`, bound to `used` of its `cores`, compete for cores."""
+    """Check if `ranks` ranks on `used` of a host's `cores` cores compete for cores."""
     if used < min(ranks, cores):
         text = f"{ranks} ranks of {host} share {used} of its {counted(cores, 'core')}"
         remedy = "use mpirun --bind-to none, or srun with --cpus-per-task (jobs/README.md)"

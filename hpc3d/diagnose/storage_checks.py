@@ -82,6 +82,6 @@ def file_system(path: Path) -> str:
     for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
         _, point, kind, *_ = line.split(" ")
         point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)
-        mounts[Path(point)] = kind  # the last mount on the same point hides the others
+        mounts[Path(point)] = kind  # the last mount on the same point hides earlier ones
     path = Path(path).resolve()
     return next(mounts[parent] for parent in (path, *path.parents) if parent in mounts)

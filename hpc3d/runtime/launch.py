@@ -305,7 +305,8 @@ def finish(job: Job) -> None:
 
 
 def _call_all(job: Job) -> None:
-    """Call the functions of `job.exit_hooks`; errors are printed and do not stop the others."""
+    """Call the functions of `job.exit_hooks`; errors are printed and do not stop the remaining
+    ones."""
     while job.exit_hooks:
         try:
             job.exit_hooks.pop(0)()

@@ -1,4 +1,4 @@
-"""Communicator that records checksums of its blocks and compares them with those of its peers."""
+"""Communicator that records checksums of its blocks and compares them with its peers' records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS = 64  # initial rows of the table of checksums
 
 
 class CallRecord(NamedTuple):
-    """Record of a call: its name, number of elements and type, and its location in the program."""
+    """Record of a call: its name, element count and type, and its location in the program."""
 
     op: str
     size: int
@@ -196,7 +196,7 @@ class CheckedCommunicator(Communicator):
         return found
 
     def moves(self, everyone: np.ndarray) -> Iterator[str]:
-        """Yield a line for each received block whose bits differ from those sent."""
+        """Yield a line for each received block whose bits differ from the block that was sent."""
         count = len(self.notes)
         given = everyone[:, :count, self.rank].T
         wrong = self.came[:count] & (given != self.rows[:count, self.size :])
@@ -224,7 +224,7 @@ class CheckedCommunicator(Communicator):
                 yield self.line(self.notes[row], "the maximum is not that of the other ranks")
 
     def messages(self, count: int) -> Iterator[str]:
-        """Yield a line for each message whose bits differ from those sent.
+        """Yield a line for each received message whose bits differ from the message that was sent.
 
         Messages that the peer has not recorded yet are checked in the next comparison.
         """
