@@ -1,1 +1,1 @@
-"""Checkpoints of runs: any layout loads any layout."""
+"""Checkpoints of runs, which can be loaded with any parallel layout."""

@@ -86,10 +86,10 @@ def box_of(slices: Sequence[slice]) -> BlockSlices:
 
 
 def boxes(block: BlockSlices, start: int, stop: int) -> list[BlockSlices]:
-    """Return elements `start` to `stop` of a block, in row-major order, as few boxes.
+    """Cover elements `start` to `stop` of a block, in row-major order, with few boxes.
 
-    These are the end of a row, full rows, and the beginning of a row.  A range that begins or ends
-    within an expert is split likewise by experts.
+    The boxes are the end of a row, full rows, and the beginning of a row. With several experts, an
+    incomplete row is split likewise at the boundaries of experts.
     """
     _, experts, columns = block.shape
     stop = min(stop, block.size)
@@ -132,7 +132,7 @@ def _box(block, start, stop):
 
 
 def coverage_error(parts: Sequence[BlockSlices], whole: BlockSlices) -> str | None:
-    """Return why boxes do not cover a tensor exactly once; None if they do."""
+    """Return the reason why boxes do not cover a tensor exactly once, or None if they do."""
     if any(part.intersection(whole) != part for part in parts):
         rows, experts, columns = whole.shape
         sizes = [rows, experts, columns] if experts > 1 else [rows, columns]

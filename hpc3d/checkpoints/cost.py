@@ -37,7 +37,7 @@ class Probe(NamedTuple):
 def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
     """Return log lines about the checkpoints of a run in `folder`; collective over all ranks.
 
-    One rank of each node writes a few megabytes.  The job is refused if it cannot.
+    One rank of each node writes a few megabytes. If it cannot, the job stops with an error.
     """
     share = shares(trainer.parameters, trainer.optimizer)
     host, size = socket.gethostname(), sum(elements.nbytes for *_, elements in share)
@@ -81,9 +81,10 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
-    """Return the seconds of a checkpoint: each node writes its share, then rank 0 reads it all.
+    """Return the estimated time of a checkpoint in seconds.
 
-    `ranks` has (host, bytes) per rank, and `probes` one probe per node; the slowest counts.
+    All nodes write their shards concurrently, then rank 0 reads all of them. `ranks` has (host,
+    bytes) per rank, and `probes` has one probe per node; the slowest values are used.
     """
     slowest = Probe(*map(max, zip(*probes, strict=True)))
     count, held = Counter(host for host, _ in ranks), Counter()
@@ -95,7 +96,7 @@ def seconds(ranks: Sequence[tuple[str, int]], probes: Sequence[Probe]) -> float:
 
 
 def shortage(folder: Path, size: int, keep: int) -> str | None:
-    """Return advice if the disk has no room for the kept checkpoints and the next; else None."""
+    """Return a warning if the disk cannot hold the kept checkpoints and the next one, else None."""
     present = steps_of(folder / "checkpoints")
     has = sum(path.stat().st_size for step in present for path in step.iterdir())
     free, wanted = shutil.disk_usage(folder).free + has, (keep + 1) * size

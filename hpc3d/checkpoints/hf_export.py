@@ -1,6 +1,6 @@
 """Export of weights in the format of Hugging Face `transformers` (see hf_families).
 
-A folder has config.json and model.safetensors, or several such files and an index.
+A model folder has config.json and model.safetensors, or several weight files with an index.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ def refuse_to_replace(target: Path) -> None:
 
 
 def earlier_files(target: Path) -> list[Path]:
-    """Return the files of an earlier export in a folder; none unless weights are among them.
+    """Return the files of an earlier export in a folder.
 
-    Without weights, the files are not from an export.
+    The list is empty if there is no model.safetensors, because the files are then not from an
+    export.
     """
     if not (target / WEIGHTS).is_file():
         return []
@@ -64,11 +65,11 @@ def earlier_files(target: Path) -> list[Path]:
 def export(
     opened: Checkpoint, target: Path, special: Mapping[str, int | None] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Write the parameters of a checkpoint as a folder that `from_pretrained` loads.
+    """Write the parameters of a checkpoint to a folder that `from_pretrained` loads.
 
-    If `target` ends in .safetensors, only that file is written; for a torch module, only the
-    weights, with the names of the module.  `special` are the token ids of a tokenizer, by their
-    names in config.json.  Returns the shapes by name.
+    If `target` ends in .safetensors, only that file is written. For a torch module, only the
+    weights are written, under the names of the module. `special` maps keys of config.json to the
+    token ids of a tokenizer. Returns a dict from array name to shape.
     """
     weights, *settings = _written_by(target)
     if config_of(opened).torch.factory:

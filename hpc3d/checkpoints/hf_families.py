@@ -58,11 +58,11 @@ _PARTS = {"gamma": "weight", "beta": "bias"}
 class PublishedFamily(NamedTuple):
     """Description of a family in `transformers`.
 
-    types         its model_types, of which the first is written
+    types         model_type values; the first one is exported
     architecture  the class of the model
     prefix        prefix of all names except those that begin with `bare`
     block         prefix of the layer number
-    ends          {hpc3d parameter: name} of embedding and head
+    ends          dict from hpc3d parameters of embedding and head to their names
     layers        {hpc3d layer: names of the arrays with its columns}, {} is the expert number
     transposed    True if the weights of layers are [out, in]
     measured      {key of [model]: (name, dimension)}, the arrays that determine a size
@@ -175,9 +175,9 @@ class PublishedFamily(NamedTuple):
         return np.concatenate(parts, -1).reshape(whole.shape)
 
     def _widths(self, ours: str, columns: int, model: ModelConfig) -> tuple[int, ...]:
-        """Return the columns of each part of an interleaved unit of an hpc3d parameter.
+        """Return the number of columns of each component of an interleaved unit.
 
-        The unit is a head, a unit of the MLP, or all columns.
+        The unit is a head (components q, k and v), a unit of the MLP, or all columns.
         """
         layer = ours.split(".")[-2]
         if layer == "qkv":

@@ -38,17 +38,17 @@ _IGNORED = re.compile(
 )
 _OF_TRAINING = "dropout", "capacity", "balance_loss", "z_loss"  # keys of [model]
 _FUSED = ".experts.gate_up_proj"
-# TensorFlow's names of a norm, in the first files of BERT.
+# TensorFlow's names of LayerNorm parameters, in the original files of BERT.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 class Pretrained:
-    """Model in a folder or a file.
+    """Pretrained model in a folder or a weights file.
 
-    `model` has the known keys of the section [model], `undecided` the keys that the user must set,
-    each with the reason, and `settings` the content of config.json.  Raises ValueError, in one
-    line, if the model cannot be trained here.  Unless `allow_nonfinite`, weights that are NaN or
-    infinite are refused.
+    `model` has the known keys of the section [model], `undecided` maps each key that the user must
+    set to the reason, and `settings` is the content of config.json. Raises a one-line ValueError
+    if hpc3d cannot train the model. NaN and infinite weights are an error unless `allow_nonfinite`
+    is true.
     """
 
     def __init__(self, path: Path, allow_nonfinite: bool = False) -> None:
@@ -122,7 +122,10 @@ class Pretrained:
         return value[: config.model.sequence] if ours == "embedding.position" else value
 
     def check(self, model: ModelConfig) -> None:
-        """Raise ValueError unless the arrays are those of `model` with the full sequence."""
+        """Raise ValueError unless the arrays have the names and shapes of `model`.
+
+        The sequence length is the full one of the pretrained model.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         model = replace(model, sequence=self.model["sequence"])
         for ours, shape in shapes_of(model).items():
@@ -152,7 +155,7 @@ class Pretrained:
 
 
 def _weight_files(path: Path) -> list[Weights]:
-    """Return the weight files of a folder, or the one file."""
+    """Return the weight files in the folder `path`, or the file `path` itself."""
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     refuse_cache(path)
@@ -172,7 +175,7 @@ def _weight_files(path: Path) -> list[Weights]:
 
 
 def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> PublishedFamily:
-    """Return the family named in config.json, or else the one whose embedding is present."""
+    """Return the family named in config.json, or else the one whose token embedding is present."""
     known = {each: family for family in PUBLISHED.values() for each in family.types}
     if (kind := settings.get("model_type")) is not None:
         if str(kind) not in known:
@@ -191,7 +194,7 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
 
 
 def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights, str]]:
-    """Return {name without prefix: (file, stored name)} of all arrays except buffers."""
+    """Return a dict from array name, without prefix, to (file, stored name); skip buffers."""
     found = {}
     for file in files:
         for stored in file.entries:
@@ -225,16 +228,16 @@ def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first three names, and the number of others."""
+    """Return the first three names and the number of remaining ones, as text."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + rest
 
 
 def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
-    """Return the configuration of a run of this model, with options `--section.key value`.
+    """Return the configuration of a run of this model, with command-line options applied.
 
-    The options may set undecided keys, keys that only affect training, and a shorter sequence;
-    other keys of the model cannot change.
+    The options may set undecided keys, keys that only affect training, and a shorter sequence.
+    Other keys of the model cannot change.
     """
     tree = {"model": {**pretrained.model}, "train": {"dtype": pretrained.dtype}}
     deprecated_keys.warn(override(tree, words))

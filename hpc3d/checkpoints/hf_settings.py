@@ -1,6 +1,6 @@
 """Conversion between config.json of Hugging Face `transformers` and the section [model].
 
-An unknown key, which may change the result of the model, is refused by name.
+An unknown key is an error, because it may change the output of the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import ModelConfig
 
 CONFIG = "config.json"
-# Tokenizer files: its rules, its settings in transformers, special tokens, chat template.
+# Tokenizer files: rules, settings for transformers, special tokens, chat template.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TOKENIZER_FILES += ("chat_template.jinja",)
 GENERATION = "generation_config.json"  # the publisher's generation settings
@@ -31,14 +31,14 @@ _LLAMA3 = {  # key of rope_scaling: hpc3d name
     "high_freq_factor": "high",
     "original_max_position_embeddings": "original",
 }
-_OF_MIXTRAL = {  # key of [model]: the only value, and its meaning
+_OF_MIXTRAL = {  # key of [model]: the only supported value, and its meaning
     "shared_experts": (0, "no shared experts"),
     "moe_every": (1, "experts in every block"),
     "balance_bias": (0.0, "no router bias"),
 }
 _BALANCE = "router_aux_loss_coef"
-_LARGEST = 1e6  # upper bound of the factor
-# Keys of any model that concern text, files and training, not the result of the model.
+_LARGEST = 1e6  # upper bound of the loss coefficient
+# Keys about text, files and training, which do not affect the output of any model.
 _HARMLESS = """
     _name_or_path architectures bos_token_id dtype eos_token_id gradient_checkpointing id2label
     initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id
@@ -60,12 +60,12 @@ _OF_BERT = """
 class Settings(NamedTuple):
     """Description of a family's config.json.
 
-    sizes     {its key: key of [model]} of single values
-    fixed     {its key: value}, keys with only one supported value
-    dropouts  its dropout rates, for which hpc3d has a single rate
-    others    further keys, which `written` returns and `told` reads
-    written   (model) -> {its key: value}
-    told      (config.json, known keys of [model]) -> further keys of [model]; ValueError
+    sizes     dict from a family's key to the equivalent key of [model]
+    fixed     dict from key to its only supported value
+    dropouts  keys of the dropout rates, which must be equal in hpc3d
+    others    further keys, written by `written` and read by `told`
+    written   function of the model that returns the further keys of config.json
+    told      function of config.json and the known keys of [model]; returns further ones
     """
 
     sizes: Mapping[str, str]
@@ -134,7 +134,7 @@ def _bert_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
 
 
 def _gelu_of(settings: Mapping[str, Any], key: str, usual: str) -> str:
-    """Return the hpc3d name of the activation under a key."""
+    """Return the hpc3d name of the activation function given by a key."""
     name = str(settings.get(key, usual))
     if name not in _ACTIVATIONS:
         raise ValueError(
@@ -184,7 +184,7 @@ def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
 
 
 def no_mixtral(model: ModelConfig) -> str | None:
-    """Return a setting that Mixtral does not support and its alternative, or None."""
+    """Return a message about a setting that Mixtral does not support, or None."""
     for key, (only, what) in _OF_MIXTRAL.items():
         if (value := getattr(model, key)) != only:
             return f"model.{key} = {value}: a Mixtral has {what} ({only})"
@@ -204,8 +204,7 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     """Convert a Mixtral's settings.
 
     The load balancing loss of `transformers` uses the fractions of tokens of all layers together,
-    which add up to top_k; that of hpc3d is the sum over layers of losses with fractions that add
-    up to 1.
+    which add up to top_k. hpc3d adds one loss per layer, each with fractions that add up to 1.
     """
     top_k, coefficient = model.get("top_k", 2), settings.get(_BALANCE, 0.001)
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:

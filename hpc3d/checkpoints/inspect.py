@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Tensor(NamedTuple):
     """Parameter of global `shape` in a checkpoint.
 
-    `kinds` are its value and optimizer states, and `bytes` is their total.
+    `kinds` names its arrays, the value and the optimizer states. `bytes` is their total size.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Tensor(NamedTuple):
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoint folders of a path, newest first: a checkpoint or those of a run.
+    """Return the checkpoint folders at a path, newest first.
 
-    Raises ValueError without a checkpoint.
+    The path is a checkpoint or the folder of a run. Raises ValueError if there is no checkpoint.
     """
     path = Path(path)
     if (path / "manifest.json").exists() or path in steps_of(path.parent):
@@ -73,9 +73,9 @@ def latest(parent: Path) -> str:
 
 
 def best_of(folders: Sequence[Path]) -> str:
-    """Return the name of the checkpoint with the best evaluation of a run; empty if unknown.
+    """Return the name of the checkpoint with the best evaluation of a run, or '' if unknown.
 
-    The newest readable checkpoint of `folders` names it.
+    The name is stored in the newest readable checkpoint of `folders`.
     """
     for folder in folders:
         with suppress(OSError, ValueError):
@@ -87,7 +87,7 @@ def best_of(folders: Sequence[Path]) -> str:
 def config_of(opened: Checkpoint) -> Config:
     """Return the configuration of the run that wrote a checkpoint.
 
-    Raises ValueError if its manifest has no valid one.
+    Raises ValueError if the manifest has no valid configuration.
     """
     try:
         config = stored(opened.header["config"])
@@ -101,7 +101,7 @@ def config_of(opened: Checkpoint) -> Config:
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return {name: global shape} of the parameters of a model, in forward order."""
+    """Return a dict from the names of a model's parameters to global shapes, in forward order."""
     return {item.name: item.shape for item in _parameters_of(model)}
 
 
@@ -123,9 +123,9 @@ def _parameters_of(model: ModelConfig) -> Parameters:
 
 
 def shapes_in(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Return {name: global shape} of the parameters of a checkpoint's model.
+    """Return a dict from the names of a checkpoint's parameters to their global shapes.
 
-    Raises ValueError if the checkpoint has another number of layers.
+    Raises ValueError if the number of layers differs from the stored configuration.
     """
     if module := opened.header.get("module"):
         return {name: stored_shape(shape) for name, shape in module["shapes"].items()}
@@ -171,7 +171,7 @@ def _specs_in(opened: Checkpoint) -> list[StateSpec]:
 def _arrays_of(
     name: str, shape: tuple[int, ...], specs: Sequence[StateSpec]
 ) -> dict[str, tuple[int, ...]]:
-    """Return kind -> shape of the value and the states of a parameter of `shape`."""
+    """Return a dict from kind to shape, for the value and the states of a parameter."""
     states = {spec.name: spec.shape(shape) for spec in specs if spec.of(name, shape)}
     return {"value": shape} | states
 
@@ -185,7 +185,7 @@ def kinds_of(opened: Checkpoint) -> tuple[str, ...]:
 def about(opened: Checkpoint) -> dict[str, Any]:
     """Return a description of a checkpoint as plain values, for `show`.
 
-    `active` is the number of parameters of a mixture of experts that process a token.
+    For a mixture of experts, `active` is the number of parameters that process a token.
     """
     config, held = config_of(opened), [*tensors(opened)]
     parallel, written = config.parallel, (opened.folder / "manifest.json").stat().st_mtime
@@ -211,7 +211,7 @@ def about(opened: Checkpoint) -> dict[str, Any]:
 
 
 def problems(folder: Path) -> list[str]:
-    """Return one line per problem of a checkpoint; reads all of it."""
+    """Read a full checkpoint and return one line per problem."""
     try:
         opened = Checkpoint(folder)
         shapes = shapes_in(opened)
@@ -227,7 +227,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_whole(folders: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
-    """Return the first intact checkpoint of `folders`, and the problems of those before it.
+    """Return the first intact checkpoint of `folders`, and the problems of the preceding ones.
 
     Raises ValueError with all problems if none is intact.
     """
@@ -246,8 +246,8 @@ def inconsistencies(
     """Yield the inconsistencies between a manifest and a model with these `shapes`.
 
     These are a step other than the folder's, tensors that the model lacks, and tensors without
-    exactly one copy of every element.  Rank-local states belong to no tensor.  `stateless`
-    parameters only have a value.
+    exactly one copy of every element. Rank-local states are not checked. `stateless` parameters
+    only have a value.
     """
     step = opened.header["step"]
     if opened.folder.name.startswith("step-") and opened.folder.name != named(step):

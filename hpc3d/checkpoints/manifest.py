@@ -1,4 +1,4 @@
-"""Validation of a checkpoint's manifest before use, because anyone may have written it.
+"""Validation of a checkpoint's manifest, which is untrusted input.
 
 {format, version, step, updates, config, ...,
  files: [{file, bytes, sha256, pieces: [[name, kind, dtype, offset, boxes]]}]}
@@ -48,22 +48,22 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def name_of(dtype: np.dtype) -> str:
-    """Return the name of a type in a manifest."""
+    """Return the name that a manifest uses for a dtype."""
     return _BFLOAT16 if dtype.name == _BFLOAT16 else dtype.str
 
 
 def type_of(name: str) -> np.dtype:
-    """Return the type for a name in a manifest; raise ValueError if ml_dtypes is missing."""
+    """Return the dtype for a name in a manifest; raise ValueError if ml_dtypes is missing."""
     if name == _BFLOAT16:
         try:
-            import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
+            import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
         except ImportError:
             raise ValueError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from None
     return np.dtype(name)
 
 
 def narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the values of a tensor in `dtype`.
+    """Return the values in `dtype`, or unchanged if they can be cast to it safely.
 
     Raises ValueError if a finite value exceeds the range of that type and would become infinite.
     """
@@ -156,7 +156,7 @@ def _check_files(files: Any) -> None:
 
 
 def _check_file(file: Any) -> None:
-    """Check the size and digest of a file, and that its pieces are inside it."""
+    """Check that the entry of a file has a size and a digest, and pieces within that size."""
     name, digest, pieces = file["file"], file.get("sha256"), file.get("pieces")
     _require(_number(file.get("bytes")), f"{name} has no size")
     _require(isinstance(digest, str) and _DIGEST.fullmatch(digest), f"{name} has no SHA-256")
@@ -192,7 +192,7 @@ def _sound_piece(
 
 
 def _sound_box(edges: Any) -> bool:
-    """Return True if `edges` is [top, bottom, left, right], with [front, back] for experts."""
+    """Return True if `edges` is [top, bottom, left, right], plus [front, back] for experts."""
     if not (isinstance(edges, list) and len(edges) in (4, 6) and all(map(_number, edges))):
         return False
     return all(first <= last for first, last in zip(edges[::2], edges[1::2], strict=True))

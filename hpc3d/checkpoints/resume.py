@@ -55,7 +55,7 @@ _NOTHING = "{}: no checkpoint to resume from; start a new run"
 
 
 def run_to_resume(words: list[str]) -> Path | None:
-    """Return the folder that --resume names, and remove it from `words`; None without it."""
+    """Return the folder given by --resume, or None, and remove the option from `words`."""
     for index, word in enumerate(words):
         if word.startswith("--resume="):
             words[index : index + 1] = word.split("=", 1)
@@ -108,20 +108,20 @@ def checkpointed_config(run: Path) -> Config:
 def checkpointed_texts(run: Path) -> dict[str, Any]:
     """Return the text descriptions in the newest readable checkpoint of a run.
 
-    Earlier versions describe no texts.
+    The result is empty for checkpoints of earlier versions, which have no descriptions.
     """
     opened = _newest_readable(run)
     return (opened and opened.header.get("texts")) or {}
 
 
 def _refuse_truncated(path: Path, opened: Checkpoint) -> None:
-    """Refuse a config.toml that lacks keys of the settings in a checkpoint of its run."""
+    """Raise ValueError if a config.toml lacks keys that a checkpoint of its run has."""
     remedy = f"remove it to resume with the settings of {opened.folder.name}"
     try:
         present = _keys_of(read(path))
     except ValueError as error:
         raise ValueError(f"{error}; {remedy}") from None
-    # a key without a default is absent if it has no value
+    # keys without a default are written only if they are set
     needed = {key for key, value in flat(Config()).items() if value is not None}
     if missing := sorted(needed & _keys_of(toml(opened.header["config"])) - present):
         more = f" and {counted(len(missing) - 1, 'more key')}" if len(missing) > 1 else ""
@@ -129,7 +129,7 @@ def _refuse_truncated(path: Path, opened: Checkpoint) -> None:
 
 
 def _keys_of(tree: dict[str, Any]) -> set[str]:
-    """Return the keys of an input file, section.key, by their new names."""
+    """Return the keys of an input file as `section.key`, with deprecated names replaced."""
     deprecated_keys.use_new_names(tree)
     return {
         f"{section}.{key}" if isinstance(table, dict) else section
@@ -163,10 +163,10 @@ def with_free_mesh(config: Config, ranks: int) -> Config:
 
 
 def with_free_schedule(config: Config, stored: Config) -> Config:
-    """Reset schedule, chunks and layers per stage of `config` that followed from `stored`.
+    """Reset schedule, chunks and layers per stage of `config` if they no longer apply.
 
-    A value is reset if the user did not change it and it was derived from a number of stages or a
-    schedule that no longer applies.
+    A value is reset if the user did not change it and it depends on a number of stages or a
+    schedule that differs from the `stored` one.
     """
     now, before = config.parallel, stored.parallel
     free: dict[str, Any] = {}
@@ -187,12 +187,11 @@ def continued(
     differs: _Differs | None = None,
     texts: Mapping[str, Any] | None = None,
 ) -> tuple[Config, list[str]]:
-    """Return the configuration of the resumed run, and a line per noteworthy difference.
+    """Return the configuration of the resumed run, and a log line per noteworthy difference.
 
-    `differs` returns why a checkpoint belongs to another model (None: use `mismatch`); `texts`
-    describes the texts that are read now.
-
-    Raises ValueError, before anything is changed, if the run cannot be resumed.
+    `differs(checkpoint)` returns the reason why a checkpoint does not fit the model, or None; by
+    default, it is `mismatch`. `texts` describes the texts that the resumed run reads. Raises
+    ValueError, before anything is changed, if the run cannot be resumed.
     """
     opened = _check(run, config, differs or partial(mismatch, config))
     done, before = opened.header["step"], config_of(opened)
@@ -206,9 +205,9 @@ def continued(
 
 
 def changes(stored: Config, config: Config) -> list[str]:
-    """Return a line for each setting that differs from the `stored` ones of a run.
+    """Return a line for each setting that differs from the run's `stored` settings.
 
-    Settings that were unset do not count.
+    Settings that were unset before are not listed.
     """
     before, now = flat(stored), flat(config)
     usual, constants = stored.train.constants(), config.train.constants()
@@ -222,12 +221,12 @@ def changes(stored: Config, config: Config) -> list[str]:
 
 
 def _written(value: Any) -> Any:
-    """Return a value as an input file has it."""
+    """Convert a tuple to a list, as in an input file."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _other_share(before: float | str | None, now: float | str | None) -> Iterator[str]:
-    """Report a held-out share of the text that differs from the one before."""
+    """Report an error if a resumed run would hold out a different fraction of its text."""
     if before != now and float in (type(before), type(now)):
         was = f"it was {before}" if before else "nothing was held out"
         keep = f"leave it at {before}" if isinstance(before, float) else "name another text"
@@ -240,8 +239,8 @@ def _other_share(before: float | str | None, now: float | str | None) -> Iterato
 def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
     """Return the newest checkpoint that appears intact.
 
-    Raises ValueError, before anything is changed, if there is no such checkpoint, as far as can be
-    seen without reading all of it, or if no steps are left.
+    Its files are not read in full. Raises ValueError, before anything is changed, if there is no
+    such checkpoint or if no steps are left.
     """
     wrong = []
     for folder in steps_of(run / "checkpoints"):
@@ -259,7 +258,7 @@ def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
 
 
 def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
-    """Report an optimizer with states that the `stored` settings did not have."""
+    """Report an error if the optimizer has states that the `stored` optimizer lacks."""
     before, now = stored.train.optimizer, config.train.optimizer
     kept, wanted = (optimizer_of(each).STATES for each in (stored, config))
     if {*wanted} - {*kept}:
@@ -272,8 +271,9 @@ def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
 def with_decay_steps(config: Config, begun: TrainConfig | None = None) -> Config:
     """Resolve `train.decay_steps` of `config`.
 
-    If unset, it takes the value of the section [train] that the run was `begun` with, so that more
-    steps do not raise the learning rate again.  Raises ValueError if the warm-up is longer.
+    If unset, it is taken from `begun`, the section [train] that the run started with, so that
+    extending a run does not raise the learning rate again. Raises ValueError if the warm-up is
+    longer.
     """
     steps = config.train.decay_steps or (begun or config.train).decaying()
     config = replace(config, train=replace(config.train, decay_steps=steps))
@@ -313,8 +313,8 @@ def resume(
 ) -> int:
     """Restore the newest intact checkpoint of a run, and return the number of the next step.
 
-    `say(line)` logs which checkpoint that is and the problems of newer ones; `differs` is as in
-    `continued`.  An `evaluator` gets the best evaluation so far, if it was on the same `texts`.
+    `say(line)` logs the checkpoint and the problems of newer ones; `differs` is as in `continued`.
+    The best evaluation so far is restored in `evaluator` if it used the same `texts`.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
     owned = bool(trainer.parameters.own_states) and _same_layout(opened, trainer.config)
@@ -339,7 +339,7 @@ def resume(
 
 
 def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
-    """Fill a trainer from a checkpoint, including the rank-local states if they are `owned`."""
+    """Load a checkpoint into a trainer, including the rank-local states if they are `owned`."""
     restore(opened, trainer.parameters, trainer.optimizer)
     if owned:
         restore_own(opened, trainer.parameters)
@@ -356,9 +356,9 @@ def _same_layout(opened: Checkpoint, config: Config) -> bool:
 
 
 def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
-    """Start the data of rank 0 at the position in a manifest.
+    """Set the data of rank 0 to the position in a manifest.
 
-    Without a position, the data starts after as many steps of the present batch size.
+    Without a position, it follows from the number of steps and the current batch size.
     """
     match header.get("position"):
         case {"sequences": int(sequences)} if batches is not None and sequences >= 0:
@@ -389,7 +389,7 @@ def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, 
 
 
 def _attempt(function: Callable[[], Any]) -> Any:
-    """Return the problem that `function()` reports, or its OSError or ValueError, as one line."""
+    """Call `function` and return its result, or its OSError or ValueError as one line."""
     try:
         return function()
     except (OSError, ValueError) as error:
@@ -402,7 +402,7 @@ def _problems_of_all(job: Job, problem: str | None) -> list[str]:
 
 
 def mismatch(config: Config, opened: Checkpoint) -> str | None:
-    """Return why a checkpoint is not of a run's model and optimizer; None if it is."""
+    """Return the reason why a checkpoint does not fit a run's model and optimizer, or None."""
     before = config_of(opened)
     models = (with_epsilon(each.model) for each in (before, config))
     stored, asked = map(asdict, models)

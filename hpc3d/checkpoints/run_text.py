@@ -1,7 +1,7 @@
 """Locations of a run's texts, and the check that a resumed run reads the same ones.
 
 The manifest of a checkpoint has {path, from_run, tokens, sha256} for each text; `from_run` is the
-path relative to the folder of the run, for a project that moved.
+path relative to the folder of the run, in case the project has moved.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def located(config: Config, run: Path | None = None, texts: _Texts | None = None
 
 
 def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
-    """Yield a line for each text of a resumed run that is not the one that it had `before`.
+    """Yield a line for each text of a resumed run that has changed since the checkpoint.
 
     Raises
     ------

@@ -64,9 +64,10 @@ def _write(folder: Path, rules: str, end_name: str | None) -> None:
 
 
 def refuse_unfit(source: Path, vocabulary: int) -> None:
-    """Refuse an invalid tokenizer of published weights.
+    """Raise ValueError if the tokenizer of published weights is unusable.
 
-    It is also refused if it has more tokens than the model, or if its settings are not JSON.
+    It is unusable if it is invalid, has more tokens than the model, or has settings that are not
+    JSON.
     """
     home = _home_of(source)
     for name in (SETTINGS, GENERATION):
@@ -104,7 +105,10 @@ def take_along(source: Path, run: Path) -> bool:
 
 
 def _copied(home: Path, target: Path) -> Iterator[str]:
-    """Copy tokenizer files and yield their names; without its rules, no other tokenizer file."""
+    """Copy tokenizer files and yield their names.
+
+    Without tokenizer.json, no other tokenizer file is copied, only generation_config.json.
+    """
     for name in (GENERATION, *(TOKENIZER_FILES if (home / RULES).is_file() else ())):
         if (home / name).is_file():
             write_text(
@@ -129,7 +133,8 @@ def export(path: Path, target: Path) -> list[str]:
 def special_ids(path: Path) -> dict[str, Any]:
     """Return the special token ids for the config.json of an exported model.
 
-    Ids of the import are used if the tokenizer has them, otherwise those of the tokenizer.
+    The ids of the imported model are used if the tokenizer has them, otherwise the tokenizer's own
+    ids.
     """
     home = _home_of(path)
     imported = object_in(home / _SPECIAL)
@@ -143,7 +148,7 @@ def special_ids(path: Path) -> dict[str, Any]:
 
 
 def end_ids(path: Path) -> frozenset[int]:
-    """Return the tokens that end a text, from the files of published weights or of their run."""
+    """Return the ids of end-of-text tokens, given published weights or a run started from them."""
     home = _home_of(path)
     found: set[int] = set()
     for name in (CONFIG, _SPECIAL, GENERATION):

@@ -1,4 +1,4 @@
-"""Arrays in safetensors files, which contain no code, with the package of that name."""
+"""Reading and writing of safetensors files, which contain no code."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _WIDE = {"F64": np.float64, "F32": np.float32, "F16": np.float32, "BF16": np.flo
 
 
 class Entry(NamedTuple):
-    """Array in a file; `dtype` is the name in the format."""
+    """Array in a file; `dtype` is the name of its type in the safetensors format."""
 
     dtype: str
     shape: tuple
 
 
 class Weights:
-    """Weights file opened for reading; `entries` has an Entry by name.
+    """Weights file opened for reading; `entries` maps array names to entries.
 
-    Raises ValueError, in one line, if the file is damaged or has another format.
+    Raises a one-line ValueError if the file is damaged or has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class Weights:
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write {name: array}; the file gets its final name once all of it is on disk."""
+    """Write arrays by name; the file gets its final name once all of it is on disk."""
     package = _library()
     from safetensors.numpy import save_file
 
@@ -71,7 +71,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def _library() -> ModuleType:
     """Return the package; raise ValueError with the fix if it is not installed."""
     need("exchanging weights", "safetensors")
-    import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
+    import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
     import safetensors
 
     return safetensors

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Saves the state of a trainer after every `every`-th step and the last one (0: never).
+    """Saves the state of a trainer periodically, as set by `how`.
 
-    The newest `keep` checkpoints are kept.  With `keep_best`, the state is also saved after the
-    best evaluation so far, and that checkpoint is kept too.  `how` has these settings.
+    The state is saved every `every` steps and after the last step (0: never), and the newest
+    `keep` checkpoints are kept. With `keep_best`, the state is also saved after the best
+    evaluation so far, and that checkpoint is kept too.
 
-    Training continues as soon as the rank's share is copied; a thread writes it, and the thread
-    of rank 0 completes the checkpoint.  `header(done)` returns plain data for the manifest;
-    `say(line)` logs, on rank 0, each checkpoint.
+    Training continues as soon as the rank's shard is copied. A thread writes it, and the thread of
+    rank 0 completes the checkpoint. `header(done)` returns plain data for the manifest, and
+    `say(line)` logs each checkpoint on rank 0.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Saver:
         self.thread.start()
 
     def _try_to_write(self, snapshot: Snapshot, header: Mapping[str, Any], begin: float) -> None:
-        """Call `write`; its OSError names a file, or else the folder."""
+        """Call `write`, and add the folder to an OSError that names no file."""
         try:
             self.write(snapshot, header, begin)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: the state of a run in pieces that any layout can load.
+"""Sharded checkpoints, which can be loaded with any parallel layout.
 
     checkpoints/step-00000123/  manifest.json, rank-00000.bin, ...      checkpoints/latest
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 class OwnElements(NamedTuple):
     """Flat elements of a parameter's array on this rank.
 
-    They are the elements of the box `block` from `first` on.  `counts` is True if this copy is the
-    one to be saved.
+    They are the consecutive elements of the box `block`, starting with element `first`. `counts`
+    is True if this replica is the one to save.
     """
 
     kind: str
@@ -78,7 +78,10 @@ class StoredPiece(NamedTuple):
 
 
 class Snapshot:
-    """Copy of this rank's share of the state, on the host: `pieces` and the bytes of each."""
+    """Host copy of this rank's shard of the state.
+
+    `pieces` describes the arrays, and `arrays` has their bytes.
+    """
 
     def __init__(self, parameters: Parameters, optimizer: Optimizer) -> None:
         self.pieces, self.arrays, offset = [], [], 0
@@ -134,9 +137,9 @@ def _own_elements(
 
 
 class InitialState(NamedTuple):
-    """State of a model before its first step, like `Snapshot` for one rank that holds all of it.
+    """State of a model before its first step, with the interface of a single rank's `Snapshot`.
 
-    The arrays are created one at a time.
+    The arrays are generated one at a time.
     """
 
     pieces: list
@@ -147,8 +150,8 @@ class InitialState(NamedTuple):
 def write_shard(folder: Path, rank: int, snapshot: Snapshot | InitialState) -> None:
     """Write rank-00000.bin and, once it is on disk, rank-00000.json with its pieces and SHA-256.
 
-    The second file signals rank 0, which may rename the folder as soon as it sees the file:
-    nothing here touches the folder afterwards.
+    The second file signals rank 0, which may rename the folder as soon as the file exists. This
+    function therefore does not access the folder afterwards.
     """
     path, digest = folder / f"rank-{rank:05d}.bin", hashlib.sha256()
     with replacing(path, crowded=True) as temporary, temporary.open("wb") as file:
@@ -200,9 +203,9 @@ def complete(
 
 
 def _discard(folder: Path) -> None:
-    """Remove a checkpoint, its manifest first, so that the remainder is not a checkpoint.
+    """Remove a checkpoint, starting with its manifest, so that no partial checkpoint is valid.
 
-    Subfolders that a user created stay, and so do files that NFS keeps because they are open.
+    Subfolders that a user created remain, and so do files that NFS keeps because they are open.
     """
     for path in sorted(folder.iterdir(), key=lambda path: path.name != "manifest.json"):
         if not path.is_dir():
@@ -256,7 +259,7 @@ class Checkpoint:
                 raise ValueError(f"{path.name} has {size} bytes, not {file['bytes']}")
 
     def _sources(self):
-        """Return (name, kind) -> [(array of elements, box)]."""
+        """Return a dict from (tensor name, kind) to a list of (array of elements, box)."""
         sources = {}
         for file in self.files:
             path, empty = self.folder / file["file"], np.empty(0, np.uint8)
@@ -272,13 +275,13 @@ class Checkpoint:
         return sources
 
     def exact(self, name: str) -> str:
-        """Return the kind with the full-precision values of a tensor: master copies, if any."""
+        """Return the kind with a tensor's full-precision values: the master copy, if it exists."""
         return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
     def damage(self, number: int = 0, of: int = 1) -> str | None:
-        """Check the SHA-256 of every `of`-th file from `number` on.
+        """Check the SHA-256 of every `of`-th file, starting with file `number`.
 
-        Returns the problem of the first bad file; None if all are intact.
+        Returns the problem of the first bad file, or None if all are intact.
         """
         for file in self.files[number::of]:
             with (self.folder / file["file"]).open("rb") as opened:
@@ -288,7 +291,7 @@ class Checkpoint:
         return None
 
     def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:
-        """Copy a box of a tensor to an array of its shape.
+        """Copy a box of a tensor to an array with the shape of the box.
 
         Raises ValueError if an element is missing or exceeds the range of the array's type.
         """
@@ -308,10 +311,10 @@ class Checkpoint:
 
 
 def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer | None) -> None:
-    """Fill a rank's parameters and its optimizer, if any, from a checkpoint.
+    """Load a rank's parameters and its optimizer, if any, from a checkpoint.
 
-    The checkpoint may have any layout and type: values and master copies are read from the copies
-    in full precision.
+    The checkpoint may have another layout and number type. Values and master copies are both read
+    from the stored full-precision copy.
     """
     for item, slices in parameters.slices.items():
         exact = checkpoint.exact(item.name)
@@ -323,14 +326,14 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
 
 
 def restore_own(checkpoint: Checkpoint, parameters: Parameters) -> None:
-    """Fill the rank-local states from a checkpoint of the same layout."""
+    """Load the rank-local states from a checkpoint with the same layout."""
     for kind, state in parameters.own_states.items():
         own = OwnElements(kind, state, whole_of(state.shape), 0, True)
         _fill_flat(checkpoint, _rank_name(parameters), kind, own)
 
 
 def _fill_flat(checkpoint: Checkpoint, name: str, kind: str, own: OwnElements) -> None:
-    """Fill elements from a stored `kind`; padding is not changed."""
+    """Load elements from the stored arrays of a `kind`; padding is left unchanged."""
     flat = own.elements
     host, done = on_host(flat), 0
     for part in own.boxes:

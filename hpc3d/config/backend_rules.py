@@ -66,7 +66,7 @@ def _wrong_graph(config: Config) -> Iterator[str]:
 
 
 def known(package: str) -> bool:
-    """Import a package; return True if it exists, in which case NumPy has its types."""
+    """Try to import a package, which registers its types with NumPy; return True on success."""
     try:
         import_module(package)
     except ImportError:

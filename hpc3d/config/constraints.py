@@ -77,7 +77,7 @@ def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tupl
 
 
 def invalid_keys(config: Any) -> Iterator[str]:
-    """Report every key that differs from its default although other keys exclude it."""
+    """Report every key that is set although the values of other keys make it invalid."""
     model = with_epsilon(type(config.model)(kind=config.model.kind))
     defaults, config = type(config)(model=model), replace(config, model=with_epsilon(config.model))
     for key, required in constraints_of(type(config), ValidFor).items():
@@ -101,7 +101,7 @@ def out_of_bounds(config: Any) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    """Return the text of a value; a long number as its first digits and their count."""
+    """Return the text of a value; long numbers are abbreviated."""
     if value is None:
         return "absent"
     text = str(value).lower() if isinstance(value, bool) else str(value)

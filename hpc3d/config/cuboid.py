@@ -1,4 +1,4 @@
-"""Default of the tensor axes: the best cuboid that the sizes of the model allow."""
+"""Default sizes of the tensor axes: the best cuboid that the sizes of the model allow."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _cuboids(config: Config, ranks: int) -> Iterator[Config]:
 def received_elements(config: Config, parts: int = 1) -> float:
     """Return the mean number of elements that a rank receives per block in the forward pass.
 
-    This is [MK (n-1) + KN (m-1) + MN (k-1)] / P.  The all-to-all of tokens along e is not
-    included.  With `parts`, these ranks hold 1/`parts` of the experts.
+    This is [MK (n-1) + KN (m-1) + MN (k-1)] / P. The all-to-all of tokens along e is excluded.
+    With `parts`, the ranks hold 1/`parts` of the experts.
     """
     split, sizes = config.splits["dense"], config.mesh.sizes()
     rows = config.train.batch * config.model.sequence

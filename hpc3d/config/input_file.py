@@ -1,11 +1,11 @@
-"""The input file as typed, frozen values: config/load.py reads them, config/rules.py has their
-rules.
+"""Input file as typed, frozen dataclasses.
 
-The text below a key is its meaning, which `hpc3d train --help` prints.  Plain dataclasses, so that
-ranks get them by broadcast and need no parser.
+config/load.py reads them, and config/rules.py validates them. The text below a key is its meaning,
+which `hpc3d train --help` prints. The dataclasses are plain, so that they can be broadcast to
+ranks that have no parser.
 
-The default of a key is what runs did before the key existed: the configuration of an older run,
-which lacks the key, is read with the default.
+The default of a key is the behavior of runs before the key existed, because the configuration of
+an older run, which lacks the key, is read with the default.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hpc3d.model.context import Context
 from hpc3d.model.families import FAMILIES
 from hpc3d.tensor.split import SCHEMES, Split
 
-_LONG = 1024  # tokens from which on attention is no slower chunk by chunk, in NumPy
+_LONG = 1024  # shortest sequence for which chunked attention is not slower, in NumPy
 STRICT = {"extra": "forbid"}
 OPTIMIZER_KEYS = "beta1", "beta2", "epsilon"
-CONSTANTS: dict[str, dict[str, float]] = {  # those of each optimizer, where they are absent
+CONSTANTS: dict[str, dict[str, float]] = {  # defaults of each optimizer
     "adamw": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "adamw-8bit": {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8},
     "adafactor": {},
@@ -39,7 +39,7 @@ _OF_MIXTURES = ValidFor("model.kind", "gpt2", "llama"), ValidFor("model.experts"
 
 
 def _with(constant: str) -> tuple[str, ...]:
-    """The optimizers that have a constant."""
+    """Return the optimizers that have a constant."""
     return tuple(name for name, constants in CONSTANTS.items() if constant in constants)
 
 
@@ -71,15 +71,15 @@ class MeshConfig:
     a GPU. mpi uses MPI only. nccl and host-staged (through host memory) are for GPUs."""
 
     def sizes(self) -> dict[str, int]:
-        """Axis -> number of ranks, in the order of the ranks."""
+        """Return a dict from axis to number of ranks, in rank order."""
         return {axis: getattr(self, axis) or 1 for axis in self.order.split()}
 
     def replicas(self) -> int:
-        """Ranks that have other tokens and the same weights."""
+        """Return the number of ranks that process different tokens with the same dense weights."""
         return self.d * self.c * self.e
 
     def grid(self) -> Grid:
-        """The Grid of the ranks."""
+        """Return the Grid of the ranks."""
         return grid_of(self)
 
 
@@ -157,7 +157,7 @@ class ParallelConfig:
 
     @property
     def way(self) -> str:
-        """What says how products are split, for messages."""
+        """Name of the setting that determines how matrix products are split, for messages."""
         return f"scheme {self.scheme}" if self.split is None else "parallel.split"
 
 
@@ -357,33 +357,33 @@ class TrainConfig:
     """On GPUs, fuse GELU into the products (cuBLASLt epilogues)."""
 
     def constants(self) -> dict[str, float]:
-        """The keys that the optimizer has a use for, and their values."""
+        """Return the constants of the optimizer, with defaults for unset keys."""
         given = {key: getattr(self, key) for key in OPTIMIZER_KEYS}
         usual = CONSTANTS[self.optimizer]
         return {key: usual[key] if given[key] is None else given[key] for key in usual}
 
     def decaying(self) -> int:
-        """The steps, warm-up and all, after which the learning rate has decayed."""
+        """Return the number of steps, including warm-up, until the learning rate has decayed."""
         return self.decay_steps or max(self.steps, self.warmup)
 
     def cools_down(self) -> bool:
-        """Whether the learning rate stays at the highest until a cooldown."""
+        """Return True if the learning rate stays at its peak until a cooldown."""
         return self.decay in ("wsd", "wsd-linear")
 
     def falling(self) -> int:
-        """The last steps of these, in which the learning rate falls."""
+        """Return the number of steps at the end of the decay in which the learning rate falls."""
         after = self.decaying() - self.warmup
         if not self.cools_down():
             return after
         return min(after, self.cooldown or -(-self.decaying() // 5))
 
     def least_rate(self) -> float:
-        """The learning rate once it has decayed."""
+        """Return the learning rate at the end of the decay."""
         least = self.min_learning_rate
         return self.learning_rate / 10 if least is None else least
 
     def curve(self) -> tuple:
-        """What the learning rate of every step depends on, keys that are absent settled."""
+        """Return the values that determine the learning rate of every step, including defaults."""
         rises = self.learning_rate, self.warmup, self.decay
         falls = self.least_rate(), self.decaying(), self.falling()
         return rises if self.decay == "constant" else (*rises, *falls)
@@ -482,8 +482,11 @@ class Config:
 
     @cached_property
     def splits(self) -> Mapping[str, Split]:
-        """Kind of layer -> the split of the first of its products, over the data axes where there
-        are some: the blocks, and the ends with them, are dense; experts have one place of e."""
+        """Dict from layer kind to the split of its first matrix product, including the data axes.
+
+        Blocks, embedding and head are dense. Experts are sharded along e, so their split lacks
+        this axis.
+        """
         letters, zero = self.parallel.split, self.parallel.zero
         split = SCHEMES[self.parallel.scheme] if letters is None else Split(**letters)
         split = split.over("d", zero) if self.mesh.d > 1 else split
@@ -494,28 +497,28 @@ class Config:
         return splits
 
     def keep(self) -> str:
-        """The operands of products whose working blocks are kept for backward.
+        """Return the operands of matrix products whose gathered blocks are saved for backward.
 
-        ZeRO-3 gathers W again: kept, it would be there once for every microbatch in flight.
+        ZeRO-3 re-gathers W. Otherwise, every microbatch in flight would have its own copy.
         """
         kept = "x" if self.parallel.zero == 3 and self.mesh.replicas() > 1 else "xw"
         return kept if self.parallel.keep_gathered else ""
 
     def context(self) -> Context:
-        """How the context axis cuts sequences."""
+        """Return the partition of sequences over the context axis."""
         parallel, c = self.parallel, self.mesh.c
         heads = {"ring": 1, "all-to-all": c, "both": parallel.ulysses}[parallel.context]
         return Context(self.model.sequence, c // heads, heads)
 
     def chunked(self) -> bool:
-        """Whether attention works chunk by chunk."""
+        """Return True if attention is computed chunk by chunk."""
         train, long = self.train, self.model.sequence >= _LONG
         on_cpus = train.backend == "numpy" and train.dtype in ("float32", "float64")
         asked = self.parallel.attention or ("chunked" if on_cpus and long else "full")
         return asked == "chunked" or self.context().rings > 1
 
     def layers(self) -> list[range]:
-        """The blocks of each part of the pipeline, in model order, as ranges."""
+        """Return the range of layers of each model chunk, in model order."""
         parts, layers = self.mesh.p * self.parallel.chunks, self.model.layers
         counts = self.parallel.layers_per_stage or [
             layers * (part + 1) // parts - layers * part // parts for part in range(parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-INT32 = 2**31 - 1  # type of the columns of a trace
+INT32 = 2**31 - 1  # largest value in a column of a trace
 MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
 MOST_PASSES = 2**18  # forward passes of a schedule held in memory

@@ -162,9 +162,9 @@ def _toml_value(text: str) -> Any:
 
 
 def stored(text: str) -> Config:
-    """Return the Config in the text of a checkpoint or a trace, with its numbers within bounds.
+    """Return the Config in the text of a checkpoint or a trace.
 
-    Raises ValueError if it has none.
+    Raises ValueError if the text has no valid Config or a number is out of bounds.
     """
     from hpc3d.config import limits
     from hpc3d.config.constraints import out_of_bounds
@@ -230,7 +230,7 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _foreign(key: str, value: Any) -> Iterator[str]:
-    """Yield a line for each key in a foreign table that has an hpc3d equivalent."""
+    """Yield a line for each key of another program's table that has an hpc3d equivalent."""
     for name, part in value.items() if isinstance(value, dict) else ():
         if said := familiar(name):
             yield f"{key}.{name}: unknown key; {said}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def wrong_context(config: Config) -> Iterator[str]:
-    """Report keys of context parallelism that exclude each other, and uneven sequences."""
+    """Report incompatible settings of context parallelism, and sequences that split unevenly."""
     parallel, c, u = config.parallel, config.mesh.c, config.parallel.ulysses
     if parallel.context != "both" and u != 1:
         yield f'parallel.ulysses = {u}: only valid for parallel.context = "both"; leave it out'
@@ -29,7 +29,7 @@ def wrong_context(config: Config) -> Iterator[str]:
 
 
 def _uneven_sequences(config: Config) -> Iterator[str]:
-    """Report a sequence that does not divide into chunks, two per rank in a ring."""
+    """Report a sequence length that is not divisible by the chunks, two per rank in a ring."""
     context, length = config.context(), config.model.sequence
     parts, chunks = context.parts, ""
     if context.rings > 1:
@@ -44,7 +44,7 @@ def _uneven_sequences(config: Config) -> Iterator[str]:
 
 
 def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
-    """Report key heads that do not divide over the ranks of an all-to-all.
+    """Report an error if the key heads are not divisible by the ranks of an all-to-all.
 
     The heads are already sharded over `members` ranks.
     """
@@ -72,7 +72,7 @@ def wrong_experts(config: Config) -> Iterator[str]:
         yield f"model.moe_every = {model.moe_every} {why}; use at most {model.layers}"
     if model.experts % e:
         yield f"{key} must be divisible by mesh.e = {e}; use a multiple of {e}, or another mesh.e"
-    if owned := config.splits["dense"].own:  # the others would have no token to send
+    if owned := config.splits["dense"].own:  # ranks off the diagonal have no tokens to send
         why = f"with {config.parallel.way} only ranks on the diagonal of {owned} have tokens"
         yield f"{key}: {why}; use parallel.scheme = 3d"
     if model.balance_bias and dtype in ("float16", "bfloat16"):

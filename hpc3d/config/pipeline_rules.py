@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.schedule import Schedule
 
-_PASSES_OF_RUN = 50_000  # most forward passes of a schedule for the full run
+_PASSES_OF_RUN = 50_000  # limit on the passes of a schedule that covers the full run
 
 
 def wrong_pipeline(config: Config) -> Iterator[str]:
@@ -44,7 +44,7 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
 
 
 def _wrong_layers(listed: Sequence[int], layers: int) -> Iterator[str]:
-    """Report blocks to recompute that do not exist or are named twice."""
+    """Report blocks to recompute that do not exist or are listed twice."""
     key = f"parallel.recompute = {list(listed)}"
     if wrong := sorted({layer for layer in listed if not 0 <= layer < layers}):
         remedy = f"with model.layers = {layers}, use 0 to {layers - 1}"
@@ -54,7 +54,7 @@ def _wrong_layers(listed: Sequence[int], layers: int) -> Iterator[str]:
 
 
 def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
-    """Report settings that need a step to end, under a schedule with overlapping steps."""
+    """Report settings that require separate steps, for a schedule with overlapping steps."""
     a_step = config.mesh.p * config.parallel.microbatches
     passes = config.train.steps * a_step
     if passes > _PASSES_OF_RUN:

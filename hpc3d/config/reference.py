@@ -47,8 +47,10 @@ The command `python -m hpc3d.config.reference > docs/configuration.md` writes th
 
 
 def manual(table: type = Config, width: int = _WIDTH) -> str:
-    """An input file with the defaults of a table, in lines of a `width`; keys that are absent by
-    default are comments."""
+    """Return an input file with the defaults of a dataclass, wrapped to `width` characters.
+
+    Keys without a default are comments.
+    """
     types, texts = get_type_hints(table), meanings(table)
     sections = [key for key in types if is_dataclass(types[key])]
     lines = [
@@ -64,7 +66,10 @@ def manual(table: type = Config, width: int = _WIDTH) -> str:
 
 
 def about(name: str, width: int = _WIDTH) -> str:
-    """A section of the manual, or a key, as train.steps; ValueError for another word."""
+    """Return the text of a section, or of a key such as train.steps.
+
+    Raises ValueError if the name is unknown.
+    """
     if name not in known_keys():
         raise ValueError(f"--help {name}: no such key or section; {hint(name)}")
     section, dot, key = name.partition(".")
@@ -78,12 +83,12 @@ def about(name: str, width: int = _WIDTH) -> str:
 
 
 def page_width() -> int:
-    """Of lines for the terminal, or for a pipe."""
+    """Return the line width in characters for the terminal or a pipe."""
     return max(_NARROWEST, min(_WIDTH, get_terminal_size((_WIDTH, 0)).columns))
 
 
 def page() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     sections = {key: kind for key, kind in get_type_hints(Config).items() if is_dataclass(kind)}
     parts = [_HEAD, *_rows(Config, skip=sections)]
     for key, kind in sections.items():
@@ -104,27 +109,27 @@ def _rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
 
 
 def _entry(key: str, value: Any, kind: Any, meaning: str, width: int) -> list[str]:
-    """The lines of a key: with its default, and beside it the choices and what it means."""
+    """Return the lines of a key: its default, with its choices and meaning as a comment."""
     choices = " | ".join(choices_of(kind))
     left = f"# {key} =" if value is None else f"{key} = {literal(value)}"
     return _with_comment(left, f"{choices}; {meaning}" if choices else meaning, width)
 
 
 def choices_of(kind: Any) -> list[str]:
-    """The values of a type that has but a few, or of the part of a union that does."""
+    """Return the values of a Literal type, or of the Literal members of a union."""
     if get_origin(kind) is Literal:
         return [literal(each) for each in get_args(kind)]
     return [choice for part in get_args(kind) for choice in choices_of(part)]
 
 
 def _with_comment(words: str, text: str, width: int) -> list[str]:
-    """The lines of `text` as comments to the right of `words`."""
+    """Return `words` with `text` as a wrapped comment to the right."""
     first, *more = wrap(" ".join(text.split()), width - _COLUMN - 2)
     return [f"{words:{_COLUMN}}# {first}", *(" " * _COLUMN + f"# {line}" for line in more)]
 
 
 def meanings(table: type) -> dict[str, str]:
-    """{key: the text below it} of a dataclass."""
+    """Return a dict from the keys of a dataclass to the texts below them in its source."""
     (tree,) = ast.parse(getsource(table)).body
     known = "{schedules}", ", ".join(SCHEDULES)
     return {
@@ -135,7 +140,7 @@ def meanings(table: type) -> dict[str, str]:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of an input file, which has the meaning of every key and its bounds."""
+    """Return the JSON schema of an input file, with the meaning and the bounds of every key."""
     from pydantic import TypeAdapter
 
     found = TypeAdapter(Config).json_schema()

@@ -28,7 +28,7 @@ from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
 
 def resolve(config: Config, ranks: int, default: bool = False) -> Config:
-    """Resolve the mesh of `config` for `ranks`; a `default` model may grow to fit them.
+    """Resolve the mesh of `config` for `ranks`; a `default` model may be enlarged to fit them.
 
     Raises ValueError with one line for every violated rule, each with the key and the fix.
     """
@@ -85,7 +85,7 @@ _SCALING = "factor", "low", "high", "original"
 
 
 def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
-    """Report an unsupported scaling of rotary positions."""
+    """Report unsupported RoPE scaling."""
     key = f"model.rope_scaling = {scaling}"
     if scaling is None:
         return
@@ -125,7 +125,7 @@ def _unknown_letters(letters: Mapping[str, str]) -> Iterator[str]:
 
 
 def not_there_yet(config: Config) -> Iterator[str]:
-    """Report values of the input format that this command does not run."""
+    """Report settings that this command does not support."""
     if config.torch.factory:
         name = f"torch.factory = {config.torch.factory!r:.80}"
         yield f"{name}: use python -m hpc3d.partition run to train a PyTorch module"

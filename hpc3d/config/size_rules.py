@@ -1,4 +1,4 @@
-"""Divisibility rules of sizes over mesh axes."""
+"""Rules on the divisibility of model sizes by the sizes of mesh axes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
 
 
 def wrong_parts(config: Config) -> Iterator[str]:
-    """Report sizes that do not divide on any mesh."""
+    """Report sizes that are invalid on every mesh."""
     yield from limits.too_large(config, block_products(config.model))
     model, sequences = config.model, config.train.batch
     micros = config.parallel.microbatches
@@ -80,7 +80,7 @@ def wrong_tokens(model: ModelConfig) -> Iterator[str]:
 
 
 def _alike(model: ModelConfig) -> bool:
-    """Return True if a product of the head has the same layout of Y as of X."""
+    """Return True if a matrix product of the head has the same layout for Y as for X."""
     return any(each.alike for each in family_of(model).head(_SMALLEST))
 
 
@@ -93,7 +93,7 @@ def _wrong_head(config: Config) -> Iterator[str]:
 
 
 def _wrong_sizes(config: Config) -> Iterator[str]:
-    """Report sizes of the model that do not divide over the axes that shard them."""
+    """Report sizes of the model that are not divisible by the axes that shard them."""
     model, sizes, needs = config.model, config.mesh.grid().sizes, _needs(config)
     for (key, value), axis_groups in needs.items():
         for axes in sorted(axis_groups):
@@ -106,15 +106,15 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
 
 
 def _needs(config: Config) -> dict[tuple[str, int], set[Axes]]:
-    """Return the axes that each size must divide over, by its key and value."""
+    """Return a dict from (key, value) of each size to the groups of axes that must divide it."""
     model, split = config.model, config.splits["dense"]
     sizes, turned, outer = config.mesh.grid().sizes, split.next(), split.without_panels()
     sequences, micros = config.train.batch, config.parallel.microbatches
     batch = "train.batch" if micros == 1 else "train.batch / parallel.microbatches"
     rows, inputs = _single_product(config)
-    whole = {split.y[0], outer.y[0]}  # sequences, in attention and in the loss
+    whole = {split.y[0], outer.y[0]}  # attention and the loss need full sequences
     if model.experts:
-        whole.add(split.x[0])  # a mixture fills slots sequence by sequence
+        whole.add(split.x[0])  # the capacity slots of experts are assigned per sequence
     whole = _used(whole, sizes)
     across = _used({split.y[1], turned.x[1]}, sizes)
     inputs |= {split.x[1], split.of_gradient.w[0], turned.of_gradient.w[0]}
@@ -140,9 +140,9 @@ def _used(axis_groups: Iterable[Axes], sizes: Mapping[str, int]) -> set[Axes]:
 
 
 def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
-    """Return the axes of rows and of inputs of products with a special layout.
+    """Return the row axes and the input axes of matrix products with a special layout.
 
-    These are the router and a head whose Y has the same layout as its X.
+    These are the router, and head products whose Y has the same layout as X.
     """
     split = config.splits["dense"]
     rows, inputs = set(), set()
@@ -156,7 +156,7 @@ def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
 
 
 def _unshared_keys(model: ModelConfig, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Report key heads that neither divide over the ranks of the heads nor are divided by them."""
+    """Report an error unless the number of key heads divides the number of ranks or vice versa."""
     count, keys = prod(sizes[axis] for axis in axes), model.kv_heads or model.heads
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return
@@ -193,7 +193,7 @@ def _named(axes: Iterable[str]) -> str:
 
 
 def _wrong_blocks(config: Config) -> Iterator[str]:
-    """Report sharded columns that are not a multiple of the block of 8-bit moments."""
+    """Report sharded columns that are not a multiple of the block size of 8-bit moments."""
     if config.train.optimizer != "adamw-8bit":
         return
     model, family = config.model, family_of(config.model)
