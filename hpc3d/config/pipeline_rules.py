@@ -89,7 +89,7 @@ def _wrong_stages(stages: Sequence[int], parts: int, layers: int) -> Iterator[st
 
 
 def _wrong_updates(config: Config, schedule: Schedule) -> Iterator[str]:
-    """Report settings that need all stages at once, under a schedule that updates per stage."""
+    """Report settings that need all stages at once, if the schedule updates each stage alone."""
     if not schedule.update_per_microbatch:
         return
     if config.train.clip:

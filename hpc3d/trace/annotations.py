@@ -33,9 +33,9 @@ Measured = Mapping[tuple[str, str], Calibration]  # by operation and axis
 
 
 def write_calibration(path: Path | str, measured: Measured) -> None:
-    """Write {(op, axis): Calibration} into a trace file; replace existing ones of these keys.
+    """Write calibrations by (op, axis) into a trace file; replace existing ones of these keys.
 
-    A changed copy replaces the file atomically: readers see the old or the new one.
+    A changed copy replaces the file atomically, so readers see either the old or the new file.
     """
     for op, axis in measured:
         if op not in OP or not axis or {"/", "."} & {*axis}:
@@ -47,9 +47,9 @@ def write_calibration(path: Path | str, measured: Measured) -> None:
 
 
 def write_prediction(path: Path | str, rows: Mapping[str, Any]) -> None:
-    """Write a mapping of the columns of PREDICTION into a trace file; replace an existing one.
+    """Write the columns of PREDICTION into a trace file; replace an existing prediction.
 
-    A changed copy replaces the file atomically: readers see the old or the new one.
+    A changed copy replaces the file atomically, so readers see either the old or the new file.
     """
     with _changing(path) as file:
         add_supplements(file, {}, rows)
@@ -78,7 +78,7 @@ def add_supplements(
 
 
 def _whole(columns, rows):
-    """Return the rows; ValueError unless they have all columns, of equal length."""
+    """Return the rows; raise ValueError unless they have all columns, of equal length."""
     lacking = [column.name for column in columns if column.name not in rows]
     if lacking:
         raise ValueError(f"missing columns: {', '.join(lacking)}")
@@ -88,7 +88,7 @@ def _whole(columns, rows):
 
 
 def supplements(path: Path, run_id: str) -> tuple[Measured, dict[str, np.ndarray]]:
-    """Return the calibrations and the prediction of a trace file, none if of another run."""
+    """Return the calibrations and the prediction of a trace file; empty for another run."""
     try:
         with Trace(path) as trace:
             if trace.attrs["run_id"] != run_id:

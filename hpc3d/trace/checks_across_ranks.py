@@ -1,4 +1,4 @@
-"""Checks across ranks of a trace: calls of a group, and the two ends of a message.
+"""Checks of a trace across ranks: calls of a group, and sends and receives of messages.
 
 Rows are matched by their numbers (`seq`), not by their times.  Incomplete traces are not checked
 for missing rows.  Times are not compared between ranks whose clocks were not compared.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _COLLECTIVES = (*EXCHANGES, "broadcast", "reduce")
 _COLUMNS = ("group", "seq", "rank", "peer", "op", "step", "count", "dtype", "bytes")
 
-# A table, a problem of some of its rows, and the numbers of these rows.
+# Name of a table, a problem of some of its rows, and the numbers of these rows.
 Violation = tuple[str, str, np.ndarray]
 
 
@@ -44,7 +44,7 @@ def collectives(trace: Trace) -> list[Violation]:
 
 
 def messages(trace: Trace) -> Iterator[Violation]:
-    """Check that messages have two ends with equal bytes and arrive after they were sent."""
+    """Check that every send has a receive with equal bytes that ends after it was posted."""
     events, rows = trace.events, _calls(trace, MESSAGES)
     receives = labeled(events, "op", "recv")[rows]
     group, number, here, there = (events[name][rows] for name in ("group", "seq", "rank", "peer"))
@@ -82,7 +82,7 @@ def _times(trace, rows):
 
 
 def _comparable(trace, rows):
-    """Return True for rows of ranks whose clock is rank 0's or was compared with it."""
+    """Return True for rows of ranks that use rank 0's clock or have compared theirs with it."""
     if trace.attrs.get("kind") == "simulated":
         return np.ones(len(rows), bool)
     host = trace.ranks["host_id"]

@@ -1,6 +1,6 @@
-"""Invariants of a valid trace, and the rows that violate them.
+"""Checks of the invariants of a valid trace that concern single ranks.
 
-A rank does one thing at a time, an event lies within the time of its parent, and within its step.
+The events of a stream do not overlap, and each event lies within its parent and its step.
 Invariants of several ranks are in hpc3d.trace.checks_across_ranks.
 """
 
@@ -39,8 +39,8 @@ _REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
 def violations(trace: Trace) -> list[str]:
     """Return the violations of an open trace, one line each with the count and the first row.
 
-    Missing data of an incomplete trace is no violation.  Hosts are compared by their corrected
-    clocks: within the clock uncertainty, a message may seem to arrive too early.
+    Missing data of an incomplete trace is no violation. Times on different hosts are compared by
+    the corrected clocks, so a message may seem to arrive too early within the clock uncertainty.
     """
     checks = (
         *(order, overlap, _nesting, inside, _steps, memory, _together, _evaluations),
@@ -56,7 +56,7 @@ def violations(trace: Trace) -> list[str]:
 
 
 def _damages(trace):
-    """Yield unreadable data and values below their minimum: such rows cannot be compared."""
+    """Yield unreadable data and values below their minimum, which other checks cannot handle."""
     for name in _REFERENCES:
         _, problems = _attempt(partial(getattr, trace, name))
         yield from problems
@@ -137,7 +137,7 @@ def _interval(events):
 
 
 def inside(trace: Trace) -> Iterator[Violation]:
-    """Check that events lie within their step and that those of one stream fit in its duration.
+    """Check that events lie within their step and that the events of a stream fit in its duration.
 
     A call that runs concurrently with a device's computation may continue after its step.
     """
@@ -207,10 +207,10 @@ def _loads(trace: Trace) -> Iterator[Violation]:
 
 
 def _together(trace: Trace) -> Iterator[Violation]:
-    """Check the kind `all` against the other kinds.
+    """Check that the kind `all` is consistent with the other kinds.
 
-    Its bytes are their sum at the end of a step.  Its peak is at least each of their peaks and at
-    most the sum of these.
+    Its bytes at the end of a step are the sum of theirs. Its peak is at least the largest of their
+    peaks, and at most the sum of them.
     """
     table = trace.memory
     cells, cell = np.unique(

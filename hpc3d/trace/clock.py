@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 # A synchronization ends after this many exchanges without a shorter round trip, or after this many
-# ns: a busy machine answers promptly only now and then.
+# ns, because prompt answers are rare on a busy machine.
 IN_VAIN, LONGEST = 50, 200_000_000
 
 _STOP = -1
@@ -168,8 +168,8 @@ def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
 def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
     """Return the model through the informative knots.
 
-    Starts with the narrowest knot and adds the narrowest one whose bounds the model misses, until
-    it misses none.  Knots of rounds on a busy machine are wide and would only add error.
+    It starts with the narrowest knot. While the model misses the bounds of a knot, the narrowest
+    such knot is added. Knots of rounds on a busy machine are wide and would only add error.
     """
     kept = [int(width.argmin())]
     while True:
@@ -189,7 +189,10 @@ def _straight(t0: np.ndarray, offset: np.ndarray) -> Model:
 
 
 def _through(above: Model, here: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Return the offset to rank 0 at local times `here`, from the offset to a peer with the model
-    `above`."""
+    """Return the offset to rank 0's clock at local times `here`.
+
+    It is the `offset` to a peer's clock plus the offset of that clock to rank 0's, from the model
+    `above`.
+    """
     there = here + np.rint(offset).astype(np.int64)
     return offset + (above.to_global(there) - there)

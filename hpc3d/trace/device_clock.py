@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 _STOCK = 1024  # events created before the first step
 CHUNK = 64  # moments whose times are resolved together
-_FIRST, _MOST = 16, 8  # readings for the first reference, and extra readings at most
+_FIRST, _MOST = 16, 8  # readings for the first reference; most extra readings
 _MILLISECOND = 1_000_000  # ns
 _LONG = 1e9  # ns between two references before the rate is measured
 
 
 class Reference:
-    """Event with its time in ns on the host's clock, and the host's ns per ns of the device.
+    """Event with its time in ns on the host's clock.
 
-    `until` is the time of the next reference.
+    `rate` is the host's ns per ns of the device, and `until` is the time of the next reference.
     """
 
     __slots__ = ("event", "rate", "time", "until")
@@ -64,13 +64,16 @@ class DeviceClock:
         self.stock = [create() for _ in range(_STOCK)]
         self.references: deque[Reference] = deque()
         self.lines: list[Line] = []
-        self.shortest, self.passed = float("inf"), 0.0  # ns: a reading, since the first reference
+        self.shortest, self.passed = (
+            float("inf"),
+            0.0,
+        )  # ns: shortest reading; elapsed
         self.compare(_FIRST)
 
     def compare(self, looks: int = 1) -> tuple[int, int]:
         """Wait for the device and record a new reference; return the clock before and after it.
 
-        Of several readings the shortest counts.  Readings stop when one takes at most twice as
+        The shortest of several readings is used. Readings stop when one takes at most twice as
         long as the shortest so far.
         """
         self.device.synchronize()
@@ -98,7 +101,7 @@ class DeviceClock:
         return after - before, before, after, event
 
     def _refer(self, event: Any, time: int) -> None:
-        """Make `event`, passed at `time`, the reference of all later moments."""
+        """Make `event`, recorded at `time`, the reference of all later moments."""
         if self.references:
             last = self.references[-1]
             self.passed += self.elapsed(last.event, event) * _MILLISECOND
@@ -115,7 +118,7 @@ class DeviceClock:
 
 
 class Line:
-    """Moments of a stream, by number.
+    """Numbered moments of a stream.
 
     `times` are the known times of the moments from number `first` on, in ns on the host's clock.
     `taken` are the events of the later moments, and `turns` their references, each with the
@@ -189,7 +192,7 @@ class Line:
     def at(self, events: Sequence[Any]) -> np.ndarray:
         """Return the times of events of the first reference.
 
-        In the stream of the references, they are not later than the next reference.
+        In the stream of the references, times are capped at the next reference.
         """
         reference, elapsed = self.turns[0][0], self.clock.elapsed
         passed = np.array([elapsed(reference.event, event) for event in events])
@@ -198,7 +201,7 @@ class Line:
         return times if until is None else np.minimum(times, until)
 
     def between(self, start: int, end: int) -> float:
-        """Return the ns between two moments that have passed."""
+        """Return the time in ns between two moments that have passed."""
         known = self.known
         if start < known <= end:
             self.catch_up()

@@ -82,7 +82,7 @@ class DeviceRecorder(Recorder):
 
     @property
     def communication(self) -> float:
-        """Nanoseconds in which computation was blocked by calls; waits for the device."""
+        """Time in ns during which calls blocked the computation; waits for the device."""
         if self.stalls:
             self.device.compare()
         return self.blocked + sum(self.compute.between(*pair) for pair in self.stalls)
@@ -154,7 +154,7 @@ class DeviceRecorder(Recorder):
         super().end_evaluation(*results)
 
     def flush(self) -> None:
-        """Write the rows whose moments have passed; the others wait for the next segment."""
+        """Write the rows whose moments have passed; keep the other rows for the next segment."""
         if os.getpid() == self.process:  # a forked child that saves the table has no device
             for line in self.lines.values():
                 line.catch_up()
@@ -175,7 +175,7 @@ class DeviceRecorder(Recorder):
         self.table[: rows.nbytes], self.count = rows.tobytes(), len(rows)
 
     def _tell_times(self, rows: np.ndarray) -> None:
-        """Replace the numbers of moments by times."""
+        """Replace the numbers of moments in `rows` with times."""
         for stream, line in self.lines.items():
             here, times = np.flatnonzero(rows["stream"] == stream), np.array(line.times)
             for column in ("t_start", "posted", "dur"):
@@ -258,9 +258,9 @@ class DeviceTraced(Traced):
     """Communicator whose blocks are on a device.
 
     The row of category comm is the time in which computation is blocked until the block arrives;
-    `posted` is the moment of the call.  The running call is a row of `stream`; grouped calls share
-    one row.  A call that blocked the host, and so perhaps the device, before later work is also a
-    row of category copy in the computation stream.
+    `posted` is the moment of the call. The running call is a row of `stream`; grouped calls share
+    one row. A call that blocked the host, and may thus have delayed the device, is also a row of
+    category copy in the computation stream.
     """
 
     recorder: DeviceRecorder

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 64 * 1024  # rows
 _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # by HDF5's numbers
-_SHRINKS = 1100  # upper bound of the compression ratio: deflate shrinks zeros by 1032
+_SHRINKS = 1100  # bound of the compression ratio: deflate compresses zeros 1032 times
 # Errors of file systems without locks.  One process writes a trace, under a temporary name.
 _WITHOUT_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS
 _LONGEST, _MOST_TEXT = 4096, 1 << 26  # characters of a text in a table, and of a column
@@ -111,9 +111,10 @@ def _stored_type(column):
 
 
 class Growing:
-    """Table that grows by record arrays.
+    """Table to which record arrays can be appended.
 
-    It writes full chunks: a partial chunk would be compressed again with the next rows.
+    Only full chunks are written, because a partial chunk would be compressed again with the next
+    rows.
     """
 
     def __init__(self, file: Group, path: str, columns: Sequence[Column]) -> None:
@@ -203,7 +204,7 @@ def open_file(path: Path) -> File:
 
 
 def attributes(node: Group) -> dict[str, Any]:
-    """Return {name: value} of a group's attributes as Python values, without large ones."""
+    """Return a group's attributes as a dict of Python values, without large ones."""
     return {key: _plain(node.attrs[key]) for key in node.attrs if _small(node.attrs.get_id(key))}
 
 
@@ -222,7 +223,7 @@ def _has(group: Group, name: str) -> bool:
 
 
 def _child(group: Group, name: str) -> Group:
-    """Return the subgroup with this name.  A link is never followed: that opens its file."""
+    """Return the subgroup with this name. Links are not followed: they open other files."""
     import h5py
 
     node = _linked(group, name)
@@ -251,7 +252,10 @@ def _linked(group, name):
 
 
 def sound(group: Group, column: Column) -> Dataset | None:
-    """Return the dataset of a column, None if it is missing; ValueError if it cannot be read."""
+    """Return the dataset of a column, or None if it is missing.
+
+    Raises ValueError if it cannot be read.
+    """
     import h5py
 
     if not _has(group, column.name):
@@ -269,7 +273,7 @@ def sound(group: Group, column: Column) -> Dataset | None:
 
 
 def _fits(dataset):
-    """Return True if the file can hold a dataset's declared size and memory can, too."""
+    """Return True if a dataset's declared size can be stored in the file and fits in memory."""
     plan = dataset.id.get_create_plist()
     filters = {plan.get_filter(number)[0] for number in range(plan.get_nfilters())}
     if not filters <= _FILTERS.keys():
@@ -287,7 +291,7 @@ def read(dataset: Dataset, rows: slice) -> np.ndarray:
 
 
 def _read_text(dataset, rows):
-    """Read a few rows at a time: each text may be as long as the file, and all may share it."""
+    """Read a few rows at a time, because each text may be as long as the file."""
     numbers, texts, size = range(len(dataset))[rows], [], 0
     step = max(1, _MOST_TEXT // dataset.file.id.get_filesize())
     for part in (numbers[i : i + step] for i in range(0, len(numbers), step)):

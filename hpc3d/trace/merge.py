@@ -149,7 +149,7 @@ class _Merge:
             rows += len(part.events)
 
     def finish(self):
-        """Write the tables that depend on all ranks; ValueError if no segment could be read."""
+        """Write the tables that depend on all ranks; raise ValueError without a segment."""
         if not self.headers:
             raise ValueError(f"no segment of the trace can be read: {self.missing[0]}")
         for table in self.tables.values():
@@ -230,14 +230,18 @@ def _node(header):
 
 
 def _numbers(table, keys):
-    """Return the number of each key in `table`, which gets new keys, and -1 for index -1."""
+    """Return the number of each key in `table`, followed by -1 for index -1.
+
+    New keys are added to `table`.
+    """
     return np.array([table.setdefault(key, len(table)) for key in keys] + [-1])
 
 
 def _nested(events, first_row):
     """Sort rows by start; with equal starts, the longest is first because it encloses the others.
 
-    Parents change from rows of `events` to rows of /events, where these begin at `first_row`.
+    Parents are converted from rows of `events` to rows of /events, in which `events` begins at
+    `first_row`.
     """
     order = np.lexsort((-events["dur"], events["t_start"]))
     row = np.full(len(order) + 1, -1)

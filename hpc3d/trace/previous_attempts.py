@@ -45,9 +45,9 @@ _SMALL = {
 
 @contextmanager
 def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothing]:
-    """Yield the work that a run continues, whose attempt has `count[rank]` segments.
+    """Yield the earlier work that the current attempt of a run continues, if any.
 
-    Yields an Earlier, or Nothing.
+    The attempt has `count[rank]` segments. Yields an Earlier, or Nothing.
     """
     with ExitStack() as stack:
         began: Any = _begin(run_dir, count) if aside(run_dir) else None
@@ -92,9 +92,9 @@ class _Begin(NamedTuple):
 
 
 def _begin(run_dir: Path, count: Mapping[int, int]) -> _Begin | None:
-    """Return the _Begin of the attempt with `count[rank]` segments.
+    """Return the beginning of the attempt with `count[rank]` segments.
 
-    None if no readable segment has an event of a step.
+    Returns None if no readable segment has an event of a step.
     """
     steps, times = [], {}
     header: dict[str, Any] = {}
@@ -171,7 +171,7 @@ class Nothing:
 
 
 class Earlier:
-    """The part of an earlier trace that an attempt continues.
+    """Section of an earlier trace that the current attempt continues.
 
     `ends` has the number of events of each rank and the time of their end (raw, ns).  Later
     segments are shifted by `shift` ns and by `number` calls.
@@ -240,7 +240,7 @@ class Earlier:
         groups = [{"axis": axis, "members": members} for axis, members in self.trace.groups]
         known = own["host_id"] >= 0
         own |= {"rank": rank, "host": self.trace.strings[own["host_id"]] if known else ""}
-        own["node"] = None  # a node of this attempt: the rank may have run on another one before
+        own["node"] = None  # unknown: the rank may have run on another node
         return self.now | own | {"groups": groups, "strings": self.trace.strings}
 
     def followed(self, segment: Segment) -> Segment:

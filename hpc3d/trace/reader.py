@@ -161,7 +161,7 @@ class Trace:
 
     @cached_property
     def calibration(self) -> dict[tuple[str, str], Table]:
-        """{(op, axis): measured times of calls}: columns CALIBRATION, `attrs` alpha and beta."""
+        """Dict from (op, axis) to measured times: columns CALIBRATION, `attrs` alpha and beta."""
         found = {
             (op, axis): self._table(f"calibration/{op}/{axis}", schema.CALIBRATION)
             for op in self._groups_in("calibration")

@@ -58,9 +58,10 @@ class Recorder:
     """Events, steps, memory and expert loads of a rank.
 
     `header` is the header of the segments (hpc3d.trace.segment) without groups and strings.
-    `clocks` compares the hosts' clocks (hpc3d.trace.clock), unless there is only one time.
+    `clocks` compares the hosts' clocks (hpc3d.trace.clock); None disables this.
+
     Training code sets `step`, `layer`, `phase` and the position in the pipeline, which are stored
-    with every event; a call has their values from when it was posted.  The table starts with
+    with every event; a call has their values from when it was posted. The table starts with
     `capacity` rows and grows to at most `most`; further events are only counted, as `dropped`.
     """
 
@@ -117,7 +118,7 @@ class Recorder:
 
     @property
     def communication(self) -> float:
-        """Nanoseconds of the step that were spent in calls."""
+        """Time in ns that the current step has spent in calls."""
         return self.blocked
 
     def name(self, text: str) -> int:

@@ -18,17 +18,20 @@ RouterRow = tuple[int, int, int, float, float]
 class RouterSums:
     """Sums by layer, on the device of the arrays.
 
-    They keep their addresses for the whole run: a replayed CUDA graph adds to them without the
-    host, which reads them at the end of a step.
+    Their addresses stay the same for the full run, because a replayed CUDA graph adds to them. The
+    host reads them at the end of a step.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, list[Any]] = {}
 
     def add(self, layer: int, *parts: Array | float) -> None:
-        """Add the tokens routed to each expert and those within its capacity, int64[E] each, and
-        the balance loss and the z-loss."""
-        if layer not in self.layers:  # not stored but added below: compiles before a graph capture
+        """Add values to the sums of a layer.
+
+        `parts` are the tokens routed to each expert and those within its capacity, int64 [experts]
+        each, the balance loss and the z-loss.
+        """
+        if layer not in self.layers:  # zeros: the addition below is compiled before a capture
             self.layers[layer] = [np.zeros_like(part) for part in parts]
         for total, part in zip(self.layers[layer], parts, strict=True):
             total += part

@@ -226,7 +226,7 @@ RANK_PTR = Column("rank_ptr", "i8", "index", "rank r owns rows rank_ptr[r] to ra
 
 
 class TableSchema(NamedTuple):
-    """Group of the file: its description and its datasets."""
+    """Group in a trace file: its description and its datasets."""
 
     description: str
     columns: tuple = ()
@@ -327,9 +327,9 @@ def record_type(columns: Sequence[Column]) -> np.dtype:
 
 
 def item_sizes(labels: Mapping[int, str]) -> np.ndarray:
-    """Return the bytes of an element for each type code, 0 for an unknown type.
+    """Return the bytes per element for each of the 256 type codes, 0 for unknown types.
 
-    `labels` is {code: name}.
+    `labels` maps type codes to names.
     """
     names = (labels.get(code, "") for code in range(256))
     return np.array([itemsize(name) if name in DTYPE else 0 for name in names])

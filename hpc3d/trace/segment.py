@@ -63,7 +63,7 @@ def segment_path(run_dir: Path | str, rank: int, number: int) -> Path:
 
 
 def count_segments(run_dir: Path | str) -> dict[int, int]:
-    """Return {rank: number of its last segment + 1} of a run; empty without a trace."""
+    """Return a dict from rank to the number of its last segment + 1; empty without a trace."""
     count: dict[int, int] = {}
     for path in sorted((Path(run_dir) / "trace").glob("rank-*.npz")):
         if match := _NAME.fullmatch(path.name):

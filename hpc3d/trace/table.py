@@ -161,8 +161,11 @@ class Table:
         return self._datasets[name]
 
     def _check(self, column, values):
-        """Raise ValueError for a number that is not finite or out of range, a code without a name,
-        or an index outside of its table."""
+        """Raise ValueError if a value is invalid.
+
+        Numbers must be finite and in range, codes must have names, and indices must be inside of
+        their table.
+        """
         wrong = np.zeros(values.shape, bool)
         if column.unit == "enum":
             wrong = ~np.isin(np.arange(256), [*self.labels(column.name)])[values]

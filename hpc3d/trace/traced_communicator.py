@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
-AT_ONCE = 20_000  # ns between a call and its wait that are too short for a separate row
+AT_ONCE = 20_000  # ns: least time between a call and its wait for a separate row
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 
 
 class Traced:
     """Communicator that records the group, sequence number, bytes and time of its calls.
 
-    A row spans the wait for a block.  If the rank did nothing between the call and the wait, the
-    row begins with the call.  Otherwise the call is a separate row of category copy without number
-    and bytes, and the rank was free in between.  The collectives of a group are numbered; messages
-    are numbered separately for each sender and receiver, so (group, sender, receiver, number)
-    identifies the two ends of a message.
+    A row spans the wait for a block. If the rank did nothing between the call and the wait, the
+    row begins with the call. Otherwise, the call is a separate row of category copy without number
+    and bytes, and the rank was free to compute between the two rows. The collectives of a group
+    are numbered. Messages are numbered separately for each sender and receiver, so (group, sender,
+    receiver, number) identifies the send and the receive of a message.
     """
 
     def __init__(self, comm: Communicator, recorder: Any, group: int) -> None:

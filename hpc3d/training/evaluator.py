@@ -145,9 +145,10 @@ def restored(
     now: Config,
     texts: Mapping[str, Any] | None = None,
 ) -> Best | None:
-    """Return the `Best` in the manifest of a checkpoint whose run had the configuration `before`.
+    """Return the best evaluation in the manifest of a checkpoint.
 
-    Returns None if the evaluation of the configuration `now`, with `texts`, is not comparable.
+    `before` is the configuration of the run that wrote the checkpoint. Returns None if the
+    evaluation is not comparable with evaluations under the configuration `now` with `texts`.
     """
     known, earlier = header.get("best"), header.get("texts")
     texts = texts if earlier else None

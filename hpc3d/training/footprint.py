@@ -1,21 +1,22 @@
-"""What a rank of a run holds at least: a run that cannot fit is refused before it starts.
+"""Lower bound on the memory of a rank: a run that cannot fit is rejected before it starts.
 
-With Psi parameters of e bytes on p t ranks (t = x y z) and r = c d e ranks with other tokens,
-n = b s h elements of a microbatch's block on t r ranks, L layers and a heads:
+Psi parameters of e bytes each are sharded over p t ranks (t = x y z), r = c d e ranks process
+different tokens, n = b s h is the size of a microbatch's activation, L and a are the numbers of
+layers and heads:
 
-    parameters      (e + g + g states) Psi / (p t), what parallel.zero shares out over r; in 16
-                    bits gradients and states have g = 4 bytes, and there is a state more, the
-                    master copy.  States of another type have bytes of their own, and those of
-                    whole rows and columns next to none.  Experts are cut over the axis e, and
-                    parallel.zero shares them out over c d
-    residual        g of each element of a block's matrices that parallel.compression takes
-    activations     one microbatch: k n e L / (p t r), e that of parallel.keep_dtype, k = 16 +
-                    a s / h, 16 + a / h (chunked), 16 or 1 (recompute); of a mixture of experts
-                    also its slots
-    logits          b s V e / (p t r), on the last stage
-    batch           inputs and targets of the whole batch in int32, 8 b s, on every rank
+    parameters      (e + g + g states) Psi / (p t) bytes.  parallel.zero shards terms of this sum
+                    over r.  With 16-bit types, g = 4 bytes, and the master copy is an additional
+                    state.  States of another type have their own size, and states per row or
+                    column are negligible.  Experts are sharded over the axis e, and parallel.zero
+                    shards them over c d
+    residual        g bytes per element of the block matrices that parallel.compression selects
+    activations     k n e L / (p t r) bytes for one microbatch, with e for parallel.keep_dtype and
+                    k = 16 + a s / h, 16 + a / h (chunked), 16 or 1 (recompute); a mixture of
+                    experts also has its capacity slots
+    logits          b s V e / (p t r) bytes, on the last stage
+    batch           8 b s bytes for inputs and targets of the full batch in int32, on every rank
 
-These are means over the ranks; whatever the split, some rank holds as much.
+These are means over the ranks: with any partition, some rank needs at least as much.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 
 
 def refuse_what_cannot_fit(config: Config, here: int) -> None:
-    """ValueError if `here` ranks of a settled `config` on this machine outgrow its memory, or what
-    they offload has no place."""
+    """Raise ValueError if `here` ranks of a resolved `config` do not fit in this machine's memory.
+
+    It is also raised if the folder for offloaded data is not writable.
+    """
     wanted = os.environ.get("TMPDIR")
     if config.parallel.offload and wanted and not os.access(wanted, os.W_OK | os.X_OK):
         raise ValueError(
@@ -56,14 +59,14 @@ def refuse_what_cannot_fit(config: Config, here: int) -> None:
 
 
 def least(config: Config) -> float:
-    """Bytes of a rank, with the vocabulary settled."""
+    """Return the least bytes on a rank, for a resolved vocabulary."""
     return (
         parameters(config) + _activations(config) + 8 * config.train.batch * config.model.sequence
     )
 
 
 def parameters(config: Config) -> float:
-    """Bytes of values, gradients and the optimiser's states."""
+    """Return the bytes of parameters, gradients and optimizer states on a rank."""
     mesh, experts = config.mesh, expert_parameters(config.model)
     dense = families.parameters(config.model).total - experts
     held = dense * _bytes_held(config, mesh.replicas())
@@ -72,21 +75,23 @@ def parameters(config: Config) -> float:
 
 
 def _bytes_held(config: Config, copies: int) -> float:
-    """Bytes of a parameter on each of so many ranks that share it out as parallel.zero says."""
+    """Return the bytes per parameter on each of `copies` ranks, with `config`'s ZeRO stage."""
     e, wide, zero = itemsize(config.train.dtype), _wide(config), config.parallel.zero
     specs = optimizer_of(config).STATES
     states = sum((itemsize(spec.dtype) if spec.dtype else wide) * spec.density() for spec in specs)
     states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
     values = e * ("parameters" not in config.parallel.offload)
-    # Values, gradients, states, and what shares them out.
+    # Bytes of values, gradients and states, and the ZeRO stage that shards each.
     shares = [(values, 3), (wide, 2), (states, 1)]
     return sum(size / (copies if zero >= stage else 1) for size, stage in shares)
 
 
 def _residual(config: Config) -> float:
-    """Bytes of what compression leaves out of the gradients of dense blocks, on all ranks that
-    have the same tokens."""
+    """Return the bytes of compression residuals of dense blocks.
+
+    The sum is over all ranks with the same tokens.
+    """
     model, copies = config.model, config.mesh.replicas()
     spec = compression_spec(config)
     narrowest = model.hidden // _tensor(config), model.hidden
@@ -98,7 +103,7 @@ def _residual(config: Config) -> float:
 
 
 def _activations(config: Config) -> float:
-    """Bytes of what one microbatch keeps for its backward pass, and of its logits."""
+    """Return the bytes of saved activations and logits of one microbatch on a rank."""
     model, mesh = config.model, config.mesh
     rows = config.train.batch * model.sequence / config.parallel.microbatches
     family = family_of(model)
@@ -112,7 +117,7 @@ def _activations(config: Config) -> float:
 
 
 def _wide(config: Config) -> int:
-    """Bytes of an element of what is summed."""
+    """Return the bytes per element of sums."""
     return max(4, itemsize(config.train.dtype))
 
 

@@ -1,14 +1,14 @@
 """Compressed gradient all-reduce: low rank (PowerSGD) or the largest elements (top-k).
 
-For each matrix of a bucket, member i of the d replicas has a gradient G_i[m, n].  It adds the
-part left out in earlier steps, its residual: M_i = G_i + R_i.  All members get the same
-approximation of the sum of M_i, and each keeps the remainder of its own as R_i.  Nothing is lost:
-the approximations of all steps plus the residuals equal the sum of the gradients (error feedback;
-Stich et al., arXiv:1809.07599).
+For each matrix of a bucket, replica i of the d members has a gradient G_i[m, n].  It adds its
+residual R_i, the error of earlier steps: M_i = G_i + R_i.  All members get the same approximation
+of the sum of M_i, and each stores the error of its own contribution as the new R_i.  No gradient
+is lost: the approximations of all steps plus the residuals equal the sum of the gradients (error
+feedback; Stich et al., arXiv:1809.07599).
 
     powersgd    P = orth(sum of M_i Q),  Q_i = M_i' P,  Q = sum of Q_i,  the sum is P Q'
                 R_i = M_i - P Q_i'                            (Vogels et al., arXiv:1905.13727)
-    top-k       each sends its k largest elements, R_i are the others
+    top-k       each member sends its k largest elements; R_i has the rest
                                                               (Lin et al., arXiv:1712.01887)
 
 P[m, r] and Q[n, r] have few columns.  Q comes from the previous step; initially it is random,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.model.parameters import Parameters
 
-OWN_STATES = RESIDUAL, FACTOR = "residual", "factor"  # names of the states of this rank
+OWN_STATES = RESIDUAL, FACTOR = "residual", "factor"  # names of the rank-local states
 _INDEX = "int32"
 
 
@@ -77,7 +77,7 @@ class CompressionSpec(NamedTuple):
         return min(self.rank, shape[0], shape[-1])
 
     def kept(self, size: int) -> int:
-        """Return the number of elements that are sent of a block of `size`."""
+        """Return the number of elements that are sent for a block of `size` elements."""
         return max(1, round(self.share * size))
 
 
@@ -165,7 +165,7 @@ def _views(flat: Array, shapes: Iterable[Sequence[int]]) -> Iterator[Array]:
 
 
 def _turned(x: Array) -> Array:
-    """Return the transpose; of experts, the transpose of each."""
+    """Return the transpose of a matrix, or of each matrix in a stack of experts."""
     return x.swapaxes(0, x.ndim - 1)
 
 
@@ -229,7 +229,7 @@ class _LowRankSum(_CompressedSum):
     def _bases(self, blocks: Sequence[Array]) -> list[Array]:
         """Return an orthonormal basis of the columns of each P.
 
-        Bases of the same size are computed together, like experts.
+        Bases of the same size are computed in one batch, like experts.
         """
         alike: dict[tuple[int, int], list[int]] = {}
         for number, p in enumerate(blocks):
@@ -262,7 +262,7 @@ class _LowRankSum(_CompressedSum):
         self._multiply(left, _turned(right), self.items[number].grad)
 
     def _multiply(self, a: Array, b: Array, out: Array) -> None:
-        """Compute out = a b; for experts, each product."""
+        """Compute out = a b, separately for each expert of a stack."""
         flops = 2 * a.size * b.shape[-1]
         with self.mesh.trace.span("compression", "gemm", flops):
             product(a, b, out)

@@ -2,7 +2,7 @@
 
 The first step of a run launches each kernel, so that all kernels are compiled and all buffers
 allocated.  The second step is captured, and later steps replay the graph.  The update is not
-captured: all ranks look at loss and norm before it, and it is two kernels.
+captured, because all ranks check loss and norm before it, and it has only two kernels.
 
 Inputs that change from step to step (tokens, dropout keys, the loss scale) are in arrays with
 fixed addresses (`microbatch_loader._PersistentDeviceCache`).

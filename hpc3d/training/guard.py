@@ -29,7 +29,7 @@ SHOWN = 10  # maximum number of findings in a report
 
 
 class GuardFinding(NamedTuple):
-    """Line of a report and its distance from the cause: the smallest `order` is the nearest."""
+    """Line of a report; the finding with the smallest `order` is closest to the cause."""
 
     order: int
     line: str
@@ -100,8 +100,8 @@ def refuse(trainer: Any) -> None:
 def _not_finite(trainer: Any) -> list[GuardFinding]:
     """Return this rank's findings of numbers that are not finite.
 
-    These are its parameters; if all are finite, its share of the loss and the gradients of the
-    deepest layer that has any.
+    These are its parameters. If all parameters are finite, they are its contribution to the loss
+    and the gradients of the deepest layer with non-finite ones.
     """
     where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
     values = [item for item in trainer.parameters if _count_not_finite(item.value)]
@@ -148,8 +148,7 @@ def _described(item: Parameter, block: Array, kind: str) -> str:
 class ReplicaCheck:
     """Compares replicated blocks between ranks after every `every`-th step (0: never).
 
-    Parameters and optimizer states must be bit for bit the same; their 64-bit hashes are
-    compared.
+    Parameters and optimizer states must be bitwise identical. Their 64-bit hashes are compared.
     """
 
     def __init__(self, trainer: Any, every: int) -> None:
@@ -169,7 +168,7 @@ class ReplicaCheck:
             stop(self.mesh, found)
 
     def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
-        """Return (name, kind) -> (axes along which this rank's block is replicated, its hash).
+        """Return a dict from (name, kind) to (axes of replication, hash) of this rank's blocks.
 
         Only blocks with replicas or a tied copy are included.
         """
@@ -254,7 +253,7 @@ class ReplicaCheck:
         return GuardFinding(0, f"{who}: step {number}, {what}")
 
 
-_FACTORS = 1 << 18  # factors of a hash, for as many integers at once: 2 MiB
+_FACTORS = 1 << 18  # integers that are hashed at once, each with its own factor: 2 MiB
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, an odd number
 
 
@@ -266,8 +265,8 @@ def odd_numbers(count: int) -> np.ndarray:
 def hash_of(block: Array, factors: np.ndarray) -> int:
     """Return a 64-bit hash that any bit flip changes, computed on the device of the block.
 
-    The hash is the sum of its integers of at most 32 bits, each times an odd number, modulo 2^64
-    (multilinear, arXiv:1202.4961).
+    The block is read as integers of at most 32 bits. Each is multiplied by an odd number, and the
+    products are added modulo 2^64 (multilinear, arXiv:1202.4961).
     """
     words, total = block.reshape(-1).view(f"u{min(4, block.itemsize)}"), 0
     for start in range(0, words.size, factors.size):
@@ -279,7 +278,7 @@ def hash_of(block: Array, factors: np.ndarray) -> int:
 class LossSpikes:
     """Counts losses more than `limit` standard deviations (0: off) above the recent mean.
 
-    The mean is over the last WINDOW losses, once LEAST have been seen.
+    The mean is over the last WINDOW losses. The first LEAST losses are never counted.
     """
 
     WINDOW, LEAST = 50, 10

@@ -45,13 +45,13 @@ class Log:
 
     def __init__(self, path: Path, speaks: bool, mode: str = "w") -> None:
         self.path, self.file = path, path.open(mode, encoding="utf-8") if speaks else None
-        self.seconds: deque[float] = deque(maxlen=_RECENT + 1)  # the first warms up
+        self.seconds: deque[float] = deque(maxlen=_RECENT + 1)  # the first step is a warm-up
 
     def close(self) -> None:
         """Close train.log and metrics.jsonl; every line has been flushed already."""
         for each in (self.file, self.metrics and self.metrics.file):
             if each:
-                with suppress(OSError):  # again, if the disk is full
+                with suppress(OSError):  # closing flushes again, which fails on a full disk
                     each.close()
 
     def say(self, line: str, style: str = "") -> None:
@@ -62,7 +62,7 @@ class Log:
             self.keep(line)
 
     def warn(self, line: str) -> None:
-        """Print a line to standard error, as all reasons why a job ends, and log it."""
+        """Print a line to standard error, as for any reason why a job ends, and log it."""
         if self.file:
             say(f"hpc3d.train: {sanitized(line)}", "red", sys.stderr)
             self.keep(line)
@@ -106,7 +106,7 @@ class Log:
             self.metrics = MetricsFile(self.path.parent, start, sinks, notice)
 
     def step(self, done: Step, steps: int) -> None:
-        """Log a step of `steps`, and write its record."""
+        """Log a step of a run with `steps` steps, and write its record."""
         if not self.metrics:
             return
         rate, number = done.tokens / done.seconds, done.number + 1

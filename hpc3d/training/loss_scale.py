@@ -36,7 +36,8 @@ class LossScale:
     def skipped(self) -> bool:
         """Record an update that was skipped because a gradient is not finite.
 
-        Returns False if a smaller factor cannot help: something else is wrong.
+        Returns False if the factor is already at its minimum, so that the cause must be another
+        one.
         """
         if self.factor == self.least:
             return False
@@ -44,13 +45,13 @@ class LossScale:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the values that a checkpoint stores; none if the scale is static."""
+        """Return the values that a checkpoint stores; empty if the scale is static."""
         return {} if self.least == self.most else {"factor": self.factor, "row": self.row}
 
     def restore(self, stored: Mapping[str, Any] | None) -> None:
-        """Restore the result of `state`, within the present limits; ignore anything else.
+        """Restore the result of `state`, clamped to the current limits; ignore invalid values.
 
-        A manifest may come from anyone, or from a run in another type.
+        A manifest is untrusted, and may come from a run with another number type.
         """
         match stored:
             case {"factor": float(factor), "row": int(row)} if _power_of_two(factor) and row >= 0:

@@ -1,7 +1,7 @@
 """Masking of tokens for masked language models (Devlin et al. 2019, section 3.1).
 
 15 % of the tokens are targets: 80 % of these are replaced by [MASK], 10 % by another token, and
-10 % stay.  [MASK] is that of the tokenizer, or the last token of the vocabulary.
+10 % stay.  Without a [MASK] of the tokenizer, the last token of the vocabulary is used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.data.token_file import Tokens
 
-_TARGETS, _MASKED, _REPLACED = 0.15, 0.8, 0.9  # fraction of tokens, cumulative ones of targets
-_DRAWS = 4  # per token, of which three are used: one value of the generator's counter
+_TARGETS, _MASKED, _REPLACED = (
+    0.15,
+    0.8,
+    0.9,
+)  # of tokens; cumulative, of targets
+_DRAWS = 4  # random numbers per token (three are used), from one value of the counter
 
 
 def batches_of(config: Config, tokens: Tokens) -> Batches:
@@ -60,8 +64,8 @@ class Masking(NamedTuple):
     def masked(self, tokens: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets, int32 like `tokens` [B, T].
 
-        Targets without a prediction are IGNORE.  Token number e uses draws 4 e to 4 e + 2 of
-        `key`.
+        Targets of tokens that are not predicted are IGNORE. Token number e uses draws 4 e to 4 e +
+        2 of `key`.
         """
         draws = philox_draws(key, 0, _DRAWS * tokens.size)
         drawn, kind, other = draws.reshape(*tokens.shape, _DRAWS).transpose(2, 0, 1)[:3]

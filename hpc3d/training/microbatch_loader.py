@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceCache:
-    """Copies microbatch data to the device of the model's arrays: `cache` of a Microbatch."""
+    """Copies of microbatch data on the model's device, used as `cache` of a Microbatch."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.arrays = pool, {}
@@ -54,10 +54,11 @@ class _PersistentDeviceCache(DeviceCache):
 
 
 class MicrobatchLoader:
-    """Reads batches on rank 0 (elsewhere `batches` = None), broadcasts and splits them.
+    """Reads batches on rank 0, broadcasts them and splits them into microbatches.
 
-    Microbatch i of a training step is number i.  Under an asynchronous schedule the numbers
-    continue from step to step, and the loader fetches the steps that `program` is ahead.
+    On the other ranks, `batches` is None. Microbatch i of a training step is number i. Under an
+    asynchronous schedule, the numbers continue from step to step, and the loader also fetches the
+    steps that `program` is ahead.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class MicrobatchLoader:
         self.micros, self.valid = {}, {}
 
     def fetch(self, number: int, factor: float = 1.0) -> dict[int, Microbatch]:
-        """Return number -> Microbatch for all microbatches that step `number` needs.
+        """Return a dict from number to microbatch, for all that step `number` needs.
 
         `factor` scales their loss.
         """

@@ -59,9 +59,9 @@ def create(config: Config, text: str) -> Path:
 def reopen(folder: Path, text: str) -> Path:
     """Prepare the folder of a resumed run, with its configuration `text`.
 
-    Files of an earlier attempt are renamed: config-1.toml, trace-1.h5 and so on.  Its incomplete
-    saves and temporary files are removed.  If this is interrupted at any point, it can be
-    repeated.  Raises ValueError if the folder cannot be written.
+    Files of an earlier attempt are renamed: config-1.toml, trace-1.h5 and so on. Its incomplete
+    saves and temporary files are removed. The call can be repeated if it was interrupted. Raises
+    ValueError if the folder cannot be written.
     """
     from hpc3d.trace.merge import merge
 
@@ -81,7 +81,10 @@ def reopen(folder: Path, text: str) -> Path:
 
 
 def set_aside(folder: Path, number: int) -> None:
-    """Number the files of an attempt; its configuration last, which marks the number as used."""
+    """Rename the files of an attempt with its number.
+
+    The configuration is the last one, because it marks the number as used.
+    """
     for name in ("trace.h5", "trace", "watchdog"):
         path = folder / name
         if path.exists():
@@ -135,7 +138,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
 def _locked(file: TextIO) -> bool:
     """Try to lock a file; return False if another process holds the lock.
 
-    A file system without locks is trusted.
+    On a file system without locks, it returns True.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,7 +187,7 @@ def _installed(name: str) -> str | None:
 def git_revision() -> str:
     """Return the commit of the source, with a "+" if files differ from it.
 
-    Empty outside of git, and if the package is installed inside someone else's repository.
+    It is empty outside of git, or if the package is installed inside another repository.
     """
     source = Path(hpc3d.__file__)
     where = ["git", "-C", str(source.parent)]

@@ -75,7 +75,7 @@ class Equipment(NamedTuple):
 class RunningJob(NamedTuple):
     """Objects of the training loop, which begins with step `start`; only rank 0 has `batches`.
 
-    Without evaluations, `evaluator` has the value None.
+    `evaluator` is None if the run has no evaluations.
     """
 
     trainer: Trainer
@@ -112,7 +112,7 @@ def equipped(
 
 
 def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
-    """Run all steps, or until a request to stop.  Raises JobExit unless all steps are done."""
+    """Run all steps, or until a stop is requested. Raises JobExit unless all steps are done."""
     with closing(run.log):
         try:
             done = _steps(plan, run, stop)
@@ -124,7 +124,7 @@ def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
 
 
 def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
-    """Run the steps until the last one or a request to stop; return the number of steps done."""
+    """Run the steps until the last one or until a stop is requested; return the steps done."""
     config, trainer, log = plan.config, run.trainer, run.log
     log.record(run.start, config)
     replicas, spikes = (
@@ -161,7 +161,7 @@ def _evaluate(run: RunningJob, number: int) -> bool:
 
 
 def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
-    """Save a checkpoint if possible, and log why there is no further step."""
+    """Save a checkpoint if possible, and log why the run stops."""
     run.log.say(f"stopped after step {step.number}, for {reason(step.stop_request)}", "yellow")
     saved = run.saver.stop(step.number)
     run.saver.wait()
@@ -210,7 +210,7 @@ def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoR
 
 
 def _save_position(plan: RunPlan, batches: RunBatches | None, done: int) -> None:
-    """Write the position in the data, for a resumed run, on rank 0."""
+    """Write the position in the data on rank 0, to resume the run from it."""
     if batches is not None:
         position = {"step": done, **batches.position(done)}
         write_text(plan.folder / "position.json", json.dumps(position) + "\n")

@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 class Step(NamedTuple):
     """Result of a step.
 
-    `loss` is the mean per token, `communication` the fraction of the step's time, `peak` the bytes
-    of arrays on the rank with the most, and `stop_request` the maximum over ranks.  `loss_scale`
-    is the factor of the next step's loss (None: static).
+    `loss` is the mean loss per token in nats, `communication` the mean fraction of the step time
+    that ranks spend in communication, `peak` the peak bytes of arrays on the rank with the most,
+    and `stop_request` the maximum over ranks. `loss_scale` is the loss scale of the next step
+    (None: static).
     """
 
     number: int
@@ -60,7 +61,7 @@ class Trainer:
     `stages` (see `hpc3d.pipeline.stage_protocol`) and `sums`.
     """
 
-    has_tied_ends = True  # possible: a table on the first and the last pipeline stage
+    has_tied_ends = True  # tied embedding and head may be on different pipeline stages
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Trainer:
         self.groups = program.steps(mesh.coord("p"))
         self.replay = self._replay() if train.cuda_graph else None
         self.number, self.loss, self.norm = -1, 0.0, 0.0
-        self.local_loss = self.squares = 0.0  # this rank's parts of the summed loss and of norm^2
+        self.local_loss = self.squares = 0.0  # contributions of this rank to loss and norm^2
         self.scaling, self.skipped = scale_of(train.dtype), False
 
     def _replay(self) -> GraphedStep | None:
@@ -135,8 +136,8 @@ class Trainer:
     def step(self, number: int, stop_request: Callable[[], int] = int) -> Step:
         """Run step `number`: forward and backward of its microbatches, reductions, and update.
 
-        `stop_request()` returns a number that says why this rank asks the run to stop after the
-        step; 0 to continue.
+        `stop_request()` returns 0 to continue, or the code of the reason why this rank asks the
+        run to stop after the step.
         """
         trace, start = self.mesh.trace, self.clock()
         trace.begin_step(number)
@@ -176,7 +177,7 @@ class Trainer:
         self.update_by(local_loss, squares)
 
     def update_by(self, local_loss: float, squares: float) -> None:
-        """Update, given this rank's parts of the summed loss and of the squared norm.
+        """Update, given this rank's contributions to the summed loss and to the squared norm.
 
         If a gradient of a scaled loss overflows, all ranks skip the update.
         """
@@ -195,8 +196,8 @@ class Trainer:
     def total(self) -> None:
         """Compute the mean loss of the step and the gradient norm, over all ranks.
 
-        All ranks see the same sums, so either all ranks stop or no rank does.  A rank whose checks
-        failed makes the sums not finite.  With loss scaling, only the gradient may overflow.
+        All ranks see the same sums, so either all ranks stop or no rank does. A rank with failed
+        checks contributes NaN. With loss scaling, only the gradient may overflow.
         """
         self.local_loss, self.squares = value_of(self.local_loss), value_of(self.squares)
         mine = np.array([self.local_loss, self.squares])

@@ -1,11 +1,11 @@
-"""Watchdog that ends a job without progress after every responsive rank has reported its position.
+"""Watchdog that ends a stalled job after every responsive rank has reported its position.
 
     RUN/watchdog/rank-00003.txt    the call in which rank 3 waits, the calls of all its groups, and
                                    the stacks of its threads
     RUN/watchdog/summary.txt       the line printed by one of the ranks
 
 A thread on every rank checks, several times per `run.watchdog_s`, if a call was completed, a step
-began or memory was lent.  It reads existing counters, so the working rank has no overhead.
+began or memory was allocated.  It reads existing counters, so it does not slow down training.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 _LOOKS = 20  # checks in the allowed time, but at least one per second
-GRACE = 6  # further checks in which the other ranks report, too
-LATER = 6  # further checks on other nodes: rank 0's node ends the job, so that its output arrives
-TOLD = 10  # seconds after SIGTERM, if no wait was half as long before: a peer may have ended
+GRACE = 6  # further checks, to give the other ranks time to report
+LATER = 6  # extra checks on other nodes: rank 0's node ends the job, so that its output arrives
+TOLD = 10  # least wait in seconds after SIGTERM until a rank assumes that its peers have exited
 _SILENT = "silent: stopped, or gone"
-ANSWER = 2  # timeout in seconds of file systems: the link to a file server may be down
+ANSWER = 2  # timeout in seconds for file systems: the file server may be unreachable
 _SHOWN = 6  # groups of ranks in the printed line
 
 
 class Watchdog:
-    """End a job with STALLED if there was no progress for `seconds` on this rank.
+    """End a job with STALLED if this rank makes no progress for `seconds`.
 
-    `mesh` is the mesh inside of the trace, whose communicators count their calls; `homes` has the
-    nodes of the ranks.  After SIGTERM, a rank that waits for others in vain exits earlier, by
-    itself.
+    `mesh` is the mesh inside of the traced one, whose communicators count their calls. `homes` has
+    the nodes of the ranks. After SIGTERM, a rank that waits for other ranks in vain exits earlier,
+    by itself.
     """
 
     def __init__(self, job: Job, mesh: Mesh, run_dir: Path, seconds: float, homes: Homes) -> None:
@@ -78,8 +78,8 @@ class Watchdog:
     def look(self) -> None:
         """Count the seconds without progress.
 
-        Time in which this thread could not run does not count: the whole rank was stopped then, or
-        waited for a core.
+        Time in which this thread could not run is not counted: the whole process was stopped then,
+        or waited for a core.
         """
         before, self.moved = self.moved, self._movement()
         gap, self.looked = time.monotonic() - self.looked, time.monotonic()
@@ -93,10 +93,10 @@ class Watchdog:
         return self.position.done(), self.pool.live["activation"], len(self.job.signals)
 
     def act(self) -> None:
-        """Report if this rank had no progress for too long, or for half of it if another has
-        reported.
+        """Report the position or end the job if this rank has made no progress for too long.
 
-        End the job when the others have had the time to report.
+        A rank reports after `seconds` without progress, or after half of them if another rank has
+        reported. It ends the job once the other ranks have had time to report.
         """
         if self._deserted():
             self.leave()
@@ -111,7 +111,7 @@ class Watchdog:
         return self.silence > self.seconds / 2 and self.reports.begun()
 
     def _deserted(self) -> bool:
-        """Return True if this rank was asked to end and waits for others that may have ended."""
+        """Return True if this rank was asked to end and waits for ranks that may have exited."""
         told = {*ENDING} & {*self.job.signals} and self.position.waiting()
         return bool(told) and self.silence > max(TOLD, 2 * self.longest)
 
@@ -123,7 +123,7 @@ class Watchdog:
         leave(self.job)
 
     def end(self) -> None:
-        """Save the state and end the job, unless it is ending; one rank reports the reason."""
+        """Save the state and end the job, unless it is already ending; one rank reports why."""
         if self.job.ending.acquire(blocking=False):
             save_in_child(self.job)
             if self.reports.sum_up(self.seconds):
@@ -135,8 +135,7 @@ class Watchdog:
 
 
 class RankPosition:
-    """Position of a rank: the call along one of the axes of `comms` in which it waits, and
-    `step`."""
+    """Position of a rank: its `step`, and the call for which it waits on one of `comms`."""
 
     def __init__(self, comms: Mapping[str, Communicator]) -> None:
         self.comms, self.step = comms, -1
@@ -174,8 +173,7 @@ class Reports:
         self.asked: Thread | None = None
 
     def _promptly(self, ask: Callable[[], Any], otherwise: Any) -> Any:
-        """Return the result of `ask()`, or `otherwise` if the file system does not answer in
-        time."""
+        """Return the result of `ask()`, or `otherwise` if the file system does not respond."""
         if self.asked and self.asked.is_alive():
             return otherwise
         found = [otherwise]
@@ -206,9 +204,9 @@ class Reports:
                 faulthandler.dump_traceback(file)
 
     def take_back(self) -> None:
-        """Remove the report of this rank, which was only slow.
+        """Remove the report of this rank, because it has made progress again.
 
-        Keep it if the job is ending: ranks that were stopped are woken up then.
+        The report is kept if the job is ending, because stopped ranks are woken up then.
         """
         if self.spoken and self._promptly(lambda: not self.summary.exists(), False):
             self.spoken = False
@@ -230,7 +228,7 @@ class Reports:
         return True
 
     def noted(self, line: str) -> bool:
-        """Write the summary; return False if another rank had written it, True in doubt."""
+        """Write the summary; return False if another rank has already written it, else True."""
         try:
             with self.summary.open("x") as file:
                 print(line, file=file)
@@ -241,7 +239,7 @@ class Reports:
         return True
 
     def positions(self) -> str:
-        """Return the positions of the ranks, first those for which the others may be waiting."""
+        """Return the ranks' positions, starting with the ranks that may be blocking the others."""
         positions: dict[str, list[int]] = {}
         for rank in range(self.job.size):
             positions.setdefault(self.said(rank), []).append(rank)
@@ -260,5 +258,5 @@ class Reports:
 
 
 def _suspicion(where: str) -> int:
-    """Return 0 for silent ranks, 1 for ranks in no call, 2 for ranks that wait for others."""
+    """Return the sort key of a position: 0 if silent, 1 outside of calls, 2 if it waits."""
     return 0 if where == _SILENT else 1 + ("(call" in where)

@@ -1,1 +1,1 @@
-"""The optimizers, whose states are sharded as the parameters."""
+"""Optimizers, whose states are sharded like the parameters."""

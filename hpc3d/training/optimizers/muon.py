@@ -7,8 +7,8 @@ Jordan et al. 2024, https://kellerjordan.github.io/posts/muon:
 
 for the matrices A x B of the blocks.  The factor gives O the size of AdamW's updates, so that
 AdamW's learning rates and weight decays remain valid (Liu et al., arXiv:2502.16982, section 2.2).
-AdamW updates all other parameters.  Queries, keys and values of a head are columns of three
-matrices, gate and up of SwiGLU of two, and each expert has its own matrices.
+AdamW updates all other parameters.  Query, key and value weights count as three matrices, the gate
+and up weights of SwiGLU as two, and each expert has its own matrices.
 
 A sharded matrix is gathered on one rank at a time (sharded_muon.py keeps it sharded).
 Matrices sharded over the same g ranks are assigned round-robin, one per rank: an all-to-all along
@@ -36,7 +36,7 @@ _SIZE = 0.2  # root mean square of AdamW's updates
 
 
 def is_hidden(name: str, shape: Sequence[int]) -> bool:
-    """Select matrices of blocks and stacks of them, but no embedding and no stack of vectors."""
+    """Select matrices of Transformer blocks, and stacks of matrices, but no stacks of vectors."""
     return name.startswith("layers.") and len(shape) > 1 and shape[0] > 1
 
 
@@ -56,12 +56,12 @@ class Cut(NamedTuple):
 
 
 def owners(mesh: Mesh, layout: Layout) -> list[Cut]:
-    """Return the axes along which one rank owns the block of a layout."""
+    """Return the axes along which a single rank owns each block of a layout."""
     return [Cut(axis, 0, layout.owner(axis, mesh)) for axis in layout.owned]
 
 
 def cuts_of(mesh: Mesh, layout: Layout) -> list[Cut]:
-    """Return all axes that shard or own a matrix of a layout."""
+    """Return the axes that shard a matrix, and the axes along which a single rank owns it."""
     rows = [Cut(axis, 1) for axis in reversed(layout[0])]
     columns = [Cut(axis, 2) for axis in reversed(layout[-1])]
     return [*owners(mesh, layout), *rows, *columns]
@@ -178,7 +178,7 @@ class Muon(AdamW):
     def _update(
         self, exchange: Exchange, alike: Sequence[_Matrix], learning_rate: float, scale: float
     ) -> None:
-        """Update up to as many matrices as the exchange has members, or one stack of experts."""
+        """Update at most one matrix per member of the exchange, or one stack of experts."""
         trace, item = self.parameters.mesh.trace, alike[0].part.item
         with trace.span("momentum"):
             blocks = self._directions(exchange, alike, scale)
@@ -210,7 +210,8 @@ class Muon(AdamW):
     def _orthogonalized(self, whole: Array, count: int, part: WholeMatrix) -> Array:
         """Orthogonalize the first `count` of the matrices [n, A, B].
 
-        If a matrix interleaves the columns of several, each of these is orthogonalized separately.
+        If the columns of several matrices are interleaved, each of them is orthogonalized
+        separately.
         """
         mesh, (among, width) = self.parameters.mesh, part.item.interleaved
         out = mesh.empty(whole.shape, whole.dtype, "workspace")

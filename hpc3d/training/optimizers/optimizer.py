@@ -102,9 +102,10 @@ _VALUE = "value"
 
 
 class _Update(NamedTuple):
-    """Arrays of an update: the gradient, and parameter values and states by name in `arrays`.
+    """Arrays of an update.
 
-    `item` is the first of the parameters to which they belong.
+    `grad` is the gradient, and `arrays` maps names to the parameter values and the optimizer
+    states. `item` is the first of the updated parameters.
     """
 
     item: Parameter
@@ -122,7 +123,7 @@ class _Update(NamedTuple):
         return 1 - decay if self.item.decay else 1.0
 
 
-MASTER = StateSpec("master")  # of every optimizer, if parameters have 16 bits
+MASTER = StateSpec("master")  # state of every optimizer if parameters have 16 bits
 
 
 class Optimizer:
@@ -131,10 +132,10 @@ class Optimizer:
     Parameters of 16 bits have a `master` copy in float32, which is updated and then rounded
     (Micikevicius et al., arXiv:1710.03740, section 3.1).
 
-    `steps` counts the updates so far, and `constants` are those of `TrainConfig.constants`.  A
-    subclass declares its STATES and, in WHOLE_MATRICES, the matrices that it needs unsharded:
-    `matrices` yields them as blocks, and `pieces` yields the other parameters.  `states` are flat
-    arrays by name; `slices` holds the slice of each parameter in them.  If they are offloaded,
+    `steps` counts the updates so far, and `constants` is the result of `TrainConfig.constants`. A
+    subclass declares its STATES. WHOLE_MATRICES selects the matrices that it needs unsharded:
+    `matrices` yields them as blocks, and `pieces` yields the other parameters. `states` maps names
+    to flat arrays, and `slices` has the slice of each parameter in them. If arrays are offloaded,
     `pieces` and `matrices` yield copies, which are valid until the next item is requested.
     """
 
@@ -156,7 +157,7 @@ class Optimizer:
 
     @classmethod
     def at_once(cls, mesh: Mesh) -> int:
-        """Return the number of identical layers to update together, which costs less per layer."""
+        """Return the number of identical layers to update together, to save time per layer."""
         return 1
 
     def _zeros(self, spec):
@@ -211,8 +212,7 @@ class Optimizer:
     def _stretches(self) -> Iterator[_Update]:
         """Yield the slices to update.
 
-        If any array is offloaded, they are short, so that only a small part of a large model is
-        in memory.
+        If any array is offloaded, the slices are short, to limit the memory of the copies.
         """
         for piece in self.parameters.pieces:
             update = self._update_of(piece)
@@ -252,7 +252,7 @@ class Optimizer:
     ) -> Iterator[list[tuple[WholeMatrix, tuple, dict, float]]]:
         """Yield the items of `matrices` as one list per batch of matrices.
 
-        Ranks with the other blocks of a matrix iterate over the same matrices: an update may
+        All ranks that share a matrix must iterate over the same matrices, because an update may
         all-reduce over the axes of its layout.
         """
         units = [[*map(self._update_of_matrix, batch)] for batch in batches]
@@ -281,7 +281,7 @@ class Optimizer:
         return part, arrays, states, update.keep(decay)
 
     def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
-        """Yield the arrays of each update of a unit, unit after unit; offloaded ones as copies."""
+        """Yield the arrays of the updates of each unit; offloaded arrays are yielded as copies."""
         mesh = self.parameters.mesh
         moved = [
             [
