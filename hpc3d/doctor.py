@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unmet(options: Namespace) -> None:
-    """End the job with a finding if its ranks do not reach each other."""
+    """End the job with a finding if its ranks cannot reach each other."""
     from hpc3d.diagnose import meeting
 
     if found := meeting.meet():
@@ -135,7 +135,7 @@ def _started() -> bool:
 
 
 def told(findings: Iterable[Finding]) -> list[Finding]:
-    """Print each finding as it is made, and return all."""
+    """Print each finding as soon as it is available, and return all of them."""
     found = []
     for finding in findings:
         found.append(finding)
@@ -231,7 +231,7 @@ def one_rank(options: Namespace) -> Iterator[Finding]:
 
 
 def two_ranks(mpirun: str, options: Namespace) -> Iterator[Finding]:
-    """Start two ranks and yield their findings, or the reason of a failed start."""
+    """Start two ranks and yield their findings, or the reason why they did not start."""
     words = ["-m", "hpc3d.doctor", "--together", "--json", "--out", options.out]
     command = [mpirun, "-np", "2", sys.executable, *words]
     code, printed = outcome(command, options.timeout, **cuda_aware_probe.surroundings())
@@ -257,7 +257,10 @@ def not_started(
 
 
 def _lonely(options: Namespace, meant: int) -> Iterator[Finding]:
-    """Run the checks of a singleton, although a launcher started `meant` processes."""
+    """Run the checks of one process whose MPI is a singleton.
+
+    A launcher started `meant` processes, but MPI did not connect them.
+    """
     if not options.together:
         yield from _local(options)
     mpi = mpi_library.found()

@@ -119,7 +119,7 @@ def generate(job: Job, words: list[str]) -> None:
 
 
 def _prepare(job: Job, words: Sequence[str]) -> _Reading:
-    """Rank 0: read the command line, the model and the prompt; ValueError if invalid."""
+    """Rank 0: read command line, model and prompt; raise ValueError if one is invalid."""
     from hpc3d.generation.continuation import TextRequest
     from hpc3d.generation.standard_input import standard_input
     from hpc3d.generation.tensor_layout import laid_out
@@ -186,7 +186,7 @@ def _samples(opened: _Reading, screen: _Screen) -> Samples:
 
 
 def _conclude(opened: _Reading, samples: Samples, screen: _Screen) -> bool:
-    """Rank 0: print the remaining output; return True if the user interrupted."""
+    """Rank 0: print the remaining output; return True if the user interrupted the generation."""
     samples.finish(opened.prompt)
     if opened.options.json:
         screen.write(json.dumps(_result(opened, samples)) + "\n")

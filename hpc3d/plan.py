@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
-# Relative effect of a technique -> its absolute value, unit and name of the unit.
+# Dict from relative effect of a technique to the absolute effect, its unit, and the unit's name.
 _SHARES = {
     "of_peak": ("peak_bytes", 1e6, "MB"),
     "of_received": ("received_bytes", 1e6, "MB"),
@@ -216,7 +216,7 @@ def _told(
     named: Mapping[str, Mapping[str, RankedLayout | None]],
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
-    """Return the layouts as values for JSON."""
+    """Return the layouts as JSON-compatible values."""
     from hpc3d.predict.planning.ranked_layouts import as_plain
 
     return {
@@ -304,7 +304,7 @@ def _over(row: RankedLayout, memory: float) -> str:
 
 
 def _because(reason: str, row: RankedLayout) -> str:
-    """Return why layouts lose, with the value of the nearest of them."""
+    """Return the reason why layouts are slower, with the value of the fastest of them."""
     from hpc3d.predict.planning.planned_layouts import held
     from hpc3d.predict.planning.ranking import shown_layout
 

@@ -29,7 +29,7 @@ from hpc3d.data.tokenizer import (
 )
 from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
 
-log = logging.getLogger("hpc3d.prepare")  # as a command __name__ is another
+log = logging.getLogger("hpc3d.prepare")  # __name__ is "__main__" in a command
 
 _BPE_VOCABULARY = 8192
 _SOURCES = "text, .jsonl, .parquet, .bin of nanoGPT or Megatron-LM, or a folder of *.txt files"
@@ -38,7 +38,7 @@ a folder with GPT-2's vocab.json and merges.txt; ranks.tiktoken; or gpt2, from t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; return 0 good, 2 bad input, 3 a failed check."""
+    """Run the command line `argv`; return 0, 2 for invalid input, 3 for a failed check."""
     arguments = parser().parse_args(argv)
     return run("prepare", lambda: _work(arguments))
 
@@ -111,7 +111,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _new_file(arguments: argparse.Namespace) -> Path:
-    """Return the path of the token file; ValueError if it must not be written."""
+    """Return the path of the token file; raise ValueError if it must not be written."""
     output = arguments.output
     if not arguments.texts or output is None:
         raise ValueError("TEXT and -o FILE.h5 are required; see --help")
@@ -127,7 +127,7 @@ def _new_file(arguments: argparse.Namespace) -> Path:
 
 
 def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:
-    """Return the tokenizer asked for; bpe is trained on `texts`."""
+    """Return the requested tokenizer; bpe is trained on `texts`."""
     name, numbered = arguments.tokenizer, [text for text in texts if text.suffix in BIN]
     if arguments.end and name in (None, "byte", "bpe"):
         raise ValueError(f"--end {arguments.end}: only valid for --tokenizer FILE; leave it out")
@@ -157,7 +157,7 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
 
 
 def _with_end(tokenizer: Tokenizer, texts: Sequence[Path]) -> Tokenizer:
-    """Return the tokenizer; ValueError if texts need an end-of-document token that it lacks."""
+    """Return the tokenizer; raise ValueError if it lacks an end token that the texts need."""
     if tokenizer.end is None and any(text.suffix not in BIN for text in texts):
         raise ValueError(
             "the tokenizer has no known end-of-document token; name it, such as --end '<eos>'"

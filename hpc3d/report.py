@@ -28,7 +28,7 @@ from hpc3d.console.small_files import naming
 from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.locate import trace_of
 
-log = logging.getLogger("hpc3d.report")  # as a command __name__ is another
+log = logging.getLogger("hpc3d.report")  # __name__ is "__main__" in a command
 
 _DESCRIPTION = """\
 Report the cost of a run from its trace: time, calls and bytes of a training step by phase, mesh
@@ -157,7 +157,7 @@ def _folders(report):
 
 
 def _plain(report):
-    """Return the tables of a report as values for JSON."""
+    """Return the tables of a report as JSON-compatible values."""
     keys = ("label", "run_id", "about", "missing", "violations")
     runs = [{**{key: getattr(run, key) for key in keys}, **run.tables} for run in report.runs]
     over = {key: rows for key, rows in report.tables.items() if key != "runs"}
@@ -166,7 +166,7 @@ def _plain(report):
 
 
 def _trace_path(path, again):
-    """Return the trace of a run, after merging segments that it lacks."""
+    """Return the path of a run's trace, after merging missing segments into it."""
     if path.is_dir():
         return trace_of(path, again)
     if again:

@@ -119,7 +119,7 @@ def _step(options, overrides):
 
 
 def _batches(train, seconds):
-    """Return the batches, time and interval of evaluations in words."""
+    """Describe the evaluations: number of batches, time and interval."""
     often = f"every {train.eval_every} steps" if train.eval_every > 1 else "every step"
     if not train.eval_batches:
         return f"all batches of the text, {often}"

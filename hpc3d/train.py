@@ -83,7 +83,7 @@ def train(job: Job, words: list[str]) -> None:
 
 
 def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
-    """Rank 0: return the run that the command line asks for, with its configuration checked.
+    """Rank 0: return the run requested on the command line, with a valid configuration.
 
     `ranks` is the number of ranks of the job (None: as many as the mesh has).
 
@@ -124,12 +124,12 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
     Returns
     -------
     tuple
-        The tokens of the training text, the batches of the run, and those of its evaluations.
+        The tokens of the training text, the training batches, and the evaluation batches.
 
     Raises
     ------
     ValueError
-        If a text fills no window, or has other tokens than the run that is resumed.
+        If a text does not fill a window, or its tokenizer differs from the resumed run's.
     """
     from hpc3d.checkpoints import run_text, run_tokenizer
     from hpc3d.checkpoints.resume import checkpointed_texts
@@ -206,13 +206,13 @@ def checked_program(config: Config, this_machine: bool = True) -> Program:
 
 
 def _programs(config: Config, program: Program) -> list[Program]:
-    """Rank 0: return the program of each rank, that of its pipeline stage."""
+    """Rank 0: return the program of each rank, which is the program of its pipeline stage."""
     grid = config.mesh.grid()
     return [program.of(grid.coord(rank, "p")) for rank in range(grid.size)]
 
 
 def open_folder(plan: RunPlan, tokens: Tokens) -> TextIO:
-    """Rank 0: create the folder of a run, or reopen that of the run that is resumed.
+    """Rank 0: create the folder of a run, or reopen the folder of a resumed run.
 
     Returns the lock of the folder, which is held until it is closed.
 
@@ -259,7 +259,7 @@ def _begin(
     batches: Batches | None,
     validation: ValidationBatches | None,
 ) -> RunningJob:
-    """Build the mesh, the model and the optimizer of this rank, in the state to start from."""
+    """Build the mesh, the model and the optimizer of this rank, in their initial state."""
     from hpc3d.checkpoints.saver import saver_of
     from hpc3d.comm.cartesian import build
     from hpc3d.training.evaluator import Evaluator

@@ -128,7 +128,7 @@ def _shows(letters: str) -> bool:
 
 
 def _run(given: Path | None) -> Path:
-    """Return the run folder (None: the newest); ValueError without a run."""
+    """Return the folder of a run, by default the newest; raise ValueError without a run."""
     if given is None:
         runs = [path.parent for path in Path("results").glob("*/config.toml")]
         if not runs:

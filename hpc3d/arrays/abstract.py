@@ -67,7 +67,7 @@ class Flags(NamedTuple):
 
 
 class AbstractLease:
-    """Lease of memory that does not exist; its deletion returns the bytes."""
+    """Lease of memory that is counted but not allocated; deleting it subtracts its bytes."""
 
     __slots__ = ("give_back", "kind", "shared", "slot_of")
 
@@ -244,7 +244,7 @@ def _stacked(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
 
 
 def _dot(a: AbstractArray, b: AbstractArray) -> float:
-    """Return 0 for two vectors."""
+    """Return 0 as the dot product of two vectors, and notify the meter."""
     a.meter.kernel("reduction", a.nbytes + b.nbytes)
     return 0.0
 

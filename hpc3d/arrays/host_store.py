@@ -68,7 +68,7 @@ class _FilePool(Pool):
         self.owner.count(OFFLOADED, size)
 
     def memory(self, size: int) -> np.ndarray:
-        """Allocate memory in full pages; the file grows by at least its present size."""
+        """Allocate memory in full pages; the file at least doubles when it grows."""
         size = -(-size // PAGESIZE) * PAGESIZE
         if size > len(self.rest):
             self.rest = self._mapped(max(size, self.size))
@@ -141,9 +141,10 @@ def store_of(pool: Pool) -> HostStore:
 
 
 def walk(store: HostStore, units: Sequence[Sequence[Array]], trace: Any) -> Iterator[list[Any]]:
-    """Yield working copies of stored arrays, unit after unit.
+    """Yield working copies of the stored arrays of each unit.
 
-    Changes to them are saved when the next unit is requested, which is prefetched meanwhile.
+    Changes to the copies are saved when the next unit is requested. The next unit is prefetched
+    meanwhile.
     """
     ahead = _asked(store, units[0], trace) if units else []
     for number, unit in enumerate(units):

@@ -2,7 +2,7 @@
 
 Sums in 16 bits are inaccurate: 1,000 ones add up to 256 in bfloat16.  NumPy's float16 matrix
 products are hundreds of times slower than those in float32, and MPI has neither type.  Operations
-on a `Narrow` array therefore return float32, which is rounded once when written to another:
+on a `Narrow` array therefore return float32, which is rounded once when stored in another one:
 
     primitive                     rule for Narrow arrays
     a composite                   NumPy's, which calls the ufuncs below
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.primitive import Primitive
 
 with suppress(ImportError):  # an input file that requests bfloat16 without it is refused
-    import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
+    import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 
 WIDE, _INTEGERS = np.dtype(np.float32), np.dtype(np.uint16)
 CACHE = 1 << 17  # bytes of the float32 copy of a block
@@ -42,7 +42,7 @@ def wide(dtype: DTypeLike) -> np.dtype:
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Bytes of an element of a type by its name, 0 if NumPy does not know it."""
+    """Return the bytes per element of a type, given its name; 0 if NumPy does not know it."""
     try:
         return np.dtype(dtype).itemsize
     except TypeError:
@@ -102,7 +102,7 @@ def widened(operand: Any) -> Any:
 
 
 def integers(block: Array) -> Array:
-    """Return a 16-bit block as integers, which every MPI supports; any other as it is."""
+    """Return a 16-bit block as integers, which every MPI supports; other blocks are unchanged."""
     return block.view(_INTEGERS) if block.dtype.itemsize == _INTEGERS.itemsize else block
 
 
@@ -131,7 +131,7 @@ def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
 
 
 def _to_read(operand: Any) -> Any:
-    """Return `widened` with read-only copies, because a write to a copy would be lost."""
+    """Return read-only float32 copies of Narrow arrays, because writes to a copy would be lost."""
     copies = widened(operand)
     pairs = (
         zip(operand, copies, strict=True) if isinstance(operand, tuple) else [(operand, copies)]

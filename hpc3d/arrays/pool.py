@@ -51,7 +51,7 @@ def writeable(array: Array) -> bool:
 
 @composite
 def value_of(array: Array | float) -> float:
-    """Return the only element of an array; a number is returned as it is."""
+    """Return the only element of an array; numbers are returned unchanged."""
     return float(array)
 
 
@@ -62,7 +62,7 @@ def from_host(array: Array, values: np.ndarray) -> None:
 
 
 class Lease:
-    """Loan of memory: the base of a NumPy array, returns the memory when deleted."""
+    """Memory on loan from a pool, the base of a NumPy array; deleting it returns the memory."""
 
     __slots__ = ("__array_interface__", "give_back", "memory")
 
@@ -87,15 +87,15 @@ class Lease:
 
 
 def lent(lease: Lease, dtype: np.dtype) -> np.ndarray:
-    """Return the array of a lease; 16-bit floats as Narrow."""
+    """Return the array of a lease, as a Narrow array if it has 16-bit floats."""
     return of_type(np.asarray(lease).view(dtype))
 
 
 class Pool:
     """Arrays of one rank, with live bytes and peak bytes by kind.
 
-    With `on_device`, a product call also adds biases, residuals and gradients.  A device with
-    `float8` multiplies 8-bit floats with one scale per matrix.
+    With `on_device`, a matrix product call also adds biases, residuals and gradients. A device
+    with `float8` multiplies 8-bit floats with one scale per matrix.
     """
 
     on_device = float8 = False

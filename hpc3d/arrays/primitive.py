@@ -9,7 +9,7 @@
     @gelu_tanh.narrow
     def _(h, out): ...                      NumPy on 16-bit floats (hpc3d.arrays.narrow)
 
-The type of the first argument selects the rule.  The rules are next to each other, as in JAX,
+The type of the first argument selects the rule.  All rules are defined together, as in JAX,
 where a primitive has an implementation, an abstract evaluation and a lowering.
 """
 

@@ -1,4 +1,4 @@
-"""This machine, from runs of up to 8 ranks, and steps of other runs as it predicts them."""
+"""Calibration of a model of this machine with runs on up to 8 ranks, and its validation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 
-_RANKS, _ONE_NODE = 8, 4096  # of the largest runs that calibrate; of this machine at most
+_RANKS, _ONE_NODE = 8, 4096  # of the largest calibration run; limit for this machine
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def calibrate(options: Namespace) -> dict[str, Any]:
 def _check(
     machine: Machine, folder: str, how: dict[str, str], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Steps of other runs than those that calibrate, measured and predicted; a row each."""
+    """Yield a row with measured and predicted step time for each run not used to calibrate."""
     errors = []
     print(f"{'measured':>10} {'predicted':>10} {'error':>8}  run")
     for line in CHECK:
@@ -76,25 +76,25 @@ def _check(
 
 
 def _works_of(line: str, folder: str, how: dict[str, str]) -> list[TimedWork]:
-    """What the ranks of a run spent their CPU time on."""
+    """Return the work of the ranks of a run, with its CPU time."""
     with _trained(line, folder, {**how, "clock": "cpu"}) as trace:
         return works(trace)
 
 
 def _steps_of(line: str, folder: str, how: dict[str, str]) -> list[float]:
-    """Seconds of the steps of a run on the wall, without the first two."""
+    """Return the wall-clock step times of a run in seconds, without the first two steps."""
     with _trained(line, folder, how) as trace:
         mine = (trace.steps["rank"] == 0) & (trace.steps["step"] > 1)
         return ((trace.steps["t_end"] - trace.steps["t_start"])[mine] * 1e-9).tolist()
 
 
 def _trained(line: str, folder: str, how: dict[str, str]) -> Trace:
-    """The trace of a run as a line of hpc3d.predict.calibration.calibration_runs has it."""
+    """Run a line of hpc3d.predict.calibration.calibration_runs and return its trace."""
     return hpc3d.trace.open(harness.run(*settings(line, **how), folder, steps=10)["folder"])
 
 
 def _this_machine(transport: str) -> dict[str, Any]:
-    """What a Machine says of itself, but for its times; its ranks have one thread each."""
+    """Return the fields of a Machine other than its times, for one thread per rank."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
@@ -108,7 +108,7 @@ def _this_machine(transport: str) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The name of the CPU, where the system knows it."""
+    """Return the name of the CPU, or the architecture if the system does not report it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,7 +1,7 @@
-"""Collectives over all ranks of an MPI job, compared with those of the MPI library.
+"""Comparison of hpc3d's collectives over all ranks with those of the MPI library.
 
-The lower bound is the time of the bytes that a NIC must carry, at the rate of one message from the
-first rank to the last.
+The lower bound is the time to transfer the bytes that a NIC must carry, at the bandwidth of one
+message from the first rank to the last.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def _say(job: Job, row: Sequence[object]) -> None:
 def _seconds(
     job: Job, op: str, size: int, comms: Sequence[Communicator], rounds: int
 ) -> list[float]:
-    """Return the medians of calls of communicators, run alternately, on the slowest rank."""
+    """Return the median time in seconds of a call on each communicator, on the slowest rank.
+
+    The communicators are used alternately.
+    """
     rows = size // 4 // job.size
     block = np.ones(rows if op == "all_gather" else rows * job.size, np.float32)
     spent = []
@@ -80,7 +83,7 @@ def _duration(job: Job, call: Callable[[], Pending]) -> float:
 
 
 def _rate_of(job: Job, comm: Communicator) -> float:
-    """Return the best rate from the first rank to the last, in bytes per second."""
+    """Return the highest bandwidth from the first rank to the last, in bytes per second."""
     last, spent = job.size - 1, []
     message, answer = np.ones(_MESSAGE, np.uint8), np.ones(1, np.uint8)
     for _ in range(3):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _RUNS = {1: "gpt-serial.toml", 8: "gpt-3d-8.toml", 64: "gpt-3d-64.toml"}
-_SHARE = 0.03  # fraction of a step that guards may take
+_SHARE = 0.03  # acceptable overhead of guards, as a fraction of a step
 _EVERY = 100  # steps between comparisons of replicas (guard.replicas_every)
 
 
@@ -58,7 +58,7 @@ def _seconds_of_steps(recorded: Trace) -> Any:
 
 
 def _seconds_of_replicas(recorded: Trace) -> float:
-    """Return the seconds of hashes per comparison of replicas, summed over ranks."""
+    """Return the time of one comparison of replicas in seconds, summed over ranks."""
     names, events = np.array(recorded.strings), recorded.events
     here = names[events["name"]] == "hashes of replicas"
     count = max(1, int((here & (events["rank"] == 0)).sum()))

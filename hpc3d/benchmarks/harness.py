@@ -52,7 +52,10 @@ class RandomBatches:
 
 
 def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
-    """Return the seconds of every call, [function, round], without a warm-up round."""
+    """Call the functions alternately and return their times in s, [function, round].
+
+    A warm-up round is excluded.
+    """
     times = np.empty((rounds + 1, len(functions)))
     for number, turn in enumerate(times):
         log.info("round %d of %d", number, rounds)
@@ -66,7 +69,7 @@ def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
 def ratios(
     ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray
 ) -> dict[str, Any]:
-    """Return the medians of both, and the minimum, median and maximum of the pairwise ratio."""
+    """Return the median of each series, and the minimum, median and maximum of their ratio."""
     pairs = np.asarray(ours) / np.asarray(theirs)
     return {
         "ours_s": float(median(ours)),
@@ -93,7 +96,7 @@ def _steps_of(trainer: Trainer) -> Callable[[], Step]:
 
 
 def against_torch(config: Config, rounds: int) -> dict[str, Any]:
-    """Compare our training step with eager torch, in one process with one thread each."""
+    """Compare the training step of hpc3d with eager torch, in one process, on one thread each."""
     from hpc3d.benchmarks import torch_reference
 
     trainer = _serial_trainer(config)
@@ -204,7 +207,7 @@ def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
 
 
 def _times(recorded: Trace) -> dict[str, Any]:
-    """Return the median of the steps after the first, and seconds per step by operation."""
+    """Return the median step time without the first step, and seconds per step by operation."""
     steps, events = recorded.steps, recorded.events
     counted = steps["step"] > 0
     spans = (steps["t_end"] - steps["t_start"])[counted & (steps["rank"] == 0)] * 1e-9
@@ -218,7 +221,10 @@ def _times(recorded: Trace) -> dict[str, Any]:
 
 
 def _calls_along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
-    """Return the seconds and bytes per rank and step, after the first, of calls along an axis."""
+    """Return seconds and bytes of the calls along an axis, per rank and step.
+
+    The first step is excluded.
+    """
     groups = [number for number, group in enumerate(recorded.groups) if group.axis == axis]
     events = recorded.events
     calls = np.isin(events["group"], groups) & (events["step"] > 0)

@@ -1,4 +1,4 @@
-"""Predicted and measured steps of plans of torch modules, from a profile of this machine."""
+"""Predicted and measured step times of plans for torch modules, with a profile of this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STEPS, _SKIPPED, _ROUNDS = 24, 4, 3
 
 
 class PlannedStep(NamedTuple):
-    """Predicted and measured seconds of a step of a plan of a model, both given by name."""
+    """Predicted and measured step time in seconds of a plan for a model."""
 
     model: str
     plan: str
@@ -49,7 +49,7 @@ class PlannedStep(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """Plan of a model with the predicted seconds of a step, its file and its ranks.
+    """Plan for a model with its predicted step time in seconds, its file and its ranks.
 
     Identical plans share a file.
     """
@@ -62,11 +62,11 @@ class _Planned(NamedTuple):
 
 
 def plans(options: Namespace) -> dict[str, Any]:
-    """Return the predicted and measured steps of all plans.
+    """Return the predicted and measured step times of all plans.
 
     Other load on the machine only makes steps longer. Therefore, the measured time of a run is the
-    first quartile of its steps, and that of a plan is the minimum over `--rounds` runs. The plans
-    run alternately in every round.
+    first quartile of its steps, and the time of a plan is the minimum over `--rounds` runs. The
+    plans run alternately in every round.
     """
     with tempfile.TemporaryDirectory() as folder:
         found = [each for model in _MODELS for each in _planned(model, Path(folder))]
@@ -82,7 +82,7 @@ def plans(options: Namespace) -> dict[str, Any]:
 
 
 def _planned(model: str, folder: Path) -> list[_Planned]:
-    """Return the plans of a model, each from a profile measured now on as many ranks."""
+    """Return the plans for a model, based on profiles measured on the same number of ranks."""
     from hpc3d.partition.capture import captured_of
 
     captured = captured_of(_MODELS[model])
@@ -111,7 +111,7 @@ def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCos
 def _plan(
     model: str, captured: Captured, costs: ModelCosts, how: dict[str, Any]
 ) -> tuple[SavedPlan, float]:
-    """Return a plan and the predicted seconds of its step."""
+    """Return a plan and its predicted step time in seconds."""
     from hpc3d.partition.module_plan import Wanted, best_plan
     from hpc3d.partition.plan_file import saved
 
@@ -121,7 +121,7 @@ def _plan(
 
 
 def _step(planned: _Planned, folder: str) -> float:
-    """Return the first quartile of the steps of a run in seconds."""
+    """Return the first quartile of the step times of a run, in seconds."""
     done = harness.run(planned.ranks, ["run", str(planned.path)], folder, _STEPS, "partition")
     with opened(done["folder"] / "trace.h5") as trace:
         steps = trace.steps
@@ -135,7 +135,10 @@ def _step(planned: _Planned, folder: str) -> float:
 
 
 def summary(steps: Sequence[PlannedStep]) -> dict[str, Any]:
-    """Print and return the errors, and by model the chosen plan's time relative to the fastest."""
+    """Print and return the prediction errors and the quality of the chosen plans.
+
+    For each model, it is the chosen plan's time relative to the fastest plan's time.
+    """
     errors = [abs(step.predicted / step.measured - 1) for step in steps]
     middle, most = median(errors), max(errors)
     plans = counted(len(steps), "plan")

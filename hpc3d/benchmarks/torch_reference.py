@@ -3,7 +3,7 @@
 It has the sizes, names and column order of hpc3d.model: [q | k | v] of a head, unless these have
 separate weights, and (gate, up) of a feature. Otherwise it is plain torch: linear, layer_norm,
 rms_norm, gelu, silu, scaled_dot_product_attention, cross_entropy. The weights determine the
-features of a model: one with segments is BERT, with norms last and no causal mask.
+features of a model: one with segments is BERT, with post-norm blocks and no causal mask.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _attention(
 ) -> torch.Tensor:
     """Return the attention of x, [B, T, hidden]: causal, or to the tokens that are `seen` [B, T].
 
-    Adjacent queries share a key.
+    Groups of adjacent query heads share a key head.
     """
     q, k, v = _projected(weights, name, x, shape)
     if "embedding.position" not in weights:
@@ -94,7 +94,7 @@ def _block(
 def _last_norm_block(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output of a BERT block (norms last)."""
+    """Return the output of a BERT block (post-norm)."""
     a = linear(weights, f"{name}.proj", _attention(weights, name, x, shape, seen))
     x = norm(weights, f"{name}.norm1", x + a, shape.epsilon)
     h = linear(weights, f"{name}.down", _hidden(weights, name, x, shape))

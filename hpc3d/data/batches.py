@@ -1,11 +1,11 @@
-"""Batches of a run: each epoch visits every window of the text once, in its own order."""
+"""Batches of a run: each epoch visits every window of the text once, in a different order."""
 
 import numpy as np
 
 from hpc3d.console.sanitize import counted
 from hpc3d.data.token_file import Tokens
 
-IGNORE = -100  # target of a token that does not count
+IGNORE = -100  # target of a token that is excluded from the loss
 
 
 class Batches:
@@ -42,11 +42,11 @@ class Batches:
         return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
 
     def go_on(self, step: int, sequences: int) -> None:
-        """Let `step` begin after the first `sequences`, regardless of earlier batch sizes."""
+        """Set the number of sequences before `step`, regardless of earlier batch sizes."""
         self._skipped = sequences - step * self._batch
 
     def position(self, step: int) -> dict[str, int]:
-        """Return the position of `step`: epoch, offset in it, and the sequences before it."""
+        """Return the position of `step`: epoch, offset in the epoch, and sequences before it."""
         sequences = step * self._batch + self._skipped
         epoch, offset = divmod(sequences, self.windows)
         return {"epoch": epoch, "offset": offset, "sequences": sequences}

@@ -32,7 +32,11 @@ _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # code -> t
 
 
 class _DocumentPart(NamedTuple):
-    """Part of a document: its text, True if it is the last part, and its bytes in the file."""
+    """Segment of a document.
+
+    `last` is True for the last segment of a document, and `size` is its number of bytes in the
+    file.
+    """
 
     text: bytes
     last: bool
@@ -40,17 +44,17 @@ class _DocumentPart(NamedTuple):
 
 
 class Source:
-    """Tokens of a file from a tokenizer, one piece at a time; `documents` counts those so far.
+    """Token ids of a file, one piece at a time; `documents` counts the documents read so far.
 
-    The `end` token of the tokenizer follows each document.  If the file has ids, it is added only
-    to documents of Megatron-LM that lack it.
+    The `end` token of the tokenizer follows each document. If the file already has ids, it is only
+    added to Megatron-LM documents that lack it.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, field: str = "text") -> None:
         self.path, self.tokenizer, self.field, self.documents = path, tokenizer, field, 0
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield ids, and their bytes in the file."""
+        """Yield pairs of ids and the number of bytes that they occupy in the file."""
         if self.path.suffix in BIN:
             yield from self._given_ids()
             return
@@ -59,7 +63,7 @@ class Source:
             self.documents += sum(part.last for part in group)
 
     def _encoded(self, group: Sequence[_DocumentPart]) -> np.ndarray:
-        """Return the ids of parts, with an end after each document."""
+        """Return the ids of document segments, with an end token after each document."""
         end = np.array([self.tokenizer.end])
         with reading(self.path, "not a text for this tokenizer", "give another --tokenizer"):
             encoded = self.tokenizer.encode_batch([part.text for part in group])
@@ -99,7 +103,7 @@ class Source:
             )
 
     def _ended(self, part: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Insert the end of a document before each of `ends`, if it is missing there."""
+        """Insert an end token before each index in `ends` unless one is already there."""
         if self.tokenizer.end is None or not len(ends):
             return part
         lacking = ends[part[ends - 1] != self.tokenizer.end]
@@ -122,7 +126,7 @@ def _parts(path: Path, field: str) -> Iterator[_DocumentPart]:
 
 
 def _grouped(parts: Iterable[_DocumentPart]) -> Iterator[list[_DocumentPart]]:
-    """Group parts to about one piece, because each call of the tokenizer has a fixed cost."""
+    """Group segments up to about PIECE characters, because tokenizer calls have a fixed cost."""
     group, size = [], 0
     for part in parts:
         group.append(part)
@@ -217,7 +221,7 @@ def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
 def opened_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Map the ids of a .bin into memory; return them and the ends of documents, int64.
 
-    There are no ends if they are unknown.
+    The array of ends is empty if they are unknown.
     """
     index = path.with_suffix(".idx")
     with reading(path, "not a readable token file", "name another"):

@@ -1,7 +1,7 @@
 """Token sources: text files, or a token file that was prepared once from a large text.
 
 A token file is HDF5: the 1-D dataset `tokens` in the smallest unsigned type, and attributes that
-describe it, all readable with h5ls or h5py.  It gets its name only when it is complete.  Messages
+describe it, all readable with h5ls or h5py.  It gets its final name once it is complete.  Messages
 name the key `data.path`, because the user set it.
 """
 
@@ -53,8 +53,9 @@ class Tokens(contextlib.AbstractContextManager):
     """Sequence of token ids on disk: the documents, each followed by an end token.
 
     `vocabulary` is the number of distinct ids, `tokenizer` the name of the tokenizer, `json` its
-    rules, and `end_name` its end-of-document token, None if unknown.  `sha256` is the hash of all
-    ids in the smallest unsigned type; `digests` contains it and those of the documents, if known.
+    rules, and `end_name` its end-of-document token, or None if unknown. `sha256` is the hash of
+    all ids in the smallest unsigned type. `digests` contains it and, if known, the hashes of the
+    documents.
     """
 
     tokenizer: str
@@ -65,7 +66,7 @@ class Tokens(contextlib.AbstractContextManager):
     end_name: str | None = None
 
     def made_by(self) -> tuple[str, int, str]:
-        """Return the identity of the tokenizer; texts with equal ones have compatible tokens."""
+        """Return the identity of the tokenizer; texts with the same one have compatible tokens."""
         return self.tokenizer, self.vocabulary, self.json
 
     def mask(self) -> int | None:
@@ -161,7 +162,7 @@ class TextTokens(Tokens):
 
 
 class TokenFile(Tokens):
-    """Token file opened for reading; `documents` is their number.
+    """Token file opened for reading; `documents` is the number of documents in it.
 
     Raises ValueError if it is missing, truncated, damaged, or of a newer version.
     """

@@ -1,6 +1,6 @@
 """Text files and tokenizers: bytes, or byte-level BPE trained on the text.
 
-Text is UTF-8, as bytes, on both sides.  Id 0 ends a document in either vocabulary.
+Tokenizers encode from and decode to UTF-8 bytes. In both vocabularies, id 0 ends a document.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PIECE = 1 << 20  # characters of text, or tokens, in memory at a time
 
 @contextlib.contextmanager
 def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
-    """Convert exceptions from reading `path` to a one-line BadData; damage raises many kinds."""
+    """Convert exceptions from reading `path`, of many types if it is damaged, to a BadData."""
     try:
         yield path
     except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
@@ -93,7 +93,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """Return the text of the ids in [0, 256), without the ends of documents."""
+        """Return the text of the ids in [0, 256), without end-of-document tokens."""
         return np.asarray(tokens, np.uint8).tobytes().replace(b"\0", b"")
 
 
@@ -124,7 +124,7 @@ class BpeTokenizer:
         self.end: int | None = known.get(self.end_name)
 
     def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
-        """Return the ids of `text`, uint32; a `whole` text gets the tokenizer's prefix, if any."""
+        """Return the ids of `text`, uint32; a `whole` text gets the special tokens, if any."""
         with self._encoding([text]):
             ids = self._tokenizer.encode(text.decode(), add_special_tokens=whole).ids
         return np.array(ids, np.uint32)
@@ -153,7 +153,7 @@ class BpeTokenizer:
             raise ValueError(what) from error
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """Return the text of the ids, without the ends of documents."""
+        """Return the text of the ids, without end-of-document tokens."""
         return self._tokenizer.decode(np.asarray(tokens).tolist()).encode()
 
     def has(self, ids: object) -> bool:
@@ -188,7 +188,7 @@ def _loaded(text: str) -> Any:
 def same_rules(one: str, other: str) -> bool:
     """Return True if two JSON texts describe the same tokenizer.
 
-    Versions of the library write it differently, and padding and truncation do not count.  The
+    Versions of the library write it differently, and padding and truncation are ignored. The
     library is only used if the texts differ.
     """
     if one == other or json_of(one) == json_of(other):

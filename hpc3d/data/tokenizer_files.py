@@ -4,7 +4,7 @@
     vocab.json and merges.txt, or encoder.json and vocab.bpe: GPT-2's
     NAME.tiktoken: ranks of byte sequences, as stored by tiktoken
     gpt2: the two files of GPT-2 in the cache of tiktoken on this machine
-    meta.pkl: the characters of a nanoGPT
+    meta.pkl: the characters of a nanoGPT model
 
 The files are not trusted: nothing is unpickled, and nothing is downloaded.
 """
@@ -39,10 +39,10 @@ _Merges = Sequence[tuple[str, ...]]
 
 
 def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
-    """Return the tokenizer at a path, or of the name gpt2.
+    """Return the tokenizer at a path, or GPT-2's tokenizer for the name gpt2.
 
-    `end_name` is the token that ends a document, if given.  Raises ValueError, in one line, for
-    any other `word`.
+    `end_name` is the token that ends a document, if given. Raises a one-line ValueError for any
+    other `word`.
     """
     path = Path(word)
     remedy = f"give --tokenizer byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
@@ -79,7 +79,7 @@ def object_in(path: Path) -> dict[str, Any]:
 
 
 def refuse_cache(folder: Path) -> None:
-    """Refuse the cache folder of a model of Hugging Face; its files are in snapshots."""
+    """Raise ValueError for a Hugging Face cache folder, whose files are in snapshots/."""
     for snapshot in sorted(folder.glob("snapshots/*")):
         raise ValueError(f"{folder} is a cache of Hugging Face; name its snapshot, {snapshot}")
 
@@ -196,7 +196,7 @@ def _letters() -> dict[int, str]:
 def rules_of_bytes() -> str:
     """Return the JSON text of a tokenizer with the ids of ByteTokenizer.
 
-    It has no merges, and the end of a document in place of NUL.
+    It has no merges, and the end-of-document token replaces NUL.
     """
     letters = {letter: byte for byte, letter in _letters().items() if byte}
     cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -211,7 +211,7 @@ def rules_of_bytes() -> str:
 
 
 def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
-    """Return a tokenizer of single characters, {character: id}; others have no token."""
+    """Return a tokenizer of single characters with the ids `numbers`; others have no token."""
     bpe = library()
     tokenizer = bpe.Tokenizer(bpe.models.WordLevel(dict(numbers), ""))
     tokenizer.pre_tokenizer = bpe.pre_tokenizers.Split("", "isolated")
@@ -233,9 +233,9 @@ def meta_tokenizer(path: Path) -> BpeTokenizer | None:
 
 
 def _plain_pickle(content: bytes) -> Any:
-    """Return the dicts, texts and numbers of a pickle, parsed as data.
+    """Return the dicts, strings and numbers of a pickle, parsed as data.
 
-    Any other opcode is refused, and nothing is executed.
+    Any other opcode raises ValueError, and nothing is executed.
     """
     from pickletools import genops
 

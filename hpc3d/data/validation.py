@@ -1,4 +1,4 @@
-"""Validation text: a separate text, or the last part of the training text.
+"""Validation text: a separate text, or the held-out end of the training text.
 
 Every evaluation reads the same windows in the same order, independent of the seed, the step, the
 mesh and the microbatches, so its losses are comparable.
@@ -22,7 +22,7 @@ _ORDER = 0  # key of the order of the windows, independent of the seed of a run
 
 
 class TokenRange(Tokens):
-    """Tokens [start, stop) of another text, as a text of its own."""
+    """Tokens [start, stop) of another text, used as a separate text."""
 
     def __init__(self, tokens: Tokens, start: int, stop: int) -> None:
         self.tokens, self.start, self.stop = tokens, start, stop
@@ -47,8 +47,8 @@ class _OtherText(TokenRange):
 def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Tokens, Tokens | None]:
     """Return the training text and the validation text (None: no evaluation).
 
-    `validation` is the share of `tokens` to hold out at the end, or a text or token file; None or
-    "" disables evaluation.  Raises ValueError, one line that begins with data.validation, if the
+    `validation` is the fraction of `tokens` to hold out at the end, or a text or token file; None
+    or "" disables evaluation. Raises ValueError, one line that begins with data.validation, if the
     text cannot be read or has another tokenizer.
     """
     if not validation:
@@ -78,10 +78,11 @@ def _of_validation() -> Iterator[None]:
 
 
 class ValidationBatches:
-    """Batches of an evaluation; `count` is as many as `tokens` fill, at most `most` (0: all).
+    """Batches of an evaluation, on the windows of hpc3d.data.batches.
 
-    Windows are those of hpc3d.data.batches.  If they do not fill the last batch, it ends in
-    sequences without targets.  Raises ValueError if the tokens do not fill one window.
+    `count` is the number of batches that `tokens` fill, limited to `most` (0: no limit). An
+    incomplete last batch is filled up with sequences without targets. Raises ValueError if the
+    tokens do not fill one window.
     """
 
     def __init__(self, tokens: Tokens, sequence: int, batch: int, most: int) -> None:

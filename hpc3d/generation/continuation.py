@@ -18,10 +18,10 @@ _Choose = Callable[[np.ndarray, int], Sequence[int] | None]
 
 
 class TextRequest(NamedTuple):
-    """Ids of the `prompt`, and the number of `samples` with at most `tokens` each.
+    """Prompt ids, and the number of samples with at most `tokens` new tokens each.
 
-    The model runs on `sequences`, which are divisible by the axes; those beyond the samples are
-    copies.
+    The model runs on `sequences` sequences, which are divisible by the mesh axes. Sequences beyond
+    the number of samples are copies.
     """
 
     prompt: np.ndarray

@@ -19,8 +19,8 @@ _ENOUGH, _ENDED, _STOPPED = "tokens", "end of text", "user"  # why generation st
 class Samples:
     """Continuations of a text, `count` of them; `choose` is the callback of `continue_text`.
 
-    `write(text)` gets the text of a single sample as it is generated, and that of several at the
-    end.  `stopping()` returns True if the user interrupts.
+    A single sample is passed to `write(text)` as it is generated, and several samples at the end.
+    `stopping()` returns True if the user interrupts.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Samples:
             self.write(f"=== {number} of {len(ends)}\n{prompt}{stream.text}\n")
 
     def results(self) -> list[dict[str, Any]]:
-        """Return each sample as plain values: text, tokens, True if it reached its end."""
+        """Return each sample as a dict: text, tokens, and whether it reached an end token."""
         return [
             {"text": stream.text, "tokens": stream.tokens, "ended": ended}
             for stream, ended in zip(self.streams, self.ended, strict=True)

@@ -13,8 +13,8 @@ _NOTHING = 10.0  # seconds of silence before the first byte
 def standard_input(launched: bool, descriptor: int = 0) -> bytes:
     """Read all of standard input.
 
-    A process `launched` by mpirun may never see its end, as under Open MPI 5: the text then ends
-    when nothing has arrived for a while.  Raises ValueError if nothing arrives.
+    A process `launched` by mpirun may never receive end-of-file, as with Open MPI 5. Its text ends
+    when no input has arrived for a while. Raises ValueError if nothing arrives.
     """
     found = b""
     while not launched or _comes(descriptor, _PAUSE if found else _NOTHING):

@@ -1,5 +1,4 @@
-"""How the ranks that continue a text share the model: tensor axes alone, whatever it was trained
-on."""
+"""Layout of the ranks that generate text: only tensor axes, independent of the training run."""
 
 from __future__ import annotations
 
@@ -19,19 +18,20 @@ _SIZES = {f"mesh.{axis}" for axis in AXES}
 
 
 def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) -> Config:
-    """The configuration of a model on so many ranks, settled; `train.batch` are the sequences that
-    `samples` need there.
+    """Return the resolved configuration of a model that generates text on `ranks` ranks.
 
-    The mesh is the one that `words`, options `--section.key value`, give; without these that of
-    the run, if it is one of tensor axes for as many ranks, or the best cuboid for a token a pass.
-    ValueError with a line for every rule that is broken.
+    `train.batch` is the number of sequences on which the model runs for `samples`. The options
+    `words`, `--section.key value`, set the mesh. By default, it is the mesh of the run if that has
+    the same number of ranks and only tensor axes, and otherwise the best cuboid for one token per
+    pass. Raises ValueError with one line per violated rule.
     """
     tree = small_files.toml(to_toml(_base(trained, words, ranks)))
     deprecated_keys.warn(override(tree, words))
     config = validate(tree)
     refuse([*unknown_values(config), *_other_axes(config.mesh)])
     one_token = replace(config.model, sequence=1)
-    every = ranks * config.mesh.grid().size  # sequences that divide over every mesh
+    # number of sequences that is divisible on every mesh
+    every = ranks * config.mesh.grid().size
     batch = -(-samples // every) * every
     train = replace(config.train, batch=batch)
     config = resolve(replace(config, model=one_token, train=train), ranks)
@@ -46,7 +46,7 @@ def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) ->
 
 
 def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:
-    """What holds without being asked for: the scheme of the run, and float64."""
+    """Return the configuration before options: the scheme of the run, in float64."""
     given = {option.removeprefix("--") for option, _ in options(words)}
     scheme = trained.parallel.scheme
     split = trained.parallel.split if "parallel.scheme" not in given else None
@@ -62,14 +62,17 @@ def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:
 
 
 def _undisturbed(model: ModelConfig) -> ModelConfig:
-    """A model that drops nothing: no feature, and no token of an expert that has many; for who
-    finds a slot depends on tokens that do not follow yet."""
+    """Return the model without dropout and without dropped tokens.
+
+    The capacity of experts is unlimited, because otherwise the dropped tokens would depend on
+    tokens that have not been generated yet.
+    """
     roomy = replace(model, capacity=0.0) if model.experts else model
     return replace(roomy, dropout=0.0)
 
 
 def _other_axes(mesh: MeshConfig) -> Iterator[str]:
-    """A line for each axis that is no tensor axis."""
+    """Yield a line for each mesh axis other than x, y and z that has several ranks."""
     for axis in AXES:
         if axis not in "xyz" and getattr(mesh, axis) > 1:
             yield (

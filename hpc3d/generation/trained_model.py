@@ -61,7 +61,7 @@ class TrainedModel(NamedTuple):
 
     @property
     def choices(self) -> int:
-        """Number of tokens that may be drawn: those with a text."""
+        """Number of tokens that may be sampled, without padding of the vocabulary."""
         return min(self.config.model.vocabulary, self.tokenizer.vocabulary)
 
     def prompt(self, text: bytes) -> np.ndarray:
@@ -99,7 +99,7 @@ class PublishedValues:
         return "value"
 
     def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:
-        """Copy a box of a parameter to an array of its shape."""
+        """Copy a box of a parameter to an array with the shape of the box."""
         if self._last[0] != name:
             self._last = name, self.pretrained.parameter(name, self.config)
         value = self._last[1]
@@ -134,7 +134,7 @@ def _refuse_others(words: Iterable[str], known: Sequence[str]) -> None:
 
 
 def layout_words(words: Iterable[str]) -> list[str]:
-    """Return the options that concern the layout on the ranks."""
+    """Return the options that determine the layout of the ranks."""
     return _words(words, _LAYOUT)
 
 

@@ -64,10 +64,8 @@ class DeviceClock:
         self.stock = [create() for _ in range(_STOCK)]
         self.references: deque[Reference] = deque()
         self.lines: list[Line] = []
-        self.shortest, self.passed = (
-            float("inf"),
-            0.0,
-        )  # ns: shortest reading; elapsed
+        # ns: shortest reading, and device time since the first reference
+        self.shortest, self.passed = float("inf"), 0.0
         self.compare(_FIRST)
 
     def compare(self, looks: int = 1) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Lower bound on the memory of a rank: a run that cannot fit is rejected before it starts.
 
-Psi parameters of e bytes each are sharded over p t ranks (t = x y z), r = c d e ranks process
-different tokens, n = b s h is the size of a microbatch's activation, L and a are the numbers of
-layers and heads:
+Notation: Psi parameters of e bytes each are sharded over p t ranks, with t = x y z.  There are L
+layers, a heads, and r = c d e ranks with different tokens (here, e is the mesh axis).  A microbatch
+has activations of n = b s h elements.
 
     parameters      (e + g + g states) Psi / (p t) bytes.  parallel.zero shards terms of this sum
                     over r.  With 16-bit types, g = 4 bytes, and the master copy is an additional

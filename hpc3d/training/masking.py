@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.data.token_file import Tokens
 
-_TARGETS, _MASKED, _REPLACED = (
-    0.15,
-    0.8,
-    0.9,
-)  # of tokens; cumulative, of targets
+# Fraction of tokens that are targets, and cumulative fractions of targets.
+_TARGETS, _MASKED, _REPLACED = 0.15, 0.8, 0.9
 _DRAWS = 4  # random numbers per token (three are used), from one value of the counter
 
 
