@@ -304,7 +304,7 @@ def _over(row: RankedLayout, memory: float) -> str:
 
 
 def _because(reason: str, row: RankedLayout) -> str:
-    """Return the reason why layouts are slower, with the value of the fastest of them."""
+    """Return the reason why layouts are slower, with the value of the one closest to winning."""
     from hpc3d.predict.planning.planned_layouts import held
     from hpc3d.predict.planning.ranking import shown_layout
 

@@ -92,7 +92,7 @@ def of_type(array: np.ndarray) -> np.ndarray:
 
 
 def widened(operand: Any) -> Any:
-    """Return float32 copies of Narrow arrays, also in a tuple; any other operand as it is."""
+    """Return float32 copies of Narrow arrays, also inside a tuple, else the operand itself."""
     if isinstance(operand, Narrow):
         return np.asarray(operand).astype(WIDE)
     if isinstance(operand, tuple) and any(isinstance(each, Narrow) for each in operand):

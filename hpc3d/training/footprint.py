@@ -1,8 +1,8 @@
 """Lower bound on the memory of a rank: a run that cannot fit is rejected before it starts.
 
 Notation: Psi parameters of e bytes each are sharded over p t ranks, with t = x y z.  There are L
-layers, a heads, and r = c d e ranks with different tokens (here, e is the mesh axis).  A microbatch
-has activations of n = b s h elements.
+layers, a heads, and r = c d e ranks with different tokens, where e is the mesh axis.  The
+activations of a microbatch have n = b s h elements.
 
     parameters      (e + g + g states) Psi / (p t) bytes.  parallel.zero shards terms of this sum
                     over r.  With 16-bit types, g = 4 bytes, and the master copy is an additional
