@@ -26,9 +26,9 @@ def from_csv(path: str) -> ScheduleTable:
     """Read a schedule from a CSV file.
 
     Cells contain only F, B, W and BW; `passes.lower` adds the other instructions.  If the first
-    row is the single word `turn`, chunks 1 are placed from the last stage back to the first.
-    Blank cells and rows are ignored, and rows may have any length.  Raises ValueError with the row
-    and column of the error, both counted from 1.
+    row is the single word `turn`, the placement is `v_shaped` (see `Placement`).  Blank cells and
+    rows are ignored, and rows may have any length.  Raises ValueError with the row and column of
+    the error, both counted from 1.
     """
     content = small_files.read(
         path, small_files.MOST_SCHEDULE, "use a CSV file with one row per stage"

@@ -36,8 +36,9 @@ def _options(*ways: tuple[str, ...]) -> tuple[MemoryOption, ...]:
     return tuple(MemoryOption(keep, *way) for way in ways for keep in (True, False))
 
 
-# Options in order of increasing time. Chunked attention also recomputes the probabilities. On CPUs,
-# it is no slower than "selective" and has a lower peak; on devices, it launches far more kernels.
+# Options in order of increasing time. Chunked attention also recomputes the probabilities. On
+# CPUs, it is no slower than "selective" and has a lower peak; on devices, it launches far more
+# kernels.
 MEMORY_OPTIONS = _options(("none",), ("selective",), ("full",))
 WITH_CHUNKS = {
     "numpy": _options(("none",), ("none", "chunked"), ("full", "chunked")),

@@ -1,7 +1,7 @@
-"""Costs of a layer, the embedding and the head, from the program on a simulated clock.
+"""Costs of a layer, the embedding and the head, measured with a simulated clock.
 
-A step consists of few different passes. Those of one layer, of the embedding and of the head run
-on abstract arrays, and hpc3d.predict.planning.estimate combines them into a step.
+A step consists of few distinct passes. This module runs the passes of one layer, the embedding and
+the head on abstract arrays, and hpc3d.predict.planning.estimate combines their costs into a step.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ if TYPE_CHECKING:
 
 
 class SingleStage(NamedTuple):
-    """Rank and size of a pipeline with a single stage."""
+    """Stand-in for the pipeline communicator of a single stage: its rank and size."""
 
     rank: int = 0
     size: int = 1
 
 
 class Pass(NamedTuple):
-    """Seconds and bytes of a pass.
+    """Time and memory of a pass.
 
-    `waits` has the seconds of calls by axis. `left` is the number of bytes that the pass leaves
-    allocated, without its result, and `peak` its peak, both relative to the start. A core is
-    `busy` for some of the seconds. `idle` has the seconds by axis in which the rank waits for its
-    device or for the NIC of its host.
+    `seconds` is the duration, of which a core is `busy` for the given number of seconds. `waits`
+    maps an axis to the time of its calls, and `idle` to the part of it in which the rank waits for
+    its device or for the NIC of its host, all in seconds. `left` is the number of bytes that the
+    pass leaves allocated, without its result, and `peak` is the peak memory in bytes, both
+    relative to the start of the pass.
     """
 
     seconds: float
@@ -64,7 +65,10 @@ class Pass(NamedTuple):
     idle: Counter
 
     def __add__(self, other: Pass) -> Pass:
-        """Return two passes in sequence; the second has its peak on top of what the first left."""
+        """Return two passes in sequence.
+
+        The peak of the second pass adds to the bytes that the first one leaves allocated.
+        """
         left, peak = self.left + other.left, max(self.peak, self.left + other.peak)
         waits, busy = self.waits + other.waits, self.busy + other.busy
         same = self.idle is self.waits and other.idle is other.waits
@@ -72,7 +76,7 @@ class Pass(NamedTuple):
         return Pass(self.seconds + other.seconds, waits, left, peak, busy, idle)
 
     def __mul__(self, times: float) -> Pass:
-        """Return this pass repeated in sequence."""
+        """Return `times` repetitions of this pass in sequence."""
         if not times:
             return NOTHING
         waits = _multiplied(self.waits, times)
@@ -91,14 +95,15 @@ NOTHING = Pass(0.0, _NONE, 0, 0, 0.0, _NONE)
 
 
 def replicas_of(config: Config, waits: Mapping[str, float]) -> Counter:
-    """Return the waits for gradient reductions, by axis."""
+    """Return the entries of `waits` for the axes over which gradients are reduced."""
     sizes = config.mesh.sizes()
     planes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
     return Counter({axis: waits[axis] for axis in planes if axis in waits})
 
 
 class PassSeconds(NamedTuple):
-    """Passes of a part of the model: forward, full backward, and the two halves of backward."""
+    """Costs of a section of the model: the forward pass, the full backward pass, and the two
+    halves of a split backward pass (`backward` for the input, `weight` for the weights)."""
 
     forward: Pass
     whole: Pass
@@ -113,11 +118,11 @@ class PassSeconds(NamedTuple):
 
 
 class _WaitClock(Clock):
-    """Clock that accumulates the waits by axis.
+    """Clock that accumulates the time of communication calls by axis, in ns.
 
-    The number of kernels and the bytes of calls are multiplied by `times`, and calls are split at
-    `most` bytes. Products run `products` times. `idle` has the waits without the rank's own work
-    for them.
+    The time of kernels and the bytes of calls are multiplied by `times`, and calls are split so
+    that each has at most `most` bytes. The time of products is multiplied by `products`. `waited`
+    has the times of calls, and `idle` the times without the rank's own work for the calls.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -128,7 +133,10 @@ class _WaitClock(Clock):
 
     @contextmanager
     def repeated(self, times: float, most: float, products: float = 1) -> Iterator[None]:
-        """Repeat all work in this context, with calls of at most `most` bytes."""
+        """Count all work in this context `times` times, with calls of at most `most` bytes.
+
+        Matrix products are counted `products` times.
+        """
         self.times, self.most, self.products = times, most, products
         try:
             yield
@@ -142,7 +150,7 @@ class _WaitClock(Clock):
             self._again(self.products, begin, busy)
 
     def _again(self, times: float, begin: int, busy: int) -> None:
-        """Repeat the work since `begin`, so that it has run `times` times in total."""
+        """Advance the clock as if the work since `begin` had run `times` times in total."""
         self.now += round((times - 1) * (self.now - begin))
         self.busy += round((times - 1) * (self.busy - busy))
 
@@ -153,7 +161,7 @@ class _WaitClock(Clock):
             self._again(self.times, begin, busy)
 
     def cut(self, nbytes: int) -> tuple[int, float]:
-        """Return the number of calls and the bytes of each."""
+        """Return the number of calls and the bytes of each call."""
         calls = ceil(self.times * nbytes / self.most) or 1
         return calls, self.times * nbytes / calls
 
@@ -190,9 +198,9 @@ class _WaitClock(Clock):
 
 
 class _HostDrivenWaitClock(_WaitClock, HostDrivenClock):
-    """Clock that accumulates the waits by axis on a machine without devices.
+    """Clock that accumulates the time of calls by axis on a machine without devices.
 
-    The rank's own work for a call is part of the call.
+    The time of a call includes the rank's own CPU time for it.
     """
 
     def post(self, op: str, nbytes: int, members: Sequence[int], axis: str) -> int:
@@ -222,9 +230,10 @@ def _seconds(nanoseconds: Mapping[str, int]) -> Counter:
 class LayerSample:
     """One layer, the embedding and the head of a model, on the first rank of an abstract mesh.
 
-    If only some blocks have mixtures of experts, `layers` is one period of them, and `kinds` has
-    one layer without and one with a mixture. Each part has its own parameters, as on the stages of
-    a pipeline. `ends` groups FIRST and LAST; a group shares its parameters, as on one stage.
+    If only every n-th block has a mixture of experts, `layers` has n layers, and `kinds` has one
+    layer without and one with a mixture. Each section of the model has separate parameters, as on
+    different pipeline stages. `ends` lists tuples of FIRST and LAST; embedding and head share
+    their parameters if they are in the same tuple, as on one stage.
     """
 
     def __init__(
@@ -253,10 +262,10 @@ class LayerSample:
             self.add(*parts)
 
     def add(self, *parts: LayerRange) -> tuple[Parameters, Any, GradientCompression | None]:
-        """Build the stages of `parts` and record the bytes of their parameters in `held`.
+        """Build the stages of `parts`, and record their memory in `held[parts]`.
 
-        `held` is by kind and leaves out offloaded bytes. `held[()]` has the bytes present without
-        any part.
+        The entry maps a kind of memory to bytes, without offloaded bytes. `held[()]` has the bytes
+        that are allocated before any stage is built.
         """
         before = Counter(self.pool.live)
         parameters, optimizer, stages = self.built(parts)
@@ -283,7 +292,10 @@ class LayerSample:
         return parameters, kind(parameters, 0.0, **config.train.constants()), stages
 
     def passes(self, part: LayerRange, sequences: int, halves: bool) -> PassSeconds:
-        """Return the PassSeconds of a part on a microbatch, with split backward if `halves`."""
+        """Measure the passes of a section of the model on a microbatch.
+
+        The split backward pass is included if `halves` is true.
+        """
         context, stage = self.context, self.stages[part]
         zeros = np.broadcast_to(np.int32(0), (context.parts * sequences, context.tokens))
         micro = Microbatch(0, 0, zeros, zeros, 1.0, DeviceCache(self.pool))
@@ -298,14 +310,14 @@ class LayerSample:
         return PassSeconds(forward, whole, backward, weight)
 
     def layer_passes(self, sequences: int, halves: bool) -> PassSeconds:
-        """Return the PassSeconds of a layer, the mean over the sample's layers."""
+        """Return the mean costs of the passes of a layer, over the layers of the sample."""
         passes, count = self.passes(self.layers, sequences, halves), len(self.layers.layers)
         return passes if count == 1 else passes * (1 / count)
 
     def forward(
         self, stage: PipelineStage, micro: Microbatch, part: LayerRange
     ) -> tuple[Pass, Any]:
-        """Return the Pass of forward and the saved activations."""
+        """Run a forward pass; return its cost and the saved activations."""
         before = self.pool.held
         x = None if part.first else self.block(stage, micro)
         (y, saved), done = self.measured(partial(stage.forward, x, micro))
@@ -321,7 +333,7 @@ class LayerSample:
         saved: Any,
         defer: Callable[..., None],
     ) -> Pass:
-        """Return the Pass of backward; `left` has the bytes that `defer` keeps."""
+        """Run a backward pass and return its cost; `left` includes the bytes saved by `defer`."""
         dy = None if part.last else self.block(stage, micro)
         before = self.pool.held - getattr(dy, "nbytes", 0)
         dx, done = self.measured(partial(stage.backward, dy, saved, micro, defer))
@@ -334,7 +346,7 @@ class LayerSample:
         return self.mesh.empty(shape, dtype)
 
     def measured(self, work: Callable[[], Any]) -> tuple[Any, Pass]:
-        """Run `work()` and return its result and its Pass."""
+        """Run `work()`; return its result and its cost as a Pass."""
         clock, live = self.clock, self.pool.held
         waited, idle, same = Counter(clock.waited), Counter(clock.idle), clock.idle is clock.waited
         start, busy = clock.now, clock.busy
@@ -348,10 +360,10 @@ class LayerSample:
         return result, Pass(seconds, waits, left, peak, busy, idle)
 
     def update(self, times: float, most: float, layers: int) -> tuple[Pass, Pass]:
-        """Return the Pass of the gradient reductions and the Pass of the update.
+        """Return the cost of the gradient reductions and the cost of the update.
 
-        Both are for `times` the sample's layers, in buckets of at most `most` bytes. The matrix
-        products of the update are those of `layers` layers.
+        Both apply to `times` copies of the sample's layers, with buckets of at most `most` bytes.
+        The update has the matrix products of `layers` layers.
         """
         first, _, compression = self.layer
         with self.clock.repeated(times, most, times):
@@ -374,9 +386,10 @@ class LayerSample:
 
 
 class StageContent(NamedTuple):
-    """Content of a part of the model: its number of layers, and whether it has embedding and head.
+    """Content of a model chunk or stage.
 
-    If only some layers have mixtures of experts, `mixtures` is their number.
+    `layers` is its number of layers, and `first` and `last` are True if it has the embedding and
+    the head. If only some layers have mixtures of experts, `mixtures` is their number.
     """
 
     layers: int
@@ -387,10 +400,11 @@ class StageContent(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PartCosts:
-    """PassSeconds of the parts of a model, and the bytes of a block between them.
+    """Costs of the passes of a layer, the embedding (`first`) and the head (`last`).
 
-    If only some layers have mixtures of experts, `layer` is the mean of the layers, and `kinds`
-    has one layer without and one with a mixture.
+    `block` is the size in bytes of the activation between two layers. If only some layers have
+    mixtures of experts, `layer` is the mean over the layers, and `kinds` has the costs of a layer
+    without and of a layer with a mixture.
     """
 
     layer: PassSeconds

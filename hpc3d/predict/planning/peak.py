@@ -1,8 +1,8 @@
 """Peak memory of the fullest rank, from the costs of the passes of a step.
 
-A stage runs its schedule. When a pass begins, the stage holds the saved activations of the
-microbatches and chunks that wait for their backward pass, and the tensors saved between B and W.
-The pass adds its own peak.
+When a pass begins, a stage holds the saved activations of all microbatches and chunks that wait
+for their backward pass, and the tensors that are saved between B and W. The peak of the pass is
+added to these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
 
 
 class StageWork(NamedTuple):
-    """Passes of a part of the model on a microbatch."""
+    """Costs of the passes of a model chunk or stage on a microbatch."""
 
     forward: Pass
     backward: Pass
@@ -46,7 +46,7 @@ def contents(config: Config) -> list[tuple[StageContent, ...]]:
 
 
 def contents_in_order(config: Config) -> list[StageContent]:
-    """Return the StageContent of every part, in the order of the model."""
+    """Return the StageContent of every model chunk, in model order."""
     parts, every = config.layers(), config.model.moe_every
     last = len(parts) - 1
     return [
@@ -60,7 +60,7 @@ def _mixtures(part: range, every: int) -> int:
 
 
 def even(config: Config) -> bool:
-    """Return True if the parts of a pipeline are identical except for embedding and head."""
+    """Return True if all model chunks are identical except for the embedding and the head."""
     if config.parallel.layers_per_stage:
         return False
     every = config.model.moe_every
@@ -76,25 +76,25 @@ def _contents_of(placement: Placement, *contents: StageContent) -> list[tuple[St
 
 
 def buckets(gradient: float, megabytes: float) -> int:
-    """Return the number of buckets that a gradient fills, given in bytes.
+    """Return the number of buckets of `megabytes` MB that a gradient of `gradient` bytes fills.
 
-    With a bucket size of 0, each tensor has its own bucket.
+    A bucket size of 0 counts as 1 byte, because each tensor has a separate bucket then.
     """
     return ceil(gradient / max(1.0, 1e6 * megabytes))
 
 
 @cache
 def stage_content(chunks: tuple[StageContent, ...]) -> StageContent:
-    """Return the StageContent of a stage from those of its chunks."""
+    """Combine the contents of a stage's chunks into one StageContent."""
     layers, first, last, mixtures = zip(*chunks)
     return StageContent(sum(layers), any(first), any(last), sum(mixtures))
 
 
 @cache
 def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
-    """Return the StageWork of a StageContent on a microbatch.
+    """Return the costs of the passes of a StageContent on a microbatch.
 
-    `split` selects a backward pass in two halves.
+    If `split` is true, the backward pass is split into two halves.
     """
     ends = [parts.first] * content.first, [parts.last] * content.last
     order, nothing = [*ends[0], *_layers_of(parts, content), *ends[1]], parts.layer * 0
@@ -103,7 +103,7 @@ def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
 
 
 def _layers_of(parts: PartCosts, content: StageContent) -> list[PassSeconds]:
-    """Return the passes of the layers of a StageContent, those with a mixture last."""
+    """Return the pass costs of the layers of a StageContent; layers with a mixture come last."""
     if not parts.kinds:
         return [parts.layer * content.layers]
     dense, mixture = parts.kinds
@@ -118,7 +118,7 @@ def fullest(
     sums: int,
     rest: int,
 ) -> tuple[int, dict[str, int]]:
-    """Return the stage whose rank holds most, and its peak bytes by kind.
+    """Return the index of the stage with the highest peak memory, and a dict from kind to bytes.
 
     `chunks` has the content of each stage; `sums` and `rest` are as for `stage_bytes`.
     """
@@ -141,9 +141,10 @@ def stage_bytes(
     sums: int,
     rest: int,
 ) -> Counter:
-    """Return the peak bytes of a rank of stage `number` with these `chunks`, by kind.
+    """Return the peak memory of a rank on stage `number`, as a dict from kind to bytes.
 
-    `sums` and `rest` are the bytes that the gradient reductions and the update of a layer need.
+    `chunks` is the content of the stage's chunks. `sums` and `rest` are the peaks in bytes of the
+    gradient reductions and of the update of a layer.
     """
     parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
     held, layer = costs.held(config, content), costs.layer_gradient(config)
@@ -168,10 +169,10 @@ def stage_bytes(
 
 
 def _blocks(model: StepModel, stage: int) -> int:
-    """Return the number of message blocks during a pass.
+    """Return the number of message blocks in memory during a pass.
 
-    A stage has one block to and one from each neighbor, limited by the number of microbatches. A
-    single stage has its result.
+    A stage has a sent and a received block per neighboring stage, for at most as many neighbors as
+    there are microbatches. A single stage has one block, its result.
     """
     neighbors = (stage > 0) + (stage < model.stages - 1)
     return 2 * min(neighbors, model.micros) or 1

@@ -1,5 +1,7 @@
-"""What is planned for an input file: the best layouts, found with a technique where nothing fits
-without one."""
+"""Plan for an input file: the best layouts.
+
+If no layout fits in memory, the search is repeated with a memory-saving technique.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.resorts import Fit
     from hpc3d.predict.planning.search import Found
 
-TOP = 10  # layouts that are shown
+TOP = 10  # default number of layouts to show
 
 
 class PlannedLayouts(NamedTuple):
-    """An input, what was found for it, and its `best` layouts; none if nothing fits."""
+    """Result of a search for an input: its Found, its Ranking and the `best` layouts that fit."""
 
     config: Config
     found: Found
@@ -33,8 +35,11 @@ class PlannedLayouts(NamedTuple):
 
 
 class ResortedLayouts(NamedTuple):
-    """What was `planned` with a technique where nothing fits without: the layout that is
-    `nearest` without it, how it `fit`s, and what `others` make fit."""
+    """Plan with a memory-saving technique, for an input of which no layout fits without one.
+
+    `planned` is the plan with the technique, and `fit` describes the technique. `nearest` is the
+    smallest layout without it. `others` lists other techniques with which a layout fits.
+    """
 
     planned: PlannedLayouts
     nearest: RankedLayout
@@ -42,7 +47,7 @@ class ResortedLayouts(NamedTuple):
     others: list[Fit]
 
     def plain(self) -> dict[str, Any]:
-        """Plain values for `--json`."""
+        """Return a dict of plain values for `--json`."""
         rows = [(each, estimated(each.estimate)) for each in self.others]
         others = [each.resort.plain() | as_plain(row) for each, row in rows]
         nearest = as_plain(self.nearest)
@@ -57,10 +62,11 @@ def plan_layouts(
     memory: float | None = None,
     top: int = TOP,
 ) -> tuple[PlannedLayouts, ResortedLayouts | None]:
-    """The PlannedLayouts of an input on so many ranks of `memory` bytes (None: the machine's), and
-    how they came to fit if nothing does as it is.
+    """Plan the best layouts of an input on `ranks` ranks with `memory` bytes each.
 
-    ValueError if the input is refused whatever the layout, or nothing fits.
+    `memory` defaults to the memory per rank of the machine. Returns the PlannedLayouts, and
+    either None or, if layouts fit only with a memory-saving technique, the ResortedLayouts. Raises
+    ValueError if the input is invalid for every layout, or if no layout fits.
     """
     config = allowed(source, overrides)
     memory = memory or machine.memory_gb * 1e9
@@ -83,13 +89,13 @@ def _planned(
 def _resorted(
     source: Path | str, overrides: Sequence[str], short: PlannedLayouts, top: int
 ) -> ResortedLayouts | None:
-    """What is planned with the first technique that makes layouts fit; None if none does."""
+    """Plan with the first technique with which a layout fits; return None if there is none."""
     search, machine = short.ranking.search, short.ranking.machine
     fitting = [*fits(source, overrides, search, short.found)]
     for fit in fitting:
         again = _planned(fit.config, search.ranks, machine, search.memory, top)
         if again.best:
-            mildest = {fit.resort.keys: fit}  # of those that change the same keys
+            mildest = {fit.resort.keys: fit}  # first technique for each set of keys
             for other in fitting:
                 mildest.setdefault(other.resort.keys, other)
             _, *others = mildest.values()
@@ -98,7 +104,7 @@ def _resorted(
 
 
 def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
-    """Which layout comes closest, and what would make it fit."""
+    """Format the error message if no layout fits: the smallest layout and possible fixes."""
     row = _smallest(planned)
     return (
         f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}; use --memory "
@@ -107,29 +113,29 @@ def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
 
 
 def _smallest(planned: PlannedLayouts) -> RankedLayout:
-    """The layout that comes closest where none fits."""
+    """Return the layout with the lowest peak memory, for searches in which none fits."""
     timed = planned.found.timed
     rows = planned.ranking.known.values() or [estimated(each.best) for each in timed]
     return min(rows, key=lambda row: row.peak)
 
 
 def nearest_in_words(row: RankedLayout) -> str:
-    """Which layout comes closest, and what it holds."""
+    """Format the smallest layout and its peak memory."""
     return f"the smallest layout, {shown_layout(row.config)}, needs {held(row)}"
 
 
 def held(row: RankedLayout) -> str:
-    """The peak of a layout by kind, the largest first."""
+    """Format the peak memory of a layout by kind, the largest first."""
     kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in kinds)
     return f"{gigabytes(row.peak)} on stage {row.stage} ({parts})"
 
 
 def gigabytes(nbytes: float) -> str:
-    """Bytes as a text in GB, or in MB where they are few."""
+    """Format a number of bytes in GB, or in MB below 0.1 GB."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 def input_with(config: Config, planned: Config) -> str:
-    """The text of the input `config` with the mesh and the parallelism that were planned."""
+    """Return the input file `config` as text, with the planned mesh and parallelism."""
     return to_toml(replace(config, mesh=planned.mesh, parallel=planned.parallel))

@@ -1,4 +1,4 @@
-"""Search and ranking of the layouts of an input, for `plan` and the Python API."""
+"""Search and ranking of layouts for an input file, for `plan` and the Python API."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.ranking import RankedLayout
     from hpc3d.predict.planning.search import Found
 
-_FEW = 16  # largest number of ranks with an exhaustive search
+_FEW = 16  # maximum number of ranks for an exhaustive search
 
 
 def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
-    """Return the input's Config, or raise Problems if it is invalid for every layout."""
+    """Load the Config of an input; raise Problems if it is invalid for every layout."""
     config = load(source, overrides)
     alone = bare(config)  # the plan chooses the mesh
     refuse([*unknown_values(config), *not_there_yet(config)])
@@ -36,7 +36,10 @@ def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
 def ranked(
     config: Config, ranks: int, machine: Machine, memory: float, top: int
 ) -> tuple[Found, Ranking]:
-    """Search the layouts on a number of ranks and return the result with its Ranking."""
+    """Search the layouts on `ranks` ranks with `memory` bytes each.
+
+    Returns the result of the search and the Ranking of its layouts.
+    """
     vocabulary = config.model.vocabulary or least_vocabulary(config.model, BYTE_VOCABULARY)
     search = Search(config, ranks, vocabulary, machine, memory)
     found = search.run(top, _most_costs(ranks))
@@ -47,7 +50,8 @@ def ranked(
 
 
 def searched(found: Found, ranking: Ranking) -> dict[str, int]:
-    """Return the number of layouts, and how many were timed, pruned, left or simulated."""
+    """Return the statistics of a search: the numbers of layouts, of mesh candidates that were
+    timed, pruned or left, of estimates and of simulations."""
     return {
         "layouts": found.considered,
         "timed": len(found.timed),
@@ -59,7 +63,7 @@ def searched(found: Found, ranking: Ranking) -> dict[str, int]:
 
 
 def as_plain(row: RankedLayout) -> dict[str, Any]:
-    """Return a row as plain values for `--json`."""
+    """Return a RankedLayout as a dict of plain values for `--json`."""
     return {
         "layout": layout(row.config),
         "step_time_s": row.seconds,
@@ -75,10 +79,10 @@ def as_plain(row: RankedLayout) -> dict[str, Any]:
 
 
 def _most_costs(ranks: int) -> int:
-    """Return the budget of measured costs, about 3 ms each."""
+    """Return the maximum number of costs to measure; each takes about 3 ms."""
     return 2500 if ranks <= _FEW else min(1250, 200 + 2 * ranks)
 
 
 def _most_effort(ranks: int) -> int:
-    """Return the simulation budget in ms, as hpc3d.predict.planning.ranking estimates it."""
+    """Return the simulation budget in ms, in terms of the costs that the Ranking estimates."""
     return 3000 if ranks <= _FEW else min(6000, 500 + 5 * ranks)

@@ -1,4 +1,4 @@
-"""Ranking of a search: simulated best layouts, best layouts by scheme, reasons why others lose."""
+"""Ranking of layouts: simulations of the best, the best per scheme, and why others are slower."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ _NAMED = {
     "cube": lambda config: kind(config) == "3-D" and _is_cube(config.mesh),
     "best cuboid": lambda config: kind(config) != "none" and config.parallel.scheme in _CUBOIDS,
 }
-_EACH = 2  # candidates timed for each name
-_SHOWN = 0.25  # fraction of the budget reserved for layouts shown after the fastest
-_RESIZED, _SIZES = 6, 3  # layouts tried with other bucket sizes, and sizes for each
-_SIZED = 0.25  # fraction of the budget spent in addition on bucket sizes
-# Lower bounds of the step time relative to an estimate: without simulations of its family, and
-# after scaling by the smallest ratio that the family's simulations had.
+_EACH = 2  # number of candidates to time for each name
+_SHOWN = 0.25  # fraction of the budget reserved for layouts that rank below the fastest
+_RESIZED, _SIZES = 6, 3  # number of layouts to try with other bucket sizes, and sizes per layout
+_SIZED = 0.25  # extra budget for bucket sizes, as a fraction of the budget
+# Lower bounds on the simulated step time relative to an estimate: if no layout of its family has
+# been simulated, and otherwise after scaling by the family's smallest ratio.
 _NEW, _KIN = 0.9, 0.97
 
 
 class RankedLayout(NamedTuple):
-    """Layout with its step.
+    """Predicted step of a layout.
 
-    `bubble` and `communication` are fractions of the step. `waits` has the seconds by axis and
-    `kinds` the bytes of the fullest rank, which is on `stage`. `simulated` is False for an
-    estimate.
+    `seconds` is the step time, and `bubble` and `communication` are fractions of it. `waits` maps
+    an axis to its communication time in seconds. The rank with the highest peak memory is on stage
+    `stage`; `peak` is its peak in bytes, and `kinds` maps a kind of memory to bytes. `simulated`
+    is False for an estimate.
     """
 
     config: Config
@@ -59,13 +60,13 @@ class RankedLayout(NamedTuple):
 
     @property
     def axis(self) -> str:
-        """Axis with the longest wait, or "none"."""
+        """Axis with the longest communication time, or "none"."""
         axes = {axis: seconds for axis, seconds in self.waits.items() if axis != "world"}
         return max(axes, key=axes.get) if sum(axes.values()) else "none"
 
 
 class Loser(NamedTuple):
-    """Reason why `count` layouts lose, and the layout among them that is closest to winning."""
+    """Reason why `count` layouts are slower than the best, and the best layout among them."""
 
     reason: str
     count: int
@@ -77,7 +78,7 @@ def _is_cube(mesh: MeshConfig) -> bool:
 
 
 def estimated(estimate: Estimate) -> RankedLayout:
-    """Return the RankedLayout of an estimate."""
+    """Convert an estimate to a RankedLayout."""
     seconds, waits = estimate.seconds, estimate.waits
     return RankedLayout(
         estimate.config,
@@ -93,7 +94,7 @@ def estimated(estimate: Estimate) -> RankedLayout:
 
 
 def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayout:
-    """Return the RankedLayout of a simulation, with the waits of the stage that idles least."""
+    """Simulate a layout; return its RankedLayout with the waits of the least idle stage."""
     runs = simulate(config, vocabulary, machine)
     found = summary(runs, config, machine)
     seconds, worst = found["step_time_s"], found["memory"]["worst"]
@@ -113,17 +114,18 @@ def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayou
 
 
 def _simulation_cost(config: Config) -> float:
-    """Return the approximate cost of simulating a layout in ms: its layers, stages and passes."""
+    """Return the approximate time in ms to simulate a layout, from its layers, stages and
+    passes."""
     stages, parallel = config.mesh.p, config.parallel
     passes = stages * parallel.microbatches * parallel.chunks
     return 8 * config.model.layers + 10 * stages + passes
 
 
 class Ranking:
-    """Rows of a search.
+    """Ranking of the layouts found by a search.
 
-    The most promising offers are simulated within a budget of `most` ms. The others are estimates,
-    corrected by the simulations.
+    The most promising layouts are simulated within a budget of `most` ms. The others are ranked by
+    their estimates, which are corrected by the mean error of simulated layouts.
     """
 
     def __init__(self, search: Search, found: Found, machine: Machine, most: float) -> None:
@@ -132,9 +134,9 @@ class Ranking:
         self.known, self.ratios, self.peaks = {}, {}, {}
 
     def simulate(self) -> None:
-        """Simulate offers as long as one may be faster than the fastest that fits.
+        """Simulate layouts as long as one may be faster than the fastest that fits in memory.
 
-        If none fits, simulate the smallest offer last.
+        If none of them fits, the smallest remaining layout is simulated last.
         """
         offers = [offer for each in self.found.timed if each.fits for offer in each.offers]
         quickest = inf
@@ -148,7 +150,7 @@ class Ranking:
     def try_buckets(self) -> None:
         """Simulate other bucket sizes for layouts that may become the fastest.
 
-        Sizes that are worth setting become offers.
+        Layouts that gain enough from another size are added to the candidate's offers.
         """
         kept, self.left = self.left, _SIZED * self.most
         for seconds, other, each in sorted(self._resized(), key=lambda one: one[0]):
@@ -161,7 +163,8 @@ class Ranking:
         self.left = kept
 
     def _resized(self) -> Iterator[tuple[float, Estimate, TimedCandidate]]:
-        """Yield (likely seconds, estimate, candidate) of the best layouts with other buckets."""
+        """Yield (likely step time in s, estimate, candidate) for other bucket sizes of the best
+        layouts."""
         fitting = (
             each for each in self.found.timed if each.fits and each.best.config.mesh.replicas() > 1
         )
@@ -173,29 +176,33 @@ class Ranking:
                         yield ratio * other.seconds, other, each
 
     def _fitting_seconds(self) -> list[float]:
-        """Return the seconds of the simulated layouts that fit."""
+        """Return the step times in seconds of the simulated layouts that fit."""
         return [row.seconds for row in self.known.values() if self.fits(row)]
 
     def promising(self, offers: Sequence[Estimate], quickest: float) -> Estimate | None:
-        """Return the most promising offer, or None if it is not worth a simulation."""
+        """Return the most promising of the `offers`, or None if none justifies a simulation.
+
+        `quickest` is the shortest step time in seconds of a simulated layout that fits.
+        """
         near = (offer for offer in offers if self.peak(offer) <= self.room(offer))
         offer = min(near, key=self.least, default=None)
         enough = quickest < inf and self.left < _SHOWN * self.most
         return None if enough or not offer or self.least(offer) > quickest else offer
 
     def least(self, estimate: Estimate) -> float:
-        """Return a lower bound on the simulated seconds of an estimate."""
+        """Return a lower bound on the step time, in seconds, that a simulation would give."""
         ratios = self.ratios.get(_family(estimate.config))
         return estimate.seconds * (_KIN * min(ratios) if ratios else _NEW)
 
     def peak(self, estimate: Estimate) -> float:
-        """Return the likely simulated peak of an estimate in bytes."""
+        """Return the likely peak memory, in bytes, that a simulation of the layout would give."""
         return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:
-        """Return the largest likely peak for which an estimate is simulated, in bytes.
+        """Return the maximum likely peak, in bytes, for which a layout is simulated.
 
-        The limit decreases with the remaining budget, so that late simulations are likely to fit.
+        The limit decreases with the remaining budget, so that the layouts that are simulated last
+        are likely to fit.
         """
         left = (self.left - _simulation_cost(estimate.config)) / self.most
         return self.search.candidates.memory * (1 + NEAR * max(-1, left))
@@ -211,15 +218,16 @@ class Ranking:
         return row
 
     def _corrected(self, estimate: Estimate) -> RankedLayout:
-        """Return the RankedLayout of an estimate, scaled by the mean error of simulated ones."""
+        """Convert an estimate to a RankedLayout, with the step time corrected by the mean ratio
+        of simulations to estimates."""
         ratios = [*chain(*self.ratios.values())]
         seconds = estimate.seconds * (fmean(ratios) if ratios else 1)
         return estimated(estimate)._replace(seconds=seconds)
 
     def row(self, each: TimedCandidate) -> RankedLayout:
-        """Return the RankedLayout of a candidate, or None if none of its layouts fits.
+        """Return the best RankedLayout of a candidate, or None if none of its layouts fits.
 
-        It is the fastest simulated layout that fits, otherwise an estimate.
+        It is the fastest simulated layout that fits or, if there is none, an estimate.
         """
         known = [self.known[one.config] for one in each.offers if one.config in self.known]
         fitting = filter(self.fits, known)
@@ -229,7 +237,7 @@ class Ranking:
         return quickest or next(map(self._corrected, likely), None)
 
     def looked_at(self, each: TimedCandidate) -> RankedLayout:
-        """Return the RankedLayout of a candidate, simulated as long as the budget lasts."""
+        """Return the best RankedLayout of a candidate, from simulations if the budget allows."""
         row = self.row(each)
         while row and not row.simulated and _simulation_cost(row.config) <= self.left:
             self.run(self._offer(row.config))
@@ -252,7 +260,10 @@ class Ranking:
         return row.peak <= self.search.candidates.memory
 
     def widen(self, mesh: MeshConfig | None = None) -> None:
-        """Time some candidates of every name as well."""
+        """Also time the most promising candidates of every name in `_NAMED`.
+
+        If `mesh` is given, only candidates with the same p, d, c and e are considered.
+        """
         for is_it in _NAMED.values():
             named = sorted(self._named_candidates(is_it, mesh), key=self.search.bounds.least)
             self.found.widen(named[:_EACH], self.search.timed)
@@ -260,23 +271,29 @@ class Ranking:
     def _named_candidates(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> Iterator[Candidate]:
-        """Yield the candidates of a name, restricted to the p, d, c and e of `mesh` if given."""
+        """Yield the candidates for which `is_it` is true.
+
+        If `mesh` is given, they have the same p, d, c and e.
+        """
         found = self.found
         for candidate in [*(each.candidate for each in found.timed), *found.left, *found.cut]:
             if is_it(candidate.config) and (mesh is None or _alike(candidate.config.mesh, mesh)):
                 yield candidate
 
     def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
-        """Return the best RankedLayout of each name, or None.
+        """Return a dict from each name in `_NAMED` to its best RankedLayout, or to None.
 
-        The p, d, c and e of `mesh` are fixed if it is given.
+        If `mesh` is given, only layouts with the same p, d, c and e are considered.
         """
         return {name: self._called(is_it, mesh) for name, is_it in _NAMED.items()}
 
     def _called(
         self, is_it: Callable[[Config], bool], mesh: MeshConfig | None
     ) -> RankedLayout | None:
-        """Return the best simulated or timed layout of a name."""
+        """Return the best RankedLayout for which `is_it` is true, or None.
+
+        If none fits in memory, the smallest one is returned.
+        """
         chosen = {id(candidate) for candidate in self._named_candidates(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.candidate) in chosen]
         rows = [row for each in timed[:_EACH] if (row := self.looked_at(each))]
@@ -285,7 +302,7 @@ class Ranking:
         return min(fitting or nearest, key=lambda row: row.seconds, default=None)
 
     def losers(self, best: RankedLayout) -> list[Loser]:
-        """Return the reasons why all other layouts lose against the row `best`."""
+        """Return the reasons why other layouts are slower than `best`, most frequent first."""
         winner, groups = self._offer(best.config), {}
         for each in self.found.timed:
             if winner not in each.offers:
@@ -297,18 +314,22 @@ class Ranking:
         return sorted(losers, key=lambda loser: -loser.count)
 
     def _offer(self, config: Config) -> Estimate:
-        """Return the estimate of a layout."""
+        """Return the estimate of the layout `config`."""
         offers = chain.from_iterable(each.offers for each in self.found.timed)
         return next(offer for offer in offers if offer.config == config)
 
     def nearest(self, group: Sequence[Estimate]) -> Estimate:
-        """Return the fastest estimate that fits, otherwise the smallest."""
+        """Return the fastest estimate that fits or, if none does, the one with the lowest
+        peak."""
         fitting = [each for each in group if self.fits(each)]
         smallest = min(group, key=lambda each: each.peak)
         return min(fitting, key=lambda each: each.seconds, default=smallest)
 
     def reason(self, each: TimedCandidate, winner: Estimate) -> str:
-        """Return the largest contribution to a layout's step beyond that of the winner."""
+        """Return the name of the largest contribution to the extra step time over `winner`.
+
+        The result is "memory" if no layout of the candidate fits.
+        """
         if not each.fits:
             return "memory"
         more = {f"axis {axis}": s - winner.waits[axis] for axis, s in each.best.waits.items()}
@@ -320,7 +341,10 @@ class Ranking:
 
 
 def _family(config: Config) -> tuple[MeshConfig, str, str, bool]:
-    """Return the keys that layouts share if their estimates have similar errors."""
+    """Return the grouping key of a layout.
+
+    The estimates of layouts with the same key tend to have similar errors.
+    """
     parallel = config.parallel
     return config.mesh, parallel.scheme, parallel.schedule, parallel.layers_per_stage is None
 
@@ -330,7 +354,7 @@ def _alike(mesh: MeshConfig, other: MeshConfig) -> bool:
 
 
 def layout(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the non-default keys of a layout as tables, {"mesh": {...}, "parallel": {...}}."""
+    """Return the non-default keys of a layout as {"mesh": {...}, "parallel": {...}}."""
     usual = {"mesh": asdict(MeshConfig()), "parallel": asdict(ParallelConfig())}
     values = {table: asdict(getattr(config, table)) for table in usual}
     return {
@@ -340,7 +364,7 @@ def layout(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def shown_layout(config: Config) -> str:
-    """Format a layout on one line, without sizes and counts of 1."""
+    """Format a layout on one line; sizes and counts of 1 are omitted."""
     tables = layout(config)
     scheme = {} if kind(config) == "none" else {"scheme": config.parallel.scheme}
     shown = {key: tables["mesh"][key] for key in "pdcxyz" if key in tables["mesh"]}

@@ -1,7 +1,8 @@
-"""Memory-saving fallbacks of a plan if no layout fits, in the order in which they are tried.
+"""Memory-saving fallbacks of a plan for inputs of which no layout fits.
 
-Fallbacks that leave all results unchanged come first. Later ones change results increasingly. The
-layouts closest to fitting show which fallback helps, and a search with it finds the best layout.
+They are tried in order. Fallbacks that leave all results unchanged come first, followed by those
+that change results more and more. Each fallback is checked on the layouts with the lowest peak
+memory, and the first one that helps is used in a new search.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _NEAREST = 8  # number of layouts for which each fallback is checked
 
 
 class Resort(NamedTuple):
-    """Changes of keys of an input file; `exact` is True if they change no result of a run."""
+    """Fallback: changes of keys in an input file.
+
+    `exact` is True if they leave all results of a run unchanged.
+    """
 
     changes: tuple[tuple[str, str], ...]
     exact: bool = False
@@ -51,7 +55,7 @@ class Resort(NamedTuple):
         return "which leaves results unchanged" if self.exact else "which changes results"
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values for `--json`."""
+        """Return a dict of plain values for `--json`."""
         return {"changes": dict(self.changes), "exact": self.exact}
 
 
@@ -72,7 +76,7 @@ RESORTS = (
 
 
 class Fit(NamedTuple):
-    """Fastest of the nearest layouts that fits with a fallback, and the changed input."""
+    """Fallback with the changed input, and the estimate of the fastest layout that fits."""
 
     resort: Resort
     config: Config
@@ -82,7 +86,7 @@ class Fit(NamedTuple):
 def fits(
     source: Path | str, overrides: Sequence[str], search: Search, found: Found
 ) -> Iterator[Fit]:
-    """Yield a Fit for each fallback with which one of the nearest layouts fits."""
+    """Yield a Fit for each fallback with which one of the smallest layouts fits."""
     nearest = sorted(
         (min(each.offers, key=lambda offer: offer.peak) for each in found.timed),
         key=lambda offer: offer.peak,
@@ -108,6 +112,6 @@ def fits(
 
 
 def _changed(layout: Config, config: Config) -> Config:
-    """Return a layout with the training and memory keys of an input."""
+    """Return `layout` with the training and memory keys of the input `config`."""
     kept = {key: getattr(config.parallel, key) for key in ("keep_dtype", "offload")}
     return replace(layout, train=config.train, parallel=replace(layout.parallel, **kept))

@@ -1,8 +1,9 @@
 """Search for the layout with the shortest step among those that fit in memory.
 
-Every mesh has a lower bound (bounds.py). In the order of the bounds, estimates (estimate.py) time
-each mesh with suitable schedules, microbatches, ZeRO stages and recomputation, until no bound is
-below the best times. The best few may then get uneven layers (adaptation.py).
+bounds.py computes a lower bound on the step time of every mesh. In the order of these bounds,
+estimate.py estimates the step time of each mesh with suitable schedules, microbatches, ZeRO stages
+and recomputation, until the remaining bounds exceed the best step times. Finally, adaptation.py
+tries uneven layers for the best few layouts.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.estimate import Estimate
 
 log = logging.getLogger(__name__)
-_FEW = 16  # largest number of ranks for which all context options are searched
-_REACH = 1.4  # candidates up to this factor above the fastest are refined
-_COARSE = 2 / 3  # fraction of the cost budget for comparing meshes; the rest refines them
+_FEW = 16  # maximum number of ranks for which all kinds of context parallelism are searched
+_REACH = 1.4  # candidates up to this multiple of the shortest step time are refined
+_COARSE = 2 / 3  # fraction of the cost budget for comparing meshes; the rest is for refinement
 
 
 class Found(NamedTuple):
     """Result of a search.
 
-    `timed` has the timed candidates, fastest first and those that do not fit last. `cut` has the
-    candidates whose lower bound is too long, and `left` those left when the budget was spent.
-    `considered` is the number of layouts.
+    `timed` has the timed candidates, fastest first; candidates that do not fit in memory come
+    last. `cut` has the candidates that were pruned because of their lower bound, and `left` the
+    candidates that remained when the budget was spent. `considered` is the number of layouts.
     """
 
     timed: list
@@ -56,7 +57,7 @@ class Found(NamedTuple):
         candidates: Sequence[Candidate],
         time: Callable[[Candidate], TimedCandidate],
     ) -> None:
-        """Time the candidates that are not timed yet and add them."""
+        """Time the candidates that have not been timed yet, and move them to `timed`."""
         new = [
             candidate
             for candidate in candidates
@@ -74,7 +75,7 @@ class Found(NamedTuple):
 
 
 class Search:
-    """Search over the layouts of `config` on a number of ranks with `memory` bytes each."""
+    """Search for the best layouts of `config` on `ranks` ranks with `memory` bytes each."""
 
     def __init__(
         self, config: Config, ranks: int, vocabulary: int, machine: Machine, memory: float
@@ -86,11 +87,12 @@ class Search:
         self.allowed = 0  # number of candidates
 
     def run(self, top: int, most: int) -> Found:
-        """Search all layouts and return the Found, measuring at most `most` costs.
+        """Search all layouts for the best `top`, measuring about `most` costs at most.
 
-        The candidate with the least communication of each (p, d, c, e) is timed first, then others
-        of the fast groups, then the rest. Finally, the best are refined. Raises ValueError, with
-        one line that says what to change, if the rules allow no layout.
+        For each (p, d, c, e), the candidate with the least communication is timed first. Other
+        candidates on the short lists follow, starting with the fastest lists, and then the
+        remaining candidates. Finally, the best are refined. Raises ValueError with a one-line
+        remedy if no layout is valid.
         """
         candidates = []
         for candidate in self.allowed_candidates():
@@ -118,14 +120,15 @@ class Search:
         return found
 
     def _add(self, found: Found, offers: Sequence[Offer]) -> None:
-        """Add offers to their candidates."""
+        """Add the estimates in `offers` to their candidates."""
         for number, estimate in offers:
             candidate, known, *_ = found.timed[number]
             found.timed[number] = self._offered(candidate, [*known, estimate])
         found.sort()
 
     def _refine(self, found: Found, most: int) -> None:
-        """Refine the candidates that may become the best, round-robin, within the budget."""
+        """Add estimates to the candidates that may become the fastest, round-robin, within the
+        budget."""
 
         def limit():
             return _REACH * self.limit(found.timed, 1)
@@ -145,9 +148,9 @@ class Search:
         return self.estimator.costs.measured >= most
 
     def _consider(self, candidate: Candidate, found: Found, top: int, most: float) -> float:
-        """Time a candidate if it may be among the best.
+        """Time a candidate if it may be among the best `top`.
 
-        Returns the seconds of its step if it was timed and fits, otherwise inf.
+        Returns its step time in seconds if it was timed and fits, and inf otherwise.
         """
         if self.bounds.least(candidate) > self.limit(found.timed, top):
             found.cut.append(candidate)
@@ -167,21 +170,22 @@ class Search:
         self.bounds.calibrate(config, self.estimator.costs.parts(config), fixed)
 
     def limit(self, timed: Sequence[TimedCandidate], top: int) -> float:
-        """Return the seconds below which a candidate is among the best `top`."""
+        """Return the step time in seconds below which a candidate is among the best `top`."""
         seconds = sorted(each.sure for each in timed)
         return seconds[top - 1] if len(seconds) >= top else inf
 
     def allowed_candidates(self) -> Iterator[Candidate]:
-        """Yield the valid candidates with their bounds.
+        """Yield all valid candidates.
 
-        With many ranks, only the context option with the shortest exposed communication is kept.
+        With many ranks, only the kind of context parallelism with the least exposed communication
+        is considered for each mesh.
         """
         for configs in layouts.every_mesh(self.base, self.ranks, self.memory):
             found = sorted(map(self.bounds.candidate, configs), key=self.bounds.shown_context)
             yield from found if self.ranks <= _FEW else found[:1]
 
     def _refusal(self) -> str:
-        """Format why no layout is valid: the problem of the first one."""
+        """Format the error message if no layout is valid, with the problem of the first one."""
         model, train = self.base.model, self.base.train
         mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, *mesh), self.ranks)
@@ -189,7 +193,7 @@ class Search:
         return f"no layout on {ranks} is valid for this model; for example, {problem}"
 
     def variants(self, candidate: Candidate) -> int:
-        """Return the number of layouts with the mesh of a candidate."""
+        """Return the number of layouts that have the mesh sizes of a candidate."""
         config, layers = candidate.config, self.base.model.layers
         counts = layouts.microbatches(config, self.ranks)
         ways = sum(len(layouts.schedules(config.mesh.p, micros, layers)) for micros in counts)
@@ -198,11 +202,11 @@ class Search:
         return ways * len(self.candidates.ways(config)) * zeros * orders
 
     def timed(self, candidate: Candidate) -> TimedCandidate:
-        """Return the TimedCandidate of a candidate, estimated as far as a comparison needs."""
+        """Return a candidate with the estimates that are needed to compare it with others."""
         return self._offered(candidate, self.candidates.promising(candidate.config))
 
     def _offered(self, candidate: Candidate, found: Sequence[Estimate]) -> TimedCandidate:
-        """Return the TimedCandidate of a candidate with these estimates."""
+        """Return a candidate with the estimates in `found` that may fit, fastest first."""
         near = {each.config: each for each in found if self.candidates.fits(each, 1 + NEAR)}
         if not near:
             return TimedCandidate(candidate, [min(found, key=lambda each: each.peak)], False, inf)

@@ -1,6 +1,6 @@
-"""Savings and costs of memory and communication techniques on a given layout.
+"""Effects of memory and communication techniques on a given layout.
 
-Each technique is compared with the unchanged input by simulation.
+Each technique is simulated and compared with the unchanged input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Each entry is one change of an input file.
+# Each technique is one (key, value) change of an input file.
 TECHNIQUES = (
     ("parallel.recompute", "selective"),
     ("parallel.recompute", "full"),
@@ -52,8 +52,9 @@ _OF_MUON = (("train.orthogonalize", "sharded"),)
 class Effect(NamedTuple):
     """Simulated step with a change of the input.
 
-    `memory` has the peak bytes of the fullest rank by kind, as in `summary`, and `received` the
-    bytes that a rank of stage 0 receives. `refused` is the reason if the change is invalid.
+    `memory` maps a kind of memory to the peak in bytes on the fullest rank, as in `summary`.
+    `received` is the number of bytes that a rank of stage 0 receives per step, and `seconds` is
+    the step time. If the change is invalid, `refused` is the reason.
     """
 
     change: str
@@ -63,7 +64,7 @@ class Effect(NamedTuple):
     refused: str = ""
 
     def plain(self, first: Effect) -> dict[str, Any]:
-        """Return plain values for `--json`, with ratios to the `first` effect."""
+        """Return a dict of plain values for `--json`, including ratios to the `first` Effect."""
         if self.refused:
             return {"change": self.change, "refused": self.refused}
         return {
@@ -81,7 +82,7 @@ class Effect(NamedTuple):
 def effects(
     source: Path | str, overrides: Sequence[str], ranks: int, machine: Machine
 ) -> Iterator[Effect]:
-    """Yield the Effect of the unchanged input, then of each technique that it does not use yet."""
+    """Yield the Effect of the unchanged input and of each technique that it does not use yet."""
     config = load_resolved(source, overrides, ranks)
     yield _effect("as it is", config, machine)
     techniques = TECHNIQUES + (_OF_MUON if config.train.optimizer == "muon" else ())

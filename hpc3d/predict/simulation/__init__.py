@@ -1,1 +1,1 @@
-"""Simulation of the program on abstract arrays with a machine's simulated clock."""
+"""Simulation of the program on abstract arrays, with a simulated clock for a machine."""

@@ -1,7 +1,6 @@
-"""CUDA backend on abstract arrays: reports kernels, products and workspaces to a meter.
+"""CUDA backend on abstract arrays, which reports kernels, products and workspaces to a meter.
 
-The GPU code itself decides which kernels are launched with which arrays, so there is no second
-description of it.
+The real GPU code selects the kernels and their arrays, so it does not have to be modeled.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class DeviceShapes(AbstractPool):
 
 
 class AbstractGpu(Gpu):
-    """GPU that only reports its work to the meter of a pool."""
+    """GPU that computes nothing and only reports its work to the meter of a pool."""
 
     def __init__(self, pool: AbstractPool) -> None:
         self.pool, empty = pool, partial(pool.empty, kind="workspace")
@@ -62,7 +61,10 @@ class AbstractGpu(Gpu):
         self.workspace = empty((WORKSPACE,), np.uint8)
 
     def pieces(self, pieces: Iterable[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-        """Yield one piece of each kind; the meter counts it once per piece of that kind."""
+        """Yield one of the `pieces` for each kind.
+
+        The meter counts the work on it once per piece of that kind.
+        """
         first, counts = {}, Counter()
         for piece in pieces:
             like = kind(piece)
@@ -99,7 +101,7 @@ class AbstractGpu(Gpu):
         add: AbstractArray | None,
         **epilogue: Any,
     ) -> bool:
-        """Report a product; cuBLASLt supports every requested epilogue."""
+        """Report a product and return True: cuBLASLt supports every requested epilogue."""
         self.multiplied(a, b, out)
         return True
 
@@ -107,10 +109,10 @@ class AbstractGpu(Gpu):
 class _AbstractAttention:
     """Cost model of cuDNN's fused attention (cudnn_attention.Flash).
 
-    Scores are not stored in memory. Causal attention computes half of every product. The backward
-    pass has five products, one of them recomputed. The workspace, shared by all layers, is the one
-    that cuDNN 9.19 requests on an H100: the gradient of q in float32, and a float32 per row for
-    the product of out and its gradient.
+    The score matrix is not stored in memory. Causal attention computes half of every product. The
+    backward pass has five products, one of which is recomputed. All layers share a workspace of
+    the size that cuDNN 9.19 requests on an H100: the gradient of q in float32, and a float32 per
+    row for the product of out and its gradient.
     """
 
     def __init__(self, pool: AbstractPool) -> None:
@@ -145,7 +147,7 @@ class _AbstractAttention:
         return dqkv
 
     def have(self, size: int) -> None:
-        """Ensure a workspace of at least `size` bytes; smaller earlier ones stay allocated."""
+        """Ensure a workspace of at least `size` bytes; earlier, smaller ones stay allocated."""
         if size > self.workspaces[-1].nbytes:
             self.workspaces.append(self.pool.empty((size,), np.uint8, "workspace"))
 
@@ -156,7 +158,8 @@ class _AbstractAttention:
 
 
 def _on_pool(primitive: Primitive) -> Callable[..., Any]:
-    """Return the CUDA rule of a primitive, bound to the abstract GPU of an array's pool."""
+    """Return the CUDA implementation of a primitive, run on the abstract GPU of the first array's
+    pool."""
     rule = primitive.cuda_rule
     if rule is None:
         return counted(primitive)
@@ -170,10 +173,10 @@ value_of.register(_DeviceShape, lambda array: 0.0)
 
 
 def unrecorded(config: Config) -> Config:
-    """Return a config without CUDA graphs; a captured graph does the same work."""
+    """Return `config` without CUDA graphs; a captured graph does the same work."""
     return replace(config, train=replace(config.train, cuda_graph=False))
 
 
 def pool_of(config: Config, meter: CostMeter | None = None) -> AbstractPool:
-    """Return a pool of abstract arrays for the ranks of a run."""
+    """Return a pool of abstract arrays for the backend of a run."""
     return (DeviceShapes if config.train.backend == "cupy" else AbstractPool)(meter)

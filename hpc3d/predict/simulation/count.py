@@ -1,8 +1,8 @@
-"""Communication, FLOPs and memory of a training step, counted by running the program itself.
+"""Communication, FLOPs and memory of a training step, counted by running the program.
 
-One rank at a time runs the trainer on abstract arrays (arrays/abstract.py), in milliseconds for
-any size, with the recorder that measures real runs. The predicted bytes, messages and memory
-therefore equal those of a trace exactly.
+One rank at a time runs the trainer on abstract arrays (arrays/abstract.py), which takes
+milliseconds for any model size. It uses the same recorder as real runs, so the predicted bytes,
+messages and memory are exactly equal to the values in a trace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.pipeline.program import Program
 
-CAPACITY = 1 << 12  # initial rows; small, because every Prediction keeps its table
+CAPACITY = 1 << 12  # initial number of rows; small, because every Prediction keeps its table
 _COMM = CATEGORY.index("comm")
 
 
@@ -53,8 +53,8 @@ class ZeroBatches(MicrobatchLoader):
 class Prediction(NamedTuple):
     """Predicted steady-state training step of one rank.
 
-    `events` has rows of EVENTS without meaningful times, and `axes` the mesh axis of each group.
-    `peak` is the peak of array memory in bytes by kind; "all" is the peak of their sum.
+    `events` has trace rows as in EVENTS; their times are meaningless. `axes` lists the mesh axis
+    of each group. `peak` maps a kind of memory to its peak in bytes; "all" is the peak of the sum.
     """
 
     events: np.ndarray
@@ -62,7 +62,7 @@ class Prediction(NamedTuple):
     peak: dict
 
     def moved(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return {(axis, op, phase): (calls, bytes received)}."""
+        """Return a dict from (axis, op, phase) to (number of calls, bytes received)."""
         calls, received = Counter(), Counter()
         for row in self.events[self.events["category"] == _COMM]:
             key = self.axes[row["group"]], OP[row["op"]], PHASE[row["phase"]]
@@ -71,7 +71,7 @@ class Prediction(NamedTuple):
         return {key: (count, received[key]) for key, count in calls.items()}
 
     def flops(self) -> dict[str, float]:
-        """Return the floating-point operations by operation."""
+        """Return a dict from operation to its number of floating-point operations."""
         events, total = self.events, {}
         for op in np.unique(events["op"]).tolist():
             if count := float(events["flops"][events["op"] == op].sum()):
@@ -82,10 +82,10 @@ class Prediction(NamedTuple):
 def predict(
     config: Config, vocabulary: int, coords: Mapping[str, int], program: Program | None = None
 ) -> Prediction:
-    """Return the Prediction of the rank at `coords` (axis -> coordinate) in the second step.
+    """Predict the second training step of the rank at `coords`, a dict from axis to coordinate.
 
-    Raises ValueError if a block has an owner (scheme 3d-broadcast), because a single rank does not
-    know the shapes then.
+    Raises ValueError if blocks have owner ranks (scheme 3d-broadcast), because a single rank does
+    not know all shapes then.
     """
     mesh = abstract_mesh(config.mesh.sizes(), coords, pool_of(config))
     return predict_on(mesh, config, vocabulary, program)
@@ -94,7 +94,7 @@ def predict(
 def predict_on(
     mesh: Mesh, config: Config, vocabulary: int, program: Program | None = None
 ) -> Prediction:
-    """Return the Prediction of the rank of an abstract mesh."""
+    """Predict a training step of the rank that `mesh`, an abstract mesh, belongs to."""
     config = unrecorded(config)
     recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)
@@ -110,7 +110,7 @@ def predict_on(
 def every_rank(config: Config, vocabulary: int) -> list[Prediction]:
     """Return the Prediction of each rank, in rank order.
 
-    Ranks run one after the other, or concurrently on threads if blocks have owners.
+    Ranks run sequentially, or concurrently on threads if blocks have owner ranks.
     """
     grid, program = config.mesh.grid(), program_of(config)
     if any(split.own for split in config.splits.values()):

@@ -1,4 +1,4 @@
-"""Simulated time of an evaluation batch on a machine."""
+"""Simulated time to evaluate a batch on a machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def seconds_of_batch(config: Config, vocabulary: int, machine: Machine) -> float:
-    """Return the seconds in which all stages evaluate `train.batch` sequences.
+    """Return the time in seconds to evaluate `train.batch` sequences on all stages.
 
-    `config` must be resolved. If ranks share cores, all CPU time is multiplied by the number of
-    ranks of a stage per core.
+    `config` must be resolved. If ranks share cores, all CPU times are multiplied by the number of
+    ranks per core that belong to the same stage.
     """
     config = unrecorded(replace(config, train=replace(config.train, steps=1)))
     grid = config.mesh.grid()

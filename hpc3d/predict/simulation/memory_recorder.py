@@ -1,4 +1,4 @@
-"""Recorder that keeps its rows in memory, where they can be copied and replayed."""
+"""Recorder that keeps trace rows in memory, so that they can be copied and replayed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _ROWS = record_type(EVENTS)
 
 
 class MemoryRecorder(Recorder):
-    """Recorder of rank `rank` that reads `clock` [ns] and never writes a file."""
+    """Recorder of rank `rank` that never writes a file; `clock` returns the time in ns."""
 
     def __init__(self, rank: int, clock: Callable[[], int]) -> None:
         without = float("inf")
         super().__init__(None, {"rank": rank}, every_s=without, clock=clock, most=without)
 
     def rows(self, first: int = 0) -> np.ndarray:
-        """Return a copy of the rows from index `first`."""
+        """Return a copy of the rows with index `first` or higher."""
         return np.frombuffer(self.table, _ROWS, self.count)[first:].copy()
 
     def add(self, rows: np.ndarray, now: int) -> None:
-        """Append the rows of a replayed pass that ends at `now`."""
+        """Append the rows of a replayed pass that ends at time `now` (in ns)."""
         end = self.count + len(rows)
         while end > self.capacity:
             self.grow()

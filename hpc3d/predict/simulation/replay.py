@@ -1,8 +1,8 @@
-"""Recording and replay of passes, so that few of them are run.
+"""Recording and replay of passes, so that a simulation runs only a few of them.
 
-On abstract arrays all microbatches are identical: a pass takes the same time, makes the same calls
-and leaves the same memory. Only the first pass of each kind is run, and the passes that overlap
-with gradient reductions.
+On abstract arrays, all microbatches are identical: a pass takes the same time, makes the same
+calls and leaves the same memory allocated. Only the first pass of each kind is run, and the passes
+that overlap with gradient reductions.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 class RecordedPass(NamedTuple):
     """Recorded effects of a pass.
 
-    `start`, `length`, `busy` and `wired` (waiting for the network) are in ns. `rows` has its rows
-    of the trace. `first` has the number of the first call of each sequence and `calls` the number
-    of calls. `live` and `peak` have the bytes by kind that remain at the end and at the peak,
-    relative to the start. `brought` has placeholders of the arrays brought to the device for it,
-    by name.
+    `start`, `length`, `busy` (CPU time) and `wired` (wait for the network) are in ns. `rows` has
+    the trace rows of the pass. `first` and `calls` map a call sequence to the number of its first
+    call and to the number of calls. `live` and `peak` map a kind of memory to the change of its
+    bytes from the start to the end and to the peak of the pass. `brought` maps names to
+    placeholders of the arrays that the pass copied to the device.
     """
 
     start: int
@@ -53,7 +53,10 @@ class RecordedPass(NamedTuple):
 
 
 class PassRecorder:
-    """Recorder of a rank's passes that replays them on its clock, memory and ledger."""
+    """Recorder of a rank's passes.
+
+    A replay advances the clock, counts the memory and adds the trace rows to the ledger.
+    """
 
     def __init__(self, mesh: Mesh, ledger: MemoryRecorder, clock: Clock) -> None:
         self.mesh, self.ledger, self.clock = mesh, ledger, clock
@@ -62,7 +65,7 @@ class PassRecorder:
 
     @contextmanager
     def record(self, kind: tuple[str, int, int], micro: Microbatch) -> Iterator[None]:
-        """Record the work in this context as a pass of this kind, if it is the first."""
+        """Record the work in this context as a pass of `kind`, if it is the first of its kind."""
         pool, count = self.mesh.pool, self.ledger.count
         now, busy, wired = self.clock.now, self.clock.busy, self.clock.wired
         before, held, peak = Counter(pool.live), pool.held, pool.peak
@@ -92,7 +95,10 @@ class PassRecorder:
     def replay(
         self, kind: tuple[str, int, int], micro: Microbatch, microbatch: int
     ) -> Iterator[None]:
-        """Replay a pass; arrays that outlive it are allocated and freed in this context."""
+        """Replay a pass of `kind`.
+
+        The caller allocates and frees arrays that outlive the pass in this context.
+        """
         recorded, pool, before = self.passes[kind], self.mesh.pool, Counter(self.mesh.pool.live)
         rows = self._shifted_rows(recorded, microbatch)
         self.clock.advance(recorded.length, recorded.busy, recorded.wired)
@@ -106,13 +112,13 @@ class PassRecorder:
         changes = {
             name: before[name] + recorded.live.get(name, 0) - pool.live[name] for name in pool.live
         }
-        for name in sorted(changes, key=changes.get):  # free first, which avoids a false peak
+        for name in sorted(changes, key=changes.get):  # free first to avoid a spurious peak
             pool.count(name, changes[name])
         high = {name: change + before[name] for name, change in recorded.peak.items()}
         pool.peak |= Counter(high | {"all": held + recorded.peak["all"]})
 
     def _shifted_rows(self, recorded: RecordedPass, microbatch: int) -> np.ndarray:
-        """Return the rows of a pass as those of a microbatch that begins now."""
+        """Return the trace rows of a pass, adapted to a microbatch that begins now."""
         rows, now = recorded.rows.copy(), self.clock.now
         for name in ("t_start", "t_global", "posted"):
             rows[name] += now - recorded.start
@@ -123,9 +129,10 @@ class PassRecorder:
         return rows
 
     def _calls(self, rows: np.ndarray, group: int, key: Any) -> np.ndarray:
-        """Return a mask of the rows in a sequence of calls.
+        """Return a mask of the rows that belong to a sequence of calls.
 
-        A sequence has the collectives of a group, or its messages of one kind with one peer.
+        A sequence consists of the collectives of a group, or of the messages of one kind with one
+        peer.
         """
         calls = (rows["group"] == group) & (rows["seq"] >= 0)
         if key == "collective":
@@ -148,19 +155,19 @@ def _differences(new: Mapping[Any, int], old: Mapping[Any, int]) -> dict[Any, in
 
 
 def _placeholder(array: Any) -> np.ndarray:
-    """Return a host array of the same shape and dtype that uses the memory of one element."""
+    """Return a host array of the same shape and dtype that only stores one element."""
     return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
 
 class KeptArrays:
-    """Arrays that a replayed pass keeps alive, as the real pass does."""
+    """References to the arrays that a replayed pass keeps alive, as the real pass does."""
 
     def __init__(self, arrays: list[Any]) -> None:
         self.arrays = arrays
 
 
 class ReplayedStage:
-    """PipelineStage that replays all passes except those of the microbatches in `run`."""
+    """PipelineStage that runs the passes of the microbatches in `run` and replays all others."""
 
     def __init__(
         self, stage: PipelineStage, recorder: PassRecorder, chunk: int, run: Collection[int]
@@ -227,7 +234,7 @@ class ReplayedStage:
         return dx
 
     def weight_grad(self, micro: Microbatch, work: Any) -> None:
-        """Compute the weight gradients that a split backward pass deferred."""
+        """Run or replay the weight gradients that a split backward pass has deferred."""
         kind = self.kind("W", micro)
         if isinstance(work, KeptArrays):
             with self.recorder.replay(kind, micro, self.microbatch):
@@ -237,9 +244,9 @@ class ReplayedStage:
                 work.run()
 
     def _new_array(self, like: Any, given: Any) -> Any:
-        """Return a new array for an ArraySpec, and `given` for _SAME_ARRAY.
+        """Return a new array if `like` is an ArraySpec, and `given` if it is _SAME_ARRAY.
 
-        Other objects are returned unchanged.
+        Otherwise, return `like`.
         """
         if like is _SAME_ARRAY:
             return given
@@ -256,7 +263,11 @@ _SAME_ARRAY = object()  # result of a stage without layers: its input
 
 
 def _array_spec(array: Any, given: Any) -> Any:
-    """Return an ArraySpec to recreate an array without its memory; other objects unchanged."""
+    """Return an ArraySpec from which the array can be recreated, without keeping its memory.
+
+    Returns _SAME_ARRAY if the array shares memory with `given`.  Other objects are returned
+    unchanged.
+    """
     if not isinstance(array, AbstractArray):
         return array
     if isinstance(given, AbstractArray) and given.lease is array.lease:
@@ -265,7 +276,7 @@ def _array_spec(array: Any, given: Any) -> Any:
 
 
 def _leases(saved: Any) -> set[AbstractLease]:
-    """Return the memory leases held by nested tuples and lists of arrays."""
+    """Return the memory leases of all arrays in nested tuples and lists."""
     if isinstance(saved, AbstractArray):
         return {saved.lease} - {None}
     if isinstance(saved, (tuple, list)):
@@ -274,10 +285,10 @@ def _leases(saved: Any) -> set[AbstractLease]:
 
 
 def microbatches_to_run(groups: Iterable[Group], sizes: Sequence[int]) -> dict[int, set[int]]:
-    """Return {chunk: microbatches whose passes must be run}.
+    """Return a dict from chunk to the microbatches whose passes must be run.
 
-    These are the first forward and backward pass for each microbatch size in `sizes`, and the
-    passes in which gradients are reduced.
+    They include the first forward and backward pass for each microbatch size in `sizes`, and the
+    passes that overlap with gradient reductions.
     """
     found, run = set(), {}
     for group in groups:

@@ -1,9 +1,9 @@
-"""Simulated clock of a rank, advanced by the work of its arrays and its calls.
+"""Simulated clock of a rank, which its array operations and communication calls advance.
 
 The model, the optimizer and the engine run unchanged, and the recorder reads this clock. All ranks
-along a tensor, data or context axis do the same at the same time, so one rank represents them: it
-receives from its predecessor in a ring when it could send to its successor. The stages of a
-pipeline exchange the departure times of messages.
+along a tensor, data or context axis do the same work at the same time, so one rank represents
+them. In a ring, a message from its predecessor arrives when its own message to the successor does.
+Pipeline stages exchange the times at which messages have been sent.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 _CARD, _HOST = "card", "host"  # keys of `ends` for the NIC and for copies to and from the host
-_LONG = 1e6  # message size in bytes by which pairs of ranks are compared
+_LONG = 1e6  # message size in bytes for the comparison of pairs of ranks
 
 
 class Clock(CostMeter):
-    """Time in integer nanoseconds from the start of a run, as in a trace.
+    """Simulated clock in integer nanoseconds from the start of a run, as in a trace.
 
-    `busy` is the time in which the rank computes. `ends` has the end of the last collective of
-    each queue. Collectives of a queue run in sequence, concurrently with computation and with the
-    other queue. `slowdown` multiplies all CPU time if ranks share cores.
+    `busy` is the total compute time of the rank. `ends` maps a queue to the end time of its last
+    collective. The collectives in a queue run sequentially, concurrently with computation and with
+    the other queue. All CPU times are multiplied by `slowdown`, if ranks share cores.
     """
 
     wired = 0
-    count = 1  # factor by which all work is counted
+    count = 1  # factor by which all work is multiplied
 
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
         self.machine, self.slowdown = machine, slowdown
@@ -58,9 +58,9 @@ class Clock(CostMeter):
         return E4M3 in self.machine.gemm
 
     def advance(self, length: int, busy: int, wired: int) -> None:
-        """Advance by the nanoseconds of a replayed pass.
+        """Advance the clock by a replayed pass of `length` ns.
 
-        For `busy` of them the rank computes, and for `wired` it waits for its host's NIC.
+        The rank computes for `busy` ns and waits for the NIC of its host for `wired` ns.
         """
         self.now += length
         self.busy += busy
@@ -88,9 +88,9 @@ class Clock(CostMeter):
         self.work(self.machine.fused(flop, nbytes, dtype.name))
 
     def copied(self, nbytes: float) -> int:
-        """Return the end of a device-host copy.
+        """Start a copy between device and host; return its end time in ns.
 
-        Copies run in sequence, concurrently with computation.
+        Copies run sequentially, concurrently with computation.
         """
         length = _nanoseconds(self.count * nbytes / self.machine.host_bandwidth)
         self.ends[_HOST] = max(self.now, self.ends[_HOST]) + length
@@ -103,37 +103,37 @@ class Clock(CostMeter):
         return _nanoseconds(self.machine.call(op, nbytes, members))
 
     def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
-        """Return the end of a collective along an axis.
+        """Post a collective along an axis; return its end time in ns.
 
-        It begins now, or when the earlier collectives of its queue have ended.
+        It begins now, or when the earlier collectives in its queue have ended.
         """
         queue = queue_of(axis)
         self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
         return self.ends[queue]
 
     def send_done(self, nbytes: float, members: Sequence[int], last: int) -> int:
-        """Return the time at which a message has left.
+        """Return the time in ns at which a message has been sent.
 
-        It is sent now, or at `last`, when the preceding message has left.
+        Its transfer begins now, or at `last`, when the preceding message has been sent.
         """
         return max(self.now, last) + self.call("send", nbytes, members)
 
     def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
-        """Wait for a message and take it."""
+        """Wait for a message that arrives at time `arrival`, and receive it."""
         self.now = max(self.now, arrival)
 
     def pass_on(self, nbytes: float, pair: Sequence[int], axis: str) -> int:
-        """Return the arrival time of messages that all members of a group send along an axis.
+        """Return the arrival time, in ns, of messages that all members of a group send at once.
 
-        They leave now, or when the earlier calls of their queue have ended. The slowest message is
-        that of `pair`.
+        Transfers begin now, or when the earlier calls in the queue of the axis have ended. `pair`
+        is the pair of ranks with the slowest message.
         """
         queue = queue_of(axis)
         self.ends[queue] = self.send_done(nbytes, pair, self.ends[queue])
         return self.ends[queue]
 
     def taken(self, nbytes: float, pair: Sequence[int], end: int, pending: Pending) -> Pending:
-        """Return a `Pending` that receives a message arriving at `end`."""
+        """Return a `Pending` that receives a message with arrival time `end`."""
 
         def finish():
             self.receive(nbytes, pair, end)
@@ -142,7 +142,7 @@ class Clock(CostMeter):
         return Pending(finish)
 
     def until(self, end: int, pending: Pending) -> Pending:
-        """Return a `Pending` whose wait ends at `end`."""
+        """Return a `Pending` whose `wait` advances the clock to at least `end`."""
 
         def finish():
             self.now = max(self.now, end)
@@ -152,12 +152,12 @@ class Clock(CostMeter):
 
 
 class HostDrivenClock(Clock):
-    """Clock of a machine without devices: the rank's core moves blocks when it makes a call.
+    """Clock of a machine without devices, where the rank's core copies the blocks of calls.
 
-    The host's NIC carries the data to other hosts, one call after the other, concurrently with the
-    rank. `wired` is the time [ns] in which the rank waits for the NIC. Other ranks may use its
-    core then, so core sharing does not lengthen this time. A block is available as soon as the
-    last member posts it, but waiting ranks need time to wake up.
+    The NIC of the host transfers data to other hosts, one call at a time, concurrently with the
+    rank. `wired` is the time in ns during which the rank waits for the NIC. Other ranks may use
+    its core during this time, so core sharing does not lengthen it. A block is available as soon
+    as the last member has posted it, but waiting ranks need time to wake up.
     """
 
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
@@ -165,12 +165,12 @@ class HostDrivenClock(Clock):
         self.wired = self.since = self.done = 0
 
     def copied(self, nbytes: float) -> int:
-        """Copy with the core; the time of a disk is not modeled."""
+        """Copy with the core; return the end time in ns.  Disk time is not modeled."""
         self.kernel("offload", 2 * nbytes)
         return self.now
 
     def wake_up(self, time: int) -> int:
-        """Return the time at which a rank that waits until `time` resumes."""
+        """Return the time in ns at which a rank resumes after waiting until `time`."""
         return time + _nanoseconds(self.slowdown * self.machine.wakeup_s)
 
     def post(self, op: str, nbytes: float, members: Sequence[int], axis: str) -> int:
@@ -181,9 +181,10 @@ class HostDrivenClock(Clock):
         return self.wake_up(self.ends[queue])
 
     def _card_done(self, ready: int, seconds: float) -> int:
-        """Return the time at which the NIC has carried data that is ready at `ready`.
+        """Return the time in ns at which the NIC has transferred data that is ready at `ready`.
 
-        The NIC is busy without a break since `since`, and the last call waits for it until `done`.
+        Sets `since`, the time since which the NIC has been continuously busy, and `done`, the time
+        until which the most recent call waits for the NIC.
         """
         if seconds:
             begin = max(ready, self.ends[_CARD])
@@ -193,7 +194,7 @@ class HostDrivenClock(Clock):
         return ready
 
     def until(self, end: int, pending: Pending) -> Pending:
-        # Each call's Pending is created right after its post, so `since` and `done` are its own.
+        # A call's Pending is created right after its post, so `since` and `done` belong to it.
         begin, done, ended = self.since, self.done, super().until(end, pending)
 
         def finish():
@@ -216,7 +217,7 @@ class HostDrivenClock(Clock):
 
 
 def clock_of(machine: Machine, slowdown: float = 1.0) -> Clock:
-    """Return the Clock of a machine, a HostDrivenClock if its ranks have no devices."""
+    """Return a Clock for a machine: a HostDrivenClock if its ranks have no devices."""
     return (HostDrivenClock if machine.cores else Clock)(machine, slowdown)
 
 
@@ -227,7 +228,7 @@ def _nanoseconds(seconds: float) -> int:
 class TimedCommunicator(AbstractCommunicator):
     """Communicator along an axis whose calls advance the simulated clock.
 
-    All members call at the same time.
+    All members are assumed to make each call at the same time.
     """
 
     def __init__(self, rank: int, members: Sequence[int], pool: Pool, axis: str) -> None:
@@ -258,10 +259,11 @@ class TimedCommunicator(AbstractCommunicator):
 
 
 class ContextTimed(TimedCommunicator):
-    """Communicator of the first rank along the context axis, with the messages of `context`.
+    """Communicator of the first rank along the context axis.
 
-    All members send at the same time, so a message arrives when the slowest one has left. Messages
-    posted together run in sequence.
+    `context` defines the peers of all members. They send at the same time, so a message arrives
+    when the slowest message has been sent. Messages that are posted together are sent
+    sequentially.
     """
 
     def __init__(self, members: Sequence[int], pool: Pool, context: Context) -> None:
@@ -279,7 +281,7 @@ class ContextTimed(TimedCommunicator):
         return self.clock.taken(nbytes, self.slowest(peer), end, pending)
 
     def slowest(self, peer: int) -> tuple[int, int]:
-        """Return the pair of ranks with the slowest message when this rank sends to `peer`."""
+        """Return the pair of ranks with the slowest message while this rank sends to `peer`."""
         if peer not in self.pairs:
             others = (self.context.peer(number, peer) for number in range(self.size))
             pairs = [(rank, self.members[other]) for rank, other in zip(self.members, others)]
@@ -288,10 +290,12 @@ class ContextTimed(TimedCommunicator):
 
 
 class PipelineTimed(TimedCommunicator):
-    """Communicator with members on several stages; `stages` maps member -> simulated stage.
+    """Communicator with members on several stages.
 
-    `peers` is the communicator of the stage threads and carries times. A message leaves when it is
-    posted and the earlier ones have left. A collective begins when the last stage has posted it.
+    `stages` maps a member to its simulated stage. `peers` is the communicator of the stage
+    threads, which exchange times through it. The transfer of a message begins when the message is
+    posted and the earlier ones have been sent. A collective begins when the last stage has posted
+    it.
     """
 
     def __init__(
@@ -334,10 +338,10 @@ class PipelineTimed(TimedCommunicator):
 
 
 def representative(grid: Grid, pool: Pool, peers: Any, context: Context | None = None) -> Mesh:
-    """Return the mesh of the first rank of a stage, which represents the ranks of the stage.
+    """Return the mesh of the first rank of a stage, which represents all ranks of the stage.
 
-    `peers` has the stage number and the neighbors. The meter of `pool` is a Clock. `context`
-    shards sequences, if given.
+    `peers` is the communicator of the stage threads, and its rank is the stage number. The meter
+    of `pool` must be a Clock. `context` describes the context parallelism, if there is any.
     """
     column = grid.ranks_along("p", {})
     coords = grid.coords(column[peers.rank])

@@ -1,8 +1,8 @@
-"""Simulation of a training step on a machine, by running the program on a simulated clock.
+"""Simulation of a training step on a machine, by running the program with a simulated clock.
 
-Each pipeline stage is a thread in which one rank runs the trainer on abstract arrays
-(simulated_clock.py). The simulation time depends on the number of stages and layers, not on the
-number of ranks.
+One thread per pipeline stage runs the trainer on abstract arrays for one rank of the stage
+(simulated_clock.py). The run time of a simulation depends on the number of stages and layers, but
+not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulated_clock import Clock
 
 log = logging.getLogger(__name__)
-_NEAR, _ROUNDS = 1e-3, 4  # tolerance and most iterations for the step time on shared cores
-_SECOND = 1  # recorded step: not the first, nor the last, because steps may overlap
+_NEAR, _ROUNDS = 1e-3, 4  # tolerance and maximum number of iterations of `with_shared_cores`
+_SECOND = 1  # index of the recorded step: neither first nor last, because steps may overlap
 
 
 class StageRun(NamedTuple):
     """Simulated step of the first rank of a stage.
 
-    `rows` has its rows of /events, which index `names` and the mesh axes `axes`, with times in ns
-    from the start of the run. `step` is its row of /steps and `memory` its rows of /memory. `peak`
-    is the peak of array memory in bytes by kind, "all" that of their sum. It includes `tables`,
-    the values of token tables, and `logits`, those of a microbatch. `busy` is the time in ns in
-    which the rank works itself, and `wired` the time in which it waits for its host's NIC.
+    `rows`, `step` and `memory` are its rows of the trace tables /events, /steps and /memory. Times
+    are in ns from the start of the run. `names` and `axes` list the strings and the mesh axes to
+    which `rows` refer by index. `peak` maps a kind of array memory to its peak in bytes; "all" is
+    the peak of the sum. It includes the values of token tables (`tables` bytes) and the logits of
+    a microbatch (`logits` bytes). `busy` is the compute time of the rank in ns, and `wired` the
+    time in ns during which it waits for the NIC of its host.
     """
 
     rank: int
@@ -73,7 +74,7 @@ class StageRun(NamedTuple):
         return (end - start) / 1e9
 
 
-BYTE_VOCABULARY = 256  # tokens of the byte tokenizer
+BYTE_VOCABULARY = 256  # vocabulary size of the byte tokenizer
 
 
 def load_resolved(
@@ -82,9 +83,9 @@ def load_resolved(
     ranks: int | None = None,
     of_run: bool = False,
 ) -> Config:
-    """Return the resolved Config of an input file for a number of ranks, with a vocabulary.
+    """Load an input file and resolve its Config, including the vocabulary, for `ranks` ranks.
 
-    `of_run` is passed to hpc3d.config.load. Raises ValueError if the input breaks a rule.
+    `of_run` is passed to hpc3d.config.load. Raises ValueError if the input is invalid.
     """
     config = load(path, overrides, of_run)
     refuse([*unknown_values(config)])
@@ -98,10 +99,10 @@ def load_resolved(
 
 
 def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun]:
-    """Return the StageRun of each stage for a resolved `config` on a `machine`.
+    """Simulate a step of a resolved `config` on a machine; return the StageRun of each stage.
 
-    Raises ValueError if a block has an owner (scheme 3d-broadcast), because owners do other work
-    than the other ranks.
+    Raises ValueError if blocks have owner ranks (scheme 3d-broadcast), because one rank cannot
+    represent all ranks then.
     """
     if any(split.own for split in config.splits.values()):
         raise ValueError(
@@ -124,7 +125,7 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
 
 
 def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Clock) -> StageRun:
-    """Return the StageRun of the stage that this member of `peers` represents."""
+    """Simulate the stage of this member of `peers`, the communicator of the stage threads."""
     pool = pool_of(config, clock)
     bare = representative(config.mesh.grid(), pool, peers, config.context())
     ledger = MemoryRecorder(bare.rank, lambda: clock.now)
@@ -158,14 +159,20 @@ def run(peers: Any, config: Config, vocabulary: int, program: Program, clock: Cl
 
 
 def _bytes_of_tables(parameters: Parameters) -> int:
-    """Return the bytes of token-table values: the first stage's, and the last stage's copy."""
+    """Return the size in bytes of the token tables on this rank.
+
+    The first stage has the tables, and the last stage may have a copy.
+    """
     tables = [item for item in parameters if item.rows and len(item.shape) == 2]
     slices = [parameters.slices[item].value for item in tables]
     return sum(part.stop - part.start for part in slices) * parameters.dtype.itemsize
 
 
 def _bytes_of_logits(trainer: Trainer) -> int:
-    """Return the bytes of this rank's logits of the largest microbatch; 0 without the head."""
+    """Return the size in bytes of this rank's logits for the largest microbatch.
+
+    The size is 0 if the rank does not have the head.
+    """
     train, count = trainer.config.train, trainer.config.parallel.microbatches
     rows = -(-train.batch // count) * trainer.config.model.sequence
     shapes = [
@@ -184,7 +191,7 @@ def replay_passes(
     clock: Clock,
     program: Program,
 ) -> None:
-    """Make an engine run few passes of its program and replay the others."""
+    """Change `engine` so that it runs only a few passes of its program and replays the others."""
     recorder, train = PassRecorder(mesh, ledger, clock), config.train
     count = config.parallel.microbatches
     sizes = [train.batch * (i + 1) // count - train.batch * i // count for i in range(count)]
@@ -196,16 +203,17 @@ def replay_passes(
 
 
 def ranks_per_core(machine: Machine, ranks: int) -> float:
-    """Return the number of ranks that share a core of a node; 1 if each rank has a device."""
+    """Return the number of ranks per core of a node, at least 1; 1 if each rank has a device."""
     here = min(ranks, machine.ranks_per_node)
     return max(1.0, here / machine.cores) if machine.cores else 1.0
 
 
 class CoreSharing(NamedTuple):
-    """Number of ranks per core of a node.
+    """Number of ranks that share a core of a node.
 
-    `ranks` counts all ranks and `stage` the ranks of one stage if the node has all of them.
-    `lanes` is the number of different groups between hosts to which these belong.
+    `ranks` is the number of ranks per core, and `stage` is the number per core that belong to the
+    same pipeline stage. `lanes` is the number of distinct groups between hosts to which the latter
+    belong.
     """
 
     ranks: float
@@ -213,20 +221,22 @@ class CoreSharing(NamedTuple):
     lanes: float
 
     def seconds(self, alone: float, chain: float, busy: float, wired: float) -> float:
-        """Return the seconds of a step that takes `alone` seconds if each rank has its own core.
+        """Return the step time on shared cores.
 
-        Ranks of a stage synchronize in every layer. Their own work, `chain` seconds of the step,
-        takes `stage` times as long; waiting for the network, `wired` seconds, does not. If lanes
-        run alternately, the blocks of a lane leave when its rank is done, on average (1 - 1 /
-        lanes) / 2 of the work before those of the last lane. Other stages use the remaining core
-        time. The cores must do the work of all ranks, `busy` seconds each.
+        All times have the same unit. `alone` is the step time if each rank has its own core. The
+        ranks of a stage synchronize in every layer, so their CPU time on the critical path,
+        `chain`, is multiplied by `stage`; the wait for the network, `wired`, is not. If lanes run
+        alternately, the blocks of a lane are sent when its rank is done: on average, a fraction
+        (1 - 1 / lanes) / 2 of the work earlier than those of the last lane. Other stages use the
+        remaining core time. The result is at least the CPU time of all ranks that share a core,
+        with `busy` for each rank.
         """
         early = (1 - 1 / self.lanes) / 2 * min(self.stage * busy, wired)
         return max(alone + (self.stage - 1) * chain - early, self.ranks * busy)
 
 
 def core_sharing(config: Config, machine: Machine) -> CoreSharing:
-    """Return the CoreSharing of a layout."""
+    """Return the numbers of ranks of a layout that share a core, as a CoreSharing."""
     grid = config.mesh.grid()
     here = range(min(grid.size, machine.ranks_per_node))
     together = max(Counter(grid.coord(rank, "p") for rank in here).values())
@@ -236,9 +246,10 @@ def core_sharing(config: Config, machine: Machine) -> CoreSharing:
 
 
 def _lanes_of(grid: Grid, together: int, here: range) -> int:
-    """Return the number of groups between hosts of the `together` ranks of a stage on a host.
+    """Return the number of distinct groups between hosts for the ranks of a stage on a host.
 
-    It is 1 if an axis connects all of them, so that they synchronize, or if no axis leads to
+    `together` is the number of these ranks, and `here` are the ranks of the host. The result is 1
+    if an axis connects all ranks of the stage, so that they synchronize, or if no axis extends to
     another host.
     """
     lanes, crossing = together, False
@@ -255,9 +266,9 @@ def _lanes_of(grid: Grid, together: int, here: range) -> int:
 def with_shared_cores(
     sharing: CoreSharing, runs: Callable[[float], list[StageRun]]
 ) -> list[StageRun]:
-    """Return the StageRuns if ranks share cores.
+    """Return the StageRuns of a step in which ranks share cores.
 
-    `runs` simulates the stages for a given slowdown of the cores.
+    `runs(slowdown)` simulates the stages with all CPU times multiplied by `slowdown`.
     """
     found = runs(1.0)
     alone, busy = step_length(found), fmean(run.busy for run in found)
@@ -276,5 +287,5 @@ def with_shared_cores(
 
 
 def step_length(runs: Sequence[StageRun]) -> int:
-    """Return the duration of a step over all its stages, in nanoseconds."""
+    """Return the duration of a step over all stages, in ns."""
     return max(run.step[3] for run in runs) - min(run.step[2] for run in runs)

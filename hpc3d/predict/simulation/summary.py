@@ -22,15 +22,15 @@ COMM, _COPY = CATEGORY.index("comm"), CATEGORY.index("copy")
 
 
 def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[str, Any]:
-    """Return plain values for `--json`, in seconds, bytes and FLOP per step.
+    """Return a dict of plain values for `--json`, in seconds, bytes and FLOPs per step.
 
-    `memory` has the peaks of a rank of each stage by kind, and of the `worst` stage. Activations
-    in flight are of kind activation, gathered blocks and buffers of kind communication. They
-    include `tables`, the values of the token tables, and the `logits` of a microbatch. `total` is
-    the sum of the peaks of all ranks. `bytes` has the bytes received by a rank of stage 0, by axis
-    and operation. `mfu` counts the model's FLOPs, including the masked half of attention, against
-    the machine's peak. `hfu` counts the executed FLOPs; chunked attention skips most of the masked
-    half. `communication` is a fraction of the step.
+    `memory` has the peak memory by kind of a rank on each stage and on the `worst` stage.
+    Activations in flight count as kind activation; gathered blocks and buffers count as kind
+    communication. These include `tables`, the values of the token tables, and the `logits` of a
+    microbatch. `total` is the sum of the peaks of all ranks. `bytes` has the bytes received by a
+    rank of stage 0, by axis and operation. `mfu` is the ratio of the model FLOPs, including the
+    masked half of attention, to the peak of the machine. `hfu` is the ratio of the executed FLOPs;
+    chunked attention skips most of the masked half. `communication` is a fraction of the step.
     """
     ranks = config.mesh.grid().size
     here = ranks // len(runs)  # ranks per stage
@@ -57,18 +57,19 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
 
 
 def bubble(runs: Sequence[StageRun]) -> float:
-    """Return the bubble (cost - work) / cost: the fraction that the busiest stage waits.
+    """Return the bubble rate (cost - work) / cost.
 
-    `cost` is the longest time from the first to the last pass of a stage, and `work` the longest
-    of these times without waits for messages (arXiv:2401.10241, section 5.3). Calls within a stage
-    count as work.
+    `cost` is the maximum over stages of the time from the first to the last pass, and `work` is
+    the maximum of this time without waits for messages (arXiv:2401.10241, section 5.3). Calls
+    within a stage count as work.
     """
     spans, works = zip(*map(_span_and_work, runs))
     return 1 - max(works) / max(spans)
 
 
 def _span_and_work(run: StageRun) -> tuple[int, int]:
-    """Return the time from the first to the last pass, and without waits for messages, in ns."""
+    """Return two times in ns: from the start of the first pass to the end of the last pass, and
+    the same time without waits for messages."""
     rows = run.rows[(run.rows["microbatch"] >= 0) & (run.rows["category"] != _COPY)]
     message = np.isin(rows["op"], MESSAGE_CODES)
     passes, waits = rows[~message], rows[message]
@@ -78,21 +79,21 @@ def _span_and_work(run: StageRun) -> tuple[int, int]:
 
 
 def communication(runs: Sequence[StageRun], seconds: float) -> float:
-    """Return the fraction of a step that the least idle stage waits for calls.
+    """Return the fraction of a step that the least idle stage spends in communication calls.
 
-    Waits for messages of other stages are left out, because they are part of the bubble.
+    Waits for messages from other stages are excluded, because they are part of the bubble.
     """
     waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
     return (waits.total() - waits["p"]) / seconds
 
 
 def exposed(run: StageRun) -> float:
-    """Return the fraction of its step in which a rank waits for calls, including messages."""
+    """Return the fraction of a step that a rank spends in communication, including messages."""
     return waits_of(run).total() / run.seconds
 
 
 def waits_of(run: StageRun) -> Counter:
-    """Return the seconds that a stage waits for calls, by axis."""
+    """Return a dict from axis to the time that a stage spends in its calls, in seconds."""
     calls, waits = run.rows[run.rows["category"] == COMM], Counter()
     for group in np.unique(calls["group"]).tolist():
         spent = calls["dur"][calls["group"] == group].sum() / 1e9
@@ -116,7 +117,10 @@ def memory(runs: Sequence[StageRun], here: int, machine: Machine) -> dict[str, A
 
 
 def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
-    """Return {axis: {operation: {"calls", "bytes"}}} of a rank."""
+    """Return the number of calls and the received bytes of a rank per step.
+
+    The result has the form {axis: {operation: {"calls": ..., "bytes": ...}}}.
+    """
     found = {}
     for (axis, op), (calls, received) in sorted(moved_by(run.rows, run.axes).items()):
         found.setdefault(axis, {})[op] = {"calls": calls, "bytes": received}
@@ -124,9 +128,9 @@ def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def moved_by(rows: np.ndarray, axes: Sequence[str]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return {(axis, operation): (calls, bytes received)} of rows of /events.
+    """Return a dict from (axis, operation) to (number of calls, bytes received).
 
-    `axes` has the mesh axis of each group.
+    `rows` are rows of /events, and `axes` lists the mesh axis of each group.
     """
     calls, received = Counter(), Counter()
     for row in rows[rows["category"] == COMM]:

@@ -1,4 +1,4 @@
-"""A simulated step as a trace file, which `hpc3d.report` reads like a measured one."""
+"""Export of a simulated step as a trace file, which `hpc3d.report` reads like a measured one."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-_MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # of the events of all ranks together
+_MOST_RANKS, MOST_ROWS = 2048, 10_000_000  # events of all ranks
 _ITEM_SIZES = item_sizes(dict(enumerate(DTYPE)))
 
 
 def write_trace(
     folder: Path, runs: Sequence[StageRun], config: Config, machine: Machine, git: str = ""
 ) -> Path:
-    """Write FOLDER/trace.h5 with the events of every rank, from those of one of each stage.
+    """Write FOLDER/trace.h5 with the events of every rank, and return its path.
 
-    ValueError if these would be more than MOST_ROWS, or of a schedule whose steps overlap.
+    The events of a rank are derived from those of the simulated rank of its stage. Raises
+    ValueError if there would be too many ranks or events, or if the schedule is asynchronous,
+    because its steps overlap.
     """
     if find(config.parallel.schedule).asynchronous:
         raise ValueError(
@@ -62,7 +64,7 @@ def write_trace(
     for rank in range(grid.size):
         coords = grid.coords(rank)
         run = runs[coords["p"]]
-        first = {"p": coords["p"]}  # the coordinates of the rank that stands for all of a stage
+        first = {"p": coords["p"]}  # coordinates of the simulated rank of the stage
         here, there = (_members(grid, each, run.axes) for each in (coords, first))
         header = _header_of(rank, coords, config, machine) | {"run_id": folder.name, "git": git}
         header["groups"] = [{"axis": a, "members": m} for a, m in zip(run.axes, here)]
@@ -75,7 +77,7 @@ def write_trace(
 
 
 def _members(grid: Grid, coords: Mapping[str, int], axes: Iterable[str]) -> list[list[int]]:
-    """The ranks of the groups of a rank."""
+    """Return the member ranks of the group along each axis for the rank at `coords`."""
     world = [*range(grid.size)]
     groups = {**groups_of(grid, coords), WORLD: world}
     return [[*(groups.get(axis) or grid.ranks_along(axis, coords))] for axis in axes]
@@ -108,9 +110,10 @@ def _header_of(
 def _tables_of(
     rank: int, run: StageRun, here: Sequence[Sequence[int]], there: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, ...]:
-    """Events, steps, memory and samples of a rank that does what `run` did.
+    """Return the tables of events, steps, memory and clock samples of a rank.
 
-    Its groups are those of `here`, and `there` those of the one that ran.
+    They are derived from `run`, the simulated rank of the same stage. `here` and `there` list the
+    members of the groups of this rank and of the simulated rank.
     """
     events = run.rows.copy()
     events["rank"], events["step"] = rank, np.where(run.rows["step"] == run.step[1], 0, -1)
@@ -130,8 +133,11 @@ def _tables_of(
 def _turn_peers(
     events: np.ndarray, group: int, members: Sequence[int], number: int, context: Context
 ) -> None:
-    """Name whom member `number` of a context axis sends to and hears from, where those are named
-    who are as far from it as the first one's are from that."""
+    """Set the peers of messages for member `number` along the context axis, in place.
+
+    Before, each peer has the same offset from this rank as the peer of the simulated rank, which
+    is the first member, has from that rank.
+    """
     messages = np.isin(events["op"], MESSAGE_CODES) & (events["peer"] >= 0)
     rows = np.flatnonzero((events["group"] == group) & messages)
     others = (events["peer"][rows] - members[number]) // (members[1] - members[0])
@@ -141,8 +147,10 @@ def _turn_peers(
 def _turn_roots(
     events: np.ndarray, group: int, rank: int, mine: Sequence[int], others: Sequence[int]
 ) -> None:
-    """Name the roots of broadcasts and reductions among the members of this rank's group, and
-    what this rank receives in them."""
+    """Set the roots of broadcasts and reductions and the bytes that this rank receives, in place.
+
+    `mine` and `others` list the members of the group of this rank and of the simulated rank.
+    """
     for op in ("broadcast", "reduce"):
         called = (events["group"] == group) & (events["op"] == OP.index(op))
         rows = np.flatnonzero(called & (events["seq"] >= 0))
@@ -153,8 +161,11 @@ def _turn_roots(
 
 
 def prediction(runs: Sequence[StageRun], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of /prediction for a summary: of the step, and of the first rank of each stage;
-    -1 for what is of no one stage or rank."""
+    """Return the columns of the table /prediction for a summary.
+
+    The rows are the step time and, for the first rank of each stage, the peak memory by kind.
+    Values that do not belong to a single stage or rank have -1 in these columns.
+    """
     rows = [("step_s", -1, -1, found["step_time_s"])]
     for stage, (run, peaks) in enumerate(zip(runs, found["memory"]["stages"], strict=True)):
         for kind in MEMORY_KIND:
