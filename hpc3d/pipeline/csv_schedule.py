@@ -1,4 +1,4 @@
-"""Schedules as CSV files: one row per stage, one cell per instruction."""
+"""Pipeline schedules in CSV files, with one row per stage and one cell per instruction."""
 
 from __future__ import annotations
 

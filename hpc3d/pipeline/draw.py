@@ -71,8 +71,10 @@ def _line(row, scale):
 
 
 def _label(instruction):
-    """Return the label of an instruction: F3, f3 for chunk 1, 2F3 for chunk 2, or nothing if it
-    has no microbatch."""
+    """Return the label of an instruction, or "" if it has no microbatch.
+
+    The labels of an F of microbatch 3 on chunks 0, 1 and 2 are F3, f3 and 2F3.
+    """
     op, mb, chunk = instruction
     letter = op[0].lower() if chunk == 1 else op[0]
     return "" if mb < 0 else f"{chunk if chunk > 1 else ''}{letter}{mb}"

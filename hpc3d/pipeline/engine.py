@@ -2,8 +2,8 @@
 
 A receive is posted at its position in the stream, and the engine waits for the block just before
 its first use.  A send is completed before the next send to the same peer in the same direction.
-The engine therefore never waits where the model in `passes.check` would not: there, every group
-waits for all of its messages.
+`passes.check` assumes that every group waits for all of its messages, so the engine never waits
+longer than the check assumes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PHASE = {
     "Reduce": "optimizer",
     "Step": "optimizer",
 }
-EVALUATION = dict.fromkeys(PHASE, "evaluation")  # phases of passes outside of training steps
+EVALUATION = dict.fromkeys(PHASE, "evaluation")  # phases in an evaluation
 
 
 class DeferredWeightGrads:

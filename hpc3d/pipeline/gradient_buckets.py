@@ -109,7 +109,7 @@ class Buckets:
         message of the schedule.
         """
         mine = self.parameters.grad[self.parameters.slices[item].own_grad]
-        peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # it has one
+        peer = self.mesh.comm("p").members[item.tied_peer]  # type: ignore[index]  # not None
         sent = self.mesh.world.send(on_host(mine), peer)
         theirs = self.mesh.world.recv(mine.shape, mine.dtype, peer).wait()
         sent.wait()

@@ -11,7 +11,7 @@ from hpc3d.pipeline.instruction import Instruction, Placement
 from hpc3d.pipeline.schedule import find, instruction_streams
 from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
 
-TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # seconds, the defaults
+TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # default times in s
 MOST_SIMULATED = 1_000_000  # maximum number of forward passes in a simulation
 _SHORTEST, _LONGEST = 1e-12, 1e9  # bounds in seconds, so that sums and ratios stay finite
 
@@ -52,7 +52,7 @@ class IdealRun(NamedTuple):
         in arXiv:2401.10241, and two peaks per stage: the number of microbatches in flight, and of
         microbatches that wait for W.
         """
-        from hpc3d.pipeline.step_model import in_flight  # needs NumPy, unlike --help
+        from hpc3d.pipeline.step_model import in_flight  # --help must not import NumPy
 
         peaks = [in_flight(stream) for stream in self.passes]
         keys = ("name", "stages", "microbatches", "chunks", "steps")
@@ -131,7 +131,7 @@ def _costs(times: Mapping[str, Seconds], stages: int, chunks: int) -> Cost | lis
 
 
 def bounds_of_times() -> str:
-    """Return the valid range of a time as text."""
+    """Return a text that describes the valid range of a time."""
     return f"must be 0, or from {_SHORTEST:g} to {_LONGEST:g} seconds"
 
 

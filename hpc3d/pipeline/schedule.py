@@ -2,9 +2,10 @@
 
 A schedule has no messages, reductions or optimizer updates: `hpc3d.pipeline.passes` adds them.  A
 B without a W in the stream is the full backward pass.  docs/schedules.md draws all schedules.  In
-the docstrings, p is the number of stages, i a stage from 0, m the microbatches of a step, v the
-chunks of a stage, and t_f and t_b the times of a forward and a full backward pass of a stage.
-"Bubble" is the idle time of a stage per step, without messages.
+the docstrings, p is the number of stages, i the index of a stage from 0, m the number of
+microbatches per step, v the number of chunks per stage, and t_f and t_b are the times of a forward
+and a full backward pass on a stage.  "Bubble" is the idle time of a stage per step if messages
+take no time.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def pipedream_2bw(stage: int, stages: int, micros: int, steps: int = 1) -> Itera
 
 
 def _updated(stream: Iterable[Instruction], every: int) -> Iterator[Instruction]:
-    """Yield the stream with a Step after each `every`-th backward pass."""
+    """Insert a Step after every `every`-th backward pass of the stream."""
     for instruction in stream:
         yield instruction
         if instruction.op == "B" and (instruction.mb + 1) % every == 0:
@@ -228,7 +229,7 @@ def usual(stages: int) -> str:
 
 
 def find(name: str) -> Schedule:
-    """Return the schedule called `name`; csv:FILE reads a schedule from a file.
+    """Return the schedule `name`; the name csv:FILE reads a schedule from a file.
 
     Raises ValueError for unknown names and invalid files.
     """

@@ -23,7 +23,7 @@ class Cost(NamedTuple):
     comm: float = 0.0
 
     def share(self, chunks: int) -> Cost:
-        """Return the cost of one of `chunks` equal chunks."""
+        """Return the Cost of one chunk of a stage with `chunks` equal chunks."""
         forward, backward, weight = (seconds / chunks for seconds in self[:3])
         return Cost(forward, backward, weight, self.comm)
 
@@ -87,8 +87,8 @@ class _Clock:
         self.given = [list(stream) for stream in streams]
         self.streams = [list(whole(stream)) for stream in self.given]
         self.rows: list[Row] = [[] for _ in self.streams]
-        self.ends = {}  # (stage, pass) -> end time
-        self.waiting = {}  # (stage, pass) -> stages waiting for it
+        self.ends = {}  # maps (stage, pass) to its end time
+        self.waiting = {}  # maps (stage, pass) to stages that wait for it
 
     def run(self):
         ready = list(range(len(self.streams)))

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class InPlace:
-    """In-place updates, for synchronous schedules, which have no microbatch in flight then."""
+    """In-place updates, for synchronous schedules.
+
+    No microbatch is in flight during an update.
+    """
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
@@ -39,7 +42,7 @@ class Stashed(InPlace):
 class DoubleBuffered(InPlace):
     """PipeDream-2BW (arXiv:2006.09503): W(t+1) = W(t) - nu grad f(W(t-1)), with two versions.
 
-    Generation t uses W(t-1) on every stage, and W(0) for t = 0.
+    Microbatches of generation t use W(t-1) on every stage, or W(0) for t = 0.
     """
 
     def __init__(self, parameters: Parameters) -> None:

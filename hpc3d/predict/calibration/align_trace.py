@@ -56,7 +56,7 @@ class TimedKernel(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Operation, counted bytes and group size of a communication call."""
+    """Communication call: its operation, its bytes as counted in a trace, and the group size."""
 
     op: str
     bytes: int

@@ -28,7 +28,7 @@ TYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")  # dtypes
 
 
 class Curve:
-    """Curve y(x) through knots, linear in log-log between them and constant beyond them."""
+    """Curve y(x) through given knots: log-log linear between the knots and constant outside."""
 
     def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
         self.x, self.y = tuple(map(float, x)), tuple(map(float, y))

@@ -1,1 +1,1 @@
-"""Search for the layout with the shortest step."""
+"""Search for the layout with the shortest step time."""

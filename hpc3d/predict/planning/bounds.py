@@ -1,4 +1,4 @@
-"""Lower bounds of step times from compute, communication volume and pipeline bubble."""
+"""Lower bounds on step times, from compute, communication volume and pipeline bubble."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Bounds:
         self.machine, self.ranks, self.layers = machine, ranks, config.model.layers
         model, rows = config.model, config.train.batch * config.model.sequence
         computed = sum(count * each.computed for count, each in block_products(model))
-        columns = int(computed) // (model.layers * model.hidden)  # all products of a block
+        columns = int(computed) // (model.layers * model.hidden)  # combines all products
         whole = machine.product(rows, columns, model.hidden, _product_type(config, machine))
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0

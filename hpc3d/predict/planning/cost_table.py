@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.planning.pass_costs import Pass, StageContent
 
-_TOKEN = 4  # bytes
+_TOKEN = 4  # size of a token in bytes
 _MESSAGE_COSTS = ("message", "handled")  # costs computed without running the program
 
 
@@ -85,7 +85,7 @@ def _key_of(cost: str, config: Config, **values: Any) -> CostKey:
 
 @cache
 def _axes_of(mesh: MeshConfig) -> dict[str, tuple[str, int, int]]:
-    """Return (axis, size, stride) of each axis; the stride is 0 if the axis has one rank."""
+    """Return a dict from axis to (axis, size, stride); the stride is 0 if the size is 1."""
     grid = mesh.grid()
     return {
         axis: (axis, size, grid.stride(axis) if size > 1 else 0)

@@ -142,7 +142,7 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
     """
     if stages == 1:
         return ((usual(stages), 1),)
-    most = min(layers // stages, MOST_PASSES // (stages * micros))  # chunks
+    most = min(layers // stages, MOST_PASSES // (stages * micros))  # maximum number of chunks
     named = [
         (schedule.splits_backward, name, chunks)
         for name, schedule in SCHEDULES.items()

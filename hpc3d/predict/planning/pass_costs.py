@@ -185,7 +185,7 @@ class _WaitClock(Clock):
         return self._waiting(super().until(end, pending))
 
     def _waiting(self, ended: Pending) -> Pending:
-        # Each call's Pending is created right after its post, so its axis is the latest one.
+        # A call's Pending is created right after its post, so `latest` is the axis of the call.
         axis = self.latest
 
         def finish():
@@ -276,7 +276,7 @@ class LayerSample:
         return parameters, optimizer, compression
 
     def built(self, parts: Sequence[LayerRange]) -> tuple[Parameters, Any, list[PipelineStage]]:
-        """Return the parameters, the optimizer and the stages of `parts`."""
+        """Build the stages of `parts`; return the parameters, the optimizer and the stages."""
         config = self.config
         kind, parallel = optimizer_of(config), config.parallel
         parameters = Parameters(

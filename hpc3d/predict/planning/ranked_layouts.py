@@ -27,7 +27,7 @@ _FEW = 16  # maximum number of ranks for an exhaustive search
 def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
     """Load the Config of an input; raise Problems if it is invalid for every layout."""
     config = load(source, overrides)
-    alone = bare(config)  # the plan chooses the mesh
+    alone = bare(config)  # `plan` chooses the mesh
     refuse([*unknown_values(config), *not_there_yet(config)])
     refuse([*wrong_experts(alone), *wrong_compression(alone), *wrong_offload(alone)])
     return config

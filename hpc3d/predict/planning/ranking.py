@@ -245,7 +245,7 @@ class Ranking:
         return row
 
     def best(self, top: int) -> list[RankedLayout]:
-        """Return the fastest layouts that fit; at least the first one is simulated."""
+        """Return the fastest `top` layouts that fit, of which at least the first is simulated."""
         self.simulate()
         self.try_buckets()
         fitting = [each for each in self.found.timed if each.fits]

@@ -84,7 +84,7 @@ class Search:
         self.estimator = Estimator(vocabulary, machine)
         self.bounds = Bounds(self.base, ranks, vocabulary, machine)
         self.candidates = Candidates(self.estimator, ranks, memory)
-        self.allowed = 0  # number of candidates
+        self.allowed = 0  # number of valid candidates
 
     def run(self, top: int, most: int) -> Found:
         """Search all layouts for the best `top`, measuring about `most` costs at most.
@@ -164,7 +164,8 @@ class Search:
         return inf
 
     def calibrate(self, candidates: Sequence[Candidate]) -> None:
-        """Calibrate the bounds with the candidate that has the least communication."""
+        """Calibrate the bounds with the measured costs of the candidate that has the least
+        communication."""
         config = min(candidates, key=lambda candidate: sum(candidate.moves.values())).config
         fixed = self.estimator.costs.world(config).seconds
         self.bounds.calibrate(config, self.estimator.costs.parts(config), fixed)

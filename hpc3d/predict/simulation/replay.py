@@ -259,7 +259,7 @@ class ArraySpec(NamedTuple):
     kind: str
 
 
-_SAME_ARRAY = object()  # result of a stage without layers: its input
+_SAME_ARRAY = object()  # a stage without layers returns its input
 
 
 def _array_spec(array: Any, given: Any) -> Any:
