@@ -31,7 +31,7 @@ _KEPT = {"F": (1, 0), "B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}
 
 
 class InFlight(NamedTuple):
-    """Peak numbers of saved microbatches on a stage, where each chunk counts separately.
+    """Peak numbers of saved microbatches on a stage; each (microbatch, chunk) pair counts as one.
 
     `activations` are saved from F to the end of B or BW.  `weight_inputs` (the inputs and output
     gradients of the products that W computes) are saved from the end of B to the end of W.
@@ -335,7 +335,7 @@ def _late_weights(model, times):
 
 
 def _down_and_up(model, times):
-    """ZB-V: the W of other microbatches fill the bubble, completely at best, if m >= 2p-1."""
+    """ZB-V: the W of later microbatches fill the bubble, ideally completely if m >= 2p-1."""
     micros, count = model.micros, model.stages
     busy, _ = _busy_and_fill(model, times)
     ahead, back, slack = _ways(model, times)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.bounds import Candidate
     from hpc3d.predict.planning.estimate import Estimate, Estimator
 
-NEAR = 0.1  # an estimate that exceeds the memory by at most this fraction may still fit
-SURE = 0.95  # an estimate up to this fraction of the memory certainly fits
+NEAR = 0.1  # a layout whose estimated peak exceeds the memory by up to this fraction may fit
+SURE = 0.95  # a layout with an estimated peak up to this fraction of the memory certainly fits
 _LONG = 1024  # minimum sequence length for which chunked attention is tried
 RECOMPUTE = ("none", "selective", "full")  # by increasing recomputation
 
@@ -113,7 +113,7 @@ class Candidates:
     def _needed(
         self, config: Config, micros: int, group: Sequence[int], splits: bool, limit: float
     ) -> Iterator[Estimate]:
-        """Yield estimates below `limit` seconds, with as small memory savings as necessary."""
+        """Yield estimates below `limit` seconds that save no more memory than necessary."""
         sure = {}  # maps (schedule, chunks, ZeRO stage) to memory options that certainly fit
         for way in self.ways(config):
             quick = False
@@ -211,7 +211,7 @@ def _floor(estimate: Estimate) -> float:
 
 
 def _keeps_more(way: MemoryOption, other: MemoryOption) -> bool:
-    """Return True if everything that `way` recomputes or re-gathers, `other` does, too."""
+    """Return True if `other` recomputes and re-gathers at least as much as `way`."""
     less = RECOMPUTE.index(way.recompute) <= RECOMPUTE.index(other.recompute)
     chunks_too = other.attention is not None or way.attention is None
     return way.keep_gathered >= other.keep_gathered and less and chunks_too

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _FULL = 0.5  # fraction of memory that saved activations may use without context parallelism
 _SPARE = 4  # maximum ratio of the context-parallel size to the size that memory requires
-_FEW, _ENOUGH = 2, 4  # microbatches per stage below which the bubble is large, above which small
+# The bubble is large below _FEW microbatches per stage and small from _ENOUGH on.
+_FEW, _ENOUGH = 2, 4
 
 _FORWARD_AND_BACKWARD = 3.5  # FLOPs of forward and backward relative to forward: 14 / 4
 

@@ -224,7 +224,7 @@ def _slowed(done: Pass, slowdown: float) -> float:
 
 
 def _without(done: Pass, hidden: Counter) -> Pass:
-    """Return a Pass without the `hidden` times of its calls (a dict from axis to seconds)."""
+    """Return a Pass shortened by `hidden`, a dict from axis to the hidden time in seconds."""
     if not hidden.total():
         return done
     seconds = done.seconds - hidden.total()

@@ -26,7 +26,8 @@ TOP = 10  # default number of layouts to show
 
 
 class PlannedLayouts(NamedTuple):
-    """Result of a search for an input: its Found, its Ranking and the `best` layouts that fit."""
+    """Plan for the input `config`: the result of the search, the ranking of its layouts, and the
+    `best` layouts that fit in memory."""
 
     config: Config
     found: Found

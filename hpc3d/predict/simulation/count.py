@@ -94,7 +94,7 @@ def predict(
 def predict_on(
     mesh: Mesh, config: Config, vocabulary: int, program: Program | None = None
 ) -> Prediction:
-    """Predict a training step of the rank that `mesh`, an abstract mesh, belongs to."""
+    """Predict the second training step of the rank of `mesh`, an abstract mesh."""
     config = unrecorded(config)
     recorder = InMemory(None, {"rank": mesh.rank}, CAPACITY, clock=lambda: 0)
     program = program or program_of(config)

@@ -226,10 +226,10 @@ class CoreSharing(NamedTuple):
         All times have the same unit. `alone` is the step time if each rank has its own core. The
         ranks of a stage synchronize in every layer, so their CPU time on the critical path,
         `chain`, is multiplied by `stage`; the wait for the network, `wired`, is not. If lanes run
-        alternately, the blocks of a lane are sent when its rank is done: on average, a fraction
-        (1 - 1 / lanes) / 2 of the work earlier than those of the last lane. Other stages use the
-        remaining core time. The result is at least the CPU time of all ranks that share a core,
-        with `busy` for each rank.
+        alternately, a lane sends its blocks as soon as its rank is done. On average, this is
+        earlier than in the last lane by a fraction (1 - 1 / lanes) / 2 of the work. Other stages
+        use the remaining core time. The result is at least the CPU time of all ranks that share a
+        core, if each of them is `busy` for the given time.
         """
         early = (1 - 1 / self.lanes) / 2 * min(self.stage * busy, wired)
         return max(alone + (self.stage - 1) * chain - early, self.ranks * busy)
