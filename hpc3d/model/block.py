@@ -64,8 +64,8 @@ class PreNorm:
     ) -> tuple[Array, Any]:
         """Return x + dropout(f) and the data that f saves.
 
-        `forward` returns the output of f and its saved data. If `adds_residual` is True, it accepts
-        a residual and adds it to the output.
+        `forward` returns the output of f and its saved data.  If `adds_residual` is True, it
+        accepts a residual and adds it to the output.
         """
         if adds_residual and not self.dropout.rate:
             return forward(residual=x)
@@ -113,9 +113,9 @@ class Block:
 
     `recompute` selects activation checkpointing (arXiv:2205.05198, section 5): "selective"
     recomputes the attention probabilities from q and k; "full" recomputes the complete block from
-    X, including its communication.  A rank with n elements of X, T tokens of h features per sequence
-    and a heads saves n (16 + a T / h) elements with "none", 16 n with "selective" and n with
-    "full".
+    X, including its communication.  A rank with n elements of X, T tokens of h features per
+    sequence and a heads saves n (16 + a T / h) elements with "none", 16 n with "selective" and n
+    with "full".
     """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, number: int) -> None:

@@ -81,8 +81,9 @@ class Context(NamedTuple):
     def rows(self, here: slice, sequences: int, first: int) -> range | np.ndarray:
         """Return the indices of the rows `here` of a microbatch in the tensor of the full batch.
 
-        That tensor has one row per token, in the order of the complete sequences.  The microbatch has c S = `sequences` virtual sequences, and its first sequence has index
-        `first` in the batch.
+        That tensor has one row per token, in the order of the complete sequences.  The microbatch
+        has c S = `sequences` virtual sequences, and its first sequence has index `first` in the
+        batch.
         """
         if self.parts == 1:
             return range(first * self.length + here.start, first * self.length + here.stop)

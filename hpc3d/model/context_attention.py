@@ -104,7 +104,7 @@ class RingAttention(HeadBlock):
         return self.turned(dqkv, micro, sign=-1)
 
     def _pairs(self, ring_rank: int) -> tuple[ChunkPair, ...]:
-        """Return the pairs of this rank's query chunks and the visible key chunks of `ring_rank`."""
+        """Return the pairs of this rank's query chunks and visible key chunks of `ring_rank`."""
         mine, theirs = (list(self._chunks(which)) for which in (self.ring_rank, ring_rank))
         return tuple(
             ChunkPair(queries, keys, self.causal and position == other, position, other)
@@ -114,7 +114,10 @@ class RingAttention(HeadBlock):
         )
 
     def _chunks(self, ring_rank: int) -> Iterator[tuple[slice, int]]:
-        """Yield (rows of a virtual sequence, position of the first row) for each chunk of a rank."""
+        """Yield (rows in a virtual sequence, position of the first row) for each chunk of a rank.
+
+        The rank is the one at position `ring_rank` of the ring.
+        """
         starts: Sequence[int]
         if self.context.rings > 1:
             starts, size = self.context.chunks(ring_rank), self.context.chunk

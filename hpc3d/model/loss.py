@@ -59,9 +59,9 @@ class CrossEntropy:
     def score(self, logits: Array, targets: np.ndarray) -> Array:
         """Return [the summed loss of this rank's rows, the number of correct rows] as float64.
 
-        It overwrites the logits and does not support a backward pass.  A row is correct if no logit
-        exceeds the target's logit (`score_rows`).  The loss needs the row maximum anyway, so the
-        score requires no additional communication.
+        It overwrites the logits and does not support a backward pass.  A row is correct if no
+        logit exceeds the target's logit (`score_rows`).  The loss needs the row maximum anyway, so
+        the score requires no additional communication.
         """
         sums, _ = self._sums(logits, targets)
         with self.mesh.trace.span("loss", "loss"):

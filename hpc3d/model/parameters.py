@@ -277,9 +277,10 @@ class Parameters:
     def _deal(self, matrices: Sequence[Parameter]) -> dict[Parameter, int]:
         """Return a dict from each matrix to the replica that updates it.
 
-        The largest matrices are assigned first, each to the replica with the least load. The result is identical on all ranks of a stage, because it depends on global shapes only.
-        A tied table comes first, so that its copies on two stages are assigned to the same
-        replica.
+        The largest matrices are assigned first, each to the replica with the least load.  The
+        result is identical on all ranks of a stage, because it depends on global shapes only.  A
+        tied table is assigned before all others, so that its copies on two stages have the same
+        owner.
         """
         owners = {}
         load = {item.replicas: [0] * self.parts(item) for item in matrices}
@@ -328,7 +329,7 @@ class Parameters:
         return sharded.isdisjoint(item.replicas)
 
     def shared_out(self, item: Parameter) -> bool:
-        """Return True if each replica stores the full value and updates at most one shard of it."""
+        """Return True if each replica stores the full value but updates at most one shard."""
         slices = self.slices[item]
         return item in self.owners or slices.own_value != slices.value
 
@@ -398,14 +399,14 @@ class Parameters:
             self.bind()
 
     def sum_of_squares(self) -> Any:
-        """Return this rank's share of the squared gradient norm, which counts replicas once."""
+        """Return this rank's share of the squared gradient norm, counting each parameter once."""
         weights = [item for item in self.slices if self.counts(item) and not item.sign_rate]
         return sum_of_squares(self.grad, [self.slices[item].own_grad for item in weights])
 
     def counts(self, item: Parameter) -> bool:
         """Return True if this rank's own shard of a parameter is the copy that is counted.
 
-        Exactly one of several identical copies is counted in norms, totals and checkpoints.
+        Exactly one of several identical copies is counted in norms and checkpoints.
         """
         parted = self.parts(item) > 1 and not item.frozen
         return self._counts(item, item.updated_layout, parted)

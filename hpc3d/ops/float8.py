@@ -1,4 +1,4 @@
-"""Float8 rounding by tiles. A tile's scale maps its largest magnitude to the largest float8 number.
+"""Float8 rounding by tiles. Scales map the largest magnitude of a tile to the largest number.
 
     float8_e4m3fn    1 sign bit, 4 exponent bits, 3 mantissa bits; up to 448, no infinities
     float8_e5m2      1 sign bit, 5 exponent bits, 2 mantissa bits; up to 57344

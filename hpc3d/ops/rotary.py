@@ -56,7 +56,8 @@ def rotate(x: Array, table: Array, form: HeadForm, sign: int = 1) -> Array:
 
     With sign -1, rotate in the opposite direction, as the backward pass does. The pairs (i, i + D
     / 2) of a head rotate by the angle of their position, as in Llama's published weights: (a, b)
-    -> (a cos - b sin, b cos + a sin). `table` [2, T, D / 2] is the rotary table for the positions of the rows.
+    -> (a cos - b sin, b cos + a sin). `table` [2, T, D / 2] is the rotary table for the positions
+    of the rows.
     """
     _, sequence, half = table.shape
     parts, turned = form.turned(x.shape[1])

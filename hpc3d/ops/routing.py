@@ -141,7 +141,7 @@ def _(gpu, choices, tokens, pieces, count):
 
 @primitive
 def before_of(counts: Array, precedes: Array) -> Array:
-    """Count the choices that precede this rank's choices; return int64[S, k, pieces, E].
+    """Count other ranks' choices that precede this rank's; return int64[S, k, pieces, E].
 
     `counts` [c, S, k, pieces, E] contains the counts of all c ranks. `precedes` [k, pieces, c, k,
     pieces] is 1 if the group with the last three indices precedes this rank's group with the first
