@@ -1,1 +1,1 @@
-"""Hand-written GPT-2, Llama and BERT, forward and backward, on the sharded product."""
+"""GPT-2, Llama and BERT with hand-written backward passes, built on the sharded product."""

@@ -37,7 +37,7 @@ _CHUNK, _CHUNKS = 256, 64  # default tokens per chunk and largest number of chun
 
 
 def attention_of(mesh: Mesh, name: str, spec: ModelSpec) -> Any:
-    """Return the core attention of a model: chunked or not, with an all-to-all of heads or not."""
+    """Return the core attention layer: plain or chunked, with or without a head all-to-all."""
     core = (RingAttention if spec.chunked else CoreAttention)(mesh, name, spec)
     return HeadExchange(mesh, spec.context, core) if spec.context.heads > 1 else core
 

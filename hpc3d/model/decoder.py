@@ -79,7 +79,7 @@ class Decoder:
         return self._logits(contiguous(x.reshape(-1, count, x.shape[1])[:, -1]))
 
     def _brought(self, micro, name, make):
-        """Return `make(micro)` in the memory of the model's arrays."""
+        """Return `make(micro)`, copied to the memory of the model's arrays."""
         return self.mesh.pool.bring(make(micro))
 
     def _embedded(self, micro: Microbatch, count: int) -> Array:

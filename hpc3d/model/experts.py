@@ -1,11 +1,12 @@
 """Mixture of experts that replaces the MLP of a block.
 
 Each token is routed to `top_k` experts, and all-to-alls along e send tokens to their experts.
-Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert per token, GShard (Lepikhin et al.
-2020, arXiv:2006.16668) with two, Mixtral (Jiang et al. 2024, arXiv:2401.04088) without dropping.
-The routing group is one sequence: each expert has C slots per sequence (its capacity), assigned in
-order of token position, first choices before second choices.  Tokens beyond the capacity are
-dropped.  Which tokens are dropped therefore depends neither on the mesh nor on the microbatch.
+This is Switch (Fedus et al. 2021, arXiv:2101.03961) with one expert per token, GShard (Lepikhin et
+al. 2020, arXiv:2006.16668) with two, and Mixtral (Jiang et al. 2024, arXiv:2401.04088) without
+dropping.  The routing group is one sequence: each expert has C slots per sequence (its capacity),
+assigned in order of token position, first choices before second choices.  Tokens beyond the
+capacity are dropped.  Which tokens are dropped therefore depends neither on the mesh nor on the
+microbatch.
 
     X[rows, h] --route--> choices, weights
       |  dispatch        [e R, E/e, h]      R slot rows per rank of e
@@ -126,7 +127,7 @@ class ExpertMlps:
         self, mesh: Mesh, parameters: Parameters, spec: ModelSpec, name: str, last: float
     ) -> None:
         sizes, split, family = spec.sizes, spec.splits["experts"], spec.family
-        count = sizes.experts.count  # type: ignore[union-attr]  # it has some
+        count = sizes.experts.count  # type: ignore[union-attr]  # not None here
 
         def linear(part, inputs, outputs, split, std, interleaved=(1, 1)):
             matmul = sharded_matmul(mesh, split, spec.keep, stacked=True, scales=spec.scales)
@@ -204,7 +205,7 @@ class ExpertMixture:
         self.auxiliary_loss: Any = 0.0
 
     def _precedes(self) -> Array:
-        """Return int64 [k, pieces, c, k, pieces]: which choices of other ranks take earlier slots.
+        """Return the argument `precedes` of `before_of`, int64 [k, pieces, c, k, pieces].
 
         An entry is 1 if the choice index of the other rank along c is lower, or if it is equal and
         that rank's segment of the sequence is earlier.
@@ -363,7 +364,7 @@ def _flat(rows: Array) -> Array:
 
 
 def _least_rows(mesh: Mesh, split: Split) -> int:
-    """Return the number of which the slot rows per rank of e must be a multiple.
+    """Return the required divisor of the number of slot rows per rank of e.
 
     The rows of the up product's Y are then divisible by the number of ranks along k.
     """

@@ -17,7 +17,7 @@ from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 
 _BERT_EPSILON = 1e-12
-_EXPERT_KEYS = {  # -> the field of Experts
+_EXPERT_KEYS = {  # key of [model] -> field of `Experts`
     "experts": "count",
     "moe_every": "every",
     "shared_experts": "shared",

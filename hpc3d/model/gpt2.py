@@ -36,7 +36,7 @@ def add_table(
     """
     matmul, sizes = sharded_matmul(mesh, spec.splits["dense"].without_panels().next()), spec.sizes
     count = mesh.count(matmul.dw_layout[0])
-    rows = -(-sizes.vocabulary // count) * count  # type: ignore[operator]  # a number by now
+    rows = -(-sizes.vocabulary // count) * count  # type: ignore[operator]  # not None here
     shape = (rows, sizes.hidden)
     how |= {"std": sizes.std, "decay": True, "rows": sizes.vocabulary, **gradient(matmul)}
     return parameters.add(name, shape, matmul.w_layout, **how)

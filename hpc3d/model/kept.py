@@ -113,8 +113,7 @@ class KeptForm:
         return OffloadedArray(kept)
 
     def _load(self, value):
-        """Start loading offloaded arrays: each becomes a function that returns the loaded
-        array."""
+        """Start loading offloaded arrays, and replace each by a function that returns it."""
         if isinstance(value, RoundedArray):
             return RoundedArray(*map(self._load, value))
         if not isinstance(value, OffloadedArray):

@@ -286,7 +286,7 @@ class Dropout:
 class EmbeddingSaved(NamedTuple):
     """Indices of the looked-up rows, and the shape of the table's working block."""
 
-    index: Array  # type: ignore[assignment]  # not the method of a tuple
+    index: Array  # type: ignore[assignment]  # shadows tuple.index
     shape: tuple
 
 

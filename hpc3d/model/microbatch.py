@@ -44,11 +44,11 @@ class Microbatch(NamedTuple):
         return len(self.tokens)
 
     def cached(self, name: str, make: Callable[[Microbatch], Any]) -> Any:
-        """Return `make(micro)` in the memory of the model's arrays, cached under `name`."""
+        """Return `make(micro)`, copied to the memory of the model's arrays and cached as `name`."""
         return self.cache(self, name, make)
 
     def factor(self) -> Any:
-        """Return `scale` in the memory of the model's arrays."""
+        """Return `scale`, copied to the memory of the model's arrays."""
         return self.cached("scale", lambda micro: micro.scale)
 
     def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:

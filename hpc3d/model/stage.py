@@ -165,7 +165,7 @@ class Stage:
 
     @property
     def units(self) -> list[str]:
-        """Names of the units that `finished` receives."""
+        """Names of all units, which `backward` passes to `finished`."""
         ends = [end.name for end in (self.embeddings, self.head) if end]
         return [*ends, *(block.name for block in self.blocks)]
 

@@ -1,1 +1,1 @@
-"""Primitives: operations on one rank's arrays, with NumPy, CUDA and abstract rules."""
+"""Primitives, which are local array operations with NumPy, CUDA and abstract rules."""

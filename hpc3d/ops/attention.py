@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
     from hpc3d.ops.random import Mask
 
-SCORES = 1 << 18  # bytes of the probabilities of a chunk of heads
+SCORES = 1 << 18  # maximum size in bytes of the probabilities of a chunk of heads
 
 
 class HeadForm(NamedTuple):
@@ -351,7 +351,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     ds = gpu.empty(kept.shape, kept.dtype)
     gpu.multiply(v, d.swapaxes(1, 2), ds)
     given = {"p": kept, "dweights": ds, **_masked(kept, form.width, drop, mask)}
-    del given["padding"]  # the probabilities of padding are 0
+    del given["padding"]  # not needed: the probabilities of padding keys are 0
     gpu.launch("causal_softmax_grad", *kept.shape[:2], **given)
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
     gpu.multiply(ds, q, grads[1])

@@ -109,7 +109,7 @@ class GpuTile(NamedTuple):
 
     @property
     def work(self) -> tuple[int, int]:
-        """Number of query heads, and number of queries of each."""
+        """Number of query heads of the tile, and number of queries per head."""
         return _count(self.at[1]) * self.chunks.form.queries, _count(self.tile.queries)
 
     def queries(self, q: Array) -> Array:

@@ -18,8 +18,8 @@ from hpc3d.arrays.primitive import primitive
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
-_CHUNK = 1 << 14  # elements that stay in a core's cache
-_DEVICE_CHUNK = 1 << 24  # elements that a device processes at once
+_CHUNK = 1 << 14  # elements that fit in a core's cache
+_DEVICE_CHUNK = 1 << 24  # elements that a GPU processes in one operation
 
 
 def _bands(block: Array) -> Iterator[slice]:

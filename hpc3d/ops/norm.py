@@ -84,7 +84,7 @@ def _(gpu, dy, saved, residual, dgamma, dbeta, empty):
 def moments(x: Array) -> Array:
     """Return the mean and the sum of squared deviations of every row, [2, rows].
 
-    Uses two passes, never E[x^2].
+    The sum is computed in a second pass, because E[x^2] - E[x]^2 loses precision.
     """
     result = np.empty((2, x.shape[0]), wide(x.dtype))
     average = np.full(x.shape[1], 1 / x.shape[1], result.dtype)

@@ -1,9 +1,10 @@
 """8-bit quantization with scales: moments by block, and matrices by row.
 
-Moments follow Dettmers et al., arXiv:2110.02861: a number is the scale of its block, which is the
-block's largest magnitude, times the nearest of 256 levels of dynamic quantization (section 1.3). A
-level is a power of ten times a linear fraction; the smaller the power, the fewer bits remain for
-the fraction. An element of a row is the row's scale times its code:
+Moments follow Dettmers et al., arXiv:2110.02861. The scale of a block is its largest magnitude,
+and each element is rounded to the scale times one of 256 levels of dynamic quantization (section
+1.3). A level is a power of ten times a linear fraction; the smaller the power, the fewer bits
+remain for the fraction. Matrices have one scale per row, and an element is the scale times its
+code:
 
     codes int8     integers from -127 to 127
     codes uint8    the bits of float8_e4m3fn numbers, whose largest value is 448

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
     from hpc3d.cuda.gpu import Gpu
 
-_CHUNK = 1 << 14  # elements that stay in the cache through an update
+_CHUNK = 1 << 14  # elements per chunk, which stay in the cache during an update
 # Coefficients of x -> a x + b x^3 + c x^5, which maps singular values in (0, 1] to about 0.7 to
 # 1.2 in five steps (Jordan et al., https://kellerjordan.github.io/posts/muon).
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315

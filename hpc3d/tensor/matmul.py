@@ -2,7 +2,7 @@
 
 Each mesh axis shards one loop of the product: m, n or k.  Each matrix lacks one of the three
 loops.  The axes on that loop are *foreign* to it, because the ranks along them work on the same
-block.  A foreign axis stores the block in one of three ways, each a pair of adjoint collectives:
+block.  Along it, the block is stored in one of three ways, each with a pair of adjoint collectives:
 
                  gather                            reduce
                  stored block -> working block     partial block -> stored block
@@ -47,7 +47,7 @@ _NONE = ""  # placeholder for an axis that no mesh has; its size is 1
 class Saved(NamedTuple):
     """X and W saved for the backward pass.
 
-    Operands named in `kept` are saved as working blocks, the others as stored blocks.
+    Operands named in `kept` are saved as working blocks; all other operands as stored blocks.
     """
 
     x: SavedActivation
@@ -252,8 +252,8 @@ def _weight_layouts(split: Split, transposed: bool) -> list[Layout]:
 def _in_order(axes: str, layout: Layout) -> list[str]:
     """Return foreign axes in the order of reductions.
 
-    Axes that shard come first, in the order of the layout, because the owner of a block depends
-    on its rows.  All-reduces over replicated axes come last, when the block is small.
+    Axes that shard the block come first, in the order of the layout, because the owner of a block
+    depends on its rows.  All-reduces over replicated axes come last, when the block is smallest.
     """
     order = [*(axis for dim in layout for axis in dim), *layout.owned]
     last = [axis for axis in axes.split() if axis not in order]
@@ -267,8 +267,8 @@ class Summa(Matmul):
     broadcast panels in the forward pass; gradients are reduced to the owners in the backward pass
     (van de Geijn and Watts 1997; Optimus, arXiv:2104.05343).  At most one panel of X and one of W
     are gathered at a time, so no working block is saved.  W is gathered first along other axes
-    that shard it, such as the ZeRO-3 axis.  Stored blocks are rounded before
-    their panels are broadcast, and no epilogue is fused with the products of panels.
+    that shard it, such as the ZeRO-3 axis.  Stored blocks are rounded before their panels are
+    broadcast, and no epilogue is fused into the products of panels.
     """
 
     def __init__(self, mesh: Mesh, split: Split, rounded: Operands) -> None:

@@ -1,6 +1,6 @@
 """Rounding of product operands to float8, identical on every layout.
 
-A scale belongs to a tile of the full matrix, which several ranks may share:
+Each tile of the full matrix has one scale.  Several ranks may share a tile:
 
     scales      X[m, k] and dY[m, n]    W[k, n]         source
     block       1 x 128                 128 x 128       DeepSeek-V3, arXiv:2412.19437, section 3.3

@@ -1,4 +1,4 @@
-"""Splits of a product: mesh axes on the loops m, n and k, and the published schemes."""
+"""Splits of a product, which assign mesh axes to the loops m, n and k, and published schemes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Split:
     """Mesh axes on each loop of Y[m, n] = X[m, k] W[k, n].
 
     The axes on the loop that a matrix lacks are foreign to it.  A foreign axis shards the rows of
-    the block, unless it is in `replicate` or `own`.  `defer` and `scatter` apply to axes
-    whose ranks process different rows of X, such as the data axis (see `over`).
+    the block, unless it is in `replicate` or `own`.  `defer` and `scatter` apply to axes whose
+    ranks process different rows of X, such as the data axis (see `over`).
 
     Parameters
     ----------
