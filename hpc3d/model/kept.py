@@ -161,7 +161,7 @@ def _matrix(array: Array) -> Array:
 def _replaced(
     saved: Any, function: Callable[[Any], Any], done: dict, marked: Any = SavedActivation
 ) -> Any:
-    """Return saved data of a layer with `function` applied once to each array of type `marked`."""
+    """Return a layer's saved data, with `function` applied once to each array of type `marked`."""
     if not hasattr(saved, "_fields"):
         return saved
     fields = zip(saved, _are_marked(saved.__class__, marked))

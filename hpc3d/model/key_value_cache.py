@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class KeptPositions:
     """Number of cached positions per sequence, `length`, and its maximum, `capacity`.
 
-    It is the same for the caches of all layers.
+    The caches of all layers contain the same positions.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -49,7 +49,7 @@ def row_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def immediately(function: Callable[..., object], *args: Any) -> None:
-    """Call `function` immediately; the default `defer` of a backward pass."""
+    """Call `function` immediately; this is the default `defer` of a backward pass."""
     function(*args)
 
 

@@ -38,7 +38,7 @@ class CrossEntropy:
     """-log softmax(logits)[target], on logits Y[m, v] with the vocabulary sharded over n's axes.
 
     Entries beyond `vocabulary` are padding with zero probability, and rows whose target is IGNORE
-    do not count (Megatron-LM's vocabulary-parallel loss, arXiv:1909.08053, section 3).
+    are excluded (Megatron-LM's vocabulary-parallel loss, arXiv:1909.08053, section 3).
     """
 
     def __init__(self, mesh: Mesh, axes: Iterable[str], vocabulary: int) -> None:

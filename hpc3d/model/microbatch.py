@@ -24,7 +24,7 @@ def _without_cache(micro: Microbatch, name: str, make: Callable[[Microbatch], An
 class Microbatch(NamedTuple):
     """Tokens and targets [sequences, T] of one pass, identical on all ranks.
 
-    With context parallelism, the sequences are virtual ones (hpc3d.model.context).  `first` is the
+    With context parallelism, these are virtual sequences (hpc3d.model.context).  `first` is the
     index of the first sequence in the batch of training step `step`; the loss is scaled by `scale`
     for the gradient.  `cache` copies host arrays to the memory of the model's arrays.  A
     microbatch that is not for `training` has no backward pass: nothing is saved, and no dropout is
@@ -44,7 +44,7 @@ class Microbatch(NamedTuple):
         return len(self.tokens)
 
     def cached(self, name: str, make: Callable[[Microbatch], Any]) -> Any:
-        """Return `make(micro)`, copied to the memory of the model's arrays and cached as `name`."""
+        """Return `make(micro)` in the memory of the model's arrays; cache it under `name`."""
         return self.cache(self, name, make)
 
     def factor(self) -> Any:

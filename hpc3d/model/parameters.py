@@ -172,9 +172,9 @@ class Parameters:
     """All parameters of this rank in the flat arrays `value` and `grad`.
 
     This rank updates `matrices`, the blocks of parameters for which `whole_matrices(name, shape)`
-    is true, and `pieces`, contiguous ranges of all other parameters.  `owners` maps such a matrix to the
-    replica that updates it.  `own_states` are flat arrays that only this rank stores between
-    steps, such as gradient residuals.  Gradients of 16-bit values are summed in float32
+    is true, and `pieces`, contiguous ranges of all other parameters.  `owners` maps such a matrix
+    to the replica that updates it.  `own_states` are flat arrays that only this rank stores
+    between steps, such as gradient residuals.  Gradients of 16-bit values are summed in float32
     (arXiv:1710.03740, section 3) and reduced over the data axes in the type `reduced`.  `offload`
     names the data that is offloaded from the memory of the ranks: with "parameters", the matrices
     of Transformer blocks are stored in a separate flat array, `elsewhere`.

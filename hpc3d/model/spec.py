@@ -20,8 +20,8 @@ class Experts:
     """Mixture of experts that replaces the MLP in one of every `every` blocks.
 
     It has `count` experts, of which each token is routed to `top_k`, and `shared` experts that
-    process all tokens.  `balance_loss` and `z_loss` are the factors of the router's auxiliary
-    losses; `balance_bias` is the update rate of the balancing bias.  If `capacity` is 0, no token
+    process all tokens.  `balance_loss` and `z_loss` are the coefficients of the router's
+    auxiliary losses; `balance_bias` is the update rate of the balancing bias.  If `capacity` is 0, no token
     is dropped.
     """
 

@@ -2,7 +2,7 @@
 
 Each mesh axis shards one loop of the product: m, n or k.  Each matrix lacks one of the three
 loops.  The axes on that loop are *foreign* to it, because the ranks along them work on the same
-block.  Along it, the block is stored in one of three ways, each with a pair of adjoint collectives:
+block.  Along it, blocks are stored in one of three ways, each with a pair of adjoint collectives:
 
                  gather                            reduce
                  stored block -> working block     partial block -> stored block
