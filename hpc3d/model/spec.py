@@ -21,8 +21,8 @@ class Experts:
 
     It has `count` experts, of which each token is routed to `top_k`, and `shared` experts that
     process all tokens.  `balance_loss` and `z_loss` are the coefficients of the router's
-    auxiliary losses; `balance_bias` is the update rate of the balancing bias.  If `capacity` is 0, no token
-    is dropped.
+    auxiliary losses; `balance_bias` is the update rate of the balancing bias.  If `capacity` is 0,
+    no token is dropped.
     """
 
     count: int

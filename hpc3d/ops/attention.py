@@ -159,12 +159,12 @@ def _softmaxes(
 
 
 def _finite(top: Array) -> Array:
-    """Return the largest score of every query, or 0 if it attends to no key."""
+    """Return the largest score of every query, or 0 for queries that attend to no key."""
     return np.where(top == -np.inf, 0, top)
 
 
 def _positive(sums: Array) -> Array:
-    """Return the sums of exponentials, or 1 if a query attends to no key."""
+    """Return the sums of exponentials, or 1 for queries that attend to no key."""
     return np.where(sums == 0, 1, sums)
 
 
@@ -410,7 +410,7 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
 def _by_cudnn(
     gpu: Gpu, qkv: Array, form: HeadForm, drop: Mask | None, mask: AttentionMask
 ) -> bool:
-    """Return True if cuDNN computes this attention. It does not support padding."""
+    """Return True if cuDNN computes this attention. The cuDNN path does not support padding."""
     flash = gpu.flash and mask.padding is None
     return flash and qkv.size and gpu.flash.suits(qkv.dtype, form.width, drop)
 

@@ -35,7 +35,7 @@ class ChunkPair(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Pairs of chunks of queries and keys to compute, for heads of the given `form`.
+    """Pairs of query and key chunks whose attention is computed, for heads of the given `form`.
 
     `padding`, bool [B, t], marks keys that no query attends to. Before the product with v, the
     probabilities are multiplied by the dropout mask `drop`, which is generated as a matrix of
@@ -174,6 +174,6 @@ def gpu_tiles(gpu: Gpu, chunks: Chunks, kv: Array) -> Iterator[GpuTile]:
 
 
 def _kind(piece: tuple[tuple[int, slice], ChunkPair]) -> tuple[int, ...]:
-    """Return a key that is equal for tiles with identical kernel launches."""
+    """Return a grouping key; tiles with equal keys have identical kernel launches."""
     (_, heads), tile = piece
     return _count(heads), _count(tile.queries), _count(tile.keys), tile.masked

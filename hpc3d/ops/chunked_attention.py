@@ -265,9 +265,9 @@ def _(qkv, dq, dkv, form, empty):
 
 
 def _as_numpy(op: Primitive) -> None:
-    """Register the NumPy rule of a primitive for devices and 16-bit arrays.
+    """Use the NumPy rule of a primitive also for GPUs and for 16-bit arrays.
 
-    These primitives consist only of fills and copies.
+    It must consist only of fills and copies.
     """
     op.cuda(lambda gpu, *args: op.numpy(*args))
     op.narrow(op.numpy)

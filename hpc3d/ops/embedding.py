@@ -40,9 +40,9 @@ def _(gpu, table, index):
 
 
 def order_of(index: np.ndarray) -> np.ndarray:
-    """Return the indices that sort an integer array, int64[n], stably.
+    """Return the indices, int64[n], of a stable sort of an integer array.
 
-    NumPy uses a radix sort for 16-bit integers, which is six times as fast as for wider ones.
+    NumPy's radix sort of 16-bit integers is six times as fast as its sort of wider integers.
     """
     lowest = index.min(initial=0)
     few = index.max(initial=0) - lowest <= np.iinfo(np.uint16).max

@@ -34,7 +34,7 @@ def philox_key(name: object) -> np.ndarray:
 class _Generator(local):
     """One generator per thread, repositioned for every use.
 
-    Creating a generator takes ten times as long, because it requests a seed from the system.
+    Creating one takes ten times as long as repositioning, because it requests a system seed.
     """
 
     def __init__(self) -> None:
