@@ -68,7 +68,7 @@ def present() -> bool:
 
 
 def _versions(runtime: Any) -> Iterator[Finding]:
-    """Yield the CUDA versions; the driver must not be a major version older than the runtime."""
+    """Yield a finding on CUDA: the driver must not be a major version older than the runtime."""
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     text = f"driver for {_dotted(driver)}, runtime {_dotted(needed)}"
     if driver // 1000 < needed // 1000:
@@ -140,7 +140,7 @@ def device_map(job: Job) -> Iterator[Finding]:
 
 
 def missing(asked: str, dtype: str) -> str | None:
-    """Return the requirement of train.backend = cupy that this process lacks, with a fix, or None.
+    """Return an unmet requirement of train.backend = cupy, with a fix, or None if all are met.
 
     `asked` is mesh.transport, `dtype` train.dtype.
     """

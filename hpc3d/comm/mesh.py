@@ -120,7 +120,7 @@ class Wrapper(Protocol):
 class Scope:
     """Context that sets the layer or phase of events and restores them on exit.
 
-    Entering and leaving are the same operation: recorder and scope exchange their values.
+    On entry and on exit, the recorder and this object swap their values.
     """
 
     __slots__ = ("layer", "phase", "recorder")

@@ -62,7 +62,7 @@ class Region:
         self.freed_at = -1
 
     def blocks(self, count: int, dtype: DTypeLike) -> np.ndarray:
-        """Return the first `count` elements of every slot, [size, count]."""
+        """Return the first `count` elements of every slot, as an array [size, count]."""
         whole = of_type(self.memory.view(dtype))
         return whole.reshape(-1, self.slot // whole.itemsize)[:, :count]
 
@@ -156,7 +156,7 @@ class SharedMemory(MpiCommunicator):
         return self.posted
 
     def wait_for_all(self, post: int) -> None:
-        """Wait until every member has made this post."""
+        """Wait until every member has reached post number `post`."""
         if post <= self.seen:
             return
         flags, entry = self.flags, 1 + post % _RING
@@ -270,7 +270,7 @@ class SharedMemory(MpiCommunicator):
         return self.after(self.publish(region), finish)
 
     def after(self, post: int, finish: Callable[[], Any]) -> Pending:
-        """Return the pending result of `finish`, called once all members have made this post."""
+        """Return the pending result of `finish`, called once all members have reached `post`."""
 
         def meet_and_finish():
             self.wait_for_all(post)

@@ -77,7 +77,7 @@ class SplitRows(Communicator):
         super().__init__(stage, len(stages), first, world.pool)
 
     def wrapped(self, wrapper: Any, axis: str) -> Any:
-        """Wrap the messages between ranks."""
+        """Return a copy whose messages between ranks are wrapped by `wrapper`."""
         found = copy(self)
         found.world = wrapper.wrap(self.world, axis)
         return found

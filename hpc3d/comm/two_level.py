@@ -174,5 +174,5 @@ class TwoLevel(AllPairs):
         return total
 
     def _host_of(self, member: int) -> int:
-        """Return the index of a member's host, which is its index in a lane."""
+        """Return the index of a member's host, which is also the member's index in its lane."""
         return int(np.argwhere(self.table == member)[0, 0])

@@ -21,7 +21,7 @@ class BadData(ValueError):
 
 
 class JobExit(Exception):
-    """End the job with exit code `code` on all ranks; every message has been printed."""
+    """Exception that ends the job with exit code `code` on all ranks, without another message."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

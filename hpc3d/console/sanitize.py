@@ -25,7 +25,7 @@ _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 class Problems(ValueError):
-    """Several errors, one line each."""
+    """Exception for several errors, with one line each."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self.lines = [*map(sanitized, lines)]

@@ -17,11 +17,11 @@ REFUSALS = (7, 8, 15)  # INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: returned b
 
 
 class Unsupported(RuntimeError):
-    """cuBLASLt does not support a product here. Nothing was computed or written."""
+    """Error for a product that cuBLASLt does not support here. Nothing was computed or written."""
 
 
 class Heuristic(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t; the algorithm is opaque."""
+    """Result of a heuristic (cublasLtMatmulHeuristicResult_t), with an opaque algorithm."""
 
     _fields_ = (
         ("algorithm", c_uint64 * 8),

@@ -50,7 +50,7 @@ class Kernels:
         return self.functions[expression]
 
     def load(self, source: str) -> None:
-        """Compile all kernels of a source."""
+        """Compile all kernels of a source file."""
         ours = [kernel for kernel in launch_table.kernels().values() if kernel.source == source]
         names = [*dict.fromkeys(k.expression(real) for k in ours for real in self.reals)]
         module = cupy.RawModule(

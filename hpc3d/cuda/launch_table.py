@@ -59,7 +59,7 @@ def whole(size: int, part: int) -> int:
 
 
 def strips(rows: int) -> int:
-    """Return the number of partial sums of `rows` rows, the input of sum_strips."""
+    """Return the number of partial sums over `rows` rows, which sum_strips adds up."""
     return min(STRIPS, whole(rows, ROWS_PER_STRIP))
 
 
@@ -191,7 +191,7 @@ class Kernel(NamedTuple):
 
 
 def text(source: str) -> str:
-    """Return the CUDA C++ code of a source, which includes headers from FOLDER."""
+    """Return the CUDA C++ code of a source file, which includes headers from FOLDER."""
     return (FOLDER / f"{source}.cu").read_text(encoding="utf-8")
 
 

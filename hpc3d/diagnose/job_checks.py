@@ -66,7 +66,7 @@ def location(job: Job) -> dict[str, Any]:
 
 
 def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
-    """Check that MPI numbers the ranks of a host 0, 1, 2, ..., so it sees that they share it."""
+    """Check that the local ranks on a host are 0, 1, 2, ..., so that MPI treats it as one node."""
     if sorted(numbers) != list(range(len(numbers))):
         text = (
             f"MPI treats {host} as several nodes (local ranks {spans(numbers)}), so its ranks "

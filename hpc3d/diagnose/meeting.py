@@ -32,7 +32,7 @@ export OMPI_MCA_btl_tcp_if_include=NAME, the network interface that connects the
 
 
 class Board:
-    """Messages between ranks through the launcher; empty if the launcher does not support them."""
+    """Messages between ranks through the launcher; all are empty if it does not support them."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.job, self.works = comm, os.environ.get("PMIX_NAMESPACE", ""), True
@@ -98,7 +98,7 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 def _exchange(comm: MPI.Intracomm, end: float) -> list[int]:
-    """Exchange a message with each peer; return the peers with incomplete messages at `end`."""
+    """Exchange a message with each peer; return peers with incomplete messages at time `end`."""
     kept, waiting = [], []
     for peer in peers(comm.rank, comm.size):
         sent, received = np.zeros(_SIZE, np.uint8), np.empty(_SIZE, np.uint8)
@@ -117,7 +117,7 @@ def numbers(text: str) -> list[int]:
 
 
 def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str], within: float) -> Finding:
-    """Return the Finding for the `pairs` of ranks that do not reach each other."""
+    """Return the Finding for the `pairs` of ranks that cannot reach each other."""
     apart = defaultdict(set)
     for pair in pairs:
         apart[tuple(hosts[rank] or f"rank {rank}" for rank in pair)].update(pair)

@@ -74,7 +74,7 @@ def requirements() -> list[tuple[str, str]]:
 
 
 def threads(ranks: int) -> Iterator[Finding]:
-    """Check the cores, and the threads that each of the node's `ranks` ranks starts on them."""
+    """Check the number of cores, and of threads per rank, for `ranks` ranks on this node."""
     cores = environment.cores_of_node()
     bound, share = len(os.sched_getaffinity(0)), max(1, cores // ranks)
     asked = {
@@ -182,7 +182,7 @@ def _number(limit: int) -> str:
 
 
 def size(count: float) -> str:
-    """Format bytes for people, with three or four digits."""
+    """Format a number of bytes with a unit and three or four digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

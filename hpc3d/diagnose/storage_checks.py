@@ -36,13 +36,13 @@ def storage(folder: Path) -> Iterator[Finding]:
 
 
 def _standing(folder: Path | str) -> Path:
-    """Return the folder, or its nearest existing parent: runs create missing folders."""
+    """Return the folder or its nearest existing parent, since runs create missing folders."""
     folder = Path(folder).absolute()
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
 def scratch(folder: Path) -> tempfile.TemporaryDirectory:
-    """Return a temporary folder in `folder`, removed at the end of a `with`."""
+    """Return a temporary folder in `folder`, which is removed at the end of a `with` block."""
     return tempfile.TemporaryDirectory(prefix=".doctor-", dir=_standing(folder))
 
 

@@ -214,7 +214,7 @@ def simulate_schedule(
 
 
 def _words(options: _Options | None) -> list[str]:
-    """Convert options to command-line arguments; strings stay strings."""
+    """Convert options to command-line arguments, with their values in TOML."""
     return [word for key, value in (options or {}).items() for word in (f"--{key}", _text(value))]
 
 

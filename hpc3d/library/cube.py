@@ -225,7 +225,7 @@ def _refuse_idle(split: Split, sizes: Mapping[str, int]) -> None:
 
 
 def _check(split, x, w, dy, sizes):
-    """Raise ValueError if shapes or types do not match, or a dimension is not divisible."""
+    """Raise ValueError if shapes or types do not match, or a dimension cannot be split evenly."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"x {x.shape} and w {w.shape}: there is no product of these")
     if x.dtype != w.dtype or x.dtype not in (np.float32, np.float64):

@@ -50,7 +50,7 @@ def launched(ranks: int, words: list[str]) -> Path:
 
 
 def _launcher(ranks: int) -> list[str]:
-    """Return the launch command of `ranks` ranks, empty for one rank.
+    """Return the command that launches `ranks` ranks, or an empty list for one rank.
 
     An mpirun on PATH, such as a cluster's, precedes the one installed next to this Python.
     """

@@ -42,7 +42,8 @@ class StepPrediction(dict[str, Any]):
 
     @property
     def memory(self) -> pd.DataFrame:
-        """Peak memory [B] of a rank of each stage by kind; `all` is the peak of their sum."""
+        """Peak memory per rank [B] of each stage, by kind; `all` is the peak of the sum over
+        kinds."""
         return _frame([{"stage": n, **row} for n, row in enumerate(self["memory"]["stages"])])
 
     @property

@@ -50,7 +50,7 @@ class Job:
     def namesakes(self) -> str | None:
         """Return a message if two hosts share a name.
 
-        Open MPI treats them as one host, and its next call deadlocks.
+        Open MPI treats them as one host, and its next collective call would deadlock.
         """
         return namesakes(self.kernels) if "Open MPI" in self.library() else None
 
@@ -125,7 +125,7 @@ class Job:
             time.sleep(0.005)
 
     def location(self) -> dict[str, Any]:
-        """Return this rank's host, process ID, local rank and first rank on its node (collective)."""
+        """Return this rank's host, process ID, local rank and node (its first rank): collective."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         mine = node.bcast(self.rank), MPI.Get_processor_name(), kernel()
         first = self.gather(mine).index(mine)

@@ -253,7 +253,7 @@ def _in_a_call() -> bool:
 
 
 def leave(job: Job, number: int = signal.SIGTERM) -> None:
-    """End this process because of a signal, unless it is ending already."""
+    """End this process because of a signal, unless it is already ending."""
     if job.ending.acquire(blocking=False):
         os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)  # the main thread may be spinning
         _report_end(job, number)

@@ -101,7 +101,7 @@ class MetricsReader:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, _Record]]:
-    """Yield each complete line that is a record, and the record."""
+    """Yield each complete, valid line and its record."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.endswith("\n") and (record := _record(line)):
@@ -118,7 +118,7 @@ def _record(line: str | bytes) -> _Record | None:
 
 
 def _is_sound(record: _Record) -> bool:
-    """Return True if the step is an integer and each value a number, or None for NaN."""
+    """Return True if the step is an integer and each value is a number or None."""
     known = [value for value in record.values() if value is not None]
     numbers = all(type(value) in (int, float) for value in known)
     return type(record.get("step")) is int and numbers and all(abs(each) < _MOST for each in known)

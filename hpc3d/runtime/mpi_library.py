@@ -35,7 +35,7 @@ INSTALL = (
 
 
 class MpiInstall(NamedTuple):
-    """MPI installation: maker, version and path of a file; None if unknown."""
+    """MPI library or launcher: its maker, version and path (None if unknown)."""
 
     maker: str
     version: str | None
@@ -73,7 +73,7 @@ def found() -> MpiInstall | None:
 
 
 def world() -> int:
-    """Initialize MPI and return its number of processes."""
+    """Initialize MPI and return the number of processes in MPI_COMM_WORLD."""
     from mpi4py import MPI
 
     if not MPI.Is_initialized():

@@ -19,7 +19,7 @@ EXTRAS = {
 
 
 def lacking(what: str, *packages: str) -> Iterator[str]:
-    """Yield a message for each of `packages` that `what` needs and that is not installed."""
+    """Yield a message for each of the `packages` required by `what` that is not installed."""
     for package in packages:
         if find_spec(package) is None:
             source = f"'hpc3d[{EXTRAS[package]}]'" if package in EXTRAS else package

@@ -70,7 +70,7 @@ class Signs:
 
     @quiet
     def total(self, rows: np.ndarray) -> np.ndarray:
-        """Return the signed total of row sums in float64: one number per part."""
+        """Return the signed total of row sums in float64, one number per chunk."""
         return rows @ self(rows.shape[1], np.dtype(np.float64))
 
 
@@ -83,7 +83,7 @@ def _drawn(count: int) -> np.ndarray:
 
 
 def words(block: np.ndarray, parts: int = 1) -> np.ndarray:
-    """Return the sum modulo 2^64 of the 8-byte words of each part of a contiguous block.
+    """Return the sum modulo 2^64 of the 8-byte words of each chunk of a contiguous block.
 
     One flipped bit always changes it.
     """
@@ -132,7 +132,9 @@ def slack(dtype: np.dtype, *counts: int) -> float:
 def wrong_row(
     a: np.ndarray, b: np.ndarray, sums: np.ndarray, difference: np.ndarray
 ) -> int | None:
-    """Return the row of C = A B in which C s and A (B s) differ by more than rounding, or None.
+    """Return the index of the first wrong row of C = A B, or None.
+
+    In a wrong row, C s and A (B s) differ by more than rounding.
 
     `sums` is C s and `difference` is |A (B s) - C s|.  Rows are not checked if A or B is not
     finite, or so large that C may overflow.
