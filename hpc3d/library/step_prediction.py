@@ -42,8 +42,7 @@ class StepPrediction(dict[str, Any]):
 
     @property
     def memory(self) -> pd.DataFrame:
-        """Peak memory per rank [B] of each stage, by kind; `all` is the peak of the sum over
-        kinds."""
+        """Peak memory per rank [B] by stage and kind; `all` is the peak of the sum over kinds."""
         return _frame([{"stage": n, **row} for n, row in enumerate(self["memory"]["stages"])])
 
     @property

@@ -125,7 +125,7 @@ class Job:
             time.sleep(0.005)
 
     def location(self) -> dict[str, Any]:
-        """Return this rank's host, process ID, local rank and node (its first rank): collective."""
+        """Return this rank's host, process ID, local rank and node's first rank (collective)."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         mine = node.bcast(self.rank), MPI.Get_processor_name(), kernel()
         first = self.gather(mine).index(mine)
