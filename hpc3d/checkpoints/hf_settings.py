@@ -62,7 +62,7 @@ class Settings(NamedTuple):
 
     sizes     dict from a family's key to the equivalent key of [model]
     fixed     dict from key to its only supported value
-    dropouts  keys of the dropout rates, which must be equal in hpc3d
+    dropouts  keys of the dropout rates; hpc3d has a single rate
     others    further keys, written by `written` and read by `told`
     written   function of the model that returns the further keys of config.json
     told      function of config.json and the known keys of [model]; returns further ones

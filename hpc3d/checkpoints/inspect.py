@@ -215,7 +215,7 @@ def problems(folder: Path) -> list[str]:
     try:
         opened = Checkpoint(folder)
         shapes = shapes_in(opened)
-        config_of(opened)  # may be damaged, too
+        config_of(opened)  # raises ValueError if damaged
     except ValueError as error:
         return [str(error)]
     damaged, count = [], len(opened.files)

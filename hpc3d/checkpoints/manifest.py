@@ -21,13 +21,13 @@ from hpc3d.training.optimizers.catalog import state_kinds
 
 FORMAT, VERSION = "hpc3d-checkpoint", 1
 _BFLOAT16 = "bfloat16"  # NumPy has no type code for it
-_TYPES = {"|u1": 1, "<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # element types, bytes
+_TYPES = {"|u1": 1, "<f2": 2, _BFLOAT16: 2, "<f4": 4, "<f8": 8}  # element type: bytes
 _SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # of a tensor
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # name of a tensor
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 30  # bytes of a manifest: some ten million boxes
 _MOST = 1 << 62  # upper bound of any number
-_MOST_DIMS = 64  # of a tensor
+_MOST_DIMS = 64  # dimensions of a tensor
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -368,7 +368,7 @@ def _go_on(batches: Batches | None, header: Mapping[str, Any]) -> None:
 def _newest(job: Job, run: Path, differs: _Differs) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest intact checkpoint of this model, and the problems of newer ones.
 
-    All ranks return the same one.  The job is refused if no checkpoint exists.
+    All ranks return the same checkpoint.  If none is intact, the job stops with an error.
     """
     wrong = []
     for folder in job.from_root(lambda: steps_of(run / "checkpoints")):

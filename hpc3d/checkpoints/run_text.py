@@ -63,8 +63,8 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
     Raises
     ------
     ValueError
-        If a part of another training text would be held out: it may have been trained on, and
-        text that was held out would be trained on.
+        If the training text has changed and a fraction of it is held out. This fraction may have
+        been trained on, and text that was held out would be trained on.
     """
     for key in (key for key in now if key in before):
         if before[key]["sha256"] == now[key]["sha256"]:

@@ -30,7 +30,7 @@ from hpc3d.training.run_folder import write_text
 if TYPE_CHECKING:
     from hpc3d.data.token_file import Tokens
 
-_SPECIAL = "special_ids.json"  # in the folder of a run: ids from the config.json of its import
+_SPECIAL = "special_ids.json"  # in a run's folder: ids from the config.json of the import
 _SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 

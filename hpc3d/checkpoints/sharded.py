@@ -59,7 +59,7 @@ class OwnElements(NamedTuple):
 def _block_of(item: Parameter, layout: Layout, shape: Sequence[int], mesh: Mesh) -> BlockSlices:
     """Return the box of this rank's block of an array with this layout and shape.
 
-    The padding rows of an embedding, or of a vector with one element per row, are left out.
+    The padding rows of an embedding, or of a vector with one element per row, are excluded.
     """
     first, *others = layout.slices(shape, mesh)
     if item.rows:

@@ -13,7 +13,7 @@ INT32 = 2**31 - 1  # largest value in a column of a trace
 MOST_RANKS = 2**20
 MOST_LAYERS = 10_000
 MOST_PASSES = 2**18  # forward passes of a schedule held in memory
-_MOST_ELEMENTS = 2**56  # of one global array: its bytes are counted in int64
+_MOST_ELEMENTS = 2**56  # elements of a global array, whose bytes must fit into int64
 MOST_COUNT = 2**53  # steps, updates or sequences of a run: their sums fit into int64
 
 

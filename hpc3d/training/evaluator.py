@@ -112,7 +112,7 @@ class Evaluator:
     def totals(self) -> tuple[float, float, int]:
         """Return the summed loss, the number of correct predictions and the number of tokens.
 
-        They count the tokens with a target, over all batches and ranks.
+        Only tokens with a target are counted. The sums are over all batches and ranks.
         """
         feed = self.feed(self.mesh, self.trainer.config, self.batches, self.program)
         groups, sums, tokens = self.program.stages[self.mesh.coord("p")], np.zeros(2), 0

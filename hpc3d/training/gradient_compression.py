@@ -1,6 +1,6 @@
 """Compressed gradient all-reduce: low rank (PowerSGD) or the largest elements (top-k).
 
-For each matrix of a bucket, replica i of the d members has a gradient G_i[m, n].  It adds its
+For each matrix of a bucket, member i of the d replicas has a gradient G_i[m, n].  It adds its
 residual R_i, the error of earlier steps: M_i = G_i + R_i.  All members get the same approximation
 of the sum of M_i, and each stores the error of its own contribution as the new R_i.  No gradient
 is lost: the approximations of all steps plus the residuals equal the sum of the gradients (error

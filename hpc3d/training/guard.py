@@ -100,8 +100,8 @@ def refuse(trainer: Any) -> None:
 def _not_finite(trainer: Any) -> list[GuardFinding]:
     """Return this rank's findings of numbers that are not finite.
 
-    These are its parameters. If all parameters are finite, they are its contribution to the loss
-    and the gradients of the deepest layer with non-finite ones.
+    If parameters are not finite, only they are reported. Otherwise, the findings are this rank's
+    contribution to the loss and the gradients of the deepest layer with non-finite ones.
     """
     where = f"rank {trainer.mesh.rank}: step {trainer.number}, "
     values = [item for item in trainer.parameters if _count_not_finite(item.value)]

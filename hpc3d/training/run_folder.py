@@ -187,7 +187,7 @@ def _installed(name: str) -> str | None:
 def git_revision() -> str:
     """Return the commit of the source, with a "+" if files differ from it.
 
-    It is empty outside of git, or if the package is installed inside another repository.
+    The result is empty outside of git, or if the package is installed inside another repository.
     """
     source = Path(hpc3d.__file__)
     where = ["git", "-C", str(source.parent)]

@@ -10,7 +10,7 @@ The means are over the unsharded matrix.  Row sums are all-reduced over the axes
 columns; column sums and the sum of R over the axes that shard the rows; the sum of U^2 over both.
 Each axis takes two collective calls for all matrices together.  For a block A x B, a rank receives
 2 (1 - 1/g) (A + 1) elements if g ranks shard the columns, and 2 (1 - 1/g) (B + 2) if g ranks shard
-the rows; each expert of a stack counts.
+the rows, for each expert of a stack.
 """
 
 from __future__ import annotations
