@@ -3,7 +3,7 @@
 An `AbstractArray` has the shape, type and lifetime of an array, but no data.  NumPy's functions
 accept it (NEP 13 and 18) and return AbstractArrays, a view keeps its memory alive, and an
 `AbstractPool` counts it like a `Pool`.  Communicators for abstract arrays move no data (comm/), so
-one rank runs without the others.  Operations that depend on values (a loss, a lookup) or iterate
+a single rank can run on its own.  Operations that depend on values (a loss, a lookup) or iterate
 over memory in pieces are primitives with an abstract rule (arrays/primitive.py).
 
 The `meter` of a pool is notified of every operation on its arrays and may advance a clock.

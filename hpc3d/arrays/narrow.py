@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.arrays.primitive import Primitive
 
-with suppress(ImportError):  # an input file that requests bfloat16 without it is refused
+with suppress(ImportError):  # without it, inputs with bfloat16 are rejected
     import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 
 WIDE, _INTEGERS = np.dtype(np.float32), np.dtype(np.uint16)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 
-_RANKS, _ONE_NODE = 8, 4096  # of the largest calibration run; limit for this machine
+_RANKS, _ONE_NODE = 8, 4096  # ranks of the largest calibration run; maximum on this machine
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class BlockSlices(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape [rows, experts, columns] of an array of its elements."""
+        """Shape [rows, experts, columns] of an array with the elements of the box."""
         rows, experts = self.bottom - self.top, self.back - self.front
         return max(0, rows), max(0, experts), max(0, self.right - self.left)
 

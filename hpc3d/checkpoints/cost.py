@@ -27,7 +27,7 @@ _FILES = 2  # files that a rank writes per checkpoint
 
 
 class Probe(NamedTuple):
-    """Measured seconds: per small file, per written byte, and per byte of SHA-256."""
+    """Measured times in seconds: per small file, per written byte, and per hashed byte."""
 
     file: float
     write: float

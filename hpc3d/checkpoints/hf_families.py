@@ -104,7 +104,7 @@ class PublishedFamily(NamedTuple):
     def shapes_of(
         self, ours: str, shape: Sequence[int], model: ModelConfig
     ) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of the arrays that store an hpc3d parameter of `shape`."""
+        """Return the shapes, by name, of the arrays that store an hpc3d parameter of `shape`."""
         if len(shape) < 3:
             return self._shapes_of(self.names_of(ours), ours, shape, model)
         return {
@@ -128,7 +128,7 @@ class PublishedFamily(NamedTuple):
         }
 
     def given(self, ours: str, value: np.ndarray, model: ModelConfig) -> dict[str, np.ndarray]:
-        """Return {name: array} of the arrays that store an hpc3d parameter."""
+        """Return the arrays, by name, that store an hpc3d parameter."""
         if value.ndim < 3:
             return self._given(self.names_of(ours), ours, value, model)
         return {

@@ -36,12 +36,7 @@ _IGNORED = re.compile(
     r"h\.\d+\.attn\.(masked_)?bias|layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
 )
-_OF_TRAINING = (
-    "dropout",
-    "capacity",
-    "balance_loss",
-    "z_loss",
-)  # keys of [model] that only affect training
+_OF_TRAINING = "dropout", "capacity", "balance_loss", "z_loss"  # keys that only affect training
 _FUSED = ".experts.gate_up_proj"
 # TensorFlow's names of LayerNorm parameters, in the original files of BERT.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}

@@ -59,7 +59,7 @@ def initial_state(
 def begin(
     run: Path, config: Config, read: Callable[[str, Config], np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Create the folder of a run for `train --resume`; return {name: shape} of its parameters.
+    """Create the folder of a run for `train --resume`; return its parameters' shapes by name.
 
     `read(name, config)` returns the value of a parameter.
 

@@ -48,7 +48,7 @@ def kept_tokenizer(path: Path) -> BpeTokenizer | None:
 
 
 def keep(folder: Path, tokens: Tokens) -> None:
-    """Write the tokenizer of the tokens to the folder of a run, unless it has one."""
+    """Write the tokenizer of `tokens` to the folder of a run, unless the folder has one."""
     if tokens.tokenizer != ByteTokenizer.name and not (folder / RULES).exists():
         _write(folder, tokens.json, tokens.end_name)
 

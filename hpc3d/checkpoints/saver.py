@@ -67,7 +67,7 @@ class Saver:
         return True
 
     def save(self, done: int) -> None:
-        """Save the state after `done` steps; waits for the previous save."""
+        """Wait for the previous save, then save the state after `done` steps."""
         self.wait()
         trainer, self.saved, begin = self.trainer, done, time.monotonic()
         with trainer.mesh.trace.span("snapshot", "none"):

@@ -64,7 +64,7 @@ class ValidFor:
 
 @cache
 def constraints_of(table: type, kind: type, section: str = "") -> dict[str, tuple[Any, ...]]:
-    """Return {section.key: constraints of type `kind`} from the annotations of a dataclass."""
+    """Return a dict from section.key to constraints of type `kind`, from annotations."""
     found = {}
     for name, annotated in get_type_hints(table, include_extras=True).items():
         if is_dataclass(annotated):

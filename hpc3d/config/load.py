@@ -238,7 +238,7 @@ def _foreign(key: str, value: Any) -> Iterator[str]:
 
 
 def hint(key: str, table: bool = False) -> str:
-    """Return the likely intended key or section for an unknown one, or the known keys."""
+    """Return a hint for an unknown key: the likely intended key or section, or all known ones."""
     *sections, name = key.split(".")
     if said := familiar(name):
         return said
@@ -257,7 +257,7 @@ def known_keys() -> list[str]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Return {section.key: value} of a configuration."""
+    """Return a dict from section.key to the value in a configuration."""
     tree = asdict(config)
     tables = {key: tree.pop(key) for key in [*tree] if _is_section(key)}
     nested = {f"{key}.{name}": v for key, names in tables.items() for name, v in names.items()}

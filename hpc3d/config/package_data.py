@@ -53,7 +53,7 @@ def find(word: str, kind: Kind) -> Path:
 
 
 def file_names(kind: Kind) -> dict[str, Path]:
-    """Return {name: path} of all files of a kind."""
+    """Return a dict from name to path for all files of a kind."""
     roots = shipped(kind.folder), Path(_INPUTS, kind.folder)
     folders = [root / folder for root in roots for folder in (*kind.below, "")]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}

@@ -83,7 +83,7 @@ def wrong_experts(config: Config) -> Iterator[str]:
 
 
 def wrong_compression(config: Config) -> Iterator[str]:
-    """Report settings that exclude gradient compression."""
+    """Report settings that are incompatible with gradient compression."""
     zero, key = config.parallel.zero, f"parallel.compression = {config.parallel.compression}"
     if config.parallel.compression == "none":
         return

@@ -99,7 +99,7 @@ def _wrong_scaling(scaling: Mapping[str, float | str] | None) -> Iterator[str]:
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:
-    """Report a decay that does not fit the learning rates or the steps."""
+    """Report a learning-rate decay that is inconsistent with the rates or steps."""
     left = train.decaying() - train.warmup
     if train.min_learning_rate is not None and train.min_learning_rate > train.learning_rate:
         key, rate = f"train.min_learning_rate = {train.min_learning_rate}", train.learning_rate
@@ -115,7 +115,7 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
 
 
 def _unknown_letters(letters: Mapping[str, str]) -> Iterator[str]:
-    """Report unknown keys and axes of parallel.split, and axes that exclude each other."""
+    """Report unknown keys and axes of parallel.split, and incompatible axes."""
     for key, axes in letters.items():
         if key not in LOOPS + STORAGE:
             yield f"parallel.split.{key}: unknown key; use {', '.join(LOOPS + STORAGE)}"

@@ -72,7 +72,7 @@ def wrong_parts(config: Config) -> Iterator[str]:
 
 
 def wrong_tokens(model: ModelConfig) -> Iterator[str]:
-    """Report a padding token that is not a token of the text."""
+    """Report a padding token that is the mask token or outside of the vocabulary."""
     last = (model.vocabulary or inf) - 1
     if model.padding is not None and model.padding >= last:
         key = f"model.padding = {model.padding}"

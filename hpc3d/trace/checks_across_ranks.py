@@ -1,7 +1,7 @@
 """Checks of a trace across ranks: calls of a group, and sends and receives of messages.
 
 Rows are matched by their numbers (`seq`), not by their times.  Incomplete traces are not checked
-for missing rows.  Times are not compared between ranks whose clocks were not compared.
+for missing rows.  Times are not compared between ranks whose clocks were not synchronized.
 """
 
 from __future__ import annotations

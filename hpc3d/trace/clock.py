@@ -1,8 +1,8 @@
 """Common time of all hosts: offset and drift of each host's clock against the clock of rank 0.
 
 Ranks of a node share its monotonic clock, so one rank per node, the leader, exchanges messages.
-Node i > 0 asks the node whose number is i without its highest bit: a tree of log2(nodes) rounds,
-as in HCA3 (Hunold and Carpen-Amarie, CLUSTER'18), in each of which all pairs exchange at once.
+Node i > 0 asks the node whose number is i without its highest bit.  This is a tree of log2(nodes)
+rounds, as in HCA3 (Hunold and Carpen-Amarie, CLUSTER'18).  All pairs of a round run concurrently.
 An exchange records t1 when it asks and t3 when the answer t2 arrives.  The other clock is then
 ahead by
 

@@ -171,7 +171,7 @@ class DeviceRecorder(Recorder):
         self.forget(later)
 
     def _lay(self, rows: np.ndarray) -> None:
-        """Replace the contents of the table by these rows."""
+        """Replace the contents of the table with these rows."""
         self.table[: rows.nbytes], self.count = rows.tobytes(), len(rows)
 
     def _tell_times(self, rows: np.ndarray) -> None:

@@ -307,7 +307,7 @@ def _read_text(dataset, rows):
 
 
 def labels(dataset: Dataset) -> dict[int, str]:
-    """Return {value: name} of an enumerated column as stored in the file; empty for others."""
+    """Return a dict from value to name for an enumerated column; empty for other columns."""
     import h5py
 
     codes = h5py.check_enum_dtype(dataset.dtype) or {}

@@ -98,7 +98,7 @@ class Table:
         return values
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return {name: array} of all columns."""
+        """Return a dict from name to array for all columns."""
         return {name: self[name] for name in self}
 
     def labels(self, name: str) -> dict[int, str]:

@@ -54,7 +54,7 @@ class _Step(NamedTuple):
 
 
 class _VectorStep(NamedTuple):
-    """Vector, or this rank's slice of one, during its update, with its U."""
+    """Vector, or this rank's slice of one, during its update; `update` is its U."""
 
     item: Parameter
     arrays: tuple[Array, Array | None, Array]
