@@ -1,6 +1,6 @@
 """Eager torch implementation of the models, the reference for gradients and step times.
 
-It has the sizes, names and column order of hpc3d.model: [q | k | v] for each head, unless they have
+It has the sizes, names and column order of hpc3d.model: [q | k | v] per head, unless these have
 separate weights, and (gate, up) for each feature. Otherwise it is plain torch: linear, layer_norm,
 rms_norm, gelu, silu, scaled_dot_product_attention, cross_entropy. The weights determine the
 features of a model: one with segments is BERT, with post-norm blocks and no causal mask.

@@ -197,7 +197,7 @@ class Trace:
 
     @cached_property
     def rank_ptr(self) -> np.ndarray:
-        """Row pointers [ranks + 1]: rank r owns rows rank_ptr[r] to rank_ptr[r + 1] of `events`."""
+        """Row pointers [ranks + 1]: rank r has rows rank_ptr[r] to rank_ptr[r + 1] of `events`."""
         pointers = self._table("index", [schema.RANK_PTR])["rank_ptr"]
         ends = len(pointers), *pointers[:1], *pointers[-1:]
         whole = (
