@@ -70,8 +70,7 @@ class Lt:
         The host does not wait. If k is 0, array operations write out on the current stream, which
         must then be the stream of this object.
 
-        Raises Unsupported, before anything is written, if no cuBLASLt kernel supports the
-        combination. The caller can then retry with a smaller epilogue.
+        Raises Unsupported, before anything is written, if no kernel supports the combination.
         """
         vector = bias if bias_grad is None else bias_grad
         matrix = gelu_input if gelu_at is None else gelu_at

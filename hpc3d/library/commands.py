@@ -59,9 +59,8 @@ def run_training(
 ) -> OpenedRun:
     """Train a model with mpirun on this machine.
 
-    The call blocks until the run has ended.  It prints nothing; train.log in the run folder
-    contains the output of the command.  An interrupt (Ctrl-C, or a notebook's stop button) ends
-    the ranks.
+    The call blocks until the run has ended.  The output of the command is in train.log of the run
+    folder.  An interrupt (Ctrl-C, or a notebook's stop button) ends the ranks.
 
     Parameters
     ----------

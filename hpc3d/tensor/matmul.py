@@ -348,16 +348,14 @@ def sharded_matmul(
     mesh, split
         Mesh of this rank, and its axes on the loops m, n and k, such as `hpc3d.SCHEMES["3d"]`.
     keep
-        Operands whose working blocks are saved for the backward pass.  In the 3-D scheme on q^3
-        ranks, "xw" saves 1/q^2 of X and of W (six collectives), and "" saves 1/q^3 (eight).  A
-        split with panels saves no working blocks.
+        Operands whose working blocks are saved for the backward pass.  On a q^3 cube, "xw" saves
+        1/q^2 of X and W (six collectives), "" 1/q^3 (eight).  Splits with panels save none.
     transposed
         True if W is stored as [n, k].
     stacked
         True if experts are the middle dimension: X[m, e, k] W[k, e, n].
     scales
-        Scales for rounding the operands to float8, "block" or "tensor" (hpc3d.tensor.rounding).
-        If None, operands are not rounded.
+        Scales of operands rounded to float8: "block" or "tensor"; None does not round.
 
     Returns
     -------

@@ -57,11 +57,10 @@ def race(
 ) -> dict[str, Any]:
     """Compare a pipeline of `ranks` stages with data parallelism on `ranks` replicas.
 
-    Only the pipeline uses microbatches. The bytes are received per step by an inner stage and by a
-    replica. Their closed forms are 2 T h e and 2 (d-1)/d 12 L h^2 g, for T tokens, hidden size h,
-    L layers, d replicas, e bytes per activation and g bytes per gradient. The pipeline moves fewer
-    bytes if T is below the `boundary` 12 L h (d-1)/d g/e. The exposed communication is the share
-    of the step time during which a replica, or the stage that waits least, is blocked in calls.
+    Only the pipeline uses microbatches. An inner stage receives 2 T h e bytes per step, a replica
+    2 (d-1)/d 12 L h^2 g, for T tokens, hidden size h, L layers, d replicas, e bytes per activation
+    and g per gradient. The pipeline moves fewer bytes if T < `boundary` = 12 L h (d-1)/d g/e.
+    Exposed communication is the share of a step that a replica or stage is blocked in calls.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     many = {"microbatches": microbatches}
