@@ -350,10 +350,8 @@ def sharded_matmul(
     keep
         Operands whose working blocks are saved for the backward pass.  On a q^3 cube, "xw" saves
         1/q^2 of X and W (six collectives), "" 1/q^3 (eight).  Splits with panels save none.
-    transposed
-        True if W is stored as [n, k].
-    stacked
-        True if experts are the middle dimension: X[m, e, k] W[k, e, n].
+    transposed, stacked
+        True if W is stored as [n, k]; if experts are a middle dimension: X[m, e, k] W[k, e, n].
     scales
         Scales of operands rounded to float8: "block" or "tensor"; None does not round.
 
