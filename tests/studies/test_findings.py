@@ -44,7 +44,7 @@ def test_findings_are_printed_and_drawn(tmp_path, capsys):
     found = few()
     findings.report(found)
     text = capsys.readouterr().out
-    for title in ("1. 4 stages", "2. Memory", "3. Reductions", "4. Uneven stages"):
+    for title in ("1. Step time", "2. Memory", "3. Gradient reduction", "4. Uneven stages"):
         assert title in text
     assert max(map(len, text.splitlines())) < 100
     ratios = [row["pipeline_s"] / row["data_s"] for row in found["by_microbatches"]]
