@@ -70,7 +70,8 @@ def _print_races(rows: Sequence[dict[str, Any]], counted: Sequence[dict[str, Any
         cells = [*group]
         fewer, wins = (_count(cells, key) for key in ("moves_less", "wins"))
         print(
-            f"   {network}: pipeline faster in {wins} of {len(cells)} settings, fewer bytes in {fewer}"
+            f"   {network}: pipeline faster in {wins} of {len(cells)} settings, "
+            f"fewer bytes in {fewer}"
         )
         _print_grid(cells)
     print(
