@@ -150,6 +150,8 @@ def _search(options: Namespace, overrides: Sequence[str]) -> None:
     from hpc3d.predict.machine import machine_file
     from hpc3d.predict.planning.planned_layouts import TOP, plan_layouts
 
+    if options.apply and (Path(options.apply).is_dir() or not Path(options.apply).parent.is_dir()):
+        raise ValueError(f"--apply {options.apply}: must be a file in an existing folder")
     machine = machine_file.load(options.machine or default_machine())
     memory = options.memory or machine.memory_gb * 1e9
     top = max(options.top or TOP, TOP)  # so that the ranking does not depend on --top
