@@ -84,18 +84,18 @@ def test_extended_run_does_not_raise_the_learning_rate(tmp_path, capsys):
         (run / "config.toml").read_text().replace("decay_steps = 4\n", "")
     )  # as versions without the key have written it
     out = resumed(2, run, steps=6)
-    assert re.search(r"resume: .* train\.decay_steps = 4: .* step 4 .* 3\.000e-04", out)
+    assert re.search(r"resume: .* train\.decay_steps = 4; .* step 4 .* 3\.000e-04", out)
     assert rates(run)[3:] == pytest.approx([9.75e-4, 3e-4, 3e-4])
     assert "decay_steps = 4\n" in (run / "config.toml").read_text()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     longer = ["--train.steps", "7", "--train.decay_steps", "8"]
     verb.rehearse(2, ["--dry-run", "--resume", str(run), *longer])
     out = capsys.readouterr().out
-    assert "resume: train.decay_steps was 4, is 8" in out and f"kept in {run}" in out
+    assert "resume: train.decay_steps was 4, is 8" in out and f"would be {run}" in out
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     out = resumed(2, run, "--train.decay_steps", 8, "--checkpoint.every", 0, steps=7)
     assert "resume: train.decay_steps was 4, is 8" in out
-    assert re.search(r"curve now: 8\.083e-04 .* 3\.000e-04 in step 6", out)
+    assert re.search(r"schedule has changed: 8\.083e-04 .* 3\.000e-04 in step 6", out)
     assert rates(run)[5:] == pytest.approx([3e-4, 8.083e-4], rel=1e-3)
 
 
