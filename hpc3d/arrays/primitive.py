@@ -28,7 +28,7 @@ PRIMITIVES: list[Primitive] = []
 class Primitive:
     """Function with a rule per kind of array; for any other argument it calls `numpy`.
 
-    `abstract_rule`, `cuda_rule` and `narrow_rule` are None if the primitive lacks them.
+    `abstract_rule`, `cuda_rule` and `narrow_rule` are `None` if the primitive lacks them.
     """
 
     def __init__(self, numpy: _Rule, abstract_rule: _Rule | None = None) -> None:

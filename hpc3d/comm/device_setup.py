@@ -15,7 +15,7 @@ _RECORDED = ("none", "nccl")  # transports that can be captured in a CUDA graph
 class Hardware(NamedTuple):
     """Device and transport of a rank.
 
-    `device` is None on a CPU, `transport` is one of hpc3d.comm.transport, `lines` are log lines
+    `device` is `None` on a CPU, `transport` is one of hpc3d.comm.transport, `lines` are log lines
     that explain the choice, and `homes` maps all ranks to their hosts.
     """
 

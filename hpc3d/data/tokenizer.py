@@ -102,7 +102,7 @@ class BpeTokenizer:
 
     Any other tokenizer in a tokenizer.json of Hugging Face works, too.  `end_name` is the
     end-of-document token and `end` its id, by default the first of ENDS in the vocabulary.  Both
-    are None if the vocabulary has no such token.
+    are `None` if the vocabulary has no such token.
     """
 
     name = "bpe"

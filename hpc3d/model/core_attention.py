@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class AttentionSaved(NamedTuple):
     """Data saved for the backward pass of core attention.
 
-    `qkv` is [q|k|v] after the rotary embedding. `probabilities` is None if they are recomputed.
+    `qkv` is [q|k|v] after the rotary embedding. `probabilities` is `None` if they are recomputed.
     """
 
     qkv: SavedActivation

@@ -47,7 +47,7 @@ class _Part(NamedTuple):
 class GroupedSaved(NamedTuple):
     """X and the gathered W, as in `Saved`.
 
-    `w` is None if W is not saved, or if it is gathered without communication.  The backward pass
+    `w` is `None` if W is not saved, or if it is gathered without communication.  The backward pass
     then concatenates `weights` again, because copies of W for all microbatches in flight would be
     large.
     """

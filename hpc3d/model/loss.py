@@ -27,7 +27,7 @@ class LossSaved(NamedTuple):
     """Data saved for `softmax_grad`.
 
     `logits` holds the exponentials of the logits, in their memory.  If a GPU computes the gradient
-    in the forward pass, `logits` holds the gradient instead, and `rows` is None.
+    in the forward pass, `logits` holds the gradient instead, and `rows` is `None`.
     """
 
     logits: Array

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm, for complete rows and for rows whose features are sharded over ranks.
 
 RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) is LayerNorm with mean 0 and without beta:
-`mean` and `beta` are None, and only one of the two row sums is computed.
+`mean` and `beta` are `None`, and only one of the two row sums is computed.
 """
 
 from __future__ import annotations

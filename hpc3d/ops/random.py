@@ -140,7 +140,7 @@ class Mask(NamedTuple):
 def cuda_mask(mask: Mask | None, key: str) -> dict[str, Any]:
     """Return the dropout arguments of a kernel, with the stream's key under the name `key`.
 
-    If there is no mask, the key is None and the other arguments are 0.
+    If there is no mask, the key is `None` and the other arguments are 0.
     """
     if mask is None:
         names = "first_row", "first_column", "width", "limit", "factor"

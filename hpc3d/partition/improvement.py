@@ -161,8 +161,8 @@ def next_best(
 ) -> tuple[PipelineChoice | None, float | None, bool]:
     """Find the best other location near a stage boundary.
 
-    Returns the arrangement with the moved boundary and its step time in seconds; both are None if
-    no nearby location fits in memory. The third result is True if a nearby location with a shorter
+    Returns the arrangement with the moved boundary and its step time in seconds; both are `None`
+    if no nearby location fits in memory. The third result is True if a nearby location with a shorter
     step does not fit in memory.
     """
     others = moved(costs, choice, border, np.arange(0))

@@ -71,7 +71,7 @@ class Allowed(NamedTuple):
 
     `ranks` is the number of ranks, and `memory` the usable memory of each in bytes.
     `microbatches` and `schedules` list the allowed choices, and `recompute` whether stages may or
-    must recompute. `replicas` is None if any number is allowed; otherwise, it contains one number
+    must recompute. `replicas` is `None` if any number is allowed; otherwise, it has one number
     for all stages, or one number per stage. With `zero` = 1, replicas shard the moments.
     """
 
@@ -610,7 +610,7 @@ def lightest(cuts: Downsets | Chain, limits: Limits) -> list[int] | None:
 
     It is given by the index of the downset at the end of each stage. It has at most `limits.ranks`
     stages; among equally good partitions, the one with the fewest stages is returned. The result
-    is None if no partition fits in memory.
+    is `None` if no partition fits in memory.
     """
     following, load = table(cuts, limits)
     least = load[0].min()

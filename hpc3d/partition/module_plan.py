@@ -53,7 +53,7 @@ class Wanted(NamedTuple):
     `ranks` is the number of ranks. `memory` is the memory of a rank in bytes (None: from the
     machine description); the fraction `margin` is left free. `batch` is the number of samples per
     step (None: the batch of the example inputs). `replicas` contains one number for all stages or
-    one per stage. `replicas`, `microbatches` and `schedule` are searched if they are None;
+    one per stage. `replicas`, `microbatches` and `schedule` are searched if they are `None`;
     candidate schedules are in `schedules`. `recompute` is "none", "full", or "stage" (searched for
     each stage). With `zero` = 1, replicas shard the optimizer moments.
     """
@@ -76,8 +76,8 @@ class ModuleBorder(NamedTuple):
 
     `nbytes` is the number of bytes that the busiest rank sends per microbatch, and `behind` the id
     of the last operation before the boundary. `next_best` is the step time in seconds if only this
-    boundary moves to the best other location nearby, which is after `instead`; both are None if no
-    such location fits in memory. `room` is False if a nearby location with a shorter step does not
+    boundary moves to the best other location nearby, which is after `instead`; both are `None` if
+    no such location fits in memory. `room` is False if a nearby location with a shorter step does not
     fit in memory.
     """
 

@@ -39,8 +39,8 @@ class _PlannedBorder(NamedTuple):
 
     `nbytes` is the number of bytes per microbatch sent across it in the forward pass, and `behind`
     the id of the last node before it. `next_best` is the step time in seconds if the boundary is
-    at the best other location nearby, after the node `instead`; both are None if no such location
-    fits in memory.
+    at the best other location nearby, after the node `instead`; both are `None` if no such
+    location fits in memory.
     """
 
     nbytes: float

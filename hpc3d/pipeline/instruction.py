@@ -117,7 +117,7 @@ class Placement(NamedTuple):
     def neighbor(self, stage: int, chunk: int, further: int) -> tuple[int, int] | None:
         """Return the (stage, chunk) that is `further` model chunks ahead in model order.
 
-        The result is None if there is no such model chunk.
+        The result is `None` if there is no such model chunk.
         """
         part = self.part(stage, chunk) + further
         return self.location(part) if 0 <= part < self.parts else None

@@ -135,7 +135,7 @@ def _one_a_stage(name, stages, micros):
 class Schedule(NamedTuple):
     """Pipeline schedule and the sizes that it supports.
 
-    `generate(stage, stages, micros)` returns the stream of a stage.  If `chunks` is None, any
+    `generate(stage, stages, micros)` returns the stream of a stage.  If `chunks` is `None`, any
     number of chunks is allowed, and `generate` takes it as another argument.  If the schedule is
     `asynchronous`, one stream covers all training steps, and `generate` also takes the number of
     steps.  `v_shaped` is as in `Placement`.  `rule(name, stages, micros)` returns an error

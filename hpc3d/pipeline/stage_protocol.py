@@ -42,7 +42,7 @@ class PipelineStage(Protocol):
     def forward(self, x: Any, micro: Any) -> tuple[Any, Any]:
         """Run the forward pass; return Y and the data saved for the backward pass.
 
-        x is a read-only block.  It is None for the first model chunk, which reads `micro.tokens`.
+        x is a read-only block.  The first model chunk reads `micro.tokens`; its x is `None`.
         Y is the block for the next model chunk.  The last chunk returns this rank's share of the
         summed loss instead, as a number or a device array with one element.  Unless
         `micro.training` is true, nothing is saved, and the last chunk returns this rank's share of

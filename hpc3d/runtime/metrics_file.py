@@ -136,7 +136,7 @@ def _finite(value: Any) -> Any:
 def sinks_of(hook: str | None, tensorboard: bool, folder: Path | None = None) -> list[_Sink]:
     """Return the additional sinks of a run's metrics: a user function and TensorBoard.
 
-    If `folder` is None, TensorBoard's package is checked but no sink for it is returned.  Raises
+    If `folder` is `None`, TensorBoard's package is checked but no sink for it is returned.  Raises
     ValueError if the function or the package does not exist.
     """
     sinks = [_function(hook)] if hook else []

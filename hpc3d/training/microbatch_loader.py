@@ -56,7 +56,7 @@ class _PersistentDeviceCache(DeviceCache):
 class MicrobatchLoader:
     """Reads batches on rank 0, broadcasts them and splits them into microbatches.
 
-    On the other ranks, `batches` is None. Microbatch i of a training step is number i. Under an
+    On the other ranks, `batches` is `None`. Microbatch i of a training step is number i. Under an
     asynchronous schedule, the numbers continue from step to step, and the loader also fetches the
     steps that `program` is ahead.
     """

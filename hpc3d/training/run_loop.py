@@ -75,7 +75,7 @@ class Equipment(NamedTuple):
 class RunningJob(NamedTuple):
     """Objects of the training loop, which begins with step `start`; only rank 0 has `batches`.
 
-    `evaluator` is None if the run has no evaluations.
+    `evaluator` is `None` if the run has no evaluations.
     """
 
     trainer: Trainer

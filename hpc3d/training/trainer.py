@@ -124,7 +124,7 @@ class Trainer:
     def parts(self, placement: Placement) -> tuple[list[LayerRange], int | None]:
         """Return this rank's layer ranges, one per chunk, and the peer stage of tied embeddings.
 
-        The peer is None unless this stage has the embedding or the head, and another stage has
+        The peer is `None` unless this stage has the embedding or the head, and another stage has
         the other one.
         """
         stage, layers = self.mesh.coord("p"), self.config.layers()

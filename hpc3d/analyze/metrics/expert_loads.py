@@ -236,7 +236,7 @@ def cost_row(
 
 
 def _capacity_use(trace, loads, chosen, kept):
-    """Return the columns that depend on the capacity. They are None if it is unknown."""
+    """Return the columns that depend on the capacity. They are `None` if it is unknown."""
     if not loads.slots:
         return dict.fromkeys(("dropped_even", "empty", "empty_even", "empty_flop"))
     slots, model = loads.slots * loads.chosen.size, configuration(trace).model

@@ -240,7 +240,7 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
     The time of a kind of pass is its median on each stage and chunk, averaged over stages and
     chunks. Effects that are not modeled, such as unbalanced stages, appear as differences between
     the measured and the simulated rows. An asynchronous schedule is simulated from its first
-    step. The result is None if the schedule, for example a CSV file, was removed or changed.
+    step. The result is `None` if the schedule, for example a CSV file, was removed or changed.
     """
     parallel, stages = config.parallel, config.mesh.p
     # The first stage is p-1 microbatches ahead of the last stage, which is less than p steps.
@@ -304,7 +304,7 @@ def _stage_rows(
 
 
 def _seconds(row, op):
-    """Return the total seconds of the passes with operation `op`, or None if there are none."""
+    """Return the total seconds of the passes with operation `op`, or None without such passes."""
     times = [end - start for start, end, what in row if what.op == op]
     return sum(times) if times else None
 

@@ -3,7 +3,7 @@
 Means are over the rows of /steps, one per rank and step. Totals are over the events in these
 steps. Times are exclusive: the time of an event excludes events nested in it, so that times add
 up to the step time. A table is a list of rows, which are dicts from column to value in SI units.
-Unknown values are None.
+Unknown values are `None`.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _times(trace, row):
 def _first_where(true, first):
     """Return the index of the first call of each instance for which the mask `true` is set.
 
-    If there is none, the index is the number of calls.
+    Without one, the index is the number of calls.
     """
     index = np.where(true, np.arange(len(true)), len(true))
     return np.minimum.reduceat(index, first)

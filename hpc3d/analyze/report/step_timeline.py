@@ -50,7 +50,7 @@ class Timeline(NamedTuple):
         Columns of the events. Times are in ms since the first rank started the step: `start`,
         `until` (end of the wait for the last arrival, or `start`), `end`, and `posted` (time of
         the call). `kind` is an index into KINDS. `meeting` is the index of the call instance, and
-        `by` the rank that the call waited for, or -1 if there is none. The other columns are
+        `by` the rank that the call waited for, or -1 for no rank. The other columns are
         `rank`, `stream` and DETAILS.
     names
         Dict from code to name for each column that contains codes.

@@ -39,7 +39,7 @@ _LONG = 64_000_000  # size in bytes of the message from which the bandwidth is c
 class Contender(NamedTuple):
     """Arrangement of a planner and its evaluated step.
 
-    `choice` and `step` are None if the planner has no solution; `note` gives the reason. Each
+    `choice` and `step` are `None` if the planner has no solution; `note` gives the reason. Each
     replica consists of `ways` tensor-parallel ranks.
     """
 

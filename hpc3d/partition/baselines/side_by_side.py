@@ -36,7 +36,7 @@ def everyone(captured: Captured) -> list[Callable[[Task], Contender]]:
 
 
 def ours(captured: Captured, task: Task) -> Contender:
-    """Return hpc3d's own plan, or a contender whose `note` explains why there is none."""
+    """Return hpc3d's own plan, or a contender whose `note` explains why no plan exists."""
     wanted = Wanted(task.ranks, task.memory, task.costs.batch, margin=0.0)
     try:
         found = planned_module(captured, task.costs.machine, wanted)
@@ -56,7 +56,7 @@ def shown(task: Task, planners: Iterable[Callable[[Task], Contender]]) -> Iterat
 
 
 def as_row(contender: Contender, batch: int) -> dict[str, Any]:
-    """Return a contender as a table row, with seconds and bytes; missing values are None."""
+    """Return a contender as a table row, with seconds and bytes; missing values are `None`."""
     name, choice, step, note, ways = contender
     row = {"name": name, "note": note, "ways": ways}
     if choice is None or step is None:

@@ -29,7 +29,7 @@ class ModuleTrainer(Trainer):
     """Trainer of the stages of a partitioned torch module on a hpc3d.comm.stage_mesh.
 
     `line` creates the communicator of a list of ranks. `batches` returns the flat inputs of a
-    step; it is None on all ranks except rank 0. The weights are undefined before `fill`.
+    step; it is `None` on all ranks except rank 0. The weights are undefined before `fill`.
     """
 
     has_tied_ends = False

@@ -57,7 +57,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def _batch_dim(node):
-    """Return the result dimension whose size depends on the batch; None if there is none."""
+    """Return the result dimension whose size depends on the batch, or None."""
     sizes = node.meta["val"].shape
     return next((dim for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
 

@@ -73,7 +73,7 @@ def _leaves(values):
 class SampleLoader:
     """Loader that broadcasts batches from rank 0 and splits them by rows.
 
-    `batches(step)` returns the flat inputs of the model; it is None on all ranks except rank 0.
+    `batches(step)` returns the flat inputs of the model; it is `None` on all ranks except rank 0.
     All tensors with a batch dimension have `samples` samples. Each rank stores only the inputs in
     `read`, and of them only its own rows.
     """

@@ -26,7 +26,7 @@ class _Kept(NamedTuple):
     """State of a microbatch that is saved for the backward pass.
 
     `edges` are the gradient edges of the results, which allow the results themselves to be freed.
-    They are None if the backward pass recomputes the chunk, starting from a copy of its `buffers`.
+    They are `None` if the backward pass recomputes the chunk from a copy of its `buffers`.
     """
 
     received: Sequence[torch.Tensor]

@@ -63,7 +63,7 @@ def values_in(module: torch.nn.Module, captured: Captured) -> Iterator[tuple[str
 
 
 def _attribute(module, path, otherwise):
-    """Return the tensor at an attribute path; return `otherwise` if there is none."""
+    """Return the tensor at an attribute path; return `otherwise` if no tensor is there."""
     for part in path.split("."):
         module = getattr(module, part, otherwise)
     return module

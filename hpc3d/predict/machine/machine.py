@@ -251,7 +251,7 @@ class Machine:
     def crossing(self, members: Sequence[int]) -> Crossing | None:
         """Return the Crossing of a group (hpc3d.predict.machine.between_hosts).
 
-        The result is None if all members are on one node.
+        The result is `None` if all members are on one node.
         """
         members = members if isinstance(members, range) else tuple(members)
         if members not in self._crossings:

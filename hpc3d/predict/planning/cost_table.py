@@ -35,7 +35,7 @@ _MESSAGE_COSTS = ("message", "handled")  # costs computed without running the pr
 class CostKey(NamedTuple):
     """Values that a cost depends on.
 
-    All costs depend on the fields without a default; the others are None unless the cost depends
+    All costs depend on the fields without a default; the others are `None` unless the cost depends
     on them. `tensor` has (axis, size, stride) of x, y, z and e, and `data` and `pipeline` have it
     for d and p. `context` has it for c, followed by the keys for context parallelism and
     attention. `keep` is parallel.keep_gathered. `halves` is True if the backward pass is split,

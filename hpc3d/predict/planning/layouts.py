@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class MemoryOption(NamedTuple):
     """Values of the keys in [parallel] that save memory at the cost of recomputation.
 
-    If `attention` is None, the default is used.
+    If `attention` is `None`, the default is used.
     """
 
     keep_gathered: bool

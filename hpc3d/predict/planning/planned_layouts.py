@@ -90,7 +90,7 @@ def _planned(
 def _resorted(
     source: Path | str, overrides: Sequence[str], short: PlannedLayouts, top: int
 ) -> ResortedLayouts | None:
-    """Plan with the first technique with which a layout fits; return None if there is none."""
+    """Plan with the first technique that makes a layout fit; return None if no technique does."""
     search, machine = short.ranking.search, short.ranking.machine
     fitting = [*fits(source, overrides, search, short.found)]
     for fit in fitting:

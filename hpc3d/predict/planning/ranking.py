@@ -136,7 +136,7 @@ class Ranking:
     def simulate(self) -> None:
         """Simulate layouts as long as one may be faster than the fastest that fits in memory.
 
-        If none of them fits, the smallest remaining layout is simulated last.
+        If no layout fits, the smallest remaining layout is simulated last.
         """
         offers = [offer for each in self.found.timed if each.fits for offer in each.offers]
         quickest = inf
@@ -227,7 +227,7 @@ class Ranking:
     def row(self, each: TimedCandidate) -> RankedLayout:
         """Return the best RankedLayout of a candidate, or None if none of its layouts fits.
 
-        It is the fastest simulated layout that fits or, if there is none, an estimate.
+        It is the fastest simulated layout that fits or otherwise an estimate.
         """
         known = [self.known[one.config] for one in each.offers if one.config in self.known]
         fitting = filter(self.fits, known)
