@@ -162,8 +162,8 @@ def next_best(
     """Find the best other location near a stage boundary.
 
     Returns the arrangement with the moved boundary and its step time in seconds; both are `None`
-    if no nearby location fits in memory. The third result is True if a nearby location with a shorter
-    step does not fit in memory.
+    if no nearby location fits in memory. The third result is True if a nearby location with a
+    shorter step does not fit in memory.
     """
     others = moved(costs, choice, border, np.arange(0))
     found = [(other, evaluated(costs, other, memory)) for other in others]

@@ -77,8 +77,8 @@ class ModuleBorder(NamedTuple):
     `nbytes` is the number of bytes that the busiest rank sends per microbatch, and `behind` the id
     of the last operation before the boundary. `next_best` is the step time in seconds if only this
     boundary moves to the best other location nearby, which is after `instead`; both are `None` if
-    no such location fits in memory. `room` is False if a nearby location with a shorter step does not
-    fit in memory.
+    no such location fits in memory. `room` is False if a nearby location with a shorter step does
+    not fit in memory.
     """
 
     nbytes: float
