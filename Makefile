@@ -1,6 +1,6 @@
 # make setup       install hpc3d in .venv, and an MPI if no mpirun is on PATH
 # make train       train the model of INPUT on NP=64 ranks
-# make test        run the quick tests: 3 minutes on 2 cores
+# make test        run the quick tests: 3 to 5 minutes on 2 cores
 # make test-slow   run all other tests, including test-peers and test-mpi
 # make test-profile  measure the cost of the tests; EVERY=4 runs one case in 4
 # make fuzz        run the property-based tests with new cases for MINUTES
