@@ -52,11 +52,11 @@ def test_different_packages_and_sources_are_reported_by_host(hosts, folder):
     other = folder / "METADATA"
     other.write_text(metadata.read_text().replace(f"Version: {own}", "Version: 3.1.4"))
     instead(hosts, 2, metadata, other)
-    copy = folder / "limits.py"
-    shutil.copy(ROOT / "hpc3d" / "limits.py", copy)
+    source, copy = ROOT / "hpc3d" / "train.py", folder / "train.py"
+    shutil.copy(source, copy)
     with copy.open("a") as file:
         file.write("# of another day\n")
-    instead(hosts, 3, ROOT / "hpc3d" / "limits.py", copy)
+    instead(hosts, 3, source, copy)
     code, row = versions(hosts, folder)
     assert code == 3 and row["verdict"] == "FAIL"
     sources, package = row["text"].split("; ")
