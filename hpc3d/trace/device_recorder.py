@@ -1,8 +1,9 @@
 """Recorder of a rank that computes on a device.
 
 Its spans are timed on the device, not on the host, which launches kernels asynchronously.  A row
-of a device stream first stores the numbers of two moments (device_clock.py) instead of its start
-and duration, and `flush` replaces them by times.  Within a step, nothing waits for the device.
+of a device stream first stores the numbers of two timestamps (device_clock.py) instead of its
+start and duration, and `flush` replaces them by times.  Within a step, nothing waits for the
+device.
 
     stream 0, host             activity of the host, calls of the world communicator
     stream 1, computation      spans; `comm`: computation is blocked until a block arrives
@@ -26,7 +27,7 @@ import numpy as np
 from hpc3d.comm.communicator import Pending
 from hpc3d.comm.mesh import WORLD, queue_of
 from hpc3d.cuda.device import QUEUES
-from hpc3d.trace.device_clock import DeviceClock, Line
+from hpc3d.trace.device_clock import DeviceClock, Timestamps
 from hpc3d.trace.recorder import COMPUTE, OPTIMIZER, WAIT, Recorder, Span
 from hpc3d.trace.schema import CATEGORY, EVENTS, PHASE, STEPS, STREAM, record_type
 from hpc3d.trace.traced_communicator import AT_ONCE, COMM, COPY, OP_NUMBER, Traced
@@ -55,8 +56,8 @@ class DeviceRecorder(Recorder):
 
     `timing` are CuPy's Event and get_elapsed_time.  `ranges` are the functions that push and pop
     an NVTX range, if NVIDIA's profilers should show the names of spans.  Work that is captured
-    into a CUDA graph has no moments and is not recorded; its flops are counted when the graph is
-    launched.
+    into a CUDA graph has no timestamps and is not recorded; its flops are counted when the graph
+    is launched.
     """
 
     def __init__(
@@ -70,13 +71,14 @@ class DeviceRecorder(Recorder):
     ) -> None:
         super().__init__(run_dir, header, **how)
         self.device, self.ranges = DeviceClock(device, *timing, self.clock), ranges
-        self.compute = Line(device.compute, self.device)
-        queues = {_QUEUED[queue]: Line(each, self.device) for queue, each in device.queues.items()}
-        self.lines = {_COMPUTATION: self.compute} | queues
-        self.stalls: list[
-            tuple[int, int]
-        ] = []  # pairs of moments between which computation was blocked in this step
-        self.outstanding: set[int] = set()  # moments of calls whose wait has not ended
+        self.compute = Timestamps(device.compute, self.device)
+        queues = {
+            _QUEUED[queue]: Timestamps(each, self.device) for queue, each in device.queues.items()
+        }
+        self.timestamps = {_COMPUTATION: self.compute} | queues
+        # timestamps between which computation was blocked in this step
+        self.stalls: list[tuple[int, int]] = []
+        self.outstanding: set[int] = set()  # timestamps of calls that have not been waited for
         self.flying, self.process = False, os.getpid()
         self.captured = 0.0  # flops of the work that is captured into a graph
 
@@ -121,20 +123,20 @@ class DeviceRecorder(Recorder):
     def flight(self, op: str, group: int, stream: int, received: int = 0) -> Iterator[None]:
         """Record the enclosed calls as one row of a communication stream.
 
-        The stream first waits for the last moment of the computation.
+        The stream first waits for the last timestamp of the computation.
         """
         if self.flying or self.capturing:
             yield
             return
-        line = self.lines[stream]
-        line.stream.wait_event(self.compute.last)
-        context, start, self.flying = self.context, line.mark(), True
+        stamps = self.timestamps[stream]
+        stamps.stream.wait_event(self.compute.last)
+        context, start, self.flying = self.context, stamps.record(), True
         try:
             yield
         finally:
             self.flying = False
             what = self.name(op), COPY, OP_NUMBER.get(op, 0), context, group
-            self.put(start, line.mark(), *what, received=received, stream=stream)
+            self.put(start, stamps.record(), *what, received=received, stream=stream)
 
     def begin_step(self, number: int) -> None:
         super().begin_step(number)
@@ -154,42 +156,42 @@ class DeviceRecorder(Recorder):
         super().end_evaluation(*results)
 
     def flush(self) -> None:
-        """Write the rows whose moments have passed; keep the other rows for the next segment."""
+        """Write the rows whose events have completed; keep the others for the next segment."""
         if os.getpid() == self.process:  # a forked child that saves the table has no device
-            for line in self.lines.values():
-                line.catch_up()
+            for stamps in self.timestamps.values():
+                stamps.resolve()
         rows = np.frombuffer(self.table, _ROWS, self.count).copy()
         late = np.zeros(len(rows), bool)
-        for stream, line in self.lines.items():
-            late |= (rows["stream"] == stream) & (rows["dur"] >= line.known)
+        for stream, stamps in self.timestamps.items():
+            late |= (rows["stream"] == stream) & (rows["dur"] >= stamps.known)
         rows, later = rows[~late], rows[late]
-        self._tell_times(rows)
+        self._resolve_rows(rows)
         self.steps = _with_passes(self.steps, rows)
-        self._lay(rows)
+        self._fill(rows)
         super().flush()
-        self._lay(later)
-        self.forget(later)
+        self._fill(later)
+        self._discard(later)
 
-    def _lay(self, rows: np.ndarray) -> None:
+    def _fill(self, rows: np.ndarray) -> None:
         """Replace the contents of the table with these rows."""
         self.table[: rows.nbytes], self.count = rows.tobytes(), len(rows)
 
-    def _tell_times(self, rows: np.ndarray) -> None:
-        """Replace the numbers of moments in `rows` with times."""
-        for stream, line in self.lines.items():
-            here, times = np.flatnonzero(rows["stream"] == stream), np.array(line.times)
+    def _resolve_rows(self, rows: np.ndarray) -> None:
+        """Replace the numbers of timestamps in `rows` with times."""
+        for stream, stamps in self.timestamps.items():
+            here, times = np.flatnonzero(rows["stream"] == stream), np.array(stamps.times)
             for column in ("t_start", "posted", "dur"):
-                rows[column][here] = times[rows[column][here] - line.first]
+                rows[column][here] = times[rows[column][here] - stamps.first]
             rows["t_global"][here] = rows["t_start"][here]
             rows["dur"][here] -= rows["t_start"][here]
 
-    def forget(self, later: np.ndarray) -> None:
-        """Drop the times that neither the rows `later` nor outstanding calls need."""
+    def _discard(self, later: np.ndarray) -> None:
+        """Discard the timestamps that neither the rows `later` nor outstanding calls need."""
         self.stalls.clear()
-        for stream, line in self.lines.items():
+        for stream, stamps in self.timestamps.items():
             needed = later["posted"][later["stream"] == stream].tolist()
-            calls = self.outstanding if line is self.compute else ()
-            line.forget(min([*needed, *calls, line.known]))
+            calls = self.outstanding if stamps is self.compute else ()
+            stamps.discard(min([*needed, *calls, stamps.known]))
 
 
 def _with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
@@ -216,13 +218,13 @@ class DeviceSpan(Span):
         return OPTIMIZER if self.recorder.phase == "optimizer" else COMPUTE
 
     def __enter__(self):
-        self.start = self.recorder.compute.mark()
+        self.start = self.recorder.compute.record()
         return self
 
     def __exit__(self, *exception):
         recorder = self.recorder
         what = self.name, self.category, self.op, recorder.context
-        end = recorder.compute.mark()
+        end = recorder.compute.record()
         recorder.put(self.start, end, *what, flops=self.flops, stream=_COMPUTATION)
         return False
 
@@ -258,7 +260,7 @@ class DeviceTraced(Traced):
     """Communicator whose blocks are on a device.
 
     The row of category comm is the time in which computation is blocked until the block arrives;
-    `posted` is the moment of the call. The running call is a row of `stream`; grouped calls share
+    `posted` is the time of the call. The running call is a row of `stream`; grouped calls share
     one row. A call that blocked the host, and may thus have delayed the device, is also a row of
     category copy in the computation stream.
     """
@@ -275,31 +277,31 @@ class DeviceTraced(Traced):
     def _departing(self) -> Iterator[None]:
         """Group calls of the communicator and record them as one row."""
         if not self.recorder.capturing:
-            self.recorder.compute.mark()
+            self.recorder.compute.record()
         with self.recorder.flight("together", self.group, self.stream), self.comm.grouped():
             yield
 
     def call(self, op: str, block: Array, peer: int, post: Callable[[], Pending]) -> Pending:
-        recorder, line = self.recorder, self.recorder.compute
+        recorder, stamps = self.recorder, self.recorder.compute
         if recorder.capturing:
             return post()
         seq = self.number(op, peer)
         context, step, called = recorder.context, recorder.step, recorder.clock()
-        posted = line.mark()
+        posted = stamps.record()
         recorder.outstanding.add(posted)
         with recorder.flight(op, self.group, self.stream):
             pending = post()
         free = recorder.clock()
-        left = line.mark() if free - called > AT_ONCE else None
-        count, what = line.count, (recorder.name(op), OP_NUMBER[op])
+        left = stamps.record() if free - called > AT_ONCE else None
+        count, what = stamps.count, (recorder.name(op), OP_NUMBER[op])
 
         def finish():
             begin = posted
-            if line.count > count or recorder.clock() - free > AT_ONCE:
+            if stamps.count > count or recorder.clock() - free > AT_ONCE:
                 self._hold(posted, left, what, context, step)
-                begin = line.mark()
+                begin = stamps.record()
             result = pending.wait()
-            end = line.mark()
+            end = stamps.record()
             recorder.outstanding.remove(posted)
             recorder.stalls.append((begin, end))
             name, number = what
@@ -313,7 +315,7 @@ class DeviceTraced(Traced):
     def _hold(
         self, posted: int, left: int | None, what: tuple[int, int], context: Context, step: int
     ) -> None:
-        """Record a call that blocked the host until the moment `left`."""
+        """Record a call that blocked the host until timestamp `left`."""
         if left is None:
             return
         recorder, (name, number) = self.recorder, what

@@ -256,7 +256,7 @@ def test_steady_step_creates_no_events_and_waits_only_at_its_ends(recorder, devi
             pending.wait()
         counts.append((device.waits - waits, device.created - created))
         recorder.end_step(Pool(), *RESULTS)
-        assert len(recorder.compute.taken) <= 5 * 700 + 1
+        assert len(recorder.compute.events) <= 5 * 700 + 1
     assert all(waits == 0 for waits, _ in counts)
     # Of these, every call of Traffic makes two.
     assert [created for _, created in counts[-3:]] == [2 * 700] * 3
