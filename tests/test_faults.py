@@ -157,7 +157,7 @@ def test_deleted_text_is_named(tmp_path):
     done = mpirun(2, "-m", "hpc3d.train", *options, meanwhile=delete)
     (line,) = said(done)
     assert f"rank 0 failed: data.path: {text} is not a readable UTF-8 text (" in line
-    assert "then start again, or go on with --resume" in line
+    assert "then start again, or continue with --resume" in line
     assert done.returncode == FAILED and "Traceback" not in done.stderr
 
 
@@ -180,7 +180,8 @@ def test_full_disk_of_all_ranks_at_the_end_is_one_line(tmp_path):
     done = mpirun(2, "-c", NO_ROOM, *words(tmp_path, train__steps=2))
     (line,) = said(done)
     assert re.fullmatch(
-        r"hpc3d.train: rank \d: at the end: /.*/trace/rank-0000\d-0000.npz: File too large", line
+        r"hpc3d.train: rank \d: cleanup failed: /.*/trace/rank-0000\d-0000.npz: File too large",
+        line,
     )
     assert done.returncode == FAILED and "Traceback" not in done.stderr
 

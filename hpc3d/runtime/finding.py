@@ -50,5 +50,5 @@ def examine(check: Callable[..., Iterable[Finding]], *args: Any) -> Iterator[Fin
             check.__name__.replace("_", " ").strip(),
             f"{type(error).__name__}: {error}",
         )
-        remedy = "it may need what else is wrong here: repair that first"
+        remedy = "fix the other problems first, since they may be the cause"
         yield Finding(WARN, subject, f"could not be checked ({what})", remedy)

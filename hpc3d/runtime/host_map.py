@@ -36,8 +36,8 @@ def namesakes(kernels: Iterable[tuple[str, tuple[str, str]]]) -> str | None:
         if named.count(name) > 1:
             who = listed([spans(found) for (host, _), found in ranks.items() if host == name])
             return (
-                f"ranks {who} are on different hosts that are all named {name}: Open MPI takes "
-                "them for one and waits for ever; give each host a name of its own"
+                f"ranks {who} are on different hosts that are all named {name}: Open MPI "
+                "treats them as one host and hangs; give each host a unique name"
             )
     return None
 

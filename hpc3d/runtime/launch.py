@@ -85,7 +85,8 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
             from hpc3d.runtime.job import Job
         except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
             reason = sanitized(str(error).partition("\n")[0]).rstrip(".")
-            print(f"hpc3d.{name}: {reason}; python -m hpc3d.doctor says why", file=sys.stderr)
+            remedy = "run python -m hpc3d.doctor to find the cause"
+            print(f"hpc3d.{name}: {reason}; {remedy}", file=sys.stderr)
             return BAD_INPUT
         job = _met(lambda: Job(name, begin), name)
     sys.excepthook = lambda kind, error, trace: _die(job, error)
@@ -117,7 +118,7 @@ def _starting(name: str) -> AbstractContextManager[None]:
         return nullcontext()
     from hpc3d.console.progress import progress
 
-    return progress(name, f"{ranks} ranks start")
+    return progress(name, f"starting {ranks} ranks")
 
 
 def _met(make: Callable[[], Job], name: str) -> Job:
@@ -131,8 +132,8 @@ def _met(make: Callable[[], Job], name: str) -> Job:
 
     def end():
         if not number_in(LOCAL_RANK, default=0):
-            line = f"in {_MEETING} s {os.uname().nodename} has not heard from all other hosts; "
-            line += "mpirun ... python -m hpc3d.doctor says which do not reach each other"
+            line = f"{os.uname().nodename} did not reach all other hosts within {_MEETING} s; "
+            line += "run mpirun ... python -m hpc3d.doctor to find the hosts without a connection"
             print(f"hpc3d.{name}: {line}", file=sys.stderr, flush=True)
         time.sleep(_SPOKEN)
         end_job(STALLED)
@@ -150,7 +151,7 @@ def _explain_single(meant: int) -> list[str]:
     """Explain why MPI sees one process although the launcher started `meant`."""
     from hpc3d.runtime.mpi_library import mismatch_report
 
-    return [f"{meant} processes were meant, but MPI sees 1", *mismatch_report(meant)]
+    return [f"{meant} processes were started, but MPI sees 1", *mismatch_report(meant)]
 
 
 def _die(job: Job, error: BaseException) -> None:
@@ -163,7 +164,7 @@ def _die(job: Job, error: BaseException) -> None:
 
 def what_happened(error: BaseException, command: str = "train") -> str:
     """Return the message for an error that ends a rank."""
-    again = "start again" + ", or go on with --resume" * (command == "train")
+    again = "start again" + ", or continue with --resume" * (command == "train")
     if isinstance(error, SystemExit):
         return f"exited with {sanitized(str(error.code))}"
     what = sanitized(str(error))
@@ -175,7 +176,8 @@ def what_happened(error: BaseException, command: str = "train") -> str:
     if isinstance(error, MemoryError):
         return (
             f"failed: out of memory ({what}); use more ranks, parallel.zero, parallel.recompute, "
-            "parallel.offload or more parallel.microbatches (python -m hpc3d.plan finds what fits)"
+            "parallel.offload or more parallel.microbatches (python -m hpc3d.plan finds layouts "
+            "that fit)"
         )
     return "failed\n" + "".join(traceback.format_exception(error))
 
@@ -312,7 +314,7 @@ def _call_all(job: Job) -> None:
             job.exit_hooks.pop(0)()
         except Exception as error:
             if job.first_to_fail():
-                job.complain(f"rank {job.rank}: at the end: {'; '.join(lines_of(error))}")
+                job.complain(f"rank {job.rank}: cleanup failed: {'; '.join(lines_of(error))}")
 
 
 def watch(seconds: float) -> None:

@@ -63,7 +63,10 @@ class MetricsFile:
                 sink(record)
             except Exception as error:  # user functions may raise anything
                 self.sinks.remove(sink)
-                self.say(f"metrics: {type(error).__name__}: {error}; it gets no more of them")
+                self.say(
+                    f"metrics: {type(error).__name__}: {error}; this metrics sink is disabled for "
+                    "the rest of the run"
+                )
 
 
 def read(folder: Path) -> list[_Record]:
@@ -156,10 +159,10 @@ def _function(hook: str) -> _Sink:
     except Exception as error:  # an import runs user code
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"run.metrics_hook = {hook!r}: {reason}; give MODULE:FUNCTION that can be imported"
+            f"run.metrics_hook = {hook!r}: {reason}; give a MODULE:FUNCTION that can be imported"
         ) from None
     if not callable(found):
-        raise ValueError(f"run.metrics_hook = {hook!r}: no function; give MODULE:FUNCTION")
+        raise ValueError(f"run.metrics_hook = {hook!r}: not a function; give MODULE:FUNCTION")
     return found
 
 

@@ -30,7 +30,7 @@ _WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
 _LIBRARIES = Path("/usr/lib")
 INSTALL = (
     "load the cluster's MPI module, or without one: python -m pip install 'hpc3d[mpi]'\n"
-    "MPI4PY_LIBMPI=/path/to/libmpi.so names a library that is not found by itself"
+    "if the library is in another place, set MPI4PY_LIBMPI=/path/to/libmpi.so"
 )
 
 
@@ -143,15 +143,15 @@ def mpirun(mpi: MpiInstall, launcher: MpiInstall | None) -> Iterator[Finding]:
         verdict = WARN if shutil.which("srun") else FAIL
         yield Finding(verdict, "mpirun", "not on PATH", put_on_path(mpi))
         return
-    text = f"{launcher} belongs to the library"
+    text = f"{launcher}; it belongs to the MPI library"
     if launcher.maker == "of unknown make":
-        text = f"{launcher.path} does not say whose it is"
+        text = f"the --version output of {launcher.path} names no known MPI"
         yield Finding(WARN, "mpirun", text, put_on_path(mpi))
     elif launcher.abi != mpi.abi:
-        text = f"{launcher}, but the library is {mpi.maker}: each rank would be alone"
+        text = f"{launcher}, but the MPI library is {mpi.maker}: each rank would see only itself"
         yield Finding(FAIL, "mpirun", text, put_on_path(mpi))
     elif launcher.version != mpi.version:
-        text = f"{launcher}, but the library is {mpi.version}"
+        text = f"{launcher}, but the MPI library has version {mpi.version}"
         yield Finding(WARN, "mpirun", text, put_on_path(mpi))
     else:
         yield Finding(OK, "mpirun", text)
@@ -164,30 +164,31 @@ def put_on_path(mpi: MpiInstall) -> str:
     """Return the remedy that puts the mpirun of a library on PATH."""
     beside = Path(mpi.path or "/").parents[1 if mpi.path else 0] / "bin" / "mpirun"
     if beside.is_file():
-        return f'put its own first: export PATH="{beside.parent}:$PATH"'
-    return f"put the mpirun of {mpi.maker} {mpi.version} first on PATH: its module, or its folder"
+        return f'put its mpirun first: export PATH="{beside.parent}:$PATH"'
+    own = f"{mpi.maker} {mpi.version}"
+    return f"load the module of {own}, or put the folder of its mpirun first on PATH"
 
 
 def root() -> Iterator[Finding]:
     """Check that Open MPI's mpirun starts ranks for this user, who may be root."""
     missing = [name for name in CONSENT if os.environ.get(name) != "1"]
     if os.geteuid() == 0 and missing:
-        remedy = f"export {' '.join(f'{name}=1' for name in missing)}, or be another user"
-        yield Finding(FAIL, "root", "Open MPI's mpirun starts nothing for root", remedy)
+        remedy = f"export {' '.join(f'{name}=1' for name in missing)}, or use another user"
+        yield Finding(FAIL, "root", "Open MPI's mpirun refuses to run as root", remedy)
 
 
 def oversubscription(launcher: MpiInstall) -> Iterator[Finding]:
     """Check that Open MPI's mpirun allows oversubscription, and that idle ranks yield."""
     if allows_more(launcher):
-        yield Finding(OK, "more ranks than cores", "mpirun starts them")
+        yield Finding(OK, "more ranks than cores", "mpirun allows them")
     else:
         name = CROWD_4 if _is_4(launcher) else CROWD_5
         verdict = OK if _IN_A_JOB & {*os.environ} else WARN
         remedy = f"export {name}={_CROWD[name]}, or mpirun --oversubscribe"
-        text = "mpirun does not start them"
+        text = "mpirun refuses them"
         yield Finding(verdict, "more ranks than cores", text, remedy if verdict == WARN else "")
     if os.environ.get(YIELD) == "0":
-        text = f"{YIELD}=0: ranks that wait keep their core from those that work"
+        text = f"{YIELD}=0: waiting ranks do not yield their cores to working ranks"
         yield Finding(WARN, "more ranks than cores", text, f"unset {YIELD}")
 
 
@@ -224,9 +225,9 @@ def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
     text = f"srun offers {', '.join(kinds) or 'no way to start MPI'}"
     taken = [kind for way in _WAYS[mpi.abi] for kind in kinds if kind.startswith(way)]
     if taken:
-        return Finding(OK, "srun", f"{text}; {mpi.maker} takes --mpi={taken[0]}")
-    remedy = "start ranks with mpirun inside of the job (LAUNCH=mpirun in jobs/), not with srun"
-    return Finding(WARN, "srun", f"{text}: {mpi.maker} takes none of these", remedy)
+        return Finding(OK, "srun", f"{text}; use --mpi={taken[0]} for {mpi.maker}")
+    remedy = "in the job, start ranks with mpirun (LAUNCH=mpirun in jobs/), not with srun"
+    return Finding(WARN, "srun", f"{text}; {mpi.maker} supports none of them", remedy)
 
 
 def started_by_other_mpi(mpi: MpiInstall) -> bool:
@@ -244,22 +245,23 @@ def why_singletons(meant: int, mpi: MpiInstall) -> Finding:
     """Explain why each of the `meant` processes of a launcher sees only itself."""
     if _starter() is None:
         return Finding(FAIL, "launcher", *_of_slurm(meant, mpi))
-    text = f"the mpirun of {_starter()} started {meant} processes, each is alone: "
+    text = f"the mpirun of {_starter()} started {meant} processes, but each sees only itself: "
     other = "" if started_by_other_mpi(mpi) else "another "
-    text += f"the library is {other}{mpi.maker} {mpi.version}"
+    text += f"the MPI library is {other}{mpi.maker} {mpi.version}"
     return Finding(FAIL, "launcher", text, put_on_path(mpi))
 
 
 def _of_slurm(meant: int, mpi: MpiInstall) -> tuple[str, str]:
     """Return the problem and the remedy for singletons that no mpirun started."""
     kind = _WAYS[mpi.abi][0]
-    remedy = f"srun --mpi={kind} python -m hpc3d... (srun --mpi=list names what there is)\n"
+    remedy = f"srun --mpi={kind} python -m hpc3d... (srun --mpi=list prints the types)\n"
     remedy += f"or mpirun python -m hpc3d... in the job, with the mpirun of {mpi.maker}"
     if "SLURM_STEP_NUM_TASKS" not in os.environ:
-        return f"{meant} processes were meant, neither srun nor mpirun started this one", remedy
+        text = f"{meant} processes were requested, but neither srun nor mpirun started this one"
+        return text, remedy
     spoken = "PMIx" if "PMIX_RANK" in os.environ else "PMI-2" if "PMI_RANK" in os.environ else None
-    text = f"srun started {meant} processes, each is alone: "
-    return f"{text}{mpi.maker} takes {kind}, srun speaks {spoken or 'neither PMI'}", remedy
+    text = f"srun started {meant} processes, but each sees only itself: {mpi.maker} needs {kind}"
+    return f"{text}, but srun provides {spoken or 'neither PMIx nor PMI-2'}", remedy
 
 
 def mismatch_report(meant: int) -> list[str]:

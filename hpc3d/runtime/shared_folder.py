@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 SEEN_WITHIN = 3  # s, since network file systems show new files with a delay
-REMEDY = "name a folder that all hosts share (--run.out), or start in one"
+REMEDY = "set --run.out to a folder that all hosts share, or start the job in one"
 
 
 def refuse_unshared(job: Job, homes: Homes, locate: Callable[[], Path]) -> None:
@@ -39,7 +39,7 @@ def refuse_unshared(job: Job, homes: Homes, locate: Callable[[], Path]) -> None:
         sees = "do not see" if len(blind) > 1 else "does not see"
         where = os.path.dirname(key)
         where = "there" if where == str(asked) else f"in {where}"
-        job.refuse(f"{asked}: {name} {sees} what {first} writes {where}; {REMEDY}")
+        job.refuse(f"{asked}: {name} {sees} the files of {first} {where}; {REMEDY}")
 
 
 def _unseen(job: Job, homes: Homes, key: str | None) -> list[int]:

@@ -44,8 +44,8 @@ class Stop:
 
 def reason(request: int) -> str:
     """Return the message for a request."""
-    words = {MINUTES: "train.max_minutes have passed", FILE: "there is a file STOP in the folder"}
-    return words.get(request) or f"{signal.Signals(request).name} came"
+    words = {MINUTES: "reached train.max_minutes", FILE: "found a file STOP in the run folder"}
+    return words.get(request) or f"received {signal.Signals(request).name}"
 
 
 def ended_by(number: int) -> str:

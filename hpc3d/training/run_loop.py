@@ -162,7 +162,7 @@ def _evaluate(run: RunningJob, number: int) -> bool:
 
 def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
     """Save a checkpoint if possible, and log why the run stops."""
-    run.log.say(f"stopped after step {step.number}, for {reason(step.stop_request)}", "yellow")
+    run.log.say(f"stopped after step {step.number}: {reason(step.stop_request)}", "yellow")
     saved = run.saver.stop(step.number)
     run.saver.wait()
     run.log.say(

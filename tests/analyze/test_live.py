@@ -53,7 +53,9 @@ def test_live_state_goes_from_starting_to_running_silent_and_stopped(tmp_path):
     assert state(tmp_path, [last], 9e9) == "ended"
     log.write_text(log.read_text() + "resume\nstep     loss\n   2   3.0\n")
     assert state(tmp_path, [last], 1001) == "running"
-    log.write_text(log.read_text() + "stopped after step 2, for SIGTERM\nrun kept in results/a\n")
+    log.write_text(
+        log.read_text() + "stopped after step 2: received SIGTERM\nrun kept in results/a\n"
+    )
     assert state(tmp_path, [last], 1001) == "stopped"
 
 

@@ -31,7 +31,7 @@ def test_folder_that_hosts_do_not_share_is_rejected(hosts):
     done = train(hosts, "/tmp/own/results")
     assert done.returncode == BAD_INPUT
     assert said(done) == [
-        "hpc3d.train: /tmp/own/results: hn2 does not see what hn1 writes in /tmp; " + REMEDY
+        "hpc3d.train: /tmp/own/results: hn2 does not see the files of hn1 in /tmp; " + REMEDY
     ]
     assert hosts.on(1, "ls", "-A", "/tmp") == before
 
@@ -46,7 +46,7 @@ def test_run_visible_on_one_host_only_cannot_be_resumed(hosts, shared):
     done = hosts.mpirun((2, 2), "python", "-m", "hpc3d.train", *resume)
     assert done.returncode == BAD_INPUT
     assert said(done) == [
-        f"hpc3d.train: /tmp/own: hn2 does not see what hn1 writes there; {REMEDY}"
+        f"hpc3d.train: /tmp/own: hn2 does not see the files of hn1 there; {REMEDY}"
     ]
     assert hosts.on(1, "find", "/tmp/own") == files
 

@@ -63,6 +63,6 @@ def test_training_behind_a_firewall_ends_with_a_timeout(hosts):
     assert done.returncode == STALLED
     lines = {line.partition(";")[0] for line in said(done) if line.startswith("hpc3d.")}
     told = {
-        f"hpc3d.train: in 60 s hn{host} has not heard from all other hosts" for host in (1, 2, 3)
+        f"hpc3d.train: hn{host} did not reach all other hosts within 60 s" for host in (1, 2, 3)
     }
     assert lines and lines <= told

@@ -165,7 +165,8 @@ def test_mpi_load_failure_of_a_single_rank_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setitem(sys.modules, "hpc3d.runtime.job", Module("job"))
     assert launch.run("train", None) == 2
-    line = "hpc3d.train: cannot load MPI for self; python -m hpc3d.doctor says why\n"
+    remedy = "run python -m hpc3d.doctor to find the cause"
+    line = f"hpc3d.train: cannot load MPI for self; {remedy}\n"
     assert capsys.readouterr().err == line
 
 

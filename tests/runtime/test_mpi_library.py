@@ -29,8 +29,8 @@ def no_launcher(monkeypatch):
     [
         (OURS._replace(path="/opt/mpi/bin/mpirun"), OK, "library"),
         (OURS._replace(version="4.1.4"), WARN, "5.0.11"),
-        (MpiInstall("MPICH", "5.0.2", "/x/mpirun"), FAIL, "alone"),
-        (MpiInstall("of unknown make", None, "/x/mpirun"), WARN, "whose"),
+        (MpiInstall("MPICH", "5.0.2", "/x/mpirun"), FAIL, "only itself"),
+        (MpiInstall("of unknown make", None, "/x/mpirun"), WARN, "no known MPI"),
         (None, FAIL, "PATH"),
     ],
 )
@@ -55,7 +55,7 @@ def test_mpirun_next_to_the_library_is_suggested(tmp_path):
     script(tmp_path / "bin" / "mpirun", "")
     mpi = OURS._replace(path=str(tmp_path / "lib" / "libmpi.so.40"))
     assert mpi_library.put_on_path(mpi).endswith(f'export PATH="{tmp_path}/bin:$PATH"')
-    assert re.match("put .* Open MPI 5.0.11 .* PATH", mpi_library.put_on_path(OURS))
+    assert re.match("load .* Open MPI 5.0.11, .* PATH", mpi_library.put_on_path(OURS))
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_unconfigured_srun_is_ignored_outside_a_job(no_launcher, monkeypatch, tm
 @pytest.mark.parametrize(
     ("maker", "variables", "text", "remedy"),
     [
-        ("Open MPI", {"SLURM_STEP_NUM_TASKS": "64"}, "speaks neither PMI", "srun --mpi=pmix"),
+        ("Open MPI", {"SLURM_STEP_NUM_TASKS": "64"}, "provides neither PMI", "srun --mpi=pmix"),
         (
             "Open MPI",
             {"SLURM_STEP_NUM_TASKS": "64", "PMI_RANK": "0", "PMI_SIZE": "64"},
-            "speaks PMI-2",
+            "provides PMI-2",
             "srun --mpi=pmix",
         ),
         ("MPICH", {"SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "0"}, "PMIx", "srun --mpi=pmi2"),

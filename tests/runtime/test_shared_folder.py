@@ -94,7 +94,7 @@ def test_file_may_appear_late_as_on_nfs(views, tmp_path):
 
 def test_hosts_that_do_not_see_the_folder_are_named_on_all_ranks(views, tmp_path):
     views[0][4] = 10**6
-    line = f"{tmp_path}: hn3 does not see what hn1 writes there; {REMEDY}"
+    line = f"{tmp_path}: hn3 does not see the files of hn1 there; {REMEDY}"
     assert_refused(asked(HOMES, tmp_path), line)
     assert not list(tmp_path.iterdir())
 
@@ -102,7 +102,7 @@ def test_hosts_that_do_not_see_the_folder_are_named_on_all_ranks(views, tmp_path
 def test_parent_of_a_new_folder_is_checked_on_several_hosts(views, tmp_path):
     views[0].update({2: 10**6, 4: 10**6})
     out = tmp_path / "results" / "new"
-    line = f"{out}: hn2 and hn3 do not see what hn1 writes in {tmp_path}; {REMEDY}"
+    line = f"{out}: hn2 and hn3 do not see the files of hn1 in {tmp_path}; {REMEDY}"
     assert_refused(asked(HOMES, out), line)
     assert not list(tmp_path.iterdir())
 

@@ -70,7 +70,7 @@ def test_single_rank_without_a_launcher_saves_and_stops(number, tmp_path):
         out, err = (text.decode() for text in process.communicate(timeout=250))
     run = newest(tmp_path)
     assert (process.returncode, without_progress(err)) == (STOPPED, "")
-    assert f", for {number.name} came" in out and f" --resume {run}\n" in out
+    assert f": received {number.name}" in out and f" --resume {run}\n" in out
     assert len(losses(run)) == Checkpoint(steps_of(run / "checkpoints")[0]).header["step"]
 
 
@@ -80,7 +80,7 @@ def test_max_minutes_stops_the_run(tmp_path):
         2, "-m", "hpc3d.train", *words(tmp_path, train__steps=5000, train__max_minutes=0.1)
     )
     assert done.returncode == STOPPED
-    assert "train.max_minutes " in done.stdout and " --resume " in done.stdout
+    assert ": reached train.max_minutes\n" in done.stdout and " --resume " in done.stdout
 
 
 @slow

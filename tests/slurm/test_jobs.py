@@ -108,7 +108,7 @@ def test_signaled_job_is_requeued_and_resumes(cluster, continued, steps, whole):
     job, seen = continued
     assert seen["Restarts"] == "1"
     said = cluster.log(job)
-    (stopped,) = re.findall(r"stopped after step (\d+), for SIGUSR1 came", said)
+    (stopped,) = re.findall(r"stopped after step (\d+): received SIGUSR1", said)
     (begins,) = re.findall(r"resume: step (\d+) follows .*results/", said)
     assert int(begins) == int(stopped) + 1 < steps
     assert re.findall(r"^job .* restart (\d+)", said, re.MULTILINE) == ["0", "1"]
@@ -137,14 +137,14 @@ def test_cancelled_job_saves_and_is_not_requeued(cluster):
     assert cluster.wait(job, "CANCELLED")["Restarts"] == "0"
     run = run_of(cluster, job)
     said = cluster.log(job)
-    assert "for SIGTERM came" in said and "saved: go on with --resume" in said
+    assert "received SIGTERM" in said and "saved: go on with --resume" in said
     assert len([*run.glob("checkpoints/step-????????")]) == 1
 
 
 def test_singleton_ranks_are_explained_under_slurm(cluster):
     job = train(cluster, "srun --mpi=none", 5, ranks=2)
     assert cluster.wait(job, "FAILED")["ExitCode"] == "2:0"
-    assert "2 processes were meant, but MPI sees 1" in cluster.log(job)
+    assert "2 processes were started, but MPI sees 1" in cluster.log(job)
 
 
 def test_documented_launcher_check_passes(cluster):

@@ -70,7 +70,7 @@ def test_run_completes_all_steps(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("saves", "code"), [(True, STOPPED), (False, FAILED)])
 def test_stop_saves_if_saving_is_possible(saves, code, tmp_path, monkeypatch):
     lines, found = run(tmp_path, monkeypatch, stop_after=2, saves=saves)
-    assert found == code and lines[0].startswith("stopped after step 2, for ")
+    assert found == code and lines[0].startswith("stopped after step 2: ")
     assert ("go on with --resume" in lines[1]) == saves
 
 
