@@ -113,7 +113,7 @@ def test_planted_problems_on_ranks_are_found(tmp_path):
     assert "3 on 2 hosts: host0 0 2, host1 1" in texts["hosts"]
     assert "at most 5 s" in texts["hosts"]
     assert "0:0, 1:0, 2:0" in texts["gpus"]
-    assert "auto is host-staged here: no NCCL on ranks 0-2; MPI does not say" in texts["gpus"]
+    assert "auto selects host-staged: no NCCL on ranks 0-2; MPI does not report" in texts["gpus"]
 
 
 def test_clock_offsets_add_up_along_the_tree():

@@ -54,7 +54,7 @@ class Fault:
     def assert_reports(self):
         """All ranks but the silent one have left where they are, and their stacks."""
         (line,) = said(self.done)
-        silent = f"nothing moved for {SILENT} s: rank {self.who} silent: stopped, or gone; rank"
+        silent = f"no progress for {SILENT} s: rank {self.who} silent: stopped or terminated; rank"
         assert line.startswith(f"hpc3d.train: {silent}")
         assert line.endswith(f"; stacks in {self.run}/watchdog")
         assert re.search(
@@ -191,7 +191,7 @@ def test_stuck_rank_is_named_without_a_trace_as_well(tmp_path):
     ended = Fault(tmp_path, "for ever", 4, 2, trace__enabled="false", run__watchdog_s=SILENT)
     assert ended.done.returncode == STALLED
     (line,) = said(ended.done)
-    assert ": rank 2 in no call of step 2: it computes, or waits for a device or file; " in line
+    assert ": rank 2 in no call of step 2: computing, or waiting for a device or file; " in line
     assert "in for_ever" in (ended.run / "watchdog" / "rank-00002.txt").read_text()
 
 
@@ -202,7 +202,7 @@ def test_signaled_rank_that_waits_for_a_stuck_peer_exits(tmp_path):
     ended = Fault(tmp_path, "desert", 4, 2, prompt=700)
     assert ended.done.returncode == 128 + 15
     (line,) = said(ended.done)
-    left = r"hpc3d.train: rank 0 was asked to end and left: nothing moved for (\d+) s, "
+    left = r"hpc3d.train: rank 0 was asked to stop and exited: no progress for (\d+) s, "
     assert 10 <= int(re.match(left, line)[1]) < 700
     ended.assert_trace()
 

@@ -73,7 +73,7 @@ class AbstractCommunicator(Communicator):
 
     def _broadcast(self, block, root):
         if not block.shape[0]:
-            raise ValueError("a block whose owner is elsewhere has no shape here")
+            raise ValueError("only the owner of a block knows its shape")
         return ready(self.shared(self.like(block, block.shape)))
 
     def _reduce(self, block, root):

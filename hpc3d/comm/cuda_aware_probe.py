@@ -37,8 +37,8 @@ _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_PREFIX", "PMIX_MCA_")
 def devices() -> Iterator[Finding]:
     """Yield findings on the visible devices, CUDA and NCCL, or a note if CuPy is missing."""
     if find_spec("cupy") is None:
-        here = "an NVIDIA driver is here, but not CuPy" if os.path.exists(_DRIVER) else "no CuPy"
-        yield Finding(OK, "GPU", f"{here}, so no GPU backend: {EXTRAS}")
+        here = "an NVIDIA driver, but no CuPy" if os.path.exists(_DRIVER) else "no CuPy"
+        yield Finding(OK, "GPU", f"{here}, so no GPU backend; run {EXTRAS}")
         return
     wheels = [name for name in _WHEELS if installed(name)]
     if len(wheels) > 1:
@@ -49,7 +49,7 @@ def devices() -> Iterator[Finding]:
     if not cupy.cuda.is_available():
         text = f"CuPy {cupy.__version__} finds no device"
         yield Finding(
-            WARN, "GPU", text, "nvidia-smi tells why; or ask the job for --gpus-per-node"
+            WARN, "GPU", text, "run nvidia-smi to find the cause, or request --gpus-per-node"
         )
         return
     yield from _versions(cupy.cuda.runtime)
@@ -72,7 +72,7 @@ def _versions(runtime: Any) -> Iterator[Finding]:
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     text = f"driver for {_dotted(driver)}, runtime {_dotted(needed)}"
     if driver // 1000 < needed // 1000:
-        remedy = f"a newer driver, or the wheel cupy-cuda{driver // 1000}x"
+        remedy = f"install a newer driver, or the wheel cupy-cuda{driver // 1000}x"
         yield Finding(FAIL, "CUDA", text, remedy)
     else:
         yield Finding(OK, "CUDA", text)
@@ -112,9 +112,9 @@ def nccl() -> Iterator[Finding]:
     if found := nccl_version():
         yield Finding(OK, "NCCL", release_of(found))
     else:
-        yield Finding(WARN, "NCCL", "not installed: ranks use MPI", EXTRAS)
+        yield Finding(WARN, "NCCL", "not installed, so ranks use MPI", EXTRAS)
     if find_spec("ml_dtypes") is None:
-        yield Finding(WARN, "ml_dtypes", "not installed: no bfloat16", EXTRAS)
+        yield Finding(WARN, "ml_dtypes", "not installed, so bfloat16 is not available", EXTRAS)
 
 
 def device_map(job: Job) -> Iterator[Finding]:
@@ -130,11 +130,11 @@ def device_map(job: Job) -> Iterator[Finding]:
     pairs = list(zip(hosts, devices, strict=True))
     listed = ", ".join(f"{rank}:{device}" for rank, device in enumerate(devices))
     if None in devices:
-        remedy = "ask for --gpus-per-node; or train.backend = numpy"
-        yield Finding(WARN, "devices of ranks", f"{listed}: some have none", remedy)
+        remedy = "request --gpus-per-node, or use train.backend = numpy"
+        yield Finding(WARN, "devices of ranks", f"{listed}: some ranks have no device", remedy)
     elif len(set(pairs)) < len(pairs):
-        remedy = "as many ranks as devices on each node; --gpus-per-node, not --gpus-per-task"
-        yield Finding(WARN, "devices of ranks", f"{listed}: some share one", remedy)
+        remedy = "start one rank per device, with --gpus-per-node instead of --gpus-per-task"
+        yield Finding(WARN, "devices of ranks", f"{listed}: some ranks share a device", remedy)
     else:
         yield Finding(OK, "devices of ranks", listed)
 
@@ -145,50 +145,57 @@ def missing(asked: str, dtype: str) -> str | None:
     `asked` is mesh.transport, `dtype` train.dtype.
     """
     what, remedy = next(_lacks(asked, dtype), (None, None))
-    return what and f"train.backend = cupy: {what}: {remedy}; or use train.backend = numpy"
+    return what and f"train.backend = cupy: {what}; {remedy}, or use train.backend = numpy"
 
 
 def _lacks(asked: str, dtype: str) -> Iterator[tuple[str, str]]:
     """Yield (missing requirement, fix).  Use only the first: later checks assume that earlier
     ones pass."""
     if find_spec("cupy") is None:
-        yield "CuPy is not installed here", EXTRAS
+        yield "CuPy is not installed", f"run {EXTRAS}"
     from hpc3d.cuda.device import imported
 
     try:
         cupy = imported()
     except Exception as error:  # an ImportError, or an error of a CUDA library
-        yield f"CuPy cannot be imported ({f'{error}'.strip().partition(chr(10))[0]})", EXTRAS
+        yield (
+            f"CuPy cannot be imported ({f'{error}'.strip().partition(chr(10))[0]})",
+            f"run {EXTRAS}",
+        )
     if int(cupy.__version__.partition(".")[0]) < 14:
-        yield f"CuPy {cupy.__version__} is older than 14", EXTRAS
+        yield f"CuPy {cupy.__version__} is older than 14", f"run {EXTRAS}"
     runtime = cupy.cuda.runtime
     driver, needed = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     if driver == 0:
-        yield "there is no NVIDIA driver here", "start on a machine with a GPU"
+        yield "there is no NVIDIA driver", "start on a machine with a GPU"
     if driver // 1000 < needed // 1000:
         text = f"the driver is for CUDA {_dotted(driver)}, CuPy for {_dotted(needed)}"
-        yield text, f"a newer driver, or the wheel cupy-cuda{driver // 1000}x"
+        yield text, f"install a newer driver, or the wheel cupy-cuda{driver // 1000}x"
     if not cupy.cuda.is_available():
-        yield "CuPy finds no device", "nvidia-smi tells why; or ask the job for --gpus-per-node"
+        remedy = "run nvidia-smi to find the cause, request --gpus-per-node"
+        yield "CuPy finds no device", remedy
     if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
-        yield "bfloat16 needs ml_dtypes", EXTRAS
+        yield "bfloat16 needs ml_dtypes", f"run {EXTRAS}"
     major = runtime.getDeviceProperties(0)["major"]
     if dtype == "bfloat16" and major < 8:
-        yield f"a device of compute capability {major} has no bfloat16", "train.dtype = float16"
+        yield (
+            f"a device of compute capability {major} has no bfloat16",
+            "use train.dtype = float16",
+        )
     if asked == "nccl" and not nccl_version():
-        yield "mesh.transport = nccl, but there is no NCCL", EXTRAS
+        yield "mesh.transport = nccl, but NCCL is not installed", f"run {EXTRAS}"
 
 
 def aware(mpirun: str, seconds: float, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding on CUDA-aware MPI: MPI's claim, which two ranks test if it is positive."""
     answer, problem = tried(mpirun, seconds, environment)
     if answer == STAGED:
-        yield Finding(OK, "CUDA-aware MPI", "no: messages go through the host's memory")
+        yield Finding(OK, "CUDA-aware MPI", "no: messages go through host memory")
     elif answer == TAKEN:
-        yield Finding(OK, "CUDA-aware MPI", "yes: sums, gathers and messages came out right")
+        yield Finding(OK, "CUDA-aware MPI", "yes: sums, gathers and messages are correct")
     else:
-        remedy = "let messages go through the host's memory, or repair MPI (UCX with CUDA)"
-        yield Finding(FAIL, "CUDA-aware MPI", f"MPI says yes, but {problem}", remedy)
+        remedy = "use mesh.transport = host-staged, or repair MPI (UCX with CUDA)"
+        yield Finding(FAIL, "CUDA-aware MPI", f"MPI reports support, but {problem}", remedy)
 
 
 def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[str, str]:
@@ -203,7 +210,7 @@ def tried(mpirun: str, seconds: float, environment: Mapping[str, str]) -> tuple[
     if code == 0 and said in ({TAKEN}, {STAGED}):
         return said.pop(), ""
     what = {0: "gives wrong results", None: "hangs"}.get(code, f"ends with exit code {code}")
-    return WRONG, f"with it {what}"
+    return WRONG, f"a test of two ranks {what}"
 
 
 def _told_by_launcher(name: str) -> bool:

@@ -59,8 +59,8 @@ def split(
         return world, {axis: world.commSplit(*line) for axis, line in lines.items()}
     except library.NcclError as error:
         raise RuntimeError(
-            f"NCCL does not start ({error}): NCCL_DEBUG=WARN says why; "
-            "--mesh.transport host-staged goes without it"
+            f"NCCL does not start ({error}); set NCCL_DEBUG=WARN to see the reason, or use "
+            "--mesh.transport host-staged"
         ) from error
 
 

@@ -77,7 +77,7 @@ def explained(job: Job) -> Iterator[Finding]:
         way, why = job.from_root(
             lambda: choose("auto", devices, lambda: cuda_aware_support(devices))
         )
-        yield Finding(OK, "transport", f"mesh.transport = auto is {way} here: {why}")
+        yield Finding(OK, "transport", f"mesh.transport = auto selects {way}: {why}")
 
 
 def refuse(job: Job, problems: Sequence[str | None]) -> None:
@@ -122,9 +122,9 @@ def choose(
         what, how = cuda_aware_support()
         if what != "none":
             return _WAYS[what], "; ".join([*reasons, how])
-        _refuse_if(asked == "mpi", asked, f"{how}; or set {OVERRIDE}=full where it does")
+        _refuse_if(asked == "mpi", asked, f"{how}; set {OVERRIDE}=full if it does")
         reasons.append(how)
-    return "host-staged", "; ".join(reasons) or "as asked for"
+    return "host-staged", "; ".join(reasons) or "as requested"
 
 
 def _refuse_if(wrong: bool, asked: str, problem: str) -> None:
@@ -139,7 +139,7 @@ def _against_nccl(asked: str, devices: Sequence[RankDevice]) -> str | None:
         return f"no NCCL on ranks {spans(without)}"
     if (oldest := min(rank_device.nccl for rank_device in devices)) < OLDEST:
         found, needed = map(cuda_aware_probe.release_of, (oldest, OLDEST))
-        return f"NCCL {found} is older than {needed}: {cuda_aware_probe.EXTRAS}"
+        return f"NCCL {found} is older than {needed}; run {cuda_aware_probe.EXTRAS}"
     allowed = asked == "nccl" and all(
         rank_device.several and rank_device.nccl >= 23000 for rank_device in devices
     )
@@ -152,7 +152,7 @@ def sharing(devices: Sequence[RankDevice]) -> list[str]:
     for rank, rank_device in enumerate(devices):
         there.setdefault((rank_device.host, rank_device.device, rank_device.name), []).append(rank)
     return [
-        f"ranks {spans(ranks)} share device {name} of {host}, which works for one at a time"
+        f"ranks {spans(ranks)} share device {name} of {host}, which serves one rank at a time"
         for (host, _, name), ranks in there.items()
         if len(ranks) > 1
     ]
@@ -170,11 +170,11 @@ def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
     if said is not None:
         return said, f"{OVERRIDE}={said}"
     if not all(rank_device.aware for rank_device in devices):
-        return "none", "MPI does not say that it takes memory of devices"
+        return "none", "MPI does not report support for device memory"
     mpirun = shutil.which("mpirun")
     if mpirun is None:
-        return "none", "MPI says that it takes memory of devices, but no mpirun is here to try it"
+        return "none", "MPI reports support for device memory, but no mpirun is on PATH to test it"
     answer, problem = cuda_aware_probe.tried(mpirun, _PATIENCE, cuda_aware_probe.surroundings())
     if answer == cuda_aware_probe.TAKEN:
-        return "full", "MPI takes memory of devices, as two ranks have tried"
-    return "none", f"MPI says that it takes memory of devices, but {problem or 'not in a trial'}"
+        return "full", "MPI supports device memory, as tested with two ranks"
+    return "none", f"MPI reports support for device memory, but {problem or 'not in a test'}"

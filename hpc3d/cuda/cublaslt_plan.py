@@ -167,7 +167,7 @@ def _check_types(given: Mapping[str, Operand]) -> None:
         return _check_float8(given["a"], given["b"])
     if a != b or a not in _TYPES or out not in (a, "float32"):
         raise ValueError(
-            f"{out} = {a} x {b}: both factors are {' or '.join(_TYPES)}, out is so or float32"
+            f"{out} = {a} x {b}: a and b must be {' or '.join(_TYPES)}, out the same or float32"
         )
 
 
@@ -183,7 +183,7 @@ def _check_float8(a: Operand, b: Operand) -> None:
     if any(size % _MULTIPLE for size in sizes):
         raise Unsupported(
             f"cuBLASLt multiplies [{sizes[0]}, {sizes[1]}] and [{sizes[1]}, {sizes[2]}] in float8 "
-            f"only where all sizes are multiples of {_MULTIPLE}"
+            f"only if all sizes are multiples of {_MULTIPLE}"
         )
 
 
@@ -195,18 +195,20 @@ def _check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
     kernels fault if an epilogue's array is not aligned to 16 bytes.
     """
     if fused not in _EPILOGUES:
-        raise Unsupported(f"no epilogue of cuBLASLt has {' and '.join(fused)} together")
+        raise Unsupported(f"no epilogue of cuBLASLt combines {' and '.join(fused)}")
     for role in given.keys() - {"a", "b", "out"}:
         if given[role].dtype != given["out"].dtype:
-            raise Unsupported(f"cuBLASLt takes {role} only in the type of out")
+            raise Unsupported(f"cuBLASLt supports {role} only in the type of out")
     for role in fused:
         if given[role].alignment < 16:
-            raise Unsupported(f"cuBLASLt wants {role} at a multiple of 16 bytes")
+            raise Unsupported(f"cuBLASLt requires {role} to be aligned to 16 bytes")
     if given["a"].shape[-1] == 1 and given.keys() & {"bias_grad", "gelu_at"}:
-        raise Unsupported(f"cuBLASLt has no {fused[0]} where k is 1")
+        raise Unsupported(f"cuBLASLt has no {fused[0]} if k is 1")
     if "bias_grad" in given and (len(given["b"].shape) == 3 or given["b"].columns()[0]):
-        raise Unsupported("cuBLASLt sums no bias_grad of batches, nor of a transposed b")
+        raise Unsupported("cuBLASLt has no bias_grad of batches or of a transposed b")
     for role in given.keys() & {"gelu_input", "gelu_at"}:
         transposed, *_, step = given[role].columns()
         if transposed or step % 8 or given[role].batches[1] % 8:
-            raise Unsupported(f"cuBLASLt wants {role} with rows of a multiple of 8 elements")
+            raise Unsupported(
+                f"cuBLASLt requires rows of {role} to be a multiple of 8 elements long"
+            )

@@ -164,7 +164,7 @@ def find_layouts(
 
     for name, value in {"ranks": ranks, "top": top}.items():
         if not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{name} = {value!r}: must be a whole number, 1 or more")
+            raise ValueError(f"{name} = {value!r}: must be a positive integer")
     more = max(top, _TOP)  # so that the ranking does not depend on `top`
     found = plan_layouts(source, _words(options), ranks, load(machine), memory, more)
     return FoundLayouts(*found, top)

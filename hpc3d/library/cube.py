@@ -82,9 +82,9 @@ class Cube:
         self.sizes = {"x": x, "y": y, "z": z}
         for axis, size in self.sizes.items():
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"Cube: {axis} = {size!r}: an axis has 1 rank or more")
+                raise ValueError(f"Cube: {axis} = {size!r}: must be a positive integer")
         if self.ranks > _MOST:
-            raise ValueError(f"Cube: {self.ranks} ranks: threads can be {_MOST} at most")
+            raise ValueError(f"Cube: {self.ranks} ranks: the limit is {_MOST} threads")
         self.calls: list[Received] = []
 
     def __repr__(self) -> str:
@@ -212,7 +212,7 @@ def _split(scheme: str | Split) -> Split:
     if not isinstance(scheme, str):
         return scheme
     if scheme not in SCHEMES:
-        raise ValueError(f"{scheme}: no such scheme; there are {', '.join(SCHEMES)}")
+        raise ValueError(f"{scheme}: no such scheme; use one of {', '.join(SCHEMES)}")
     return SCHEMES[scheme]
 
 
@@ -221,23 +221,23 @@ def _refuse_idle(split: Split, sizes: Mapping[str, int]) -> None:
     cut = f"{split.m} {split.n} {split.k}".split()
     for axis, size in sizes.items():
         if size > 1 and axis not in cut:
-            raise ValueError(f"{axis} = {size}: the scheme does not split along {axis}; use 1")
+            raise ValueError(f"{axis} = {size}: the scheme shards nothing along {axis}; use 1")
 
 
 def _check(split, x, w, dy, sizes):
     """Raise ValueError if shapes or types do not match, or a dimension cannot be split evenly."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
-        raise ValueError(f"x {x.shape} and w {w.shape}: there is no product of these")
+        raise ValueError(f"x {x.shape} and w {w.shape}: x @ w must be a matrix product")
     if x.dtype != w.dtype or x.dtype not in (np.float32, np.float64):
-        raise ValueError(f"x is {x.dtype} and w {w.dtype}: give both as float32 or as float64")
+        raise ValueError(f"x is {x.dtype} and w {w.dtype}: both must be float32 or float64")
     shapes = {"x": x.shape, "w": w.shape, "y": (len(x), w.shape[1])}
     if dy is not None and np.shape(dy) != shapes["y"]:
-        raise ValueError(f"dy {np.shape(dy)}: must be {shapes['y']}, as x @ w")
+        raise ValueError(f"dy {np.shape(dy)}: must be {shapes['y']}, the shape of x @ w")
     for name, shape in shapes.items():
         for dim, (size, axes) in enumerate(zip(shape, getattr(split, name), strict=True)):
             parts = int(np.prod([sizes.get(axis, 1) for axis in axes]))
             if size % parts:
-                raise ValueError(f"{name} {shape}: dim {dim} has no {parts} equal parts")
+                raise ValueError(f"{name} {shape}: dimension {dim} must be divisible by {parts}")
 
 
 def _product(mesh: Mesh, split: Split, x: Array, w: Array, dy: Array | None) -> _Done:

@@ -55,14 +55,14 @@ def _launcher(ranks: int) -> list[str]:
     An mpirun on PATH, such as a cluster's, precedes the one installed next to this Python.
     """
     if not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks = {ranks!r}: must be a whole number, 1 or more")
+        raise ValueError(f"ranks = {ranks!r}: must be a positive integer")
     if ranks == 1:
         return []
     beside = str(Path(sys.executable).parent)
     found = shutil.which("mpirun") or shutil.which("mpirun", path=beside)
     if found is None:
         raise ValueError(
-            f"ranks = {ranks}: there is no mpirun; pip install 'hpc3d[mpi]', or train on 1 rank"
+            f"ranks = {ranks}: no mpirun found; run pip install 'hpc3d[mpi]', or train on 1 rank"
         )
     return [found, "-np", str(ranks)]
 

@@ -76,7 +76,7 @@ class StepPrediction(dict[str, Any]):
         """
         folder = Path(folder)
         if folder.exists():
-            raise ValueError(f"{folder} exists: name a new folder")
+            raise ValueError(f"{folder} already exists; choose a new folder")
         return OpenedRun(self._step.keep(folder).parent)
 
     def timeline(self) -> Drawing:

@@ -133,6 +133,6 @@ def part(size: int, axes: Sequence[str], mesh: Mesh) -> slice:
     count = mesh.count(axes)
     if size % count:
         sizes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in axes)
-        raise ValueError(f"a dim of {size} does not divide over mesh axes {sizes} = {count}")
+        raise ValueError(f"a dimension of {size} must be divisible by mesh axes {sizes} = {count}")
     start = mesh.index(axes) * (size // count)
     return slice(start, start + size // count)

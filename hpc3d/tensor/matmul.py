@@ -366,7 +366,7 @@ def sharded_matmul(
         If the weight of a split with panels is transposed.
     """
     if split.panels and transposed:
-        raise ValueError("a transposed weight has no panels: take Split.without_panels()")
+        raise ValueError("a transposed weight has no panels; use Split.without_panels()")
     dense = not (split.panels or stacked)
     rounded = EXACT if scales is None else rounded_operands(mesh, split, scales, dense)
     if split.panels:

@@ -185,7 +185,7 @@ def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
     for axis in sorted({axis for _, axis in stored}):
         keys = [key for key, each in stored if each == axis]
         if axis not in loops:
-            yield f"parallel.split.{keys[0]}: axis {axis} splits no loop; put it on m, n or k, too"
+            yield f"parallel.split.{keys[0]}: axis {axis} splits no loop; also put it on m, n or k"
         if len(keys) > 1:
             yield (
                 f"parallel.split: axis {axis} is in {' and in '.join(keys)}; blocks are stored in "
@@ -194,8 +194,8 @@ def misplaced(letters: Mapping[str, str]) -> Iterator[str]:
     panels = axes["panels"]
     if panels and (panels != axes["n"] or len(panels) > 1 or axes["k"]):
         yield (
-            f"parallel.split.panels = {' '.join(panels)}: panels want one axis, alone on n, and "
-            "none on k; leave panels out, or split m by the other axes"
+            f"parallel.split.panels = {' '.join(panels)}: panels require one axis, the only "
+            "one on n, and no axis on k; leave panels out, or put the other axes on m"
         )
 
 

@@ -45,16 +45,16 @@ def refuse_what_cannot_fit(config: Config, here: int) -> None:
     wanted = os.environ.get("TMPDIR")
     if config.parallel.offload and wanted and not os.access(wanted, os.W_OK | os.X_OK):
         raise ValueError(
-            f"parallel.offload: TMPDIR = {wanted!r:.200} cannot be written to; name a "
+            f"parallel.offload: TMPDIR = {wanted!r:.200} is not writable; set TMPDIR to a "
             "folder on a disk"
         )
     need, memory = here * least(config), host_memory.total()
     if config.train.backend == "numpy" and need > memory:
         raise ValueError(
-            f"model and train: {counted(here, 'rank')} here cannot hold less than "
-            f"{need / 1e9:.4g} GB, and this machine has {memory / 1e9:.4g} GB: use more machines, "
-            "parallel.recompute, more parallel.microbatches or a smaller model or batch "
-            "(python -m hpc3d.plan INPUT.toml --ranks N finds what fits)"
+            f"model and train: {counted(here, 'rank')} on this machine need at least "
+            f"{need / 1e9:.4g} GB, but it has {memory / 1e9:.4g} GB; use more machines, "
+            "parallel.recompute, more parallel.microbatches, or a smaller model or batch "
+            "(python -m hpc3d.plan INPUT.toml --ranks N finds layouts that fit)"
         )
 
 

@@ -109,7 +109,7 @@ def _not_finite(trainer: Any) -> list[GuardFinding]:
         return [GuardFinding(0, where + _described(item, item.value, "value")) for item in values]
     found = []
     if not np.isfinite(trainer.local_loss):
-        found.append(GuardFinding(1, f"{where}its share of the loss is {trainer.local_loss}"))
+        found.append(GuardFinding(1, f"{where}its part of the loss is {trainer.local_loss}"))
     trained = [item for item in trainer.parameters if not item.frozen]
     grads = [item for item in trained if _count_not_finite(item.grad)]
     last = max(map(_depth, grads), default=None)
@@ -119,7 +119,9 @@ def _not_finite(trainer: Any) -> list[GuardFinding]:
         if _depth(item) == last
     ]
     if not found and not np.isfinite(trainer.squares):
-        found.append(GuardFinding(2 + 2 * _FAR, f"{where}the squares of its gradients overflow"))
+        found.append(
+            GuardFinding(2 + 2 * _FAR, f"{where}the sum of its squared gradients overflows")
+        )
     return found
 
 
@@ -246,7 +248,9 @@ class ReplicaCheck:
         (common, votes), *_ = Counter(hashes).most_common(1)
         ranks = " ".join(map(str, members))
         odd = [member for member, each in zip(members, hashes, strict=True) if each != common]
-        who = f"rank {' '.join(map(str, odd))}" if 2 * votes > len(hashes) else "one of them"
+        who = (
+            f"rank {' '.join(map(str, odd))}" if 2 * votes > len(hashes) else "one of these ranks"
+        )
         name, kind = key
         thing = "parameter" if kind == "value" else f"optimizer state {kind} of"
         what = f"{thing} {name}: the copies of ranks {ranks} along {axis} differ"

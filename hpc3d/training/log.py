@@ -89,7 +89,7 @@ class Log:
         for line in (*hardware.lines, *layout):
             self.say(line)
         if config.trace.clock == "cpu":
-            self.say("times are CPU time: tokens/s are those of a second of rank 0's")
+            self.say("times are CPU times; tokens/s are per CPU second of rank 0")
 
     def record(self, start: int, config: Config) -> None:
         """Print the header of the step table, and open metrics.jsonl at step `start`."""
@@ -201,7 +201,7 @@ def layout_lines(config: Config) -> Iterator[str]:
     parallel, split = config.parallel, config.splits["dense"]
     yield f"scheme {parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}"
     layers = [len(part) for part in config.layers()]
-    parts = f"parts of {' '.join(map(str, layers))} layers"
+    parts = f"model chunks of {' '.join(map(str, layers))} layers"
     through = counted(layers[0], "layer") if len(layers) == 1 else parts
     how = parallel.compression
     yield (
@@ -210,7 +210,7 @@ def layout_lines(config: Config) -> Iterator[str]:
     )
     if parallel.offload:
         where = f"files in {gettempdir()}" if config.train.backend == "numpy" else "host memory"
-        yield f"offloaded: {', '.join(parallel.offload)}, to {where}"
+        yield f"offload: {', '.join(parallel.offload)} to {where}"
     if config.mesh.c > 1:
         yield f"context: {_context_line(config)}"
 
@@ -220,10 +220,10 @@ def _context_line(config: Config) -> str:
     context, parts = config.context(), []
     if context.rings > 1:
         tokens = counted(context.chunk, "token")
-        parts.append(f"a ring of {context.rings}, each with 2 chunks of {tokens}")
+        parts.append(f"ring of {context.rings} ranks with 2 chunks of {tokens} each")
     if context.heads > 1:
         tokens = counted(context.tokens, "token")
-        parts.append(f"{context.heads} ranks with {tokens} each exchange heads")
+        parts.append(f"all-to-all of {context.heads} ranks with {tokens} each")
     return "; ".join(parts)
 
 

@@ -122,7 +122,7 @@ def claim(folder: Path, patience: float = 10) -> TextIO:
             with file:
                 file.seek(0)
                 owner = file.read(200).strip()
-            raise ValueError(f"{folder}: {owner} is at work there; end it first")
+            raise ValueError(f"{folder}: used by {owner}; stop that process first")
         time.sleep(0.1)
     try:
         with naming(folder / "lock"):
@@ -157,7 +157,7 @@ def fresh(parent: Path, name: str) -> Path:
         except FileExistsError:
             if not parent.is_dir():
                 raise
-    raise FileExistsError(f"100 runs {name} exist already")
+    raise FileExistsError(f"100 runs named {name} already exist")
 
 
 def describe(folder: Path, locations: Sequence[Mapping[str, Any]], mpi: str) -> None:

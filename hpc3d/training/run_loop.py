@@ -146,7 +146,7 @@ def _steps(plan: RunPlan, run: RunningJob, stop: Stop) -> int:
             _stop_early(plan, run, step)
             return number + 1
     if spikes.count:
-        log.say(f"{spikes.count} loss spikes in all", "yellow")
+        log.say(f"{spikes.count} loss spikes in total", "yellow")
     return config.train.steps
 
 
@@ -166,9 +166,9 @@ def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
     saved = run.saver.stop(step.number)
     run.saver.wait()
     run.log.say(
-        f"saved: go on with --resume {plan.folder}"
+        f"saved; resume with --resume {plan.folder}"
         if saved
-        else "nothing is saved: this schedule has passes in flight that no checkpoint holds"
+        else "nothing is saved, because this schedule has passes in flight between steps"
     )
 
 
@@ -187,7 +187,7 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
     if plan.config.parallel.offload and done > run.start:
         run.log.copies(store_of(run.trainer.mesh.pool), done - run.start)
     if plan.resumed and not run.saver.saved:
-        run.log.say("nothing of these steps is saved: checkpoint.every is 0", "yellow")
+        run.log.say("these steps are not saved, because checkpoint.every = 0", "yellow")
     run.log.say(f"{KEPT}{plan.folder}", "green")
     job.barrier()
 

@@ -36,7 +36,7 @@ _LOOKS = 20  # checks in the allowed time, but at least one per second
 GRACE = 6  # further checks, to give the other ranks time to report
 LATER = 6  # extra checks on other nodes: rank 0's node ends the job, so that its output arrives
 TOLD = 10  # least wait in seconds after SIGTERM until a rank assumes that its peers have exited
-_SILENT = "silent: stopped, or gone"
+_SILENT = "silent: stopped or terminated"
 ANSWER = 2  # timeout in seconds for file systems: the file server may be unreachable
 _SHOWN = 6  # groups of ranks in the printed line
 
@@ -118,7 +118,7 @@ class Watchdog:
     def leave(self) -> None:
         """End only this rank."""
         if self.job.first_to_fail():
-            what = f"asked to end and left: nothing moved for {self.silence:.0f} s"
+            what = f"asked to stop and exited: no progress for {self.silence:.0f} s"
             self.job.complain(f"rank {self.job.rank} was {what}, {self.position}")
         leave(self.job)
 
@@ -151,7 +151,7 @@ class RankPosition:
     def __str__(self) -> str:
         call = self.waiting()
         if not call:
-            return f"in no call of step {self.step}: it computes, or waits for a device or file"
+            return f"in no call of step {self.step}: computing, or waiting for a device or file"
         axis, (op, number, nbytes, peer) = call
         other = "" if peer is None else f" with rank {self.comms[axis].members[peer]}"
         size = f", {nbytes} bytes" if nbytes else ""
@@ -216,11 +216,11 @@ class Reports:
 
     def sum_up(self, seconds: float) -> bool:
         """Print the positions of the ranks after `seconds`; return False if another rank did."""
-        line = f"nothing moved for {seconds:g} s: "
+        line = f"no progress for {seconds:g} s: "
         if positions := self._promptly(self.positions, None):
             line += f"{positions}; stacks in {self.folder}"
         else:
-            line += f"{self.folder} does not answer, either"
+            line += f"{self.folder} does not respond either"
         if not self._promptly(lambda: self.noted(line), True):
             return False
         self.job.first_to_fail()  # the other ranks need not report that they ended
@@ -246,7 +246,7 @@ class Reports:
         found = sorted(positions.items(), key=lambda item: (_suspicion(item[0]), -len(item[1])))
         parts = [f"{self.homes.named(ranks)} {where}" for where, ranks in found]
         if len(parts) > _SHOWN:
-            parts[_SHOWN - 1 :] = [f"{len(parts) - _SHOWN + 1} other places"]
+            parts[_SHOWN - 1 :] = [f"{len(parts) - _SHOWN + 1} other positions"]
         return "; ".join(parts)
 
     def said(self, rank: int) -> str:

@@ -250,9 +250,9 @@ def test_each_distinct_problem_queries_the_heuristics(lt, fake):
 
 
 REFUSED = {
-    "bias and bias_grad": ("together", {"bias": "vector", "bias_grad": "vector"}),
-    "slope and sum": ("together", {"gelu_at": "matrix", "bias_grad": "vector"}),
-    "slope and bias": ("together", {"gelu_at": "matrix", "bias": "vector"}),
+    "bias and bias_grad": ("combines", {"bias": "vector", "bias_grad": "vector"}),
+    "slope and sum": ("combines", {"gelu_at": "matrix", "bias_grad": "vector"}),
+    "slope and bias": ("combines", {"gelu_at": "matrix", "bias": "vector"}),
     "a bias of float32": ("type of out", {"bias": "wide vector"}),
     "a sum of float32": ("type of out", {"bias_grad": "wide vector"}),
     "an add of float32": ("type of out", {"add": "wide matrix"}),
@@ -262,7 +262,7 @@ REFUSED = {
     "a batch's sum": ("batches", {"bias_grad": "vector", "count": (3,)}),
     "the sum of a transposed b": ("transposed", {"bias_grad": "vector", "of_b": "columns"}),
     "one term and a sum": ("k is 1", {"bias_grad": "vector", "k": 1}),
-    "one term and a slope": ("gelu_at where k is 1", {"gelu_at": "matrix", "k": 1}),
+    "one term and a slope": ("gelu_at if k is 1", {"gelu_at": "matrix", "k": 1}),
     "a row of 5": ("multiple of 8", {"gelu_input": "matrix", "n": 5}),
 }
 

@@ -25,7 +25,9 @@ def test_library_is_loaded_from_the_wheel_or_by_the_linker(monkeypatch):
     monkeypatch.setattr(cublaslt_library, "NAMES", ("libabsent.so.13", "libc.so.6"))
     assert load()._name == "libc.so.6"
     monkeypatch.setattr(cublaslt_library, "NAMES", ("libabsent.so.13",))
-    with pytest.raises(ValueError, match=r"^no libabsent.so.13, .*: python -m pip install 'hpc3d"):
+    with pytest.raises(
+        ValueError, match=r"^no libabsent.so.13, .*; run python -m pip install 'hpc3d"
+    ):
         load()
 
 

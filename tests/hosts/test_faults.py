@@ -57,7 +57,7 @@ def assert_empty(hosts, *numbers):
 def test_lost_link_is_reported_by_the_host_of_rank_0(hosts, tmp_path):
     done = lost(hosts, tmp_path / "out", hosts.cut, run__watchdog_s=5)
     (line,) = said(done)
-    assert line.startswith("hpc3d.train: nothing moved for 5 s: ")
+    assert line.startswith("hpc3d.train: no progress for 5 s: ")
     assert re.search(r"all of hn1|ranks? [-0-9 ]+ \(hn1\)", line)
     assert re.search(r"all of hn1 and hn2|all of hn2|ranks? [-0-9 ]+ \(hn2\)", line)
     summary = newest(tmp_path / "out") / "watchdog" / "summary.txt"

@@ -82,5 +82,5 @@ def test_missing_mpirun_is_reported(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("given", [{"ranks": 0}, {"ranks": 2.5}, {"ranks": 2, "top": 0}])
 def test_find_layouts_requires_integer_counts(given):
-    with pytest.raises(ValueError, match="must be a whole number, 1 or more"):
+    with pytest.raises(ValueError, match="must be a positive integer"):
         hpc3d.find_layouts("gpt-serial", **given)

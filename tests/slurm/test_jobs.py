@@ -137,7 +137,7 @@ def test_cancelled_job_saves_and_is_not_requeued(cluster):
     assert cluster.wait(job, "CANCELLED")["Restarts"] == "0"
     run = run_of(cluster, job)
     said = cluster.log(job)
-    assert "received SIGTERM" in said and "saved: go on with --resume" in said
+    assert "received SIGTERM" in said and "saved; resume with --resume" in said
     assert len([*run.glob("checkpoints/step-????????")]) == 1
 
 

@@ -58,7 +58,7 @@ def test_layout_equality_includes_owners():
 
 
 def test_indivisible_dimension_error_names_its_axes():
-    with pytest.raises(ValueError, match=r"a dim of 10 .* x 2 x y 3 = 6"):
+    with pytest.raises(ValueError, match=r"a dimension of 10 .* x 2 x y 3 = 6"):
         run(SIZES, lambda mesh: part(10, ("x", "y"), mesh))
 
 

@@ -101,7 +101,7 @@ def test_owners_are_on_the_diagonal():
 
 
 def test_indivisible_size_error_names_the_axes():
-    with pytest.raises(ValueError, match=r"dim of 10 does not divide .* x 2 x y 2 = 4"):
+    with pytest.raises(ValueError, match=r"dimension of 10 must be divisible .* x 2 x y 2 = 4"):
         run({"x": 2, "y": 2, "z": 1}, lambda mesh: SPLITS["3d"].x.slices((10, 8), mesh))
 
 

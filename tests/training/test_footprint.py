@@ -92,14 +92,14 @@ def test_run_that_exceeds_node_memory_is_rejected(monkeypatch):
         refuse_what_cannot_fit(config, 65)
     line = str(caught.value)
     assert line.startswith("model and train: 65 ranks ")
-    assert f" {need / 1e9:.4g} GB: " in line and "hpc3d.plan" in line
+    assert f" {need / 1e9:.4g} GB; " in line and "hpc3d.plan" in line
 
 
 def test_oversized_model_is_rejected_before_a_folder_exists(tmp_path):
     words = ["--model.hidden", "1048576", "--model.heads", "64", "--run.out", str(tmp_path)]
     plan = train.read_command_line(1, words)
     train.take_text(plan)
-    with pytest.raises(ValueError, match=r"1 rank .* GB, .* GB: "):
+    with pytest.raises(ValueError, match=r"1 rank .* GB, .* GB; "):
         train.checked_program(plan.config)
     assert not [*tmp_path.iterdir()]
 

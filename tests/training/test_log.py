@@ -25,12 +25,12 @@ def test_hosts_are_listed_with_their_rank_counts():
 @pytest.mark.parametrize(
     ("context", "text"),
     [
-        ("ring", "a ring of 4, each with 2 chunks of 8 tokens"),
-        ("all-to-all", "4 ranks with 16 tokens each exchange heads"),
+        ("ring", "ring of 4 ranks with 2 chunks of 8 tokens each"),
+        ("all-to-all", "all-to-all of 4 ranks with 16 tokens each"),
         (
             "both --parallel.ulysses 2",
-            "a ring of 2, each with 2 chunks of 16 tokens; "
-            "2 ranks with 16 tokens each exchange heads",
+            "ring of 2 ranks with 2 chunks of 16 tokens each; "
+            "all-to-all of 2 ranks with 16 tokens each",
         ),
     ],
 )

@@ -204,7 +204,7 @@ def test_equal_replicas_pass_the_check(transport):
     [
         ("d=3 zero=0", "value", "up.weight", "rank 1: .*parameter .* ranks 0 1 2 along d differ"),
         ("x=3 scheme=1d", "second", "norm2.beta", "rank 1: .*second of .* 0 1 2 along x differ"),
-        ("p=2 schedule=1f1b", "value", "token", "one of them: .* ranks 0 1 along p differ"),
+        ("p=2 schedule=1f1b", "value", "token", "one of these ranks: .* ranks 0 1 along p differ"),
     ],
 )
 def test_bit_flip_in_a_replica_is_detected_and_named(line, kind, name, who):

@@ -86,7 +86,7 @@ def test_unwritable_folder_is_rejected(run, tmp_path, monkeypatch):
 
 def test_reason_for_a_failed_folder_creation_is_reported(tmp_path, monkeypatch):
     def taken(*_):
-        raise FileExistsError("100 runs gpt exist already")
+        raise FileExistsError("100 runs named gpt already exist")
 
     monkeypatch.setattr(run_folder, "fresh", taken)
     with pytest.raises(ValueError, match=r" \(100 .*gpt .*\); .*--run\.out"):

@@ -71,7 +71,7 @@ def test_run_completes_all_steps(tmp_path, monkeypatch):
 def test_stop_saves_if_saving_is_possible(saves, code, tmp_path, monkeypatch):
     lines, found = run(tmp_path, monkeypatch, stop_after=2, saves=saves)
     assert found == code and lines[0].startswith("stopped after step 2: ")
-    assert ("go on with --resume" in lines[1]) == saves
+    assert ("saved; resume with --resume" in lines[1]) == saves
 
 
 def test_stop_in_the_last_step_is_a_normal_end(tmp_path, monkeypatch):

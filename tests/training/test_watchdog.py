@@ -195,7 +195,7 @@ def test_unresponsive_folder_does_not_prevent_the_end_of_the_job(watched, monkey
     with pytest.raises(Ended, match=f"all with {STALLED}"):
         dog.end()
     over.set()
-    said = f"nothing moved for 20 s: {tmp_path}/watchdog does not answer, either"
+    said = f"no progress for 20 s: {tmp_path}/watchdog does not respond either"
     assert dog.job.said == [said]
 
 

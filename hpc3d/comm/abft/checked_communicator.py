@@ -202,7 +202,8 @@ class CheckedCommunicator(Communicator):
         wrong = self.came[:count] & (given != self.rows[:count, self.size :])
         for row, giver in np.argwhere(wrong).tolist():
             yield self.line(
-                self.notes[row], f"what came from rank {self.members[giver]} is not what it gave"
+                self.notes[row],
+                f"the data from rank {self.members[giver]} differ from its contribution",
             )
 
     def totals(self, everyone: np.ndarray) -> Iterator[str]:
@@ -213,7 +214,7 @@ class CheckedCommunicator(Communicator):
             norms = given[:, self.size + 1].sum()
             limit = share * (norms + (size if size < np.inf else 0.0))
             if norms < largest(note.dtype) and not off <= limit:
-                what = f"the sum is off by {off:.3g}, rounding is at most {limit:.3g}"
+                what = f"the sum is off by {off:.3g}, but rounding explains at most {limit:.3g}"
                 yield self.line(note, what)
 
     def peaks(self, everyone: np.ndarray) -> Iterator[str]:
@@ -221,7 +222,9 @@ class CheckedCommunicator(Communicator):
         for row in self.maxima:
             got = everyone[:, row, self.size].tolist()
             if 2 * got.count(got[self.rank]) <= len(got) and len(set(got)) > 1:
-                yield self.line(self.notes[row], "the maximum is not that of the other ranks")
+                yield self.line(
+                    self.notes[row], "the maximum differs from that on the other ranks"
+                )
 
     def messages(self, count: int) -> Iterator[str]:
         """Yield a line for each received message whose bits differ from the message that was sent.
@@ -250,7 +253,8 @@ class CheckedCommunicator(Communicator):
                 bits, note = self.arrived.pop(key)
                 if bits != sent[key]:
                     yield self.line(
-                        note, f"what came from rank {self.members[key[0]]} is not what it sent"
+                        note,
+                        f"the data from rank {self.members[key[0]]} differ from those it sent",
                     )
         self.sent = {key: letter for key, letter in self.sent.items() if key not in seen}
 

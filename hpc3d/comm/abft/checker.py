@@ -99,7 +99,7 @@ class AbftChecker:
         shape = f"[{a.shape[0]}, {a.shape[1]}] [{b.shape[0]}, {b.shape[1]}]{which}"
         return (
             f"rank {self.rank}: {position(self.trace)}: product {shape}: row {row}, "
-            f"column {column} is {c[row, column]:.6g}, not {again[column]:.6g}"
+            f"column {column} is {c[row, column]:.6g}, but should be {again[column]:.6g}"
         )
 
     def rows(self, block: np.ndarray, parts: int = 1) -> np.ndarray:
