@@ -191,7 +191,7 @@ def test_stuck_rank_is_named_without_a_trace_as_well(tmp_path):
     ended = Fault(tmp_path, "for ever", 4, 2, trace__enabled="false", run__watchdog_s=SILENT)
     assert ended.done.returncode == STALLED
     (line,) = said(ended.done)
-    assert ": rank 2 in no call of step 2: computing, or waiting for a device or file; " in line
+    assert ": rank 2 outside communication in step 2: computing, or waiting for a device" in line
     assert "in for_ever" in (ended.run / "watchdog" / "rank-00002.txt").read_text()
 
 

@@ -206,4 +206,4 @@ def test_unjoined_ranks_are_reported():
         check=False,
     )
     assert done.returncode == 4
-    assert "4 ranks were meant, but MPI sees 1" in done.stderr
+    assert "4 ranks were started, but MPI sees 1" in done.stderr

@@ -32,7 +32,7 @@ _SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # ste
 _FINAL_STATES = (  # text in the log, state
     ("stopped after step", "stopped"),
     (KEPT, "ended"),
-    ("go on from the last checkpoint", "failed"),
+    ("from the last checkpoint with --resume", "failed"),
     ("nothing was saved (checkpoint.every)", "failed"),
 )
 OVER = {final for _, final in _FINAL_STATES}

@@ -81,7 +81,7 @@ class _FilePool(Pool):
         try:
             os.posix_fallocate(self.file, start, size)  # a full disk would kill the process later
         except OSError as error:
-            what = f"{error.strerror} for {size / 1e6:,.1f} MB more of offloaded arrays"
+            what = f"cannot offload {size / 1e6:,.1f} MB more ({error.strerror})"
             raise OSError(
                 error.errno, f"{what}; set TMPDIR to another folder", self.folder
             ) from None

@@ -73,7 +73,7 @@ class AbstractCommunicator(Communicator):
 
     def _broadcast(self, block, root):
         if not block.shape[0]:
-            raise ValueError("only the owner of a block knows its shape")
+            raise ValueError("an abstract broadcast needs a block of full shape, not an empty one")
         return ready(self.shared(self.like(block, block.shape)))
 
     def _reduce(self, block, root):

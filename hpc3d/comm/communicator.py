@@ -147,7 +147,10 @@ class Communicator:
 
     def reduce_scatter(self, block: Array, dim: int = 0) -> Pending:
         if block.shape[dim] % self.size:
-            raise ValueError(f"{block.shape[dim]} rows must be divisible by {self.size} ranks")
+            raise ValueError(
+                f"dimension {dim} has size {block.shape[dim]}, which must be divisible by the "
+                f"number of ranks, {self.size}"
+            )
         block = contiguous(_rows_first(block, dim))
         move = partial(self._reduce_scatter, block)
         pending = self.call("reduce_scatter", block.nbytes, None, move)

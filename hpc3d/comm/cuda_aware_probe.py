@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 _DRIVER = "/proc/driver/nvidia/version"
-EXTRAS = "python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, by the driver)"
+EXTRAS = "python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, depending on the driver)"
 _WHEELS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 TAKEN, STAGED, WRONG = "taken", "staged", "wrong"
 # Prefixes of environment variables set by MPI launchers.  Users' own MPI settings (_KEPT) have the

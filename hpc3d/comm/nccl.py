@@ -59,7 +59,7 @@ def split(
         return world, {axis: world.commSplit(*line) for axis, line in lines.items()}
     except library.NcclError as error:
         raise RuntimeError(
-            f"NCCL does not start ({error}); set NCCL_DEBUG=WARN to see the reason, or use "
+            f"NCCL failed to start ({error}); set NCCL_DEBUG=WARN to see the reason, or use "
             "--mesh.transport host-staged"
         ) from error
 

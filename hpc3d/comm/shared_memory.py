@@ -167,8 +167,8 @@ class SharedMemory(MpiCommunicator):
             # A member that is _RING - 1 posts ahead may be overwriting its entry for this post.
             if flags[line + entry] != region and flags[line] < post + _RING - 1:
                 raise RuntimeError(
-                    f"members {self.members} no longer agree on their shared memory: they made "
-                    "different calls, or one kept an array that the others dropped"
+                    f"ranks {self.members} disagree on the layout of shared memory: they made "
+                    "different calls, or one still references an array that the others freed"
                 )
         self.seen = max(self.seen, post)
 

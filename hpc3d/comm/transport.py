@@ -122,7 +122,8 @@ def choose(
         what, how = cuda_aware_support()
         if what != "none":
             return _WAYS[what], "; ".join([*reasons, how])
-        _refuse_if(asked == "mpi", asked, f"{how}; set {OVERRIDE}=full if it does")
+        remedy = f"set {OVERRIDE}=full if MPI supports device memory"
+        _refuse_if(asked == "mpi", asked, f"{how}; {remedy}")
         reasons.append(how)
     return "host-staged", "; ".join(reasons) or "as requested"
 
@@ -177,4 +178,5 @@ def cuda_aware_support(devices: Sequence[RankDevice]) -> tuple[str, str]:
     answer, problem = cuda_aware_probe.tried(mpirun, _PATIENCE, cuda_aware_probe.surroundings())
     if answer == cuda_aware_probe.TAKEN:
         return "full", "MPI supports device memory, as tested with two ranks"
-    return "none", f"MPI reports support for device memory, but {problem or 'not in a test'}"
+    problem = problem or "a test of two ranks found none"
+    return "none", f"MPI reports support for device memory, but {problem}"

@@ -166,9 +166,9 @@ def _without_terms(
 ) -> None:
     """Compute a product of which a or b is empty: all its sums are empty, or the output is."""
     if bias_grad is not None and b.size:
-        raise Unsupported("cuBLASLt has no bias_grad of a product without rows")
+        raise Unsupported("cuBLASLt does not support bias_grad of a product without rows")
     if gelu is not None and out.size:
-        raise Unsupported("cuBLASLt has no GELU of sums of no terms")
+        raise Unsupported("cuBLASLt does not support GELU of a product with k = 0")
     if bias_grad is not None:
         bias_grad.fill(0)
     if add is None:

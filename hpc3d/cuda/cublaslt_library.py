@@ -88,7 +88,7 @@ def load() -> ctypes.CDLL:
             return ctypes.CDLL(name)
     raise ValueError(
         f"no {' or '.join(NAMES)}, which products on a GPU need; run"
-        " python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, by the driver)"
+        " python -m pip install 'hpc3d[gpu-cuda12]' (or gpu-cuda13, depending on the driver)"
     )
 
 

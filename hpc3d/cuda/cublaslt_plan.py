@@ -70,8 +70,8 @@ class Operand(NamedTuple):
         if (rows == 1 or down == 1) and across >= rows:
             return True, rows, columns, across
         raise ValueError(
-            f"a matrix of shape {self.shape} with steps of {tuple(self.steps)} elements has"
-            " neither its rows nor its columns in one piece: copy it first"
+            f"a matrix of shape {self.shape} and strides {tuple(self.steps)} has "
+            "neither contiguous rows nor contiguous columns; copy it first"
         )
 
 
@@ -167,7 +167,8 @@ def _check_types(given: Mapping[str, Operand]) -> None:
         return _check_float8(given["a"], given["b"])
     if a != b or a not in _TYPES or out not in (a, "float32"):
         raise ValueError(
-            f"{out} = {a} x {b}: a and b must be {' or '.join(_TYPES)}, out the same or float32"
+            f"{out} = {a} x {b}: a and b must both be {' or '.join(_TYPES)}, and out "
+            "must have their type or be float32"
         )
 
 
@@ -178,7 +179,7 @@ def _check_float8(a: Operand, b: Operand) -> None:
     """
     assert b.dtype.name in _FLOAT8 and not a.columns()[0] and b.columns()[0], (a, b)
     if a.dtype.name == b.dtype.name == "float8_e5m2":
-        raise Unsupported("cuBLASLt has no product of two matrices of e5m2")
+        raise Unsupported("cuBLASLt does not multiply two e5m2 matrices")
     sizes = *a.shape, b.shape[1]
     if any(size % _MULTIPLE for size in sizes):
         raise Unsupported(
@@ -203,9 +204,9 @@ def _check_fused(given: Mapping[str, Operand], fused: tuple[str, ...]) -> None:
         if given[role].alignment < 16:
             raise Unsupported(f"cuBLASLt requires {role} to be aligned to 16 bytes")
     if given["a"].shape[-1] == 1 and given.keys() & {"bias_grad", "gelu_at"}:
-        raise Unsupported(f"cuBLASLt has no {fused[0]} if k is 1")
+        raise Unsupported(f"cuBLASLt does not support {fused[0]} if k is 1")
     if "bias_grad" in given and (len(given["b"].shape) == 3 or given["b"].columns()[0]):
-        raise Unsupported("cuBLASLt has no bias_grad of batches or of a transposed b")
+        raise Unsupported("cuBLASLt does not support bias_grad with batches or a transposed b")
     for role in given.keys() & {"gelu_input", "gelu_at"}:
         transposed, *_, step = given[role].columns()
         if transposed or step % 8 or given[role].batches[1] % 8:

@@ -84,7 +84,7 @@ class Cube:
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"Cube: {axis} = {size!r}: must be a positive integer")
         if self.ranks > _MOST:
-            raise ValueError(f"Cube: {self.ranks} ranks: the limit is {_MOST} threads")
+            raise ValueError(f"Cube: {self.ranks} ranks exceed the limit of {_MOST} threads")
         self.calls: list[Received] = []
 
     def __repr__(self) -> str:
@@ -227,7 +227,7 @@ def _refuse_idle(split: Split, sizes: Mapping[str, int]) -> None:
 def _check(split, x, w, dy, sizes):
     """Raise ValueError if shapes or types do not match, or a dimension cannot be split evenly."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
-        raise ValueError(f"x {x.shape} and w {w.shape}: x @ w must be a matrix product")
+        raise ValueError(f"x {x.shape} and w {w.shape}: must be matrices [m, k] and [k, n]")
     if x.dtype != w.dtype or x.dtype not in (np.float32, np.float64):
         raise ValueError(f"x is {x.dtype} and w {w.dtype}: both must be float32 or float64")
     shapes = {"x": x.shape, "w": w.shape, "y": (len(x), w.shape[1])}

@@ -114,7 +114,7 @@ def _row(row: RankedLayout) -> dict[str, Any]:
 
 
 def _frame(rows: Any) -> pd.DataFrame:
-    need("a frame", "pandas")
+    need("a DataFrame", "pandas")
     from pandas import DataFrame
 
     return DataFrame(list(rows))

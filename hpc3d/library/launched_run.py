@@ -42,7 +42,7 @@ def launched(ranks: int, words: list[str]) -> Path:
         folder = Path(os.fsdecode(file.read_bytes())) if file.exists() else None
     said = _SAID.findall(err)
     if code == BAD_INPUT:
-        raise Problems(said or [err.strip() or "train was refused"])
+        raise Problems(said or [err.strip() or "train rejected the input"])
     if code not in (0, STOPPED) or folder is None:
         why = "; ".join(said) or err.strip()[-_MOST_SAID:]
         raise RuntimeError(f"training ended with exit code {code}: {why}")

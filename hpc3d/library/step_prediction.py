@@ -36,8 +36,8 @@ class StepPrediction(dict[str, Any]):
         fits = "fits" if self["memory"]["fits"] else "does not fit"
         return (
             f"{self.config.name} on {counted(ranks, 'rank')} of {self['machine']}: "
-            f"{self['step_time_s']:.4g} s a step, MFU {self['mfu']:.1%}, "
-            f"bubble {self['bubble']:.1%}, {worst / 1e9:.3g} GB a rank, which {fits}"
+            f"{self['step_time_s']:.4g} s per step, MFU {self['mfu']:.1%}, "
+            f"bubble {self['bubble']:.1%}, {worst / 1e9:.3g} GB per rank, which {fits}"
         )
 
     @property
@@ -92,7 +92,7 @@ class StepPrediction(dict[str, Any]):
 
 
 def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    need("a frame", "pandas")
+    need("a DataFrame", "pandas")
     from pandas import DataFrame
 
     return DataFrame(rows)

@@ -133,7 +133,7 @@ def _met(make: Callable[[], Job], name: str) -> Job:
     def end():
         if not number_in(LOCAL_RANK, default=0):
             line = f"{os.uname().nodename} did not reach all other hosts within {_MEETING} s; "
-            line += "run mpirun ... python -m hpc3d.doctor to find the hosts without a connection"
+            line += "run mpirun ... python -m hpc3d.doctor to see which hosts cannot connect"
             print(f"hpc3d.{name}: {line}", file=sys.stderr, flush=True)
         time.sleep(_SPOKEN)
         end_job(STALLED)

@@ -29,8 +29,8 @@ _OPEN_MPI = "Open MPI"
 _WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
 _LIBRARIES = Path("/usr/lib")
 INSTALL = (
-    "load the cluster's MPI module, or without one: python -m pip install 'hpc3d[mpi]'\n"
-    "if the library is in another place, set MPI4PY_LIBMPI=/path/to/libmpi.so"
+    "load the cluster's MPI module, or run python -m pip install 'hpc3d[mpi]'\n"
+    "if the library is installed elsewhere, set MPI4PY_LIBMPI=/path/to/libmpi.so"
 )
 
 
@@ -222,7 +222,7 @@ def slurm(mpi: MpiInstall) -> Iterator[Finding]:
 
 def _offer(kinds: Sequence[str], mpi: MpiInstall) -> Finding:
     """Check that srun offers a `--mpi` type that the MPI library supports."""
-    text = f"srun offers {', '.join(kinds) or 'no way to start MPI'}"
+    text = f"srun offers {', '.join(kinds) or 'no --mpi type'}"
     taken = [kind for way in _WAYS[mpi.abi] for kind in kinds if kind.startswith(way)]
     if taken:
         return Finding(OK, "srun", f"{text}; use --mpi={taken[0]} for {mpi.maker}")

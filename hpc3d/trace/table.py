@@ -133,7 +133,7 @@ class Table:
         pandas.DataFrame
             The columns; enumerations and names as categories.
         """
-        need("a frame", "pandas")
+        need("a DataFrame", "pandas")
         from pandas import DataFrame
 
         series = {name: self._series(name, rows) for name in columns or self}

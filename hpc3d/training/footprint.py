@@ -51,8 +51,8 @@ def refuse_what_cannot_fit(config: Config, here: int) -> None:
     need, memory = here * least(config), host_memory.total()
     if config.train.backend == "numpy" and need > memory:
         raise ValueError(
-            f"model and train: {counted(here, 'rank')} on this machine need at least "
-            f"{need / 1e9:.4g} GB, but it has {memory / 1e9:.4g} GB; use more machines, "
+            f"model and train: {counted(here, 'rank')} would use at least {need / 1e9:.4g} "
+            f"GB, but this machine has {memory / 1e9:.4g} GB; use more machines, "
             "parallel.recompute, more parallel.microbatches, or a smaller model or batch "
             "(python -m hpc3d.plan INPUT.toml --ranks N finds layouts that fit)"
         )

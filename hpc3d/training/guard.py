@@ -39,7 +39,7 @@ class GuardError(Exception):
     """Raised on all ranks if any rank has a wrong number; `found` holds this rank's findings."""
 
     def __init__(self, found: list[GuardFinding]) -> None:
-        super().__init__(f"{len(found)} found on this rank")
+        super().__init__(f"{len(found)} findings on this rank")
         self.found = found
 
 
@@ -109,7 +109,8 @@ def _not_finite(trainer: Any) -> list[GuardFinding]:
         return [GuardFinding(0, where + _described(item, item.value, "value")) for item in values]
     found = []
     if not np.isfinite(trainer.local_loss):
-        found.append(GuardFinding(1, f"{where}its part of the loss is {trainer.local_loss}"))
+        what = f"its contribution to the loss is {trainer.local_loss}"
+        found.append(GuardFinding(1, where + what))
     trained = [item for item in trainer.parameters if not item.frozen]
     grads = [item for item in trained if _count_not_finite(item.grad)]
     last = max(map(_depth, grads), default=None)

@@ -133,7 +133,7 @@ class Log:
 
     def copies(self, store: HostStore, steps: int) -> None:
         """Log the volume of offload copies per step, and the exposed time if it is known."""
-        exposed = "" if store.exposed is None else f", {store.exposed / steps:.3g} s of it exposed"
+        exposed = "" if store.exposed is None else f", {store.exposed / steps:.3g} s exposed"
         self.say(f"offload: {store.copied / steps / 1e6:.1f} MB copied per step{exposed}")
 
     def evaluation(self, done: Evaluation, best: bool) -> None:
@@ -203,10 +203,11 @@ def layout_lines(config: Config) -> Iterator[str]:
     layers = [len(part) for part in config.layers()]
     parts = f"model chunks of {' '.join(map(str, layers))} layers"
     through = counted(layers[0], "layer") if len(layers) == 1 else parts
-    how = parallel.compression
+    compression = parallel.compression
+    how = "" if compression == "none" else f"; gradients compressed by {compression}"
     yield (
         f"schedule {parallel.schedule}: {counted(parallel.microbatches, 'microbatch')} "
-        f"through {through}; ZeRO {parallel.zero}" + f"; gradients by {how}" * (how != "none")
+        f"through {through}; ZeRO {parallel.zero}{how}"
     )
     if parallel.offload:
         where = f"files in {gettempdir()}" if config.train.backend == "numpy" else "host memory"

@@ -200,7 +200,7 @@ def _give_up(job: Job, plan: RunPlan, run: RunningJob, wrong: GuardError) -> NoR
         run.log.warn(line)
     saved = any((plan.folder / "checkpoints").glob("step-????????"))
     run.log.warn(
-        f"go on from the last checkpoint with --resume {plan.folder}"
+        f"resume from the last checkpoint with --resume {plan.folder}"
         if saved
         else "nothing was saved (checkpoint.every): start again"
     )

@@ -151,7 +151,8 @@ class RankPosition:
     def __str__(self) -> str:
         call = self.waiting()
         if not call:
-            return f"in no call of step {self.step}: computing, or waiting for a device or file"
+            what = "computing, or waiting for a device or file"
+            return f"outside communication in step {self.step}: {what}"
         axis, (op, number, nbytes, peer) = call
         other = "" if peer is None else f" with rank {self.comms[axis].members[peer]}"
         size = f", {nbytes} bytes" if nbytes else ""

@@ -59,6 +59,13 @@ def test_live_state_goes_from_starting_to_running_silent_and_stopped(tmp_path):
     assert state(tmp_path, [last], 1001) == "stopped"
 
 
+@pytest.mark.parametrize("verb", ["resume", "go on"])  # the second one is in older logs
+def test_run_ended_by_a_guard_has_failed(verb, tmp_path):
+    line = f"{verb} from the last checkpoint with --resume results/a"
+    (tmp_path / "train.log").write_text(f"step     loss\n   1   nan\n{line}\n")
+    assert state(tmp_path, [], 0) == "failed"
+
+
 def test_run_whose_process_died_without_a_final_log_line_has_failed(tmp_path):
     last = {"time": 1000.0, "seconds": 2.0}
     locked(tmp_path, dead())

@@ -208,7 +208,7 @@ def direct(runs, real, notes):
     if "wrong" in said.split():
         notes.check("MPI on the device's memory", False, said=said[-2000:])
     if "taken" not in said.split():
-        raise Skip(f"this MPI takes no memory of devices: {said.split()[-1:]}")
+        raise Skip(f"this MPI does not support device memory: {said.split()[-1:]}")
     as_one(runs, 2, "mpi", "x=2", real, notes)
     as_one(runs, 2, "mpi", "p=2 microbatches=2", real, notes)
 

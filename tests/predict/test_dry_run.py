@@ -65,7 +65,7 @@ def test_dry_run_reports_whether_the_ranks_fit_on_this_machine(
 
 def test_dry_run_rejects_what_a_run_would_reject(said, monkeypatch):
     monkeypatch.setattr("hpc3d.runtime.host_memory.total", lambda: 10**6)
-    with pytest.raises(ValueError, match=r"^model and train: 1 rank here cannot hold"):
+    with pytest.raises(ValueError, match=r"^model and train: 1 rank would use"):
         said(1, *SMALL)
     assert said(1, *SMALL, "--machine", "h100")
 

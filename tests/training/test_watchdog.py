@@ -141,7 +141,7 @@ def test_one_rank_reports_all_positions_and_the_job_ends(watched, tmp_path):
         with pytest.raises(Ended, match=f"{who} with {STALLED}"):
             dog.end()
     facts = (
-        "... 20 s: rank 2 silent: ...; rank 1 in no call ... step 4: ...; rank 0 in all_gather "
+        "... 20 s: rank 2 silent: ...; rank 1 outside ... step 4: ...; rank 0 in all_gather "
         f"along x (call 812, 98304 bytes) of step 4; ... {tmp_path}/watchdog"
     )
     assert re.fullmatch(elided(facts), *dogs[0].job.said)
@@ -166,7 +166,7 @@ def test_rank_0_host_reports_for_all_hosts(watched, tmp_path, homes):
         second()
     (line,) = dogs[0].job.said
     assert "; rank 0 (hn1) in all_gather along x (call 3, 8 bytes)" in line
-    assert "20 s: all of hn2 in no " in line
+    assert "20 s: all of hn2 outside " in line
     for rank in (1, 2):
         dogs[rank].act()
         assert not dogs[rank].job.said

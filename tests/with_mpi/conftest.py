@@ -42,7 +42,7 @@ def _wrong_size(meant):
         return f"{reason}; python -m hpc3d.doctor reports the cause and a remedy"
     size = MPI.COMM_WORLD.size
     if meant not in (None, size):
-        lines = f"{meant} ranks were meant, but MPI sees {size}", *mismatch_report(meant)
+        lines = f"{meant} ranks were started, but MPI sees {size}", *mismatch_report(meant)
         return "\n".join(lines)
     if size not in (2, 4) and size % FEW:
         return f"these tests run on 2, 4 or a multiple of {FEW} ranks, not on {size}"

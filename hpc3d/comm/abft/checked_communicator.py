@@ -223,7 +223,7 @@ class CheckedCommunicator(Communicator):
             got = everyone[:, row, self.size].tolist()
             if 2 * got.count(got[self.rank]) <= len(got) and len(set(got)) > 1:
                 yield self.line(
-                    self.notes[row], "the maximum differs from that on the other ranks"
+                    self.notes[row], "the maximum differs from the result on the other ranks"
                 )
 
     def messages(self, count: int) -> Iterator[str]:
@@ -254,7 +254,7 @@ class CheckedCommunicator(Communicator):
                 if bits != sent[key]:
                     yield self.line(
                         note,
-                        f"the data from rank {self.members[key[0]]} differ from those it sent",
+                        f"the data from rank {self.members[key[0]]} differ from the data it sent",
                     )
         self.sent = {key: letter for key, letter in self.sent.items() if key not in seen}
 
