@@ -57,12 +57,12 @@ def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
     A warm-up round is excluded.
     """
     times = np.empty((rounds + 1, len(functions)))
-    for number, turn in enumerate(times):
+    for number, row in enumerate(times):
         log.info("round %d of %d", number, rounds)
         for index, function in enumerate(functions):
             start = time.perf_counter()
             function()
-            turn[index] = time.perf_counter() - start
+            row[index] = time.perf_counter() - start
     return times[1:].T
 
 

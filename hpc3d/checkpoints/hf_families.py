@@ -121,10 +121,11 @@ class PublishedFamily(NamedTuple):
         widths = self._widths(ours, shape[-1], model)
         columns = [shape[-1] // sum(widths) * width for width in widths]
         columns = columns if len(names) > 1 else [sum(columns)]
-        turn = self._turns(ours, len(shape))
+        transposed = self._is_transposed(ours, len(shape))
         shapes = ((*shape[:-1], count) for count in columns)
         return {
-            name: each[::-1] if turn else each for name, each in zip(names, shapes, strict=True)
+            name: each[::-1] if transposed else each
+            for name, each in zip(names, shapes, strict=True)
         }
 
     def given(self, ours: str, value: np.ndarray, model: ModelConfig) -> dict[str, np.ndarray]:
@@ -147,9 +148,9 @@ class PublishedFamily(NamedTuple):
         parts = np.split(units, np.cumsum(widths)[:-1], -1)
         parts = [part.reshape(*value.shape[:-1], -1) for part in parts]
         parts = parts if len(names) > 1 else [np.concatenate(parts, -1)]
-        turn = self._turns(ours, value.ndim)
+        transposed = self._is_transposed(ours, value.ndim)
         return {
-            name: np.ascontiguousarray(part.T if turn else part)
+            name: np.ascontiguousarray(part.T if transposed else part)
             for name, part in zip(names, parts, strict=True)
         }
 
@@ -167,7 +168,9 @@ class PublishedFamily(NamedTuple):
         return np.stack([matrix(expert) for expert in range(model.experts)], 1)
 
     def _taken(self, ours: str, arrays: Sequence[np.ndarray], model: ModelConfig) -> np.ndarray:
-        whole = np.concatenate([a.T if self._turns(ours, a.ndim) else a for a in arrays], -1)
+        whole = np.concatenate(
+            [a.T if self._is_transposed(ours, a.ndim) else a for a in arrays], -1
+        )
         widths = self._widths(ours, whole.shape[-1], model)
         units = whole.shape[-1] // sum(widths)
         parts = np.split(whole, np.cumsum([units * width for width in widths])[:-1], -1)
@@ -185,7 +188,7 @@ class PublishedFamily(NamedTuple):
             return width, width, width
         return (1, 1) if layer == "up" and self.family.gated else (columns,)
 
-    def _turns(self, ours: str, dims: int) -> bool:
+    def _is_transposed(self, ours: str, dims: int) -> bool:
         return self.transposed and dims == 2 and ours.endswith(".weight")
 
 

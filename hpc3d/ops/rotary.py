@@ -38,8 +38,8 @@ class Rotation(NamedTuple):
         plain = np.exp(-log(self.base) / width * np.arange(0, width, 2))
         if self.factor == 1.0:
             return plain
-        turns = self.original * plain / (2 * pi)  # rotations within the original context length
-        kept = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+        rotations = self.original * plain / (2 * pi)  # within the original context length
+        kept = np.clip((rotations - self.low) / (self.high - self.low), 0.0, 1.0)
         return kept * plain + (1 - kept) * plain / self.factor
 
 

@@ -66,8 +66,8 @@ class Split:
             Split with n and k exchanged.  Its X has the same layout as the Y of this split.
         """
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
-        turn = [axis for axis in self.n.split() if axis not in stay]
-        return replace(self, n=" ".join([*self.k.split(), *stay]), k=" ".join(turn))
+        swapped = [axis for axis in self.n.split() if axis not in stay]
+        return replace(self, n=" ".join([*self.k.split(), *stay]), k=" ".join(swapped))
 
     @cache  # noqa: B019
     def without_panels(self) -> Split:
@@ -76,8 +76,8 @@ class Split:
         Embedding lookups and the head use it.
         """
         stay = [axis for axis in self.n.split() if axis in self.panels.split()]
-        turn = [axis for axis in self.n.split() if axis not in stay]
-        return replace(self, n=" ".join(turn), k=" ".join([*self.k.split(), *stay]), panels="")
+        swapped = [axis for axis in self.n.split() if axis not in stay]
+        return replace(self, n=" ".join(swapped), k=" ".join([*self.k.split(), *stay]), panels="")
 
     @cache  # noqa: B019
     def alike(self) -> Split:

@@ -100,8 +100,8 @@ def turned(x, told):
     speed = theta ** -(torch.arange(half, dtype=torch.float64) / half)
     if scaling:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        turns = scaling["original_max_position_embeddings"] * speed / (2 * torch.pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        rotations = scaling["original_max_position_embeddings"] * speed / (2 * torch.pi)
+        kept = ((rotations - low) / (high - low)).clamp(0, 1)
         speed = speed * (kept + (1 - kept) / scaling["factor"])
     angles = torch.arange(x.shape[-2])[:, None] * speed
     a, b = x[..., :half], x[..., half:]

@@ -188,8 +188,8 @@ def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, An
     keys = named(calls.trace, ("axis", "phase"), kinds[:, :2])
     exchange = ("dispatch", "combine")
     return [
-        {**names, "what": exchange[turn], **dict(zip(means, each))}
-        for names, turn, each in zip(keys, kinds[:, 2].tolist(), values)
+        {**names, "what": exchange[order], **dict(zip(means, each))}
+        for names, order, each in zip(keys, kinds[:, 2].tolist(), values)
     ]
 
 
@@ -206,9 +206,9 @@ def _order_in_pass(events, row):
     _, which = combinations([events[key][row] for key in _PASS])
     order = np.lexsort((events["seq"][row], which))
     first = np.flatnonzero(np.diff(which[order], prepend=-1))
-    turn = np.empty(len(row), int)
-    turn[order] = np.arange(len(row)) - np.repeat(first, np.diff([*first, len(row)]))
-    return turn % 2
+    number = np.empty(len(row), int)
+    number[order] = np.arange(len(row)) - np.repeat(first, np.diff([*first, len(row)]))
+    return number % 2
 
 
 def cost_row(

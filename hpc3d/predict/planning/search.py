@@ -134,10 +134,10 @@ class Search:
             return _REACH * self.limit(found.timed, 1)
 
         near = [each.best for each in found.timed if each.fits and each.best.seconds < limit()]
-        turns = zip_longest(*(self.candidates.every(best, limit) for best in near))
-        for count, turn in enumerate(turns, 1):
+        rounds = zip_longest(*(self.candidates.every(best, limit) for best in near))
+        for count, offered in enumerate(rounds, 1):
             log.info("refining the best %d mesh sizes, round %d", len(near), count)
-            for number, more in enumerate(turn):
+            for number, more in enumerate(offered):
                 candidate, offers, *_ = found.timed[number]
                 found.timed[number] = self._offered(candidate, [*offers, *(more or ())])
             if self._spent(most):

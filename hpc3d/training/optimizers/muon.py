@@ -196,9 +196,9 @@ class Muon(AdamW):
         """Return the blocks [g n, a, b] to orthogonalize, padded with zeros."""
         mesh, (part, *_) = self.parameters.mesh, alike[0]
         experts, (first, *_, last) = _experts(part), part.item.shape
-        turns = ceil(len(alike) * experts / exchange.members)
+        per_rank = ceil(len(alike) * experts / exchange.members)
         rows, columns = first // mesh.count(part.layout[0]), last // mesh.count(part.layout[-1])
-        shape = exchange.members * turns, rows, columns
+        shape = exchange.members * per_rank, rows, columns
         blocks = mesh.zeros(shape, self.parameters.wide, "workspace")
         for number, matrix in enumerate(alike):
             if matrix.part.shape[0]:
@@ -220,11 +220,11 @@ class Muon(AdamW):
             for number in range(among):
                 one = mesh.empty((rows, columns), whole.dtype, "workspace")
                 apart = one.reshape(rows, columns // width, width)
-                turns = rows, columns // width, among, width
-                apart[...] = whole[index].reshape(*turns)[:, :, number]
+                interleaved = rows, columns // width, among, width
+                apart[...] = whole[index].reshape(*interleaved)[:, :, number]
                 with mesh.trace.span("gemm", "gemm", orthogonalize_flops(one.shape)):
                     orthogonalize(one, mesh.empty)
-                out[index].reshape(*turns)[:, :, number] = apart
+                out[index].reshape(*interleaved)[:, :, number] = apart
         return out
 
 

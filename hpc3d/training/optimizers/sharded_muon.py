@@ -78,8 +78,9 @@ def _apart(blocks: Array, item: Parameter) -> Array:
     dimensions.
     """
     among, width = item.interleaved
-    turns = blocks.reshape(*blocks.shape[:2], blocks.shape[2] // (among * width), among, width)
-    return turns.transpose(*((2, 4, 0, 3, 1) if _is_tall(item) else (1, 0, 3, 2, 4)))
+    units = blocks.shape[2] // (among * width)
+    interleaved = blocks.reshape(*blocks.shape[:2], units, among, width)
+    return interleaved.transpose(*((2, 4, 0, 3, 1) if _is_tall(item) else (1, 0, 3, 2, 4)))
 
 
 def _stack(apart: Array, item: Parameter) -> Array:
