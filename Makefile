@@ -36,7 +36,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # constraints.txt has the tested versions.
 INSTALL := python -m pip install -q -c constraints.txt
 
-# xdist distributes complete files, longest first (tests/turns.py).
+# xdist distributes complete files, longest first (tests/xdist_order.py).
 PYTEST := python -m pytest -q -n 2 --dist loadfile
 
 # All ranks read the byte code that one of them has compiled.
@@ -153,10 +153,10 @@ ifneq ($(DEBIANS_MPICH),)
 endif
 	touch $@
 
-# CuPy in a folder that only tests/played imports from: everything else runs without CuPy.
+# CuPy in a folder that only tests/simulated_cuda imports from: everything else runs without CuPy.
 .venv/cupy.stamp: .venv/setup.stamp
 	$(INSTALL) --no-deps --target .venv/cupy 'cupy-cuda12x==14.*' cuda-pathfinder \
-	    || { rm -rf .venv/cupy; echo "no CuPy to be had: tests/played is skipped"; }
+	    || { rm -rf .venv/cupy; echo "no CuPy to be had: tests/simulated_cuda is skipped"; }
 	touch $@
 
 .venv/%.stamp: .venv/setup.stamp

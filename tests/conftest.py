@@ -67,7 +67,7 @@ def patient(monkeypatch):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     if config.option.dist == "loadfile":
-        from tests.turns import LongestFirst
+        from tests.xdist_order import LongestFirst
 
         return LongestFirst(config, log)
     return None

@@ -1,8 +1,8 @@
-"""What a test may ask of a message: its key, its numbers and its commands, not its English."""
+"""Patterns of messages: tests compare keys, numbers and commands, not the wording."""
 
 import re
 
 
 def elided(facts):
-    """A pattern of messages that have these facts; "..." is any English between them."""
+    """Return the regular expression of `facts`, a message in which "..." is any text (elided)."""
     return ".*".join(map(re.escape, facts.split("...")))

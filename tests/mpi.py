@@ -31,8 +31,8 @@ def surroundings():
     return {**ENVIRONMENT, "PRTE_MCA_prte_tmpdir_base": tempfile.mkdtemp(dir=SESSIONS.name)}
 
 
-class Turn:
-    """One process of those that run the tests has jobs at a time: two would disturb each other.
+class JobLock:
+    """Lock that lets one test process at a time start MPI jobs: two would disturb each other.
     A test may start a job beside its own."""
 
     def __init__(self):
@@ -53,7 +53,7 @@ class Turn:
                 self.file.close()
 
 
-TURN = Turn()
+JOB_LOCK = JobLock()
 
 
 def mpirun(*arguments, meanwhile=lambda: None, **how):
@@ -61,7 +61,7 @@ def mpirun(*arguments, meanwhile=lambda: None, **how):
 
     `meanwhile()` runs beside the job, in a thread; what it raises is raised here.
     """
-    with TURN, ThreadPoolExecutor(1) as pool:
+    with JOB_LOCK, ThreadPoolExecutor(1) as pool:
         beside = pool.submit(meanwhile)
         try:
             for _ in range(3):

@@ -5,7 +5,7 @@
 It runs one of `--every` cases of each test function and multiplies their costs.  A cost is the
 wall time and the CPU time of a test, its fixtures and its child processes.  The tables list tiers,
 kinds and files of tests, most expensive first.  `--costs FILE` gets the CPU seconds of each test
-function; tests/turns.py orders the work of pytest-xdist by those in tests/costs.json.
+function; tests/xdist_order.py orders the work of pytest-xdist by those in tests/costs.json.
 """
 
 import json

@@ -33,18 +33,18 @@ def costs():
 def mark_costly(item):
     """Let a slow test that takes long run on one of seven days, if no mark names its days."""
     cost = costs().get(item.nodeid.partition("[")[0], 0)
-    if cost >= COSTLY and item.get_closest_marker("slow") and not _turns(item):
+    if cost >= COSTLY and item.get_closest_marker("slow") and not _rotations(item):
         item.add_marker(rotating(crc32(item.nodeid.encode())))
 
 
 def days_of(item):
     """The days of a week on which a test runs."""
-    turns = _turns(item)
-    return [day for day in range(7) if all(day % days == turn for days, turn in turns)]
+    pairs = _rotations(item)
+    return [day for day in range(7) if all(day % days == turn for days, turn in pairs)]
 
 
-def _turns(item):
-    """The pairs (days, turn) of its marks."""
+def _rotations(item):
+    """The pairs (days, turn) of the marks `rotating` of a test."""
     reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
     found = filter(None, map(REASON.fullmatch, reasons))
     return [tuple(map(int, each.groups())) for each in found]

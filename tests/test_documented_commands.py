@@ -1,6 +1,6 @@
 """Every command of README and the pages is right, and is run: here, or where a table says.
 
-A new command of a page that is PLAYED is run as it stands.  If it takes long, say in REDUCED how
+A new command of a page in EXECUTED is run as it stands.  If it takes long, say in REDUCED how
 it is made shorter; if it cannot run here, say in ELSEWHERE where it is run, or why it is not.
 """
 
@@ -14,7 +14,7 @@ from hpc3d.runtime.metrics_file import read
 from tests.documented import preparations
 from tests.documented.pages import PAGES, commands, simple, spans
 from tests.documented.parsers import wrong
-from tests.documented.scripts import played, reduced, script
+from tests.documented.scripts import output_of, reduced, script
 from tests.documented.tables import ELSEWHERE, EXPECTED, REDUCED, SETTINGS, SHOWN
 from tests.mpi import ROOT
 from tests.strided import daily
@@ -85,11 +85,11 @@ def test_placeholder_settings_occur_in_the_commands(page):
     assert not [word for word in SETTINGS[page] if word not in lines]
 
 
-PLAYED = [page for page in PAGES if here(page)]
+EXECUTED = [page for page in PAGES if here(page)]
 
 
 def test_preparations_belong_to_executed_pages():
-    assert {*preparations.COMMANDS, *preparations.FILES} <= {*PLAYED}
+    assert {*preparations.COMMANDS, *preparations.FILES} <= {*EXECUTED}
 
 
 @pytest.mark.parametrize("page", SHOWN)
@@ -102,7 +102,7 @@ def test_expected_output_appears_on_the_page(page):
 def some_run(tmp_path_factory):
     """The folder of a small run, which pages name results/RUN."""
     folder = tmp_path_factory.mktemp("run")
-    played(script([(preparations.TRAIN, 0)]), folder, 60)
+    output_of(script([(preparations.TRAIN, 0)]), folder, 60)
     (run,) = (folder / "results").iterdir()
     return run
 
@@ -118,7 +118,7 @@ def as_typed(name, page, text):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[daily] if page == "README.md" else []) for page in PLAYED],
+    [pytest.param(page, marks=[daily] if page == "README.md" else []) for page in EXECUTED],
 )
 def test_commands_of_a_page_run(page, tmp_path, some_run):
     for name in ("inputs", "jobs"):
@@ -130,7 +130,7 @@ def test_commands_of_a_page_run(page, tmp_path, some_run):
         (as_typed(name, page, each.text), EXPECTED.get(entry(EXPECTED, name), 0))
         for name, each in here(page).items()
     ]
-    printed = played(script(before + typed), tmp_path, SECONDS)
+    printed = output_of(script(before + typed), tmp_path, SECONDS)
     print(printed)
     assert not [each for each in SHOWN.get(page, []) if not re.search(each, printed)]
 
@@ -140,7 +140,9 @@ def test_first_tutorial_run_has_healthy_losses(tmp_path):
     """Its losses and gradient norms, of 16 steps, on one rank, whose losses are those of four."""
     (text,) = (each.text for each in commands("docs/tutorial.md") if "--name tour " in each.text)
     short = "--train.steps 16 --train.decay_steps 40 --checkpoint.every 0"
-    played(f"python -m hpc3d.train {text.partition('hpc3d.train ')[2]} {short}", tmp_path, SECONDS)
+    output_of(
+        f"python -m hpc3d.train {text.partition('hpc3d.train ')[2]} {short}", tmp_path, SECONDS
+    )
     (run,) = (tmp_path / "results").iterdir()
     steps = read(run)
     assert len(steps) == 16 and max(each["gradient_norm"] for each in steps) < 10

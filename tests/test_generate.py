@@ -13,7 +13,7 @@ from hpc3d.checkpoints.hf_export import export
 from hpc3d.checkpoints.sharded import Checkpoint
 from tests.checkpoints import drawn_models
 from tests.elided import elided
-from tests.mpi import TURN, mpirun, started
+from tests.mpi import JOB_LOCK, mpirun, started
 from tests.runs import said
 from tests.strided import strided
 
@@ -178,7 +178,7 @@ def test_ranks_without_a_layout_use_the_best_one_and_reject_together(run, expect
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["launcher", "rank 0"])
 def test_ctrl_c_ends_all_ranks(to, endless):
-    with TURN:
+    with JOB_LOCK:
         process = started(4, *words(endless, tokens=10**6))
         begun = process.stdout.read(20)
         if to == "launcher":

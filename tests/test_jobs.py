@@ -1,18 +1,18 @@
-"""Cases that share an MPI job keep their own outcomes (tests/jobs.py, tests/turns.py)."""
+"""Cases that share an MPI job keep their own outcomes (tests/jobs.py, tests/xdist_order.py)."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
-from tests import jobs, strided, turns
+from tests import jobs, strided, xdist_order
 from tests.jobs import Case, outcomes_of
 from tests.on_ranks import DONE
 
 CASES = [Case(2, "auto", name) for name in "abcd"]
 
 
-def played(failing, hanging=()):
+def fake_launcher(failing, hanging=()):
     """A launcher whose job ends in the first case of `failing`; the cases of each job."""
     started = []
 
@@ -29,7 +29,7 @@ def played(failing, hanging=()):
 
 
 def test_failed_case_is_named_and_another_job_runs_the_rest(monkeypatch):
-    launcher, started = played(failing="bd")
+    launcher, started = fake_launcher(failing="bd")
     monkeypatch.setattr(jobs, "mpirun", launcher)
     found = outcomes_of("a.module", CASES)
     assert [bool(found[case]) for case in CASES] == [False, True, False, True]
@@ -45,12 +45,12 @@ def test_job_that_ends_early_without_an_error_fails_the_next_case(monkeypatch):
 
 
 def test_longest_units_come_first_and_long_files_are_split(monkeypatch):
-    costs = {"a.py::one": 5, "b.py::one": turns.LONG + 1, "b.py::two": 9}
-    monkeypatch.setattr(turns, "costs", lambda: costs)
-    monkeypatch.setattr(turns, "starts_jobs", lambda unit: "job" in unit)
+    costs = {"a.py::one": 5, "b.py::one": xdist_order.LONG + 1, "b.py::two": 9}
+    monkeypatch.setattr(xdist_order, "costs", lambda: costs)
+    monkeypatch.setattr(xdist_order, "starts_jobs", lambda unit: "job" in unit)
     config = SimpleNamespace(getvalue=lambda name: ["2*popen"], option=SimpleNamespace())
     monkeypatch.setattr("xdist.scheduler.loadscope.parse_tx_spec_config", lambda _: ["", ""])
-    scheduler = turns.LongestFirst(config)
+    scheduler = xdist_order.LongestFirst(config)
     assert scheduler._split_scope("a.py::one[case]") == "a.py"
     assert scheduler._split_scope("b.py::two[case]") == "b.py::two"
     sent = []

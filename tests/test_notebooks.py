@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi import TURN, surroundings
+from tests.mpi import JOB_LOCK, surroundings
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -32,7 +32,7 @@ def test_notebook_has_no_outputs_and_is_linked(path):
 def test_notebook_runs(path, tmp_path):
     environment = {**os.environ, **surroundings(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "nbconvert", "--to", "markdown", "--execute", "--stdout"]
-    with TURN:
+    with JOB_LOCK:
         done = subprocess.run(
             [*command, str(path)],
             cwd=tmp_path,

@@ -42,9 +42,9 @@ def test_watch_redraws_the_screen_on_a_terminal(tmp_path, monkeypatch, capsys):
 
 def test_watch_appends_a_line_only_on_changes_without_a_terminal(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.toml").touch()
-    log, turns = tmp_path / "train.log", iter(range(5))
+    log, sleeps = tmp_path / "train.log", iter(range(5))
     monkeypatch.setattr(
-        "time.sleep", lambda _: next(turns) == 4 and log.write_text("run kept in results/a\n")
+        "time.sleep", lambda _: next(sleeps) == 4 and log.write_text("run kept in results/a\n")
     )
     assert watch.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -8,18 +8,18 @@ import pytest
 from hpc3d.checkpoints import cost
 from hpc3d.checkpoints.cost import Probe, seconds, shortage
 from hpc3d.comm.threads import run
-from tests.checkpoints.lives import LAYOUTS, Ranks, live
+from tests.checkpoints.killed_runs import LAYOUTS, ThreadJob, run_until
 from tests.elided import elided
 from tests.pipeline.mixes import config_of, trainer_of
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_forecast_bytes_match_the_checkpoint_files(layout, tmp_path):
-    live(tmp_path, layout, 1)
+    run_until(tmp_path, layout, 1)
     config = config_of(LAYOUTS[layout])
 
     def rank(mesh):
-        return cost.forecast(Ranks(mesh), tmp_path, trainer_of(mesh, config), 2)
+        return cost.forecast(ThreadJob(mesh), tmp_path, trainer_of(mesh, config), 2)
 
     lines, *others = run(config.mesh.sizes(), rank)
     assert all(other == lines for other in others)
@@ -71,7 +71,7 @@ def test_folder_without_write_access_is_named(tmp_path):
     config = config_of(LAYOUTS["x=2"])
 
     def rank(mesh):
-        cost.forecast(Ranks(mesh), tmp_path / "absent", trainer_of(mesh, config), 2)
+        cost.forecast(ThreadJob(mesh), tmp_path / "absent", trainer_of(mesh, config), 2)
 
     with pytest.raises(ValueError, match=r"absent: No such file"):
         run(config.mesh.sizes(), rank)

@@ -11,11 +11,11 @@ from hpc3d.checkpoints.inspect import (
 from hpc3d.checkpoints.resume import mismatch
 from hpc3d.checkpoints.sharded import Checkpoint
 from tests.checkpoints import drawn_models
-from tests.checkpoints.lives import live
+from tests.checkpoints.killed_runs import run_until
 
 
 def test_extra_or_missing_tensors_are_named(tmp_path):
-    live(tmp_path, "serial", 1)
+    run_until(tmp_path, "serial", 1)
     opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
     shapes = shapes_of(config_of(opened).model)
     assert [*inconsistencies(opened, shapes)] == []

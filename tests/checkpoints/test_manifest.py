@@ -9,7 +9,7 @@ import pytest
 
 from hpc3d.checkpoints.inspect import problems
 from hpc3d.checkpoints.sharded import Checkpoint, restore
-from tests.checkpoints.lives import LAYOUTS, live, run
+from tests.checkpoints.killed_runs import LAYOUTS, run, run_until
 from tests.elided import elided
 from tests.pipeline.mixes import config_of, trainer_of
 
@@ -20,7 +20,7 @@ HUGE = 10**30
 def sound(tmp_path_factory):
     """A checkpoint of two ranks."""
     folder = tmp_path_factory.mktemp("run")
-    live(folder, "x=2", 1)
+    run_until(folder, "x=2", 1)
     return folder / "checkpoints" / "step-00000001"
 
 

@@ -20,7 +20,7 @@ from hpc3d.checkpoints.sharded import Checkpoint, steps_of
 from hpc3d.config.load import to_toml
 from hpc3d.config.rules import resolve
 from hpc3d.console.sanitize import lines_of
-from tests.checkpoints.lives import LAYOUTS, live, losses
+from tests.checkpoints.killed_runs import LAYOUTS, losses, run_until
 from tests.pipeline.mixes import config_of
 
 PIPED = (
@@ -75,15 +75,15 @@ def test_resume_option_is_removed_from_the_arguments(name, joined, tmp_path, mon
 @pytest.mark.parametrize("damaged", [1, 2])
 def test_damaged_checkpoint_is_named_and_the_previous_one_is_used(damaged, tmp_path):
     """Of checkpoints of steps 2 and 3; without any that is whole nothing is gone on with."""
-    live(tmp_path, "x=2", 3)
+    run_until(tmp_path, "x=2", 3)
     whole = losses(tmp_path)
     for folder in steps_of(tmp_path / "checkpoints")[:damaged]:
         (folder / "rank-00001.bin").write_bytes(b"")
     if damaged == 2:
         with pytest.raises(ValueError, match=r"(?s)step-00000003 .*step-00000002 .*new run"):
-            live(tmp_path, "x=2", 4)
+            run_until(tmp_path, "x=2", 4)
         return
-    live(tmp_path, "x=2", 4)
+    run_until(tmp_path, "x=2", 4)
     said = (tmp_path / "said").read_text().splitlines()
     (place,) = (n for n, line in enumerate(said) if "resume: step 2 follows" in line)
     assert said[place - 1].startswith("resume: ") and "rank-00001.bin" in said[place - 1]
@@ -104,7 +104,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_is_used(damaged, tmp_p
     ],
 )
 def test_checkpoint_must_match_the_model_and_optimizer(change, moments, line, tmp_path):
-    live(tmp_path, "serial", 1)
+    run_until(tmp_path, "serial", 1)
     opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
     if not moments:
         opened.sources = {key: parts for key, parts in opened.sources.items() if key[1] == "value"}
@@ -113,14 +113,14 @@ def test_checkpoint_must_match_the_model_and_optimizer(change, moments, line, tm
 
 
 def test_router_capacity_and_losses_may_change_on_resume(tmp_path):
-    live(tmp_path, "mixture", 1)
+    run_until(tmp_path, "mixture", 1)
     opened, line = Checkpoint(tmp_path / "checkpoints" / "step-00000001"), LAYOUTS["mixture"]
     assert mismatch(config_of(f"{line} capacity=2 balance_loss=0 z_loss=0.1"), opened) is None
     assert "has model.top_k = 1" in mismatch(config_of(f"{line} top_k=2"), opened)
 
 
 def test_checkpoint_without_a_newer_key_matches_the_model(tmp_path):
-    live(tmp_path, "serial", 1)
+    run_until(tmp_path, "serial", 1)
     opened = Checkpoint(tmp_path / "checkpoints" / "step-00000001")
     opened.header["config"], removed = re.subn("norm_epsilon = .*\n", "", opened.header["config"])
     assert removed and mismatch(config_of(LAYOUTS["serial"]), opened) is None
@@ -128,7 +128,7 @@ def test_checkpoint_without_a_newer_key_matches_the_model(tmp_path):
 
 @pytest.mark.parametrize("checkpoints", [1, 2])
 def test_changed_optimizer_is_rejected_in_one_line(checkpoints, tmp_path):
-    live(tmp_path, "serial", checkpoints)
+    run_until(tmp_path, "serial", checkpoints)
     line = f"{LAYOUTS['serial']} steps=9"
     (tmp_path / "config.toml").write_text(to_toml(config_of(line)))
     with pytest.raises(ValueError) as refused:
@@ -169,7 +169,7 @@ def test_changed_keys_are_reported_including_absent_ones(begun, now, said):
 def saved(tmp_path_factory):
     """A run with a checkpoint of step 1, and the text of its config.toml."""
     run = tmp_path_factory.mktemp("saved")
-    live(run, "serial", 1)
+    run_until(run, "serial", 1)
     (run / "config.toml").write_text(to_toml(config_of(LAYOUTS["serial"])))
     return run, (run / "config.toml").read_text()
 

@@ -14,7 +14,7 @@ import pytest
 
 from hpc3d.checkpoints.inspect import best_of
 from hpc3d.checkpoints.sharded import Checkpoint, named, steps_of
-from tests.checkpoints.lives import at_write, child, ended, kill, live, losses
+from tests.checkpoints.killed_runs import at_write, child, ended, kill, losses, run_until
 
 BEFORE, END = 2, 4
 MESSAGE = re.compile(r"rank-\d{5}\.json")
@@ -29,7 +29,7 @@ def layout(request):
 def whole(layout, tmp_path_factory):
     """The losses of a run that nothing disturbs."""
     folder = tmp_path_factory.mktemp("whole")
-    live(folder, layout, END)
+    run_until(folder, layout, END)
     return losses(folder)
 
 
@@ -37,7 +37,7 @@ def whole(layout, tmp_path_factory):
 def base(layout, tmp_path):
     """A run that has saved step 1 and step 2."""
     (tmp_path / "base").mkdir()
-    live(tmp_path / "base", layout, BEFORE)
+    run_until(tmp_path / "base", layout, BEFORE)
     return tmp_path / "base"
 
 
@@ -48,7 +48,7 @@ def attempts(base, layout, act, **how):
 
     def attempt(point):
         paths = at_write(point, act)
-        live(folder, layout, BEFORE + 1, **how)
+        run_until(folder, layout, BEFORE + 1, **how)
         points.write_text(str(len(paths)))
 
     shutil.copytree(base, folder)
@@ -82,7 +82,7 @@ def test_run_killed_at_any_write_resumes_without_losing_a_checkpoint(base, layou
         assert code == -9
         newest = whole_ones(folder)[0]
         assert newest >= latest(folder) >= BEFORE, point
-        live(folder, layout, END)
+        run_until(folder, layout, END)
         assert losses(folder) == whole, point
         assert not [*(folder / "checkpoints").glob("*.tmp")], point
         saved.append(newest)
@@ -113,7 +113,7 @@ def test_full_disk_at_any_write_keeps_the_announced_checkpoints(base, layout, ca
 def test_file_size_limit_keeps_the_previous_checkpoints(base, layout, room, capfd):
     def attempt():
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-        live(base, layout, BEFORE + 1)
+        run_until(base, layout, BEFORE + 1)
 
     (base / "losses").unlink()
     (base / "losses").symlink_to("/dev/null")
@@ -130,7 +130,7 @@ def test_read_only_folder_keeps_the_previous_checkpoints(base, layout, capfd):
     def attempt():
         os.setgid(65534)
         os.setuid(65534)
-        live(base, layout, BEFORE + 1)
+        run_until(base, layout, BEFORE + 1)
 
     for path in base.iterdir():
         if path.is_file():
@@ -163,7 +163,7 @@ def test_files_are_synced_before_they_are_renamed(base, layout, monkeypatch):
     renamed = []
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", rename)
-    live(base, layout, BEFORE + 1)
+    run_until(base, layout, BEFORE + 1)
     names = ["rank-00000.bin", "manifest.json", "step-00000003", "latest"]
     found = [path.rpartition("/")[2] for path in renamed]
     assert [name for name in found if "00001" not in name] == names
@@ -186,7 +186,7 @@ def test_best_checkpoint_is_kept_in_addition_to_the_newest(every, kept, tmp_path
     is better."""
     for until, expected in kept.items():
         (folder := tmp_path / str(until)).mkdir()
-        live(folder, layout, until, every, EVALUATIONS)
+        run_until(folder, layout, until, every, EVALUATIONS)
         assert whole_ones(folder) == expected, until
         best = min((loss, step) for step, loss in EVALUATIONS.items() if step <= until)[1]
         assert best in expected and best_of(steps_of(folder / "checkpoints")) == named(best)
@@ -198,7 +198,7 @@ def test_best_checkpoint_survives_a_kill_at_any_write(layout, tmp_path):
     makes another one the best."""
     evaluations, saved = {1: 5.0, 3: 4.0}, []
     (tmp_path / "base").mkdir()
-    live(tmp_path / "base", layout, BEFORE, 1, evaluations)
+    run_until(tmp_path / "base", layout, BEFORE, 1, evaluations)
     how = {"every": 1, "evaluations": evaluations}
     for point, code, folder in attempts(tmp_path / "base", layout, kill, **how):
         whole = whole_ones(folder)

@@ -1,5 +1,5 @@
 """The cases of communicators of devices on real ranks, each way that they can take; the device is
-played, so that MPI may read its memory, and NCCL is played by MPI."""
+simulated, so that MPI may read its memory, and MPI simulates NCCL."""
 
 import sys
 from types import SimpleNamespace

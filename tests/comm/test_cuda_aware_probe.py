@@ -1,4 +1,4 @@
-"""What the doctor finds of GPUs, with a CuPy that is played."""
+"""What the doctor finds of GPUs, with a fake CuPy."""
 
 import json
 import os

@@ -121,7 +121,7 @@ def test_mpi_probe_removes_job_variables_from_its_environment(tmp_path, monkeypa
 
 
 def missing(monkeypatch, cupy, asked="auto", dtype="float32", without=(), nccl=23203):
-    """What a process lacks that has a played CuPy (None: none), and not the packages `without`."""
+    """What a process lacks that has a fake CuPy (None: none), and not the packages `without`."""
     absent = {*without, *([] if cupy else ["cupy"])}
     monkeypatch.setattr(
         cuda_aware_probe, "find_spec", lambda name: None if name in absent else True
@@ -133,9 +133,9 @@ def missing(monkeypatch, cupy, asked="auto", dtype="float32", without=(), nccl=2
 
 def runtime(**answers):
     """A CuPy whose runtime answers this."""
-    played = FakeCupy()
-    vars(played.cuda.runtime).update({name: lambda *_, a=a: a for name, a in answers.items()})
-    return played
+    fake = FakeCupy()
+    vars(fake.cuda.runtime).update({name: lambda *_, a=a: a for name, a in answers.items()})
+    return fake
 
 
 def test_complete_gpu_stack_has_no_missing_dependency(monkeypatch):

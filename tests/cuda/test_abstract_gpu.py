@@ -102,8 +102,8 @@ def test_predicted_launches_and_memory_match_a_device_run(line, launcher):
     for rank, peaks in zip(range(grid.size), measured, strict=True):
         mesh = abstract_mesh(grid.sizes, grid.coords(rank), abstract_gpu.pool_of(config, told))
         predicted = predict_on(mesh, config, config.model.vocabulary).peak
-        played = {"all", "workspace"} | ({"activation"} if "bfloat16" in line else set())
-        kinds = peaks.keys() - played  # what the rules take, and Flash, is of no pool here
+        outside = {"all", "workspace"} | ({"activation"} if "bfloat16" in line else set())
+        kinds = peaks.keys() - outside  # what the rules take, and Flash, is of no pool here
         assert {kind: predicted[kind] for kind in kinds} == {kind: peaks[kind] for kind in kinds}
     assert launched(told.count) == launched(launcher.count)
     assert launched(told.bytes) == launched(launcher.bytes)

@@ -1,4 +1,4 @@
-"""The GPU of a rank, its memory and its streams, on a CuPy that is played."""
+"""The GPU of a rank, its memory and its streams, on a fake CuPy."""
 
 import gc
 import weakref
@@ -18,15 +18,15 @@ from tests.fakes.fake_cupy import FakeCupy
 
 def slow():
     """A device that does nothing before it is asked for."""
-    played = FakeCupy(slow=True)
-    return played, Cuda(0, played)
+    fake = FakeCupy(slow=True)
+    return fake, Cuda(0, fake)
 
 
 def test_device_is_selected_before_its_streams_are_created(monkeypatch):
-    played = FakeCupy(count=4)
-    monkeypatch.setattr(cuda, "imported", lambda: played)
-    assert str(bound(6)) == "Played (2)"
-    assert played.log == ["device 2 used", *["stream made"] * 4, "stream used"]
+    fake = FakeCupy(count=4)
+    monkeypatch.setattr(cuda, "imported", lambda: fake)
+    assert str(bound(6)) == "Simulated (2)"
+    assert fake.log == ["device 2 used", *["stream made"] * 4, "stream used"]
 
 
 def test_launcher_may_expose_one_device_per_rank(monkeypatch):
@@ -44,12 +44,12 @@ def test_upload_copies_the_host_array():
 
 
 def test_pinned_memory_is_reused_only_after_its_copy():
-    played, device = slow()
+    fake, device = slow()
     arrays = [device.upload(np.full(9, number)) for number in range(3)]
-    assert played.log.count("pinned") == 3, "none of these copies has been made"
+    assert fake.log.count("pinned") == 3, "none of these copies has been made"
     device.synchronize()
     arrays += [device.upload(np.full(9, number)) for number in (3, 4)]
-    assert played.log.count("pinned") == 4, "the first of them was asked for too early"
+    assert fake.log.count("pinned") == 4, "the first of them was asked for too early"
     device.synchronize()
     assert [int(array[0]) for array in arrays] == [0, 1, 2, 3, 4]
 
@@ -74,16 +74,16 @@ def test_nccl_error_is_raised_while_the_host_waits():
     def failed():
         raise OSError("NCCL_ERROR_REMOTE_ERROR")
 
-    played, device = slow()
-    played.stuck = True
+    fake, device = slow()
+    fake.stuck = True
     device.meanwhile.append(failed)
     with pytest.raises(OSError, match="REMOTE"):
         device.synchronize()
 
 
 def test_device_error_ends_the_wait():
-    played, device = slow()
-    played.lost = True
+    fake, device = slow()
+    fake.lost = True
     with pytest.raises(RuntimeError, match="IllegalAddress"):
         device.synchronize()
 
@@ -95,11 +95,11 @@ def test_device_error_ends_the_wait():
 )
 def test_close_aborts_communicators_of_a_stuck_device(stuck, child, aborted, monkeypatch):
     monkeypatch.setattr(cuda, "GRACE", 0.05)
-    played, device = slow()
+    fake, device = slow()
     calls = []
     device.aborts.append(lambda: calls.append("aborted"))
     device.queues["blocks"].record()
-    played.stuck, device.process = stuck, device.process + child
+    fake.stuck, device.process = stuck, device.process + child
     device.close()
     assert calls == aborted
 
@@ -188,7 +188,7 @@ def test_host_staged_receive_does_not_overwrite_pending_uploads():
 
 
 def test_fake_cupy_defines_only_names_of_cupy():
-    """What is played here is there in CuPy, which needs no GPU for that."""
+    """The fake has only what CuPy has; CuPy needs no GPU for that."""
     cupy = pytest.importorskip("cupy")
     for name in vars(FakeCupy().cuda):
         assert hasattr(cupy.cuda, name)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.mpi import ROOT, TURN, surroundings
+from tests.mpi import JOB_LOCK, ROOT, surroundings
 
 # `newest PREFIX` is the run that a page calls results/PREFIX-...; `ended CODE WANTED COMMAND`
 # follows each command.
@@ -46,9 +46,9 @@ def reduced(text, words):
     return f"{command} {words}{last}"
 
 
-def played(text, folder, seconds):
+def output_of(text, folder, seconds):
     """What a script printed that went well in `folder`; AssertionError otherwise."""
-    with TURN:
+    with JOB_LOCK:
         process = _begun(text, folder)
         try:
             out, err = process.communicate(timeout=seconds)

@@ -3,7 +3,7 @@ are made shorter.  Patterns are looked for in "PAGE COMMAND"; the first that fit
 
 from importlib.util import find_spec
 
-GPU = "tests/played, tests/gpu and tests/cuda; wants GPUs"
+GPU = "tests/simulated_cuda, tests/gpu and tests/cuda; wants GPUs"
 CLUSTER = "tests/test_packaging.py reads the recipe; wants a program that is not here"
 STUDY = "takes minutes: "
 

@@ -1,4 +1,4 @@
-"""CuPy as the program uses it, played on memory of the host.
+"""CuPy as the program uses it, simulated in host memory.
 
 What is asked of a stream is done at once or, where the device is `slow`, when somebody asks for
 an event that follows it: one thing each time.
@@ -162,4 +162,4 @@ class FakeCupy:
         return np.array(array, copy=True, subok=False)
 
 
-PROPERTIES = {"name": b"Played", "uuid": b"0123456789abcdef", "major": 9, "minor": 0}
+PROPERTIES = {"name": b"Simulated", "uuid": b"0123456789abcdef", "major": 9, "minor": 0}

@@ -25,7 +25,7 @@ from hpc3d.comm.pinned_store import PinnedStore
 from hpc3d.cuda.device import QUEUES, Pinned
 from tests.fakes.places import array_at
 
-mpi4py.rc.initialize = False  # the calls of MPI are played, too
+mpi4py.rc.initialize = False  # the calls of MPI are simulated as well
 RUBBISH = 0x5A
 HERE = threading.local()  # `still`: whether the device of this thread was waited for, and rests
 

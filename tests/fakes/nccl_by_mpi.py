@@ -1,4 +1,4 @@
-"""NCCL's module of CuPy, played by MPI on memory of the host."""
+"""NCCL's module of CuPy, simulated with MPI in host memory."""
 
 from types import SimpleNamespace
 

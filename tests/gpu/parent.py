@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.gpu.child import DEVICE_LOST
 
 ROOT = Path(__file__).parents[2]
-TURN = 0.1  # seconds between two looks at a process
+POLL = 0.1  # seconds between two looks at a process
 STARTS = 8  # of a part, at most
 KEPT = 20_000  # characters of what a process printed
 BETWEEN = "before the first or between two cases"
@@ -115,7 +115,7 @@ def watch(watched, part, seconds):
             watched.kill()
             watched.look()
             return None, (watched.case or BETWEEN, outcome, f"ended after {spent:.0f} s")
-        time.sleep(TURN)
+        time.sleep(POLL)
 
 
 def write_end(events, case, outcome, reason):

@@ -58,7 +58,7 @@ def misroutes(notes):
     routed.slots(Bench(wrong, "float32", SMALL), notes)
 
 
-def naps(notes):
+def sleeps(notes):
     time.sleep(1)
 
 
@@ -76,7 +76,7 @@ class Lost:
 PARTS = {
     "trouble": (None, (right, wrong, raises, dies, crashes, hangs, skips)),
     "misrouted": (None, (misroutes,)),
-    "slow": (None, (right, naps, naps, naps)),
+    "slow": (None, (right, sleeps, sleeps, sleeps)),
     "lost": (Lost, (right, raises, right)),
     "broken": (None, None),
 }

@@ -78,7 +78,7 @@ def test_cases_without_remaining_time_are_skipped(tmp_path):
     cases = result["cases"]
     found = outcomes(result)
     assert found["0 right"] == "passed"
-    assert found["3 naps"] == found["4 right"] == "skipped"
+    assert found["3 sleeps"] == found["4 right"] == "skipped"
     assert cases["4 right"]["reason"] == "no time left"
     assert "failed" not in found.values()
 
@@ -178,7 +178,7 @@ def run_on_a_fake(folder, *parts):
 @rotating(3)
 @pytest.mark.timeout(900)
 def test_all_parts_run_on_a_fake_device(tmp_path):
-    """All but those that tests/played/test_cupy.py runs on CuPy itself."""
+    """All but those that tests/simulated_cuda/test_cupy.py runs on CuPy itself."""
     names = [part.name for part in PARTS if part.name not in ("kernels", "sizes", "attention")]
     found = run_on_a_fake(tmp_path, *names)
     assert [*found] == names

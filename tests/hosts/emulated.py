@@ -16,7 +16,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mpi import ENVIRONMENT, ROOT, TURN
+from tests.mpi import ENVIRONMENT, JOB_LOCK, ROOT
 
 PROGRAMS = ("ip", "mpirun", "nsenter", "setpriv", "tc", "unshare")
 PATH = os.pathsep.join(
@@ -173,7 +173,7 @@ class Emulated:
         settings = {key: text for key, text in settings.items() if text is not None}
         handed = [word for key in {*HANDED_ON, *given} & {*settings} for word in ("-x", key)]
         command = ["mpirun", "-np", sum(ranks_by_host), "--host", ",".join(each), *handed, *words]
-        with TURN, ThreadPoolExecutor(1) as pool:
+        with JOB_LOCK, ThreadPoolExecutor(1) as pool:
             beside = pool.submit(meanwhile or (lambda: None))
             try:
                 return self.launch([str(word) for word in command], settings, timeout, cwd)

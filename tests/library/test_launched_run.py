@@ -12,7 +12,7 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.library import launched_run
 from hpc3d.library.commands import run_training
 from tests.library.tiny import TINY
-from tests.mpi import TURN, surroundings
+from tests.mpi import JOB_LOCK, surroundings
 from tests.runs import assert_gone, processes, wait_for
 
 NOISE = "prterun has exited due to process rank 0\n"
@@ -57,7 +57,7 @@ def test_run_training_resumes_on_another_layout(tmp_path, capfd, monkeypatch):
     for key, value in {**surroundings(), "FORCE_COLOR": "1"}.items():  # as Jupyter's kernels do
         monkeypatch.setenv(key, value)
     options = TINY | {"checkpoint.every": 3, "name": "tiny"}
-    with TURN:
+    with JOB_LOCK:
         run = run_training("gpt-serial", options | {"mesh.d": 2}, 2, tmp_path)
         assert run.folder.parent == tmp_path
         assert len(run.losses) == 3 and run.losses[2] < run.losses[0]
@@ -73,7 +73,7 @@ def test_keyboard_interrupt_ends_the_ranks(tmp_path):
     """As that of a notebook's button: SIGINT to this process alone."""
     options = TINY | {"train.steps": 100_000, "mesh.d": 2}
     code = f"import hpc3d; hpc3d.run_training('gpt-serial', {options}, 2, {str(tmp_path)!r})"
-    with TURN:
+    with JOB_LOCK:
         environment = {**os.environ, **surroundings()}
         notebook = subprocess.Popen(
             [sys.executable, "-c", code],

@@ -20,7 +20,7 @@ from hpc3d.model.stage import LAYER, LayerRange, build
 from hpc3d.predict.planning.bounds import volumes
 from hpc3d.tensor.split import Split
 from hpc3d.training import footprint
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 from tests.analyze.traces import config_of
 from tests.strided import strided
 

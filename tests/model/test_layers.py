@@ -61,13 +61,13 @@ def twice(mesh, split):
 
 
 def odd(mesh, split):
-    """Three layers and a norm: the layout turns an odd number of times."""
-    turns = [split, split.next(), split]
+    """Three layers and a norm: the layout changes an odd number of times."""
+    splits = [split, split.next(), split]
 
     def build(mesh, parameters):
         layers = [
-            Linear(parameters, f"{number}", (24, 24), sharded_matmul(mesh, turn), 0.3)
-            for number, turn in enumerate(turns)
+            Linear(parameters, f"{number}", (24, 24), sharded_matmul(mesh, each), 0.3)
+            for number, each in enumerate(splits)
         ]
         return [*layers, LayerNorm(mesh, parameters, "norm", 24, split.y)]
 

@@ -14,7 +14,7 @@ from hpc3d.comm.threads import run
 from hpc3d.config.load import to_toml
 from hpc3d.pipeline.schedule import find
 from hpc3d.training.optimizers.optimizer import MASTER
-from tests.checkpoints.lives import Ranks
+from tests.checkpoints.killed_runs import ThreadJob
 from tests.fakes.read_only import read_only
 from tests.jobs import Case
 from tests.pipeline.drawn import INEXACT, TORCH, cases, rendered
@@ -61,7 +61,7 @@ def train(mesh, config, steps, folder=None):
     trainer.scaling.factor = min(FACTOR, trainer.scaling.factor)
     widen_masters(trainer.optimizer)
     if steps.start:
-        assert resume(Ranks(mesh), folder, trainer, str) == steps.start
+        assert resume(ThreadJob(mesh), folder, trainer, str) == steps.start
     evaluator = evaluator_of(trainer) if evaluates(config) else None
     totals = []
     for number in steps:

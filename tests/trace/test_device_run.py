@@ -52,7 +52,7 @@ class Playing(DeviceRecorder):
         return span
 
 
-class Played(Comm):
+class DeviceComm(Comm):
     """Blocks go between threads, and their device takes its time beside."""
 
     def __init__(self, inner, device):
@@ -96,7 +96,7 @@ def ran(folder, ranks, **values):
 
     def rank(mesh):
         device = TimedDevice(Real())
-        comms = {axis: Played(comm, device) for axis, comm in mesh.comms.items()}
+        comms = {axis: DeviceComm(comm, device) for axis, comm in mesh.comms.items()}
         mesh = Mesh(mesh.sizes, mesh.coords, comms, mesh.world)
         recorder = Playing(folder, header(config, mesh.rank, ranks), device, device.timing)
         batches = RandomBatches(config, 17) if mesh.rank == 0 else None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc3d.checkpoints.sharded import steps_of
-from tests.checkpoints.lives import LAYOUTS, live, losses
+from tests.checkpoints.killed_runs import LAYOUTS, losses, run_until
 
 LAST = "step-00000002"
 
@@ -17,7 +17,7 @@ LAST = "step-00000002"
 def sound(tmp_path_factory):
     """A run that has saved steps 1 and 2."""
     folder = tmp_path_factory.mktemp("sound")
-    live(folder, "x=2", 2)
+    run_until(folder, "x=2", 2)
     return folder
 
 
@@ -33,7 +33,7 @@ def another(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         words = LAYOUTS["serial"].replace("layers=1 ", "") + " layers=1 " + request.param
         patch.setitem(LAYOUTS, "another", words)
-        live(folder, "another", 2)
+        run_until(folder, "another", 2)
     return folder
 
 
@@ -44,7 +44,7 @@ def content(folder):
 def said(folder):
     """What the log is told by a run that goes on, and makes no step."""
     (folder / "said").unlink()
-    live(folder, "x=2", 0)
+    run_until(folder, "x=2", 0)
     return (folder / "said").read_text().splitlines()
 
 
@@ -113,7 +113,7 @@ def test_run_without_intact_checkpoints_is_rejected_with_all_reasons(base):
         flip(folder)
     before = content(base / "checkpoints")
     with pytest.raises(ValueError, match=f"{base}: .*start a new run") as caught:
-        live(base, "x=2", 0)
+        run_until(base, "x=2", 0)
     *damaged, _ = str(caught.value).splitlines()
     assert len(damaged) == 2 and all(".bin " in line for line in damaged)
     assert content(base / "checkpoints") == before
@@ -121,11 +121,11 @@ def test_run_without_intact_checkpoints_is_rejected_with_all_reasons(base):
 
 def test_run_that_skips_damaged_checkpoints_keeps_its_own(sound, base):
     """Of steps 1 to 4 the last two are damaged: after step 3 was saved again, 2 is there, too."""
-    live(base, "x=2", 4)
+    run_until(base, "x=2", 4)
     shutil.copytree(sound / "checkpoints", base / "checkpoints", dirs_exist_ok=True)
     for number in (3, 4):
         flip(base / "checkpoints" / f"step-0000000{number}")
-    live(base, "x=2", 3)
+    run_until(base, "x=2", 3)
     names = [path.name[-1] for path in steps_of(base / "checkpoints")]
     assert names == ["4", "3", "2"]
     assert said(base)[-1].startswith("resume: step 3 ")

@@ -24,8 +24,8 @@ from hpc3d.trace.recorder import Recorder
 from hpc3d.trace.schema import EVENTS, record_type
 from hpc3d.training.gradient_compression import CompressionSpec, GradientCompression
 from hpc3d.training.guard import ReplicaCheck
-from tests.checkpoints.lives import LAYOUTS, live
-from tests.checkpoints.lives import losses as losses_of
+from tests.checkpoints.killed_runs import LAYOUTS, run_until
+from tests.checkpoints.killed_runs import losses as losses_of
 from tests.pipeline.mixes import alone, config_of, cover, same, serial, train, trainer_of
 from tests.predict.simulation.test_count import counted
 from tests.strided import strided
@@ -326,12 +326,12 @@ def test_residuals_are_reset_and_reported_on_other_data_axes(tmp_path, monkeypat
     for folder, stops in ((whole, [4]), (begun, [2, 4])):
         folder.mkdir()
         for steps in stops:
-            live(folder, "d=2", steps)
+            run_until(folder, "d=2", steps)
     assert losses_of(begun) == losses_of(whole)
     assert line not in (begun / "said").read_text()
-    live(begun, "alone", 5)
+    run_until(begun, "alone", 5)
     assert line in (begun / "said").read_text()
     monkeypatch.setitem(LAYOUTS, "d=2", f"{run} d=2 compression=none")
-    live(whole, "d=2", 5)
+    run_until(whole, "d=2", 5)
     line = "resume: the error feedback of parallel.compression is discarded"
     assert line in (whole / "said").read_text()

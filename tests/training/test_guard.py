@@ -310,7 +310,7 @@ def test_replica_check_detects_flips_in_parameters_and_states(line, kind, name, 
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
 def test_every_bit_flip_changes_the_hash(dtype):
-    """In a block that takes several turns, of which the last is shorter."""
+    """In a block of several rounds, of which the last is shorter."""
     block, factors = np.random.default_rng(3).normal(size=(3, 5)).astype(dtype), odd_numbers(4)
     bits = 8 * block.itemsize
     flipped = [flip(block, bit, place) for bit in range(bits) for place in range(block.size)]

@@ -13,7 +13,7 @@ from hpc3d.config.load import to_toml
 from hpc3d.training.guard import NotFinite
 from hpc3d.training.loss_scale import LossScale
 from hpc3d.training.trainer import Trainer
-from tests.checkpoints.lives import Ranks
+from tests.checkpoints.killed_runs import ThreadJob
 from tests.pipeline.mixes import Tokens, config_of
 
 MODEL = "layers=2 batch=24"
@@ -117,7 +117,7 @@ def test_loss_scale_is_restored_from_a_checkpoint(tmp_path):
     def go_on(mesh):
         where = replace(config, train=replace(config.train, dtype=dtype))
         trainer = trainer_of(mesh, where)
-        assert resume(Ranks(mesh), tmp_path, trainer, str) == 2
+        assert resume(ThreadJob(mesh), tmp_path, trainer, str) == 2
         return trainer.scaling.factor, trainer.scaling.row
 
     run(config.mesh.sizes(), save)

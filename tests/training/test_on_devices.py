@@ -20,7 +20,7 @@ from hpc3d.comm import nccl, threads
 from hpc3d.config.input_file import CheckpointConfig
 from hpc3d.config.load import to_toml
 from hpc3d.training.guard import Corrupt, GuardError, NotFinite, ReplicaCheck
-from tests.checkpoints.lives import Ranks
+from tests.checkpoints.killed_runs import ThreadJob
 from tests.comm.test_checker import flip
 from tests.fakes import fake_device
 from tests.fakes.fake_device import DeviceArray, DevicePool, on_device, plain
@@ -82,7 +82,7 @@ def life(folder, line, transport, until):
 
     def rank(mesh):
         trainer, said = trainer_of(mesh, config), []
-        start = resume(Ranks(mesh), folder, trainer, said.append) if begun else 0
+        start = resume(ThreadJob(mesh), folder, trainer, said.append) if begun else 0
         saver = Saver(
             folder, trainer, CheckpointConfig(every=until), lambda _: header, said.append
         )

@@ -11,7 +11,7 @@ import hpc3d.trace
 from hpc3d.checkpoints.resume import run_to_resume
 from hpc3d.config.input_file import Config
 from hpc3d.training import run_folder
-from tests.checkpoints.lives import at_write, child, ended, kill
+from tests.checkpoints.killed_runs import at_write, child, ended, kill
 from tests.trace.test_previous_attempts import attempt, steps_of
 
 

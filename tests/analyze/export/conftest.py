@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 from tests.analyze.small import small
 
 PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}

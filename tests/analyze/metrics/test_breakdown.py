@@ -13,7 +13,7 @@ from hpc3d.analyze.metrics.breakdown import (
 )
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.trace import schema
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 from tests.analyze.synthetic import by_hand, call, large, row
 
 GROUPS = [("x", (0, 1)), ("y", (0, 1))]

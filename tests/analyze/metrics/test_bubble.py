@@ -7,10 +7,10 @@ from hpc3d.analyze.metrics.pipeline_step import StepPasses
 from hpc3d.pipeline.instruction import parse
 from hpc3d.pipeline.schedule import instruction_streams
 from hpc3d.pipeline.timeline import Cost, timeline
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 
 TF, TB = 2.0, 3.0
-NAP = 0.15  # seconds of virtual time; all else takes microseconds
+DELAY = 0.15  # seconds of virtual time; all else takes microseconds
 
 
 def rows_of(name, stages, micros, chunks=1, cost=(TF, TB, 0.0)):
@@ -78,12 +78,12 @@ def test_bubble_of_a_threaded_run_with_a_slow_stage(tmp_path):
     """A stage that pauses eight times makes the other one wait: twice before the first gradient
     comes, twice for the second, four times when its forward passes are over."""
 
-    def nap(recorder, name):
+    def delay(recorder, name):
         slow = recorder.layer == 7 and recorder.step == 1
-        return NAP if slow and name == "gelu" else 0
+        return DELAY if slow and name == "gelu" else 0
 
     sizes = {"mesh__p": 2, "parallel__microbatches": 4, "parallel__schedule": "1f1b"}
-    rows = StepPasses(trained(tmp_path / "run", 2, nap, **sizes)).measured(1)
+    rows = StepPasses(trained(tmp_path / "run", 2, delay, **sizes)).measured(1)
     first, second = parts(rows)
-    assert first == pytest.approx((2 * NAP, 2 * NAP, 4 * NAP), abs=0.01 * NAP)
-    assert second == pytest.approx((0, 0, 0), abs=0.01 * NAP)
+    assert first == pytest.approx((2 * DELAY, 2 * DELAY, 4 * DELAY), abs=0.01 * DELAY)
+    assert second == pytest.approx((0, 0, 0), abs=0.01 * DELAY)

@@ -6,7 +6,7 @@ import pytest
 from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matrix
 from hpc3d.analyze.metrics.stragglers import straggler_rows
 from hpc3d.analyze.metrics.wait_states import calls_of, incomplete, wait_rows
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 from tests.analyze.synthetic import by_hand, call, large, row
 
 GROUPS = [("x", (0, 1, 2, 3)), ("y", (1, 3)), ("p", (0, 1))]

@@ -18,13 +18,13 @@ from hpc3d.analyze.metrics.compare import (
 )
 from hpc3d.analyze.metrics.steady import Steady
 from hpc3d.config.load import to_toml
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 from tests.analyze.synthetic import by_hand, call, row
 from tests.analyze.traces import config_of
 
 ONE = {"compute": (90, 5, 6, 4, 5.5), "comm": (2, 2, 3, 2, 2)}  # ms in steps 0 to 4
 OTHER = {"compute": (7, 8, 7.5), "comm": (60, 2.5, 2), "io": (1, 1, 1)}
-NAP = 0.1  # seconds of virtual time; all else takes microseconds
+DELAY = 0.1  # seconds of virtual time; all else takes microseconds
 
 
 def run_of(path, times):
@@ -132,18 +132,18 @@ def test_differences_skip_the_first_step_if_there_are_others(times, tmp_path):
 
 
 def test_difference_rows_find_a_slower_layer(tmp_path):
-    """By 1 to 1.4 NAP in steps 1 to 5."""
+    """By 1 to 1.4 DELAY in steps 1 to 5."""
 
-    def nap(recorder, name):
+    def delay(recorder, name):
         slow = recorder.layer == 1 and recorder.phase == "forward"
-        return (0.9 + 0.1 * recorder.step) * NAP if slow and name == "gelu" else 0
+        return (0.9 + 0.1 * recorder.step) * DELAY if slow and name == "gelu" else 0
 
     sizes = {"mesh__x": 2, "model__layers": 2, "parallel__scheme": "1d", "train__steps": 6}
     plain = Steady(trained(tmp_path / "plain", 2, **sizes))
-    slow = Steady(trained(tmp_path / "slow", 2, nap, **sizes))
+    slow = Steady(trained(tmp_path / "slow", 2, delay, **sizes))
     whole, first, *_ = difference_rows(plain, slow, ("category", "phase", "layer"))
     assert (first["category"], first["phase"], first["layer"]) == ("compute", "forward", 1)
-    mean, half = 1.2 * NAP, T95[3] * 0.1 * NAP * (2.5 / 5) ** 0.5
+    mean, half = 1.2 * DELAY, T95[3] * 0.1 * DELAY * (2.5 / 5) ** 0.5
     for found in (first, whole):
         assert found["difference_s"] == pytest.approx(mean, rel=0.01), "of a rank and step"
         assert (found["low"], found["high"]) == pytest.approx((mean - half, mean + half), rel=0.01)

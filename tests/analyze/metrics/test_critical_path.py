@@ -7,7 +7,7 @@ import pytest
 
 from hpc3d.analyze.metrics.critical_path import critical_path, path_rows
 from hpc3d.analyze.metrics.wait_states import calls_of
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 from tests.analyze.synthetic import COMPUTE, JITTER, SLOT, by_hand, call, jitter, large, row
 
 GROUPS = [("x", (0, 1, 2)), ("p", (0, 1))]
@@ -232,21 +232,21 @@ def test_critical_path_of_many_ranks_follows_the_last_arrivals(tmp_path):
         assert line[0][transfer.axis == "x"] == line[1][transfer.axis == "x"], "one group"
 
 
-NAP = 0.2  # seconds of virtual time; all else takes microseconds
+DELAY = 0.2  # seconds of virtual time; all else takes microseconds
 
 
 def test_slow_layer_dominates_the_critical_path(tmp_path):
-    def nap(recorder, name):
+    def delay(recorder, name):
         slow = recorder.layer == 5 and recorder.phase == "backward" and recorder.step == 1
-        return NAP if slow and name == "gelu" else 0
+        return DELAY if slow and name == "gelu" else 0
 
     sizes = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 3, "parallel__schedule": "1f1b"}
-    trace = trained(tmp_path / "run", 4, nap, **sizes)
+    trace = trained(tmp_path / "run", 4, delay, **sizes)
     path = path_of(trace, 1)
     rows = path_rows(path, ("layer", "phase", "name"))
     first = next(each for each in rows if each["layer"] >= 0)
     assert (first["layer"], first["phase"], first["name"]) == (5, "backward", "gelu")
-    assert first["seconds"] == pytest.approx(3 * NAP, rel=0.01), "one pause per microbatch"
+    assert first["seconds"] == pytest.approx(3 * DELAY, rel=0.01), "one pause per microbatch"
     whole = sum(each.seconds for each in path)
     assert [each["share"] for each in rows] == pytest.approx(
         [each["seconds"] / whole for each in rows]
@@ -260,13 +260,13 @@ def test_slow_layer_dominates_the_critical_path(tmp_path):
 
 
 def test_slow_rank_is_on_the_critical_path(tmp_path):
-    def nap(recorder, name):
+    def delay(recorder, name):
         slow = recorder.layer == 2 and recorder.phase == "forward" and recorder.step == 1
-        return NAP if slow and recorder.rank == 3 and name == "gelu" else 0
+        return DELAY if slow and recorder.rank == 3 and name == "gelu" else 0
 
     sizes = {"mesh__x": 4, "model__heads": 4, "model__layers": 4, "parallel__scheme": "1d"}
-    trace = trained(tmp_path / "run", 4, nap, **sizes)
+    trace = trained(tmp_path / "run", 4, delay, **sizes)
     rows = path_rows(path_of(trace, 1), ("rank", "layer", "name"))
     first = next(each for each in rows if each["layer"] >= 0)
     assert (first["rank"], first["layer"], first["name"]) == (3, 2, "gelu")
-    assert first["seconds"] == pytest.approx(NAP, rel=0.01)
+    assert first["seconds"] == pytest.approx(DELAY, rel=0.01)

@@ -8,7 +8,7 @@ from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.config.input_file import ModelConfig
 from hpc3d.config.load import to_toml
 from hpc3d.trace.trace_config import one_time
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 from tests.analyze.synthetic import by_hand, row
 from tests.analyze.traces import config_of
 from tests.strided import strided

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 
 LASTS = 4e-3  # seconds of virtual time that an all-reduce takes, one after the other
 
@@ -28,7 +28,7 @@ PIPELINE = {"mesh__p": 2, "parallel__schedule": "1f1b", "parallel__microbatches"
 def test_overlapped_gradient_reduction_is_less_exposed(more, tmp_path):
     """A backward pass of a layer takes as long as 4 all-reduces."""
 
-    def nap(recorder, name):
+    def delay(recorder, name):
         return 4 * LASTS if name == "gelu" and recorder.phase != "forward" else 0
 
     how = {"mesh__d": 2, "model__layers": 4, "parallel__bucket_mb": 0, "train__steps": 5, **more}
@@ -36,7 +36,7 @@ def test_overlapped_gradient_reduction_is_less_exposed(more, tmp_path):
     found = {}
     for overlap in ("true", "false"):
         ranks = 2 * how.get("mesh__p", 1)
-        with trained(tmp_path / overlap, ranks, nap, parallel__overlap=overlap, **how) as trace:
+        with trained(tmp_path / overlap, ranks, delay, parallel__overlap=overlap, **how) as trace:
             found[overlap] = exposed(trace)
     (hidden, *same), (bare, *wanted) = found["true"], found["false"]
     assert same == wanted

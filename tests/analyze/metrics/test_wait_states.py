@@ -7,7 +7,7 @@ from hpc3d.analyze.metrics.breakdown import rank_rows
 from hpc3d.analyze.metrics.collectives import bandwidth_rows
 from hpc3d.analyze.metrics.stragglers import straggler_rows
 from hpc3d.analyze.metrics.wait_states import calls_of, incomplete, wait_rows
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 from tests.analyze.synthetic import COMPUTE, JITTER, SLOT, by_hand, call, jitter, large, row
 
 GROUPS = [("x", (0, 1, 2)), ("y", (0, 2)), ("p", (0, 1))]
@@ -302,7 +302,7 @@ def test_waits_of_many_ranks_match_the_formula(tmp_path):
     assert imposed == pytest.approx(wait.sum() * 1e-9, rel=1e-12), "a step"
 
 
-NAP = 0.15  # seconds of virtual time; all else takes microseconds
+DELAY = 0.15  # seconds of virtual time; all else takes microseconds
 CLOSE = 1e-3  # seconds
 
 
@@ -310,26 +310,26 @@ CLOSE = 1e-3  # seconds
 def slept(tmp_path_factory):
     """Rank 2 of 4 pauses before an all-reduce of all of them, in each of three steps."""
 
-    def nap(recorder, name):
+    def delay(recorder, name):
         here = (name, recorder.layer, recorder.phase) == ("gelu", 1, "forward")
-        return NAP if here and recorder.rank == 2 else 0
+        return DELAY if here and recorder.rank == 2 else 0
 
     sizes = {"mesh__x": 4, "model__heads": 4, "model__layers": 3, "parallel__scheme": "1d"}
-    return trained(tmp_path_factory.mktemp("run") / "slept", 4, nap, **sizes)
+    return trained(tmp_path_factory.mktemp("run") / "slept", 4, delay, **sizes)
 
 
 def test_sleeping_rank_is_the_first_straggler(slept):
     first, *others = straggler_rows(calls_of(slept))
     assert (first["rank"], first["host"]) == (2, "node2")
-    assert first["imposed_s"] == pytest.approx(3 * NAP, abs=CLOSE)
-    assert [each["wait_s"] for each in others] == pytest.approx([NAP] * 3, abs=CLOSE)
+    assert first["imposed_s"] == pytest.approx(3 * DELAY, abs=CLOSE)
+    assert [each["wait_s"] for each in others] == pytest.approx([DELAY] * 3, abs=CLOSE)
     assert first["wait_s"] < CLOSE
 
 
 def test_sleep_counts_as_wait_of_other_ranks_not_as_transfer(slept):
     rows = wait_rows(calls_of(slept), ("layer", "phase", "axis"))
     there = {"layer": 1, "phase": "forward", "axis": "x"}
-    (nap,) = (each for each in rows if there.items() <= each.items())
-    assert nap["wait_s"] == pytest.approx(0.75 * NAP, abs=CLOSE), "three of four ranks wait"
-    assert nap["transfer_s"] < CLOSE
+    (delay,) = (each for each in rows if there.items() <= each.items())
+    assert delay["wait_s"] == pytest.approx(0.75 * DELAY, abs=CLOSE), "three of four ranks wait"
+    assert delay["transfer_s"] < CLOSE
     assert incomplete(calls_of(slept)) == 0 and not any(each["violations"] for each in rows)

@@ -10,7 +10,7 @@ from hpc3d.analyze.report.palette import PATH
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import KINDS
 from hpc3d.analyze.report.write import write
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 from tests.analyze.report.browser import missing, opened, started
 from tests.analyze.small import small
 

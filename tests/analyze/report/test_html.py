@@ -20,7 +20,7 @@ from hpc3d.analyze.report.table_format import in_markdown
 from hpc3d.analyze.report.table_notes import MEANING
 from hpc3d.analyze.report.write import write
 from hpc3d.trace.annotations import write_prediction
-from tests.analyze.naps import trained
+from tests.analyze.delayed_runs import trained
 from tests.analyze.small import ROWS, small
 
 PIPELINE = {"mesh__p": 2, "mesh__x": 2, "parallel__microbatches": 2, "parallel__schedule": "1f1b"}

@@ -66,7 +66,7 @@ def of_scores(work):
     return Counter({(*what, flops / 2): count for (*what, flops), count in attention.items()})
 
 
-TURNS = {
+ORDERS = {
     "1f1b none": "forward backward",
     "1f1b selective": "forward backward recompute backward",
     "1f1b full": "forward recompute backward",
@@ -76,17 +76,17 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("how", TURNS)
+@pytest.mark.parametrize("how", ORDERS)
 def test_recomputation_happens_within_the_b_pass(how):
     schedule, recompute = how.split()
     line = f"p=2 x=2 schedule={schedule} microbatches=3 recompute={recompute}"
     for rank in every_rank(config_of(line), 29):
         layers = set(rank.events["layer"].tolist()) - {-1}
-        found = {turns(rank.events, *place) for place in product(layers, range(3))}
-        assert found == {TURNS[how]}
+        found = {block_phases(rank.events, *place) for place in product(layers, range(3))}
+        assert found == {ORDERS[how]}
 
 
-def turns(events, layer, micro):
+def block_phases(events, layer, micro):
     """The phases in which a block computes products, in their order."""
     own = events[(events["layer"] == layer) & (events["microbatch"] == micro)]
     phases = own["phase"][np.isin(own["op"], [OP.index("gemm"), OP.index("attention")])]

@@ -1,4 +1,4 @@
-"""A pass that is played leaves the memory, the calls and the peaks of one that is run."""
+"""A replayed pass leaves the memory, the calls and the peaks of an executed one."""
 
 from types import SimpleNamespace
 

@@ -23,7 +23,7 @@ p=4 schedule=pipedream microbatches=6 tied=false clip=0 steps=4
 p=4 schedule=pipedream-2bw microbatches=8 tied=false steps=4
 p=2 d=2 x=2 schedule=pipedream-2bw microbatches=4 steps=3
 """.strip().splitlines()
-PLAYED = """
+REPLAYED = """
 p=1 schedule=none microbatches=4 backend=cupy dtype=float32
 x=2 y=2 z=2 schedule=none microbatches=3 batch=24 sequence=8
 p=2 d=2 schedule=zb-v chunks=2 microbatches=4 dropout=0.1 backend=cupy dtype=float32
@@ -42,7 +42,7 @@ def simulated(line):
 
 @pytest.mark.parametrize(
     "line",
-    [*strided(PIPELINES, 28), *strided(PLAYED, 4), *strided(MIXTURES, 8, 1)],
+    [*strided(PIPELINES, 28), *strided(REPLAYED, 4), *strided(MIXTURES, 8, 1)],
 )
 def test_replayed_passes_equal_executed_ones(line):
     """Every value of every row but times, and the peak of every kind of memory."""

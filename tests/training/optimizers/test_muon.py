@@ -64,8 +64,8 @@ def apart(item, array):
     stack = array.swapaxes(0, 1) if array.ndim == 3 else array[None]
     gated = item.name.endswith("up.weight") and stack.shape[2] == 2 * GATED
     kinds, width = (3, 24 // 12) if "qkv.weight" in item.name else (1 + gated, 1)
-    turns = stack.reshape(*stack.shape[:2], -1, kinds, width)
-    found = [of[:, :, kind].reshape(len(of), -1) for of in turns for kind in range(kinds)]
+    interleaved = stack.reshape(*stack.shape[:2], -1, kinds, width)
+    found = [of[:, :, kind].reshape(len(of), -1) for of in interleaved for kind in range(kinds)]
     return [torch.tensor(np.array(matrix)) for matrix in found]
 
 

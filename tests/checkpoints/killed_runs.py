@@ -26,8 +26,8 @@ LAYOUTS = {
 WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events; and open, to write
 
 
-class Ranks:
-    """What `resume` wants of a job, where ranks are threads."""
+class ThreadJob:
+    """Job whose ranks are threads, with the methods that `resume` calls."""
 
     def __init__(self, mesh):
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.ranks
@@ -46,11 +46,11 @@ class Ranks:
         raise Problems(problems)
 
 
-def live(folder, layout, until, every=1, evaluations=None):
-    """Go on with the run in `folder`, saving every so many steps, until so many are done.
+def run_until(folder, layout, until, every=1, evaluations=None):
+    """Continue the run in `folder` until step `until`, and save after every `every` steps.
 
-    Lines are added to its files: to `losses` of steps, to `said` of what the log is told.  Of
-    `evaluations`, {steps done: loss}, the best is kept.
+    Rank 0 appends the losses to the file `losses`, and log lines to `said`. The best checkpoint by
+    `evaluations`, {steps done: loss}, is kept.
     """
     clear(folder)
     config = config_of(LAYOUTS[layout])
@@ -65,7 +65,7 @@ def live(folder, layout, until, every=1, evaluations=None):
         trainer = trainer_of(mesh, config)
         say = note(folder / "said", mesh)
         begun = steps_of(folder / "checkpoints")
-        start = resume(Ranks(mesh), folder, trainer, say) if begun else 0
+        start = resume(ThreadJob(mesh), folder, trainer, say) if begun else 0
         how = CheckpointConfig(every=every, keep=2, keep_best=bool(evaluations))
         saver = Saver(folder, trainer, how, header, say)
         for number in range(start, until):

@@ -6,7 +6,7 @@ import os
 import re
 import traceback
 
-from tests.played.device import WRONG
+from tests.simulated_cuda.device import WRONG
 
 GET_NAME, NEW = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_New
 GET_NAME.restype, GET_NAME.argtypes = ctypes.c_char_p, [ctypes.py_object]

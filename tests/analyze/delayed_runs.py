@@ -12,7 +12,7 @@ from tests.fakes.virtual_time import Clock, Network
 VOCABULARY = 24
 
 
-class Nap(Span):
+class Delay(Span):
     """A span of computation that takes some more seconds."""
 
     __slots__ = ("seconds",)
@@ -22,25 +22,25 @@ class Nap(Span):
         self.recorder.clock.advance(self.seconds * 1e9)
 
 
-class Sleepy(Recorder):
-    """A recorder whose rank takes `nap(recorder, name)` seconds more in a span."""
+class DelayingRecorder(Recorder):
+    """A recorder whose rank takes `delay(recorder, name)` seconds more in a span."""
 
-    def __init__(self, *arguments, nap, network, clock):
+    def __init__(self, *arguments, delay, network, clock):
         super().__init__(*arguments, clock=clock)
-        self.nap, self.network = nap, network
+        self.delay, self.network = delay, network
 
     def wrap(self, comm, axis):
         return super().wrap(self.network.wrap(comm, axis, self.clock), axis)
 
     def span(self, name, op="elementwise", flops=0):
         made = super().span(name, op, flops)
-        nap = Nap(self, made.name, made.op, made.flops)
-        nap.seconds = self.nap(self, name)
-        return nap if nap.seconds else made
+        delay = Delay(self, made.name, made.op, made.flops)
+        delay.seconds = self.delay(self, name)
+        return delay if delay.seconds else made
 
 
 def trained(
-    folder, ranks, nap=lambda recorder, name: 0, vocabulary=VOCABULARY, lasts=None, **values
+    folder, ranks, delay=lambda recorder, name: 0, vocabulary=VOCABULARY, lasts=None, **values
 ):
     """An open trace of a run of all its steps; `lasts` has the ns that calls take."""
     config = config_of(ranks, **{"model__vocabulary": vocabulary, **values})
@@ -48,7 +48,9 @@ def trained(
 
     def rank(mesh):
         top = {**header(config, mesh.rank, ranks), "host": f"node{mesh.rank}"}
-        recorder = Sleepy(folder, top, nap=nap, network=network, clock=Clock(mesh.rank))
+        recorder = DelayingRecorder(
+            folder, top, delay=delay, network=network, clock=Clock(mesh.rank)
+        )
         batches = RandomBatches(config, vocabulary) if mesh.rank == 0 else None
         trainer = Trainer(mesh.traced(recorder), config, vocabulary, batches)
         for number in range(config.train.steps):

@@ -1,4 +1,4 @@
-"""The program on CuPy itself, whose CUDA is played, against the program on NumPy."""
+"""The program on CuPy itself, whose CUDA is simulated, against the program on NumPy."""
 
 import json
 import re
@@ -12,8 +12,8 @@ import hpc3d.trace
 from hpc3d.trace.checks_per_rank import violations
 from tests.cuda import emulator
 from tests.mpi import mpirun
-from tests.played.__main__ import WHEEL
 from tests.runs import newest
+from tests.simulated_cuda.__main__ import WHEEL
 from tests.strided import rotating
 
 pytestmark = [
@@ -44,10 +44,10 @@ def run(ranks, out, posted=None, **values):
     posted on streams comes to the file `posted`."""
     options = {**TINY, "run.out": out, **{k.replace("__", "."): v for k, v in values.items()}}
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
-    played = ["-m", "tests.played", "hpc3d.train"]
-    how = played if options["train.backend"] == "cupy" else ["-m", "hpc3d.train"]
-    environment = {"PLAYED_DEVICES": str(ranks), "HPC3D_MPI_DEVICE": "full"}
-    environment |= {"PLAYED_POSTED": str(posted)} if posted else {}
+    simulated = ["-m", "tests.simulated_cuda", "hpc3d.train"]
+    how = simulated if options["train.backend"] == "cupy" else ["-m", "hpc3d.train"]
+    environment = {"SIMULATED_DEVICES": str(ranks), "HPC3D_MPI_DEVICE": "full"}
+    environment |= {"SIMULATED_POSTED": str(posted)} if posted else {}
     done = mpirun(ranks, *how, *words, timeout=200, environment=environment)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return newest(out)
@@ -215,7 +215,7 @@ def test_checkpoint_resumes_on_the_other_backend(first, on_numpy, tmp_path):
     second = {"numpy": "cupy", "cupy": "numpy"}[first]
     begun = run(1, tmp_path, train__backend=first, train__steps=2, **values)
     words = ["--resume", begun, "--train.backend", second, "--train.steps", 3]
-    done = mpirun(1, "-m", "tests.played", "hpc3d.train", *words, timeout=200)
+    done = mpirun(1, "-m", "tests.simulated_cuda", "hpc3d.train", *words, timeout=200)
     assert done.returncode == 0, done.stderr
     got, _ = told(newest(tmp_path))
     expected, _ = on_numpy()
@@ -235,7 +235,7 @@ def test_gpu_check_passes_on_fake_cupy(part, tmp_path):
     """The parts of `make gpu-check` that are quick enough here."""
     events = tmp_path / "events"
     events.touch()
-    words = ["-m", "tests.played", "tests.gpu.child", part, events, "--quick"]
+    words = ["-m", "tests.simulated_cuda", "tests.gpu.child", part, events, "--quick"]
     done = mpirun(1, *words, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = [

@@ -16,7 +16,7 @@ from tests.strided import costs
 
 STARTS_JOBS = re.compile(
     r"from tests\.(mpi|jobs|runs|documented\.scripts) import "
-    r".*\b(mpirun|checked|train|played|Case)\b"
+    r".*\b(mpirun|checked|train|output_of|Case)\b"
 )
 ROOT = Path(__file__).parent.parent
 LONG = 60  # CPU seconds of a file whose functions are units of their own

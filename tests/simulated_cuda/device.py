@@ -22,8 +22,8 @@ NO_TIMES = 2  # a flag of events
 WRONG = 70  # exit code of a process that did what CUDA would refuse
 LATE = 0.001  # seconds that a copy or a message takes; a slow kernel takes SLOW of them
 SLOW, SOMETIMES = 5, random.Random(1)
-COUNT = int(os.environ.get("PLAYED_DEVICES", "1"))
-PROPERTIES = {"name": b"Played", "major": 9, "minor": 0, "totalGlobalMem": 1 << 34}
+COUNT = int(os.environ.get("SIMULATED_DEVICES", "1"))
+PROPERTIES = {"name": b"Simulated", "major": 9, "minor": 0, "totalGlobalMem": 1 << 34}
 ATTRIBUTES = {75: 9, 76: 0, 1: 1024, 10: 32, 16: 132, 8: 49152}  # of a device, by CUDA's numbers
 posted = Counter()  # what was posted on streams, by name, and what graphs launched of it
 
@@ -79,7 +79,7 @@ class Tape:
         unjoined = Counter(stream for stream, *_ in self.posts) - self.clocks[self.origin]
         refuse(unjoined, "a capture ends with streams that are not joined")
 
-    def play(self):
+    def launch(self):
         """In an order that it allows: of its streams the first, and in the next launch the last,
         goes on for as long as it can."""
         lines = {stream: deque() for stream in self.clocks}
@@ -126,7 +126,7 @@ class Stream:
             try:
                 act()
             except BaseException:
-                os.write(2, f"played CUDA: {traceback.format_exc()}\n".encode())
+                os.write(2, f"simulated CUDA: {traceback.format_exc()}\n".encode())
                 os._exit(WRONG)
 
     def wait(self):
@@ -273,7 +273,7 @@ def end_capture(stream):
 
 
 def launch_graph(graph, stream):
-    streams[stream].post("graph", graphs[graph].play)
+    streams[stream].post("graph", graphs[graph].launch)
 
 
 def properties(number):
@@ -293,7 +293,7 @@ def nothing(*_):
 
 
 def launch(function, *how):
-    from tests.played import kernels
+    from tests.simulated_cuda import kernels
 
     grid, block, (_, stream, parameters, _) = how[:3], how[3:6], how[6:]
     image, name = functions[function]

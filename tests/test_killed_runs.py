@@ -17,7 +17,7 @@ import pytest
 import hpc3d.trace
 from hpc3d.comm.threads import run
 from hpc3d.trace.checks_per_rank import violations
-from tests.checkpoints.lives import LAYOUTS, child, ended, live, losses
+from tests.checkpoints.killed_runs import LAYOUTS, child, ended, losses, run_until
 from tests.checkpoints.test_saver import whole_ones
 from tests.mpi import ROOT, checked, launcher, surroundings
 from tests.pipeline.mixes import config_of, trainer_of
@@ -43,14 +43,14 @@ def nothing_lost(folder, log):
     assert kept >= max(losses(folder)) - 1
 
 
-@pytest.mark.parametrize(("layout", "lives", "seed"), [("serial", 40, 1), ("x=2", 35, 2)])
-def test_run_killed_many_times_on_threads_loses_nothing(layout, lives, seed, tmp_path):
+@pytest.mark.parametrize(("layout", "kills", "seed"), [("serial", 40, 1), ("x=2", 35, 2)])
+def test_run_killed_many_times_on_threads_loses_nothing(layout, kills, seed, tmp_path):
     """Every third ends while it begins."""
     draw, file = random.Random(seed), tmp_path / "losses"
-    live(tmp_path, layout, 1)
-    for number in range(lives):
+    run_until(tmp_path, layout, 1)
+    for number in range(kills):
         before = file.stat().st_size
-        process = child(live, tmp_path, layout, 1 << 30)
+        process = child(run_until, tmp_path, layout, 1 << 30)
         if number % 3 != 2:
             wait_for(lambda before=before: file.stat().st_size > before)
         time.sleep(draw.uniform(0, 0.3))
@@ -58,7 +58,7 @@ def test_run_killed_many_times_on_threads_loses_nothing(layout, lives, seed, tmp
         assert ended(process) == -signal.SIGKILL
         nothing_lost(tmp_path, tmp_path / "said")
     found, config = losses(tmp_path), config_of(LAYOUTS[layout])
-    assert len(found) > lives // 2
+    assert len(found) > kills // 2
 
     def whole(mesh):
         trainer = trainer_of(mesh, config)

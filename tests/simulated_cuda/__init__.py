@@ -1,4 +1,4 @@
-"""CuPy itself, on a CUDA that is played on the host.
+"""CuPy itself, on a CUDA that is simulated on the host.
 
 CuPy calls CUDA through two Cython modules, its runtime and its driver.  Here the functions of
 both are others (capsules.py): memory of the device is memory of the host, a stream is a thread, a
@@ -10,5 +10,5 @@ CuPy's own, what NumPy does (kernels.py).  cuBLASLt is the stand-in of the produ
 So the program runs as on a GPU, with the CuPy of users: arrays, pools, pinned memory, streams,
 events, graphs, RawModule and the bindings of NCCL are the real ones.
 
-    python -m tests.played hpc3d.train --train.backend cupy
+    python -m tests.simulated_cuda hpc3d.train --train.backend cupy
 """

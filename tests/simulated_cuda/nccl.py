@@ -14,9 +14,9 @@ import numpy as np
 
 from tests.cuda import emulator
 from tests.fakes.places import array_at
-from tests.played import device
-from tests.played.device import LATE, Table, streams
-from tests.played.kernels import FOLDER
+from tests.simulated_cuda import device
+from tests.simulated_cuda.device import LATE, Table, streams
+from tests.simulated_cuda.kernels import FOLDER
 
 C_NAMES = {c_void_p: "void*", c_int: "int", c_size_t: "size_t", POINTER(c_int): "int*"}
 ENDS, WHERE = (c_void_p, c_void_p, c_size_t, c_int), (c_void_p, c_void_p)  # communicator, stream
@@ -62,7 +62,7 @@ def library():
         lines += [f"int nccl{name}({typed}) {{ return go{name}({passed}); }}"]
     lines += ["int ncclCommInitRankConfig(void* made, int count, Id id, int rank, void* how) {"]
     lines += ["    return goInit(made, count, &id, rank, how); }"]
-    lines += ['const char* ncclGetErrorString(int) { return "of the played NCCL"; }']
+    lines += ['const char* ncclGetErrorString(int) { return "of the simulated NCCL"; }']
     lines += ["void put(const char* name, void* function) {"]
     lines += [f'    if (!strcmp(name, "{n}")) go{n} = (decltype(go{n}))function;' for n in names]
     text = "\n".join([*lines, "}", "}"])
@@ -87,7 +87,7 @@ class AtImport:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(Nccl()))  # as long as the process lives
 
 
-def play():
+def install():
     """Let NCCL be MPI."""
     sys.meta_path.insert(0, AtImport)
 
@@ -108,7 +108,7 @@ class Nccl:
             try:
                 function(*arguments)
             except Exception as error:
-                print(f"played NCCL: {error!r}", flush=True)
+                print(f"simulated NCCL: {error!r}", flush=True)
                 return FAILED
             return SUCCESS
 

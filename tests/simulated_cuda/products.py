@@ -4,12 +4,12 @@ import copy
 import ctypes
 
 from tests.fakes import fake_cublaslt
-from tests.played.device import streams
+from tests.simulated_cuda.device import streams
 
 ALGORITHM = 64  # bytes
 
 
-class PlayedLt(fake_cublaslt.FakeLt):
+class SimulatedLt(fake_cublaslt.FakeLt):
     def do_Matmul(self, *given):
         """What descriptions and numbers of the host say now holds when it is computed."""
         given, kept = list(given), copy.copy(self)

@@ -17,9 +17,9 @@ import numpy as np
 
 from hpc3d.cuda import launch_table
 from tests.cuda import emulator
-from tests.played.device import memory, refuse
+from tests.simulated_cuda.device import memory, refuse
 
-FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "d" / "played"
+FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "d" / "simulated_cuda"
 EMULATING = threading.Lock()  # the emulator is one machine
 TYPES = {
     "float": np.float32,
@@ -174,7 +174,7 @@ def elementwise(name, *given):
 
 
 def total(_, values, out, stride):
-    assert out.size == 1, "sums along an axis are not played"
+    assert out.size == 1, "sums along an axis are not simulated"
     out[...] = values.sum(dtype=out.dtype)
 
 

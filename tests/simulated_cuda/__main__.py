@@ -1,7 +1,7 @@
-"""Runs a module with CuPy on the played CUDA: python -m tests.played MODULE [WORDS]
+"""Runs a module with CuPy on the simulated CUDA: python -m tests.simulated_cuda MODULE [WORDS]
 
-PLAYED_DEVICES is the number of devices (1); PLAYED_POSTED names a file that is given, at the end,
-what was posted on streams, as JSON.
+SIMULATED_DEVICES is the number of devices (1). At the end, the names of all posted operations and
+their counts are written to the file SIMULATED_POSTED, as JSON.
 """
 
 import atexit
@@ -13,14 +13,14 @@ import time
 from functools import partial
 from pathlib import Path
 
-from tests.played import capsules, device, kernels
+from tests.simulated_cuda import capsules, device, kernels
 
-WAIT = 0.0005  # seconds: a host that spins takes the core of the played device
+WAIT = 0.0005  # seconds: a host that spins takes the core of the simulated device
 WHEEL = Path(sys.prefix) / "cupy"  # where `make test-slow` puts CuPy, so that others do not see it
 
 
-def play():
-    """Let CuPy find the played CUDA.  Before its first import."""
+def install():
+    """Let CuPy find the simulated CUDA.  Before its first import."""
     if WHEEL.exists():
         sys.path.append(str(WHEEL))
     os.environ |= {
@@ -34,13 +34,13 @@ def play():
     from cupy_backends.cuda.libs import nvrtc
 
     kernels.watch(nvrtc)
-    from tests.played import nccl
+    from tests.simulated_cuda import nccl
 
-    nccl.play()
+    nccl.install()
     from hpc3d.cuda import cublaslt_library
-    from tests.played.products import PlayedLt
+    from tests.simulated_cuda.products import SimulatedLt
 
-    cublaslt_library.load = PlayedLt
+    cublaslt_library.load = SimulatedLt
     os.sched_yield = partial(time.sleep, WAIT)
 
 
@@ -51,8 +51,8 @@ def keep_counts(path):
 if __name__ == "__main__":
     if not sys.argv[1:]:
         sys.exit(__doc__)
-    play()
-    if "PLAYED_POSTED" in os.environ:
-        atexit.register(keep_counts, os.environ["PLAYED_POSTED"])
+    install()
+    if "SIMULATED_POSTED" in os.environ:
+        atexit.register(keep_counts, os.environ["SIMULATED_POSTED"])
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
