@@ -26,10 +26,11 @@ from hpc3d.training.log import KEPT, duration
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
 _QUIET = 60  # minimum number of seconds without a step before a run counts as silent
 _TAIL = 2000  # bytes at the end of the log that are searched for the final state
-_RECENT = 20  # number of steps for the current speed
-_LATE, _NAMED = 2, 3  # straggler threshold on late calls / mean over ranks; ranks listed at most
+_RECENT = 20  # number of most recent steps over which the speed is computed
+# A straggler arrives last _LATE times as often as the mean rank. At most _NAMED are listed.
+_LATE, _NAMED = 2, 3
 _SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # step record keys
-_FINAL_STATES = (  # text in the log, state
+_FINAL_STATES = (  # (text in train.log, state of the run)
     ("stopped after step", "stopped"),
     (KEPT, "ended"),
     ("from the last checkpoint with --resume", "failed"),
@@ -75,7 +76,7 @@ class LiveRun:
         self.now, self.state = now, state(self.folder, self.recent, now)
 
     def line(self) -> str:
-        """Return the status in one line."""
+        """Return the status of the run as a single line."""
         items = [f"{self.folder.name}   {self.state}"]
         if self.recent:
             step, _, *left = self._progress()
@@ -84,9 +85,9 @@ class LiveRun:
         return ", ".join(items)
 
     def screen(self, width: int) -> list[str]:
-        """Return the status as lines of at most `width` characters.
+        """Return the status of the run as lines of at most `width` characters.
 
-        The first line ends with the state of the run.
+        The first line ends with the state, such as "running".
         """
         name = self.folder.name[: max(8, width - len(self.state) - 3)]
         lines = [f"{name}   {self.state}"]
@@ -159,7 +160,7 @@ def state(run: Path, steps: Sequence[dict[str, Any]], now: float) -> str:
     alive = _is_alive(lock)
     starting = alive and _modified(lock) > _modified(log)
     tail = "" if starting else _tail(log)
-    attempt = tail.rfind("\nstep     loss")  # header of the newest attempt
+    attempt = tail.rfind("\nstep     loss")  # step table of the newest attempt
     for text, final in _FINAL_STATES:
         if tail.find(text, max(attempt, 0)) >= 0:
             return final
@@ -173,7 +174,7 @@ def state(run: Path, steps: Sequence[dict[str, Any]], now: float) -> str:
 
 
 def _is_alive(lock: Path) -> bool | None:
-    """Return true if the process of rank 0 is alive, or None if it is on another host."""
+    """Return whether the process of rank 0 is alive, or `None` if it runs on another host."""
     match _tail(lock).split():
         case [_, number, _, host] if number.isdecimal() and host == platform.node():
             try:
@@ -205,7 +206,10 @@ def _tail(path: Path) -> str:
 
 
 def _stragglers(axes: AxisShares) -> list[str]:
-    """List the ranks that arrive last at calls at least _LATE times as often as the mean rank."""
+    """Return phrases that list the stragglers.
+
+    A straggler is the last rank to arrive at calls at least _LATE times as often as the mean rank.
+    """
     total = axes.late.total()
     if not total:
         return []

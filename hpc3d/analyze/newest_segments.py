@@ -1,4 +1,4 @@
-"""Communication time of a live run by mesh axis, from the newest trace segment of each rank.
+"""Communication time by mesh axis during a live run, from the newest trace segment of each rank.
 
 Each rank writes a segment every 30 seconds and when it exits (hpc3d.trace.segment). Unreadable
 segments are skipped.
@@ -20,15 +20,15 @@ _COMM = CATEGORY.index("comm")
 
 
 class AxisShares(NamedTuple):
-    """Communication time by mesh axis, averaged over `ranks` ranks and the range `steps`.
+    """Share of communication in the step time by mesh axis, over `ranks` ranks and `steps`.
 
     Attributes
     ----------
     calls, waits
-        Dicts from axis to the share of the step time spent in calls, and in waiting for late
-        members.
+        Dicts from axis to a share of the step time: the share spent in calls, and the share spent
+        waiting for late ranks in calls.
     late
-        Number of collective calls at which each rank arrived last.
+        Dict from rank to the number of collective calls at which this rank arrived last.
     """
 
     ranks: int
@@ -39,7 +39,7 @@ class AxisShares(NamedTuple):
 
 
 class NewestSegments:
-    """Newest trace segments of a run. They are reread whenever the run has written new ones."""
+    """Newest trace segment of each rank. Segments are reread when the run has written new ones."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.counts = run, dict[int, int]()
@@ -77,7 +77,7 @@ def _axis_shares(segments: Sequence[Segment]) -> AxisShares | None:
 
 
 def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Counter[int]]:
-    """Return the times in calls and in waiting by axis [ns], and the late arrivals by rank.
+    """Return the time in calls and the waiting time by axis [ns], and late arrivals by rank.
 
     In a collective, a rank waits until the last member has made the call. The full duration of
     a message counts as waiting.
@@ -100,7 +100,7 @@ def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Cou
                 joined.setdefault((*key, seq), []).append((posted, rank, start, start + dur))
     for (axis, *members, _), arrivals in joined.items():
         if len(arrivals) < len(members):
-            continue  # the other members are in other segments
+            continue  # the calls of the other members are in older or missing segments
         last, late_rank, *_ = max(arrivals)
         late[late_rank] += 1
         waits[axis] += sum(max(0, min(end, last) - start) for _, _, start, end in arrivals)

@@ -1,4 +1,4 @@
-"""Python interface to the losses, tables and figures of a run, computed on access."""
+"""Python interface to a run. Losses, tables and figures are computed when they are accessed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Drawing(NamedTuple):
-    """Figure with a title, displayed inline by notebooks."""
+    """Matplotlib figure with a title. Notebooks display the figure inline."""
 
     figure: Figure
     title: str
@@ -36,7 +36,7 @@ class Drawing(NamedTuple):
         Parameters
         ----------
         path
-            File with the extension .png, .svg or .pdf, which selects the format.
+            Path of the file. The extension .png, .svg or .pdf selects the format.
         """
         with default_style():
             self.figure.savefig(path)
@@ -62,7 +62,7 @@ class OpenedRun:
     Raises
     ------
     ValueError
-        If `path` is neither of these.
+        If `path` is neither the folder of a run nor a trace.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -82,12 +82,12 @@ class OpenedRun:
 
     @cached_property
     def config(self) -> Config:
-        """Return the resolved configuration of the run, as in `run.config.mesh.x`."""
+        """Return the resolved configuration. For example, `run.config.mesh.x` is a mesh size."""
         return stored(self._of(None).config)
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the records of metrics.jsonl (docs/watching.md)."""
+        """Return the records of metrics.jsonl, which are described in docs/watching.md."""
         return metrics_file.read(self.folder)
 
     @property
@@ -97,7 +97,7 @@ class OpenedRun:
 
     @property
     def verdict(self) -> str:
-        """Return a summary in sentences: breakdown of the step time, largest cost, stragglers."""
+        """Return sentences about the step time breakdown, the largest cost and stragglers."""
         return " ".join(verdict(self._of(None).tables))
 
     @property
@@ -135,7 +135,7 @@ class OpenedRun:
         Parameters
         ----------
         columns
-            Names of columns (docs/trace.md; None: all columns).
+            Column names, as listed in docs/trace.md. The default is all columns.
 
         Returns
         -------
@@ -151,7 +151,7 @@ class OpenedRun:
         Parameters
         ----------
         step
-            Step number (None: a step with the median time).
+            Step number. The default is a step with the median time.
 
         Returns
         -------
@@ -177,7 +177,7 @@ class OpenedRun:
         Parameters
         ----------
         step
-            Step number (None: a step with the median time).
+            Step number. The default is a step with the median time.
 
         Returns
         -------
@@ -217,7 +217,7 @@ class OpenedRun:
         Parameters
         ----------
         out
-            Folder of the report (None: `report` in the folder of the run).
+            Folder of the report. The default is the subfolder `report` of the run's folder.
 
         Returns
         -------

@@ -14,18 +14,19 @@ class Events:
     Attributes
     ----------
     columns
-        COLUMNS of hpc3d.analyze.export.formats, the times `start`, `end` and `posted` in ns since
-        the start of the first event on any rank, and the duration `wait` in ns.
+        Dict from column name to one value per event. The columns are the COLUMNS of
+        hpc3d.analyze.export.formats, the times `start`, `end` and `posted` in ns since the start
+        of the first event on any rank, and the wait time `wait` in ns.
     names
         Dict from code to name for each column that contains codes.
     links
-        Pairs of row indices, [links, 2]: a send and its receive, or a call and a call that waited
-        for it.
+        Pairs of row indices, shape [links, 2]. A pair is a send and its receive, or the call of
+        the last rank to arrive and another call that waited for this rank.
     one_time
-        True if the ranks share a clock. If the trace contains CPU time, there are no links, and
-        `wait` is 0.
+        True if the ranks share a clock. It is false if the trace contains CPU times. In this
+        case, there are no links, and `wait` is 0.
     steps
-        Tuples (rank, step, start, end).
+        Tuples (rank, step, start, end) with times in ns, relative to the same start as `columns`.
     rows
         Slice of the events of each rank.
     coords

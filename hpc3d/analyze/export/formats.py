@@ -1,4 +1,4 @@
-"""Export of events to the formats of other tools. Each format is a file or a folder."""
+"""Export of events in the formats of other tools. Each format produces a file or a folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORMATS = {
 def events_of(
     trace: Trace, calls: CallInstances, first: int = 0, last: int | None = None
 ) -> Events:
-    """Return the events of the steps from `first` to `last`, by default of all steps.
+    """Return the events of steps `first` to `last`, inclusive. The default is all steps.
 
     `calls` is the result of `calls_of(trace)`. Raises ValueError if these steps have no events.
     """
@@ -74,7 +74,7 @@ def events_of(
 
 
 def _coords(trace, axes):
-    """Return the coordinates of each rank, computed from the full mesh if not in the trace."""
+    """Return the mesh coordinates of each rank, from the trace or else from the mesh sizes."""
     if "coords" in trace.ranks:
         return trace.ranks["coords"].tolist()
     grid = Grid(dict(axes))
@@ -82,15 +82,16 @@ def _coords(trace, axes):
 
 
 def _links(calls, rows, size):
-    """Return pairs of indices in `rows`, [links, 2].
+    """Return the pairs of events that are connected, as indices into `rows`, shape [links, 2].
 
-    Each pair is a send and its receive, or an awaited call and the call that waited for it.
+    Each pair is a send and its receive, or the call of the last rank to arrive and another call
+    that waited for this rank.
     """
     ranks = calls.trace.attrs["world_size"]
     key = calls.instance.astype("i8") * ranks + calls.rank
     order = np.argsort(
         key, kind="stable"
-    )  # a broadcast has two rows per rank; the call comes first
+    )  # a broadcast has two rows per rank: first the call, then the wait
     op = calls.trace.events["op"][calls.row]
     names = calls.trace.events.labels("op")
     receives = np.isin(op, [code for code, name in names.items() if name == "recv"])
@@ -107,7 +108,7 @@ def _links(calls, rows, size):
 
 
 def _steps(trace, first, last, shift, of_rank, zero):
-    """Yield (rank, step, start, end) of completed steps on the clock of rank 0.
+    """Yield (rank, step, start, end) of completed steps, with times in ns on the clock of rank 0.
 
     The clock offset of a rank is taken from its first event.
     """
@@ -119,6 +120,6 @@ def _steps(trace, first, last, shift, of_rank, zero):
 
 
 def export(formats: Iterable[str], events: Events, folder: Path) -> list[Path]:
-    """Write events in the given formats (keys of FORMATS), and return the paths."""
+    """Write events in the given formats (keys of FORMATS), and return the output paths."""
     folder.mkdir(parents=True, exist_ok=True)
     return [FORMATS[name](events, folder) for name in formats]

@@ -1,13 +1,14 @@
-"""Files of the PyTorch profiler, one per rank, for Holistic Trace Analysis.
+"""Export as PyTorch profiler traces, one file per rank, for Holistic Trace Analysis.
 
     TraceAnalysis(trace_dir="hta").get_comm_comp_overlap()
 
 An event is written as a kernel on a stream of its rank's device. Computation is on stream 7, and
-offload copies are on a separate stream. There is one stream per mesh axis for calls, which extend
-from their posting to their end, like an NCCL kernel. The launch of a kernel links it to its step.
-Times are rounded down to microseconds, so that events that do not overlap in the trace do not
-overlap in the files. Host work is not written as kernels. Events of the communication streams are
-omitted, because they duplicate the calls.
+offload copies are on a separate stream. Communication calls are on one stream per mesh axis. Like
+an NCCL kernel, a call extends from the time when it is posted to its end. A launch record assigns
+each kernel to its training step. Times are rounded down to microseconds, so that events that do
+not overlap in the trace do not overlap in the files. If a rank uses a device, its host work is
+written as CPU operations. Events of communication streams are omitted, because they duplicate the
+calls.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from hpc3d.trace.schema import STREAM
 if TYPE_CHECKING:
     from hpc3d.analyze.export.events import Events
 
-COMPUTE, _COPIES, _CALLS = 7, 8, 20  # streams: computation, copies, first axis
-_HOST = 1  # process and thread of launches and steps
+COMPUTE, _COPIES, _CALLS = 7, 8, 20  # stream of computation, of copies, and of the first mesh axis
+_HOST = 1  # process number and thread number of kernel launches and training steps
 _ON_HOST, _COMMUNICATION, _OFFLOAD = map(STREAM.index, ("host", "communication", "offload"))
 
 
 def write(events: Events, folder: Path) -> Path:
-    """Write the profiler files to the folder hta, and return its path."""
+    """Write the profiler files to the subfolder `hta`, and return its path."""
     path = folder / "hta"
     path.mkdir(parents=True, exist_ok=True)
     for rank, rows in enumerate(events.rows):
-        # Holistic Trace Analysis takes the first "rank" in the file as the rank of the file.
+        # Holistic Trace Analysis reads the rank of a file from the first "rank" key in the file.
         about = {"backend": "nccl", "rank": rank, "world_size": len(events.rows)}
         head = {"schemaVersion": 1, "distributedInfo": about}
         with (path / f"rank-{rank:05d}.json").open("w", encoding="utf-8") as file:
@@ -59,7 +60,7 @@ def _lines(events, rank, rows):
 
 
 def _launched(events, row, number):
-    """Yield the records of a kernel and of its launch."""
+    """Yield the launch record and the kernel record of an event."""
     launch, of_step = {"correlation": number}, {"External id": number}
     when = row["posted"], row["posted"]
     yield _complete("cudaLaunchKernel", "cuda_runtime", *when, _HOST, _HOST, launch | of_step)

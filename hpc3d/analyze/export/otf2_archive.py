@@ -1,12 +1,12 @@
 """Export to Open Trace Format 2, for Vampir and other tools of the Score-P ecosystem.
 
 Each stream of a rank is a location, each rank a location group, and each host a node of the system
-tree. An event is written as a region; the region name of a call includes the mesh axis. Groups of
-ranks are communicators, and calls have MPI records: blocking records if the wait immediately
-follows the call, otherwise a request at the call and a completion at its end. The tag of a message
-is its number. A metric accumulates the bytes and FLOP of each location, and attributes give the
-step, layer, microbatch, stage, chunk and phase of an event. MPI records are omitted if the trace
-contains CPU time, because they would relate the clocks of different ranks.
+tree. Events are written as regions; the region name of a call includes the mesh axis. Each group
+of ranks is a communicator. A call that is followed immediately by its wait has blocking MPI
+records; any other call has a request record and a completion record. The tag of a message is its
+sequence number. A metric accumulates the bytes and FLOP of each location. The attributes of an
+event contain its step, layer, microbatch, stage, chunk and phase. MPI records are omitted if the
+trace contains CPU times, because OTF2 tools would use them to compare times of different ranks.
 
 Python bindings: https://perftools.pages.jsc.fz-juelich.de/cicd/otf2/tags/latest/python/
 """
@@ -41,11 +41,11 @@ _ROLES = {
     **dict.fromkeys(MESSAGES, "POINT2POINT"),
 }
 _ATTRIBUTES = ("step", "layer", "microbatch", "stage", "chunk")
-_ENTER, _REQUEST, _LEAVE = range(3)  # actions
+_ENTER, _REQUEST, _LEAVE = range(3)  # kinds of event records
 
 
 def write(events: Events, folder: Path) -> Path:
-    """Write an archive to the folder otf2, and return the folder's path.
+    """Write an archive to the subfolder `otf2`, and return its path.
 
     The anchor file of the archive is trace.otf2.
     """
@@ -67,7 +67,7 @@ def write(events: Events, folder: Path) -> Path:
 
 
 class _Definitions:
-    """Definitions of an OTF2 archive, which the event records refer to."""
+    """Definitions of an OTF2 archive: the locations, communicators, regions and attributes."""
 
     def __init__(self, otf2: Any, registry: Any, events: Events) -> None:
         self.otf2, self.registry, self.events = otf2, registry, events
@@ -105,9 +105,9 @@ class _Definitions:
                 yield (rank, stream), registry.location(label, type=kind, group=process)
 
     def _communicators(self):
-        """Return one communicator per group of the trace.
+        """Return one communicator per group of ranks in the trace.
 
-        The parent of each is the communicator of all ranks.
+        The parent of each communicator is the communicator of all ranks.
         """
         registry, kinds = self.registry, self.otf2.GroupType
         first: dict[int, Any] = {}
@@ -155,14 +155,14 @@ class _Definitions:
 
 
 class _Records:
-    """Writer of the event records of a location."""
+    """Writer for the event records of one location."""
 
     def __init__(self, definitions: _Definitions, writer: Any) -> None:
         self.definitions, self.writer = definitions, writer
         self.total = [0, 0.0]  # bytes and FLOP
 
     def write(self, own: np.ndarray) -> None:
-        """Write the records of the events with these indices."""
+        """Write the records of the events with the indices `own`."""
         columns = _of_location(self.definitions.events, own)
         lists = {key: values.tolist() for key, values in columns.items()}
         rows = [dict(zip(lists, values)) for values in zip(*lists.values())]
@@ -180,7 +180,7 @@ class _Records:
                 self.writer.mpi_collective_begin(time)
 
     def _request(self, time, row):
-        """Write the request of a call with a deferred wait."""
+        """Write the request record of a nonblocking call."""
         if row["name_of_op"] == "send":
             self.writer.mpi_isend(time, *self._message(row), row["number"])
         elif row["name_of_op"] == "recv":
@@ -197,7 +197,7 @@ class _Records:
         self.writer.leave(time, self.definitions.region(row["number"], row["name_of_op"]))
 
     def _complete(self, time, row):
-        """Write the completion of a call."""
+        """Write the record that marks the completion of a call."""
         op, early, request = row["name_of_op"], row["early"], (row["number"],) * row["early"]
         if op == "send" and early:
             self.writer.mpi_isend_complete(time, *request)
@@ -216,13 +216,13 @@ class _Records:
         return self._peer(row), communicator, row["seq"], row["bytes"]
 
     def _collective(self, row):
-        """Return the operation, communicator, root and sent and received bytes of a collective."""
+        """Return the operation, communicator, root, bytes sent and bytes received."""
         op = getattr(self.definitions.otf2.CollectiveOp, _COLLECTIVES[row["name_of_op"]])
         communicator = self.definitions.communicators[row["group"]]
         return op, communicator, self._peer(row), row["sent"], row["bytes"]
 
     def _peer(self, row):
-        """Return the rank of the peer or root within the group, or NONE."""
+        """Return the rank of the peer or root within the group, or NONE if there is neither."""
         none = self.definitions.otf2.CollectiveRoot.NONE
         return self.definitions.rank_in_group.get((row["group"], row["peer"]), none)
 
@@ -233,7 +233,7 @@ class _Records:
 
 
 def _of_location(events, own):
-    """Return the columns of the events `own`, extended by the columns that the records need."""
+    """Return the columns of the events with indices `own`, and columns derived from them."""
     columns = {key: values[own] for key, values in events.columns.items()}
     columns["number"] = own
     columns["posted"] = np.clip(columns["posted"], 0, columns["start"])
@@ -246,7 +246,7 @@ def _of_location(events, own):
 
 
 def _sequence(columns):
-    """Return the times, actions and event indices of all records, in chronological order."""
+    """Return the time, kind and event index of each record, in chronological order."""
     times, enters, index = visits(columns["start"], columns["end"])
     early = np.flatnonzero(columns["early"])
     early = early[np.argsort(columns["posted"][early], kind="stable")]

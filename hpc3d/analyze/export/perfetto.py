@@ -1,9 +1,9 @@
 """Export to the Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
 Each rank is a process, and each of its streams a thread. Each event is a slice whose arguments
-are all columns of the event. Arrows connect a send to its receive, and an awaited call to the
-calls that waited for it. The format is described in "Trace Event Format",
-docs/getting-started/other-formats of Perfetto.
+contain the columns of the event. Arrows lead from a send to its receive, and from the call of the
+last rank to arrive to the calls that waited for this rank. Perfetto's documentation describes the
+format under "Trace Event Format" (docs/getting-started/other-formats).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpc3d.trace.schema import STREAM
 if TYPE_CHECKING:
     from hpc3d.analyze.export.events import Events
 
-_STEPS = -1  # thread of the training steps
+_STEPS = -1  # thread number of the training steps
 
 
 def write(events: Events, folder: Path) -> Path:
@@ -68,14 +68,14 @@ def _meta(what, rank, thread, **values):
 
 
 def _slice(name, category, begin, end, rank, thread, values):
-    """Return the record of a slice. Times are in microseconds with three decimals."""
+    """Return the record of a slice, with the times converted from ns to microseconds."""
     times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
     lane = {"pid": rank, "tid": thread}
     return {"name": name, "cat": category, "ph": "X", **times, **lane, "args": values}
 
 
 def _slices(events, rows):
-    """Yield the records of a rank's slices."""
+    """Yield one slice record for each event in a range of rows."""
     names = events.names
     for row in records(events, rows):
         values = {key: names[key].get(row[key], "") for key in ("phase", "op", "axis")}
@@ -92,16 +92,15 @@ def _slices(events, rows):
 
 
 def records(events: Events, rows: slice) -> Iterator[dict[str, Any]]:
-    """Iterate over the events in a range of rows, as dicts from column to value."""
+    """Iterate over the events in a range of rows. Each event is a dict from column to value."""
     columns = {key: values[rows].tolist() for key, values in events.columns.items()}
     return (dict(zip(columns, values)) for values in zip(*columns.values()))
 
 
 def _arrows(events):
-    """Yield the start and end record of each arrow, which have a common id.
+    """Yield a start record and an end record with the same id for each arrow.
 
-    The arrow starts at the time at which the first call was made, and ends just before the second
-    call returned.
+    An arrow starts when the first call is posted, and ends just before the second call returns.
     """
     columns = events.columns
     source, target = events.links.T

@@ -3,9 +3,9 @@
     pipit.Trace.from_csv("pipit.csv")
 
 Each rank is a process. If ranks have several streams, each stream is a thread, because events of
-different streams are not nested. Pipit sorts rows by time and may swap rows with equal times. To
-avoid this, rows with equal times are delayed by a few nanoseconds, so that all times of a stream
-are distinct.
+different streams are not nested. Pipit sorts rows by timestamp and may swap rows with equal
+timestamps. To avoid this, equal timestamps are increased by a few nanoseconds, so that all
+timestamps of a stream are distinct.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write(events: Events, folder: Path) -> Path:
 
 
 def _sequence(events):
-    """Return the time, entry flag and event index of each row of the file, sorted by time."""
+    """Return the timestamp, entry flag and event index of each CSV row, in chronological order."""
     streams = events.columns["stream"]
     found = [
         _of_stream(events.columns, rows.start + np.flatnonzero(streams[rows] == stream))
@@ -57,7 +57,10 @@ def _sequence(events):
 
 
 def _of_stream(columns, own):
-    """Return the distinct times, entry flags and event indices of the rows of one stream."""
+    """Return the timestamp, entry flag and event index of each CSV row of one stream.
+
+    Equal timestamps are increased until all timestamps are distinct.
+    """
     times, enters, index = visits(columns["start"][own], columns["end"][own])
     count = np.arange(len(times))
     return np.maximum.accumulate(times - count) + count, enters, own[index]
@@ -77,7 +80,8 @@ def visits(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
     Returns
     -------
     times, enters, index
-        Time, entry flag, and index of the event, [2 events] each.
+        Time, flag (true for an entry, false for an exit), and index of the event. Each array has
+        two elements per event.
     """
     index, empty = np.arange(len(start)), start == end
     times = np.concatenate([start, end])
@@ -89,7 +93,7 @@ def visits(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
 
 
 def region_names(events: Events) -> list[str]:
-    """Return the name of each event. The name of a call includes its axis."""
+    """Return the name of each event. The name of a call includes its mesh axis."""
     columns, names = events.columns, events.names
     pairs = zip(columns["name"].tolist(), columns["axis"].tolist())
     axes = {code: f" {axis}" if axis else "" for code, axis in names["axis"].items()}

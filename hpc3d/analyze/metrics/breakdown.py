@@ -1,7 +1,7 @@
-"""Breakdown of the step time and of the memory per rank.
+"""Breakdown of the step time, and memory peaks of each rank.
 
-Times are exclusive: the time of an event excludes events nested in it. Only events in completed
-steps count. Times are means over ranks and steps, in seconds.
+Times are exclusive: the time of an event excludes nested events. Only events in completed steps
+are included. Times are means over ranks and steps, in seconds.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ DISJOINT = ("compute_s", "wait_s", "transfer_s", "copy_s", "other_s", "unrecorde
 
 
 def breakdown(trace: Trace, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Break the step time down by any of category, phase, axis, op, name, layer, chunk,
-    microbatch, rank, stage and step.
+    """Break the step time down by `keys`.
 
-    If rank, stage or step are in `keys`, rows with equal values of these keys form a group.
+    The keys are any of category, phase, axis, op, name, layer, chunk, microbatch, rank, stage and
+    step. If rank, stage or step are in `keys`, rows with equal values of these keys form a group.
     Otherwise, all rows are one group. The rows of a group add up to the mean step time of its
     ranks and steps, and `share` is relative to this time. One row per group has category
     `unrecorded`: the time not covered by any event. If category is not a key, the other rows have
@@ -66,8 +66,10 @@ def breakdown(trace: Trace, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _totals(trace, keys, group):
-    """Return the distinct combinations of group and key values: their rows, their group indices,
-    and their total seconds."""
+    """Sum the event times for each combination of group and key values.
+
+    Returns the table rows, the group index of each row, and the times in seconds.
+    """
     cell, duration = cells(trace), own_time(trace)
     inside = np.flatnonzero(cell >= 0)
     columns = [event_values(trace, key, inside) for key in keys]
@@ -147,11 +149,11 @@ def _parts(times, early, wait):
     Parameters
     ----------
     times
-        Seconds by category.
+        Dict from category to seconds.
     early
         Seconds blocked in calls whose event has category copy.
     wait
-        Seconds waiting in calls, or None if unknown.
+        Seconds spent in calls before the last member arrives, or None if unknown.
     """
     compute = sum(times.pop(category, 0.0) for category in WORK)
     blocked, waited = times.pop("comm", 0.0) + early, times.pop("wait", 0.0)
@@ -167,16 +169,16 @@ def _steps_of_ranks(trace):
 
 
 def _in_calls(calls, time):
-    """Convert the `time` of each call [ns] to seconds per step of each rank, [ranks]."""
+    """Sum the `time` of each rank's calls, given in ns. Returns seconds per step, [ranks]."""
     steps = _steps_of_ranks(calls.trace)
     total = np.bincount(calls.rank, time * calls.inside, len(steps))
     return (total / np.maximum(1, steps) * 1e-9).tolist()
 
 
 def _outstanding(trace, calls):
-    """Return the compute time during which at least one call of the rank is outstanding.
+    """Return the compute time of each rank during which at least one of its calls is outstanding.
 
-    The times are in seconds per step, [ranks].
+    The result is a list with one value per rank, in seconds per step.
     """
     events, steps = trace.events, _steps_of_ranks(trace)
     work = np.flatnonzero(with_label(events, "category", WORK) & (cells(trace) >= 0))

@@ -16,12 +16,12 @@ BACKWARD = ("B", "BW")
 
 
 def bubble_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the idle time of each stage in seconds, in total and during three periods.
+    """Return the idle time of each stage in seconds: in total, and during three periods.
 
     A stage is idle when it runs no pass between the start of the first pass on any stage and the
-    end of the last one. warmup_s is the idle time before the stage's first backward pass starts.
-    drain_s is the idle time after that start and after the end of its last forward pass.
-    steady_s is the remaining idle time.
+    end of the last one. warmup_s is the idle time before the stage starts its first backward pass.
+    drain_s is the idle time after the stage has completed its last forward pass and started its
+    first backward pass. steady_s is the remaining idle time.
 
     Parameters
     ----------

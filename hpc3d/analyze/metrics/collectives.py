@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.ndarray:
     """Return the bytes sent per step from each rank to each other rank, [sender, receiver].
 
-    The matrix shows the origin of the data that a rank receives, not the route that the library
-    chooses. Messages are counted at the receiver. In a broadcast, the root is the only sender; in
-    a reduction, the only receiver. In other collectives, a rank receives equal shares from all
-    other members.
+    The matrix shows the origin of the data received by a rank, regardless of the route chosen by
+    the library. Messages are counted at the receiver. The root is the only sender of a broadcast
+    and the only receiver of a reduction. In other collectives, a rank receives equal shares from
+    all other members.
 
     Parameters
     ----------
@@ -56,19 +56,19 @@ def communication_matrix(calls: CallInstances, axis: str | None = None) -> np.nd
 
 
 def block_bytes(events: Table, row: np.ndarray) -> np.ndarray:
-    """Return the input block size in bytes of the calls in the given rows of /events."""
+    """Return the input block size of each call in the given rows of /events, in bytes."""
     return events["count"][row] * item_sizes(events.labels("dtype"))[events["dtype"][row]]
 
 
 def bandwidth_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """Return the count, median time and bandwidth of calls by axis, operation, number of members
-    and size in bytes.
+    """Return the count, median time and bandwidth of calls.
 
-    The send and the receive of a message count as one `send`. The time of a call is from the
-    last arrival to the last end (for a message, the end of the receive), on the clock of rank 0.
-    It is too long if a member does other work between the call and its wait; `later` is the share
-    of such calls. No bandwidth is computed if the median time is not positive, which happens if
-    the clocks disagree.
+    There is one row per mesh axis, operation, number of members and size in bytes. The send and
+    the receive of a message count as one `send`. The time of a call extends from the last arrival
+    to the last end (for a message, the end of the receive), on the clock of rank 0. This time is
+    overestimated if a member does other work between the call and its wait; `later` is the share
+    of such calls. If the clocks disagree, the median time may not be positive; in this case, no
+    bandwidth is computed.
     """
     kinds, kind, time, later = _instances_in_steps(calls)
     order = np.lexsort((time, kind))
@@ -97,7 +97,7 @@ def _rates(row):
 
 
 def _instances_in_steps(calls):
-    """Classify the call instances that lie in steps and whose calls were all recorded.
+    """Classify the call instances in completed steps for which all members' calls were recorded.
 
     Returns
     -------
@@ -112,12 +112,12 @@ def _instances_in_steps(calls):
     """
     events, row, first = calls.trace.events, calls.row, calls.first
     axis, members = event_values(calls.trace, "axis", row[first]), calls.members
-    op = np.minimum.reduceat(events["op"][row], first)  # send has a lower code than recv
+    op = np.minimum.reduceat(events["op"][row], first)  # send for a message, not recv
     size, size_of = np.unique(_sizes(calls, members), return_inverse=True)
     complete = np.add.reduceat(calls.inside & calls.ending, first, dtype=int) == members
     kinds, kind = combinations([each[complete] for each in (axis, op, members, size_of)])
     kinds[:, 3] = size[kinds[:, 3]]
-    # Exclude sends: the recorded end of a send only depends on when its rank waits for it.
+    # Exclude sends: the recorded end of a send only depends on when the sender waits for the send.
     ending = calls.ending & ~with_label(events, "op", ["send"])[row]
     time = np.maximum.reduceat(np.where(ending, calls.end, calls.posted), first) - calls.last
     later = ending & (calls.posted < calls.start)
@@ -128,7 +128,8 @@ def _instances_in_steps(calls):
 def _sizes(calls, members):
     """Return the size S of each instance in bytes.
 
-    S is the largest input block, multiplied by the number of members for an all-gather.
+    S is the size of the largest input block. For an all-gather, S is this size multiplied by the
+    number of members.
     """
     events, row, first = calls.trace.events, calls.row, calls.first
     block = np.maximum.reduceat(block_bytes(events, row), first)

@@ -1,12 +1,12 @@
-"""Access to columns of /events and /steps, and grouping of events by their values.
+"""Access to columns of a trace's tables /events and /steps, and grouping of events by values.
 
 Tables are grouped by keys. The keys rank, stage and step are properties of a cell, which is one
 rank in one step (a row of /steps). All other keys are properties of an event: the columns of
 /events, and the mesh axis of its group.
 
-The time of a rank is counted only once. On a device, communication streams run concurrently with
-computation, so their events are not assigned to a cell. The host time excludes the time during
-which the device computes.
+Concurrent activities of a rank are counted only once. On a device, communication streams run
+concurrently with computation, so their events are not assigned to a cell. The host time excludes
+the time during which the device computes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CELL_KEYS = ("rank", "stage", "step")
 
 
 def recorded_steps(trace: Trace) -> str:
-    """Return a clause with the first and last step of a trace, for error messages."""
+    """Return a clause for error messages that states the first and last step of a trace."""
     numbers = trace.steps["step"]
     if not len(numbers):
         return "the trace has no steps"
@@ -38,9 +38,9 @@ def recorded_steps(trace: Trace) -> str:
 
 
 def cells(trace: Trace) -> np.ndarray:
-    """Return the index of the row of /steps that each event belongs to, or -1.
+    """Return the index of the row of /steps to which each event belongs, or -1.
 
-    It is -1 for events outside of completed steps and for events on communication streams.
+    The index is -1 for events outside of completed steps and on communication streams.
     """
     if not len(trace.steps):
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
@@ -73,7 +73,7 @@ def cell_values(trace: Trace, key: str) -> np.ndarray:
 
 
 def event_values(trace: Trace, key: str, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
-    """Return the integer value of an event key in the given rows of /events."""
+    """Return the integer values of an event key in the given rows of /events."""
     if key != "axis":
         return trace.events[key][rows]
     numbers = {axis: number for number, axis in enumerate(_axes(trace))}
@@ -105,7 +105,7 @@ def _hidden(trace):
 
 
 def labels(trace: Trace, key: str) -> dict[int, str | None]:
-    """Return a dict from the values of a key to their names, empty for numeric keys."""
+    """Return a dict from each value of a key to its name. The dict is empty for numeric keys."""
     if key == "axis":
         return dict(enumerate(_axes(trace)))
     return dict(enumerate(trace.strings)) if key == "name" else trace.events.labels(key)
@@ -116,13 +116,13 @@ def _axes(trace):
 
 
 def with_label(events: Table, column: str, names: Iterable[str]) -> np.ndarray:
-    """Return a mask of the events that have one of these names in an enumerated column."""
+    """Return a mask of the events whose value in an enumerated column is one of `names`."""
     codes = [code for code, name in events.labels(column).items() if name in names]
     return np.isin(events[column], codes)
 
 
 def named(trace: Trace, keys: Sequence[str], values: np.ndarray) -> list[dict[str, Any]]:
-    """Convert each row of `values`, [rows, keys], to a dict from key to the name of its value."""
+    """Convert each row of `values`, shape [rows, keys], to a dict from key to value name."""
     names = [labels(trace, key) for key in keys]
     return [
         {key: name.get(value, value) for key, name, value in zip(keys, names, row)}
@@ -131,14 +131,14 @@ def named(trace: Trace, keys: Sequence[str], values: np.ndarray) -> list[dict[st
 
 
 def combinations(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct combinations of values in integer columns, and their index in each row.
+    """Return the distinct rows of a table of integer columns, and the index of each row in them.
 
     Returns
     -------
     combinations
-        Sorted distinct rows, [combinations, columns].
+        Sorted distinct rows, shape [combinations, columns].
     index
-        Index of the combination of each row, [rows].
+        Index in `combinations` of each row of the table, shape [rows].
     """
     lowest = [int(column.min(initial=0)) for column in columns]
     sizes = [1 + int(column.max(initial=low)) - low for column, low in zip(columns, lowest)]
@@ -148,19 +148,19 @@ def combinations(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]
 
 
 def _shifted(column, low, size):
-    """Shift a column to start at 0, in a type that holds `size` values."""
+    """Subtract `low`, the minimum, from a column. The range of its values is 0 to `size` - 1."""
     shifted = column.astype("i8") - low
     return shifted.astype("u4") if size <= 1 << 32 else shifted
 
 
 def slices(ranks: np.ndarray, count: int) -> list[slice]:
-    """Return the slice of each of `count` ranks in a sorted column of ranks."""
+    """Return one slice for each of `count` ranks: its rows in a sorted column of ranks."""
     bounds = np.searchsorted(ranks, np.arange(count + 1))
     return [slice(*edge) for edge in pairwise(bounds.tolist())]
 
 
 def hosts(trace: Trace) -> dict[int, str | None]:
-    """Return a dict from rank to host name, or None for an unknown host."""
+    """Return a dict from rank to host name. Unknown host names are `None`."""
     names, ranks = trace.strings, trace.ranks
     pairs = zip(ranks["rank"].tolist(), ranks["host_id"].tolist())
     return {rank: names[host] or None if 0 <= host < len(names) else None for rank, host in pairs}

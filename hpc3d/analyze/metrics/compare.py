@@ -1,4 +1,4 @@
-"""Comparison of runs: time differences, received bytes, scaling, and gains over 1-D and 2-D."""
+"""Comparison of runs: time differences, received bytes, scaling, and speedup over 1-D and 2-D."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpc3d.model.families import block_weights
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
 
-# Student's t, two-sided 95 %, by degrees of freedom from 1.
+# Two-sided 95 % quantiles of Student's t distribution for 1, 2, ..., 30 degrees of freedom.
 T95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -29,9 +29,10 @@ T95 = (
 _MODEL = ("layers", "hidden", "heads", "sequence")
 _LOAD = ("batch", *_MODEL, "setting")
 _PEERS = ("ranks", "p", "d", *_LOAD)
-_ALL = "all"  # axis and operation of the row with the total
-_Z95 = 1.96  # normal distribution, two-sided 95 %
-FEWEST = 6  # the extremes of n steps enclose the median with probability 1 - 2^(1 - n) > 95 %
+_ALL = "all"  # value of the columns axis and operation in the row of totals
+_Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
+# For n >= 6 steps, the median is between the extremes with probability 1 - 2^(1 - n) > 95 %.
+FEWEST = 6
 CONSTANT = 0.1  # weak scaling: relative tolerance of the work per rank
 
 
@@ -41,12 +42,12 @@ CONSTANT = 0.1  # weak scaling: relative tolerance of the work per rank
 def difference_rows(
     one: Steady, other: Steady, keys: Sequence[str] = ("category", "phase", "axis", "op")
 ) -> list[dict[str, Any]]:
-    """Compare the times of two traces, in seconds per rank and step, by keys of `breakdown`.
+    """Compare the times of two traces by keys of `breakdown`, in seconds per rank and step.
 
     The first row is the complete step; the others are sorted by the absolute difference. `low`
     and `high` are the limits of Welch's 95 % confidence interval of the difference, with the
-    degrees of freedom rounded down. The samples are the steps, which are assumed independent.
-    The limits are `None` if a run has only one step.
+    degrees of freedom rounded down. Steps are treated as independent samples. The limits are
+    `None` if a run has only one step.
     """
     ours, theirs = (_by_step(trace, keys) for trace in (one, other))
     rows = [dict(key) | _difference(ours[key], theirs[key]) for key in {**ours, **theirs}]
@@ -54,7 +55,7 @@ def difference_rows(
 
 
 def _by_step(trace, keys):
-    """Return a dict from the (key, name) items of each row to its seconds per step, [steps]."""
+    """Return a dict from the (key, name) pairs of a row to its seconds in each step, [steps]."""
     columns = dict.fromkeys(("category", *keys))
     steps = np.unique(trace.steps["step"])
     found = defaultdict(lambda: np.zeros(len(steps)))
@@ -92,10 +93,11 @@ def _margin(*samples):
 
 
 def received_rows(times: Sequence[Sequence[dict[str, Any]]], timed: bool) -> list[dict[str, Any]]:
-    """Compare the bytes received per rank by axis and operation in several runs, largest first.
+    """Compare the bytes received per rank in several runs, by axis and operation.
 
-    The first row is the total. For run n, counted from 1, bytes_n is the number of bytes that a
-    rank receives per step, and seconds_n is its time in these calls (None unless `timed`).
+    The first row is the total; the others are sorted by decreasing size. For run n, counted from
+    1, bytes_n is the number of bytes received by a rank per step, and seconds_n is its time in
+    these calls (None unless `timed`).
     difference_n is the change in bytes relative to the first run (None if the first run receives
     no bytes).
 
@@ -124,7 +126,7 @@ def received_rows(times: Sequence[Sequence[dict[str, Any]]], timed: bool) -> lis
 
 
 def _received(time):
-    """Return a dict from (axis, operation) to (bytes, seconds) of the calls, with the total."""
+    """Return a dict from (axis, operation) to (bytes, seconds), including the totals."""
     found = defaultdict(lambda: (0.0, 0.0))
     for row in time:
         if row["axis"]:
@@ -138,7 +140,7 @@ def _received(time):
 
 
 def run_row(trace: Steady) -> dict[str, Any]:
-    """Return the row of a run for `scaling_rows` and `gain_rows`, with None for unknown values.
+    """Return the input row of a run for `scaling_rows` and `gain_rows`; unknown values are None.
 
     step_s is the median step time of the slowest rank. forward_s and backward_s are medians
     over steps of the mean over ranks. average_step_s = (forward_s + backward_s) / batch is the
@@ -180,10 +182,10 @@ def run_row(trace: Steady) -> dict[str, Any]:
 def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
     """Return the standard error of the logarithm of the median of `values`.
 
-    The result is `None` if there are fewer than FEWEST values or one is not positive and finite.
-    It is computed from two order statistics (McKean and Schrader 1984; Price and Bonett 2002):
-    of n values, the c-th lowest and the c-th highest are z = (n + 1 - 2 c) / sqrt(n) standard
-    errors away from the median.
+    The error is computed from two order statistics (McKean and Schrader 1984; Price and Bonett
+    2002): of n values, the c-th lowest and the c-th highest are z = (n + 1 - 2 c) / sqrt(n)
+    standard errors away from the median. The result is `None` if there are fewer than FEWEST
+    values, or if any value is not positive and finite.
     """
     count, ordered = len(values), np.sort(values)
     if count < FEWEST or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
@@ -194,7 +196,7 @@ def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
 
 
 def _interval(key, value, *errors):
-    """Return the limits of the 95 % log-normal confidence interval of a ratio of two medians."""
+    """Return the limits of the log-normal 95 % confidence interval for a ratio of two medians."""
     if value is None or None in errors:
         return {f"{key}_low": None, f"{key}_high": None}
     factor = exp(_Z95 * hypot(*errors))
@@ -214,13 +216,14 @@ def _sizes(config):
 
 
 def scaling_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Extend the rows of `run_row` by their speedup and efficiency relative to the first run.
+    """Add the speedup and efficiency relative to the first run to each row of `run_row`.
 
-    `scaling` is "strong" if both runs do the same total work. It is "weak" if the work per rank
-    (block parameters times tokens) is the same within CONSTANT and all other settings are equal.
-    Otherwise it is "other", for example if the work is unknown or only one run is simulated.
-    speedup is the ratio of step times for strong scaling, the ratio of FLOP/s for weak scaling,
-    and None otherwise. efficiency is the speedup divided by the ratio of the numbers of ranks.
+    `scaling` is "strong" if a run and the first run do the same total work. It is "weak" if the
+    work per rank (block parameters times tokens) is the same within the relative tolerance
+    CONSTANT and all other settings are equal. Otherwise it is "other", for example if the work is
+    unknown or only one of the two runs is simulated. speedup is the ratio of step times for strong
+    scaling, the ratio of FLOP/s for weak scaling, and None otherwise. efficiency is the speedup
+    divided by the ratio of the numbers of ranks.
     """
     return [{**run, **_scaling(run, runs[0])} for run in runs]
 
@@ -251,26 +254,27 @@ def _kind_of_scaling(run, first):
 
 
 def _work(run):
-    """Return the work per rank and step: active weights of all blocks times tokens per rank."""
+    """Return the work per rank and step: active block parameters times tokens per rank."""
     tokens = run["batch"] * run["sequence"]
     return run["block_weights"] * tokens / run["ranks"]
 
 
 def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the gain of each run over 1-D and 2-D tensor parallelism, from rows of `run_row`.
+    """Return the speedup of each run over 1-D and 2-D tensor parallelism, from rows of `run_row`.
 
-    over_1d and over_2d are the ratios of average step times, best 1-D or 2-D run to this run
-    (arXiv:2105.14450: 2.32 and 1.57 for 3-D on 64 ranks). step_over_1d and step_over_2d are the
-    corresponding ratios of complete step times. Only runs with the same model, batch size and
-    number of ranks, stages and replicas are compared. Each ratio has a 95 % confidence interval.
-    The result is empty if no two comparable runs differ in their scheme.
+    over_1d is the average step time of the best 1-D run divided by the average step time of this
+    run; over_2d is the same ratio for the best 2-D run (arXiv:2105.14450: 2.32 and 1.57 for 3-D on
+    64 ranks). step_over_1d and step_over_2d are the ratios of complete step times. Only runs with
+    the same model, batch size and number of ranks, stages and replicas are compared. Each ratio
+    has a 95 % confidence interval. The result is empty if no two comparable runs differ in their
+    scheme.
     """
     rows = [run | _gains(run, runs) for run in runs if run["family"]]
     return rows if any(row[key] for row in rows for key in ("over_1d", "over_2d")) else []
 
 
 def _gains(run, runs):
-    """Return the step time of the best comparable 1-D and 2-D run, relative to this run."""
+    """Return the step times of the best comparable 1-D and 2-D runs, divided by this run's."""
     peers = [each for each in runs if all(each[key] == run[key] for key in _PEERS)]
     gains = {}
     for family in ("1d", "2d"):

@@ -1,11 +1,11 @@
-"""Critical path of a step: the work that must become faster to make the step faster.
+"""Critical path of a step: the sequence of work across ranks that determines the step time.
 
-The path is traced backward from the last end of the step on any rank. Time inside an event of
-the current rank is attributed to this event, and time between two events to the host. If the rank
-is blocked in a call, only the time after the arrival that the call waited for is attributed to
-this call (wait_states.py). At this arrival, the path continues on the rank that arrived. The
-segments are therefore contiguous and contain no waiting. On a device, the path excludes
-communication streams and host work that run concurrently with computation.
+The path is traced backward in time, starting on the rank that ends the step last. Time inside an
+event of the current rank is attributed to this event, and time between two events to the host. If
+a call waited for another rank to arrive, only the time after this arrival is attributed to the
+call (wait_states.py), and the path continues on the other rank. The segments are therefore
+contiguous and contain no waiting. On a device, the path excludes communication streams and host
+work that run concurrently with computation.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class PathSegment(NamedTuple):
 def critical_path(trace: Trace, calls: CallInstances, step: int) -> list[PathSegment]:
     """Return the segments of the critical path of a step in chronological order.
 
-    The path extends from the first start to the last end of the step on any rank. Only innermost
-    events are considered, not the events that enclose them.
+    The path extends from the time when the first rank starts the step to the time when the last
+    rank ends it. Only innermost events are considered, not the events that enclose them.
 
     Parameters
     ----------
@@ -82,14 +82,14 @@ def critical_path(trace: Trace, calls: CallInstances, step: int) -> list[PathSeg
 class _Rows:
     """Events of a step, grouped by rank, with times on the clock of rank 0.
 
-    `until` is the time of the arrival that each event waited for, and `by` is the rank that
-    arrived. If an event did not wait, they are its own start and rank.
+    `by` is the rank that each event waited for, and `until` is the time when this rank arrived.
+    If an event did not wait, `by` is its own rank, and `until` is its own start.
     """
 
     def __init__(self, trace, calls, step):
         events, size = trace.events, len(trace.events)
         leaf, parent = np.ones(size + 1, bool), events["parent"]
-        leaf[parent] = False  # parent -1 is the entry after the last event
+        leaf[parent] = False  # a parent of -1 refers to the additional last entry
         lasting = (events["step"] == step) & (own_time(trace) > 0) & ~overlapped(trace)
         self.row = rows = np.flatnonzero(leaf[:size] & lasting)
         if not len(rows):
@@ -109,10 +109,10 @@ class _Rows:
 
 
 def _extent(trace, rows, step):
-    """Return the first start and last end of a step on the clock of rank 0, and the last rank.
+    """Return the times when the first rank starts and the last rank ends a step, and the latter.
 
-    The clock offset of a rank is taken from its first event for the start and from its last event
-    for the end.
+    The times are in ns on the clock of rank 0. The clock offset of a rank is taken from its first
+    event for the start and from its last event for the end.
     """
     steps = trace.steps
     columns = [steps[key][steps["step"] == step] for key in ("rank", "t_start", "t_end")]
@@ -128,9 +128,9 @@ def _extent(trace, rows, step):
 
 
 class _Walk:
-    """Backward walk along the path.
+    """Traversal of the critical path, backward in time.
 
-    Each event is visited at most once, so the walk terminates even if the clocks disagree.
+    Each event is visited at most once, so the traversal terminates even if the clocks disagree.
     """
 
     def __init__(self, rows, first):
@@ -138,9 +138,9 @@ class _Walk:
         self.unused = [part.stop for part in rows.of]
 
     def back(self, rank, now):
-        """Yield (rank, start, end, row of /events) of each segment, in reverse order.
+        """Yield (rank, start, end, row of /events) for each segment, in reverse order.
 
-        Time of the host between events has row -1.
+        The row is -1 for host time between events.
         """
         rows = self.rows
         while now > self.first:
@@ -164,7 +164,7 @@ class _Walk:
 
 
 def _described(trace, rows):
-    """Return the values of the keys of _HOST for each row of /events, or _HOST for row -1."""
+    """Return a dict with the keys of _HOST for each row of /events; for row -1, return _HOST."""
     columns = []
     for key, other in _HOST.items():
         names, values = labels(trace, key), event_values(trace, key, rows).tolist()

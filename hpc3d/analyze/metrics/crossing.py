@@ -1,11 +1,11 @@
-"""Inter-host traffic: calls and bytes of each host, and the bytes that its NIC receives.
+"""Inter-host traffic: calls and bytes of each host, and the bytes received by its NIC.
 
 A group with the same number of ranks on each of its h hosts uses two-level collectives, within
 and between hosts. The NIC of a host therefore receives as much as one member of a group of h
 ranks: (h - 1)/h of the complete block for an all-gather or reduce-scatter, twice as much for an
 all-reduce, and one block per host for a broadcast or reduction. If the hosts have different
-numbers of ranks, the group uses MPI's own collectives. In these, and in an all-to-all, each rank
-is assumed to receive its data separately.
+numbers of ranks, the group uses MPI's own collectives. In these collectives and in an all-to-all,
+each rank is assumed to receive its data separately.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _UNKNOWN = "unknown"
 
 
 def host_traffic_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """Return one row per host with its traffic per step, or no rows for a single host.
+    """Return one row per host with its traffic per step, or no rows if there is only one host.
 
-    The columns are the number of ranks, their calls with members on other hosts, the bytes that
-    they receive in total and from other hosts, and the bytes that the NIC receives.
+    The columns are the number of ranks, their calls with members on other hosts, the bytes
+    received by these ranks in total and from other hosts, and the bytes received by the NIC.
     """
     matrix, names, host_of = _host_matrix(calls)
     if len(names) < 2:
@@ -48,7 +48,7 @@ def host_traffic_rows(calls: CallInstances) -> list[dict[str, Any]]:
 
 
 def host_pair_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """Return the bytes sent per step from host to host, one row per pair of hosts with traffic."""
+    """Return the sender, the receiver and the bytes per step for each host pair with traffic."""
     matrix, names, _ = _host_matrix(calls)
     if len(names) < 2:
         return []
@@ -58,8 +58,10 @@ def host_pair_rows(calls: CallInstances) -> list[dict[str, Any]]:
 
 
 def _host_matrix(calls: CallInstances) -> tuple[np.ndarray, list[str], np.ndarray]:
-    """Return the bytes sent per step, [sender host, receiver host], the host names, and the host
-    index of each rank."""
+    """Return the traffic between hosts, the host names, and the host index of each rank.
+
+    The traffic is in bytes per step, with shape [sender host, receiver host].
+    """
     of_ranks = [host or _UNKNOWN for host in hosts(calls.trace).values()]
     names = [*dict.fromkeys(of_ranks)]
     host_of = np.array([names.index(host) for host in of_ranks], int)
@@ -70,7 +72,7 @@ def _host_matrix(calls: CallInstances) -> tuple[np.ndarray, list[str], np.ndarra
 
 
 def _nic_traffic(calls, host_of, count):
-    """Return the inter-host calls of each host and the bytes that its NIC receives, per step."""
+    """Return the inter-host calls of each host and the bytes received by its NIC, per step."""
     events, groups = calls.trace.events, calls.trace.groups
     row = calls.row[calls.inside]
     kinds, kind = combinations([events[key][row] for key in ("group", "op", "rank", "peer")])
@@ -95,10 +97,10 @@ def _nic_traffic(calls, host_of, count):
 
 
 def _share(op, with_root, of_group, here):
-    """Return the share of a rank's bytes that pass through the receiving NIC.
+    """Return the share of a call's bytes that pass through the receiving NIC.
 
-    These are the bytes received by the rank on host `here`, or for a reduction the bytes that it
-    sends. `of_group` is a dict from host to the number of group members on it.
+    The bytes of a call are the bytes received by a rank on host `here`, or, for a reduction, the
+    bytes that this rank sends. `of_group` is a dict from host to its number of group members.
     """
     size, level = sum(of_group.values()), len({*of_group.values()}) == 1
     if op in ("broadcast", "reduce"):

@@ -1,8 +1,8 @@
-"""Load of experts in mixture-of-experts models, and the cost of load imbalance.
+"""Expert load in mixture-of-experts models, and the cost of load imbalance.
 
 Every expert has the same capacity (number of slots) for each sequence and computes all of its
-slots, used or not. Imbalance therefore does not slow down any matrix product. It costs dropped
-tokens, which exceed the capacity of their expert, and unused capacity.
+slots, used or not. Load imbalance therefore does not slow down any matrix product. Its costs are
+dropped tokens, which exceed the capacity of their expert, and unused capacity.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _BACKWARD = ("backward", "backward_input")  # phases in which combine comes before dispatch
-# Events with equal values in these columns are the two exchanges of a layer in a pass.
+# The dispatch and the combine of a layer in the same pass have equal values in these columns.
 _PASS = ("phase", "rank", "group", "step", "microbatch", "chunk", "layer")
 
 
 class ExpertLoads(NamedTuple):
-    """Routed tokens of all ranks by step, layer and expert.
+    """Number of tokens routed to each expert, by step and layer, summed over all ranks.
 
     Attributes
     ----------
     chosen, kept
-        Number of routed tokens, and of routed tokens within the capacity of the expert,
-        int64[steps, layers, experts].
+        Number of tokens routed to an expert, and number of these tokens that are within its
+        capacity, int64[steps, layers, experts].
     balance, z
-        Auxiliary losses of the routers in nat per token, multiplied by their factors,
-        [steps, layers].
+        Auxiliary losses of the routers in nat per token, multiplied by their loss coefficients,
+        shape [steps, layers].
     slots
-        Capacity of an expert in a step, or None if unknown.
+        Capacity of an expert per step in tokens, or None if unknown.
     """
 
     steps: np.ndarray
@@ -53,7 +53,7 @@ class ExpertLoads(NamedTuple):
 
     @property
     def load(self) -> np.ndarray:
-        """Return the routed tokens of each expert divided by the mean over experts.
+        """Return the number of tokens routed to each expert, relative to the mean over experts.
 
         The shape is [steps, layers, experts].
         """
@@ -84,7 +84,7 @@ def loads_of(trace: Trace) -> ExpertLoads | None:
 
 
 def _losses(trace, steps, layers):
-    """Return the balance loss and the z loss in nat per token, [2, steps, layers]."""
+    """Return the balance loss and the z loss in nat per token, shape [2, steps, layers]."""
     table, found = trace.routers, np.zeros((2, len(steps), len(layers)))
     where = np.searchsorted(steps, table["step"]), np.searchsorted(layers, table["layer"])
     for total, name in zip(found, ("balance_loss", "z_loss")):
@@ -96,7 +96,7 @@ def _losses(trace, steps, layers):
 def _slots(config: Config) -> int | None:
     """Return the number of slots of an expert per step, summed over all sequences.
 
-    The capacity applies separately to the tokens of each context-parallel rank.
+    The capacity limit applies separately to the tokens of each context-parallel rank.
     """
     model, context = config.model, config.context()
     form = family_of(model).sizes(model, model.vocabulary).experts
@@ -107,7 +107,7 @@ def _slots(config: Config) -> int | None:
 
 
 def _over(value, total):
-    """Return value / total element by element, or 0 if the total is 0."""
+    """Return the elementwise quotient value / total, or 0 where the total is 0."""
     shape = np.broadcast_shapes(np.shape(value), np.shape(total))
     return np.divide(value, total, out=np.zeros(shape), where=np.asarray(total) > 0)
 
@@ -116,11 +116,10 @@ def _over(value, total):
 
 
 def router_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
-    """Return one row per step and layer with the highest and lowest expert load, the dropped
-    tokens and the auxiliary losses.
+    """Return the expert loads, dropped tokens and auxiliary losses of each step and layer.
 
-    `dropped` is the share of routed tokens that are dropped, and `empty` the unused share of the
-    capacity.
+    The columns contain the highest and the lowest load of an expert. `dropped` is the share of
+    routed tokens that are dropped, and `empty` is the unused share of the capacity.
     """
     load, chosen, kept = loads.load, loads.chosen.sum(2), loads.kept.sum(2)
     count = loads.chosen.shape[2]
@@ -143,11 +142,11 @@ def router_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
 
 
 def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
-    """Return one row per layer and expert with the expert's share of the routed tokens and its
-    load, over all steps.
+    """Return one row per layer and expert with the share and load of the expert over all steps.
 
-    `dropped` is the share of the expert's routed tokens that are dropped, and `empty` the unused
-    share of its capacity.
+    `share` is the expert's share of the routed tokens, and `load` is the number of its tokens
+    relative to the mean expert. `dropped` is the share of the expert's tokens that are dropped,
+    and `empty` is the unused share of its capacity.
     """
     chosen, kept = loads.chosen.sum(0), loads.kept.sum(0)
     share = _over(chosen, chosen.sum(1, keepdims=True))
@@ -167,11 +166,11 @@ def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
 
 
 def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, Any]]:
-    """Return the calls, bytes and times of dispatch and combine by axis and phase, per rank and
-    step.
+    """Return the calls, bytes and times of dispatch and combine, per rank and step.
 
-    If `timed`, the rows include blocked_s = wait_s + transfer_s. The first exchange of a layer is
-    the dispatch in a forward pass, and the combine in a backward pass.
+    There is one row per mesh axis, phase, and dispatch or combine. If `timed`, the rows include
+    blocked_s = wait_s + transfer_s. The first all-to-all of a layer is the dispatch in a forward
+    pass and the combine in a backward pass.
     """
     events, index = calls.trace.events, _exchanges(calls)
     row = calls.row[index]
@@ -194,7 +193,7 @@ def exchange_rows(calls: CallInstances, timed: bool = True) -> list[dict[str, An
 
 
 def _exchanges(calls):
-    """Return the indices in `calls` of the all-to-all calls along the expert axis in steps."""
+    """Return the indices in `calls` of all-to-all calls along the expert axis during steps."""
     events, row = calls.trace.events, calls.row
     along = np.array([group.axis == EXPERTS for group in calls.trace.groups], bool)
     exchanges = calls.inside & calls.ending & with_label(events, "op", ["all_to_all"])[row]
@@ -202,7 +201,7 @@ def _exchanges(calls):
 
 
 def _order_in_pass(events, row):
-    """Return 0 for the first exchange of a layer in a pass and 1 for the second."""
+    """Return 0 for the first all-to-all of a layer in a pass, and 1 for the second."""
     _, which = combinations([events[key][row] for key in _PASS])
     order = np.lexsort((events["seq"][row], which))
     first = np.flatnonzero(np.diff(which[order], prepend=-1))
@@ -216,14 +215,14 @@ def cost_row(
 ) -> dict[str, Any]:
     """Return the cost of load imbalance, averaged over the steps of `loads`.
 
-    `dropped` is a share of the routed tokens and `empty` a share of the capacity;
-    `dropped_even` and `empty_even` are the values for a balanced load. `empty_flop` is the
-    number of operations in unused slots, forward and backward, without recomputation.
+    `dropped` is the share of the routed tokens that are dropped, and `empty` is the unused share
+    of the capacity; `dropped_even` and `empty_even` are the values for a balanced load.
+    `empty_flop` is the FLOP spent in unused slots, forward and backward, without recomputation.
 
-    `wait_s` is the mean wait time of a rank in expert-parallel exchanges. `rank` is the rank that
-    causes the longest waits there. `experts` are its experts, and `load` is their number of
-    tokens within capacity relative to the mean expert. If there are no `calls` or exchanges,
-    the values in this paragraph are `None`.
+    `wait_s` is the mean wait time of a rank in expert-parallel all-to-all calls. `rank` is the
+    rank that causes the longest waits in these calls. `experts` are the experts of this rank, and
+    `load` is their number of tokens within capacity relative to the mean expert. Without such
+    calls, the values in this paragraph are `None`.
     """
     chosen, kept = int(loads.chosen.sum()), int(loads.kept.sum())
     return {
@@ -236,7 +235,7 @@ def cost_row(
 
 
 def _capacity_use(trace, loads, chosen, kept):
-    """Return the columns that depend on the capacity. They are `None` if it is unknown."""
+    """Return the columns that depend on the capacity, or `None` values if it is unknown."""
     if not loads.slots:
         return dict.fromkeys(("dropped_even", "empty", "empty_even", "empty_flop"))
     slots, model = loads.slots * loads.chosen.size, configuration(trace).model
@@ -250,7 +249,7 @@ def _capacity_use(trace, loads, chosen, kept):
 
 
 def _waits(trace, loads, calls):
-    """Return the mean wait of a rank in expert-parallel exchanges, and the rank that causes the
+    """Return the mean wait time in expert-parallel all-to-all calls, and the rank that causes the
     longest waits."""
     index = _exchanges(calls) if calls else np.zeros(0, int)
     if not len(index):

@@ -8,7 +8,7 @@ _Intervals = tuple[np.ndarray, np.ndarray]  # starts and ends
 
 
 def merged(start: np.ndarray, end: np.ndarray) -> _Intervals:
-    """Return the union of intervals as sorted disjoint intervals (starts, ends)."""
+    """Return the union of time intervals as sorted, disjoint intervals (starts, ends)."""
     order = np.argsort(start, kind="stable")
     start, end = start[order], np.maximum.accumulate(end[order])
     first = np.flatnonzero(np.append(True, start[1:] > end[:-1])[: len(start)])
@@ -16,7 +16,7 @@ def merged(start: np.ndarray, end: np.ndarray) -> _Intervals:
 
 
 def before(intervals: _Intervals, times: np.ndarray) -> np.ndarray:
-    """Return the total length of disjoint intervals (starts, ends) before each of the times."""
+    """Return the total length of the disjoint `intervals` before each of the times."""
     start, end = intervals
     if not len(start):
         return np.zeros_like(times)
@@ -26,6 +26,6 @@ def before(intervals: _Intervals, times: np.ndarray) -> np.ndarray:
 
 
 def in_common(one: _Intervals, other: _Intervals) -> int:
-    """Return the length of the intersection of two lists of disjoint intervals."""
+    """Return the total overlap of two lists of disjoint intervals."""
     start, end = one
     return (before(other, end) - before(other, start)).sum()

@@ -1,4 +1,4 @@
-"""Work of a training step, and differences between runs that affect a comparison of their times.
+"""Work of a training step, and configuration differences to consider when comparing run times.
 
 The work is defined by the configuration keys that determine the computation, regardless of the
 layout.
@@ -27,29 +27,29 @@ _GROUPS = {  # section -> group; section "" contains the top-level keys
     **dict.fromkeys(("checkpoint", "guard", "trace", "run"), EXECUTION),
 }
 _EXCEPTIONS = {
-    # These keys change results through rounding or compression.
+    # These keys change the training result through rounding or compression.
     **dict.fromkeys(("parallel.keep_dtype", "parallel.reduce_dtype"), WORK),
     **{f"parallel.compression{end}": WORK for end in ("", "_rank", "_share")},
-    # These keys do not affect training, except for rounding.
+    # These keys do not change the training result, except for rounding.
     **dict.fromkeys(("name", "mesh.transport", "train.max_minutes"), EXECUTION),
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
-_ALWAYS_NAMED = 2  # runs with the same value are always listed if there are at most this many
-_OF_MACHINE = ("hosts", "MPI", "program")  # titles in the header of a run's report
+_ALWAYS_NAMED = 2  # maximum number of runs with the most frequent value that are listed by name
+_OF_MACHINE = ("hosts", "MPI", "program")  # compared titles from the header of a report
 
 
 def group_of(key: str) -> str:
     """Return the group of a configuration key.
 
-    WORK contains the model and its training, LAYOUT the parallelization, and EXECUTION everything
-    else: the machine, tracing, checkpoints and output folders.
+    WORK contains the keys of the model and its training, LAYOUT the keys of the parallelization,
+    and EXECUTION all other keys: the machine, tracing, checkpoints and output folders.
     """
     section, dot, _ = key.rpartition(".")
     return _EXCEPTIONS.get(key) or _GROUPS[section if dot else ""]
 
 
 def load_of(trace: Trace) -> dict[str, Any] | None:
-    """Return a dict of the configuration keys that determine the work of a step.
+    """Return a dict of the configuration keys and values that determine the work of a step.
 
     The result is `None` if the configuration of the trace is unknown.
     """
@@ -64,7 +64,7 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
 
 
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
-    """Format the kind of a trace (measured or simulated) and its load, excluding the keys SIZES.
+    """Format the `kind` of a trace (measured or simulated) and its load without the keys SIZES.
 
     The result is `None` if the load is unknown.
     """
@@ -75,9 +75,9 @@ def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
 
 
 def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
-    """Return warnings about a comparison of runs, one line each.
+    """Return warnings that limit a comparison of runs, one line per warning.
 
-    There are warnings about unknown configurations and about runs with more ranks than cores.
+    The warnings concern unknown configurations and runs with more ranks than cores.
     """
     if len(traces) < 2:
         return []
@@ -91,12 +91,12 @@ def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
 def differing(
     traces: Sequence[Trace], labels: Sequence[str], abouts: Sequence[Mapping[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Return all differences between runs, as a dict from group to a dict from key to a text that
-    lists the runs with each value.
+    """Return all differences between runs, as a dict from group to a dict from key to text.
 
-    The comparison covers all configuration keys, the number of tokens per step, the kind of
-    trace, and the machine and program in `abouts`. A key missing in an older run has its default
-    value. If the configuration of any run is unknown, no keys are compared.
+    The text lists the runs with each value of the key. The comparison covers all configuration
+    keys, the number of tokens per step, the kind of trace, and the machine and program in
+    `abouts`. If a key is missing in an older run, the default value is used. If the configuration
+    of any run is unknown, no configuration keys are compared.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def differing(
 
 
 def _compared(traces, abouts):
-    """Yield (group, key, list of the runs' values as text) for each compared property."""
+    """Yield (group, key, list with the value of each run as text) for each compared property."""
     configs = [configuration(trace) for trace in traces]
     if None not in configs:
         known = [flat(replace(each, model=with_epsilon(each.model))) for each in configs]
@@ -138,8 +138,10 @@ def _written(value):
 
 
 def _whose(values, labels):
-    """List each value with its runs. The most frequent value comes last, and its runs are omitted
-    if they are more than _ALWAYS_NAMED."""
+    """List each value with the runs that have it.
+
+    If more than _ALWAYS_NAMED runs have the most frequent value, it comes last, without its runs.
+    """
     found = {}
     for value, label in zip(values, labels):
         found.setdefault(value, []).append(label)

@@ -1,7 +1,8 @@
 """Model FLOPs utilization (MFU) and hardware FLOPs utilization (HFU) of a run.
 
-As defined in arXiv:2205.05198, MFU is the number of floating-point operations of the model
-divided by the number at peak rate during the step. HFU uses the number of executed operations.
+As defined in arXiv:2205.05198, MFU is the number of floating-point operations of the model divided
+by the number that could be executed at peak rate during the step. HFU is the same ratio for the
+number of executed operations, including recomputation.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def model_flops(model: ModelConfig, batch: int, vocabulary: int) -> float:
 
     For GPT-2, this is equation 7 of arXiv:2205.05198: 72 B L s h^2 (1 + s / (6 h) +
     V / (12 h L)) for batch size B, L layers, sequence length s, hidden size h and vocabulary V.
-    The count includes the matrix products of the model family, 2 m n k for [m, k] times [k, n],
-    and attention including the masked half of the score matrix. The backward pass counts as two
-    forward passes. Only the experts that a token is routed to are counted.
+    The count includes the matrix products of the model family, with 2 m n k FLOP for [m, k] times
+    [k, n], and attention including the masked half of the score matrix. The backward pass counts
+    as two forward passes. For each token, only the experts to which it is routed are counted.
     """
     family = family_of(model)
     return 3 * batch * model.sequence * family.flops(family.sizes(model, vocabulary))
@@ -76,16 +77,18 @@ def efficiency_row(trace: Trace, peak: float | None = None) -> dict[str, Any]:
 
 
 def recorded_flops(trace: Trace) -> float:
-    """Return the recorded FLOP per step of matrix products, attention and CUDA graphs, summed
-    over ranks."""
+    """Return the recorded FLOP of a step, summed over ranks.
+
+    The sum includes matrix products, attention and CUDA graphs.
+    """
     return _sum_of(trace, with_label(trace.events, "op", _PRODUCTS))
 
 
 def _of_model(trace):
     """Return the model FLOP of a step, or None if the model is unknown.
 
-    If the vocabulary size V is not set, it is computed from the recorded FLOP of the head, whose
-    output projection has 2 B s h V FLOP in the forward pass.
+    If the vocabulary size V is not configured, it is computed from the recorded FLOP of the head,
+    whose output projection has 2 B s h V FLOP in the forward pass.
     """
     config = configuration(trace)
     if config is None or config.torch.factory:

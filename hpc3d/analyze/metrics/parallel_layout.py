@@ -1,8 +1,8 @@
 """Effective parallel layout of a run, which depends on the mesh and the scheme.
 
 A scheme shards the loop dimensions m, n and k of its matrix products along mesh axes. A dimension
-whose axes have a single rank is not sharded. For example, 3-D on x=16 y=4 z=1 shards m and n,
-like 2-D.
+is not sharded if its mesh axes have a single rank. For example, the 3-D scheme on x=16 y=4 z=1
+shards only m and n, like a 2-D scheme.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DATA = {DATA, CONTEXT}
 
 
 class RunLayout(NamedTuple):
-    """Layout of a run.
+    """Parallel layout of a run.
 
     Attributes
     ----------
@@ -38,13 +38,13 @@ class RunLayout(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Return kind and sizes, such as "3d, 1f1b, p=2 x=2 y=2 z=2"."""
+        """Return the kind and mesh sizes as text, such as "3d, 1f1b, p=2 x=2 y=2 z=2"."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
         return ", ".join(part for part in (self.kind, mesh or "1 rank") if part)
 
 
 def layout_of(trace: Trace) -> RunLayout:
-    """Return the layout of a run. If the configuration is unknown, its `kind` is the run id."""
+    """Return the layout of a run. If its configuration is unknown, `kind` is the run id."""
     sizes = dict(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     config = configuration(trace)
     if config is None:
@@ -81,9 +81,10 @@ def _kind(config, sharded, wide):
 
 
 def _family(config, sharded, wide):
-    """Return the dimensionality of the tensor parallelism, or None.
+    """Return the dimensionality of the tensor parallelism, such as "2d", or None without any.
 
-    It is the number of sharded loop dimensions. Sharding only m is data parallelism.
+    The dimensionality is the number of sharded loop dimensions. Sharding only m is data
+    parallelism, not tensor parallelism.
     """
     split = config.splits["dense"]
     deep = {*split.replicate.split()} & {*split.m.split()} & wide - _DATA

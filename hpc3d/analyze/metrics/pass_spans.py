@@ -10,10 +10,11 @@ if TYPE_CHECKING:
 
 
 class PassSpan(NamedTuple):
-    """Pass or other activity of a pipeline stage from `start` to `end` [s].
+    """Pass or other activity of a pipeline stage, from `start` to `end` in s.
 
-    `kind` is one of the kinds of hpc3d.analyze.report.gantt, such as F or 1BW. It is prefixed
-    with the index of the model chunk if this is not 0. `label` is the text drawn on the span.
+    `kind` is a kind of span from hpc3d.analyze.report.gantt, such as F or BW. If the index of the
+    model chunk is not 0, the kind is prefixed with this index, as in 1BW. `label` is the text
+    drawn on the span.
     """
 
     start: float
@@ -23,7 +24,7 @@ class PassSpan(NamedTuple):
 
 
 def spans(timeline: Iterable[Row]) -> list[list[PassSpan]]:
-    """Convert a timeline of hpc3d.pipeline.timeline to the rows of a Gantt panel."""
+    """Convert a timeline of hpc3d.pipeline.timeline to the rows of a Gantt chart."""
     return [[PassSpan(start, end, *_kind(what)) for start, end, what in row] for row in timeline]
 
 

@@ -1,6 +1,6 @@
 """Comparison of the measured pipeline passes of a training step with the ideal schedule.
 
-As in hpc3d.pipeline.timeline, each stage has one row, a list of passes (start, end, instruction).
+As in hpc3d.pipeline.timeline, the row of a stage is a list of passes (start, end, instruction).
 Times are in seconds since the start of the first pass on any stage.
 """
 
@@ -40,10 +40,11 @@ _TIMES = {"F": "forward_s", "BW": "backward_s", "B": "input_s", "W": "weight_s"}
 def pipeline_of_step(
     trace: Trace, step: int
 ) -> tuple[list[dict[str, Any]], list[tuple[str, list[list[PassSpan]]]]]:
-    """Return the table of a step with one row per stage, and the measured and simulated panels.
+    """Return the table of a step with one row per stage, and its Gantt chart panels.
 
-    Both are empty if the run has a single stage and a single microbatch. They are also empty if
-    the trace contains CPU time, because the ranks then have no common clock.
+    One panel shows the measured passes and the other the simulated passes. The results are empty
+    if the run has a single stage and a single microbatch, or if the trace contains CPU times,
+    which have no common clock.
     """
     config = configuration(trace)
     if not config or config.mesh.p * config.parallel.microbatches == 1:
@@ -59,7 +60,7 @@ def pipeline_of_step(
 
 
 def configuration(trace: Trace) -> Config | None:
-    """Return the configuration of a run, or None if the trace has no valid one."""
+    """Return the configuration of a run, or None if the trace has no valid configuration."""
     text = trace.attrs["config"]
     if not text.strip():
         return None
@@ -72,16 +73,16 @@ def configuration(trace: Trace) -> Config | None:
 
 
 def is_asynchronous(config: Config) -> bool:
-    """Return true if the schedule is asynchronous, so that passes of consecutive steps overlap."""
+    """Return whether the schedule is asynchronous, so that passes of different steps overlap."""
     schedule = SCHEDULES.get(config.parallel.schedule)
     return bool(schedule and schedule.asynchronous)
 
 
 def _between(rows: Sequence[Row], chosen: Collection[tuple[int, Instruction]]) -> list[Row]:
-    """Return all passes that overlap the interval spanned by the `chosen` passes.
+    """Return the passes during the time interval that is spanned by the `chosen` passes.
 
-    The passes are clipped to this interval, and times are relative to its start. `chosen`
-    contains pairs (stage, instruction).
+    Passes are clipped to this interval, and times are relative to the start of the interval.
+    `chosen` contains pairs (stage, instruction).
     """
     times = [
         (start, end)
@@ -109,12 +110,12 @@ def _pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
 
 
 class StepPasses:
-    """Passes of a run, taken from the lowest rank of each stage.
+    """Measured pipeline passes of a run, taken from the lowest rank of each stage.
 
-    All ranks of a stage run the same passes almost simultaneously, because they wait for each
-    other. `ranks[stage]` is the number of ranks of a stage. A pass extends from the start of its
-    first event to the end of its last event. Messages are excluded, because a receive is posted
-    long before the pass that waits for it.
+    One rank represents its stage, because all ranks of a stage run the same passes almost
+    simultaneously. `ranks[stage]` is the number of ranks of a stage. A pass extends from the start
+    of its first event to the end of its last event. Messages are excluded, because a receive is
+    posted long before the pass that waits for the message.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -126,7 +127,7 @@ class StepPasses:
         return self.rows(self.table["step"] == step)
 
     def rows(self, chosen: slice | np.ndarray = slice(None)) -> list[Row]:
-        """Return the timeline of the selected passes (by default all), one row per stage."""
+        """Return the timeline of the `chosen` passes, one row per stage. The default is all."""
         table, rows = self.table[chosen], [[] for _ in range(1 + max(self.ranks, default=-1))]
         zero = table["start"].min(initial=2**62)
         for op, stage, _, mb, chunk, start, end in table.tolist():
@@ -153,9 +154,9 @@ class StepPasses:
 
 
 def _changes(row):
-    """Return the changes of the number of passes in flight, in chronological order.
+    """Return the changes in the number of forward passes in flight, in chronological order.
 
-    The change is +1 at the start of F and -1 at the end of B or BW.
+    A change is +1 at the start of an F pass and -1 at the end of a B or BW pass.
     """
     enter = [(start, 1) for start, _, what in row if what.op == "F"]
     leave = [(end, -1) for _, end, what in row if what.op in ("B", "BW")]
@@ -163,7 +164,7 @@ def _changes(row):
 
 
 def _events_of_passes(trace):
-    """Return the number of ranks of each stage, and the events on its first rank.
+    """Return a dict from stage to its number of ranks, and the events on each stage's first rank.
 
     The events are an array of _PASS records, one per event that belongs to a pass.
     """
@@ -184,9 +185,9 @@ def _events_of_passes(trace):
 
 
 def _ops(events):
-    """Return the kind of pass that each event belongs to, as an index in COMPUTE, or -1.
+    """Return the kind of pass to which each event belongs, as an index into COMPUTE, or -1.
 
-    Recomputation belongs to the backward pass that follows it.
+    Recomputation belongs to the subsequent backward pass.
     """
     ops = {PHASE[op]: index for index, op in enumerate(COMPUTE)}
     op_of_phase = np.full(256, -1)
@@ -202,7 +203,7 @@ def _ops(events):
 
 
 def _merged(events):
-    """Merge the events of each pass into one record, sorted by start."""
+    """Merge the events of each pass into one record. The records are sorted by start time."""
     keys = [events[name] for name in ("op", *_PASS_KEYS)]
     code = np.ravel_multi_index(keys, [1 + key.max(initial=0) for key in keys])
     order = np.argsort(code, kind="stable")
@@ -217,14 +218,14 @@ def _merged(events):
 
 
 class Ideal(NamedTuple):
-    """Ideal schedule of a step.
+    """Simulated pipeline schedule of a step under ideal conditions.
 
     Attributes
     ----------
     rows
         Passes of each stage.
     cost
-        Times of a microbatch's passes through a stage.
+        Times of the forward and backward passes of one microbatch through one stage.
     in_flight
         Maximum number of forward passes in flight on each stage.
     """
@@ -237,13 +238,14 @@ class Ideal(NamedTuple):
 def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
     """Simulate the schedule of a step with instantaneous messages and identical stages.
 
-    The time of a kind of pass is its median on each stage and chunk, averaged over stages and
-    chunks. Effects that are not modeled, such as unbalanced stages, appear as differences between
-    the measured and the simulated rows. An asynchronous schedule is simulated from its first
-    step. The result is `None` if the schedule, for example a CSV file, was removed or changed.
+    The time of each kind of pass is its measured median on each stage and chunk, averaged over
+    stages and chunks. Effects that are not modeled, such as unbalanced stages, show as differences
+    between the measured and the simulated rows. An asynchronous schedule is simulated from the
+    first training step on. The result is `None` if the schedule (for example, a CSV file) has been
+    removed or changed since the run.
     """
     parallel, stages = config.parallel, config.mesh.p
-    # The first stage is p-1 microbatches ahead of the last stage, which is less than p steps.
+    # The first stage is p-1 microbatches, and thus less than p steps, ahead of the last stage.
     steps = min(config.train.steps, step + 1 + stages) if is_asynchronous(config) else 1
     try:
         passes, placement = instruction_streams(
@@ -260,9 +262,10 @@ def simulated(config: Config, step: int, rows: Sequence[Row]) -> Ideal | None:
 
 
 def _mean_cost(rows, chunks):
-    """Return the mean times of a microbatch's passes through all chunks of a stage.
+    """Return the mean times of the passes of one microbatch through all chunks of a stage.
 
-    The time of a full backward pass BW is stored as `backward`.
+    In the resulting `Cost`, `backward` is the time of B, or of BW if the schedule does not split
+    the backward pass.
     """
     seconds, medians = defaultdict(list), defaultdict(list)
     for stage, row in enumerate(rows):
@@ -280,10 +283,11 @@ def _mean_cost(rows, chunks):
 def _stage_rows(
     passes: StepPasses, step: int, idle: Mapping[int, float], ideal: Ideal | None
 ) -> list[dict[str, Any]]:
-    """Return one row per stage with its number of ranks and passes, the seconds in each kind of
-    pass, the idle share, and the maximum number of forward passes in flight.
+    """Return the table of a step with one row per stage.
 
-    Without `ideal`, the simulated columns are `None`.
+    The columns are the numbers of ranks and passes, the seconds in each kind of pass, the idle
+    share, and the maximum number of forward passes in flight. If `ideal` is `None`, the values of
+    the simulated columns are `None`.
     """
     rows, peaks = passes.measured(step), passes.in_flight(step)
     idle_ideal = idle_shares(ideal.rows) if ideal else {}
@@ -304,13 +308,13 @@ def _stage_rows(
 
 
 def _seconds(row, op):
-    """Return the total seconds of the passes with operation `op`, or None without such passes."""
+    """Return the total seconds of the passes of kind `op`, or None if there are none."""
     times = [end - start for start, end, what in row if what.op == op]
     return sum(times) if times else None
 
 
 def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the idle share of each stage between the first start and last end on any stage."""
+    """Return the idle share of each stage between the first and the last pass on any stage."""
     start = min(row[0][0] for row in rows if row)
     end = max(each[1] for row in rows for each in row)
     busy = [sum(end - start for start, end, _ in row) for row in rows]
@@ -320,7 +324,7 @@ def idle_shares(rows: Sequence[Row]) -> dict[int, float]:
 def _panels(
     config: Config, step: int, rows: Sequence[Row], ideal: Ideal | None
 ) -> list[tuple[str, list[list[PassSpan]]]]:
-    """Return the title and spans of the measured panel and, if available, the simulated panel."""
+    """Return the title and spans of each Gantt chart panel: measured and, if known, simulated."""
     schedule = config.parallel.schedule
     found = [(f"measured: schedule {schedule}, step {step}, {_mean_idle(rows)}", spans(rows))]
     if ideal:

@@ -16,12 +16,12 @@ _COLUMNS = ("quantity", "stage", "rank", "step", "value")
 
 
 def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the predicted and measured values of a run, and their ratio predicted / measured.
+    """Return the predicted and measured values of a run, and the ratio predicted / measured.
 
     Only predictions that apply to all steps are included. step_s is the median step time of the
-    slowest rank. peak_KIND_bytes is the highest peak of a kind of memory on a rank. Unknown
-    measured values are `None`: older traces lack the peak of the total memory, and traces with
-    CPU time lack the step time.
+    slowest rank. peak_KIND_bytes is the highest peak of one kind of memory on a rank. Unknown
+    measured values are `None`: older traces do not contain the peak of the total memory, and
+    traces with CPU times do not contain the step time.
     """
     known = _peaks(trace)
     if one_time(trace):
@@ -36,7 +36,7 @@ def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _peaks(trace):
-    """Return a dict from (quantity, rank) to the highest peak of this kind of memory in bytes."""
+    """Return a dict from (peak_KIND_bytes, rank) to the highest peak of this kind of memory."""
     names, peaks = trace.memory.labels("kind"), {}
     columns = (trace.memory[key].tolist() for key in ("kind", "rank", "peak"))
     for kind, rank, peak in zip(*columns):

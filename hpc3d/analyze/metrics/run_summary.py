@@ -22,7 +22,7 @@ CORES_SHARED = "ranks share cores, so times are longer than with one core per ra
 
 
 def about(trace: Steady) -> dict[str, str]:
-    """Return a dict from title to text with the known properties of a run."""
+    """Return the known properties of a run as a dict from title to text."""
     attrs, config = trace.attrs, configuration(trace)
     known = {
         "run": attrs["run_id"],
@@ -46,7 +46,7 @@ def _ranks(attrs):
 
 
 def _hosts(trace):
-    """List the hosts with their numbers of ranks, and the device."""
+    """List the hosts, the number of ranks on each host, and the device."""
     count = Counter(name or "unknown" for name in hosts(trace).values())
     named = [f"{name} ({ranks})" for name, ranks in count.most_common(_SHOWN)]
     more = [f"{len(count) - _SHOWN} more"] if len(count) > _SHOWN else []
@@ -54,7 +54,7 @@ def _hosts(trace):
 
 
 def _cores(trace: Trace) -> str | None:
-    """Describe the number of CPU cores and ranks on the host of rank 0, or None if unknown."""
+    """Return text with the number of CPU cores and ranks on rank 0's host, or None if unknown."""
     count, host = trace.attrs.get("cores"), trace.ranks["host_id"]
     if not isinstance(count, int) or count < 1:
         return None
@@ -64,7 +64,7 @@ def _cores(trace: Trace) -> str | None:
 
 
 def outnumbered(trace: Trace) -> str | None:
-    """Return a warning if there are more ranks than cores, else None."""
+    """Return a warning if a host has more ranks than cores, else None."""
     text = _cores(trace)
     return f"cores: {text}" if text and text.endswith(CORES_SHARED) else None
 
@@ -94,7 +94,7 @@ def _configured(config):
 
 
 def _techniques(config):
-    """Yield the non-default settings of techniques that save memory or communication."""
+    """Yield the non-default settings of techniques that reduce memory or communication."""
     default, parallel, train = ParallelConfig(), config.parallel, config.train
     for key in ("recompute", "keep_dtype", "offload", "reduce_dtype", "compression"):
         if (value := getattr(parallel, key)) != getattr(default, key):

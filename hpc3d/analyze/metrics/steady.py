@@ -1,7 +1,7 @@
 """Exclusion of the first recorded step from averages.
 
 During the first step, memory is touched for the first time, connections are opened and caches are
-cold. It takes longer than other steps and is not representative of a long run.
+cold. Therefore, the first step takes longer than other steps and is not representative.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Steady:
-    """Open trace whose table of steps excludes the first step, unless it is the only one."""
+    """Open trace whose step table excludes the first step, unless there are no other steps."""
 
     def __init__(self, trace: Trace) -> None:
         step = trace.steps["step"]
@@ -41,7 +41,7 @@ class Rows:
 
 
 def averaged(steady: Steady) -> str:
-    """Return a phrase that describes the steps included in averages."""
+    """Return a phrase that states which steps are included in averages."""
     recorded, steps = (
         np.unique(table["step"]).tolist() for table in (steady.trace.steps, steady.steps)
     )

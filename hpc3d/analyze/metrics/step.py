@@ -1,9 +1,9 @@
 """Tables of step time, loss and memory peaks, by phase, mesh axis and operation.
 
 Means are over the rows of /steps, one per rank and step. Totals are over the events in these
-steps. Times are exclusive: the time of an event excludes events nested in it, so that times add
-up to the step time. A table is a list of rows, which are dicts from column to value in SI units.
-Unknown values are `None`.
+steps. Times are exclusive: the time of an event excludes nested events, so that times add up to
+the step time. A table is a list of rows. Each row is a dict from column to value in SI units, with
+`None` for unknown values.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ROUNDING = 1e-5  # relative loss difference due to the order of float32 reducti
 def time_rows(trace: Trace) -> list[dict[str, Any]]:
     """Return the time, share of the step time, calls, bytes received and FLOP per rank and step.
 
-    There is one row per category, phase, axis and operation. Sends receive no bytes. The last row
-    contains the time that is not covered by any event.
+    There is one row per category, phase, axis and operation. The bytes of sends are not counted.
+    The last row contains the time that is not covered by any event.
     """
     inside = np.flatnonzero(cells(trace) >= 0)
     kinds, kind = combinations([event_values(trace, key, inside) for key in _KEYS])
@@ -65,10 +65,10 @@ def time_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def between_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return the activities of the ranks between steps, except evaluations.
+    """Return one row per kind of activity between training steps, except evaluations.
 
-    Each row has the count per rank, the mean and maximum duration, and the total time per rank,
-    in seconds.
+    A row contains the number of activities per rank, their mean and maximum duration, and their
+    total time per rank. Times are in seconds.
     """
     evaluation = with_label(trace.events, "phase", ["evaluation"])
     between = np.flatnonzero((trace.events["step"] < 0) & ~evaluation & ~overlapped(trace))
@@ -93,8 +93,8 @@ def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return quartiles of the step time (slowest rank), pass times, tokens/s and communication.
 
     communication_share is the share of the step time spent in calls and their waits, including
-    calls of category copy. `time` is the result of `time_rows`. If the trace contains CPU time,
-    tokens/s is unknown, because the wall-clock time is longer.
+    calls of category copy. `time` is the result of `time_rows`. If the trace contains CPU times,
+    tokens/s is `None`, because it depends on the wall-clock time.
     """
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     low, lower, median, upper, high = np.percentile(
@@ -124,7 +124,7 @@ def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def slowest_seconds(trace: Trace) -> np.ndarray:
-    """Return the seconds of each completed step on its slowest rank."""
+    """Return the time of each completed step on its slowest rank, in seconds."""
     steps, step = np.unique(trace.steps["step"], return_inverse=True)
     seconds = np.zeros(len(steps))
     np.maximum.at(seconds, step, step_seconds(trace))
@@ -132,14 +132,13 @@ def slowest_seconds(trace: Trace) -> np.ndarray:
 
 
 def median_step(trace: Trace | Steady) -> int:
-    """Return the number of a step with the median time."""
+    """Return the number of the step with the median step time (the lower of two medians)."""
     order = slowest_seconds(trace).argsort(kind="stable")
     return int(np.unique(trace.steps["step"])[order[(len(order) - 1) // 2]])
 
 
 def peak_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return one row per kind of memory with its highest peak in bytes and the rank that reached
-    it."""
+    """Return one row per kind of memory with its highest peak in bytes and the peak's rank."""
     memory = {name: trace.memory[name] for name in ("kind", "rank", "peak")}
     labels = trace.memory.labels("kind")
     rows = []
@@ -177,9 +176,9 @@ def evaluation_rows(trace: Trace) -> list[dict[str, Any]]:
 def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
     """Return one row per run with its step times, loss, memory peaks and validation losses.
 
-    `loss` is the loss at the last step that all runs have. `loss_difference` is the largest
-    difference to the loss of the first run at any common step. The validation losses are the last
-    and the lowest one.
+    `loss` is the training loss at the last step that all runs have in common. `loss_difference` is
+    the maximum absolute difference from the loss of the first run over all common steps. The
+    validation losses are the last loss and the lowest loss.
     """
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
     step = max(set.intersection(*map(set, losses)), default=None)
@@ -197,7 +196,7 @@ def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _peaks(rows):
-    """Return the highest memory peak and the highest offloaded bytes of any rank."""
+    """Return the highest memory peak and the highest number of offloaded bytes on any rank."""
     ranks = [row for row in rows if row["rank"] is not None]
     peaks = {"peak_bytes": "all", "offloaded_bytes": "offloaded"}
     most = {
@@ -207,9 +206,9 @@ def _peaks(rows):
 
 
 def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each run whose loss curve equals the first run's up to rounding.
+    """Return a line of text for each run with the same loss curve as the first, up to rounding.
 
-    `rows` are the result of `comparison_rows`.
+    `rows` is the result of `comparison_rows`.
     """
     found = []
     for row in rows[1:]:
@@ -225,28 +224,28 @@ def equal_curves(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _evaluated(rows):
-    """Return the last and the lowest validation loss."""
+    """Return a dict with the last and the lowest validation loss."""
     known = [row["loss"] for row in rows if row["loss"] is not None]
     last = rows[-1]["loss"] if rows else None
     return {"validation_loss": last, "validation_best": min(known, default=None)}
 
 
 def _largest_difference(losses, others):
-    """Return the largest difference between two loss curves at their common steps, or None.
+    """Return the maximum absolute difference between two loss curves, or None.
 
-    `losses` and `others` are dicts from step to loss.
+    `losses` and `others` are dicts from step to loss. Only common steps are compared.
     """
     pairs = [(loss, others.get(step)) for step, loss in losses.items()]
     return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)
 
 
 def step_seconds(trace: Trace) -> np.ndarray:
-    """Return the step time of each row of /steps, one per rank and step, in seconds."""
+    """Return the step time in seconds for each row of /steps (one row per rank and step)."""
     return (trace.steps["t_end"] - trace.steps["t_start"]) * 1e-9
 
 
 def means_of(index: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the mean of the finite values of each index, or NaN if none is finite."""
+    """Return the mean of the finite values with each index, or NaN if there are none."""
     number = np.isfinite(values)
     count = np.bincount(index[number], minlength=index.max() + 1)
     total = np.bincount(index[number], values[number], minlength=index.max() + 1)
@@ -259,7 +258,7 @@ def finite(value: float) -> float | None:
 
 
 def rate(trace: Trace, amount: float, seconds: float) -> float | None:
-    """Return amount / seconds, or None if it is unknown or the trace contains CPU time."""
+    """Return amount / seconds, or None if a value is unknown or the trace contains CPU times."""
     return ratio(amount, seconds) if one_time(trace) else None
 
 

@@ -1,13 +1,13 @@
 """Wait times caused by each rank, and a significance test for stragglers.
 
-Even among identical ranks, one rank arrives last at each call by chance. A rank is therefore a
-straggler only if both of these conditions hold:
+Even if all ranks are identical, some rank arrives last at each call. Therefore, a rank is
+considered a straggler only if both of these conditions hold:
 
-* It has the longest busy time (time not blocked in calls) in k of n steps, and the probability
-  that this happens to any rank by chance is at most CHANCE. For R identical ranks, Chernoff's
-  bound on this probability is R exp(-n D(k/n || 1/R)).
-* Its median busy time exceeds the median over the other ranks by at least a fraction LEAST of the
-  median step time.
+* The rank has the longest busy time (time not blocked in calls) in k of n steps, and the
+  probability that this happens to any rank by chance is at most CHANCE. For R identical ranks,
+  Chernoff's bound on this probability is R exp(-n D(k/n || 1/R)).
+* The median busy time of the rank exceeds the median over the other ranks by at least a fraction
+  LEAST of the median step time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LEAST = 0.01
 
 
 def straggler_rows(calls: CallInstances) -> list[dict[str, Any]]:
-    """Return one row per rank, sorted by the wait time that it causes on other ranks.
+    """Return one row per rank, sorted by the wait time that the rank imposes on other ranks.
 
-    `meetings` is the number of calls of the rank, and `last` the number of calls at which it
-    arrived last. `imposed_s` is the time per step that other ranks wait for it, summed over these
-    ranks, and `wait_s` is its own wait time per step. A wait is attributed to the rank that
-    arrived last, even if that rank was delayed by an earlier wait; the critical path shows such
-    chains. `work_s` is the median busy time. `straggler` is yes or no, or None if there are too
-    few steps to decide.
+    `meetings` is the number of calls of the rank, and `last` is the number of calls at which it
+    arrived last. `imposed_s` is the time per step spent by other ranks waiting for this rank,
+    summed over these ranks; `wait_s` is its own wait time per step. A wait is attributed to the
+    rank that arrived last, even if that rank was delayed by an earlier wait. The critical path
+    shows such chains. `work_s` is the median busy time. `straggler` is yes or no, or None if there
+    are too few steps for the test.
     """
     inside, ranks = calls.inside, calls.trace.attrs["world_size"]
     steps = len(np.unique(calls.trace.steps["step"]))
@@ -64,7 +64,7 @@ def straggler_rows(calls: CallInstances) -> list[dict[str, Any]]:
 
 
 def work_of(calls: CallInstances) -> np.ndarray:
-    """Return the busy time in seconds, [ranks, steps], for steps completed by all ranks."""
+    """Return the busy time in seconds, shape [ranks, steps], of steps completed by all ranks."""
     trace, inside = calls.trace, calls.inside
     steps, index = np.unique(trace.steps["step"], return_inverse=True)
     shape = trace.attrs["world_size"], len(steps)
@@ -77,12 +77,12 @@ def work_of(calls: CallInstances) -> np.ndarray:
 
 
 def straggler(work: np.ndarray, step: float) -> int | None:
-    """Return the rank of the straggler, or None.
+    """Return the rank that is a straggler, or None.
 
     Parameters
     ----------
     work
-        Busy time in seconds, [ranks, steps].
+        Busy time in seconds, shape [ranks, steps].
     step
         Median step time in seconds.
     """
@@ -97,8 +97,10 @@ def straggler(work: np.ndarray, step: float) -> int | None:
 
 
 def chance(count: int, steps: int, ranks: int) -> float:
-    """Return an upper bound on the probability that any of `ranks` identical ranks is the slowest
-    in at least `count` of `steps` steps."""
+    """Return Chernoff's upper bound on the probability that some rank is often slowest by chance.
+
+    `ranks` is the number of identical ranks. Often means in at least `count` of `steps` steps.
+    """
     share, even = count / steps, 1 / ranks
     if share <= even:
         return 1.0

@@ -1,22 +1,22 @@
-"""Wait states: how long ranks wait for each other in calls, and for which rank.
+"""Wait states: how long each rank waits in calls, and for which other rank.
 
 A call instance is a collective, identified by (group, number), or a message with its send and
 receive, identified by (group, sender, receiver, number). A member arrives when it makes its call.
-It is blocked from the start of its wait for the result until it has the result. This time is
-split into two components, on the clock of rank 0:
+The member is blocked from the start of its wait for the result until it has the result. The
+blocked time is split into two components, on the clock of rank 0:
 
     wait       time before the last arrival: max(0, min(end, last arrival) - start)
     transfer   remaining time
 
-They correspond to Scalasca's patterns wait at NxN, late sender and late receiver (Geimer et al.
-2010). A broadcast also blocks when it is called, because the size is sent before the block. If
+The wait corresponds to Scalasca's patterns wait at NxN, late sender and late receiver (Geimer et
+al. 2010). A broadcast also blocks when it is called, because the size is sent before the block. If
 the call of a broadcast was recorded as a separate event (category copy), the call instance
 includes this event.
 
 A send, broadcast or reduction may end before the last arrival, because it does not depend on all
 members: a receiver of a broadcast only waits for the root, and a sender does not wait for any
-rank. A call that ended before an arrival that it depends on is a violation. It shows that the
-clock error is at least the difference of these times.
+rank. If a call ended before the arrival of a rank on which it depends, the clocks of the two ranks
+disagree. Such a call is a violation, and the time difference is a lower bound on the clock error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _UNBOUND = ("send", "broadcast", "reduce")  # operations that may end before all members arrive
-_EARLY = ("broadcast",)  # operations that may block when they are called
+_EARLY = ("broadcast",)  # operations whose call itself may block, before the wait
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class CallInstances:
     rank
         Rank of each call.
     posted, start, end
-        Time of the call, start of the wait, and end of the wait.
+        Time when the call was made, start of its wait, and end of its wait.
     instance
-        Index of the call instance.
+        Index of the call instance of each call.
     until, by
-        Time of the arrival that the call waited for, and the rank that arrived.
+        The rank that each call waited for is `by`, and it arrived at time `until`.
     first, last, late
-        Index of the first call, time of the last arrival, and rank that arrived last, for each
-        call instance.
+        For each call instance: index of the first call, time of the last arrival, and rank that
+        arrived last.
     """
 
     trace: Trace | Steady
@@ -96,17 +96,17 @@ class CallInstances:
 
     @property
     def violation(self) -> np.ndarray:
-        """Return the time in ns from the end of each call to a required later arrival, or 0."""
+        """Return how long before a required arrival each call ended, in ns, or 0 if it did not."""
         return np.maximum(0, self.until - self.end)
 
     @property
     def known(self) -> np.ndarray:
-        """Return the number of recorded calls of each instance."""
+        """Return the number of calls that were recorded for each call instance."""
         return np.add.reduceat(self.ending, self.first, dtype=int)
 
     @property
     def members(self) -> np.ndarray:
-        """Return the number of members of each instance."""
+        """Return the number of ranks that take part in each call instance."""
         sizes = np.array([len(group.members) for group in self.trace.groups], int)
         row, events = self.row[self.first], self.trace.events
         message = with_label(events, "op", MESSAGES)[row]
@@ -116,8 +116,8 @@ class CallInstances:
 def calls_of(trace: Trace | Steady) -> CallInstances:
     """Group the calls of an open trace by call instance.
 
-    Calls are the numbered events of category comm, and the events of category copy in which a
-    broadcast was called.
+    The calls are the events of category comm with a sequence number, and the events of category
+    copy in which a broadcast was called.
     """
     row, instance = _call_instances(trace)
     start, end, posted = _times(trace, row)
@@ -145,7 +145,10 @@ def calls_of(trace: Trace | Steady) -> CallInstances:
 
 
 def _call_instances(trace):
-    """Return the rows of /events that are calls, sorted by instance, and their instances."""
+    """Return the rows of /events that are calls, and the index of each row's call instance.
+
+    The rows are sorted by call instance.
+    """
     events, ranks = trace.events, trace.attrs["world_size"]
     counted = (events["group"] >= 0) & (events["seq"] >= 0)
     row = np.flatnonzero(with_label(events, "category", ["comm"]) & counted)
@@ -168,8 +171,8 @@ def _call_instances(trace):
 def _broadcast_calls(events, row):
     """Return the events in which broadcasts were called, and the indices in `row` of their waits.
 
-    An event of category copy is matched with the wait of the same rank and group whose posting
-    time is the start of the event.
+    An event of category copy is matched with the wait that has the same rank and group and was
+    posted at the start of the event.
     """
     kind = with_label(events, "op", _EARLY)
     calls = with_label(events, "category", ["copy"]) & kind & (events["seq"] < 0)
@@ -178,7 +181,7 @@ def _broadcast_calls(events, row):
     waits = np.flatnonzero(kind[row] & (events["posted"] < events["t_start"])[row])
     both = np.concatenate([called, row[waits]])
     times = np.concatenate([events["t_start"][called], events["posted"][row[waits]]])
-    # Use the sorted indices of the times, because the times are too large for `combinations`.
+    # The times are too large for `combinations`. Use their indices in sorted order instead.
     _, when = np.unique(times, return_inverse=True)
     _, key = combinations([events["rank"][both], events["group"][both], when])
     _, call, end = np.intersect1d(key[: len(called)], key[len(called) :], return_indices=True)
@@ -186,7 +189,7 @@ def _broadcast_calls(events, row):
 
 
 def _times(trace, row):
-    """Return the start, end and posting times of calls, in ns on the clock of rank 0."""
+    """Return the times when calls start, end and were posted, in ns on the clock of rank 0."""
     events = trace.events
     start = events["t_global"][row]
     shift = start - events["t_start"][row]
@@ -194,19 +197,20 @@ def _times(trace, row):
 
 
 def _first_where(true, first):
-    """Return the index of the first call of each instance for which the mask `true` is set.
+    """Return the index of the first call in each call instance for which `true` is set.
 
-    Without one, the index is the number of calls.
+    If `true` is not set for any call of the instance, the index is the total number of calls.
     """
     index = np.where(true, np.arange(len(true)), len(true))
     return np.minimum.reduceat(index, first)
 
 
 def _awaited_call(trace, row, instance, first, latest, early):
-    """Return the index of the call whose arrival each call waited for.
+    """Return the index of the call that each call waited for.
 
-    This is the last call to arrive. If an _UNBOUND call ended before the last arrival (`early`),
-    it is the call of the root for a broadcast, and the call itself otherwise.
+    In general, a call waits for the last call of its instance. If an _UNBOUND call ended before
+    the last call was made (`early`), a broadcast waited for the call of its root, and any other
+    operation for no other call; in this case, the index is the index of the call itself.
     """
     events, index = trace.events, np.arange(len(row))
     at_root = (events["rank"] == events["peer"])[row]
@@ -222,10 +226,10 @@ def _awaited_call(trace, row, instance, first, latest, early):
 
 
 def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> list[dict[str, Any]]:
-    """Return the number of calls and the time in calls per rank and step, by event keys.
+    """Return the number of calls and the time in calls per rank and step, grouped by `keys`.
 
-    blocked_s = wait_s + transfer_s. `violations` is the total number of violations, and `worst_s`
-    is the largest violation in seconds.
+    blocked_s = wait_s + transfer_s is the time in calls. `violations` is the total number of calls
+    that ended before a required arrival, and `worst_s` is the largest such difference in seconds.
     """
     row = calls.row[calls.inside]
     columns = [event_values(calls.trace, key, row) for key in keys]
@@ -250,7 +254,7 @@ def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> lis
 
 
 def incomplete(calls: CallInstances) -> int:
-    """Return the number of call instances that lack the call of a member.
+    """Return the number of call instances for which the call of a member was not recorded.
 
     The last arrival of such an instance is uncertain.
     """

@@ -1,4 +1,4 @@
-"""Tiles at the top of a report: the most important numbers of a run."""
+"""Summary tiles at the top of a report, which show the most important numbers of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def cards(run: RunAnalysis) -> Iterator[tuple[str, str, str]]:
-    """Yield the title, value and note of each tile."""
+    """Yield the title, value and note of each summary tile."""
     tables = run.tables
     step, work = tables["step"][0], tables["efficiency"][0]
     yield "step", seconds(step["step_s_median"]), _spread(step, run.about["averages"])
@@ -64,7 +64,8 @@ def _straggler(rows):
 def _memory(rows):
     """Return the value and note of the memory tile: the highest peak of any rank.
 
-    Older traces record only the peak of each kind of memory, so that the tile shows their sum.
+    Older traces contain only the peak of each kind of memory. For these traces, the tile shows the
+    sum of the peaks.
     """
     *ranks, total = rows
     if "all" in total:
@@ -95,7 +96,7 @@ def _waiting(ranks):
         f"computing with an outstanding call {percent(_mean(ranks, 'outstanding_s') / step)}"
     )
     if not any(row["wait_s"] for row in ranks):
-        return outstanding  # unknown, a single rank, or identical ranks of a simulated step
+        return outstanding  # wait time unknown, one rank, or identical ranks in a simulated step
     return f"waiting {percent(_mean(ranks, 'wait_s') / step)}; {outstanding}"
 
 

@@ -41,7 +41,7 @@ _PARTS = {
 _OTHER = palette.WORK["other"]
 _RANK_PARTS = {
     "compute": palette.COMPUTE,
-    "exposed": palette.EXPOSED,  # if transfer and wait are unknown
+    "exposed": palette.EXPOSED,  # shown if transfer and wait are unknown
     "transfer": palette.WORK["transfer"],
     "wait": palette.WORK["wait"],
     "copy": palette.WORK["copy"],
@@ -51,8 +51,8 @@ _RANK_PARTS = {
 _BARS = 16  # maximum number of ranks in the straggler chart, and of hosts in the traffic chart
 _NAME_LENGTH = 32  # maximum number of characters shown of a host name
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
-_CELLS = 256  # maximum number of rows and columns of a matrix
-_MAPS = 12  # maximum number of layers with an expert load map
+_CELLS = 256  # maximum number of rows and of columns in a heat map
+_MAPS = 12  # maximum number of layers for which the expert load is shown
 
 
 class Lines(NamedTuple):
@@ -71,7 +71,7 @@ class Lines(NamedTuple):
 class Bars(NamedTuple):
     """Stacked bar chart.
 
-    `parts` is a dict from the name of each stacked segment to its color and its values, one per
+    `parts` is a dict from the name of a stacked segment to a color and a list with one value per
     bar. `labels` are the labels of the bars.
     """
 
@@ -96,8 +96,8 @@ class Heat(NamedTuple):
 class LoadMaps(NamedTuple):
     """Load of each expert over time, relative to a balanced load.
 
-    `maps` is a dict from layer to an array [experts, columns]. Column i is the mean over the steps
-    from edges[i] to edges[i + 1], exclusive.
+    `maps` is a dict from layer to an array of shape [experts, columns]. Column i is the mean load
+    over the steps from edges[i] (inclusive) to edges[i + 1] (exclusive).
     """
 
     edges: np.ndarray
@@ -108,8 +108,10 @@ class LoadMaps(NamedTuple):
 
 
 def loss(runs: Sequence[RunAnalysis]) -> Lines:
-    """Return the training and validation loss curves of each run, and the differences from the
-    training loss of the first run."""
+    """Return the plot of the training and validation loss curves of all runs.
+
+    The lower panel shows the difference of each training loss from the first run's training loss.
+    """
     lines = {run.label: _losses(run, "loss") for run in runs}
     first = lines[runs[0].label]
     lower = {run.label: _difference(lines[run.label], first) for run in runs[1:]}
@@ -120,24 +122,24 @@ def loss(runs: Sequence[RunAnalysis]) -> Lines:
 
 
 def _losses(run, table):
-    """Return the steps and losses of the rows of a table, with NaN for unknown losses."""
+    """Return the steps and losses in a table of a run. Unknown losses are NaN."""
     rows = run.tables[table]
     values = [np.nan if row["loss"] is None else row["loss"] for row in rows]
     return [row["step"] for row in rows], values
 
 
 def _difference(line, other):
-    """Return the common x values of two lines, and the differences of their y values."""
+    """Return the x values that two lines have in common, and the differences of their y values."""
     theirs = dict(zip(*other))
     both = [(x, value - theirs[x]) for x, value in zip(*line) if x in theirs]
     return [x for x, _ in both], [value for _, value in both]
 
 
 def speedup(rows: Sequence[dict[str, Any]]) -> Lines | None:
-    """Return the speedup over the first run by number of ranks, with the ideal speedup.
+    """Return the plot of the speedup over the first run against the number of ranks.
 
-    There is one line per layout and kind of scaling. The result is `None` if no line has at least
-    two different numbers of ranks.
+    There is one line per layout and kind of scaling, and a line for the ideal speedup. The result
+    is `None` if no line has at least two different numbers of ranks.
     """
     series = {name: line for name, line in _series(rows).items() if len({*line[0]}) > 1}
     ranks = sorted({count for numbers, _ in series.values() for count in numbers})
@@ -146,11 +148,11 @@ def speedup(rows: Sequence[dict[str, Any]]) -> Lines | None:
 
 
 def _series(rows):
-    """Return a dict from layout and kind of scaling to (numbers of ranks, speedups).
+    """Return a dict from the label of a series to (numbers of ranks, speedups).
 
-    Each series contains the runs of one layout with the same total work (strong scaling) or the
-    same work per rank (weak scaling) as the first run. The first run is included in the series of
-    its layout, or in all series if it has a single rank.
+    A series contains the runs of one layout with the same total work (strong scaling) or the same
+    work per rank (weak scaling) as the first run. The first run is included in the series of its
+    own layout, or in all series if it has a single rank.
     """
     first, lines = rows[0], {}
     for row in rows[1:]:
@@ -167,13 +169,13 @@ def _series(rows):
 
 
 def runs(found: Sequence[RunAnalysis]) -> Bars:
-    """Return the breakdown of the mean step time of each run."""
+    """Return the bar chart of the mean step time breakdown of each run."""
     labels, rows = zip(*((run.label, _mean(run.tables["ranks"])) for run in found))
     return _of_ranks([*labels], rows)._replace(horizontal=True)
 
 
 def _mean(rows):
-    """Return the mean over rows of each component of the step time, or None if it is unknown."""
+    """Return each component of the step time, averaged over `rows`, or None if it is unknown."""
     keys = [f"{part}_s" for part in _RANK_PARTS]
     return {
         key: None if rows[0][key] is None else sum(row[key] for row in rows) / len(rows)
@@ -185,7 +187,7 @@ def _mean(rows):
 
 
 def ranks(run: RunAnalysis) -> Bars:
-    """Return the breakdown of the mean step time of each rank."""
+    """Return the bar chart of the mean step time breakdown of each rank."""
     rows = sorted(run.tables["ranks"], key=lambda row: row["rank"])
     return _of_ranks([str(row["rank"]) for row in rows], rows)._replace(xlabel="rank")
 
@@ -199,12 +201,12 @@ def _of_ranks(labels, rows):
 
 
 def _disjoint(row):
-    """Set the exposed time of a row to None if its components, wait and transfer, are known."""
+    """Return a row without its exposed time if its components wait and transfer are known."""
     return row if row["wait_s"] is None else row | {"exposed_s": None}
 
 
 def phases(rows: Sequence[dict[str, Any]]) -> Bars:
-    """Return the time per step by phase, one bar each, stacked by category or mesh axis.
+    """Return the bar chart of the time per step and phase, stacked by category or mesh axis.
 
     `rows` is a breakdown by category, phase and axis.
     """
@@ -218,7 +220,7 @@ def phases(rows: Sequence[dict[str, Any]]) -> Bars:
 
 
 def waits(run: RunAnalysis) -> Bars:
-    """Return the wait and transfer time by axis and operation."""
+    """Return the bar chart of the wait and transfer times by axis and operation."""
     rows = sorted(run.tables["waits"], key=lambda row: -row["blocked_s"])
     parts = {
         part: (_RANK_PARTS[part], [row[f"{part}_s"] * 1e3 for row in rows])
@@ -229,17 +231,17 @@ def waits(run: RunAnalysis) -> Bars:
 
 
 def stragglers(run: RunAnalysis) -> Bars:
-    """Return the imposed wait of the ranks that cause the longest waits."""
+    """Return the bar chart of the waits imposed by the ranks that cause the longest waits."""
     rows = run.tables["stragglers"][:_BARS]
     parts = {"imposed wait": (palette.LATE, [row["imposed_s"] * 1e3 for row in rows])}
     return Bars("rank", "time per step [ms]", [str(row["rank"]) for row in rows], parts)
 
 
 def expert_loads(loads: ExpertLoads) -> LoadMaps:
-    """Return the load of each expert by step and layer.
+    """Return the heat maps of the expert load by step, one per layer.
 
     If there are more than _CELLS steps, consecutive steps are averaged. If there are more than
-    _MAPS layers, evenly spaced layers are shown.
+    _MAPS layers, _MAPS evenly spaced layers are shown.
     """
     width = -(-len(loads.steps) // _CELLS)
     first = np.arange(0, len(loads.steps), width)
@@ -252,7 +254,7 @@ def expert_loads(loads: ExpertLoads) -> LoadMaps:
 
 
 def memory(run: RunAnalysis) -> Bars:
-    """Return the peak of each kind of memory on each rank, in MB."""
+    """Return the bar chart of the peak of each kind of memory on each rank, in MB."""
     rows = [row for row in run.tables["memory_ranks"] if row["rank"] is not None]
     kinds = [*dict.fromkeys(key for row in rows for key in row if key not in ("rank", "all"))]
     parts = {
@@ -271,7 +273,7 @@ def _present(parts):
 def traffic(matrix: np.ndarray) -> Heat:
     """Return the heat map of the bytes sent from rank to rank.
 
-    Matrices with more than _CELLS ranks are summed over blocks of ranks.
+    If there are more than _CELLS ranks, the bytes are summed over blocks of ranks.
     """
     block = -(-len(matrix) // _CELLS)
     edges = np.arange(0, len(matrix), block)
@@ -281,9 +283,9 @@ def traffic(matrix: np.ndarray) -> Heat:
 
 
 def host_traffic(run: RunAnalysis) -> Bars:
-    """Return the bytes received within each host and from other hosts.
+    """Return the bar chart of the bytes received by each host from itself and from other hosts.
 
-    Only the hosts that receive the most bytes from other hosts are included.
+    Only the _BARS hosts that receive the most bytes from other hosts are included.
     """
     rows = sorted(run.tables["crossing"], key=lambda row: -row["crossing"])[:_BARS]
     unit, size = _unit(max(row["bytes"] for row in rows))

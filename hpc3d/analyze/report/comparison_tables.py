@@ -1,4 +1,4 @@
-"""Tables that compare runs, in report order, and titles of the groups of differences."""
+"""Tables that compare runs, in report order, and titles for the groups of configuration keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpc3d.analyze.report.table_format import (
 )
 
 RUN = ColumnSpec("run", "run")
-_RUNS_SHOWN = 6  # maximum number of runs in a text table with columns for each run
+_RUNS_SHOWN = 6  # maximum number of runs in a text table that has separate columns for each run
 GROUPS = {
     WORK: "work (model, data and optimization)",
     LAYOUT: "layout (mesh and techniques)",
@@ -28,7 +28,7 @@ GROUPS = {
 
 
 def _interval(key: str) -> tuple[ColumnSpec, ColumnSpec]:
-    """Return the columns for the lower and upper limit of a ratio's 95 % confidence interval."""
+    """Return the two columns that contain the limits of a ratio's 95 % confidence interval."""
     return ColumnSpec(f"{key}_low", "from", ratio), ColumnSpec(f"{key}_high", "to", ratio)
 
 
@@ -114,14 +114,14 @@ _DIFFERENCES = TableSpec(
 
 
 def over_runs(labels: Sequence[str]) -> tuple[TableSpec, ...]:
-    """Return the tables that compare runs with these labels."""
+    """Return the specifications of the tables that compare the runs with these labels."""
     return _RUNS, _received(labels), _SCALING, _GAINS, _DIFFERENCES
 
 
 def _received(labels):
-    """Return the table of received bytes with the columns of every run.
+    """Return the specification of the table of received bytes, with columns for every run.
 
-    Text tables show only the columns of the first _RUNS_SHOWN runs.
+    Text tables show only the columns for the first _RUNS_SHOWN runs.
     """
     fields = [AXIS, OP]
     for number, label in enumerate(labels, 1):

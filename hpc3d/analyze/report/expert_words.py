@@ -1,4 +1,4 @@
-"""Description of the cost of expert load imbalance in sentences."""
+"""Sentences that describe the cost of expert load imbalance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpc3d.analyze.report.table_format import percent, prefixed, seconds
 
 
 def in_words(cost: Mapping[str, Any]) -> str:
-    """Describe a row of the table expert_cost in sentences, omitting unknown values."""
+    """Return sentences that describe a row of the table expert_cost, without unknown values."""
     return " ".join([_dropped_and_unused(cost), *_wait_time(cost)])
 
 

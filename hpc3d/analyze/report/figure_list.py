@@ -28,7 +28,7 @@ class Picture(NamedTuple):
 def of_runs(
     runs: Sequence[RunAnalysis], tables: Mapping[str, list[dict[str, Any]]]
 ) -> Iterator[Picture]:
-    """Yield the figures that compare runs. For a single run, this is only the loss figure."""
+    """Yield the figures that compare runs. For a single run, there is only the loss figure."""
     if any(map(any_loss, runs)):
         yield Picture("loss", "Loss by training step", "", charts.loss(runs))
     if tables["scaling"]:
@@ -64,7 +64,7 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
         yield Picture("stragglers", "Stragglers", caption, charts.stragglers(run))
     for number, (axis, matrix) in enumerate(run.matrices.items()):
         title = f"Bytes {along(axis)}" if axis else "Bytes between ranks"
-        # The name of an axis in a trace may not be a valid file name.
+        # The axis name in a trace is not necessarily a valid file name.
         suffix = axis if re.fullmatch(r"\w*", axis, re.ASCII) else str(number)
         yield Picture(f"traffic-{suffix}".strip("-"), title, "", charts.traffic(matrix))
     if run.tables["crossing"]:
@@ -85,7 +85,7 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
 
 
 def all_of(number: int, noun: str) -> str:
-    """Return "the only NOUN" or "all N NOUNs"."""
+    """Return "the only NOUN" if `number` is 1, else "all N NOUNs"."""
     return f"the only {noun}" if number == 1 else f"all {counted(number, noun)}"
 
 

@@ -1,6 +1,6 @@
-"""Gantt charts of pipeline schedules, as a matplotlib figure or for the HTML page.
+"""Gantt charts of pipeline schedules, as matplotlib figures or Bokeh plots for the HTML page.
 
-Measured and simulated panels share one time axis.
+The measured and the simulated schedule are separate panels with a common time axis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hpc3d.analyze.metrics.pass_spans import PassSpan
 
-# kind of span -> (name, color)
+# Dict from kind of span to (name, color).
 _KINDS = {
     "F": ("forward", WORK["forward"]),
     "B": ("backward, input", WORK["backward_input"]),
@@ -31,7 +31,7 @@ _KINDS = {
     "step": ("optimizer", WORK["optimizer"]),
 }
 _WIDTH, _TEXT = 10.0, 5.5  # figure width in inches, font size of the labels in points
-_ROW = 26  # height of a stage on the page, in pixels
+_ROW = 26  # height of a stage's row on the HTML page in pixels
 _TOOLTIPS = [
     ("stage", "@stage"),
     ("pass", "@name"),
@@ -42,7 +42,7 @@ _TOOLTIPS = [
 
 
 class Panels(NamedTuple):
-    """Panels (title, rows) from top to bottom, with one row of spans per pipeline stage."""
+    """Gantt chart panels (title, rows) from top to bottom, with one row per pipeline stage."""
 
     panels: list
 
@@ -50,16 +50,16 @@ class Panels(NamedTuple):
 def draw_gantt(
     panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]], path: Path | str
 ) -> None:
-    """Write a Gantt chart of (title, rows) panels as a PNG file."""
+    """Write a Gantt chart as a PNG file. `panels` is a list of (title, rows)."""
     with default_style():
         gantt(panels).savefig(path, dpi=200)
 
 
 def gantt(panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]]) -> Figure:
-    """Return a figure with one panel per (title, rows), with one row of spans per stage.
+    """Return a Gantt chart with one panel per (title, rows) and one row of spans per stage.
 
-    Each kind of span has a color, which is lighter for later chunks. Messages and reductions
-    run concurrently with passes and are drawn as thin bars.
+    Each kind of span has its own color, which is lighter for later model chunks. Messages and
+    reductions run concurrently with passes and are drawn as thin bars.
     """
     all_spans = [span for _, rows in panels for row in rows for span in row]
     first, last = min(span[0] for span in all_spans), max(span[1] for span in all_spans)
@@ -94,7 +94,7 @@ def _figure(titles):
 
 
 def _bars(panel, stage, row, kind):
-    """Draw the spans of one kind on one stage."""
+    """Draw all spans of the same kind on one pipeline stage."""
     height = 0.3 if _split_kind(kind)[1] in ("message", "reduce") else 0.8
     panel.broken_barh(
         [(start, end - start) for start, end, *_ in row],
@@ -109,7 +109,7 @@ def _bars(panel, stage, row, kind):
 def _labels(panel, stage, row, seconds):
     """Label each span that is wide enough for its text.
 
-    `seconds` is the approximate time that corresponds to a width of one point.
+    `seconds` is the approximate time span that corresponds to a width of one point.
     """
     for start, end, kind, label in row:
         if label and end - start > seconds * _TEXT * (0.64 * len(label) + 0.2):
@@ -131,27 +131,27 @@ def _legend(figure, kinds):
 
 
 def _order_of(kind: str) -> tuple[int, int]:
-    """Return the sort key of a kind in the legend."""
+    """Return the sort key that determines the position of a kind of span in the legend."""
     chunk, name = _split_kind(kind)
     return list(_KINDS).index(name), chunk
 
 
 def name_of(kind: str) -> str:
-    """Return the name of a kind for the legend."""
+    """Return the name of a kind of span for the legend."""
     chunk, name = _split_kind(kind)
     return _KINDS[name][0] + (f", chunk {chunk}" if chunk else "")
 
 
 def _split_kind(kind: str) -> tuple[int, str]:
-    """Split a kind into the index of the model chunk and the base kind."""
+    """Split a kind of span, such as 1BW, into the model chunk index 1 and the base kind BW."""
     name = kind.lstrip("0123456789")
     return int(kind.removesuffix(name) or 0), name
 
 
 def _color_of(kind: str) -> tuple[float, ...]:
-    """Return the RGB color of a kind, with components from 0 to 1.
+    """Return the color of a kind of span as RGB components from 0 to 1.
 
-    With each further chunk, the difference from white is halved.
+    The color of each model chunk is twice as close to white as the color of the previous chunk.
     """
     chunk, name = _split_kind(kind)
     text = _KINDS[name][1]
@@ -163,12 +163,12 @@ def _color_of(kind: str) -> tuple[float, ...]:
 
 
 def on_screen(chart: Panels, empty_plot: Callable[..., Any]) -> Model:
-    """Return the Bokeh model of a pipeline chart: one plot per panel with a shared time axis.
+    """Return the Bokeh model of a Gantt chart, with one plot per panel and a shared time axis.
 
     Parameters
     ----------
     empty_plot
-        Function that creates a plot of a given height.
+        Function that creates an empty plot of a given height in pixels.
     """
     from bokeh.layouts import column
 
@@ -207,7 +207,7 @@ def _draw_passes(plot, rows):
 
 
 def _by_kind(rows):
-    """Return a dict from kind to the columns of its spans on all stages, with times in ms."""
+    """Return a dict from kind of span to the columns of these spans, with times in ms."""
     found = defaultdict(lambda: defaultdict(list))
     for stage, row in enumerate(rows):
         for start, end, kind, label in row:

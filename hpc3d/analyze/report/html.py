@@ -1,4 +1,4 @@
-"""HTML report: a single self-contained page that loads nothing from the network or other files.
+"""HTML report: a single, self-contained page that loads no other files.
 
 Each figure is included twice: as an interactive plot for the screen and as an image for printing.
 """
@@ -35,7 +35,11 @@ _SCRIPTS = ("state.js", "steps.js", "timeline.js", "tables.js")
 
 
 class Shown(NamedTuple):
-    """Figure on the page: the placeholder of its interactive plot, or "", and its print image."""
+    """Figure on the HTML page.
+
+    `placeholder` is the HTML element of the interactive plot, or "" if there is none. `image` is
+    the data URL of the image for printing.
+    """
 
     picture: Picture
     placeholder: str
@@ -44,10 +48,10 @@ class Shown(NamedTuple):
 
 
 def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path) -> str:
-    """Return the HTML of the page.
+    """Return the report as HTML.
 
-    `pictures` contains dicts from file name to figure, first for the comparison and then for each
-    run. `folder` contains the image files.
+    `pictures` contains dicts from file name to figure: first a dict for the comparison, then one
+    for each run. `folder` is the folder of the image files.
     """
     named = {name: each for found in pictures for name, each in found.items()}
     models = {name: model for name, each in named.items() if (model := _model(name, each))}
@@ -86,7 +90,7 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
 
 
 def _model(name, picture):
-    """Return the Bokeh model of a figure, or None if it is only available as an image."""
+    """Return the Bokeh model of a figure, or None if the figure is only available as an image."""
     if type(picture.chart) not in plot_bokeh.draw.registry:
         return None
     model = plot_bokeh.draw(picture.chart)
@@ -95,7 +99,7 @@ def _model(name, picture):
 
 
 def _image(path):
-    """Return the smaller of a figure's image files as a data URL."""
+    """Return the smaller of a figure's two image files (SVG and PNG) as a data URL."""
     kinds = {path.with_suffix(".svg"): "svg+xml", path.with_suffix(".png"): "png"}
     smaller = min(kinds, key=lambda file: file.stat().st_size)
     data = base64.b64encode(smaller.read_bytes()).decode()
@@ -115,7 +119,7 @@ def _text(name):
 
 
 def prose(text: str) -> str:
-    """Convert text to HTML paragraphs, with column headings in backticks set in bold."""
+    """Convert text to HTML paragraphs. Column headings in backticks are printed in bold."""
     return "\n".join(f"<p>{_marked(part)}</p>" for part in text.split("\n\n"))
 
 
@@ -124,7 +128,10 @@ def _marked(text):
 
 
 class StepChoices(NamedTuple):
-    """Selectable steps of the timeline as (index, label), and their data as JSON without "<"."""
+    """Steps that can be selected in the timeline.
+
+    `choices` contains pairs (step, label), and `data` contains the timelines as JSON without "<".
+    """
 
     choices: list
     data: str
@@ -146,6 +153,6 @@ def _steps(run: RunAnalysis) -> StepChoices:
 
 
 def _example(run: RunAnalysis) -> str:
-    """Return an example of a rank selection for this run."""
+    """Return an example of a rank selection on the page, such as "d=0 p=0"."""
     axes = [f"{axis}=0" for axis, size in run.timeline.axes if size > 1]
     return " ".join(axes[:2]) or "0"

@@ -1,4 +1,4 @@
-"""Markdown report that is also readable as plain text."""
+"""Report in Markdown that is also readable as plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpc3d.analyze.report.figure_list import Picture
     from hpc3d.analyze.report.run_analysis import Report
 
-_LINES = 20  # maximum length of a list, such as the problems of a trace
+_LINES = 20  # maximum number of items in a list, such as the problems of a trace
 _MEANS = (
     "Calls, times and bytes are means per rank and step, over the steps listed in `averages`: all"
     " steps except the first one, if there are others."
@@ -29,7 +29,7 @@ _NOTES = {
 
 
 def page(report: Report) -> str:
-    """Return the text of a report."""
+    """Return the report as Markdown text."""
     sections = ["# Report", _MEANS, *_listed("Before these runs are compared:", report.notes)]
     for group, keys in report.differing.items():
         title = f"Differences in {GROUPS[group]}:"
@@ -52,7 +52,7 @@ def _facts(run):
 
 
 def _listed(title, lines):
-    """Format lines as a list under a title, truncated after _LINES items."""
+    """Format `lines` as a Markdown list with a title. At most _LINES items are included."""
     shown = [f"* {in_markdown(line)}" for line in lines[:_LINES]]
     more = [f"* and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
     return [title, "\n".join(shown + more)] if lines else []
@@ -64,9 +64,9 @@ def image(name: str, picture: Picture) -> str:
 
 
 def _section(level, spec, rows, step=None):
-    """Return a table with its title and notes, truncated for a text report.
+    """Return the paragraphs of a table: title, notes and rows, truncated for a text report.
 
-    Nothing is returned for a table without rows.
+    The result is empty if the table has no rows.
     """
     if not rows or spec.rows_shown < 0:
         return []

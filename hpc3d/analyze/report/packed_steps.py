@@ -1,9 +1,9 @@
-"""Compact encoding of the timelines of an HTML page, decoded by page/steps.js.
+"""Compact encoding of the timelines on the HTML page. The decoder is page/steps.js.
 
 A column is an array of integers or floats. Its bytes are shuffled (the first byte of all
-values, then the second byte, and so on), compressed with zlib and encoded in base64. Most
-columns are identical in several steps, because steps repeat the same work, so each distinct
-column is stored once.
+values, then the second byte, and so on), compressed with zlib and encoded in base64. All steps
+repeat the same work, so most columns are identical in several steps. Therefore, each distinct
+column is stored only once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hpc3d.analyze.report.step_timeline import lanes
 if TYPE_CHECKING:
     from hpc3d.analyze.report.step_timeline import Timeline
 
-_TICKS = 2**30  # maximum number of ticks in a step
-_FINEST = 1e-4  # shortest tick in ms
+_TICKS = 2**30  # maximum number of ticks (units of time) in a step
+_FINEST = 1e-4  # minimum duration of a tick in ms
 
 
 def packed(charts: Sequence[Timeline]) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def packed(charts: Sequence[Timeline]) -> dict[str, Any]:
     Returns
     -------
     dict
-        "pool": the distinct arrays. "steps": a dict from step to its data, with columns given as
-        indices into the pool. "first": the step that the page shows initially.
+        "pool" contains the distinct arrays. "steps" is a dict from step to its data, in which
+        columns are indices into the pool. "first" is the step that the page shows initially.
     """
     pool: dict[tuple[str, str], int] = {}
     steps = {str(chart.step): _step(chart, pool) for chart in charts}
@@ -61,20 +61,20 @@ def _step(chart, pool):
 
 
 def _stored(columns: Mapping[str, np.ndarray], pool):
-    """Add the columns to the pool, and return a dict from column name to index in the pool."""
+    """Add new columns to the pool, and return a dict from column name to index in the pool."""
     texts = {key: _text(_small(values)) for key, values in columns.items()}
     return {key: pool.setdefault(text, len(pool)) for key, text in texts.items()}
 
 
 def _text(values):
-    """Return the type code of an array, and its compressed bytes in base64."""
+    """Return the type code of an array, such as "u2", and its compressed bytes in base64."""
     planes = values.astype(values.dtype.newbyteorder("<")).view("u1").reshape(-1, values.itemsize)
     data = zlib.compress(planes.T.tobytes(), 9)
     return f"{values.dtype.kind}{values.itemsize}", base64.b64encode(data).decode()
 
 
 def _columns(chart, tick):
-    """Return the event columns of a timeline, with times as integer ticks.
+    """Return the event columns of a timeline, with times converted to integer ticks.
 
     Times and sequence numbers are stored as differences, because small values compress better.
     """
@@ -96,7 +96,7 @@ def _ticks(times, tick):
 
 
 def _small(values):
-    """Convert an array to the smallest type supported by JavaScript that holds its values."""
+    """Convert an array to the smallest type of JavaScript arrays that can hold its values."""
     if values.dtype.kind == "f":
         return values.astype("f4")
     bounds = (int(values.min(initial=0)), int(values.max(initial=0)))

@@ -1,6 +1,6 @@
-"""Interactive charts of a report, drawn with Bokeh. Bokeh's code is embedded in the page.
+"""Interactive charts of a report, drawn with Bokeh. The page contains Bokeh's code.
 
-Plots use the canvas backend, because WebGL takes seconds per frame without a GPU.
+Plots use Bokeh's canvas backend, because WebGL takes seconds per frame without a GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _TOOLS = "pan,box_zoom,reset,save"
 _TICKS = 32  # maximum number of labels on a rank axis
 _ROW = 14  # height of a timeline row in pixels
-_TOOLTIP = '<div style="white-space: pre-line">@rank{all}</div>'  # page/timeline.js formats it
+_TOOLTIP = '<div style="white-space: pre-line">@rank{all}</div>'  # filled by timeline.js
 
 
 def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
-    """Return Bokeh's code, a script that draws the models, and the HTML placeholder of each."""
+    """Return Bokeh's code, a script that draws the models, and each model's HTML placeholder."""
     from bokeh.embed import components
     from bokeh.resources import Resources
 
@@ -40,7 +40,7 @@ def _plot(height, **values):
 
     plot = figure(height=height, sizing_mode="stretch_width", tools=_TOOLS, **values)
     plot.toolbar.update(logo=None, autohide=True)
-    # page/state.js sets the background color of the page.
+    # The plot is transparent, because page/state.js sets the background color of the page.
     plot.update(outline_line_color=None, background_fill_color=None, border_fill_color=None)
     plot.axis.axis_label_text_font_style = "normal"
     plot.axis.minor_tick_line_color = None
@@ -115,7 +115,7 @@ def _range(rows):
 
 
 def _label(axis, labels):
-    """Label the positions 0, 1, 2, ... of an axis, or an evenly spaced subset of many labels."""
+    """Label the positions 0, 1, 2, ... of an axis, or an evenly spaced subset of them."""
     from bokeh.models import FixedTicker
 
     shown = range(0, len(labels), 1 + (len(labels) - 1) // _TICKS)
@@ -164,9 +164,10 @@ def _panels(chart: Panels):
 
 @draw.register
 def _timeline(chart: Timeline):
-    """Create the timeline plot with one row per rank. page/steps.js adds the events of a step.
+    """Create an empty timeline plot with one row per rank.
 
-    When an event is clicked, page/timeline.js shows its details and the ranks involved.
+    page/steps.js adds the events of the selected step. When an event is clicked, page/timeline.js
+    shows the details of the event and the ranks that are involved.
     """
     from bokeh.models import ColumnDataSource, CustomJS, WheelZoomTool
 
@@ -191,14 +192,14 @@ def _timeline(chart: Timeline):
 
 
 def _draw_rest(plot, source, chart):
-    """Draw a background box for the full step of each rank, to make unrecorded time visible."""
+    """Draw a background box over the full step of each rank to make unrecorded time visible."""
     box = {"y": "row", "left": "start", "right": "end", "height": 0.84}
     style = {"color": UNRECORDED, "line_color": None, "legend_label": rest(chart)}
     plot.hbar(**box, **style, source=source)
 
 
 def _draw_boxes(plot, source, chart):
-    """Draw the boxes of each kind of event with tooltips. Wait boxes have the flag `waited`."""
+    """Draw boxes with tooltips for each kind of event, and for the wait before an event's end."""
     from bokeh.models import CDSView, CustomJSHover, GroupFilter, HoverTool, TapTool
 
     drawn, height = [], 0.84 * lanes(chart.events)[1]
@@ -227,7 +228,7 @@ def _draw_path(plot):
 
 
 def _names(chart):
-    """Return a dict from column to a list of names, indexed by code."""
+    """Return a dict from column to the list of its value names, indexed by code."""
     return {
         key: [names.get(code, "") for code in range(1 + max(names, default=-1))]
         for key, names in chart.names.items()

@@ -1,6 +1,6 @@
 """Charts of a report as PNG and SVG files, drawn with matplotlib.
 
-matplotlib is installed by the extra `report`. Only figures require it.
+matplotlib is installed with the optional dependencies `report`. Only figures require it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _NARROW = 48  # maximum number of vertical bars that are drawn separately
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PATH.png and PATH.svg. The same figure always gives identical files."""
+    """Write a figure as PATH.png and PATH.svg. The output is reproducible byte for byte."""
     from matplotlib import rc_context
 
     salt = {"svg.hashsalt": path.name}
     with default_style(), rc_context(salt), warnings.catch_warnings():
-        # If a name in a trace is wider than the figure, matplotlib keeps the default layout.
+        # matplotlib warns if a name from the trace is too wide for its automatic layout.
         warnings.filterwarnings("ignore", "constrained_layout not applied")
         figure.savefig(path.with_suffix(".png"), dpi=200)
-        figure.set_layout_engine("none")  # the SVG keeps the layout of the PNG
+        figure.set_layout_engine("none")  # use the layout of the PNG file for the SVG file, too
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None}, dpi=200)
 
 
 def empty(
     width: float, height: float, rows: int = 1, **values: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return an empty figure of the given size in inches, and the axes of its rows."""
+    """Return an empty figure of the given size in inches, and one set of axes per row."""
     need("a figure", "matplotlib")
     from matplotlib.figure import Figure
 
@@ -56,7 +56,7 @@ def empty(
 
 
 def draw(chart: object) -> Figure:
-    """Draw a chart with matplotlib's default style."""
+    """Return the figure of a chart, drawn with matplotlib's default style."""
     with default_style():
         return _drawn(chart)
 
@@ -89,7 +89,7 @@ def _lines(chart: Lines):
 
 
 def _style(color, width):
-    """Return a line style whose markers are only visible at isolated points."""
+    """Return a line style whose markers are as wide as the line, so only isolated ones show."""
     return {"color": color, "linewidth": width, "marker": "o", "ms": width, "mew": 0}
 
 
@@ -119,7 +119,7 @@ def _bars(chart: Bars):
 
 
 def _horizontal_bars(chart):
-    """Draw stacked horizontal bars from top to bottom, which leave room for long labels."""
+    """Draw stacked horizontal bars from top to bottom. This leaves space for long labels."""
     figure, (panel,) = empty(WIDTH, 1.1 + 0.26 * len(chart.labels))
     left, rows = np.zeros(len(chart.labels)), range(len(chart.labels))
     for part, (color, values) in chart.parts.items():
@@ -155,9 +155,9 @@ def _heat(chart: Heat):
 
 @_drawn.register
 def _load_maps(chart: LoadMaps):
-    """Draw one expert load map per layer, in two columns.
+    """Draw one heat map of the expert load per layer, in two columns.
 
-    White is a balanced load, red a higher load and blue a lower load.
+    A balanced load is white, a higher load is red, and a lower load is blue.
     """
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
@@ -194,7 +194,7 @@ def _panels(chart: Panels):
 def _timeline(chart: Timeline):
     """Draw a timeline with one row per rank.
 
-    Boxes are rasterized, because a step has too many of them for vector graphics.
+    Boxes are rasterized, because a step has too many boxes for vector graphics.
     """
     from matplotlib.collections import PolyCollection
 

@@ -1,4 +1,4 @@
-"""Complete analysis of a run from its trace, with all data for the report's tables and charts."""
+"""Analysis of runs from their traces. The results contain all data for a report."""
 
 from __future__ import annotations
 
@@ -77,23 +77,23 @@ _DROPPED = "events of {ranks}, which were dropped: only the step, loss and memor
 
 @dataclass(frozen=True)
 class RunAnalysis:
-    """Analysis of one run. All text that comes from the trace is sanitized.
+    """Analysis of one run. All text from the trace is sanitized.
 
     Attributes
     ----------
     about
         Header of the report, as a dict from title to text.
     config
-        Configuration as TOML.
+        Configuration in TOML format.
     missing, violations
-        Descriptions of missing and of inconsistent data in the trace, one line each.
+        Lines that describe missing data and inconsistent data in the trace.
     tables
         Dict from table name (run_tables.py) to the rows of the table.
     step
-        Step shown by the timeline and the pipeline panels.
+        Training step shown in the timeline and the pipeline chart.
     matrices
-        Dict from mesh axis to the bytes sent per step, [sender, receiver]. Key "" is the sum over
-        all axes.
+        Dict from mesh axis to the bytes sent per step, shape [sender, receiver]. The key "" is for
+        the sum over all axes.
     loads
         Expert loads, or None if the model has no experts.
     others
@@ -123,11 +123,11 @@ class Report(NamedTuple):
     tables
         Tables that compare the runs.
     notes
-        Warnings about the comparison, one line each.
+        Lines with warnings that limit the comparison.
     differing
         Differences between the runs, as a dict from group to a dict from key to text.
     curves
-        One line per run whose loss curve equals the first run's loss curve.
+        One line of text per run whose loss curve equals the first run's loss curve.
     """
 
     runs: list
@@ -138,9 +138,9 @@ class Report(NamedTuple):
 
 
 def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
-    """Return a report that compares all runs with the first one.
+    """Return a report that compares all runs with the first run.
 
-    `traces` are the open traces of `runs`. Times are not compared if any trace contains CPU time.
+    `traces` are the open traces of `runs`. Times are not compared if any trace contains CPU times.
     """
     runs = _distinct(runs)
     timed = all(map(one_time, traces))
@@ -173,12 +173,12 @@ def analyze_run(
     """Analyze an open trace. Raises ValueError if no step was completed.
 
     `peak` is the peak FLOP/s of one rank, which is required for MFU and HFU. The timeline shows
-    `step` (by default a step with the median time) with at most `events` events. The timelines of
-    the other steps have at most about `others` events in total; 0 omits them.
+    at most `events` events of step `step`; the default is a step with the median time. The
+    timelines of the other steps have about `others` events in total; 0 omits these timelines.
     """
     if not len(trace.steps):
         raise ValueError(f"{trace.path}: no step was completed; train for more steps")
-    wrong = violations(trace)  # called before calls_of, so that their memory peaks do not add up
+    wrong = violations(trace)  # before calls_of, to reduce the memory peak
     steady = Steady(trace)
     step, calls = median_step(steady) if step is None else step, calls_of(steady)
     matrices, loads = _matrices(trace, calls), loads_of(trace)
@@ -207,7 +207,7 @@ def analyze_run(
 
 
 def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
-    """Make labels unique by appending the run id, and a number if runs have the same id."""
+    """Make the labels of runs unique by appending the run id and, if necessary, a number."""
     labels = [run.label for run in runs]
     named = [
         f"{run.label}, {run.run_id}" if labels.count(run.label) > 1 else run.label for run in runs
@@ -219,22 +219,22 @@ def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
 
 
 def _dropped(trace):
-    """Yield a line that lists the ranks with dropped events, if there are any."""
+    """Yield a line that lists the ranks with dropped events, or nothing if there are none."""
     if (dropped := np.flatnonzero(trace.ranks["dropped"])).size:
         yield _DROPPED.format(ranks=_ranks(dropped))
 
 
 def _ranks(numbers):
-    """Format a list of ranks, truncated after eight."""
+    """Format a list of ranks. At most eight ranks are listed."""
     shown = ", ".join(map(str, numbers[:8].tolist()))
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"rank{'s'[: len(numbers) > 1]} {shown}{more}"
 
 
 def _of_mean_step(steady, calls, peak, matrices, loads):
-    """Return the tables of averages over steps.
+    """Return the tables that contain averages over steps.
 
-    The tables that require a common clock of the ranks are included without rows.
+    Tables that require a common clock of all ranks are included without rows.
     """
     return {
         **_of_time(steady, calls, peak),
@@ -259,7 +259,7 @@ def _of_time(trace, calls, peak):
 
 
 def _of_all_steps(trace):
-    """Return the tables that cover all steps, including the first one."""
+    """Return the tables that cover all steps, including the first step."""
     return {
         "loss": loss_rows(trace),
         "evaluation": evaluation_rows(trace),
@@ -270,7 +270,7 @@ def _of_all_steps(trace):
 
 
 def _of_traffic(calls, matrices):
-    """Return the tables of communication volume, which do not depend on times."""
+    """Return the tables of the communication volume, which do not contain times."""
     return {
         "traffic": _pairs(matrices),
         "crossing": host_traffic_rows(calls),
@@ -279,7 +279,7 @@ def _of_traffic(calls, matrices):
 
 
 def _of_experts(steady, loads, calls):
-    """Return the tables of mixture-of-experts models."""
+    """Return the tables that describe the experts of a mixture-of-experts model."""
     if loads is None:
         return {name: [] for name in ("expert_cost", "experts", "routers", "exchanges")}
     timed, averaged = one_time(steady), loads.of(steady.steps["step"])
@@ -302,9 +302,9 @@ def _of_calls(calls, path):
 
 
 def _matrices(trace, calls):
-    """Return a dict from mesh axis to its traffic matrix in bytes per step, [sender, receiver].
+    """Return a dict from mesh axis to the bytes sent per step, shape [sender, receiver].
 
-    Key "" is the sum over all axes. Axes without traffic are omitted.
+    The key "" is for the sum over all axes. Axes without traffic are omitted.
     """
     axes = ["", *sorted({group.axis for group in trace.groups})]
     found = {axis: communication_matrix(calls, axis or None) for axis in axes}
@@ -323,9 +323,9 @@ def _pairs(matrices):
 
 
 def _bubble(trace, step):
-    """Return the idle times of each stage in warmup, steady phase and drain.
+    """Return the idle times of each stage during warmup, steady phase and drain.
 
-    The result is empty for asynchronous schedules.
+    The result is empty if the schedule is asynchronous.
     """
     if is_asynchronous(configuration(trace)):
         return []
@@ -333,7 +333,7 @@ def _bubble(trace, step):
 
 
 def _wait_warnings(calls, tables):
-    """Yield the reasons why the wait times may be inaccurate."""
+    """Yield lines that state why the wait times may be inaccurate."""
     partial, early = incomplete(calls), sum(row["violations"] for row in tables["waits"])
     worst = max((row["worst_s"] for row in tables["waits"]), default=0)
     if partial:

@@ -1,4 +1,4 @@
-"""Tables of a run in report order, with titles, column keys, headings and units."""
+"""Specifications of the tables of a run, in report order: titles, columns, headings and units."""
 
 from hpc3d.analyze.report.table_format import (
     ColumnSpec,

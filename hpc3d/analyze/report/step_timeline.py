@@ -1,4 +1,4 @@
-"""Timeline of one training step: the events of all or representative ranks, ready to plot."""
+"""Timeline of a training step: plot data for the events of all ranks or representative ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EVENTS = 100_000  # maximum number of events of a step on a page
-OTHERS = 400_000  # maximum number of events of all other steps together
-_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of steps; smallest event limit of a step
+EVENTS = 100_000  # maximum number of events of one step on an HTML page
+OTHERS = 400_000  # maximum total number of events of all other steps on the page
+_STEPS, _MIN_EVENTS = 40, 5_000  # maximum number of steps, and minimum event limit per step
 
 _KIND_INDEX = {kind: number for number, kind in enumerate(KINDS)}
 DETAILS = (
@@ -42,24 +42,24 @@ DETAILS = (
 
 
 class Timeline(NamedTuple):
-    """Events of a step on the `shown` ranks, out of `ranks` ranks on a mesh of `axes`.
+    """Events of a training step on the ranks `shown`, a subset of all `ranks` ranks.
 
     Attributes
     ----------
     events
-        Columns of the events. Times are in ms since the first rank started the step: `start`,
-        `until` (end of the wait for the last arrival, or `start`), `end`, and `posted` (time of
-        the call). `kind` is an index into KINDS. `meeting` is the index of the call instance, and
-        `by` the rank that the call waited for, or -1 for no rank. The other columns are
-        `rank`, `stream` and DETAILS.
+        Dict from column name to one value per event. Times are in ms since the first rank started
+        the step: `start`, `until` (end of the wait for the last arrival, or `start`), `end`, and
+        `posted` (time of the call). `kind` is an index into KINDS. `meeting` is the index of the
+        call instance, and `by` is the rank that the call waited for, or -1 for no rank. The other
+        columns are `rank`, `stream` and DETAILS.
     names
         Dict from code to name for each column that contains codes.
     path
         Segments of the critical path.
     extents
-        Start and end of the step on each shown rank, [ranks, 2] in ms.
+        Start and end of the step on each shown rank in ms, shape [ranks, 2].
     peak
-        Peak FLOP/s of a rank, if known.
+        Peak FLOP/s of one rank, or None if unknown.
     """
 
     step: int
@@ -81,7 +81,7 @@ def timeline(
     limit: int = EVENTS,
     peak: float | None = None,
 ) -> Timeline:
-    """Return the timeline of a step, with all ranks or as many as fit into `limit` events.
+    """Return the timeline of a step. It contains all ranks, or fewer to have `limit` events.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def timeline(
     columns |= {key: event_values(trace, key, rows) for key in ("rank", "stream", *DETAILS)}
     axes = list(zip(trace.attrs["axes"].split(), trace.attrs["axis_sizes"]))
     if prod(size for _, size in axes) != trace.attrs["world_size"]:
-        axes = []  # stages have different numbers of replicas, so ranks have no coordinates
+        axes = []  # stages have different numbers of replicas, so there are no mesh coordinates
     axes, names = sanitized_tree((axes, names))
     extents = _extents(trace, step, shown)
     return Timeline(
@@ -144,10 +144,11 @@ def _lengths(trace):
 
 
 def boxes(chart: Timeline) -> dict[str, Any]:
-    """Return the boxes to draw, as a dict from kind to [left, right, vertical position].
+    """Return the boxes of a timeline as a dict from kind to [left, right, vertical position].
 
-    Times are in ms, and positions are in rows of `chart.shown`. A call has two boxes: its wait
-    and the remaining time.
+    `left` and `right` are times in ms. The vertical position is the index of the rank in
+    `chart.shown`, plus the offset of the stream. A call has two boxes: one for its wait, and one
+    for the remaining time.
     """
     events = chart.events
     row = np.searchsorted(chart.shown, events["rank"]) + lanes(events)[0]
@@ -162,18 +163,18 @@ def boxes(chart: Timeline) -> dict[str, Any]:
 
 
 def lanes(events: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
-    """Return the vertical offset of each event from the middle of its row, and the lane height.
+    """Return the vertical offset of each event from the center of its row, and the lane height.
 
-    The row of a rank has height 1 and is divided into one lane per stream.
+    The row of a rank has height 1 and consists of one lane per stream.
     """
     streams, lane = np.unique(events["stream"], return_inverse=True)
     return ((lane - (len(streams) - 1) / 2) / len(streams)).astype("f4"), 1 / len(streams)
 
 
 def rest(chart: Timeline) -> str:
-    """Return the legend text of the background.
+    """Return the legend text for the background color.
 
-    With several streams per rank, a stream without an event may also be idle.
+    If ranks have several streams, a stream without an event may also be idle.
     """
     return "unrecorded" if lanes(chart.events)[1] == 1 else "idle or unrecorded"
 
@@ -192,11 +193,11 @@ def path(chart: Timeline) -> tuple[np.ndarray, np.ndarray]:
 def _representatives(
     trace: Trace, calls: CallInstances, path: Sequence[PathSegment], events: np.ndarray, limit: int
 ) -> list[int]:
-    """Return the sorted ranks to show: all, or as many as fit into `limit` events in total.
+    """Return the ranks to show in a timeline, sorted: all ranks, or representative ranks.
 
-    `events` is the number of events of each rank. Ranks are selected in this order: the first
-    rank, the rank that causes the longest waits, the first rank of each stage, the ranks on the
-    critical path, and evenly spaced ranks.
+    `events` is the number of events of each rank. If their sum exceeds `limit`, ranks are selected
+    in this order until `limit` is reached: the first rank, the rank that causes the longest waits,
+    the first rank of each stage, the ranks on the critical path, and evenly spaced ranks.
     """
     if events.sum() <= limit:
         return np.flatnonzero(events).tolist()
@@ -212,7 +213,7 @@ def _representatives(
 
 
 def _times(trace, calls, step, rows):
-    """Return the columns `start`, `until`, `end`, `posted`, `meeting` and `by` of some events."""
+    """Return the columns `start`, `until`, `end`, `posted`, `meeting` and `by` of `rows`."""
     start = trace.events["t_global"][rows]
     end = start + trace.events["dur"][rows]
     until, meeting, by = start.copy(), np.full(len(rows), -1), np.full(len(rows), -1)
@@ -235,7 +236,7 @@ def _begin(trace, step):
 
 
 def _extents(trace, step, shown):
-    """Return the start and end of a step on the `shown` ranks, [ranks, 2].
+    """Return the start and end of a step on each of the ranks `shown`, shape [ranks, 2].
 
     Times are in ms since the first rank started the step.
     """
@@ -245,7 +246,7 @@ def _extents(trace, step, shown):
 
 
 def _step_bounds(trace, step):
-    """Return the ranks that have events of a step, and the start and end of the step on each.
+    """Return the ranks that have events in a step, and each rank's start and end of the step.
 
     Times are in ns on the clock of rank 0. The clock offset of a rank is taken from its first
     event in the step.
@@ -273,7 +274,7 @@ def _kinds(trace, rows):
 
 
 def _kind_of_code(names):
-    """Return the index into KINDS for each code of an enumerated column, [256]."""
+    """Return an array of 256 indices into KINDS, one for each code of an enumerated column."""
     kinds = {"comm": "transfer", "compute": "other", "io": "host", "marker": "host"}
     number = np.full(256, _KIND_INDEX["other"])
     for code, name in names.items():

@@ -1,4 +1,4 @@
-"""Tables as Markdown, LaTeX and CSV: columns, headings with units, and number formats.
+"""Formatting of tables as Markdown, LaTeX and CSV, including headings, units and number formats.
 
 A CSV file contains the unformatted values in SI units, with the column keys as headings. Cells are
 escaped, so that they are not interpreted as HTML, macros or formulas.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class ColumnSpec(NamedTuple):
-    """Column of a table: key of its values, heading, and format function."""
+    """Column of a table: the key of its values in a row, the heading, and the format function."""
 
     key: str
     heading: str
@@ -33,8 +33,8 @@ class ColumnSpec(NamedTuple):
 class TableSpec(NamedTuple):
     """Table of a report: its file name, title and columns.
 
-    A text report shows the first `rows_shown` rows and `columns_shown` columns. The value 0 means
-    all of them, and a negative `rows_shown` omits the table.
+    A text report shows only the first `rows_shown` rows and the first `columns_shown` columns. The
+    value 0 means no limit. If `rows_shown` is negative, text reports omit the table.
     """
 
     name: str
@@ -48,7 +48,7 @@ class TableSpec(NamedTuple):
         return [each for each in self.fields if any(row.get(each.key) is not None for row in rows)]
 
     def narrowed(self) -> TableSpec:
-        """Return the table restricted to the columns shown in a text report."""
+        """Return the specification with only the columns that a text report shows."""
         return self._replace(fields=self.fields[: self.columns_shown or None])
 
 
@@ -56,7 +56,7 @@ class TableSpec(NamedTuple):
 
 
 def digits(value: float) -> str:
-    """Format a number with three significant digits and no exponent: 18,500, 12.3, 0.00123."""
+    """Format a number with three significant digits, without an exponent: 18,500 or 0.00123."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     decimals = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
@@ -64,7 +64,7 @@ def digits(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a time in s, ms or us."""
+    """Format a time given in seconds with the unit s, ms or us."""
     for unit, size in (("s", 1), ("ms", 1e-3)):
         if abs(value) >= size:
             return f"{digits(value / size)} {unit}"
@@ -97,12 +97,12 @@ def integer(value: int) -> str:
 
 
 def number(value: int) -> str:
-    """Format an index, such as a rank, or a dash if it is negative."""
+    """Format an index, such as a rank. A negative index is formatted as a dash."""
     return f"{value:d}" if value >= 0 else "-"
 
 
 def layer(value: int) -> str:
-    """Format the index of a layer; -1 is the embedding and head."""
+    """Format the index of a layer. Index -1 is the embedding and head."""
     return "embedding, head" if value == -1 else str(value)
 
 
@@ -136,7 +136,7 @@ def markdown(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> st
 
 
 def _column(field, values):
-    """Return the heading, rule and cells of a column, padded to equal width.
+    """Return the lines of a Markdown column (heading, rule and cells), padded to equal width.
 
     Text is left-aligned, and numbers are right-aligned.
     """
@@ -157,7 +157,7 @@ _LATEX = str.maketrans(
 
 
 def latex(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> str:
-    """Format a table as a LaTeX tabular with the rules of booktabs."""
+    """Format a table as a LaTeX tabular environment with booktabs rules."""
     lines = [[field.heading for field in fields]]
     lines += [[field.text(row) for field in fields] for row in rows]
     heading, *body = [

@@ -1,4 +1,4 @@
-"""Short report for a terminal, about a dozen lines."""
+"""Short report for the terminal, with about a dozen lines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
 
 _MAX_LINES = 12
-_MAX_KEYS = 6  # configuration keys in a line
+_MAX_KEYS = 6  # maximum number of configuration keys listed in a line
 _COMPARED = "step", "tokens/s", "communication", "memory", "loss"
 
 
 def lines(report: Report) -> list[str]:
-    """Return the summary of one run, or one line per run."""
+    """Return the lines of the report: a summary of a single run, or a comparison of runs."""
     found = [*_several(report)] if len(report.runs) > 1 else [*_one(report.runs[0])]
     return (
         found

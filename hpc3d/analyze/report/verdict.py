@@ -1,4 +1,4 @@
-"""Verdict of a report: step time breakdown, largest cost, stragglers and prediction error."""
+"""Verdict of a report: sentences on step time, largest cost, stragglers and prediction error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hpc3d.analyze.report.table_format import seconds
 from hpc3d.trace.schema import MESSAGES
 
 _Rows = Sequence[Mapping[str, Any]]
-_MENTIONED = 0.05  # smallest share of a step that the verdict mentions
-_ROUNDING = 1e-9  # share of a step that may be rounding error
-_TOLERANCE = 0.1  # relative error within which a prediction counts as correct
+_MENTIONED = 0.05  # minimum share of the step time that the verdict mentions
+_ROUNDING = 1e-9  # maximum share of the step time that is considered a rounding error
+_TOLERANCE = 0.1  # maximum relative error of a prediction that is considered correct
 _WORK = {
     "gemm": "matrix products",
     "attention": "attention",
@@ -22,19 +22,19 @@ _WORK = {
 
 
 def verdict(tables: Mapping[str, _Rows]) -> list[str]:
-    """Return the sentences of the verdict. The first one is the breakdown of the step time.
+    """Return the sentences of the verdict. The first sentence is the step time breakdown.
 
     Parameters
     ----------
     tables
-        Rows of the tables of a report, by table name.
+        Dict from table name to the rows of the table.
     """
     parts = _means(tables["ranks"]) | _offloading(tables)
     return [_composition(parts), *_largest_costs(tables, parts), *_predicted(tables["prediction"])]
 
 
 def _means(ranks: _Rows) -> dict[str, float | None]:
-    """Return the mean over ranks of each component of the step time, or None if it is unknown."""
+    """Return each component of the step time, averaged over ranks, or None if it is unknown."""
     return {
         key: None if ranks[0][key] is None else sum(row[key] for row in ranks) / len(ranks)
         for key in ("step_s", "exposed_s", *DISJOINT)
@@ -42,7 +42,7 @@ def _means(ranks: _Rows) -> dict[str, float | None]:
 
 
 def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
-    """Return the seconds per step spent in offload copies and in waits for them."""
+    """Return the seconds per step spent in offload copies and in waiting for offload copies."""
     alone = [row for row in tables["time"] if tables["copies"] and not row["axis"]]
     return {
         key: sum(row["seconds"] for row in alone if row["category"] == category)
@@ -51,7 +51,7 @@ def _offloading(tables: Mapping[str, _Rows]) -> dict[str, float]:
 
 
 def _composition(parts: Mapping[str, float | None]) -> str:
-    """Describe the shares of computation, communication, waiting and other time in a step."""
+    """Return a sentence with the shares of computation, communication and waiting in a step."""
     step = parts["step_s"]
     offload = parts["own_copies_s"] + parts["copy_wait_s"]
     calls = parts["exposed_s"] + parts["copy_s"] - offload
@@ -73,7 +73,7 @@ def _composition(parts: Mapping[str, float | None]) -> str:
 def _largest_costs(
     tables: Mapping[str, _Rows], parts: Mapping[str, float | None]
 ) -> Iterator[str]:
-    """Yield sentences on the largest cost of a step that can be reduced and on the straggler."""
+    """Yield a sentence on the largest cost of a step, and a sentence on the straggler, if any."""
     step, costs = parts["step_s"], defaultdict(float)
     for row in tables["time"]:
         if row["category"] == "compute":
@@ -96,7 +96,7 @@ def _largest_costs(
 
 
 def _call(row: Mapping[str, Any]) -> str:
-    """Describe the operation and axis of a call. Waits for messages along p include the bubble."""
+    """Describe a call by operation and mesh axis. Messages along p include the bubble."""
     if row["axis"] == "p" and row["op"] in MESSAGES:
         return "messages between stages (p) and the bubble"
     return f"{row['op'].replace('_', '-')} along {row['axis']}"

@@ -1,4 +1,4 @@
-"""Output of a report to a folder: report.md, report.html, tables/ and figures/."""
+"""Writing of a report to a folder: report.md, report.html, tables/ and figures/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILES, _FOLDERS = ("report.html", "report.md"), ("figures", "tables", "exports"
 
 
 def clear(out: Path) -> None:
-    """Remove the report files from a folder, and create the folder if it does not exist."""
+    """Remove an earlier report from a folder, and create the folder if it does not exist."""
     if (out / "report.md").is_file():
         for name in _FILES:
             (out / name).unlink(missing_ok=True)
@@ -31,7 +31,7 @@ def clear(out: Path) -> None:
 
 
 def write(report: Report, out: Path, tables_only: bool = False) -> None:
-    """Write all files of a report, or only its tables."""
+    """Write all files of a report, or only report.md and the tables if `tables_only`."""
     _write_tables(report, out / "tables")
     found = [] if tables_only else _pictures(report)
     images = [markdown.image(name, each) for named in found for name, each in named.items()]
@@ -53,7 +53,7 @@ def _draw(found, folder):
 
 
 def _write_tables(report, folder):
-    """Write all nonempty tables. The rows of several runs are concatenated in one table."""
+    """Write all nonempty tables. Each table contains the rows of all runs."""
     folder.mkdir(parents=True, exist_ok=True)
     for spec in over_runs([run.label for run in report.runs]):
         if rows := report.tables[spec.name]:
@@ -66,7 +66,7 @@ def _write_tables(report, folder):
 
 
 def _pictures(report):
-    """Return dicts from file name to figure, one for the comparison and one for each run."""
+    """Return a list of dicts from file name to figure: one for the comparison, one per run."""
     found = [{each.name: each for each in figure_list.of_runs(report.runs, report.tables)}]
     for number, run in enumerate(report.runs, 1):
         suffix = f"-{number}" if len(report.runs) > 1 else ""
