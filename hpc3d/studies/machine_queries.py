@@ -1,7 +1,7 @@
-"""Recording of the operations in the forward and backward pass of a model chunk.
+"""Recorder for the operations in the forward and backward passes of a model chunk.
 
-The recorded operations can be timed on many machine models without repeating the passes. `Clock`,
-in contrast, computes the time of each operation immediately.
+The recorded operations can be timed with many machine models without repeating the passes. In
+contrast, `Clock` computes the time of each operation immediately.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 
 class Tally(CostMeter):
-    """Meter that counts operations by the `Machine` method that predicts their time.
+    """Cost meter that counts the operations of a model.
 
-    `asked` maps (method of `Machine`, its arguments) to the number of operations.
+    `asked` is a dict from (method, arguments) to the number of operations. The method is the
+    method of `Machine` that predicts the time of such an operation from the arguments.
     """
 
     def __init__(self) -> None:
@@ -48,15 +49,15 @@ class Tally(CostMeter):
         return pending
 
     def taken(self) -> Counter:
-        """Return the counts since the last call and reset them."""
+        """Return the numbers of operations since the last call, and reset them to zero."""
         asked, self.asked = self.asked, Counter()
         return asked
 
 
 class PartWork(NamedTuple):
-    """Work of a model chunk on one rank: number of parameters, and operations of both passes.
+    """Work of a model chunk on one rank: the number of parameters and the operations.
 
-    `forward` and `backward` are the counts of a `Tally`.
+    `forward` and `backward` are the counts of a `Tally` for one pass.
     """
 
     parameters: int
@@ -75,8 +76,8 @@ def work_of(
 ) -> PartWork:
     """Record the work of the model chunk `part` (hpc3d.model.stage) on one rank of a mesh.
 
-    `sizes` is the shape of the mesh without pipeline stages. A pass processes one microbatch of
-    `sequences` sequences. Recomputation is counted in the backward pass.
+    `sizes` is the shape of the mesh without pipeline stages. Each pass processes one microbatch of
+    `sequences` sequences. The backward pass includes recomputation.
     """
     tally = Tally()
     mesh = representative(Grid(sizes), AbstractPool(tally), Self())

@@ -1,4 +1,4 @@
-"""Predictions of published Megatron-LM step times, based only on properties of the machine.
+"""Predictions of published Megatron-LM step times from the properties of the machine.
 
 V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv:2205.05198: tables 4 and 5, figure 1. D. Narayanan et al., "Efficient Large-Scale Language
@@ -6,8 +6,8 @@ Model Training on GPU Clusters Using Megatron-LM", SC 2021, arXiv:2104.04473: ta
 
 For the second paper, the microbatch size, model chunks, dropout, gradient clipping and, for the
 smaller models, the overlap of the gradient reduction with the backward pass are taken from the
-authors' scripts (NVIDIA/Megatron-LM examples/sc21/run_table_1.sh). The results of the first paper
-showed which properties the machine model needs, but no parameter of the machine is fitted to them.
+authors' scripts (NVIDIA/Megatron-LM examples/sc21/run_table_1.sh). The first paper's results
+showed which properties the machine model must have, but no parameter is fitted to these results.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _KINDS = ("parameter", "gradient", "optimizer")
 
 
 class PublishedStep(NamedTuple):
-    """Published training step.
+    """Configuration and published time of a training step.
 
-    `t` is the number of tensor-parallel ranks, `p` the number of pipeline stages, `chunks` the
-    number of model chunks per stage, and `micro` the microbatch size in sequences per replica.
+    `t` is the tensor-parallel size, `p` is the number of pipeline stages, `chunks` is the number
+    of model chunks per stage, and `micro` is the microbatch size in sequences per replica.
     """
 
     model: str
@@ -65,8 +65,8 @@ RECOMPUTATION = [
         "175B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, "1d-sequence", "selective", True, 13.75
     ),
 ]
-# arXiv:2205.05198, table 4: scheme, recomputation, and the times in ms of the forward and backward
-# pass of a layer of the 22B model.
+# arXiv:2205.05198, table 4: scheme, recomputation, and times of the forward pass and of the
+# backward pass through one layer of the 22B model in ms.
 LAYERS = [
     ("1d", "none", 7.7, 11.9),
     ("1d-sequence", "none", 7.2, 11.8),
@@ -75,7 +75,7 @@ LAYERS = [
     ("1d-sequence", "selective", 7.2, 13.1),
 ]
 # arXiv:2205.05198, figure 1 (data from calculon-ai/calculon): model, L, h, a, p, and memory of
-# parameters and optimizer states in GiB per rank. It is _STATE bytes for each of
+# parameters and optimizer states in GiB per rank. This memory is _STATE bytes for each of
 # 12 L h^2 / (t p) parameters, without embedding tables, biases and norms.
 STATES = [
     ("22B", 48, 6144, 64, 1, 45.5625),
@@ -84,7 +84,7 @@ STATES = [
     ("1T", 128, 25600, 160, 64, 32.958984375),
 ]
 # arXiv:2104.04473, table 1: model, L, h, a, t, p, ranks, batch size, microbatch size, chunks, and
-# 1e12 FLOP/s per rank. The microbatch size and chunks are from the authors' scripts.
+# TFLOP/s per rank. The microbatch size and the number of chunks are from the authors' scripts.
 WEAK_SCALING = [
     ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
     ("3.6B", 30, 3072, 32, 2, 1, 64, 512, 16, 1, 138),
@@ -97,9 +97,9 @@ WEAK_SCALING = [
     ("529.6B", 105, 20480, 128, 8, 35, 2520, 2520, 1, 3, 163),
     ("1008B", 128, 25600, 160, 8, 64, 3072, 3072, 1, 1, 163),
 ]
-# Changes to rows of WEAK_SCALING: another microbatch size or number of chunks.
+# Modified rows of WEAK_SCALING with a different microbatch size or number of chunks.
 OTHERWISE = [("39.1B", {"micro": 1}), ("39.1B", {"chunks": 2}), ("145.6B", {"chunks": 1})]
-_LATER = 258.74e12  # FLOP/s: best GEMM rate of newer software ([gemm.float16] of the machine)
+_LATER = 258.74e12  # maximum GEMM rate in FLOP/s with newer software, see the machine file
 
 ASSUMED = """\
 Assumptions for both tables: dropout 0.1, AdamW, float16 with float32 gradients. Gathered blocks
@@ -110,7 +110,7 @@ here. It also splits the messages between stages into t parts, which are sent in
 
 
 def weak(row: tuple) -> PublishedStep:
-    """Convert a row of WEAK_SCALING to a published step.
+    """Convert a row of WEAK_SCALING to a `PublishedStep`.
 
     The published FLOP/s are converted to seconds with equation 3 of arXiv:2104.04473.
     """
@@ -143,10 +143,10 @@ def config_of(row: PublishedStep) -> Config:
 
 
 def rows(published: Iterable[PublishedStep], machine: Machine) -> list[dict[str, Any]]:
-    """Return one dict per published step with its prediction.
+    """Return one dict per published step with the predicted step time.
 
-    The keys are the model, recomputation, number of ranks, published and predicted step time,
-    relative error, bubble, and fraction of communication.
+    The keys are the model, the recomputation, the number of ranks, the published and the predicted
+    step time, the relative error, and the shares of the bubble and of communication in the step.
     """
     return [predicted(row, machine) for row in published]
 
@@ -167,13 +167,13 @@ def predicted(row: PublishedStep, machine: Machine) -> dict[str, Any]:
 
 
 def errors(found: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the mean and maximum of the absolute relative errors of predictions."""
+    """Return the mean and the maximum of the predictions' absolute relative errors."""
     sizes = [abs(row["error"]) for row in found]
     return {"mean": sum(sizes) / len(sizes), "worst": max(sizes)}
 
 
 def layers(machine: Machine) -> list[dict[str, Any]]:
-    """Predict the times in ms of a layer's forward and backward pass for the cases in LAYERS."""
+    """Predict the times of a layer's forward and backward passes for all rows of LAYERS, in ms."""
     found = []
     for scheme, recompute, *published in LAYERS:
         row = RECOMPUTATION[0]._replace(layers=2, scheme=scheme, recompute=recompute)
@@ -184,7 +184,7 @@ def layers(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _passes(row: PublishedStep, machine: Machine) -> list[float]:
-    """Return the times in ms of a layer's forward and backward pass.
+    """Return the times of the forward pass and of the backward pass through one layer, in ms.
 
     The backward pass includes recomputation.
     """
@@ -195,10 +195,10 @@ def _passes(row: PublishedStep, machine: Machine) -> list[float]:
 
 
 def states() -> list[dict[str, Any]]:
-    """Predict the parameter and optimizer memory of STATES on a rank of the first stage.
+    """Predict the parameter and optimizer memory of a rank of the first stage for each of STATES.
 
-    The sizes are given with and without the embedding tables, which the published figures exclude.
-    They depend neither on the number of microbatches nor on the number of model chunks.
+    The sizes are given with and without the embedding tables, which the published sizes exclude.
+    The sizes depend neither on the number of microbatches nor on the number of model chunks.
     """
     found = []
     for model, count, hidden, heads, p, published in STATES:
@@ -220,10 +220,10 @@ def states() -> list[dict[str, Any]]:
 
 
 def facts(machine: Machine) -> dict[str, list[float]]:
-    """Return the errors of the two 22B steps if single properties of the machine are changed.
+    """Return the prediction errors of the two 22B steps with changes to the machine model.
 
-    The result is a dict from the change, mostly the kernel rate that is removed, to the relative
-    errors with full and with selective recomputation.
+    Each change concerns one property; most changes remove a kernel rate. The result is a dict from
+    the change to the relative errors with full and with selective recomputation.
     """
     changed = {"with all": machine, f"products at {_LATER:.5g}": _with_later_products(machine)}
     for name in machine.kernels:
@@ -235,14 +235,14 @@ def facts(machine: Machine) -> dict[str, list[float]]:
 
 
 def _with_later_products(machine: Machine) -> Machine:
-    """Return the machine with its last float16 GEMM rate replaced by _LATER."""
+    """Return the machine with the last entry of its float16 GEMM rates replaced by _LATER."""
     rates = machine.gemm["float16"]
     rates = replace(rates, rate=(*rates.rate[:-1], _LATER))
     return replace(machine, gemm=machine.gemm | {"float16": rates})
 
 
 def otherwise(machine: Machine) -> list[dict[str, Any]]:
-    """Predict the steps of WEAK_SCALING with the changes in OTHERWISE."""
+    """Predict the step times of the rows of WEAK_SCALING that are modified by OTHERWISE."""
     by_name = {values[0]: weak(values) for values in WEAK_SCALING}
     changed = [(by_name[model]._replace(**change), change) for model, change in OTHERWISE]
     return [predicted(row, machine) | {"change": change} for row, change in changed]

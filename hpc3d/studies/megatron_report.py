@@ -1,4 +1,4 @@
-"""Text report on predictions of published Megatron-LM step times."""
+"""Text report that compares predicted with published Megatron-LM step times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the predictions for the machine file `options.machine` (None: Selene)."""
+    """Print and return the predictions for a machine file, which is Selene's by default."""
     machine = load(options.machine or shipped(SELENE))
     found = {
         "recomputation": _steps("arXiv:2205.05198, table 5", RECOMPUTATION, machine),

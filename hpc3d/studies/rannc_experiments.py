@@ -1,9 +1,9 @@
-"""Predictions of RaNNC's two experiments: enlarged BERT on 32 devices, ResNet on 8 and 32.
+"""Predictions for RaNNC's two experiments: enlarged BERT on 32 devices, and ResNet on 8 and 32.
 
 M. Tanaka et al., "Automatic Graph Partitioning for Very Large-scale Deep Learning",
-arXiv:2103.16063, claim that RaNNC trains models five times larger than Megatron-LM, is about as
-fast on the same models, and is faster than GPipe in all settings. RaNNC's README shows two plans,
-which are reproduced in tests/partition/baselines/test_rannc_plan.py.
+arXiv:2103.16063, claim that RaNNC trains models five times larger than Megatron-LM can train, is
+about as fast as Megatron-LM on the same models, and is faster than GPipe in all settings. RaNNC's
+README shows two plans, which tests/partition/baselines/test_rannc_plan.py reproduces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _V100 = "machines/v100-8x4.toml"
 _MARGIN = 0.1  # fraction of device memory that RaNNC leaves free
-_NONE = {"fits": False}  # default row if a planner was not run
+_NONE = {"fits": False}  # default row for a planner that was not run
 _TIMES_LARGER, _CLOSE = 5.0, 0.1
 
 _ASSUMED = """\
@@ -46,7 +46,7 @@ host memory at no cost in time."""
 
 
 class Setting(NamedTuple):
-    """Model, number of samples per step, and number of ranks."""
+    """Setting of an experiment: model, number of samples per step, and number of ranks."""
 
     model: str
     batch: int
@@ -74,10 +74,10 @@ _OF_RESNET: tuple[_Planner, ...] = (rannc, contenders.gpipe, contenders.torchgpi
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the results of both experiments and the verdict on each claim of the paper.
+    """Print and return the results of both experiments and the verdicts on the paper's claims.
 
-    `options.machine` is the machine file, by default of 32 V100. If `options.quick` is true, only
-    some of the models are included.
+    `options.machine` is the machine file; the default machine has 32 V100. If `options.quick` is
+    true, only some of the models are included.
     """
     machine = load(options.machine or shipped(_V100))
     settings = _QUICK if options.quick else {"bert": _BERT, "resnet": _RESNET}
@@ -90,7 +90,7 @@ def main(options: Namespace) -> dict[str, Any]:
 
 
 def _table(machine, settings, planners) -> Iterator[dict[str, Any]]:
-    """Yield the plans for each setting, and print a table row as soon as they are computed."""
+    """Yield the plans for each setting, and print them as soon as they are computed."""
     known, head = {}, True
     for setting in settings:
         if setting.model not in known:
@@ -105,7 +105,7 @@ def _table(machine, settings, planners) -> Iterator[dict[str, Any]]:
 
 
 def _loaded(model):
-    """Return the captured operations of a model, and its number of parameters in 10^9."""
+    """Return the captured operations of a model, and its number of parameters in billions."""
     module, inputs = made(model)
     count = sum(each.numel() for each in module.parameters())
     return Operations(capture(module, inputs)), count / 1e9
@@ -118,9 +118,9 @@ def point(
     billions: float,
     planners: Sequence[_Planner],
 ) -> dict[str, Any]:
-    """Return a setting with the plans of hpc3d and of each planner in `planners`.
+    """Return a dict with a setting, and the plans of hpc3d and of each planner in `planners`.
 
-    The value of key "rows" is a dict from planner name to its plan.
+    The value of the key "rows" is a dict from planner name to plan.
     """
     memory = (1 - _MARGIN) * machine.memory_gb * 1e9
     task = Task.of(operations, machine, setting.batch, setting.ranks, memory)
@@ -135,15 +135,15 @@ def _line(found):
 
 
 def _short(model):
-    """Return MODULE:FACTORY of a model without the package names."""
+    """Return a model's name in the form MODULE:FACTORY, without the names of packages."""
     module, _, factory = model.partition(":")
     return f"{module.rpartition('.')[2]}:{factory}"
 
 
 def _rate(row):
-    """Format the samples per second and layout of a plan, or "-" if it does not fit in memory.
+    """Format the samples/s and the layout of a plan, or return "-" if it does not fit in memory.
 
-    The layout is stages x replicas (x ranks per replica) and the number of microbatches.
+    The layout has the form "stages x replicas (x ranks per replica) m microbatches".
     """
     if not row["fits"]:
         return "-"
@@ -169,9 +169,9 @@ def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]
 
 
 def _larger(points, other):
-    """Format the ratio of the largest model that RaNNC can train to another planner's largest.
+    """Compare the largest models that RaNNC and another planner can train, in a line of text.
 
-    The ratio is a lower bound if RaNNC can train all of the models.
+    The ratio of the two sizes is only a lower bound if RaNNC can train all of the models.
     """
     ours, theirs = (
         max((each["billions"] for each in points if each["rows"][name]["fits"]), default=0.0)
@@ -190,7 +190,7 @@ def _larger(points, other):
 
 
 def _comparable(points, other):
-    """Format the ratio of RaNNC's samples/s to another planner's, if both can train the model."""
+    """Compare RaNNC's samples/s with another planner's on models that both can train, as text."""
     ratios = [ratio for _, ratio in _ratios(points, "RaNNC", (other,))]
     if not ratios:
         return f'"comparable on the same models" to {other}: no model is trained by both'
@@ -202,7 +202,7 @@ def _comparable(points, other):
 
 
 def _better(points, name, others):
-    """Format whether a planner is always faster than `others`, and where it is slower."""
+    """Return a line that states whether a planner is always faster than `others`, or where not."""
     ratios = dict(_ratios(points, name, others))
     worse = [where for where, ratio in ratios.items() if ratio < 1]
     best = "GPipe" if name == "RaNNC" else "all others"
@@ -213,9 +213,10 @@ def _better(points, name, others):
 
 
 def _ratios(points, name, others) -> Iterator[tuple[str, float]]:
-    """Yield (setting, ratio of samples/s to the fastest of `others`).
+    """Yield each setting with the speed of planner `name` relative to the fastest of `others`.
 
-    Settings in which the planner `name` or all others cannot train the model are skipped.
+    Speeds are in samples/s. A setting is skipped if the planner `name` or all other planners
+    cannot train the model.
     """
     for each in points:
         rows = each["rows"]

@@ -1,4 +1,8 @@
-"""Entry points of the reproductions: findings, published steps, 3-D speed-ups, vTrain, RaNNC."""
+"""Entry points for the reproductions of published results.
+
+The published results are the findings on pipeline and data parallelism, Megatron-LM step times,
+speed-ups of 3-D tensor parallelism, vTrain step times, and RaNNC plans.
+"""
 
 from __future__ import annotations
 

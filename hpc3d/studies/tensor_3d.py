@@ -1,7 +1,7 @@
 """Predictions of the published speed-ups of 3-D tensor parallelism.
 
 Z. Bian, Q. Xu, B. Wang, Y. You, "Maximizing Parallelism in Distributed Training for Huge Neural
-Networks", arXiv:2105.14450, report that on 64 V100, 3-D is 2.32 times as fast as 1-D and 1.57
+Networks", arXiv:2105.14450, report that on 64 V100 GPUs, 3-D is 2.32 times as fast as 1-D and 1.57
 times as fast as 2-D. The metric is the average step time, (forward + backward) / batch.
 """
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 V100 = "machines/v100-4x16.toml"
-PAPER = {"1d": 2.32, "2d-summa": 1.57}  # published step time relative to 3-D
+PAPER = {"1d": 2.32, "2d-summa": 1.57}  # published speed-up of 3-D over each scheme
 CLOSE = 0.10
 RANKS = 64
 _GRIDS = {"1d": (64, 1, 1), "2d-summa": (8, 8, 1), "3d": (4, 4, 4)}
 _DTYPES = ("float32", "float16")
 _HIDDEN = (2048, 4096, 6144, 8192, 12288, 16384)
 _BATCH = (64, 128, 192, 256, 512)
-# 1-D on 64 ranks requires that the number of heads is a multiple of 64.
+# With 1-D tensor parallelism on 64 ranks, the number of heads must be a multiple of 64.
 _BLOCKS = {"layers": 2, "heads": RANKS, "vocabulary": RANKS}
 
 _UNTOLD = """\
@@ -47,7 +47,7 @@ all schemes, both speed-ups agree only if 1-D has such a GPU."""
 
 
 class _Spent(NamedTuple):
-    """Forward plus backward time of a layout in seconds, and peak memory per rank in bytes."""
+    """Time of a layout's forward and backward passes in s, and peak memory per rank in bytes."""
 
     seconds: float
     peak: int
@@ -61,7 +61,7 @@ def _model_of(
     keep: bool = False,
     recompute: str = "none",
 ) -> Config:
-    """Return the configuration for a batch and hidden size, with default scheme and mesh."""
+    """Return the configuration for a batch size and hidden size, with default scheme and mesh."""
     return Config(
         parallel=ParallelConfig(keep_gathered=keep, recompute=recompute),
         model=ModelConfig(hidden=hidden, sequence=sequence, **_BLOCKS),
@@ -82,10 +82,10 @@ def _spent(machine: Machine, config: Config, scheme: str, grid: tuple[int, ...])
 
 
 def point(machine: Machine, batch: int, hidden: int, dtype: str, **how: Any) -> dict[str, Any]:
-    """Compare the three schemes for a batch and hidden size.
+    """Compare the three schemes for one batch size and hidden size.
 
-    The result has, for each scheme, the time per sequence in ms, whether it fits in memory, and
-    the speed-up of 3-D over it.
+    For each scheme, the result contains the time per sequence in ms, whether the layout fits in
+    memory, and the speed-up of 3-D over the scheme.
     """
     config = _model_of(batch, hidden, dtype, **how)
     each = {scheme: _spent(machine, config, scheme, grid) for scheme, grid in _GRIDS.items()}
@@ -106,12 +106,15 @@ def rows(
     batch: Sequence[int] = _BATCH,
     **how: Any,
 ) -> list[dict[str, Any]]:
-    """Return the results of `point` for each hidden size and batch, ordered by hidden size."""
+    """Return the results of `point` for all hidden sizes and batch sizes, in this order."""
     return [point(machine, b, h, dtype, **how) for h, b in product(hidden, batch)]
 
 
 def _close(scheme: str, speedup: float) -> bool:
-    """Return True if a speed-up over `scheme` is within CLOSE of the published speed-up."""
+    """Return whether a speed-up over `scheme` is close to the published speed-up.
+
+    CLOSE is the maximum relative difference.
+    """
     return abs(speedup / PAPER[scheme] - 1) <= CLOSE
 
 
@@ -120,10 +123,10 @@ def reproduces(row: dict[str, Any]) -> bool:
 
 
 def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Return the sizes that reproduce the speed-ups if each scheme has a separate batch size.
+    """Return the sizes that reproduce the published speed-ups if each scheme has its own batch.
 
-    Each result is (hidden size, batch of 2-D, batch of 3-D), and both layouts fit in memory. The
-    batch of 1-D is arbitrary, because its time per sequence does not depend on the batch.
+    Each result is (hidden size, batch size of 2-D, batch size of 3-D). Both layouts fit in memory.
+    The batch size of 1-D is arbitrary, because the time per sequence does not depend on it.
     """
     pairs = [
         (flat, cube)
@@ -139,16 +142,16 @@ def own_batches(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
 
 
 def planned(machine: Machine, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the fastest 3-D grid for the batch and hidden size of a result of `point`.
+    """Return the fastest 3-D grid for the batch size and hidden size in a result of `point`.
 
-    The keys are the grid (x, y, z), the time per sequence in ms, and the speed-up over the cubic
-    grid.
+    The result contains the grid (x, y, z), the time per sequence in ms, and the speed-up over the
+    cubic grid.
     """
     timed, config = {}, _model_of(row["batch"], row["hidden"], row["dtype"])
     for grid in cuboids():
         try:
             timed[grid] = _spent(machine, config, "3d", grid).seconds
-        except ValueError:  # sizes not divisible by the grid
+        except ValueError:  # a model size is not divisible by the grid size
             continue
     grid = min(timed, key=timed.get)
     gain = timed[_GRIDS["3d"]] / timed[grid]
@@ -162,7 +165,7 @@ def cuboids() -> list[tuple[int, int, int]]:
 
 
 def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
-    """Return alternative assumptions, as a dict from label to (machine, options of `rows`)."""
+    """Return alternative assumptions as a dict from label to (machine, arguments for `rows`)."""
     inside, outside = machine.links
     ports = inside, replace(outside, node_bandwidth=2 * outside.bandwidth)
     return {
@@ -174,7 +177,7 @@ def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the sweeps for the machine file `options.machine` (None: 64 V100)."""
+    """Print and return the sweeps for a machine file. The default machine has 64 V100."""
     machine = load(options.machine or shipped(V100))
     found = {dtype: _sweep(machine, dtype) for dtype in _DTYPES}
     found["variants"] = [

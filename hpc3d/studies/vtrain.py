@@ -1,13 +1,13 @@
-"""Predictions of vTrain's published GPT-2 step times on A100, with a machine fitted to a few rows.
+"""Predictions of vTrain's published GPT-2 step times, with a machine model fitted to some of them.
 
 J. Bang et al., "vTrain", MICRO 2024, arXiv:2312.12391; the data are in inputs/published. Each row
-is a training step in float16 with tensor (scheme 1d), data and pipeline parallelism (1F1B), on 2
-to 8 GPUs of one node or on 64 to 512 GPUs of several nodes.
+is a training step in float16 on A100 GPUs with tensor (scheme 1d), data and pipeline parallelism
+(1F1B). The steps ran on 2 to 8 GPUs of one node or on 64 to 512 GPUs of several nodes.
 
-The multi-node rows are measured. The single-node rows are also published as measurements, but are
-composed by vTrain's rules from measured all-reduce tables and from kernel times of a layer, the
-embedding and the head, profiled on an A100 once for each `Profile`. Step times of otherwise
-identical configurations are linear in the number of layers to the nanosecond, unlike any
+The multi-node rows are measured. The single-node rows are also published as measurements, but
+vTrain computed them from measured all-reduce times and from kernel times of a layer, the embedding
+and the head, profiled on an A100 once for each `Profile`. The evidence: for otherwise identical
+configurations, the step time is linear in the number of layers to the nanosecond, unlike any
 measurement (hpc3d.studies.vtrain_report.bends).
 """
 
@@ -40,17 +40,18 @@ if TYPE_CHECKING:
 COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "t", "d", "p"]
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
 _DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
-_FIELDS = range(-len(ROW), 0)  # columns of ROW are the last ones of the file
-EVERY = 10  # the first of every 10 published rows is used for calibration
+_FIELDS = range(-len(ROW), 0)  # the last columns of the file are the columns of ROW
+EVERY = 10  # the first of every EVERY published rows is used for calibration
 _VOCABULARY = 50257
 PARTS = {"embedding": FIRST, "block": LAYER, "head": LAST}
 _ATTENTION = ("attend", "attend_again", "attend_grad")
 _VALUE = 2  # bytes of a float16 value
-# Bytes of an update: read and write the value and Adam's two moments, read the gradient.
+# Bytes per parameter that an update accesses: the float16 value and Adam's two float32 moments are
+# read and written, and the float16 gradient is read.
 _UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE
-# Relative standard deviations: of step times from the model, and of the factors of profiles.
+# Relative standard deviation of measured from modeled step times, and of the profiles' factors.
 _NOISE, SPREAD = 0.02, 0.1
-# Fitted values: initial value, lower bound, upper bound.
+# Free parameters of the fit, each with initial value, lower bound and upper bound.
 FREE = {
     "launch_s": (20e-6, 1e-6, 1e-3),
     "attention": (5e11, 1e10, 2.039e12),
@@ -59,9 +60,9 @@ FREE = {
 
 
 def read(path: Path | str) -> np.ndarray:
-    """Read training steps from a .csv or .csv.gz file with vTrain's columns, as an array of ROW.
+    """Read training steps from a .csv or .csv.gz file with vTrain's columns into an array of ROW.
 
-    Raises ValueError with the row number and a remedy if a row is not a valid training step.
+    If a row is not a valid training step, a ValueError with the row number and a fix is raised.
     """
     try:
         with warnings.catch_warnings(action="error", category=UserWarning):  # if file is empty
@@ -72,7 +73,7 @@ def read(path: Path | str) -> np.ndarray:
                 "usecols": _FIELDS,
                 "ndmin": 1,
             }
-            Path(path).stat()  # its errors contain the reason from the operating system
+            Path(path).stat()  # unlike loadtxt, reports the error of the operating system
             rows = np.loadtxt(path, ROW, **how)
     except OSError as error:
         raise ValueError(f"{path}: {reason_of(error)}; use a CSV file of training steps") from None
@@ -88,7 +89,7 @@ def read(path: Path | str) -> np.ndarray:
 
 
 def _impossible(row: Mapping[str, float]) -> str | None:
-    """Return the reason why a row is not a valid training step, or None if it is valid."""
+    """Return the reason why a row is not a valid training step, or None if the row is valid."""
     for name, value in row.items():
         if not 0 < value < inf:
             return f"{name} = {value}: must be positive"
@@ -101,10 +102,10 @@ def _impossible(row: Mapping[str, float]) -> str | None:
 
 
 class Published(NamedTuple):
-    """Common properties of the steps in a file.
+    """Properties that all training steps in a file have in common.
 
     `recompute` is the value of parallel.recompute. If `pad` is positive, the vocabulary is padded
-    so that the shard of each rank is a multiple of `pad`, as in Megatron-LM. If it is 0, the
+    so that the shard of each rank is a multiple of `pad`, as in Megatron-LM. If `pad` is 0, the
     vocabulary is rounded down to a multiple of the number of ranks, as in vTrain.
     """
 
@@ -112,19 +113,20 @@ class Published(NamedTuple):
     pad: int
 
     def vocabulary(self, t: int) -> int:
-        """Return the padded or truncated vocabulary size on t tensor-parallel ranks."""
+        """Return the padded or truncated vocabulary size for t tensor-parallel ranks."""
         return (
             -(-_VOCABULARY // (self.pad * t)) * self.pad * t if self.pad else _VOCABULARY // t * t
         )
 
 
-# The single-node rows do not recompute: with recomputation, the fit exceeds the peak of an A100.
+# The single-node rows are modeled without recomputation. With recomputation, their times would
+# require more than the peak FLOP/s of an A100.
 COMPOSED = Published(recompute="none", pad=0)
 MEASURED = Published(recompute="full", pad=128)
 
 
 class Profile(NamedTuple):
-    """Sizes that determine the kernels of a rank."""
+    """Sizes that determine the kernels executed by a rank."""
 
     hidden: int
     heads: int
@@ -133,9 +135,9 @@ class Profile(NamedTuple):
     micro: int
 
     def work(self, published: Published) -> dict[str, PartWork]:
-        """Return the work of the embedding, a block and the head on one of t ranks.
+        """Return the work of the embedding, of a block and of the head on one of t ranks.
 
-        Dropout is not modeled, because its cost is included in the fitted values.
+        Dropout is not modeled explicitly, because its cost is included in the fitted values.
         """
         vocabulary = published.vocabulary(self.t)
         model = ModelSizes(1, self.hidden, self.heads, self.sequence, vocabulary)
@@ -154,11 +156,11 @@ class Profile(NamedTuple):
 
 
 class ProfileFactors(NamedTuple):
-    """Fitted machine with correction factors.
+    """Fitted machine model with correction factors.
 
     `odd` is the slowdown of matrix products with an odd dimension. `factors` is a dict from
-    profile to the ratio of the layers' kernel times to the machine's prediction. Missing profiles
-    have factor 1.
+    profile to the factor by which the predicted kernel times of the layers are multiplied.
+    Profiles that are not in the dict have factor 1.
     """
 
     machine: Machine
@@ -166,11 +168,11 @@ class ProfileFactors(NamedTuple):
     factors: dict
 
     def seconds(self, asked: Counter) -> list[float]:
-        """Return the predicted seconds of a pass, [computation, communication].
+        """Return the predicted computation time and communication time of a pass in seconds.
 
-        `asked` contains the operations of the pass. Products with odd dimensions are slower,
-        because tensor cores require rows aligned to 16 bytes (NVIDIA, "Matrix Multiplication
-        Background User's Guide").
+        `asked` contains the operations of the pass. Matrix products with odd dimensions are
+        slower, because tensor cores require rows aligned to 16 bytes (NVIDIA, "Matrix
+        Multiplication Background User's Guide").
         """
         spent = [0.0, 0.0]
         for (method, arguments), count in asked.items():
@@ -180,7 +182,7 @@ class ProfileFactors(NamedTuple):
         return spent
 
     def answer(self, method: str, arguments: tuple) -> float:
-        """Return the predicted seconds of an operation recorded by a `Tally`."""
+        """Return the predicted time of an operation recorded by a `Tally`, in seconds."""
         match method, arguments:
             case "product", (m, n, k, dtype, batch):
                 return self.machine.product(m, n, k, dtype, batch)
@@ -191,9 +193,9 @@ class ProfileFactors(NamedTuple):
 
 
 class Steps:
-    """Training steps (an array of ROW) with the recorded work of their ranks.
+    """Training steps, given as an array of ROW, with the recorded work of their ranks.
 
-    Ranks are numbered along t first, then d, then p.
+    Consecutive ranks are adjacent along t, then along d, then along p.
     """
 
     def __init__(self, rows: np.ndarray, published: Published = COMPOSED) -> None:
@@ -203,25 +205,26 @@ class Steps:
         self.work = [profile.work(published) for profile in self.profiles]
 
     def seconds(self, calibration: ProfileFactors) -> np.ndarray:
-        """Return the predicted seconds of each step."""
+        """Return the predicted time of each step in seconds, shape [steps]."""
         factors = [calibration.factors.get(profile, 1.0) for profile in self.profiles]
         return self.total(self.passes(calibration), np.array(factors)[self.profile], calibration)
 
     def split(self, calibration: ProfileFactors) -> tuple[np.ndarray, np.ndarray]:
-        """Split the time of each step into the time without and the time of the layers' kernels.
+        """Split each step time into the time of the layers' kernels and the remaining time.
 
-        Both are in seconds, [steps]. The step time is linear in the kernel times, because all
-        stages are identical except for the one with the head, which is the slowest.
+        Returns the remaining time and the kernel time in seconds, each of shape [steps]. The step
+        time is linear in the kernel times, because all stages are identical except for the last
+        stage, which contains the head and is the slowest.
         """
         passes = self.passes(calibration)
         fixed = self.total(passes, 0.0, calibration)
         return fixed, self.total(passes, 1.0, calibration) - fixed
 
     def passes(self, calibration: ProfileFactors) -> dict[str, np.ndarray]:
-        """Return the times in seconds of the passes through the embedding, a block and the head.
+        """Return the times of the passes through the embedding, a block and the head, in seconds.
 
-        The result is a dict from name to an array [computation or communication, forward or
-        backward, step].
+        The result is a dict from name to an array with the dimensions [computation or
+        communication, forward or backward, step].
         """
         found = {}
         for name in PARTS:
@@ -231,7 +234,7 @@ class Steps:
         return found
 
     def total(self, passes: Any, factors: Any, calibration: ProfileFactors) -> np.ndarray:
-        """Return the step times in seconds with the layers' computation scaled by `factors`."""
+        """Return the step times in seconds, with layer computation times scaled by `factors`."""
         computation, calls = passes["block"]
         layers = (computation * factors + calls) * self.rows["layers"] / self.rows["p"]
         first, last = sum(passes["embedding"]), sum(passes["head"])
@@ -251,15 +254,15 @@ class Steps:
         return np.array([function(row, self.work[profile], machine) for row, profile in rows])
 
     def message(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
-        """Return the time in seconds to send an activation or its gradient to the next stage."""
+        """Return the time to send an activation or its gradient to the adjacent stage, in s."""
         nbytes = _VALUE * float(row["micro"] * row["sequence"] * row["hidden"])
         there = int(row["t"] * row["d"])
         return machine.call("send", nbytes, (0, there)) if row["p"] > 1 else 0.0
 
     def _end_of_step(self, row: np.void, work: Mapping[str, PartWork], machine: Machine) -> float:
-        """Return the time in seconds of the gradient all-reduce and the Adam update.
+        """Return the time of the gradient all-reduce and the Adam update in seconds.
 
-        It is computed for the first stage, which has the most parameters.
+        The time is computed for the first stage, which has the most parameters.
         """
         t, d = int(row["t"]), int(row["d"])
         layers = int(row["layers"] // row["p"])
@@ -270,10 +273,10 @@ class Steps:
 
 
 def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
-    """Return the times in seconds of many 1F1B steps with the same number of microbatches.
+    """Return the times of many 1F1B steps with the same number of microbatches.
 
-    Parameters and result are arrays of seconds: passes[stage, forward or backward, step],
-    message[step], and result[step].
+    All times are in seconds: the pass times `passes`, shape [stage, forward or backward, step],
+    the message times `message`, shape [step], and the result, shape [step].
     """
     schedule, placement = instruction_streams("1f1b", len(passes), micros)
     rows = timeline(schedule, placement, Cost(1, 1, 1))
@@ -289,11 +292,11 @@ def one_f_one_b(passes: Any, micros: int, message: np.ndarray) -> np.ndarray:
 
 
 def calibrate(rows: np.ndarray, base: Machine, profiles: bool = True) -> ProfileFactors:
-    """Fit a machine to the step times in `rows`, starting from the published properties in `base`.
+    """Fit a machine model to the step times in `rows`.
 
-    The free parameters are those in FREE and, if `profiles` is true, one factor per profile. The
-    fit minimizes the squared errors of the logarithms of the step times, with a Gaussian prior of
-    width SPREAD on the factors.
+    The fit starts from the published properties in `base`. The free parameters are listed in FREE;
+    if `profiles` is true, each profile also has a factor. The fit minimizes the squared errors of
+    the logarithms of the step times, with a Gaussian prior of width SPREAD on the factors.
     """
     need("a calibration by rows", "scipy")
     from scipy.optimize import least_squares
@@ -320,13 +323,13 @@ def calibrate(rows: np.ndarray, base: Machine, profiles: bool = True) -> Profile
 def _changes(
     profile: np.ndarray, fixed: np.ndarray, layers: np.ndarray, measured: np.ndarray, doubt: float
 ) -> np.ndarray:
-    """Fit the relative change of the layers' kernel times for each profile by ridge regression."""
+    """Fit the relative change in the layers' kernel times of each profile by ridge regression."""
     share, missing = layers / measured, 1 - (fixed + layers) / measured
     return np.bincount(profile, share * missing) / (np.bincount(profile, share**2) + doubt)
 
 
 def with_values(base: Machine, values: Iterable[float]) -> tuple[Machine, float]:
-    """Return the machine with the given values of FREE, and the value of `odd`."""
+    """Return the machine with the given values of the parameters FREE, and the value of `odd`."""
     launch, attention, odd = map(float, values)
     kernels = base.kernels | dict.fromkeys(_ATTENTION, attention)
     return replace(base, launch_s=launch, kernels=kernels), odd

@@ -1,4 +1,4 @@
-"""Report on predictions of vTrain's published step times, and on layouts chosen by prediction."""
+"""Report on predictions of vTrain's step times, and on layouts chosen by predicted step time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 _MODEL = ["ranks", "hidden", "heads", "sequence", "layers", "batch"]
 _LAYOUT = ["t", "d", "p", "micro"]
 _SHORT = ["ranks", "hidden", "layers", "batch"]
-_CLOSE = 0.03  # tolerance relative to the step time of the best layout
+_CLOSE = 0.03  # maximum slowdown over the best layout that is considered close
 
 
 class Choice(NamedTuple):
-    """Predicted and actual fastest layout of a model on a given number of GPUs.
+    """Layouts of a model with the shortest predicted and the shortest actual step time.
 
-    `chosen` and `best` are the row indices of these layouts. `among` is the number of layouts.
-    `loss` is the slowdown of the chosen layout relative to the best one.
+    `chosen` and `best` are the row indices of these two layouts. `among` is the number of layouts
+    compared. `loss` is the relative slowdown of the chosen layout over the best layout.
     """
 
     chosen: int
@@ -34,10 +34,9 @@ class Choice(NamedTuple):
 
 
 def choices(rows: np.ndarray, seconds: np.ndarray) -> Iterator[Choice]:
-    """Yield the layout with the shortest predicted time and the best layout of each model.
+    """Yield a `Choice` for each combination of model, number of ranks and batch size.
 
-    Each combination of model, number of ranks and batch size is treated separately. `seconds` are
-    the predicted step times of `rows`.
+    `seconds` contains the predicted step times of `rows`.
     """
     models, model = np.unique(rows[_MODEL], return_inverse=True)
     for number in range(len(models)):
@@ -48,11 +47,11 @@ def choices(rows: np.ndarray, seconds: np.ndarray) -> Iterator[Choice]:
 
 
 def bends(rows: np.ndarray) -> float:
-    """Return the largest second difference of the step time by number of layers, in ms.
+    """Return the maximum second difference of the step time over the number of layers, in ms.
 
-    It is computed for series of rows that differ only in the number of layers, which increases by
-    equal amounts. Only rows with d = 1 are used, because the time of gradient reductions is not
-    linear in the number of layers.
+    Second differences are computed over series of rows in which only the number of layers changes,
+    in equal increments. Only rows with d = 1 are used, because the time of gradient reductions is
+    not linear in the number of layers.
     """
     alone = rows[rows["d"] == 1]
     alone = alone[np.argsort(alone["layers"], kind="stable")]
@@ -63,7 +62,7 @@ def bends(rows: np.ndarray) -> float:
 
 
 def _spread(errors: np.ndarray) -> dict[str, float]:
-    """Return the mean, median, 90th percentile and maximum of the absolute values of errors."""
+    """Return the mean, median, 90th percentile and maximum of the absolute errors."""
     size = abs(errors)
     values = size.mean(), np.median(size), np.quantile(size, 0.9), size.max()
     return dict(zip(("mean", "median", "p90", "max"), map(float, values), strict=True))
@@ -72,8 +71,8 @@ def _spread(errors: np.ndarray) -> dict[str, float]:
 def report(composed: Path | str, measured: Path | str, machine: Path | str) -> dict[str, Any]:
     """Print and return the accuracy of the predictions.
 
-    The machine is calibrated with a tenth of the rows of the file `composed`. Its predictions are
-    compared with the remaining rows and with all rows of the file `measured`.
+    The machine model is calibrated with a tenth of the rows in the file `composed`. Its
+    predictions are compared with the remaining rows and with all rows in the file `measured`.
     """
     rows, base = read(composed), load(machine)
     held = np.arange(len(rows)) % EVERY > 0
@@ -97,14 +96,14 @@ def report(composed: Path | str, measured: Path | str, machine: Path | str) -> d
 def _outcome(
     rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Print and return the prediction errors of the rows `held` and the chosen layouts."""
+    """Print and return the prediction errors for the rows `held`, and the chosen layouts."""
     result = {"errors": errors(rows, seconds, held, names), "choices": _chosen(rows, seconds)}
     worst(rows, seconds, held)
     return result
 
 
 def values(calibration: ProfileFactors) -> dict[str, float]:
-    """Print and return the fitted parameters of the machine."""
+    """Print and return the fitted parameters of the machine model."""
     machine = calibration.machine
     found = {
         "launch_us": machine.launch_s * 1e6,
@@ -118,9 +117,9 @@ def values(calibration: ProfileFactors) -> dict[str, float]:
 def errors(
     rows: np.ndarray, seconds: np.ndarray, held: np.ndarray, names: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Print and return the prediction errors of the held-out rows `held`.
+    """Print and return the prediction errors for the held-out rows `held`.
 
-    The errors are summarized over all of these rows, and grouped by each column in `names`.
+    The error statistics are for all of these rows, and for groups by each column in `names`.
     """
     error = seconds * 1e3 / rows["ms"] - 1
     groups = {"all": held}
@@ -135,7 +134,7 @@ def errors(
 
 
 def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
-    """Print and return the slowdown of the layouts chosen by prediction over the best layouts."""
+    """Print and return the slowdown of the chosen layouts relative to the best layouts."""
     found = [*choices(rows, seconds)]
     losses = np.array([choice.loss for choice in found])
     close = int((losses <= _CLOSE).sum())
@@ -150,7 +149,7 @@ def _chosen(rows: np.ndarray, seconds: np.ndarray) -> dict[str, Any]:
 
 
 def _factors(calibration: ProfileFactors) -> None:
-    """Print the fitted factor of each profile: the layers' kernel time relative to the machine."""
+    """Print each profile's fitted factor, which scales the predicted kernel times of layers."""
     print("    factors: hidden, t; microbatch")
     table = {}
     for profile, factor in calibration.factors.items():

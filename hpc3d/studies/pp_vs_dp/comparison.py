@@ -1,4 +1,4 @@
-"""Comparison of pipeline with data parallelism on the same number of ranks (arXiv:2407.02081)."""
+"""Comparison of pipeline and data parallelism on the same number of ranks (arXiv:2407.02081)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-_SLOWER = 16  # slowdown of the second network relative to the machine's network
+_SLOWER = 16  # factor by which the second network is slower than the machine's network
 _HIDDEN, _BATCHES, _SEQUENCE = (512, 1024, 2048, 4096, 8192), (16, 64, 256, 1024), 256
 _RANKS, _LAYERS = 16, 16
 _MICROBATCHES = (1, 4, 16, 64)
@@ -22,7 +22,8 @@ _MICROBATCHES = (1, 4, 16, 64)
 def races(machine: Machine) -> list[dict[str, Any]]:
     """Compare pipeline and data parallelism for each network, hidden size and batch size.
 
-    The pipeline has one microbatch per stage, or four if the batch is large enough.
+    The pipeline has one microbatch per stage, or four microbatches per stage if the batch size
+    is sufficient.
     """
     return [
         race(each, _RANKS, hidden, batch, _RANKS if batch < 16 * _RANKS else 4 * _RANKS)
@@ -38,7 +39,7 @@ def by_microbatches(machine: Machine, hidden: int = 4096, batch: int = 64) -> li
 
 
 def slowed(machine: Machine, factor: float) -> Machine:
-    """Return the machine with outermost links slowed down by `factor`, and no measured calls."""
+    """Return the machine with its outermost links slower by `factor`, without measured calls."""
     *inner, link = machine.links
     rates = ("bandwidth", "node_bandwidth", "pair_bandwidth")
     slow = replace(link, **{rate: getattr(link, rate) / factor for rate in rates})
@@ -57,10 +58,10 @@ def race(
 ) -> dict[str, Any]:
     """Compare a pipeline of `ranks` stages with data parallelism on `ranks` replicas.
 
-    Only the pipeline uses microbatches. An inner stage receives 2 T h e bytes per step, a replica
-    2 (d-1)/d 12 L h^2 g, for T tokens, hidden size h, L layers, d replicas, e bytes per activation
-    and g per gradient. The pipeline moves fewer bytes if T < `boundary` = 12 L h (d-1)/d g/e.
-    Exposed communication is the share of a step that a replica or stage is blocked in calls.
+    Only the pipeline uses microbatches. Per step, an inner stage receives 2 T h e bytes, and a
+    replica 2 (d-1)/d 12 L h^2 g bytes, for T tokens, hidden size h, L layers, d replicas, e bytes
+    per activation and g per gradient. The pipeline moves fewer bytes if T < `boundary` =
+    12 L h (d-1)/d g/e. Exposed communication is the share of the step time blocked in calls.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     many = {"microbatches": microbatches}
@@ -90,22 +91,22 @@ def race(
 
 
 def _received(run: StageRun, axis: str) -> float:
-    """Return the bytes that a rank receives per step along an axis. Sends are not counted."""
+    """Return the bytes received by a rank per step along an axis. Sends are not counted."""
     calls = moved(run).get(axis, {})
     return sum(each["bytes"] for op, each in calls.items() if op != "send")
 
 
 def _verdict(row: dict[str, Any], quantity: str) -> str:
-    """Return "pipeline" or "data", whichever has the smaller value of a quantity."""
+    """Return the strategy with the smaller value of a quantity: "pipeline" or "data"."""
     return "pipeline" if row[f"pipeline_{quantity}"] < row[f"data_{quantity}"] else "data"
 
 
 def why(row: dict[str, Any]) -> str:
-    """Return the reason why the strategy that moves more bytes is faster, or "" if it is not.
+    """Return the reason why the strategy that moves more bytes is faster, or "" if it is slower.
 
-    If data parallelism is faster, the reason is the largest cost of the pipeline: its bubble,
+    If data parallelism is faster, the reason is the largest cost of the pipeline: the bubble,
     exposed messages, or the low efficiency of many small passes. If the pipeline is faster, the
-    reason is the gradient all-reduce of data parallelism ("sums").
+    reason is "sums": the gradient all-reduce of data parallelism.
     """
     if row["moves_less"] == row["wins"]:
         return ""

@@ -1,4 +1,4 @@
-"""Figures of the four findings of arXiv:2407.02081, from the tables of findings.py."""
+"""Figures for the four findings of arXiv:2407.02081, based on the tables of findings.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SCHEMES = {"1d": BLUE, "2d-summa": NAVY}
 
 
 def write(found: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
-    """Write each figure as PNG and SVG to a folder. `found` is a dict from table to rows."""
+    """Write each figure to a folder as PNG and SVG. `found` is a dict from table name to rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in _FIGURES.items():
         with default_style():
@@ -47,7 +47,10 @@ def write(found: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
 
 
 def races(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Plot the ratio of step times, pipeline to data parallelism, by tokens and hidden size."""
+    """Plot the step time of the pipeline divided by the step time of data parallelism.
+
+    The axes of each panel are the number of tokens per step and the hidden size.
+    """
     networks = [[*group] for _, group in groupby(found["races"], lambda row: row["network"])]
     figure, panels = empty(WIDTH, 0.6 + 2.7 * len(networks), len(networks))
     for panel, rows in zip(panels, networks):
@@ -87,21 +90,20 @@ def _race_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> QuadMesh:
 
 
 def _edges(middles: Sequence[float]) -> np.ndarray:
-    """Return the edges of the cells with the given centers on a logarithmic axis."""
+    """Return the cell boundaries for the given cell centers on a logarithmic axis."""
     logs = np.log(middles)
     between = (logs[1:] + logs[:-1]) / 2
     return np.exp([2 * logs[0] - between[0], *between, 2 * logs[-1] - between[-1]])
 
 
 def _cell(row: dict[str, Any]) -> str:
-    """Format the ratio of step times, and the reason if the faster strategy moves more bytes."""
+    """Format the step time ratio, with a reason if the faster strategy moves more bytes."""
     ratio = f"{row['pipeline_s'] / row['data_s']:.2f}"
     return f"{ratio}\n{_REASONS[row['why']]}" if row["why"] else ratio
 
 
 def partitions(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Plot the memory of all ranks by kind and the memory of the worst rank against the number of
-    stages."""
+    """Plot the total memory by kind, and the memory of the worst rank, by number of stages."""
     kinds = [[*group] for _, group in groupby(found["partitions"], lambda row: row["partition"])]
     figure, panels = empty(WIDTH, 0.8 + 2.2 * len(kinds), len(kinds), sharey=True)
     for panel, rows in zip(panels, kinds):
@@ -131,15 +133,17 @@ def _partition_panel(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
 def _closed(row: dict[str, Any]) -> float:
     """Return the memory of states, copies and activations in GB.
 
-    The activations are computed from the closed form of the number of layers in flight.
+    The activation memory is computed with the closed-form number of layers in flight.
     """
     layer = row["activations"] / row["layers_held"]
     return (row["states"] + row["copies"] + row["in_flight"] * layer) / 1e9
 
 
 def _messages(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Plot the step time against the mean message size of gradient buckets and tensor-parallel
-    calls."""
+    """Plot the step time against the mean message size.
+
+    The upper panel is for gradient buckets, the lower panel for tensor-parallel calls.
+    """
     figure, (above, below) = empty(WIDTH, 5.4, 2)
     for overlap, (color, label) in _OVERLAP.items():
         rows = [row for row in found["buckets"] if row["overlap"] is overlap]
@@ -169,7 +173,7 @@ def _half(panel: Axes, rows: Sequence[dict[str, Any]], color: str, label: str) -
 
 
 def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """Plot the wait and transfer times by mesh axis, averaged over ranks, for uneven stages."""
+    """Plot the wait and transfer times by mesh axis for uneven stages, averaged over ranks."""
     rows = found["waiting"]
     figure, (panel,) = empty(WIDTH, 3.4)
     xs, bottom = np.arange(len(rows)), np.zeros(len(rows))
@@ -188,7 +192,7 @@ def waiting(found: Mapping[str, list[dict[str, Any]]]) -> Figure:
 def _parts(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
     """Return the colors of the bar segments, as a dict from (axis, wait or transfer) to color.
 
-    Segments below a thousandth of the largest total are omitted.
+    Segments that are always shorter than a thousandth of the longest bar are omitted.
     """
     shades = {
         "transfer": dict(zip(("x", "p", "d", "world"), (NAVY, BLUE, GREEN, PINK))),

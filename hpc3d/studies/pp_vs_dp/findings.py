@@ -1,6 +1,6 @@
-"""Four findings of arXiv:2407.02081, reproduced with tables of simulated steps.
+"""Reproduction of the four findings of arXiv:2407.02081 with tables of simulated training steps.
 
-1. Pipeline parallelism can be faster than data parallelism, but is not always.
+1. Pipeline parallelism is faster than data parallelism in some cases, but not in all.
 2. The total memory of all ranks increases with the number of stages, especially with a poor
    partition.
 3. The message size affects the step time.
@@ -32,7 +32,7 @@ _WHY = {"": " ", "bubble": "b", "messages": "m", "passes": "s", "sums": "d"}
 
 
 def findings(machine: Machine) -> dict[str, Any]:
-    """Return a dict from table name to rows, and the names of the machine and dtype.
+    """Return a dict that contains the rows of each table, the machine name and the dtype.
 
     Times are in seconds and sizes in bytes.
     """
@@ -49,7 +49,7 @@ def findings(machine: Machine) -> dict[str, Any]:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the findings for the machine file `options.machine` (None: H100)."""
+    """Print and return the findings for a machine file. The default machine has H100 GPUs."""
     found = findings(load(options.machine or shipped(H100)))
     report(found)
     return found
@@ -150,7 +150,7 @@ def _print_messages(sums: Sequence[dict[str, Any]], tensors: Sequence[dict[str, 
 
 
 def ends(rows: Sequence[dict[str, Any]], *keys: str) -> float:
-    """Return the product of the values of `keys` in the last row, relative to the first row."""
+    """Return the product of the columns `keys` in the last row, divided by that in the first."""
     first, last = (prod(row[key] for key in keys) for row in (rows[0], rows[-1]))
     return last / first
 

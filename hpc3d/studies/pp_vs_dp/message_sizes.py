@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulator import StageRun
 
 _RANKS = 16  # replicas
-_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # MB
-# scheme -> (mesh, operation that moves the most bytes along the innermost axis)
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # gradient bucket sizes in MB
+# Dict from scheme to (mesh, operation that moves the most bytes along the innermost axis).
 _TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
 _MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -31,8 +31,8 @@ def buckets(
 ) -> list[dict[str, Any]]:
     """Return the step time for each gradient bucket size, with and without overlap.
 
-    `message` is the mean number of bytes that a rank receives in an all-reduce. `half` is the size
-    at which the all-reduce reaches half of its asymptotic bandwidth.
+    `message` is the mean number of bytes received by a rank in an all-reduce. `half` is the
+    message size at which the all-reduce reaches half of its asymptotic bandwidth.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     half = half_bytes(machine, "all_reduce", range(_RANKS))
@@ -51,9 +51,9 @@ def microbatches(
     sequence: int = 32,
     counts: Sequence[int] = _MICROBATCHES,
 ) -> list[dict[str, Any]]:
-    """Return the step time by scheme and number of microbatches.
+    """Return the step time for each scheme and number of microbatches.
 
-    More microbatches mean smaller tensor-parallel messages.
+    With more microbatches, tensor-parallel messages are smaller.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     return [
@@ -64,7 +64,7 @@ def microbatches(
 def half_bytes(machine: Machine, op: str, members: Iterable[int]) -> float:
     """Return the message size at which a call reaches half of its asymptotic bandwidth.
 
-    This is Hockney's n1/2 = alpha / beta, if a call of n bytes takes alpha + beta n.
+    If a call with n bytes takes the time alpha + beta n, this is Hockney's n1/2 = alpha / beta.
     """
     members, large = tuple(members), 2.0**36
     beta = (machine.call(op, 2 * large, members) - machine.call(op, large, members)) / large
@@ -95,10 +95,10 @@ def _bucket_row(
 def _tensor_row(
     machine: Machine, scheme: str, count: int, batch: int, model: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the table row of a scheme with `count` microbatches.
+    """Return the table row for a scheme with `count` microbatches.
 
-    The communication volume of 1-D does not depend on the number of microbatches. SUMMA
-    communicates the weight panels again for each microbatch.
+    The communication volume of 1-D does not depend on the number of microbatches. In contrast,
+    SUMMA communicates the weight panels again for each microbatch.
     """
     mesh, op = _TENSOR[scheme]
     parallel = {"scheme": scheme, "microbatches": count}
@@ -117,7 +117,7 @@ def _tensor_row(
 
 
 def calls(run: StageRun, *axes: str) -> np.ndarray:
-    """Return the events of a simulated run that are calls along the given axes."""
+    """Return the communication events of a simulated run along the given mesh axes."""
     groups = [number for number, axis in enumerate(run.axes) if axis in axes]
     return run.rows[(run.rows["category"] == COMM) & np.isin(run.rows["group"], groups)]
 

@@ -21,10 +21,9 @@ def partitions(
     vocabulary: int = _TABLE,
     counts: Sequence[int] = _STAGES,
 ) -> list[dict[str, Any]]:
-    """Return the memory of an even and a poor partition for each number of stages.
+    """Return the memory of an even and a poor layer partition for each number of stages.
 
-    In the poor partition, every stage has one layer, except for the first stage, which has all
-    remaining layers.
+    In the poor partition, the first stage has all layers except one for each other stage.
     """
     sizes = {"hidden": hidden, "vocabulary": vocabulary, "sequence": 512}
     whole, half = (_memory(machine, [n], microbatches, sizes) for n in (layers, layers // 2))
@@ -49,7 +48,7 @@ def _poor(layers: int, count: int) -> list[int]:
 def _memory(
     machine: Machine, stages: Sequence[int], microbatches: int, sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """Return the summary of a simulated step with one sequence per microbatch."""
+    """Simulate a training step with one sequence per microbatch, and return its summary."""
     parallel = {"microbatches": microbatches, "layers_per_stage": tuple(stages)}
     model = sizes | {"layers": sum(stages)}
     config = resolved_config(machine, {"p": len(stages)}, microbatches, parallel, **model)
@@ -59,13 +58,13 @@ def _memory(
 def _partition_row(
     found: Mapping[str, Any], stages: Sequence[int], microbatches: int, layer: float
 ) -> dict[str, Any]:
-    """Return the memory in bytes by kind, summed over ranks, and the memory of the worst rank.
+    """Return the memory by kind, summed over ranks, and the memory of the worst rank, in bytes.
 
-    `in_flight` is the closed form of the number of layers in flight: stage i of p saves the
-    activations of its layers for min(m, p-i) microbatches, in total (p+1)/2 L for even stages and
-    m >= p. `layers_held` is the activation memory divided by the activation memory of one layer
-    and microbatch. `copies` is the memory of all copies of the token embedding table except the
-    first, including their gradients and optimizer states.
+    `in_flight` is the closed-form number of layers in flight: stage i of p saves the activations
+    of its layers for min(m, p-i) of m microbatches. For even stages and m >= p, the sum over all
+    stages is (p+1)/2 L. `layers_held` is the activation memory divided by the activation memory of
+    one layer and microbatch. `copies` is the memory of all copies of the token embedding table
+    except the first, including the gradients and optimizer states of these copies.
     """
     ranks, worst = found["memory"]["stages"], found["memory"]["worst"]
     parameters, *others = (_total(ranks, kind) for kind in ("parameter", "gradient", "optimizer"))

@@ -1,8 +1,8 @@
 """Wait and transfer times of calls in a simulated step, based on one rank of each stage.
 
-As in wait_states.py, the time during which a call blocks is split into the wait before the last
-arrival and the transfer after it. Ranks along a tensor or data axis arrive simultaneously, so only
-calls between stages wait. A send never waits.
+As in wait_states.py, the time during which a call blocks consists of the wait before the last
+member arrives and the transfer after this arrival. Ranks along a tensor or data axis arrive
+simultaneously, so only calls between stages wait. A send never waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def waiting(
 ) -> list[dict[str, Any]]:
     """Return the wait and transfer times by mesh axis for each layer partition in `uneven`.
 
-    Times are in seconds, averaged over ranks.
+    Times are per step in seconds, averaged over ranks.
     """
     mesh = {"p": len(uneven[0]), "d": 2, "x": 2}
     model = {"hidden": hidden, "layers": sum(uneven[0]), "sequence": 512}
@@ -58,7 +58,7 @@ def waiting(
 
 
 def by_axis(runs: Sequence[StageRun]) -> dict[str, tuple[float, float]]:
-    """Return a dict from mesh axis to (wait, transfer) in seconds, averaged over ranks."""
+    """Return a dict from mesh axis to the mean (wait time, transfer time) of a rank in seconds."""
     waits, transfers, last = Counter(), Counter(), _arrivals(runs)
     for run in runs:
         for row in calls(run):
@@ -77,7 +77,7 @@ def calls(run: StageRun) -> np.ndarray:
 
 
 def _arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
-    """Return a dict from call instance to the time in ns at which its last member arrived."""
+    """Return a dict from call instance to the time when its last member arrived, in ns."""
     last = {}
     for run in runs:
         for row in calls(run):
@@ -87,9 +87,10 @@ def _arrivals(runs: Sequence[StageRun]) -> dict[tuple, int]:
 
 
 def _call_instance(run: StageRun, row: np.void) -> tuple:
-    """Return a key that is the same for all simulated ranks of a collective or message.
+    """Return a key that identifies a collective or message on all simulated ranks.
 
-    Along axes within a stage, one rank represents all members, so its rank is included in the key.
+    Along axes within a stage, one simulated rank represents all members. In this case, the key
+    contains the number of this rank.
     """
     axis, rank, peer = run.axes[row["group"]], run.rank, int(row["peer"])
     ends = {_SEND: (rank, peer), _RECV: (peer, rank)}.get(int(row["op"]), ())
