@@ -1,1 +1,1 @@
-"""Measurements and predictions of `python -m hpc3d.bench`."""
+"""Measurements and predictions that `python -m hpc3d.bench` runs."""

@@ -1,4 +1,4 @@
-"""Calibration of a model of this machine with runs on up to 8 ranks, and its validation."""
+"""Calibration and validation of a model of this machine, with runs on up to 8 ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.trace.reader import Trace
 
-_RANKS, _ONE_NODE = 8, 4096  # ranks of the largest calibration run; maximum on this machine
+_RANKS, _ONE_NODE = 8, 4096  # largest calibration run in ranks, and maximum ranks per node
 
 
 def calibrate(options: Namespace) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def calibrate(options: Namespace) -> dict[str, Any]:
 def _check(
     machine: Machine, folder: str, how: dict[str, str], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row with measured and predicted step time for each run not used to calibrate."""
+    """Yield the measured and predicted step time of each run that was not used to calibrate."""
     errors = []
     print(f"{'measured':>10} {'predicted':>10} {'error':>8}  run")
     for line in CHECK:
@@ -76,25 +76,25 @@ def _check(
 
 
 def _works_of(line: str, folder: str, how: dict[str, str]) -> list[TimedWork]:
-    """Return the work of the ranks of a run, with its CPU time."""
+    """Train a calibration run, and return the operations of its ranks with their CPU times."""
     with _trained(line, folder, {**how, "clock": "cpu"}) as trace:
         return works(trace)
 
 
 def _steps_of(line: str, folder: str, how: dict[str, str]) -> list[float]:
-    """Return the wall-clock step times of a run in seconds, without the first two steps."""
+    """Train a run, and return its wall-clock step times in s, without the first two steps."""
     with _trained(line, folder, how) as trace:
         mine = (trace.steps["rank"] == 0) & (trace.steps["step"] > 1)
         return ((trace.steps["t_end"] - trace.steps["t_start"])[mine] * 1e-9).tolist()
 
 
 def _trained(line: str, folder: str, how: dict[str, str]) -> Trace:
-    """Run a line of hpc3d.predict.calibration.calibration_runs and return its trace."""
+    """Train a run of hpc3d.predict.calibration.calibration_runs, and return its open trace."""
     return hpc3d.trace.open(harness.run(*settings(line, **how), folder, steps=10)["folder"])
 
 
 def _this_machine(transport: str) -> dict[str, Any]:
-    """Return the fields of a Machine other than its times, for one thread per rank."""
+    """Return all fields of a `Machine` except the times, for one thread per rank."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
@@ -108,7 +108,7 @@ def _this_machine(transport: str) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the name of the CPU, or the architecture if the system does not report it."""
+    """Return the name of the CPU, or the architecture if the system does not report the name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,7 +1,7 @@
-"""Comparison of hpc3d's collectives over all ranks with those of the MPI library.
+"""Comparison of hpc3d's collectives with the MPI library's collectives, over all ranks.
 
-The lower bound is the time to transfer the bytes that a NIC must carry, at the bandwidth of one
-message from the first rank to the last.
+A lower bound on the time of a collective is the time to transfer the bytes that a NIC must send,
+at the bandwidth of a message from the first rank to the last rank.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator, Pending
     from hpc3d.runtime.job import Job
 
-_SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # bytes of the full block
-_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # transfers of the block
+_SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # sizes of the full block in bytes
+_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # transfers of the full block
 _HEAD = ("op", "members", "bytes", "hpc3d ms", "MPI ms", "bound ms")
 _KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
 _ROUNDS = 5
-_MESSAGE = 1 << 22  # bytes of the message that measures the rate
+_MESSAGE = 1 << 22  # size in bytes of the message with which the bandwidth is measured
 
 
 def calls(job: Job, options: Namespace) -> None:
-    """Print a row for every call and size; on a single host, the bound is 0."""
+    """Print a row for each collective and size. On a single host, the lower bound is 0."""
     from hpc3d.comm.cartesian import build
 
     if job.size == 1:
@@ -60,9 +60,9 @@ def _say(job: Job, row: Sequence[object]) -> None:
 def _seconds(
     job: Job, op: str, size: int, comms: Sequence[Communicator], rounds: int
 ) -> list[float]:
-    """Return the median time in seconds of a call on each communicator, on the slowest rank.
+    """Return the median time of a collective on each of the communicators, in seconds.
 
-    The communicators are used alternately.
+    The time is measured on the slowest rank. The communicators are used alternately.
     """
     rows = size // 4 // job.size
     block = np.ones(rows if op == "all_gather" else rows * job.size, np.float32)
@@ -75,7 +75,7 @@ def _seconds(
 
 
 def _duration(job: Job, call: Callable[[], Pending]) -> float:
-    """Return the seconds until the slowest rank has the result of `call()`."""
+    """Return the time in seconds until the slowest rank has the result of `call()`."""
     job.comm.Barrier()
     start = time.perf_counter()
     call().wait()
@@ -83,7 +83,7 @@ def _duration(job: Job, call: Callable[[], Pending]) -> float:
 
 
 def _rate_of(job: Job, comm: Communicator) -> float:
-    """Return the highest bandwidth from the first rank to the last, in bytes per second."""
+    """Return the best of three measured bandwidths from the first to the last rank, in B/s."""
     last, spent = job.size - 1, []
     message, answer = np.ones(_MESSAGE, np.uint8), np.ones(1, np.uint8)
     for _ in range(3):

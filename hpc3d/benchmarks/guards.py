@@ -1,4 +1,4 @@
-"""Cost of the guards: alternating steps with and without checks in one run."""
+"""Cost of the guards, measured in one run whose steps are alternately checked and unchecked."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from hpc3d.trace.reader import Trace
 
 _RUNS = {1: "gpt-serial.toml", 8: "gpt-3d-8.toml", 64: "gpt-3d-64.toml"}
-_SHARE = 0.03  # acceptable overhead of guards, as a fraction of a step
-_EVERY = 100  # steps between comparisons of replicas (guard.replicas_every)
+_SHARE = 0.03  # acceptable overhead of the guards, as a fraction of the step time
+_EVERY = 100  # number of steps between comparisons of replicas (guard.replicas_every)
 
 
 def guards(options: Namespace) -> dict[str, Any]:
-    """Print and return the CPU time of guards, summed over ranks."""
+    """Print and return the CPU time of the guards, summed over all ranks."""
     results = {}
     for ranks, name in _RUNS.items():
         found = results[f"{name}, {ranks} ranks"] = _measured(ranks, name, options.rounds or 10)
@@ -37,7 +37,7 @@ def guards(options: Namespace) -> dict[str, Any]:
 
 
 def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
-    """Return the ratio of steps with and without checks, and the time of replica hashes."""
+    """Return the ratio of step times with and without checks, and the time to hash replicas."""
 
     from hpc3d import trace
     from hpc3d.benchmarks import harness
@@ -52,13 +52,13 @@ def _measured(ranks: int, name: str, rounds: int) -> dict[str, Any]:
 
 
 def _seconds_of_steps(recorded: Trace) -> Any:
-    """Return the seconds of each step, summed over ranks."""
+    """Return the time of each step in seconds, summed over ranks."""
     steps = recorded.steps
     return np.bincount(steps["step"], (steps["t_end"] - steps["t_start"]) * 1e-9)
 
 
 def _seconds_of_replicas(recorded: Trace) -> float:
-    """Return the time of one comparison of replicas in seconds, summed over ranks."""
+    """Return the mean time to compare the replicas once, in seconds, summed over ranks."""
     names, events = np.array(recorded.strings), recorded.events
     here = names[events["name"]] == "hashes of replicas"
     count = max(1, int((here & (events["rank"] == 0)).sum()))

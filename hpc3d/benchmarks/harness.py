@@ -1,4 +1,4 @@
-"""Paired measurements: two variants run alternately, and their median ratio."""
+"""Paired measurements: two variants run alternately, and the median of their ratio is reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OVERSUBSCRIBE = {
 
 
 class RandomBatches:
-    """Batches of random tokens, for measurements that need no text."""
+    """Batches of random tokens, for measurements that do not need training text."""
 
     def __init__(self, config: Config, vocabulary: int) -> None:
         self.shape = (2, config.train.batch, config.model.sequence)
@@ -52,9 +52,9 @@ class RandomBatches:
 
 
 def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
-    """Call the functions alternately and return their times in s, [function, round].
+    """Call the functions alternately, and return their times in seconds, [function, round].
 
-    A warm-up round is excluded.
+    The times of an additional warm-up round are discarded.
     """
     times = np.empty((rounds + 1, len(functions)))
     for number, row in enumerate(times):
@@ -69,7 +69,7 @@ def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
 def ratios(
     ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray
 ) -> dict[str, Any]:
-    """Return the median of each series, and the minimum, median and maximum of their ratio."""
+    """Return the medians of two series, and the minimum, median and maximum of their ratio."""
     pairs = np.asarray(ours) / np.asarray(theirs)
     return {
         "ours_s": float(median(ours)),
@@ -83,20 +83,20 @@ def ratios(
 def _serial_trainer(
     config: Config, recorder: Recorder | None = None, vocabulary: int = 256
 ) -> Trainer:
-    """Return a trainer on one rank, without MPI."""
+    """Return a trainer for a single rank that does not use MPI."""
     (mesh,), _ = meshes({})
     mesh = mesh.traced(recorder) if recorder else mesh
     return Trainer(mesh, config, vocabulary, RandomBatches(config, vocabulary))
 
 
 def _steps_of(trainer: Trainer) -> Callable[[], Step]:
-    """Return a function that runs the next step of `trainer`."""
+    """Return a function that runs the next training step of `trainer` each time it is called."""
     numbers = iter(range(sys.maxsize))
     return lambda: trainer.step(next(numbers))
 
 
 def against_torch(config: Config, rounds: int) -> dict[str, Any]:
-    """Compare the training step of hpc3d with eager torch, in one process, on one thread each."""
+    """Compare the step times of hpc3d and eager torch, both in one process with one thread."""
     from hpc3d.benchmarks import torch_reference
 
     trainer = _serial_trainer(config)
@@ -106,7 +106,7 @@ def against_torch(config: Config, rounds: int) -> dict[str, Any]:
 
 
 def tracing(config: Config, rounds: int) -> dict[str, Any]:
-    """Compare a serial step with and without a recorder, and measure the cost of an event."""
+    """Compare serial step times with and without tracing, and measure the cost of one event."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(folder, {"rank": 0}, capacity=1 << 20)
         traced, plain = _serial_trainer(config, recorder), _serial_trainer(config)
@@ -121,9 +121,9 @@ def tracing(config: Config, rounds: int) -> dict[str, Any]:
 
 
 def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
-    """Compare a step on `ranks` ranks with one rank on all cores, run alternately.
+    """Compare the step time on `ranks` ranks with the step time of one rank on all cores.
 
-    The result also has the CPU time of all ranks by operation.
+    The two runs alternate. The result also contains the CPU time of all ranks by operation.
     """
     many, one = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -140,9 +140,10 @@ def overhead(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict
 
 
 def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[str, Any]:
-    """Compare the gradient reduction along the data axis with and without overlap.
+    """Compare the time of the gradient reduction along the data axis with and without overlap.
 
-    The result has the seconds per step and rank, and the received bytes, which are equal.
+    The result contains the seconds and the received bytes per step and rank. The number of bytes
+    should be the same with and without overlap.
     """
     found = {"true": [], "false": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -160,15 +161,15 @@ def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[
 def run(
     ranks: int, arguments: Sequence[str], folder: str, steps: int = 4, verb: str = "train"
 ) -> dict[str, Any]:
-    """Train and return the measurements of the run.
+    """Train a model with `python -m hpc3d.train`, and return the measurements of the run.
 
     Returns
     -------
     first_s : seconds from the start of the launcher to the end of the first step
-    step_s : median step
-    seconds : seconds per step by operation, summed over ranks
+    step_s : median step time in seconds
+    seconds : dict from operation to seconds per step, summed over ranks
     data : seconds and received bytes per rank and step along the data axis
-    folder : the run's folder
+    folder : folder of the run
     """
     words = [verb, *arguments, "--train.steps", str(steps), "--run.out", folder]
     start, first = time.perf_counter(), None
@@ -183,7 +184,7 @@ def run(
 
 
 def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
-    """Yield the lines printed by `python -m hpc3d.VERB ...` on `ranks` ranks as they arrive.
+    """Run `python -m hpc3d.VERB ...` on `ranks` ranks, and yield its output line by line.
 
     Raises Problems if the command fails.
     """
@@ -207,7 +208,7 @@ def printed(ranks: int, words: Sequence[str]) -> Iterator[str]:
 
 
 def _times(recorded: Trace) -> dict[str, Any]:
-    """Return the median step time without the first step, and seconds per step by operation."""
+    """Return the median step time and the time of each operation, without the first step."""
     steps, events = recorded.steps, recorded.events
     counted = steps["step"] > 0
     spans = (steps["t_end"] - steps["t_start"])[counted & (steps["rank"] == 0)] * 1e-9
@@ -221,9 +222,9 @@ def _times(recorded: Trace) -> dict[str, Any]:
 
 
 def _calls_along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
-    """Return seconds and bytes of the calls along an axis, per rank and step.
+    """Return the time and the bytes of the calls along a mesh axis, per rank and step.
 
-    The first step is excluded.
+    The time is in seconds. The first step is excluded.
     """
     groups = [number for number, group in enumerate(recorded.groups) if group.axis == axis]
     events = recorded.events
@@ -234,7 +235,7 @@ def _calls_along(recorded: Trace, axis: str, steps: int) -> dict[str, Any]:
 
 
 def with_sizes(config: Config, **sizes: Any) -> Config:
-    """Return `config` with other model sizes; `batch` counts sequences."""
+    """Return `config` with different model sizes. The size `batch` is in sequences."""
     batch = sizes.pop("batch", config.train.batch)
     model = replace(config.model, **sizes)
     return replace(config, model=model, train=replace(config.train, batch=batch))

@@ -1,4 +1,4 @@
-"""Overheads of the code, measured in pairs of alternating runs."""
+"""Overheads of hpc3d, measured with pairs of alternating runs."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def schemes(options: Namespace) -> dict[str, Any]:
 
 
 def _serial_configs() -> dict[str, Config]:
-    """Return the configs of gpt-serial.toml as shipped and with hidden 512."""
+    """Return the configuration gpt-serial.toml, unmodified and with hidden size 512."""
     from hpc3d.benchmarks import harness
     from hpc3d.config.load import load
     from hpc3d.config.rules import resolve
@@ -110,6 +110,6 @@ def _serial_configs() -> dict[str, Config]:
 
 
 def _pair(found: Mapping[str, float]) -> str:
-    """Format the second time of a pair and the ratio."""
+    """Format the second time of a pair of measurements, and the ratio of the two times."""
     low, high = found["ratio_min"], found["ratio_max"]
     return f"{found['theirs_s']:.2f} s, ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f})"

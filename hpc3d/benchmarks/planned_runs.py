@@ -1,4 +1,4 @@
-"""Predicted and measured step times of plans for torch modules, with a profile of this machine."""
+"""Predicted and measured step times of plans for torch modules, based on local profiles."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STEPS, _SKIPPED, _ROUNDS = 24, 4, 3
 
 
 class PlannedStep(NamedTuple):
-    """Predicted and measured step time in seconds of a plan for a model."""
+    """Predicted and measured step time of a plan for a model, in seconds."""
 
     model: str
     plan: str
@@ -49,9 +49,9 @@ class PlannedStep(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """Plan for a model with its predicted step time in seconds, its file and its ranks.
+    """Plan for a model, with the predicted step time in seconds and the path of the plan file.
 
-    Identical plans share a file.
+    Identical plans share a file. `ranks` is the number of ranks required by the plan.
     """
 
     model: str
@@ -64,9 +64,9 @@ class _Planned(NamedTuple):
 def plans(options: Namespace) -> dict[str, Any]:
     """Return the predicted and measured step times of all plans.
 
-    Other load on the machine only makes steps longer. Therefore, the measured time of a run is the
-    first quartile of its steps, and the time of a plan is the minimum over `--rounds` runs. The
-    plans run alternately in every round.
+    Other load on the machine can only increase step times. Therefore, the measured time of a run
+    is the first quartile of its step times, and the measured time of a plan is the minimum over
+    `--rounds` runs. In each round, every plan runs once.
     """
     with tempfile.TemporaryDirectory() as folder:
         found = [each for model in _MODELS for each in _planned(model, Path(folder))]
@@ -82,7 +82,7 @@ def plans(options: Namespace) -> dict[str, Any]:
 
 
 def _planned(model: str, folder: Path) -> list[_Planned]:
-    """Return the plans for a model, based on profiles measured on the same number of ranks."""
+    """Return the plans for a model, each based on a profile with the same number of ranks."""
     from hpc3d.partition.capture import captured_of
 
     captured = captured_of(_MODELS[model])
@@ -98,7 +98,7 @@ def _planned(model: str, folder: Path) -> list[_Planned]:
 
 
 def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCosts:
-    """Return the costs of a model from a profile on a number of ranks."""
+    """Profile a model on `ranks` ranks, and return the costs of its operations."""
     from hpc3d.partition import measured_profile
 
     path = folder / f"{model}-{ranks}-ranks.json"
@@ -111,7 +111,7 @@ def _costs(model: str, captured: Captured, ranks: int, folder: Path) -> ModelCos
 def _plan(
     model: str, captured: Captured, costs: ModelCosts, how: dict[str, Any]
 ) -> tuple[SavedPlan, float]:
-    """Return a plan and its predicted step time in seconds."""
+    """Return the best plan with the settings `how`, and its predicted step time in seconds."""
     from hpc3d.partition.module_plan import Wanted, best_plan
     from hpc3d.partition.plan_file import saved
 
@@ -121,7 +121,7 @@ def _plan(
 
 
 def _step(planned: _Planned, folder: str) -> float:
-    """Return the first quartile of the step times of a run, in seconds."""
+    """Run a plan, and return the first quartile of the step times in seconds."""
     done = harness.run(planned.ranks, ["run", str(planned.path)], folder, _STEPS, "partition")
     with opened(done["folder"] / "trace.h5") as trace:
         steps = trace.steps
@@ -137,7 +137,8 @@ def _step(planned: _Planned, folder: str) -> float:
 def summary(steps: Sequence[PlannedStep]) -> dict[str, Any]:
     """Print and return the prediction errors and the quality of the chosen plans.
 
-    For each model, it is the chosen plan's time relative to the fastest plan's time.
+    The quality is the step time of the chosen plan for a model, divided by the step time of the
+    fastest plan for this model.
     """
     errors = [abs(step.predicted / step.measured - 1) for step in steps]
     middle, most = median(errors), max(errors)

@@ -1,9 +1,10 @@
-"""Eager torch implementation of the models, the reference for gradients and step times.
+"""Eager torch implementation of the models, as a reference for gradients and step times.
 
-It has the sizes, names and column order of hpc3d.model: [q | k | v] per head, unless these have
-separate weights, and (gate, up) for each feature. Otherwise it is plain torch: linear, layer_norm,
-rms_norm, gelu, silu, scaled_dot_product_attention, cross_entropy. The weights determine the
-features of a model: one with segments is BERT, with post-norm blocks and no causal mask.
+The sizes, names and column order of weights are the same as in hpc3d.model: the columns are
+[q | k | v] per head, unless q, k and v have separate weights, and (gate, up) for each feature. All
+operations are torch functions: linear, layer_norm, rms_norm, gelu, silu,
+scaled_dot_product_attention, cross_entropy. The weights determine the model family: a model with
+segment embeddings is BERT, with post-norm blocks and without a causal mask.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def norm(
 def _projected(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> list[torch.Tensor]:
-    """Return q, k and v of x, [B, heads, T, D]."""
+    """Return the projections q, k and v of x, each of shape [B, heads, T, D]."""
     if f"{name}.qkv.weight" in weights:
         qkv = linear(weights, f"{name}.qkv", x).unflatten(-1, (shape.heads, 3, -1))
         return [part.transpose(1, 2) for part in qkv.unbind(3)]
@@ -54,9 +55,10 @@ def _attention(
     shape: Any,
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention of x, [B, T, hidden]: causal, or to the tokens that are `seen` [B, T].
+    """Return the self-attention output for x, shape [B, T, hidden].
 
-    Groups of adjacent query heads share a key head.
+    Without the mask `seen`, shape [B, T], attention is causal. Otherwise, each token attends to
+    the tokens for which `seen` is true. Groups of adjacent query heads share a KV head.
     """
     q, k, v = _projected(weights, name, x, shape)
     if "embedding.position" not in weights:
@@ -69,10 +71,10 @@ def _attention(
 
 
 def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
-    """Apply rotary embeddings to x, [..., T, D], with complex numbers.
+    """Apply rotary embeddings to x, shape [..., T, D], with complex arithmetic.
 
-    The pair (a, b) of features i and i + D / 2 is a + ib, and a rotation is a product with exp(i
-    angle).
+    The features a and b, with indices i and i + D / 2, form the complex number a + b sqrt(-1). A
+    rotation by an angle is a multiplication by exp(sqrt(-1) angle).
     """
     sequence, width = x.shape[-2:]
     frequencies = torch.tensor(rotation.frequencies(width), dtype=x.dtype)
@@ -94,7 +96,7 @@ def _block(
 def _last_norm_block(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Return the output of a BERT block (post-norm)."""
+    """Return the output of a BERT block, in which each norm follows a residual addition."""
     a = linear(weights, f"{name}.proj", _attention(weights, name, x, shape, seen))
     x = norm(weights, f"{name}.norm1", x + a, shape.epsilon)
     h = linear(weights, f"{name}.down", _hidden(weights, name, x, shape))
@@ -104,7 +106,7 @@ def _last_norm_block(
 def _hidden(
     weights: dict[str, torch.Tensor], name: str, x: torch.Tensor, shape: Any
 ) -> torch.Tensor:
-    """Return the hidden layer of an MLP."""
+    """Return the activations of the hidden layer of an MLP."""
     h = linear(weights, f"{name}.up", x)
     if h.shape[-1] == 2 * shape.ffn:
         return functional.silu(h[..., ::2]) * h[..., 1::2]
@@ -118,7 +120,10 @@ def _gelu(h: torch.Tensor, shape: Any) -> torch.Tensor:
 def loss(
     weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean loss of tokens and targets [B, T] for weights by hpc3d's names."""
+    """Return the mean cross-entropy loss for tokens and targets of shape [B, T].
+
+    `weights` is a dict from hpc3d's parameter names to tensors.
+    """
     if "embedding.segment" in weights:
         logits = _masked_logits(weights, shape, tokens)
     else:
@@ -142,7 +147,7 @@ def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) 
 def _masked_logits(
     weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Return the logits of BERT, with all tokens in segment 0 and padding masked."""
+    """Return the logits of BERT. All tokens are in segment 0, and padding tokens are masked."""
     table, positions = weights["embedding.token"], weights["embedding.position"]
     x = table[tokens] + positions + weights["embedding.segment"][0]
     x = norm(weights, "embedding.norm", x, shape.epsilon)
@@ -158,14 +163,14 @@ def _masked_logits(
 
 
 def weights_of(parameters: Parameters) -> dict[str, torch.Tensor]:
-    """Return the weights of a serial hpc3d model as leaves that require gradients."""
+    """Copy the weights of a serial hpc3d model to torch leaf tensors that require gradients."""
     return {item.name: torch.tensor(item.value, requires_grad=True) for item in parameters}
 
 
 def training_step(
     parameters: Parameters, shape: Any, train: TrainConfig, tokens: np.ndarray, targets: np.ndarray
 ) -> Callable[[], None]:
-    """Return a function that trains torch's copy of a serial model for a step, with one thread."""
+    """Return a function that trains a torch copy of a serial model for one step on one thread."""
     torch.set_num_threads(1)
     weights = weights_of(parameters)
     optimizer = torch.optim.AdamW(weights.values(), lr=train.learning_rate)
