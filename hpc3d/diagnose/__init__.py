@@ -1,1 +1,1 @@
-"""Checks of `hpc3d.doctor`."""
+"""Checks that `python -m hpc3d.doctor` runs."""

@@ -1,7 +1,7 @@
 """Checks across the ranks of a job: placement, equal versions, shared folder, communication.
 
-A check is collective: all ranks call it, and it yields the same findings on each rank, so that
-only rank 0 needs to print them.
+Checks are collective: all ranks call a check, and the check yields the same findings on each rank,
+so that only rank 0 needs to print the findings.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 _SMALL, _LARGE = 8, 4 << 20  # message sizes in bytes
 _EXCHANGES, _LARGE_EXCHANGES = 200, 10
-_SUMMED = 1 << 17  # elements of the reduced array
+_SUMMED = 1 << 17  # number of elements in the reduced array
 
 
 def report_hosts(job: Job) -> Iterator[Finding]:
-    """Report the hosts, the ranks on each, and the cores that they may use."""
+    """Report the hosts, the ranks on each host, and problems with their order and cores."""
     hosts, everyone = defaultdict(list), job.gather(location(job))
     for rank, where in enumerate(everyone):
         hosts[where["host"]].append(rank)
@@ -61,7 +61,7 @@ def report_hosts(job: Job) -> Iterator[Finding]:
 
 
 def location(job: Job) -> dict[str, Any]:
-    """Return this rank's host, local rank, bound cores, and the core count of the node."""
+    """Return this rank's host, local rank and bound cores, and the core count of its node."""
     return job.location() | {"bound": os.sched_getaffinity(0), "cores": cores_of_node()}
 
 
@@ -79,7 +79,10 @@ def _numbering(host: str, numbers: Sequence[int]) -> Iterator[Finding]:
 
 
 def _oversubscription(host: str, ranks: int, used: int, cores: int) -> Iterator[Finding]:
-    """Check if `ranks` ranks on `used` of a host's `cores` cores compete for cores."""
+    """Check whether the ranks of a host compete for cores.
+
+    `used` is the number of cores on which the `ranks` ranks may run, out of `cores` cores.
+    """
     if used < min(ranks, cores):
         text = f"{ranks} ranks of {host} share {used} of its {counted(cores, 'core')}"
         remedy = "use mpirun --bind-to none, or srun with --cpus-per-task (jobs/README.md)"
@@ -114,9 +117,9 @@ def alike(job: Job) -> Iterator[Finding]:
 
 
 def _unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
-    """Format the distinct values `found` on the ranks with their hosts: 2.1 on hn1, 2.0 on hn2.
+    """List the distinct values with the hosts that have each value: 2.1 on hn1, 2.0 on hn2.
 
-    If the ranks of one host differ, ranks are listed instead of hosts.
+    `found` contains the value on each rank. If a host's ranks differ, ranks are listed instead.
     """
     ranks, parts = defaultdict(list), []
     for rank, value in enumerate(found):
@@ -129,7 +132,7 @@ def _unlike(found: Sequence[str | None], hosts: Sequence[str]) -> str:
 
 
 def _sources() -> str:
-    """Return a short hash of hpc3d's files, except the machine-dependent inputs in `share`."""
+    """Return a short hash of hpc3d's files, without the machine-dependent files in `share`."""
     top, whole = Path(hpc3d.__file__).parent, hashlib.sha256()
     for path in sorted(top.rglob("*")):
         if not {"__pycache__", "share"} & {*path.relative_to(top).parts} and path.is_file():
@@ -138,7 +141,7 @@ def _sources() -> str:
 
 
 def one_folder(job: Job, folder: Path) -> Iterator[Finding]:
-    """Check that all ranks see the same `folder`, using a subfolder that rank 0 creates."""
+    """Check that `folder` is the same on all ranks: each rank must see a subfolder of rank 0."""
     made, homes = None, homes_of(job.gather(job.location()))
     if job.rank == 0:
         with suppress(OSError):
@@ -157,7 +160,7 @@ def one_folder(job: Job, folder: Path) -> Iterator[Finding]:
 
 
 def sums(job: Job) -> Iterator[Finding]:
-    """Check an MPI all-reduce over all ranks against the known result."""
+    """Check that an MPI all-reduce over all ranks returns the correct result."""
     if job.size == 1:
         return
     comm = build({"x": job.size}, job.comm, transport="mpi").comm("x")
@@ -166,7 +169,10 @@ def sums(job: Job) -> Iterator[Finding]:
 
 
 def transport(job: Job) -> Iterator[Finding]:
-    """Check an all-reduce and an all-gather on each node, through shared memory if possible."""
+    """Check the results of an all-reduce and an all-gather on each node.
+
+    The collectives use shared memory if it is available, otherwise MPI.
+    """
     node = job.comm.Split_type(MPI.COMM_TYPE_SHARED)
     if max(job.gather(node.size)) == 1:
         return
@@ -181,7 +187,7 @@ def transport(job: Job) -> Iterator[Finding]:
 
 
 def _known_sum(comm: Communicator) -> bool:
-    """Return True if an integer all-reduce over `comm` gives the exact result."""
+    """Return True if an integer all-reduce over `comm` returns the exact sum."""
     numbers = np.arange(_SUMMED, dtype=np.int64)
     total = comm.all_reduce(numbers + comm.rank).wait()
     return np.array_equal(total, comm.size * numbers + sum(range(comm.size)))
@@ -195,7 +201,7 @@ def _known_gather(comm: Communicator) -> bool:
 
 
 def _verdict_on(job: Job, subject: str, right: bool, text: str) -> Finding:
-    """Return the finding of a test; `right` is True if this rank has the correct result."""
+    """Return the finding of a test. `right` is True if the result on this rank is correct."""
     wrong = [rank for rank, good in enumerate(job.gather(bool(right))) if not good]
     if not wrong:
         return Finding(OK, subject, text)
@@ -209,7 +215,7 @@ def link(job: Job) -> Iterator[Finding]:
         return
     latency = min(_exchanges(job, np.zeros(_SMALL, np.uint8), _EXCHANGES))
     transfer = min(_exchanges(job, np.zeros(_LARGE, np.uint8), _LARGE_EXCHANGES))
-    job.barrier()  # sleeps, because the other ranks may share the same cores
+    job.barrier()  # a sleeping barrier, since other ranks may share the cores of the two ranks
     latency, transfer = job.comm.bcast((latency, transfer))
     rate = f"bandwidth {size(_LARGE / transfer)}/s ({size(_LARGE)})"
     text = f"latency {latency * 1e6:.1f} us ({_SMALL} B), {rate}"
@@ -217,7 +223,7 @@ def link(job: Job) -> Iterator[Finding]:
 
 
 def _exchanges(job: Job, block: np.ndarray, times: int) -> list[float]:
-    """Return the one-way times of messages in seconds: half of each round trip on rank 0."""
+    """Exchange messages, and return one-way times in s: half of each round-trip time on rank 0."""
     last, spent = job.size - 1, []
     for _ in range(times):
         before = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Check that all ranks of a job can reach each other, by messages with a time limit.
+"""Check that all ranks of a job can reach each other, using messages with a time limit.
 
-If hosts have no common network that MPI uses, the first collective call of MPI hangs, or MPI ends
-the job with its own message.  Therefore, ranks report their results to rank 0 through the
-launcher, which has reached all hosts, by MPI's name publishing.
+If MPI finds no network that connects all hosts, its first collective call hangs, or MPI ends the
+job with an error message. Therefore, ranks report their results to rank 0 through the launcher,
+which has a connection to all hosts. The reports use MPI's name publishing.
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ from mpi4py import MPI
 from hpc3d.diagnose.job_checks import spans
 from hpc3d.runtime.finding import FAIL, Finding
 
-_WITHIN = 5  # time limit of the messages in s
-_LATER = 2  # delay in s allowed to other ranks
-ALL_PAIRS = 128  # ranks; in larger jobs, each rank exchanges with ranks at distances 1, 2, 4, ...
-_SIZE = 64  # bytes of a message
-_SPOKEN = 0.2  # s until printed output has left the host
+_WITHIN = 5  # time limit for the messages in s
+_LATER = 2  # additional time in s for the reports of other ranks
+# In jobs with at most ALL_PAIRS ranks, all pairs exchange messages. In larger jobs, each rank
+# exchanges messages with the ranks at distances 1, 2, 4, ...
+ALL_PAIRS = 128
+_SIZE = 64  # message size in bytes
+_SPOKEN = 0.2  # time in s until printed output has left the host
 _REMEDY = """\
 export OMPI_MCA_btl_tcp_if_include=NAME, the network interface that connects these hosts (see ip
 -br addr), and open all ports of a firewall between them"""
 
 
 class Board:
-    """Messages between ranks through the launcher; all are empty if it does not support them."""
+    """Texts that ranks publish through the launcher.
+
+    If the launcher does not support name publishing, all texts are empty.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.job, self.works = comm, os.environ.get("PMIX_NAMESPACE", ""), True
@@ -44,7 +49,7 @@ class Board:
             self.works = False
 
     def read(self, what: str, until: float) -> list[str]:
-        """Return the text that each rank has published by the time `until`, or "" if none."""
+        """Return the texts published by all ranks before the time `until`, or "" for no text."""
         return [self.text(what, rank, until) for rank in range(self.comm.size)]
 
     def text(self, what: str, rank: int, until: float) -> str:
@@ -62,10 +67,11 @@ class Board:
 
 
 def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = _WITHIN) -> Finding | None:
-    """Exchange messages between ranks; rank 0 returns a Finding if a peer is unreachable, or None.
+    """Exchange messages between ranks to check that they can reach each other.
 
-    Other ranks return None if they reach all their peers.  Otherwise they exit, and the caller on
-    rank 0 ends the job.
+    Rank 0 returns a Finding if any two peers cannot reach each other, else None. Another rank
+    returns None if it reaches all of its peers. Otherwise, the rank exits, and the caller on rank
+    0 ends the job.
     """
     board, end = Board(comm), time.monotonic() + within
     board.tell("host", socket.gethostname())
@@ -90,7 +96,7 @@ def meet(comm: MPI.Intracomm = MPI.COMM_WORLD, within: float = _WITHIN) -> Findi
 
 
 def peers(rank: int, size: int) -> list[int]:
-    """Return the ranks that a rank exchanges messages with."""
+    """Return the ranks with which a rank exchanges messages."""
     if size <= ALL_PAIRS:
         return [other for other in range(size) if other != rank]
     steps = [1 << power for power in range((size - 1).bit_length())]
@@ -98,7 +104,7 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 def _exchange(comm: MPI.Intracomm, end: float) -> list[int]:
-    """Exchange a message with each peer; return peers with incomplete messages at time `end`."""
+    """Exchange messages with all peers. Return the peers not reached by the time `end`."""
     kept, waiting = [], []
     for peer in peers(comm.rank, comm.size):
         sent, received = np.zeros(_SIZE, np.uint8), np.empty(_SIZE, np.uint8)
@@ -111,7 +117,7 @@ def _exchange(comm: MPI.Intracomm, end: float) -> list[int]:
 
 
 def numbers(text: str) -> list[int]:
-    """Return the numbers in a text formatted by `spans`."""
+    """Parse a text formatted by `spans`, such as "0-2 4-7", and return the list of numbers."""
     found = re.findall(r"(\d+)(?:-(\d+))?", text)
     return [each for first, last in found for each in range(int(first), int(last or first) + 1)]
 
@@ -129,8 +135,10 @@ def finding(pairs: Iterable[Sequence[int]], hosts: Sequence[str], within: float)
 
 
 def _announce(hosts: Sequence[str]) -> None:
-    """Print a notice, because MPI may end the job at its first message, and MPI's own message
-    names neither the hosts nor the remedy."""
+    """Print a notice that names the hosts and the remedy before the first message is sent.
+
+    MPI may end the job at the first message, and its own error message contains neither.
+    """
     between = ", ".join(dict.fromkeys(filter(None, hosts)))
     line = f"testing messages between {between}; if MPI ends the job now, {_REMEDY}"
     print("hpc3d.doctor: " + " ".join(line.split()), file=sys.stderr, flush=True)
@@ -138,5 +146,5 @@ def _announce(hosts: Sequence[str]) -> None:
 
 
 def end(code: int) -> None:
-    """End all ranks."""
+    """End all ranks of the job with an exit code."""
     MPI.COMM_WORLD.Abort(code)

@@ -1,7 +1,7 @@
 """Checks of the local machine that do not need MPI: packages, cores, memory.
 
-Each check yields findings.  Training does not depend on them.  A check may raise an exception on
-an unusual machine, which is then reported as a finding.
+Each check yields findings. Training does not depend on these checks. On an unusual machine, a
+check may raise an exception; the exception is then reported as a finding.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _OLDEST = (3, 11)
 _BOUND = re.compile(r"([\w.-]+)\s*>=\s*([\d.]+)")
 # Run in a subprocess, because h5py aborts the process if it loads a wrong HDF5 library.
 _LOAD = "import numpy, pydantic, h5py; print(h5py.version.hdf5_version)"
-# Open files that a launcher needs: a constant, plus a number per rank.  With 32 ranks, Open MPI 5
-# crashes or hangs with a limit of 128 open files, and runs with 192.
+# Number of open files required by a launcher: a constant, plus a number per rank. With 32 ranks,
+# Open MPI 5 crashes or hangs if the limit is 128 open files, and works if the limit is 192.
 _FILES, _FILES_OF_RANK = 64, 6
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 FABRICS = ("/sys/class/infiniband", "/proc/driver/nvidia/gpus")
 
 
 def python() -> Iterator[Finding]:
-    """Report the version and the path of Python."""
+    """Report the version and path of Python, and check that the version is supported."""
     found = f"{platform.python_version()}, {sys.executable}"
     if sys.version_info[:2] < _OLDEST:
         yield Finding(FAIL, "Python", found, "use {}.{} or newer".format(*_OLDEST))
@@ -42,7 +42,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Check the versions of required packages, and that they can be loaded."""
+    """Check that the required packages have sufficient versions and can be loaded."""
     found, wrong = [], []
     for name, least in requirements():
         version = installed(name)
@@ -63,7 +63,10 @@ def packages() -> Iterator[Finding]:
 
 
 def requirements() -> list[tuple[str, str]]:
-    """Return (package, lower bound) of each requirement, from metadata or the source tree."""
+    """Return (package, minimum version) of each requirement.
+
+    The requirements are read from the metadata of the installed package or from setup.cfg.
+    """
     try:
         lines = [line for line in metadata.requires("hpc3d") or [] if "extra" not in line]
     except metadata.PackageNotFoundError:
@@ -74,7 +77,7 @@ def requirements() -> list[tuple[str, str]]:
 
 
 def threads(ranks: int) -> Iterator[Finding]:
-    """Check the number of cores, and of threads per rank, for `ranks` ranks on this node."""
+    """Check the number of cores and threads per rank if `ranks` ranks run on this node."""
     cores = environment.cores_of_node()
     bound, share = len(os.sched_getaffinity(0)), max(1, cores // ranks)
     asked = {
@@ -94,7 +97,7 @@ def threads(ranks: int) -> Iterator[Finding]:
 
 
 def _blas() -> Iterator[Finding]:
-    """Report the BLAS library of NumPy."""
+    """Report NumPy's BLAS library and the number of threads that it uses."""
     import numpy as np
 
     library = np.show_config(mode="dicts")["Build Dependencies"].get("blas", {})
@@ -112,11 +115,11 @@ def _blas() -> Iterator[Finding]:
 
 
 def quota(cores: int) -> Iterator[Finding]:
-    """Check whether the CPU quota of a container is less than its number of visible cores."""
+    """Check whether a container's CPU quota is less than the number of visible cores."""
     try:
         share, period = QUOTA.read_text().split()
         time = float(share) / float(period)
-    except (OSError, ValueError):  # no quota, "max", or files of an older kernel
+    except (OSError, ValueError):  # no quota file, quota "max", or an older kernel
         return
     if time < cores:
         text = f"the container has {counted(cores, 'core')}, but a CPU quota of {time:.1f}"
@@ -125,7 +128,7 @@ def quota(cores: int) -> Iterator[Finding]:
 
 
 def shared_memory(ranks: int) -> Iterator[Finding]:
-    """Check the shared memory for collectives within a node.  Without it, ranks use MPI."""
+    """Check the shared memory for collectives within a node. Without it, these use MPI."""
     from hpc3d.comm.shared_memory import SHARED, usable
 
     remedy = "enlarge it: docker run --shm-size=8g, or mount /dev/shm"
@@ -153,7 +156,7 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
 
 
 def limits(ranks: int) -> Iterator[Finding]:
-    """Check the process limits: open files, file size, locked memory."""
+    """Check the process limits on open files, file size and locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = _FILES + _FILES_OF_RANK * ranks
     if _below(soft, need):
@@ -182,7 +185,7 @@ def _number(limit: int) -> str:
 
 
 def size(count: float) -> str:
-    """Format a number of bytes with a unit and three or four digits."""
+    """Format a number of bytes with three or four significant digits and a unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

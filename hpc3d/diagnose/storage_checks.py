@@ -1,4 +1,4 @@
-"""Checks of the output folder: free space, file operations of a checkpoint, file system type."""
+"""Checks of the output folder: free space, writing of checkpoints, and file system type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc3d.console.sanitize import reason_of
 from hpc3d.diagnose.node_checks import size
 from hpc3d.runtime.finding import FAIL, OK, WARN, Finding
 
-_LITTLE = 10**9  # free bytes below which to warn
+_LITTLE = 10**9  # free space in bytes below which a warning is reported
 _NETWORK = ("nfs", "cifs", "smb", "afs", "9p", "fuse.sshfs", "glusterfs")
 _MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mounts")
@@ -21,7 +21,7 @@ ELSEWHERE = "use another folder (--run.out), or free disk space"
 
 
 def storage(folder: Path) -> Iterator[Finding]:
-    """Check the free space, and that files can be written, synced and renamed."""
+    """Check that a folder has free space and that files can be written, synced and renamed."""
     try:
         with scratch(folder) as there:
             replaced(Path(there))
@@ -36,18 +36,18 @@ def storage(folder: Path) -> Iterator[Finding]:
 
 
 def _standing(folder: Path | str) -> Path:
-    """Return the folder or its nearest existing parent, since runs create missing folders."""
+    """Return `folder` or its nearest existing parent, because runs create missing folders."""
     folder = Path(folder).absolute()
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
 def scratch(folder: Path) -> tempfile.TemporaryDirectory:
-    """Return a temporary folder in `folder`, which is removed at the end of a `with` block."""
+    """Return a temporary folder in `folder`. A `with` block removes it at the end."""
     return tempfile.TemporaryDirectory(prefix=".doctor-", dir=_standing(folder))
 
 
 def replaced(folder: Path) -> None:
-    """Write a file, sync it, rename it over another and sync the folder, as a checkpoint does."""
+    """Write a file as for a checkpoint: sync it, rename it over an old file, sync the folder."""
     new, old = folder / "new", folder / "old"
     old.touch()
     with new.open("wb") as file:
@@ -63,7 +63,7 @@ def replaced(folder: Path) -> None:
 
 
 def lies_on(folder: Path) -> Iterator[Finding]:
-    """Report the file system of a folder; warn if it is a network file system or in memory."""
+    """Report the type of a folder's file system. Warn about network and in-memory file systems."""
     kind = file_system(_standing(folder))
     if kind.startswith(_NETWORK):
         text = f"{folder} is on a network file system ({kind})"
@@ -77,11 +77,11 @@ def lies_on(folder: Path) -> Iterator[Finding]:
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system of `path`, from its longest parent mount point."""
+    """Return the file system type of `path`, which is the type of its nearest mount point."""
     mounts = {}
     for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
         _, point, kind, *_ = line.split(" ")
         point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)
-        mounts[Path(point)] = kind  # the last mount on the same point hides earlier ones
+        mounts[Path(point)] = kind  # the last mount at a mount point hides earlier mounts
     path = Path(path).resolve()
     return next(mounts[parent] for parent in (path, *path.parents) if parent in mounts)
