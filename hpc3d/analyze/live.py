@@ -27,9 +27,10 @@ BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
 _QUIET = 60  # minimum number of seconds without a step before a run counts as silent
 _TAIL = 2000  # bytes at the end of the log that are searched for the final state
 _RECENT = 20  # number of most recent steps over which the speed is computed
-# A straggler arrives last _LATE times as often as the mean rank. At most _NAMED are listed.
+# A straggler arrives last at least _LATE times as often as the average rank. At most _NAMED
+# stragglers are listed.
 _LATE, _NAMED = 2, 3
-_SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # step record keys
+_SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # keys in a step record
 _FINAL_STATES = (  # (text in train.log, state of the run)
     ("stopped after step", "stopped"),
     (KEPT, "ended"),
@@ -160,7 +161,7 @@ def state(run: Path, steps: Sequence[dict[str, Any]], now: float) -> str:
     alive = _is_alive(lock)
     starting = alive and _modified(lock) > _modified(log)
     tail = "" if starting else _tail(log)
-    attempt = tail.rfind("\nstep     loss")  # step table of the newest attempt
+    attempt = tail.rfind("\nstep     loss")  # start of the latest attempt in the log
     for text, final in _FINAL_STATES:
         if tail.find(text, max(attempt, 0)) >= 0:
             return final
@@ -182,7 +183,7 @@ def _is_alive(lock: Path) -> bool | None:
             except (ProcessLookupError, OverflowError):
                 return False
             except PermissionError:
-                pass  # a process of another user
+                pass  # the process belongs to another user
             return True
     return None
 
@@ -208,7 +209,7 @@ def _tail(path: Path) -> str:
 def _stragglers(axes: AxisShares) -> list[str]:
     """Return phrases that list the stragglers.
 
-    A straggler is the last rank to arrive at calls at least _LATE times as often as the mean rank.
+    A straggler arrives last at calls at least _LATE times as often as the average rank.
     """
     total = axes.late.total()
     if not total:

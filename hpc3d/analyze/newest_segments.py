@@ -20,7 +20,9 @@ _COMM = CATEGORY.index("comm")
 
 
 class AxisShares(NamedTuple):
-    """Share of communication in the step time by mesh axis, over `ranks` ranks and `steps`.
+    """Shares of the step time spent in communication, by mesh axis.
+
+    The shares are averages over `ranks` ranks and the range `steps` of training steps.
 
     Attributes
     ----------
@@ -77,7 +79,7 @@ def _axis_shares(segments: Sequence[Segment]) -> AxisShares | None:
 
 
 def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Counter[int]]:
-    """Return the time in calls and the waiting time by axis [ns], and late arrivals by rank.
+    """Return the time in calls and the waiting time in ns by axis, and late arrivals by rank.
 
     In a collective, a rank waits until the last member has made the call. The full duration of
     a message counts as waiting.

@@ -82,7 +82,7 @@ class OpenedRun:
 
     @cached_property
     def config(self) -> Config:
-        """Return the resolved configuration. For example, `run.config.mesh.x` is a mesh size."""
+        """Return the resolved configuration of the run. Example: `run.config.mesh.x`."""
         return stored(self._of(None).config)
 
     @cached_property
@@ -140,7 +140,7 @@ class OpenedRun:
         Returns
         -------
         pandas.DataFrame
-            One row per event; times in ns.
+            One row per event. Times are in ns.
         """
         with trace.open(self._trace) as opened:
             return opened.events.frame(columns)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
 
 _SIZES = [1 << power for power in (14, 16, 18, 20, 22)]  # sizes of the full block in bytes
-_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # transfers of the full block
+_OPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # number of block transfers
 _HEAD = ("op", "members", "bytes", "hpc3d ms", "MPI ms", "bound ms")
 _KEYS = ("op", "members", "bytes", "ours_s", "mpi_s", "bound_s")
 _ROUNDS = 5

@@ -73,8 +73,8 @@ def _attention(
 def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
     """Apply rotary embeddings to x, shape [..., T, D], with complex arithmetic.
 
-    The features a and b, with indices i and i + D / 2, form the complex number a + b sqrt(-1). A
-    rotation by an angle is a multiplication by exp(sqrt(-1) angle).
+    The features with indices i and i + D / 2 are the real part and the imaginary part of a complex
+    number. A rotation multiplies this number by exp(1j * angle).
     """
     sequence, width = x.shape[-2:]
     frequencies = torch.tensor(rotation.frequencies(width), dtype=x.dtype)

@@ -49,7 +49,7 @@ class Board:
             self.works = False
 
     def read(self, what: str, until: float) -> list[str]:
-        """Return the texts published by all ranks before the time `until`, or "" for no text."""
+        """Return each rank's text published before the time `until`, or "" if there is none."""
         return [self.text(what, rank, until) for rank in range(self.comm.size)]
 
     def text(self, what: str, rank: int, until: float) -> str:

@@ -128,7 +128,7 @@ def quota(cores: int) -> Iterator[Finding]:
 
 
 def shared_memory(ranks: int) -> Iterator[Finding]:
-    """Check the shared memory for collectives within a node. Without it, these use MPI."""
+    """Check the shared memory, which collectives within a node use instead of MPI if possible."""
     from hpc3d.comm.shared_memory import SHARED, usable
 
     remedy = "enlarge it: docker run --shm-size=8g, or mount /dev/shm"

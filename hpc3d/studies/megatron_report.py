@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the predictions for a machine file, which is Selene's by default."""
+    """Print and return the predictions for a machine file. The default machine is Selene."""
     machine = load(options.machine or shipped(SELENE))
     found = {
         "recomputation": _steps("arXiv:2205.05198, table 5", RECOMPUTATION, machine),

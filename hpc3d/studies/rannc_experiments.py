@@ -76,8 +76,8 @@ _OF_RESNET: tuple[_Planner, ...] = (rannc, contenders.gpipe, contenders.torchgpi
 def main(options: Namespace) -> dict[str, Any]:
     """Print and return the results of both experiments and the verdicts on the paper's claims.
 
-    `options.machine` is the machine file; the default machine has 32 V100. If `options.quick` is
-    true, only some of the models are included.
+    `options.machine` is the machine file; the default machine has 32 V100 GPUs. If `options.quick`
+    is true, only some of the models are included.
     """
     machine = load(options.machine or shipped(_V100))
     settings = _QUICK if options.quick else {"bert": _BERT, "resnet": _RESNET}
@@ -169,7 +169,7 @@ def claims(bert: Sequence[Mapping[str, Any]], resnet: Sequence[Mapping[str, Any]
 
 
 def _larger(points, other):
-    """Compare the largest models that RaNNC and another planner can train, in a line of text.
+    """Return a line that compares the largest models that RaNNC and another planner can train.
 
     The ratio of the two sizes is only a lower bound if RaNNC can train all of the models.
     """
@@ -190,7 +190,10 @@ def _larger(points, other):
 
 
 def _comparable(points, other):
-    """Compare RaNNC's samples/s with another planner's on models that both can train, as text."""
+    """Return a line that compares RaNNC's and another planner's samples/s.
+
+    Only the models that both planners can train are compared.
+    """
     ratios = [ratio for _, ratio in _ratios(points, "RaNNC", (other,))]
     if not ratios:
         return f'"comparable on the same models" to {other}: no model is trained by both'
@@ -202,7 +205,10 @@ def _comparable(points, other):
 
 
 def _better(points, name, others):
-    """Return a line that states whether a planner is always faster than `others`, or where not."""
+    """Return a line that states whether a planner is always faster than `others`.
+
+    If not, the line lists the settings in which the planner is slower.
+    """
     ratios = dict(_ratios(points, name, others))
     worse = [where for where, ratio in ratios.items() if ratio < 1]
     best = "GPipe" if name == "RaNNC" else "all others"

@@ -106,7 +106,7 @@ def rows(
     batch: Sequence[int] = _BATCH,
     **how: Any,
 ) -> list[dict[str, Any]]:
-    """Return the results of `point` for all hidden sizes and batch sizes, in this order."""
+    """Return the results of `point` for all combinations of hidden size and batch size."""
     return [point(machine, b, h, dtype, **how) for h, b in product(hidden, batch)]
 
 
@@ -177,7 +177,7 @@ def variants(machine: Machine) -> dict[str, tuple[Machine, dict[str, Any]]]:
 
 
 def main(options: Namespace) -> dict[str, Any]:
-    """Print and return the sweeps for a machine file. The default machine has 64 V100."""
+    """Print and return the sweeps for a machine file. The default machine has 64 V100 GPUs."""
     machine = load(options.machine or shipped(V100))
     found = {dtype: _sweep(machine, dtype) for dtype in _DTYPES}
     found["variants"] = [

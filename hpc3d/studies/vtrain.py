@@ -49,7 +49,7 @@ _VALUE = 2  # bytes of a float16 value
 # Bytes per parameter that an update accesses: the float16 value and Adam's two float32 moments are
 # read and written, and the float16 gradient is read.
 _UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE
-# Relative standard deviation of measured from modeled step times, and of the profiles' factors.
+# Relative standard deviations of the error in modeled step times, and of the profiles' factors.
 _NOISE, SPREAD = 0.02, 0.1
 # Free parameters of the fit, each with initial value, lower bound and upper bound.
 FREE = {
@@ -65,7 +65,7 @@ def read(path: Path | str) -> np.ndarray:
     If a row is not a valid training step, a ValueError with the row number and a fix is raised.
     """
     try:
-        with warnings.catch_warnings(action="error", category=UserWarning):  # if file is empty
+        with warnings.catch_warnings(action="error", category=UserWarning):  # empty file
             how = {
                 "comments": None,
                 "delimiter": ",",
@@ -195,7 +195,7 @@ class ProfileFactors(NamedTuple):
 class Steps:
     """Training steps, given as an array of ROW, with the recorded work of their ranks.
 
-    Consecutive ranks are adjacent along t, then along d, then along p.
+    Ranks are numbered along t first, then along d, then along p.
     """
 
     def __init__(self, rows: np.ndarray, published: Published = COMPOSED) -> None:

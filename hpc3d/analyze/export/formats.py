@@ -74,7 +74,10 @@ def events_of(
 
 
 def _coords(trace, axes):
-    """Return the mesh coordinates of each rank, from the trace or else from the mesh sizes."""
+    """Return the mesh coordinates of each rank.
+
+    If the trace does not contain the coordinates, they are computed from the mesh sizes.
+    """
     if "coords" in trace.ranks:
         return trace.ranks["coords"].tolist()
     grid = Grid(dict(axes))

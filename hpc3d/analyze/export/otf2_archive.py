@@ -6,7 +6,7 @@ of ranks is a communicator. A call that is followed immediately by its wait has 
 records; any other call has a request record and a completion record. The tag of a message is its
 sequence number. A metric accumulates the bytes and FLOP of each location. The attributes of an
 event contain its step, layer, microbatch, stage, chunk and phase. MPI records are omitted if the
-trace contains CPU times, because OTF2 tools would use them to compare times of different ranks.
+trace contains CPU times, because the ranks then have no common clock.
 
 Python bindings: https://perftools.pages.jsc.fz-juelich.de/cicd/otf2/tags/latest/python/
 """
@@ -159,7 +159,7 @@ class _Records:
 
     def __init__(self, definitions: _Definitions, writer: Any) -> None:
         self.definitions, self.writer = definitions, writer
-        self.total = [0, 0.0]  # bytes and FLOP
+        self.total = [0, 0.0]  # accumulated bytes and FLOP
 
     def write(self, own: np.ndarray) -> None:
         """Write the records of the events with the indices `own`."""

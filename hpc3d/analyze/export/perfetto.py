@@ -20,7 +20,7 @@ from hpc3d.trace.schema import STREAM
 if TYPE_CHECKING:
     from hpc3d.analyze.export.events import Events
 
-_STEPS = -1  # thread number of the training steps
+_STEPS = -1  # thread ID of the row that shows the training steps
 
 
 def write(events: Events, folder: Path) -> Path:

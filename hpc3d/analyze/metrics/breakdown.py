@@ -169,7 +169,7 @@ def _steps_of_ranks(trace):
 
 
 def _in_calls(calls, time):
-    """Sum the `time` of each rank's calls, given in ns. Returns seconds per step, [ranks]."""
+    """Return the total `time` of each rank's calls in seconds per step; `time` is in ns."""
     steps = _steps_of_ranks(calls.trace)
     total = np.bincount(calls.rank, time * calls.inside, len(steps))
     return (total / np.maximum(1, steps) * 1e-9).tolist()

@@ -97,7 +97,9 @@ def _rates(row):
 
 
 def _instances_in_steps(calls):
-    """Classify the call instances in completed steps for which all members' calls were recorded.
+    """Classify the complete call instances by axis, operation, number of members and size.
+
+    An instance is complete if the calls of all members are recorded and in completed steps.
 
     Returns
     -------
@@ -112,12 +114,13 @@ def _instances_in_steps(calls):
     """
     events, row, first = calls.trace.events, calls.row, calls.first
     axis, members = event_values(calls.trace, "axis", row[first]), calls.members
-    op = np.minimum.reduceat(events["op"][row], first)  # send for a message, not recv
+    # The operation of a message is send, because its code is lower than the code of recv.
+    op = np.minimum.reduceat(events["op"][row], first)
     size, size_of = np.unique(_sizes(calls, members), return_inverse=True)
     complete = np.add.reduceat(calls.inside & calls.ending, first, dtype=int) == members
     kinds, kind = combinations([each[complete] for each in (axis, op, members, size_of)])
     kinds[:, 3] = size[kinds[:, 3]]
-    # Exclude sends: the recorded end of a send only depends on when the sender waits for the send.
+    # Exclude sends, because the recorded end of a send depends only on when the sender waits.
     ending = calls.ending & ~with_label(events, "op", ["send"])[row]
     time = np.maximum.reduceat(np.where(ending, calls.end, calls.posted), first) - calls.last
     later = ending & (calls.posted < calls.start)

@@ -1,4 +1,4 @@
-"""Access to columns of a trace's tables /events and /steps, and grouping of events by values.
+"""Access to the columns of the trace tables /events and /steps, and grouping by column values.
 
 Tables are grouped by keys. The keys rank, stage and step are properties of a cell, which is one
 rank in one step (a row of /steps). All other keys are properties of an event: the columns of
@@ -84,7 +84,8 @@ def event_values(trace: Trace, key: str, rows: slice | np.ndarray = slice(None))
 def own_time(trace: Trace) -> np.ndarray:
     """Return the exclusive time of each event in ns: its duration without nested events.
 
-    The time of a host event also excludes device computation and device waits for a block.
+    For a host event, the time during which the device computes or waits for a block is also
+    excluded.
     """
     duration, parent = trace.events["dur"], trace.events["parent"]
     nested = parent >= 0
@@ -131,7 +132,7 @@ def named(trace: Trace, keys: Sequence[str], values: np.ndarray) -> list[dict[st
 
 
 def combinations(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct rows of a table of integer columns, and the index of each row in them.
+    """Find the distinct rows of a table that consists of integer columns.
 
     Returns
     -------
@@ -148,13 +149,13 @@ def combinations(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]
 
 
 def _shifted(column, low, size):
-    """Subtract `low`, the minimum, from a column. The range of its values is 0 to `size` - 1."""
+    """Subtract the minimum `low` from a column. The result has values from 0 to `size` - 1."""
     shifted = column.astype("i8") - low
     return shifted.astype("u4") if size <= 1 << 32 else shifted
 
 
 def slices(ranks: np.ndarray, count: int) -> list[slice]:
-    """Return one slice for each of `count` ranks: its rows in a sorted column of ranks."""
+    """Return the slice of rows of each rank from 0 to `count` - 1 in a sorted rank column."""
     bounds = np.searchsorted(ranks, np.arange(count + 1))
     return [slice(*edge) for edge in pairwise(bounds.tolist())]
 

@@ -1,4 +1,4 @@
-"""Comparison of runs: time differences, received bytes, scaling, and speedup over 1-D and 2-D."""
+"""Comparison of runs: time differences, bytes received, scaling and speedup over other schemes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _ALL = "all"  # value of the columns axis and operation in the row of totals
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
 # For n >= 6 steps, the median is between the extremes with probability 1 - 2^(1 - n) > 95 %.
 FEWEST = 6
-CONSTANT = 0.1  # weak scaling: relative tolerance of the work per rank
+CONSTANT = 0.1  # relative tolerance for equal work per rank in weak scaling
 
 
-# Two runs
+# Comparison of two runs
 
 
 def difference_rows(
@@ -55,7 +55,10 @@ def difference_rows(
 
 
 def _by_step(trace, keys):
-    """Return a dict from the (key, name) pairs of a row to its seconds in each step, [steps]."""
+    """Return a dict from the (key, name) pairs of a row to its seconds in each step.
+
+    The seconds are an array of shape [steps].
+    """
     columns = dict.fromkeys(("category", *keys))
     steps = np.unique(trace.steps["step"])
     found = defaultdict(lambda: np.zeros(len(steps)))
@@ -89,7 +92,7 @@ def _margin(*samples):
     return float(T95[index] * np.sqrt(variances.sum()))
 
 
-# Several runs
+# Comparison of several runs
 
 
 def received_rows(times: Sequence[Sequence[dict[str, Any]]], timed: bool) -> list[dict[str, Any]]:
@@ -136,7 +139,7 @@ def _received(time):
     return found
 
 
-# Scaling
+# Scaling and speedup of several runs
 
 
 def run_row(trace: Steady) -> dict[str, Any]:
@@ -274,7 +277,7 @@ def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _gains(run, runs):
-    """Return the step times of the best comparable 1-D and 2-D runs, divided by this run's."""
+    """Return the step times of the best comparable 1-D and 2-D runs relative to this run."""
     peers = [each for each in runs if all(each[key] == run[key] for key in _PEERS)]
     gains = {}
     for family in ("1d", "2d"):

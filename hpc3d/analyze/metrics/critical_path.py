@@ -89,7 +89,7 @@ class _Rows:
     def __init__(self, trace, calls, step):
         events, size = trace.events, len(trace.events)
         leaf, parent = np.ones(size + 1, bool), events["parent"]
-        leaf[parent] = False  # a parent of -1 refers to the additional last entry
+        leaf[parent] = False  # -1 (no parent) refers to the extra last entry
         lasting = (events["step"] == step) & (own_time(trace) > 0) & ~overlapped(trace)
         self.row = rows = np.flatnonzero(leaf[:size] & lasting)
         if not len(rows):
@@ -109,7 +109,7 @@ class _Rows:
 
 
 def _extent(trace, rows, step):
-    """Return the times when the first rank starts and the last rank ends a step, and the latter.
+    """Return the earliest start and the latest end of a step, and the rank that ends last.
 
     The times are in ns on the clock of rank 0. The clock offset of a rank is taken from its first
     event for the start and from its last event for the end.
@@ -164,7 +164,7 @@ class _Walk:
 
 
 def _described(trace, rows):
-    """Return a dict with the keys of _HOST for each row of /events; for row -1, return _HOST."""
+    """Return a dict with the keys of _HOST for each row of /events. For row -1, it is _HOST."""
     columns = []
     for key, other in _HOST.items():
         names, values = labels(trace, key), event_values(trace, key, rows).tolist()

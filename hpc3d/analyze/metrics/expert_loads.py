@@ -112,7 +112,7 @@ def _over(value, total):
     return np.divide(value, total, out=np.zeros(shape), where=np.asarray(total) > 0)
 
 
-# Tables
+# Tables of a report
 
 
 def router_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def expert_rows(loads: ExpertLoads) -> list[dict[str, Any]]:
     """Return one row per layer and expert with the share and load of the expert over all steps.
 
     `share` is the expert's share of the routed tokens, and `load` is the number of its tokens
-    relative to the mean expert. `dropped` is the share of the expert's tokens that are dropped,
+    relative to the average expert. `dropped` is the share of the expert's tokens that are dropped,
     and `empty` is the unused share of its capacity.
     """
     chosen, kept = loads.chosen.sum(0), loads.kept.sum(0)
@@ -221,7 +221,7 @@ def cost_row(
 
     `wait_s` is the mean wait time of a rank in expert-parallel all-to-all calls. `rank` is the
     rank that causes the longest waits in these calls. `experts` are the experts of this rank, and
-    `load` is their number of tokens within capacity relative to the mean expert. Without such
+    `load` is their number of tokens within capacity relative to the average expert. Without such
     calls, the values in this paragraph are `None`.
     """
     chosen, kept = int(loads.chosen.sum()), int(loads.kept.sum())
@@ -235,11 +235,11 @@ def cost_row(
 
 
 def _capacity_use(trace, loads, chosen, kept):
-    """Return the columns that depend on the capacity, or `None` values if it is unknown."""
+    """Return the columns that depend on the capacity. They are `None` if it is not known."""
     if not loads.slots:
         return dict.fromkeys(("dropped_even", "empty", "empty_even", "empty_flop"))
     slots, model = loads.slots * loads.chosen.size, configuration(trace).model
-    matrices = expert_weights(model) / np.prod(loads.chosen.shape[1:])  # of one expert
+    matrices = expert_weights(model) / np.prod(loads.chosen.shape[1:])  # parameters of one expert
     return {
         "dropped_even": max(0.0, 1 - slots / chosen),
         "empty": 1 - kept / slots,
@@ -249,8 +249,7 @@ def _capacity_use(trace, loads, chosen, kept):
 
 
 def _waits(trace, loads, calls):
-    """Return the mean wait time in expert-parallel all-to-all calls, and the rank that causes the
-    longest waits."""
+    """Return the mean wait in expert-parallel calls, and the rank that causes the longest waits."""
     index = _exchanges(calls) if calls else np.zeros(0, int)
     if not len(index):
         return dict.fromkeys(("wait_s", "wait_share", "rank", "experts", "load"))
@@ -266,7 +265,7 @@ def _waits(trace, loads, calls):
 
 
 def _experts_of(trace, loads, rank):
-    """Return the range of experts on a rank, and their load relative to the mean expert."""
+    """Return the range of experts on a rank, and their load relative to the average expert."""
     axis = trace.attrs["axes"].split().index(EXPERTS)
     count = loads.chosen.shape[2]
     per_rank = count // trace.attrs["axis_sizes"][axis]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_Intervals = tuple[np.ndarray, np.ndarray]  # starts and ends
+_Intervals = tuple[np.ndarray, np.ndarray]  # start and end times
 
 
 def merged(start: np.ndarray, end: np.ndarray) -> _Intervals:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
 _TRAIN = ("train.batch", "train.dtype", "train.optimizer")
 WORK, LAYOUT, EXECUTION = "work", "layout", "how it runs"
-_GROUPS = {  # section -> group; section "" contains the top-level keys
+_GROUPS = {  # dict from section to group; section "" contains the top-level keys
     **dict.fromkeys(("", "model", "data", "torch", "train"), WORK),
     **dict.fromkeys(("mesh", "parallel"), LAYOUT),
     **dict.fromkeys(("checkpoint", "guard", "trace", "run"), EXECUTION),
@@ -35,7 +35,7 @@ _EXCEPTIONS = {
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
 _ALWAYS_NAMED = 2  # maximum number of runs with the most frequent value that are listed by name
-_OF_MACHINE = ("hosts", "MPI", "program")  # compared titles from the header of a report
+_OF_MACHINE = ("hosts", "MPI", "program")  # entries of a report header that are compared
 
 
 def group_of(key: str) -> str:
@@ -64,7 +64,7 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
 
 
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
-    """Format the `kind` of a trace (measured or simulated) and its load without the keys SIZES.
+    """Format the kind of a trace (measured or simulated) and the keys in `load`, except SIZES.
 
     The result is `None` if the load is unknown.
     """
@@ -75,7 +75,7 @@ def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
 
 
 def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
-    """Return warnings that limit a comparison of runs, one line per warning.
+    """Return warnings about the comparability of runs, one line per warning.
 
     The warnings concern unknown configurations and runs with more ranks than cores.
     """
@@ -140,7 +140,8 @@ def _written(value):
 def _whose(values, labels):
     """List each value with the runs that have it.
 
-    If more than _ALWAYS_NAMED runs have the most frequent value, it comes last, without its runs.
+    If more than _ALWAYS_NAMED runs have the most frequent value, this value comes last, and its
+    runs are not listed.
     """
     found = {}
     for value, label in zip(values, labels):

@@ -27,7 +27,7 @@ class RunLayout(NamedTuple):
         Scheme, schedule and other techniques, such as "3d, 1f1b"; "" for a single rank.
     family
         Dimensionality of the tensor parallelism (1d, 2d, 2.5d or 3d, determined by the sharded
-        loop dimensions), or None.
+        loop dimensions), or None if there is no tensor parallelism.
     sizes
         Number of ranks along each mesh axis.
     """
@@ -81,7 +81,7 @@ def _kind(config, sharded, wide):
 
 
 def _family(config, sharded, wide):
-    """Return the dimensionality of the tensor parallelism, such as "2d", or None without any.
+    """Return the dimensionality of the tensor parallelism, such as "2d", or None if there is none.
 
     The dimensionality is the number of sharded loop dimensions. Sharding only m is data
     parallelism, not tensor parallelism.

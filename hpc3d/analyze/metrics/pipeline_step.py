@@ -106,7 +106,7 @@ def _pairs(rows: Sequence[Row]) -> set[tuple[int, Instruction]]:
     return {(stage, what) for stage, row in enumerate(rows) for *_, what in row}
 
 
-# Measured
+# Measured passes
 
 
 class StepPasses:
@@ -127,7 +127,7 @@ class StepPasses:
         return self.rows(self.table["step"] == step)
 
     def rows(self, chosen: slice | np.ndarray = slice(None)) -> list[Row]:
-        """Return the timeline of the `chosen` passes, one row per stage. The default is all."""
+        """Return the timeline of the `chosen` passes, by default all, with one row per stage."""
         table, rows = self.table[chosen], [[] for _ in range(1 + max(self.ranks, default=-1))]
         zero = table["start"].min(initial=2**62)
         for op, stage, _, mb, chunk, start, end in table.tolist():
@@ -214,7 +214,7 @@ def _merged(events):
     return passes[np.argsort(passes["start"], kind="stable")]
 
 
-# Simulated
+# Simulated passes
 
 
 class Ideal(NamedTuple):
@@ -277,7 +277,7 @@ def _mean_cost(rows, chunks):
     return Cost(mean.get("F", 0.0), mean.get("B", mean.get("BW", 0.0)), mean.get("W", 0.0))
 
 
-# Table and figure
+# Table and figure of a step
 
 
 def _stage_rows(

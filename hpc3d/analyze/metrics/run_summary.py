@@ -112,7 +112,7 @@ def _program(attrs):
 
 
 def _trace(trace):
-    """Describe the kind and size of the trace, and the accuracy of its clocks."""
+    """Describe the kind and size of the trace, and the accuracy of the clock synchronization."""
     steps = np.unique(trace.steps["step"])
     kind = trace.attrs.get("kind") or "measured"
     completed = counted(len(steps), "completed step")

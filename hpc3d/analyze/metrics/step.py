@@ -90,8 +90,9 @@ def between_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def step_row(trace: Trace, time: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return quartiles of the step time (slowest rank), pass times, tokens/s and communication.
+    """Return the quartiles of the step time, the pass times, tokens/s and communication of a run.
 
+    The step time is the time of the slowest rank.
     communication_share is the share of the step time spent in calls and their waits, including
     calls of category copy. `time` is the result of `time_rows`. If the trace contains CPU times,
     tokens/s is `None`, because it depends on the wall-clock time.
@@ -138,7 +139,7 @@ def median_step(trace: Trace | Steady) -> int:
 
 
 def peak_rows(trace: Trace) -> list[dict[str, Any]]:
-    """Return one row per kind of memory with its highest peak in bytes and the peak's rank."""
+    """Return the highest peak of each kind of memory in bytes, and the rank that reached it."""
     memory = {name: trace.memory[name] for name in ("kind", "rank", "peak")}
     labels = trace.memory.labels("kind")
     rows = []
@@ -245,7 +246,7 @@ def step_seconds(trace: Trace) -> np.ndarray:
 
 
 def means_of(index: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the mean of the finite values with each index, or NaN if there are none."""
+    """Return the mean of the finite `values` for each `index`, or NaN if none is finite."""
     number = np.isfinite(values)
     count = np.bincount(index[number], minlength=index.max() + 1)
     total = np.bincount(index[number], values[number], minlength=index.max() + 1)

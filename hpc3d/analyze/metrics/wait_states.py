@@ -65,7 +65,7 @@ class CallInstances:
     instance
         Index of the call instance of each call.
     until, by
-        The rank that each call waited for is `by`, and it arrived at time `until`.
+        Arrival time and number of the rank that each call waited for.
     first, last, late
         For each call instance: index of the first call, time of the last arrival, and rank that
         arrived last.
@@ -96,7 +96,7 @@ class CallInstances:
 
     @property
     def violation(self) -> np.ndarray:
-        """Return how long before a required arrival each call ended, in ns, or 0 if it did not."""
+        """Return the time in ns by which each call ended before a required arrival, or 0."""
         return np.maximum(0, self.until - self.end)
 
     @property
@@ -189,7 +189,7 @@ def _broadcast_calls(events, row):
 
 
 def _times(trace, row):
-    """Return the times when calls start, end and were posted, in ns on the clock of rank 0."""
+    """Return the start, end and posting times of calls, in ns on the clock of rank 0."""
     events = trace.events
     start = events["t_global"][row]
     shift = start - events["t_start"][row]
@@ -209,8 +209,8 @@ def _awaited_call(trace, row, instance, first, latest, early):
     """Return the index of the call that each call waited for.
 
     In general, a call waits for the last call of its instance. If an _UNBOUND call ended before
-    the last call was made (`early`), a broadcast waited for the call of its root, and any other
-    operation for no other call; in this case, the index is the index of the call itself.
+    the last call was made (`early`), the index refers to the root's call for a broadcast, and to
+    the call itself for any other operation.
     """
     events, index = trace.events, np.arange(len(row))
     at_root = (events["rank"] == events["peer"])[row]
@@ -222,14 +222,15 @@ def _awaited_call(trace, row, instance, first, latest, early):
     return np.where(early & unbound & ~(reduces & at_root), own, latest[instance])
 
 
-# Tables
+# Tables of a report
 
 
 def wait_rows(calls: CallInstances, keys: Sequence[str] = ("axis", "op")) -> list[dict[str, Any]]:
     """Return the number of calls and the time in calls per rank and step, grouped by `keys`.
 
     blocked_s = wait_s + transfer_s is the time in calls. `violations` is the total number of calls
-    that ended before a required arrival, and `worst_s` is the largest such difference in seconds.
+    that ended before a required arrival. `worst_s` is the longest time in seconds by which a call
+    ended too early.
     """
     row = calls.row[calls.inside]
     columns = [event_values(calls.trace, key, row) for key in keys]

@@ -104,7 +104,7 @@ class LoadMaps(NamedTuple):
     maps: dict
 
 
-# Charts of several runs
+# Charts that compare several runs
 
 
 def loss(runs: Sequence[RunAnalysis]) -> Lines:
@@ -183,7 +183,7 @@ def _mean(rows):
     }
 
 
-# Charts of one run
+# Charts of a single run
 
 
 def ranks(run: RunAnalysis) -> Bars:
@@ -201,7 +201,7 @@ def _of_ranks(labels, rows):
 
 
 def _disjoint(row):
-    """Return a row without its exposed time if its components wait and transfer are known."""
+    """Return a row in which exposed_s is `None` if its components wait and transfer are known."""
     return row if row["wait_s"] is None else row | {"exposed_s": None}
 
 

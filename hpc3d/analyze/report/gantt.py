@@ -159,7 +159,7 @@ def _color_of(kind: str) -> tuple[float, ...]:
     return tuple(1 - (1 - channel) * 0.5**chunk for channel in full)
 
 
-# HTML page
+# Gantt charts on the HTML page
 
 
 def on_screen(chart: Panels, empty_plot: Callable[..., Any]) -> Model:

@@ -32,7 +32,7 @@ UNRECORDED = PALE  # time not covered by any event
 PATH = "#E0007A"  # critical path, which is drawn on top of boxes of all colors
 LATE = "#B3123F"  # imposed wait of a straggler
 
-# Sums over all phases: computation, time in calls (if wait and transfer are unknown), and events.
+# Totals over all phases: computation, exposed communication, and all recorded events.
 COMPUTE, EXPOSED, RECORDED = "#3344DD", "#0099AA", "#2E6B4F"
 READING, MARKER = "#66CCBB", "#4A4030"
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _TOOLS = "pan,box_zoom,reset,save"
 _TICKS = 32  # maximum number of labels on a rank axis
 _ROW = 14  # height of a timeline row in pixels
-_TOOLTIP = '<div style="white-space: pre-line">@rank{all}</div>'  # filled by timeline.js
+_TOOLTIP = '<div style="white-space: pre-line">@rank{all}</div>'  # text from timeline.js
 
 
 def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
@@ -199,7 +199,7 @@ def _draw_rest(plot, source, chart):
 
 
 def _draw_boxes(plot, source, chart):
-    """Draw boxes with tooltips for each kind of event, and for the wait before an event's end."""
+    """Draw boxes with tooltips for the events of each kind, and for the wait times of calls."""
     from bokeh.models import CDSView, CustomJSHover, GroupFilter, HoverTool, TapTool
 
     drawn, height = [], 0.84 * lanes(chart.events)[1]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 7.2  # inches
+WIDTH = 7.2  # figure width in inches
 _NARROW = 48  # maximum number of vertical bars that are drawn separately
 
 
@@ -89,7 +89,10 @@ def _lines(chart: Lines):
 
 
 def _style(color, width):
-    """Return a line style whose markers are as wide as the line, so only isolated ones show."""
+    """Return a line style whose markers are as wide as the line.
+
+    Therefore, markers are visible only at isolated points.
+    """
     return {"color": color, "linewidth": width, "marker": "o", "ms": width, "mew": 0}
 
 

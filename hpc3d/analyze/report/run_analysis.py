@@ -123,7 +123,7 @@ class Report(NamedTuple):
     tables
         Tables that compare the runs.
     notes
-        Lines with warnings that limit the comparison.
+        Warnings about the comparability of the runs, one line per warning.
     differing
         Differences between the runs, as a dict from group to a dict from key to text.
     curves

@@ -81,7 +81,7 @@ def timeline(
     limit: int = EVENTS,
     peak: float | None = None,
 ) -> Timeline:
-    """Return the timeline of a step. It contains all ranks, or fewer to have `limit` events.
+    """Return the timeline of a step, with as many ranks as `limit` events allow.
 
     Parameters
     ----------

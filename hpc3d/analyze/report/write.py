@@ -1,4 +1,4 @@
-"""Writing of a report to a folder: report.md, report.html, tables/ and figures/."""
+"""Output of a report as files: report.md, report.html, tables/ and figures/."""
 
 from __future__ import annotations
 

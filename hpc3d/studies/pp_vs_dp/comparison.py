@@ -39,7 +39,7 @@ def by_microbatches(machine: Machine, hidden: int = 4096, batch: int = 64) -> li
 
 
 def slowed(machine: Machine, factor: float) -> Machine:
-    """Return the machine with its outermost links slower by `factor`, without measured calls."""
+    """Return the machine with outermost links that are slower by `factor` and not measured."""
     *inner, link = machine.links
     rates = ("bandwidth", "node_bandwidth", "pair_bandwidth")
     slow = replace(link, **{rate: getattr(link, rate) / factor for rate in rates})
@@ -61,7 +61,7 @@ def race(
     Only the pipeline uses microbatches. Per step, an inner stage receives 2 T h e bytes, and a
     replica 2 (d-1)/d 12 L h^2 g bytes, for T tokens, hidden size h, L layers, d replicas, e bytes
     per activation and g per gradient. The pipeline moves fewer bytes if T < `boundary` =
-    12 L h (d-1)/d g/e. Exposed communication is the share of the step time blocked in calls.
+    12 L h (d-1)/d g/e. Exposed communication is the share of the step time spent blocked in calls.
     """
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
     many = {"microbatches": microbatches}

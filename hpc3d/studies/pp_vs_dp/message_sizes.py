@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
-_RANKS = 16  # replicas
+_RANKS = 16  # number of replicas
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # gradient bucket sizes in MB
 # Dict from scheme to (mesh, operation that moves the most bytes along the innermost axis).
 _TENSOR = {"1d": ({"x": 8}, "all_reduce"), "2d-summa": ({"x": 2, "y": 4}, "broadcast")}
