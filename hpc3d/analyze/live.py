@@ -25,7 +25,7 @@ from hpc3d.training.log import KEPT, duration
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
 _QUIET = 60  # minimum number of seconds without a step before a run counts as silent
-_TAIL = 2000  # bytes at the end of the log that are searched for the final state
+_TAIL = 2000  # number of bytes at the end of the log that are searched for the final state
 _RECENT = 20  # number of most recent steps over which the speed is computed
 # A straggler arrives last at least _LATE times as often as the average rank. At most _NAMED
 # stragglers are listed.

@@ -1,4 +1,4 @@
-"""Cost of the guards, measured in one run whose steps are alternately checked and unchecked."""
+"""Overhead of guards against silent errors, from alternately checked and unchecked steps."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class RandomBatches:
 
 
 def _alternate(rounds: int, *functions: Callable[[], object]) -> np.ndarray:
-    """Call the functions alternately, and return their times in seconds, [function, round].
+    """Call the functions alternately, and return their times in s, shape [functions, rounds].
 
     The times of an additional warm-up round are discarded.
     """

@@ -41,7 +41,7 @@ COLUMNS = ["ranks", "batch", "micro", "hidden", "heads", "layers", "sequence", "
 ROW = np.dtype([*((name, int) for name in COLUMNS), ("ms", float)])
 _DIVISORS = {"batch": ["d", "micro"], "layers": ["p"], "heads": ["t"], "hidden": ["heads"]}
 _FIELDS = range(-len(ROW), 0)  # the last columns of the file are the columns of ROW
-EVERY = 10  # the first of every EVERY published rows is used for calibration
+EVERY = 10  # every 10th published row is used for calibration
 _VOCABULARY = 50257
 PARTS = {"embedding": FIRST, "block": LAYER, "head": LAST}
 _ATTENTION = ("attend", "attend_again", "attend_grad")
@@ -65,7 +65,8 @@ def read(path: Path | str) -> np.ndarray:
     If a row is not a valid training step, a ValueError with the row number and a fix is raised.
     """
     try:
-        with warnings.catch_warnings(action="error", category=UserWarning):  # empty file
+        # NumPy warns if the file is empty.
+        with warnings.catch_warnings(action="error", category=UserWarning):
             how = {
                 "comments": None,
                 "delimiter": ",",

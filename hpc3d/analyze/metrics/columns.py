@@ -59,7 +59,7 @@ def overlapped(trace: Trace) -> np.ndarray:
 
 
 def cell_values(trace: Trace, key: str) -> np.ndarray:
-    """Return the value of a cell key in each row of /steps.
+    """Return the value of a key (rank, stage or step) for each row of /steps.
 
     The stage of a rank is the highest stage in its events, because events before its first pass
     have stage 0.

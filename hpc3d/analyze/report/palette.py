@@ -30,7 +30,7 @@ WORK = {
 }
 UNRECORDED = PALE  # time not covered by any event
 PATH = "#E0007A"  # critical path, which is drawn on top of boxes of all colors
-LATE = "#B3123F"  # imposed wait of a straggler
+LATE = "#B3123F"  # wait time that a rank imposes on other ranks
 
 # Totals over all phases: computation, exposed communication, and all recorded events.
 COMPUTE, EXPOSED, RECORDED = "#3344DD", "#0099AA", "#2E6B4F"
@@ -41,7 +41,8 @@ AXES = ("#77AA66", "#DD8811", "#7766FF", "#773322", "#994400", "#FFDD77", "#FF99
 PLANES, WORLD = ("#BBEEAA", "#880077", "#4433AA"), "#4A5A9A"
 REDUCTION = "#665500"
 
-INSIDE, CROSSING = "#AA77FF", "#FFBB66"  # bytes received from the same host, from other hosts
+# Bytes that a host receives from its own ranks and from other hosts.
+INSIDE, CROSSING = "#AA77FF", "#FFBB66"
 
 MEMORY = {
     "parameter": "#5511CC",

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _TOOLS = "pan,box_zoom,reset,save"
 _TICKS = 32  # maximum number of labels on a rank axis
 _ROW = 14  # height of a timeline row in pixels
-_TOOLTIP = '<div style="white-space: pre-line">@rank{all}</div>'  # text from timeline.js
+# page/timeline.js replaces @rank{all} with the details of the event.
+_TOOLTIP = '<div style="white-space: pre-line">@rank{all}</div>'
 
 
 def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:

@@ -122,7 +122,7 @@ def _bars(chart: Bars):
 
 
 def _horizontal_bars(chart):
-    """Draw stacked horizontal bars from top to bottom. This leaves space for long labels."""
+    """Draw stacked horizontal bars from top to bottom, with space for long labels."""
     figure, (panel,) = empty(WIDTH, 1.1 + 0.26 * len(chart.labels))
     left, rows = np.zeros(len(chart.labels)), range(len(chart.labels))
     for part, (color, values) in chart.parts.items():

@@ -96,7 +96,7 @@ def _largest_costs(
 
 
 def _call(row: Mapping[str, Any]) -> str:
-    """Describe a call by operation and mesh axis. Messages along p include the bubble."""
+    """Describe the operation and mesh axis of a call; messages along p include the bubble time."""
     if row["axis"] == "p" and row["op"] in MESSAGES:
         return "messages between stages (p) and the bubble"
     return f"{row['op'].replace('_', '-')} along {row['axis']}"
