@@ -161,7 +161,7 @@ def overlap(path: str, options: Sequence[str], ranks: int, rounds: int) -> dict[
 def run(
     ranks: int, arguments: Sequence[str], folder: str, steps: int = 4, verb: str = "train"
 ) -> dict[str, Any]:
-    """Train a model with `python -m hpc3d.train`, and return the measurements of the run.
+    """Run a few steps with `python -m hpc3d.VERB ...`, and return the measurements of the run.
 
     Returns
     -------
