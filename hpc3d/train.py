@@ -30,6 +30,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -101,17 +102,20 @@ def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
     )
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
-    from hpc3d.config.rules import refuse, resolve
+    from hpc3d.config.rules import refuse, resolve, violated
     from hpc3d.runtime.metrics_file import sinks_of
     from hpc3d.training.run_loop import RunPlan
 
     run = run_to_resume(words)
     given = words and not words[0].startswith("-")
     path = words.pop(0) if given else None
-    config = config_of_run(run, words) if run and not given else load.load(path, words)
-    ranks = ranks or config.mesh.grid().size
     if run:
+        config = load.load(path, words) if given else config_of_run(run, words)
+        ranks = ranks or config.mesh.grid().size
         config = with_free_schedule(with_free_mesh(config, ranks), checkpointed_config(run))
+    else:
+        rules = partial(violated, ranks=ranks, default=not given)
+        config = load.load(path, words, rules=rules)
     config = resolve(config, ranks, default=not (given or run))
     refuse([*untrainable(config)])
     sinks_of(config.run.metrics_hook, config.run.tensorboard)

@@ -3,6 +3,7 @@
 import cProfile
 import io
 import json
+import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -240,6 +241,14 @@ def test_invalid_options_are_rejected(capsys, words):
         main([*SMALL, *words])
     assert ended.value.code == 2
     assert words[1] in capsys.readouterr().err
+
+
+def test_all_invalid_keys_are_reported(capsys):
+    words = ["--parallel.zero", "7", "--model.hiden", "3", "--train.steps", "0"]
+    code, _, err = plan(capsys, *SMALL, *words, "--model.experts", "8", "--model.top_k", "9")
+    said = [re.match(r"hpc3d.plan: ([\w.]+)", line)[1] for line in err.splitlines()]
+    keys = ["parallel.zero", "model.hiden", "train.steps", "model.top_k"]
+    assert code == 2 and said == keys
 
 
 def function_calls(*words):

@@ -252,7 +252,7 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
             raise ValueError(
                 f"--model.{key} {asked}: it is {known} in {pretrained.path}; leave it out"
             )
-    resolve(config, config.mesh.grid().size)
+    resolve(config, None)
     refuse([*untrainable(config)])
     pretrained.check(config.model)
     return replace(config, model=with_epsilon(config.model))

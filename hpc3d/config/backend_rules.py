@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hpc3d.pipeline.schedule import find
+from hpc3d.config.wrong_values import reported
 from hpc3d.runtime.optional_packages import lacking
 
 if TYPE_CHECKING:
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 def wrong_backend(config: Config) -> Iterator[str]:
     """Report settings that the backend does not support: transport, number type, CUDA graph."""
-    train, transport = config.train, config.mesh.transport
-    if train.backend == "numpy" and transport in ("nccl", "host-staged"):
+    yield from reported(_wrong_transport(config), _wrong_types(config), _wrong_graph(config))
+
+
+def _wrong_transport(config: Config) -> Iterator[str]:
+    backend, transport = config.train.backend, config.mesh.transport
+    if backend == "numpy" and transport in ("nccl", "host-staged"):
         yield f"mesh.transport = {transport} requires train.backend = cupy; use auto or mpi"
-    if train.backend == "cupy" and train.dtype == "float64":
+    if backend == "cupy" and config.train.dtype == "float64":
         yield "train.dtype = float64 is not supported by train.backend = cupy; use float32"
-    yield from _wrong_types(config)
-    if train.cuda_graph:
-        yield from _wrong_graph(config)
 
 
 def _wrong_types(config: Config) -> Iterator[str]:
@@ -49,15 +50,14 @@ def _wrong_graph(config: Config) -> Iterator[str]:
     """Report settings that prevent a step from being one CUDA graph."""
     from hpc3d.cuda.cudnn_attention import Flash
 
+    if not config.train.cuda_graph:
+        return
     key, c, parallel = "train.cuda_graph = true", config.mesh.c, config.parallel
     if config.context().rings > 1:
         yield (
             f"{key}: a CUDA graph cannot record the messages of ring attention (mesh.c = {c}, "
             f"parallel.context = {parallel.context}); use false, or parallel.context = all-to-all"
         )
-    if find(parallel.schedule or "none").asynchronous:
-        why = f"the steps of schedule {parallel.schedule} overlap"
-        yield f"{key}: {why}; use false, or a synchronous schedule"
     length = config.model.sequence
     if config.train.dtype != "float32" and not config.chunked() and not Flash.replays(length):
         yield (

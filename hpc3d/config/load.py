@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -19,6 +19,7 @@ from hpc3d.config import deprecated_keys
 from hpc3d.config.familiar_names import familiar
 from hpc3d.config.input_file import Config
 from hpc3d.config.package_data import INPUT, find
+from hpc3d.config.wrong_values import mark_wrong
 from hpc3d.console.sanitize import Problems, sanitized
 
 if TYPE_CHECKING:
@@ -30,10 +31,16 @@ _LAST = "run", "watchdog_s"  # last key that every version writes to the config.
 _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
 
-def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False) -> Config:
-    """Read an input file.
+_Rules = Callable[[Config], Iterable[str]]
 
-    Old names of keys cause a warning.
+
+def load(
+    path: Path | str | None,
+    overrides: Sequence[str],
+    of_run: bool = False,
+    rules: _Rules = lambda config: (),
+) -> Config:
+    """Read an input file; old names of keys cause a warning.
 
     Parameters
     ----------
@@ -43,6 +50,8 @@ def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False
         Command-line options, such as ["--mesh.x", "4"].
     of_run
         True for the stored configuration of a run, whose old names cause no warning.
+    rules
+        Further rules, as in `validate`.
 
     Returns
     -------
@@ -52,8 +61,7 @@ def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False
     Raises
     ------
     ValueError
-        With one line per error, which names the key and the fix. The stored configuration of a run
-        must be complete, because defaults are not the settings of that run.
+        With one line per error: the key and the fix. The configuration of a run must be complete.
     """
     tree = {} if path is None else read(find(path, INPUT))
     notices = deprecated_keys.use_new_names(tree)
@@ -66,7 +74,7 @@ def load(path: Path | str | None, overrides: Sequence[str], of_run: bool = False
         )
     typed = override(tree, overrides)
     deprecated_keys.warn(typed if of_run else [*notices, *typed])
-    return validate(tree)
+    return validate(tree, rules)
 
 
 def _has_key(tree: Mapping[str, Any], section: str, key: str) -> bool:
@@ -181,8 +189,12 @@ def stored(text: str) -> Config:
     return config
 
 
-def validate(tree: dict[str, Any]) -> Config:
-    """Convert a tree of tables to a `Config`; raise all errors at once."""
+def validate(tree: dict[str, Any], rules: _Rules = lambda config: ()) -> Config:
+    """Convert a tree of tables to a `Config`.
+
+    Raises Problems with all unknown keys and values of wrong types, and with the problems that
+    `rules` find in a Config of the other values.
+    """
     import json
 
     from pydantic import ValidationError
@@ -197,7 +209,33 @@ def validate(tree: dict[str, Any]) -> Config:
             where = map(str, error["loc"])
             key = ".".join(part for part in where if not _KINDS.fullmatch(part))
             by_key.setdefault(re.sub(r"\.\d+$", "", key), []).append(error)
-        raise Problems(chain.from_iterable(starmap(_explain, by_key.items()))) from None
+        lines = [*chain.from_iterable(starmap(_explain, by_key.items()))]
+        wrong = [error["loc"] for error in errors.errors()]
+        if all(wrong):  # otherwise, the tree is nested too deeply for JSON
+            lines += rules(_of_valid_keys(tree, wrong, lines))
+        raise Problems(lines) from None
+
+
+def _of_valid_keys(
+    tree: dict[str, Any], wrong: Iterable[Sequence[Any]], lines: list[str]
+) -> Config:
+    """Return the Config of `tree` without its `wrong` keys, whose values are WRONG.
+
+    Other keys that `lines` mention are also WRONG if they are not set, because an unknown key may
+    be a misspelling of one of them.
+    """
+    words = {*re.findall(r"\w+(?:\.\w+)?", " ".join(lines))}
+    tables = {name: table for name, table in tree.items() if isinstance(table, dict)}
+    given = {*tree, *(f"{name}.{key}" for name, table in tables.items() for key in table)}
+    meant = [
+        key for key in flat(Config()) if {key, key.split(".")[0]} & words and key not in given
+    ]
+    for section, *keys in wrong:
+        if keys:
+            tree[section].pop(keys[0], None)
+        else:
+            tree.pop(section)
+    return mark_wrong(validate(tree), [*lines, *meant])
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hpc3d.config import limits
+from hpc3d.config.wrong_values import reported
 from hpc3d.console.sanitize import counted
 from hpc3d.pipeline.schedule import find
 
@@ -18,9 +19,14 @@ _PASSES_OF_RUN = 50_000  # limit on the passes of a schedule that covers the ful
 
 def wrong_pipeline(config: Config) -> Iterator[str]:
     """Report incompatible schedules, model chunks and data parallelism."""
-    parallel, layers, parts = config.parallel, config.model.layers, config.mesh.p
-    parts *= parallel.chunks
-    split = config.splits["dense"]
+    layers = _wrong_chunks(config), _wrong_layers(config.parallel.recompute, config.model.layers)
+    yield from reported(*layers, _wrong_schedule(config), _wrong_zero(config))
+
+
+def _wrong_chunks(config: Config) -> Iterator[str]:
+    """Report model chunks without layers, and an invalid distribution of the layers."""
+    parallel, layers = config.parallel, config.model.layers
+    parts = config.mesh.p * parallel.chunks
     if parts > layers:
         chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
         unit = "model chunks" if chunks else "stages"
@@ -29,22 +35,31 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
         yield f"{key}: {parts} {unit} need as many layers, but model.layers = {layers}; {remedy}"
     elif parallel.layers_per_stage is not None:
         yield from _wrong_stages(parallel.layers_per_stage, parts, layers)
-    if not isinstance(parallel.recompute, str):
-        yield from _wrong_layers(parallel.recompute, layers)
-    schedule = find(parallel.schedule)
+
+
+def _wrong_schedule(config: Config) -> Iterator[str]:
+    """Report settings that the schedule does not support."""
+    parallel, schedule = config.parallel, find(config.parallel.schedule)
     problem = schedule.forbids(config.mesh.p, parallel.microbatches, parallel.chunks)
     yield from [problem] if problem else _wrong_updates(config, schedule)
     yield from limits.too_many_passes(parallel, config.mesh.p)
     if schedule.asynchronous:
         yield from _wrong_asynchronous(config, schedule)
+
+
+def _wrong_zero(config: Config) -> Iterator[str]:
+    """Report ZeRO-2 with a scheme in which one rank owns a weight."""
+    split = config.splits["dense"]
     diagonal = {*split.own.split()} & {*split.m.split()}
-    if parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and diagonal:
-        why = f"with {parallel.way} only ranks on the diagonal have a weight"
+    if config.parallel.zero == 2 and config.mesh.d * config.mesh.c > 1 and diagonal:
+        why = f"with {config.parallel.way} only ranks on the diagonal have a weight"
         yield f"parallel.zero = 2: {why}; use parallel.zero = 1 or 3, or parallel.scheme = 3d"
 
 
-def _wrong_layers(listed: Sequence[int], layers: int) -> Iterator[str]:
+def _wrong_layers(listed: str | Sequence[int], layers: int) -> Iterator[str]:
     """Report blocks to recompute that do not exist or are listed twice."""
+    if isinstance(listed, str):
+        return
     key = f"parallel.recompute = {list(listed)}"
     if wrong := sorted({layer for layer in listed if not 0 <= layer < layers}):
         remedy = f"with model.layers = {layers}, use 0 to {layers - 1}"
@@ -70,6 +85,9 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
                 f"checkpoint.{key} = {str(value).lower()}: schedule {schedule.name} always has "
                 f"passes in flight, which cannot be saved; use {none}, or a synchronous schedule"
             )
+    if config.train.cuda_graph:
+        why = f"the steps of schedule {schedule.name} overlap"
+        yield f"train.cuda_graph = true: {why}; use false, or a synchronous schedule"
     if config.train.dtype == "float16":
         yield (
             f"train.dtype = float16: schedule {schedule.name} cannot skip a step whose gradient "

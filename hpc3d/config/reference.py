@@ -34,7 +34,8 @@ This reference lists every key of an input file, with its default, its choices a
 An input file is TOML: top-level keys, then the sections below. Every key has a default and is also
 a command-line option, such as `--parallel.scheme 1d` or `--mesh.x 4`. hpc3d stores the resolved
 configuration in the run's folder, its trace and its checkpoints. It reports every problem on its
-own line, with the key and a fix, before training starts. [limits.md](limits.md) lists the bounds.
+own line, with the key and a fix, before training starts. A rule that needs a wrong value is
+checked after that value is corrected. [limits.md](limits.md) lists the bounds.
 `python -m hpc3d.train` prints the same keys with `--help`, and one key with `--help train.decay`.
 
 To complete and check input files in an editor, start a file with `#:schema hpc3d.schema.json` and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
@@ -21,29 +22,55 @@ from hpc3d.config.parallel_rules import (
 )
 from hpc3d.config.pipeline_rules import wrong_pipeline
 from hpc3d.config.size_rules import violations, wrong_parts
+from hpc3d.config.wrong_values import WRONG, WrongValueUsed, mark_wrong, reported
 from hpc3d.console.sanitize import Problems
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import find, usual
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
 
-def resolve(config: Config, ranks: int, default: bool = False) -> Config:
+def resolve(config: Config, ranks: int | None, default: bool = False) -> Config:
     """Resolve the mesh of `config` for `ranks`; a `default` model may be enlarged to fit them.
 
-    Raises ValueError with one line for every violated rule, each with the key and the fix.
+    If `ranks` is None, it is the product of the sizes in [mesh]. Raises ValueError with one line
+    for every violated rule, each with the key and the fix.
     """
-    refuse([*unknown_values(config), *not_there_yet(config)])
-    config = _with_schedule(config)
-    sizes = *wrong_context(config), *wrong_experts(config), *wrong_parts(config)
-    refuse([*sizes, *wrong_pipeline(config), *wrong_compression(config), *wrong_offload(config)])
-    if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
-        config = enlarged_default(config, ranks)
-    config = with_cuboid(config, ranks)
-    refuse(violations(config, ranks))
+    config, problems = _resolved(config, ranks, default)
+    refuse(problems)
     name = config.name
     if name == Config().name and config.model.kind != ModelConfig().kind:
         name = config.model.kind
     return replace(config, name=name, model=with_epsilon(config.model))
+
+
+def violated(config: Config, ranks: int | None, default: bool = False) -> list[str]:
+    """Return the problems that `resolve` raises."""
+    return _resolved(config, ranks, default)[1]
+
+
+def _resolved(config: Config, ranks: int | None, default: bool) -> tuple[Config, list[str]]:
+    """Return `config` with its mesh and schedule, and the problems of all rules.
+
+    A rule is skipped if it needs a value that another problem is about.
+    """
+    names = not_there_yet(config), _unknown_schedule(config)
+    problems = [*unknown_values(config), *reported(*names)]
+    config = _with_schedule(mark_wrong(config, problems))
+    sizes = wrong_context(config), wrong_experts(config), wrong_parts(config)
+    others = wrong_pipeline(config), wrong_compression(config), wrong_offload(config)
+    problems += reported(*sizes, *others)
+    config = mark_wrong(config, problems)
+    try:
+        ranks = ranks or config.mesh.grid().size
+        if default and (config.model, config.train.batch) == (ModelConfig(), TrainConfig().batch):
+            config = enlarged_default(config, ranks)
+        config = with_cuboid(config, ranks)
+        problems += violations(config, ranks)
+    except WrongValueUsed:
+        pass
+    except ValueError as error:  # no cuboid
+        problems.append(str(error))
+    return config, problems
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -53,32 +80,54 @@ def refuse(problems: Sequence[str]) -> None:
 
 def _with_schedule(config: Config) -> Config:
     """Resolve the schedule and the number of chunks of `config`."""
-    name = config.parallel.schedule or usual(config.mesh.p)
-    wanted = find(name).chunks or 2
+    name = wanted = WRONG
+    with suppress(WrongValueUsed):
+        name = config.parallel.schedule or usual(config.mesh.p)
+        wanted = find(name).chunks or 2
     chunks = wanted if config.parallel.chunks is None else config.parallel.chunks
     return replace(config, parallel=replace(config.parallel, schedule=name, chunks=chunks))
 
 
 def unknown_values(config: Config) -> Iterator[str]:
     """Report numbers out of range and names that do not exist or are not supported."""
-    yield from out_of_bounds(config)
-    yield from invalid_keys(config)
-    yield from _wrong_scaling(config.model.rope_scaling)
-    yield from wrong_backend(config)
-    yield from _wrong_decay(config.train)
+    outside = [*out_of_bounds(config)]
+    yield from outside
+    config = mark_wrong(config, outside)
+    train = _wrong_decay(config.train), _without_validation(config)
+    names = _wrong_name(config.name), _nul_characters(config), _wrong_order(config.mesh.order)
+    rules = invalid_keys(config), _wrong_scaling(config.model.rope_scaling), wrong_backend(config)
+    yield from reported(*rules, *train, *names, _unknown_letters(config.parallel.split))
+
+
+def _without_validation(config: Config) -> Iterator[str]:
     every = config.train.eval_every
     if every > 0 and not config.torch.factory and config.data.validation in (None, ""):
         remedy = "set it to a text, or to a fraction such as 0.05"
         yield f"train.eval_every = {every} requires data.validation; {remedy}"
-    if not re.fullmatch(r"[\w .+-]+", config.name):
-        yield f"name = {config.name!r} is part of a folder name; use letters, digits and . _ + -"
+
+
+def _wrong_name(name: str) -> Iterator[str]:
+    if not re.fullmatch(r"[\w .+-]+", str(name)):
+        yield f"name = {name!r} is part of a folder name; use letters, digits and . _ + -"
+
+
+def _nul_characters(config: Config) -> Iterator[str]:
     for key, value in flat(config).items():
         if isinstance(value, str) and "\0" in value:
             yield f"{key} = {value!r}: contains a NUL character; remove it"
-    order = config.mesh.order
+
+
+def _wrong_order(order: str) -> Iterator[str]:
     if sorted(order.split()) != sorted(AXES):
         yield f"mesh.order = {order!r:.60}: must list each of {' '.join(AXES)} once"
-    yield from _unknown_letters(config.parallel.split or {})
+
+
+def _unknown_schedule(config: Config) -> Iterator[str]:
+    """Report a schedule that does not exist, or whose file is invalid."""
+    try:
+        find(config.parallel.schedule or "none")
+    except ValueError as error:
+        yield str(error)
 
 
 _SCALING = "factor", "low", "high", "original"
@@ -114,8 +163,9 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
         yield f"{key} includes the warmup; use at least train.warmup = {train.warmup}"
 
 
-def _unknown_letters(letters: Mapping[str, str]) -> Iterator[str]:
+def _unknown_letters(letters: Mapping[str, str] | None) -> Iterator[str]:
     """Report unknown keys and axes of parallel.split, and incompatible axes."""
+    letters = letters or {}
     for key, axes in letters.items():
         if key not in LOOPS + STORAGE:
             yield f"parallel.split.{key}: unknown key; use {', '.join(LOOPS + STORAGE)}"

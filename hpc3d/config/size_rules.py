@@ -10,6 +10,7 @@ from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import CONTEXT, Mesh
 from hpc3d.config import limits
 from hpc3d.config.parallel_rules import unexchanged_heads
+from hpc3d.config.wrong_values import reported
 from hpc3d.console.sanitize import counted
 from hpc3d.model.families import block_products, family_of
 from hpc3d.model.parameters import Parameters
@@ -27,7 +28,8 @@ _SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
 
 def violations(config: Config, ranks: int) -> list[str]:
-    return [*_wrong_ranks(config, ranks), *_wrong_sizes(config)] or [*_wrong_blocks(config)]
+    found = [*reported(_wrong_ranks(config, ranks), _wrong_sizes(config))]
+    return found or [*reported(_wrong_blocks(config))]
 
 
 def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
@@ -47,15 +49,25 @@ def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
 
 def wrong_parts(config: Config) -> Iterator[str]:
     """Report sizes that are invalid on every mesh."""
+    model = config.model
+    heads = _wrong_heads(model), _wrong_kv_heads(model), wrong_tokens(model), _wrong_head(config)
+    yield from reported(_too_large(config), *heads, _wrong_microbatches(config))
+
+
+def _too_large(config: Config) -> Iterator[str]:
     yield from limits.too_large(config, block_products(config.model))
-    model, sequences = config.model, config.train.batch
-    micros = config.parallel.microbatches
+
+
+def _wrong_heads(model: ModelConfig) -> Iterator[str]:
     if model.hidden % model.heads:
         key = f"model.hidden = {model.hidden}"
         yield f"{key} must be divisible by model.heads = {model.heads}; change one of them"
     elif family_of(model).rotary and model.hidden // model.heads % 2:
         width = model.hidden // model.heads
         yield f"model.hidden / model.heads = {width} must be even for RoPE; change one of them"
+
+
+def _wrong_kv_heads(model: ModelConfig) -> Iterator[str]:
     if model.kv_heads and model.heads % model.kv_heads:
         fit = divisors(model.heads)
         below = max(count for count in fit if count < model.kv_heads)
@@ -64,8 +76,10 @@ def wrong_parts(config: Config) -> Iterator[str]:
             f"model.heads = {model.heads} must be divisible by model.kv_heads = {model.kv_heads}; "
             f"use {' or '.join(map(str, nearest))} key heads"
         )
-    yield from wrong_tokens(model)
-    yield from _wrong_head(config)
+
+
+def _wrong_microbatches(config: Config) -> Iterator[str]:
+    sequences, micros = config.train.batch, config.parallel.microbatches
     if sequences % micros:
         key = f"train.batch = {sequences} must be divisible by parallel.microbatches = {micros}"
         yield f"{key}; use a multiple of {micros}, or other parallel.microbatches"

@@ -11,6 +11,7 @@ from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.input_file import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from hpc3d.config.load import options, override, to_toml, validate
 from hpc3d.config.rules import refuse, resolve, unknown_values
+from hpc3d.config.wrong_values import reported
 from hpc3d.console import small_files
 from hpc3d.model.decoder import sequences_for
 
@@ -27,8 +28,8 @@ def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) ->
     """
     tree = small_files.toml(to_toml(_base(trained, words, ranks)))
     deprecated_keys.warn(override(tree, words))
-    config = validate(tree)
-    refuse([*unknown_values(config), *_other_axes(config.mesh)])
+    config = validate(tree, _wrong_keys)
+    refuse(_wrong_keys(config))
     one_token = replace(config.model, sequence=1)
     # number of sequences that is divisible on every mesh
     every = ranks * config.mesh.grid().size
@@ -43,6 +44,10 @@ def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) ->
         model=replace(config.model, sequence=trained.model.sequence),
         train=replace(config.train, batch=sequences),
     )
+
+
+def _wrong_keys(config: Config) -> list[str]:
+    return [*unknown_values(config), *reported(_other_axes(config.mesh))]
 
 
 def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:

@@ -1,5 +1,7 @@
 """How ranks share a model that continues a text, whatever it was trained on."""
 
+import re
+
 import pytest
 
 from hpc3d.generation.tensor_layout import laid_out
@@ -65,6 +67,14 @@ def test_custom_split_is_kept_unless_a_scheme_is_given():
 def test_non_tensor_axes_are_rejected_with_a_fix(axis):
     with pytest.raises(ValueError, match=elided(f"mesh.{axis} = 2: ... give --mesh.{axis} 1")):
         laid_out(config_of(RUN), [f"--mesh.{axis}", "2"], 2, 1)
+
+
+def test_all_problems_of_a_generation_layout_are_reported():
+    words = ["--mesh.p", "2", "--mesh.x", "0", "--parallel.zero", "7"]
+    with pytest.raises(ValueError) as refused:
+        laid_out(config_of(RUN), words, 2, 1)
+    keys = [re.match(r"[\w.]+", line)[0] for line in str(refused.value).splitlines()]
+    assert keys == ["parallel.zero", "mesh.x", "mesh.p"]
 
 
 @pytest.mark.parametrize(

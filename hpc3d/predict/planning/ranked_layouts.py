@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hpc3d.config.load import load
 from hpc3d.config.parallel_rules import wrong_compression, wrong_experts, wrong_offload
 from hpc3d.config.rules import not_there_yet, refuse, unknown_values
+from hpc3d.config.wrong_values import mark_wrong, reported
 from hpc3d.model.families import least_vocabulary
 from hpc3d.predict.planning.layouts import bare
 from hpc3d.predict.planning.ranking import Ranking, layout
@@ -26,11 +27,17 @@ _FEW = 16  # maximum number of ranks for an exhaustive search
 
 def allowed(source: Path | str, overrides: Sequence[str]) -> Config:
     """Load the Config of an input; raise Problems if it is invalid for every layout."""
-    config = load(source, overrides)
-    alone = bare(config)  # `plan` chooses the mesh
-    refuse([*unknown_values(config), *not_there_yet(config)])
-    refuse([*wrong_experts(alone), *wrong_compression(alone), *wrong_offload(alone)])
+    config = load(source, overrides, rules=_wrong_everywhere)
+    refuse(_wrong_everywhere(config))
     return config
+
+
+def _wrong_everywhere(config: Config) -> list[str]:
+    """Return the problems that no layout solves."""
+    problems = [*unknown_values(config), *reported(not_there_yet(config))]
+    alone = bare(mark_wrong(config, problems))  # `plan` chooses the mesh
+    rules = wrong_experts(alone), wrong_compression(alone), wrong_offload(alone)
+    return [*problems, *reported(*rules)]
 
 
 def ranked(

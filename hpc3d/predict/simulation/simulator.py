@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,7 @@ import numpy as np
 
 from hpc3d.comm import threads
 from hpc3d.config.load import load
-from hpc3d.config.rules import refuse, resolve, unknown_values
+from hpc3d.config.rules import resolve, violated
 from hpc3d.model.families import least_vocabulary
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of, unrecorded
@@ -87,12 +88,11 @@ def load_resolved(
 
     `of_run` is passed to hpc3d.config.load. Raises ValueError if the input is invalid.
     """
-    config = load(path, overrides, of_run)
-    refuse([*unknown_values(config)])
+    config = load(path, overrides, of_run, rules=partial(violated, ranks=ranks))
     mesh = config.mesh
     if ranks is None and {mesh.x, mesh.y, mesh.z} == {None}:
         raise ValueError(f"{path} does not set mesh.x, mesh.y and mesh.z; add --ranks N")
-    config = resolve(config, ranks or mesh.grid().size)
+    config = resolve(config, ranks)
     least = least_vocabulary(config.model, BYTE_VOCABULARY)
     vocabulary = config.model.vocabulary or least
     return replace(config, model=replace(config.model, vocabulary=vocabulary))

@@ -1,0 +1,60 @@
+"""Wrong values of an input file, and the rules that are skipped because they need one.
+
+Every operation on WRONG, which replaces a wrong value, raises `WrongValueUsed`. A rule is a
+generator of problems. It ends at the first wrong value that it uses, so that it reports no problem
+that depends on this value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NoReturn
+
+_OPERATIONS = (
+    "getattr bool eq hash lt le gt ge add radd sub rsub mul rmul mod rmod floordiv rfloordiv "
+    "truediv rtruediv neg index iter len contains getitem str format"
+)
+
+
+class WrongValueUsed(Exception):
+    """Exception for an operation on WRONG."""
+
+
+def _raise(*operands: Any) -> NoReturn:
+    raise WrongValueUsed
+
+
+_operations: dict[str, Any] = {f"__{name}__": _raise for name in _OPERATIONS.split()}
+WRONG: Any = type("Wrong", (), {**_operations, "__deepcopy__": lambda self, memo: self})()
+
+
+def mark_wrong(config: Any, names: Iterable[str]) -> Any:
+    """Replace values of a Config by WRONG.
+
+    `names` are keys, sections, or problems that begin with one; others are ignored.
+    """
+    for name in names:
+        section, _, key = re.match(r"\w*(\.\w+)?", name)[0].partition(".")
+        if section not in _names(config):
+            continue
+        value, marked = getattr(config, section), WRONG
+        if is_dataclass(value):
+            keys = {key} & _names(value) if key else _names(value)
+            marked = replace(value, **dict.fromkeys(keys, WRONG))
+        config = replace(config, **{section: marked})
+    return config
+
+
+def _names(table: Any) -> set[str]:
+    return {item.name for item in fields(table)}
+
+
+def reported(*rules: Iterator[str]) -> Iterator[str]:
+    """Yield the problems that rules report before they use a wrong value."""
+    for rule in rules:
+        try:
+            yield from rule
+        except WrongValueUsed:
+            continue
