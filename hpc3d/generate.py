@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from hpc3d.config.argument_types import integer, positive
 from hpc3d.console.command_line import Parser, split_options
 from hpc3d.console.exit_codes import INTERRUPTED, JobExit
+from hpc3d.console.sanitize import Problems
 from hpc3d.runtime import environment, launch
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class _Reading(NamedTuple):
 class _Words(Parser):
     """Parser on rank 0, whose errors are raised and end all ranks."""
 
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")
+    def refuse(self, problems: Sequence[str]) -> NoReturn:
+        raise Problems(problems)
 
 
 class _Screen:

@@ -15,7 +15,7 @@ from pathlib import Path
 from hpc3d.config import package_data
 from hpc3d.console.command_line import Parser, complain, run
 from hpc3d.console.exit_codes import CHECK_FAILED
-from hpc3d.console.sanitize import sanitized
+from hpc3d.console.sanitize import Problems, lines_of, sanitized
 from hpc3d.data.sources import BIN, training_pieces
 from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
 from hpc3d.data.tokenizer import (
@@ -48,7 +48,7 @@ def _work(arguments: argparse.Namespace) -> int:
     try:
         return _check(arguments) if arguments.verify else prepare(arguments)
     except ValueError as error:
-        raise ValueError(_without_key(error)) from error
+        raise Problems(_without_key(error)) from error
 
 
 def parser() -> Parser:
@@ -104,33 +104,35 @@ def _check(arguments: argparse.Namespace) -> int:
     try:
         verify(arguments.verify)
     except ValueError as error:
-        complain("prepare", [_without_key(error)])
+        complain("prepare", _without_key(error))
         return CHECK_FAILED
     _describe(arguments.verify, arguments.json, seconds=time.perf_counter() - start)
     return 0
 
 
 def _new_file(arguments: argparse.Namespace) -> Path:
-    """Return the path of the token file; raise ValueError if it must not be written."""
-    output = arguments.output
+    """Return the path of the token file; raise ValueError if options are wrong."""
+    output, end, problems = arguments.output, arguments.end, []
     if not arguments.texts or output is None:
-        raise ValueError("TEXT and -o FILE.h5 are required; see --help")
-    if output.suffix != SUFFIX:
-        raise ValueError(f"-o {output}: the name of a token file must end in {SUFFIX}")
-    if not output.parent.is_dir():
-        raise ValueError(f"-o {output}: the folder {output.parent} does not exist; make it first")
-    if output.exists() and not arguments.force:
-        raise ValueError(
+        problems.append("TEXT and -o FILE.h5 are required; see --help")
+    elif output.suffix != SUFFIX:
+        problems.append(f"-o {output}: the name of a token file must end in {SUFFIX}")
+    elif not output.parent.is_dir():
+        problems.append(f"-o {output}: the folder {output.parent} does not exist; make it first")
+    elif output.exists() and not arguments.force:
+        problems.append(
             f"-o {output} already exists; name another file, or replace it with --force"
         )
+    if end and arguments.tokenizer in (None, "byte", "bpe"):
+        problems.append(f"--end {end}: only valid for --tokenizer FILE; leave it out")
+    if problems:
+        raise Problems(problems)
     return output
 
 
 def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:
     """Return the requested tokenizer; bpe is trained on `texts`."""
     name, numbered = arguments.tokenizer, [text for text in texts if text.suffix in BIN]
-    if arguments.end and name in (None, "byte", "bpe"):
-        raise ValueError(f"--end {arguments.end}: only valid for --tokenizer FILE; leave it out")
     if numbered and name in ("byte", "bpe"):
         raise ValueError(
             f"{numbered[0]}: its token ids were not made by {name}; use --tokenizer FILE"
@@ -220,8 +222,8 @@ def _readable(value: str | float) -> str:
     return value if isinstance(value, str) else f"{value:,.2f}".removesuffix(".00")
 
 
-def _without_key(error: ValueError) -> str:
-    return str(error).removeprefix("data.path: ")
+def _without_key(error: ValueError) -> list[str]:
+    return [line.removeprefix("data.path: ") for line in lines_of(error)]
 
 
 if __name__ == "__main__":

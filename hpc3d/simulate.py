@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hpc3d.config.argument_types import integer, number_of_ranks
 from hpc3d.console.command_line import Parser, readable_time, run
-from hpc3d.console.sanitize import counted, sanitized
+from hpc3d.console.sanitize import Problems, counted, sanitized
 from hpc3d.pipeline.csv_schedule import to_csv
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.ideal_run import MOST_SIMULATED, TIMES, bounds_of_times, ideal_run, is_time
@@ -96,14 +96,16 @@ def parser() -> Parser:
 def _step(options, overrides):
     from hpc3d.predict.predicted_step import predicted_step
 
-    folder = options.input if options.input.is_dir() else None
+    folder, problems = options.input if options.input.is_dir() else None, []
     if folder and (overrides or options.ranks):
-        raise ValueError(
+        problems.append(
             f"{folder} is a run, whose settings are fixed; leave "
             f"{' '.join(overrides) or '--ranks'} out, or simulate its config.toml"
         )
     if options.out and options.out.exists():
-        raise ValueError(f"--out {options.out} already exists; name a new folder")
+        problems.append(f"--out {options.out} already exists; name a new folder")
+    if problems:
+        raise Problems(problems)
     source = folder / "config.toml" if folder else options.input
     step = predicted_step(source, overrides, options.machine, options.ranks, bool(folder))
     kept = []

@@ -11,6 +11,8 @@ import pytest
 
 from hpc3d.checkpoints.hf_export import export
 from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.console.sanitize import Problems
+from hpc3d.generate import parser
 from tests.checkpoints import drawn_models
 from tests.elided import elided
 from tests.mpi import JOB_LOCK, mpirun, started
@@ -110,6 +112,14 @@ def test_closed_output_pipe_ends_generation(endless):
         process.stdout.close()
         assert process.wait(60) == 0
         assert b"Traceback" not in process.stderr.read()
+
+
+def test_all_options_with_wrong_values_are_reported():
+    with pytest.raises(Problems) as refused:
+        parser().parse_args(["run", "--tokens", "0", "--top-p", "2", "--seed", "x"])
+    options = "--tokens", "--top-p", "--seed", "--prompt"
+    assert all(map(str.__contains__, refused.value.lines, options))
+    assert len(refused.value.lines) == len(options)
 
 
 def test_ctrl_c_ends_generation_with_the_text_so_far(endless):

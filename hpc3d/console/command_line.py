@@ -14,14 +14,14 @@ from hpc3d.console.exit_codes import BAD_INPUT, INTERRUPTED, REFUSED
 from hpc3d.console.progress import progress
 from hpc3d.console.sanitize import lines_of, sanitized, sanitized_streams
 
-_EXITS = "exit codes: 0 success, 2 invalid input (explained in one line on standard error)"
+_EXITS = "exit codes: 0 success, 2 invalid input (explained on standard error)"
 
 
 class Parser(argparse.ArgumentParser):
     """Argument parser of `python -m hpc3d.<verb>`.
 
-    It keeps the line breaks of its description, accepts no abbreviated options, and reports an
-    error in one line.
+    It keeps the line breaks of its description, accepts no abbreviated options, and reports each
+    wrong value in one line.
     """
 
     def __init__(
@@ -36,14 +36,33 @@ class Parser(argparse.ArgumentParser):
             **how,
         )
         self.verb = verb.split(maxsplit=1)[0]
+        self._problems: list[str] = []
 
     def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"hpc3d.{self.verb}: {sanitized(message)}; see --help\n")
+        self.refuse([f"{each}; see --help" for each in (*self._problems, message)])
+
+    def refuse(self, problems: Sequence[str]) -> NoReturn:
+        """Report the problems of a command line and exit."""
+        complain(self.verb, problems)
+        self.exit(BAD_INPUT)
 
     def parse_known_args(self, *words: Any, **how: Any) -> Any:
         """Parse a command line, also for `parse_args`; the output tolerates a closed pipe."""
         with sanitized_streams():
-            return super().parse_known_args(*words, **how)
+            parsed = super().parse_known_args(*words, **how)
+            if self._problems:
+                self.error(self._problems.pop())
+            return parsed
+
+    def _get_values(self, action: argparse.Action, words: list[str]) -> Any:
+        """Convert the values of an option; `error` reports all options with wrong values."""
+        try:
+            return super()._get_values(action, words)
+        except argparse.ArgumentError as error:
+            if action.nargs == argparse.PARSER:  # an unknown subcommand has no other options
+                raise
+            self._problems.append(str(error))
+            return action.default
 
 
 def run(verb: str, body: Callable[[], int | None], patient: bool = True) -> int:

@@ -21,6 +21,7 @@ from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.config import package_data
 from hpc3d.config.load import options
 from hpc3d.console import small_files
+from hpc3d.console.sanitize import Problems
 from hpc3d.data.token_file import tokenizer_of
 from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
 from hpc3d.model.families import FAMILIES, family_of
@@ -127,10 +128,14 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
 
 
 def _refuse_others(words: Iterable[str], known: Sequence[str]) -> None:
-    for option, _ in options(words):
-        if not option.removeprefix("--").startswith(tuple(known)):
-            names = ", ".join(f"--{name}" for name in known)
-            raise ValueError(f"{option}: fixed by the model; generate only takes keys of {names}")
+    names = ", ".join(f"--{name}" for name in known)
+    problems = [
+        f"{option}: fixed by the model; generate only takes keys of {names}"
+        for option, _ in options(words)
+        if not option.removeprefix("--").startswith(tuple(known))
+    ]
+    if problems:
+        raise Problems(problems)
 
 
 def layout_words(words: Iterable[str]) -> list[str]:

@@ -40,7 +40,7 @@ from hpc3d.config.argument_types import integer, number_of_ranks, rate, size
 from hpc3d.config.limits import INT32, MOST_PASSES, MOST_RANKS
 from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
 from hpc3d.console.command_line import Parser, readable_time, run
-from hpc3d.console.sanitize import sanitized
+from hpc3d.console.sanitize import Problems, sanitized
 from hpc3d.console.small_files import replacing
 from hpc3d.pipeline.schedule import FOR_PARTITIONS
 from hpc3d.runtime.optional_packages import need
@@ -189,13 +189,15 @@ def _of_file(options):
     from hpc3d.partition.evaluation import Limits
     from hpc3d.partition.planner import planned
 
-    given = [name for name in _OF_MODULES if getattr(options, name) is not None]
+    given, problems = [name for name in _OF_MODULES if getattr(options, name) is not None], []
     if given:
         names = ", ".join(f"--{name}" for name in given)
-        raise ValueError(f"{names}: only for a module; remove from a command with --graph")
+        problems.append(f"{names}: only for a module; remove from a command with --graph")
     if options.schedule not in (None, *_OF_GRAPHS):
         known = " or ".join(_OF_GRAPHS)
-        raise ValueError(f"--schedule {options.schedule}: only for a module; use {known}")
+        problems.append(f"--schedule {options.schedule}: only for a module; use {known}")
+    if problems:
+        raise Problems(problems)
     graph = cost_file.load(options.graph)
     micros = options.microbatches or 1
     limits = Limits(options.ranks, options.memory, options.bandwidth, micros)

@@ -1,6 +1,7 @@
 """How a command ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import sys
 import pytest
 
 from hpc3d.__main__ import COMMANDS
-from hpc3d.console.command_line import run
+from hpc3d.config.argument_types import number_of_ranks, positive
+from hpc3d.console.command_line import Parser, run
 from hpc3d.console.exit_codes import BAD_INPUT
 from hpc3d.console.sanitize import Problems
 from tests.mpi import ROOT
@@ -28,6 +30,20 @@ def test_each_input_problem_is_one_line(capsys):
     assert run("test", refuse) == BAD_INPUT
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["hpc3d.test: one.key = 1: remedy", "hpc3d.test: another.key = 2: remedy"]
+
+
+@pytest.mark.parametrize("ranks", [["--ranks", "0"], []], ids=["wrong", "missing"])
+def test_all_options_with_wrong_values_are_reported(ranks, capsys):
+    parser = Parser("test", "Test.")
+    parser.add_argument("--ranks", type=number_of_ranks, required=True)
+    parser.add_argument("--top", type=positive)
+    parser.add_argument("--to", choices=("a", "b"))
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args([*ranks, "--to", "c", "--top", "many"])
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == BAD_INPUT and len(lines) == 3
+    for option in ("--ranks", "--to", "--top"):
+        assert any(re.match(f"hpc3d.test: .*{option}[:;]", line) for line in lines)
 
 
 def test_interrupt_is_reported_in_one_line(capsys):

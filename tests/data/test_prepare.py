@@ -107,6 +107,11 @@ def test_error_is_one_line_and_nothing_is_written(capsys, monkeypatch, text, wor
     assert sorted(os.listdir()) == before and Path("old.h5").read_text() == "precious"
 
 
+def test_all_wrong_options_are_reported(capsys, text):
+    code, _, error = call(capsys, text, "-o", "none/new.h5", "--end", "x")
+    assert code == 2 and re.match(r"hpc3d.prepare: -o .*\nhpc3d.prepare: --end x: .*\n$", error)
+
+
 @pytest.mark.parametrize("vocabulary", [-1, 0, 256])
 def test_bpe_requires_an_id_for_each_byte(capsys, text, output, vocabulary):
     words = (text, "-o", output, "--tokenizer", "bpe", "--vocabulary", vocabulary)

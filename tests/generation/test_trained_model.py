@@ -159,6 +159,8 @@ def test_unrelated_keys_are_rejected(tmp_path):
     for path, word in [(run, "--model.sequence"), (theirs, "--data.path"), (run, "--train.steps")]:
         with pytest.raises(ValueError, match=f"{word}: "):
             find_model(path, [word, "3"])
+    with pytest.raises(ValueError, match=r"--model\.hidden: .*\n--train\.steps: "):
+        find_model(run, ["--model.hidden", "3", "--train.steps", "3"])
     assert find_model(theirs, ["--model.sequence", "3"]).config.model.sequence == 3
 
 

@@ -196,6 +196,13 @@ def test_impossible_plan_is_rejected_in_one_line(words, line, capsys):
     assert line in err and err.count("\n") == 1
 
 
+def test_all_options_that_a_graph_excludes_are_reported(capsys):
+    pytest.importorskip("networkx")
+    words = ["--graph", "c", "--zero", "1", "--schedule", "zb-h1", "--ranks", "2"]
+    assert main(words) == 2
+    assert re.fullmatch(r".*--zero: .*\n.*--schedule zb-h1: .*\n", capsys.readouterr().err)
+
+
 @pytest.mark.slow
 def test_opaque_modules_are_listed(capsys, tmp_path):
     """Those of a class in one line; they have no source for torchrun."""

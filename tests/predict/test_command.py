@@ -1,6 +1,7 @@
 """`python -m hpc3d.simulate INPUT --machine M`: what it prints, writes and refuses."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,11 @@ def test_prediction_is_stored_next_to_its_measurement(capsys, tmp_path):
     code, _, err = simulate(capsys, run, "--machine", machine, "--train.batch", "72")
     assert code == 2 and "is a run, whose settings are fixed; leave" in err
     assert quantities["peak_all_bytes"] == found["memory"]["stages"][0]["all"]
+
+
+def test_all_wrong_options_for_a_run_are_reported(capsys, tmp_path):
+    code, _, err = simulate(capsys, tmp_path, *MACHINE, "--ranks", "2", "--out", tmp_path)
+    assert code == 2 and re.fullmatch(r".* leave --ranks out, .*\n.*--out .* exists; .*\n", err)
 
 
 def test_an_empty_configuration_of_a_run_is_refused(capsys, tmp_path):
