@@ -143,7 +143,7 @@ def _print_step(config, found):
     sizes = " ".join(f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1)
     ranks = counted(found["ranks"], "rank")
     print(f"{ranks} of {found['machine']}: {sizes or 'serial'}, ", end="")
-    print(sanitized(f"scheme {config.parallel.scheme}, schedule {config.parallel.schedule}"))
+    print(sanitized(f"{config.parallel.way}, schedule {config.parallel.schedule}"))
     print()
     for line in lines(config):
         print(line)
@@ -160,7 +160,8 @@ def _print_step(config, found):
         )
     print()
     _print_memory(found["memory"])
-    print("\naxis    operation         calls     received [MB]  (per rank of stage 0)")
+    print("\naxis    operation         calls     received [MB]")
+    print("(one rank of the first stage in a step; axis world: calls of all ranks)")
     for axis, ops in found["bytes"].items():
         for op, each in ops.items():
             print(f"{axis:7s} {op:15s} {each['calls']:7d} {each['bytes'] / 1e6:17.3f}")

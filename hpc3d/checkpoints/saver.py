@@ -112,7 +112,7 @@ class Saver:
             self.thread.join()
         self.exposed += time.monotonic() - begin
         if self.report:
-            self.say(f"{self.report}, {self.exposed:.2f} s of which delayed training")
+            self.say(f"{self.report}; training waited {self.exposed:.2f} s")
         self.thread, self.report = None, ""
 
 

@@ -95,10 +95,11 @@ class ParallelConfig:
     __pydantic_config__ = STRICT
     scheme: Literal["1d", "1d-sequence", "2d", "2d-summa", "2.5d", "3d", "3d-broadcast"] = "3d"
     """Tensor-parallel scheme: which mesh axis splits which loop of a product, and how blocks
-    are stored (README). 1d-sequence adds sequence parallelism."""
+    are stored (docs/parallelism.md). 1d-sequence adds sequence parallelism."""
     split: dict[str, str] | None = None
-    """Custom scheme, such as { m = "x", n = "y", k = "z" }. replicate, own and panels also take
-    axes. Default: that of scheme."""
+    """Custom scheme: the axes on the loops m, n and k, such as { m = "x", n = "y", k = "z" }, and
+    in replicate, own and panels the axes with another storage (docs/parallelism.md). Default: the
+    split of scheme."""
     keep_gathered: bool = True
     """Save gathered operands for the backward pass. If false, the backward pass re-gathers
     them."""

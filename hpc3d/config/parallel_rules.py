@@ -44,7 +44,7 @@ def _uneven_sequences(config: Config) -> Iterator[str]:
 
 
 def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
-    """Report an error if the key heads are not divisible by the ranks of an all-to-all.
+    """Report an error if the key-value heads are not divisible by the ranks of an all-to-all.
 
     The heads are already sharded over `members` ranks.
     """
@@ -54,8 +54,9 @@ def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
     if here % u:
         key = "model.kv_heads" if model.kv_heads else "model.heads"
         yield (
-            f"{key} = {heads}: the key heads per rank ({here}) must be divisible by the {u} ranks "
-            f'of an all-to-all; use a multiple of {members * u}, or parallel.context = "ring"'
+            f"{key} = {heads}: the key-value heads per rank ({here}) must be divisible by the {u} "
+            f"ranks of an all-to-all; use a multiple of {members * u}, or "
+            'parallel.context = "ring"'
         )
 
 

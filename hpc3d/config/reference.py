@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
@@ -106,7 +107,8 @@ def _rows(table: type, skip: Collection[str] = ()) -> Iterator[str]:
             if choices := choices_of(types[item.name]):
                 given += ["choices " + ", ".join(f"`{choice}`" for choice in choices)]
             facts = f" ({'; '.join(given)})" if given else ""
-            yield f"* **`{item.name}`**{facts}: {texts[item.name]}"
+            text = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", texts[item.name])
+            yield f"* **`{item.name}`**{facts}: {text}"
 
 
 def _entry(key: str, value: Any, kind: Any, meaning: str, width: int) -> list[str]:

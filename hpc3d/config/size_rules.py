@@ -74,7 +74,7 @@ def _wrong_kv_heads(model: ModelConfig) -> Iterator[str]:
         nearest = [below, *[count for count in fit if count > model.kv_heads][:1]]
         yield (
             f"model.heads = {model.heads} must be divisible by model.kv_heads = {model.kv_heads}; "
-            f"use {' or '.join(map(str, nearest))} key heads"
+            f"use {' or '.join(map(str, nearest))} key-value heads"
         )
 
 
@@ -170,7 +170,7 @@ def _single_product(config: Config) -> tuple[set[Axes], set[Axes]]:
 
 
 def _unshared_keys(model: ModelConfig, axes: Axes, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Report an error unless the number of key heads divides the number of ranks or vice versa."""
+    """Report an error unless the key-value heads divide the ranks or vice versa."""
     count, keys = prod(sizes[axis] for axis in axes), model.kv_heads or model.heads
     if model.heads % count or keys % count == 0 or count % keys == 0:
         return

@@ -46,8 +46,15 @@ class Layout(tuple):
         return hash((tuple(self), self.owned))
 
     def __str__(self) -> str:
-        dims = ", ".join("_" + "".join(axes) if axes else "-" for axes in self)
-        return f"[{dims}]" + (f" owned along {' '.join(self.owned)}" if self.owned else "")
+        return self.indexed([""] * len(self))
+
+    def indexed(self, names: Sequence[str]) -> str:
+        """Return the layout in index notation, such as "[m_xy, k]" for the dims "mk"."""
+        dims = (
+            f"{name}_{''.join(axes)}" if axes else name or "-" for name, axes in zip(names, self)
+        )
+        owned = f" owned along {' '.join(self.owned)}" if self.owned else ""
+        return f"[{', '.join(dims)}]{owned}"
 
     def of_experts(self, axes: str) -> Layout:
         """Return the layout of A[i, expert, j], whose expert dimension is sharded by `axes`."""

@@ -199,7 +199,8 @@ def duration(seconds: float) -> str:
 def layout_lines(config: Config) -> Iterator[str]:
     """Yield lines that describe how the model is distributed over the ranks."""
     parallel, split = config.parallel, config.splits["dense"]
-    yield f"scheme {parallel.scheme}: X{split.x}  W{split.w}  Y{split.y}"
+    stored = f"X{split.x.indexed('mk')}  W{split.w.indexed('kn')}  Y{split.y.indexed('mn')}"
+    yield f"{parallel.way}: {stored}"
     layers = [len(part) for part in config.layers()]
     parts = f"model chunks of {' '.join(map(str, layers))} layers"
     through = counted(layers[0], "layer") if len(layers) == 1 else parts

@@ -40,6 +40,22 @@ def test_context_parallelism_is_described(context, text):
     assert [*layout_lines(config)][-1] == f"context: {text}"
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--parallel.scheme 3d", "scheme 3d: X[m_xy, k_z]  W[k_zx, n_y]  Y[m_xz, n_y]"),
+        ("--parallel.scheme 1d", "scheme 1d: X[m, k]  W[k, n_x]  Y[m, n_x]"),
+        (
+            '--parallel.split {m="x",n="y",own="y"}',
+            "parallel.split: X[m_x, k] owned along y  W[k_x, n_y]  Y[m_x, n_y]",
+        ),
+    ],
+)
+def test_stored_blocks_are_described_in_index_notation(words, line):
+    config = resolve(load(None, ["--mesh.x", "2", *words.split()]), 2)
+    assert next(layout_lines(config)) == line
+
+
 def test_non_default_keys_are_listed():
     config = resolve(load(None, ["--train.steps", "5", "--mesh.x", "2"]), 2)
     byte = replace(config.data, tokenizer="byte")

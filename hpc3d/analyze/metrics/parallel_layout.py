@@ -24,7 +24,8 @@ class RunLayout(NamedTuple):
     Attributes
     ----------
     kind
-        Scheme, schedule and other techniques, such as "3d, 1f1b"; "" for a single rank.
+        Scheme, schedule and other techniques, such as "3d, 1f1b"; "" for a single rank. If the
+        mesh shards fewer loops than the scheme, they follow it: "3d (shards only m), 1f1b".
     family
         Dimensionality of the tensor parallelism (1d, 2d, 2.5d or 3d, determined by the sharded
         loop dimensions), or None if there is no tensor parallelism.
@@ -70,7 +71,7 @@ def _kind(config, sharded, wide):
     if sharded:
         name = "split" if parallel.split else parallel.scheme
         complete = len(sharded) == len(_tensor_axes(config))
-        parts.append(name if complete else f"{name} along {' '.join(sharded)}")
+        parts.append(name if complete else f"{name} (shards only {' and '.join(sharded)})")
     if "p" in wide:
         parts.append(parallel.schedule or "pipeline")
     if "c" in wide:

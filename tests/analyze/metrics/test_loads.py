@@ -14,7 +14,7 @@ from tests.analyze.report.by_hand import reported, write_run
 
 def test_report_lists_configuration_differences_before_the_comparison(tmp_path, capsys):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", scheme="1d")
-    three, flat = "3d along m n, x=2 y=2", "1d, x=2 y=2"
+    three, flat = "3d (shards only m and n), x=2 y=2", "1d, x=2 y=2"
     scheme = {"parallel.scheme": f'"3d" in {three}; "1d" in {flat}'}
     found = reported(capsys, one, other)
     assert found["notes"] == []

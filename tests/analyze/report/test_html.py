@@ -148,7 +148,8 @@ def test_page_has_every_table_with_its_definitions(page):
         if spec.rows_shown >= 0 and spec.name not in {*OF_EXPERTS, "copies"}:
             assert re.search(rf"{re.escape(spec.title)} \d+ rows? definitions", text), spec.name
         assert " ".join(html.prose(MEANING[spec.name]).split()) in " ".join(page.split())
-    for word in ("12.5%", "F [ms]", "MFU", "algbw", "arrives last", "3d along m, 1f1b, p=2 x=2"):
+    label = "3d (shards only m), 1f1b, p=2 x=2"
+    for word in ("12.5%", "F [ms]", "MFU", "algbw", "arrives last", label):
         assert word in text or word == "12.5%"
 
 

@@ -29,7 +29,7 @@ def test_run_labels_are_distinct(run, tmp_path, capsys):
     twin = write_run(tmp_path / "twin")
     unnamed = write_run(tmp_path / "unnamed", scheme=None)
     rows = reported(capsys, run, twin, unnamed)["comparison"]
-    labels = [f"3d along m n, x=2 y=2, {name}" for name in ("small", "twin")]
+    labels = [f"3d (shards only m and n), x=2 y=2, {name}" for name in ("small", "twin")]
     labels.append("unnamed, x=2 y=2")
     assert [row["run"] for row in rows] == labels
 
@@ -109,4 +109,5 @@ def printed(run, stdout, encoding="utf-8"):
 def test_run_given_twice_gets_two_labels(run, capsys):
     rows = reported(capsys, run, run)["comparison"]
     first, second = (row["run"] for row in rows)
-    assert (first, second) == tuple(f"3d along m n, x=2 y=2, small, {n}" for n in (1, 2))
+    label = "3d (shards only m and n), x=2 y=2, small"
+    assert (first, second) == (f"{label}, 1", f"{label}, 2")

@@ -130,7 +130,7 @@ def test_comparison_of_two_runs(run, tmp_path, capsys):
     out = tmp_path / "comparison"
     found = reported(capsys, run, other, "--out", out)
     first, second = found["comparison"]
-    assert (first["run"], second["run"]) == ("3d along m n, x=2 y=2", "1d, x=2 y=2")
+    assert (first["run"], second["run"]) == ("3d (shards only m and n), x=2 y=2", "1d, x=2 y=2")
     assert (first["loss"], first["loss_difference"]) == (3.25, 0)
     assert (second["loss"], second["loss_difference"]) == (3.125, 0.125)
     assert [row["speedup"] for row in found["scaling"]] == [1, 1]

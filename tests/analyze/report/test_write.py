@@ -7,20 +7,22 @@ import pytest
 from hpc3d import report
 from tests.analyze.report.by_hand import reported
 
+LABEL = "3d (shards only m and n), x=2 y=2"
+
 
 def test_tables_are_printed_and_written(run, capsys):
     assert report.main([str(run), "--tables", "--print"]) == 0
     printed = capsys.readouterr().out
     text = (run / "report" / "report.md").read_text()
     for line in (
-        "| 3d along m n, x=2 y=2 |     4 |     2 |      1.55 |      1.80 |      2.05 |   1.00 M |",
+        f"| {LABEL} |     4 |     2 |      1.55 |      1.80 |      2.05 |   1.00 M |",
         "| compute    | backward |      | gemm           |     0.400 | 24.2% |   2.0 |",
     ):
         assert line in printed and line in text
     assert "Pipeline" not in text
     with (run / "report" / "tables" / "time.csv").open(newline="") as file:
         rows = {(row["category"], row["axis"]): row for row in csv.DictReader(file)}
-    assert rows["comm", "x"]["run"] == "3d along m n, x=2 y=2"
+    assert rows["comm", "x"]["run"] == LABEL
     assert float(rows["comm", "x"]["bytes"]) == 4000.0
     assert {path.name for path in (run / "report").iterdir()} == {"report.md", "tables"}
 
