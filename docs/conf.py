@@ -37,12 +37,13 @@ def with_links(text, folder):
         image, words, target = found.groups()
         if re.match(r"[a-z]+:|#", target):
             return found[0]
+        target, sign, heading = target.partition("#")
         path = (folder / target).resolve()
         named = {page: name for name, page in PAGES.items()}
         if path in named:
-            return f"[{words}]({named[path]}.md)"
+            return f"[{words}]({named[path]}.md{sign}{heading})"
         if HERE in path.parents and path.exists():
-            return f"{image}[{words}]({path.relative_to(HERE).as_posix()})"
+            return f"{image}[{words}]({path.relative_to(HERE).as_posix()}{sign}{heading})"
         return words if words.startswith("`") else f"{words} (`{path.relative_to(HERE.parent)}`)"
 
     return LINK.sub(link, text)

@@ -43,6 +43,20 @@ def test_links_and_paths_exist(page):
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
+@cache
+def anchors(page):
+    """The anchors of the headings of a page, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_to_headings_exist(page):
+    links = re.findall(r"\]\(([^)\s:]*\.md)?#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    pages = [page.parent / name if name else page for name, _ in links]
+    assert not [link for link, path in zip(links, pages) if link[1] not in anchors(path)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_documented_commands_exist(page):
     text = page.read_text(encoding="utf-8")
