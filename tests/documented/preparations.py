@@ -1,11 +1,13 @@
 """What a reader of a page has before its first command."""
 
 import json
+import re
 
 import numpy as np
 
 from tests.data.prepared import TEXT, nano
 from tests.data.test_sources import megatron
+from tests.mpi import ROOT
 
 # Of 2 steps on 2 ranks; divides over 8 and 12.
 SMALL = "--model.hidden 144 --model.heads 24 --train.batch 24 --train.steps 2 --checkpoint.every 1"
@@ -58,6 +60,12 @@ def _text(text):
     return lambda path: path.write_text(text, encoding="utf-8")
 
 
+def _example(page):
+    """The only Python file that a page shows."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return _text(*re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
 def _lines(key):
     return _text("".join(json.dumps({key: text}) + "\n" for text in TEXT.split(";")))
 
@@ -98,5 +106,8 @@ FILES = {
     },
     "docs/generation.md": {"text.txt": _text("The function")},
     "docs/partition-graph.md": {"COSTS.json": _text(json.dumps(GRAPH))},
-    "docs/partition.md": {"model.py": _text(MODULE)},
+    "docs/partition.md": {
+        "model.py": _text(MODULE),
+        "gpt2_stages.py": _example("docs/partition.md"),
+    },
 }

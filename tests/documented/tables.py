@@ -14,7 +14,7 @@ ELSEWHERE = {
     r" make train$": "sets up .venv; then runs `hpc3d.train gpt-3d-64` on 64 ranks, as README.md",
     r" make test-mpi": "make test-slow runs it; LAUNCH is for a cluster's launcher",
     r" make gpu-check| python -m tests\.gpu ": "tests/gpu/test_check.py; wants a GPU",
-    r"docs/gpu\.md .*hpc3d\.train": GPU,
+    r"docs/gpu\.md .*hpc3d\.train|train llama-3-8b ": GPU,
     r" source \.venv": ".ci/run, by make",
     r" (python -m )?pip (install|wheel)": "tests/test_wheel.py",
     r" (LAUNCH=\S+ )?sbatch ": "tests/slurm",
@@ -26,7 +26,8 @@ ELSEWHERE = {
     r"docs/(choose-layout|questions)\.md .*\.plan gpt-3d-64 --ranks 64$": "README.md",
     r"docs/train-experts\.md .*train moe-switch-64$": "README.md",
     r"docs/fit-memory\.md .*--memory (8\.5|7)MB$|hpc3d\.plan gshard-600b ": "tests/test_plan.py",
-    r"docs/(parallelism|long-sequences)\.md .* (gpt-4d-64|long-context-16)( |$)": "README.md",
+    r"docs/parallelism\.md .* gpt-4d-64 ": "README.md",
+    r"docs/long-sequences\.md .*train long-context-16$": "README.md",
     r" python -m hpc3d\.bench (published|partition)": STUDY + "tests/studies",
     r"docs/data\.md .*--tokenizer gpt2$": "tests/data/test_tokenizer_files.py, without a download",
     r"docs/partition(-study)?\.md .*(:large|:resnet152_x8|partition compare) ": STUDY
@@ -101,7 +102,8 @@ SHOWN = {
         r"\d+ tokens in [\d.]+ s, the best so far",
     ],
     "docs/partition.md": [
-        r"boundary  message \[MB\]  after; step time with this boundary elsewhere"
+        r"4 stages, \d+ microbatch(es)?, schedule \S+\nstep time ",
+        r"boundary  message \[MB\]  after; step time with this boundary elsewhere",
     ],
     "docs/questions.md": [
         r"memory: peak of 21\.1 GB on the fullest rank, 169 GB on all ranks; fits in the .*",
