@@ -1,20 +1,20 @@
-"""Batches of a run: each epoch visits every window of the text once, in a different order."""
+"""Training batches: each epoch visits every window of the text once, in a different order."""
 
 import numpy as np
 
 from hpc3d.console.sanitize import counted
 from hpc3d.data.token_file import Tokens
 
-IGNORE = -100  # target of a token that is excluded from the loss
+IGNORE = -100  # target value that excludes a token from the loss
 
 
 class Batches:
-    """Batches of a run; each depends only on the tokens, the sizes, `seed` and the step.
+    """Training batches, determined by the tokens, the sizes, `seed` and the step.
 
-    A window is `sequence` inputs and AHEAD further tokens for the targets.  Windows start
-    every `sequence` tokens, so each token is a target once per epoch, except for the first AHEAD
-    tokens and an incomplete last window.  An epoch is a permutation of the windows.  A batch at
-    the end of an epoch continues in the next one.
+    A window consists of `sequence` input tokens and AHEAD further tokens for the targets.  Windows
+    start every `sequence` tokens, so each token is a target once per epoch, except for the first
+    AHEAD tokens and an incomplete last window.  An epoch is a permutation of the windows.  A batch
+    that reaches the end of an epoch continues with windows of the next epoch.
 
     `windows` is the number of windows.  Raises ValueError if the tokens do not fill one window.
     """
@@ -32,21 +32,21 @@ class Batches:
         self.windows = (len(tokens) - self.AHEAD) // sequence
         self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
         self._epoch, self._order = 0, permutation(self.windows, seed, 0)
-        self._skipped = 0  # sequences beyond step * batch that were seen before a step
+        self._skipped = 0  # sequences used before a step, minus step * batch
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of a step, each int32 [batch, sequence] and contiguous."""
+        """Return the inputs and targets of a step: contiguous int32 arrays [batch, sequence]."""
         starts = [window * self._sequence for window in self._windows(step)]
         length = self._sequence + self.AHEAD
         windows = np.stack([self._tokens.read(start, start + length) for start in starts])
         return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
 
     def go_on(self, step: int, sequences: int) -> None:
-        """Set the number of sequences before `step`, regardless of earlier batch sizes."""
+        """Resume at `step` after `sequences` sequences, whatever the earlier batch sizes were."""
         self._skipped = sequences - step * self._batch
 
     def position(self, step: int) -> dict[str, int]:
-        """Return the position of `step`: epoch, offset in the epoch, and sequences before it."""
+        """Return the epoch, the window offset in it, and the sequences used before `step`."""
         sequences = step * self._batch + self._skipped
         epoch, offset = divmod(sequences, self.windows)
         return {"epoch": epoch, "offset": offset, "sequences": sequences}
@@ -63,6 +63,6 @@ class Batches:
 
 
 def permutation(windows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of an epoch's windows, int64[windows], without computing earlier ones."""
+    """Return the window order of an epoch, int64[windows], without computing earlier epochs."""
     bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     return np.random.Generator(bits).permutation(windows)

@@ -1,12 +1,12 @@
-"""Sources of token files: text, JSON lines, parquet, and tokens of nanoGPT and Megatron-LM.
+"""Input formats for token files: text, JSON lines, Parquet, and nanoGPT or Megatron-LM tokens.
 
-    .txt      a document
-    .jsonl    an object per line, with one field as document
-    .parquet  a column, with one document per value
-    .bin      of nanoGPT: uint16 ids, including the ends of documents
-    .bin .idx of Megatron-LM: ids, and the start of each sequence and document
+    .txt       one document per file
+    .jsonl     one JSON object per line; one field contains the document
+    .parquet   one document per value of a column
+    .bin       nanoGPT: uint16 token ids, including end-of-document tokens
+    .bin .idx  Megatron-LM: token ids, and the start of each sequence and document
 
-Files are read in pieces.  Every problem with a file raises a ValueError of one line.
+Files are read in pieces.  Every problem with a file raises a one-line ValueError.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from hpc3d.data.tokenizer import PIECE, Tokenizer, pieces, reading
 from hpc3d.runtime.optional_packages import need
 
 JSONL, PARQUET, BIN = (".jsonl", ".ndjson"), (".parquet",), (".bin",)
-_LINE = 1 << 28  # upper bound of the bytes of a line of JSON
-_ROWS = 256  # rows of parquet read at a time
-_OF_A_DOCUMENT = 64  # overhead of a document in addition to its text, in characters
+_LINE = 1 << 28  # maximum bytes per line of a JSON lines file
+_ROWS = 256  # number of Parquet rows read at a time
+_OF_A_DOCUMENT = 64  # overhead per document, in equivalent characters of text
 _MEGATRON, _VERSION = b"MMIDIDX\x00\x00", 1
-_HEAD = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, documents + 1
-_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # code -> type of the ids
+_HEAD = struct.Struct("<9sQBQQ")  # magic, version, type code, sequence count, document count + 1
+_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # type code -> dtype of ids
 
 
 class _DocumentPart(NamedTuple):
     """Segment of a document.
 
-    `last` is True for the last segment of a document, and `size` is its number of bytes in the
-    file.
+    `last` is True for the last segment of a document, and `size` is the number of bytes that the
+    segment occupies in the file.
     """
 
     text: bytes
@@ -44,10 +44,10 @@ class _DocumentPart(NamedTuple):
 
 
 class Source:
-    """Token ids of a file, one piece at a time; `documents` counts the documents read so far.
+    """Iterator over the token ids of a file; `documents` counts the documents read so far.
 
-    The `end` token of the tokenizer follows each document. If the file already has ids, it is only
-    added to Megatron-LM documents that lack it.
+    The `end` token of the tokenizer is appended to each document. If the file already contains
+    ids, the token is added only to Megatron-LM documents that lack it.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, field: str = "text") -> None:
@@ -91,9 +91,9 @@ class Source:
             yield whole, part.nbytes
 
     def _refuse_wider(self, ids: np.ndarray) -> None:
-        """Raise ValueError if uint16 `ids` look like parts of 32-bit or 64-bit numbers.
+        """Raise ValueError if `ids`, read as uint16, appear to be 32-bit or 64-bit ids.
 
-        In that case, every second one is close to zero.
+        In that case, every second uint16 value is close to zero.
         """
         upper = ids[1::2]
         if len(upper) > 3 and ids.any() and upper.max() <= (self.tokenizer.vocabulary - 1) >> 16:
@@ -111,13 +111,13 @@ class Source:
 
 
 def training_pieces(texts: Sequence[Path], field: str) -> Iterator[bytes]:
-    """Yield the text of files, to train a tokenizer."""
+    """Yield the text of files in pieces, to train a tokenizer."""
     for path in texts:
         yield from (part.text for part in _parts(path, field))
 
 
 def _parts(path: Path, field: str) -> Iterator[_DocumentPart]:
-    """Yield the documents of a text file."""
+    """Yield the document segments of a text, JSON lines or Parquet file."""
     if path.suffix in JSONL:
         return _json_lines(path, field)
     if path.suffix in PARQUET:
@@ -126,7 +126,7 @@ def _parts(path: Path, field: str) -> Iterator[_DocumentPart]:
 
 
 def _grouped(parts: Iterable[_DocumentPart]) -> Iterator[list[_DocumentPart]]:
-    """Group segments up to about PIECE characters, because tokenizer calls have a fixed cost."""
+    """Group segments into lists of about PIECE characters, to amortize the tokenizer call cost."""
     group, size = [], 0
     for part in parts:
         group.append(part)
@@ -146,7 +146,7 @@ def _text_file(path: Path) -> Iterator[_DocumentPart]:
 
 
 def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
-    """Yield the field of each object."""
+    """Yield the document in field `field` of each JSON object."""
     found = 0
     with reading(path, "not a readable JSON lines file", "name another"), path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
@@ -159,7 +159,7 @@ def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
 
 
 def _field(line: bytes, number: int, field: str) -> str:
-    """Return the text of a JSON object."""
+    """Parse a line as a JSON object, and return the text in field `field`."""
     if len(line) == _LINE:
         raise ValueError(f"line {number}: longer than the limit of {_LINE} bytes")
     try:
@@ -178,7 +178,7 @@ def _field(line: bytes, number: int, field: str) -> str:
 
 
 def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
-    """Yield the values of a text column."""
+    """Yield the documents in a text column of a Parquet file."""
     need(f"{path}: parquet", "pyarrow")
     from pyarrow import parquet
 
@@ -203,7 +203,7 @@ def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
 
 
 def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
-    """Yield a document in pieces; `size` is its number of bytes in the file."""
+    """Split a document into segments; `size` is the document's number of bytes in the file."""
     if "\0" in text:
         raise ValueError(f"{where}: it contains NUL characters")
     for start in range(0, max(len(text), 1), PIECE):
@@ -219,9 +219,9 @@ def _cut(text: str, where: str, size: int) -> Iterator[_DocumentPart]:
 
 
 def opened_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Map the ids of a .bin into memory; return them and the ends of documents, int64.
+    """Memory-map the token ids of a .bin file; return the ids and the document ends, int64.
 
-    The array of ends is empty if they are unknown.
+    The array of document ends is empty if they are unknown.
     """
     index = path.with_suffix(".idx")
     with reading(path, "not a readable token file", "name another"):
@@ -234,10 +234,10 @@ def opened_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids and the ends of documents of an indexed dataset.
+    """Return the token ids and the document ends of a Megatron-LM indexed dataset.
 
-    The index has a header, the sizes of the sequences (i4), their byte offsets (i8), and the first
-    sequence of each document (i8), with one entry after the last.
+    The index file has a header, the sequence lengths (i4), their byte offsets (i8), and the index
+    of the first sequence of each document (i8), followed by the number of sequences.
     """
     with index.open("rb") as file:
         head = file.read(_HEAD.size)
@@ -264,7 +264,7 @@ def _megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _length(index: Path, sizes: np.ndarray, starts: np.ndarray, itemsize: int) -> int:
-    """Return the number of ids of all sequences, which must be contiguous."""
+    """Return the total number of ids; raise ValueError if the sequences are not contiguous."""
     total = 0
     for first in range(0, len(sizes), PIECE):
         ends = total + np.cumsum(part := sizes[first : first + PIECE], dtype=np.int64)
@@ -275,7 +275,7 @@ def _length(index: Path, sizes: np.ndarray, starts: np.ndarray, itemsize: int) -
 
 
 def _ends(index: Path, firsts: np.ndarray, starts: np.ndarray, total: int) -> np.ndarray:
-    """Return the index after the last id of each document."""
+    """Return, for each document, the index after its last id."""
     if firsts[0] or firsts[-1] != len(starts) or (np.diff(firsts) < 0).any():
         raise ValueError(f"{index.name} is damaged: documents are not contiguous")
     return np.append(starts, total)[firsts[1:]]

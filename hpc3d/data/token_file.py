@@ -1,8 +1,8 @@
-"""Token sources: text files, or a token file that was prepared once from a large text.
+"""Token sources: text files, or a token file prepared in advance from a large text.
 
-A token file is HDF5: the 1-D dataset `tokens` in the smallest unsigned type, and attributes that
-describe it, all readable with h5ls or h5py.  It gets its final name once it is complete.  Messages
-name the key `data.path`, because the user set it.
+A token file is an HDF5 file with a 1-D dataset `tokens`, of the smallest sufficient unsigned type,
+and descriptive attributes.  It can be read with h5ls or h5py, and gets its final name only when it
+is complete.  Error messages refer to `data.path`, the key with which the user specifies the file.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 _FORMAT = "hpc3d-tokens"
 _VERSION = 1
 SUFFIX = ".h5"
-_MOST_IDS = 1 << 31  # ids are returned as int32
-_END = "tokenizer_end"  # attribute that older files lack
+_MOST_IDS = 1 << 31  # maximum vocabulary size: ids are returned as int32
+_END = "tokenizer_end"  # attribute that is missing in older files
 _CHUNK = 1 << 16  # tokens per checksum
-_SELF_CHECKING = "v110"  # since 1.10, HDF5 also has checksums of its metadata
+_SELF_CHECKING = "v110"  # the HDF5 1.10 format also has metadata checksums
 _PREPARE = "make it with python -m hpc3d.prepare"
 
 _Report = Callable[[int], None]
@@ -50,12 +50,12 @@ _reading_tokens = partial(reading, fault="not a readable token file", remedy=_PR
 
 
 class Tokens(contextlib.AbstractContextManager):
-    """Sequence of token ids on disk: the documents, each followed by an end token.
+    """Token ids on disk: a sequence of documents, each followed by an end-of-document token.
 
-    `vocabulary` is the number of distinct ids, `tokenizer` the name of the tokenizer, `json` its
-    rules, and `end_name` its end-of-document token, or None if unknown. `sha256` is the hash of
-    all ids in the smallest unsigned type. `digests` contains it and, if known, the hashes of the
-    documents.
+    `vocabulary` is the vocabulary size, `tokenizer` the name of the tokenizer, `json` its JSON
+    text, and `end_name` its end-of-document token, or None if unknown. `sha256` is the hash of all
+    ids, converted to the smallest sufficient unsigned type. `digests` contains `sha256` and, if
+    known, the hashes of the individual documents.
     """
 
     tokenizer: str
@@ -66,11 +66,11 @@ class Tokens(contextlib.AbstractContextManager):
     end_name: str | None = None
 
     def made_by(self) -> tuple[str, int, str]:
-        """Return the identity of the tokenizer; texts with the same one have compatible tokens."""
+        """Return the tokenizer's name, vocabulary size and JSON text, which identify it."""
         return self.tokenizer, self.vocabulary, self.json
 
     def mask(self) -> int | None:
-        """Return the tokenizer's mask token, or None."""
+        """Return the id of the tokenizer's mask token, or None."""
         added = json.loads(self.json).get("added_tokens", [])
         known = {each["content"]: each["id"] for each in added}
         return next((known[name] for name in MASKS if name in known), None)
@@ -79,7 +79,7 @@ class Tokens(contextlib.AbstractContextManager):
         raise NotImplementedError
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids in [start, stop), int32; raise ValueError if the file is damaged."""
+        """Return the ids at positions [start, stop), int32; ValueError if the file is damaged."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -92,9 +92,9 @@ class Tokens(contextlib.AbstractContextManager):
 def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     """Open a token file, a text file, or a folder of `*.txt` sorted by name.
 
-    Text is read as bytes, and nothing is written.  Raises ValueError, one line that begins with
-    `data.path`, for a file that is missing, empty, not text, damaged, or made with another
-    tokenizer than the given one.
+    Each byte of a text file is a token, and nothing is written.  Raises a one-line ValueError that
+    begins with `data.path` if the file is missing, empty, not text, damaged, or was written with a
+    tokenizer other than `tokenizer`.
     """
     if Path(path).suffix in (*JSONL, *PARQUET, *BIN):
         raise ValueError(f"data.path: {path} is not a text; {_PREPARE} {path} -o tokens{SUFFIX}")
@@ -112,7 +112,7 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
 def tokenizer_of(path: str | Path) -> Tokenizer:
     """Return the tokenizer of a text or token file.
 
-    Raises ValueError, one line that begins with `data.path`, if the file cannot be read.
+    Raises a one-line ValueError that begins with `data.path` if the file cannot be read.
     """
     if Path(path).suffix != SUFFIX:
         return ByteTokenizer()
@@ -121,7 +121,7 @@ def tokenizer_of(path: str | Path) -> Tokenizer:
 
 
 class TextTokens(Tokens):
-    """Tokens of text files, which are their bytes; only the lengths are kept in memory."""
+    """Byte tokens of text files; only the file lengths are kept in memory."""
 
     tokenizer = ByteTokenizer.name
     vocabulary = ByteTokenizer.vocabulary
@@ -164,7 +164,7 @@ class TextTokens(Tokens):
 class TokenFile(Tokens):
     """Token file opened for reading; `documents` is the number of documents in it.
 
-    Raises ValueError if it is missing, truncated, damaged, or of a newer version.
+    Raises ValueError if the file is missing, truncated, damaged, or in a newer format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -174,7 +174,7 @@ class TokenFile(Tokens):
             raise ValueError(f"data.path: {path} does not exist; {_PREPARE}")
         self._path = path
         with contextlib.ExitStack() as opened, _reading_tokens(path):
-            # a token file never changes, and not every parallel file system has locks
+            # no locking: a token file never changes, and some parallel file systems lack locks
             file = opened.enter_context(h5py.File(path, "r", locking=False))
             self._describe(file)
             self._close = opened.pop_all().close
@@ -214,7 +214,7 @@ class TokenFile(Tokens):
 
 
 def _own_dataset(file: "h5py.File", name: str) -> "h5py.Dataset":
-    """Return a dataset stored in this file; an untrusted file may link to another one."""
+    """Return a dataset stored in this file; reject links, because the file is untrusted."""
     import h5py
 
     dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
@@ -241,11 +241,11 @@ def write_tokens(
     report: _Report = lambda size: None,
     field: str = "text",
 ) -> None:
-    """Write the token file `path` from `texts`, with one piece in memory at a time.
+    """Tokenize `texts` and write the token file `path`, with one piece in memory at a time.
 
-    `texts` are files of hpc3d.data.sources with documents in `field`.  `report` is called with the
-    bytes of each piece of text.  Raises ValueError if a file is not text and OSError if a write
-    fails; `path` is then unchanged.
+    `texts` are files in a format of hpc3d.data.sources, with documents in the field or column
+    `field`.  `report` is called with the number of bytes of each piece.  Raises ValueError if a
+    file is not text, and OSError if a write fails; `path` is then unchanged.
     """
     import h5py
 
@@ -269,14 +269,14 @@ def write_tokens(
 
 
 def _append(dataset: "h5py.Dataset", part: np.ndarray) -> None:
-    """Append `part` to a dataset."""
+    """Append the array `part` to a 1-D dataset."""
     length = len(dataset)
     dataset.resize((length + len(part),))
     dataset[length:] = part
 
 
 def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
-    """Return the attributes that do not depend on the tokens."""
+    """Return the attributes of a token file that do not depend on its tokens."""
     end = {_END: _fixed(tokenizer.end_name)} if tokenizer.end_name else {}
     return end | {
         "format": _fixed(_FORMAT),
@@ -289,7 +289,7 @@ def _described(texts: Sequence[Path], tokenizer: Tokenizer) -> dict:
 
 
 def _fixed(text: str | list[str]) -> np.ndarray:
-    """Return text as a fixed-length string: HDF5 has no checksums for variable-length strings."""
+    """Convert text to fixed-length strings: HDF5 cannot checksum variable-length strings."""
     import h5py
 
     encoded = np.char.encode(text, "utf-8", "replace")
@@ -297,9 +297,9 @@ def _fixed(text: str | list[str]) -> np.ndarray:
 
 
 class _Disk(io.FileIO):
-    """Output file of HDF5.  HDF5 crashes if a write fails, so every write appears to succeed.
+    """Output file for HDF5 that defers write errors, because HDF5 crashes if a write fails.
 
-    After the first failure nothing more is written; `check` raises the error.
+    After the first failure, data is discarded without an error; `check` raises the error.
     """
 
     failure: OSError | None = None
@@ -317,6 +317,6 @@ class _Disk(io.FileIO):
         return size if self.failure else super().truncate(size)
 
     def check(self) -> None:
-        """Raise the OSError of the first failed write."""
+        """Raise the OSError of the first failed write, if any."""
         if self.failure:
             raise OSError(self.failure.errno, self.failure.strerror, self.name)

@@ -1,6 +1,6 @@
-"""Text files and tokenizers: bytes, or byte-level BPE trained on the text.
+"""Text files and tokenizers: one token per byte, or byte-level BPE trained on the text.
 
-Tokenizers encode from and decode to UTF-8 bytes. In both vocabularies, id 0 ends a document.
+Tokenizers encode UTF-8 bytes and decode to UTF-8 bytes. Both use id 0 as end-of-document token.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from hpc3d.runtime.optional_packages import need
 
 END = 0  # the NUL byte, which no text file contains
 END_NAME = "<|end|>"
-# End-of-text tokens in published vocabularies; some also have <|end|> or </s> for another use.
+# End-of-text tokens of published vocabularies, in order of preference: some vocabularies also have
+# <|end|> or </s> for another purpose.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", END_NAME, "<|im_end|>", "[SEP]")
 MASKS = "[MASK]", "<mask>"  # mask tokens in published vocabularies
-_SMALLEST_BPE = 257  # one id per byte, and END
-PIECE = 1 << 20  # characters of text, or tokens, in memory at a time
+_SMALLEST_BPE = 257  # 256 byte tokens and END
+PIECE = 1 << 20  # number of characters or tokens held in memory at a time
 
 
 @contextlib.contextmanager
 def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
-    """Convert exceptions from reading `path`, of many types if it is damaged, to a BadData."""
+    """Convert the exceptions raised while reading `path`, which have many types, to BadData."""
     try:
         yield path
     except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
@@ -47,7 +48,10 @@ reading_text = partial(
 
 
 def text_files(path: str | Path) -> list[Path]:
-    """Return the file, or the `*.txt` of a folder sorted by name; raise ValueError if none."""
+    """Return `path` if it is a file, or the sorted `*.txt` files of a folder.
+
+    Raises ValueError if there is no such file.
+    """
     if os.path.isfile(path):
         with open(path, "rb") as file:
             if file.read(6).startswith(_COMPRESSED):
@@ -64,7 +68,7 @@ def text_files(path: str | Path) -> list[Path]:
 
 
 def pieces(text: Path) -> Iterator[bytes]:
-    """Yield a UTF-8 file in pieces of about PIECE characters, split at line ends.
+    """Yield the content of a UTF-8 file in pieces of about PIECE characters, split at line ends.
 
     Raises ValueError if the file is not text.
     """
@@ -93,16 +97,16 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """Return the text of the ids in [0, 256), without end-of-document tokens."""
+        """Decode ids in [0, 256) to text, without end-of-document tokens."""
         return np.asarray(tokens, np.uint8).tobytes().replace(b"\0", b"")
 
 
 class BpeTokenizer:
-    """Byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2).
+    """Byte-level byte-pair encoding tokenizer (Sennrich et al. 2016; bytes as in GPT-2).
 
-    Any other tokenizer in a tokenizer.json of Hugging Face works, too.  `end_name` is the
-    end-of-document token and `end` its id, by default the first of ENDS in the vocabulary.  Both
-    are `None` if the vocabulary has no such token.
+    Any other tokenizer stored as a Hugging Face tokenizer.json is also supported.  `end_name` is
+    the end-of-document token, and `end` its id.  The default is the first token in ENDS that is in
+    the vocabulary.  Both are `None` if there is no such token.
     """
 
     name = "bpe"
@@ -113,7 +117,7 @@ class BpeTokenizer:
         Raises ValueError if it is invalid or has no token `end_name`.
         """
         self._tokenizer = _loaded(text)
-        # "<|end|>" inside a text is ordinary text
+        # encode "<|end|>" inside a text as ordinary text
         self._tokenizer.encode_special_tokens = True
         self.json = text
         known = self._tokenizer.get_vocab()
@@ -124,13 +128,13 @@ class BpeTokenizer:
         self.end: int | None = known.get(self.end_name)
 
     def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
-        """Return the ids of `text`, uint32; a `whole` text gets the special tokens, if any."""
+        """Return the ids of `text`, uint32, with the tokenizer's special tokens if `whole`."""
         with self._encoding([text]):
             ids = self._tokenizer.encode(text.decode(), add_special_tokens=whole).ids
         return np.array(ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each text, on all cores."""
+        """Return the ids of each text, computed in parallel on all cores."""
         several = [text.decode() for text in texts]
         with self._encoding(texts):
             found = self._tokenizer.encode_batch_fast(several, add_special_tokens=False)
@@ -138,7 +142,7 @@ class BpeTokenizer:
 
     @contextlib.contextmanager
     def _encoding(self, texts: Sequence[bytes]) -> Iterator[None]:
-        """Convert errors of the library to ValueError if a text cannot be encoded.
+        """Convert library errors raised while encoding a text to ValueError.
 
         The message names the unknown character, if there is one.
         """
@@ -146,18 +150,18 @@ class BpeTokenizer:
             yield
         except UnicodeDecodeError:
             raise
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library has no specific exception type
             letters = dict.fromkeys("".join(text.decode() for text in texts))
             odd = next((each for each in letters if self.id_of(each) is None), None)
             what = str(error) if odd is None else f"it contains {odd!r}, which the tokenizer lacks"
             raise ValueError(what) from error
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """Return the text of the ids, without end-of-document tokens."""
+        """Decode ids to text, without end-of-document tokens."""
         return self._tokenizer.decode(np.asarray(tokens).tolist()).encode()
 
     def has(self, ids: object) -> bool:
-        """Return True if `ids` is the id of a token, or a list of ids."""
+        """Return True if `ids` is a valid token id or a list of valid token ids."""
         several = ids if isinstance(ids, list) else [ids]
         return all(type(each) is int and 0 <= each < self.vocabulary for each in several)
 
@@ -167,7 +171,7 @@ class BpeTokenizer:
 
 
 def _loaded(text: str) -> Any:
-    """Load a tokenizer from its JSON text, without padding, truncation and BPE dropout.
+    """Load a tokenizer from its JSON text; disable padding, truncation and BPE dropout.
 
     Raises ValueError if the text is not a tokenizer.
     """
@@ -176,7 +180,7 @@ def _loaded(text: str) -> Any:
         loaded = bpe.Tokenizer.from_str(text)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises nothing narrower, and panics
+    except BaseException as error:  # no specific type; the library may panic
         raise ValueError(f"not the JSON text of a BPE tokenizer: {error}") from error
     loaded.no_padding()
     loaded.no_truncation()
@@ -188,8 +192,8 @@ def _loaded(text: str) -> Any:
 def same_rules(one: str, other: str) -> bool:
     """Return True if two JSON texts describe the same tokenizer.
 
-    Versions of the library write it differently, and padding and truncation are ignored. The
-    library is only used if the texts differ.
+    Padding, truncation, and format differences between library versions are ignored. The library
+    is only used if the texts differ.
     """
     if one == other or json_of(one) == json_of(other):
         return True
@@ -200,7 +204,7 @@ _KINDS = {"BPE": "bpe", "WordPiece": "wordpiece", "Unigram": "unigram", "WordLev
 
 
 def kind_of(name: str, rules: str) -> str:
-    """Return the kind of a tokenizer, from its name and JSON text in a token file."""
+    """Return the kind of a tokenizer, given its name and JSON text from a token file."""
     found = json_of(rules) if rules else {}
     kind = _KINDS.get(found.get("model", {}).get("type"), name)
     splits = found.get("pre_tokenizer") or {}
@@ -213,14 +217,14 @@ Tokenizer = ByteTokenizer | BpeTokenizer
 
 
 def tokenizer_named(name: str, json: str, end_name: str | None) -> Tokenizer:
-    """Return the tokenizer with the name, JSON text and end token of a token file."""
+    """Return a tokenizer built from the name, JSON text and end token in a token file."""
     return BpeTokenizer(json, end_name) if name == BpeTokenizer.name else ByteTokenizer()
 
 
 def train_bpe(pieces: Iterable[bytes], vocabulary: int) -> BpeTokenizer:
-    """Learn merges from `pieces` of text until there are `vocabulary` ids.
+    """Train a BPE tokenizer with up to `vocabulary` ids on `pieces` of text.
 
-    The result depends only on the text.  A short text may give fewer ids.
+    The result depends only on the text and `vocabulary`.  A short text may yield fewer ids.
     """
     if vocabulary < _SMALLEST_BPE:
         raise ValueError(

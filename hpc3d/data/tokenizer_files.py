@@ -1,12 +1,12 @@
-"""Tokenizers in foreign file formats, each converted to a tokenizer.json of Hugging Face.
+"""Tokenizers in various file formats, converted to the tokenizer.json format of Hugging Face.
 
-    tokenizer.json, or a folder with one; tokenizer_config.json next to it may name its end token
-    vocab.json and merges.txt, or encoder.json and vocab.bpe: GPT-2's
-    NAME.tiktoken: ranks of byte sequences, as stored by tiktoken
-    gpt2: the two files of GPT-2 in the cache of tiktoken on this machine
-    meta.pkl: the characters of a nanoGPT model
+    tokenizer.json, or a folder with one; an adjacent tokenizer_config.json may name the end token
+    vocab.json and merges.txt, or encoder.json and vocab.bpe: the two files of a GPT-2 tokenizer
+    NAME.tiktoken: ranks of byte sequences, in the format of tiktoken
+    gpt2: the two files of GPT-2's tokenizer in the local cache of tiktoken
+    meta.pkl: the character vocabulary of a nanoGPT model
 
-The files are not trusted: nothing is unpickled, and nothing is downloaded.
+The files are treated as untrusted input: nothing is unpickled, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-_MOST_RANKS = 50_300  # as in GPT-2 and its relatives; larger vocabularies split texts differently
-_MOST_META = 1 << 24  # bytes of a meta.pkl
+# GPT-2 size: tokenizers with larger vocabularies use a different pre-tokenization pattern.
+_MOST_RANKS = 50_300
+_MOST_META = 1 << 24  # maximum bytes of a meta.pkl
 
 _Merges = Sequence[tuple[str, ...]]
 
 
 def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
-    """Return the tokenizer at a path, or GPT-2's tokenizer for the name gpt2.
+    """Return the tokenizer stored at the path `word`, or GPT-2's tokenizer if `word` is gpt2.
 
-    `end_name` is the token that ends a document, if given. Raises a one-line ValueError for any
-    other `word`.
+    `end_name` overrides the end-of-document token. Raises a one-line ValueError if there is no
+    valid tokenizer at the path.
     """
     path = Path(word)
     remedy = f"give --tokenizer byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
@@ -58,17 +59,20 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
 
 
 def _told_end(folder: Path) -> str | None:
-    """Return the end-of-text token in the tokenizer_config.json of a folder."""
+    """Return the end-of-text token specified in the tokenizer_config.json of a folder."""
     return token_in(settings_in(folder), "eos_token")
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Return the tokenizer_config.json of a folder; empty if the file does not exist."""
+    """Return the contents of a folder's tokenizer_config.json, or an empty dict without one."""
     return object_in(folder / SETTINGS)
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, empty if the file is missing; ValueError if invalid."""
+    """Return the JSON object in a file, or an empty dict if the file does not exist.
+
+    Raises ValueError if the file contains anything else.
+    """
     try:
         found = json.loads(_text(path)) if path.exists() else {}
     except (ValueError, RecursionError) as error:
@@ -79,13 +83,13 @@ def object_in(path: Path) -> dict[str, Any]:
 
 
 def refuse_cache(folder: Path) -> None:
-    """Raise ValueError for a Hugging Face cache folder, whose files are in snapshots/."""
+    """Raise ValueError if `folder` is a Hugging Face cache, whose files are in snapshots/."""
     for snapshot in sorted(folder.glob("snapshots/*")):
         raise ValueError(f"{folder} is a cache of Hugging Face; name its snapshot, {snapshot}")
 
 
 def token_in(settings: Mapping[str, Any], key: str) -> str | None:
-    """Return a special token of a tokenizer_config.json, stored as text or as an object."""
+    """Return a special token from a tokenizer_config.json, stored as a string or an object."""
     found = settings.get(key)
     found = found.get("content") if isinstance(found, dict) else found
     return found if isinstance(found, str) else None
@@ -106,13 +110,13 @@ def _of_folder(folder: Path, end_name: str | None) -> BpeTokenizer:
 
 
 def _of_pair(vocabulary: str, merges: str) -> tuple[dict[str, int], _Merges]:
-    """Parse a JSON object {token: id}, and merges: two tokens per line after a comment."""
+    """Parse a JSON vocabulary {token: id} and a merges file with two tokens per line."""
     lines = [line for line in merges.splitlines() if not line.startswith("#version")]
     return json.loads(vocabulary), [tuple(line.split(" ")) for line in lines if line]
 
 
 def _kept_by_tiktoken(name: str) -> str:
-    """Return a file of GPT-2 from the cache of tiktoken, stored under the SHA-1 of its URL."""
+    """Return a GPT-2 file from the tiktoken cache, whose file names are SHA-1 hashes of URLs."""
     key = sha1((_GPT2_URL + name).encode()).hexdigest()
     for folder in _folders_of_tiktoken():
         path = folder / key
@@ -131,7 +135,7 @@ def _folders_of_tiktoken() -> Iterator[Path]:
         if os.environ.get(name):
             yield Path(os.environ[name])
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiktoken"
-    yield Path(tempfile.gettempdir()) / "data-gym-cache"  # used by older versions
+    yield Path(tempfile.gettempdir()) / "data-gym-cache"  # used by older tiktoken versions
 
 
 def _byte_level(
@@ -139,7 +143,7 @@ def _byte_level(
 ) -> BpeTokenizer:
     """Build a byte-level BPE with GPT-2's pre-tokenizer and the given vocabulary and merges."""
     numbers = {str(token): int(number) for token, number in dict(numbers).items()}
-    for pair in merges:  # the library would panic
+    for pair in merges:  # the library panics on invalid merges
         if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
             raise ValueError(
                 f"{' '.join(pair)!r:.60} merges tokens that are not in the vocabulary"
@@ -153,9 +157,9 @@ def _byte_level(
 
 
 def _of_ranks(path: Path) -> tuple[dict[str, int], _Merges]:
-    """Parse a file of ranks, `base64 rank` per line.
+    """Parse a tiktoken file, which has a base64-encoded token and its rank on each line.
 
-    A token is the merge of the two parts that remain after all merges of lower rank.
+    The merge that yields a token joins the two parts that remain after all merges of lower rank.
     """
     lines = _text(path).splitlines()
     ranks = {b64decode(word): int(rank) for word, rank in (line.split() for line in lines if line)}
@@ -185,7 +189,10 @@ def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
 
 
 def _letters() -> dict[int, str]:
-    """Return the character of each byte in GPT-2's vocabulary; printable ones are unchanged."""
+    """Return a dict from byte to its character in GPT-2's vocabulary.
+
+    Printable characters represent themselves.
+    """
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in seen]
     return {byte: chr(byte) for byte in seen} | {
@@ -194,9 +201,9 @@ def _letters() -> dict[int, str]:
 
 
 def rules_of_bytes() -> str:
-    """Return the JSON text of a tokenizer with the ids of ByteTokenizer.
+    """Return the tokenizer.json text of a tokenizer with the ids of ByteTokenizer.
 
-    It has no merges, and the end-of-document token replaces NUL.
+    The tokenizer has no merges, and id 0 is the end-of-document token instead of NUL.
     """
     letters = {letter: byte for byte, letter in _letters().items() if byte}
     cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -211,7 +218,7 @@ def rules_of_bytes() -> str:
 
 
 def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
-    """Return a tokenizer of single characters with the ids `numbers`; others have no token."""
+    """Return a character-level tokenizer; `numbers` maps each supported character to its id."""
     bpe = library()
     tokenizer = bpe.Tokenizer(bpe.models.WordLevel(dict(numbers), ""))
     tokenizer.pre_tokenizer = bpe.pre_tokenizers.Split("", "isolated")
@@ -220,7 +227,7 @@ def characters(numbers: Mapping[str, int]) -> BpeTokenizer:
 
 
 def meta_tokenizer(path: Path) -> BpeTokenizer | None:
-    """Return the tokenizer of nanoGPT's meta.pkl next to a .bin, or None without that file."""
+    """Return the tokenizer in nanoGPT's meta.pkl next to a .bin file, or None without meta.pkl."""
     meta = path.with_name("meta.pkl")
     if not meta.is_file():
         return None
@@ -233,9 +240,9 @@ def meta_tokenizer(path: Path) -> BpeTokenizer | None:
 
 
 def _plain_pickle(content: bytes) -> Any:
-    """Return the dicts, strings and numbers of a pickle, parsed as data.
+    """Parse a pickle of dicts, strings and integers without executing any code.
 
-    Any other opcode raises ValueError, and nothing is executed.
+    Opcodes that these types do not require raise ValueError.
     """
     from pickletools import genops
 

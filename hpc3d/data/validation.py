@@ -1,7 +1,7 @@
 """Validation text: a separate text, or the held-out end of the training text.
 
 Every evaluation reads the same windows in the same order, independent of the seed, the step, the
-mesh and the microbatches, so its losses are comparable.
+mesh and the microbatches, so that validation losses are comparable.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
 
 _KEY = "data.validation"
-_ORDER = 0  # key of the order of the windows, independent of the seed of a run
+_ORDER = 0  # seed of the window order, independent of the seed of the run
 
 
 class TokenRange(Tokens):
-    """Tokens [start, stop) of another text, used as a separate text."""
+    """Token source that consists of the tokens [start, stop) of another source."""
 
     def __init__(self, tokens: Tokens, start: int, stop: int) -> None:
         self.tokens, self.start, self.stop = tokens, start, stop
@@ -37,7 +37,7 @@ class TokenRange(Tokens):
 
 
 class _OtherText(TokenRange):
-    """Separate validation text; its errors name the key data.validation."""
+    """Separate validation text, whose error messages name the key data.validation."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         with _of_validation():
@@ -45,11 +45,11 @@ class _OtherText(TokenRange):
 
 
 def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Tokens, Tokens | None]:
-    """Return the training text and the validation text (None: no evaluation).
+    """Return the training text and the validation text, None if evaluation is disabled.
 
-    `validation` is the fraction of `tokens` to hold out at the end, or a text or token file; None
-    or "" disables evaluation. Raises ValueError, one line that begins with data.validation, if the
-    text cannot be read or has another tokenizer.
+    `validation` is the fraction of `tokens` to hold out at the end, or the path of a text or token
+    file; None or "" disables evaluation. Raises a one-line ValueError that begins with
+    data.validation if the text cannot be read or has a different tokenizer.
     """
     if not validation:
         return tokens, None
@@ -70,7 +70,7 @@ def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Toke
 
 @contextmanager
 def _of_validation() -> Iterator[None]:
-    """Make errors about a text name the key data.validation."""
+    """Replace the key data.path with data.validation in error messages."""
     try:
         yield
     except ValueError as error:
@@ -78,11 +78,11 @@ def _of_validation() -> Iterator[None]:
 
 
 class ValidationBatches:
-    """Batches of an evaluation, on the windows of hpc3d.data.batches.
+    """Evaluation batches, with the same windows as hpc3d.data.batches.
 
-    `count` is the number of batches that `tokens` fill, limited to `most` (0: no limit). An
-    incomplete last batch is filled up with sequences without targets. Raises ValueError if the
-    tokens do not fill one window.
+    `count` is the number of batches needed for all windows, but at most `most` (0: unlimited). An
+    incomplete last batch is padded with sequences without targets. Raises ValueError if the tokens
+    do not fill one window.
     """
 
     def __init__(self, tokens: Tokens, sequence: int, batch: int, most: int) -> None:
@@ -99,7 +99,7 @@ class ValidationBatches:
         self._order = permutation(windows, _ORDER, 0)
 
     def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of a batch, each int32 [batch, sequence] and contiguous."""
+        """Return the inputs and targets of a batch: contiguous int32 arrays [batch, sequence]."""
         batch, sequence = self._shape
         tokens, targets = (np.full(self._shape, value, np.int32) for value in (END, IGNORE))
         windows = self._order[number * batch : (number + 1) * batch].tolist()

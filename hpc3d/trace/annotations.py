@@ -1,4 +1,4 @@
-"""Supplements of a merged trace file: measured costs of calls, and predictions of a model."""
+"""Supplementary tables of a merged trace file: measured call times and predicted quantities."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Calibration(NamedTuple):
-    """Measured times of calls.
+    """Measured times of one operation along one mesh axis.
 
-    `rows` maps the columns of CALIBRATION to their values.  The line t = alpha + beta bytes fits
-    them, in s and s/B.
+    `rows` maps each column of CALIBRATION to its values.  The times are fitted by
+    t = alpha + beta * bytes, with alpha in s and beta in s/B.
     """
 
     rows: Mapping[str, Any]
@@ -29,13 +29,13 @@ class Calibration(NamedTuple):
     beta: float
 
 
-Measured = Mapping[tuple[str, str], Calibration]  # by operation and axis
+Measured = Mapping[tuple[str, str], Calibration]  # keys: (operation, mesh axis)
 
 
 def write_calibration(path: Path | str, measured: Measured) -> None:
-    """Write calibrations by (op, axis) into a trace file; replace existing ones of these keys.
+    """Write calibrations, keyed by (op, axis), to a trace file, replacing existing entries.
 
-    A changed copy replaces the file atomically, so readers see either the old or the new file.
+    A modified copy replaces the file atomically, so readers see either the old or the new file.
     """
     for op, axis in measured:
         if op not in OP or not axis or {"/", "."} & {*axis}:
@@ -47,9 +47,9 @@ def write_calibration(path: Path | str, measured: Measured) -> None:
 
 
 def write_prediction(path: Path | str, rows: Mapping[str, Any]) -> None:
-    """Write the columns of PREDICTION into a trace file; replace an existing prediction.
+    """Write a prediction, with the columns PREDICTION, to a trace file, replacing the old one.
 
-    A changed copy replaces the file atomically, so readers see either the old or the new file.
+    A modified copy replaces the file atomically, so readers see either the old or the new file.
     """
     with _changing(path) as file:
         add_supplements(file, {}, rows)
@@ -57,7 +57,7 @@ def write_prediction(path: Path | str, rows: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _changing(path):
-    """Open a copy of a file for changes, after checking that it is a trace."""
+    """Check that a file is a trace, and open a copy of the file for modification."""
     Trace(path).close()
     with changing(Path(path)) as file:
         yield file
@@ -66,7 +66,7 @@ def _changing(path):
 def add_supplements(
     file: File, measured: Measured, predicted: Mapping[str, Any] | None = None
 ) -> None:
-    """Write calibrations and, unless it is empty, a prediction into a file open for writing."""
+    """Write calibrations, and a prediction if there is one, to a file opened for writing."""
     for (op, axis), (rows, alpha, beta) in measured.items():
         path = f"calibration/{op}/{axis}"
         remove(file, path)
@@ -78,7 +78,7 @@ def add_supplements(
 
 
 def _whole(columns, rows):
-    """Return the rows; raise ValueError unless they have all columns, of equal length."""
+    """Return `rows`; raise ValueError if a column is missing or if column lengths differ."""
     lacking = [column.name for column in columns if column.name not in rows]
     if lacking:
         raise ValueError(f"missing columns: {', '.join(lacking)}")
@@ -88,7 +88,10 @@ def _whole(columns, rows):
 
 
 def supplements(path: Path, run_id: str) -> tuple[Measured, dict[str, np.ndarray]]:
-    """Return the calibrations and the prediction of a trace file; empty for another run."""
+    """Return the calibrations and the prediction of a trace file.
+
+    Both are empty if the trace cannot be read or belongs to a run other than `run_id`.
+    """
     try:
         with Trace(path) as trace:
             if trace.attrs["run_id"] != run_id:

@@ -1,7 +1,7 @@
-"""Checks of a trace across ranks: calls of a group, and sends and receives of messages.
+"""Consistency checks of a trace across ranks: collective calls, and matching sends and receives.
 
-Rows are matched by their numbers (`seq`), not by their times.  Incomplete traces are not checked
-for missing rows.  Times are not compared between ranks whose clocks were not synchronized.
+Rows are matched by sequence number (`seq`), not by time.  Incomplete traces are not checked for
+missing rows.  Times are not compared between ranks whose clocks were not synchronized.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _COLLECTIVES = (*EXCHANGES, "broadcast", "reduce")
 _COLUMNS = ("group", "seq", "rank", "peer", "op", "step", "count", "dtype", "bytes")
 
-# Name of a table, a problem of some of its rows, and the numbers of these rows.
+# Table name, description of a violated invariant, and indices of the affected rows.
 Violation = tuple[str, str, np.ndarray]
 
 
 def collectives(trace: Trace) -> list[Violation]:
-    """Check that members make the same calls in the same order and that none ends too early."""
+    """Check that all members of a group make the same calls and that no call ends too early."""
     calls = GroupCalls(trace)
     wrong = {
         "its rank is not in the group of the call": calls.member < 0,
@@ -44,7 +44,7 @@ def collectives(trace: Trace) -> list[Violation]:
 
 
 def messages(trace: Trace) -> Iterator[Violation]:
-    """Check that every send has a receive with equal bytes that ends after it was posted."""
+    """Check that every send has a receive of equal size that ends after the send was posted."""
     events, rows = trace.events, _calls(trace, MESSAGES)
     receives = labeled(events, "op", "recv")[rows]
     group, number, here, there = (events[name][rows] for name in ("group", "seq", "rank", "peer"))
@@ -64,7 +64,7 @@ def messages(trace: Trace) -> Iterator[Violation]:
 
 
 def _calls(trace, ops):
-    """Return the rows in which ranks wait for calls of these operations."""
+    """Return the indices of the event rows that record waits for the given operations."""
     comm = labeled(trace.events, "category", "comm")
     return np.flatnonzero(comm & labeled(trace.events, "op", *ops))
 
@@ -75,14 +75,14 @@ def labeled(events: Table, column: str, *names: str) -> np.ndarray:
 
 
 def _times(trace, rows):
-    """Return the times when calls were posted and when they ended, on rank 0's clock."""
+    """Return the times at which calls were posted and completed, on rank 0's clock."""
     names = "t_global", "t_start", "posted", "dur"
     begin, start, posted, duration = (trace.events[name][rows] for name in names)
     return posted + (begin - start), begin + duration
 
 
 def _comparable(trace, rows):
-    """Return True for rows of ranks that use rank 0's clock or have compared theirs with it."""
+    """Return True for each row whose rank has a clock synchronized with rank 0's clock."""
     if trace.attrs.get("kind") == "simulated":
         return np.ones(len(rows), bool)
     host = trace.ranks["host_id"]
@@ -92,11 +92,12 @@ def _comparable(trace, rows):
 
 
 class GroupCalls:
-    """Collectives of a trace.
+    """Collective calls of a trace.
 
-    `rows` of /events are sorted by group, number and rank.  `columns` are their values, `size` the
-    size of their group and `member` the index of their rank in it.  `call` numbers the calls, and
-    `first` has the first row of each call.
+    `rows` are row indices in /events, sorted by group, sequence number and rank.  For each of
+    these rows, `columns` has the values, `size` the group size, `member` the index of the rank in
+    the group, and `call` the zero-based index of the call.  `first` has the position of the first
+    row of each call.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -112,12 +113,12 @@ class GroupCalls:
         self.member = self._index_in_group(self.columns["rank"])
 
     def changes(self, name: str) -> np.ndarray:
-        """Return True for each row whose value differs from the previous row."""
+        """Return True for each row whose value differs from the value in the previous row."""
         values = self.columns[name]
         return np.append(np.ones(len(values[:1]), bool), values[1:] != values[:-1])
 
     def _index_in_group(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the index of a rank in the group of each row, -1 if it is not a member."""
+        """Return the index of each rank in the group of its row, -1 for ranks not in the group."""
         members = [np.array(group.members, int) for group in self.trace.groups]
         keys = (group * self.world + ranks for group, ranks in enumerate(members))
         known = np.concatenate([*keys, [-1]])
@@ -132,31 +133,31 @@ class GroupCalls:
         return np.isin(self.columns["op"], codes)
 
     def repeated(self) -> np.ndarray:
-        """Return True for rows whose rank made the same call before."""
+        """Return True for each row that repeats an earlier call of the same rank."""
         return ~(self.changes("group") | self.changes("seq") | self.changes("rank"))
 
     def partial(self) -> np.ndarray:
-        """Return True for rows of calls that lack members."""
+        """Return True for each row of a call that some members of its group did not make."""
         return np.bincount(self.call)[self.call] < self.size
 
     def unlike(self, name: str) -> np.ndarray:
-        """Return True for rows that differ from the first row of their call."""
+        """Return True for each row whose value differs from the first row of the same call."""
         values = self.columns[name]
         return values != values[self.first][self.call]
 
     def _highest(self, values: np.ndarray) -> np.ndarray:
-        """Return the maximum over the rows of the same call, for each row."""
+        """Return, for each row, the maximum of `values` over all rows of the same call."""
         return np.maximum.reduceat(values, self.first)[self.call] if len(values) else values
 
     def early(self) -> np.ndarray:
-        """Return True for rows whose exchange ends before the last member has posted it."""
+        """Return True for each exchange row that ends before the last member posts the call."""
         posted, ended = _times(self.trace, self.rows)
         known = _comparable(self.trace, self.rows)
         last = self._highest(np.where(known, posted, posted.min(initial=0)))
         return self.of(*EXCHANGES) & (self.columns["bytes"] > 0) & known & (ended < last)
 
     def miscounted(self) -> np.ndarray:
-        """Return True for rows whose received bytes do not match the size of their input block."""
+        """Return True for each row whose received bytes do not match its input block size."""
         item = item_sizes(self.trace.events.labels("dtype"))[self.columns["dtype"]]
         block = self.columns["count"] * item
         root = self._index_in_group(self.columns["peer"])

@@ -1,7 +1,7 @@
-"""Checks of the invariants of a valid trace that concern single ranks.
+"""Consistency checks of a trace, one rank at a time.
 
-The events of a stream do not overlap, and each event lies within its parent and its step.
-Invariants of several ranks are in hpc3d.trace.checks_across_ranks.
+The events of a stream must not overlap, and each event must lie within its parent and its step.
+Invariants that involve several ranks are checked in hpc3d.trace.checks_across_ranks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
 
 
 def violations(trace: Trace) -> list[str]:
-    """Return the violations of an open trace, one line each with the count and the first row.
+    """Return one line for each violated invariant of an open trace.
 
-    Missing data of an incomplete trace is no violation. Times on different hosts are compared by
-    the corrected clocks, so a message may seem to arrive too early within the clock uncertainty.
+    A line has the number of affected rows and the first of them. Missing data of an incomplete
+    trace is not a violation. Times of different hosts are compared on corrected clocks, so a
+    message may appear to arrive too early, by at most the clock uncertainty.
     """
     checks = (
         *(order, overlap, _nesting, inside, _steps, memory, _together, _evaluations),
@@ -56,7 +57,10 @@ def violations(trace: Trace) -> list[str]:
 
 
 def _damages(trace):
-    """Yield unreadable data and values below their minimum, which other checks cannot handle."""
+    """Yield a line for each unreadable table or column, and for values below their minimum.
+
+    The other checks cannot handle such data.
+    """
     for name in _REFERENCES:
         _, problems = _attempt(partial(getattr, trace, name))
         yield from problems
@@ -78,7 +82,7 @@ def _damages_of(name, table, column):
 
 
 def _attempt(function):
-    """Return a function's result and a list with its error message, if any."""
+    """Return the result of `function()`, or None, and a list with the error message, if any."""
     try:
         return function(), []
     except ValueError as error:
@@ -93,7 +97,7 @@ def _where(table, rows):
 
 
 def order(trace: Trace) -> Iterator[Violation]:
-    """Check that rows are sorted and match /index/rank_ptr."""
+    """Check that events are sorted by rank and start time, and match /index/rank_ptr."""
     rank, start = trace.events["rank"], trace.events["t_start"]
     same = rank[1:] == rank[:-1]
     unsorted = np.where(same, start[1:] < start[:-1], rank[1:] < rank[:-1])
@@ -105,7 +109,7 @@ def order(trace: Trace) -> Iterator[Violation]:
 
 
 def overlap(trace: Trace) -> Iterator[Violation]:
-    """Check that events of one stream of a rank with the same parent do not overlap."""
+    """Check that no two events with the same rank, stream and parent overlap."""
     lasting = np.flatnonzero(trace.events["dur"] > 0)
     names = "rank", "stream", "parent", "t_start", "dur"
     columns = {name: trace.events[name][lasting] for name in names}
@@ -118,7 +122,7 @@ def overlap(trace: Trace) -> Iterator[Violation]:
 
 
 def _nesting(trace: Trace) -> Iterator[Violation]:
-    """Check that an event lies within its parent, on the same stream and rank, and after it."""
+    """Check that each event follows its parent and lies within it, on the same rank and stream."""
     parent = trace.events["parent"]
     child = np.flatnonzero(parent >= 0)
     parent = parent[child]
@@ -137,9 +141,9 @@ def _interval(events):
 
 
 def inside(trace: Trace) -> Iterator[Violation]:
-    """Check that events lie within their step and that the events of a stream fit in its duration.
+    """Check that each event lies within its step, and that no stream is busy longer than the step.
 
-    A call that runs concurrently with a device's computation may continue after its step.
+    Communication streams are exempt, because a call on a device may outlast its step.
     """
     events, step = trace.events, trace.steps
     cell = _cells(trace)
@@ -159,7 +163,7 @@ def inside(trace: Trace) -> Iterator[Violation]:
 
 
 def _cells(trace):
-    """Return the row of /steps for each event, -1 for none."""
+    """Return, for each event, the row index of its step in /steps, -1 if there is none."""
     events, steps = (
         (table["rank"].astype("i8") << 32) + table["step"] for table in (trace.events, trace.steps)
     )
@@ -169,7 +173,7 @@ def _cells(trace):
 
 
 def _steps(trace: Trace) -> Iterator[Violation]:
-    """Check that steps do not overlap and that a complete trace has the steps of all ranks."""
+    """Check that steps of a rank do not overlap, and that complete traces cover all ranks."""
     rank, number = trace.steps["rank"], trace.steps["step"]
     start, end = trace.steps["t_start"], trace.steps["t_end"]
     yield "steps", "ends before it begins", np.flatnonzero(end < start)
@@ -183,13 +187,13 @@ def _steps(trace: Trace) -> Iterator[Violation]:
 
 
 def memory(trace: Trace) -> Iterator[Violation]:
-    """Check that the peak of a step is at least the live bytes at its end."""
+    """Check that the peak memory of each step is at least the memory in use at its end."""
     low = trace.memory["peak"] < trace.memory["bytes"]
     yield "memory", "its peak is less than its bytes", np.flatnonzero(low)
 
 
 def _evaluations(trace: Trace) -> Iterator[Violation]:
-    """Check that at most one evaluation follows a step, in order, and none is within a step."""
+    """Check that evaluations are ordered by step, at most one per step, and outside of steps."""
     steps = trace.evaluation["step"]
     yield (
         "evaluation",
@@ -201,16 +205,16 @@ def _evaluations(trace: Trace) -> Iterator[Violation]:
 
 
 def _loads(trace: Trace) -> Iterator[Violation]:
-    """Check that each expert keeps at most the tokens that were routed to it."""
+    """Check that no expert keeps more tokens than were routed to it."""
     table = trace.experts
     yield "experts", "kept exceeds chosen", np.flatnonzero(table["kept"] > table["chosen"])
 
 
 def _together(trace: Trace) -> Iterator[Violation]:
-    """Check that the kind `all` is consistent with the other kinds.
+    """Check that the memory kind `all` is consistent with the kinds that it includes.
 
-    Its bytes at the end of a step are the sum of theirs. Its peak is at least the largest of their
-    peaks, and at most the sum of them.
+    At the end of a step, the bytes of `all` must be the sum over these kinds. The peak of `all`
+    must be between the maximum and the sum of their peaks.
     """
     table = trace.memory
     cells, cell = np.unique(

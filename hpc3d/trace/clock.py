@@ -1,18 +1,19 @@
-"""Common time of all hosts: offset and drift of each host's clock against the clock of rank 0.
+"""Clock synchronization: offset and drift of each host's clock relative to rank 0's clock.
 
-Ranks of a node share its monotonic clock, so one rank per node, the leader, exchanges messages.
-Node i > 0 asks the node whose number is i without its highest bit.  This is a tree of log2(nodes)
-rounds, as in HCA3 (Hunold and Carpen-Amarie, CLUSTER'18).  All pairs of a round run concurrently.
-An exchange records t1 when it asks and t3 when the answer t2 arrives.  The other clock is then
-ahead by
+Ranks of a node share its monotonic clock, so only one rank per node, the leader, exchanges
+messages.  Node i > 0 queries its parent, the node whose number is i with the highest bit cleared.
+The nodes form a tree and are synchronized in log2(nodes) rounds, as in HCA3 (Hunold and
+Carpen-Amarie, CLUSTER'18).  All pairs of a round run concurrently.  In each exchange, a node sends
+a request at its local time t1, the parent replies with its own time t2, and the reply arrives at
+local time t3.  The parent's clock is then ahead by
 
-    offset = t2 - (t1 + t3) / 2,    within half of the round trip t3 - t1
+    offset = t2 - (t1 + t3) / 2,    with an error of at most (t3 - t1) / 2
 
-(Cristian 1989).  Each exchange bounds the offset.  The intersection of the bounds of all exchanges
-of a synchronization (SKaMPI's envelope, Worsch, Reussner and Augustin 2002) is never wider than
-the shortest round trip.  Its middle is a knot of a piecewise-linear model of one clock against the
-other.  Models compose from rank 0 down the tree, so drift between two exchanges does not
-accumulate.  All exchanges are stored.
+(Cristian 1989).  Each exchange thus yields an interval that contains the offset.  The intersection
+of all intervals of a synchronization (SKaMPI's envelope, Worsch, Reussner and Augustin 2002) is
+never wider than the shortest round trip.  Its midpoint is a knot of a piecewise-linear model of
+the offset between the two clocks.  Models are composed from rank 0 down the tree, so drift between
+two exchanges does not accumulate.  All exchanges are stored.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
     from hpc3d.comm.communicator import Communicator
 
-# A synchronization ends after this many exchanges without a shorter round trip, or after this many
-# ns, because prompt answers are rare on a busy machine.
+# A synchronization ends after IN_VAIN consecutive exchanges without a new shortest round trip, or
+# after LONGEST ns. The time limit matters on a busy machine, where fast replies are rare.
 IN_VAIN, LONGEST = 50, 200_000_000
 
 _STOP = -1
@@ -38,7 +39,7 @@ Sample = tuple[int, int, int, int, int, int]  # a row of CLOCK_SAMPLES
 
 
 class Clocks:
-    """Clocks of the nodes of a job; `nodes` has the node of every rank of `comm`."""
+    """Clock synchronization between the nodes of a job; `nodes[r]` is the node of rank r."""
 
     def __init__(
         self, comm: Communicator, nodes: Sequence[Hashable], clock: Callable[[], int]
@@ -48,9 +49,10 @@ class Clocks:
         self.index = self.leaders.index(comm.rank) if comm.rank in self.leaders else None
 
     def synchronize(self) -> list[Sample]:
-        """Exchange with the parent, then with the children; collective over the leaders.
+        """Exchange clock readings with the parent node, then with the child nodes.
 
-        Returns the samples of this rank, rows of CLOCK_SAMPLES.
+        The leaders of all nodes must call this method. Returns the samples of this rank, as rows
+        of CLOCK_SAMPLES.
         """
         self.rounds += 1
         if self.index is None:
@@ -88,12 +90,12 @@ class Clocks:
 
 
 def parent(index: int) -> int:
-    """Return the number of a node without its highest bit."""
+    """Return the parent of a node: the node number with the highest bit cleared."""
     return index - (1 << index.bit_length() - 1)
 
 
 def children(index: int, nodes: int) -> Iterator[int]:
-    """Yield the nodes that ask this one, in the order of the rounds."""
+    """Yield the child nodes of a node, in the order in which they query it."""
     bit = 1 << index.bit_length()
     while index + bit < nodes:
         yield index + bit
@@ -101,11 +103,11 @@ def children(index: int, nodes: int) -> Iterator[int]:
 
 
 class Model(NamedTuple):
-    """Piecewise-linear model: rank 0's time = t + offset + drift (t - t0).
+    """Piecewise-linear clock model: rank 0's time = t + offset + drift (t - t0).
 
-    The segment with the last t0 <= t applies; before all segments, the first one does.
-    `residual` is the 99th percentile of the samples' distance from the model in ns, less half of
-    their round trip.
+    The segment with the largest t0 <= t applies; earlier times use the first segment. `residual`
+    is the 99th percentile, over all samples, of the amount in ns by which the deviation from the
+    model exceeds half the round-trip time.
     """
 
     t0: np.ndarray
@@ -135,9 +137,10 @@ def as_rows(samples: ArrayLike) -> np.ndarray:
 
 
 def knot(samples: np.ndarray) -> tuple[float, float, float]:
-    """Return (time, offset, width of the bounds) of the exchanges of one synchronization.
+    """Return (local time, offset, width of the offset interval) of one synchronization.
 
-    If their bounds do not intersect, because a clock was set, the shortest exchange is used.
+    If the intervals of its exchanges do not intersect, because a clock was adjusted, the exchange
+    with the shortest round trip is used.
     """
     half = samples["rtt_ns"] / 2
     low, high = (samples["offset_ns"] - half).max(), (samples["offset_ns"] + half).min()
@@ -148,7 +151,7 @@ def knot(samples: np.ndarray) -> tuple[float, float, float]:
 
 
 def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
-    """Return the model through the knots of all synchronizations; IDENTITY without samples.
+    """Fit a clock model to the samples of all synchronizations; IDENTITY if there are none.
 
     `above` is the model of the peer's clock.
     """
@@ -166,33 +169,34 @@ def fit(samples: ArrayLike, above: Model = IDENTITY) -> Model:
 
 
 def _telling(t0: np.ndarray, offset: np.ndarray, width: np.ndarray) -> Model:
-    """Return the model through the informative knots.
+    """Return a model through the informative knots, which are selected greedily.
 
-    It starts with the narrowest knot. While the model misses the bounds of a knot, the narrowest
-    such knot is added. Knots of rounds on a busy machine are wide and would only add error.
+    The knot with the narrowest interval is first. While the model is outside the interval of any
+    knot, the narrowest of these knots is added. Wide intervals, measured on a busy machine, would
+    only add error.
     """
     kept = [int(width.argmin())]
     while True:
         model = _straight(t0[sorted(kept)], offset[sorted(kept)])
         away = np.abs(model.to_global(t0) - t0 - offset) - width / 2
-        missed = np.setdiff1d(np.flatnonzero(away > 1), kept)  # 1 ns of rounding
+        missed = np.setdiff1d(np.flatnonzero(away > 1), kept)  # rounding tolerance: 1 ns
         if not len(missed):
             return model
         kept.append(int(missed[width[missed].argmin()]))
 
 
 def _straight(t0: np.ndarray, offset: np.ndarray) -> Model:
-    """Return the model that is linear between the knots."""
+    """Return the model that interpolates linearly between the knots."""
     drift = np.diff(offset) / np.maximum(1, np.diff(t0)) if len(t0) > 1 else np.zeros(1)
     pieces = slice(len(drift))
     return Model(t0[pieces], offset[pieces], drift, 0.0)
 
 
 def _through(above: Model, here: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Return the offset to rank 0's clock at local times `here`.
+    """Return the clock offset to rank 0 at local times `here`.
 
-    It is the `offset` to a peer's clock plus the offset of that clock to rank 0's, from the model
-    `above`.
+    The result is the offset to the peer plus the peer's own offset to rank 0, given by the peer's
+    model `above`.
     """
     there = here + np.rint(offset).astype(np.int64)
     return offset + (above.to_global(there) - there)

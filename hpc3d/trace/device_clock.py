@@ -1,17 +1,18 @@
 """Timestamps of CUDA events, converted to the clock of the host.
 
-A timestamp is an event recorded in a stream without synchronization.  CUDA only reports the time
-between two events (cudaEventElapsedTime).  So one event, the reference, is recorded while the
-device is idle, between two readings of the host's clock.
+A timestamp is an event recorded in a stream without synchronization.  CUDA reports only the
+elapsed time between two events (cudaEventElapsedTime).  A reference event is therefore recorded
+while the device is idle, between two readings of the host clock.
 
     host      |before     |after          reference  (before + after) / 2
     device         |reference      |x     x          reference + rate (x - reference)
 
-The error of the reference is at most half of `after - before`, some us.  Events add 0.5 us, and
-float32 adds 6e-8 of the time since the reference, which is therefore renewed at the beginning and
-at the end of every step.  `rate` is the speed of the host's clock relative to the device's,
-measured from the first to the latest reference: its error is 1e-5 after one second of a run, and
-decreases afterwards.
+The error of the reference time is at most half of `after - before`, a few us.  The resolution of
+events adds an error of 0.5 us.  CUDA returns elapsed times in float32, which adds an error of 6e-8
+of the time since the reference, so a new reference is recorded at the beginning and at the end of
+every step.  `rate` is the rate of the host clock relative to the device clock, measured between
+the first and the latest reference.  Its error is 1e-5 after one second of a run, and decreases
+afterwards.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ import numpy as np
 if TYPE_CHECKING:
     from hpc3d.cuda.device import Cuda
 
-_POOL = 1024  # events created before the first step
-CHUNK = 64  # timestamps that are resolved together
+_POOL = 1024  # number of events created before the first step
+CHUNK = 64  # maximum number of timestamps resolved at once
 _FIRST, _MOST = 16, 8  # readings for the first reference; maximum number of extra readings
 _MILLISECOND = 1_000_000  # ns
 _LONG = 1e9  # minimum interval in ns between two references for measuring the rate
 
 
 class Reference:
-    """Event with its time in ns on the host's clock.
+    """Reference event with its host time in ns.
 
-    `rate` is the host's ns per ns of the device, and `until` is the time of the next reference.
+    `rate` is the number of host ns per device ns, and `until` the host time of the next reference.
     """
 
     __slots__ = ("event", "rate", "time", "until")
@@ -47,11 +48,11 @@ class Reference:
 
 
 class DeviceClock:
-    """Times of a device's events on the host's `clock` [ns].
+    """Converter from events of a device to times in ns on the host's `clock`.
 
-    References are recorded in the stream `compute` of `device`.  `create()` makes an event, and
-    `elapsed(event, later)` returns the ms between two events.  Events come from a pool and return
-    to it.
+    Reference events are recorded in the compute stream of `device`.  `create()` creates an event,
+    and `elapsed(event, later)` returns the time between two events in ms.  Events are reused
+    through a pool.
     """
 
     def __init__(
@@ -65,15 +66,16 @@ class DeviceClock:
         self.pool = [create() for _ in range(_POOL)]
         self.references: deque[Reference] = deque()
         self.timestamps: list[Timestamps] = []
-        # ns: shortest reading, device time since the first reference
+        # in ns: duration of the shortest reading; device time since the first reference
         self.shortest, self.passed = float("inf"), 0.0
         self.compare(_FIRST)
 
     def compare(self, readings: int = 1) -> tuple[int, int]:
-        """Wait for the device and record a new reference; return the clock before and after it.
+        """Synchronize with the device and record a new reference event.
 
-        The shortest of several readings is used. After the first `readings`, further ones are
-        made until one takes at most twice as long as the shortest so far.
+        Returns the host times before and after the event. The shortest of several readings is
+        used: after `readings` readings, up to _MOST more are made until one takes at most twice
+        as long as the shortest so far.
         """
         self.device.synchronize()
         best = self.read()
@@ -88,7 +90,7 @@ class DeviceClock:
         return before, after
 
     def read(self) -> tuple[int, int, int, Any]:
-        """Record an event and wait for it between two readings of the clock.
+        """Record an event and wait for its completion, between two readings of the host clock.
 
         Returns the time between the readings, both readings, and the event.
         """
@@ -117,12 +119,12 @@ class DeviceClock:
 
 
 class Timestamps:
-    """Numbered timestamps of a stream.
+    """Timestamps of a stream, numbered from 0.
 
-    `times` are the resolved timestamps from number `first` on, in ns on the host's clock.
-    `events` are the events of the later ones, and `references` their references, each with the
-    number of its first timestamp.  New timestamps resolve old ones, so that no work accumulates
-    until the end of a step.
+    `times` has the host times in ns of the resolved timestamps, from number `first` on.  `events`
+    has the events of the unresolved ones.  `references` has pairs of a reference and the number of
+    the first timestamp that uses it.  Recording a timestamp also resolves old ones, so that no
+    work accumulates until the end of a step.
     """
 
     def __init__(self, stream: Any, clock: DeviceClock) -> None:
@@ -145,7 +147,7 @@ class Timestamps:
         return self.events[-1]
 
     def refer(self, reference: Reference) -> None:
-        """Use this reference for the next timestamps."""
+        """Use this reference for all subsequent timestamps."""
         if not self.events:
             self.references.clear()
         self.references.append((reference, self.count))
@@ -162,7 +164,7 @@ class Timestamps:
         return self.count - 1
 
     def _resolve_oldest(self) -> None:
-        """Resolve the oldest CHUNK timestamps whose events have completed."""
+        """Resolve up to CHUNK of the oldest timestamps whose events have completed."""
         left = CHUNK
         while left and (resolved := self._resolve(left)):
             left -= resolved
@@ -173,9 +175,10 @@ class Timestamps:
             pass
 
     def _resolve(self, most: int) -> int:
-        """Resolve up to `most` of the oldest timestamps of one reference; return their number.
+        """Resolve up to `most` of the oldest timestamps; return the number resolved.
 
-        If the event of the last of them has not completed, none is resolved.
+        The timestamps share one reference. If the last of their events has not completed, no
+        timestamp is resolved.
         """
         while len(self.references) > 1 and self.references[1][1] <= self.known:
             self.references.popleft()
@@ -190,9 +193,10 @@ class Timestamps:
         return count
 
     def at(self, events: Sequence[Any]) -> np.ndarray:
-        """Return the times of events, measured from the first reference.
+        """Return the host times of events in ns, computed from the oldest reference in use.
 
-        In the stream of the references, times are capped at the next reference.
+        In the compute stream, which contains the references, the times are capped at the time of
+        the next reference.
         """
         reference, elapsed = self.references[0][0], self.clock.elapsed
         passed = np.array([elapsed(reference.event, event) for event in events])
@@ -211,6 +215,6 @@ class Timestamps:
         return self.times[end - self.first] - self.times[start - self.first]
 
     def discard(self, number: int) -> None:
-        """Discard the timestamps before this number."""
+        """Discard all timestamps with numbers below `number`."""
         del self.times[: number - self.first]
         self.first = number

@@ -1,17 +1,17 @@
-"""Recorder of a rank that computes on a device.
+"""Event recorder of a rank that computes on a device.
 
-Its spans are timed on the device, not on the host, which launches kernels asynchronously.  A row
-of a device stream first stores the numbers of two timestamps (device_clock.py) instead of its
-start and duration, and `flush` replaces them by times.  Within a step, nothing waits for the
-device.
+Spans are timed on the device, because the host launches kernels asynchronously.  A row of a device
+stream first stores the numbers of two timestamps (device_clock.py) instead of its start and
+duration, and `flush` replaces these numbers with times.  Recording never synchronizes the host
+with the device within a step.
 
-    stream 0, host             activity of the host, calls of the world communicator
-    stream 1, computation      spans; `comm`: computation is blocked until a block arrives
-    stream 2, communication    calls while they run, of category `copy`
-    stream 3, replicas         calls along the data axis
+    stream 0, host             host activity, calls of the world communicator
+    stream 1, computation      compute spans; `comm` rows: computation is waiting for a block
+    stream 2, communication    calls in progress, with category `copy`
+    stream 3, replicas         calls in progress along the data axis
     stream 4, offload          copies to and from the host
 
-Calls on host arrays and spans without an operation belong to stream 0.
+Calls on host arrays and spans with op "none" are recorded in stream 0.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _Ranges = tuple[Callable[[str], object], Callable[[], object]]
 
 
 class DeviceRecorder(Recorder):
-    """Recorder of the streams of `device`: its stream `compute` and its `queues`.
+    """Recorder of the compute stream and the communication queues of `device`.
 
-    `timing` are CuPy's Event and get_elapsed_time.  `ranges` are the functions that push and pop
-    an NVTX range, if NVIDIA's profilers should show the names of spans.  Work that is captured
-    into a CUDA graph has no timestamps and is not recorded; its flops are counted when the graph
-    is launched.
+    `timing` is CuPy's pair (Event, get_elapsed_time).  `ranges` is a pair of functions that push
+    and pop an NVTX range, so that NVIDIA's profilers show the names of spans.  Work captured into
+    a CUDA graph has no timestamps and is not recorded; its flops are counted when the graph is
+    launched.
     """
 
     def __init__(
@@ -76,22 +76,22 @@ class DeviceRecorder(Recorder):
             _QUEUED[queue]: Timestamps(each, self.device) for queue, each in device.queues.items()
         }
         self.timestamps = {_COMPUTATION: self.compute} | queues
-        # timestamps between which computation was blocked in this step
+        # pairs of timestamps between which computation was blocked in this step
         self.stalls: list[tuple[int, int]] = []
         self.outstanding: set[int] = set()  # timestamps of calls that have not been waited for
         self.flying, self.process = False, os.getpid()
-        self.captured = 0.0  # flops of the work that is captured into a graph
+        self.captured = 0.0  # flops of the work captured into a CUDA graph
 
     @property
     def communication(self) -> float:
-        """Time in ns during which calls blocked the computation; waits for the device."""
+        """Time in ns for which calls blocked computation; access synchronizes with the device."""
         if self.stalls:
             self.device.compare()
         return self.blocked + sum(self.compute.between(*pair) for pair in self.stalls)
 
     @property
     def capturing(self) -> bool:
-        """True if the current work is captured into a CUDA graph."""
+        """True while work is captured into a CUDA graph."""
         return self.compute.stream.is_capturing()
 
     def span(
@@ -107,7 +107,10 @@ class DeviceRecorder(Recorder):
         return Ranged(self.ranges, name, span) if self.ranges else span
 
     def wrap(self, comm: Communicator, axis: str) -> Traced:
-        """Return `comm` with its calls recorded; the world communicator uses host arrays."""
+        """Return a communicator that records the calls of `comm`.
+
+        Calls of the world communicator are recorded in the host stream.
+        """
         traced = super().wrap(comm, axis)
         if axis == WORLD:
             return traced
@@ -123,7 +126,7 @@ class DeviceRecorder(Recorder):
     def flight(self, op: str, group: int, stream: int, received: int = 0) -> Iterator[None]:
         """Record the enclosed calls as one row of a communication stream.
 
-        The stream first waits for the last timestamp of the computation.
+        The stream first waits for the latest timestamp of the compute stream.
         """
         if self.flying or self.capturing:
             yield
@@ -157,7 +160,7 @@ class DeviceRecorder(Recorder):
 
     def flush(self) -> None:
         """Write the rows whose events have completed; keep the others for the next segment."""
-        if os.getpid() == self.process:  # a forked child that saves the table has no device
+        if os.getpid() == self.process:  # a forked child process cannot use the device
             for stamps in self.timestamps.values():
                 stamps.resolve()
         rows = np.frombuffer(self.table, _ROWS, self.count).copy()
@@ -177,7 +180,7 @@ class DeviceRecorder(Recorder):
         self.table[: rows.nbytes], self.count = rows.tobytes(), len(rows)
 
     def _resolve_rows(self, rows: np.ndarray) -> None:
-        """Replace the numbers of timestamps in `rows` with times."""
+        """Replace the timestamp numbers in `rows` with host times."""
         for stream, stamps in self.timestamps.items():
             here, times = np.flatnonzero(rows["stream"] == stream), np.array(stamps.times)
             for column in ("t_start", "posted", "dur"):
@@ -195,7 +198,7 @@ class DeviceRecorder(Recorder):
 
 
 def _with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
-    """Return the rows of steps with forward and backward times measured on the device."""
+    """Return the rows of /steps with the forward and backward times measured on the device."""
     steps = np.array(steps, record_type(STEPS))
     index = np.searchsorted(steps["step"], rows["step"])
     inside = np.append(steps["step"], -1)[index] == rows["step"]
@@ -208,7 +211,7 @@ def _with_passes(steps: Any, rows: np.ndarray) -> np.ndarray:
 
 
 class DeviceSpan(Span):
-    """Context manager that records one event of computation."""
+    """Context manager that records one compute event on the device."""
 
     __slots__ = ()
     recorder: DeviceRecorder
@@ -230,14 +233,14 @@ class DeviceSpan(Span):
 
 
 class DeviceWait(DeviceSpan):
-    """Context manager that records one wait of the computation."""
+    """Context manager that records one wait of the device's compute stream."""
 
     __slots__ = ()
     category = WAIT
 
 
 class Ranged:
-    """Span that is also an NVTX range."""
+    """Span wrapped in an NVTX range of the same name."""
 
     __slots__ = ("name", "ranges", "span")
 
@@ -257,12 +260,12 @@ class Ranged:
 
 
 class DeviceTraced(Traced):
-    """Communicator whose blocks are on a device.
+    """Communicator for blocks in device memory that records its calls.
 
-    The row of category comm is the time in which computation is blocked until the block arrives;
-    `posted` is the time of the call. The running call is a row of `stream`; grouped calls share
-    one row. A call that blocked the host, and may thus have delayed the device, is also a row of
-    category copy in the computation stream.
+    Each call has a row of category comm in the computation stream, which spans the time that the
+    computation waits for the block; `posted` is the time of the call. Another row, in `stream`,
+    spans the execution of the call; grouped calls share this row. If a call blocked the host, and
+    may thus have delayed the device, a row of category copy is added to the computation stream.
     """
 
     recorder: DeviceRecorder
@@ -315,7 +318,7 @@ class DeviceTraced(Traced):
     def _hold(
         self, posted: int, left: int | None, what: tuple[int, int], context: Context, step: int
     ) -> None:
-        """Record a call that blocked the host until timestamp `left`."""
+        """Record that a call blocked the host until timestamp `left`; None if it did not."""
         if left is None:
             return
         recorder, (name, number) = self.recorder, what

@@ -1,8 +1,8 @@
-"""The trace file in HDF5: one dataset per column, each with its unit and description.
+"""HDF5 format of the trace file: one dataset per column, with a unit and a description.
 
-Only this module of the package needs h5py.  Its functions import it, because most ranks never open
-a trace.  Files are not trusted when they are read: links out of the file are not followed, and
-data is read only if its type is known and the file can hold its size.
+Only this module of the package needs h5py.  Its functions import h5py locally, because most ranks
+never open a trace.  Files are treated as untrusted input: external links are not followed, and a
+dataset is read only if its type is known and its declared size can be stored in the file.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from hpc3d.trace.schema import Column
 
 _CHUNK = 64 * 1024  # rows
-_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # by HDF5's numbers
-_SHRINKS = 1100  # bound of the compression ratio: deflate compresses zeros 1032 times
-# Errors of file systems without locks.  One process writes a trace, under a temporary name.
+_FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32"}  # HDF5 filter number -> name
+_SHRINKS = 1100  # upper bound on the compression ratio; deflate reaches 1032 for zeros
+# Errors of file systems without lock support. Locks are not needed for correctness: a trace is
+# written by a single process under a temporary name.
 _WITHOUT_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS
-_LONGEST, _MOST_TEXT = 4096, 1 << 26  # characters of a text in a table, and of a column
-_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # upper limits
+_LONGEST, _MOST_TEXT = 4096, 1 << 26  # maximum characters of a string, and of a column
+_ATTRIBUTE_BYTES, _CHUNK_BYTES = 1 << 16, 1 << 28  # maximum sizes of an attribute and a chunk
 REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 
@@ -41,7 +42,10 @@ REMEDY = "merge the run again: python -m hpc3d.report RUN_DIR --merge"
 
 
 def create(path: Path) -> File:
-    """Create a trace file, to be used in a `with`.  Writes of full chunks need no cache."""
+    """Create a trace file; use it as a context manager.
+
+    The chunk cache is disabled, because only full chunks are written.
+    """
     import h5py
 
     file = h5py.File(path, "w", rdcc_nbytes=0, locking=False)
@@ -50,9 +54,9 @@ def create(path: Path) -> File:
 
 
 def write_table(file: Group, path: str, columns: Sequence[Column], data: Any = None) -> Group:
-    """Write a table from a mapping of its columns and return its group.
+    """Write a table, given as a dict from column name to values, and return its HDF5 group.
 
-    Without data the table is empty and can grow.
+    If `data` is `None`, the table is created empty, and rows can be appended later.
     """
     group = _require_group(file, path)
     for column in columns:
@@ -65,7 +69,7 @@ def write_table(file: Group, path: str, columns: Sequence[Column], data: Any = N
 
 
 def _require_group(file, path):
-    """Return the group at `path`; create and describe it and its parents as needed."""
+    """Return the group at `path`, creating and describing missing groups along the path."""
     names = path.split("/")
     for depth, name in enumerate(names, 1):
         file = _child(file, name) if _has(file, name) else file.create_group(name)
@@ -81,7 +85,7 @@ def _describe(names: Sequence[str]) -> str:
 
 
 def _write_text(group, column, values):
-    """Write variable-length text, which HDF5 cannot filter."""
+    """Write a column of variable-length strings, to which HDF5 cannot apply filters."""
     import h5py
 
     return group.create_dataset(column.name, data=values.astype(object), dtype=h5py.string_dtype())
@@ -113,8 +117,7 @@ def _stored_type(column):
 class Growing:
     """Table to which record arrays can be appended.
 
-    Only full chunks are written, because a partial chunk would be compressed again with the next
-    rows.
+    Only full chunks are written, because appending to a partial chunk would compress it again.
     """
 
     def __init__(self, file: Group, path: str, columns: Sequence[Column]) -> None:
@@ -131,7 +134,7 @@ class Growing:
             self._write(waiting - waiting % _CHUNK)
 
     def close(self) -> None:
-        """Write the remaining rows, which do not fill a chunk."""
+        """Write the remaining rows as a partial chunk."""
         if self.waiting:
             self._write(sum(map(len, self.waiting)))
 
@@ -146,7 +149,7 @@ class Growing:
 
 @contextmanager
 def changing(path: Path) -> Iterator[File]:
-    """Open a copy of a trace file for changes.  It replaces the file if the block succeeds."""
+    """Open a copy of a trace file for modification; on success, the copy replaces the file."""
     import h5py
 
     with replacing(path) as temporary:
@@ -171,7 +174,7 @@ def remove(group: Group, path: str) -> None:
 
 @contextmanager
 def explained(path: Path, remedy: str = REMEDY) -> Iterator[None]:
-    """Turn an error in a file into a one-line ValueError with its path and the remedy."""
+    """Convert errors in the enclosed block to a one-line ValueError with path and remedy."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, MemoryError) as error:
@@ -204,12 +207,12 @@ def open_file(path: Path) -> File:
 
 
 def attributes(node: Group) -> dict[str, Any]:
-    """Return a group's attributes as a dict of Python values, without large ones."""
+    """Return the small attributes of a group as a dict of Python values."""
     return {key: _plain(node.attrs[key]) for key in node.attrs if _small(node.attrs.get_id(key))}
 
 
 def _small(attribute):
-    """Return True if an attribute is a scalar or numeric, and small."""
+    """Return True if an attribute is small, and is either scalar or numeric."""
     number = np.issubdtype(attribute.dtype, np.number)
     return attribute.get_storage_size() <= _ATTRIBUTE_BYTES and (number or attribute.shape == ())
 
@@ -223,7 +226,7 @@ def _has(group: Group, name: str) -> bool:
 
 
 def _child(group: Group, name: str) -> Group:
-    """Return the subgroup with this name. Links are not followed: they open other files."""
+    """Return the subgroup `name`; reject soft and external links, which may open other files."""
     import h5py
 
     node = _linked(group, name)
@@ -254,7 +257,7 @@ def _linked(group, name):
 def sound(group: Group, column: Column) -> Dataset | None:
     """Return the dataset of a column, or None if it is missing.
 
-    Raises ValueError if it cannot be read.
+    Raises ValueError if the dataset is not stored in this file or has a wrong type or shape.
     """
     import h5py
 
@@ -284,14 +287,14 @@ def _fits(dataset):
 
 
 def read(dataset: Dataset, rows: slice) -> np.ndarray:
-    """Return the rows of a column in a slice as an array; text as an array of str."""
+    """Return a slice of a column as an array; string columns become arrays of str."""
     import h5py
 
     return _read_text(dataset, rows) if h5py.check_string_dtype(dataset.dtype) else dataset[rows]
 
 
 def _read_text(dataset, rows):
-    """Read a few rows at a time, because each text may be as long as the file."""
+    """Read a string column a few rows at a time: each string may be as long as the file."""
     numbers, texts, size = range(len(dataset))[rows], [], 0
     step = max(1, _MOST_TEXT // dataset.file.id.get_filesize())
     for part in (numbers[i : i + step] for i in range(0, len(numbers), step)):

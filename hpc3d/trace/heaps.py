@@ -1,8 +1,8 @@
-"""Check of the global heaps of an HDF5 file, which hold its texts.
+"""Integrity check of the global heaps of an HDF5 file, which store its variable-length strings.
 
-The HDF5 library loops forever on a damaged heap.  A heap is "GCOL", a version and its size, then
-objects of 16 bytes and their data, padded to 8 bytes; object 0 is the free space at its end (HDF5
-File Format Specification 3.0, III.E).
+The HDF5 library loops forever on a damaged heap.  A heap has the signature "GCOL", a version and a
+size, followed by objects: 16-byte headers with data padded to a multiple of 8 bytes.  Object 0 is
+the free space at the end of the heap (HDF5 File Format Specification 3.0, III.E).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import struct
 from pathlib import Path
 
 _MARK = b"GCOL\x01\0\0\0"
-_LARGE = 1 << 28  # bytes; larger files are not searched
+_LARGE = 1 << 28  # maximum size in bytes of a file that is checked
 _OBJECT = struct.Struct("<HHIQ")  # number, references, reserved, size
 
 
 def check_heaps(path: Path) -> None:
-    """Raise ValueError if a heap of a file of up to 256 MiB is damaged."""
+    """Raise ValueError if a global heap is damaged; files above 256 MiB are not checked."""
     if not 0 < path.stat().st_size <= _LARGE:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -29,7 +29,7 @@ def check_heaps(path: Path) -> None:
 
 
 def _sound(data, offset):
-    """Return True if the objects of a heap are contiguous and end where it ends."""
+    """Return True if the objects of the heap at `offset` are consistent with its size."""
     (size,) = struct.unpack_from("<Q", data, offset + 8) if offset + 16 <= len(data) else (0,)
     end, offset = offset + size, offset + 16
     if end > len(data):

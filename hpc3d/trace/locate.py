@@ -1,4 +1,4 @@
-"""Location of a run's trace, which is merged if it is missing or lacks segments."""
+"""Locate the trace of a run; merge its segments first if the trace is missing or outdated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hpc3d.trace.trace_config import configured
 
 
 def trace_of(run_dir: Path | str, again: bool = False) -> Path:
-    """Return the path of a run's trace; merge its segments if it lacks some, or if `again`.
+    """Return the path of a run's trace file.
 
+    The segments are merged first if the trace lacks any of them, or if `again` is true.
     Raises ValueError if the folder has neither segments nor a trace.
     """
     path, segments = Path(run_dir) / "trace.h5", count_segments(run_dir)
@@ -24,13 +25,13 @@ def trace_of(run_dir: Path | str, again: bool = False) -> Path:
 
 
 def _has(path, segments):
-    """Return True if a trace contains at least the existing number of segments."""
+    """Return True if a trace was merged from at least as many segments as exist now."""
     with Trace(path) as trace:
         return trace.attrs.get("segments", 0) >= sum(segments.values())
 
 
 def _absent(run_dir):
-    """Return the reason why a folder has no trace, and a remedy."""
+    """Return a message with the reason why a folder has no trace, and a remedy."""
     if (run_dir / "trace.h5").exists():
         return f"{run_dir}: no segments to merge; remove --merge, because trace.h5 exists"
     if count_segments(run_dir.absolute().parent):

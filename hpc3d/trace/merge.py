@@ -1,7 +1,7 @@
-"""Merge of all segments of a run into one trace file, sorted by (rank, t_start).
+"""Merge the segments of a run into one trace file, sorted by (rank, t_start).
 
-Ranks are merged one at a time.  Peak memory is twice the events of one rank plus one chunk of each
-column.
+Ranks are merged one at a time.  Peak memory is twice the size of one rank's events, plus one chunk
+per column.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hpc3d.trace.segment import TABLES, count_segments, read_segment, segment_pa
 from hpc3d.trace.trace_config import configured
 
 log = logging.getLogger(__name__)
-_WHERE = {"samples": "clock/samples"}  # tables whose path in the file differs from a segment's
-_SAME = ("run_id", "world_size", "axes", "axis_sizes")  # equal on all ranks of a run
+_WHERE = {"samples": "clock/samples"}  # tables with another name in the file than in a segment
+_SAME = ("run_id", "world_size", "axes", "axis_sizes")  # equal in the headers of all ranks
 _OWN = ("host", "local_rank", "device", "pid", "coords", "dropped")
 RUN = (*_SAME, "created_utc", "time_unit", "config", "git", "mpi", "version")
 _OPTIONAL = {"kind": "measured", "cores": 0, "transport": "", "node": None}
@@ -56,7 +56,7 @@ def merge(run_dir: Path | str) -> Path:
 
 
 class _Merge:
-    """Tables of the file, which grow rank by rank; `before` is the earlier attempt to continue."""
+    """Trace file under construction, rank by rank; `before` is the earlier attempt, if any."""
 
     def __init__(self, file, before):
         self.file, self.before = file, before
@@ -66,7 +66,7 @@ class _Merge:
         }
         self.strings, self.groups = {}, {}
         self.headers, self.n_events, self.missing = {}, {}, []
-        self.steps, self.begun = {}, {}  # rank -> completed steps, last step that it began
+        self.steps, self.begun = {}, {}  # rank -> completed steps; rank -> last step begun
         self.clocks, self.leaders = {}, {}  # node -> Model, first rank of a node -> Model
 
     @property
@@ -79,7 +79,7 @@ class _Merge:
         return self.first["run_id"]
 
     def add(self, rank, paths):
-        """Add the events and the other tables of a rank."""
+        """Append the events and other tables of a rank, read from its segments at `paths`."""
         now = [self.before.followed(part) for part in self._read(rank, paths)]
         parts = self.before.parts(rank) + now
         if not parts:
@@ -97,7 +97,7 @@ class _Merge:
             self.tables[name].append(rows)
 
     def _read(self, rank, paths):
-        """Yield the valid segments of a rank; describe the others in `missing`."""
+        """Yield the valid segments of a rank; add a line to `missing` for each invalid one."""
         for path in paths:
             try:
                 part = read_segment(path, rank)
@@ -108,7 +108,7 @@ class _Merge:
                 yield part
 
     def _describe(self, rank, header, last):
-        """Store the description of a rank, from its header and the `last` segments of attempts."""
+        """Store a rank's header; sum its dropped events over the `last` segments of attempts."""
         whole = _OPTIONAL | header
         self.headers[rank] = {key: whole[key] for key in (*RUN, *_OWN, *_OPTIONAL)}
         self.headers[rank]["dropped"] = sum(part.header["dropped"] for part in last)
@@ -126,7 +126,7 @@ class _Merge:
             raise ValueError(f"{path.name} contains ranks beyond the {header['world_size']} ranks")
 
     def _set_time(self, rank, parts):
-        """Compute the times on rank 0's clock, from the samples of the node's first rank."""
+        """Convert event times to rank 0's clock, using the samples of the node's first rank."""
         node = _node(self.headers[rank])
         if samples := [row for part in parts for row in part.samples.tolist()]:
             above = self.leaders.get(samples[0][-1], IDENTITY)
@@ -136,7 +136,7 @@ class _Merge:
             part.events["t_global"] = clock.to_global(part.events["t_start"])
 
     def _renumber(self, parts):
-        """Renumber names and groups as in the file, and parents as in one concatenated segment."""
+        """Convert name and group indices to those of the file, and parents to rows of the rank."""
         rows = 0
         for part in parts:
             groups = [(group["axis"], tuple(group["members"])) for group in part.header["groups"]]
@@ -149,7 +149,7 @@ class _Merge:
             rows += len(part.events)
 
     def finish(self):
-        """Write the tables that depend on all ranks; raise ValueError without a segment."""
+        """Write the tables that depend on all ranks; raise ValueError if no segment is valid."""
         if not self.headers:
             raise ValueError(f"no segment of the trace can be read: {self.missing[0]}")
         for table in self.tables.values():
@@ -168,7 +168,7 @@ class _Merge:
         self.file.attrs.update(_attributes(first, self.headers.values(), self.missing))
 
     def _missing(self, rank, steps):
-        """Return the missing data of a rank; `steps` are the steps that any rank completed."""
+        """Describe the missing data of a rank; `steps` are the steps that any rank completed."""
         if rank not in self.headers:
             return ["no segment"]
         own, node, found = self.steps[rank], _node(self.headers[rank]), []
@@ -187,7 +187,7 @@ class _Merge:
         return found
 
     def _unfinished(self, steps):
-        """Yield a line for the configured steps that no rank completed."""
+        """Yield a message if the run has completed fewer steps than configured."""
         wanted = configured(self.first["config"], "train", "steps")
         done = 1 + int(steps.max(initial=-1))
         if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
@@ -217,7 +217,7 @@ class _Merge:
         write_table(self.file, "groups", [*schema.GROUPS, schema.MEMBERS], columns)
 
     def _write_clock(self):
-        """Write the clock models of the current and the earlier attempt of each rank."""
+        """Write the clock models of every rank for the current and the earlier attempt."""
         nodes = {rank: _node(header) for rank, header in self.headers.items()}
         rows = [self.clocks[node].rows(rank) for rank, node in nodes.items()]
         rows += [self.before.clock(rank) for rank in nodes]
@@ -225,23 +225,23 @@ class _Merge:
 
 
 def _node(header):
-    """Return the node of a rank, whose ranks share a clock; older segments only have the host."""
+    """Return the node in a rank's header, or the host if an older version wrote the segment."""
     return header["host"] if header["node"] is None else header["node"]
 
 
 def _numbers(table, keys):
-    """Return the number of each key in `table`, followed by -1 for index -1.
+    """Return the number that the dict `table` assigns to each key, plus a final -1.
 
-    New keys are added to `table`.
+    New keys are added to `table`. The final element maps index -1 to -1.
     """
     return np.array([table.setdefault(key, len(table)) for key in keys] + [-1])
 
 
 def _nested(events, first_row):
-    """Sort rows by start; with equal starts, the longest is first because it encloses the others.
+    """Sort events by start time; of events with equal start times, the longest is first.
 
-    Parents are converted from rows of `events` to rows of /events, in which `events` begins at
-    `first_row`.
+    The longest one encloses the others.  Parents are converted from row indices in `events` to row
+    indices in /events, where `events` begins at `first_row`.
     """
     order = np.lexsort((-events["dur"], events["t_start"]))
     row = np.full(len(order) + 1, -1)

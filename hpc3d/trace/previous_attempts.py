@@ -1,11 +1,12 @@
-"""Events that earlier attempts of a resumed run recorded.
+"""Events recorded by earlier attempts of a resumed run.
 
-    RUN/trace-1.h5, RUN/trace-2.h5, ...     the trace as it was when the next attempt began
+    RUN/trace-1.h5, RUN/trace-2.h5, ...     trace of an attempt, saved when the next one began
 
-An attempt begins with the step after its checkpoint.  Earlier work from that step on is undone and
-stays in the file of its attempt.  Work before that step is continued if the layout is the same:
-call numbers continue, and so do times on the clock of the host.  If the host was rebooted or is
-another one, all times of the attempt are shifted by the same amount.
+An attempt begins with the step after its checkpoint.  Events that an earlier attempt recorded from
+that step on are superseded, and remain only in the file of the earlier attempt.  Events before
+that step are included in the merged trace if the layout is the same.  Sequence numbers of calls
+and times on the host clock then continue.  If the host was rebooted or replaced, all times of the
+new attempt are shifted by a constant.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _SMALL = {
 
 @contextmanager
 def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothing]:
-    """Yield the earlier work that the current attempt of a run continues, if any.
+    """Yield the section of an earlier trace that the current attempt of a run continues.
 
-    The attempt has `count[rank]` segments. Yields an Earlier, or Nothing.
+    The current attempt has `count[rank]` segments. Yields a `Nothing` if it continues no trace.
     """
     with ExitStack() as stack:
         began: Any = _begin(run_dir, count) if aside(run_dir) else None
@@ -59,9 +60,10 @@ def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothi
 
 
 def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing | None:
-    """Return the earlier work that the attempt `began` continues, or None for a new run.
+    """Return the earlier trace that the attempt `began` continues, or None for a new run.
 
-    All of its segments are readable.  The `stack` closes its file.
+    Raises ValueError if a segment of the earlier trace cannot be read.  Leaving `stack` closes the
+    trace file.
     """
     for path in aside(run_dir):
         trace = stack.enter_context(Trace(path))
@@ -77,14 +79,14 @@ def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing
 
 
 def aside(run_dir: Path) -> list[Path]:
-    """Return the traces of earlier attempts, the latest first."""
+    """Return the paths of the traces of earlier attempts, latest attempt first."""
     found = {path: _ASIDE.fullmatch(path.name) for path in run_dir.glob("trace-*.h5")}
     numbers = {path: int(match[1]) for path, match in found.items() if match}
     return sorted(numbers, key=lambda path: numbers[path], reverse=True)
 
 
 class _Begin(NamedTuple):
-    """First step of an attempt, start time of each rank (raw, ns), and header of one rank."""
+    """Start of an attempt: first step, dict from rank to raw start time in ns, one header."""
 
     step: int
     times: dict
@@ -92,9 +94,9 @@ class _Begin(NamedTuple):
 
 
 def _begin(run_dir: Path, count: Mapping[int, int]) -> _Begin | None:
-    """Return the beginning of the attempt with `count[rank]` segments.
+    """Return the start of the attempt that has `count[rank]` segments.
 
-    Returns None if no readable segment has an event of a step.
+    Returns None if no readable segment contains an event within a step.
     """
     steps, times = [], {}
     header: dict[str, Any] = {}
@@ -109,7 +111,7 @@ def _begin(run_dir: Path, count: Mapping[int, int]) -> _Begin | None:
 
 
 def _first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
-    """Return the first readable segment of a rank that has an event of a step."""
+    """Return the first readable segment of a rank that contains an event within a step."""
     for number in range(count):
         try:
             part = read_segment(segment_path(run_dir, rank, number), rank)
@@ -121,16 +123,16 @@ def _first_segment(run_dir: Path, rank: int, count: int) -> Segment | None:
 
 
 def _shared(attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the layout and the work of a run, from a trace's attributes or a segment's header."""
+    """Return the settings that two attempts must share, from trace attributes or a header."""
     axes = attrs["axes"]
     mesh = axes.split() if isinstance(axes, str) else axes
     return attrs["world_size"], mesh, attrs["axis_sizes"], work(attrs["config"])
 
 
 def work(config: str) -> Any:
-    """Return the settings of a TOML configuration that determine the work of a step.
+    """Return the settings of a TOML configuration that determine the computation in a step.
 
-    A missing key has its default: older versions did what the default does.
+    Missing keys get their default values, which reproduce the behavior of older versions.
     """
     from hpc3d.config.input_file import Config, ModelConfig
     from hpc3d.config.load import to_toml
@@ -150,7 +152,10 @@ def work(config: str) -> Any:
 
 
 class Nothing:
-    """No earlier trace to continue; `missing` describes steps that are stored elsewhere."""
+    """Null object: no earlier trace to continue.
+
+    `missing` describes steps that are stored in other files.
+    """
 
     ranks, created = (), None
 
@@ -162,19 +167,19 @@ class Nothing:
         return []
 
     def followed(self, segment: Segment) -> Segment:
-        """Return a later segment, shifted to continue the earlier ones."""
+        """Return a segment of the current attempt, shifted to follow the earlier segments."""
         return segment
 
     def clock(self, rank: int) -> np.ndarray:
-        """Return the rows of the rank's clock model."""
+        """Return the rows of a rank's clock model in the earlier trace."""
         return np.zeros(0, schema.record_type(schema.CLOCK_MODEL))
 
 
 class Earlier:
     """Section of an earlier trace that the current attempt continues.
 
-    `ends` has the number of events of each rank and the time of their end (raw, ns).  Later
-    segments are shifted by `shift` ns and by `number` calls.
+    `ends` has, for each rank, the number of events and the raw time in ns at which they end.  In
+    later segments, times are shifted by `shift` ns and sequence numbers by `number`.
     """
 
     missing = ()
@@ -189,12 +194,12 @@ class Earlier:
         self.shift = self.moved(began)
 
     def column(self, rank: int, name: str) -> np.ndarray:
-        """Return a column of the events of a rank that were not undone."""
+        """Return a column of a rank's events before the first step of the current attempt."""
         start, count = self.trace.rows(rank).start, self.ends[rank][0]
         return self.trace.events[name, start : start + count]
 
     def end(self, rank: int) -> tuple[int, int]:
-        """Return the number of events of a rank that were not undone, and the end of the last."""
+        """Return a rank's number of events before the current attempt, and their end time."""
         rows, steps = self.trace.rows(rank), self.of(rank, "steps")
         start, step, dur = (self.trace.events[name, rows] for name in ("t_start", "step", "dur"))
         undone = start[step >= self.first], steps["t_start"][steps["step"] >= self.first]
@@ -208,10 +213,10 @@ class Earlier:
         return self.tables[name][self.tables[name]["rank"] == rank]
 
     def moved(self, began: _Begin) -> int:
-        """Return the shift of later times in ns.
+        """Return the shift in ns for the times of the current attempt.
 
-        It is 0 if the clock of every rank continued.  Otherwise the wall clock determines the
-        shift, and the end of the earlier events is a lower bound.
+        The shift is 0 if the clock of every rank continued.  Otherwise it is computed from the
+        wall clock, but is large enough that the new events follow the earlier ones.
         """
         late = max(self.ends[rank][1] - time for rank, time in began.times.items())
         if late < 0:
@@ -234,7 +239,7 @@ class Earlier:
         return [Segment(self.header(rank), events, *others)] if count else []
 
     def header(self, rank: int) -> dict[str, Any]:
-        """Return the header of the continuing attempt, adapted to an earlier segment of a rank."""
+        """Return the current attempt's header, adapted to the earlier segment of a rank."""
         names = "local_rank", "device", "pid", "coords", "dropped", "host_id"
         own = {name: self.trace.ranks[name, rank : rank + 1].tolist()[0] for name in names}
         groups = [{"axis": axis, "members": members} for axis, members in self.trace.groups]

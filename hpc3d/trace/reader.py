@@ -1,12 +1,12 @@
-"""Reader of a trace.
+"""Reader of trace files.
 
-    with hpc3d.trace.open("results/RUN") as trace:     # or its trace.h5
+    with hpc3d.trace.open("results/RUN") as trace:     # or the path of a trace.h5
         trace.events["dur"]                            # a column, as a NumPy array
-        trace.events["dur", trace.rows(3)]             # its rows of rank 3
-        trace.events.frame(["rank", "op", "dur"])      # columns in pandas
+        trace.events["dur", trace.rows(3)]             # the rows of rank 3 of a column
+        trace.events.frame(["rank", "op", "dur"])      # columns as a pandas DataFrame
 
-The file is not trusted: hpc3d.trace.file checks its structure, hpc3d.trace.table its values, and
-this module the references between tables.
+Files are treated as untrusted input: hpc3d.trace.file checks their structure, hpc3d.trace.table
+checks their values, and this module checks the references between tables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpc3d.trace.table import Table
 
 
 class Group(NamedTuple):
-    """Ranks that communicate along a mesh axis."""
+    """Group of ranks that communicate along a mesh axis."""
 
     axis: str
     members: tuple
@@ -57,10 +57,10 @@ def open(path: Path | str) -> Trace:
 
 
 class Trace:
-    """Trace file.
+    """Trace file opened for reading.
 
-    Tables and columns that this version does not know are ignored.  A table that the file lacks is
-    empty.  Access to a damaged table raises ValueError.
+    Unknown tables and columns are ignored.  A table missing from the file is empty.  Access to a
+    damaged table raises ValueError.
 
     Parameters
     ----------
@@ -116,52 +116,55 @@ class Trace:
 
     @cached_property
     def events(self) -> Table:
-        """Events of the ranks, sorted by (rank, t_start): columns EVENTS."""
+        """Events of all ranks, sorted by (rank, t_start), with the columns EVENTS."""
         return self._table("events", schema.EVENTS)
 
     @cached_property
     def steps(self) -> Table:
-        """One row per rank and completed step: columns STEPS."""
+        """One row per rank and completed step, with the columns STEPS."""
         return self._table("steps", schema.STEPS)
 
     @cached_property
     def memory(self) -> Table:
-        """One row per rank, step and kind: columns MEMORY."""
+        """One row per rank, step and memory kind, with the columns MEMORY."""
         return self._table("memory", schema.MEMORY)
 
     @cached_property
     def evaluation(self) -> Table:
-        """One row per evaluation: columns EVALUATION."""
+        """One row per evaluation, with the columns EVALUATION."""
         return self._table("evaluation", schema.EVALUATION)
 
     @cached_property
     def experts(self) -> Table:
-        """Routed and kept tokens of each expert: columns EXPERTS."""
+        """Numbers of routed and kept tokens of each expert, with the columns EXPERTS."""
         return self._table("experts", schema.EXPERTS)
 
     @cached_property
     def routers(self) -> Table:
-        """Losses of the mixture-of-experts routers: columns ROUTERS."""
+        """Losses of the mixture-of-experts routers, with the columns ROUTERS."""
         return self._table("routers", schema.ROUTERS)
 
     @cached_property
     def clock_model(self) -> Table:
-        """Linear segments of the clocks' offsets from rank 0's: columns CLOCK_MODEL."""
+        """Segments of the piecewise-linear clock models, with the columns CLOCK_MODEL."""
         return self._table("clock/model", schema.CLOCK_MODEL)
 
     @cached_property
     def clock_samples(self) -> Table:
-        """Message exchanges between clocks: columns CLOCK_SAMPLES."""
+        """Message exchanges for clock synchronization, with the columns CLOCK_SAMPLES."""
         return self._table("clock/samples", schema.CLOCK_SAMPLES)
 
     @cached_property
     def prediction(self) -> Table:
-        """Quantities predicted by a model of the run: columns PREDICTION."""
+        """Quantities predicted by a model of the run, with the columns PREDICTION."""
         return self._table("prediction", schema.PREDICTION)
 
     @cached_property
     def calibration(self) -> dict[tuple[str, str], Table]:
-        """Dict from (op, axis) to measured times: columns CALIBRATION, `attrs` alpha and beta."""
+        """Dict from (op, axis) to a table of measured call times, with the columns CALIBRATION.
+
+        The `attrs` of each table contain the fitted alpha in s and beta in s/B.
+        """
         found = {
             (op, axis): self._table(f"calibration/{op}/{axis}", schema.CALIBRATION)
             for op in self._groups_in("calibration")
@@ -175,7 +178,7 @@ class Trace:
 
     @cached_property
     def ranks(self) -> Table:
-        """One row per rank: columns RANKS and COORDS."""
+        """One row per rank, with the columns RANKS and COORDS."""
         return self._table("ranks", [*schema.RANKS, schema.COORDS])
 
     @cached_property
@@ -187,7 +190,7 @@ class Trace:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Groups of ranks that `events["group"]` indexes."""
+        """List of communication groups; the values of `events["group"]` are indices into it."""
         table, members = self._groups, self._table("groups", [schema.MEMBERS])["members"].tolist()
         offset, end = table["offset"], np.cumsum(table["size"], dtype="i8")
         whole = end[-1:].sum() == len(members) and (offset == end - table["size"]).all()
@@ -197,7 +200,7 @@ class Trace:
 
     @cached_property
     def rank_ptr(self) -> np.ndarray:
-        """Row pointers [ranks + 1]: rank r has rows rank_ptr[r] to rank_ptr[r + 1] of `events`."""
+        """Row pointers [ranks + 1]: rows rank_ptr[r] to rank_ptr[r + 1] belong to rank r."""
         pointers = self._table("index", [schema.RANK_PTR])["rank_ptr"]
         ends = len(pointers), *pointers[:1], *pointers[-1:]
         whole = (
@@ -212,12 +215,12 @@ class Trace:
         Parameters
         ----------
         rank
-            A rank.
+            Rank in the mesh.
 
         Returns
         -------
         slice
-            The rows.
+            Range of row indices.
 
         Raises
         ------

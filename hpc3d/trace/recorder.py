@@ -1,8 +1,8 @@
-"""Recorder of one rank: a preallocated table of events with one packed row per event.
+"""Event recorder of one rank: a preallocated table with one packed row per event.
 
-Within a step, no file is accessed, and memory is allocated only if the table is full: its size
-then doubles, once or twice per run.  Between steps, the table is written as a closed segment if it
-is half full or old.
+Within a step, no file is accessed.  Memory is allocated only if the table is full: its capacity is
+then doubled, which happens once or twice per run.  Between steps, the table is written as a closed
+segment if it is half full or the previous segment is old.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ COMPUTE, OPTIMIZER, WAIT, _IO, _MARKER = map(
     CATEGORY.index, ("compute", "optimizer", "wait", "io", "marker")
 )
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASE)}
-MOST = (1 << 30) // ROW.size  # rows of a table: 1 GiB per rank
+MOST = (1 << 30) // ROW.size  # maximum rows of a table: 1 GiB per rank
 _NANOSECONDS = 1_000_000_000
 
 Context = tuple[int, int, int, int, int]  # phase, microbatch, stage, chunk, layer
 
 
 class Recorder:
-    """Events, steps, memory and expert loads of a rank.
+    """Recorder of the events, steps, memory and expert loads of a rank.
 
     `header` is the header of the segments (hpc3d.trace.segment) without groups and strings.
-    `clocks` compares the hosts' clocks (hpc3d.trace.clock); None disables this.
+    `clocks` synchronizes the hosts' clocks (hpc3d.trace.clock); `None` disables this.
 
-    Training code sets `step`, `layer`, `phase` and the position in the pipeline, which are stored
-    with every event; a call has their values from when it was posted. The table starts with
-    `capacity` rows and grows to at most `most`; further events are only counted, as `dropped`.
+    Training code sets `step`, `layer`, `phase` and the position in the pipeline. Their values are
+    stored with every event; a call stores their values at the time of posting. The table starts
+    with `capacity` rows and grows to at most `most` rows. Further events are dropped, and counted
+    in `dropped`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Recorder:
         self.table = bytearray(capacity * ROW.size)
         self.count = self.dropped = self.segments = 0
         self.strings: dict[str, int] = {}
-        # Rows of the tables with these names.
+        # Rows of the tables /steps, /memory and so on that are not yet written.
         self.steps: Any = []
         self.memory: list[tuple[int, ...]] = []
         self.samples: list[Sample] = []
@@ -91,8 +92,9 @@ class Recorder:
         self.router_sums = RouterSums()
         self.step, self.layer, self.phase = -1, -1, "other"
         self.at(0, 0, -1)
-        self.blocked = 0  # nanoseconds in calls since the beginning of the step
-        self.latest = 0  # time of the latest call, end of a row, or beginning of a step
+        self.blocked = 0  # time in ns spent in calls since the beginning of the step
+        # timestamp of the most recent call, row end or step start, whichever is latest
+        self.latest = 0
         self.flushed = self.started = clock()
 
     @property
@@ -104,7 +106,7 @@ class Recorder:
         self.phase_number = _PHASE_NUMBER[name]
 
     def scope(self, layer: int | None = None, phase: str | None = None) -> Scope:
-        """Return a context whose events have this layer and phase; None leaves one unchanged."""
+        """Return a context manager that sets layer and phase; None leaves a value unchanged."""
         return Scope(self, layer, phase)
 
     def at(self, stage: int, chunk: int, microbatch: int) -> None:
@@ -113,12 +115,12 @@ class Recorder:
 
     @property
     def context(self) -> Context:
-        """Context that `put` stores with an event."""
+        """Phase, microbatch, stage, model chunk and layer, which `put` stores with an event."""
         return self.phase_number, self.microbatch, self.stage, self.chunk, self.layer
 
     @property
     def communication(self) -> float:
-        """Time in ns that the current step has spent in calls."""
+        """Time in ns that this rank has spent in calls during the current step."""
         return self.blocked
 
     def name(self, text: str) -> int:
@@ -127,15 +129,15 @@ class Recorder:
     def span(
         self, name: str, op: str = "elementwise", flops: float = 0
     ) -> AbstractContextManager[Any]:
-        """Return a context that records an event of computation, or of input (op "none")."""
+        """Return a context manager that records a compute event (an input event for op "none")."""
         return Span(self, self.name(name), OP_NUMBER[op], flops)
 
     def copying(self, name: str, nbytes: int) -> AbstractContextManager[Any]:
-        """Return a context that records a copy of `nbytes` to or from offloaded storage."""
+        """Return a context manager that records an offload or fetch of `nbytes` bytes."""
         return CopySpan(self, self.name(name), COPY, nbytes)
 
     def waiting(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context that records a wait for such a copy."""
+        """Return a context manager that records a wait for a copy of an offloaded array."""
         return CopySpan(self, self.name(name), WAIT, 0)
 
     def mark(self, name: str) -> None:
@@ -143,10 +145,10 @@ class Recorder:
         self.put(self.clock(), 0, self.name(name), _MARKER, OP_NUMBER["none"], self.context)
 
     def routed(self, chosen: Array, kept: Array, losses: tuple[Any, Any]) -> None:
-        """Add the routing decisions of this layer for training tokens that only this rank counts.
+        """Add the routing decisions of the current layer for the tokens counted by this rank.
 
-        See `RouterSums.add`.  Recomputed passes would count twice and are skipped, as are arrays
-        without values.
+        The arguments are described in `RouterSums.add`.  Recomputed forward passes are skipped,
+        because their tokens were already counted.  Abstract arrays are skipped, too.
         """
         if self.phase != "recompute" and has_values(chosen):
             self.router_sums.add(self.layer, chosen, kept, *losses)
@@ -172,7 +174,7 @@ class Recorder:
     ) -> None:
         """Append a row for an event of `duration` ns that began at `start`.
 
-        Its step is the current one by default.
+        By default, the event belongs to the current step.
         """
         if not stream:
             self.latest = start + duration
@@ -204,7 +206,7 @@ class Recorder:
         return Traced(comm, self, len(self.header["groups"]) - 1)
 
     def synchronize(self) -> None:
-        """Compare the clocks of the hosts; collective over all ranks, between steps."""
+        """Synchronize the hosts' clocks; all ranks must call this method, between steps."""
         if self.clocks:
             self.samples += self.clocks.synchronize()
 
@@ -223,9 +225,9 @@ class Recorder:
         backward_s: float,
         skipped: bool = False,
     ) -> None:
-        """Close a step: record its row, the memory by kind and the expert loads.
+        """End a step: record its results, the memory of each kind and the expert loads.
 
-        Writes a segment if one is due.
+        A segment is written if one is due.
         """
         now = self.clock()
         # fmt: off
@@ -247,9 +249,9 @@ class Recorder:
     def end_evaluation(
         self, step: int, loss: float, tokens: int, accuracy: float, seconds: float
     ) -> None:
-        """Close an evaluation after `step`: record its row on rank 0.
+        """End an evaluation after `step`: record its results on rank 0.
 
-        Writes a segment if one is due.
+        A segment is written if one is due.
         """
         if self.rank == 0:
             self.evaluations.append((step, loss, tokens, accuracy, seconds))
@@ -278,7 +280,7 @@ class Recorder:
 
 
 class Span:
-    """Context manager that records one event other than a call."""
+    """Context manager that records one compute, optimizer or input event."""
 
     __slots__ = ("flops", "name", "op", "recorder", "start")
 
@@ -299,7 +301,7 @@ class Span:
 
 
 class CopySpan:
-    """Context manager that records one copy, or a wait for one."""
+    """Context manager that records one copy of offloaded data, or a wait for such a copy."""
 
     __slots__ = ("category", "name", "nbytes", "recorder", "start")
 

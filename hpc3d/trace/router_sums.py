@@ -1,4 +1,4 @@
-"""Routing decisions of a rank in a training step, summed over its microbatches."""
+"""Routing statistics of a rank in a training step, summed over its microbatches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ RouterRow = tuple[int, int, int, float, float]
 
 
 class RouterSums:
-    """Sums by layer, on the device of the arrays.
+    """Per-layer sums of routing statistics, on the device of the routing arrays.
 
-    Their addresses stay the same for the full run, because a replayed CUDA graph adds to them. The
-    host reads them at the end of a step.
+    The memory addresses of the sums never change, because replayed CUDA graphs add to them. The
+    host reads the sums at the end of a step.
     """
 
     def __init__(self) -> None:
@@ -28,16 +28,16 @@ class RouterSums:
     def add(self, layer: int, *parts: Array | float) -> None:
         """Add values to the sums of a layer.
 
-        `parts` are the tokens routed to each expert and those within its capacity, int64 [experts]
-        each, the balance loss and the z-loss.
+        `parts` are the number of tokens routed to each expert, int64 [experts], the number within
+        the expert's capacity, int64 [experts], the balance loss, and the z-loss.
         """
-        if layer not in self.layers:  # zeros: the addition below is compiled before a capture
+        if layer not in self.layers:  # zeros, so that `+=` is compiled before graph capture
             self.layers[layer] = [np.zeros_like(part) for part in parts]
         for total, part in zip(self.layers[layer], parts, strict=True):
             total += part
 
     def take(self, rank: int, step: int) -> tuple[list[ExpertRow], list[RouterRow]]:
-        """Return the rows of /experts and /routers of a step; reset the sums to 0."""
+        """Return the rows of a step for /experts and /routers, and reset the sums to 0."""
         experts: list[ExpertRow] = []
         routers: list[RouterRow] = []
         for layer, totals in sorted(self.layers.items()):

@@ -57,7 +57,7 @@ MEMORY_KIND = (
     "communication",
     "workspace",
     "all",  # total of the kinds above; its peak decides whether a run fits in memory
-    "offloaded",  # outside the memory of the other kinds, not included in "all"
+    "offloaded",  # stored outside of the memory counted above, not included in "all"
 )
 # Streams of a rank that computes on a device.
 STREAM = ("host", "computation", "communication", "replicas", "offload")
@@ -71,8 +71,8 @@ TEXT = "text"  # type of UTF-8 string columns
 class Column(NamedTuple):
     """Column of a table: its NumPy type or TEXT, its unit and its description.
 
-    `least` is the smallest allowed value.  If the values are row indices, `into` is the table that
-    they refer to.  Values are finite; NaN is allowed for unknown values if `optional` is true.
+    `least` is the smallest allowed value.  If the values are row indices, `into` is the name of
+    the referenced table.  Values must be finite; if `optional` is true, NaN marks unknown values.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Column(NamedTuple):
 
     @property
     def empty(self) -> np.ndarray:
-        """Empty array of the type that a reader returns."""
+        """Empty array with the dtype of this column."""
         return np.empty(0, object if self.type == TEXT else self.type)
 
 
@@ -290,7 +290,7 @@ LAYOUT = {
 
 
 class Attribute(NamedTuple):
-    """Attribute of the root group; a file that lacks a `required` one is damaged."""
+    """Attribute of the root group; a file without a `required` attribute is rejected."""
 
     name: str
     type: type

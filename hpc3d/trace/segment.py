@@ -1,10 +1,10 @@
-"""Segment: the events of one rank between two flushes, closed and synced to disk.
+"""Segment files: the events of one rank between two flushes, closed and synced to disk.
 
     RUN/trace/rank-00003-0000.npz    of rank 3: header and strings (JSON), events, steps, memory,
                                      samples of its host's clock, evaluations,
                                      expert loads, router losses
 
-A killed run loses at most the segment that was not yet closed.  `hpc3d.trace.merge.merge` merges
+A killed run loses at most the events that were not yet written.  `hpc3d.trace.merge.merge` merges
 all segments into one file.
 """
 
@@ -44,26 +44,26 @@ _NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
 
 
 class Segment(NamedTuple):
-    """Header and record arrays of a segment; indices refer to rows of the segment."""
+    """Header and record arrays of a segment; indices are local to the segment."""
 
     header: dict
     events: np.ndarray
     steps: np.ndarray
     memory: np.ndarray
     samples: np.ndarray
-    # Older segments lack these tables.
+    # Segments written by older versions lack the following tables.
     evaluation: np.ndarray = np.zeros(0, record_type(EVALUATION))
     experts: np.ndarray = np.zeros(0, record_type(EXPERTS))
     routers: np.ndarray = np.zeros(0, record_type(ROUTERS))
 
 
 def segment_path(run_dir: Path | str, rank: int, number: int) -> Path:
-    """Return the path of the `number`-th segment of a rank."""
+    """Return the path of a rank's segment with the zero-based index `number`."""
     return Path(run_dir) / "trace" / f"rank-{rank:05d}-{number:04d}.npz"
 
 
 def count_segments(run_dir: Path | str) -> dict[int, int]:
-    """Return a dict from rank to the number of its last segment + 1; empty without a trace."""
+    """Return a dict from rank to one plus the index of its last segment."""
     count: dict[int, int] = {}
     for path in sorted((Path(run_dir) / "trace").glob("rank-*.npz")):
         if match := _NAME.fullmatch(path.name):
@@ -77,9 +77,9 @@ def write_segment(
 ) -> None:
     """Write a segment atomically: afterwards it is complete and on disk, or absent.
 
-    `header` is plain data (JSON).  The tables are record arrays in the order of `TABLES`; the last
-    ones may be omitted.  `events["name"]` indexes `strings`, `events["group"]` indexes
-    `header["groups"]`, and `events["parent"]` indexes the rows of this segment.
+    `header` must be serializable as JSON.  The tables are record arrays in the order of `TABLES`;
+    trailing tables may be omitted.  `events["name"]` is an index into `strings`, `events["group"]`
+    into `header["groups"]`, and `events["parent"]` into the events of this segment.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def write_segment(
 
 
 def read_segment(path: Path, rank: int) -> Segment:
-    """Read a segment of `rank`; ValueError if it is truncated, damaged or inconsistent."""
+    """Read a segment of `rank`; raise ValueError if it is damaged or inconsistent."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             header = json.loads(arrays["header"].tobytes())

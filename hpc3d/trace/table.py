@@ -1,4 +1,4 @@
-"""Columns of a trace file, read on access, as NumPy arrays or in pandas."""
+"""Tables of a trace file, whose columns are read on access as NumPy arrays or a DataFrame."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from hpc3d.trace.schema import Column
 
 _ALL = slice(None)
-_KEPT = 2**28  # upper limit of cached columns in bytes
-_MOST_INTEGER = 2**60  # ns, 36 years: sums and differences of a few fit in int64
+_KEPT = 2**28  # maximum total size of the cached columns in bytes
+_MOST_INTEGER = 2**60  # in ns (36 years); sums of a few such values fit in int64
 
 
 class Table:
-    """Columns of equal length.
+    """Table of a trace file: columns of equal length.
 
-    `table["dur"]` is a NumPy array, and `table["dur", 10:20]` a slice of its rows.  A table that
-    the file lacks has no rows.  Values are checked when they are read: codes have names, indices
-    are in range, and numbers are finite.  If not, a ValueError is raised.
+    `table["dur"]` is a NumPy array, and `table["dur", 10:20]` a slice of its rows.  A table
+    missing from the file has no rows.  Values are checked when they are read: a ValueError is
+    raised if a code has no name, an index is out of range, or a number is not finite.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Table:
         return next(map(len, self._datasets.values()), 0)
 
     def __getitem__(self, key: str | tuple[str, slice]) -> np.ndarray:
-        """Return a column, or a slice of its rows, as an array; text as an array of str."""
+        """Return a column, or a slice of its rows, as an array (of str if the column is text)."""
         name, rows = key if isinstance(key, tuple) else (key, _ALL)
         if self._absent and name in self._columns:
             return self._columns[name].empty
@@ -83,7 +83,7 @@ class Table:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Cache the most recently used full columns in this context; they are read-only."""
+        """Cache the most recently used full columns, as read-only arrays, within this context."""
         self._kept = {}
         try:
             yield
@@ -102,7 +102,7 @@ class Table:
         return {name: self[name] for name in self}
 
     def labels(self, name: str) -> dict[int, str]:
-        """Return the names of the values of an enumerated column.
+        """Return the value names of an enumerated column.
 
         Parameters
         ----------
@@ -112,21 +112,21 @@ class Table:
         Returns
         -------
         dict
-            Name of each value, as stored in the file; empty for other columns.
+            Dict from value to name, as stored in the file; empty for other columns.
         """
         if self._absent:
             return {}
         return labels(self._dataset(name))
 
     def frame(self, columns: Iterable[str] | None = None, rows: slice = _ALL) -> DataFrame:
-        """Return columns as a pandas table.
+        """Return columns as a pandas DataFrame.
 
         Parameters
         ----------
         columns
             Names of columns (None: all columns).
         rows
-            Rows of the table.
+            Slice of the rows of the table.
 
         Returns
         -------
@@ -163,8 +163,8 @@ class Table:
     def _check(self, column, values):
         """Raise ValueError if a value is invalid.
 
-        Numbers must be finite and in range, codes must have names, and indices must be inside of
-        their table.
+        Numbers must be finite and in range, codes must have names, and indices must be valid rows
+        of the referenced table.
         """
         wrong = np.zeros(values.shape, bool)
         if column.unit == "enum":

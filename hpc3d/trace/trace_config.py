@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def tables_of(config: str) -> dict[str, Any]:
-    """Return the tables of a TOML configuration with renamed keys updated.
+    """Parse a TOML configuration, and convert deprecated keys to their new names.
 
-    Raises ValueError or TypeError if it is not TOML.
+    Raises ValueError or TypeError if `config` is not valid TOML.
     """
     tables = toml(config)
     use_new_names(tables)
@@ -30,5 +30,5 @@ def configured(config: str, section: str, key: str) -> Any:
 
 
 def one_time(trace: Trace) -> bool:
-    """Return True if the ranks' clocks measure a common time; CPU-time clocks do not."""
+    """Return True if the ranks' clocks measure a common time, unlike CPU-time clocks."""
     return configured(trace.attrs["config"], "trace", "clock") != "cpu"

@@ -216,7 +216,7 @@ with h5py.File("trace.h5") as file:
 
 
 def page() -> str:
-    """Return the text of the page."""
+    """Return the text of docs/trace.md."""
     parts = [_HEAD, _attributes(), _TABLES, *map(_section, [*LAYOUT][1:]), _ENUMERATIONS]
     return "\n".join([*parts, *map(_enumeration, ENUMS), _RELATIONS])
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.communicator import Communicator
 
 COMM, COPY = map(CATEGORY.index, ("comm", "copy"))
-AT_ONCE = 20_000  # ns: least time between a call and its wait for a separate row
+AT_ONCE = 20_000  # minimum time in ns between a call and its wait for separate rows
 OP_NUMBER = {name: number for number, name in enumerate(OP)}
 
 
@@ -27,10 +27,10 @@ class Traced:
     """Communicator that records the group, sequence number, bytes and time of its calls.
 
     A row spans the wait for a block. If the rank did nothing between the call and the wait, the
-    row begins with the call. Otherwise, the call is a separate row of category copy without number
-    and bytes, and the rank was free to compute between the two rows. The collectives of a group
-    are numbered. Messages are numbered separately for each sender and receiver, so (group, sender,
-    receiver, number) identifies the send and the receive of a message.
+    row begins with the call. Otherwise, the call has a separate row of category copy, without
+    sequence number and bytes, and the rank was free to compute between the two rows. Collectives
+    are numbered within their group. Messages are numbered separately for each pair of sender and
+    receiver, so (group, sender, receiver, number) identifies the two rows of a message.
     """
 
     def __init__(self, comm: Communicator, recorder: Any, group: int) -> None:
@@ -66,13 +66,13 @@ class Traced:
         return self.call("recv", block, peer, partial(self.comm.recv, shape, dtype, peer))
 
     def number(self, op: str, peer: int) -> int:
-        """Return the number of this call in its sequence."""
+        """Return the next sequence number of the group's collectives or of this message pair."""
         key = (op, peer) if op in MESSAGES else "collective"
         self.sequence[key] += 1
         return self.sequence[key] - 1
 
     def call(self, op: str, block: Array, peer: int, post: Callable[[], Pending]) -> Pending:
-        """Post the call with `post()` and return a Pending that records it when waited for."""
+        """Post a call with `post()`; return a handle whose `wait` also records the call."""
         recorder, seq = self.recorder, self.number(op, peer)
         context, step = recorder.context, recorder.step
         posted = recorder.clock()
