@@ -1,10 +1,11 @@
-"""Abstract arrays: the program runs on them and counts its operations, for any size.
+"""Abstract arrays, which have no data: with them, the program counts its operations at any size.
 
-An `AbstractArray` has the shape, type and lifetime of an array, but no data.  NumPy's functions
-accept it (NEP 13 and 18) and return AbstractArrays, a view keeps its memory alive, and an
-`AbstractPool` counts it like a `Pool`.  Communicators for abstract arrays move no data (comm/), so
-a single rank can run on its own.  Operations that depend on values (a loss, a lookup) or iterate
-over memory in pieces are primitives with an abstract rule (arrays/primitive.py).
+An `AbstractArray` has the shape, dtype and lifetime of an array, but no data.  NumPy functions
+accept and return abstract arrays (NEP 13 and NEP 18).  A view keeps the memory of its base alive,
+and an `AbstractPool` counts bytes like a `Pool`.  Communicators for abstract arrays transfer no
+data (comm/), so a single rank can run without the others.  Operations that depend on array values
+(a loss, a lookup) or process memory in blocks are primitives with an abstract rule
+(arrays/primitive.py).
 
 The `meter` of a pool is notified of every operation on its arrays and may advance a clock.
 """
@@ -29,45 +30,45 @@ if TYPE_CHECKING:
 
 
 class CostMeter:
-    """Base class of meters, which are notified of every operation; this one ignores them.
+    """Base class of cost meters, which are notified of every operation; this class ignores them.
 
-    The clock of a simulated machine is in simulated_clock.py.  `widest` is the largest head size
-    of the machine's fused attention; `float8` is True if the machine has a float8 rate for
-    products.
+    The meter of a simulated machine is in simulated_clock.py.  `widest` is the largest head size
+    that the machine's fused attention supports; `float8` is True if the machine has a float8 rate
+    for matrix products.
     """
 
     widest = 128
     float8 = False
 
     def product(self, m: int, n: int, k: int, dtype: DTypeLike, batch: int = 1) -> None:
-        """Record `batch` products [m, k] [k, n]."""
+        """Record `batch` matrix products of shapes [m, k] and [k, n]."""
 
     def kernel(self, name: str, nbytes: int) -> None:
-        """Record another operation, which reads and writes `nbytes` in total."""
+        """Record an operation other than a product, which reads and writes `nbytes` in total."""
 
     def fused(self, flop: float, nbytes: int, dtype: DTypeLike) -> None:
-        """Record products fused into one kernel, which reads and writes `nbytes`."""
+        """Record a kernel that fuses several matrix products and reads and writes `nbytes`."""
 
     def copied(self, nbytes: int) -> int:
-        """Return the time at which an offload copy of `nbytes` completes."""
+        """Record an offload copy of `nbytes`, and return its completion time."""
         return 0
 
     def reach(self, end: int) -> None:
         """Advance the clock to `end`."""
 
     def counting(self, times: int) -> AbstractContextManager[None]:
-        """Return a context in which every operation counts `times` times."""
+        """Return a context manager in which every operation counts `times` times."""
         return nullcontext()
 
 
 class Flags(NamedTuple):
-    """Flags of an array: not writeable if all members of a communicator share its memory."""
+    """Flags of an array, which is read-only if members of a communicator share its memory."""
 
     writeable: bool
 
 
 class AbstractLease:
-    """Lease of memory that is counted but not allocated; deleting it subtracts its bytes."""
+    """Counted but unallocated memory of an array; deleting the lease subtracts its bytes."""
 
     __slots__ = ("give_back", "kind", "shared", "slot_of")
 
@@ -79,7 +80,7 @@ class AbstractLease:
 
 
 class AbstractArray(NDArrayOperatorsMixin):
-    """Array of a `pool` with a shape and a type but no data; `lease` is its memory."""
+    """Array of a `pool` with a shape and a dtype but no data; `lease` represents its memory."""
 
     __slots__ = ("dtype", "lease", "pool", "shape")
 
@@ -94,11 +95,11 @@ class AbstractArray(NDArrayOperatorsMixin):
         self.pool, self.lease = pool, lease
 
     def like(self, shape: Iterable[int], dtype: DTypeLike | None = None) -> AbstractArray:
-        """Return a new array with its own memory."""
+        """Return a new array of shape `shape` with separate memory."""
         return type(self)(shape, dtype or self.dtype, self.pool)
 
     def made_by(self, name: str, *arrays: AbstractArray) -> Self:
-        """Notify the meter that an operation made this array from `arrays`; return the array."""
+        """Notify the meter that an operation computed this array from `arrays`; return `self`."""
         self.meter.kernel(name, self.nbytes + sum(array.nbytes for array in arrays))
         return self
 
@@ -186,7 +187,7 @@ class AbstractArray(NDArrayOperatorsMixin):
         out: tuple[AbstractArray, ...] | None,
         dtype: np.dtype,
     ) -> AbstractArray:
-        """Record a product of arrays of shapes a and b, and return its result in `dtype`."""
+        """Record the matrix product of arrays of shapes a and b; return its result in `dtype`."""
         shape = _product(a, b)
         rows = a[-2] if len(a) > 1 else 1
         columns = b[-1] if len(b) > 1 else 1
@@ -225,7 +226,7 @@ def _reduced(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
 
 
 def _product(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a matrix product, as in `np.matmul`."""
+    """Return the shape of the matrix product of shapes a and b, as in `np.matmul`."""
     if a[-1] != b[-2 if len(b) > 1 else 0]:
         raise ValueError(f"matrices of shapes {a} and {b} cannot be multiplied")
     rows, columns = a[-2:-1], b[-1:] if len(b) > 1 else ()
@@ -244,7 +245,7 @@ def _stacked(blocks: Sequence[AbstractArray], axis: int = 0) -> AbstractArray:
 
 
 def _dot(a: AbstractArray, b: AbstractArray) -> float:
-    """Return 0 as the dot product of two vectors, and notify the meter."""
+    """Notify the meter of a dot product of two vectors, and return 0 as its value."""
     a.meter.kernel("reduction", a.nbytes + b.nbytes)
     return 0.0
 
@@ -264,10 +265,10 @@ _FUNCTIONS = {
 
 
 def counted(primitive: Primitive) -> Callable[..., Any]:
-    """Return the rule of a primitive for abstract arrays.
+    """Return a primitive's rule for abstract arrays, which also notifies the meter.
 
-    It applies the abstract rule and notifies the meter of the bytes of all arrays.  The operations
-    in a composite notify the meter themselves.
+    The rule reports the total bytes of all operands and results.  In a composite, each operation
+    notifies the meter separately.
     """
     rule = primitive.abstract_rule
     if rule is primitive.numpy:
@@ -292,7 +293,7 @@ has_values.register(AbstractArray, lambda array: False)
 
 
 class AbstractPool(Pool):
-    """Pool of abstract arrays: counts bytes like `Pool`; the arrays notify `meter`."""
+    """Pool of abstract arrays, which counts bytes like `Pool`; its arrays notify `meter`."""
 
     kind = AbstractArray
 
@@ -313,10 +314,10 @@ class AbstractPool(Pool):
 
 
 class AbstractStore:
-    """HostStore (hpc3d.arrays.host_store) of abstract arrays.
+    """`HostStore` (hpc3d.arrays.host_store) for abstract arrays.
 
-    A device copies asynchronously: an array being saved keeps its memory until the next call, and
-    an array being loaded has its memory from the start.
+    Copies on a device are asynchronous: the memory of an array being saved is released at the next
+    call, and the memory of an array being loaded is allocated when the load starts.
     """
 
     exposed = None

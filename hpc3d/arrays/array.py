@@ -1,4 +1,4 @@
-"""Array protocol of all blocks: arrays of NumPy or CuPy, or `AbstractArray`."""
+"""Array protocol, implemented by NumPy arrays, CuPy arrays and `AbstractArray`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Array(Protocol):
-    """Methods that the program uses on arrays directly, with NumPy's semantics.
+    """Array methods that the program calls directly, with NumPy semantics.
 
-    All other operations are primitives (hpc3d.arrays.primitive).  A rule for one kind of array is
-    annotated with that type.
+    All other operations are primitives (hpc3d.arrays.primitive).  A primitive's rule for one kind
+    of array has that array type in its annotations.
     """
 
     @property
@@ -68,13 +68,14 @@ class Array(Protocol):
     def __matmul__(self, other: Any, /) -> Any: ...
 
 
-# Field types of the NamedTuple that a layer saves for backward (hpc3d.model.kept).  Before
-# backward, an activation may be rounded or offloaded, and a weight replaced by its parameter.
+# Field types of the NamedTuple that a layer saves for its backward pass (hpc3d.model.kept).
+# Between the passes, a saved activation may be rounded or offloaded, and a saved weight may be
+# replaced by a reference to its parameter.
 SavedActivation = Annotated[Array, "activation"]
 SavedWeight = Annotated[Array, "weight"]
 
 
 class Empty(Protocol):
-    """Function that returns an uninitialized array."""
+    """Type of functions that return an uninitialized array."""
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike, /) -> Array: ...

@@ -3,11 +3,12 @@
 See ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al.,
 arXiv:2104.07857).
 
-On CPUs they are in a memory-mapped file: the operating system writes it to disk when memory is
-scarce, and reads ahead on request.  On devices they are in host memory (hpc3d.comm.pinned_store).
+On CPUs, offloaded arrays are stored in a memory-mapped file, which the operating system writes to
+disk when memory is scarce and prefetches on request.  On devices, they are stored in host memory
+(hpc3d.comm.pinned_store).
 
     save     working array -> stored array
-    load     stored array -> a function that returns a new working array, in flight until called
+    load     stored array -> function that waits for the copy and returns a new working array
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 class HostStore(Protocol):
     """Store of the offloaded arrays of a `pool`.
 
-    `copied` counts the bytes of all copies, and `exposed` the seconds in which the rank only
-    copied, None if a device copies asynchronously.
+    `copied` is the number of bytes copied so far.  `exposed` is the time in seconds during which
+    the rank only copied; it is `None` if a device copies asynchronously.
     """
 
     copied: int
@@ -45,14 +46,14 @@ class HostStore(Protocol):
     def save(self, array: Array, kept: Array, trace: Any) -> None: ...
     def load(self, kept: Array, kind: str, trace: Any) -> Callable[[], Array]: ...
     def settle(self) -> None:
-        """Order all later operations after the pending saves."""
+        """Make all later operations wait for the pending saves."""
 
 
 class _FilePool(Pool):
-    """Pool in an unnamed file in the folder for temporary files (TMPDIR).
+    """Pool whose memory is a mapped unnamed file in the folder for temporary files (TMPDIR).
 
-    Its bytes are counted by `owner`.  `offsets` maps the address of each piece of memory to its
-    file offset.
+    The pool `owner` counts the bytes.  `offsets` maps the address of each memory block to its file
+    offset.
     """
 
     def __init__(self, owner: Pool) -> None:
@@ -68,7 +69,7 @@ class _FilePool(Pool):
         self.owner.count(OFFLOADED, size)
 
     def memory(self, size: int) -> np.ndarray:
-        """Allocate memory in full pages; the file at least doubles when it grows."""
+        """Allocate whole pages of the file, which at least doubles in size when it grows."""
         size = -(-size // PAGESIZE) * PAGESIZE
         if size > len(self.rest):
             self.rest = self._mapped(max(size, self.size))
@@ -79,7 +80,7 @@ class _FilePool(Pool):
     def _mapped(self, size: int) -> np.ndarray:
         start = self.size
         try:
-            os.posix_fallocate(self.file, start, size)  # a full disk would kill the process later
+            os.posix_fallocate(self.file, start, size)  # else a full disk causes SIGBUS later
         except OSError as error:
             what = f"cannot offload {size / 1e6:,.1f} MB more ({error.strerror})"
             raise OSError(
@@ -89,8 +90,8 @@ class _FilePool(Pool):
         return np.frombuffer(mmap(self.file, size, offset=start), np.uint8)
 
     def read_ahead(self, array: np.ndarray) -> None:
-        """Request read-ahead of the pages of an array."""
-        memory = lease_of(array).memory  # type: ignore[union-attr]  # it is one of this pool
+        """Ask the operating system to prefetch the pages of an array."""
+        memory = lease_of(array).memory  # type: ignore[union-attr]  # array of this pool
         address = memory.ctypes.data
         start = self.offsets[address] + array.ctypes.data - address
         os.posix_fadvise(self.file, start, array.nbytes, os.POSIX_FADV_WILLNEED)
@@ -134,17 +135,17 @@ class FileStore:
 
 
 def store_of(pool: Pool) -> HostStore:
-    """Return the host store of a pool: a FileStore, unless another one is set."""
+    """Return the host store of a pool; create a FileStore if the pool has none."""
     if pool.store is None:
         pool.store = FileStore(pool)
     return pool.store
 
 
 def walk(store: HostStore, units: Sequence[Sequence[Array]], trace: Any) -> Iterator[list[Any]]:
-    """Yield working copies of the stored arrays of each unit.
+    """Yield, for each unit, working copies of its stored arrays.
 
-    Changes to the copies are saved when the next unit is requested. The next unit is prefetched
-    meanwhile.
+    While a unit is in use, the next unit is prefetched. Changes to the copies are saved when the
+    next unit is requested.
     """
     ahead = _asked(store, units[0], trace) if units else []
     for number, unit in enumerate(units):

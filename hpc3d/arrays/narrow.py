@@ -1,13 +1,14 @@
 """16-bit float arrays on CPUs: stored and communicated in 16 bits, computed in float32.
 
-Sums in 16 bits are inaccurate: 1,000 ones add up to 256 in bfloat16.  NumPy's float16 matrix
-products are hundreds of times slower than those in float32, and MPI has neither type.  Operations
-on a `Narrow` array therefore return float32, which is rounded once when stored in another one:
+Accumulation in 16 bits is inaccurate: 1,000 ones add up to 256 in bfloat16.  NumPy's matrix
+products are hundreds of times slower in float16 than in float32, and MPI has neither 16-bit type.
+Operations on a `Narrow` array therefore return float32 results, which are rounded once when they
+are stored in a `Narrow` array:
 
-    primitive                     rule for Narrow arrays
-    a composite                   NumPy's, which calls the ufuncs below
-    with a narrow rule            that rule: in blocks, whose float32 copies fit in the cache
-    any other                     NumPy's, on float32 copies of all operands
+    primitive                     implementation for Narrow arrays
+    composite                     NumPy implementation, which calls the ufuncs below
+    with a narrow rule            narrow rule, in blocks whose float32 copies fit in the cache
+    any other                     NumPy implementation, on float32 copies of all operands
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.arrays.primitive import Primitive
 
-with suppress(ImportError):  # without it, inputs with bfloat16 are rejected
+with suppress(ImportError):  # without ml_dtypes, inputs that use bfloat16 are rejected
     import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 
 WIDE, _INTEGERS = np.dtype(np.float32), np.dtype(np.uint16)
-CACHE = 1 << 17  # bytes of the float32 copy of a block
+CACHE = 1 << 17  # maximum bytes of the float32 copy of a block
 _PRODUCTS = {np.dot, np.einsum, np.inner, np.tensordot, np.vdot}
 
 
 def wide(dtype: DTypeLike) -> np.dtype:
-    """Return the accumulation type: float32, or wider."""
+    """Return the dtype in which values of `dtype` are accumulated: float32, or wider."""
     return np.promote_types(dtype, WIDE)
 
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Return the bytes per element of a type, given its name; 0 if NumPy does not know it."""
+    """Return the bytes per element of the dtype with this name, 0 if NumPy does not know it."""
     try:
         return np.dtype(dtype).itemsize
     except TypeError:
@@ -50,12 +51,12 @@ def itemsize(dtype: str) -> int:
 
 
 def is_narrow(dtype: np.dtype) -> bool:
-    """Return True for 16-bit floats; bfloat16 has the kind V."""
+    """Return True for 16-bit floating-point types; NumPy reports kind V for bfloat16."""
     return dtype.itemsize == 2 and dtype.kind in "fV"
 
 
 class Narrow(np.ndarray):
-    """Array of 16-bit floats; NumPy's functions return plain float32 arrays for it."""
+    """Array of 16-bit floats, for which NumPy functions return plain float32 arrays."""
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
         if out is None:
@@ -86,13 +87,16 @@ class Narrow(np.ndarray):
 
 
 def of_type(array: np.ndarray) -> np.ndarray:
-    """Return the array, as a Narrow view if it has 16-bit floats."""
+    """Return an array, viewed as Narrow if its elements are 16-bit floats."""
     plain = type(array) is np.ndarray
     return np.ndarray.view(array, Narrow) if plain and is_narrow(array.dtype) else array
 
 
 def widened(operand: Any) -> Any:
-    """Return float32 copies of Narrow arrays, also inside a tuple, else the operand itself."""
+    """Convert a Narrow array, or the Narrow arrays in a tuple, to float32 copies.
+
+    Other operands are returned unchanged.
+    """
     if isinstance(operand, Narrow):
         return np.asarray(operand).astype(WIDE)
     if isinstance(operand, tuple) and any(isinstance(each, Narrow) for each in operand):
@@ -102,12 +106,12 @@ def widened(operand: Any) -> Any:
 
 
 def integers(block: Array) -> Array:
-    """Return a 16-bit block as integers, which every MPI supports; other blocks are unchanged."""
+    """View a 16-bit block as integers, which every MPI library supports; return others as is."""
     return block.view(_INTEGERS) if block.dtype.itemsize == _INTEGERS.itemsize else block
 
 
 def _blocks(out: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield blocks of rows of `out` that fit the cache, with the matching blocks of `inputs`."""
+    """Yield row blocks of `out` that fit in the cache, with the matching blocks of `inputs`."""
     if out.ndim == 0:
         yield out, inputs
         return
@@ -124,14 +128,14 @@ def _blocks(out: Any, inputs: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def narrow_rule(primitive: Primitive) -> Callable[..., Any] | None:
-    """Return the rule of a primitive for Narrow arrays; None to use NumPy's."""
+    """Return a primitive's rule for Narrow arrays, or None to use the NumPy implementation."""
     if primitive.narrow_rule or primitive.abstract_rule is primitive.numpy:
         return primitive.narrow_rule
     return lambda *given, **named: primitive.numpy(*map(_to_read, given), **named)
 
 
 def _to_read(operand: Any) -> Any:
-    """Return read-only float32 copies of Narrow arrays, because writes to a copy would be lost."""
+    """Convert Narrow arrays to float32 copies, read-only because writes would be lost."""
     copies = widened(operand)
     pairs = (
         zip(operand, copies, strict=True) if isinstance(operand, tuple) else [(operand, copies)]

@@ -1,8 +1,8 @@
-"""Memory pool of the arrays of a rank.
+"""Memory pool for the arrays of a rank.
 
-A fresh array of more than 128 KiB costs a page fault per 4 KiB, and a training step requests the
-same sizes repeatedly.  A `Pool` reuses the memory of an array when its last view is deleted, so a
-step allocates nothing in the steady state.
+A newly allocated array of more than 128 KiB causes a page fault per 4 KiB, and a training step
+requests the same sizes repeatedly.  A `Pool` reuses the memory of an array once its last view is
+deleted, so a step allocates nothing in the steady state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def on_host(array: Array) -> np.ndarray:
 
 @composite
 def has_values(array: Array) -> bool:
-    """Return True if an array has data; False for abstract arrays."""
+    """Return True if an array has data, and False for an abstract array."""
     return True
 
 
@@ -62,7 +62,7 @@ def from_host(array: Array, values: np.ndarray) -> None:
 
 
 class Lease:
-    """Memory on loan from a pool, the base of a NumPy array; deleting it returns the memory."""
+    """Pool memory that is the base of a NumPy array; deletion returns the memory to the pool."""
 
     __slots__ = ("__array_interface__", "give_back", "memory")
 
@@ -87,15 +87,15 @@ class Lease:
 
 
 def lent(lease: Lease, dtype: np.dtype) -> np.ndarray:
-    """Return the array of a lease, as a Narrow array if it has 16-bit floats."""
+    """Return an array in the memory of a lease: a Narrow array for 16-bit floats."""
     return of_type(np.asarray(lease).view(dtype))
 
 
 class Pool:
-    """Arrays of one rank, with live bytes and peak bytes by kind.
+    """Memory pool of one rank, with counts of live and peak bytes for each kind of array.
 
-    With `on_device`, a matrix product call also adds biases, residuals and gradients. A device
-    with `float8` multiplies 8-bit floats with one scale per matrix.
+    If `on_device` is true, a matrix product call can also add a bias, a residual or a gradient. If
+    `float8` is true, the device multiplies float8 matrices with one scale per matrix.
     """
 
     on_device = float8 = False
@@ -123,7 +123,7 @@ class Pool:
         return lent(Lease(memory, tuple(shape), dtype, give_back), dtype)
 
     def memory(self, size: int) -> np.ndarray:
-        """Allocate memory, as an array of bytes."""
+        """Allocate `size` bytes of memory as a uint8 array."""
         return np.empty(size, np.uint8)
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike, kind: str = "activation") -> Array:
@@ -132,14 +132,14 @@ class Pool:
         return array
 
     def bring(self, array: np.ndarray | float) -> Any:
-        """Return a host array on the device of this pool."""
+        """Copy a host array or a number to the device of this pool, if it has one."""
         return array
 
     def synchronize(self) -> None:
         """Wait until all requested operations are complete."""
 
     def count(self, kind: str, size: int) -> None:
-        """Count `size` bytes of `kind`; negative if they are freed."""
+        """Add `size` to the live bytes of `kind`; `size` is negative for freed memory."""
         self.live[kind] += size
         if size > 0:
             self.peak[kind] = max(self.peak[kind], self.live[kind])
@@ -147,28 +147,28 @@ class Pool:
 
     @property
     def held(self) -> int:
-        """Live bytes, without offloaded arrays."""
+        """Live bytes of all arrays except offloaded ones."""
         return self.live.total() - self.live[OFFLOADED]
 
     def reset_peak(self) -> None:
-        """Restart the measurement of peaks at the bytes that are live now."""
+        """Reset the peaks to the current live bytes."""
         self.peak = Counter(self.live)
         self.peak["all"] = self.held
 
 
 def _nameable(dtype: np.dtype) -> np.dtype:
-    """Return a type of the same size with a NumPy type string, which bfloat16 lacks."""
+    """Return a dtype of the same size that has a NumPy type string, unlike bfloat16."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 
 def size_class(nbytes: int) -> int:
-    """Round `nbytes` up to one of eight steps per power of two, at least 64."""
+    """Round `nbytes` up to a size class: at least 64, with eight classes per power of two."""
     step = max(64, 1 << max(0, nbytes.bit_length() - 4))
     return max(64, -(-nbytes // step) * step)
 
 
 def lease_of(array: object) -> Lease | None:
-    """Return the lease at the base of a chain of views, or None."""
+    """Return the lease that owns the memory of an array or view, or None if there is none."""
     while isinstance(array, np.ndarray):
         array = array.base
     return array if isinstance(array, Lease) else None

@@ -3,9 +3,9 @@
     @primitive
     def gelu_tanh(h, out): ...              NumPy
     @gelu_tanh.abstract
-    def _(h, out): ...                      the result, for abstract arrays
+    def _(h, out): ...                      the result as an abstract array
     @gelu_tanh.cuda
-    def _(gpu, h, out): ...                 the CUDA kernels and products
+    def _(gpu, h, out): ...                 CUDA kernels and matrix products
     @gelu_tanh.narrow
     def _(h, out): ...                      NumPy on 16-bit floats (hpc3d.arrays.narrow)
 
@@ -19,16 +19,17 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
-# A rule has the arguments of its primitive; a CUDA rule has a `Gpu` (hpc3d.cuda.gpu) first.
+# A rule takes the arguments of its primitive.  A CUDA rule takes a `Gpu` (hpc3d.cuda.gpu) as an
+# additional first argument.
 _Rule = Callable[..., Any]
-BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # rule for arrays of a type
+BACKENDS: dict[type, Callable[[Primitive], _Rule | None]] = {}  # by array type
 PRIMITIVES: list[Primitive] = []
 
 
 class Primitive:
-    """Function with a rule per kind of array; for any other argument it calls `numpy`.
+    """Function with one rule per kind of array, and `numpy` as the rule for all other arguments.
 
-    `abstract_rule`, `cuda_rule` and `narrow_rule` are `None` if the primitive lacks them.
+    `abstract_rule`, `cuda_rule` and `narrow_rule` are `None` if no such rule is defined.
     """
 
     def __init__(self, numpy: _Rule, abstract_rule: _Rule | None = None) -> None:
@@ -45,7 +46,7 @@ class Primitive:
         return rule(first, *rest, **named)
 
     def _choose(self, kind: type) -> _Rule:
-        """Select and cache the rule for arrays of a type."""
+        """Select and cache the rule for arrays of type `kind`."""
         backend = BACKENDS.get(kind)
         rule = self.registered.get(kind) or (backend and backend(self)) or self.numpy
         return self.chosen.setdefault(kind, rule)
@@ -63,7 +64,7 @@ class Primitive:
         return rule
 
     def register(self, kind: type, rule: _Rule) -> None:
-        """Register a rule for arrays of a type."""
+        """Register a rule for arrays of type `kind`."""
         self.registered[kind] = rule
         self.chosen.pop(kind, None)
 
@@ -72,15 +73,15 @@ primitive = Primitive
 
 
 def composite(function: _Rule) -> Primitive:
-    """Return a primitive that consists of operations supported by abstract arrays.
+    """Return a primitive composed of operations that abstract arrays support.
 
-    Its body is therefore its abstract rule, too.
+    The function is therefore also the abstract rule.
     """
     return Primitive(function, function)
 
 
 def add_backend(kind: type, rule_of: Callable[[Primitive], _Rule | None]) -> None:
-    """Set `rule_of(primitive)` as the rule of all primitives for arrays of a type."""
+    """Register a backend: primitives use `rule_of(primitive)` for arrays of type `kind`."""
     BACKENDS[kind] = rule_of
     for each in PRIMITIVES:
         each.chosen.pop(kind, None)

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.decoder import Decoder
 
-# (logits [samples, vocabulary], index of the token) -> one token per sample, or None to end.
+# Maps (logits [samples, vocabulary], token index) to one token per sample, or to None to stop.
 _Choose = Callable[[np.ndarray, int], Sequence[int] | None]
 
 
 class TextRequest(NamedTuple):
-    """Prompt ids, and the number of samples with at most `tokens` new tokens each.
+    """Request for `samples` continuations of a prompt, with at most `tokens` new tokens each.
 
-    The model runs on `sequences` sequences, which are divisible by the mesh axes. Sequences beyond
-    the number of samples are copies.
+    The model runs on a batch of `sequences` sequences, which is divisible by the mesh axes.
+    Sequences beyond the number of samples are duplicates.
     """
 
     prompt: np.ndarray
@@ -30,12 +30,12 @@ class TextRequest(NamedTuple):
     tokens: int
 
     def capacity(self, sequence: int) -> int:
-        """Return the positions in the KV cache of a model with context length `sequence`."""
+        """Return the number of KV cache positions for a model with context length `sequence`."""
         return min(sequence, len(self.prompt) + self.tokens)
 
 
 def continue_text(decoder: Decoder, wanted: TextRequest, choose: _Choose) -> None:
-    """Generate tokens position by position on all ranks; rank 0 calls `choose`."""
+    """Generate tokens one position at a time on all ranks; rank 0 calls `choose`."""
     tokens, unread = np.tile(wanted.prompt, (wanted.sequences, 1)), len(wanted.prompt)
     for number in range(wanted.tokens):
         logits = decoder.forward(_window(decoder, tokens, unread))[: wanted.samples]
@@ -47,10 +47,11 @@ def continue_text(decoder: Decoder, wanted: TextRequest, choose: _Choose) -> Non
 
 
 def _window(decoder: Decoder, tokens: np.ndarray, unread: int) -> np.ndarray:
-    """Return the last tokens that the decoder must read: the `unread` ones, if the cache has room.
+    """Return the trailing tokens that the decoder must process next.
 
-    Otherwise the cache is cleared, and the decoder reads the last half of its capacity, or, for a
-    prompt that exceeds the capacity, as many tokens as fit.
+    If the KV cache has room, these are the `unread` tokens. Otherwise the cache is cleared, and
+    the decoder processes enough trailing tokens to fill half of the cache, or the full cache if
+    the prompt alone exceeds the capacity.
     """
     kept = decoder.kept
     if kept.length + unread > kept.capacity:
@@ -60,7 +61,7 @@ def _window(decoder: Decoder, tokens: np.ndarray, unread: int) -> np.ndarray:
 
 
 def _agreed(mesh: Mesh, choose: Callable[[], Sequence[int] | None]) -> np.ndarray | None:
-    """Broadcast the choice of rank 0 to all ranks."""
+    """Return the tokens that rank 0 chooses, broadcast to all ranks, or None to stop."""
     found = np.empty(0, np.int64)
     if mesh.rank == 0:
         tokens = choose()

@@ -1,4 +1,4 @@
-"""Sampling on rank 0: draws the tokens of all samples from logits, and writes their texts."""
+"""Sampling on rank 0: draw the next token of each sample from its logits, and write the texts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from hpc3d.generation.sampling import Sampling
     from hpc3d.generation.trained_model import TrainedModel
 
-_ENOUGH, _ENDED, _STOPPED = "tokens", "end of text", "user"  # why generation stopped
+_ENOUGH, _ENDED, _STOPPED = "tokens", "end of text", "user"  # stop reasons
 
 
 class Samples:
-    """Continuations of a text, `count` of them; `choose` is the callback of `continue_text`.
+    """Set of `count` sampled continuations of a text.
 
-    A single sample is passed to `write(text)` as it is generated, and several samples at the end.
-    `stopping()` returns True if the user interrupts.
+    The method `choose` is the callback of `continue_text`. A single sample is written with
+    `write(text)` while it is generated; several samples are written at the end. `stopping()`
+    returns True if the user has interrupted generation.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Samples:
             self.write(f"=== {number} of {len(ends)}\n{prompt}{stream.text}\n")
 
     def results(self) -> list[dict[str, Any]]:
-        """Return each sample as a dict: text, tokens, and whether it reached an end token."""
+        """Return, for each sample, a dict with its text, its tokens, and whether it has ended."""
         return [
             {"text": stream.text, "tokens": stream.tokens, "ended": ended}
             for stream, ended in zip(self.streams, self.ended, strict=True)

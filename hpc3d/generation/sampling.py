@@ -1,4 +1,4 @@
-"""Sampling of the next token with a counter-based generator keyed by (seed, sample, position)."""
+"""Next-token sampling with a counter-based random generator keyed by (seed, sample, position)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hpc3d.ops.random import philox_draws, philox_key
 class Sampling(NamedTuple):
     """Sampling parameters with the semantics of `transformers`.
 
-    The logits are divided by the `temperature`; the `top_k` largest are kept (0: all); of these,
-    the smallest set of most probable tokens that reaches `top_p` is kept (Holtzman et al. 2020,
-    arXiv:1904.09751).  A temperature of 0 takes the largest logit.
+    The logits are divided by `temperature`, and the `top_k` largest logits are kept (0: all).  Of
+    these tokens, the smallest set of most probable tokens whose probabilities add up to at least
+    `top_p` is kept (Holtzman et al. 2020, arXiv:1904.09751).  A temperature of 0 selects the token
+    with the largest logit.
     """
 
     temperature: float = 1.0
@@ -24,10 +25,10 @@ class Sampling(NamedTuple):
     seed: int = 1234
 
     def draw(self, logits: np.ndarray, sample: int, position: int) -> int:
-        """Draw a token from logits [vocabulary] at a position of a sample.
+        """Draw the token at a position of a sample, given logits [vocabulary].
 
-        The result does not depend on the layout of the ranks: draw `position` of the stream (seed,
-        sample) is looked up in the cumulative distribution, in token order.
+        The result does not depend on the layout of the ranks: random number `position` of the
+        stream (seed, sample) is looked up in the cumulative distribution, ordered by token id.
         """
         if not np.isfinite(logits.max()):
             raise BadData(
@@ -38,11 +39,11 @@ class Sampling(NamedTuple):
             return int(logits.argmax())
         chances = self.probabilities(logits).cumsum()
         bits = philox_draws(philox_key((self.seed, "generate", sample)), position, 1)
-        uniform = int(bits[0] >> np.uint64(11)) * 2.0**-53  # the product with the sum rounds down
+        uniform = int(bits[0] >> np.uint64(11)) * 2.0**-53  # uniform * sum rounds to less than sum
         return int(np.searchsorted(chances, uniform * chances[-1], side="right"))
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
-        """Return the probabilities of the tokens, float64[vocabulary]."""
+        """Return the token probabilities, float64[vocabulary], after top-k and top-p filtering."""
         scores = logits.astype(np.float64) / self.temperature
         if 0 < self.top_k < len(scores):
             scores[scores < np.partition(scores, -self.top_k)[-self.top_k]] = -np.inf

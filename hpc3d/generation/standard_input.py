@@ -1,20 +1,21 @@
-"""Text on standard input, whose end a launcher may not forward."""
+"""Read text from standard input, even if an MPI launcher does not forward end-of-file."""
 
 from __future__ import annotations
 
 import os
 import select
 
-_PIECE = 1 << 16  # bytes
-_PAUSE = 2.0  # seconds of silence that end a text
-_NOTHING = 10.0  # seconds of silence before the first byte
+_PIECE = 1 << 16  # maximum bytes per read
+_PAUSE = 2.0  # seconds without input after which a text ends
+_NOTHING = 10.0  # maximum seconds to wait for the first byte
 
 
 def standard_input(launched: bool, descriptor: int = 0) -> bytes:
     """Read all of standard input.
 
-    A process `launched` by mpirun may never receive end-of-file, as with Open MPI 5. Its text ends
-    when no input has arrived for a while. Raises ValueError if nothing arrives.
+    A process `launched` by mpirun may never receive end-of-file, for example with Open MPI 5. In
+    this case, the text ends when no more input arrives for 2 s. Raises ValueError if a launched
+    process receives no input.
     """
     found = b""
     while not launched or _comes(descriptor, _PAUSE if found else _NOTHING):

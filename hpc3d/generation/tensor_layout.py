@@ -1,4 +1,4 @@
-"""Layout of the ranks that generate text: only tensor axes, independent of the training run."""
+"""Layout of the ranks for text generation: tensor axes only, independent of the training run."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _SIZES = {f"mesh.{axis}" for axis in AXES}
 
 
 def laid_out(trained: Config, words: Sequence[str], ranks: int, samples: int) -> Config:
-    """Return the resolved configuration of a model that generates text on `ranks` ranks.
+    """Return the resolved configuration for text generation on `ranks` ranks.
 
-    `train.batch` is the number of sequences on which the model runs for `samples`. The options
-    `words`, `--section.key value`, set the mesh. By default, it is the mesh of the run if that has
-    the same number of ranks and only tensor axes, and otherwise the best cuboid for one token per
-    pass. Raises ValueError with one line per violated rule.
+    Its `train.batch` is the number of sequences that the model processes for `samples` samples.
+    The options `words`, such as `--section.key value`, set the mesh. The default is the mesh of
+    the training run if it has the same number of ranks and only tensor axes, and otherwise the
+    best cuboid for one token per forward pass. Raises ValueError with one line per violated rule.
     """
     tree = small_files.toml(to_toml(_base(trained, words, ranks)))
     deprecated_keys.warn(override(tree, words))
     config = validate(tree, _wrong_keys)
     refuse(_wrong_keys(config))
     one_token = replace(config.model, sequence=1)
-    # number of sequences that is divisible on every mesh
+    # batch size that is divisible by the axes of every mesh
     every = ranks * config.mesh.grid().size
     batch = -(-samples // every) * every
     train = replace(config.train, batch=batch)
@@ -51,7 +51,7 @@ def _wrong_keys(config: Config) -> list[str]:
 
 
 def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:
-    """Return the configuration before options: the scheme of the run, in float64."""
+    """Return the configuration before options are applied: the scheme of the run, in float64."""
     given = {option.removeprefix("--") for option, _ in options(words)}
     scheme = trained.parallel.scheme
     split = trained.parallel.split if "parallel.scheme" not in given else None
@@ -67,17 +67,17 @@ def _base(trained: Config, words: Sequence[str], ranks: int) -> Config:
 
 
 def _undisturbed(model: ModelConfig) -> ModelConfig:
-    """Return the model without dropout and without dropped tokens.
+    """Return the model configuration without dropout and with unlimited expert capacity.
 
-    The capacity of experts is unlimited, because otherwise the dropped tokens would depend on
-    tokens that have not been generated yet.
+    With a limited capacity, the tokens dropped by experts would depend on tokens that have not
+    been generated yet.
     """
     roomy = replace(model, capacity=0.0) if model.experts else model
     return replace(roomy, dropout=0.0)
 
 
 def _other_axes(mesh: MeshConfig) -> Iterator[str]:
-    """Yield a line for each mesh axis other than x, y and z that has several ranks."""
+    """Yield an error message for each mesh axis other than x, y and z that has several ranks."""
     for axis in AXES:
         if axis not in "xyz" and getattr(mesh, axis) > 1:
             yield (

@@ -1,4 +1,4 @@
-"""Streaming detokenizer: a character is returned once all of its bytes have arrived."""
+"""Streaming detokenizer, which returns a character once all of its bytes have arrived."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _UNKNOWN = "\ufffd"  # replaces invalid or incomplete bytes
 
 
 class TextStream:
-    """Text of a sequence of tokens, piece by piece.  Invalid UTF-8 becomes U+FFFD.
+    """Incremental decoder of a token sequence.  Invalid UTF-8 becomes U+FFFD.
 
-    Some tokenizers decode a token differently at the beginning of a text, so a piece is the growth
-    of the text since the previous piece.
+    Some tokenizers decode a token differently at the beginning of a text.  Each piece is therefore
+    obtained by decoding the previous tokens again and removing their text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -22,7 +22,7 @@ class TextStream:
         self._first = self._given = 0
 
     def push(self, token: int) -> str:
-        """Add a token, and return the text that it completes."""
+        """Add a token, and return the newly completed text, which may be empty."""
         self.tokens.append(token)
         piece = self._piece()
         return "" if piece.endswith(_UNKNOWN) else self._out(piece)

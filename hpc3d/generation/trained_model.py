@@ -1,6 +1,6 @@
-"""Model for generation: from a checkpoint of a run, or from files of `transformers`.
+"""Trained model for text generation, from a checkpoint of a run or from files of `transformers`.
 
-Rank 0 identifies the model; then every rank opens its weights and reads its own blocks.
+Rank 0 identifies the model.  Every rank then opens the weight files and reads its own blocks.
 """
 
 from __future__ import annotations
@@ -41,16 +41,19 @@ class WeightSource(NamedTuple):
     published: bool
 
     def open(self, config: Config) -> Checkpoint | PublishedValues:
-        """Open the source for `checkpoints.sharded.restore`; ValueError if it cannot be read."""
+        """Open the source for `checkpoints.sharded.restore`.
+
+        Raises ValueError if the source cannot be read.
+        """
         if self.published:
             return PublishedValues(Pretrained(self.path), config)
         return Checkpoint(self.path)
 
 
 class TrainedModel(NamedTuple):
-    """Model with the configuration of its training, its tokenizer, and its weights.
+    """Trained model: its configuration, its tokenizer, and the location of its weights.
 
-    A token of `ends` ends a text; an empty prompt starts with `begin`.
+    Generation stops at any token in `ends`. An empty prompt is replaced by the token `begin`.
     """
 
     config: Config
@@ -62,11 +65,11 @@ class TrainedModel(NamedTuple):
 
     @property
     def choices(self) -> int:
-        """Number of tokens that may be sampled, without padding of the vocabulary."""
+        """Number of token ids that may be sampled, excluding vocabulary padding."""
         return min(self.config.model.vocabulary, self.tokenizer.vocabulary)
 
     def prompt(self, text: bytes) -> np.ndarray:
-        """Return the ids of a text, int64; raise ValueError if it cannot be encoded."""
+        """Return the token ids of a prompt, int64; raise ValueError if it cannot be encoded."""
         try:
             ids = self.tokenizer.encode(text, whole=True).astype(np.int64)
         except UnicodeDecodeError:
@@ -89,18 +92,18 @@ class TrainedModel(NamedTuple):
 
 
 class PublishedValues:
-    """Parameters in files of `transformers`, with the reading interface of a checkpoint."""
+    """Parameters in files of `transformers`, with the same read interface as a checkpoint."""
 
     def __init__(self, pretrained: Pretrained, config: Config) -> None:
         self.pretrained, self.config = pretrained, config
         self._last = "", np.empty((0, 0))
 
     def exact(self, name: str) -> str:
-        """Return the kind with the full-precision values of a tensor."""
+        """Return the kind of stored data that has the full-precision values of a tensor."""
         return "value"
 
     def fill(self, array: np.ndarray, name: str, kind: str, box: BlockSlices) -> None:
-        """Copy a box of a parameter to an array with the shape of the box."""
+        """Copy the slice `box` of a parameter into `array`, which has the same shape."""
         if self._last[0] != name:
             self._last = name, self.pretrained.parameter(name, self.config)
         value = self._last[1]
@@ -111,7 +114,7 @@ class PublishedValues:
 def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
     """Return the model at a path, on rank 0; raise ValueError if it cannot generate text.
 
-    `words` are options `--section.key value`; only those about the model are used.
+    `words` are options such as `--section.key value`; only options for the model are used.
     """
     published = path.suffix == ".safetensors" or any(
         (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, "snapshots")
@@ -169,7 +172,7 @@ def _of_run(path: Path, words: Sequence[str]) -> TrainedModel:
 
 
 def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer:
-    """Return the tokenizer of the text on which a run was trained."""
+    """Return the tokenizer of a run's training text, or of the file `text` if it is given."""
     name, vocabulary = config.data.tokenizer, config.model.vocabulary
     if text is None and (kept := kept_tokenizer(path)):
         return kept
@@ -193,7 +196,7 @@ def _published(path: Path, words: Sequence[str]) -> TrainedModel:
 
 
 def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:
-    """Return the tokenizer of a folder; without one, a vocabulary of 256 means bytes."""
+    """Return the tokenizer in a model's folder, or ByteTokenizer if the vocabulary is 256."""
     file = (path if path.is_dir() else path.parent) / _TOKENIZER
     if file.exists():
         try:
